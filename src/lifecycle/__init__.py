@@ -1,0 +1,1 @@
+"""Request lifecycle management for streaming servers."""

@@ -1,0 +1,104 @@
+"""The exceptions of the library, one tree.
+
+Cancellation is never wrapped and an error raised by user code is never renamed,
+so everything here is a decision that the library itself took. No message holds
+a payload.
+"""
+
+from __future__ import annotations
+
+
+class LifecycleError(Exception):
+    """Root of every error that the library raises on purpose."""
+
+
+class Refused(LifecycleError):
+    """A request was not admitted; it holds nothing and owes nothing.
+
+    Attributes:
+        reason: One word for metrics and logs, fixed per subclass.
+        retry_after: Seconds after which a retry has a fair chance, 1 to 60, or
+            ``None`` where retrying the same request cannot help.
+    """
+
+    reason = "refused"
+
+    def __init__(self, message: str, *, retry_after: float | None = None) -> None:
+        super().__init__(message)
+        self.retry_after = retry_after
+
+
+class GateFull(Refused):
+    """The waiting line was full, or waiting was not wanted."""
+
+    reason = "full"
+
+
+class AdmissionTimeout(Refused, TimeoutError):
+    """The request waited its whole ``max_wait`` without being admitted."""
+
+    reason = "timeout"
+
+
+class GateClosed(Refused):
+    """The gate admits nobody any more, as while a server drains."""
+
+    reason = "closed"
+
+
+class CostTooLarge(Refused):
+    """The request asks for more than the gate will ever have."""
+
+    reason = "too_large"
+
+
+class EngineLost(LifecycleError):
+    """The engine that ran the request is gone; the request may have run.
+
+    Attributes:
+        reason: What became of the engine, such as ``"killed"``.
+        retry_after: Seconds until another engine can be expected, or ``None``.
+    """
+
+    def __init__(
+        self, message: str, *, reason: str, retry_after: float | None = None
+    ) -> None:
+        super().__init__(message)
+        self.reason = reason
+        self.retry_after = retry_after
+
+
+class StartTimeout(LifecycleError, TimeoutError):
+    """A supervised start did not settle in time; what it sent is ended by key."""
+
+
+class StreamTimeout(LifecycleError, TimeoutError):
+    """A stream broke one of its deadlines.
+
+    Attributes:
+        deadline: ``"first_item"``, ``"idle"`` or ``"total"``.
+    """
+
+    def __init__(self, message: str, *, deadline: str) -> None:
+        super().__init__(message)
+        self.deadline = deadline
+
+
+class SessionEnded(LifecycleError):
+    """A session was ended by somebody else while its owner still worked on it.
+
+    Attributes:
+        outcome: What the session was counted as, such as ``"shutdown"``.
+    """
+
+    def __init__(self, message: str, *, outcome: str) -> None:
+        super().__init__(message)
+        self.outcome = outcome
+
+
+class SessionExists(LifecycleError):
+    """The session id is in use."""
+
+
+class SessionNotFound(LifecycleError, LookupError):
+    """No live session has this id."""

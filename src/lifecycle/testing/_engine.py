@@ -1,0 +1,227 @@
+"""An engine in this process that does what a test tells it, and keeps count."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, Self, final
+
+import anyio
+import anyio.lowlevel
+
+from lifecycle import EngineLost
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Script:
+    """What an engine does with one request. Times are in seconds.
+
+    Attributes:
+        start_delay: Until START is answered; ``math.inf`` is never.
+        refuse: Raised in answer to START.
+        items: What the stream gives.
+        item_delay: Before each item.
+        fail_at: Index of the item in whose place *error* is raised.
+        error: See *fail_at*.
+        hang_at: Index of the item that never comes.
+        die_at: Index of the item in whose place the whole engine dies.
+        end_delay: Until END is answered; ``math.inf`` is never.
+        end_error: Raised in answer to END.
+    """
+
+    start_delay: float = 0.0
+    refuse: Exception | None = None
+    items: Sequence[Any] = (0, 1, 2)
+    item_delay: float = 0.0
+    fail_at: int | None = None
+    error: Exception | None = None
+    hang_at: int | None = None
+    die_at: int | None = None
+    end_delay: float = 0.0
+    end_error: Exception | None = None
+
+
+@final
+class ScriptedEngine:
+    """Plays scripts, dies and comes back on command, and counts what it is told.
+
+    To be used with `lifecycle.Session.start`::
+
+        async def open_():
+            return await engine.start(session.key, box.take())
+
+        async def end(stream):
+            await engine.end(session.key)
+
+    A session is in the engine from the call of `start`, answered or not, until
+    the call of `end` for its key or the death of the engine.
+
+    Args:
+        script: For every request, or a function from the key to one.
+
+    Attributes:
+        alive: Whether requests are taken.
+        incarnation: How often the engine was started, from 1.
+        live: Keys of the sessions in the engine.
+        starts: Calls of `start` that reached a live engine.
+        ends: Calls of `end`.
+        early_ends: Those among them before START was sent or answered.
+        double_ends: Those among them for a key that was ended before.
+    """
+
+    def __init__(self, script: Script | Callable[[str], Script] | None = None) -> None:
+        self._script = script or Script()
+        self.alive = True
+        self.incarnation = 1
+        self.live: set[str] = set()
+        self.starts = self.ends = self.early_ends = self.double_ends = 0
+        self._answered: set[str] = set()
+        self._ended: set[str] = set()
+        self._death = anyio.Event()
+        self._reason = "killed"
+
+    async def start(self, key: str, payload: object = None) -> ScriptedStream:
+        """Take a request; the payload is dropped at once, as if it were sent.
+
+        Args:
+            key: `lifecycle.Session.key`.
+            payload: Anything.
+
+        Raises:
+            EngineLost: The engine is dead, or died before it answered.
+            Exception: The script refuses.
+
+        Cancellation:
+            At any time. The session stays in the engine, as it would if the
+            answer were lost on its way.
+        """
+        del payload
+        script, death = self._script_of(key), self._death
+        if not self.alive:
+            raise self._lost()
+        self.starts += 1
+        self.live.add(key)
+        try:
+            await self._pass(script.start_delay, death)
+        finally:
+            self._answered.add(key)
+        if script.refuse is not None:
+            self.live.discard(key)
+            raise script.refuse
+        return ScriptedStream(self, key, script, death)
+
+    async def end(self, key: str) -> None:
+        """Forget a session. One that is not in the engine is no error.
+
+        Raises:
+            Exception: The script's *end_error*.
+
+        Cancellation:
+            At any time. END has arrived all the same.
+        """
+        self.ends += 1
+        self.early_ends += key not in self._answered
+        self.double_ends += key in self._ended
+        self._ended.add(key)
+        if key in self.live:
+            self.live.discard(key)
+            script = self._script_of(key)
+            try:
+                await self._pass(script.end_delay, self._death)
+            except EngineLost:
+                return
+            if script.end_error is not None:
+                raise script.end_error
+
+    def die(self, reason: str = "killed") -> None:
+        """Lose every session; whoever waits gets `lifecycle.EngineLost`."""
+        if self.alive:
+            self.alive = False
+            self._reason = reason
+            self.live.clear()
+            self._death.set()
+
+    def restart(self) -> None:
+        """Take requests again; what an earlier incarnation had stays lost."""
+        if not self.alive:
+            self.alive = True
+            self.incarnation += 1
+            self._death = anyio.Event()
+
+    async def next_item(self, stream: ScriptedStream) -> Any:
+        """Called by the engine's streams."""
+        script, at = stream.script, stream.given
+        if stream.closed or (at >= len(script.items) and stream.key not in self.live):
+            raise StopAsyncIteration
+        delay = math.inf if at == script.hang_at else script.item_delay
+        await self._pass(delay, stream.death)
+        if at == script.die_at:
+            self.die()
+            raise self._lost()
+        if at == script.fail_at:
+            raise script.error or RuntimeError("the script fails here")
+        if at >= len(script.items) or stream.key not in self.live:
+            raise StopAsyncIteration
+        return script.items[at]
+
+    def _script_of(self, key: str) -> Script:
+        return self._script if isinstance(self._script, Script) else self._script(key)
+
+    def _lost(self) -> EngineLost:
+        return EngineLost(
+            f"the scripted engine died: {self._reason}", reason=self._reason
+        )
+
+    async def _pass(self, seconds: float, death: anyio.Event) -> None:
+        """Let *seconds* go by, unless the engine dies meanwhile."""
+        if seconds <= 0:
+            await anyio.lowlevel.checkpoint()
+        elif not death.is_set():
+            with anyio.CancelScope(deadline=anyio.current_time() + seconds):
+                await death.wait()
+        if death.is_set():
+            raise self._lost()
+
+
+@final
+class ScriptedStream:
+    """The items of one request; what `ScriptedEngine.start` returns.
+
+    Attributes:
+        given: Items given so far.
+        closed: Whether `aclose` was called.
+    """
+
+    def __init__(
+        self, engine: ScriptedEngine, key: str, script: Script, death: anyio.Event
+    ) -> None:
+        self._engine = engine
+        self.key = key
+        self.script = script
+        self.death = death
+        self.given = 0
+        self.closed = False
+
+    def __aiter__(self) -> Self:
+        return self
+
+    async def __anext__(self) -> Any:
+        """Return the next item.
+
+        Raises:
+            EngineLost: The engine died.
+            StopAsyncIteration: The script is over, the stream is closed, or the
+                session was ended.
+            Exception: The script's *error*.
+
+        Cancellation:
+            At any time; the item is not lost.
+        """
+        item = await self._engine.next_item(self)
+        self.given += 1
+        return item
+
+    async def aclose(self) -> None:
+        """End the iteration; the session stays in the engine until `end`."""
+        self.closed = True

@@ -1,0 +1,250 @@
+"""An asyncio event loop of virtual time that decides who runs next.
+
+Everything that makes a concurrent program differ from one run to the next is
+drawn from a seed: the order of what is ready, and whether a timer falls due
+while there is still work. A seed is therefore a whole reproduction.
+"""
+
+# ruff: noqa: SLF001 - an event loop is written from inside
+
+from __future__ import annotations
+
+import asyncio
+import heapq
+import random
+from collections import deque
+from collections.abc import Callable, Coroutine
+from typing import Any, Final, Literal
+
+# Bound methods of tasks come first, so that the order of a set of tasks (anyio
+# keeps such sets) never decides anything.
+_LAST: Final = 1 << 60
+
+# anyio delivers a cancellation again and again until its tasks have left. After
+# so many deliveries in a row without anything else, only time can help.
+_SPINS: Final = 4
+
+
+class Hang(AssertionError):
+    """Nothing can ever run again, or a step limit was passed; names the tasks."""
+
+
+class SimTask(asyncio.Task[Any]):
+    """A task that knows how many tasks its loop had made before it."""
+
+    number: int = 0
+
+
+class VirtualLoop(asyncio.BaseEventLoop):
+    """Virtual time, steps that are counted, and a hook for each decision.
+
+    Sockets, threads and processes are not simulated: what waits for one of them
+    is reported as a hang.
+
+    Attributes:
+        steps: Callbacks that have run so far.
+        digest: A number that tells two schedules apart, the same in every
+            process for the same schedule.
+        errors: What the loop's exception handler was told.
+    """
+
+    # Of the base class, which does not declare them to type checkers.
+    _ready: deque[Any]
+    _scheduled: list[Any]
+
+    def __init__(self, *, max_steps: int = 100_000) -> None:
+        super().__init__()
+        self.steps = 0
+        self.digest = 0
+        self.errors: list[dict[str, Any]] = []
+        self.after_step: Callable[[], object] | None = None
+        self._now = 0.0
+        self._max_steps = max_steps
+        self._numbers = 0
+        self._spins = 0
+        self._queued = 0
+        self._faults: dict[int, list[Callable[[], object]]] = {}
+        self.set_task_factory(self._make_task)
+        self.set_exception_handler(lambda _loop, context: self.errors.append(context))
+
+    def time(self) -> float:
+        """Virtual seconds since the loop was made."""
+        return self._now
+
+    def at_step(self, step: int, fault: Callable[[], object]) -> None:
+        """Call *fault* just before the callback of step *step* runs (from 1)."""
+        self._faults.setdefault(step, []).append(fault)
+
+    def where(self) -> str:
+        """How far the program got, in words."""
+        return (
+            f"step {self.steps}, {self._now:.6f} s, "
+            f"digest {self.digest & 0xFFFFFFFF:08x}"
+        )
+
+    def close(self) -> None:
+        """Forget what is still queued, and close."""
+        self._ready.clear()
+        self._scheduled.clear()
+        super().close()
+
+    # The decisions.
+
+    def _choose(self, ready: int) -> int:
+        """Which of *ready* > 1 callbacks runs next, the oldest being 0."""
+        raise NotImplementedError
+
+    def _falls_due(self, wait: float) -> bool:
+        """Whether the timer in *wait* seconds falls due though there is work."""
+        raise NotImplementedError
+
+    # What the base loop calls.
+
+    def _make_task(
+        self,
+        loop: asyncio.AbstractEventLoop,
+        coro: Coroutine[Any, Any, Any],
+        **options: Any,
+    ) -> SimTask:
+        task = SimTask(coro, loop=loop, **options)
+        self._numbers += 1
+        task.number = self._numbers
+        return task
+
+    def _process_events(self, event_list: object) -> None:
+        pass
+
+    def _write_to_self(self) -> None:
+        pass
+
+    def _run_once(self) -> None:
+        ready = self._ready
+        if len(ready) > self._queued + 1:
+            self._sort_newest()
+        self._pass_time()
+        self.steps += 1
+        if self.steps > self._max_steps:
+            raise Hang(self._report(f"no end after {self._max_steps} steps"))
+        for fault in self._faults.pop(self.steps, ()):
+            fault()
+        n = len(ready)
+        if n > 1 and self._spins <= _SPINS and (at := self._choose(n)):
+            handle = ready[at]
+            del ready[at]
+        else:
+            handle = ready.popleft()
+        self._queued = n - 1
+        number = _number(handle)
+        self.digest = hash((self.digest, number, int(self._now * 1e9)))
+        if number != _LAST or not _is_delivery(handle):
+            self._spins = 0
+        else:
+            self._spins += 1
+        if not handle._cancelled:
+            handle._run()
+        if self.after_step is not None:
+            self.after_step()
+
+    def _sort_newest(self) -> None:
+        """Put what the last step queued in order of the tasks' numbers."""
+        ready = self._ready
+        newest = [ready.pop() for _ in range(len(ready) - self._queued)]
+        newest.reverse()
+        newest.sort(key=_number)
+        ready.extend(newest)
+
+    def _pass_time(self) -> None:
+        ready, timers = self._ready, self._scheduled
+        while timers and timers[0]._cancelled:
+            heapq.heappop(timers)._scheduled = False
+        # Deliveries alone change nothing any more once each of them has run.
+        idle = not ready or self._spins > _SPINS + len(ready)
+        if timers and (idle or self._falls_due(timers[0]._when - self._now)):
+            self._now = max(self._now, timers[0]._when)
+            self._spins = 0
+        elif idle:
+            raise Hang(self._report("nothing is ready and no timer is set"))
+        while timers and timers[0]._when <= self._now:
+            handle = heapq.heappop(timers)
+            handle._scheduled = False
+            if not handle._cancelled:
+                ready.append(handle)
+
+    def _report(self, what: str) -> str:
+        lines = [f"{what} (step {self.steps}, {self._now:.6f} s)"]
+        lines += [
+            f"  {task.get_name()}: {stack_of(task.get_coro())}"
+            for task in sorted(asyncio.all_tasks(self), key=_task_number)
+        ]
+        return "\n".join(lines)
+
+
+class SimLoop(VirtualLoop):
+    """Runs what is ready in an order drawn from *seed*.
+
+    Use it through `simulate`, or as the loop factory of ``asyncio.Runner`` or
+    ``anyio.run(..., backend_options={"loop_factory": SimLoop})``.
+
+    Args:
+        seed: Decides everything that is left open.
+        order: ``"random"``, or ``"fifo"`` as on a stock loop; then the seed only
+            decides about timers.
+        early_timers: Share of steps, 0 to 1, in which the next timer falls due
+            though there is work; less the further away it is, half of it at
+            1 s. Without it a timeout never meets a wake-up.
+        max_steps: Steps after which the program is taken to run in circles.
+    """
+
+    def __init__(
+        self,
+        seed: int = 0,
+        *,
+        order: Literal["random", "fifo"] = "random",
+        early_timers: float = 0.1,
+        max_steps: int = 100_000,
+    ) -> None:
+        super().__init__(max_steps=max_steps)
+        self.random = random.Random(seed)  # noqa: S311 - it must be repeatable
+        self._draw = self.random.random
+        self._fifo = order == "fifo"
+        self._early = early_timers
+
+    def _choose(self, ready: int) -> int:
+        return 0 if self._fifo else int(self._draw() * ready)
+
+    def _falls_due(self, wait: float) -> bool:
+        # Long deadlines guard against the impossible. Were they as likely to
+        # strike early as short ones, little else would ever happen.
+        return self._draw() * (1.0 + wait) < self._early
+
+
+def _number(handle: Any) -> int:
+    owner = getattr(handle._callback, "__self__", None)
+    return owner.number if type(owner) is SimTask else _LAST
+
+
+def _task_number(task: asyncio.Task[Any]) -> int:
+    return getattr(task, "number", _LAST)
+
+
+def _is_delivery(handle: Any) -> bool:
+    return getattr(handle._callback, "__name__", "") == "_deliver_cancellation"
+
+
+def stack_of(awaited: Any) -> str:
+    """Name the coroutines that *awaited* is suspended in, outermost first."""
+    names: list[str] = []
+    while awaited is not None:
+        for kind in ("cr", "ag", "gi"):
+            frame = getattr(awaited, f"{kind}_frame", None)
+            if frame is not None:
+                names.append(f"{frame.f_code.co_qualname}:{frame.f_lineno}")
+        awaited = next(
+            (
+                inner
+                for name in ("cr_await", "ag_await", "gi_yieldfrom")
+                if (inner := getattr(awaited, name, None)) is not None
+            ),
+            None,
+        )
+    return " > ".join(names) or "not begun"

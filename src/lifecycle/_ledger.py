@@ -251,6 +251,8 @@ class Ledger:
         """Send everybody in line away, and return them."""
         dropped = [t for t in self._line if t.state == WAITING]
         self._drop(dropped)
+        self._line.clear()
+        self._dead = 0
         return dropped
 
     def _drop(self, tickets: list[Ticket]) -> None:

@@ -110,7 +110,10 @@ class Admission(Books):
                 self._drain()
         if refusal is not None:
             self._tell_refused(lease.cost, refusal)
-            raise refusal
+            try:
+                raise refusal
+            finally:
+                del refusal  # its traceback holds this frame
         return waiter
 
     def _decide(

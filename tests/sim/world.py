@@ -517,8 +517,8 @@ class World:
         assert now.admitted == now.released, "leases not given back"
         assert not now.lost, "leases lost to the collector"
         then = self.sessions.statistics()
-        assert not then.live and not then.closing, "sessions left"
-        assert not then.payloads and not then.payload_bytes, "payloads left in boxes"
+        assert not then.live + then.closing, "sessions left"
+        assert not then.payloads + then.payload_bytes, "payloads left in boxes"
         assert len(self.outcomes) == then.opened, "a session without an outcome"
         assert not self.engine.live, "sessions left in the engine"
         for client in self.clients:

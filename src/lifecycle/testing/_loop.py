@@ -64,7 +64,8 @@ class VirtualLoop(asyncio.BaseEventLoop):
         self._spins = 0
         self._queued = 0
         self._faults: dict[int, list[Callable[[], object]]] = {}
-        self.set_task_factory(self._make_task)
+        factory: Any = self._make_task
+        self.set_task_factory(factory)
         self.set_exception_handler(lambda _loop, context: self.errors.append(context))
 
     def time(self) -> float:

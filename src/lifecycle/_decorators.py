@@ -67,8 +67,8 @@ def managed(
     runs. The lease is released, and payloads left in boxes are cleared, when a
     two-phase function returns, at the first item of a generator, at
     ``lease.release()`` if the function asks for its ``lease`` by a parameter of
-    that name, and in any case at the end. A parameter named ``session`` is given
-    the session.
+    that name, and in any case at the end, or when a start that goes on alone has
+    settled. A parameter named ``session`` is given the session.
 
     Args:
         gate: Admits each stream.
@@ -191,6 +191,8 @@ class _Source:
         if plan.gate is not None:
             nbytes, slots = self._ask
             self.lease = await plan.gate.admit(bytes=nbytes, slots=slots)
+            if self.session is not None:
+                self.session.lease = self.lease
         if plan.wants_lease:
             given["lease"] = self.lease
         if plan.wants_session:
@@ -200,7 +202,9 @@ class _Source:
     def hand_off(self) -> None:
         """Give up what only the creation of the payload needed. Idempotent."""
         lease, self.lease = self.lease, None
-        if lease is not None:
+        session = self.session
+        # A start goes on without its caller, and with it the payload.
+        if lease is not None and (session is None or not session.holds(lease)):
             lease.release()
         boxes, self._boxes = self._boxes, []
         for payload in boxes:

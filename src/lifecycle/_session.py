@@ -55,6 +55,8 @@ class Session:
         key: ``"id#generation"``: never used twice, so what is said about it
             late cannot hit a newer session. Use it towards the engine.
         cancelled_as: What a cancellation of the owner is counted as.
+        lease: What `start` takes over unless it is given another; set by
+            `lifecycle.managed`.
         outcome: How the session ended, or ``None`` while it is live.
     """
 
@@ -70,6 +72,7 @@ class Session:
         "generation",
         "id",
         "key",
+        "lease",
         "opened_at",
         "outcome",
     )
@@ -83,6 +86,7 @@ class Session:
         self.key = f"{id_}#{generation}"
         self.opened_at = opened_at
         self.cancelled_as: Outcome = "cancelled"
+        self.lease: Lease | None = None
         self.outcome: Outcome | None = None
         self._boxes: list[Payload[Any]] = []
         self._start: Start[Any] | None = None
@@ -150,7 +154,7 @@ class Session:
         start = Start(
             open_,
             end=end,
-            lease=lease,
+            lease=self.lease if lease is None else lease,
             timeout=timeout,
             on_settled=partial(self._start_settled, self._registry.now()),
         )
@@ -228,6 +232,10 @@ class Session:
         a cancel scope must not span the items of a generator.
         """
         self._led = stream
+
+    def holds(self, lease: Lease) -> bool:
+        """Whether *lease* is held by the session's start, which releases it."""
+        return self._start is not None and self._start.holds(lease)
 
     async def quiet(self) -> None:
         """Wait until the session is closed and its engine has been told.

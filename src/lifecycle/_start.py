@@ -85,6 +85,10 @@ class Start(Generic[T]):
         if cut and self._opening is not None:
             self._opening.cancel()
 
+    def holds(self, lease: Lease) -> bool:
+        """Whether *lease* is this start's to release."""
+        return self._lease is lease
+
     def abort(self) -> None:
         """Settle a start whose task will never run."""
         self._settle("withheld")

@@ -1,0 +1,84 @@
+"""What the simulation found in the core, each as the smallest program that shows it."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import AsyncIterator
+from functools import partial
+from typing import Any
+
+import anyio
+import pytest
+
+from lifecycle import Gate, Lease, Session, SessionRegistry, managed
+from lifecycle.testing import Script, ScriptedEngine, simulate, simulate_trio
+
+
+@pytest.mark.parametrize("run", [simulate, simulate_trio])
+@pytest.mark.parametrize("style", ["two_phase", "generator"])
+def test_keeps_the_lease_of_a_managed_start_whose_consumer_left(run, style):
+    """A start that goes on alone keeps its bytes admitted until it settles (fault-3).
+
+    They were released with the consumer, while the payload was still on its way
+    to the engine: leaving clients could fill the memory that the gate guards.
+    """
+    engine = ScriptedEngine(Script(start_delay=1.0, item_delay=math.inf))
+    gate = Gate(bytes=10)
+
+    async def main() -> None:
+        async with SessionRegistry() as sessions:
+            decorate = managed(
+                gate=gate, cost=7, sessions=sessions, key=lambda _: "a", scrub="image"
+            )
+
+            def start(session: Session, image: Any) -> Any:
+                return session.start(
+                    partial(engine.start, session.key, image),
+                    end=lambda _: engine.end(session.key),
+                )
+
+            async def two_phase(image: Any, *, session: Session) -> Any:
+                return await start(session, image)
+
+            async def generator(image: Any, *, session: Session) -> AsyncIterator[Any]:
+                async for item in await start(session, image):
+                    yield item
+
+            function = decorate(two_phase if style == "two_phase" else generator)
+            with anyio.move_on_after(0.5):
+                async with function(b"pixels") as stream:
+                    await anext(stream)
+            assert engine.live, "the start goes on"
+            assert gate.statistics().bytes_in_use == 7
+            await anyio.sleep(1.0)
+            assert gate.statistics().bytes_in_use == 0
+            assert not engine.live
+
+    run(main)
+
+
+@pytest.mark.parametrize("run", [simulate, simulate_trio])
+def test_keeps_the_lease_that_a_managed_function_passed_to_its_start(run):
+    """A lease that was given to `Session.start` is the start's alone (fault-3)."""
+    engine = ScriptedEngine(Script(start_delay=1.0))
+    gate = Gate(bytes=10)
+
+    async def main() -> None:
+        async with SessionRegistry() as sessions:
+
+            @managed(gate=gate, cost=7, sessions=sessions, key=lambda: "a")
+            async def function(*, lease: Lease, session: Session) -> Any:
+                return await session.start(
+                    partial(engine.start, session.key),
+                    end=lambda _: engine.end(session.key),
+                    lease=lease,
+                )
+
+            with anyio.move_on_after(0.5):
+                async with function() as stream:
+                    await anext(stream)
+            assert gate.statistics().bytes_in_use == 7
+            await anyio.sleep(1.0)
+            assert gate.statistics().bytes_in_use == 0
+
+    run(main)

@@ -137,11 +137,8 @@ class VirtualLoop(asyncio.BaseEventLoop):
         self._queued = n - 1
         number = _number(handle)
         self.digest = hash((self.digest, number, int(self._now * 1e9)))
-        if number != _LAST or not _is_delivery(handle):
-            self._spins = 0
-        else:
-            self._spins += 1
         if not handle._cancelled:
+            self._spins = self._spins + 1 if _is_delivery(handle) else 0
             handle._run()
         if self.after_step is not None:
             self.after_step()
@@ -159,7 +156,9 @@ class VirtualLoop(asyncio.BaseEventLoop):
         while timers and timers[0]._cancelled:
             heapq.heappop(timers)._scheduled = False
         # Deliveries alone change nothing any more once each of them has run.
-        idle = not ready or self._spins > _SPINS + len(ready)
+        idle = not ready or (
+            self._spins > _SPINS + len(ready) and all(map(_is_delivery, ready))
+        )
         if timers and (idle or self._falls_due(timers[0]._when - self._now)):
             self._now = max(self._now, timers[0]._when)
             self._spins = 0

@@ -77,8 +77,8 @@ class Admission(Books):
         self.refused = self.timeouts = self.lost = self.overlooked = 0
         self._enforce = enforce
         self._max_waiting = max_waiting
-        # Tasks inside a `with lease:` block, each as often as it is inside.
-        self._inside: dict[object, int] = {}
+        # Tasks inside `with lease:` blocks, and the leases of these.
+        self._inside: dict[object, tuple[Lease, ...]] = {}
 
     # What a gate calls.
 
@@ -148,8 +148,10 @@ class Admission(Books):
             most = self._max_waiting
             if most is not None and self.waiting >= most:
                 return self.refusals.full(f"has its line of {most} full")
-            if self._inside and current_task() in self._inside:
-                raise self.refusals.itself()
+            if self._inside:
+                mine = self._inside.get(current_task(), ())
+                if any(lease.held for lease in mine):
+                    raise self.refusals.itself()
         return None
 
     def share(self, cost: Cost) -> float:
@@ -277,12 +279,13 @@ class Admission(Books):
 
         self.apply(change)
 
-    def enter(self, task: object) -> None:
+    def enter(self, task: object, lease: Lease) -> None:
         """Note that *task* went into a ``with lease:`` block."""
-        self._inside[task] = self._inside.get(task, 0) + 1
+        self._inside[task] = (*self._inside.get(task, ()), lease)
 
-    def leave(self, task: object) -> None:
-        """Note that a ``with lease:`` block that *task* had entered was left."""
-        depth = self._inside.pop(task, 1) - 1
-        if depth:
-            self._inside[task] = depth
+    def leave(self, task: object, lease: Lease) -> None:
+        """Note that *task* is not inside the block of *lease* any more."""
+        mine = self._inside.pop(task, ())
+        rest = tuple(other for other in mine if other is not lease)
+        if rest:
+            self._inside[task] = rest

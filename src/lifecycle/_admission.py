@@ -161,7 +161,7 @@ class Admission(Books):
 
     async def wait(self, lease: Lease, waiter: Waiter, max_wait: float | None) -> None:
         """Wait in line, and come back with the lease held or not at all."""
-        began = 0.0 if self.emit is None else self.refusals.now()
+        began = self._seconds()
         try:
             if max_wait is None:
                 await waiter.park()
@@ -169,14 +169,17 @@ class Admission(Books):
                 with anyio.move_on_after(max_wait):
                     await waiter.park()
         except BaseException:
-            self.apply(partial(self._left_by_cancellation, lease))
+            waited = self._seconds() - began
+            self.apply(partial(self._left_by_cancellation, lease, waited))
             raise
         if lease.state != HELD:
             self._raise_refusal(lease, max_wait)
         # Also where the time was up in the same moment: the grant wins.
         self.apply(partial(self.resume, lease))
-        if self.emit is not None:
-            self.tell_granted(lease, self.refusals.now() - began)
+        self.tell_granted(lease, self._seconds() - began)
+
+    def _seconds(self) -> float:
+        return 0.0 if self.emit is None else self.refusals.now()
 
     def _raise_refusal(self, lease: Lease, max_wait: float | None) -> NoReturn:
         refusal, lease.refusal = lease.refusal, None
@@ -191,11 +194,14 @@ class Admission(Books):
         finally:
             del refusal  # its traceback holds this frame
 
-    def _left_by_cancellation(self, lease: Lease) -> None:
+    def _left_by_cancellation(self, lease: Lease, waited_s: float) -> None:
         self.resume(lease)
         if lease.state == HELD:
+            self.tell(self._grant_of(lease, waited_s))
             self._give_back(lease)
-        elif lease.refusal is None:
+        elif lease.refusal is not None:
+            self.tell(self._refusal_of(lease.cost, lease.refusal))
+        else:
             self.withdraw(lease)
             slots, nbytes = lease.cost
             self.tell(AdmissionCancelled(gate=self.name, slots=slots, bytes=nbytes))
@@ -223,27 +229,27 @@ class Admission(Books):
 
     def tell_granted(self, lease: Lease, waited_s: float) -> None:
         """Tell the observer."""
-        emit = self.emit
-        if emit is not None:
-            slots, nbytes = lease.cost
-            emit(
-                LeaseGranted(
-                    gate=self.name, slots=slots, bytes=nbytes, waited_s=waited_s
-                )
-            )
+        if self.emit is not None:
+            self.emit(self._grant_of(lease, waited_s))
 
     def _tell_refused(self, cost: Cost, refusal: Refused) -> None:
-        emit = self.emit
-        if emit is not None:
-            emit(
-                AdmissionRefused(
-                    gate=self.name,
-                    slots=cost[0],
-                    bytes=cost[1],
-                    reason=refusal.reason,
-                    retry_after=refusal.retry_after,
-                )
-            )
+        if self.emit is not None:
+            self.emit(self._refusal_of(cost, refusal))
+
+    def _grant_of(self, lease: Lease, waited_s: float) -> LeaseGranted:
+        slots, nbytes = lease.cost
+        return LeaseGranted(
+            gate=self.name, slots=slots, bytes=nbytes, waited_s=waited_s
+        )
+
+    def _refusal_of(self, cost: Cost, refusal: Refused) -> AdmissionRefused:
+        return AdmissionRefused(
+            gate=self.name,
+            slots=cost[0],
+            bytes=cost[1],
+            reason=refusal.reason,
+            retry_after=refusal.retry_after,
+        )
 
     # What a lease calls.
 

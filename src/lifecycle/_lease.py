@@ -53,7 +53,6 @@ class Lease(Ticket):
         self.key = key
         self.priority = priority
         self._books = books
-        self._holder: object | None = None
 
     @property
     def held(self) -> bool:
@@ -100,10 +99,10 @@ class Lease(Ticket):
         return self.waiter.wake()
 
     def __enter__(self) -> Self:
-        if self.state == HELD:
-            self._holder = current_task()
-            if self._holder is not None:
-                self._books.enter(self._holder, self)
+        task = current_task() if self.state == HELD else None
+        if task is not None:
+            self._books.enter(task, self)
+        self._holder = task or getattr(self, "_holder", None)
         return self
 
     def __exit__(

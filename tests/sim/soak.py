@@ -1,7 +1,7 @@
 """Many seeded schedules of the world, on every core, until one breaks a law.
 
-    python tests/sim/soak.py 1000000 [--first SEED] [--backend trio]
-    python tests/sim/soak.py --seed 4711          # replays one, with its story
+python tests/sim/soak.py 1000000 [--first SEED] [--backend trio]
+python tests/sim/soak.py --seed 4711          # replays one, with its story
 """
 
 from __future__ import annotations
@@ -83,7 +83,7 @@ def attempt(
     """Run one world; return how it failed and how to replay it, or ``None``."""
     try:
         run(seed, faults, backend=backend)
-    except Exception as error:
+    except Exception as error:  # noqa: BLE001 - any failure is a find
         story = "".join(traceback.format_exception(error))
         return f"{story}\nreplay: {replay(seed, faults, backend)}"
     return None
@@ -138,7 +138,9 @@ def main() -> int:
             print(verdict.failure)
             return 1
     elapsed = time.monotonic() - began
-    print(f"{schedules} schedules in {elapsed:.1f} s, {schedules / elapsed:.0f}/s: clean")
+    print(
+        f"{schedules} schedules in {elapsed:.1f} s, {schedules / elapsed:.0f}/s: clean"
+    )
     return 0
 
 

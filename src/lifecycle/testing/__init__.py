@@ -23,10 +23,12 @@ from ._engine import Script, ScriptedEngine
 from ._explore import Explored, explore
 from ._loop import Hang, SimLoop
 from ._quiet import RecordingObserver, assert_quiescent
+from ._reenter import Arm, reenter_everywhere
 from ._simulate import Simulated, simulate
 from ._trio import explore_trio, simulate_trio
 
 __all__ = (
+    "Arm",
     "Attempt",
     "Explored",
     "Hang",
@@ -39,6 +41,7 @@ __all__ = (
     "cancel_everywhere",
     "explore",
     "explore_trio",
+    "reenter_everywhere",
     "simulate",
     "simulate_trio",
 )

@@ -6,9 +6,10 @@ state per request; whatever it makes is in the returned `Prepared`.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import functools
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 if TYPE_CHECKING:
     import numpy as np
@@ -106,3 +107,31 @@ class Processor(Protocol):
     def detokenizer(self) -> Detokenizer:
         """Return a fresh detokenizer for one stream."""
         ...
+
+
+S = TypeVar("S")
+
+
+def bare(
+    method: Callable[[S, Chat], Prepared],
+) -> Callable[[S, Chat], Prepared]:
+    """Let a processor's refusals leave it without their traceback.
+
+    The frames on it hold the chat, and so every encoded image, for as long as
+    somebody looks at the error.
+    """
+
+    @functools.wraps(method)
+    def prepare(self: S, chat: Chat) -> Prepared:
+        try:
+            return method(self, chat)
+        except (BadChat, BadImage) as error:
+            refusal = error.with_traceback(None)
+        del chat
+        try:
+            raise refusal
+        finally:
+            # The frame and the error would hold each other.
+            del refusal
+
+    return prepare

@@ -7,11 +7,15 @@ downloaded one.
 
 from __future__ import annotations
 
+import contextlib
 import importlib.util
 import json
 from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+
+from ._hf import hf
 
 FAMILIES = ("qwen2_5_vl",)
 SPECIAL_TOKENS = (
@@ -54,16 +58,43 @@ _CHAT_TEMPLATE = (
 )
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Sizes:
+    """Sizes of a random checkpoint; the defaults are what the tests use.
+
+    Attributes:
+        vocab_size: Tokens, the eight special ones included; at least 300.
+        hidden_size: Width of the language model; a multiple of ``16 * heads``.
+        layers: Decoder layers.
+        heads: Attention heads, an even number (two key/value heads).
+        vision_hidden_size: Width of the vision tower, which has two layers.
+        max_pixels: What the image processor scales larger images down to; the
+            payload of an image is at most 24 bytes times this.
+    """
+
+    vocab_size: int = 1024
+    hidden_size: int = 64
+    layers: int = 2
+    heads: int = 4
+    vision_hidden_size: int = 32
+    max_pixels: int = 1280 * 28 * 28
+
+    def __post_init__(self) -> None:
+        if self.vocab_size < 300:
+            raise ValueError(f"vocab_size is {self.vocab_size}; at least 300 is needed")
+        if self.heads % 2 or self.hidden_size % (16 * self.heads):
+            raise ValueError(
+                f"hidden_size {self.hidden_size} with {self.heads} heads; heads must "
+                "be even and hidden_size a multiple of 16 * heads"
+            )
+
+
 def build(
     out: str | Path,
     family: str = "qwen2_5_vl",
     seed: int = 0,
     *,
-    vocab_size: int = 1024,
-    hidden_size: int = 64,
-    layers: int = 2,
-    heads: int = 4,
-    max_pixels: int = 1280 * 28 * 28,
+    sizes: Sizes | None = None,
 ) -> Path:
     """Write a random checkpoint; the same arguments write the same bytes.
 
@@ -71,35 +102,36 @@ def build(
         out: The folder to write; made where it is missing.
         family: One of `FAMILIES`.
         seed: Of the weights.
-        vocab_size: Tokens, the eight special ones included; at least 300.
-        hidden_size: Width of the language model; a multiple of ``16 * heads / 4``
-            that leaves heads of an even width of at least 16.
-        layers: Decoder layers.
-        heads: Attention heads, a multiple of two (two key/value heads).
-        max_pixels: What the image processor scales larger images down to; the
-            payload of an image is at most 24 bytes times this.
+        sizes: Of model and images; by default tiny.
 
     Returns:
         The folder.
 
     Raises:
-        ValueError: Unknown family, or sizes that do not fit together.
+        ValueError: Unknown family.
     """
     if family not in FAMILIES:
         raise ValueError(f"family is {family!r}; known are {', '.join(FAMILIES)}")
-    head_dim, rest = divmod(hidden_size, heads)
-    if rest or heads % 2 or head_dim % 16:
-        raise ValueError(
-            f"hidden_size {hidden_size} with {heads} heads; heads must be even and "
-            "hidden_size a multiple of 16 * heads"
-        )
     folder = Path(out)
     folder.mkdir(parents=True, exist_ok=True)
-    ids = _build_tokenizer(folder, vocab_size)
-    _build_image_processor(folder, max_pixels)
-    config = _config(ids, vocab_size, hidden_size, layers, heads)
-    _build_model(folder, config, ids, seed)
+    sizes = sizes or Sizes()
+    with _quiet():
+        ids = _build_tokenizer(folder, sizes.vocab_size)
+        _build_image_processor(folder, sizes.max_pixels)
+        _build_model(folder, _config(ids, sizes), ids, seed)
     return folder
+
+
+@contextlib.contextmanager
+def _quiet() -> Iterator[None]:
+    """Hold back transformers' progress bars, which say nothing at this size."""
+    enabled = hf("is_progress_bar_enabled", "utils.logging")()
+    hf("disable_progress_bar", "utils.logging")()
+    try:
+        yield
+    finally:
+        if enabled:
+            hf("enable_progress_bar", "utils.logging")()
 
 
 def _corpus() -> Iterator[str]:
@@ -112,11 +144,9 @@ def _corpus() -> Iterator[str]:
 def _build_tokenizer(folder: Path, vocab_size: int) -> dict[str, int]:
     """Train a byte-level BPE and return the ids of the special tokens."""
     from tokenizers import pre_tokenizers, trainers
-    from transformers import Qwen2Tokenizer
 
-    if vocab_size < 300:
-        raise ValueError(f"vocab_size is {vocab_size}; at least 300 is needed")
-    backend = Qwen2Tokenizer().backend_tokenizer
+    qwen2_tokenizer = hf("Qwen2Tokenizer")
+    backend = qwen2_tokenizer().backend_tokenizer
     trainer = trainers.BpeTrainer(
         vocab_size=vocab_size - len(SPECIAL_TOKENS),
         initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
@@ -124,7 +154,7 @@ def _build_tokenizer(folder: Path, vocab_size: int) -> dict[str, int]:
     )
     backend.train_from_iterator(_corpus(), trainer)
     trained = json.loads(backend.to_str())["model"]
-    tokenizer = Qwen2Tokenizer(
+    tokenizer = qwen2_tokenizer(
         vocab=trained["vocab"],
         merges=[tuple(pair) for pair in trained["merges"]],
         unk_token=None,
@@ -141,33 +171,27 @@ def _build_tokenizer(folder: Path, vocab_size: int) -> dict[str, int]:
 def _build_image_processor(folder: Path, max_pixels: int) -> None:
     # Written by hand because the class that a downloaded checkpoint names is the
     # torchvision one, which cannot be made where torchvision is missing.
-    from transformers.image_utils import OPENAI_CLIP_MEAN, OPENAI_CLIP_STD
-
     settings = {
         "image_processor_type": "Qwen2VLImageProcessor",
         "size": {"shortest_edge": 56 * 56, "longest_edge": max_pixels},
         "patch_size": 14,
         "temporal_patch_size": 2,
         "merge_size": 2,
-        "image_mean": OPENAI_CLIP_MEAN,
-        "image_std": OPENAI_CLIP_STD,
+        "image_mean": hf("OPENAI_CLIP_MEAN", "image_utils"),
+        "image_std": hf("OPENAI_CLIP_STD", "image_utils"),
     }
     text = json.dumps(settings, indent=2, sort_keys=True) + "\n"
     (folder / "preprocessor_config.json").write_text(text, encoding="utf-8")
 
 
-def _config(
-    ids: dict[str, int], vocab_size: int, hidden_size: int, layers: int, heads: int
-) -> Any:
-    from transformers import Qwen2_5_VLConfig
-
-    half = hidden_size // heads // 2
+def _config(ids: dict[str, int], sizes: Sizes) -> Any:
+    half = sizes.hidden_size // sizes.heads // 2
     vision = {
         "depth": 2,
-        "hidden_size": 32,
-        "intermediate_size": 64,
+        "hidden_size": sizes.vision_hidden_size,
+        "intermediate_size": 2 * sizes.vision_hidden_size,
         "num_heads": 2,
-        "out_hidden_size": hidden_size,
+        "out_hidden_size": sizes.hidden_size,
         "window_size": 112,
         "fullatt_block_indexes": [1],
         "tokens_per_second": 2,
@@ -176,11 +200,11 @@ def _config(
         "initializer_range": 0.2,
     }
     text = {
-        "vocab_size": vocab_size,
-        "hidden_size": hidden_size,
-        "intermediate_size": 2 * hidden_size,
-        "num_hidden_layers": layers,
-        "num_attention_heads": heads,
+        "vocab_size": sizes.vocab_size,
+        "hidden_size": sizes.hidden_size,
+        "intermediate_size": 2 * sizes.hidden_size,
+        "num_hidden_layers": sizes.layers,
+        "num_attention_heads": sizes.heads,
         "num_key_value_heads": 2,
         "max_position_embeddings": 32768,
         "initializer_range": 0.2,
@@ -196,7 +220,7 @@ def _config(
         "bos_token_id": None,
         "eos_token_id": ids["<|im_end|>"],
     }
-    return Qwen2_5_VLConfig(
+    return hf("Qwen2_5_VLConfig")(
         text_config=text,
         vision_config=vision,
         image_token_id=ids["<|image_pad|>"],
@@ -208,17 +232,16 @@ def _config(
 
 def _build_model(folder: Path, config: Any, ids: dict[str, int], seed: int) -> None:
     import torch
-    from transformers import GenerationConfig, Qwen2_5_VLForConditionalGeneration
 
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
-        model = Qwen2_5_VLForConditionalGeneration(config)
+        model = hf("Qwen2_5_VLForConditionalGeneration")(config)
     with torch.no_grad():
         # A zero row is never the largest logit: a random model then ends by
         # max_tokens and not by chance, and never writes control tokens.
         model.lm_head.weight[list(ids.values())] = 0
     ends = [ids["<|im_end|>"], ids["<|endoftext|>"]]
-    model.generation_config = GenerationConfig(
+    model.generation_config = hf("GenerationConfig")(
         do_sample=False, eos_token_id=ends, pad_token_id=ids["<|endoftext|>"]
     )
     model.save_pretrained(folder)

@@ -28,7 +28,7 @@ def guarded(position: int, step: Callable[[], T]) -> T:
         return step()
     except MemoryError:
         raise
-    except Exception as error:
+    except Exception as error:  # noqa: BLE001  # decoders raise anything at all
         message = _reason(error)
         release(error)
     raise BadImage(f"image {position} {message}")

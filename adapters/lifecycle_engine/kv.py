@@ -11,7 +11,11 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from transformers.cache_utils import Cache, CacheLayerMixin
+
+from ._hf import hf
+
+_Cache: Any = hf("Cache", "cache_utils")
+_CacheLayer: Any = hf("CacheLayerMixin", "cache_utils")
 
 
 @dataclass(slots=True)
@@ -31,7 +35,7 @@ class Window:
     stop: int
 
 
-class SlotLayer(CacheLayerMixin):  # type: ignore[misc]  # transformers is untyped
+class SlotLayer(_CacheLayer):  # type: ignore[misc]  # a base of type Any
     """The rows of one decoder layer.
 
     Attributes:
@@ -39,6 +43,8 @@ class SlotLayer(CacheLayerMixin):  # type: ignore[misc]  # transformers is untyp
     """
 
     is_sliding = False
+    keys: torch.Tensor
+    values: torch.Tensor
 
     def __init__(self, keys: torch.Tensor, values: torch.Tensor, owner: SlotCache):
         super().__init__()
@@ -77,7 +83,7 @@ class SlotLayer(CacheLayerMixin):  # type: ignore[misc]  # transformers is untyp
     get_max_cache_shape = get_max_length
 
 
-class SlotCache(Cache):  # type: ignore[misc]  # transformers is untyped
+class SlotCache(_Cache):  # type: ignore[misc]  # a base of type Any
     """The rows of a whole model.
 
     Attributes:

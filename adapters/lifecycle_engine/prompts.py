@@ -93,19 +93,14 @@ def _grids(shape: VisionShape, view: memoryview) -> list[list[int]]:
         raise ValueError(f"image_grid_thw has format {view.format!r}; expected int64")
     if view.ndim != 2 or view.shape is None or view.shape[1] != 3:
         raise ValueError(f"image_grid_thw has shape {view.shape}; expected (images, 3)")
-    grids: list[list[int]] = view.tolist()
-    for time, height, width in grids:
-        if (
-            time < 1
-            or min(height, width) < 1
-            or height % shape.merge
-            or width % shape.merge
-        ):
+    grids: Any = view.tolist()
+    for grid in grids:
+        _, height, width = grid
+        if min(grid) < 1 or height % shape.merge or width % shape.merge:
             raise ValueError(
-                f"grid {time} x {height} x {width}; sides must be positive "
-                f"multiples of {shape.merge}"
+                f"grid {grid}; sides must be positive multiples of {shape.merge}"
             )
-    return grids
+    return list(grids)
 
 
 def _check_pixels(shape: VisionShape, view: memoryview, grids: list[list[int]]) -> None:

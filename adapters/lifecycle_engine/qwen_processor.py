@@ -16,6 +16,7 @@ from typing import Any
 import numpy as np
 
 from . import images
+from ._hf import hf
 from .detokenizer import ByteDetokenizer, byte_alphabet
 from .processor import BadChat, BadImage, Chat, Prepared, bare
 
@@ -38,13 +39,11 @@ class QwenProcessor:
         Raises:
             ValueError: The tokenizer is not a byte-level one.
         """
-        from transformers import AutoImageProcessor, AutoTokenizer
-
         where = str(checkpoint)
-        self._tokenizer: Any = AutoTokenizer.from_pretrained(
+        self._tokenizer: Any = hf("AutoTokenizer").from_pretrained(
             where, local_files_only=True
         )
-        self._images: Any = AutoImageProcessor.from_pretrained(
+        self._images: Any = hf("AutoImageProcessor").from_pretrained(
             where, backend="pil", local_files_only=True
         )
         self._max_pixels = max_pixels

@@ -159,8 +159,8 @@ class Scheduler:
         if self._max_waiting is not None and len(self._waiting) >= self._max_waiting:
             raise RequestRejected(
                 "overloaded",
-                f"{len(self._waiting)} requests wait; the limit is {self._max_waiting}: "
-                "retry later",
+                f"{len(self._waiting)} requests wait, the limit is "
+                f"{self._max_waiting}: retry later",
             )
 
     def _leave(self, key: str) -> _Task | None:
@@ -192,7 +192,7 @@ class Scheduler:
             self._strip(task, keep=self._runner.keep)
         except DeviceLost:
             raise
-        except Exception as error:
+        except Exception as error:  # noqa: BLE001  # fails alone, whatever it is
             return self._fail(task, "prefill_failed", error)
         self._running[task.key] = task
         return self._advance(task, token)
@@ -207,7 +207,7 @@ class Scheduler:
                 raise RuntimeError(f"{len(tokens)} tokens for {len(batch)} slots")
         except DeviceLost:
             raise
-        except Exception as error:
+        except Exception as error:  # noqa: BLE001  # fails alone, whatever it is
             self._running.clear()
             return [self._fail(task, "decode_failed", error) for task in batch]
         return [
@@ -233,8 +233,7 @@ class Scheduler:
         return Output(task.key, items, Finish("completed"))
 
     def _fail(self, task: _Task, code: str, error: Exception) -> Output:
-        """End a task by an error, of which only the type is told: its text may
-        quote what it choked on."""
+        """End a task by an error; its text is not told, it may quote the prompt."""
         message = f"{code.replace('_', ' ')}: {type(error).__name__}"
         release(error)
         self._drop(task)

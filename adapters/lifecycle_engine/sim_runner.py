@@ -106,6 +106,7 @@ class SimRunner:
 
     def decode(self, slots: Sequence[int], tokens: Sequence[int]) -> list[int]:
         """Take a step's time; return the next byte of each text."""
+        del tokens  # the text goes on whatever was drawn
         self._sleep(self._cost.decode_step + len(slots) * self._cost.decode_lane)
         return [self._emit(slot) for slot in slots]
 

@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from ._hf import hf
 from .kv import SlotCache
 from .prompts import VisionShape, check_images
 from .runner import DeviceLost, Prompt
@@ -111,11 +112,9 @@ class TransformersRunner:
             max_length: Positions of each slot.
             buckets: See `__init__`.
         """
-        from transformers import AutoModelForImageTextToText
-
         if threads is not None:
             torch.set_num_threads(threads)
-        model = AutoModelForImageTextToText.from_pretrained(
+        model = hf("AutoModelForImageTextToText").from_pretrained(
             str(checkpoint),
             dtype=dtype if dtype == "auto" else getattr(torch, dtype),
             attn_implementation="sdpa",

@@ -12,6 +12,7 @@ import sys
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
+from ._hf import hf
 from .runner import EXIT_DEVICE_LOST, DeviceLost, Runner
 from .scheduler import Scheduler
 
@@ -33,7 +34,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         )
         _serve(scheduler, options)
     except DeviceLost as error:
-        print(f"lifecycle-engine: {error}", file=sys.stderr, flush=True)
+        sys.stderr.write(f"lifecycle-engine: {error}\n")
+        sys.stderr.flush()
         os._exit(EXIT_DEVICE_LOST)
     return 0
 
@@ -53,11 +55,9 @@ def build_runner(options: argparse.Namespace) -> Runner:
             "--runner torch needs --checkpoint DIR; "
             "`lifecycle-engine checkpoint DIR` builds a tiny one"
         )
-    from transformers.utils import logging
-
     from .transformers_runner import TransformersRunner
 
-    logging.disable_progress_bar()
+    hf("disable_progress_bar", "utils.logging")()
     return TransformersRunner.load(
         options.checkpoint,
         device=options.device,

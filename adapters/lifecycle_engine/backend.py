@@ -6,8 +6,8 @@ test, or behind another transport, needs no other change than here.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any, Literal
 
 
@@ -31,17 +31,19 @@ class Finish:
 
     Attributes:
         reason: ``"completed"``, ``"cancelled"`` or ``"failed"``.
-        error: ``code`` and ``message``, only with ``"failed"``.
+        code: One word for metrics and status codes, of a failure.
+        message: A sentence without any of the request's content, of a failure.
     """
 
     reason: Literal["completed", "cancelled", "failed"]
-    error: Mapping[str, str] | None = None
+    code: str = ""
+    message: str = ""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, repr=False)
 class Output:
     """What one stream gets from one step."""
 
     key: str
-    items: list[Any] = field(default_factory=list)
+    items: Sequence[Any] = ()
     finish: Finish | None = None

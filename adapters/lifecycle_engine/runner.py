@@ -12,11 +12,12 @@ from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 
-class DeviceLost(Exception):
+class DeviceLost(BaseException):
     """The device is in a state that no later call can recover from.
 
     A CUDA error of this kind stays for the life of the process, so the process
-    has to end: the worker leaves with `EXIT_DEVICE_LOST`.
+    has to end: the worker leaves with `EXIT_DEVICE_LOST`. Not an `Exception`, so
+    that nobody who lets a request fail alone takes it for one of those.
     """
 
 

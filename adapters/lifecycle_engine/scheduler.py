@@ -14,7 +14,7 @@ from typing import Any
 from ._strip import strip
 from .backend import Finish, Output, RequestRejected
 from .requests import Request, parse
-from .runner import DeviceLost, Runner
+from .runner import Runner
 from .slots import SlotPool
 from .traces import release
 
@@ -190,8 +190,6 @@ class Scheduler:
         try:
             token = self._runner.prefill(task.slot, task.request.prompt)
             self._strip(task, keep=self._runner.keep)
-        except DeviceLost:
-            raise
         except Exception as error:  # noqa: BLE001  # fails alone, whatever it is
             return self._fail(task, "prefill_failed", error)
         self._running[task.key] = task
@@ -205,8 +203,6 @@ class Scheduler:
             tokens = self._runner.decode(slots, [task.last for task in batch])
             if len(tokens) != len(batch):
                 raise RuntimeError(f"{len(tokens)} tokens for {len(batch)} slots")
-        except DeviceLost:
-            raise
         except Exception as error:  # noqa: BLE001  # fails alone, whatever it is
             self._running.clear()
             return [self._fail(task, "decode_failed", error) for task in batch]
@@ -238,6 +234,4 @@ class Scheduler:
         release(error)
         self._drop(task)
         self._finished["failed"] += 1
-        return Output(
-            task.key, finish=Finish("failed", {"code": code, "message": message})
-        )
+        return Output(task.key, finish=Finish("failed", code, message))

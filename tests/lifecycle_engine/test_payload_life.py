@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+
 from lifecycle_engine.runner import Prompt
 from lifecycle_engine.scheduler import Scheduler
 from lifecycle_engine.sim_runner import SimRunner
@@ -78,7 +79,10 @@ def request_of(prepared: Any) -> dict[str, Any]:
 
 
 def test_payload_is_dead_after_prefill(
-    torch_scheduler: Scheduler, tower: Recorder, prepared: list[Any], expected: list[Any]
+    torch_scheduler: Scheduler,
+    tower: Recorder,
+    prepared: list[Any],
+    expected: list[Any],
 ) -> None:
     """When prefill returns, pixels and encoder outputs are gone; tokens go on."""
     payload = Payload(prepared[4].tensors)
@@ -122,7 +126,11 @@ def test_strip_keeps_only_the_position_deltas(
 
 @pytest.mark.parametrize("layer", [0, 1])
 def test_payload_is_dead_after_failing_prefill(
-    torch_scheduler: Scheduler, tower: Recorder, prepared: list[Any], model: Any, layer: int
+    torch_scheduler: Scheduler,
+    tower: Recorder,
+    prepared: list[Any],
+    model: Any,
+    layer: int,
 ) -> None:
     """An error deep in the model leaves no frame behind that holds the pixels."""
 

@@ -4,6 +4,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
+
 from lifecycle_engine.backend import Output, RequestRejected
 from lifecycle_engine.runner import DeviceLost, Prompt
 from lifecycle_engine.scheduler import Scheduler
@@ -251,9 +252,7 @@ def test_lost_device_is_nobodys_failure(
         scheduler.step()
 
 
-def test_status_is_plain_and_balances(
-    scheduler: Scheduler, runner: Doctored
-) -> None:
+def test_status_is_plain_and_balances(scheduler: Scheduler, runner: Doctored) -> None:
     """Counters are plain values and add up at every moment."""
     start(scheduler, "a", 9)
     start(scheduler, "b", 9)

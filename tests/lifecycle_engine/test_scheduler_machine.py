@@ -12,6 +12,7 @@ from hypothesis.stateful import (
     invariant,
     rule,
 )
+
 from lifecycle_engine.runner import Prompt
 from lifecycle_engine.scheduler import Scheduler
 from lifecycle_engine.sim_runner import SimRunner
@@ -55,7 +56,9 @@ class SchedulerMachine(RuleBasedStateMachine):
         self.cancelled: set[str] = set()
         self.finished: dict[str, str] = {}
 
-    @rule(target=keys, count=st.integers(1, 5), bad=st.booleans(), size=st.integers(0, 3))
+    @rule(
+        target=keys, count=st.integers(1, 5), bad=st.booleans(), size=st.integers(0, 3)
+    )
     def start(self, count: int, bad: bool, size: int) -> str:
         self.number += 1
         key = f"k{self.number}"

@@ -1,0 +1,283 @@
+"""Admission: a gate in front of work that costs slots and bytes."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Final, final
+
+import anyio
+
+from ._admission import Admission
+from ._decorators import Decorator, managed
+from ._lease import Lease
+from ._ledger import cost_of, limit, whole
+from .events import Observer, guarded
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+_AS_BEFORE: Final[Any] = object()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GateStatistics:
+    """A gate at one moment.
+
+    Attributes:
+        slots: Slot capacity, or ``None`` if unbounded.
+        slots_in_use: Slots held by live leases.
+        bytes: Byte capacity, or ``None`` if unbounded.
+        bytes_in_use: Bytes held by live leases; above capacity after an
+            estimate was settled upwards.
+        waiting: Requests in line.
+        admitted: Leases granted.
+        refused: Requests turned away for any reason.
+        cancelled: Requests whose task was cancelled before it had its lease.
+        released: Leases given back; ``admitted - released`` are live.
+        lost: Leases among them that only the garbage collector gave back.
+    """
+
+    slots: int | None
+    slots_in_use: int
+    bytes: int | None
+    bytes_in_use: int
+    waiting: int
+    admitted: int
+    refused: int
+    cancelled: int
+    released: int
+    lost: int
+
+    @property
+    def received(self) -> int:
+        """Requests that ever asked, whatever became of them."""
+        return self.admitted + self.refused + self.cancelled + self.waiting
+
+
+@final
+class Gate:
+    """Admits requests in the order they come, as far as slots and bytes reach.
+
+    One gate guards one lifetime. Payload memory until hand-off and requests in
+    flight until their end are two lifetimes, hence two gates.
+
+    A gate can be made before any event loop runs, and shared by threads.
+
+    Args:
+        slots: Leases' slots at a time; ``None`` is unbounded, 0 is paused.
+        bytes: Leases' bytes at a time; ``None`` is unbounded, 0 is paused.
+        max_waiting: Longest line; a newcomer beyond it is refused at once.
+            ``None`` is unbounded, 0 refuses whoever would have to wait.
+        max_wait: Longest wait in seconds unless the request names its own.
+        name: For events, errors and metrics.
+        observer: Told of each grant, release and refusal.
+        clock: Monotonic seconds. Read only where somebody waits or is refused,
+            or where an observer is set.
+
+    Raises:
+        ValueError: A limit is negative or not a whole number.
+    """
+
+    def __init__(
+        self,
+        *,
+        slots: int | None = None,
+        bytes: int | None = None,  # noqa: A002 - the unit is the name
+        max_waiting: int | None = None,
+        max_wait: float | None = None,
+        name: str = "gate",
+        observer: Observer | None = None,
+        clock: Callable[[], float] = anyio.current_time,
+    ) -> None:
+        self._max_wait = max_wait
+        if max_waiting is not None:
+            max_waiting = whole("max_waiting", max_waiting)
+        self._admission = Admission(
+            name,
+            (limit("slots", slots), limit("bytes", bytes)),
+            max_waiting=max_waiting,
+            emit=guarded(observer),
+            clock=clock,
+        )
+
+    async def admit(
+        self,
+        *,
+        bytes: int = 0,  # noqa: A002 - the unit is the name
+        slots: int = 1,
+        max_wait: float | None = _AS_BEFORE,
+    ) -> Lease:
+        """Wait for room and return the lease that holds it.
+
+        All resources are granted together or not at all. Who fits at once and
+        has nobody to stand behind gets in without yielding to the scheduler.
+
+        Args:
+            bytes: Estimated size of what is about to be created, 0 or more.
+            slots: Slots to take, 0 or more.
+            max_wait: Longest wait in seconds; ``None`` waits without limit.
+
+        Returns:
+            A held lease. The caller owes one `Lease.release`, which ``with``
+            pays.
+
+        Raises:
+            GateFull: The line was full on arrival.
+            AdmissionTimeout: *max_wait* went by.
+            GateClosed: The gate was closed, before or during the wait.
+            CostTooLarge: The request asks for more than the gate's capacity.
+            RuntimeError: The task would wait for itself: it is inside a
+                ``with lease:`` block of this gate.
+            ValueError: A cost is negative, not a whole number, or all are zero.
+
+        Cancellation:
+            A checkpoint only where it has to wait. It returns a lease or raises
+            holding nothing; a lease granted in the same moment is passed on.
+        """
+        admission = self._admission
+        lease = Lease(admission, cost_of(slots, bytes))
+        waiter = admission.request(lease, wait=True)
+        if waiter is not None:
+            longest = self._max_wait if max_wait is _AS_BEFORE else max_wait
+            await admission.wait(lease, waiter, longest)
+        elif admission.emit is not None:
+            admission.tell_granted(lease, 0.0)
+        return lease
+
+    def try_admit(
+        self,
+        *,
+        bytes: int = 0,  # noqa: A002 - the unit is the name
+        slots: int = 1,
+    ) -> Lease:
+        """Return a held lease now, or refuse.
+
+        Any thread; needs no event loop.
+
+        Args:
+            bytes: As in `admit`.
+            slots: As in `admit`.
+
+        Returns:
+            A held lease.
+
+        Raises:
+            GateFull: There is no room, or others wait for it already.
+            GateClosed: The gate is closed.
+            CostTooLarge: As in `admit`.
+            ValueError: As in `admit`.
+        """
+        admission = self._admission
+        lease = Lease(admission, cost_of(slots, bytes))
+        admission.request(lease, wait=False)
+        if admission.emit is not None:
+            admission.tell_granted(lease, 0.0)
+        return lease
+
+    def resize(
+        self,
+        *,
+        slots: int | None = _AS_BEFORE,
+        bytes: int | None = _AS_BEFORE,  # noqa: A002 - the unit is the name
+    ) -> None:
+        """Change the capacity; what is not named stays.
+
+        Raising it wakes everybody who fits now. Lowering it takes nothing from
+        live leases, but grants nothing until they are back below it, and
+        refuses at once whoever waits for more than there will ever be. Zero
+        pauses: nobody is admitted and nobody is refused.
+
+        Raises:
+            ValueError: A limit is negative or not a whole number.
+        """
+        new_slots = None if slots is _AS_BEFORE else limit("slots", slots)
+        new_bytes = None if bytes is _AS_BEFORE else limit("bytes", bytes)
+
+        admission = self._admission
+
+        def change() -> None:
+            ledger = admission.ledger
+            old_slots, old_bytes = ledger.capacity
+            misfits = ledger.resize(
+                (
+                    old_slots if new_slots is None else new_slots,
+                    old_bytes if new_bytes is None else new_bytes,
+                )
+            )
+            for ticket in misfits:
+                admission.send_away(ticket, admission.refusals.too_large(ticket.cost))
+
+        admission.apply(change)
+
+    def close(self) -> None:
+        """Refuse everybody in line and everybody to come. Idempotent.
+
+        Live leases stay valid until they are released.
+        """
+
+        admission = self._admission
+
+        def change() -> None:
+            admission.closed = True
+            for ticket in admission.ledger.clear_line():
+                admission.send_away(ticket, admission.refusals.closed())
+
+        admission.apply(change)
+
+    def admits(
+        self,
+        cost: int | Callable[..., int] = 0,
+        *,
+        slots: int = 1,
+    ) -> Decorator:
+        """Decorate a function that streams: each stream is admitted here.
+
+        Args:
+            cost: Bytes to ask for, or a function of the call's arguments.
+            slots: Slots to ask for.
+
+        See `lifecycle.managed` for when the lease is released.
+        """
+        return managed(gate=self, cost=cost, slots=slots)
+
+    @property
+    def name(self) -> str:
+        """The name that was given to the gate."""
+        return self._admission.name
+
+    @property
+    def closed(self) -> bool:
+        """Whether `close` was called."""
+        return self._admission.closed
+
+    def statistics(self) -> GateStatistics:
+        """The gate as it is now. Any thread."""
+        admission = self._admission
+        ledger = admission.ledger
+        locked = admission.lock()
+        try:
+            slots, nbytes = ledger.capacity
+            cancelled = ledger.withdrawn - admission.timeouts
+            return GateStatistics(
+                slots=None if slots == math.inf else int(slots),
+                slots_in_use=ledger.in_use[0],
+                bytes=None if nbytes == math.inf else int(nbytes),
+                bytes_in_use=ledger.in_use[1],
+                waiting=ledger.waiting,
+                admitted=ledger.granted,
+                refused=admission.refused,
+                cancelled=cancelled,
+                released=ledger.released,
+                lost=admission.lost,
+            )
+        finally:
+            if locked:
+                admission.unlock()
+
+    def __repr__(self) -> str:
+        now = self.statistics()
+        return (
+            f"<Gate {self.name!r}: {now.slots_in_use} of {now.slots} slots, "
+            f"{now.bytes_in_use} of {now.bytes} bytes, {now.waiting} waiting>"
+        )

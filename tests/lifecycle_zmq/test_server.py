@@ -132,10 +132,7 @@ class BareClient:
     def chunks(self, keys: int) -> dict[str, list[Any]]:
         """Collect items and finish of that many streams, checking the order."""
         items: dict[str, list[Any]] = {}
-        while (
-            sum(isinstance(it[-1:], list) and it[-1:] == ["."] for it in items.values())
-            < keys
-        ):
+        while sum(it[-1:] == ["."] for it in items.values()) < keys:
             message = self.hear()
             assert message.kind is Kind.CHUNKS
             for key, first, new, finish in message.body["chunks"]:

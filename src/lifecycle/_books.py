@@ -1,19 +1,26 @@
-"""One lock around the books, and nobody who ever waits for it in a knot."""
+"""The ledger for every thread, and for whoever interrupts it half-way."""
 
 from __future__ import annotations
 
 import threading
 from collections import deque
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Final
+
+from ._ledger import Ledger
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Sequence
 
+    from ._line import Line
     from .events import Event
 
+# Another thread is done with its change within microseconds. Only a caller that
+# interrupts its own thread's change waits for so long, and then goes without.
+_PATIENCE: Final = 0.25
 
-class Books:
-    """Makes changes one at a time, from any thread and at any moment.
+
+class Books(Ledger):
+    """A ledger that is changed from any thread and at any moment.
 
     A release may come from another thread, or from a finaliser or signal
     handler that interrupts a change half-way (since CPython 3.12 the collector
@@ -22,40 +29,33 @@ class Books:
     the lock empties the mailbox before going.
 
     Args:
+        capacity: Slots and bytes.
+        line: Who is next.
         emit: Told of events after the books are unlocked, never while locked:
             an observer may use the gate.
     """
 
-    __slots__ = ("_lock", "_mail", "_outbox", "_owner", "emit")
+    __slots__ = ("_lock", "_mail", "_outbox", "emit")
 
-    def __init__(self, emit: Callable[[Event], None] | None) -> None:
+    def __init__(
+        self,
+        capacity: Sequence[float],
+        line: Line,
+        emit: Callable[[Event], None] | None,
+    ) -> None:
+        super().__init__(capacity, line)
         self.emit = emit
         self._lock = threading.Lock()
-        self._owner: int | None = None
         # Appending to and popping from a deque is atomic in CPython.
         self._mail: deque[Callable[[], object]] = deque()
         self._outbox: deque[Event] = deque()
 
     def lock(self) -> bool:
         """Lock the books; ``False`` if this very thread has them locked."""
-        if not self._lock.acquire(blocking=False):
-            if self._owner == threading.get_ident():
-                return False
-            # Another thread is in the middle of one change: microseconds.
-            self._lock.acquire()
-        self._owner = threading.get_ident()
-        return True
-
-    def lock_if_free(self) -> bool:
-        """Lock the books unless that would mean waiting."""
-        if not self._lock.acquire(blocking=False):
-            return False
-        self._owner = threading.get_ident()
-        return True
+        return self._lock.acquire(timeout=_PATIENCE)
 
     def unlock(self) -> None:
         """Unlock, then make the changes and tell the events that came meanwhile."""
-        self._owner = None
         self._lock.release()
         if self._mail or self._outbox:
             self._drain()
@@ -67,20 +67,19 @@ class Books:
 
     def tell(self, event: Event) -> None:
         """Put *event* down, to be told once the books are unlocked."""
-        self._outbox.append(event)
+        if self.emit is not None:
+            self._outbox.append(event)
 
     def _drain(self) -> None:
-        mail = self._mail
+        mail, lock = self._mail, self._lock
         # Looked at again after each unlocking: a change that was posted while
         # the books were locked has nobody else to make it.
-        while mail and self._lock.acquire(blocking=False):
-            self._owner = threading.get_ident()
+        while mail and lock.acquire(blocking=False):
             try:
                 while mail:
                     mail.popleft()()
             finally:
-                self._owner = None
-                self._lock.release()
+                lock.release()
         while self._outbox and self.emit is not None:
             try:
                 event = self._outbox.popleft()

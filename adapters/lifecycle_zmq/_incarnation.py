@@ -12,6 +12,7 @@ from pathlib import Path
 import anyio
 
 from lifecycle import EngineLost
+
 from .client import EngineClient
 from .process import EngineProcess
 
@@ -99,7 +100,7 @@ class Incarnation:
                 await self._watch(process, client, directory)
         finally:
             self.client = None
-            await process.close()
+            await process.close()  # noqa: ASYNC102 - shielded and bounded in there
             self.output = process.output
 
     async def _watch(

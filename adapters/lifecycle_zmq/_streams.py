@@ -145,7 +145,7 @@ class EngineStream:
         self._state.discard()
 
     def __del__(self) -> None:
-        """Stop buffering for nobody; no socket is touched, as any thread may collect."""
+        """Stop buffering for nobody; any thread may collect, so touch no socket."""
         self._state.discard()
 
     def __repr__(self) -> str:

@@ -10,6 +10,7 @@ from typing import Any, Self
 import anyio
 
 from lifecycle import EngineLost
+
 from ._incarnation import Incarnation, Settings
 from .client import Box, EngineClient
 
@@ -96,7 +97,7 @@ class ZmqEngine:
                 await client.wait_lost()
         self._scope.cancel()
         # Not given the exception of the block, which it would wrap in a group.
-        await self._tasks.__aexit__(None, None, None)
+        await self._tasks.__aexit__(None, None, None)  # noqa: ASYNC102 - cut above
 
     @property
     def ready(self) -> bool:

@@ -86,7 +86,8 @@ class StreamState:
         Cancellation: nothing is lost.
         """
         if not self.items and not self.finished:
-            self._changed = anyio.Event()
+            if self._changed is None:
+                self._changed = anyio.Event()
             await self._changed.wait()
 
     def _wake(self) -> None:

@@ -243,7 +243,7 @@ class ZmqEngine:
     def _loss(self, more: str = "") -> EngineLost:
         if self._closing:
             return EngineLost("the engine is closed", reason="closed")
-        reason = self._current.reason if self._current is not None else "starting"
+        reason = self._current.why if self._current is not None else "starting"
         retry_after = _clamp(self._expected - anyio.current_time())
         return EngineLost(
             f"engine {self._number} takes no requests: {reason}; "

@@ -46,11 +46,14 @@ class _AsyncioWaiter:
         if self._future.done():
             # Only this class sets results, and only once it was granted.
             return not self._future.cancelled()
-        if asyncio._get_running_loop() is self._loop:
+        loop = self._loop
+        # Outside of its tasks the loop may be asleep, and a signal handler that
+        # runs in the middle of that does not wake it.
+        if asyncio._get_running_loop() is loop and asyncio.current_task(loop):
             self._set()
         else:
             try:
-                self._loop.call_soon_threadsafe(self._set)
+                loop.call_soon_threadsafe(self._set)
             except RuntimeError:  # the loop is closed, and its tasks with it
                 return False
         return True

@@ -69,7 +69,7 @@ class Admission(Books):
         emit: Callable[[Event], None] | None,
         clock: Callable[[], float],
     ) -> None:
-        line = Fair(self.share, clock) if fair else Lanes()
+        line = Fair(self.share, self.now) if fair else Lanes()
         super().__init__(capacity, line, emit)
         self.name = name
         self.refusals = Refusals(name, self, clock)
@@ -159,6 +159,10 @@ class Admission(Books):
         slots, nbytes = cost
         return max(slots / (self.slots or 1), nbytes / (self.nbytes or 1))
 
+    def now(self) -> float:
+        """Seconds by the gate's clock, as far as it can be read here."""
+        return self.refusals.now()
+
     async def wait(self, lease: Lease, waiter: Waiter, max_wait: float | None) -> None:
         """Wait in line, and come back with the lease held or not at all."""
         began = self._seconds()
@@ -183,7 +187,7 @@ class Admission(Books):
             del refusal  # its traceback holds this frame
 
     def _seconds(self) -> float:
-        return 0.0 if self.emit is None else self.refusals.now()
+        return 0.0 if self.emit is None else self.now()
 
     def _outcome_of(self, lease: Lease, max_wait: float | None) -> Refused | None:
         # Locked: another thread wakes a waiter before it has charged it.

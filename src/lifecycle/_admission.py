@@ -275,7 +275,7 @@ class Admission(Books):
 
     def settle(self, lease: Lease, actual: int) -> None:
         """Correct what *lease* is charged with; see `Lease.settle`."""
-        whole("bytes", actual)
+        actual = whole("bytes", actual)
 
         def change() -> None:
             estimated = lease.bytes

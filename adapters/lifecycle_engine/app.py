@@ -7,14 +7,16 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 
 import anyio
-from lifecycle import Gate, Observer, SessionRegistry
-from lifecycle_asgi import BodyLimit, LifecycleMiddleware
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
 from starlette.middleware import Middleware
 from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
+
+from lifecycle import Gate, SessionRegistry
+from lifecycle.events import Observer
+from lifecycle_asgi import BodyLimit, LifecycleMiddleware
 
 from .api_errors import ApiError
 from .chat import ChatCompletions

@@ -14,11 +14,12 @@ from typing import Any
 
 import anyio.lowlevel
 import anyio.to_thread
-from lifecycle import Lease, Payload, Session, SessionEnded
-from lifecycle_asgi import request_of
 from lifecycle_zmq import EngineFailed, RequestRejected
 
-from .api_errors import ApiError, describe
+from lifecycle import Lease, Payload, Session, SessionEnded
+from lifecycle_asgi import request_of
+
+from .api_errors import describe
 from .incoming import ClientLeft, Incoming, request_id
 from .openai_wire import Completion, Usage
 from .processor import BadChat, BadImage, Chat
@@ -54,9 +55,7 @@ class ChatCompletions:
             return
         except Exception as error:
             problem = describe(error)
-            if problem is None:
-                if reply.started:
-                    await reply.error(_ours())
+            if problem is None:  # a mistake of ours: logged, and a stream is cut
                 raise
         else:
             return
@@ -164,7 +163,9 @@ class _Texts:
     garbage collector, in another task.
     """
 
-    def __init__(self, items: AsyncIterator[Any], detokenizer: Any, usage: Usage) -> None:
+    def __init__(
+        self, items: AsyncIterator[Any], detokenizer: Any, usage: Usage
+    ) -> None:
         self._items = items
         self._detokenizer = detokenizer
         self._usage = usage
@@ -190,7 +191,3 @@ class _Texts:
             message = "the stream ended without a finish_reason"
             raise EngineFailed("stream_cut", message)
         return str(self._detokenizer.flush())
-
-
-def _ours() -> ApiError:
-    return ApiError(500, "The server failed; see its log", code="internal_error")

@@ -37,7 +37,7 @@ class Device(str, Enum):
 
 
 @cli.command()
-def serve(  # noqa: PLR0913 - one parameter is one option
+def serve(
     *,
     host: Annotated[str, typer.Option(help="Address to listen on.")] = "127.0.0.1",
     port: Annotated[int, typer.Option(help="Port; 0 takes a free one.")] = 8000,
@@ -68,9 +68,8 @@ def serve(  # noqa: PLR0913 - one parameter is one option
     max_length: Annotated[
         int | None, typer.Option(help="Tokens of prompt and answer together.")
     ] = None,
-    body_bytes: Annotated[
-        int, typer.Option(help="The largest request body.")
-    ] = 64 * 2**20,
+    body_bytes: Annotated[int, typer.Option(help="The largest request body.")] = 64
+    * 2**20,
     threads: Annotated[
         int, typer.Option(help="Requests that are preprocessed at a time.")
     ] = 2,
@@ -79,8 +78,9 @@ def serve(  # noqa: PLR0913 - one parameter is one option
     ] = 10.0,
 ) -> None:
     """Serve the OpenAI API until SIGTERM or SIGINT."""
-    from lifecycle import Gate
     from lifecycle_zmq import ZmqEngine
+
+    from lifecycle import Gate
 
     from . import serve as server
     from .app import AppSettings, create_app

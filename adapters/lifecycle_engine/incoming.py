@@ -14,6 +14,7 @@ from typing import Any
 
 import anyio
 import anyio.to_thread
+
 from lifecycle import Payload
 
 from .api_errors import bad_request
@@ -148,9 +149,7 @@ class Intake:
             bool(options and options.include_usage),
         )
 
-    def _messages(
-        self, request: ChatRequest, measures: list[Measure]
-    ) -> list[Message]:
+    def _messages(self, request: ChatRequest, measures: list[Measure]) -> list[Message]:
         messages = []
         for i, message in enumerate(request.messages):
             content: list[str | bytes] = []

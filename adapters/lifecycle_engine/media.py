@@ -161,7 +161,9 @@ def check_total(measures: Sequence[Measure], limits: MediaLimits) -> None:
         raise _too_large(message, "messages")
     pixels = sum(one.pixels for one in measures)
     if pixels > limits.request_pixels:
-        message = f"The images have {pixels} pixels; the limit is {limits.request_pixels}"
+        message = (
+            f"The images have {pixels} pixels; the limit is {limits.request_pixels}"
+        )
         raise _too_large(message, "messages")
 
 

@@ -8,6 +8,7 @@ from types import TracebackType
 from typing import Any, Protocol, Self
 
 import anyio
+
 from lifecycle import EngineLost, Gate, Payload, SessionRegistry
 
 from .incoming import Intake
@@ -109,13 +110,13 @@ class Service:
         open_ = not (self.sessions.draining or self.in_flight.closed)
         return open_ and self.engine.ready
 
-    async def engine_status(self, timeout: float = 1.0) -> dict[str, Any] | None:
+    async def engine_status(self, patience: float = 1.0) -> dict[str, Any] | None:
         """The engine's counters, or ``None`` where it does not tell in time.
 
         Cancellation:
             At any time.
         """
-        with anyio.move_on_after(timeout):
+        with anyio.move_on_after(patience):
             try:
                 return await self.engine.status()
             except EngineLost:

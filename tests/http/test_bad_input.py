@@ -10,7 +10,7 @@ from typing import Any
 
 import openai
 import pytest
-from http_kit import data_url, encoded, png, user
+from http_kit import answer_to, data_url, encoded, png, user
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 TEXT = [{"role": "user", "content": "hello"}]
@@ -35,23 +35,6 @@ def apng(frames: int) -> bytes:
     chunk = struct.pack(">I", 8) + b"acTL" + data
     chunk += struct.pack(">I", zlib.crc32(b"acTL" + data))
     return whole[:33] + chunk + whole[33:]
-
-
-async def post(
-    port: int, body: bytes, *headers: bytes
-) -> tuple[int, dict[str, str], Any]:
-    """Send raw bytes, as no SDK would; returns status, headers, document."""
-    reader, writer = await asyncio.open_connection("127.0.0.1", port)
-    head = b"POST /v1/chat/completions HTTP/1.1\r\nhost: here\r\nconnection: close\r\n"
-    head += b"content-length: %d\r\n" % len(body)
-    writer.write(head + b"".join(h + b"\r\n" for h in headers) + b"\r\n" + body)
-    answer = await reader.read()
-    writer.close()
-    await writer.wait_closed()
-    head, _, payload = answer.partition(b"\r\n\r\n")
-    first, *lines = head.decode("latin-1").split("\r\n")
-    fields = dict(line.lower().split(": ", 1) for line in lines)
-    return int(first.split()[1]), fields, json.loads(payload)
 
 
 BODIES: dict[str, tuple[bytes, int, str | None, str]] = {
@@ -184,7 +167,7 @@ async def is_fine(server: Any, client: Any) -> None:
 async def test_refuses_body(server: Any, client: Any, body: Any) -> None:
     """A body that is not as documented is refused with the field that is wrong."""
     raw, status, param, code = body
-    answered, _, document = await post(server.port, raw)
+    answered, _, document = await answer_to(server.port, raw)
     assert answered == status, document
     assert is_error(document, param, code), document
     await is_fine(server, client)
@@ -232,7 +215,7 @@ async def test_refuses_more_pixels_than_allowed(server: Any, client: Any) -> Non
 )
 async def test_refuses_id_that_is_no_name(server: Any, client: Any, name: Any) -> None:
     """Ids that could not be logged or sent back are refused (fault-19)."""
-    status, headers, document = await post(server.port, ask(), b"x-request-id: " + name)
+    status, headers, document = await answer_to(server.port, ask(), b"x-request-id: " + name)
     assert status == 400
     assert is_error(document, "x-request-id", "invalid_id")
     assert "x-request-id" not in headers
@@ -251,7 +234,7 @@ async def test_refuses_header_that_is_no_header(server: Any, name: Any) -> None:
 
 async def test_returns_id_that_is_a_name(server: Any) -> None:
     """A decent id comes back, and names the completion."""
-    status, headers, document = await post(
+    status, headers, document = await answer_to(
         server.port, ask(max_tokens=1), b"x-request-id: Abc-1._"
     )
     assert status == 200

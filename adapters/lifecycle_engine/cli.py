@@ -21,6 +21,29 @@ cli = typer.Typer(
     help="A vision-language model server with a lifecycle for every request.",
 )
 
+_HINTS = """
+Try it:
+
+  curl -N {address}/v1/chat/completions -H 'content-type: application/json' -d \\
+    '{{"model": "{model}", "stream": true, "messages": [{{"role": "user", "content": "Hi"}}]}}'
+
+or, with an image of yours:
+
+  import base64, openai
+
+  image = base64.b64encode(open("photo.jpg", "rb").read()).decode()
+  client = openai.OpenAI(base_url="{address}/v1", api_key="none")
+  answer = client.chat.completions.create(
+      model="{model}",
+      messages=[{{"role": "user", "content": [
+          {{"type": "text", "text": "What is this?"}},
+          {{"type": "image_url", "image_url": {{"url": "data:image/jpeg;base64," + image}}}},
+      ]}}],
+  )
+  print(answer.choices[0].message.content)
+
+What it holds: {address}/_lifecycle/status      Stop it: Ctrl-C"""
+
 
 class RunnerName(str, Enum):
     """What runs the requests."""
@@ -76,6 +99,9 @@ def serve(
     drain: Annotated[
         float, typer.Option(help="Seconds that streams get at the end.")
     ] = 10.0,
+    hints: Annotated[
+        bool, typer.Option("--hints", help="Print what to try once it is ready.")
+    ] = False,
 ) -> None:
     """Serve the OpenAI API until SIGTERM or SIGINT."""
     from lifecycle_zmq import ZmqEngine
@@ -106,7 +132,18 @@ def serve(
         in_flight=Gate(slots=slots or None, name="in_flight", **line),  # type: ignore[arg-type]
         settings=AppSettings(model=name, body_bytes=body_bytes, threads=threads),
     )
-    server.run(app, host=host, port=port, drain=drain, announce=_announce)
+
+    def announce(address: str) -> None:
+        typer.echo(f"lifecycle-engine is ready at {address}")
+        if hints:
+            typer.echo(_HINTS.format(address=address, model=name))
+        sys.stdout.flush()
+
+    try:
+        server.run(app, host=host, port=port, drain=drain, announce=announce)
+    except OSError as error:
+        typer.echo(f"cannot listen on {host} port {port}: {error.strerror}", err=True)
+        raise typer.Exit(1) from None
 
 
 @cli.command()
@@ -177,11 +214,6 @@ def default_checkpoint(cache: Path | None = None) -> Path:
         finally:
             shutil.rmtree(fresh, ignore_errors=True)
     return folder
-
-
-def _announce(address: str) -> None:
-    typer.echo(f"lifecycle-engine is ready at {address}")
-    sys.stdout.flush()
 
 
 def main() -> None:

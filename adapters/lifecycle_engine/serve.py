@@ -23,8 +23,9 @@ class DrainingServer(uvicorn.Server):
 
     The first SIGTERM or SIGINT closes admission: readiness goes false, new
     requests are told to go elsewhere, streams get *drain* seconds and the rest is
-    ended with an error in its protocol. A second SIGINT cuts that short. Unlike
-    uvicorn's own, the exit is an ordinary one: the signal is not raised again.
+    ended with an error in its protocol. A second SIGINT cuts that short, a third
+    one leaves without waiting for anybody. Unlike uvicorn's own, the exit is an
+    ordinary one: the signal is not raised again.
 
     Args:
         config: With a bounded ``timeout_graceful_shutdown``.
@@ -69,6 +70,8 @@ class DrainingServer(uvicorn.Server):
         # uvicorn sets a flag from its signal handler; there is nothing to wait on.
         while not self.force_exit:  # noqa: ASYNC110
             await anyio.sleep(_POLL)
+        # Left set, uvicorn would drop its tasks and skip the lifespan's end.
+        self.force_exit = False
         scope.cancel()
 
     @contextlib.contextmanager

@@ -7,6 +7,7 @@ import base64
 import contextlib
 import io
 import json
+import os
 import struct
 import sys
 import threading
@@ -35,19 +36,19 @@ FAST = (
 )
 
 
+ROOT = Path(__file__).parents[2]
+# For processes of their own, where the import path is not ours.
+ENV = {
+    **os.environ,
+    "PYTHONPATH": f"{ROOT / 'src'}:{ROOT / 'adapters'}",
+    "OMP_NUM_THREADS": "1",
+}
+
+
 def make_engine(*options: str, **settings: Any) -> ZmqEngine:
     """An engine process with the simulated runner, quick unless told otherwise."""
     argv = [sys.executable, "-m", "lifecycle_engine.worker", "--runner=sim"]
-    # In a process of its own, where the import path is not ours.
-    return ZmqEngine([*argv, *FAST, *options], env=_env(), **settings)
-
-
-def _env() -> dict[str, str]:
-    import os
-
-    root = Path(__file__).parents[2]
-    path = [str(root / "src"), str(root / "adapters")]
-    return {**os.environ, "PYTHONPATH": ":".join(path), "OMP_NUM_THREADS": "1"}
+    return ZmqEngine([*argv, *FAST, *options], env=ENV, **settings)
 
 
 def png(width: int, height: int) -> bytes:

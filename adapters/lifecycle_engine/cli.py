@@ -5,7 +5,7 @@ from __future__ import annotations
 import shutil
 import sys
 import tempfile
-from enum import Enum
+from enum import StrEnum
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -24,20 +24,23 @@ cli = typer.Typer(
 _HINTS = """
 Try it:
 
-  curl -N {address}/v1/chat/completions -H 'content-type: application/json' -d \\
-    '{{"model": "{model}", "stream": true, "messages": [{{"role": "user", "content": "Hi"}}]}}'
+  curl -N {address}/v1/chat/completions \\
+    -H 'content-type: application/json' \\
+    -d '{{"model": "{model}", "stream": true, "messages":
+         [{{"role": "user", "content": "Hi"}}]}}'
 
 or, with an image of yours:
 
   import base64, openai
 
   image = base64.b64encode(open("photo.jpg", "rb").read()).decode()
+  url = "data:image/jpeg;base64," + image
   client = openai.OpenAI(base_url="{address}/v1", api_key="none")
   answer = client.chat.completions.create(
       model="{model}",
       messages=[{{"role": "user", "content": [
           {{"type": "text", "text": "What is this?"}},
-          {{"type": "image_url", "image_url": {{"url": "data:image/jpeg;base64," + image}}}},
+          {{"type": "image_url", "image_url": {{"url": url}}}},
       ]}}],
   )
   print(answer.choices[0].message.content)
@@ -45,14 +48,14 @@ or, with an image of yours:
 What it holds: {address}/_lifecycle/status      Stop it: Ctrl-C"""
 
 
-class RunnerName(str, Enum):
+class RunnerName(StrEnum):
     """What runs the requests."""
 
     torch = "torch"
     sim = "sim"
 
 
-class Device(str, Enum):
+class Device(StrEnum):
     """Where torch computes."""
 
     cpu = "cpu"
@@ -104,16 +107,15 @@ def serve(
     ] = False,
 ) -> None:
     """Serve the OpenAI API until SIGTERM or SIGINT."""
+    from lifecycle import EngineLost, Gate
     from lifecycle_zmq import ZmqEngine
-
-    from lifecycle import Gate
 
     from . import serve as server
     from .app import AppSettings, create_app
 
     folder = None
     if runner is RunnerName.torch:
-        folder = checkpoint or default_checkpoint()
+        folder = _existing(checkpoint) if checkpoint else default_checkpoint()
     engine = ZmqEngine(
         worker_argv(
             runner,
@@ -144,6 +146,9 @@ def serve(
     except OSError as error:
         typer.echo(f"cannot listen on {host} port {port}: {error.strerror}", err=True)
         raise typer.Exit(1) from None
+    except EngineLost as error:
+        typer.echo(f"the engine did not start: {error}", err=True)
+        raise typer.Exit(1) from None
 
 
 @cli.command()
@@ -161,6 +166,16 @@ def checkpoint(
     except ValueError as error:
         raise typer.BadParameter(str(error)) from None
     typer.echo(f"{out}")
+
+
+def _existing(folder: Path) -> Path:
+    if (folder / "config.json").exists():
+        return folder
+    raise typer.BadParameter(
+        f"{folder} holds no config.json; "
+        f"`lifecycle-engine checkpoint {folder}` builds a tiny checkpoint there",
+        param_hint="--checkpoint",
+    )
 
 
 def worker_argv(

@@ -43,6 +43,10 @@ class Engine(Protocol):
         traceback: TracebackType | None,
     ) -> bool | None: ...
 
+    async def wait_ready(self) -> None:
+        """Wait until requests are taken; `EngineLost` if it ended before."""
+        ...
+
     async def start(
         self,
         key: str,

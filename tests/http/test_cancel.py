@@ -8,13 +8,14 @@ cancelled request left behind would be seen by all that follow.
 from __future__ import annotations
 
 import json
-import os
+from pathlib import Path
 from typing import Any
 
 import anyio
 import pytest
 from asgi_kit import KINDS, Cancelled, ScriptedServer, http_scope
 from http_kit import Quiet, make_engine, png, user
+
 from lifecycle import Gate
 from lifecycle_engine.app import AppSettings, create_app
 from lifecycle_engine.sim_processor import SimProcessor
@@ -64,6 +65,11 @@ class World:
                 await anyio.lowlevel.checkpoint()
 
 
+def descriptors_open() -> int:
+    """How many descriptors this process has."""
+    return len(list(Path("/proc/self/fd").iterdir()))
+
+
 async def every_point(kind: str, when: str, *, stream: bool, queued: bool) -> int:
     """Go through all points in one world; returns how many there were."""
     gate = Gate(bytes=10**9, slots=1, name="payloads")
@@ -78,12 +84,12 @@ async def every_point(kind: str, when: str, *, stream: bool, queued: bool) -> in
         await world.service.engine.wait_ready()
         warm = Cancelled(0, kind, when)
         await world.once(warm, stream=stream, queued=queued)
-        descriptors = len(os.listdir("/proc/self/fd"))
+        descriptors = descriptors_open()
         for at in range(1, 500):
             run = Cancelled(at, kind, when)
             server, _ = await world.once(run, stream=stream, queued=queued)
             check(run, server, stream=stream)
-            assert len(os.listdir("/proc/self/fd")) == descriptors
+            assert descriptors_open() == descriptors
             if not run.hit:
                 return at - 1
     raise AssertionError("no end of suspension points")

@@ -13,15 +13,16 @@ import json
 import random
 import tracemalloc
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, Self
 
 import anyio
 import pytest
 from asgi_kit import ScriptedServer, http_scope, serving
 from http_kit import GatedProcessor, Quiet, data_url, make_engine, post, running
+from PIL import Image
+
 from lifecycle import Gate
 from lifecycle_engine.app import AppSettings, create_app
-from PIL import Image
 
 pytestmark = pytest.mark.asyncio
 LARGE = 250_000
@@ -79,7 +80,7 @@ class World:
         )
         self.service = self.app.state.service
 
-    async def __aenter__(self) -> World:
+    async def __aenter__(self) -> Self:
         self._life = self.app.router.lifespan_context(self.app)
         await self._life.__aenter__()
         await self.service.engine.wait_ready()

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import os
 import signal
 import sys
 from collections.abc import AsyncIterator
@@ -15,7 +14,6 @@ import openai
 import psutil
 import pytest
 from http_kit import ENV, answer_to, encoded, user
-
 
 pytestmark = pytest.mark.asyncio
 CLI = [sys.executable, "-m", "lifecycle_engine.cli"]
@@ -65,7 +63,7 @@ async def served(*options: str, runner: str = "sim") -> AsyncIterator[Served]:
             process.kill()
             await process.wait()
         process._transport.close()
-    gone, alive = await asyncio.to_thread(psutil.wait_procs, children, 5)
+    _, alive = await asyncio.to_thread(psutil.wait_procs, children, 5)
     assert not alive
 
 
@@ -92,7 +90,7 @@ def ask() -> bytes:
 
 
 async def test_lets_streams_finish_and_takes_no_new_ones() -> None:
-    """SIGTERM: readiness false, newcomers sent away, the stream ends whole (fault-61)."""
+    """SIGTERM: newcomers are sent away, the stream ends whole (fault-61)."""
     async with served("--drain", "20") as server, server.client() as client:
         stream = await begin_stream(client, 200)
         server.process.send_signal(signal.SIGTERM)
@@ -111,7 +109,7 @@ async def test_lets_streams_finish_and_takes_no_new_ones() -> None:
 
 
 async def test_tells_streams_that_outlive_the_drain() -> None:
-    """When the time is up, streams end with an error, and the process exits (fault-61)."""
+    """When the time is up, streams are told, and the process exits (fault-61)."""
     async with served("--drain", "0.2") as server, server.client() as client:
         stream = await begin_stream(client, 4000)
         server.process.send_signal(signal.SIGTERM)
@@ -141,7 +139,9 @@ async def test_exits_in_time_though_client_never_reads() -> None:
     """A client that stopped reading does not keep the server up."""
     async with served("--drain", "0.2") as server:
         _, writer = await asyncio.open_connection("127.0.0.1", server.port)
-        writer.write(b"POST /v1/chat/completions HTTP/1.1\r\nhost: x\r\ncontent-length: 9")
+        writer.write(
+            b"POST /v1/chat/completions HTTP/1.1\r\nhost: x\r\ncontent-length: 9"
+        )
         await writer.drain()
         assert await server.exit(signal.SIGTERM, within=5) == 0
         writer.close()
@@ -208,4 +208,27 @@ async def test_refuses_unknown_family(tmp_path: Path) -> None:
     _, errors = await process.communicate()
     assert process.returncode == 2
     assert b"qwen2_5_vl" in errors
-    assert os.listdir(tmp_path) == []
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize(
+    ("options", "status", "words"),
+    [
+        (["--checkpoint", "nowhere"], 2, b"lifecycle-engine checkpoint nowhere"),
+        (["--runner", "sim", "--max-length", "-1"], 1, b"-1 is not 1 or more"),
+    ],
+)
+async def test_says_why_it_cannot_start(
+    options: list[str], status: int, words: bytes
+) -> None:
+    """What cannot start says what is wrong, without a traceback, and ends."""
+    process = await asyncio.create_subprocess_exec(
+        *[*CLI, "serve", "--port", "0", *options],
+        stderr=asyncio.subprocess.PIPE,
+        env={**ENV, "COLUMNS": "200"},
+    )
+    async with asyncio.timeout(20):
+        _, errors = await process.communicate()
+    assert words in errors
+    assert b"Traceback" not in errors
+    assert process.returncode == status

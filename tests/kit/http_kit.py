@@ -20,13 +20,14 @@ from typing import Any
 import anyio
 import openai
 from asgi_kit import serving
+from PIL import Image
+
 from lifecycle import Gate
 from lifecycle_engine.app import AppSettings, create_app
 from lifecycle_engine.processor import Chat, Prepared
 from lifecycle_engine.service import Service
 from lifecycle_engine.sim_processor import SimProcessor
 from lifecycle_zmq import ZmqEngine
-from PIL import Image
 
 FAST = (
     "--sim-prefill-token=0",

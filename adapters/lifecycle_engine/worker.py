@@ -12,7 +12,8 @@ import sys
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from ._hf import hf
+from lifecycle_zmq import EngineServer
+
 from .runner import EXIT_DEVICE_LOST, DeviceLost, Runner
 from .scheduler import Scheduler
 
@@ -32,7 +33,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         scheduler = Scheduler(
             runner, max_batch=options.max_batch, max_tokens=options.max_tokens
         )
-        _serve(scheduler, options)
+        server = EngineServer(
+            options.endpoint, scheduler, incarnation=options.incarnation
+        )
+        server.run()
     except DeviceLost as error:
         sys.stderr.write(f"lifecycle-engine: {error}\n")
         sys.stderr.flush()
@@ -57,7 +61,6 @@ def build_runner(options: argparse.Namespace) -> Runner:
         )
     from .transformers_runner import TransformersRunner
 
-    hf("disable_progress_bar", "utils.logging")()
     return TransformersRunner.load(
         options.checkpoint,
         device=options.device,
@@ -67,12 +70,6 @@ def build_runner(options: argparse.Namespace) -> Runner:
         max_length=options.max_length,
         buckets=options.bucket or (),
     )
-
-
-def _serve(scheduler: Scheduler, options: argparse.Namespace) -> None:
-    from lifecycle_zmq import EngineServer
-
-    EngineServer(options.endpoint, scheduler, incarnation=options.incarnation).run()
 
 
 def _sim_cost(options: argparse.Namespace) -> SimCost:

@@ -121,7 +121,13 @@ def new_waiter() -> Waiter:
         RuntimeError: No event loop runs in this thread.
     """
     loop = asyncio._get_running_loop()
-    return _TrioWaiter() if loop is None else _AsyncioWaiter(loop)
+    if loop is not None:
+        return _AsyncioWaiter(loop)
+    if current_task() is None:
+        raise RuntimeError(
+            "a gate can be waited for in an event loop only; use try_admit elsewhere"
+        )
+    return _TrioWaiter()
 
 
 def current_task() -> object | None:

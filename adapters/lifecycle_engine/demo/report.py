@@ -74,7 +74,9 @@ def show(findings: Findings, console: Console) -> int:
     for ending, count in sorted(findings.ledger.seen.items()):
         table.add_row(str(count), ending)
     for status, count in sorted(findings.ledger.told.items()):
-        table.add_row(str(count), f"times told to come back later ({status})", style="dim")
+        table.add_row(
+            str(count), f"times told to come back later ({status})", style="dim"
+        )
     console.print(table)
 
     table = Table(title="what the server counted", title_justify="left")

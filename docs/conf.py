@@ -1,0 +1,28 @@
+"""Sphinx configuration: MyST pages, docstrings by Napoleon, the furo theme."""
+
+project = "lifecycle"
+author = "The lifecycle authors"
+copyright = "2026, the lifecycle authors"  # noqa: A001 - Sphinx wants this name
+
+extensions = ["myst_parser", "sphinx.ext.autodoc", "sphinx.ext.napoleon"]
+html_theme = "furo"
+html_title = "lifecycle"
+html_show_sphinx = False
+
+myst_enable_extensions = ["colon_fence", "deflist"]
+myst_heading_anchors = 3
+
+# In docstrings single backticks are names of ours, as `Lease.release`.
+default_role = "py:obj"
+napoleon_google_docstring = True
+napoleon_numpy_docstring = False
+napoleon_custom_sections = [("Cancellation", "returns_style")]
+autodoc_member_order = "bysource"
+autodoc_typehints = "none"
+autodoc_class_signature = "separated"
+
+# Built where nothing outside can be reached, so names of others are not resolved.
+nitpick_ignore_regex = [
+    (r"py:.*", r"(anyio|asyncio|collections|contextlib|typing|numpy|builtins)(\..*)?"),
+]
+exclude_patterns = ["_build"]

@@ -7,9 +7,14 @@ a payload.
 
 from __future__ import annotations
 
+from typing import Literal
+
 
 class LifecycleError(Exception):
     """Root of every error that the library raises on purpose."""
+
+
+Reason = Literal["full", "timeout", "closed", "too_large"]
 
 
 class Refused(LifecycleError):
@@ -21,7 +26,7 @@ class Refused(LifecycleError):
             ``None`` where retrying the same request cannot help.
     """
 
-    reason = "refused"
+    reason: Reason = "full"
 
     def __init__(self, message: str, *, retry_after: float | None = None) -> None:
         super().__init__(message)
@@ -31,25 +36,25 @@ class Refused(LifecycleError):
 class GateFull(Refused):
     """The waiting line was full, or waiting was not wanted."""
 
-    reason = "full"
+    reason: Reason = "full"
 
 
 class AdmissionTimeout(Refused, TimeoutError):
     """The request waited its whole ``max_wait`` without being admitted."""
 
-    reason = "timeout"
+    reason: Reason = "timeout"
 
 
 class GateClosed(Refused):
     """The gate admits nobody any more, as while a server drains."""
 
-    reason = "closed"
+    reason: Reason = "closed"
 
 
 class CostTooLarge(Refused):
     """The request asks for more than the gate will ever have."""
 
-    reason = "too_large"
+    reason: Reason = "too_large"
 
 
 class EngineLost(LifecycleError):

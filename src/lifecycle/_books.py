@@ -1,0 +1,89 @@
+"""One lock around the books, and nobody who ever waits for it in a knot."""
+
+from __future__ import annotations
+
+import threading
+from collections import deque
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from .events import Event
+
+
+class Books:
+    """Makes changes one at a time, from any thread and at any moment.
+
+    A release may come from another thread, or from a finaliser or signal
+    handler that interrupts a change half-way (since CPython 3.12 the collector
+    runs between bytecodes). A lock that waits would deadlock on the latter, so
+    a change that finds the books locked goes into a mailbox, and whoever holds
+    the lock empties the mailbox before going.
+
+    Args:
+        emit: Told of events after the books are unlocked, never while locked:
+            an observer may use the gate.
+    """
+
+    __slots__ = ("_lock", "_mail", "_outbox", "_owner", "emit")
+
+    def __init__(self, emit: Callable[[Event], None] | None) -> None:
+        self.emit = emit
+        self._lock = threading.Lock()
+        self._owner: int | None = None
+        # Appending to and popping from a deque is atomic in CPython.
+        self._mail: deque[Callable[[], object]] = deque()
+        self._outbox: deque[Event] = deque()
+
+    def lock(self) -> bool:
+        """Lock the books; ``False`` if this very thread has them locked."""
+        if not self._lock.acquire(blocking=False):
+            if self._owner == threading.get_ident():
+                return False
+            # Another thread is in the middle of one change: microseconds.
+            self._lock.acquire()
+        self._owner = threading.get_ident()
+        return True
+
+    def lock_if_free(self) -> bool:
+        """Lock the books unless that would mean waiting."""
+        if not self._lock.acquire(blocking=False):
+            return False
+        self._owner = threading.get_ident()
+        return True
+
+    def unlock(self) -> None:
+        """Unlock, then make the changes and tell the events that came meanwhile."""
+        self._owner = None
+        self._lock.release()
+        if self._mail or self._outbox:
+            self._drain()
+
+    def apply(self, change: Callable[[], object]) -> None:
+        """Make *change* now, or leave it to whoever has the books locked."""
+        self._mail.append(change)
+        self._drain()
+
+    def tell(self, event: Event) -> None:
+        """Put *event* down, to be told once the books are unlocked."""
+        self._outbox.append(event)
+
+    def _drain(self) -> None:
+        mail = self._mail
+        # Looked at again after each unlocking: a change that was posted while
+        # the books were locked has nobody else to make it.
+        while mail and self._lock.acquire(blocking=False):
+            self._owner = threading.get_ident()
+            try:
+                while mail:
+                    mail.popleft()()
+            finally:
+                self._owner = None
+                self._lock.release()
+        while self._outbox and self.emit is not None:
+            try:
+                event = self._outbox.popleft()
+            except IndexError:  # another thread was faster
+                break
+            self.emit(event)

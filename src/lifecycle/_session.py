@@ -1,0 +1,363 @@
+"""One session: from the arrival of a request until its engine is quiet."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Awaitable, Callable
+from functools import partial
+from typing import TYPE_CHECKING, Any, Literal, Protocol, Self, TypeVar, final
+from weakref import ref
+
+import anyio
+
+from ._errors import (
+    EngineLost,
+    Refused,
+    SessionEnded,
+    StartTimeout,
+    StreamTimeout,
+)
+from ._payload import Payload
+from ._start import How, Start
+from ._stream import Stream
+from ._watchdog import Deadlines
+from .events import Event, Outcome, PayloadReleased, StartSettled, StreamEnded
+
+if TYPE_CHECKING:
+    from types import TracebackType
+
+    from ._lease import Lease
+
+T = TypeVar("T")
+
+
+class _Registry(Protocol):
+    """What a session needs of its registry."""
+
+    def emit(self, event: Event) -> None: ...
+    def now(self) -> float: ...
+    def spawn(self, session: Session, start: Start[Any]) -> None: ...
+    def watch(self, stream: Stream[Any], limits: Deadlines) -> None: ...
+    def closed(self, session: Session) -> None: ...
+    def boxed(self, nbytes: int) -> None: ...
+    def unboxed(self, nbytes: int) -> None: ...
+
+
+@final
+class Session:
+    """One request of one client, from `SessionRegistry.open` until its end.
+
+    Entered with ``with`` by the task that works on the request. Leaving never
+    waits: what the engine still has to be told is told by the registry.
+
+    Attributes:
+        id: The id that the outside world knows.
+        generation: Tells sessions apart that had the same id, one after another.
+        key: ``"id#generation"``: never used twice, so what is said about it
+            late cannot hit a newer session. Use it towards the engine.
+        cancelled_as: What a cancellation of the owner is counted as.
+        outcome: How the session ended, or ``None`` while it is live.
+    """
+
+    __slots__ = (
+        "__weakref__",
+        "_boxes",
+        "_led",
+        "_quiet",
+        "_registry",
+        "_scope",
+        "_start",
+        "cancelled_as",
+        "generation",
+        "id",
+        "key",
+        "opened_at",
+        "outcome",
+    )
+
+    def __init__(
+        self, registry: _Registry, id_: str, generation: int, opened_at: float
+    ) -> None:
+        self._registry = registry
+        self.id = id_
+        self.generation = generation
+        self.key = f"{id_}#{generation}"
+        self.opened_at = opened_at
+        self.cancelled_as: Outcome = "cancelled"
+        self.outcome: Outcome | None = None
+        self._boxes: list[Payload[Any]] = []
+        self._start: Start[Any] | None = None
+        self._scope: anyio.CancelScope | None = None
+        self._led: ref[Stream[Any]] | None = None
+        self._quiet = anyio.Event()
+
+    # What the owner calls.
+
+    def box(self, value: T, *, nbytes: int = 0) -> Payload[T]:
+        """Put *value* into a box that is emptied when the session closes.
+
+        Args:
+            value: The payload. Drop every other reference to it.
+            nbytes: Its size in bytes, for the registry's statistics.
+        """
+        payload = Payload(
+            value, nbytes=nbytes, on_release=partial(self._unboxed, nbytes)
+        )
+        self._registry.boxed(nbytes)
+        self._boxes.append(payload)
+        if self.outcome is not None:
+            payload.clear()
+        return payload
+
+    async def start(
+        self,
+        open_: Callable[[], Awaitable[T]],
+        *,
+        end: Callable[[T | None], Awaitable[object]] | None = None,
+        lease: Lease | None = None,
+        timeout: float = 30.0,
+    ) -> T:
+        """Open a stream in a task of the registry and return what it gives.
+
+        *open_* is not cancelled with the caller. Once it began it runs to its
+        end, and then everything it opened is ended, exactly once, after the
+        session has closed. It never begins for a session that is closed.
+
+        Args:
+            open_: Hands the payload to the engine and returns the stream. Its
+                frame ends before the first item, so nothing in it is retained.
+            end: Ends what was opened, given what *open_* returned, or ``None``
+                where that is not known. Runs in the registry, never before
+                *open_* has settled; not at all where *open_* raised an ordinary
+                error or never began.
+            lease: Released the moment that *open_* has settled: the hand-off.
+                From the call on the start owns it, whatever happens.
+            timeout: Seconds that *open_* may take.
+
+        Returns:
+            What *open_* returned.
+
+        Raises:
+            StartTimeout: *timeout* went by; what was sent is ended by key.
+            SessionEnded: The session was closed by somebody else.
+            RuntimeError: The session was started before, or its registry does
+                not run.
+            Exception: What *open_* raised, as it was raised; its finished frames
+                have lost their locals, so that it retains no payload.
+
+        Cancellation:
+            Raised at once. The start goes on without the caller.
+        """
+        start = Start(
+            open_,
+            end=end,
+            lease=lease,
+            timeout=timeout,
+            on_settled=partial(self._start_settled, self._registry.now()),
+        )
+        del open_, end, lease  # this frame must not keep what they close over
+        self._accept(start)
+        await start.init_done.wait()
+        if start.error is None and self.outcome is not None:
+            raise self._ended()
+        return start.result()
+
+    def stream(
+        self,
+        source: AsyncIterator[T],
+        *,
+        first_item: float | None = None,
+        idle: float | None = None,
+        total: float | None = None,
+        grace: float = 5.0,
+    ) -> Stream[T]:
+        """Own *source* as a `Stream` whose deadlines the registry watches.
+
+        Args:
+            source: What `start` returned.
+            first_item: Longest wait for the first item, in seconds.
+            idle: Longest wait for any later item, in seconds.
+            total: Longest life of the stream, in seconds.
+            grace: Seconds that the source may take to close.
+        """
+        stream = _SessionStream(self, source, grace=grace)
+        limits = Deadlines(first_item=first_item, idle=idle, total=total)
+        if limits:
+            self._registry.watch(stream, limits)
+        return stream
+
+    def close(self, outcome: Outcome = "completed") -> bool:
+        """End the session with *outcome*; the first to do so decides.
+
+        Synchronous and idempotent. The id is free at once, the engine is told
+        by the registry.
+
+        Returns:
+            Whether it was this call that ended the session.
+        """
+        if self.outcome is not None:
+            return False
+        self.outcome = outcome
+        boxes, self._boxes = self._boxes, []
+        for payload in boxes:
+            payload.clear()
+        if self._start is None:
+            self._quiet.set()
+        else:
+            self._start.close(cut=outcome == "shutdown")
+        self._registry.closed(self)
+        return True
+
+    # What others call.
+
+    def stop(self, outcome: Outcome = "cancelled") -> None:
+        """Close the session from outside and cancel the owner's ``with`` block.
+
+        The owner gets `SessionEnded` where it leaves the block.
+        """
+        if self.close(outcome):
+            if self._scope is not None:
+                self._scope.cancel()
+            led = None if self._led is None else self._led()
+            if led is not None:
+                led.stop(self._ended())
+
+    def lead(self, stream: ref[Stream[Any]]) -> None:
+        """Stop *stream* too when somebody stops this session.
+
+        For streams of decorated functions, whose session has no ``with`` block:
+        a cancel scope must not span the items of a generator.
+        """
+        self._led = stream
+
+    async def quiet(self) -> None:
+        """Wait until the session is closed and its engine has been told.
+
+        Cancellation:
+            At any time; changes nothing.
+        """
+        await self._quiet.wait()
+
+    @property
+    def phase(self) -> Literal["open", "starting", "started", "closing", "quiet"]:
+        """How far the session got."""
+        if self._quiet.is_set():
+            return "quiet"
+        if self.outcome is not None:
+            return "closing"
+        if self._start is None:
+            return "open"
+        return "started" if self._start.init_done.is_set() else "starting"
+
+    # The with block.
+
+    def __enter__(self) -> Self:
+        if self._scope is not None:
+            raise RuntimeError(f"session {self.id!r} can be entered once")
+        self._scope = anyio.CancelScope()
+        self._scope.__enter__()
+        if self.outcome is not None:
+            self._scope.cancel()
+        return self
+
+    def __exit__(
+        self,
+        exc_type: type[BaseException] | None,
+        exc: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self.close(outcome_of(exc, self.cancelled_as))
+        scope = self._scope
+        assert scope is not None
+        # Trio's scope also claims to have caught what was never raised.
+        if scope.__exit__(exc_type, exc, traceback) and exc is not None:
+            raise self._ended()
+
+    def _ended(self) -> SessionEnded:
+        return SessionEnded(
+            f"the session was ended from outside: {self.outcome}",
+            outcome=self.outcome or "cancelled",
+        )
+
+    def _accept(self, start: Start[Any]) -> None:
+        try:
+            if self._start is not None:
+                raise RuntimeError(f"session {self.id!r} was started before")
+            if self.outcome is not None:
+                raise self._ended()
+            self._registry.spawn(self, start)
+        except BaseException:
+            start.abort()
+            raise
+        self._start = start
+
+    def settled(self) -> None:
+        """Called by the registry: the engine has nothing of this session left."""
+        self._quiet.set()
+
+    def abort(self) -> None:
+        """Called by the registry at its end: no task will ever run the start."""
+        if self._start is not None:
+            self._start.abort()
+        self._quiet.set()
+
+    def _start_settled(self, began: float, how: How) -> None:
+        self._registry.emit(
+            StartSettled(
+                session=self.id,
+                generation=self.generation,
+                how=how,
+                duration_s=self._registry.now() - began,
+            )
+        )
+
+    def _unboxed(self, nbytes: int, how: Literal["taken", "cleared"]) -> None:
+        self._registry.unboxed(nbytes)
+        self._registry.emit(PayloadReleased(session=self.id, bytes=nbytes, how=how))
+
+    def stream_ended(self, items: int) -> None:
+        """Called by the session's streams."""
+        self._registry.emit(
+            StreamEnded(session=self.id, generation=self.generation, items=items)
+        )
+
+    def __repr__(self) -> str:
+        return f"<Session {self.key!r} {self.outcome or self.phase}>"
+
+
+@final
+class _SessionStream(Stream[T]):
+    """A stream that tells its session how many items it had."""
+
+    __slots__ = ("_session",)
+
+    def __init__(
+        self, session: Session, source: AsyncIterator[T], *, grace: float
+    ) -> None:
+        super().__init__(source, grace=grace)
+        self._session = session
+
+    def _finish(self, error: BaseException | None) -> None:
+        if not self.closed:
+            self._session.stream_ended(self.items)
+        super()._finish(error)
+
+
+def outcome_of(exc: BaseException | None, cancelled_as: Outcome) -> Outcome:
+    """What a session that is left by *exc* is counted as."""
+    match exc:
+        case None | StopAsyncIteration():
+            return "completed"
+        case Refused():
+            return "refused"
+        case EngineLost():
+            return "engine_lost"
+        case StartTimeout() | StreamTimeout():
+            return "deadline"
+        case BaseExceptionGroup() if len(exc.exceptions) == 1:
+            return outcome_of(exc.exceptions[0], cancelled_as)
+        case GeneratorExit():
+            return cancelled_as
+        case Exception():
+            return "failed"
+    cancelled = isinstance(exc, anyio.get_cancelled_exc_class())
+    return cancelled_as if cancelled else "failed"

@@ -1,0 +1,188 @@
+"""Supervised start: open a stream in a task that no caller can cancel.
+
+Every shield that a caller can put around an ``await`` has a hole: a second
+native ``Task.cancel()`` cuts both ``asyncio.shield`` and anyio's, and a result
+that arrives in the tick of the cancellation belongs to nobody. So the start runs
+in a task of its own, and that same task ends what it started.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable
+from typing import TYPE_CHECKING, Generic, Literal, TypeVar
+
+import anyio
+
+from ._errors import SessionEnded, StartTimeout
+from ._payload import forget_frames
+
+if TYPE_CHECKING:
+    from ._lease import Lease
+
+T = TypeVar("T")
+
+How = Literal["started", "failed", "withheld", "unknown"]
+
+
+class Start(Generic[T]):
+    """One start, from the request for it until its end was sent.
+
+    `run` is the whole life, in a task of the registry: open, settle, wait until
+    the session is closed, end. The barrier `init_done` is set whatever happens,
+    and nothing is ended before it.
+
+    Args:
+        open_: Sends the payload and returns the stream; runs at most once.
+        end: Ends what was started, given the stream, or ``None`` where the
+            outcome is unknown; runs at most once. ``None``: nothing to end.
+        lease: Released the moment that *open_* has settled.
+        timeout: Seconds that *open_* may take.
+        on_settled: Told once how the start came out.
+    """
+
+    __slots__ = (
+        "_end",
+        "_lease",
+        "_on_settled",
+        "_open",
+        "_opening",
+        "_timeout",
+        "closed",
+        "error",
+        "how",
+        "init_done",
+        "value",
+    )
+
+    def __init__(
+        self,
+        open_: Callable[[], Awaitable[T]],
+        *,
+        end: Callable[[T | None], Awaitable[object]] | None,
+        lease: Lease | None,
+        timeout: float,
+        on_settled: Callable[[How], object],
+    ) -> None:
+        self._open: Callable[[], Awaitable[T]] | None = open_
+        self._end = end
+        self._lease = lease
+        self._timeout = timeout
+        self._on_settled = on_settled
+        self._opening: anyio.CancelScope | None = None
+        self.how: How | None = None
+        self.value: T | None = None
+        self.error: BaseException | None = None
+        self.init_done = anyio.Event()
+        self.closed = anyio.Event()
+
+    def close(self, *, cut: bool = False) -> None:
+        """The session is over: withhold the start if it has not begun; end it.
+
+        Args:
+            cut: Do not let *open_* finish either; its outcome is then unknown.
+        """
+        self.closed.set()
+        if cut and self._opening is not None:
+            self._opening.cancel()
+
+    def abort(self) -> None:
+        """Settle a start whose task will never run."""
+        self._settle("withheld")
+
+    def result(self) -> T:
+        """Return what was opened, or raise why it was not.
+
+        Raises:
+            StartTimeout: The start took too long; what it sent is ended.
+            SessionEnded: The session was closed before the start began, or the
+                registry was torn down meanwhile.
+            BaseException: Whatever *open_* raised, as it was raised.
+        """
+        error, self.error = self.error, None
+        try:
+            if error is not None:
+                raise error
+            if self.how == "started":
+                return self.value  # type: ignore[return-value]
+            if self.how == "unknown":
+                raise StartTimeout(
+                    f"the start was not done within {self._timeout} s; "
+                    f"what it sent is being ended"
+                )
+            raise SessionEnded(
+                "the session was closed before it was started", outcome="cancelled"
+            )
+        finally:
+            del error  # its traceback holds this frame
+
+    async def run(self, *, end_timeout: float) -> BaseException | None:
+        """Live through the start.
+
+        Returns:
+            Why the end failed, or ``None``. Errors of the start itself are for
+            `result`.
+
+        Cancellation:
+            Only a native ``Task.cancel()`` gets through, as at the end of
+            ``asyncio.run``. The outcome is then unknown, the end is tried once,
+            and the cancellation goes on.
+        """
+        try:
+            await self._begin()
+            with anyio.CancelScope(shield=True):
+                await self.closed.wait()
+        except GeneratorExit:  # the loop is gone, and nothing can be awaited
+            self._settle("unknown")
+            raise
+        except BaseException:
+            self._settle("unknown")
+            await self._finish(end_timeout)
+            raise
+        return await self._finish(end_timeout)
+
+    async def _begin(self) -> None:
+        open_, self._open = self._open, None
+        if self.closed.is_set() or open_ is None:
+            self._settle("withheld")
+            return
+        deadline = anyio.current_time() + self._timeout
+        self._opening = anyio.CancelScope(shield=True, deadline=deadline)
+        try:
+            with self._opening:
+                self.value = await open_()
+                self.how = "started"
+        except Exception as error:
+            forget_frames(error)
+            self.error = error
+            self.how = "failed"
+        finally:
+            self._opening = None
+            del open_
+            self._settle("unknown")
+
+    def _settle(self, how: How) -> None:
+        if self.how is None:
+            self.how = how
+        self._open = None
+        lease, self._lease = self._lease, None
+        if lease is not None:
+            lease.release()
+        if not self.init_done.is_set():
+            self.init_done.set()
+            self._on_settled(self.how)
+
+    async def _finish(self, end_timeout: float) -> BaseException | None:
+        end, self._end = self._end, None
+        value, self.value = self.value, None
+        if end is None or self.how in ("failed", "withheld"):
+            return None
+        deadline = anyio.current_time() + end_timeout
+        with anyio.CancelScope(shield=True, deadline=deadline):
+            try:
+                await end(value)
+            except Exception as error:
+                forget_frames(error)
+                return error
+            return None
+        # Only the deadline of the scope leads here.
+        return StartTimeout(f"END was not done within {end_timeout} s")

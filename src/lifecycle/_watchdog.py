@@ -1,0 +1,115 @@
+"""One watchdog for all streams of a registry.
+
+A cancel scope around every item costs microseconds per item and can cut the
+consumer instead of the source. A watchdog costs one reading of the clock per
+item, and looks at a stream only when its deadline may have been broken.
+"""
+
+from __future__ import annotations
+
+import heapq
+import math
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+from weakref import ref
+
+import anyio
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from ._stream import Stream
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Deadlines:
+    """Limits of one stream in seconds; ``None`` is no limit.
+
+    Attributes:
+        first_item: Longest wait for the first item.
+        idle: Longest wait for any later item. Time that the consumer takes
+            between two items is not counted.
+        total: Longest life of the stream.
+    """
+
+    first_item: float | None = None
+    idle: float | None = None
+    total: float | None = None
+
+    def __bool__(self) -> bool:
+        return not (self.first_item is self.idle is self.total is None)
+
+
+class _Watched:
+    __slots__ = ("began", "limits", "stream")
+
+    def __init__(self, stream: Stream[Any], limits: Deadlines, began: float) -> None:
+        self.stream = ref(stream)
+        self.limits = limits
+        self.began = began
+
+    def look(self, now: float) -> float | None:
+        """Stop the stream if it is late, else say when to look again."""
+        stream = self.stream()
+        if stream is None or stream.closed:
+            return None
+        limits = self.limits
+        total_at = math.inf if limits.total is None else self.began + limits.total
+        if now >= total_at:
+            stream.expire("total", limits.total or 0)
+            return None
+        waiting = limits.idle if stream.items else limits.first_item
+        if waiting is None:
+            # The other limit may apply once the first item has come.
+            later = limits.idle
+            return min(total_at, math.inf if later is None else now + later)
+        since = stream.waiting_since()
+        if since is not None and now >= since + waiting:
+            stream.expire("idle" if stream.items else "first_item", waiting)
+            return None
+        return min(total_at, (now if since is None else since) + waiting)
+
+
+class Watchdog:
+    """Stops streams that break their deadlines.
+
+    Args:
+        clock: Monotonic seconds, the same that ``anyio.sleep_until`` goes by.
+    """
+
+    def __init__(self, clock: Callable[[], float]) -> None:
+        self._clock = clock
+        self._heap: list[tuple[float, int, _Watched]] = []
+        self._serial = 0
+        self._earlier = anyio.Event()
+
+    def add(self, stream: Stream[Any], limits: Deadlines) -> None:
+        """Watch *stream* until it is closed."""
+        stream.watch(self._clock)
+        now = self._clock()
+        watched = _Watched(stream, limits, now)
+        self._push(watched, watched.look(now))
+
+    async def run(self) -> None:
+        """Watch for ever.
+
+        Cancellation:
+            At any time; nothing needs to be cleaned up.
+        """
+        while True:
+            self._earlier = anyio.Event()
+            due = self._heap[0][0] if self._heap else math.inf
+            with anyio.CancelScope(deadline=due):
+                await self._earlier.wait()
+            now = self._clock()
+            while self._heap and self._heap[0][0] <= now:
+                _due, _serial, watched = heapq.heappop(self._heap)
+                self._push(watched, watched.look(now))
+
+    def _push(self, watched: _Watched, due: float | None) -> None:
+        if due is None or due == math.inf:
+            return
+        if not self._heap or due < self._heap[0][0]:
+            self._earlier.set()
+        self._serial += 1
+        heapq.heappush(self._heap, (due, self._serial, watched))

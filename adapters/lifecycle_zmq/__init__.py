@@ -1,0 +1,32 @@
+"""Engines in another process, over ZeroMQ.
+
+`ZmqEngine` is the API process's side: it spawns the engine, hands requests to it,
+streams their items and replaces it when it dies. `EngineServer` is the engine
+process's side, around whatever implements `Backend`.
+"""
+
+# errors, wire (header, schema) <- link, streams, table <- client
+#                               <- backend, books, chunks <- server
+# process, client <- incarnation <- engine
+
+from __future__ import annotations
+
+from ._backend import Backend, Finish, Output
+from ._errors import EngineFailed, ProtocolError, RequestRejected
+from ._parent import exit_with_parent
+from .client import EngineClient
+from .engine import ZmqEngine
+from .server import EngineServer
+
+__all__ = (
+    "Backend",
+    "EngineClient",
+    "EngineFailed",
+    "EngineServer",
+    "Finish",
+    "Output",
+    "ProtocolError",
+    "RequestRejected",
+    "ZmqEngine",
+    "exit_with_parent",
+)

@@ -26,3 +26,19 @@ nitpick_ignore_regex = [
     (r"py:.*", r"(anyio|asyncio|collections|contextlib|typing|numpy|builtins)(\..*)?"),
 ]
 exclude_patterns = ["_build"]
+
+
+def find_in_core(app, env, node, contnode):  # noqa: ANN001, ANN201 - Sphinx's types
+    """Resolve a name of the core that an adapter's docstring mentions bare."""
+    domain = env.get_domain("py")
+    target = f"lifecycle.{node.get('reftarget', '')}"
+    if node.get("refdomain") == "py" and target in domain.objects:
+        return domain.resolve_xref(
+            env, node["refdoc"], app.builder, "obj", target, node, contnode
+        )
+    return None
+
+
+def setup(app):  # noqa: ANN001, ANN201 - Sphinx's types
+    """Connect the hook."""
+    app.connect("missing-reference", find_in_core)

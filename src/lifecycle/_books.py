@@ -4,12 +4,16 @@ from __future__ import annotations
 
 import threading
 from collections import deque
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Final
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
     from .events import Event
+
+# Another thread is done with its change within microseconds. Only a caller that
+# interrupts its own thread's change waits for so long, and then goes without.
+_PATIENCE: Final = 0.25
 
 
 class Books:
@@ -26,36 +30,21 @@ class Books:
             an observer may use the gate.
     """
 
-    __slots__ = ("_lock", "_mail", "_outbox", "_owner", "emit")
+    __slots__ = ("_lock", "_mail", "_outbox", "emit")
 
     def __init__(self, emit: Callable[[Event], None] | None) -> None:
         self.emit = emit
         self._lock = threading.Lock()
-        self._owner: int | None = None
         # Appending to and popping from a deque is atomic in CPython.
         self._mail: deque[Callable[[], object]] = deque()
         self._outbox: deque[Event] = deque()
 
     def lock(self) -> bool:
         """Lock the books; ``False`` if this very thread has them locked."""
-        if not self._lock.acquire(blocking=False):
-            if self._owner == threading.get_ident():
-                return False
-            # Another thread is in the middle of one change: microseconds.
-            self._lock.acquire()
-        self._owner = threading.get_ident()
-        return True
-
-    def lock_if_free(self) -> bool:
-        """Lock the books unless that would mean waiting."""
-        if not self._lock.acquire(blocking=False):
-            return False
-        self._owner = threading.get_ident()
-        return True
+        return self._lock.acquire(timeout=_PATIENCE)
 
     def unlock(self) -> None:
         """Unlock, then make the changes and tell the events that came meanwhile."""
-        self._owner = None
         self._lock.release()
         if self._mail or self._outbox:
             self._drain()
@@ -70,17 +59,15 @@ class Books:
         self._outbox.append(event)
 
     def _drain(self) -> None:
-        mail = self._mail
+        mail, lock = self._mail, self._lock
         # Looked at again after each unlocking: a change that was posted while
         # the books were locked has nobody else to make it.
-        while mail and self._lock.acquire(blocking=False):
-            self._owner = threading.get_ident()
+        while mail and lock.acquire(blocking=False):
             try:
                 while mail:
                     mail.popleft()()
             finally:
-                self._owner = None
-                self._lock.release()
+                lock.release()
         while self._outbox and self.emit is not None:
             try:
                 event = self._outbox.popleft()

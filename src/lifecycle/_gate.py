@@ -4,41 +4,25 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from functools import partial
 from typing import TYPE_CHECKING, Any, Final, final
 
 import anyio
 
-from ._books import Books
+from ._admission import Admission
 from ._decorators import Decorator, managed
-from ._errors import Refused
 from ._lease import Lease
-from ._ledger import HELD, Ledger, cost_of, limit, whole
-from ._park import current_task, new_waiter
-from ._refusal import Refusals
-from .events import (
-    AdmissionCancelled,
-    AdmissionRefused,
-    LeaseGranted,
-    LeaseReleased,
-    LeaseSettled,
-    Observer,
-    guarded,
-)
+from ._ledger import cost_of, limit, whole
+from .events import Observer, guarded
 
 if TYPE_CHECKING:
     from collections.abc import Callable
-
-    from ._ledger import Ticket
-    from ._park import Waiter
 
 _AS_BEFORE: Final[Any] = object()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GateStatistics:
-    """A gate at one moment. At any moment
-    ``received = refused + cancelled + admitted + waiting``.
+    """A gate at one moment.
 
     Attributes:
         slots: Slot capacity, or ``None`` if unbounded.
@@ -47,7 +31,6 @@ class GateStatistics:
         bytes_in_use: Bytes held by live leases; above capacity after an
             estimate was settled upwards.
         waiting: Requests in line.
-        received: Requests that ever asked, refused ones included.
         admitted: Leases granted.
         refused: Requests turned away for any reason.
         cancelled: Requests whose task was cancelled before it had its lease.
@@ -60,12 +43,16 @@ class GateStatistics:
     bytes: int | None
     bytes_in_use: int
     waiting: int
-    received: int
     admitted: int
     refused: int
     cancelled: int
     released: int
     lost: int
+
+    @property
+    def received(self) -> int:
+        """Requests that ever asked, whatever became of them."""
+        return self.admitted + self.refused + self.cancelled + self.waiting
 
 
 @final
@@ -103,18 +90,16 @@ class Gate:
         observer: Observer | None = None,
         clock: Callable[[], float] = anyio.current_time,
     ) -> None:
-        self.name = name
-        self._max_waiting = max_waiting
         self._max_wait = max_wait
         if max_waiting is not None:
-            whole("max_waiting", max_waiting)
-        self._ledger = Ledger((limit("slots", slots), limit("bytes", bytes)))
-        self._books = Books(guarded(observer))
-        self._refusals = Refusals(name, self._ledger, clock)
-        self._closed = False
-        self._received = self._refused = self._timeouts = self._lost = 0
-        # Tasks inside a `with lease:` block, each as often as it is inside.
-        self._inside: dict[object, int] = {}
+            max_waiting = whole("max_waiting", max_waiting)
+        self._admission = Admission(
+            name,
+            (limit("slots", slots), limit("bytes", bytes)),
+            max_waiting=max_waiting,
+            emit=guarded(observer),
+            clock=clock,
+        )
 
     async def admit(
         self,
@@ -150,16 +135,14 @@ class Gate:
             A checkpoint only where it has to wait. It returns a lease or raises
             holding nothing; a lease granted in the same moment is passed on.
         """
-        lease = Lease(self, cost_of(slots, bytes))
-        waiter = self._request(lease)
-        waited = 0.0
+        admission = self._admission
+        lease = Lease(admission, cost_of(slots, bytes))
+        waiter = admission.request(lease, wait=True)
         if waiter is not None:
             longest = self._max_wait if max_wait is _AS_BEFORE else max_wait
-            began = self._refusals.now()
-            await self._wait(lease, waiter, longest)
-            waited = self._refusals.now() - began
-        if self._books.emit is not None:
-            self._tell_granted(lease, waited)
+            await admission.wait(lease, waiter, longest)
+        elif admission.emit is not None:
+            admission.tell_granted(lease, 0.0)
         return lease
 
     def try_admit(
@@ -185,10 +168,11 @@ class Gate:
             CostTooLarge: As in `admit`.
             ValueError: As in `admit`.
         """
-        lease = Lease(self, cost_of(slots, bytes))
-        self._request(lease, wait=False)
-        if self._books.emit is not None:
-            self._tell_granted(lease, 0.0)
+        admission = self._admission
+        lease = Lease(admission, cost_of(slots, bytes))
+        admission.request(lease, wait=False)
+        if admission.emit is not None:
+            admission.tell_granted(lease, 0.0)
         return lease
 
     def resize(
@@ -210,18 +194,21 @@ class Gate:
         new_slots = None if slots is _AS_BEFORE else limit("slots", slots)
         new_bytes = None if bytes is _AS_BEFORE else limit("bytes", bytes)
 
+        admission = self._admission
+
         def change() -> None:
-            old_slots, old_bytes = self._ledger.capacity
-            misfits = self._ledger.resize(
+            ledger = admission.ledger
+            old_slots, old_bytes = ledger.capacity
+            misfits = ledger.resize(
                 (
                     old_slots if new_slots is None else new_slots,
                     old_bytes if new_bytes is None else new_bytes,
                 )
             )
             for ticket in misfits:
-                self._send_away(ticket, self._refusals.too_large(ticket.cost))
+                admission.send_away(ticket, admission.refusals.too_large(ticket.cost))
 
-        self._books.apply(change)
+        admission.apply(change)
 
     def close(self) -> None:
         """Refuse everybody in line and everybody to come. Idempotent.
@@ -229,12 +216,14 @@ class Gate:
         Live leases stay valid until they are released.
         """
 
-        def change() -> None:
-            self._closed = True
-            for ticket in self._ledger.clear_line():
-                self._send_away(ticket, self._refusals.closed())
+        admission = self._admission
 
-        self._books.apply(change)
+        def change() -> None:
+            admission.closed = True
+            for ticket in admission.ledger.clear_line():
+                admission.send_away(ticket, admission.refusals.closed())
+
+        admission.apply(change)
 
     def admits(
         self,
@@ -253,32 +242,38 @@ class Gate:
         return managed(gate=self, cost=cost, slots=slots)
 
     @property
+    def name(self) -> str:
+        """The name that was given to the gate."""
+        return self._admission.name
+
+    @property
     def closed(self) -> bool:
         """Whether `close` was called."""
-        return self._closed
+        return self._admission.closed
 
     def statistics(self) -> GateStatistics:
         """The gate as it is now. Any thread."""
-        locked = self._books.lock()
+        admission = self._admission
+        ledger = admission.ledger
+        locked = admission.lock()
         try:
-            ledger = self._ledger
             slots, nbytes = ledger.capacity
+            cancelled = ledger.withdrawn - admission.timeouts
             return GateStatistics(
                 slots=None if slots == math.inf else int(slots),
                 slots_in_use=ledger.in_use[0],
                 bytes=None if nbytes == math.inf else int(nbytes),
                 bytes_in_use=ledger.in_use[1],
                 waiting=ledger.waiting,
-                received=self._received,
                 admitted=ledger.granted,
-                refused=self._refused,
-                cancelled=ledger.withdrawn - self._timeouts,
+                refused=admission.refused,
+                cancelled=cancelled,
                 released=ledger.released,
-                lost=self._lost,
+                lost=admission.lost,
             )
         finally:
             if locked:
-                self._books.unlock()
+                admission.unlock()
 
     def __repr__(self) -> str:
         now = self.statistics()
@@ -286,161 +281,3 @@ class Gate:
             f"<Gate {self.name!r}: {now.slots_in_use} of {now.slots} slots, "
             f"{now.bytes_in_use} of {now.bytes} bytes, {now.waiting} waiting>"
         )
-
-    # What a lease calls.
-
-    def release(self, lease: Lease, *, lost: bool = False) -> None:
-        """Take *lease* back; see `Lease.release`."""
-        if self._books.lock_if_free():
-            try:
-                self._give_back(lease, lost=lost)
-            finally:
-                self._books.unlock()
-        else:
-            self._books.apply(partial(self._give_back, lease, lost=lost))
-
-    def settle(self, lease: Lease, actual: int) -> None:
-        """Correct what *lease* is charged with; see `Lease.settle`."""
-        whole("bytes", actual)
-
-        def change() -> None:
-            estimated = lease.bytes
-            if self._ledger.adjust(lease, (lease.slots, actual)):
-                self._books.tell(
-                    LeaseSettled(
-                        gate=self.name, estimated_bytes=estimated, actual_bytes=actual
-                    )
-                )
-
-        self._books.apply(change)
-
-    def enter(self, task: object) -> None:
-        """Note that *task* went into a ``with lease:`` block."""
-        self._inside[task] = self._inside.get(task, 0) + 1
-
-    def leave(self, task: object) -> None:
-        """Note that a ``with lease:`` block that *task* had entered was left."""
-        depth = self._inside.pop(task, 1) - 1
-        if depth:
-            self._inside[task] = depth
-
-    # Into the line, and out of it.
-
-    def _request(self, lease: Lease, *, wait: bool = True) -> Waiter | None:
-        """Grant at once (``None``), or queue and return what to wait on."""
-        if not self._books.lock():
-            raise self._refusals.full("is being changed by this very thread")
-        try:
-            waiter, refusal = self._decide(lease, wait=wait)
-            self._received += 1
-            self._refused += refusal is not None
-        finally:
-            self._books.unlock()
-        if refusal is not None:
-            self._tell_refused(lease.cost, refusal)
-            raise refusal
-        return waiter
-
-    def _decide(
-        self, lease: Lease, *, wait: bool
-    ) -> tuple[Waiter | None, Refused | None]:
-        ledger = self._ledger
-        if self._closed:
-            return None, self._refusals.closed()
-        if ledger.too_large(lease.cost):
-            return None, self._refusals.too_large(lease.cost)
-        if not (wait and ledger.must_queue()) and ledger.try_charge(lease):
-            return None, None
-        if not wait:
-            return None, self._refusals.full("has no room now")
-        if ledger.waiting or not ledger.fits(lease.cost):
-            # It will really wait, not only for its turn to run.
-            most = self._max_waiting
-            if most is not None and ledger.waiting >= most:
-                return None, self._refusals.full(f"has its line of {most} full")
-            if self._inside and current_task() in self._inside:
-                raise self._refusals.itself()
-            self._refusals.sample()
-        waiter = lease.waiter = new_waiter()
-        ledger.enqueue(lease)
-        return waiter, None
-
-    async def _wait(self, lease: Lease, waiter: Waiter, max_wait: float | None) -> None:
-        try:
-            if max_wait is None:
-                await waiter.park()
-            else:
-                with anyio.move_on_after(max_wait):
-                    await waiter.park()
-        except BaseException:
-            self._books.apply(partial(self._left_by_cancellation, lease))
-            raise
-        if lease.state == HELD:  # also where the time was up in the same moment
-            self._books.apply(partial(self._ledger.resume, lease))
-            return
-        refusal, lease.refusal = lease.refusal, None
-        if refusal is None:
-            self._books.apply(partial(self._left_by_timeout, lease))
-            refusal = self._refusals.timeout(max_wait)
-        else:
-            self._books.apply(partial(self._ledger.resume, lease))
-        self._tell_refused(lease.cost, refusal)
-        try:
-            raise refusal
-        finally:
-            del refusal  # its traceback holds this frame
-
-    def _left_by_cancellation(self, lease: Lease) -> None:
-        self._ledger.resume(lease)
-        if lease.state == HELD:
-            self._give_back(lease)
-        elif lease.refusal is None:
-            self._ledger.withdraw(lease)
-            slots, nbytes = lease.cost
-            self._books.tell(
-                AdmissionCancelled(gate=self.name, slots=slots, bytes=nbytes)
-            )
-
-    def _left_by_timeout(self, lease: Lease) -> None:
-        self._ledger.resume(lease)
-        self._ledger.withdraw(lease)
-        self._timeouts += 1
-        self._refused += 1
-
-    def _give_back(self, lease: Lease, *, lost: bool = False) -> None:
-        if self._ledger.release(lease):
-            self._lost += lost
-            if self._books.emit is not None:
-                slots, nbytes = lease.cost
-                self._books.tell(
-                    LeaseReleased(gate=self.name, slots=slots, bytes=nbytes, lost=lost)
-                )
-
-    def _send_away(self, ticket: Ticket, refusal: Refused) -> None:
-        assert isinstance(ticket, Lease)
-        ticket.refusal = refusal
-        self._refused += 1
-        ticket.granted()  # wakes it; the refusal tells it what for
-
-    def _tell_granted(self, lease: Lease, waited_s: float) -> None:
-        emit = self._books.emit
-        if emit is not None:
-            slots, nbytes = lease.cost
-            emit(
-                LeaseGranted(
-                    gate=self.name, slots=slots, bytes=nbytes, waited_s=waited_s
-                )
-            )
-
-    def _tell_refused(self, cost: tuple[int, ...], refusal: Refused) -> None:
-        emit = self._books.emit
-        if emit is not None:
-            emit(
-                AdmissionRefused(
-                    gate=self.name,
-                    slots=cost[0],
-                    bytes=cost[1],
-                    reason=refusal.reason,
-                    retry_after=refusal.retry_after,
-                )
-            )

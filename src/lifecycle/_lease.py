@@ -6,7 +6,7 @@ import sys
 import warnings
 from typing import TYPE_CHECKING, Protocol, Self, final
 
-from ._ledger import HELD, Ticket
+from ._ledger import DONE, HELD, Cost, Ticket
 from ._park import current_task
 
 if TYPE_CHECKING:
@@ -39,8 +39,11 @@ class Lease(Ticket):
 
     __slots__ = ("__weakref__", "_books", "_holder", "refusal", "waiter")
 
-    def __init__(self, books: _Books, cost: tuple[int, ...]) -> None:
-        super().__init__(cost)
+    def __init__(self, books: _Books, cost: Cost) -> None:
+        # Not through Ticket.__init__: every admission would pay for the call.
+        self.cost = cost
+        self.state = DONE
+        self.queued = False
         self._books = books
         self._holder: object | None = None
         self.waiter: Waiter | None = None

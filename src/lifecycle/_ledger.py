@@ -13,6 +13,9 @@ from collections import deque
 from collections.abc import Sequence
 from typing import Final
 
+# What one request costs: slots and bytes.
+Cost = tuple[int, int]
+
 WAITING: Final = 0
 HELD: Final = 1
 DONE: Final = 2
@@ -28,14 +31,14 @@ class Ticket:
     key that two requests might share.
 
     Attributes:
-        cost: One amount for each resource of the ledger.
+        cost: Slots and bytes.
         state: ``WAITING``, ``HELD`` or ``DONE``.
         queued: Whether it was in line at any time and has not resumed yet.
     """
 
     __slots__ = ("cost", "queued", "state")
 
-    def __init__(self, cost: tuple[int, ...]) -> None:
+    def __init__(self, cost: Cost) -> None:
         self.cost = cost
         self.state = DONE
         self.queued = False
@@ -78,13 +81,15 @@ def limit(name: str, amount: object) -> float:
     return math.inf if amount is None else whole(name, amount)
 
 
-def cost_of(slots: object, nbytes: object) -> tuple[int, int]:
+def cost_of(slots: object, nbytes: object) -> Cost:
     """Return what a request costs.
 
     Raises:
         ValueError: As from `whole`, or the request costs nothing at all, which
             is more often a forgotten argument than a wish.
     """
+    if type(slots) is int and type(nbytes) is int and slots > 0 <= nbytes:
+        return slots, nbytes  # nearly always
     cost = whole("slots", slots), whole("bytes", nbytes)
     if cost == (0, 0):
         raise ValueError("a request must cost at least one slot or one byte")
@@ -92,18 +97,23 @@ def cost_of(slots: object, nbytes: object) -> tuple[int, int]:
 
 
 class Ledger:
-    """Any number of resources, each with a capacity, and one FIFO line.
+    """Slots and bytes, each with a capacity, and one FIFO line.
 
     The head of the line blocks those behind it, even smaller ones: this is what
     keeps a large request from waiting for ever beside a stream of small ones.
 
+    The two resources are written out. A loop over any number of them costs half
+    as much again for each admission.
+
     Args:
-        capacity: One limit for each resource; ``math.inf`` is unbounded and 0
-            is paused.
+        capacity: Slots and bytes; ``math.inf`` is unbounded and 0 is paused.
 
     Attributes:
-        in_use: What live tickets hold of each resource.
+        capacity: As given.
+        in_use: Slots and bytes that live tickets hold.
         waiting: Tickets in line.
+        unresumed: Tickets in line, or granted there and not running again yet.
+            A newcomer that went straight in now would overtake those.
         granted: Tickets ever granted.
         released: Tickets ever given back.
         withdrawn: Tickets that ever left the line ungranted of their own accord.
@@ -112,52 +122,56 @@ class Ledger:
     __slots__ = (
         "_dead",
         "_line",
-        "_unresumed",
         "capacity",
         "granted",
         "in_use",
         "released",
+        "unresumed",
         "waiting",
         "withdrawn",
     )
 
     def __init__(self, capacity: Sequence[float]) -> None:
         self.capacity = list(capacity)
-        self.in_use = [0] * len(self.capacity)
+        self.in_use = [0, 0]
         self.waiting = 0
         self.granted = 0
         self.released = 0
         self.withdrawn = 0
         self._line: deque[Ticket] = deque()
         self._dead = 0
-        # Granted in line, but their tasks have not run since. A newcomer that
-        # went straight in now would overtake them.
-        self._unresumed = 0
+        self.unresumed = 0
 
-    def fits(self, cost: tuple[int, ...]) -> bool:
+    def fits(self, cost: Cost) -> bool:
         """Whether *cost* could be charged now; what costs nothing always fits."""
-        for need, used, capacity in zip(cost, self.in_use, self.capacity, strict=True):
-            if need and used + need > capacity:
-                return False
-        return True
-
-    def too_large(self, cost: tuple[int, ...]) -> bool:
-        """Whether *cost* can never fit. A paused resource refuses nobody."""
-        return any(
-            0 < capacity < need
-            for need, capacity in zip(cost, self.capacity, strict=True)
+        slots, nbytes = cost
+        in_use, capacity = self.in_use, self.capacity
+        return not (
+            (slots and in_use[0] + slots > capacity[0])
+            or (nbytes and in_use[1] + nbytes > capacity[1])
         )
+
+    def too_large(self, cost: Cost) -> bool:
+        """Whether *cost* can never fit. A paused resource refuses nobody."""
+        slots, nbytes = self.capacity
+        return 0 < slots < cost[0] or 0 < nbytes < cost[1]
 
     def try_charge(self, ticket: Ticket) -> bool:
         """Charge *ticket* at once if it fits and nobody waits before it."""
-        if self.waiting or not self.fits(ticket.cost):
+        # `fits` and `_charge`, written out: every admission comes through here.
+        slots, nbytes = ticket.cost
+        in_use, capacity = self.in_use, self.capacity
+        if (
+            self.waiting
+            or (slots and in_use[0] + slots > capacity[0])
+            or (nbytes and in_use[1] + nbytes > capacity[1])
+        ):
             return False
-        self._charge(ticket)
+        in_use[0] += slots
+        in_use[1] += nbytes
+        self.granted += 1
+        ticket.state = HELD
         return True
-
-    def must_queue(self) -> bool:
-        """Whether a newcomer has somebody to stand behind."""
-        return bool(self.waiting or self._unresumed)
 
     def enqueue(self, ticket: Ticket) -> None:
         """Put *ticket* at the end of the line, and grant it if it fits already."""
@@ -165,14 +179,14 @@ class Ledger:
         ticket.queued = True
         self._line.append(ticket)
         self.waiting += 1
-        self._unresumed += 1
+        self.unresumed += 1
         self._pump()
 
     def resume(self, ticket: Ticket) -> None:
         """Note that the waiter of *ticket* runs again, whatever it was told."""
         if ticket.queued:
             ticket.queued = False
-            self._unresumed -= 1
+            self.unresumed -= 1
 
     def release(self, ticket: Ticket) -> bool:
         """Give back what *ticket* holds; ``False`` if it holds nothing."""
@@ -180,9 +194,12 @@ class Ledger:
             return False
         ticket.state = DONE
         self.released += 1
-        for i, amount in enumerate(ticket.cost):
-            self.in_use[i] -= amount
-        self._pump()
+        slots, nbytes = ticket.cost
+        in_use = self.in_use
+        in_use[0] -= slots
+        in_use[1] -= nbytes
+        if self._line:
+            self._pump()
         return True
 
     def withdraw(self, ticket: Ticket) -> bool:
@@ -204,7 +221,7 @@ class Ledger:
         self._pump()
         return True
 
-    def adjust(self, ticket: Ticket, cost: tuple[int, ...]) -> bool:
+    def adjust(self, ticket: Ticket, cost: Cost) -> bool:
         """Change what a held *ticket* costs; ``False`` if it is not held.
 
         Growing never fails. It may take a resource over its capacity, and then
@@ -212,8 +229,8 @@ class Ledger:
         """
         if ticket.state != HELD:
             return False
-        for i, (old, new) in enumerate(zip(ticket.cost, cost, strict=True)):
-            self.in_use[i] += new - old
+        self.in_use[0] += cost[0] - ticket.cost[0]
+        self.in_use[1] += cost[1] - ticket.cost[1]
         ticket.cost = cost
         self._pump()
         return True
@@ -241,8 +258,10 @@ class Ledger:
         self._dead += len(tickets)
 
     def _charge(self, ticket: Ticket) -> None:
-        for i, amount in enumerate(ticket.cost):
-            self.in_use[i] += amount
+        slots, nbytes = ticket.cost
+        in_use = self.in_use
+        in_use[0] += slots
+        in_use[1] += nbytes
         self.granted += 1
         ticket.state = HELD
 

@@ -10,7 +10,7 @@ from ._errors import AdmissionTimeout, CostTooLarge, GateClosed, GateFull
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from ._ledger import Ledger
+    from ._ledger import Cost, Ledger
 
 _SHORTEST: Final = 1.0
 _LONGEST: Final = 60.0
@@ -119,7 +119,7 @@ class Refusals:
         """The gate is closed for good."""
         return GateClosed(f"gate {self._name!r} is closed; ask another server")
 
-    def too_large(self, cost: tuple[int, ...]) -> CostTooLarge:
+    def too_large(self, cost: Cost) -> CostTooLarge:
         """The request can never fit."""
         slots, nbytes = (_show(c) for c in self._ledger.capacity)
         return CostTooLarge(

@@ -1,0 +1,252 @@
+"""What happens at a gate: the way into the line, and the ways out of it."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import TYPE_CHECKING, final
+
+import anyio
+
+from ._books import Books
+from ._lease import Lease
+from ._ledger import HELD, Ledger, whole
+from ._park import current_task, new_waiter
+from ._refusal import Refusals
+from .events import (
+    AdmissionCancelled,
+    AdmissionRefused,
+    LeaseGranted,
+    LeaseReleased,
+    LeaseSettled,
+)
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    from ._errors import Refused
+    from ._ledger import Cost, Ticket
+    from ._park import Waiter
+    from .events import Event
+
+
+@final
+class Admission(Books):
+    """The books of one gate, and the tasks that stand in its line.
+
+    Args:
+        name: Name of the gate.
+        capacity: Slots and bytes.
+        max_waiting: Longest line, or ``None``.
+        emit: Told of events.
+        clock: Monotonic seconds.
+    """
+
+    __slots__ = (
+        "_inside",
+        "_max_waiting",
+        "closed",
+        "ledger",
+        "lost",
+        "name",
+        "refusals",
+        "refused",
+        "timeouts",
+    )
+
+    def __init__(
+        self,
+        name: str,
+        capacity: Sequence[float],
+        *,
+        max_waiting: int | None,
+        emit: Callable[[Event], None] | None,
+        clock: Callable[[], float],
+    ) -> None:
+        super().__init__(emit)
+        self.name = name
+        self.ledger = Ledger(capacity)
+        self.refusals = Refusals(name, self.ledger, clock)
+        self.closed = False
+        self.refused = self.timeouts = self.lost = 0
+        self._max_waiting = max_waiting
+        # Tasks inside a `with lease:` block, each as often as it is inside.
+        self._inside: dict[object, int] = {}
+
+    # What a gate calls.
+
+    def request(self, lease: Lease, *, wait: bool) -> Waiter | None:
+        """Grant at once (``None``), or queue and return what to wait on."""
+        ledger = self.ledger
+        lock = self._lock
+        if not lock.acquire(False) and not self.lock():
+            raise self.refusals.full("is being changed by this very thread")
+        waiter: Waiter | None = None
+        refusal: Refused | None = None
+        try:
+            if (
+                self.closed
+                or (wait and ledger.unresumed)
+                or not ledger.try_charge(lease)
+            ):
+                waiter, refusal = self._decide(lease, wait=wait)
+        finally:
+            lock.release()
+            if self._mail or self._outbox:
+                self._drain()
+        if refusal is not None:
+            self._tell_refused(lease.cost, refusal)
+            raise refusal
+        return waiter
+
+    def _decide(
+        self, lease: Lease, *, wait: bool
+    ) -> tuple[Waiter | None, Refused | None]:
+        refusal = self._objection(lease, wait=wait)
+        if refusal is not None:
+            self.refused += 1
+            return None, refusal
+        waiter = lease.waiter = new_waiter()
+        self.ledger.enqueue(lease)
+        return waiter, None
+
+    def _objection(self, lease: Lease, *, wait: bool) -> Refused | None:
+        ledger = self.ledger
+        if self.closed:
+            return self.refusals.closed()
+        if ledger.too_large(lease.cost):
+            return self.refusals.too_large(lease.cost)
+        if not wait:
+            return self.refusals.full("has no room now")
+        if ledger.waiting or not ledger.fits(lease.cost):
+            # It will really wait, not only for its turn to run.
+            most = self._max_waiting
+            if most is not None and ledger.waiting >= most:
+                return self.refusals.full(f"has its line of {most} full")
+            if self._inside and current_task() in self._inside:
+                raise self.refusals.itself()
+            self.refusals.sample()
+        return None
+
+    async def wait(self, lease: Lease, waiter: Waiter, max_wait: float | None) -> None:
+        """Wait in line, and come back with the lease held or not at all."""
+        try:
+            if max_wait is None:
+                await waiter.park()
+            else:
+                with anyio.move_on_after(max_wait):
+                    await waiter.park()
+        except BaseException:
+            self.apply(partial(self._left_by_cancellation, lease))
+            raise
+        if lease.state == HELD:  # also where the time was up in the same moment
+            self.apply(partial(self.ledger.resume, lease))
+            return
+        refusal, lease.refusal = lease.refusal, None
+        if refusal is None:
+            self.apply(partial(self._left_by_timeout, lease))
+            refusal = self.refusals.timeout(max_wait)
+        else:
+            self.apply(partial(self.ledger.resume, lease))
+        self._tell_refused(lease.cost, refusal)
+        try:
+            raise refusal
+        finally:
+            del refusal  # its traceback holds this frame
+
+    def _left_by_cancellation(self, lease: Lease) -> None:
+        self.ledger.resume(lease)
+        if lease.state == HELD:
+            self._give_back(lease)
+        elif lease.refusal is None:
+            self.ledger.withdraw(lease)
+            slots, nbytes = lease.cost
+            self.tell(AdmissionCancelled(gate=self.name, slots=slots, bytes=nbytes))
+
+    def _left_by_timeout(self, lease: Lease) -> None:
+        self.ledger.resume(lease)
+        self.ledger.withdraw(lease)
+        self.timeouts += 1
+        self.refused += 1
+
+    def _give_back(self, lease: Lease, *, lost: bool = False) -> None:
+        if self.ledger.release(lease):
+            self.lost += lost
+            if self.emit is not None:
+                slots, nbytes = lease.cost
+                self.tell(
+                    LeaseReleased(gate=self.name, slots=slots, bytes=nbytes, lost=lost)
+                )
+
+    def send_away(self, ticket: Ticket, refusal: Refused) -> None:
+        """Wake a waiter that the ledger has dropped."""
+        assert isinstance(ticket, Lease)
+        ticket.refusal = refusal
+        self.refused += 1
+        ticket.granted()  # wakes it; the refusal tells it what for
+
+    def tell_granted(self, lease: Lease, waited_s: float) -> None:
+        """Tell the observer."""
+        emit = self.emit
+        if emit is not None:
+            slots, nbytes = lease.cost
+            emit(
+                LeaseGranted(
+                    gate=self.name, slots=slots, bytes=nbytes, waited_s=waited_s
+                )
+            )
+
+    def _tell_refused(self, cost: Cost, refusal: Refused) -> None:
+        emit = self.emit
+        if emit is not None:
+            emit(
+                AdmissionRefused(
+                    gate=self.name,
+                    slots=cost[0],
+                    bytes=cost[1],
+                    reason=refusal.reason,
+                    retry_after=refusal.retry_after,
+                )
+            )
+
+    # What a lease calls.
+
+    def release(self, lease: Lease, *, lost: bool = False) -> None:
+        """Take *lease* back; see `Lease.release`."""
+        lock = self._lock
+        if not lock.acquire(False):
+            self.apply(partial(self._give_back, lease, lost=lost))
+            return
+        try:
+            if self.emit is None and not lost:
+                self.ledger.release(lease)
+            else:
+                self._give_back(lease, lost=lost)
+        finally:
+            lock.release()
+            if self._mail or self._outbox:
+                self._drain()
+
+    def settle(self, lease: Lease, actual: int) -> None:
+        """Correct what *lease* is charged with; see `Lease.settle`."""
+        whole("bytes", actual)
+
+        def change() -> None:
+            estimated = lease.bytes
+            if self.ledger.adjust(lease, (lease.slots, actual)):
+                self.tell(
+                    LeaseSettled(
+                        gate=self.name, estimated_bytes=estimated, actual_bytes=actual
+                    )
+                )
+
+        self.apply(change)
+
+    def enter(self, task: object) -> None:
+        """Note that *task* went into a ``with lease:`` block."""
+        self._inside[task] = self._inside.get(task, 0) + 1
+
+    def leave(self, task: object) -> None:
+        """Note that a ``with lease:`` block that *task* had entered was left."""
+        depth = self._inside.pop(task, 1) - 1
+        if depth:
+            self._inside[task] = depth

@@ -4,6 +4,7 @@ from typing import Any
 
 import pytest
 from hypothesis import given, settings, strategies as st
+
 from lifecycle_engine.detokenizer import ByteDetokenizer, byte_alphabet
 
 BYTES = {byte: bytes([byte]) for byte in range(256)}
@@ -53,7 +54,9 @@ def test_byte_alphabet_is_a_bijection() -> None:
 
 @settings(deadline=None)
 @given(data=st.data())
-def test_streams_like_the_tokenizer_decodes(processor: Any, data: st.DataObject) -> None:
+def test_streams_like_the_tokenizer_decodes(
+    processor: Any, data: st.DataObject
+) -> None:
     """Any ids of a real tokenizer, pushed one by one, read as it decodes them whole."""
     tokenizer = processor._tokenizer
     ids = data.draw(st.lists(st.integers(0, len(tokenizer) - 1), max_size=40))
@@ -65,7 +68,9 @@ def test_streams_like_the_tokenizer_decodes(processor: Any, data: st.DataObject)
     assert "".join(pieces) + detokenizer.flush() == whole
 
 
-@pytest.mark.parametrize("text", ["Grüße, 世界! 😀👩‍👩‍👧", "def f():\n\treturn 1\r\n\n"])
+@pytest.mark.parametrize(
+    "text", ["Grüße, 世界! 😀👩‍👩‍👧", "def f():\n\treturn 1\r\n\n"]
+)
 def test_real_text_round_trips(processor: Any, text: str) -> None:
     """Text that is encoded by the tokenizer comes back letter by letter."""
     ids = processor._tokenizer(text, add_special_tokens=False)["input_ids"]

@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 from hypothesis import given, strategies as st
+
 from lifecycle_engine.backend import RequestRejected
 from lifecycle_engine.requests import parse
 from lifecycle_engine.sim_runner import SimRunner

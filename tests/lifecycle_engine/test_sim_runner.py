@@ -4,12 +4,11 @@ import array
 from collections.abc import Iterator
 
 import pytest
+
 from lifecycle_engine.runner import Prompt
 from lifecycle_engine.sim_runner import BYTES_PER_PIXEL, SimCost, SimRunner
 
-COST = SimCost(
-    prefill_token=1.0, prefill_pixel=0.25, decode_step=10.0, decode_lane=2.0
-)
+COST = SimCost(prefill_token=1.0, prefill_pixel=0.25, decode_step=10.0, decode_lane=2.0)
 
 
 @pytest.fixture

@@ -9,6 +9,7 @@ from hypothesis.stateful import (
     precondition,
     rule,
 )
+
 from lifecycle_engine.slots import NoFreeSlot, SlotPool
 
 

@@ -85,7 +85,9 @@ def test_requests_that_come_and_go_match_generate(
             leave = scheduler.cancel if rng.random() < 0.5 else scheduler.end
             leave(rng.choice(sorted(got)))
         for output in scheduler.step():
-            got[output.key] += [i for item in output.items if type(item) is list for i in item]
+            got[output.key] += [
+                i for item in output.items if type(item) is list for i in item
+            ]
             if output.finish is not None and output.finish.reason == "completed":
                 completed.add(output.key)
     assert len(completed) >= 8, "the schedule cancelled nearly everything"

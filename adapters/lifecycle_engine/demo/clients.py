@@ -6,7 +6,6 @@ the SDK, so that being told to come back later is seen and counted.
 
 from __future__ import annotations
 
-import random
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -31,22 +30,23 @@ class Ledger:
         seen: Jobs by ending.
         told: Times that a client was told to come back later, by HTTP status.
         wrong: What should not have happened, in words.
-        in_flight: Requests by number, with the pixels each one brought.
-        peak_pixels: The most pixels that were in flight at any moment.
-        tokens: Chunks received.
+        in_flight: What the payloads of the requests on their way would take, by
+            number of the job.
+        peak_bytes: The most that they would have taken at any moment.
     """
 
     seen: Counter[str] = field(default_factory=Counter)
     told: Counter[int] = field(default_factory=Counter)
     wrong: list[str] = field(default_factory=list)
     in_flight: dict[int, int] = field(default_factory=dict)
-    peak_pixels: int = 0
-    tokens: int = 0
+    peak_bytes: int = 0
 
     def enter(self, job: Job) -> None:
         """Note that *job* is on its way."""
-        self.in_flight[job.number] = job.picture.pixels if job.picture else 0
-        self.peak_pixels = max(self.peak_pixels, sum(self.in_flight.values()))
+        # What cannot be decoded would not take anything.
+        payload = job.picture.payload if job.bad is None else 0
+        self.in_flight[job.number] = payload
+        self.peak_bytes = max(self.peak_bytes, sum(self.in_flight.values()))
 
     def leave(self, job: Job, ending: str) -> None:
         """Note how *job* ended."""
@@ -69,7 +69,6 @@ class Client:
         phase_of: The phase of a request by its id, as the server shows it, or
             ``None`` if it is not in flight.
         changed: Waits until the server's view was read again.
-        chance: Draws how long a client dithers before leaving.
     """
 
     sdk: openai.AsyncOpenAI
@@ -77,7 +76,6 @@ class Client:
     ledger: Ledger
     phase_of: Callable[[str], Phase | None]
     changed: Callable[[], Any]
-    chance: random.Random
 
     async def work(self, jobs: Sequence[Job]) -> None:
         """Send *jobs* one after the other."""
@@ -134,12 +132,12 @@ class Client:
                 gone = await self._moment(job, request)
                 group.cancel_scope.cancel()
 
-            if job.leaves != "streaming":
+            if job.leaves != "mid stream":
                 group.start_soon(hang_up)
             try:
                 await self._ask(job, request)
             except HungUp:
-                gone = "streaming"
+                gone = "mid stream"
             except openai.OpenAIError as error:
                 failure = error  # raised below, where no group wraps it
             group.cancel_scope.cancel()
@@ -155,8 +153,7 @@ class Client:
             await self.changed()
             phase = self.phase_of(request)
             if phase is not None and PHASES.index(phase) >= wanted:
-                await anyio.sleep(self.chance.uniform(0, 0.05))
-                return self.phase_of(request) or phase
+                return phase
 
     async def _ask(self, job: Job, request: str) -> None:
         answer = await self.sdk.chat.completions.create(
@@ -169,8 +166,7 @@ class Client:
             async for chunk in answer:
                 if chunk.choices and chunk.choices[0].delta.content:
                     chunks += 1
-                    self.ledger.tokens += 1
-                if job.leaves == "streaming" and chunks >= job.after:
+                if job.leaves == "mid stream" and chunks >= job.after:
                     raise HungUp
 
 

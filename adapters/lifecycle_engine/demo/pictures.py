@@ -15,6 +15,8 @@ from dataclasses import dataclass, field
 
 from PIL import Image, ImageDraw
 
+from lifecycle_engine.media import Measure, estimate_bytes
+
 # name, width, height, format, how many of a hundred requests send it
 SIZES = (
     ("thumbnail", 160, 120, "JPEG", 20),
@@ -41,6 +43,11 @@ class Picture:
     pixels: int
     encoded: int
     url: str = field(repr=False)
+
+    @property
+    def payload(self) -> int:
+        """Bytes that it takes from decoding to hand-off, as the gate counts them."""
+        return estimate_bytes([Measure(self.encoded, self.pixels, 1)])
 
 
 def draw(

@@ -13,6 +13,28 @@ from lifecycle_engine.demo.clients import Ledger
 from lifecycle_engine.demo.view import size
 
 
+def left(status: dict[str, Any]) -> dict[str, int]:
+    """Return what must be nothing once all is quiet, by name."""
+    payloads, requests = status["payloads"], status["in_flight"]
+    sessions = status["sessions"]
+    # Without an engine nothing is known of it, which is not nothing.
+    engine = status["engine"]["status"] or {"live": 1, "backend": {}}
+    backend = engine["backend"]
+    return {
+        "leases of payloads": payloads["admitted"] - payloads["released"],
+        "bytes admitted": payloads["bytes_in_use"],
+        "leases of requests": requests["admitted"] - requests["released"],
+        "leases that only the garbage collector found": payloads["lost"]
+        + requests["lost"],
+        "sessions": sessions["live"] + sessions["closing"],
+        "sessions whose end failed": sessions["ends_failed"],
+        "payloads": sessions["payloads"],
+        "engine sessions": engine["live"],
+        "engine slots": backend.get("slots", 0) - backend.get("slots_free", 0),
+        "bytes of payloads in the engine": backend.get("payload_bytes", 0),
+    }
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Findings:
     """All that the report is made from.
@@ -24,7 +46,6 @@ class Findings:
         idle: Its resident memory before the first request.
         needed: Bytes of the payloads in flight at the worst moment, had each
             been made at once and kept until its request ended.
-        charged: Bytes that the gate charged over the whole run.
         restarted: Seconds from the kill until an engine was ready, if it was.
         exit_status: How the server ended, ``None`` if it had to be killed.
     """
@@ -37,24 +58,11 @@ class Findings:
     restarted: float | None
     exit_status: int | None
 
-    def left(self) -> dict[str, int]:
-        """Return what must be nothing."""
-        gate, sessions = self.status["gate"], self.status["sessions"]
-        engine = self.status["engine"]
-        return {
-            "leases": gate["admitted"] - gate["released"],
-            "admitted bytes": gate["bytes_in_use"],
-            "leases found by the collector": gate["lost"],
-            "sessions": sessions["live"] + sessions["closing"],
-            "payloads": sessions["payloads"],
-            "engine sessions": engine["sessions"],
-        }
-
     def wrong(self) -> Iterator[str]:
         """Yield, in words, what breaks a promise."""
-        for what, count in self.left().items():
+        for what, count in left(self.status).items():
             if count:
-                yield f"{count} {what} left"
+                yield f"{what} left: {count}"
         yield from self.ledger.wrong
         sessions = self.status["sessions"]
         if sessions["opened"] != sum(sessions["outcomes"].values()):
@@ -102,7 +110,7 @@ def show(findings: Findings, console: Console) -> int:
     table = Table(title="left behind", title_justify="left")
     table.add_column("count", justify="right")
     table.add_column("")
-    for what, count in findings.left().items():
+    for what, count in left(findings.status).items():
         table.add_row(str(count), what, style="bold red" if count else "green")
     console.print(table)
 

@@ -6,7 +6,6 @@ once in the middle; at the end everything is looked for that might be left.
 
 from __future__ import annotations
 
-import random
 from collections.abc import Sequence
 
 import anyio
@@ -14,7 +13,7 @@ import openai
 from rich.console import Console
 
 from lifecycle_engine.demo.clients import Client, Ledger
-from lifecycle_engine.demo.report import Findings, show
+from lifecycle_engine.demo.report import Findings, left, show
 from lifecycle_engine.demo.server import Server, kill, running
 from lifecycle_engine.demo.traffic import Job, plan
 from lifecycle_engine.demo.view import View
@@ -52,11 +51,11 @@ async def run(
     async with running(arguments) as server:
         console.print(f"starting the server and its engine ({' '.join(arguments)})")
         await server.wait_ready()
-        return show(await _traffic(server, jobs, clients, seed, console), console)
+        return show(await _traffic(server, jobs, clients, console), console)
 
 
 async def _traffic(
-    server: Server, jobs: Sequence[Job], clients: int, seed: int, console: Console
+    server: Server, jobs: Sequence[Job], clients: int, console: Console
 ) -> Findings:
     idle = server.resident()
     ledger = Ledger()
@@ -81,7 +80,6 @@ async def _traffic(
                     ledger=ledger,
                     phase_of=view.phase_of,
                     changed=view.changed,
-                    chance=random.Random(seed + number),
                 )
                 group.start_soon(client.work, jobs[number::clients])
         await _quiet(view)
@@ -107,9 +105,10 @@ async def _kill_once(view: View, requests: int, restarted: list[float]) -> None:
     kill(engine["pid"])
     killed = anyio.current_time()
     view.note(f"SIGKILL to engine no. {engine['incarnation']}, process {engine['pid']}")
-    while view.status["engine"]["incarnation"] == engine["incarnation"]:
-        await view.changed()
-    while not view.status["engine"]["ready"]:
+    while (
+        view.status["engine"]["incarnation"] == engine["incarnation"]
+        or not (view.status["engine"]["ready"])
+    ):
         await view.changed()
     restarted.append(anyio.current_time() - killed)
     view.note(f"engine no. {view.status['engine']['incarnation']} is ready")
@@ -118,11 +117,6 @@ async def _kill_once(view: View, requests: int, restarted: list[float]) -> None:
 async def _quiet(view: View) -> None:
     """Wait until the server holds nothing any more, or it had time enough."""
     with anyio.move_on_after(QUIET_LIMIT):
-        while True:
+        await view.changed()
+        while any(left(view.status).values()):
             await view.changed()
-            sessions, engine = view.status["sessions"], view.status["engine"]
-            busy = (
-                sessions["live"] + sessions["closing"] + view.status["gate"]["waiting"]
-            )
-            if engine["ready"] and not busy and not engine["sessions"]:
-                return

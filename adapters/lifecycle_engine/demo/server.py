@@ -50,9 +50,9 @@ class Server:
         """The address without a path."""
         return f"http://127.0.0.1:{self.port}"
 
-    async def status(self) -> dict[str, Any]:
-        """Return what ``/_lifecycle/status`` shows."""
-        _, body = await anyio.to_thread.run_sync(_get, self.port, "/_lifecycle/status")
+    async def get(self, path: str) -> dict[str, Any]:
+        """Return the JSON that *path* shows."""
+        _, body = await anyio.to_thread.run_sync(_get, self.port, path)
         shown: dict[str, Any] = json.loads(body)
         return shown
 

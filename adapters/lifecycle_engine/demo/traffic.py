@@ -8,16 +8,15 @@ from __future__ import annotations
 
 import random
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 from lifecycle_engine.demo import pictures
 from lifecycle_engine.demo.pictures import Picture
 
-Phase = Literal["queued", "preprocessing", "starting", "streaming"]
-"""Where a request is: in the gate's line, being decoded, with the engine but
-without a token, or mid stream."""
+Phase = Literal["queued", "preprocessing", "before the first token", "mid stream"]
+"""Where a request is when its client leaves it."""
 
-PHASES: tuple[Phase, ...] = ("queued", "preprocessing", "starting", "streaming")
+PHASES: tuple[Phase, ...] = get_args(Phase)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -32,7 +31,6 @@ class Job:
         leaves: The phase in which the client hangs up, if it does.
         after: Chunks that a client who leaves mid stream reads before.
         bad: What is wrong with the request, if it is a bad one.
-        mark: Unique text in the prompt.
     """
 
     number: int
@@ -75,6 +73,7 @@ def plan(requests: int, seed: int) -> list[Job]:
         leaves = manner if manner in PHASES else None
         bad = manner if manner in wrong else None
         picture = chance.choices(album, weights)[0]
+        tokens = chance.randint(24, 96)
         jobs.append(
             Job(
                 number=number,
@@ -83,7 +82,7 @@ def plan(requests: int, seed: int) -> list[Job]:
                 if bad == "negative max_tokens"
                 else chance.randint(24, 96),
                 # Whoever leaves mid stream has to have one.
-                stream=leaves == "streaming" or chance.random() < 0.7,
+                stream=leaves == "mid stream" or chance.random() < 0.7,
                 leaves=leaves,
                 after=chance.randint(1, 12),
                 bad=bad,

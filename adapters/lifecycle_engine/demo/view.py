@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -13,8 +12,14 @@ from rich.table import Table
 
 from lifecycle_engine.demo.clients import Ledger
 from lifecycle_engine.demo.server import Server
-from lifecycle_engine.demo.traffic import PHASES, Phase
+from lifecycle_engine.demo.traffic import Phase
 
+# What a session's phase says of the request; only its client knows of tokens.
+NAMES: dict[str, Phase] = {
+    "open": "queued",
+    "starting": "preprocessing",
+    "started": "before the first token",
+}
 INTERVAL = 0.1
 LINE_EVERY = 2.0
 """Seconds between two lines where there is no terminal to draw on."""
@@ -45,7 +50,10 @@ class View:
         await self._news.wait()
 
     def phase_of(self, request: str) -> Phase | None:
-        """Return where a request is, or ``None`` if it is not in flight."""
+        """Return where a request is, or ``None`` if it is not in flight.
+
+        A request that streams is still said to be before its first token.
+        """
         return self._phases.get(request)
 
     def note(self, text: str) -> None:
@@ -61,8 +69,9 @@ class View:
 
     async def refresh(self) -> None:
         """Read the status once and wake who waits for it."""
-        self.status = await self.server.status()
-        self._phases = {row["id"]: row["phase"] for row in self.status["requests"]}
+        rows = (await self.server.get("/_lifecycle/requests"))["requests"]
+        self._phases = {row["id"]: NAMES[row["phase"]] for row in rows}
+        self.status = await self.server.get("/_lifecycle/status")
         news, self._news = self._news, anyio.Event()
         news.set()
 
@@ -82,49 +91,55 @@ class View:
                 self.console.print(self.line(), highlight=False)
             await anyio.sleep(INTERVAL)
 
-    def phases(self) -> Counter[str]:
-        """Return how many requests are in which phase."""
-        return Counter(self._phases.values())
+    @property
+    def ended(self) -> int:
+        """Requests whose client has seen an end."""
+        return sum(self.ledger.seen.values())
+
+    @property
+    def running(self) -> int:
+        """Requests that the engine decodes at this moment."""
+        engine = self.status["engine"]["status"]
+        return engine["backend"]["running"] if engine else 0
 
     def line(self) -> str:
         """Return the state in one line."""
-        phases = self.phases()
-        inside = " ".join(f"{phase} {phases[phase]:2}" for phase in PHASES)
+        phases = self.status["sessions"]["phases"]
         return (
-            f"{self.elapsed:5.1f} s  {inside}  "
-            f"admitted {size(self.status['gate']['bytes_in_use'])}  "
-            f"rss {size(self.server.resident())}  "
-            f"engine {self.engine()}  ended {sum(self.ledger.seen.values())}"
+            f"{self.elapsed:5.1f} s   queued {phases.get('open', 0):2}   "
+            f"preprocessing {phases.get('starting', 0):2}   "
+            f"with the engine {phases.get('started', 0):2}   "
+            f"admitted {size(self.status['payloads']['bytes_in_use']):>8}   "
+            f"memory {size(self.server.resident()):>8}   "
+            f"engine {self.engine()}   ended {self.ended:3}"
         )
 
     def engine(self) -> str:
         """Return what there is to say of the engine."""
         engine = self.status["engine"]
-        return f"no. {engine['incarnation']}" if engine["ready"] else "starting"
+        return f"no. {engine['incarnation']}" if engine["ready"] else "down "
 
     def table(self) -> Table:
         """Return the state as a table."""
-        table = Table(show_header=False, box=None, padding=(0, 2))
+        table = Table.grid(padding=(0, 2))
         if not self.status:
             return table
-        gate, sessions = self.status["gate"], self.status["sessions"]
-        phases = self.phases()
+        gate, sessions = self.status["payloads"], self.status["sessions"]
+        phases = sessions["phases"]
         table.add_row("elapsed", f"{self.elapsed:.1f} s")
-        for phase in PHASES:
-            count = phases[phase]
-            table.add_row(phase, f"{count:3} {'█' * count}")
+        for phase, name in (
+            ("open", "queued"),
+            ("starting", "preprocessing"),
+            ("started", "with the engine"),
+        ):
+            count = phases.get(phase, 0)
+            table.add_row(name, f"{count:3} {'█' * count}")
         table.add_row(
-            "gate",
-            f"{gate['slots_in_use']} leases, {size(gate['bytes_in_use'])} "
-            f"of {size(gate['bytes'])}",
+            "admitted", f"{size(gate['bytes_in_use'])} of {size(gate['bytes'])}"
         )
-        table.add_row(
-            "sessions",
-            f"{sessions['live']} live, {sessions['closing']} closing, "
-            f"{sessions['payloads']} payloads held",
-        )
-        table.add_row("memory", f"{size(self.server.resident())} resident")
-        table.add_row("engine", self.engine())
+        table.add_row("memory", f"{size(self.server.resident())} in the API process")
+        table.add_row("engine", f"{self.engine()}, decoding {self.running}")
+        table.add_row("ended", f"{self.ended}")
         for ending, count in sorted(self.ledger.seen.items()):
             table.add_row("", f"{count:3} {ending}")
         for note in self.notes:

@@ -11,7 +11,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from ._strip import strip
+from lifecycle import strip
+
 from .backend import Finish, Output, RequestRejected
 from .requests import Request, parse
 from .runner import Runner

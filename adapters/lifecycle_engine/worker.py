@@ -95,11 +95,11 @@ def _parser() -> argparse.ArgumentParser:
     add("--checkpoint", metavar="DIR", help="local checkpoint folder (torch)")
     add("--device", choices=("cpu", "cuda"), default="cpu")
     add("--dtype", default="float32", help='torch dtype or "auto"')
-    add("--threads", type=_positive, help="CPU threads of torch")
+    add("--threads", type=_positive, default=1, help="CPU threads of torch")
     add("--slots", type=_positive, help="KV slots; default: --max-batch")
     add("--max-batch", type=_positive, default=8, help="requests that run at a time")
     add("--max-tokens", type=_positive, help="the most that a request may ask for")
-    add("--max-length", type=_positive, default=4096, help="tokens of a KV slot")
+    add("--max-length", type=_positive, default=8192, help="tokens of a KV slot")
     add(
         "--bucket",
         type=_positive,

@@ -67,7 +67,7 @@ class DrainingServer(uvicorn.Server):
 
     async def _hurry(self, scope: anyio.CancelScope) -> None:
         # uvicorn sets a flag from its signal handler; there is nothing to wait on.
-        while not self.force_exit:
+        while not self.force_exit:  # noqa: ASYNC110
             await anyio.sleep(_POLL)
         scope.cancel()
 

@@ -1,0 +1,121 @@
+"""What the HTTP tests share: an engine, images, and the question what is left."""
+
+from __future__ import annotations
+
+import base64
+import io
+import struct
+import sys
+import zlib
+from pathlib import Path
+from typing import Any
+
+import anyio
+from lifecycle_engine.service import Service
+from lifecycle_zmq import ZmqEngine
+from PIL import Image
+
+FAST = (
+    "--sim-prefill-token=0",
+    "--sim-prefill-pixel=0",
+    "--sim-decode-step=0.001",
+    "--sim-decode-lane=0",
+)
+
+
+def make_engine(*options: str, **settings: Any) -> ZmqEngine:
+    """An engine process with the simulated runner, quick unless told otherwise."""
+    argv = [sys.executable, "-m", "lifecycle_engine.worker", "--runner=sim"]
+    # In a process of its own, where the import path is not ours.
+    return ZmqEngine([*argv, *FAST, *options], env=_env(), **settings)
+
+
+def _env() -> dict[str, str]:
+    import os
+
+    root = Path(__file__).parents[2]
+    path = [str(root / "src"), str(root / "adapters")]
+    return {**os.environ, "PYTHONPATH": ":".join(path), "OMP_NUM_THREADS": "1"}
+
+
+def png(width: int, height: int) -> bytes:
+    """A flat PNG of this size, small however large it is."""
+
+    def chunk(kind: bytes, data: bytes) -> bytes:
+        crc = zlib.crc32(kind + data)
+        return struct.pack(">I", len(data)) + kind + data + struct.pack(">I", crc)
+
+    pack = zlib.compressobj(9)
+    row = b"\0" + b"\x55\xaa\x33" * width
+    data = b"".join(pack.compress(row) for _ in range(height)) + pack.flush()
+    head = struct.pack(">IIBBBBB", width, height, 8, 2, 0, 0, 0)
+    body = chunk(b"IHDR", head) + chunk(b"IDAT", data) + chunk(b"IEND", b"")
+    return b"\x89PNG\r\n\x1a\n" + body
+
+
+def encoded(width: int = 32, height: int = 24, kind: str = "PNG", **save: Any) -> bytes:
+    """An image in one of Pillow's formats."""
+    out = io.BytesIO()
+    Image.new("RGB", (width, height), (1, 2, 3)).save(out, kind, **save)
+    return out.getvalue()
+
+
+def data_url(image: bytes, kind: str = "image/png") -> str:
+    """*image* as the SDK's users send it."""
+    return f"data:{kind};base64,{base64.b64encode(image).decode()}"
+
+
+def user(*content: str | bytes) -> list[dict[str, Any]]:
+    """Messages of one user turn, of text and images."""
+    parts: list[dict[str, Any]] = []
+    for part in content:
+        if isinstance(part, str):
+            parts.append({"type": "text", "text": part})
+        else:
+            image = {"url": data_url(part)}
+            parts.append({"type": "image_url", "image_url": image})
+    return [{"role": "user", "content": parts}]
+
+
+class Quiet:
+    """Whether anything is left of the requests that a service has had."""
+
+    def __init__(self, service: Service) -> None:
+        self.service = service
+
+    def left_here(self) -> dict[str, int]:
+        """What this process still holds, by name; empty when quiet."""
+        sessions = self.service.sessions.statistics()
+        left = {
+            "live": sessions.live,
+            "closing": sessions.closing,
+            "payloads": sessions.payloads,
+            "payload_bytes": sessions.payload_bytes,
+            "ends_failed": sessions.ends_failed,
+            "threads": self.service.threads.borrowed_tokens,
+        }
+        for gate in (self.service.payloads, self.service.in_flight):
+            now = gate.statistics()
+            left[f"{gate.name}.slots"] = now.slots_in_use
+            left[f"{gate.name}.bytes"] = now.bytes_in_use
+            left[f"{gate.name}.waiting"] = now.waiting
+            left[f"{gate.name}.lost"] = now.lost
+        return {name: count for name, count in left.items() if count}
+
+    async def reached(self) -> dict[str, Any]:
+        """Wait until nothing is left anywhere; returns the engine's counters."""
+        while True:
+            status = await self.service.engine.status()
+            backend = status["backend"]
+            left = {**self.left_here(), "engine": status["live"]}
+            left["slots"] = backend["slots"] - backend["slots_free"]
+            left["engine_bytes"] = backend["payload_bytes"]
+            if not any(left.values()):
+                break
+            await anyio.sleep(0.002)
+        assert status["ends_before_start"] == 0
+        assert status["duplicate_ends"] == 0
+        assert status["starts"] == status["ends"] + status["lost_with_peer"]
+        sessions = self.service.sessions.statistics()
+        assert sessions.opened == sum(sessions.outcomes.values())
+        return status

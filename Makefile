@@ -30,7 +30,7 @@ demo: .venv/.ready
 	@$(BIN)/lifecycle-engine demo $(ARGS)
 
 serve: .venv/.ready
-	@$(BIN)/lifecycle-engine serve --hints $(ARGS)
+	@$(BIN)/lifecycle-engine serve $(ARGS)
 
 test: lint types pytest wheel
 

@@ -1,5 +1,9 @@
 """Sphinx configuration: MyST pages, docstrings by Napoleon, the furo theme."""
 
+from typing import Any
+
+from sphinx.application import Sphinx
+
 project = "lifecycle"
 author = "The lifecycle authors"
 copyright = "2026, the lifecycle authors"  # noqa: A001 - Sphinx wants this name
@@ -28,7 +32,7 @@ nitpick_ignore_regex = [
 exclude_patterns = ["_build"]
 
 
-def find_in_core(app, env, node, contnode):  # noqa: ANN001, ANN201 - Sphinx's types
+def find_in_core(app: Sphinx, env: Any, node: Any, contnode: Any) -> Any:
     """Resolve a name of the core that an adapter's docstring mentions bare."""
     domain = env.get_domain("py")
     target = f"lifecycle.{node.get('reftarget', '')}"
@@ -39,6 +43,6 @@ def find_in_core(app, env, node, contnode):  # noqa: ANN001, ANN201 - Sphinx's t
     return None
 
 
-def setup(app):  # noqa: ANN001, ANN201 - Sphinx's types
+def setup(app: Sphinx) -> None:
     """Connect the hook."""
     app.connect("missing-reference", find_in_core)

@@ -6,8 +6,6 @@ import json
 import math
 from typing import Any
 
-from lifecycle_zmq import EngineFailed, RequestRejected
-
 from lifecycle import (
     CostTooLarge,
     EngineLost,
@@ -18,6 +16,7 @@ from lifecycle import (
     StartTimeout,
     StreamTimeout,
 )
+from lifecycle_zmq import EngineFailed, RequestRejected
 
 from .processor import BadChat, BadImage
 

@@ -14,10 +14,10 @@ from typing import Any
 
 import anyio.lowlevel
 import anyio.to_thread
-from lifecycle_zmq import EngineFailed, RequestRejected
 
 from lifecycle import Lease, Payload, Session, SessionEnded
 from lifecycle_asgi import request_of
+from lifecycle_zmq import EngineFailed, RequestRejected
 
 from .api_errors import describe
 from .incoming import ClientLeft, Incoming, request_id

@@ -5,11 +5,13 @@ from __future__ import annotations
 import shutil
 import sys
 import tempfile
-from enum import Enum
+from enum import StrEnum
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
+
+from .hints import hints
 
 if TYPE_CHECKING:
     from .processor import Processor
@@ -22,14 +24,14 @@ cli = typer.Typer(
 )
 
 
-class RunnerName(str, Enum):
+class RunnerName(StrEnum):
     """What runs the requests."""
 
     torch = "torch"
     sim = "sim"
 
 
-class Device(str, Enum):
+class Device(StrEnum):
     """Where torch computes."""
 
     cpu = "cpu"
@@ -78,9 +80,8 @@ def serve(
     ] = 10.0,
 ) -> None:
     """Serve the OpenAI API until SIGTERM or SIGINT."""
-    from lifecycle_zmq import ZmqEngine
-
     from lifecycle import Gate
+    from lifecycle_zmq import ZmqEngine
 
     from . import serve as server
     from .app import AppSettings, create_app
@@ -106,7 +107,51 @@ def serve(
         in_flight=Gate(slots=slots or None, name="in_flight", **line),  # type: ignore[arg-type]
         settings=AppSettings(model=name, body_bytes=body_bytes, threads=threads),
     )
-    server.run(app, host=host, port=port, drain=drain, announce=_announce)
+    server.run(
+        app,
+        host=host,
+        port=port,
+        drain=drain,
+        announce=lambda address: _announce(address, name),
+    )
+
+
+@cli.command()
+def demo(
+    *,
+    runner: Annotated[
+        RunnerName, typer.Option(help="torch runs a model, sim needs no torch.")
+    ] = RunnerName.torch,
+    clients: Annotated[int, typer.Option(help="How many ask at a time.")] = 32,
+    requests: Annotated[int, typer.Option(help="How many they send in all.")] = 160,
+    seed: Annotated[int, typer.Option(help="Of pictures, requests, manners.")] = 1,
+) -> None:
+    """Run a server under unreliable clients, kill its engine, look what is left."""
+    import anyio
+
+    try:
+        from .demo.run import run
+        from .demo.server import ServerFailed
+    except ModuleNotFoundError as error:
+        typer.echo(f"{error}; pip install 'anyio-lifecycle[demo]'", err=True)
+        raise typer.Exit(2) from None
+    if runner is RunnerName.torch:
+        default_checkpoint()  # built once, and not while the server is waited for
+    # Less than the clients bring, so that the gates have something to do.
+    arguments = ["--runner", runner.value, "--slots", "24", "--payload-bytes"]
+    arguments.append(str(512 * 2**20))
+
+    async def main() -> int:
+        return await run(
+            arguments=arguments, clients=clients, requests=requests, seed=seed
+        )
+
+    try:
+        status = anyio.run(main)
+    except ServerFailed as error:
+        typer.echo(f"demo: {error}", err=True)
+        status = 1
+    raise typer.Exit(status)
 
 
 @cli.command()
@@ -179,8 +224,9 @@ def default_checkpoint(cache: Path | None = None) -> Path:
     return folder
 
 
-def _announce(address: str) -> None:
+def _announce(address: str, model: str) -> None:
     typer.echo(f"lifecycle-engine is ready at {address}")
+    typer.echo(hints(address, model))
     sys.stdout.flush()
 
 

@@ -44,8 +44,8 @@ class Ledger:
     def enter(self, job: Job) -> None:
         """Note that *job* is on its way."""
         # What cannot be decoded would not take anything.
-        payload = job.picture.payload if job.bad is None else 0
-        self.in_flight[job.number] = payload
+        decodable = job.picture if job.bad is None else None
+        self.in_flight[job.number] = decodable.payload if decodable else 0
         self.peak_bytes = max(self.peak_bytes, sum(self.in_flight.values()))
 
     def leave(self, job: Job, ending: str) -> None:

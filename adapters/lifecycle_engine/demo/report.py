@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from operator import itemgetter
 from typing import Any
 
 from rich.console import Console
@@ -46,8 +47,10 @@ class Findings:
         idle: Its resident memory before the first request.
         needed: Bytes of the payloads in flight at the worst moment, had each
             been made at once and kept until its request ended.
+        requests: How many were planned.
         restarted: Seconds from the kill until an engine was ready, if it was.
         exit_status: How the server ended, ``None`` if it had to be killed.
+        outlived: Whether the engine's process outlived the server.
     """
 
     ledger: Ledger
@@ -55,8 +58,10 @@ class Findings:
     peak: int | None
     idle: int | None
     needed: int
+    requests: int
     restarted: float | None
     exit_status: int | None
+    outlived: bool
 
     def wrong(self) -> Iterator[str]:
         """Yield, in words, what breaks a promise."""
@@ -68,55 +73,55 @@ class Findings:
         if sessions["opened"] != sum(sessions["outcomes"].values()):
             yield f"{sessions['opened']} sessions opened, other number of outcomes"
         if self.restarted is None:
-            yield "the engine did not come back"
+            yield "the engine was not killed, or did not come back"
+        if self.requests != (ended := sum(self.ledger.seen.values())):
+            yield f"{self.requests} requests were planned and {ended} have ended"
+        if self.outlived:
+            yield "the engine's process outlived the server"
         if self.exit_status != 0:
             yield f"the server ended with status {self.exit_status}"
 
 
 def show(findings: Findings, console: Console) -> int:
     """Print the report; return the exit status, 0 only if nothing is left."""
+    ledger, outcomes = findings.ledger, findings.status["sessions"]["outcomes"]
     console.print()
-    table = Table(title="what the clients saw", title_justify="left")
-    table.add_column("requests", justify="right")
-    table.add_column("ending")
-    for ending, count in sorted(findings.ledger.seen.items()):
-        table.add_row(str(count), ending)
-    for status, count in sorted(findings.ledger.told.items()):
-        table.add_row(
-            str(count), f"times told to come back later ({status})", style="dim"
-        )
-    console.print(table)
-
-    table = Table(title="what the server counted", title_justify="left")
-    table.add_column("sessions", justify="right")
-    table.add_column("outcome")
-    for outcome, count in sorted(findings.status["sessions"]["outcomes"].items()):
-        if count:
-            table.add_row(str(count), outcome)
-    console.print(table)
-
-    table = Table(title="memory of the API process", title_justify="left")
-    table.add_column("bytes", justify="right")
-    table.add_column("")
-    table.add_row(size(findings.idle), "before the first request")
-    table.add_row(size(findings.peak), "at its peak")
-    table.add_row(
-        size(findings.needed),
-        "the payloads in flight at the worst moment, "
-        "had each been made at once and kept until its request ended",
+    rows = [(str(count), ending) for ending, count in sorted(ledger.seen.items())]
+    for status, count in ledger.told.items():
+        rows.append((str(count), f"times told to come back later ({status})"))
+    _print(console, "What the clients saw", rows)
+    rows = [(str(count), outcome) for outcome, count in outcomes.items() if count]
+    _print(
+        console,
+        "What the server counted its sessions as",
+        sorted(rows, key=itemgetter(1)),
     )
-    console.print(table)
-
-    table = Table(title="left behind", title_justify="left")
-    table.add_column("count", justify="right")
-    table.add_column("")
-    for what, count in left(findings.status).items():
-        table.add_row(str(count), what, style="bold red" if count else "green")
-    console.print(table)
-
+    alone = (
+        "would have been the payloads alone, had each been made at once and kept "
+        "until its request ended"
+    )
+    rows = [
+        (size(findings.idle), "before the first request"),
+        (size(findings.peak), "at its peak"),
+        (size(findings.needed), alone),
+    ]
+    _print(console, "Memory of the API process", rows)
+    remains = left(findings.status).items()
+    _print(console, "What is left", [(str(count), what) for what, count in remains])
     wrong = list(findings.wrong())
     for line in wrong:
-        console.print(f"[bold red]wrong[/] {line}")
+        console.print(f"[bold red]wrong:[/] {line}")
     if not wrong:
-        console.print("[bold green]nothing is left behind[/]")
+        console.print("[bold green]Nothing is left behind.[/]")
     return 1 if wrong else 0
+
+
+def _print(console: Console, title: str, rows: list[tuple[str, str]]) -> None:
+    table = Table.grid(padding=(0, 2))
+    table.add_column(justify="right", min_width=9)
+    table.add_column()
+    for row in rows:
+        table.add_row(*row)
+    console.print(f"[bold]{title}[/]")
+    console.print(table)
+    console.print()

@@ -14,12 +14,15 @@ from rich.console import Console
 
 from lifecycle_engine.demo.clients import Client, Ledger
 from lifecycle_engine.demo.report import Findings, left, show
-from lifecycle_engine.demo.server import Server, kill, running
+from lifecycle_engine.demo.server import Server, ServerFailed, kill, lives, running
 from lifecycle_engine.demo.traffic import Job, plan
 from lifecycle_engine.demo.view import View
 
 QUIET_LIMIT = 20.0
 """Seconds after the last answer for the last clean-up to be done."""
+
+STREAMS_TO_CUT = 4
+"""Requests that the engine must be decoding when it is killed."""
 
 
 async def run(
@@ -44,14 +47,21 @@ async def run(
         without an answer.
 
     Raises:
-        ServerFailed: The server did not start.
+        ServerFailed: The server did not start, or ended by itself.
     """
     console = console or Console()
     jobs = plan(requests, seed)
+    console.print("Starting the server and its engine ...")
     async with running(arguments) as server:
-        console.print(f"starting the server and its engine ({' '.join(arguments)})")
         await server.wait_ready()
-        return show(await _traffic(server, jobs, clients, console), console)
+        try:
+            findings = await _traffic(server, jobs, clients, console)
+        except BaseExceptionGroup as group:
+            failed = group.subgroup(ServerFailed)
+            if failed is None:
+                raise
+            raise ServerFailed(f"the server failed:\n{server.last_words()}") from None
+    return show(findings, console)
 
 
 async def _traffic(
@@ -60,16 +70,10 @@ async def _traffic(
     idle = server.resident()
     ledger = Ledger()
     view = View(server, ledger, console)
-    sdk = openai.AsyncOpenAI(
-        base_url=f"{server.url}/v1",
-        api_key="none is needed",
-        max_retries=0,
-        http_client=openai.DefaultAsyncHttpxClient(trust_env=False),
-    )
-    model = (await sdk.models.list()).data[0].id
-    console.print(f"{len(jobs)} requests to {model} from {clients} clients")
     restarted: list[float] = []
-    async with sdk, anyio.create_task_group() as watchers:
+    async with _sdk(server) as sdk, anyio.create_task_group() as watchers:
+        model = (await sdk.models.list()).data[0].id
+        console.print(f"{len(jobs)} requests to {model} from {clients} clients")
         watchers.start_soon(view.follow)
         watchers.start_soon(_kill_once, view, len(jobs), restarted)
         async with anyio.create_task_group() as group:
@@ -90,28 +94,39 @@ async def _traffic(
         peak=server.peak_resident(),
         idle=idle,
         needed=ledger.peak_bytes,
+        requests=len(jobs),
         restarted=restarted[0] if restarted else None,
         exit_status=await server.stop(),
+        outlived=lives(view.status["engine"]["pid"]),
+    )
+
+
+def _sdk(server: Server) -> openai.AsyncOpenAI:
+    return openai.AsyncOpenAI(
+        base_url=f"{server.url}/v1",
+        api_key="none is needed",
+        # Seen and counted here, where the SDK would keep it to itself.
+        max_retries=0,
+        # A proxy from the environment has no say in a demo.
+        http_client=openai.DefaultAsyncHttpxClient(trust_env=False),
     )
 
 
 async def _kill_once(view: View, requests: int, restarted: list[float]) -> None:
-    """Kill the engine when a third of the requests has ended and streams run."""
-    while (
-        sum(view.ledger.seen.values()) < requests // 3 or view.phases()["streaming"] < 2
-    ):
+    """Kill the engine in the middle of the run, and of some streams."""
+    while view.ended < requests // 3 or view.running < STREAMS_TO_CUT:
         await view.changed()
-    engine = view.status["engine"]
-    kill(engine["pid"])
+    before = view.status["engine"]
+    kill(before["pid"])
     killed = anyio.current_time()
-    view.note(f"SIGKILL to engine no. {engine['incarnation']}, process {engine['pid']}")
-    while (
-        view.status["engine"]["incarnation"] == engine["incarnation"]
-        or not (view.status["engine"]["ready"])
-    ):
+    view.note(f"SIGKILL to engine no. {before['incarnation']}")
+    while True:
         await view.changed()
+        now = view.status["engine"]
+        if now["incarnation"] != before["incarnation"] and now["ready"]:
+            break
     restarted.append(anyio.current_time() - killed)
-    view.note(f"engine no. {view.status['engine']['incarnation']} is ready")
+    view.note(f"engine no. {now['incarnation']} is ready")
 
 
 async def _quiet(view: View) -> None:

@@ -51,8 +51,15 @@ class Server:
         return f"http://127.0.0.1:{self.port}"
 
     async def get(self, path: str) -> dict[str, Any]:
-        """Return the JSON that *path* shows."""
-        _, body = await anyio.to_thread.run_sync(_get, self.port, path)
+        """Return the JSON that *path* shows.
+
+        Raises:
+            ServerFailed: Nobody listens there any more.
+        """
+        try:
+            _, body = await anyio.to_thread.run_sync(_get, self.port, path)
+        except OSError as error:
+            raise ServerFailed(str(error)) from None
         shown: dict[str, Any] = json.loads(body)
         return shown
 
@@ -134,6 +141,15 @@ def _get(port: int, path: str) -> tuple[int, bytes]:
 def kill(pid: int) -> None:
     """End a process as the kernel's memory killer would: at once, without a word."""
     os.kill(pid, signal.SIGKILL)
+
+
+def lives(pid: int | None) -> bool:
+    """Return whether the process *pid* is there."""
+    try:
+        os.kill(pid or 0, 0)
+    except ProcessLookupError:
+        return False
+    return pid is not None
 
 
 def _free_port() -> int:

@@ -16,6 +16,7 @@ from lifecycle_engine.demo.pictures import Picture
 Phase = Literal["queued", "preprocessing", "before the first token", "mid stream"]
 """Where a request is when its client leaves it."""
 
+POLITE = "polite"
 PHASES: tuple[Phase, ...] = get_args(Phase)
 
 
@@ -67,35 +68,39 @@ def plan(requests: int, seed: int) -> list[Job]:
         "decompression bomb": pictures.bomb(),
         "negative max_tokens": album[0],
     }
-    manners = _manners(requests, tuple(wrong), chance)
-    jobs = []
-    for number, manner in enumerate(manners):
-        leaves = manner if manner in PHASES else None
-        bad = manner if manner in wrong else None
-        picture = chance.choices(album, weights)[0]
-        tokens = chance.randint(24, 96)
-        jobs.append(
-            Job(
-                number=number,
-                picture=wrong[bad] if bad else picture,
-                max_tokens=-1
-                if bad == "negative max_tokens"
-                else chance.randint(24, 96),
-                # Whoever leaves mid stream has to have one.
-                stream=leaves == "mid stream" or chance.random() < 0.7,
-                leaves=leaves,
-                after=chance.randint(1, 12),
-                bad=bad,
-            )
+    return [
+        _job(
+            number,
+            manner,
+            wrong.get(manner) or chance.choices([*album, None], [*weights, 10])[0],
+            chance,
         )
-    return jobs
+        for number, manner in enumerate(_manners(requests, tuple(wrong), chance))
+    ]
 
 
-def _manners(requests: int, wrong: tuple[str, ...], chance: random.Random) -> list[Any]:
+def _job(
+    number: int, manner: str, picture: Picture | None, chance: random.Random
+) -> Job:
+    leaves = next((phase for phase in PHASES if phase == manner), None)
+    tokens = chance.randint(24, 96)
+    return Job(
+        number=number,
+        picture=picture,
+        max_tokens=-1 if manner == "negative max_tokens" else tokens,
+        # Whoever leaves mid stream has to have one.
+        stream=leaves == "mid stream" or chance.random() < 0.7,
+        leaves=leaves,
+        after=chance.randint(1, 12),
+        bad=manner if manner != POLITE and leaves is None else None,
+    )
+
+
+def _manners(requests: int, wrong: tuple[str, ...], chance: random.Random) -> list[str]:
     """Return how each client behaves, in random order."""
     leaving = [PHASES[index % len(PHASES)] for index in range(requests // 3)]
     failing = [wrong[index % len(wrong)] for index in range(requests // 12)]
-    polite = [None] * (requests - len(leaving) - len(failing))
+    polite = [POLITE] * (requests - len(leaving) - len(failing))
     manners = [*leaving, *failing, *polite]
     chance.shuffle(manners)
     return manners

@@ -60,7 +60,7 @@ class View:
         """Say what happened, now and in the live view."""
         self.notes.append(f"{self.elapsed:5.1f} s  {text}")
         if not self.console.is_terminal:
-            self.console.print(self.notes[-1])
+            self.console.print(self.notes[-1], soft_wrap=True, highlight=False)
 
     @property
     def elapsed(self) -> float:
@@ -88,7 +88,7 @@ class View:
             await self.refresh()
             if self.elapsed - printed >= LINE_EVERY:
                 printed = self.elapsed
-                self.console.print(self.line(), highlight=False)
+                self.console.print(self.line(), soft_wrap=True, highlight=False)
             await anyio.sleep(INTERVAL)
 
     @property

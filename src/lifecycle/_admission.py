@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from functools import partial
-from typing import TYPE_CHECKING, final
+from typing import TYPE_CHECKING, NoReturn, final
 
 import anyio
 
 from ._books import Books
 from ._lease import Lease
-from ._ledger import HELD, Ledger, whole
+from ._ledger import HELD, whole
 from ._park import current_task, new_waiter
 from ._refusal import Refusals
 from .events import (
@@ -45,7 +45,6 @@ class Admission(Books):
         "_inside",
         "_max_waiting",
         "closed",
-        "ledger",
         "lost",
         "name",
         "refusals",
@@ -62,10 +61,9 @@ class Admission(Books):
         emit: Callable[[Event], None] | None,
         clock: Callable[[], float],
     ) -> None:
-        super().__init__(emit)
+        super().__init__(capacity, emit)
         self.name = name
-        self.ledger = Ledger(capacity)
-        self.refusals = Refusals(name, self.ledger, clock)
+        self.refusals = Refusals(name, self, clock)
         self.closed = False
         self.refused = self.timeouts = self.lost = 0
         self._max_waiting = max_waiting
@@ -76,18 +74,12 @@ class Admission(Books):
 
     def request(self, lease: Lease, *, wait: bool) -> Waiter | None:
         """Grant at once (``None``), or queue and return what to wait on."""
-        ledger = self.ledger
         lock = self._lock
         if not lock.acquire(False) and not self.lock():
             raise self.refusals.full("is being changed by this very thread")
-        waiter: Waiter | None = None
-        refusal: Refused | None = None
+        waiter = refusal = None
         try:
-            if (
-                self.closed
-                or (wait and ledger.unresumed)
-                or not ledger.try_charge(lease)
-            ):
+            if self.closed or (wait and self.unresumed) or not self.try_charge(lease):
                 waiter, refusal = self._decide(lease, wait=wait)
         finally:
             lock.release()
@@ -101,34 +93,34 @@ class Admission(Books):
     def _decide(
         self, lease: Lease, *, wait: bool
     ) -> tuple[Waiter | None, Refused | None]:
-        refusal = self._objection(lease, wait=wait)
+        refusal = self._objection(lease.cost, wait=wait)
         if refusal is not None:
             self.refused += 1
             return None, refusal
         waiter = lease.waiter = new_waiter()
-        self.ledger.enqueue(lease)
+        lease.refusal = None
+        self.enqueue(lease)
         return waiter, None
 
-    def _objection(self, lease: Lease, *, wait: bool) -> Refused | None:
-        ledger = self.ledger
+    def _objection(self, cost: Cost, *, wait: bool) -> Refused | None:
         if self.closed:
             return self.refusals.closed()
-        if ledger.too_large(lease.cost):
-            return self.refusals.too_large(lease.cost)
+        if self.too_large(cost):
+            return self.refusals.too_large(cost)
         if not wait:
             return self.refusals.full("has no room now")
-        if ledger.waiting or not ledger.fits(lease.cost):
+        if self.waiting or not self.fits(cost):
             # It will really wait, not only for its turn to run.
             most = self._max_waiting
-            if most is not None and ledger.waiting >= most:
+            if most is not None and self.waiting >= most:
                 return self.refusals.full(f"has its line of {most} full")
             if self._inside and current_task() in self._inside:
                 raise self.refusals.itself()
-            self.refusals.sample()
         return None
 
     async def wait(self, lease: Lease, waiter: Waiter, max_wait: float | None) -> None:
         """Wait in line, and come back with the lease held or not at all."""
+        began = 0.0 if self.emit is None else self.refusals.now()
         try:
             if max_wait is None:
                 await waiter.park()
@@ -138,15 +130,20 @@ class Admission(Books):
         except BaseException:
             self.apply(partial(self._left_by_cancellation, lease))
             raise
-        if lease.state == HELD:  # also where the time was up in the same moment
-            self.apply(partial(self.ledger.resume, lease))
-            return
+        if lease.state != HELD:
+            self._raise_refusal(lease, max_wait)
+        # Also where the time was up in the same moment: the grant wins.
+        self.apply(partial(self.resume, lease))
+        if self.emit is not None:
+            self.tell_granted(lease, self.refusals.now() - began)
+
+    def _raise_refusal(self, lease: Lease, max_wait: float | None) -> NoReturn:
         refusal, lease.refusal = lease.refusal, None
         if refusal is None:
             self.apply(partial(self._left_by_timeout, lease))
             refusal = self.refusals.timeout(max_wait)
         else:
-            self.apply(partial(self.ledger.resume, lease))
+            self.apply(partial(self.resume, lease))
         self._tell_refused(lease.cost, refusal)
         try:
             raise refusal
@@ -154,28 +151,27 @@ class Admission(Books):
             del refusal  # its traceback holds this frame
 
     def _left_by_cancellation(self, lease: Lease) -> None:
-        self.ledger.resume(lease)
+        self.resume(lease)
         if lease.state == HELD:
             self._give_back(lease)
         elif lease.refusal is None:
-            self.ledger.withdraw(lease)
+            self.withdraw(lease)
             slots, nbytes = lease.cost
             self.tell(AdmissionCancelled(gate=self.name, slots=slots, bytes=nbytes))
 
     def _left_by_timeout(self, lease: Lease) -> None:
-        self.ledger.resume(lease)
-        self.ledger.withdraw(lease)
+        self.resume(lease)
+        self.withdraw(lease)
         self.timeouts += 1
         self.refused += 1
 
     def _give_back(self, lease: Lease, *, lost: bool = False) -> None:
-        if self.ledger.release(lease):
+        if self.release(lease):
             self.lost += lost
-            if self.emit is not None:
-                slots, nbytes = lease.cost
-                self.tell(
-                    LeaseReleased(gate=self.name, slots=slots, bytes=nbytes, lost=lost)
-                )
+            slots, nbytes = lease.cost
+            self.tell(
+                LeaseReleased(gate=self.name, slots=slots, bytes=nbytes, lost=lost)
+            )
 
     def send_away(self, ticket: Ticket, refusal: Refused) -> None:
         """Wake a waiter that the ledger has dropped."""
@@ -210,21 +206,22 @@ class Admission(Books):
 
     # What a lease calls.
 
-    def release(self, lease: Lease, *, lost: bool = False) -> None:
+    def give_back(self, lease: Lease) -> None:
         """Take *lease* back; see `Lease.release`."""
         lock = self._lock
-        if not lock.acquire(False):
-            self.apply(partial(self._give_back, lease, lost=lost))
+        if self.emit is not None or not lock.acquire(False):
+            self.apply(partial(self._give_back, lease))
             return
         try:
-            if self.emit is None and not lost:
-                self.ledger.release(lease)
-            else:
-                self._give_back(lease, lost=lost)
+            self.release(lease)
         finally:
             lock.release()
-            if self._mail or self._outbox:
+            if self._mail:
                 self._drain()
+
+    def lose(self, lease: Lease) -> None:
+        """Take *lease* back from the garbage collector."""
+        self.apply(partial(self._give_back, lease, lost=True))
 
     def settle(self, lease: Lease, actual: int) -> None:
         """Correct what *lease* is charged with; see `Lease.settle`."""
@@ -232,7 +229,7 @@ class Admission(Books):
 
         def change() -> None:
             estimated = lease.bytes
-            if self.ledger.adjust(lease, (lease.slots, actual)):
+            if self.adjust(lease, (lease.slots, actual)):
                 self.tell(
                     LeaseSettled(
                         gate=self.name, estimated_bytes=estimated, actual_bytes=actual

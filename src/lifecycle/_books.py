@@ -1,4 +1,4 @@
-"""One lock around the books, and nobody who ever waits for it in a knot."""
+"""The ledger for every thread, and for whoever interrupts it half-way."""
 
 from __future__ import annotations
 
@@ -6,8 +6,10 @@ import threading
 from collections import deque
 from typing import TYPE_CHECKING, Final
 
+from ._ledger import Ledger
+
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Sequence
 
     from .events import Event
 
@@ -16,8 +18,8 @@ if TYPE_CHECKING:
 _PATIENCE: Final = 0.25
 
 
-class Books:
-    """Makes changes one at a time, from any thread and at any moment.
+class Books(Ledger):
+    """A ledger that is changed from any thread and at any moment.
 
     A release may come from another thread, or from a finaliser or signal
     handler that interrupts a change half-way (since CPython 3.12 the collector
@@ -26,13 +28,17 @@ class Books:
     the lock empties the mailbox before going.
 
     Args:
+        capacity: Slots and bytes.
         emit: Told of events after the books are unlocked, never while locked:
             an observer may use the gate.
     """
 
     __slots__ = ("_lock", "_mail", "_outbox", "emit")
 
-    def __init__(self, emit: Callable[[Event], None] | None) -> None:
+    def __init__(
+        self, capacity: Sequence[float], emit: Callable[[Event], None] | None
+    ) -> None:
+        super().__init__(capacity)
         self.emit = emit
         self._lock = threading.Lock()
         # Appending to and popping from a deque is atomic in CPython.
@@ -56,7 +62,8 @@ class Books:
 
     def tell(self, event: Event) -> None:
         """Put *event* down, to be told once the books are unlocked."""
-        self._outbox.append(event)
+        if self.emit is not None:
+            self._outbox.append(event)
 
     def _drain(self) -> None:
         mail, lock = self._mail, self._lock

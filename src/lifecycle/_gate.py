@@ -197,9 +197,8 @@ class Gate:
         admission = self._admission
 
         def change() -> None:
-            ledger = admission.ledger
-            old_slots, old_bytes = ledger.capacity
-            misfits = ledger.resize(
+            old_slots, old_bytes = admission.capacity
+            misfits = admission.resize(
                 (
                     old_slots if new_slots is None else new_slots,
                     old_bytes if new_bytes is None else new_bytes,
@@ -220,7 +219,7 @@ class Gate:
 
         def change() -> None:
             admission.closed = True
-            for ticket in admission.ledger.clear_line():
+            for ticket in admission.clear_line():
                 admission.send_away(ticket, admission.refusals.closed())
 
         admission.apply(change)
@@ -254,21 +253,20 @@ class Gate:
     def statistics(self) -> GateStatistics:
         """The gate as it is now. Any thread."""
         admission = self._admission
-        ledger = admission.ledger
         locked = admission.lock()
         try:
-            slots, nbytes = ledger.capacity
-            cancelled = ledger.withdrawn - admission.timeouts
+            slots, nbytes = admission.capacity
+            cancelled = admission.withdrawn - admission.timeouts
             return GateStatistics(
                 slots=None if slots == math.inf else int(slots),
-                slots_in_use=ledger.in_use[0],
+                slots_in_use=admission.in_use[0],
                 bytes=None if nbytes == math.inf else int(nbytes),
-                bytes_in_use=ledger.in_use[1],
-                waiting=ledger.waiting,
-                admitted=ledger.granted,
+                bytes_in_use=admission.in_use[1],
+                waiting=admission.waiting,
+                admitted=admission.granted,
                 refused=admission.refused,
                 cancelled=cancelled,
-                released=ledger.released,
+                released=admission.released,
                 lost=admission.lost,
             )
         finally:

@@ -21,7 +21,8 @@ class _Books(Protocol):
 
     name: str
 
-    def release(self, lease: Lease, *, lost: bool = False) -> None: ...
+    def give_back(self, lease: Lease) -> None: ...
+    def lose(self, lease: Lease) -> None: ...
     def settle(self, lease: Lease, actual: int) -> None: ...
     def enter(self, task: object) -> None: ...
     def leave(self, task: object) -> None: ...
@@ -39,15 +40,15 @@ class Lease(Ticket):
 
     __slots__ = ("__weakref__", "_books", "_holder", "refusal", "waiter")
 
+    # Set when the lease goes into line.
+    waiter: Waiter
+    refusal: Refused | None
+
     def __init__(self, books: _Books, cost: Cost) -> None:
-        # Not through Ticket.__init__: every admission would pay for the call.
+        # Only what every admission needs: the rest is set where it is needed.
         self.cost = cost
         self.state = DONE
-        self.queued = False
         self._books = books
-        self._holder: object | None = None
-        self.waiter: Waiter | None = None
-        self.refusal: Refused | None = None
 
     @property
     def held(self) -> bool:
@@ -72,7 +73,7 @@ class Lease(Ticket):
         no longer this gate's concern.
         """
         if self.state == HELD:
-            self._books.release(self)
+            self._books.give_back(self)
 
     def settle(self, *, bytes: int) -> None:  # noqa: A002 - the unit is the name
         """Replace the estimate by the *bytes* that were really needed.
@@ -91,13 +92,12 @@ class Lease(Ticket):
 
     def granted(self) -> bool:
         """See `Ticket.granted`."""
-        return self.waiter is None or self.waiter.wake()
+        return self.waiter.wake()
 
     def __enter__(self) -> Self:
-        task = current_task()
-        if task is not None and self.state == HELD:
-            self._holder = task
-            self._books.enter(task)
+        self._holder = current_task() if self.state == HELD else None
+        if self._holder is not None:
+            self._books.enter(self._holder)
         return self
 
     def __exit__(
@@ -113,7 +113,7 @@ class Lease(Ticket):
 
     def __del__(self) -> None:
         if self.state == HELD and not sys.is_finalizing():
-            self._books.release(self, lost=True)
+            self._books.lose(self)
             warnings.warn(
                 f"a lease of {self.slots} slots and {self.bytes} bytes of gate "
                 f"{self._books.name!r} was never released; use it in a with "

@@ -33,15 +33,17 @@ class Ticket:
     Attributes:
         cost: Slots and bytes.
         state: ``WAITING``, ``HELD`` or ``DONE``.
-        queued: Whether it was in line at any time and has not resumed yet.
+        queued: Whether it is in line, or was granted there and does not run again
+            yet. Set by `Ledger.enqueue`.
     """
 
     __slots__ = ("cost", "queued", "state")
 
+    queued: bool
+
     def __init__(self, cost: Cost) -> None:
         self.cost = cost
         self.state = DONE
-        self.queued = False
 
     def granted(self) -> bool:
         """Wake the waiter in the step that grants.

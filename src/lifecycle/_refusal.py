@@ -95,10 +95,6 @@ class Refusals:
         except RuntimeError:
             return 0.0
 
-    def sample(self) -> None:
-        """Take note of how far the gate has drained by now."""
-        self._rate.sample(self._ledger.released, self.now())
-
     def full(self, how: str) -> GateFull:
         """There is no room, and no room to wait in."""
         hint = self._hint()

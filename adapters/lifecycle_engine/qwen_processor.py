@@ -21,6 +21,12 @@ from .detokenizer import ByteDetokenizer, byte_alphabet
 from .processor import BadChat, BadImage, Chat, Prepared, bare
 
 _IMAGE_PAD = "<|image_pad|>"
+# By its class, which all of the family share: `AutoImageProcessor` asks for
+# torchvision in some releases even where the PIL variant is wanted.
+_IMAGE_PROCESSOR = (
+    "Qwen2VLImageProcessorPil",
+    "models.qwen2_vl.image_processing_pil_qwen2_vl",
+)
 # The image processor of the family refuses more, and late.
 _MAX_ASPECT = 200
 
@@ -43,8 +49,8 @@ class QwenProcessor:
         self._tokenizer: Any = hf("AutoTokenizer").from_pretrained(
             where, local_files_only=True
         )
-        self._images: Any = hf("AutoImageProcessor").from_pretrained(
-            where, backend="pil", local_files_only=True
+        self._images: Any = hf(*_IMAGE_PROCESSOR).from_pretrained(
+            where, local_files_only=True
         )
         self._max_pixels = max_pixels
         self._pad: int = self._tokenizer.convert_tokens_to_ids(_IMAGE_PAD)

@@ -12,6 +12,8 @@ import sys
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
+from lifecycle_zmq import EngineServer
+
 from ._hf import hf
 from .runner import EXIT_DEVICE_LOST, DeviceLost, Runner
 from .scheduler import Scheduler
@@ -32,7 +34,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         scheduler = Scheduler(
             runner, max_batch=options.max_batch, max_tokens=options.max_tokens
         )
-        _serve(scheduler, options)
+        server = EngineServer(
+            options.endpoint, scheduler, incarnation=options.incarnation
+        )
+        server.run()
     except DeviceLost as error:
         sys.stderr.write(f"lifecycle-engine: {error}\n")
         sys.stderr.flush()
@@ -67,12 +72,6 @@ def build_runner(options: argparse.Namespace) -> Runner:
         max_length=options.max_length,
         buckets=options.bucket or (),
     )
-
-
-def _serve(scheduler: Scheduler, options: argparse.Namespace) -> None:
-    from lifecycle_zmq import EngineServer
-
-    EngineServer(options.endpoint, scheduler, incarnation=options.incarnation).run()
 
 
 def _sim_cost(options: argparse.Namespace) -> SimCost:

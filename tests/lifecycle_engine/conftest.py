@@ -81,10 +81,14 @@ def prepared(prepare: Callable[..., Any], picture: Callable[..., bytes]) -> list
 def generate(model: Any) -> Callable[..., list[int]]:
     """Greedy tokens by transformers' own `generate`, the oracle."""
     torch = pytest.importorskip("torch")
+    on_cpu = model
 
-    def run(prepared: Any, count: int) -> list[int]:
-        ids = torch.tensor([prepared.request["input_ids"]])
-        extra = {name: torch.from_numpy(t) for name, t in prepared.tensors.items()}
+    def run(prepared: Any, count: int, *, model: Any = on_cpu) -> list[int]:
+        ids = torch.tensor([prepared.request["input_ids"]], device=model.device)
+        extra = {
+            name: torch.from_numpy(tensor).to(model.device)
+            for name, tensor in prepared.tensors.items()
+        }
         if extra:
             extra["mm_token_type_ids"] = (ids == model.config.image_token_id).int()
         output = model.generate(

@@ -1,17 +1,46 @@
 from __future__ import annotations
 
-import subprocess
+import os
 import sys
-import types
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import anyio
+import lifecycle_zmq
+import numpy as np
 import pytest
-
 from lifecycle_engine import worker
+from lifecycle_engine.runner import DeviceLost
 from lifecycle_engine.sim_runner import SimRunner
+from lifecycle_zmq import RequestRejected, ZmqEngine
+
+import lifecycle
+from lifecycle import EngineLost, Payload
 
 LINK = ["--endpoint", "ipc:///tmp/nowhere", "--incarnation", "3"]
+WORKER = [sys.executable, "-m", "lifecycle_engine.worker"]
+BOUND = 60.0
+
+
+@pytest.fixture(params=["asyncio", "trio"])
+def anyio_backend(request: pytest.FixtureRequest) -> Any:
+    """Run every anyio test on both backends."""
+    return request.param
+
+
+@pytest.fixture
+def make_engine(tmp_path: Path) -> Callable[..., ZmqEngine]:
+    """An engine whose worker imports what this process imported."""
+    packages = (lifecycle_zmq, lifecycle)
+    roots = [str(Path(package.__file__ or "").parents[1]) for package in packages]
+    path = os.pathsep.join([str(tmp_path), *roots])
+
+    def make(argv: list[str], **options: Any) -> ZmqEngine:
+        env = {**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1"}
+        return ZmqEngine(argv, env=env, directory=tmp_path, **options)
+
+    return make
 
 
 class Server:
@@ -32,13 +61,12 @@ class Server:
 
 @pytest.fixture
 def server(monkeypatch: pytest.MonkeyPatch) -> type[Server]:
-    module = types.ModuleType("lifecycle_zmq")
-    module.EngineServer = Server  # type: ignore[attr-defined]
-    monkeypatch.setitem(sys.modules, "lifecycle_zmq", module)
+    """The worker with a server that serves nothing."""
+    monkeypatch.setattr(worker, "EngineServer", Server)
     return Server
 
 
-def test_sim_worker_serves_its_scheduler(server: type[Server]) -> None:
+def test_options_reach_scheduler_and_link(server: type[Server]) -> None:
     """The options reach runner, scheduler and link; SHUTDOWN is status 0."""
     options = ["--runner", "sim", "--max-batch", "3", "--max-tokens", "7"]
     assert worker.main([*options, *LINK]) == 0
@@ -46,7 +74,7 @@ def test_sim_worker_serves_its_scheduler(server: type[Server]) -> None:
     assert server.made["incarnation"] == 3
     backend = server.made["backend"]
     assert backend.status()["slots"] == 3
-    with pytest.raises(Exception, match="expected 1 to 7"):
+    with pytest.raises(RequestRejected, match="expected 1 to 7"):
         backend.start("a", {"input_ids": [1], "max_tokens": 8}, {})
 
 
@@ -61,18 +89,7 @@ def test_sim_costs_are_options() -> None:
     assert runner.slots == 5
 
 
-def test_torch_worker_loads_a_checkpoint(
-    checkpoint: Path, server: type[Server]
-) -> None:
-    """The torch runner is built from a folder, with its own number of slots."""
-    options = ["--checkpoint", str(checkpoint), "--threads", "1", "--max-length", "99"]
-    assert worker.main([*options, "--slots", "2", "--max-batch", "2", *LINK]) == 0
-    assert server.made["backend"].status()["slots_free"] == 2
-
-
-def test_torch_worker_without_checkpoint_says_what_to_do(
-    capsys: pytest.CaptureFixture[str],
-) -> None:
+def test_torch_worker_without_checkpoint_says_what_to_do() -> None:
     """Starting without a model ends with the option and the command that help."""
     with pytest.raises(SystemExit, match="lifecycle-engine checkpoint DIR"):
         worker.main(LINK)
@@ -88,28 +105,108 @@ def test_worker_refuses_counts_below_one(
     assert "0 is not 1 or more" in capsys.readouterr().err
 
 
-def test_lost_device_ends_the_process_with_its_code(tmp_path: Path) -> None:
-    """A device that is gone ends the process at once with status 77 and one line."""
-    (tmp_path / "lifecycle_zmq.py").write_text(
-        "from lifecycle_engine.runner import DeviceLost\n"
-        "class EngineServer:\n"
-        "    def __init__(self, *args, **options): pass\n"
-        "    def run(self):\n"
-        "        try:\n"
-        "            raise DeviceLost('a CUDA error that stays')\n"
-        "        except Exception:\n"
-        "            pass\n"
-    )
-    code = (
-        f"import sys; sys.path.insert(0, {str(tmp_path)!r});"
-        "from lifecycle_engine.worker import main; main(sys.argv[1:])"
-    )
-    result = subprocess.run(
-        [sys.executable, "-c", code, "--runner", "sim", *LINK],
-        capture_output=True,
-        text=True,
-        timeout=60,
-        check=False,
-    )
-    assert result.returncode == 77
-    assert result.stderr == "lifecycle-engine: a CUDA error that stays\n"
+@pytest.mark.anyio
+async def test_sim_worker_streams_over_the_link(
+    make_engine: Callable[..., ZmqEngine],
+) -> None:
+    """A real worker process takes a payload, streams, refuses, cancels and forgets."""
+    argv = [*WORKER, "--runner", "sim", "--max-batch", "2", "--sim-decode-step", "0"]
+    with anyio.fail_after(BOUND):
+        async with make_engine(argv) as engine:
+            await engine.wait_ready()
+            request = {"input_ids": [72, 105], "max_tokens": 5}
+            pixels = {"pixels": np.ones((50, 6), np.float32)}
+            source = await engine.start("a#1", request, Payload(pixels, nbytes=1200))
+            items = [item async for item in source]
+            assert [type(item) for item in items] == [list] * 5 + [dict]
+            assert items[-1] == {"finish_reason": "length"}
+            with pytest.raises(RequestRejected, match="max_tokens is 0"):
+                await engine.start("b#1", request | {"max_tokens": 0})
+            endless = await engine.start("c#1", request | {"max_tokens": 8000})
+            await anext(endless)
+            engine.cancel("c#1")
+            rest = [item async for item in endless]
+            assert all(type(item) is list for item in rest)
+            for key in ("a#1", "c#1"):
+                await engine.end(key)
+            backend = (await engine.status())["backend"]
+    assert backend["finished"]["completed"] == 1
+    assert backend["finished"]["cancelled"] == 1
+    assert backend["slots_free"] == 2
+    assert backend["payload_bytes"] == 0
+
+
+@pytest.mark.anyio
+async def test_torch_worker_streams_what_generate_says(
+    make_engine: Callable[..., ZmqEngine],
+    checkpoint: Path,
+    prepared: list[Any],
+    expected: list[Any],
+    anyio_backend_name: str,
+) -> None:
+    """Through process, link and scheduler, two images give the tokens of the oracle."""
+    if anyio_backend_name == "trio":
+        pytest.skip("the torch worker is started once; the sim one runs on both")
+    argv = [*WORKER, "--checkpoint", str(checkpoint), "--max-length", "512"]
+    got: dict[int, list[int]] = {}
+
+    async def run(engine: ZmqEngine, index: int) -> None:
+        tensors = Payload(dict(prepared[index].tensors), nbytes=prepared[index].nbytes)
+        source = await engine.start(f"k{index}", prepared[index].request, tensors)
+        got[index] = [t async for item in source if type(item) is list for t in item]
+
+    with anyio.fail_after(BOUND):
+        async with make_engine(argv) as engine:
+            await engine.wait_ready()
+            async with anyio.create_task_group() as tasks:
+                for index in range(6):
+                    tasks.start_soon(run, engine, index)
+    assert [got[index] for index in range(6)] == expected
+
+
+LOST = """
+import sys
+from lifecycle_engine import worker
+from lifecycle_engine.runner import DeviceLost
+from lifecycle_engine.sim_runner import SimRunner
+
+class Dying(SimRunner):
+    def decode(self, slots, tokens):
+        raise DeviceLost("a CUDA error that stays")
+
+worker.build_runner = lambda options: Dying()
+sys.exit(worker.main())
+"""
+
+
+@pytest.mark.anyio
+async def test_lost_device_ends_the_process(
+    make_engine: Callable[..., ZmqEngine], tmp_path: Path
+) -> None:
+    """A device that is gone ends the worker with one line; its streams are told."""
+    (tmp_path / "dying.py").write_text(LOST)
+    with anyio.fail_after(BOUND):
+        async with make_engine([sys.executable, "-m", "dying"]) as engine:
+            await engine.wait_ready()
+            request = {"input_ids": [1], "max_tokens": 5}
+            source = await engine.start("a", request)
+            with pytest.raises(EngineLost) as caught:
+                _ = [item async for item in source]
+            output = engine.output
+    assert caught.value.reason == "exit"
+    assert output == "lifecycle-engine: a CUDA error that stays\n"
+
+
+def test_lost_device_has_its_own_status(
+    server: type[Server], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The process leaves at once, past every `finally` of a driver, with status 77."""
+
+    def run(self: Server) -> None:
+        raise DeviceLost("a CUDA error that stays")
+
+    left: list[int] = []
+    monkeypatch.setattr(Server, "run", run)
+    monkeypatch.setattr(os, "_exit", left.append)
+    worker.main(["--runner", "sim", *LINK])
+    assert left == [77]

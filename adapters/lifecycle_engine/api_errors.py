@@ -21,6 +21,7 @@ from lifecycle_zmq import EngineFailed, RequestRejected
 from .processor import BadChat, BadImage
 
 _LONGEST_RETRY = 60.0
+_INVALID = ("invalid_request", "invalid_tensors", "context_length_exceeded")
 
 
 class ApiError(Exception):
@@ -147,7 +148,10 @@ def _rejected(error: RequestRejected) -> ApiError:
     if error.code in ("full", "overloaded", "shutting_down"):
         message = "The engine is full; try again later"
         return ApiError(503, message, code="server_overloaded", retry_after=1.0)
-    return bad_request(_sentence(error.message), code=error.code)
+    if error.code in _INVALID:
+        return bad_request(_sentence(error.message), code=error.code)
+    message = "The engine could not take this request"
+    return ApiError(500, message, code="engine_error", retry=False)
 
 
 def _sentence(text: str) -> str:

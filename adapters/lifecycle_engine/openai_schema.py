@@ -175,13 +175,13 @@ def _refuse_unsupported(request: ChatRequest) -> None:
 
 
 def _param(loc: tuple[int | str, ...]) -> str | None:
+    if loc and loc[0] in _UNSUPPORTED:
+        return str(loc[0])  # what follows may name the branch of a union
     path = ""
     for step in loc:
-        if isinstance(step, int):
-            path += f"[{step}]"
-        elif step.isidentifier():  # not the branch of a union, such as list[str]
-            path += f".{step}" if path else step
-    return path[:256] or None
+        dot = "." if path else ""
+        path += f"[{step}]" if isinstance(step, int) else f"{dot}{step}"
+    return path or None
 
 
 def _where(loc: tuple[int | str, ...]) -> str:

@@ -2,16 +2,28 @@
 
 from __future__ import annotations
 
+import asyncio
 import base64
+import contextlib
 import io
+import json
 import struct
 import sys
+import threading
 import zlib
+from collections.abc import AsyncIterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import anyio
+import openai
+from asgi_kit import serving
+from lifecycle import Gate
+from lifecycle_engine.app import AppSettings, create_app
+from lifecycle_engine.processor import Chat, Prepared
 from lifecycle_engine.service import Service
+from lifecycle_engine.sim_processor import SimProcessor
 from lifecycle_zmq import ZmqEngine
 from PIL import Image
 
@@ -119,3 +131,100 @@ class Quiet:
         sessions = self.service.sessions.statistics()
         assert sessions.opened == sum(sessions.outcomes.values())
         return status
+
+
+@dataclass
+class Server:
+    """A running server and how to reach it."""
+
+    port: int
+    service: Service
+    app: Any
+
+    @property
+    def url(self) -> str:
+        """Where the SDK goes."""
+        return f"http://127.0.0.1:{self.port}/v1"
+
+    def client(self, **settings: Any) -> openai.AsyncOpenAI:
+        """The real SDK, without retries unless told otherwise."""
+        settings = {"max_retries": 0, "timeout": 20, **settings}
+        return openai.AsyncOpenAI(base_url=self.url, api_key="none", **settings)
+
+    async def quiet(self) -> dict[str, Any]:
+        """Wait until nothing is left of any request; returns the engine's counters."""
+        async with asyncio.timeout(20):
+            return await Quiet(self.service).reached()
+
+    async def until(self, what: Any) -> None:
+        """Wait until the condition *what* holds."""
+        async with asyncio.timeout(20):
+            while not what():  # noqa: ASYNC110 - nothing announces it
+                await asyncio.sleep(0.002)
+
+
+@contextlib.asynccontextmanager
+async def running(
+    *options: str,
+    processor: Any = None,
+    gate: Gate | None = None,
+    in_flight: Gate | None = None,
+    settings: AppSettings | None = None,
+    engine: Any = None,
+    wait: bool = True,
+) -> AsyncIterator[Server]:
+    """A server over the simulated engine; *options* are the engine's."""
+    engine = engine or make_engine(*options)
+    app = create_app(
+        engine,
+        processor or SimProcessor(),
+        gate=gate or Gate(bytes=600_000_000, max_waiting=64, name="payloads"),
+        in_flight=in_flight,
+        settings=settings or AppSettings(model="sim"),
+    )
+    async with serving(app) as port:
+        if wait:
+            await engine.wait_ready()
+        yield Server(port, app.state.service, app)
+
+
+class GatedProcessor(SimProcessor):
+    """Stops in `prepare`, in its thread, until released."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.entered = threading.Semaphore(0)
+        self.release = threading.Event()
+
+    def prepare(self, chat: Chat) -> Prepared:
+        """Prepare *chat* once released."""
+        self.entered.release()
+        if not self.release.wait(20):
+            raise TimeoutError
+        return super().prepare(chat)
+
+
+async def post(
+    port: int, body: bytes, *headers: bytes
+) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
+    """Send a request as raw bytes and return the connection."""
+    reader, writer = await asyncio.open_connection("127.0.0.1", port)
+    head = b"POST /v1/chat/completions HTTP/1.1\r\nhost: here\r\nconnection: close\r\n"
+    head += b"content-length: %d\r\n" % len(body)
+    writer.write(head + b"".join(h + b"\r\n" for h in headers) + b"\r\n" + body)
+    await writer.drain()
+    return reader, writer
+
+
+async def answer_to(
+    port: int, body: bytes, *headers: bytes
+) -> tuple[int, dict[str, str], Any]:
+    """Send a request as raw bytes; returns status, headers and document."""
+    reader, writer = await post(port, body, *headers)
+    answer = await reader.read()
+    writer.close()
+    await writer.wait_closed()
+    head, _, payload = answer.partition(b"\r\n\r\n")
+    first, *lines = head.decode("latin-1").split("\r\n")
+    fields = dict(line.lower().split(": ", 1) for line in lines)
+    return int(first.split()[1]), fields, json.loads(payload)

@@ -26,23 +26,29 @@ autodoc_typehints = "none"
 autodoc_class_signature = "separated"
 
 # Built where nothing outside can be reached, so names of others are not resolved.
+# A single backtick that is no name of ours is what it says; prose is no type.
 nitpick_ignore_regex = [
-    (r"py:.*", r"(anyio|asyncio|collections|contextlib|typing|numpy|builtins)(\..*)?"),
+    (r"py:.*", r"(anyio|asyncio|collections|contextlib|typing|np|numpy)(\..*)?"),
+    (r"py:obj", r".*"),
+    (r"py:class", r".* .*|Reason"),  # the latter is a Literal
 ]
+suppress_warnings = ["ref.python"]  # `bytes` is the type, whoever else has bytes
 exclude_patterns = ["_build"]
 
 
-def find_in_core(app: Sphinx, env: Any, node: Any, contnode: Any) -> Any:
-    """Resolve a name of the core that an adapter's docstring mentions bare."""
+def find_by_last_part(app: Sphinx, env: Any, node: Any, contnode: Any) -> Any:
+    """Resolve a name that a docstring mentions without its module."""
     domain = env.get_domain("py")
-    target = f"lifecycle.{node.get('reftarget', '')}"
-    if node.get("refdomain") == "py" and target in domain.objects:
-        return domain.resolve_xref(
-            env, node["refdoc"], app.builder, "obj", target, node, contnode
-        )
+    target = node.get("reftarget", "")
+    if node.get("refdomain") == "py":
+        found = [name for name in domain.objects if name.endswith(f".{target}")]
+        if len(found) == 1:
+            return domain.resolve_xref(
+                env, node["refdoc"], app.builder, "obj", found[0], node, contnode
+            )
     return None
 
 
 def setup(app: Sphinx) -> None:
     """Connect the hook."""
-    app.connect("missing-reference", find_in_core)
+    app.connect("missing-reference", find_by_last_part)

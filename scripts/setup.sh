@@ -56,14 +56,15 @@ if [ ! -e .venv/.ready ]; then
     free_mib=$(df -Pm . | awk 'NR == 2 { print $4 }')
     [ "$free_mib" -ge "$space_mib" ] || fail \
         "there is too little space in $PWD: about 3 GB are needed, $free_mib MiB are free" \
-        "make room, or move this folder to a larger disk"
+        "(twice that where pip brings a torch with CUDA); make room, or use a larger disk"
 fi
 
 # --- steps, each with a sign of life ----------------------------------------------
 give_reason() {
     tail -n 12 "$log" | sed 's/^/    /' >&2
     if grep -q 'No space left on device' "$log"; then
-        echo "setup: the disk is full; about 3 GB are needed here, and room in ${TMPDIR:-/tmp}" >&2
+        echo "setup: the disk is full; about 3 GB are needed here," \
+            "twice that where pip brings a torch with CUDA, and room in ${TMPDIR:-/tmp}" >&2
     elif grep -qE 'NewConnectionError|Temporary failure in name|timed out|No matching distribution' "$log"; then
         echo "setup: pip could not fetch a package: check the network and pip's own configuration" >&2
     fi
@@ -118,7 +119,7 @@ if [ -n "$cuda_torch" ]; then site=--system-site-packages; fi
 
 rm -f "$stamp"
 if ! new_enough .venv/bin/python; then
-    echo "Setting up .venv, once: a few minutes and up to 3 GB, most of it torch" >&2
+    echo "Setting up .venv, once: a few minutes and some gigabytes, most of it torch" >&2
     rm -rf .venv
 fi
 mkdir -p .venv

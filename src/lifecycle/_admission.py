@@ -9,7 +9,9 @@ import anyio
 
 from ._books import Books
 from ._lease import Lease
-from ._ledger import HELD, whole
+from ._fair import Fair
+from ._line import Lanes
+from ._ticket import HELD, whole
 from ._park import current_task, new_waiter
 from ._refusal import Refusals
 from .events import (
@@ -24,7 +26,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
     from ._errors import Refused
-    from ._ledger import Cost, Ticket
+    from ._ticket import Cost, Ticket
     from ._park import Waiter
     from .events import Event
 
@@ -37,16 +39,20 @@ class Admission(Books):
         name: Name of the gate.
         capacity: Slots and bytes.
         max_waiting: Longest line, or ``None``.
+        fair: Whether keys share the gate evenly.
+        enforce: Whether anybody is refused or kept waiting at all.
         emit: Told of events.
         clock: Monotonic seconds.
     """
 
     __slots__ = (
+        "_enforce",
         "_inside",
         "_max_waiting",
         "closed",
         "lost",
         "name",
+        "overlooked",
         "refusals",
         "refused",
         "timeouts",
@@ -58,14 +64,18 @@ class Admission(Books):
         capacity: Sequence[float],
         *,
         max_waiting: int | None,
+        fair: bool,
+        enforce: bool,
         emit: Callable[[Event], None] | None,
         clock: Callable[[], float],
     ) -> None:
-        super().__init__(capacity, emit)
+        line = Fair(self.share, clock) if fair else Lanes()
+        super().__init__(capacity, line, emit)
         self.name = name
         self.refusals = Refusals(name, self, clock)
         self.closed = False
-        self.refused = self.timeouts = self.lost = 0
+        self.refused = self.timeouts = self.lost = self.overlooked = 0
+        self._enforce = enforce
         self._max_waiting = max_waiting
         # Tasks inside a `with lease:` block, each as often as it is inside.
         self._inside: dict[object, int] = {}
@@ -79,11 +89,24 @@ class Admission(Books):
             raise self.refusals.full("is being changed by this very thread")
         waiter = refusal = None
         try:
-            if self.closed or (wait and self.unresumed) or not self.try_charge(lease):
+            slots, nbytes = lease.cost
+            # `fits` and `charge`, written out: every admission comes through here.
+            if (
+                self.closed
+                or (self.unresumed if wait else self.waiting)
+                or self._account is not None
+                or (slots and self.slots_in_use + slots > self.slots)
+                or (nbytes and self.bytes_in_use + nbytes > self.nbytes)
+            ):
                 waiter, refusal = self._decide(lease, wait=wait)
+            else:
+                self.slots_in_use += slots
+                self.bytes_in_use += nbytes
+                self.granted += 1
+                lease.state = HELD
         finally:
             lock.release()
-            if self._mail or self._outbox:
+            if self._mail:
                 self._drain()
         if refusal is not None:
             self._tell_refused(lease.cost, refusal)
@@ -93,6 +116,14 @@ class Admission(Books):
     def _decide(
         self, lease: Lease, *, wait: bool
     ) -> tuple[Waiter | None, Refused | None]:
+        straight_in = not (self.unresumed if wait else self.waiting)
+        if not self.closed and straight_in and self.fits(lease.cost):
+            self.charge(lease)
+            return None, None
+        if not self._enforce and not self.closed:
+            self.overlooked += 1
+            self.charge(lease)
+            return None, None
         refusal = self._objection(lease.cost, wait=wait)
         if refusal is not None:
             self.refused += 1
@@ -117,6 +148,11 @@ class Admission(Books):
             if self._inside and current_task() in self._inside:
                 raise self.refusals.itself()
         return None
+
+    def share(self, cost: Cost) -> float:
+        """The part of the gate that *cost* takes: the larger of its two shares."""
+        slots, nbytes = cost
+        return max(slots / (self.slots or 1), nbytes / (self.nbytes or 1))
 
     async def wait(self, lease: Lease, waiter: Waiter, max_wait: float | None) -> None:
         """Wait in line, and come back with the lease held or not at all."""

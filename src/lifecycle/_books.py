@@ -11,6 +11,7 @@ from ._ledger import Ledger
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
+    from ._line import Line
     from .events import Event
 
 # Another thread is done with its change within microseconds. Only a caller that
@@ -29,6 +30,7 @@ class Books(Ledger):
 
     Args:
         capacity: Slots and bytes.
+        line: Who is next.
         emit: Told of events after the books are unlocked, never while locked:
             an observer may use the gate.
     """
@@ -36,9 +38,12 @@ class Books(Ledger):
     __slots__ = ("_lock", "_mail", "_outbox", "emit")
 
     def __init__(
-        self, capacity: Sequence[float], emit: Callable[[Event], None] | None
+        self,
+        capacity: Sequence[float],
+        line: Line,
+        emit: Callable[[Event], None] | None,
     ) -> None:
-        super().__init__(capacity)
+        super().__init__(capacity, line)
         self.emit = emit
         self._lock = threading.Lock()
         # Appending to and popping from a deque is atomic in CPython.

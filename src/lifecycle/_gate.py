@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Final, final
+from typing import TYPE_CHECKING, Any, Final, Literal, final
 
 import anyio
 
 from ._admission import Admission
 from ._decorators import Decorator, managed
 from ._lease import Lease
-from ._ledger import cost_of, limit, whole
+from ._ticket import cost_of, limit, whole
 from .events import Observer, guarded
 
 if TYPE_CHECKING:
@@ -36,6 +36,8 @@ class GateStatistics:
         cancelled: Requests whose task was cancelled before it had its lease.
         released: Leases given back; ``admitted - released`` are live.
         lost: Leases among them that only the garbage collector gave back.
+        overlooked: Leases that a gate that enforced its limits would have refused
+            or kept waiting.
     """
 
     slots: int | None
@@ -48,6 +50,7 @@ class GateStatistics:
     cancelled: int
     released: int
     lost: int
+    overlooked: int
 
     @property
     def received(self) -> int:
@@ -70,6 +73,12 @@ class Gate:
         max_waiting: Longest line; a newcomer beyond it is refused at once.
             ``None`` is unbounded, 0 refuses whoever would have to wait.
         max_wait: Longest wait in seconds unless the request names its own.
+        order: ``"fifo"``: as they come, the head blocks those behind it.
+            ``"fair"``: the key that has had the least share-seconds goes next;
+            while its request does not fit, others may overtake it until they
+            have got as much as it asks for itself.
+        enforce: ``False`` refuses nobody and keeps nobody waiting, but counts
+            who would have been, to try limits out on live traffic.
         name: For events, errors and metrics.
         observer: Told of each grant, release and refusal.
         clock: Monotonic seconds. Read only where somebody waits or is refused,
@@ -86,6 +95,8 @@ class Gate:
         bytes: int | None = None,  # noqa: A002 - the unit is the name
         max_waiting: int | None = None,
         max_wait: float | None = None,
+        order: Literal["fifo", "fair"] = "fifo",
+        enforce: bool = True,
         name: str = "gate",
         observer: Observer | None = None,
         clock: Callable[[], float] = anyio.current_time,
@@ -97,6 +108,8 @@ class Gate:
             name,
             (limit("slots", slots), limit("bytes", bytes)),
             max_waiting=max_waiting,
+            fair=order == "fair",
+            enforce=enforce,
             emit=guarded(observer),
             clock=clock,
         )
@@ -106,6 +119,8 @@ class Gate:
         *,
         bytes: int = 0,  # noqa: A002 - the unit is the name
         slots: int = 1,
+        key: str | None = None,
+        priority: int = 0,
         max_wait: float | None = _AS_BEFORE,
     ) -> Lease:
         """Wait for room and return the lease that holds it.
@@ -116,6 +131,9 @@ class Gate:
         Args:
             bytes: Estimated size of what is about to be created, 0 or more.
             slots: Slots to take, 0 or more.
+            key: On whose behalf; with ``order="fair"`` keys share the gate evenly.
+            priority: With ``order="fifo"``, a higher one goes before every lower
+                one. Use few.
             max_wait: Longest wait in seconds; ``None`` waits without limit.
 
         Returns:
@@ -136,7 +154,7 @@ class Gate:
             holding nothing; a lease granted in the same moment is passed on.
         """
         admission = self._admission
-        lease = Lease(admission, cost_of(slots, bytes))
+        lease = Lease(admission, cost_of(slots, bytes), key, priority)
         waiter = admission.request(lease, wait=True)
         if waiter is not None:
             longest = self._max_wait if max_wait is _AS_BEFORE else max_wait
@@ -150,6 +168,8 @@ class Gate:
         *,
         bytes: int = 0,  # noqa: A002 - the unit is the name
         slots: int = 1,
+        key: str | None = None,
+        priority: int = 0,
     ) -> Lease:
         """Return a held lease now, or refuse.
 
@@ -158,6 +178,8 @@ class Gate:
         Args:
             bytes: As in `admit`.
             slots: As in `admit`.
+            key: As in `admit`.
+            priority: As in `admit`; whoever would overtake others is refused.
 
         Returns:
             A held lease.
@@ -169,7 +191,7 @@ class Gate:
             ValueError: As in `admit`.
         """
         admission = self._admission
-        lease = Lease(admission, cost_of(slots, bytes))
+        lease = Lease(admission, cost_of(slots, bytes), key, priority)
         admission.request(lease, wait=False)
         if admission.emit is not None:
             admission.tell_granted(lease, 0.0)
@@ -197,7 +219,7 @@ class Gate:
         admission = self._admission
 
         def change() -> None:
-            old_slots, old_bytes = admission.capacity
+            old_slots, old_bytes = admission.slots, admission.nbytes
             misfits = admission.resize(
                 (
                     old_slots if new_slots is None else new_slots,
@@ -255,19 +277,20 @@ class Gate:
         admission = self._admission
         locked = admission.lock()
         try:
-            slots, nbytes = admission.capacity
+            slots, nbytes = admission.slots, admission.nbytes
             cancelled = admission.withdrawn - admission.timeouts
             return GateStatistics(
                 slots=None if slots == math.inf else int(slots),
-                slots_in_use=admission.in_use[0],
+                slots_in_use=admission.slots_in_use,
                 bytes=None if nbytes == math.inf else int(nbytes),
-                bytes_in_use=admission.in_use[1],
+                bytes_in_use=admission.bytes_in_use,
                 waiting=admission.waiting,
                 admitted=admission.granted,
                 refused=admission.refused,
                 cancelled=cancelled,
                 released=admission.released,
                 lost=admission.lost,
+                overlooked=admission.overlooked,
             )
         finally:
             if locked:

@@ -6,7 +6,7 @@ import sys
 import warnings
 from typing import TYPE_CHECKING, Protocol, Self, final
 
-from ._ledger import DONE, HELD, Cost, Ticket
+from ._ticket import DONE, HELD, Cost, Ticket
 from ._park import current_task
 
 if TYPE_CHECKING:
@@ -44,10 +44,14 @@ class Lease(Ticket):
     waiter: Waiter
     refusal: Refused | None
 
-    def __init__(self, books: _Books, cost: Cost) -> None:
+    def __init__(
+        self, books: _Books, cost: Cost, key: str | None, priority: int
+    ) -> None:
         # Only what every admission needs: the rest is set where it is needed.
         self.cost = cost
         self.state = DONE
+        self.key = key
+        self.priority = priority
         self._books = books
 
     @property

@@ -10,7 +10,8 @@ from ._errors import AdmissionTimeout, CostTooLarge, GateClosed, GateFull
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from ._ledger import Cost, Ledger
+    from ._ledger import Ledger
+    from ._ticket import Cost
 
 _SHORTEST: Final = 1.0
 _LONGEST: Final = 60.0
@@ -117,7 +118,7 @@ class Refusals:
 
     def too_large(self, cost: Cost) -> CostTooLarge:
         """The request can never fit."""
-        slots, nbytes = (_show(c) for c in self._ledger.capacity)
+        slots, nbytes = _show(self._ledger.slots), _show(self._ledger.nbytes)
         return CostTooLarge(
             f"a request of {cost[0]} slots and {cost[1]} bytes can never pass gate "
             f"{self._name!r} of {slots} slots and {nbytes} bytes; make it smaller"

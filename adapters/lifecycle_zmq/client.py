@@ -278,6 +278,10 @@ class EngineClient:
             sent = self._link.send(parts)
         except zmq.ZMQError:
             sent = False
+        except BaseException:
+            # Part of a message may be out: nothing that follows could be understood.
+            self.lose("client_fault")
+            raise
         if not sent:
             self.lose("disconnected")
             return

@@ -8,6 +8,7 @@ no item; ``reject`` and ``raise_in_start`` refuse; ``fail_at``, ``odd_item_at`` 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import os
 import sys
 import time
@@ -24,7 +25,7 @@ class ScriptedBackend:
         self._step_seconds = step_seconds
         self._live: dict[str, dict[str, Any]] = {}
         self._cancelled: set[str] = set()
-        self._memory: list[weakref.ref[memoryview]] = []
+        self._memory: list[weakref.ref[Any]] = []
         self._seen: list[Any] = []
         self._calls: list[str] = []
 
@@ -35,6 +36,8 @@ class ScriptedBackend:
         self._calls.append(f"start {key}")
         for name, view in tensors.items():
             self._memory.append(weakref.ref(view))
+            with contextlib.suppress(TypeError):  # a bytearray takes no weak reference
+                self._memory.append(weakref.ref(view.obj))
             flat = view.cast("B")
             self._seen.append([name, view.format, list(view.shape), sum(flat[:64])])
         if "exit" in request:

@@ -7,7 +7,6 @@ downloaded one.
 
 from __future__ import annotations
 
-import contextlib
 import importlib.util
 import json
 from collections.abc import Iterator
@@ -15,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from ._hf import hf
+from ._hf import hf, quiet
 
 FAMILIES = ("qwen2_5_vl",)
 SPECIAL_TOKENS = (
@@ -115,23 +114,11 @@ def build(
     folder = Path(out)
     folder.mkdir(parents=True, exist_ok=True)
     sizes = sizes or Sizes()
-    with _quiet():
+    with quiet():
         ids = _build_tokenizer(folder, sizes.vocab_size)
         _build_image_processor(folder, sizes.max_pixels)
         _build_model(folder, _config(ids, sizes), ids, seed)
     return folder
-
-
-@contextlib.contextmanager
-def _quiet() -> Iterator[None]:
-    """Hold back transformers' progress bars, which say nothing at this size."""
-    enabled = hf("is_progress_bar_enabled", "utils.logging")()
-    hf("disable_progress_bar", "utils.logging")()
-    try:
-        yield
-    finally:
-        if enabled:
-            hf("enable_progress_bar", "utils.logging")()
 
 
 def _corpus() -> Iterator[str]:

@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from ._hf import hf
+from ._hf import hf, quiet
 from .kv import SlotCache
 from .prompts import VisionShape, check_images
 from .runner import DeviceLost, Prompt
@@ -114,12 +114,13 @@ class TransformersRunner:
         """
         if threads is not None:
             torch.set_num_threads(threads)
-        model = hf("AutoModelForImageTextToText").from_pretrained(
-            str(checkpoint),
-            dtype=dtype if dtype == "auto" else getattr(torch, dtype),
-            attn_implementation="sdpa",
-            local_files_only=True,
-        )
+        with quiet():
+            model = hf("AutoModelForImageTextToText").from_pretrained(
+                str(checkpoint),
+                dtype=dtype if dtype == "auto" else getattr(torch, dtype),
+                attn_implementation="sdpa",
+                local_files_only=True,
+            )
         model = model.to(device).eval()
         return cls(model, slots=slots, max_length=max_length, buckets=buckets)
 

@@ -14,7 +14,6 @@ from typing import TYPE_CHECKING
 
 from lifecycle_zmq import EngineServer
 
-from ._hf import hf
 from .runner import EXIT_DEVICE_LOST, DeviceLost, Runner
 from .scheduler import Scheduler
 
@@ -62,7 +61,6 @@ def build_runner(options: argparse.Namespace) -> Runner:
         )
     from .transformers_runner import TransformersRunner
 
-    hf("disable_progress_bar", "utils.logging")()
     return TransformersRunner.load(
         options.checkpoint,
         device=options.device,

@@ -13,6 +13,7 @@ SMALL = Sizes(vocab_size=300, hidden_size=32, layers=1, heads=2)
 
 
 def files(folder: Path) -> dict[str, bytes]:
+    """Read a folder."""
     return {path.name: path.read_bytes() for path in folder.iterdir()}
 
 
@@ -62,5 +63,5 @@ def test_unknown_family_raises(tmp_path: Path) -> None:
 )
 def test_sizes_that_do_not_fit_raise(sizes: dict[str, int]) -> None:
     """Sizes that no model could have are refused when they are stated."""
-    with pytest.raises(ValueError, match="must be|needed"):
+    with pytest.raises(ValueError, match=r"must be|needed"):
         Sizes(**sizes)

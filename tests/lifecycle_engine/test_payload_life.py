@@ -62,6 +62,7 @@ class Recorder:
 
 @pytest.fixture
 def tower(model: Any) -> Iterator[Recorder]:
+    """A recorder on the vision tower."""
     recorder = Recorder(model.model.visual)
     yield recorder
     recorder.close()
@@ -69,12 +70,14 @@ def tower(model: Any) -> Iterator[Recorder]:
 
 @pytest.fixture
 def torch_scheduler(model: Any) -> Scheduler:
+    """A scheduler over the real model."""
     from lifecycle_engine.transformers_runner import TransformersRunner
 
     return Scheduler(TransformersRunner(model, slots=2, max_length=512))
 
 
 def request_of(prepared: Any) -> dict[str, Any]:
+    """Its request map, a few tokens long."""
     return prepared.request | {"max_tokens": COUNT}
 
 
@@ -163,6 +166,7 @@ class Cyclic(SimRunner):
 
 
 def sim_payload() -> Payload:
+    """Ten simulated pixels."""
     return Payload({"pixels": np.ones((10, 6), np.float32)})
 
 

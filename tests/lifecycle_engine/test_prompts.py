@@ -11,6 +11,7 @@ SHAPE = VisionShape(image_token=9, merge=2, patch_dim=6)
 
 
 def tensors(*grids: tuple[int, int, int], rows: int | None = None) -> dict[str, Any]:
+    """Tensors for the grids, with as many patches or another number."""
     count = sum(t * h * w for t, h, w in grids) if rows is None else rows
     return {
         "pixel_values": memoryview(np.zeros((count, 6), np.float32)),

@@ -40,20 +40,24 @@ class Doctored(SimRunner):
 
 @pytest.fixture
 def runner() -> Doctored:
+    """A simulated model that works until told otherwise."""
     return Doctored()
 
 
 @pytest.fixture
 def scheduler(runner: Doctored) -> Scheduler:
+    """A scheduler over it."""
     return Scheduler(runner)
 
 
 def start(scheduler: Scheduler, key: str, count: int = 3, **fields: Any) -> None:
+    """Start a request with one pixel."""
     request = {"input_ids": [1, 2], "max_tokens": count} | fields
     scheduler.start(key, request, {"pixels": memoryview(bytes(PIXELS)).cast("f")})
 
 
 def drain(scheduler: Scheduler) -> list[Output]:
+    """Step until nothing is left to do."""
     outputs: list[Output] = []
     while scheduler.busy:
         outputs += scheduler.step()
@@ -61,6 +65,7 @@ def drain(scheduler: Scheduler) -> list[Output]:
 
 
 def assert_idle(scheduler: Scheduler, runner: SimRunner) -> None:
+    """Nothing is held, and every start has its ending."""
     status = scheduler.status()
     assert not scheduler.busy
     assert status["waiting"] == status["running"] == status["payload_bytes"] == 0
@@ -293,6 +298,8 @@ def test_tokens_do_not_depend_on_company(
 
 @pytest.fixture
 def check_alone() -> Callable[..., list[Any]]:
+    """A function that streams one request with nobody beside it."""
+
     def run(key: str, count: int) -> list[Any]:
         scheduler = Scheduler(Doctored())
         start(scheduler, key, count)

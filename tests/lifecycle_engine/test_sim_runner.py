@@ -1,7 +1,6 @@
 from __future__ import annotations
 
 import array
-from collections.abc import Iterator
 
 import pytest
 
@@ -13,15 +12,18 @@ COST = SimCost(prefill_token=1.0, prefill_pixel=0.25, decode_step=10.0, decode_l
 
 @pytest.fixture
 def slept() -> list[float]:
+    """The seconds of each sleep."""
     return []
 
 
 @pytest.fixture
-def runner(slept: list[float]) -> Iterator[SimRunner]:
-    yield SimRunner(slots=2, kv_bytes_per_token=100, cost=COST, sleep=slept.append)
+def runner(slept: list[float]) -> SimRunner:
+    """A simulated model whose time passes at once."""
+    return SimRunner(slots=2, kv_bytes_per_token=100, cost=COST, sleep=slept.append)
 
 
 def pixels(count: int, value: float = 1.0) -> memoryview:
+    """Pixels of one value."""
     return memoryview(array.array("f", [value]) * (count * BYTES_PER_PIXEL // 4))
 
 

@@ -17,6 +17,7 @@ COUNT = 24
 
 
 def prompt_of(prepared: Any, **options: Any) -> Prompt:
+    """What a runner takes."""
     return Prompt(prepared.request["input_ids"], dict(prepared.tensors), **options)
 
 

@@ -7,16 +7,16 @@ from pathlib import Path
 from typing import Any
 
 import anyio
-import lifecycle_zmq
 import numpy as np
 import pytest
+
+import lifecycle
+import lifecycle_zmq
+from lifecycle import EngineLost, Payload
 from lifecycle_engine import worker
 from lifecycle_engine.runner import DeviceLost
 from lifecycle_engine.sim_runner import SimRunner
 from lifecycle_zmq import RequestRejected, ZmqEngine
-
-import lifecycle
-from lifecycle import EngineLost, Payload
 
 LINK = ["--endpoint", "ipc:///tmp/nowhere", "--incarnation", "3"]
 WORKER = [sys.executable, "-m", "lifecycle_engine.worker"]

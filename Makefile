@@ -30,7 +30,7 @@ demo: .venv/.ready
 	@$(BIN)/lifecycle-engine demo $(ARGS)
 
 serve: .venv/.ready
-	@$(BIN)/lifecycle-engine serve $(ARGS)
+	@$(BIN)/lifecycle-engine serve --hints $(ARGS)
 
 test: lint types pytest wheel
 

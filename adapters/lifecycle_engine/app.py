@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
+from functools import partial
 
 import anyio
 from starlette.applications import Starlette
@@ -86,20 +85,15 @@ def create_app(
         ),
         payloads=gate,
         in_flight=in_flight or Gate(name="in_flight"),
-        sessions=SessionRegistry(end_timeout=settings.end_timeout, observer=observer),
         threads=anyio.CapacityLimiter(settings.threads),
         deadlines=settings.deadlines,
+        new_sessions=partial(
+            SessionRegistry, end_timeout=settings.end_timeout, observer=observer
+        ),
     )
-
-    @asynccontextmanager
-    async def lifespan(_: Starlette) -> AsyncIterator[None]:
-        # The sessions end before the engine that has to be told of their end.
-        async with service.engine, service.sessions:
-            yield
-
     app = Starlette(
         routes=_routes(service),
-        lifespan=lifespan,
+        lifespan=lambda _: service.running(),
         middleware=[
             Middleware(LifecycleMiddleware),
             Middleware(BodyLimit, max_bytes=settings.body_bytes),

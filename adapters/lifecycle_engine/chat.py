@@ -116,13 +116,20 @@ class ChatCompletions:
         self, session: Session, box: Payload[Chat], lease: Lease | None, usage: Usage
     ) -> tuple[dict[str, Any], Payload[Mapping[str, Any]]]:
         processor = self._service.processor
-        prepared = await anyio.to_thread.run_sync(
-            lambda: processor.prepare(box.take()), limiter=self._service.threads
+
+        def prepare() -> tuple[dict[str, Any], Payload[Mapping[str, Any]], int]:
+            # In a box already here: a worker thread holds on to what it returned
+            # until it runs again.
+            made = processor.prepare(box.take())
+            tensors = Payload[Mapping[str, Any]](made.tensors, nbytes=made.nbytes)
+            return made.request, tensors, made.prompt_tokens
+
+        request, tensors, usage.prompt_tokens = await anyio.to_thread.run_sync(
+            prepare, limiter=self._service.threads
         )
-        usage.prompt_tokens = prepared.prompt_tokens
         if lease is not None:
-            lease.settle(bytes=prepared.nbytes)
-        return prepared.request, session.box(prepared.tensors, nbytes=prepared.nbytes)
+            lease.settle(bytes=tensors.nbytes)
+        return request, session.box(tensors.take(), nbytes=tensors.nbytes)
 
     async def _answer(
         self, items: AsyncIterator[Any], incoming: Incoming, usage: Usage, reply: Reply

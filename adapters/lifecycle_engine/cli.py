@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from .hints import hints
+from .hints import first_steps
 
 if TYPE_CHECKING:
     from .processor import Processor
@@ -78,9 +78,12 @@ def serve(
     drain: Annotated[
         float, typer.Option(help="Seconds that streams get at the end.")
     ] = 10.0,
+    hints: Annotated[
+        bool, typer.Option("--hints", help="Print what to try once it is ready.")
+    ] = False,
 ) -> None:
     """Serve the OpenAI API until SIGTERM or SIGINT."""
-    from lifecycle import Gate
+    from lifecycle import EngineLost, Gate
     from lifecycle_zmq import ZmqEngine
 
     from . import serve as server
@@ -88,7 +91,7 @@ def serve(
 
     folder = None
     if runner is RunnerName.torch:
-        folder = checkpoint or default_checkpoint()
+        folder = _existing(checkpoint) if checkpoint else default_checkpoint()
     engine = ZmqEngine(
         worker_argv(
             runner,
@@ -107,13 +110,21 @@ def serve(
         in_flight=Gate(slots=slots or None, name="in_flight", **line),  # type: ignore[arg-type]
         settings=AppSettings(model=name, body_bytes=body_bytes, threads=threads),
     )
-    server.run(
-        app,
-        host=host,
-        port=port,
-        drain=drain,
-        announce=lambda address: _announce(address, name),
-    )
+
+    def announce(address: str) -> None:
+        typer.echo(f"lifecycle-engine is ready at {address}")
+        if hints:
+            typer.echo(first_steps(address, name))
+        sys.stdout.flush()
+
+    try:
+        server.run(app, host=host, port=port, drain=drain, announce=announce)
+    except OSError as error:
+        typer.echo(f"cannot listen on {host} port {port}: {error.strerror}", err=True)
+        raise typer.Exit(1) from None
+    except EngineLost as error:
+        typer.echo(f"the engine did not start: {error}", err=True)
+        raise typer.Exit(1) from None
 
 
 @cli.command()
@@ -171,6 +182,16 @@ def checkpoint(
     typer.echo(f"{out}")
 
 
+def _existing(folder: Path) -> Path:
+    if (folder / "config.json").exists():
+        return folder
+    raise typer.BadParameter(
+        f"{folder} holds no config.json; "
+        f"`lifecycle-engine checkpoint {folder}` builds a tiny checkpoint there",
+        param_hint="--checkpoint",
+    )
+
+
 def worker_argv(
     runner: RunnerName,
     folder: Path | None,
@@ -222,12 +243,6 @@ def default_checkpoint(cache: Path | None = None) -> Path:
         finally:
             shutil.rmtree(fresh, ignore_errors=True)
     return folder
-
-
-def _announce(address: str, model: str) -> None:
-    typer.echo(f"lifecycle-engine is ready at {address}")
-    typer.echo(hints(address, model))
-    sys.stdout.flush()
 
 
 def main() -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 
 
-def hints(address: str, model: str) -> str:
+def first_steps(address: str, model: str) -> str:
     """Return a curl line and a Python snippet that work as they stand.
 
     Args:

@@ -17,7 +17,7 @@ import anyio.to_thread
 
 from lifecycle import Payload
 
-from .api_errors import bad_request
+from .api_errors import ApiError, bad_request
 from .media import (
     Measure,
     MediaLimits,
@@ -113,10 +113,18 @@ class Intake:
         box = Payload(body, nbytes=len(body))
         del body
 
-        def parse() -> Incoming:
-            return self.parse(box.take())
+        def parse() -> Incoming | ApiError:
+            try:
+                return self.parse(box.take())
+            except ApiError as error:
+                # A traceback holds the body's frames, and a worker thread holds
+                # on to what it raised until it runs again.
+                return error.with_traceback(None)
 
-        return await anyio.to_thread.run_sync(parse, limiter=self._limiter)
+        outcome = await anyio.to_thread.run_sync(parse, limiter=self._limiter)
+        if isinstance(outcome, ApiError):
+            raise outcome
+        return outcome
 
     def parse(self, body: bytes) -> Incoming:
         """Check a body; any thread.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import signal
 import socket
@@ -11,6 +12,8 @@ from types import FrameType
 import anyio
 import uvicorn
 from starlette.applications import Starlette
+
+from lifecycle import EngineLost
 
 from .service import Service
 
@@ -23,14 +26,18 @@ class DrainingServer(uvicorn.Server):
 
     The first SIGTERM or SIGINT closes admission: readiness goes false, new
     requests are told to go elsewhere, streams get *drain* seconds and the rest is
-    ended with an error in its protocol. A second SIGINT cuts that short. Unlike
-    uvicorn's own, the exit is an ordinary one: the signal is not raised again.
+    ended with an error in its protocol. A second SIGINT cuts that short, a third
+    one leaves without waiting for anybody. Unlike uvicorn's own, the exit is an
+    ordinary one: the signal is not raised again.
 
     Args:
         config: With a bounded ``timeout_graceful_shutdown``.
         service: Whose sessions are drained.
         drain: Seconds that streams may take.
         on_ready: Called once the server listens and the engine is there.
+
+    Attributes:
+        failure: Why the engine never came; the server then stops by itself.
     """
 
     def __init__(
@@ -44,18 +51,31 @@ class DrainingServer(uvicorn.Server):
         super().__init__(config)
         self._service = service
         self._drain = drain
-        self._on_ready: Callable[[], None] | None = on_ready
+        self._on_ready = on_ready
+        self._awaiting: asyncio.Task[None] | None = None
+        self.failure: EngineLost | None = None
 
-    async def on_tick(self, counter: int) -> bool:
-        """Announce the server at the first tick that finds it ready."""
-        if self._on_ready is not None and self._service.ready:
-            on_ready, self._on_ready = self._on_ready, None
-            on_ready()
-        return await super().on_tick(counter)
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        """Listen at once, and announce the server when the engine is there, too."""
+        await super().startup(sockets)
+        if not self.should_exit:
+            self._awaiting = asyncio.create_task(self._await_engine())
+
+    async def _await_engine(self) -> None:
+        try:
+            await self._service.engine.wait_ready()
+        except EngineLost as error:
+            # One that never served will not serve the next time either.
+            self.failure = error
+            self.should_exit = True
+        else:
+            self._on_ready()
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         """Drain, then shut down as uvicorn does."""
         service = self._service
+        if self._awaiting is not None:
+            self._awaiting.cancel()
         service.payloads.close()
         service.in_flight.close()
         async with anyio.create_task_group() as tasks:
@@ -69,6 +89,8 @@ class DrainingServer(uvicorn.Server):
         # uvicorn sets a flag from its signal handler; there is nothing to wait on.
         while not self.force_exit:  # noqa: ASYNC110
             await anyio.sleep(_POLL)
+        # Left set, uvicorn would drop its tasks and skip the lifespan's end.
+        self.force_exit = False
         scope.cancel()
 
     @contextlib.contextmanager
@@ -105,6 +127,7 @@ def run(
 
     Raises:
         OSError: The address cannot be listened on.
+        EngineLost: The engine ended before it ever served, with its last words.
     """
     config = uvicorn.Config(
         app,
@@ -123,6 +146,8 @@ def run(
             on_ready=lambda: announce(address),
         )
         server.run(sockets=[listener])
+    if server.failure is not None:
+        raise server.failure
 
 
 def _address(host: str, port: int) -> str:

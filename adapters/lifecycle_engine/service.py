@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Mapping
-from dataclasses import dataclass
+from collections.abc import AsyncIterator, Callable, Mapping
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
 from types import TracebackType
 from typing import Any, Protocol, Self
 
@@ -42,6 +43,10 @@ class Engine(Protocol):
         traceback: TracebackType | None,
     ) -> bool | None: ...
 
+    async def wait_ready(self) -> None:
+        """Wait until requests are taken; `EngineLost` if it ended before."""
+        ...
+
     async def start(
         self,
         key: str,
@@ -78,9 +83,11 @@ class Deadlines:
     total: float | None = None
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(slots=True, kw_only=True)
 class Service:
     """One model behind one engine.
+
+    Made without an event loop, run by the application's lifespan.
 
     Attributes:
         model: The name that clients ask for.
@@ -89,9 +96,9 @@ class Service:
         intake: Reads and checks requests.
         payloads: Gate over the bytes of payloads, until hand-off.
         in_flight: Gate over requests, until their end.
-        sessions: Every request from its arrival until its engine is quiet.
         threads: Bounds preprocessing.
         deadlines: For the engine.
+        new_sessions: Makes the registry of one run.
     """
 
     model: str
@@ -100,9 +107,33 @@ class Service:
     intake: Intake
     payloads: Gate
     in_flight: Gate
-    sessions: SessionRegistry
     threads: anyio.CapacityLimiter
     deadlines: Deadlines
+    new_sessions: Callable[[], SessionRegistry]
+    _sessions: SessionRegistry | None = field(default=None, init=False)
+
+    @asynccontextmanager
+    async def running(self) -> AsyncIterator[None]:
+        """Run the engine and the sessions.
+
+        Cancellation:
+            Ends both, the sessions first: the engine has to be told of their end.
+        """
+        self._sessions = self.new_sessions()
+        async with self.engine, self._sessions:
+            yield
+
+    @property
+    def sessions(self) -> SessionRegistry:
+        """Every request from its arrival until its engine is quiet.
+
+        Raises:
+            RuntimeError: The service does not run.
+        """
+        if self._sessions is None:
+            message = "the service does not run; serve its application with lifespan on"
+            raise RuntimeError(message)
+        return self._sessions
 
     @property
     def ready(self) -> bool:

@@ -11,7 +11,7 @@ import pytest_asyncio
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "kit"))
 
-from http_kit import Server, running  # noqa: E402
+from http_kit import Server, running
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")

@@ -126,7 +126,11 @@ IMAGES: dict[str, tuple[str, int, str]] = {
     "excess-base64": ("data:image/png;base64,aGk=aGk=", 400, "invalid_base64"),
     "not-an-image": (data_url(b"hello, world" * 9), 400, "invalid_image"),
     "nothing": (data_url(b""), 400, "invalid_image"),
-    "svg": (data_url(b"<svg xmlns='http://www.w3.org/2000/svg'/>"), 400, "invalid_image"),
+    "svg": (
+        data_url(b"<svg xmlns='http://www.w3.org/2000/svg'/>"),
+        400,
+        "invalid_image",
+    ),
     "truncated-header": (data_url(encoded()[:20]), 400, "invalid_image"),
     "truncated-data": (data_url(encoded(200, 200)[:-40]), 400, "invalid_image"),
     "truncated-jpeg": (
@@ -215,7 +219,9 @@ async def test_refuses_more_pixels_than_allowed(server: Any, client: Any) -> Non
 )
 async def test_refuses_id_that_is_no_name(server: Any, client: Any, name: Any) -> None:
     """Ids that could not be logged or sent back are refused (fault-19)."""
-    status, headers, document = await answer_to(server.port, ask(), b"x-request-id: " + name)
+    status, headers, document = await answer_to(
+        server.port, ask(), b"x-request-id: " + name
+    )
     assert status == 400
     assert is_error(document, "x-request-id", "invalid_id")
     assert "x-request-id" not in headers

@@ -12,6 +12,7 @@ from typing import Any
 import openai
 import pytest
 from http_kit import GatedProcessor, Quiet, answer_to, data_url, png, running, user
+
 from lifecycle import Gate
 from lifecycle_engine.app import AppSettings
 from lifecycle_engine.media import MediaLimits, estimate_bytes, measure
@@ -128,7 +129,7 @@ async def test_refuses_id_in_use_and_serves_it_again_afterwards() -> None:
     processor = GatedProcessor()
     async with running(processor=processor) as server:
         first = asyncio.create_task(answer_to(server.port, body("a"), name))
-        await server.until(lambda: server.service.sessions.live())
+        await server.until(server.service.sessions.live)
         status, _, document = await answer_to(server.port, body("b"), name)
         assert status == 409
         assert document["error"]["code"] == "session_busy"
@@ -158,7 +159,7 @@ async def test_answers_503_until_engine_is_there() -> None:
 
 
 async def test_tells_every_stream_once_that_engine_died() -> None:
-    """SIGKILL under 32 streams: each told once, none hangs, service resumes (fault-22)."""
+    """SIGKILL under 32 streams: each told once, none hangs (fault-22)."""
     async with running(*SLOW, "--max-batch=32") as server, server.client() as client:
         service, told, streaming = server.service, [], asyncio.Semaphore(0)
 
@@ -195,9 +196,7 @@ async def test_answers_503_where_engine_dies_before_first_token() -> None:
     """Before the first token the death of the engine is still a status to retry."""
     async with running("--sim-prefill-token=5") as server:
         service = server.service
-        asking = asyncio.create_task(
-            answer_to(server.port, body("wait", stream=True))
-        )
+        asking = asyncio.create_task(answer_to(server.port, body("wait", stream=True)))
         await server.until(
             lambda: [s for s in service.sessions.live() if s.phase == "started"]
         )
@@ -233,10 +232,10 @@ async def test_tells_stream_that_is_cancelled_by_id() -> None:
             stream=True,
             extra_headers={"x-request-id": "mine"},
         )
+        await anext(stream)
+        await server.service.sessions.cancel("mine")
         with pytest.raises(openai.APIError) as caught:
-            async for chunk in stream:
-                if chunk.choices[0].delta.content:
-                    await server.service.sessions.cancel("mine")
+            [_ async for _ in stream]
         assert caught.value.code == "cancelled"
         await server.quiet()
 

@@ -19,6 +19,7 @@ KINDS = [
     ("asyncio", "scope", "late"),
     ("asyncio", "native", "early"),
     ("asyncio", "native", "late"),
+    ("asyncio", "native", "always"),
     ("trio", "scope", "early"),
 ]
 
@@ -129,7 +130,15 @@ def _stepped(
 
 
 class Cancelled:
-    """How one run went: `points` seen, whether the cancellation came out."""
+    """One run that is cancelled at its suspension number *at*, and how it went.
+
+    Args:
+        at: From 1; 0 cancels nothing.
+        kind: "scope" by an anyio scope, "native" by ``Task.cancel``, "leave" by
+            whatever `cancel` is set to.
+        when: "early" as it suspends, "late" when what it waits for is there but it
+            has not run yet, "always" at this and every later suspension.
+    """
 
     def __init__(self, at: int, kind: str, when: str) -> None:
         self.at, self.kind, self.when = at, kind, when
@@ -159,7 +168,10 @@ class Cancelled:
         self, pending: Any, cancel: Callable[[], Any]
     ) -> Callable[[], None] | None:
         self.points += 1
-        if self.points != self.at:
+        if self.at and self.when == "always" and self.points >= self.at:
+            self.hit = True
+            cancel()
+        if self.points != self.at or self.when == "always":
             return None
         self.hit = True
         if self.when == "early":

@@ -7,6 +7,7 @@ import base64
 import contextlib
 import io
 import json
+import os
 import struct
 import sys
 import threading
@@ -19,13 +20,14 @@ from typing import Any
 import anyio
 import openai
 from asgi_kit import serving
+from PIL import Image
+
 from lifecycle import Gate
 from lifecycle_engine.app import AppSettings, create_app
 from lifecycle_engine.processor import Chat, Prepared
 from lifecycle_engine.service import Service
 from lifecycle_engine.sim_processor import SimProcessor
 from lifecycle_zmq import ZmqEngine
-from PIL import Image
 
 FAST = (
     "--sim-prefill-token=0",
@@ -35,19 +37,19 @@ FAST = (
 )
 
 
+ROOT = Path(__file__).parents[2]
+# For processes of their own, where the import path is not ours.
+ENV = {
+    **os.environ,
+    "PYTHONPATH": f"{ROOT / 'src'}:{ROOT / 'adapters'}",
+    "OMP_NUM_THREADS": "1",
+}
+
+
 def make_engine(*options: str, **settings: Any) -> ZmqEngine:
     """An engine process with the simulated runner, quick unless told otherwise."""
     argv = [sys.executable, "-m", "lifecycle_engine.worker", "--runner=sim"]
-    # In a process of its own, where the import path is not ours.
-    return ZmqEngine([*argv, *FAST, *options], env=_env(), **settings)
-
-
-def _env() -> dict[str, str]:
-    import os
-
-    root = Path(__file__).parents[2]
-    path = [str(root / "src"), str(root / "adapters")]
-    return {**os.environ, "PYTHONPATH": ":".join(path), "OMP_NUM_THREADS": "1"}
+    return ZmqEngine([*argv, *FAST, *options], env=ENV, **settings)
 
 
 def png(width: int, height: int) -> bytes:

@@ -170,7 +170,7 @@ def test_leaves_nothing_behind_under_unreliable_clients() -> None:
 def announced() -> Iterator[str]:
     """Serve the simulated model; yield what the server prints when it is ready."""
     process = subprocess.Popen(
-        [*COMMAND, "serve", "--runner", "sim", "--port", "0"],
+        [*COMMAND, "serve", "--runner", "sim", "--port", "0", "--hints"],
         stdout=subprocess.PIPE,
         text=True,
     )

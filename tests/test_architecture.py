@@ -17,28 +17,30 @@ ADAPTERS = ROOT / "adapters"
 # Who in the core may import whom, from the floor upwards. A module that is not
 # named here may import nothing of ours; `__init__` collects the public names and
 # may import them all. What only type checkers import draws no arrow.
+FLOOR = {"_errors", "events", "_park", "_ticket"}
 ARROWS: dict[str, set[str]] = {
-    "_errors": set(),
-    "events": set(),
-    "_park": set(),
-    "_ledger": {"_errors"},
-    "_books": {"events"},
-    "_refusal": {"_ledger", "_errors"},
-    "_lease": {"_ledger", "_park", "_errors"},
+    # The gate's books: pure, synchronous, no errors of ours but refusals.
+    "_ledger": {"_ticket"},
+    "_line": {"_ticket"},
+    "_fair": {"_ticket"},
+    "_books": {"_ledger"},
+    "_refusal": {"_errors"},
+    "_lease": FLOOR,
+    "_admission": {"_books", "_fair", "_lease", "_line", "_refusal"} | FLOOR,
+    # Payloads and streams know nothing of gates.
     "_payload": set(),
     "_scrub": {"_payload"},
     "_stream": {"_errors"},
     "_watchdog": {"_stream"},
+    # Sessions know starts, a start knows its lease; nothing knows the registry.
     "_start": {"_lease", "_payload", "_errors"},
     "_session": {"_start", "_stream", "_watchdog", "_payload", "_errors", "events"},
     "_decorators": {"_session", "_stream", "_scrub", "_payload"},
     # `Gate.admits` and `SessionRegistry.track` are decorators, hence the last arrows.
-    "_gate": {"_lease", "_ledger", "_books", "_refusal", "_park", "_errors", "events"}
-    | {"_decorators"},
-    "_sessions": {"_session", "_watchdog", "_park", "_errors", "events"}
-    | {"_decorators"},
+    "_gate": {"_admission", "_lease"} | FLOOR | {"_decorators"},
+    "_sessions": {"_session", "_watchdog"} | FLOOR | {"_decorators"},
     "observers": {"events"},
-}
+} | {name: set() for name in FLOOR}
 
 # Time, chance and the outside world come in as arguments, so that all of the core
 # runs under simulation.

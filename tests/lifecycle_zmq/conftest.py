@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import os
 import sys
 import threading
@@ -153,7 +152,6 @@ def _inventory() -> dict[str, Any]:
 @pytest.fixture
 def no_leaks(tmp_path: Path) -> Iterator[None]:
     """Descriptors, threads, children and socket directories return to baseline."""
-    gc.collect()
     with _watching():
         yield
     left = [path.name for path in tmp_path.glob("lifecycle-*")]

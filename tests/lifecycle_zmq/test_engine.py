@@ -233,10 +233,10 @@ async def test_start_sent_to_a_stopped_engine_never_reaches_the_next(
 
 
 async def test_every_kill_in_a_row_is_survived(make_engine: MakeEngine) -> None:
-    """Eight kills, in and out of work: no zombie, no descriptor left (`fault-55`)."""
+    """Five kills, in and out of work: no zombie, no descriptor left (`fault-55`)."""
     async with make_engine(backoff=0.01, max_backoff=0.01) as engine:
         descriptors = set()
-        for number in range(8):
+        for number in range(5):
             with anyio.fail_after(20):
                 await engine.wait_ready()
                 descriptors.add(psutil.Process().num_fds())

@@ -85,7 +85,7 @@ async def test_withholds_start_when_gone_in_preprocessing(
 async def test_ends_engine_session_when_gone_before_first_token(
     stream: bool, reset: bool
 ) -> None:
-    """Gone during prefill: the engine forgets the request at the next step (fault-5)."""
+    """Gone during prefill: the engine forgets it at the next step (fault-5)."""
     async with running("--sim-prefill-token=0.01") as server:
         service = server.service
         _, writer = await post(server.port, ask(stream=stream))

@@ -23,6 +23,7 @@ napoleon_numpy_docstring = False
 napoleon_custom_sections = [("Cancellation", "returns_style")]
 autodoc_member_order = "bysource"
 autodoc_typehints = "none"
+autodoc_preserve_defaults = True
 autodoc_class_signature = "separated"
 
 # Built where nothing outside can be reached, so names of others are not resolved.

@@ -80,6 +80,7 @@ class Scheduler:
         self._running: dict[str, _Task] = {}
         self._told: dict[str, Output] = {}
         self._steps = 0
+        self._tokens = 0
         self._started = 0
         self._rejected = 0
         self._payload_bytes = 0
@@ -149,6 +150,7 @@ class Scheduler:
             "slots_free": self._pool.free_slots,
             "payload_bytes": self._payload_bytes,
             "steps": self._steps,
+            "tokens": self._tokens,
             "started": self._started,
             "rejected": self._rejected,
             "finished": dict(self._finished),
@@ -219,6 +221,7 @@ class Scheduler:
         if reason is None:
             task.last = token
             task.made += 1
+            self._tokens += 1
             items.append([token])
             if task.made == task.request.max_tokens:
                 reason = "length"

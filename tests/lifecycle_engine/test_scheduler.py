@@ -271,6 +271,7 @@ def test_status_is_plain_and_balances(scheduler: Scheduler, runner: Doctored) ->
         "slots_free": 0,
         "payload_bytes": PIXELS,
         "steps": 2,
+        "tokens": 3,
         "started": 3,
         "rejected": 0,
         "finished": {"completed": 0, "cancelled": 0, "failed": 0, "ended": 0},

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import random
+import types
 from collections.abc import Callable
 from typing import Any
 
@@ -9,7 +10,7 @@ import pytest
 torch = pytest.importorskip("torch")
 pytest.importorskip("transformers")
 
-from lifecycle_engine.runner import Prompt  # noqa: E402
+from lifecycle_engine.runner import DeviceLost, Prompt  # noqa: E402
 from lifecycle_engine.scheduler import Scheduler  # noqa: E402
 from lifecycle_engine.transformers_runner import TransformersRunner  # noqa: E402
 
@@ -229,6 +230,57 @@ def test_greedy_stream_does_not_end_by_itself(expected: list[Any]) -> None:
     """A random checkpoint writes on until max_tokens, and not one token for ever."""
     assert all(len(tokens) == COUNT for tokens in expected)
     assert all(len(set(tokens)) > COUNT // 3 for tokens in expected)
+
+
+def test_random_checkpoint_writes_readable_text(
+    processor: Any, expected: list[Any]
+) -> None:
+    """What a random checkpoint writes is nonsense, but printable."""
+    for tokens in expected:
+        detokenizer = processor.detokenizer()
+        text = detokenizer.push(tokens) + detokenizer.flush()
+        assert text.isascii()
+        assert all(letter.isprintable() or letter == "\n" for letter in text)
+
+
+class _Errors:
+    """A CUDA runtime that fails every call, or none."""
+
+    def __init__(self, *, sticky: bool) -> None:
+        self.sticky = sticky
+
+    def synchronize(self) -> None:
+        if self.sticky:
+            raise RuntimeError("CUDA error: device-side assert triggered")
+
+
+@pytest.mark.parametrize(
+    ("error", "sticky", "lost"),
+    [
+        (RuntimeError("CUDA error: illegal address"), True, True),
+        (RuntimeError("shapes do not match"), False, False),
+        (torch.OutOfMemoryError("CUDA out of memory"), True, False),
+    ],
+    ids=["sticky", "ordinary", "memory"],
+)
+def test_only_an_error_that_stays_is_a_lost_device(
+    model: Any,
+    monkeypatch: pytest.MonkeyPatch,
+    error: RuntimeError,
+    sticky: bool,
+    lost: bool,
+) -> None:
+    """A CUDA error ends the process only where the next call fails as well."""
+    runner = TransformersRunner(model, slots=1, max_length=64)
+    device = types.SimpleNamespace(type="cuda")
+    monkeypatch.setattr(runner, "model", types.SimpleNamespace(device=device))
+    monkeypatch.setattr(torch, "cuda", _Errors(sticky=sticky))
+    monkeypatch.setattr(torch, "zeros", lambda *_, **__: torch.tensor([0.0]))
+    if lost:
+        with pytest.raises(DeviceLost):
+            runner._raise_if_lost(error)
+    else:
+        runner._raise_if_lost(error)
 
 
 def test_max_length_beyond_the_model_raises(model: Any) -> None:

@@ -84,7 +84,12 @@ def attempt(
     try:
         run(seed, faults, backend=backend)
     except Exception as error:  # noqa: BLE001 - any failure is a find
-        story = "".join(traceback.format_exception(error))
+        # Anyio's task groups wrap; the law that was broken is at the bottom.
+        lowest: BaseException = error
+        while isinstance(lowest, BaseExceptionGroup):
+            lowest = lowest.exceptions[0]
+        story = "".join(traceback.format_exception(lowest))
+        story += "\n".join(getattr(error, "__notes__", ()))
         return f"{story}\nreplay: {replay(seed, faults, backend)}"
     return None
 

@@ -24,6 +24,7 @@ from lifecycle import (
     EngineLost,
     Gate,
     GateClosed,
+    GateStatistics,
     Lease,
     Payload,
     Refused,
@@ -35,7 +36,14 @@ from lifecycle import (
     StreamTimeout,
     managed,
 )
-from lifecycle.events import Event, SessionClosed
+from lifecycle.events import (
+    DrainStarted,
+    EndFailed,
+    Event,
+    SessionClosed,
+    SessionOpened,
+    StreamEnded,
+)
 from lifecycle.testing import Script, ScriptedEngine, Simulated, simulate, simulate_trio
 
 Fault = tuple[str, int]
@@ -73,6 +81,7 @@ class Plan:
     patience: float | None
     prepare: float
     style: str
+    priority: int
     script: Script
     start_timeout: float
     idle: float | None
@@ -90,6 +99,7 @@ class Client:
     lease: Lease | None = None
     opening: bool = False
     opened: int = 0
+    failed: bool = False
     source: Any = None
     struck: set[str] = field(default_factory=set)
 
@@ -113,7 +123,7 @@ def _draw_plan(rng: random.Random, number: int, styles: tuple[str, ...]) -> Plan
         end_delay=ends.get(odd, 0),
         end_error=ScriptError() if odd == "bad_end" else None,
     )
-    cost = rng.choice((1, 3, 5, 9))
+    cost = rng.choice((1, 3, 3, 5, 5, 9, 9, 13))
     return Plan(
         number=number,
         id=f"r{rng.randrange(2)}" if rng.random() < 0.3 else f"c{number}",
@@ -123,8 +133,9 @@ def _draw_plan(rng: random.Random, number: int, styles: tuple[str, ...]) -> Plan
         patience=rng.choice((0.003, 0.02)) if rng.random() < 0.3 else None,
         prepare=rng.choice((0, 0, 0.001, 0.01)),
         style=rng.choice(styles),
+        priority=rng.choice((0, 0, 1)),
         script=script,
-        start_timeout=0.03 if odd == "mute" or rng.random() < 0.1 else 30.0,
+        start_timeout=rng.choice((0.03, 30.0 if odd == "mute" else 0.5)),
         idle=0.05 if odd == "hang" else None,
         reads=rng.choice((99, 99, 99, 0, 1)),
     )
@@ -157,6 +168,8 @@ class World:
         self.slots = rng.choice((1, 2, 2))
         self.bytes = rng.choice((9, 10, 12))
         self.max_waiting = rng.choice((None, None, None, 1))
+        self.order = rng.choice(("fifo", "fifo", "fifo", "lanes", "fair"))
+        self.enforce = rng.random() < 0.95
         self.exact = all(plan.style == "session" for plan in self.plans)
         possible = self.possible_faults()
         drawn = [
@@ -169,9 +182,10 @@ class World:
         self.asked: list[Client] = []
         self.payloads: list[weakref.ref[Blob]] = []
         self.outcomes: dict[int, str] = {}
-        self.asks = self.unstarted = self.granted = 0
-        self.disturbed = False
+        self.asks = self.granted = self.ends_failed = self.streams = 0
+        self.disturbed = self.closed = self.drained = False
         self.broken_law: str | None = None
+        self.step = 0
         self.gate: Gate | None = None
 
     def possible_faults(self) -> list[Fault]:
@@ -180,7 +194,8 @@ class World:
         return [
             *((kind, plan.number) for plan in self.plans for kind in kinds),
             *(("die", 0), ("close", 0), ("drain", 0), ("drain", 1)),
-            *(("resize", 0), ("resize", 1), ("resize", 3)),
+            *(("resize", 0), ("resize", 1), ("resize", 3), ("shrink", 4)),
+            ("quit", 0),
         ]
 
     # The program.
@@ -190,24 +205,35 @@ class World:
         self.broken, self.draining = anyio.Event(), anyio.Event()
         self.engine = ScriptedEngine(lambda key: self.by_key[key].plan.script)
         self.sessions = SessionRegistry(end_timeout=0.5, observer=self._observe)
-        gate = Gate(slots=self.slots, bytes=self.bytes, max_waiting=self.max_waiting)
-        self.gate = gate
-        kinds = {fault[0] for _, fault in self.faults}
-        async with self.sessions:
-            self._decorate(gate)
-            async with anyio.create_task_group() as keepers:
-                if kinds & {"die", "resize"}:
-                    keepers.start_soon(self._mend, gate)
-                if "drain" in kinds:
-                    keepers.start_soon(self._drain)
-                async with anyio.create_task_group() as clients:
-                    for plan in self.plans:
-                        client = Client(plan, anyio.CancelScope())
-                        self.clients.append(client)
-                        clients.start_soon(self._live, client)
-                keepers.cancel_scope.cancel()
+        self.gate = gate = Gate(
+            slots=self.slots,
+            bytes=self.bytes,
+            max_waiting=self.max_waiting,
+            order="fair" if self.order == "fair" else "fifo",
+            enforce=self.enforce,
+        )
+        self.quit = anyio.CancelScope()
+        with self.quit:
+            async with self.sessions:
+                await self._serve(gate)
+                assert not self.sessions.live(), "sessions that outlive their owners"
         self.check()
         self._check_end(gate)
+
+    async def _serve(self, gate: Gate) -> None:
+        self._decorate(gate)
+        kinds = {fault[0] for _, fault in self.faults}
+        async with anyio.create_task_group() as keepers:
+            if kinds & {"die", "resize", "shrink"}:
+                keepers.start_soon(self._mend, gate)
+            if "drain" in kinds:
+                keepers.start_soon(self._drain)
+            async with anyio.create_task_group() as clients:
+                for plan in self.plans:
+                    client = Client(plan, anyio.CancelScope())
+                    self.clients.append(client)
+                    clients.start_soon(self._live, client)
+            keepers.cancel_scope.cancel()
 
     async def _mend(self, gate: Gate) -> None:
         """Repair what a fault broke, a while later."""
@@ -216,12 +242,18 @@ class World:
             self.broken = anyio.Event()
             await anyio.sleep(0.02)
             self.engine.restart()
-            gate.resize(slots=self.slots)
+            gate.resize(slots=self.slots, bytes=self.bytes)
 
     async def _drain(self) -> None:
         await self.draining.wait()
+        began = anyio.current_time()
         await self.sessions.drain(self.drain_deadline)
-        assert not self.sessions.live(), "live after a drain"
+        now = self.sessions.statistics()
+        assert not now.live + now.closing, "not quiet after a drain"
+        # Until the deadline, and then an END of 0.5 s at most; time may have
+        # been skipped meanwhile, but only to timers that somebody had set.
+        late = anyio.current_time() - began - self.drain_deadline
+        assert late < 2.0, "the drain took too long"
 
     async def _live(self, client: Client) -> None:
         self._identify(client)
@@ -284,31 +316,65 @@ class World:
             if plan.actual is not None:
                 self.disturbed = True
                 lease.settle(bytes=plan.actual)
+                assert lease.bytes == plan.actual
         except BaseException:
             lease.release()
             raise
-        source = await session.start(
-            partial(self._open, client, session, box),
-            end=partial(self._end, client, session),
-            lease=lease,
-            timeout=plan.start_timeout,
-        )
+        try:
+            source = await session.start(
+                partial(self._open, client, session, box),
+                end=partial(self._end, client, session),
+                lease=lease,
+                timeout=plan.start_timeout,
+            )
+        except Exception:  # and it is alive here, with its traceback
+            assert seen() is None, "the payload lives after a failed hand-off"
+            raise
+        assert session.outcome is None, "started for a session that is over"
         assert seen() is None, "the payload lives after hand-off"
         assert not lease.held, "the lease is held after hand-off"
         stream = session.stream(source, first_item=plan.idle, idle=plan.idle)
-        if await self._read(client, stream) and session.outcome is None:
+        self.streams += 1
+        whole = await self._read(client, stream)
+        assert whole or source.closed, "a source that nobody closed"
+        if whole and session.outcome is None:
             assert stream.items == len(plan.script.items), "items are missing"
 
     async def _admit(self, client: Client) -> Lease:
-        assert self.gate is not None
+        gate, plan = self.gate, client.plan
+        assert gate is not None
         self.asks += 1
+        before = gate.statistics()
+        alone = self.exact and not (self.asked or gate.closed or before.waiting)
+        step = self.step
         self.asked.append(client)
         try:
-            return await self.gate.admit(
-                bytes=client.plan.cost, max_wait=client.plan.patience
+            lease = await gate.admit(
+                bytes=plan.cost,
+                max_wait=plan.patience,
+                key=plan.id,
+                priority=plan.priority if self.order == "lanes" else 0,
             )
+            self._check_turn(client, waited=self.step != step)
         finally:
             self.asked.remove(client)
+        if alone and _would_fit(before, plan.cost):
+            assert self.step == step, "waited for nobody"
+        return lease
+
+    def _check_turn(self, client: Client, *, waited: bool) -> None:
+        """Nobody goes before those who came earlier and still want to."""
+        if self.order != "fifo" or not (self.enforce and self.exact):
+            return
+        earlier = self.asked[: self.asked.index(client)]
+        held = sum(_is_held(c.lease) for c in self.clients if c.lease is not None)
+        assert self.gate is not None
+        now = self.gate.statistics()
+        others = now.admitted - now.released - held - 1
+        # Those who wait resume in any order once they are granted.
+        if not waited or not others:
+            overtaken = [c for c in earlier if not c.struck and not c.plan.patience]
+            assert not overtaken or self.closed, "overtaken in line"
 
     async def _read(self, client: Client, stream: Any) -> bool:
         expected = 0
@@ -330,9 +396,13 @@ class World:
         self._law(client.opened == 1, "opened twice")
         self._law(_is_held(client.lease), "released before hand-off")
         client.opening = True
+        payload = box.take()  # in this frame, as a careless user would
         try:
-            client.source = await self.engine.start(session.key, box.take())
+            client.source = await self.engine.start(session.key, payload)
             return client.source
+        except Exception:
+            client.failed = True
+            raise
         finally:
             client.opening = False
             self._law(_is_held(client.lease), "released while the start went on")
@@ -340,6 +410,8 @@ class World:
     async def _end(self, client: Client, session: Session, source: object) -> None:
         self._law(session.outcome is not None, "ended before it was closed")
         self._law(not client.opening, "ended before the start had settled")
+        self._law(client.opened == 1, "ended without a start")
+        self._law(not client.failed, "ended after a start that failed")
         self._law(source is client.source, "ended something else")
         client.source = None
         await self.engine.end(session.key)
@@ -394,7 +466,8 @@ class World:
                 await self._read(client, stream)
         else:
             await self._read(client, stream)
-        assert seen() is None, "the payload lives after the stream"
+        alone = client.opening  # a start that goes on without its consumer
+        assert seen() is None or alone, "the payload lives after the stream"
 
     def _adopt(self, client: Client, session: Session) -> None:
         client.session = session
@@ -406,6 +479,14 @@ class World:
         if isinstance(event, SessionClosed):
             self._law(event.generation not in self.outcomes, "closed twice")
             self.outcomes[event.generation] = event.outcome
+        elif isinstance(event, SessionOpened):
+            self._law(not self.drained, "opened after a drain began")
+        elif isinstance(event, DrainStarted):
+            self.drained = True
+        elif isinstance(event, EndFailed):
+            self.ends_failed += 1
+        elif isinstance(event, StreamEnded):
+            self.streams -= 1
 
     # Faults.
 
@@ -419,8 +500,9 @@ class World:
                 self.engine.die()
                 self.broken.set()
             case "close":
-                self.disturbed = True
                 self.gate.close()
+                self.closed = True
+                self.granted = self.gate.statistics().admitted
             case "drain":
                 self.drain_deadline = 0.02 * number
                 self.draining.set()
@@ -428,6 +510,14 @@ class World:
                 self.disturbed = True
                 self.gate.resize(slots=number)
                 self.broken.set()
+            case "shrink":
+                self.disturbed = True
+                self.gate.resize(bytes=number)
+                self.broken.set()
+            case "quit":
+                for client in self.clients:
+                    client.struck.add(kind)
+                self.quit.cancel()
             case _ if number < len(self.clients):
                 self._strike_client(kind, self.clients[number])
 
@@ -453,6 +543,7 @@ class World:
 
     def check(self) -> None:
         """Hold the world to the laws that are true after every step."""
+        self.step += 1
         if self.gate is None:
             return
         assert self.broken_law is None, self.broken_law
@@ -473,9 +564,12 @@ class World:
         slots, nbytes = now.slots_in_use, now.bytes_in_use
         assert now.slots is not None
         assert now.bytes is not None
-        if (slots > now.slots or nbytes > now.bytes) and not self.disturbed:
-            assert now.admitted == self.granted, "granted over capacity"
+        over = slots > now.slots or nbytes > now.bytes
+        if self.closed or (over and self.enforce and not self.disturbed):
+            assert now.admitted == self.granted, "granted over capacity, or closed"
         self.granted, self.disturbed = now.admitted, False
+        most = self.max_waiting
+        assert most is None or now.waiting <= most, "the line is too long"
         if not self.exact:
             return
         held = [c.lease for c in self.clients if c.lease is not None and c.lease.held]
@@ -488,9 +582,10 @@ class World:
         assert slots == len(held), "slots in use are not those of live leases"
         assert nbytes == sum(lease.bytes for lease in held), "bytes in use"
         if now.waiting == len(self.asked) > 0 and not self.asked[0].struck:
-            cost = self.asked[0].plan.cost
-            fits = slots < now.slots and nbytes + cost <= now.bytes
-            assert not fits, "a free place beside a waiter that fits"
+            first = _would_fit(now, self.asked[0].plan.cost)
+            assert not first or self.order != "fifo", "a free place beside a waiter"
+            if not slots and now.slots and self.order != "lanes":
+                assert not first, "an empty gate, and somebody waits"
 
     def _check_outcome(
         self, session: Session, left: type[BaseException] | None, ended: str | None
@@ -520,6 +615,8 @@ class World:
         assert not then.live + then.closing, "sessions left"
         assert not then.payloads + then.payload_bytes, "payloads left in boxes"
         assert len(self.outcomes) == then.opened, "a session without an outcome"
+        assert then.ends_failed == self.ends_failed, "failed ENDs"
+        assert not self.streams, "streams that ended twice or never"
         assert not self.engine.live, "sessions left in the engine"
         for client in self.clients:
             assert client.session is None or client.session.phase == "quiet"
@@ -528,6 +625,12 @@ class World:
         self.by_key.clear()
         assert not any(seen() for seen in self.payloads), "payloads left"
         assert anyio.current_time() < BOUND, "too late"
+
+
+def _would_fit(now: GateStatistics, cost: int) -> bool:
+    assert now.slots is not None
+    assert now.bytes is not None
+    return now.slots_in_use < now.slots and now.bytes_in_use + cost <= now.bytes
 
 
 def _is_held(lease: Lease | None) -> bool:

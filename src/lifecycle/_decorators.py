@@ -165,6 +165,7 @@ class _Source:
         work, self._work = self._work, None
         if work is None:
             raise StopAsyncIteration
+        given: dict[str, Any] | None = None
         try:
             given = await self._admit()
             if self._plan.two_phase:
@@ -177,6 +178,7 @@ class _Source:
             self._next = inner.__anext__
             return await inner.__anext__()
         except BaseException as error:
+            work = given = None  # the traceback holds this frame
             forget_frames(error)
             raise
         finally:

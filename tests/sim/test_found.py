@@ -6,11 +6,12 @@ import math
 from collections.abc import AsyncIterator
 from functools import partial
 from typing import Any
+from weakref import ref
 
 import anyio
 import pytest
 
-from lifecycle import Gate, Lease, Session, SessionRegistry, managed
+from lifecycle import CostTooLarge, Gate, Lease, Session, SessionRegistry, managed
 from lifecycle.testing import Script, ScriptedEngine, simulate, simulate_trio
 
 
@@ -80,5 +81,36 @@ def test_keeps_the_lease_that_a_managed_function_passed_to_its_start(run):
             assert gate.statistics().bytes_in_use == 7
             await anyio.sleep(1.0)
             assert gate.statistics().bytes_in_use == 0
+
+    run(main)
+
+
+class Blob:
+    """A payload that can be watched."""
+
+
+@pytest.mark.parametrize("run", [simulate, simulate_trio])
+def test_forgets_the_arguments_of_a_managed_call_that_was_refused(run):
+    """A refusal that is kept does not keep what the request was called with (peers-49).
+
+    Its traceback named the frame that had waited for admission, and that frame
+    still had the call in a local variable.
+    """
+    gate = Gate(bytes=10)
+
+    @gate.admits(cost=11)
+    async def function(image: object) -> AsyncIterator[object]:
+        yield image
+
+    async def main() -> None:
+        image = Blob()
+        seen = ref(image)
+        stream = function(image)
+        del image
+        with pytest.raises(CostTooLarge) as refused:
+            async with stream:
+                await anext(stream)
+        assert refused.value.__traceback__ is not None
+        assert seen() is None
 
     run(main)

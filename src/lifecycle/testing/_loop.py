@@ -190,8 +190,8 @@ class SimLoop(VirtualLoop):
         order: ``"random"``, or ``"fifo"`` as on a stock loop; then the seed only
             decides about timers.
         early_timers: Share of steps, 0 to 1, in which the next timer falls due
-            though there is work; less the further away it is, half of it at
-            1 s. Without it a timeout never meets a wake-up.
+            though there is work; less the further away it is, a quarter of it
+            at 1 s. Without it a timeout never meets a wake-up.
         max_steps: Steps after which the program is taken to run in circles.
     """
 
@@ -215,7 +215,7 @@ class SimLoop(VirtualLoop):
     def _falls_due(self, wait: float) -> bool:
         # Long deadlines guard against the impossible. Were they as likely to
         # strike early as short ones, little else would ever happen.
-        return self._draw() * (1.0 + wait) < self._early
+        return self._draw() * (1.0 + wait) ** 2 < self._early
 
 
 def _number(handle: Any) -> int:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import warnings
 from collections.abc import Awaitable, Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
@@ -14,7 +13,10 @@ from ._loop import SimLoop, VirtualLoop
 T = TypeVar("T")
 
 # Callbacks that a failed program may still run, to let its tasks end.
-_LAST_STEPS = 200
+_LAST_STEPS = 240
+
+# Steps after which those that have not ended are cancelled again.
+_AGAIN = 24
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -114,17 +116,18 @@ def _assert_finished(loop: VirtualLoop) -> None:
 def _tear_down(loop: VirtualLoop) -> None:
     """Let the tasks of a failed program end, so that the failure speaks alone."""
     loop.after_step = None
-    for task in asyncio.all_tasks(loop):
-        task.cancel()
-    with warnings.catch_warnings():
-        # A task that is cancelled before it began never awaits its coroutine.
-        warnings.simplefilter("ignore", RuntimeWarning)
-        for _ in range(_LAST_STEPS):
-            if not asyncio.all_tasks(loop):
-                break
-            loop.call_soon(loop.stop)
-            with suppress(Exception):
-                loop.run_forever()
+    for turn in range(_LAST_STEPS):
+        tasks = asyncio.all_tasks(loop)
+        if not tasks:
+            break
+        for task in tasks:
+            # One that has not begun must begin, or it awaits nothing for ever.
+            begun = getattr(task.get_coro(), "cr_await", None) is not None
+            if begun and turn % _AGAIN == 0:
+                task.cancel()
+        loop.call_soon(loop.stop)
+        with suppress(Exception):
+            loop.run_forever()
     for task in asyncio.all_tasks(loop):
         silent: Any = task
         silent._log_destroy_pending = False  # noqa: SLF001 - there is no other way

@@ -1,0 +1,101 @@
+"""The real core, in a simulated world, under every fault and in many orders."""
+
+from __future__ import annotations
+
+import os
+import time
+
+import pytest
+import soak
+import world
+
+CORES = os.cpu_count() or 1
+
+# As many as are worth waiting for at each run, and as a release is held to.
+QUICK = {"asyncio": 3_000, "trio": 300}
+FULL = 50_000
+WORLDS = 20
+
+
+def assert_clean(jobs):
+    """Run *jobs* on every core; return how many schedules that were."""
+    began, schedules = time.perf_counter(), 0
+    for verdict in soak.every(jobs, CORES):
+        assert verdict.failure is None, verdict.failure
+        schedules += verdict.schedules
+    elapsed = time.perf_counter() - began
+    print(f"{schedules} schedules in {elapsed:.1f} s: {schedules / elapsed:.0f}/s")
+    return schedules
+
+
+@pytest.mark.parametrize("backend", QUICK)
+def test_keeps_the_laws_in_seeded_schedules(backend):
+    """Clients come, leave and are cut in thousands of orders; no law is broken.
+
+    Covers: peers-5, peers-6, peers-7, peers-12, peers-13, peers-16, peers-17,
+    peers-18, peers-20, peers-21, peers-23, peers-28, peers-45, peers-46, B1, B2,
+    B5, B6, B7, B11, B13, B21, fault-1, fault-3, fault-8, fault-20, fault-60,
+    fault-64.
+    """
+    assert_clean(soak.seeds(backend, 0, QUICK[backend]))
+
+
+def test_keeps_the_laws_under_each_fault_at_each_step():
+    """One fault at every step of a world, of every kind, to every client.
+
+    Covers: B4, fault-1, fault-4, fault-5, fault-6, fault-7, fault-9, fault-61.
+    """
+    assert_clean(soak.Job("asyncio", seed, 1, sweep=True) for seed in range(2))
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_keeps_the_laws_in_as_many_schedules_as_a_release_needs():
+    """Every single fault in twenty worlds, and fifty thousand seeds (N1)."""
+
+    def jobs():
+        for seed in range(WORLDS):
+            yield soak.Job("asyncio", seed, 1, sweep=True)
+        yield from soak.seeds("asyncio", 0, FULL)
+        yield from soak.seeds("trio", 0, FULL // 25)
+
+    assert assert_clean(jobs()) > FULL
+
+
+@pytest.mark.parametrize("seed", [0, 7, 11])
+def test_ends_alike_on_asyncio_and_trio(seed, monkeypatch):
+    """Without faults and races, both give the same outcomes (fault-64, N14)."""
+    outcomes = []
+    for backend in ("asyncio", "trio"):
+        seen = {}
+
+        class Quiet(world.World):
+            def __init__(self, seed, faults=None, styles=("session",)):
+                super().__init__(seed, faults, styles)
+                for plan in self.plans:
+                    plan.arrives, plan.patience = plan.number * 1.0, None
+                self.outcomes = seen
+
+        monkeypatch.setattr(world, "World", Quiet)
+        world.run(seed, [], backend=backend)
+        outcomes.append(seen)
+    assert outcomes[0] == outcomes[1]
+    assert outcomes[0]
+
+
+def test_names_a_failing_seed_and_replays_it(monkeypatch, capsys):
+    """A broken law is reported with a command that breaks it again, alone."""
+
+    def broken(self):
+        assert self.step < 10, "a law is broken"
+
+    monkeypatch.setattr(world.World, "check", lambda self: setattr(self, "step", self.step + 1) or broken(self))
+    failure = soak.attempt(5, [(3, ("die", 0))], "asyncio")
+    assert failure is not None
+    assert "a law is broken" in failure
+    assert "seed 5: step 10" in failure
+    assert "digest" in failure
+    command = failure.splitlines()[-1].removeprefix("replay: python ").split()
+    monkeypatch.setattr("sys.argv", command)
+    assert soak.main() == 1
+    assert "a law is broken" in capsys.readouterr().out

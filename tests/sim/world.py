@@ -20,6 +20,8 @@ from typing import Any
 
 import anyio
 
+from link import Gap, LossyLink
+
 from lifecycle import (
     EngineLost,
     Gate,
@@ -170,6 +172,8 @@ class World:
         self.max_waiting = rng.choice((None, None, None, 1))
         self.order = rng.choice(("fifo", "fifo", "fifo", "lanes", "fair"))
         self.enforce = rng.random() < 0.95
+        self.remote = rng.random() < 0.3
+        self.rng = rng
         self.exact = all(plan.style == "session" for plan in self.plans)
         possible = self.possible_faults()
         drawn = [
@@ -214,10 +218,18 @@ class World:
             enforce=self.enforce,
         )
         self.quit = anyio.CancelScope()
-        with self.quit:
-            async with self.sessions:
-                await self._serve(gate)
-                assert not self.sessions.live(), "sessions that outlive their owners"
+        async with anyio.create_task_group() as network:
+            self.wire: Any = self.engine
+            if self.remote:
+                chances = {"lose": 0.05, "double": 0.2}
+                self.wire = LossyLink(self.engine, self.rng, network, **chances)
+            with self.quit:
+                async with self.sessions:
+                    await self._serve(gate)
+                    assert not self.sessions.live(), "sessions without an owner"
+            while self.remote and self.wire.busy:
+                await anyio.sleep(0.01)
+            network.cancel_scope.cancel()
         self.check()
         self._check_end(gate)
 
@@ -265,7 +277,7 @@ class World:
                     await self._by_session(client)
                 else:
                     await self._by_stream(client)
-        except (*_EXPECTED, SessionEnded, SessionExists, ScriptError):
+        except (*_EXPECTED, SessionEnded, SessionExists, ScriptError, Gap):
             pass
         except asyncio.CancelledError:
             if "native" not in client.struck:
@@ -397,7 +409,7 @@ class World:
         client.opening = True
         payload = box.take()  # in this frame, as a careless user would
         try:
-            client.source = await self.engine.start(session.key, payload)
+            client.source = await self.wire.start(session.key, payload)
             return client.source
         except Exception:
             client.failed = True
@@ -413,7 +425,7 @@ class World:
         self._law(not client.failed, "ended after a start that failed")
         self._law(source is client.source, "ended something else")
         client.source = None
-        await self.engine.end(session.key)
+        await self.wire.end(session.key)
 
     def _decorate(self, gate: Gate) -> None:
         if self.exact:
@@ -565,8 +577,10 @@ class World:
         assert now.opened == now.live + sum(now.outcomes.values()), "counters"
         assert now.payloads >= 0 <= now.payload_bytes, "payloads counted out twice"
         engine = self.engine
-        assert not engine.early_ends, "END before START was settled"
         assert not engine.double_ends, "END twice"
+        if self.remote:
+            return  # a start that is given up is ended before it is answered
+        assert not engine.early_ends, "END before START was settled"
         for key in engine.live:
             session = self.by_key[key].session
             assert session is not None

@@ -159,6 +159,9 @@ async def test_payload_is_dead_when_start_failed(
         assert kept is not None
         assert kept.__traceback__ is not None
         assert watch() is None
+        # Nothing to end; and after a send of unknown outcome, nothing to rely on.
+        assert client.streams == 0
+        assert (client.lost is None) is (error not in (ZeroDivisionError, EngineLost))
         monkeypatch.undo()
         del kept
 

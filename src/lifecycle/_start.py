@@ -67,7 +67,8 @@ class Start(Generic[T]):
         self._end = end
         self._lease = lease
         self._timeout = timeout
-        self._on_settled = on_settled
+        # Given up once used: it refers to the session, which refers to this.
+        self._on_settled: Callable[[How], object] | None = on_settled
         self._opening: anyio.CancelScope | None = None
         self.how: How | None = None
         self.value: T | None = None
@@ -167,9 +168,10 @@ class Start(Generic[T]):
         lease, self._lease = self._lease, None
         if lease is not None:
             lease.release()
-        if not self.init_done.is_set():
+        on_settled, self._on_settled = self._on_settled, None
+        if on_settled is not None:
             self.init_done.set()
-            self._on_settled(self.how)
+            on_settled(self.how)
 
     async def _finish(self, end_timeout: float) -> BaseException | None:
         end, self._end = self._end, None

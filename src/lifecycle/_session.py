@@ -157,7 +157,7 @@ class Session:
         del open_, end, lease  # this frame must not keep what they close over
         self._accept(start)
         await start.init_done.wait()
-        if start.error is None and self.outcome is not None:
+        if start.how != "failed" and self.outcome is not None:
             raise self._ended()
         return start.result()
 

@@ -101,15 +101,15 @@ class Start(Generic[T]):
         """
         error, self.error = self.error, None
         try:
-            if error is not None:
-                raise error
-            if self.how == "started":
-                return self.value  # type: ignore[return-value]
             if self.how == "unknown":
                 raise StartTimeout(
                     f"the start was not done within {self._timeout} s; "
                     f"what it sent is being ended"
-                )
+                ) from error
+            if error is not None:
+                raise error
+            if self.how == "started":
+                return self.value  # type: ignore[return-value]
             raise SessionEnded(
                 "the session was closed before it was started", outcome="cancelled"
             )
@@ -155,7 +155,8 @@ class Start(Generic[T]):
         except Exception as error:
             forget_frames(error)
             self.error = error
-            self.how = "failed"
+            # A client that is cancelled often says that it lost its connection.
+            self.how = "unknown" if self._opening.cancel_called else "failed"
         finally:
             self._opening = None
             del open_

@@ -290,6 +290,11 @@ class Session:
             raise
         self._start = start
 
+    def cut(self) -> None:
+        """Called by the registry at its end: let the start not finish either."""
+        if self._start is not None:
+            self._start.close(cut=True)
+
     def settled(self) -> None:
         """Called by the registry: the engine has nothing of this session left."""
         self._quiet.set()

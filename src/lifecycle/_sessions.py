@@ -164,6 +164,10 @@ class SessionRegistry:
         sessions = list(self._live.values())
         for session in sessions:
             session.stop(outcome)
+        if outcome == "shutdown":
+            # Those whose callers have left may still be starting.
+            for session in self._closing:
+                session.cut()
         return len(sessions)
 
     def track(self, key: Callable[..., str]) -> Decorator:

@@ -116,17 +116,24 @@ class Start(Generic[T]):
         finally:
             del error  # its traceback holds this frame
 
-    async def run(self, *, end_timeout: float) -> BaseException | None:
+    async def run(
+        self, *, end_timeout: float, on_cut: Callable[[], object]
+    ) -> BaseException | None:
         """Live through the start.
+
+        Args:
+            end_timeout: Seconds that the end may take.
+            on_cut: Called where a cancellation gets through, to stop the owner.
 
         Returns:
             Why the end failed, or ``None``. Errors of the start itself are for
             `result`.
 
         Cancellation:
-            Only a native ``Task.cancel()`` gets through, as at the end of
-            ``asyncio.run``. The outcome is then unknown, the end is tried once,
-            and the cancellation goes on.
+            Only a native ``Task.cancel()`` gets through, and one that user code
+            was given by a task of its own. The outcome is then unknown and the
+            end is tried once. It ends here: a child that ends cancelled would
+            cancel everything else in the registry.
         """
         try:
             await self._begin()
@@ -135,6 +142,9 @@ class Start(Generic[T]):
         except GeneratorExit:  # the loop is gone, and nothing can be awaited
             self._settle("unknown")
             raise
+        except anyio.get_cancelled_exc_class():  # noqa: ASYNC103 - see above
+            on_cut()
+            self._settle("unknown")
         except BaseException:
             self._settle("unknown")
             await self._finish(end_timeout)
@@ -180,12 +190,12 @@ class Start(Generic[T]):
         if end is None or self.how in ("failed", "withheld"):
             return None
         deadline = anyio.current_time() + end_timeout
-        with anyio.CancelScope(shield=True, deadline=deadline):
-            try:
+        try:
+            with anyio.CancelScope(shield=True, deadline=deadline):
                 await end(value)
-            except Exception as error:
-                forget_frames(error)
-                return error
-            return None
+                return None
+        except (Exception, anyio.get_cancelled_exc_class()) as error:  # noqa: ASYNC103
+            forget_frames(error)
+            return error
         # Only the deadline of the scope leads here.
         return StartTimeout(f"END was not done within {end_timeout} s")

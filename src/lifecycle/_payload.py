@@ -99,7 +99,7 @@ def forget_frames(error: BaseException) -> None:
     raised again elsewhere also names frames that are merely suspended, and
     clearing one of those closes its coroutine up to CPython 3.12. The collector
     can tell them apart: a frame shows it its locals only once it owns them,
-    which is when it is finished.
+    which is when it is finished. Its trace function it shows at any time.
     """
     pending: list[BaseException | None] = [error]
     seen: set[int] = set()
@@ -109,7 +109,8 @@ def forget_frames(error: BaseException) -> None:
             continue
         seen.add(id(exc))
         for frame, _line in traceback.walk_tb(exc.__traceback__):
-            if gc.get_referents(frame):
+            trace = frame.f_trace
+            if any(held is not trace for held in gc.get_referents(frame)):
                 frame.clear()
         pending += [exc.__cause__, exc.__context__]
         if isinstance(exc, BaseExceptionGroup):

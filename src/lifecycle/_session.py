@@ -178,9 +178,12 @@ class Session:
             idle: Longest wait for any later item, in seconds.
             total: Longest life of the stream, in seconds.
             grace: Seconds that the source may take to close.
+
+        Raises:
+            ValueError: A deadline is NaN.
         """
-        stream = _SessionStream(self, source, grace=grace)
         limits = Deadlines(first_item=first_item, idle=idle, total=total)
+        stream = _SessionStream(self, source, grace=grace)
         if limits:
             self._registry.watch(stream, limits)
         return stream

@@ -36,6 +36,12 @@ class Deadlines:
     idle: float | None = None
     total: float | None = None
 
+    def __post_init__(self) -> None:
+        for name in ("first_item", "idle", "total"):
+            limit = getattr(self, name)
+            if limit is not None and math.isnan(limit):
+                raise ValueError(f"{name} must be a number of seconds, not NaN")
+
     def __bool__(self) -> bool:
         return not (self.first_item is self.idle is self.total is None)
 

@@ -65,6 +65,7 @@ class Stream(Generic[T_co]):
         on_close: Iterable[Callable[[], object]] = (),
         grace: float = 5.0,
     ) -> None:
+        self._state = _CLOSED  # for the finaliser, should the source be none
         self._source: AsyncIterator[T_co] | None = source
         self._next = source.__anext__
         self._on_close = tuple(on_close)

@@ -148,6 +148,10 @@ class Stream(Generic[T_co]):
             self.stop()
             return
         source, self._source = self._source, None
+        if source is None:
+            return  # closed already, or about to be
+        self._stopped = True
+        del self._next  # it refers to the source
         try:
             close = getattr(source, "aclose", None)
             if close is not None:

@@ -120,6 +120,7 @@ def _routes(service: Service) -> list[Route]:
         Route("/health", live.health),
         Route("/ready", live.ready),
         Route("/_lifecycle/status", live.status),
+        Route("/_lifecycle/requests", live.requests),
     ]
 
 

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from ._hf import hf, quiet
+from .detokenizer import byte_alphabet
 
 FAMILIES = ("qwen2_5_vl",)
 SPECIAL_TOKENS = (
@@ -115,9 +116,9 @@ def build(
     folder.mkdir(parents=True, exist_ok=True)
     sizes = sizes or Sizes()
     with quiet():
-        ids = _build_tokenizer(folder, sizes.vocab_size)
+        ids, unwritten = _build_tokenizer(folder, sizes.vocab_size)
         _build_image_processor(folder, sizes.max_pixels)
-        _build_model(folder, _config(ids, sizes), ids, seed)
+        _build_model(folder, _config(ids, sizes), ids, unwritten, seed)
     return folder
 
 
@@ -128,8 +129,13 @@ def _corpus() -> Iterator[str]:
             yield Path(spec.origin).read_text(encoding="utf-8")
 
 
-def _build_tokenizer(folder: Path, vocab_size: int) -> dict[str, int]:
-    """Train a byte-level BPE and return the ids of the special tokens."""
+def _build_tokenizer(folder: Path, vocab_size: int) -> tuple[dict[str, int], list[int]]:
+    """Train a byte-level BPE.
+
+    Returns:
+        The ids of the special tokens, and the ids that the model shall not write:
+        those, and the lone bytes that are no readable text.
+    """
     from tokenizers import pre_tokenizers, trainers
 
     qwen2_tokenizer = hf("Qwen2Tokenizer")
@@ -152,7 +158,13 @@ def _build_tokenizer(folder: Path, vocab_size: int) -> dict[str, int]:
     tokenizer.chat_template = _CHAT_TEMPLATE
     tokenizer.save_pretrained(folder)
     ids = tokenizer.convert_tokens_to_ids(list(SPECIAL_TOKENS))
-    return dict(zip(SPECIAL_TOKENS, ids, strict=True))
+    letters = byte_alphabet().items()
+    lone = [
+        tokenizer.convert_tokens_to_ids(letter)
+        for letter, byte in letters
+        if byte != 0x0A and not 0x20 <= byte < 0x7F
+    ]
+    return dict(zip(SPECIAL_TOKENS, ids, strict=True)), ids + lone
 
 
 def _build_image_processor(folder: Path, max_pixels: int) -> None:
@@ -217,7 +229,9 @@ def _config(ids: dict[str, int], sizes: Sizes) -> Any:
     )
 
 
-def _build_model(folder: Path, config: Any, ids: dict[str, int], seed: int) -> None:
+def _build_model(
+    folder: Path, config: Any, ids: dict[str, int], unwritten: list[int], seed: int
+) -> None:
     import torch
 
     with torch.random.fork_rng(devices=[]):
@@ -225,8 +239,8 @@ def _build_model(folder: Path, config: Any, ids: dict[str, int], seed: int) -> N
         model = hf("Qwen2_5_VLForConditionalGeneration")(config)
     with torch.no_grad():
         # A zero row is never the largest logit: a random model then ends by
-        # max_tokens and not by chance, and never writes control tokens.
-        model.lm_head.weight[list(ids.values())] = 0
+        # max_tokens and not by chance, and what it writes can be looked at.
+        model.lm_head.weight[unwritten] = 0
     ends = [ids["<|im_end|>"], ids["<|endoftext|>"]]
     model.generation_config = hf("GenerationConfig")(
         do_sample=False, eos_token_id=ends, pad_token_id=ids["<|endoftext|>"]

@@ -11,6 +11,8 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from .hints import first_steps
+
 if TYPE_CHECKING:
     from .processor import Processor
 
@@ -20,32 +22,6 @@ cli = typer.Typer(
     pretty_exceptions_show_locals=False,
     help="A vision-language model server with a lifecycle for every request.",
 )
-
-_HINTS = """
-Try it:
-
-  curl -N {address}/v1/chat/completions \\
-    -H 'content-type: application/json' \\
-    -d '{{"model": "{model}", "stream": true, "messages":
-         [{{"role": "user", "content": "Hi"}}]}}'
-
-or, with an image of yours:
-
-  import base64, openai
-
-  image = base64.b64encode(open("photo.jpg", "rb").read()).decode()
-  url = "data:image/jpeg;base64," + image
-  client = openai.OpenAI(base_url="{address}/v1", api_key="none")
-  answer = client.chat.completions.create(
-      model="{model}",
-      messages=[{{"role": "user", "content": [
-          {{"type": "text", "text": "What is this?"}},
-          {{"type": "image_url", "image_url": {{"url": url}}}},
-      ]}}],
-  )
-  print(answer.choices[0].message.content)
-
-What it holds: {address}/_lifecycle/status      Stop it: Ctrl-C"""
 
 
 class RunnerName(StrEnum):
@@ -138,7 +114,7 @@ def serve(
     def announce(address: str) -> None:
         typer.echo(f"lifecycle-engine is ready at {address}")
         if hints:
-            typer.echo(_HINTS.format(address=address, model=name))
+            typer.echo(first_steps(address, name))
         sys.stdout.flush()
 
     try:
@@ -149,6 +125,44 @@ def serve(
     except EngineLost as error:
         typer.echo(f"the engine did not start: {error}", err=True)
         raise typer.Exit(1) from None
+
+
+@cli.command()
+def demo(
+    *,
+    runner: Annotated[
+        RunnerName, typer.Option(help="torch runs a model, sim needs no torch.")
+    ] = RunnerName.torch,
+    clients: Annotated[int, typer.Option(help="How many ask at a time.")] = 32,
+    requests: Annotated[int, typer.Option(help="How many they send in all.")] = 160,
+    seed: Annotated[int, typer.Option(help="Of pictures, requests, manners.")] = 1,
+) -> None:
+    """Run a server under unreliable clients, kill its engine, look what is left."""
+    import anyio
+
+    try:
+        from .demo.run import run
+        from .demo.server import ServerFailed
+    except ModuleNotFoundError as error:
+        typer.echo(f"{error}; pip install 'anyio-lifecycle[demo]'", err=True)
+        raise typer.Exit(2) from None
+    if runner is RunnerName.torch:
+        default_checkpoint()  # built once, and not while the server is waited for
+    # Less than the clients bring, so that the gates have something to do.
+    arguments = ["--runner", runner.value, "--slots", "24", "--payload-bytes"]
+    arguments.append(str(512 * 2**20))
+
+    async def main() -> int:
+        return await run(
+            arguments=arguments, clients=clients, requests=requests, seed=seed
+        )
+
+    try:
+        status = anyio.run(main)
+    except ServerFailed as error:
+        typer.echo(f"demo: {error}", err=True)
+        status = 1
+    raise typer.Exit(status)
 
 
 @cli.command()

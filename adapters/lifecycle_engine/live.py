@@ -8,6 +8,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+import anyio
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
@@ -51,6 +52,19 @@ class LiveView:
     async def status(self, _: Request) -> Response:
         """``GET /_lifecycle/status``: every counter there is."""
         return JSONResponse(await snapshot(self._service))
+
+    async def requests(self, _: Request) -> Response:
+        """``GET /_lifecycle/requests``: every live request, the oldest first."""
+        now = anyio.current_time()
+        rows = [
+            {
+                "id": session.id,
+                "phase": session.phase,
+                "age_s": round(now - session.opened_at, 3),
+            }
+            for session in self._service.sessions.live()
+        ]
+        return JSONResponse({"requests": rows})
 
     def _model(self) -> dict[str, Any]:
         return {

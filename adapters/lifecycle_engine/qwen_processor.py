@@ -136,10 +136,7 @@ class QwenProcessor:
                 f"image {position} has {width} x {height} pixels; the longer side may "
                 f"be {_MAX_ASPECT} times the shorter one: crop it"
             )
-        # Said, because it is guessed otherwise, wrongly for a side of 3 pixels.
-        output = self._images(
-            images=[image], return_tensors="np", input_data_format="channels_last"
-        )
+        output = self._images(images=[image], return_tensors="np")
         return {name: output[name] for name in ("pixel_values", "image_grid_thw")}
 
     def _expand(self, ids: list[int], grids: np.ndarray) -> list[int]:

@@ -7,6 +7,7 @@ batch, or nowhere; what it owns (a slot, its tensors) goes when it leaves.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -17,7 +18,9 @@ from .backend import Finish, Output, RequestRejected
 from .requests import Request, parse
 from .runner import Runner
 from .slots import SlotPool
-from .traces import release
+from .traces import release, where
+
+_log = logging.getLogger(__name__)
 
 
 @dataclass(slots=True, eq=False)
@@ -80,6 +83,7 @@ class Scheduler:
         self._running: dict[str, _Task] = {}
         self._told: dict[str, Output] = {}
         self._steps = 0
+        self._tokens = 0
         self._started = 0
         self._rejected = 0
         self._payload_bytes = 0
@@ -149,6 +153,7 @@ class Scheduler:
             "slots_free": self._pool.free_slots,
             "payload_bytes": self._payload_bytes,
             "steps": self._steps,
+            "tokens": self._tokens,
             "started": self._started,
             "rejected": self._rejected,
             "finished": dict(self._finished),
@@ -219,6 +224,7 @@ class Scheduler:
         if reason is None:
             task.last = token
             task.made += 1
+            self._tokens += 1
             items.append([token])
             if task.made == task.request.max_tokens:
                 reason = "length"
@@ -232,6 +238,7 @@ class Scheduler:
     def _fail(self, task: _Task, code: str, error: Exception) -> Output:
         """End a task by an error; its text is not told, it may quote the prompt."""
         message = f"{code.replace('_', ' ')}: {type(error).__name__}"
+        _log.warning("%s of a request: %s", code, where(error))
         release(error)
         self._drop(task)
         self._finished["failed"] += 1

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from functools import partial
-from typing import TYPE_CHECKING, NoReturn, final
+from typing import TYPE_CHECKING, final
 
 import anyio
 
@@ -69,7 +69,7 @@ class Admission(Books):
         emit: Callable[[Event], None] | None,
         clock: Callable[[], float],
     ) -> None:
-        line = Fair(self.share, clock) if fair else Lanes()
+        line = Fair(self.share, self.now) if fair else Lanes()
         super().__init__(capacity, line, emit)
         self.name = name
         self.refusals = Refusals(name, self, clock)
@@ -159,6 +159,10 @@ class Admission(Books):
         slots, nbytes = cost
         return max(slots / (self.slots or 1), nbytes / (self.nbytes or 1))
 
+    def now(self) -> float:
+        """Seconds by the gate's clock, as far as it can be read here."""
+        return self.refusals.now()
+
     async def wait(self, lease: Lease, waiter: Waiter, max_wait: float | None) -> None:
         """Wait in line, and come back with the lease held or not at all."""
         began = self._seconds()
@@ -172,27 +176,32 @@ class Admission(Books):
             waited = self._seconds() - began
             self.apply(partial(self._left_by_cancellation, lease, waited))
             raise
-        if lease.state != HELD:
-            self._raise_refusal(lease, max_wait)
-        # Also where the time was up in the same moment: the grant wins.
-        self.apply(partial(self.resume, lease))
-        self.tell_granted(lease, self._seconds() - began)
-
-    def _seconds(self) -> float:
-        return 0.0 if self.emit is None else self.refusals.now()
-
-    def _raise_refusal(self, lease: Lease, max_wait: float | None) -> NoReturn:
-        refusal, lease.refusal = lease.refusal, None
+        refusal = self._outcome_of(lease, max_wait)
         if refusal is None:
-            self.apply(partial(self._left_by_timeout, lease))
-            refusal = self.refusals.timeout(max_wait)
-        else:
-            self.apply(partial(self.resume, lease))
+            self.tell_granted(lease, self._seconds() - began)
+            return
         self._tell_refused(lease.cost, refusal)
         try:
             raise refusal
         finally:
             del refusal  # its traceback holds this frame
+
+    def _seconds(self) -> float:
+        return 0.0 if self.emit is None else self.now()
+
+    def _outcome_of(self, lease: Lease, max_wait: float | None) -> Refused | None:
+        # Locked: another thread wakes a waiter before it has charged it.
+        with self._lock:
+            self.resume(lease)
+            refusal, lease.refusal = lease.refusal, None
+            if lease.state != HELD and refusal is None:
+                # Where the grant came in the same moment, the grant wins.
+                self.withdraw(lease)
+                self.timeouts += 1
+                self.refused += 1
+                refusal = self.refusals.timeout(max_wait)
+        self._drain()
+        return refusal
 
     def _left_by_cancellation(self, lease: Lease, waited_s: float) -> None:
         self.resume(lease)
@@ -205,12 +214,6 @@ class Admission(Books):
             self.withdraw(lease)
             slots, nbytes = lease.cost
             self.tell(AdmissionCancelled(gate=self.name, slots=slots, bytes=nbytes))
-
-    def _left_by_timeout(self, lease: Lease) -> None:
-        self.resume(lease)
-        self.withdraw(lease)
-        self.timeouts += 1
-        self.refused += 1
 
     def _give_back(self, lease: Lease, *, lost: bool = False) -> None:
         if self.release(lease):
@@ -272,7 +275,7 @@ class Admission(Books):
 
     def settle(self, lease: Lease, actual: int) -> None:
         """Correct what *lease* is charged with; see `Lease.settle`."""
-        whole("bytes", actual)
+        actual = whole("bytes", actual)
 
         def change() -> None:
             estimated = lease.bytes

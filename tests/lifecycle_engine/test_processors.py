@@ -6,10 +6,12 @@ import io
 import json
 import random
 import struct
+import subprocess
 import sys
 import weakref
 import zlib
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -133,7 +135,6 @@ def test_mangled_image_decodes_or_is_bad(
 
 @pytest.fixture
 def _no_collector() -> Iterator[None]:
-    gc.collect()
     gc.disable()
     yield
     gc.enable()
@@ -229,8 +230,6 @@ def test_sim_prompt_is_its_text() -> None:
 
 def test_sim_side_needs_no_torch() -> None:
     """The simulated engine and its processor import neither torch nor transformers."""
-    import subprocess
-
     code = (
         "import sys; import lifecycle_engine.sim_processor, lifecycle_engine.scheduler,"
         "lifecycle_engine.sim_runner, lifecycle_engine.worker;"
@@ -240,6 +239,43 @@ def test_sim_side_needs_no_torch() -> None:
         [sys.executable, "-c", code], capture_output=True, text=True, check=True
     )
     assert result.stdout.strip() == "[]"
+
+
+def test_qwen_side_needs_no_torch(
+    checkpoint: Path, picture: Callable[..., bytes], tmp_path: Path
+) -> None:
+    """Where torch is not installed, the API side prepares pictures all the same."""
+    (tmp_path / "picture").write_bytes(picture(60, 60))
+    code = (
+        "import sys; sys.modules['torch'] = None\n"
+        "from pathlib import Path\n"
+        "from lifecycle_engine.processor import Chat, Message\n"
+        "from lifecycle_engine.qwen_processor import QwenProcessor\n"
+        "content = [Path(sys.argv[2]).read_bytes(), 'hi']\n"
+        "chat = Chat([Message('user', content)], max_tokens=1)\n"
+        "print(QwenProcessor(sys.argv[1]).prepare(chat).nbytes)\n"
+    )
+    result = subprocess.run(
+        [sys.executable, "-c", code, str(checkpoint), str(tmp_path / "picture")],
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=60,
+    )
+    assert result.stdout == f"{16 * 1176 * 4 + 24}\n", result.stderr
+
+
+def test_threads_prepare_alike(either: Any, picture: Callable[..., bytes]) -> None:
+    """One processor serves many threads at a time, each as if it were alone."""
+    chats = [chat(picture(40 + n, 30, seed=n), "x" * n) for n in range(6)]
+    alone = [either.prepare(each) for each in chats]
+    with ThreadPoolExecutor(6) as pool:
+        together = list(pool.map(either.prepare, chats * 5))
+    for index, prepared in enumerate(together):
+        other = alone[index % 6]
+        assert prepared.request == other.request
+        for name, tensor in other.tensors.items():
+            np.testing.assert_array_equal(prepared.tensors[name], tensor)
 
 
 def test_qwen_prompt_is_the_template_with_pads_expanded(

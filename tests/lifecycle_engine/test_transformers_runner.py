@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import random
+import types
 from collections.abc import Callable
 from typing import Any
 
@@ -9,7 +10,7 @@ import pytest
 torch = pytest.importorskip("torch")
 pytest.importorskip("transformers")
 
-from lifecycle_engine.runner import Prompt  # noqa: E402
+from lifecycle_engine.runner import DeviceLost, Prompt  # noqa: E402
 from lifecycle_engine.scheduler import Scheduler  # noqa: E402
 from lifecycle_engine.transformers_runner import TransformersRunner  # noqa: E402
 
@@ -30,6 +31,14 @@ def stream(
         tokens += runner.decode([slot], tokens[-1:])
     runner.free(slot)
     return tokens
+
+
+def tokens_of(scheduler: Scheduler) -> list[int]:
+    """Step to the end and collect the tokens of whoever runs."""
+    items = []
+    while scheduler.busy:
+        items += [item for output in scheduler.step() for item in output.items]
+    return [token for item in items if type(item) is list for token in item]
 
 
 @pytest.mark.parametrize("index", range(6))
@@ -185,6 +194,32 @@ def test_nan_pixels_fail_alone(
     assert tokens == expected[0]
 
 
+@pytest.mark.parametrize("step", ["prefill", "decode"])
+def test_failing_model_leaves_the_runner_fit(
+    model: Any, prepared: list[Any], expected: list[Any], step: str
+) -> None:
+    """After an error inside the model the next request runs as if nothing was."""
+    runner = TransformersRunner(model, slots=1, max_length=512)
+    scheduler = Scheduler(runner)
+    scheduler.start("bad", prepared[2].request, dict(prepared[2].tensors))
+    if step == "decode":
+        scheduler.step()
+
+    def choke(*_: Any) -> None:
+        raise RuntimeError("choked")
+
+    handle = model.model.language_model.layers[1].register_forward_hook(choke)
+    try:
+        (output,) = scheduler.step()
+    finally:
+        handle.remove()
+    assert output.finish is not None
+    assert output.finish.code == f"{step}_failed"
+    assert not any(layer.keys[0].any() for layer in runner.cache.layers)
+    scheduler.start("good", prepared[0].request | {"max_tokens": COUNT}, {})
+    assert tokens_of(scheduler) == expected[0]
+
+
 def test_single_token_prompt_matches_generate(
     model: Any, prepare: Callable[..., Any], generate: Callable[..., list[int]]
 ) -> None:
@@ -203,11 +238,7 @@ def test_last_position_of_a_slot_is_usable(
     runner = TransformersRunner(model, slots=1, max_length=length + COUNT)
     scheduler = Scheduler(runner)
     scheduler.start("a", prepared[0].request | {"max_tokens": COUNT}, {})
-    tokens: list[int] = []
-    while scheduler.busy:
-        for output in scheduler.step():
-            tokens += [i for item in output.items if type(item) is list for i in item]
-    assert tokens == expected[0]
+    assert tokens_of(scheduler) == expected[0]
 
 
 def test_seeded_sampling_is_reproducible(model: Any, prepared: list[Any]) -> None:
@@ -229,6 +260,57 @@ def test_greedy_stream_does_not_end_by_itself(expected: list[Any]) -> None:
     """A random checkpoint writes on until max_tokens, and not one token for ever."""
     assert all(len(tokens) == COUNT for tokens in expected)
     assert all(len(set(tokens)) > COUNT // 3 for tokens in expected)
+
+
+def test_random_checkpoint_writes_readable_text(
+    processor: Any, expected: list[Any]
+) -> None:
+    """What a random checkpoint writes is nonsense, but printable."""
+    for tokens in expected:
+        detokenizer = processor.detokenizer()
+        text = detokenizer.push(tokens) + detokenizer.flush()
+        assert text.isascii()
+        assert all(letter.isprintable() or letter == "\n" for letter in text)
+
+
+class _Errors:
+    """A CUDA runtime that fails every call, or none."""
+
+    def __init__(self, *, sticky: bool) -> None:
+        self.sticky = sticky
+
+    def synchronize(self) -> None:
+        if self.sticky:
+            raise RuntimeError("CUDA error: device-side assert triggered")
+
+
+@pytest.mark.parametrize(
+    ("error", "sticky", "lost"),
+    [
+        (RuntimeError("CUDA error: illegal address"), True, True),
+        (RuntimeError("shapes do not match"), False, False),
+        (torch.OutOfMemoryError("CUDA out of memory"), True, False),
+    ],
+    ids=["sticky", "ordinary", "memory"],
+)
+def test_only_an_error_that_stays_is_a_lost_device(
+    model: Any,
+    monkeypatch: pytest.MonkeyPatch,
+    error: RuntimeError,
+    sticky: bool,
+    lost: bool,
+) -> None:
+    """A CUDA error ends the process only where the next call fails as well."""
+    runner = TransformersRunner(model, slots=1, max_length=64)
+    device = types.SimpleNamespace(type="cuda")
+    monkeypatch.setattr(runner, "model", types.SimpleNamespace(device=device))
+    monkeypatch.setattr(torch, "cuda", _Errors(sticky=sticky))
+    monkeypatch.setattr(torch, "zeros", lambda *_, **__: torch.tensor([0.0]))
+    if lost:
+        with pytest.raises(DeviceLost):
+            runner._raise_if_lost(error)
+    else:
+        runner._raise_if_lost(error)
 
 
 def test_max_length_beyond_the_model_raises(model: Any) -> None:

@@ -23,7 +23,6 @@ pytestmark = [pytest.mark.anyio, pytest.mark.usefixtures("no_leaks")]
 @pytest.fixture(autouse=True)
 def no_collector() -> Iterator[None]:
     """Nothing here may need the collector."""
-    gc.collect()
     gc.disable()
     yield
     gc.enable()

@@ -59,9 +59,9 @@ class ChatCompletions:
                 raise
         else:
             return
-        # Outside of the handler and without a traceback: that holds the frames it
-        # came through, and the client may take its time to read.
-        await reply.error(problem.with_traceback(None))
+        # Outside of the handler: its exception holds the frames it came through,
+        # and the client may take its time to read.
+        await reply.error(problem)
 
     async def _serve(self, scope: Any, incoming: Incoming, reply: Reply) -> None:
         service, request = self._service, request_of(scope)

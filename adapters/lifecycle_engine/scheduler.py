@@ -7,6 +7,7 @@ batch, or nowhere; what it owns (a slot, its tensors) goes when it leaves.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -17,7 +18,9 @@ from .backend import Finish, Output, RequestRejected
 from .requests import Request, parse
 from .runner import Runner
 from .slots import SlotPool
-from .traces import release
+from .traces import release, where
+
+_log = logging.getLogger(__name__)
 
 
 @dataclass(slots=True, eq=False)
@@ -235,6 +238,7 @@ class Scheduler:
     def _fail(self, task: _Task, code: str, error: Exception) -> Output:
         """End a task by an error; its text is not told, it may quote the prompt."""
         message = f"{code.replace('_', ' ')}: {type(error).__name__}"
+        _log.warning("%s of a request: %s", code, where(error))
         release(error)
         self._drop(task)
         self._finished["failed"] += 1

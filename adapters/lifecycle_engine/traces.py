@@ -8,6 +8,7 @@ that a cycle, which only the garbage collector would find.
 from __future__ import annotations
 
 import traceback
+from pathlib import PurePath
 
 
 def release(error: BaseException) -> None:
@@ -24,3 +25,16 @@ def release(error: BaseException) -> None:
             traceback.clear_frames(link.__traceback__)
         link.__traceback__ = None
         link.__cause__ = link.__context__ = None
+
+
+def where(error: BaseException) -> str:
+    """Say what was raised and where, without what it says: ``ValueError at kv.py:7``.
+
+    An exception's text may quote what it choked on, its type and line never do.
+    """
+    name = type(error).__name__
+    frames = list(traceback.walk_tb(error.__traceback__))
+    if not frames:
+        return name
+    frame, line = frames[-1]
+    return f"{name} at {PurePath(frame.f_code.co_filename).name}:{line}"

@@ -111,7 +111,15 @@ class TransformersRunner:
             slots: Requests that can hold KV at a time.
             max_length: Positions of each slot.
             buckets: See `__init__`.
+
+        Raises:
+            OSError: No checkpoint there.
+            ValueError: No such device, or sizes that the model does not take.
         """
+        if device == "cuda" and not torch.cuda.is_available():
+            raise ValueError(
+                f"device is cuda, but torch {torch.__version__} sees none; use cpu"
+            )
         if threads is not None:
             torch.set_num_threads(threads)
         with quiet():

@@ -29,10 +29,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """
     options = _parser().parse_args(argv)
     try:
-        runner = build_runner(options)
-        scheduler = Scheduler(
-            runner, max_batch=options.max_batch, max_tokens=options.max_tokens
-        )
+        scheduler = _build(options)
         server = EngineServer(
             options.endpoint, scheduler, incarnation=options.incarnation
         )
@@ -42,6 +39,18 @@ def main(argv: Sequence[str] | None = None) -> int:
         sys.stderr.flush()
         os._exit(EXIT_DEVICE_LOST)
     return 0
+
+
+def _build(options: argparse.Namespace) -> Scheduler:
+    try:
+        return Scheduler(
+            build_runner(options),
+            max_batch=options.max_batch,
+            max_tokens=options.max_tokens,
+        )
+    except (OSError, ValueError) as error:
+        # A wrong option or folder: a sentence helps more than a traceback.
+        raise SystemExit(f"lifecycle-engine: cannot start: {error}") from None
 
 
 def build_runner(options: argparse.Namespace) -> Runner:

@@ -5,9 +5,14 @@ streams their items and replaces it when it dies. `EngineServer` is the engine
 process's side, around whatever implements `Backend`.
 """
 
-# errors, wire (header, schema) <- link, streams, table <- client
-#                               <- backend, books, chunks <- server
-# process, client <- incarnation <- engine
+# A map of the package; each line imports those above it.
+#
+#   _errors, _frames, _schema, wire       what is on the wire
+#   _streams, _table                      what the client knows, without I/O
+#   _link, client                         the API process's end of one link
+#   process, _incarnation, engine         one process; one after another
+#   _backend, _books, _chunks, _parent    what the server needs, without a socket
+#   server                                the engine process's end
 
 from __future__ import annotations
 

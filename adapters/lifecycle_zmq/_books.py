@@ -35,10 +35,11 @@ class Books:
         self.rejected = 0
         self.ends = 0
         self.duplicate_ends = 0
+        self.ends_of_refused = 0
         self.ends_before_start = 0
         self.lost_with_peer = 0
         self.bad_frames = 0
-        self._past: OrderedDict[str, None] = OrderedDict()
+        self._past: OrderedDict[str, bool] = OrderedDict()
 
     def started(self, key: str, peer: bytes) -> None:
         """Enter a stream that the backend has taken."""
@@ -48,7 +49,7 @@ class Books:
     def refused(self, key: str) -> None:
         """Count a start that the backend did not take."""
         self.rejected += 1
-        self._remember(key)
+        self._remember(key, refused=True)
 
     def owned(self, key: str, peer: bytes) -> bool:
         """Whether `key` is a live stream of `peer`."""
@@ -62,10 +63,13 @@ class Books:
             self._remember(key)
             self.ends += 1
             return True
-        if key in self._past:
-            self.duplicate_ends += 1
-        else:
-            self.ends_before_start += 1
+        match self._past.get(key):
+            case None:
+                self.ends_before_start += 1
+            case False:
+                self.duplicate_ends += 1
+            case True:  # whoever started it left before the refusal came
+                self.ends_of_refused += 1
         return False
 
     def forget_peer(self, peer: bytes) -> list[str]:
@@ -85,12 +89,13 @@ class Books:
             "rejected": self.rejected,
             "ends": self.ends,
             "duplicate_ends": self.duplicate_ends,
+            "ends_of_refused": self.ends_of_refused,
             "ends_before_start": self.ends_before_start,
             "lost_with_peer": self.lost_with_peer,
             "bad_frames": self.bad_frames,
         }
 
-    def _remember(self, key: str) -> None:
-        self._past[key] = None
+    def _remember(self, key: str, *, refused: bool = False) -> None:
+        self._past[key] = refused
         if len(self._past) > _REMEMBERED:
             self._past.popitem(last=False)

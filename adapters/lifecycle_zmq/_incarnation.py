@@ -12,6 +12,7 @@ from pathlib import Path
 import anyio
 
 from lifecycle import EngineLost
+
 from .client import EngineClient
 from .process import EngineProcess
 
@@ -68,6 +69,12 @@ class Incarnation:
         self.start_seconds: float | None = None
         self.served_seconds = 0.0
 
+    @property
+    def why(self) -> str:
+        """Why it takes no requests, in one word, from the moment that it does not."""
+        lost = self.client.lost if self.client is not None else None
+        return lost or self.reason
+
     async def run(self) -> None:
         """Spawn, serve, reap; an error of any of it is a reason, never raised.
 
@@ -77,7 +84,7 @@ class Incarnation:
             with _socket_directory(self._settings.directory) as directory:
                 await self._run_in(directory)
         except Exception as error:  # noqa: BLE001
-            self.reason = "spawn_failed"
+            self.reason = "spawn_failed" if self.process is None else "link_fault"
             self.output += f"{type(error).__name__}: {error}"
         if self.start_seconds is not None:
             life = anyio.current_time() - self._began
@@ -99,7 +106,7 @@ class Incarnation:
                 await self._watch(process, client, directory)
         finally:
             self.client = None
-            await process.close()
+            await process.close()  # noqa: ASYNC102 - shielded and bounded in there
             self.output = process.output
 
     async def _watch(

@@ -18,6 +18,8 @@ MAX_LENGTH = 2**40
 ITEMSIZE = {letter: struct.calcsize(letter) for letter in "?bBhHiIlLqQfd"}
 REASONS = frozenset({"completed", "cancelled", "failed"})
 
+_TENSOR = [str, str, list]
+_CHUNK = ([str, int, list, type(None)], [str, int, list, dict])
 _SCALARS = frozenset({int, float, str, bytes, bool, type(None)})
 
 Check = Callable[[Any], bool]
@@ -91,14 +93,12 @@ _is_message = _text(MAX_TEXT)
 
 
 def _is_tensor(value: Any) -> bool:
-    if type(value) is not list or len(value) != 3:  # noqa: PLR2004
+    if type(value) is not list or list(map(type, value)) != _TENSOR:
         return False
     name, letter, shape = value
     return (
         is_key(name)
-        and type(letter) is str
         and letter in ITEMSIZE
-        and type(shape) is list
         and len(shape) <= MAX_DIMENSIONS
         and all(type(size) is int and 0 < size <= MAX_LENGTH for size in shape)
     )
@@ -126,16 +126,10 @@ def _is_error(value: Any) -> bool:
 
 
 def _is_chunk(value: Any) -> bool:
-    if type(value) is not list or len(value) != 4:  # noqa: PLR2004
+    if type(value) is not list or list(map(type, value)) not in _CHUNK:
         return False
     key, first, items, finish = value
-    return (
-        is_key(key)
-        and _is_count(first)
-        and type(items) is list
-        and is_plain(items)
-        and _is_finish(finish)
-    )
+    return is_key(key) and _is_count(first) and is_plain(items) and _is_finish(finish)
 
 
 def _are_chunks(value: Any) -> bool:

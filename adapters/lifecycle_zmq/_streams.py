@@ -86,7 +86,8 @@ class StreamState:
         Cancellation: nothing is lost.
         """
         if not self.items and not self.finished:
-            self._changed = anyio.Event()
+            if self._changed is None:
+                self._changed = anyio.Event()
             await self._changed.wait()
 
     def _wake(self) -> None:
@@ -145,7 +146,7 @@ class EngineStream:
         self._state.discard()
 
     def __del__(self) -> None:
-        """Stop buffering for nobody; no socket is touched, as any thread may collect."""
+        """Stop buffering for nobody; any thread may collect, so touch no socket."""
         self._state.discard()
 
     def __repr__(self) -> str:

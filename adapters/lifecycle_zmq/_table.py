@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, ClassVar
 
 import anyio
 
@@ -115,7 +115,7 @@ class StreamTable:
             raise ProtocolError("a stream that was never started, or is done")
         return state
 
-    _HANDLERS: dict[Kind, Callable[[StreamTable, dict[str, Any]], None]] = {
+    _HANDLERS: ClassVar[dict[Kind, Callable[[StreamTable, dict[str, Any]], None]]] = {
         Kind.READY: _on_ready,
         Kind.ACCEPTED: _on_accepted,
         Kind.REJECTED: _on_rejected,

@@ -12,6 +12,7 @@ import anyio.lowlevel
 import zmq
 
 from lifecycle import EngineLost
+
 from . import wire
 from ._errors import EncodeError, ProtocolError, RequestRejected
 from ._frames import forget_frames
@@ -25,7 +26,7 @@ _BURST = 256
 
 
 class Box(Protocol):
-    """What holds the tensors until they are handed over, such as `lifecycle.Payload`."""
+    """What holds the tensors until the hand-off, such as a `lifecycle.Payload`."""
 
     def take(self) -> Mapping[str, Any]:
         """Give up the value, once."""
@@ -85,7 +86,7 @@ class EngineClient:
         self._scope.cancel()
         try:
             # Not given the exception of the block, which it would wrap in a group.
-            await self._tasks.__aexit__(None, None, None)
+            await self._tasks.__aexit__(None, None, None)  # noqa: ASYNC102 - cut above
         finally:
             self._link.close()
 

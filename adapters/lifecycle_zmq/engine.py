@@ -10,6 +10,7 @@ from typing import Any, Self
 import anyio
 
 from lifecycle import EngineLost
+
 from ._incarnation import Incarnation, Settings
 from .client import Box, EngineClient
 
@@ -96,7 +97,7 @@ class ZmqEngine:
                 await client.wait_lost()
         self._scope.cancel()
         # Not given the exception of the block, which it would wrap in a group.
-        await self._tasks.__aexit__(None, None, None)
+        await self._tasks.__aexit__(None, None, None)  # noqa: ASYNC102 - cut above
 
     @property
     def ready(self) -> bool:
@@ -242,7 +243,7 @@ class ZmqEngine:
     def _loss(self, more: str = "") -> EngineLost:
         if self._closing:
             return EngineLost("the engine is closed", reason="closed")
-        reason = self._current.reason if self._current is not None else "starting"
+        reason = self._current.why if self._current is not None else "starting"
         retry_after = _clamp(self._expected - anyio.current_time())
         return EngineLost(
             f"engine {self._number} takes no requests: {reason}; "

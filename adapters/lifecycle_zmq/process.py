@@ -6,6 +6,7 @@ import contextlib
 import functools
 import os
 import re
+import resource
 import signal
 import subprocess
 import sys
@@ -162,8 +163,6 @@ def _make_expendable(pid: int) -> None:
     # No core file, which would hold prompts; and when memory runs out, the kernel
     # takes the half that can be restarted.
     if sys.platform == "linux":
-        import resource
-
         with contextlib.suppress(OSError):
             resource.prlimit(pid, resource.RLIMIT_CORE, (0, 0))
         with contextlib.suppress(OSError):
@@ -173,10 +172,12 @@ def _make_expendable(pid: int) -> None:
 def _count_oom_kills() -> int:
     """Return how often the kernel ran out of memory for our cgroup; 0 if unknown."""
     try:
-        group = re.search(r"^0::(\S+)", Path("/proc/self/cgroup").read_text(), re.M)
+        group = re.search(
+            r"^0::(\S+)", Path("/proc/self/cgroup").read_text(), re.MULTILINE
+        )
         path = Path("/sys/fs/cgroup", group[1].lstrip("/") if group else "")
         events = (path / "memory.events").read_text()
     except OSError:
         return 0
-    found = re.search(r"^oom_kill (\d+)", events, re.M)
+    found = re.search(r"^oom_kill (\d+)", events, re.MULTILINE)
     return int(found[1]) if found else 0

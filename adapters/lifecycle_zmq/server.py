@@ -71,10 +71,13 @@ class EngineServer:
             self._socket.bind(self._endpoint)
             self._running = True
             while self._running:
-                if self._socket.poll(0 if self._backend.busy else None):
-                    self._receive_all()
-                if self._running and self._backend.busy:
-                    self._step()
+                self._turn()
+
+    def _turn(self) -> None:
+        if self._socket.poll(0 if self._backend.busy else None):
+            self._receive_all()
+        if self._running and self._backend.busy:
+            self._step()
 
     def _receive_all(self) -> None:
         for _ in range(_BURST):
@@ -272,6 +275,6 @@ def _move(tensors: dict[str, memoryview]) -> dict[str, memoryview]:
 
 def _complain(where: str, error: Exception) -> None:
     # Without the message of the error and without locals, which may hold a prompt.
-    print(f"{where} raised {type(error).__name__}", file=sys.stderr)
+    sys.stderr.write(f"{where} raised {type(error).__name__}\n")
     traceback.print_tb(error.__traceback__)
     forget_frames(error)

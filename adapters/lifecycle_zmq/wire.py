@@ -30,7 +30,7 @@ from dataclasses import dataclass, field
 from enum import IntEnum
 from typing import Any
 
-import msgpack  # type: ignore[import-untyped]
+import msgpack
 
 from . import _schema
 from ._errors import EncodeError, ProtocolError

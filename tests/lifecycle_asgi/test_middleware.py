@@ -139,6 +139,25 @@ async def test_leaves_application_alone_after_complete_response() -> None:
     assert done == [False]
 
 
+async def test_takes_no_disconnect_behind_the_last_message_for_leaving() -> None:
+    """Servers say http.disconnect after every success, some before send returns."""
+    server, done = ScriptedServer(), []
+
+    async def send(message: Any) -> None:
+        await server.send(message)
+        if server.complete.is_set():
+            await anyio.wait_all_tasks_blocked()
+
+    async def app(scope: Any, receive: Any, send: Any) -> None:
+        await send(START)
+        await send(part(more=False))
+        done.append(request_of(scope).client_gone)
+
+    with anyio.fail_after(5):
+        await LifecycleMiddleware(app)(http_scope(), server.receive, send)
+    assert done == [False]
+
+
 @pytest.mark.parametrize("leave", [False, True])
 async def test_passes_exception_of_application_unwrapped(leave: bool) -> None:
     """An exception arrives as itself, whether the client is there or not."""

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -8,6 +9,10 @@ import pytest
 torch = pytest.importorskip("torch")
 
 from lifecycle_engine.checkpoint import Sizes, build  # noqa: E402
+from lifecycle_engine.processor import Chat, Message  # noqa: E402
+from lifecycle_engine.qwen_processor import QwenProcessor  # noqa: E402
+from lifecycle_engine.runner import Prompt  # noqa: E402
+from lifecycle_engine.transformers_runner import TransformersRunner  # noqa: E402
 
 SMALL = Sizes(vocab_size=300, hidden_size=32, layers=1, heads=2)
 
@@ -49,6 +54,31 @@ def test_checkpoint_is_small_and_names_real_classes(checkpoint: Path) -> None:
     settings = json.loads((checkpoint / "tokenizer_config.json").read_text())
     assert settings["tokenizer_class"] == "Qwen2Tokenizer"
     assert sum(path.stat().st_size for path in checkpoint.iterdir()) < 4e6
+
+
+@pytest.mark.parametrize(
+    "sizes",
+    [
+        Sizes(vocab_size=640, hidden_size=96, layers=3, heads=6, vision_hidden_size=64),
+        Sizes(hidden_size=32, layers=1, heads=2),
+    ],
+    ids=["wider", "one-layer"],
+)
+def test_other_sizes_match_generate(
+    tmp_path: Path,
+    picture: Callable[..., bytes],
+    generate: Callable[..., list[int]],
+    sizes: Sizes,
+) -> None:
+    """Nothing depends on the default sizes: other checkpoints stream alike."""
+    runner = TransformersRunner.load(build(tmp_path, sizes=sizes), max_length=256)
+    chat = Chat([Message("user", [picture(99, 150), "see"])], max_tokens=16)
+    prepared = QwenProcessor(tmp_path).prepare(chat)
+    prompt = Prompt(prepared.request["input_ids"], dict(prepared.tensors))
+    tokens = [runner.prefill(7, prompt)]
+    while len(tokens) < 16:
+        tokens += runner.decode([7], tokens[-1:])
+    assert tokens == generate(prepared, 16, model=runner.model)
 
 
 def test_unknown_family_raises(tmp_path: Path) -> None:

@@ -18,7 +18,6 @@ COUNT = 6
 @pytest.fixture(autouse=True)
 def _no_collector() -> Iterator[None]:
     """Nothing here may need the garbage collector."""
-    gc.collect()
     gc.disable()
     yield
     gc.enable()

@@ -135,7 +135,6 @@ def test_mangled_image_decodes_or_is_bad(
 
 @pytest.fixture
 def _no_collector() -> Iterator[None]:
-    gc.collect()
     gc.disable()
     yield
     gc.enable()

@@ -194,7 +194,9 @@ def test_full_line_refuses(runner: Doctored) -> None:
     assert scheduler.status()["payload_bytes"] == PIXELS
 
 
-def test_failing_prefill_fails_alone(scheduler: Scheduler, runner: Doctored) -> None:
+def test_failing_prefill_fails_alone(
+    scheduler: Scheduler, runner: Doctored, caplog: pytest.LogCaptureFixture
+) -> None:
     """A prompt that the model chokes on is told so; its neighbours go on."""
     start(scheduler, "a", 4)
     scheduler.step()
@@ -209,6 +211,9 @@ def test_failing_prefill_fails_alone(scheduler: Scheduler, runner: Doctored) -> 
     }
     assert finishes["b"].code == "prefill_failed"
     assert finishes["b"].message == "prefill failed: ValueError"
+    (record,) = caplog.records
+    assert "ValueError at test_scheduler.py:" in record.getMessage()
+    assert "secret" not in caplog.text
     assert_idle(scheduler, runner)
 
 

@@ -33,6 +33,14 @@ def stream(
     return tokens
 
 
+def tokens_of(scheduler: Scheduler) -> list[int]:
+    """Step to the end and collect the tokens of whoever runs."""
+    items = []
+    while scheduler.busy:
+        items += [item for output in scheduler.step() for item in output.items]
+    return [token for item in items if type(item) is list for token in item]
+
+
 @pytest.mark.parametrize("index", range(6))
 def test_single_request_matches_generate(
     model: Any, prepared: list[Any], expected: list[Any], index: int
@@ -186,6 +194,32 @@ def test_nan_pixels_fail_alone(
     assert tokens == expected[0]
 
 
+@pytest.mark.parametrize("step", ["prefill", "decode"])
+def test_failing_model_leaves_the_runner_fit(
+    model: Any, prepared: list[Any], expected: list[Any], step: str
+) -> None:
+    """After an error inside the model the next request runs as if nothing was."""
+    runner = TransformersRunner(model, slots=1, max_length=512)
+    scheduler = Scheduler(runner)
+    scheduler.start("bad", prepared[2].request, dict(prepared[2].tensors))
+    if step == "decode":
+        scheduler.step()
+
+    def choke(*_: Any) -> None:
+        raise RuntimeError("choked")
+
+    handle = model.model.language_model.layers[1].register_forward_hook(choke)
+    try:
+        (output,) = scheduler.step()
+    finally:
+        handle.remove()
+    assert output.finish is not None
+    assert output.finish.code == f"{step}_failed"
+    assert not any(layer.keys[0].any() for layer in runner.cache.layers)
+    scheduler.start("good", prepared[0].request | {"max_tokens": COUNT}, {})
+    assert tokens_of(scheduler) == expected[0]
+
+
 def test_single_token_prompt_matches_generate(
     model: Any, prepare: Callable[..., Any], generate: Callable[..., list[int]]
 ) -> None:
@@ -204,11 +238,7 @@ def test_last_position_of_a_slot_is_usable(
     runner = TransformersRunner(model, slots=1, max_length=length + COUNT)
     scheduler = Scheduler(runner)
     scheduler.start("a", prepared[0].request | {"max_tokens": COUNT}, {})
-    tokens: list[int] = []
-    while scheduler.busy:
-        for output in scheduler.step():
-            tokens += [i for item in output.items if type(item) is list for i in item]
-    assert tokens == expected[0]
+    assert tokens_of(scheduler) == expected[0]
 
 
 def test_seeded_sampling_is_reproducible(model: Any, prepared: list[Any]) -> None:

@@ -95,6 +95,21 @@ def test_torch_worker_without_checkpoint_says_what_to_do() -> None:
         worker.main(LINK)
 
 
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--runner", "sim", "--slots", "2", "--max-batch", "3"], "has 2 slots"),
+        (["--checkpoint", "/nowhere/at/all"], "/nowhere/at/all"),
+        (["--checkpoint", "/nowhere", "--device", "cuda"], "cannot start"),
+    ],
+)
+def test_worker_that_cannot_start_says_why(options: list[str], message: str) -> None:
+    """A wrong option or folder ends in one sentence, not in a traceback."""
+    with pytest.raises(SystemExit, match=message) as caught:
+        worker.main([*options, *LINK])
+    assert str(caught.value).startswith("lifecycle-engine: cannot start: ")
+
+
 @pytest.mark.parametrize("option", ["--max-batch", "--slots", "--max-length"])
 def test_worker_refuses_counts_below_one(
     option: str, capsys: pytest.CaptureFixture[str]

@@ -13,6 +13,7 @@ import os
 import sys
 import time
 import weakref
+from pathlib import Path
 from typing import Any
 
 from lifecycle_zmq import EngineServer, Finish, Output, RequestRejected
@@ -82,8 +83,7 @@ class ScriptedBackend:
             "calls": self._calls[-200:],
             "seen": self._seen[-20:],
             "tensors_alive": sum(ref() is not None for ref in self._memory),
-            "cwd": os.getcwd(),
-            "descriptors": len(os.listdir("/proc/self/fd")),
+            "descriptors": len(list(Path("/proc/self/fd").iterdir())),
         }
 
     def _advance(self, key: str, it: dict[str, Any]) -> Output | None:

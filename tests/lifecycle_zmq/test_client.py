@@ -67,15 +67,14 @@ async def test_start_returns_only_after_accepted(fake_engine: Any) -> None:
         await client.start("a#1", {})
         returned.set()
 
-    async with connected(fake_engine) as client:
-        async with anyio.create_task_group() as tasks:
-            tasks.start_soon(start)
-            await fake_engine.hear()
-            await anyio.wait_all_tasks_blocked()
-            assert not returned.is_set()
-            fake_engine.say(Kind.ACCEPTED, {"key": "a#1"})
-            with anyio.fail_after(20):
-                await returned.wait()
+    async with connected(fake_engine) as client, anyio.create_task_group() as tasks:
+        tasks.start_soon(start)
+        await fake_engine.hear()
+        await anyio.wait_all_tasks_blocked()
+        assert not returned.is_set()
+        fake_engine.say(Kind.ACCEPTED, {"key": "a#1"})
+        with anyio.fail_after(20):
+            await returned.wait()
 
 
 async def test_start_raises_what_the_engine_refused_with(fake_engine: Any) -> None:
@@ -218,7 +217,7 @@ async def test_end_after_a_cancelled_start_sends_one_end(
 
 
 async def test_end_without_start_sends_nothing(fake_engine: Any) -> None:
-    """A start cancelled before it began sent nothing, so there is no END (`fault-3`)."""
+    """A start cancelled before it began sent nothing: no END either (`fault-3`)."""
     async with connected(fake_engine) as client:
         async with anyio.create_task_group() as tasks:
             tasks.start_soon(client.start, "a#1", {})
@@ -358,7 +357,7 @@ FAULTS: dict[str, Any] = {
 async def test_fault_of_the_engine_is_told_to_its_waiters(
     fake_engine: Any, fault: str
 ) -> None:
-    """Whatever breaks the protocol loses this engine, nothing more (`fault-40`–`46`)."""
+    """A broken protocol loses this engine, nothing more (`fault-40`, `fault-46`)."""
     async with connected(fake_engine) as client:
         stream = await started(client, fake_engine)
         told: list[str] = []
@@ -423,17 +422,16 @@ async def test_losing_the_engine_delivers_what_had_arrived_first(
 
 async def test_leaving_the_client_tells_every_waiter(fake_engine: Any) -> None:
     """Closing is a loss as well: no waiter is left behind."""
-    async with anyio.create_task_group() as tasks:
-        async with connected(fake_engine) as client:
-            stream = await started(client, fake_engine)
+    async with anyio.create_task_group() as tasks, connected(fake_engine) as client:
+        stream = await started(client, fake_engine)
 
-            async def read() -> None:
-                with pytest.raises(EngineLost) as caught:
-                    await anext(stream)
-                assert caught.value.reason == "closed"
+        async def read() -> None:
+            with pytest.raises(EngineLost) as caught:
+                await anext(stream)
+            assert caught.value.reason == "closed"
 
-            tasks.start_soon(read)
-            await anyio.wait_all_tasks_blocked()
+        tasks.start_soon(read)
+        await anyio.wait_all_tasks_blocked()
     assert not client.ready
 
 

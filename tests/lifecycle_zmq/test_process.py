@@ -52,16 +52,19 @@ async def test_engine_leaves_when_its_pipe_closes(
         assert engine.poll() is None
         engine.stdin.close()
         await _gone(engine.pid)
-        assert engine.wait(20) == 70  # noqa: ASYNC221
+        assert engine.wait(20) == 70
 
 
 async def test_engine_leaves_with_its_parent_although_the_pipe_is_open(
     engine_argv: list[str], environment: dict[str, str], tmp_path: Path
 ) -> None:
-    """The kernel kills it too, should the pipe still be held by somebody (`fault-31`)."""
+    """The kernel kills it too, should somebody still hold the pipe (`fault-31`)."""
     socket = tmp_path / "socket"
     argv = [*engine_argv, "--endpoint", f"ipc://{socket}", "--incarnation", "1"]
-    spawn = "import subprocess, sys; print(subprocess.Popen(sys.argv[1:]).pid, flush=True); input()"
+    spawn = (
+        "import subprocess, sys;"
+        "print(subprocess.Popen(sys.argv[1:]).pid, flush=True); input()"
+    )
     read, write = os.pipe()
     with subprocess.Popen(  # noqa: ASYNC220
         [sys.executable, "-c", spawn, *argv],
@@ -137,7 +140,8 @@ async def test_close_ends_the_whole_session_of_the_engine() -> None:
     """What the engine has spawned in its session goes with it."""
     spawn = (
         "import subprocess, sys, os;"
-        "child = subprocess.Popen([sys.executable, '-S', '-c', 'import time; time.sleep(600)']);"
+        "argv = [sys.executable, '-S', '-c', 'import time; time.sleep(600)'];"
+        "child = subprocess.Popen(argv);"
         "os.write(1, b'%d\\n' % child.pid); input()"
     )
     process = EngineProcess([sys.executable, "-S", "-c", spawn])

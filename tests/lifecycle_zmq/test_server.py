@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +11,7 @@ import msgpack
 import pytest
 import zmq
 
-from lifecycle_zmq import EngineServer, Finish, Output, wire
+from lifecycle_zmq import EngineServer, Finish, Output, RequestRejected, wire
 from lifecycle_zmq.wire import Kind
 
 pytestmark = pytest.mark.usefixtures("no_leaks")
@@ -28,8 +28,10 @@ class ListBackend:
     def start(
         self, key: str, request: dict[str, Any], tensors: dict[str, memoryview]
     ) -> None:
-        """Take anything; ticks start to flow with the stream ``go``."""
+        """Take anything but ``no``; ticks start to flow with the stream ``go``."""
         self.calls.append(f"start {key}")
+        if key == "no":
+            raise RequestRejected("no", "no")
 
     def cancel(self, key: str) -> None:
         """Note the call."""
@@ -212,13 +214,15 @@ def test_server_counts_every_kind_of_end(served: Served) -> None:
     """Each END is answered; repeated and unstarted ones are counted apart."""
     client = served.client()
     client.start("a")
-    for key in ("a", "a", "never"):
+    client.say(Kind.START, {"key": "no", "request": {}, "tensors": []})
+    assert client.hear().kind is Kind.REJECTED
+    for key in ("a", "a", "never", "no"):
         client.say(Kind.END, {"key": key})
         assert client.hear().kind is Kind.DONE
     status = client.status()
     assert (status["ends"], status["duplicate_ends"]) == (1, 1)
-    assert status["ends_before_start"] == 1
-    assert served.backend.calls == ["start a", "end a"]
+    assert (status["ends_before_start"], status["ends_of_refused"]) == (1, 1)
+    assert served.backend.calls == ["start a", "start no", "end a"]
 
 
 def test_server_refuses_a_key_in_use(served: Served) -> None:

@@ -11,8 +11,7 @@ from typing import Any
 
 import msgpack
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from hypothesis import given, settings, strategies as st
 
 import lifecycle_zmq
 from lifecycle_zmq import ProtocolError, wire

@@ -331,8 +331,9 @@ class SessionRegistry:
         self._watching.cancel()
         try:
             # Without the error of the block: a task group would wrap it, and
-            # one failure must never reach anybody as a group of one.
-            await tasks.__aexit__(None, None, None)
+            # one failure must never reach anybody as a group of one. Every task
+            # in it has a deadline.
+            await tasks.__aexit__(None, None, None)  # noqa: ASYNC102
         finally:
             for session in [*self._live.values(), *self._closing]:
                 session.close("shutdown")

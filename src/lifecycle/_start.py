@@ -136,7 +136,7 @@ class Start(Generic[T]):
             raise
         except BaseException:
             self._settle("unknown")
-            await self._finish(end_timeout)
+            await self._finish(end_timeout)  # noqa: ASYNC102 - has a shield of its own
             raise
         return await self._finish(end_timeout)
 
@@ -151,7 +151,7 @@ class Start(Generic[T]):
             with self._opening:
                 self.value = await open_()
                 self.how = "started"
-        except Exception as error:
+        except Exception as error:  # noqa: BLE001 - raised for the caller by `result`
             forget_frames(error)
             self.error = error
             self.how = "failed"
@@ -180,7 +180,7 @@ class Start(Generic[T]):
         with anyio.CancelScope(shield=True, deadline=deadline):
             try:
                 await end(value)
-            except Exception as error:
+            except Exception as error:  # noqa: BLE001 - the registry reports it
                 forget_frames(error)
                 return error
             return None

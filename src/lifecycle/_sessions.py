@@ -165,6 +165,10 @@ class SessionRegistry:
         sessions = list(self._live.values())
         for session in sessions:
             session.stop(outcome)
+        if outcome == "shutdown":
+            # Those whose callers have left may still be starting.
+            for session in self._closing:
+                session.cut()
         return len(sessions)
 
     def track(self, key: Callable[..., str]) -> Decorator:
@@ -285,7 +289,9 @@ class SessionRegistry:
 
     async def _supervise(self, session: Session, start: Start[Any]) -> None:
         try:
-            error = await start.run(end_timeout=self._end_timeout)
+            error = await start.run(
+                end_timeout=self._end_timeout, on_cut=session.stop
+            )
         finally:
             # Already closed, but where the loop itself is being torn down.
             session.close("shutdown")

@@ -289,9 +289,7 @@ class SessionRegistry:
 
     async def _supervise(self, session: Session, start: Start[Any]) -> None:
         try:
-            error = await start.run(
-                end_timeout=self._end_timeout, on_cut=session.stop
-            )
+            error = await start.run(end_timeout=self._end_timeout, on_cut=session.stop)
         finally:
             # Already closed, but where the loop itself is being torn down.
             session.close("shutdown")

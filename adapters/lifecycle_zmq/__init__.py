@@ -35,3 +35,8 @@ __all__ = (
     "ZmqEngine",
     "exit_with_parent",
 )
+
+# Tracebacks and logs name what users import, not where it happens to live.
+for _name in __all__:
+    globals()[_name].__module__ = __name__
+del _name

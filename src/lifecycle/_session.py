@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import AsyncIterator, Awaitable, Callable
 from functools import partial
-from typing import TYPE_CHECKING, Any, Literal, Protocol, Self, TypeVar, final
+from typing import TYPE_CHECKING, Any, Literal, Protocol, Self, TypeVar, cast, final
 from weakref import ref
 
 import anyio
@@ -361,8 +361,11 @@ def outcome_of(exc: BaseException | None, cancelled_as: Outcome) -> Outcome:
             return "engine_lost"
         case StartTimeout() | StreamTimeout():
             return "deadline"
-        case BaseExceptionGroup() if len(exc.exceptions) == 1:
-            return outcome_of(exc.exceptions[0], cancelled_as)
+        case SessionEnded():
+            return cast("Outcome", exc.outcome)
+        case BaseExceptionGroup():
+            outcomes = {outcome_of(each, cancelled_as) for each in exc.exceptions}
+            return outcomes.pop() if len(outcomes) == 1 else "failed"
         case GeneratorExit():
             return cancelled_as
         case Exception():

@@ -84,7 +84,7 @@ class Session:
         self.opened_at = opened_at
         self.cancelled_as: Outcome = "cancelled"
         self.outcome: Outcome | None = None
-        self._boxes: list[Payload[Any]] = []
+        self._boxes: dict[object, Payload[Any]] = {}
         self._start: Start[Any] | None = None
         self._scope: anyio.CancelScope | None = None
         self._led: ref[Stream[Any]] | None = None
@@ -99,11 +99,12 @@ class Session:
             value: The payload. Drop every other reference to it.
             nbytes: Its size in bytes, for the registry's statistics.
         """
+        place = object()
         payload = Payload(
-            value, nbytes=nbytes, on_release=partial(self._unboxed, nbytes)
+            value, nbytes=nbytes, on_release=partial(self._unboxed, place, nbytes)
         )
         self._registry.boxed(nbytes)
-        self._boxes.append(payload)
+        self._boxes[place] = payload
         if self.outcome is not None:
             payload.clear()
         return payload
@@ -200,8 +201,7 @@ class Session:
         if self.outcome is not None:
             return False
         self.outcome = outcome
-        boxes, self._boxes = self._boxes, []
-        for payload in boxes:
+        for payload in list(self._boxes.values()):
             payload.clear()
         if self._start is None:
             self._quiet.set()
@@ -318,7 +318,10 @@ class Session:
             )
         )
 
-    def _unboxed(self, nbytes: int, how: Literal["taken", "cleared"]) -> None:
+    def _unboxed(
+        self, place: object, nbytes: int, how: Literal["taken", "cleared"]
+    ) -> None:
+        self._boxes.pop(place, None)
         self._registry.unboxed(nbytes)
         self._registry.emit(PayloadReleased(session=self.id, bytes=nbytes, how=how))
 

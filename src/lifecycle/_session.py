@@ -66,6 +66,7 @@ class Session:
         "_registry",
         "_scope",
         "_start",
+        "_stopped",
         "cancelled_as",
         "generation",
         "id",
@@ -87,6 +88,7 @@ class Session:
         self._boxes: dict[object, Payload[Any]] = {}
         self._start: Start[Any] | None = None
         self._scope: anyio.CancelScope | None = None
+        self._stopped = False
         self._led: ref[Stream[Any]] | None = None
         self._quiet = anyio.Event()
 
@@ -218,6 +220,7 @@ class Session:
         The owner gets `SessionEnded` where it leaves the block.
         """
         if self.close(outcome):
+            self._stopped = True
             if self._scope is not None:
                 self._scope.cancel()
             led = None if self._led is None else self._led()
@@ -271,8 +274,9 @@ class Session:
         self.close(outcome_of(exc, self.cancelled_as))
         scope = self._scope
         assert scope is not None
-        # Trio's scope also claims to have caught what was never raised.
-        if scope.__exit__(exc_type, exc, traceback) and exc is not None:
+        swallowed = scope.__exit__(exc_type, exc, traceback)
+        # Also where the owner was about to leave and nothing was raised yet.
+        if self._stopped and (exc is None or swallowed):
             raise self._ended()
 
     def _ended(self) -> SessionEnded:

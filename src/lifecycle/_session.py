@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any, Literal, Protocol, Self, TypeVar, cast, f
 from weakref import ref
 
 import anyio
+from anyio.lowlevel import checkpoint
 
 from ._errors import (
     EngineLost,
@@ -61,6 +62,7 @@ class Session:
     __slots__ = (
         "__weakref__",
         "_boxes",
+        "_is_quiet",
         "_led",
         "_quiet",
         "_registry",
@@ -90,7 +92,9 @@ class Session:
         self._scope: anyio.CancelScope | None = None
         self._stopped = False
         self._led: ref[Stream[Any]] | None = None
-        self._quiet = anyio.Event()
+        # An event only where somebody waits: it is half a kilobyte.
+        self._quiet: anyio.Event | None = None
+        self._is_quiet = False
 
     # What the owner calls.
 
@@ -158,8 +162,9 @@ class Session:
             on_settled=partial(self._start_settled, self._registry.now()),
         )
         del open_, end, lease  # this frame must not keep what they close over
+        init_done = start.init_done
         self._accept(start)
-        await start.init_done.wait()
+        await init_done.wait()
         if start.how != "failed" and self.outcome is not None:
             raise self._ended()
         return start.result()
@@ -206,7 +211,7 @@ class Session:
         for payload in list(self._boxes.values()):
             payload.clear()
         if self._start is None:
-            self._quiet.set()
+            self.settled()
         else:
             self._start.close(cut=outcome == "shutdown")
         self._registry.closed(self)
@@ -241,18 +246,23 @@ class Session:
         Cancellation:
             At any time; changes nothing.
         """
+        if self._is_quiet:
+            await checkpoint()
+            return
+        if self._quiet is None:
+            self._quiet = anyio.Event()
         await self._quiet.wait()
 
     @property
     def phase(self) -> Literal["open", "starting", "started", "closing", "quiet"]:
         """How far the session got."""
-        if self._quiet.is_set():
+        if self._is_quiet:
             return "quiet"
         if self.outcome is not None:
             return "closing"
         if self._start is None:
             return "open"
-        return "started" if self._start.init_done.is_set() else "starting"
+        return "starting" if self._start.how is None else "started"
 
     # The with block.
 
@@ -304,13 +314,15 @@ class Session:
 
     def settled(self) -> None:
         """Called by the registry: the engine has nothing of this session left."""
-        self._quiet.set()
+        self._is_quiet = True
+        if self._quiet is not None:
+            self._quiet.set()
 
     def abort(self) -> None:
         """Called by the registry at its end: no task will ever run the start."""
         if self._start is not None:
             self._start.abort()
-        self._quiet.set()
+        self.settled()
 
     def _start_settled(self, began: float, how: How) -> None:
         self._registry.emit(

@@ -289,9 +289,7 @@ class SessionRegistry:
 
     async def _supervise(self, session: Session, start: Start[Any]) -> None:
         try:
-            error = await start.run(
-                end_timeout=self._end_timeout, on_cut=session.stop
-            )
+            error = await start.run(end_timeout=self._end_timeout, on_cut=session.stop)
         finally:
             # Already closed, but where the loop itself is being torn down.
             session.close("shutdown")
@@ -337,8 +335,9 @@ class SessionRegistry:
         self._watching.cancel()
         try:
             # Without the error of the block: a task group would wrap it, and
-            # one failure must never reach anybody as a group of one.
-            await tasks.__aexit__(None, None, None)
+            # one failure must never reach anybody as a group of one. Every task
+            # in it has a deadline.
+            await tasks.__aexit__(None, None, None)  # noqa: ASYNC102
         finally:
             for session in [*self._live.values(), *self._closing]:
                 session.close("shutdown")

@@ -148,7 +148,8 @@ class Start(Generic[T]):
             self._settle("unknown")
         except BaseException:
             self._settle("unknown")
-            await self._finish(end_timeout)
+            # It has a shield of its own, with a deadline.
+            await self._finish(end_timeout)  # noqa: ASYNC102, ASYNC120
             raise
         return await self._finish(end_timeout)
 
@@ -163,7 +164,7 @@ class Start(Generic[T]):
             with self._opening:
                 self.value = await open_()
                 self.how = "started"
-        except Exception as error:
+        except Exception as error:  # noqa: BLE001 - raised for the caller by `result`
             forget_frames(error)
             self.error = error
             # A client that is cancelled often says that it lost its connection.
@@ -196,8 +197,11 @@ class Start(Generic[T]):
             with anyio.CancelScope(shield=True, deadline=deadline):
                 await end(value)
                 return None
-        except (Exception, anyio.get_cancelled_exc_class()) as error:  # noqa: ASYNC103
+        except Exception as error:  # noqa: BLE001 - the registry reports it
             forget_frames(error)
             return error
+        except anyio.get_cancelled_exc_class() as error:  # noqa: ASYNC103 - as in `run`
+            forget_frames(error)
+            return error  # noqa: ASYNC104
         # Only the deadline of the scope leads here.
         return StartTimeout(f"END was not done within {end_timeout} s")

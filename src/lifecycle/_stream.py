@@ -163,7 +163,7 @@ class Stream(Generic[T_co]):
         finally:
             self._finish(None)
 
-    def _finish(self, error: BaseException | None) -> None:
+    def _finish(self, error: BaseException | None) -> None:  # noqa: ARG002 - a hook
         """Note the end, by *error* of the source or else by whoever closed."""
         if self._state == _CLOSED:
             return
@@ -192,7 +192,7 @@ class Stream(Generic[T_co]):
             # A task that still waits for an item can only be one that the body
             # left behind; it was told to stop, and closes for itself.
             await self.aclose()
-        except BaseException as error:
+        except BaseException as error:  # noqa: ASYNC103 - only what our scope caught
             if not self._leave(error):
                 raise
             swallowed = True

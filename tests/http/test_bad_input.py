@@ -83,6 +83,12 @@ BODIES: dict[str, tuple[bytes, int, str | None, str]] = {
     "top-p": (ask(top_p=0.5), 400, "top_p", "unsupported_parameter"),
     "tools": (ask(tools=[{}]), 400, "tools", "unsupported_parameter"),
     "logprobs": (ask(logprobs=True), 400, "logprobs", "unsupported_parameter"),
+    "endless-text": (
+        ask(messages=[{"role": "user", "content": "x" * (2**20 + 1)}]),
+        400,
+        "messages",
+        "context_length_exceeded",
+    ),
     "role": (
         ask(messages=[{"role": "tool", "content": "x"}]),
         400,

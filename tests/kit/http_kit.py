@@ -161,7 +161,7 @@ class Server:
     async def until(self, what: Any) -> None:
         """Wait until the condition *what* holds."""
         async with asyncio.timeout(20):
-            while not what():  # noqa: ASYNC110 - nothing announces it
+            while not what():
                 await asyncio.sleep(0.002)
 
 

@@ -73,6 +73,7 @@ class Start(Generic[T]):
         self.how: How | None = None
         self.value: T | None = None
         self.error: BaseException | None = None
+        # Let go once it is set: sessions are many and events are not small.
         self.init_done = anyio.Event()
         self.closed = anyio.Event()
 
@@ -183,6 +184,7 @@ class Start(Generic[T]):
         on_settled, self._on_settled = self._on_settled, None
         if on_settled is not None:
             self.init_done.set()
+            del self.init_done
             on_settled(self.how)
 
     async def _finish(self, end_timeout: float) -> BaseException | None:

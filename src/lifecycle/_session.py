@@ -157,7 +157,7 @@ class Session:
         del open_, end, lease  # this frame must not keep what they close over
         self._accept(start)
         await start.init_done.wait()
-        if start.error is None and self.outcome is not None:
+        if start.how != "failed" and self.outcome is not None:
             raise self._ended()
         return start.result()
 
@@ -178,9 +178,12 @@ class Session:
             idle: Longest wait for any later item, in seconds.
             total: Longest life of the stream, in seconds.
             grace: Seconds that the source may take to close.
+
+        Raises:
+            ValueError: A deadline is NaN.
         """
-        stream = _SessionStream(self, source, grace=grace)
         limits = Deadlines(first_item=first_item, idle=idle, total=total)
+        stream = _SessionStream(self, source, grace=grace)
         if limits:
             self._registry.watch(stream, limits)
         return stream
@@ -289,6 +292,11 @@ class Session:
             start.abort()
             raise
         self._start = start
+
+    def cut(self) -> None:
+        """Called by the registry at its end: let the start not finish either."""
+        if self._start is not None:
+            self._start.close(cut=True)
 
     def settled(self) -> None:
         """Called by the registry: the engine has nothing of this session left."""

@@ -165,6 +165,10 @@ class SessionRegistry:
         sessions = list(self._live.values())
         for session in sessions:
             session.stop(outcome)
+        if outcome == "shutdown":
+            # Those whose callers have left may still be starting.
+            for session in self._closing:
+                session.cut()
         return len(sessions)
 
     def track(self, key: Callable[..., str]) -> Decorator:
@@ -285,7 +289,7 @@ class SessionRegistry:
 
     async def _supervise(self, session: Session, start: Start[Any]) -> None:
         try:
-            error = await start.run(end_timeout=self._end_timeout)
+            error = await start.run(end_timeout=self._end_timeout, on_cut=session.stop)
         finally:
             # Already closed, but where the loop itself is being torn down.
             session.close("shutdown")
@@ -331,8 +335,9 @@ class SessionRegistry:
         self._watching.cancel()
         try:
             # Without the error of the block: a task group would wrap it, and
-            # one failure must never reach anybody as a group of one.
-            await tasks.__aexit__(None, None, None)
+            # one failure must never reach anybody as a group of one. Every task
+            # in it has a deadline.
+            await tasks.__aexit__(None, None, None)  # noqa: ASYNC102
         finally:
             for session in [*self._live.values(), *self._closing]:
                 session.close("shutdown")

@@ -9,7 +9,7 @@ import anyio
 
 from ._decorators import Decorator, managed
 from ._errors import GateClosed, SessionExists, SessionNotFound
-from ._park import loop_clock
+from ._park import loop_clock, loop_post
 from ._session import Session
 from ._watchdog import Watchdog
 from .events import (
@@ -91,6 +91,7 @@ class SessionRegistry:
         # Made on entry: anyio has no scopes outside of an event loop.
         self._watching: anyio.CancelScope
         self._clock: Callable[[], float] = anyio.current_time
+        self._post: Callable[[Callable[[], object]], None]
 
     def open(self, id_: str) -> Session:
         """Open a session; enter it with ``with``.
@@ -244,6 +245,10 @@ class SessionRegistry:
         """Seconds by the loop's clock."""
         return self._clock()
 
+    def post(self, call: Callable[[], object]) -> None:
+        """Make *call* in the registry's loop; for finalisers, in any thread."""
+        self._post(call)
+
     def spawn(self, session: Session, start: Start[Any]) -> None:
         """Run *start* in a task that its caller cannot cancel.
 
@@ -315,6 +320,7 @@ class SessionRegistry:
         if self._draining or self._tasks is not None:
             raise RuntimeError("a SessionRegistry can be entered once")
         self._clock = loop_clock()
+        self._post = loop_post()
         self._watchdog = Watchdog(self._clock)
         self._watching = anyio.CancelScope()
         tasks = anyio.create_task_group()

@@ -238,6 +238,10 @@ class Stream(Generic[T_co]):
             )
         )
 
+    def _lose(self) -> None:
+        """End in a finaliser, in whatever thread that is."""
+        self._finish(None)
+
     def _owes(self) -> bool:
         """Whether dropping the stream unclosed loses more than its source."""
         return bool(self._on_close)
@@ -245,7 +249,7 @@ class Stream(Generic[T_co]):
     def __del__(self) -> None:
         if self._state == _CLOSED or sys.is_finalizing() or not self._owes():
             return
-        self._finish(None)
+        self._lose()
         warnings.warn(
             f"a stream was dropped after {self.items} items without being closed; "
             f"use it in an async with block",

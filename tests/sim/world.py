@@ -44,6 +44,7 @@ from lifecycle.events import (
     Event,
     SessionClosed,
     SessionOpened,
+    StartSettled,
     StreamEnded,
 )
 from lifecycle.testing import Script, ScriptedEngine, Simulated, simulate, simulate_trio
@@ -101,7 +102,6 @@ class Client:
     lease: Lease | None = None
     opening: bool = False
     opened: int = 0
-    failed: bool = False
     source: Any = None
     struck: set[str] = field(default_factory=set)
 
@@ -186,6 +186,8 @@ class World:
         self.asked: list[Client] = []
         self.payloads: list[weakref.ref[Blob]] = []
         self.outcomes: dict[int, str] = {}
+        self.settled: dict[int, str] = {}
+        self.ended: set[int] = set()
         self.asks = self.granted = self.ends_failed = self.streams = 0
         self.disturbed = self.closed = self.drained = False
         self.broken_law: str | None = None
@@ -411,9 +413,6 @@ class World:
         try:
             client.source = await self.wire.start(session.key, payload)
             return client.source
-        except Exception:
-            client.failed = True
-            raise
         finally:
             client.opening = False
             self._law(_is_held(client.lease), "released while the start went on")
@@ -422,9 +421,12 @@ class World:
         self._law(session.outcome is not None, "ended before it was closed")
         self._law(not client.opening, "ended before the start had settled")
         self._law(client.opened == 1, "ended without a start")
-        self._law(not client.failed, "ended after a start that failed")
+        how = self.settled.get(session.generation)
+        self._law(how in {"started", "unknown"}, f"ended after a {how} start")
         self._law(source is client.source, "ended something else")
         client.source = None
+        self._law(session.generation not in self.ended, "ended twice")
+        self.ended.add(session.generation)
         await self.wire.end(session.key)
 
     def _decorate(self, gate: Gate) -> None:
@@ -504,6 +506,9 @@ class World:
         if isinstance(event, SessionClosed):
             self._law(event.generation not in self.outcomes, "closed twice")
             self.outcomes[event.generation] = event.outcome
+        elif isinstance(event, StartSettled):
+            self._law(event.generation not in self.settled, "settled twice")
+            self.settled[event.generation] = event.how
         elif isinstance(event, SessionOpened):
             self._law(not self.drained, "opened after a drain began")
         elif isinstance(event, DrainStarted):
@@ -647,6 +652,8 @@ class World:
         assert then.ends_failed == self.ends_failed, "failed ENDs"
         assert not self.streams, "streams that ended twice or never"
         assert not self.engine.live, "sessions left in the engine"
+        begun = {g for g, how in self.settled.items() if how in {"started", "unknown"}}
+        assert begun == self.ended, "started and not ended, or the other way round"
         for client in self.clients:
             assert client.session is None or client.session.phase == "quiet"
             assert client.source is None, "a stream that nobody ended"

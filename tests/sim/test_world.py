@@ -89,7 +89,11 @@ def test_names_a_failing_seed_and_replays_it(monkeypatch, capsys):
     def broken(self):
         assert self.step < 10, "a law is broken"
 
-    monkeypatch.setattr(world.World, "check", lambda self: setattr(self, "step", self.step + 1) or broken(self))
+    monkeypatch.setattr(
+        world.World,
+        "check",
+        lambda self: setattr(self, "step", self.step + 1) or broken(self),
+    )
     failure = soak.attempt(5, [(3, ("die", 0))], "asyncio")
     assert failure is not None
     assert "a law is broken" in failure

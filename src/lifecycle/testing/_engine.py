@@ -21,7 +21,7 @@ class Script:
         start_delay: Until START is answered; ``math.inf`` is never.
         refuse: Raised in answer to START.
         items: What the stream gives.
-        item_delay: Before each item.
+        item_delay: Before each item, and before the end of them.
         fail_at: Index of the item in whose place *error* is raised.
         error: See *fail_at*.
         hang_at: Index of the item that never comes.
@@ -78,15 +78,10 @@ class ScriptedEngine:
         self.starts = self.ends = self.early_ends = self.double_ends = 0
         self._answered: set[str] = set()
         self._ended: set[str] = set()
-        self._death = anyio.Event()
-        self._reason = "killed"
+        self._death = _Death()
 
     async def start(self, key: str, payload: object = None) -> ScriptedStream:
-        """Take a request; the payload is dropped at once, as if it were sent.
-
-        Args:
-            key: `lifecycle.Session.key`.
-            payload: Anything.
+        """Take a request. The payload is dropped at once, as if it were sent.
 
         Raises:
             EngineLost: The engine is dead, or died before it answered.
@@ -99,11 +94,11 @@ class ScriptedEngine:
         del payload
         script, death = self._script_of(key), self._death
         if not self.alive:
-            raise self._lost()
+            raise death.error()
         self.starts += 1
         self.live.add(key)
         try:
-            await self._pass(script.start_delay, death)
+            await death.let_pass(script.start_delay)
         finally:
             self._answered.add(key)
         if script.refuse is not None:
@@ -128,7 +123,7 @@ class ScriptedEngine:
             self.live.discard(key)
             script = self._script_of(key)
             try:
-                await self._pass(script.end_delay, self._death)
+                await self._death.let_pass(script.end_delay)
             except EngineLost:
                 return
             if script.end_error is not None:
@@ -138,50 +133,41 @@ class ScriptedEngine:
         """Lose every session; whoever waits gets `lifecycle.EngineLost`."""
         if self.alive:
             self.alive = False
-            self._reason = reason
             self.live.clear()
-            self._death.set()
+            self._death.reason = reason
+            self._death.come.set()
 
     def restart(self) -> None:
         """Take requests again; what an earlier incarnation had stays lost."""
         if not self.alive:
             self.alive = True
             self.incarnation += 1
-            self._death = anyio.Event()
-
-    async def next_item(self, stream: ScriptedStream) -> Any:
-        """Called by the engine's streams."""
-        script, at = stream.script, stream.given
-        if stream.closed or (at >= len(script.items) and stream.key not in self.live):
-            raise StopAsyncIteration
-        delay = math.inf if at == script.hang_at else script.item_delay
-        await self._pass(delay, stream.death)
-        if at == script.die_at:
-            self.die()
-            raise self._lost()
-        if at == script.fail_at:
-            raise script.error or RuntimeError("the script fails here")
-        if at >= len(script.items) or stream.key not in self.live:
-            raise StopAsyncIteration
-        return script.items[at]
+            self._death = _Death()
 
     def _script_of(self, key: str) -> Script:
         return self._script if isinstance(self._script, Script) else self._script(key)
 
-    def _lost(self) -> EngineLost:
-        return EngineLost(
-            f"the scripted engine died: {self._reason}", reason=self._reason
-        )
 
-    async def _pass(self, seconds: float, death: anyio.Event) -> None:
+class _Death:
+    """The end of one incarnation."""
+
+    def __init__(self) -> None:
+        self.come = anyio.Event()
+        self.reason = ""
+
+    def error(self) -> EngineLost:
+        what = f"the scripted engine died: {self.reason}"
+        return EngineLost(what, reason=self.reason)
+
+    async def let_pass(self, seconds: float) -> None:
         """Let *seconds* go by, unless the engine dies meanwhile."""
         if seconds <= 0:
             await anyio.lowlevel.checkpoint()
-        elif not death.is_set():
+        elif not self.come.is_set():
             with anyio.CancelScope(deadline=anyio.current_time() + seconds):
-                await death.wait()
-        if death.is_set():
-            raise self._lost()
+                await self.come.wait()
+        if self.come.is_set():
+            raise self.error()
 
 
 @final
@@ -194,12 +180,10 @@ class ScriptedStream:
     """
 
     def __init__(
-        self, engine: ScriptedEngine, key: str, script: Script, death: anyio.Event
+        self, engine: ScriptedEngine, key: str, script: Script, death: _Death
     ) -> None:
-        self._engine = engine
-        self.key = key
-        self.script = script
-        self.death = death
+        self._engine, self._key = engine, key
+        self._script, self._death = script, death
         self.given = 0
         self.closed = False
 
@@ -207,20 +191,21 @@ class ScriptedStream:
         return self
 
     async def __anext__(self) -> Any:
-        """Return the next item.
-
-        Raises:
-            EngineLost: The engine died.
-            StopAsyncIteration: The script is over, the stream is closed, or the
-                session was ended.
-            Exception: The script's *error*.
-
-        Cancellation:
-            At any time; the item is not lost.
-        """
-        item = await self._engine.next_item(self)
+        """Return the next item; a cancellation does not lose it."""
+        script, at = self._script, self.given
+        if self.closed:
+            raise StopAsyncIteration
+        delay = math.inf if at == script.hang_at else script.item_delay
+        await self._death.let_pass(delay)
+        if at == script.die_at:
+            self._engine.die()
+            raise self._death.error()
+        if at == script.fail_at:
+            raise script.error or RuntimeError("the script fails here")
+        if at >= len(script.items) or self._key not in self._engine.live:
+            raise StopAsyncIteration
         self.given += 1
-        return item
+        return script.items[at]
 
     async def aclose(self) -> None:
         """End the iteration; the session stays in the engine until `end`."""

@@ -1,8 +1,7 @@
 """Every schedule of a small program, within a bound.
 
-Delay-bounded search: the schedule of a stock loop first, then every schedule
-that departs from it at one decision, then at two, and so on. Most races need
-one or two departures, so a small bound finds them, and finds the shortest.
+Delay-bounded search: the schedule of a stock loop first, then those that depart
+from it at one decision, then at two. Most races need one or two departures.
 """
 
 from __future__ import annotations
@@ -29,16 +28,12 @@ class Explored:
 
 @dataclass(slots=True)
 class Choices:
-    """Follows a schedule, then takes the stock order; remembers both.
-
-    Attributes:
-        prefix: Choices to follow; 0 is what a stock loop does.
-        delays: How many choices may be other than 0.
-        made: Choices made, each with the number of alternatives there were.
-    """
+    """Follows a schedule, then takes the stock order; remembers both."""
 
     prefix: Sequence[int]
+    # How many choices may be other than 0, which is what a stock loop does.
     delays: int
+    # Each choice, with the number of alternatives that it had.
     made: list[tuple[int, int]] = field(default_factory=list)
 
     def choose(self, alternatives: int) -> int:
@@ -59,13 +54,6 @@ class Choices:
         if not made:
             return None
         return [choice for choice, _ in made[:-1]] + [made[-1][0] + 1]
-
-    def note(self) -> str:
-        """The schedule in words that `explore` takes."""
-        choices = [choice for choice, _ in self.made]
-        while choices and not choices[-1]:
-            choices.pop()
-        return f"replay with schedule={choices}"
 
 
 def explore(
@@ -92,9 +80,6 @@ def explore(
         max_steps: Steps after which one schedule is a `Hang`.
         schedule: Run this schedule alone, from the note of a failure.
 
-    Returns:
-        What was covered, with no failure.
-
     Raises:
         Hang: Under some schedule nothing can run any more.
         Exception: The first failure, with a note of its schedule.
@@ -117,12 +102,16 @@ def search(
     following: Sequence[int] | None = schedule or []
     count = 0
     while following is not None and count < max_schedules:
-        choices = Choices(following, len(following) if schedule else delays)
+        # A schedule that is replayed is followed to its end, and no further.
+        choices = Choices(following, delays if schedule is None else len(schedule))
         count += 1
         try:
             run(choices)
         except BaseException as error:
-            error.add_note(f"schedule {count}; {choices.note()}")
+            taken = [choice for choice, _ in choices.made]
+            while taken and not taken[-1]:
+                taken.pop()
+            error.add_note(f"schedule {count}; replay with schedule={taken}")
             raise
         if schedule is not None:
             break

@@ -13,7 +13,7 @@ import asyncio
 import heapq
 import random
 from collections import deque
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable
 from typing import Any, Final, Literal
 
 # Bound methods of tasks come first, so that the order of a set of tasks (anyio
@@ -23,6 +23,9 @@ _LAST: Final = 1 << 60
 # anyio delivers a cancellation again and again until its tasks have left. After
 # so many deliveries in a row without anything else, only time can help.
 _SPINS: Final = 4
+
+# What coroutines, async generators and generators call what they wait for.
+_SUSPENDED: Final = ("cr", "cr_await"), ("ag", "ag_await"), ("gi", "gi_yieldfrom")
 
 
 class Hang(AssertionError):
@@ -45,6 +48,8 @@ class VirtualLoop(asyncio.BaseEventLoop):
         steps: Callbacks that have run so far.
         digest: A number that tells two schedules apart, the same in every
             process for the same schedule.
+        faults: What to call just before which step, counted from 1.
+        after_step: Called after each step; what it raises stops the loop.
         errors: What the loop's exception handler was told.
     """
 
@@ -57,13 +62,13 @@ class VirtualLoop(asyncio.BaseEventLoop):
         self.steps = 0
         self.digest = 0
         self.errors: list[dict[str, Any]] = []
+        self.faults: dict[int, Callable[[], object]] = {}
         self.after_step: Callable[[], object] | None = None
         self._now = 0.0
         self._max_steps = max_steps
         self._numbers = 0
         self._spins = 0
         self._queued = 0
-        self._faults: dict[int, list[Callable[[], object]]] = {}
         factory: Any = self._make_task
         self.set_task_factory(factory)
         self.set_exception_handler(lambda _loop, context: self.errors.append(context))
@@ -72,16 +77,10 @@ class VirtualLoop(asyncio.BaseEventLoop):
         """Virtual seconds since the loop was made."""
         return self._now
 
-    def at_step(self, step: int, fault: Callable[[], object]) -> None:
-        """Call *fault* just before the callback of step *step* runs (from 1)."""
-        self._faults.setdefault(step, []).append(fault)
-
     def where(self) -> str:
         """How far the program got, in words."""
-        return (
-            f"step {self.steps}, {self._now:.6f} s, "
-            f"digest {self.digest & 0xFFFFFFFF:08x}"
-        )
+        digest = self.digest & 0xFFFFFFFF
+        return f"step {self.steps}, {self._now:.6f} s, digest {digest:08x}"
 
     def close(self) -> None:
         """Forget what is still queued, and close."""
@@ -101,12 +100,7 @@ class VirtualLoop(asyncio.BaseEventLoop):
 
     # What the base loop calls.
 
-    def _make_task(
-        self,
-        loop: asyncio.AbstractEventLoop,
-        coro: Coroutine[Any, Any, Any],
-        **options: Any,
-    ) -> SimTask:
+    def _make_task(self, loop: Any, coro: Any, **options: Any) -> SimTask:
         task = SimTask(coro, loop=loop, **options)
         self._numbers += 1
         task.number = self._numbers
@@ -120,14 +114,14 @@ class VirtualLoop(asyncio.BaseEventLoop):
 
     def _run_once(self) -> None:
         ready = self._ready
+        self.steps += 1
+        if self.steps in self.faults:
+            self.faults[self.steps]()
         if len(ready) > self._queued + 1:
             self._sort_newest()
         self._pass_time()
-        self.steps += 1
         if self.steps > self._max_steps:
-            raise Hang(self._report(f"no end after {self._max_steps} steps"))
-        for fault in self._faults.pop(self.steps, ()):
-            fault()
+            raise self._hang(f"no end after {self._max_steps} steps")
         n = len(ready)
         if n > 1 and self._spins <= _SPINS and (at := self._choose(n)):
             handle = ready[at]
@@ -135,8 +129,7 @@ class VirtualLoop(asyncio.BaseEventLoop):
         else:
             handle = ready.popleft()
         self._queued = n - 1
-        number = _number(handle)
-        self.digest = hash((self.digest, number, int(self._now * 1e9)))
+        self.digest = hash((self.digest, _number(handle), int(self._now * 1e9)))
         if not handle._cancelled:
             self._spins = self._spins + 1 if _is_delivery(handle) else 0
             handle._run()
@@ -163,20 +156,19 @@ class VirtualLoop(asyncio.BaseEventLoop):
             self._now = max(self._now, timers[0]._when)
             self._spins = 0
         elif idle:
-            raise Hang(self._report("nothing is ready and no timer is set"))
+            raise self._hang("nothing is ready and no timer is set")
         while timers and timers[0]._when <= self._now:
             handle = heapq.heappop(timers)
             handle._scheduled = False
             if not handle._cancelled:
                 ready.append(handle)
 
-    def _report(self, what: str) -> str:
-        lines = [f"{what} (step {self.steps}, {self._now:.6f} s)"]
-        lines += [
-            f"  {task.get_name()}: {stack_of(task.get_coro())}"
-            for task in sorted(asyncio.all_tasks(self), key=_task_number)
+    def _hang(self, what: str) -> Hang:
+        tasks = sorted(asyncio.all_tasks(self), key=lambda task: task.get_name())
+        stacks = [
+            f"\n  {task.get_name()}: {stack_of(task.get_coro())}" for task in tasks
         ]
-        return "\n".join(lines)
+        return Hang(what + "".join(stacks))
 
 
 class SimLoop(VirtualLoop):
@@ -223,10 +215,6 @@ def _number(handle: Any) -> int:
     return owner.number if type(owner) is SimTask else _LAST
 
 
-def _task_number(task: asyncio.Task[Any]) -> int:
-    return getattr(task, "number", _LAST)
-
-
 def _is_delivery(handle: Any) -> bool:
     return getattr(handle._callback, "__name__", "") == "_deliver_cancellation"
 
@@ -235,16 +223,11 @@ def stack_of(awaited: Any) -> str:
     """Name the coroutines that *awaited* is suspended in, outermost first."""
     names: list[str] = []
     while awaited is not None:
-        for kind in ("cr", "ag", "gi"):
+        inner = None
+        for kind, following in _SUSPENDED:
             frame = getattr(awaited, f"{kind}_frame", None)
             if frame is not None:
                 names.append(f"{frame.f_code.co_qualname}:{frame.f_lineno}")
-        awaited = next(
-            (
-                inner
-                for name in ("cr_await", "ag_await", "gi_yieldfrom")
-                if (inner := getattr(awaited, name, None)) is not None
-            ),
-            None,
-        )
+                inner = getattr(awaited, following)
+        awaited = inner
     return " > ".join(names) or "not begun"

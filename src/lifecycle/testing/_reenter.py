@@ -8,6 +8,7 @@ from types import FrameType, ModuleType
 from typing import Any
 
 Arm = Callable[[Callable[[], object]], None]
+"""What `reenter_everywhere` gives a scenario: from here on the hook may strike."""
 
 
 def reenter_everywhere(
@@ -18,18 +19,14 @@ def reenter_everywhere(
 ) -> int:
     """Run *scenario* again and again, interrupted at another bytecode each time.
 
-    Finalisers, weak reference callbacks and signal handlers run between two
-    bytecodes of whatever happens to run, and may call into the very object that
-    is half-way through a change. Here a hook does so at the first boundary
-    within *modules*, then at the second, and so on until there are no more.
-
-    The tracing that this needs is switched off for coverage tools and debuggers
-    meanwhile.
+    Finalisers and signal handlers run between two bytecodes of whatever happens
+    to run, and may call into the very object that is half-way through a change.
+    Here a hook does so at the first boundary within *modules*, then at the
+    second, until there are no more. Coverage and debuggers see nothing of it.
 
     Args:
-        scenario: Called with ``arm``. It builds fresh state, calls ``arm(hook)``
-            where the hook may strike from, goes on, and checks what must hold.
-            Run an event loop in it where one is needed.
+        scenario: Called with ``arm``. It builds fresh state, calls ``arm(hook)``,
+            goes on, and checks what must hold. It runs its own event loop.
         modules: Whose functions are interrupted.
         most: Boundaries after which to give up.
 
@@ -46,9 +43,8 @@ def reenter_everywhere(
         try:
             scenario(strike.arm)
         except BaseException as error:
-            raise AssertionError(
-                f"re-entered at boundary {at}, {strike.place}: {error!r}"
-            ) from error
+            what = f"re-entered at boundary {at}, {strike.place}: {error!r}"
+            raise AssertionError(what) from error  # noqa: ASYNC104
         finally:
             sys.settrace(before)
         if strike.place is None:
@@ -76,12 +72,11 @@ class _Strike:
         return self._step
 
     def _step(self, frame: FrameType, event: str, _arg: object) -> Any:
-        if event != "opcode" or self._hook is None:
-            return self._step
-        self._left -= 1
-        if not self._left:
-            self.place = f"{frame.f_code.co_qualname} line {frame.f_lineno}"
-            hook, self._hook = self._hook, None
-            sys.settrace(None)
-            hook()
+        if event == "opcode" and self._hook is not None:
+            self._left -= 1
+            if not self._left:
+                self.place = f"{frame.f_code.co_qualname} line {frame.f_lineno}"
+                hook, self._hook = self._hook, None
+                sys.settrace(None)
+                hook()
         return self._step

@@ -57,9 +57,8 @@ def simulate(
         faults: What to call just before which step, counted from 1. A fault may
             cancel a task, close a gate or kill an engine; it must not await.
         check: Called after every step; what it raises ends the run.
-        order: ``"fifo"`` for the order of a stock loop.
-        early_timers: Share of steps in which a timer falls due early; see
-            `SimLoop`.
+        order: See `SimLoop`.
+        early_timers: See `SimLoop`.
         max_steps: Steps after which the run is a `Hang`.
 
     Raises:
@@ -69,16 +68,11 @@ def simulate(
         Exception: What *main*, a fault or the check raised.
     """
     loop = SimLoop(seed, order=order, early_timers=early_timers, max_steps=max_steps)
-    for step, fault in (faults or {}).items():
-        loop.at_step(step, fault)
+    loop.faults.update(faults or {})
     loop.after_step = check
     value = run_on(loop, main, label=f"simulation of seed {seed}")
-    return Simulated(
-        value=value,
-        steps=loop.steps,
-        seconds=loop.time(),
-        digest=loop.digest & 0xFFFFFFFF,
-    )
+    digest = loop.digest & 0xFFFFFFFF
+    return Simulated(value=value, steps=loop.steps, seconds=loop.time(), digest=digest)
 
 
 def run_on(loop: VirtualLoop, main: Callable[[], Awaitable[T]], *, label: str) -> T:

@@ -93,7 +93,7 @@ class LossyLink:
             reply.value = await message()
             await anyio.sleep(back)
             self._assert_same(reply)
-        except Exception as error:
+        except Exception as error:  # noqa: BLE001 - it is the answer
             reply.error = error
         reply.come.set()
 

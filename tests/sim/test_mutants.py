@@ -14,9 +14,10 @@ import sys
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-import lifecycle
 import pytest
 from mutants import MUTANTS, Mutant
+
+import lifecycle
 
 PACKAGE = Path(lifecycle.__file__).parent
 HUNT = Path(__file__).parent / "hunt.py"
@@ -68,6 +69,7 @@ def finds(tmp_path_factory):
         pool.shutdown(cancel_futures=True)
 
 
+@pytest.mark.slow
 def test_finds_nothing_in_the_core_itself(tmp_path):
     """The same hunt comes back empty-handed from the package as it is."""
     shutil.copytree(PACKAGE, tmp_path / PACKAGE.name)

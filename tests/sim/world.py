@@ -19,7 +19,6 @@ from functools import partial
 from typing import Any
 
 import anyio
-
 from link import Gap, LossyLink
 
 from lifecycle import (

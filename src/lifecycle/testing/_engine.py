@@ -15,31 +15,22 @@ from lifecycle import EngineLost
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Script:
-    """What an engine does with one request. Times are in seconds.
+    """What an engine does with one request.
 
-    Attributes:
-        start_delay: Until START is answered; ``math.inf`` is never.
-        refuse: Raised in answer to START.
-        items: What the stream gives.
-        item_delay: Before each item, and before the end of them.
-        fail_at: Index of the item in whose place *error* is raised.
-        error: See *fail_at*.
-        hang_at: Index of the item that never comes.
-        die_at: Index of the item in whose place the whole engine dies.
-        end_delay: Until END is answered; ``math.inf`` is never.
-        end_error: Raised in answer to END.
+    Delays are in seconds, and ``math.inf`` is never. What ends in ``_at`` is the
+    index of an item in whose place something else happens.
     """
 
-    start_delay: float = 0.0
-    refuse: Exception | None = None
-    items: Sequence[Any] = (0, 1, 2)
-    item_delay: float = 0.0
-    fail_at: int | None = None
-    error: Exception | None = None
-    hang_at: int | None = None
-    die_at: int | None = None
-    end_delay: float = 0.0
-    end_error: Exception | None = None
+    start_delay: float = 0.0  #: until START is answered
+    refuse: Exception | None = None  #: raised in answer to START
+    items: Sequence[Any] = (0, 1, 2)  #: what the stream gives
+    item_delay: float = 0.0  #: before each item, and before the end of them
+    fail_at: int | None = None  #: *error* is raised
+    error: Exception | None = None  #: by default a `RuntimeError`
+    hang_at: int | None = None  #: nothing ever comes
+    die_at: int | None = None  #: the whole engine dies
+    end_delay: float = 0.0  #: until END is answered
+    end_error: Exception | None = None  #: raised in answer to END
 
 
 @final
@@ -64,10 +55,9 @@ class ScriptedEngine:
         alive: Whether requests are taken.
         incarnation: How often the engine was started, from 1.
         live: Keys of the sessions in the engine.
-        starts: Calls of `start` that reached a live engine.
-        ends: Calls of `end`.
-        early_ends: Those among them before START was sent or answered.
-        double_ends: Those among them for a key that was ended before.
+        starts, ends: Calls that were made, but for starts of a dead engine.
+        early_ends: Ends before START was sent or answered.
+        double_ends: Ends of what had been ended before.
     """
 
     def __init__(self, script: Script | Callable[[str], Script] | None = None) -> None:

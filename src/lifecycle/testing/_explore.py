@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
 
-from ._loop import VirtualLoop
+from ._loop import SimLoop
 from ._simulate import run_on
 
 
@@ -119,11 +119,10 @@ def search(
     return Explored(schedules=count, complete=following is None)
 
 
-class _ExploringLoop(VirtualLoop):
+class _ExploringLoop(SimLoop):
     def __init__(self, choices: Choices, early_timers: float, max_steps: int) -> None:
-        super().__init__(max_steps=max_steps)
+        super().__init__(early_timers=early_timers, max_steps=max_steps)
         self._choices = choices
-        self._early = early_timers
 
     def _choose(self, ready: int) -> int:
         return self._choices.choose(ready)

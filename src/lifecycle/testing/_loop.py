@@ -38,16 +38,25 @@ class SimTask(asyncio.Task[Any]):
     number: int = 0
 
 
-class VirtualLoop(asyncio.BaseEventLoop):
-    """Virtual time, steps that are counted, and a hook for each decision.
+class SimLoop(asyncio.BaseEventLoop):
+    """Runs what is ready in an order drawn from *seed*, in virtual time.
 
-    Sockets, threads and processes are not simulated: what waits for one of them
-    is reported as a hang.
+    Use it through `simulate`, or as the loop factory of ``asyncio.Runner`` or
+    ``anyio.run(..., backend_options={"loop_factory": SimLoop})``. Sockets,
+    threads and processes are not simulated: waiting for one of them is a hang.
+
+    Args:
+        seed: Decides everything that is left open.
+        order: ``"random"``, or ``"fifo"`` as on a stock loop; then the seed only
+            decides about timers.
+        early_timers: Share of steps, 0 to 1, in which the next timer falls due
+            though there is work; less the further away it is, a quarter of it
+            at 1 s. Without it a timeout never meets a wake-up.
+        max_steps: Steps after which the program is taken to run in circles.
 
     Attributes:
         steps: Callbacks that have run so far.
-        digest: A number that tells two schedules apart, the same in every
-            process for the same schedule.
+        digest: The same in every process where the schedule was the same.
         faults: What to call just before which step, counted from 1.
         after_step: Called after each step; what it raises stops the loop.
         errors: What the loop's exception handler was told.
@@ -57,18 +66,25 @@ class VirtualLoop(asyncio.BaseEventLoop):
     _ready: deque[Any]
     _scheduled: list[Any]
 
-    def __init__(self, *, max_steps: int = 100_000) -> None:
+    def __init__(
+        self,
+        seed: int = 0,
+        *,
+        order: Literal["random", "fifo"] = "random",
+        early_timers: float = 0.1,
+        max_steps: int = 100_000,
+    ) -> None:
         super().__init__()
-        self.steps = 0
-        self.digest = 0
-        self.errors: list[dict[str, Any]] = []
+        self.steps = self.digest = 0
         self.faults: dict[int, Callable[[], object]] = {}
         self.after_step: Callable[[], object] | None = None
-        self._now = 0.0
+        self.errors: list[dict[str, Any]] = []
+        self._draw = random.Random(seed).random  # noqa: S311 - to be repeatable
+        self._fifo = order == "fifo"
+        self._early = early_timers
         self._max_steps = max_steps
-        self._numbers = 0
-        self._spins = 0
-        self._queued = 0
+        self._now = 0.0
+        self._tasks = self._spins = self._queued = 0
         factory: Any = self._make_task
         self.set_task_factory(factory)
         self.set_exception_handler(lambda _loop, context: self.errors.append(context))
@@ -92,25 +108,25 @@ class VirtualLoop(asyncio.BaseEventLoop):
 
     def _choose(self, ready: int) -> int:
         """Which of *ready* > 1 callbacks runs next, the oldest being 0."""
-        raise NotImplementedError
+        return 0 if self._fifo else int(self._draw() * ready)
 
     def _falls_due(self, wait: float) -> bool:
         """Whether the timer in *wait* seconds falls due though there is work."""
-        raise NotImplementedError
+        # Long deadlines guard against the impossible. Were they as likely to
+        # strike early as short ones, little else would ever happen.
+        return self._draw() * (1.0 + wait) ** 2 < self._early
 
     # What the base loop calls.
 
     def _make_task(self, loop: Any, coro: Any, **options: Any) -> SimTask:
         task = SimTask(coro, loop=loop, **options)
-        self._numbers += 1
-        task.number = self._numbers
+        self._tasks += 1
+        task.number = self._tasks
         return task
 
-    def _process_events(self, event_list: object) -> None:
-        pass
+    def _process_events(self, event_list: object) -> None: ...
 
-    def _write_to_self(self) -> None:
-        pass
+    def _write_to_self(self) -> None: ...
 
     def _run_once(self) -> None:
         ready = self._ready
@@ -141,8 +157,7 @@ class VirtualLoop(asyncio.BaseEventLoop):
         ready = self._ready
         newest = [ready.pop() for _ in range(len(ready) - self._queued)]
         newest.reverse()
-        newest.sort(key=_number)
-        ready.extend(newest)
+        ready.extend(sorted(newest, key=_number))
 
     def _pass_time(self) -> None:
         ready, timers = self._ready, self._scheduled
@@ -165,49 +180,8 @@ class VirtualLoop(asyncio.BaseEventLoop):
 
     def _hang(self, what: str) -> Hang:
         tasks = sorted(asyncio.all_tasks(self), key=lambda task: task.get_name())
-        stacks = [
-            f"\n  {task.get_name()}: {stack_of(task.get_coro())}" for task in tasks
-        ]
+        stacks = [f"\n  {t.get_name()}: {stack_of(t.get_coro())}" for t in tasks]
         return Hang(what + "".join(stacks))
-
-
-class SimLoop(VirtualLoop):
-    """Runs what is ready in an order drawn from *seed*.
-
-    Use it through `simulate`, or as the loop factory of ``asyncio.Runner`` or
-    ``anyio.run(..., backend_options={"loop_factory": SimLoop})``.
-
-    Args:
-        seed: Decides everything that is left open.
-        order: ``"random"``, or ``"fifo"`` as on a stock loop; then the seed only
-            decides about timers.
-        early_timers: Share of steps, 0 to 1, in which the next timer falls due
-            though there is work; less the further away it is, a quarter of it
-            at 1 s. Without it a timeout never meets a wake-up.
-        max_steps: Steps after which the program is taken to run in circles.
-    """
-
-    def __init__(
-        self,
-        seed: int = 0,
-        *,
-        order: Literal["random", "fifo"] = "random",
-        early_timers: float = 0.1,
-        max_steps: int = 100_000,
-    ) -> None:
-        super().__init__(max_steps=max_steps)
-        self.random = random.Random(seed)  # noqa: S311 - it must be repeatable
-        self._draw = self.random.random
-        self._fifo = order == "fifo"
-        self._early = early_timers
-
-    def _choose(self, ready: int) -> int:
-        return 0 if self._fifo else int(self._draw() * ready)
-
-    def _falls_due(self, wait: float) -> bool:
-        # Long deadlines guard against the impossible. Were they as likely to
-        # strike early as short ones, little else would ever happen.
-        return self._draw() * (1.0 + wait) ** 2 < self._early
 
 
 def _number(handle: Any) -> int:

@@ -13,14 +13,10 @@ E = TypeVar("E", bound=Event)
 
 @final
 class RecordingObserver:
-    """An observer that keeps every event, oldest first.
-
-    Attributes:
-        events: What was told so far.
-    """
+    """An observer that keeps every event."""
 
     def __init__(self) -> None:
-        self.events: list[Event] = []
+        self.events: list[Event] = []  #: what was told so far, oldest first
 
     def __call__(self, event: Event, /) -> None:
         """Keep it."""
@@ -36,14 +32,11 @@ class RecordingObserver:
 
 
 def assert_quiescent(*holders: Gate | SessionRegistry) -> None:
-    """Check that nothing is held, waited for or left to do, and say what is.
+    """Check that nothing in *holders* is held or left to do, and say what is.
 
     A gate is quiescent when no lease is live and nobody waits; a registry when
     no session is live, no start and no END is under way and no payload is in a
     box. The books of both must balance.
-
-    Args:
-        holders: The gates and registries to look at.
 
     Raises:
         AssertionError: Something is left; the message has one line for each.

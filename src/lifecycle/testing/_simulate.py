@@ -8,14 +8,13 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, Generic, Literal, TypeVar
 
-from ._loop import SimLoop, VirtualLoop
+from ._loop import SimLoop
 
 T = TypeVar("T")
 
-# Callbacks that a failed program may still run, to let its tasks end.
+# Callbacks that a failed program may still run, to let its tasks end, and those
+# after which the tasks that have not ended are cancelled again.
 _LAST_STEPS = 240
-
-# Steps after which those that have not ended are cancelled again.
 _AGAIN = 24
 
 
@@ -59,7 +58,7 @@ def simulate(
         check: Called after every step; what it raises ends the run.
         order: See `SimLoop`.
         early_timers: See `SimLoop`.
-        max_steps: Steps after which the run is a `Hang`.
+        max_steps: See `SimLoop`.
 
     Raises:
         Hang: Nothing can run any more, or *max_steps* were not enough.
@@ -75,7 +74,7 @@ def simulate(
     return Simulated(value=value, steps=loop.steps, seconds=loop.time(), digest=digest)
 
 
-def run_on(loop: VirtualLoop, main: Callable[[], Awaitable[T]], *, label: str) -> T:
+def run_on(loop: SimLoop, main: Callable[[], Awaitable[T]], *, label: str) -> T:
     """Run *main* on *loop*, hold it to having finished, and close the loop."""
     asyncio.set_event_loop(loop)
     try:
@@ -95,25 +94,23 @@ async def _awaited(main: Callable[[], Awaitable[T]]) -> T:
     return await main()
 
 
-def _assert_finished(loop: VirtualLoop) -> None:
-    left = [task.get_name() for task in asyncio.all_tasks(loop)]
+def _assert_finished(loop: SimLoop) -> None:
+    left = sorted(task.get_name() for task in asyncio.all_tasks(loop))
     if left:
-        raise AssertionError(f"tasks left behind: {', '.join(sorted(left))}")
-    if loop.errors:
-        context = loop.errors[0]
+        raise AssertionError(f"tasks left behind: {', '.join(left)}")
+    for context in loop.errors:
         error: Any = context.get("exception")
-        raise AssertionError(
-            f"failed where nobody looked: {context.get('message')} {error!r}"
-        ) from error
+        what = f"failed where nobody looked: {context.get('message')} {error!r}"
+        raise AssertionError(what) from error
 
 
-def _tear_down(loop: VirtualLoop) -> None:
+def _tear_down(loop: SimLoop) -> None:
     """Let the tasks of a failed program end, so that the failure speaks alone."""
     loop.after_step = None
     for turn in range(_LAST_STEPS):
         tasks = asyncio.all_tasks(loop)
         if not tasks:
-            break
+            return
         for task in tasks:
             # One that has not begun must begin, or it awaits nothing for ever.
             begun = getattr(task.get_coro(), "cr_await", None) is not None
@@ -124,4 +121,4 @@ def _tear_down(loop: VirtualLoop) -> None:
             loop.run_forever()
     for task in asyncio.all_tasks(loop):
         silent: Any = task
-        silent._log_destroy_pending = False  # noqa: SLF001 - there is no other way
+        silent._log_destroy_pending = False  # noqa: SLF001 - no other way

@@ -125,7 +125,7 @@ class _Run(Generic[T]):
         values: list[T] = []
         async with trio.open_nursery() as nursery:
             self._scope = nursery.cancel_scope
-            nursery.start_soon(self._watch, trio.lowlevel.current_task())
+            nursery.start_soon(self._watch)
             try:
                 values.append(await self._main())
             except Exception as error:  # noqa: BLE001 - raised again by the caller
@@ -134,20 +134,17 @@ class _Run(Generic[T]):
         self._seconds = trio.current_time()
         return values
 
-    async def _watch(self, root: trio.lowlevel.Task) -> None:
+    async def _watch(self) -> None:
         import trio
 
         # The clock jumps here only when nobody else has anything to wait for.
         await trio.sleep(_NEVER)
-        lines = ["nothing is ready and no timer is set"]
-        pending = [root]
-        while pending:
-            task = pending.pop()
-            if task is not trio.lowlevel.current_task():
-                lines.append(f"  {task.name}: {stack_of(task.coro)}")
-            for nursery in task.child_nurseries:
-                pending += sorted(nursery.child_tasks, key=self._numbers.__getitem__)
-        self._fail(Hang("\n".join(lines)))
+        stacks = [
+            f"\n  {task.name}: {stack_of(task.coro)}"
+            for task in self._numbers
+            if getattr(task.coro, "cr_await", None) is not None
+        ]
+        self._fail(Hang("nothing is ready and no timer is set" + "".join(stacks)))
 
     def _fail(self, error: BaseException) -> None:
         if self._failure is None:

@@ -29,13 +29,23 @@ from lifecycle import Lease, Payload, Session
 # What is on its way out, such as a worker thread, gets so many seconds.
 _PATIENCE: Final = 1.0
 
-# Trio keeps idle worker threads for a while, for whoever comes next.
+# Helpers of others that outlive their work on purpose: trio's idle threads, and
+# the process that multiprocessing starts once.
 _POOL: Final = "Trio thread "
+_TRACKER: Final = "multiprocessing.resource_tracker"
 
 _HERE: Final = Path("/proc/self")
 
-# A leftover: its kind, an identity that is never used twice, and words for it.
+# By kind and by an identity that is never used twice, in words.
 _Found = dict[tuple[str, Hashable], str]
+
+# What one of these is called while it has something left to do.
+_JUDGES: Final[dict[type, Callable[[Any], str]]] = {
+    Lease: lambda lease: "lease" if lease.held else "",
+    Session: lambda session: "" if session.phase == "quiet" else "session",
+    Payload: lambda payload: "" if payload.taken else "payload",
+    asyncio.Task: lambda task: "" if task.done() else "task",
+}
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -53,21 +63,19 @@ def _nothing_left_behind(request: pytest.FixtureRequest) -> Iterator[None]:
     before = _look()
     yield
     marker = request.node.get_closest_marker("leaves")
-    if marker is not None and not marker.args:
-        return
     excused = () if marker is None else marker.args
-    left = _left_since(before, excused)
+    left = [] if marker is not None and not excused else _left(before, excused)
     if left:
         pytest.fail("left behind:\n  " + "\n  ".join(left), pytrace=False)
 
 
-def _left_since(before: _Found, excused: tuple[str, ...]) -> list[str]:
+def _left(before: _Found, excused: tuple[str, ...]) -> list[str]:
     deadline = time.monotonic() + _PATIENCE
     while True:
         left = [
-            f"{kind} {words}"
-            for (kind, identity), words in _look().items()
-            if (kind, identity) not in before and kind not in excused
+            f"{found[0]} {words}"
+            for found, words in _look().items()
+            if found not in before and found[0] not in excused
         ]
         if not left or time.monotonic() > deadline:
             return left
@@ -76,89 +84,47 @@ def _left_since(before: _Found, excused: tuple[str, ...]) -> list[str]:
 
 
 def _look() -> _Found:
-    return {**_objects(), **_threads(), **_descriptors(), **_children()}
-
-
-def _objects() -> _Found:
-    found: _Found = {}
-    judges: dict[type, Callable[[Any], str | None] | None] = {}
-    for item in gc.get_objects():
-        kind = type(item)
-        if kind not in judges:
-            judges[kind] = next(
-                (judge for base, judge in _JUDGES.items() if issubclass(kind, base)),
-                None,
-            )
-        judge = judges[kind]
-        if judge is not None and (name := judge(item)) is not None:
-            found[name, ref(item)] = repr(item)
-    return found
-
-
-def _lease(lease: Lease) -> str | None:
-    return "lease" if lease.held else None
-
-
-def _session(session: Session) -> str | None:
-    return None if session.phase == "quiet" else "session"
-
-
-def _payload(payload: Payload[Any]) -> str | None:
-    return None if payload.taken else "payload"
-
-
-def _task(task: asyncio.Task[Any]) -> str | None:
-    return None if task.done() else "task"
-
-
-_JUDGES: Final[dict[type, Callable[[Any], str | None]]] = {
-    Lease: _lease,
-    Session: _session,
-    Payload: _payload,
-    asyncio.Task: _task,
-}
-
-
-def _threads() -> _Found:
-    return {
+    found: _Found = {
         ("thread", ref(thread)): repr(thread)
         for thread in threading.enumerate()
         if not thread.name.startswith(_POOL)
     }
-
-
-def _descriptors() -> _Found:
-    found: _Found = {}
-    for name in _names(_HERE / "fd"):
+    for item in _objects():
+        kind = next(
+            judge(item) for base, judge in _JUDGES.items() if isinstance(item, base)
+        )
+        if kind:
+            found[kind, ref(item)] = repr(item)
+    for path in _paths("fd"):
         try:
-            target = (_HERE / "fd" / name).readlink()
+            target = str(path.readlink())
         except OSError:  # the one that the listing itself had open
             continue
-        found["descriptor", (name, target)] = f"{name} -> {target}"
-    return found
-
-
-def _children() -> _Found:
-    found: _Found = {}
-    for thread in _names(_HERE / "task"):
-        try:
-            pids = (_HERE / "task" / thread / "children").read_text().split()
-        except OSError:
-            continue
-        for pid in pids:
-            try:
-                command = Path("/proc", pid, "cmdline").read_bytes()
-            except OSError:
-                continue
-            words = command.replace(b"\0", b" ").decode(errors="replace").strip()
-            # Python's own helper, which serves until the end.
-            if "multiprocessing.resource_tracker" not in words:
+        found["descriptor", (path.name, target)] = f"{path.name} -> {target}"
+    for path in _paths("task"):
+        for pid in _read(path / "children").split():
+            words = _read(Path("/proc", pid, "cmdline")).replace("\0", " ")
+            if _TRACKER not in words:
                 found["child", pid] = f"{pid} {words or '(ended, not waited for)'}"
     return found
 
 
-def _names(folder: Path) -> list[str]:
+def _objects() -> list[Any]:
+    everything = gc.get_objects()
+    # By type first: asking each object for its class could run code of its own.
+    kinds = {k for k in set(map(type, everything)) if issubclass(k, tuple(_JUDGES))}
+    return [item for item in everything if type(item) in kinds]
+
+
+def _paths(name: str) -> list[Path]:
     try:
-        return [path.name for path in folder.iterdir()]
+        return list((_HERE / name).iterdir())
     except OSError:  # not on this system
         return []
+
+
+def _read(path: Path) -> str:
+    try:
+        return path.read_text(errors="replace")
+    except OSError:
+        return ""

@@ -7,6 +7,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 
 
 def pytest_configure(config):
+    """Make the marker known."""
     config.addinivalue_line(
         "markers", "slow: takes minutes; leave it out with -m 'not slow'"
     )

@@ -240,7 +240,7 @@ async def _admit_once(gate: Gate) -> None:
 
 
 async def closing_sends_everybody_away() -> None:
-    """Those in line and those to come are refused; live leases stay valid."""
+    """Those in line and those to come are told so; live leases stay (peers-11)."""
     gate = Gate(slots=1)
     lease = gate.try_admit()
     refused = 0

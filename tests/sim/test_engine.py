@@ -15,6 +15,7 @@ BOTH = pytest.mark.parametrize("run", [simulate, simulate_trio])
 
 
 async def read(stream):
+    """Return every item."""
     return [item async for item in stream]
 
 

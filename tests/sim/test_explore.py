@@ -42,17 +42,13 @@ async def reads_too_early():
 @BOTH
 @pytest.mark.parametrize("scenario", scenarios.EXPLORED, ids=lambda s: s.__name__)
 def test_keeps_its_promise_in_every_order(search, scenario):
-    """Each small program holds in every schedule with two departures (N15).
-
-    Covers: peers-6, peers-7, peers-17, peers-20, peers-28, B1, B12, B13, B18,
-    B21, fault-60; the scenario says which.
-    """
+    """Each small program holds in every schedule with two departures (N15)."""
     assert search(scenario, delays=2, max_schedules=400).schedules >= 1
 
 
 @pytest.mark.parametrize("scenario", scenarios.CANCELLED, ids=lambda s: s.__name__)
 def test_keeps_its_promise_at_every_cancellation(scenario):
-    """Cut early or late, by scope or natively, once or twice (B1, fault-8)."""
+    """Cut early or late, by scope or natively, once or twice (B1, peers-34, fault-8)."""
     cancel_everywhere(scenario, double=True)
 
 

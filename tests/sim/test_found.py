@@ -1,4 +1,4 @@
-"""What the simulation found in the core, each as the smallest program that shows it."""
+"""What the simulation found in the core, as the smallest program that shows it."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from lifecycle.testing import Script, ScriptedEngine, simulate, simulate_trio
 @pytest.mark.parametrize("run", [simulate, simulate_trio])
 @pytest.mark.parametrize("style", ["two_phase", "generator"])
 def test_keeps_the_lease_of_a_managed_start_whose_consumer_left(run, style):
-    """A start that goes on alone keeps its bytes admitted until it settles (fault-3).
+    """A start that goes on alone keeps its bytes until it settles (fault-3, peers-8).
 
     They were released with the consumer, while the payload was still on its way
     to the engine: leaving clients could fill the memory that the gate guards.
@@ -91,7 +91,7 @@ class Blob:
 
 @pytest.mark.parametrize("run", [simulate, simulate_trio])
 def test_forgets_the_arguments_of_a_managed_call_that_was_refused(run):
-    """A refusal that is kept does not keep what the request was called with (peers-49).
+    """A refusal that is kept does not keep what was asked for (peers-49).
 
     Its traceback named the frame that had waited for admission, and that frame
     still had the call in a local variable.

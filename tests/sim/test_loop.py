@@ -134,7 +134,7 @@ def test_reports_a_program_that_runs_in_circles(run):
 
 
 def test_reports_a_cancelled_scope_that_nobody_can_leave():
-    """anyio delivers for ever there, which is a hang all the same."""
+    """Deliveries go on for ever there, which is a hang all the same."""
 
     async def main():
         with anyio.CancelScope() as outer:
@@ -216,7 +216,7 @@ def test_fails_a_program_that_failed_where_nobody_looked():
         asyncio.get_running_loop().call_soon(lambda: 1 / 0)
         await asyncio.sleep(0.1)
 
-    with pytest.raises(AssertionError, match="nobody looked.*ZeroDivisionError"):
+    with pytest.raises(AssertionError, match=r"nobody looked.*ZeroDivisionError"):
         simulate(main)
 
 

@@ -38,17 +38,21 @@ LEAVERS = {
         "KEPT.append(threading.Event())\n"
         "threading.Thread(target=KEPT[-1].wait, name='waiter', daemon=True).start()"
     ),
-    "child": "KEPT.append(subprocess.Popen([sys.executable, '-c', 'input()'], stdin=-1))",
+    "child": (
+        "KEPT.append(subprocess.Popen([sys.executable, '-c', 'input()'], stdin=-1))"
+    ),
 }
 
 
 def suite(pytester: pytest.Pytester, tests: str) -> pytest.RunResult:
+    """Run *tests* with the plugin switched on."""
     pytester.makeconftest('pytest_plugins = ["lifecycle.testing.pytest_plugin"]')
     pytester.makepyfile(HEADER + tests)
     return pytester.runpytest_subprocess("-p", "no:cacheprovider", "-p", "no:anyio")
 
 
 def indented(code: str) -> str:
+    """Return *code* as the body of a function."""
     return "".join(f"    {line}\n" for line in code.splitlines())
 
 

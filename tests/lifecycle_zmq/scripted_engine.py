@@ -1,9 +1,9 @@
 """An engine whose streams do what their request says; run as a script.
 
-Request fields: ``count`` items (0, 1, 2, … as ``[n]``), or ``forever``; ``hold`` gives
-no item, ``watch`` the number of tensors alive; ``reject`` and ``raise_in_start`` refuse;
-``fail_at``, ``odd_item_at`` and ``raise_at`` go wrong at that item; ``exit`` leaves the
-process with that code.
+Request fields: ``count`` items (0, 1, 2, … as ``[n]``), or ``forever``; ``hold``
+gives no item, ``watch`` the number of tensors alive; ``reject`` and
+``raise_in_start`` refuse; ``fail_at``, ``odd_item_at`` and ``raise_at`` go wrong at
+that item; ``exit`` leaves the process with that code.
 """
 
 from __future__ import annotations

@@ -504,7 +504,7 @@ async def test_send_that_swallows_the_news_of_a_message_handles_it(
         with anyio.fail_after(20):
             for number in range(300):
                 fake_engine.say(Kind.CHUNKS, chunk("a#1", number, [number]))
-                client._send(Kind.STATUS, {"ask": 0})
+                client._say(Kind.STATUS, {"ask": 0})
                 if number % 3 == 0:
                     await anyio.lowlevel.checkpoint()
             async for item in stream:

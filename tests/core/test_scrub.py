@@ -138,6 +138,7 @@ class TestScrub:
         assert await second == "word 1"
         await stream.aclose()
         assert "describe" in repr(stream)
+        assert await describe(Tensor()).__anext__() == "word 0"
 
 
 def test_is_what_it_was() -> None:

@@ -287,6 +287,7 @@ class TestStopping:
             tasks.start_soon(owner)
             await anyio.wait_all_tasks_blocked()
             tasks.start_soon(cancel)
+            tasks.start_soon(sessions.get("a").quiet)
             await anyio.wait_all_tasks_blocked()
             assert told == ["cancelled"]
             assert sessions.statistics().closing == 1

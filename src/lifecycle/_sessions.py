@@ -342,6 +342,10 @@ class SessionRegistry:
             # one failure must never reach anybody as a group of one. Every task
             # in it has a deadline.
             await tasks.__aexit__(None, None, None)  # noqa: ASYNC102
+        except BaseExceptionGroup as group:
+            if len(group.exceptions) > 1:
+                raise
+            raise group.exceptions[0] from None
         finally:
             for session in list(self._closing):  # their tasks never ran
                 session.abort()

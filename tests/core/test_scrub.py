@@ -130,6 +130,7 @@ class TestScrub:
         items = [i async for i in Model().run(1, mask=2, size=3)]
         assert items == [Payload, Payload, 3]
 
+    @pytest.mark.filterwarnings("ignore:Async generator:ResourceWarning")  # trio
     async def test_iterates_twice_by_hand(self) -> None:
         """Two calls for the first item before it came are the generator's to refuse."""
         stream = describe(Tensor())

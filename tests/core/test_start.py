@@ -177,34 +177,6 @@ def test_tells_the_caller_where_the_task_never_ran() -> None:
     asyncio.run(main())
 
 
-def test_gives_the_lease_back_where_the_loop_is_gone() -> None:
-    """A start whose loop is closed under it settles when it is thrown away."""
-    gate = Gate(slots=1)
-    errors: list[str] = []
-    kept: list[object] = []
-
-    async def main() -> None:
-        sessions = SessionRegistry()
-        kept.append(sessions)
-        await sessions.__aenter__()
-        session = sessions.open("a")
-        lease = await gate.admit()
-        request = session.start(anyio.sleep_forever, lease=lease)
-        kept.append(asyncio.create_task(request))
-        await asyncio.sleep(0.001)
-        assert gate.statistics().slots_in_use == 1
-
-    loop = asyncio.new_event_loop()
-    loop.set_exception_handler(lambda _loop, context: errors.append(context["message"]))
-    loop.run_until_complete(main())
-    loop.close()
-    kept.clear()
-    del loop
-    gc.collect()
-    assert set(errors) == {"Task was destroyed but it is pending!"}
-    assert_quiescent(gate)
-
-
 class Abort(BaseException):
     """Neither an error nor a cancellation, like KeyboardInterrupt."""
 

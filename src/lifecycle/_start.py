@@ -134,9 +134,6 @@ class Start(Generic[T]):
             await self._begin()
             with anyio.CancelScope(shield=True):
                 await self.closed.wait()
-        except GeneratorExit:  # the loop is gone, and nothing can be awaited
-            self._settle("unknown")
-            raise
         except anyio.get_cancelled_exc_class():  # noqa: ASYNC103 - see above
             on_cut()
             self._settle("unknown")

@@ -74,15 +74,16 @@ class _Watched:
             stream.expire("total", limits.total or 0)
             return None
         waiting = limits.idle if stream.items else limits.first_item
-        if waiting is None:
-            # The other limit may apply once the first item has come.
-            later = limits.idle
-            return min(total_at, math.inf if later is None else now + later)
         since = stream.waiting_since()
-        if since is not None and now >= since + waiting:
+        if waiting is not None and since is not None and now >= since + waiting:
             stream.expire("idle" if stream.items else "first_item", waiting)
             return None
-        return min(total_at, (now if since is None else since) + waiting)
+        # A wait that begins after this look can be late no earlier than that.
+        next_wait = math.inf if limits.idle is None else now + limits.idle
+        this_wait = next_wait
+        if waiting is not None:
+            this_wait = (now if since is None else since) + waiting
+        return min(total_at, this_wait, next_wait)
 
 
 class Watchdog:

@@ -408,6 +408,7 @@ class TestDeadlines:
             ((1, 1, 9), {"first_item": 2, "idle": 4}, "idle", 6),
             ((2,) * 9, {"idle": 4, "total": 7}, "total", 7),
             ((2,) * 9, {"total": 0}, "total", 0),
+            ((1, 99), {"first_item": 50, "idle": 4}, "idle", 5),
             ((9,), {"first_item": 0}, "first_item", 0),
             ((9,), {"first_item": 3, "total": 5}, "first_item", 3),
         ],

@@ -200,7 +200,7 @@ async def test_takes_a_stream_that_just_stops_for_a_failure(stream: bool) -> Non
 
 async def test_ends_stream_that_is_idle_too_long() -> None:
     """A stream that says nothing for too long is told so and ended."""
-    deadlines = Deadlines(first_token=5, idle=0.02)
+    deadlines = Deadlines(first_token=0.5, idle=0.02)
     engine = ScriptedEngine(list(b"a"), None)
     server, outcomes = await ask(engine, deadlines=deadlines, stream=True)
     assert events(server)[-1]["error"]["code"] == "engine_timeout"

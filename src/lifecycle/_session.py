@@ -147,8 +147,7 @@ class Session:
         Raises:
             StartTimeout: *timeout* went by; what was sent is ended by key.
             SessionEnded: The session was closed by somebody else.
-            RuntimeError: The session was started before, or its registry does
-                not run.
+            RuntimeError: The session was started before.
             Exception: What *open_* raised, as it was raised; its finished frames
                 have lost their locals, so that it retains no payload.
 
@@ -314,8 +313,8 @@ class Session:
 
     def cut(self) -> None:
         """Called by the registry at its end: let the start not finish either."""
-        if self._start is not None:
-            self._start.close(cut=True)
+        assert self._start is not None, "else it would be quiet"
+        self._start.close(cut=True)
 
     def settled(self) -> None:
         """Called by the registry: the engine has nothing of this session left."""
@@ -325,9 +324,8 @@ class Session:
 
     def abort(self) -> None:
         """Called by the registry at its end: no task will ever run the start."""
-        if self._start is not None:
-            self._start.abort()
-        self.settled()
+        assert self._start is not None, "else it would be quiet"
+        self._start.abort()
 
     def _start_settled(self, began: float, how: How) -> None:
         self._registry.emit(

@@ -255,20 +255,18 @@ class SessionRegistry:
         Raises:
             RuntimeError: The registry is not entered.
         """
-        if self._tasks is None:
-            raise RuntimeError("the SessionRegistry of this session is closed")
+        assert self._tasks is not None, "else the session would be closed"
         self._tasks.start_soon(self._supervise, session, start)
 
     def watch(self, stream: Stream[Any], limits: Deadlines) -> None:
         """Watch the deadlines of *stream*."""
-        if self._watchdog is not None:
-            self._watchdog.add(stream, limits)
+        assert self._watchdog is not None, "else there would be no session"
+        self._watchdog.add(stream, limits)
 
     def closed(self, session: Session) -> None:
-        """Book *session* out; a newer session with its id is left alone."""
+        """Book *session* out. A session calls this once, while its id is its own."""
         assert session.outcome is not None
-        if self._live.get(session.id) is session:
-            del self._live[session.id]
+        del self._live[session.id]
         if session.phase != "quiet":
             self._closing.add(session)
         self._outcomes[session.outcome] += 1
@@ -345,8 +343,7 @@ class SessionRegistry:
             # in it has a deadline.
             await tasks.__aexit__(None, None, None)  # noqa: ASYNC102
         finally:
-            for session in [*self._live.values(), *self._closing]:
-                session.close("shutdown")
+            for session in list(self._closing):  # their tasks never ran
                 session.abort()
                 self._quieten(session)
 

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Generic, Literal, TypeVar
 
 import anyio
 
-from ._errors import SessionEnded, StartTimeout
+from ._errors import StartTimeout
 from ._payload import forget_frames
 
 if TYPE_CHECKING:
@@ -92,12 +92,10 @@ class Start(Generic[T]):
         self._settle("withheld")
 
     def result(self) -> T:
-        """Return what was opened, or raise why it was not.
+        """Return what was opened, or raise why it was not, if it was not withheld.
 
         Raises:
             StartTimeout: The start took too long; what it sent is ended.
-            SessionEnded: The session was closed before the start began, or the
-                registry was torn down meanwhile.
             BaseException: Whatever *open_* raised, as it was raised.
         """
         error, self.error = self.error, None
@@ -109,11 +107,7 @@ class Start(Generic[T]):
                 ) from error
             if error is not None:
                 raise error
-            if self.how == "started":
-                return self.value  # type: ignore[return-value]
-            raise SessionEnded(
-                "the session was closed before it was started", outcome="cancelled"
-            )
+            return self.value  # type: ignore[return-value]
         finally:
             del error  # its traceback holds this frame
 

@@ -210,7 +210,11 @@ class TestStart:
                 lease = await gate.admit()
                 assert session.phase == "open"
                 stream = await session.start(engine.open, end=engine.end, lease=lease)
-                assert (stream, session.phase, lease.held) == ("stream", "started", False)
+                assert (stream, session.phase, lease.held) == (
+                    "stream",
+                    "started",
+                    False,
+                )
                 assert engine.ended == 0
             assert session.phase == "closing"
             await session.quiet()
@@ -244,7 +248,6 @@ class TestStart:
         engine = Engine()
         gate = Gate(slots=1)
         async with SessionRegistry() as sessions:
-
             session = sessions.open("a")
 
             async def owner() -> None:
@@ -497,7 +500,7 @@ class TestDeadlines:
             engine.begun += 1
             try:
                 await anyio.sleep(100)
-            except BaseException:
+            except BaseException:  # noqa: BLE001
                 raise OSError("connection lost while cancelling") from None
             return "stream"
 

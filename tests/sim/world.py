@@ -88,6 +88,7 @@ class Plan:
     start_timeout: float
     idle: float | None
     reads: int
+    children: int
 
 
 @dataclass(slots=True, eq=False)
@@ -99,9 +100,10 @@ class Client:
     task: Any = None
     session: Session | None = None
     lease: Lease | None = None
-    opening: bool = False
-    opened: int = 0
-    source: Any = None
+    # Of each child: most have one, a fan-out has two.
+    opening: set[int] = field(default_factory=set)
+    opened: set[int] = field(default_factory=set)
+    sources: dict[int, Any] = field(default_factory=dict)
     struck: set[str] = field(default_factory=set)
 
 
@@ -139,6 +141,7 @@ def _draw_plan(rng: random.Random, number: int, styles: tuple[str, ...]) -> Plan
         start_timeout=rng.choice((0.03, 30.0 if odd == "mute" else 0.5)),
         idle=0.05 if odd == "hang" else None,
         reads=rng.choice((99, 99, 99, 0, 1)),
+        children=2 if rng.random() < 0.15 else 1,
     )
 
 
@@ -185,8 +188,8 @@ class World:
         self.asked: list[Client] = []
         self.payloads: list[weakref.ref[Blob]] = []
         self.outcomes: dict[int, str] = {}
-        self.settled: dict[int, str] = {}
-        self.ended: set[int] = set()
+        self.settled: dict[int, list[str]] = {}
+        self.ended: set[tuple[int, int]] = set()
         self.asks = self.granted = self.ends_failed = self.streams = 0
         self.disturbed = self.closed = self.drained = False
         self.broken_law: str | None = None
@@ -333,24 +336,44 @@ class World:
             lease.release()
             raise
         try:
-            source = await session.start(
-                partial(self._open, client, session, box),
-                end=partial(self._end, client, session),
-                lease=lease,
-                timeout=plan.start_timeout,
-            )
+            source, *others = await self._start(client, session, box, lease)
         except Exception:  # and it is alive here, with its traceback
-            assert seen() is None, "the payload lives after a failed hand-off"
+            # It may be with a sibling of the one that failed, which still opens.
+            handed = 0 in client.opened - client.opening
+            assert not handed or seen() is None, "the payload outlives its hand-off"
             raise
         assert session.outcome is None, "started for a session that is over"
         assert seen() is None, "the payload lives after hand-off"
         assert not lease.held, "the lease is held after hand-off"
+        del others  # whatever is not read is ended with the session
         stream = session.stream(source, first_item=plan.idle, idle=plan.idle)
         self.streams += 1
         whole = await self._read(client, stream)
         assert whole or source.closed, "a source that nobody closed"
         if whole and session.outcome is None:
             assert stream.items == len(plan.script.items), "items are missing"
+
+    async def _start(
+        self, client: Client, session: Session, box: Payload[Blob], lease: Lease
+    ) -> list[Any]:
+        plan = client.plan
+        pairs = [
+            (
+                partial(self._open, client, session, box, child),
+                partial(self._end, client, session, child=child),
+            )
+            for child in range(plan.children)
+        ]
+        if plan.children > 1:
+            return await session.start_all(
+                pairs, lease=lease, timeout=plan.start_timeout
+            )
+        ((open_, end),) = pairs
+        return [
+            await session.start(
+                open_, end=end, lease=lease, timeout=plan.start_timeout
+            )
+        ]
 
     async def _admit(self, client: Client) -> Lease:
         gate, plan = self.gate, client.plan
@@ -401,32 +424,39 @@ class World:
         return True
 
     async def _open(
-        self, client: Client, session: Session, box: Payload[Blob]
-    ) -> AsyncIterator[int]:
-        client.opened += 1
-        self._law(session.outcome is None, "opened for a closed session")
-        self._law(client.opened == 1, "opened twice")
+        self, client: Client, session: Session, box: Payload[Blob], child: int = 0
+    ) -> Any:
+        self._law(child not in client.opened, "opened twice")
+        alone = client.plan.children == 1
+        self._law(not alone or session.outcome is None, "opened for a closed session")
         self._law(_is_held(client.lease), "released before hand-off")
-        client.opening = True
-        payload = box.take()  # in this frame, as a careless user would
+        client.opened.add(child)
+        client.opening.add(child)
+        # In this frame, as a careless user would; only one child carries it.
+        payload = None if child else box.take()
+        key = f"{session.key}/{child}" if child else session.key
+        self.by_key[key] = client
         try:
-            client.source = await self.wire.start(session.key, payload)
-            return client.source
+            client.sources[child] = await self.wire.start(key, payload)
+            return client.sources[child]
         finally:
-            client.opening = False
+            client.opening.discard(child)
             self._law(_is_held(client.lease), "released while the start went on")
 
-    async def _end(self, client: Client, session: Session, source: object) -> None:
-        self._law(session.outcome is not None, "ended before it was closed")
-        self._law(not client.opening, "ended before the start had settled")
-        self._law(client.opened == 1, "ended without a start")
-        how = self.settled.get(session.generation)
-        self._law(how in {"started", "unknown"}, f"ended after a {how} start")
-        self._law(source is client.source, "ended something else")
-        client.source = None
-        self._law(session.generation not in self.ended, "ended twice")
-        self.ended.add(session.generation)
-        await self.wire.end(session.key)
+    async def _end(
+        self, client: Client, session: Session, source: object, *, child: int = 0
+    ) -> None:
+        alone = client.plan.children == 1
+        self._law(not alone or session.outcome is not None, "ended before it was closed")
+        self._law(child not in client.opening, "ended before the start had settled")
+        self._law(child in client.opened, "ended without a start")
+        self._law(source is client.sources.pop(child, None), "ended something else")
+        self._law((session.generation, child) not in self.ended, "ended twice")
+        self.ended.add((session.generation, child))
+        settled = self.settled.get(session.generation, ())
+        known = set(settled) & {"started", "unknown"}
+        self._law(bool(known), f"ended after starts that {settled}")
+        await self.wire.end(f"{session.key}/{child}" if child else session.key)
 
     def _decorate(self, gate: Gate) -> None:
         if self.exact:
@@ -506,8 +536,7 @@ class World:
             self._law(event.generation not in self.outcomes, "closed twice")
             self.outcomes[event.generation] = event.outcome
         elif isinstance(event, StartSettled):
-            self._law(event.generation not in self.settled, "settled twice")
-            self.settled[event.generation] = event.how
+            self.settled.setdefault(event.generation, []).append(event.how)
         elif isinstance(event, SessionOpened):
             self._law(not self.drained, "opened after a drain began")
         elif isinstance(event, DrainStarted):
@@ -651,11 +680,18 @@ class World:
         assert then.ends_failed == self.ends_failed, "failed ENDs"
         assert not self.streams, "streams that ended twice or never"
         assert not self.engine.live, "sessions left in the engine"
-        begun = {g for g, how in self.settled.items() if how in {"started", "unknown"}}
-        assert begun == self.ended, "started and not ended, or the other way round"
+        begun = [
+            generation
+            for generation, hows in self.settled.items()
+            for how in hows
+            if how in {"started", "unknown"}
+        ]
+        assert sorted(begun) == sorted(g for g, _ in self.ended), "starts and ENDs"
         for client in self.clients:
             assert client.session is None or client.session.phase == "quiet"
-            assert client.source is None, "a stream that nobody ended"
+            assert not client.sources, "a stream that nobody ended"
+            settled = self.settled.get(client.session.generation, ()) if client.session else ()
+            assert len(settled) <= client.plan.children, "settled twice"
         self.clients.clear()
         self.by_key.clear()
         assert not any(seen() for seen in self.payloads), "payloads left"

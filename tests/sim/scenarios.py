@@ -5,9 +5,10 @@ from __future__ import annotations
 import gc
 import math
 import warnings
-from collections.abc import Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import suppress
 from functools import partial
+from weakref import ref
 
 import anyio
 import anyio.lowlevel
@@ -20,10 +21,17 @@ from lifecycle import (
     Session,
     SessionEnded,
     SessionRegistry,
+    managed,
 )
 from lifecycle.testing import Arm, Attempt, Script, ScriptedEngine, simulate
 
 Scenario = Callable[[], Awaitable[object]]
+
+
+class Blob:
+    """A payload that can be watched."""
+
+    __slots__ = ("__weakref__",)
 
 
 def _assert_empty(gate: Gate) -> None:
@@ -399,6 +407,44 @@ async def shutdown_cuts_a_start() -> None:
     _assert_empty(gate)
 
 
+async def failed_child_ends_its_siblings() -> None:
+    """All or none, also where the owner stays in its session (peers-33)."""
+    engine = ScriptedEngine(
+        lambda key: Script(refuse=KeyError("no")) if key == "bad" else Script()
+    )
+    async with SessionRegistry() as sessions:
+        with sessions.open("a") as session:
+            with suppress(KeyError):
+                await session.start_all(
+                    (partial(engine.start, key), lambda _, key=key: engine.end(key))
+                    for key in ("one", "bad", "two")
+                )
+                raise AssertionError("one of them was refused")
+            await anyio.sleep(0.05)
+            assert not engine.live
+    assert engine.ends == engine.starts - 1
+    assert not (engine.early_ends or engine.double_ends)
+
+
+async def managed_call_empties_its_boxes() -> None:
+    """What a managed function did not take is gone with the first item (peers-49)."""
+    gate = Gate(slots=1)
+
+    @managed(gate=gate, scrub="image")
+    async def careless(image: object) -> AsyncIterator[int]:
+        yield 1
+        yield 2
+
+    payload = Blob()
+    seen = ref(payload)
+    async with careless(payload) as stream:
+        del payload
+        await anext(stream)
+        assert seen() is None, "kept in a box"
+        assert not gate.statistics().slots_in_use
+    _assert_empty(gate)
+
+
 EXPLORED: tuple[Scenario, ...] = (
     line_with_cancellations,
     large_head_leaves,
@@ -416,6 +462,8 @@ EXPLORED: tuple[Scenario, ...] = (
     id_is_reused_at_once,
     stopping_reaches_the_owner,
     shutdown_cuts_a_start,
+    failed_child_ends_its_siblings,
+    managed_call_empties_its_boxes,
 )
 
 
@@ -440,7 +488,7 @@ async def cancelled_waiter(attempt: Attempt) -> None:
         tasks.start_soon(give)
         await attempt(want())
         lease.release()
-        await _admit_once(gate)
+    _go_straight_in(gate)
     _assert_empty(gate)
 
 
@@ -456,7 +504,9 @@ async def cancelled_request(attempt: Attempt) -> None:
                 lease = await gate.admit(bytes=6)
 
                 async def open_() -> object:
-                    return await engine.start(session.key, box.take())
+                    payload = box.take()
+                    box.clear()  # too late to find anything
+                    return await engine.start(session.key, payload)
 
                 stream = await session.start(
                     open_, end=lambda _: engine.end(session.key), lease=lease
@@ -472,6 +522,17 @@ async def cancelled_request(attempt: Attempt) -> None:
     assert now.opened == sum(now.outcomes.values()) == 1
     assert not now.payloads
     _assert_empty(gate)
+
+
+def _go_straight_in(gate: Gate) -> None:
+    """Whoever has nobody to wait for does not wait."""
+    admission = gate.admit()
+    try:
+        admission.send(None)
+    except StopIteration as admitted:
+        admitted.value.release()
+    else:
+        raise AssertionError("waited for nobody")
 
 
 CANCELLED = (cancelled_waiter, cancelled_request)

@@ -370,9 +370,7 @@ class World:
             )
         ((open_, end),) = pairs
         return [
-            await session.start(
-                open_, end=end, lease=lease, timeout=plan.start_timeout
-            )
+            await session.start(open_, end=end, lease=lease, timeout=plan.start_timeout)
         ]
 
     async def _admit(self, client: Client) -> Lease:
@@ -447,7 +445,9 @@ class World:
         self, client: Client, session: Session, source: object, *, child: int = 0
     ) -> None:
         alone = client.plan.children == 1
-        self._law(not alone or session.outcome is not None, "ended before it was closed")
+        self._law(
+            not alone or session.outcome is not None, "ended before it was closed"
+        )
         self._law(child not in client.opening, "ended before the start had settled")
         self._law(child in client.opened, "ended without a start")
         self._law(source is client.sources.pop(child, None), "ended something else")
@@ -690,7 +690,11 @@ class World:
         for client in self.clients:
             assert client.session is None or client.session.phase == "quiet"
             assert not client.sources, "a stream that nobody ended"
-            settled = self.settled.get(client.session.generation, ()) if client.session else ()
+            settled = (
+                self.settled.get(client.session.generation, ())
+                if client.session
+                else ()
+            )
             assert len(settled) <= client.plan.children, "settled twice"
         self.clients.clear()
         self.by_key.clear()

@@ -1,11 +1,6 @@
-"""Tools to test what is built on the library, and the library itself.
-
-Nothing here is imported by the library. Each tool stands alone: take the one
-that finds the mistake that is feared.
-"""
+"""Tools to test what is built on the library, and the library itself."""
 
 # A map of the package:
-#
 #   _cancel      cancel_everywhere: a cancellation at each point where one can land
 #   _explore     explore: each order of a small program, within a bound
 #   _loop        SimLoop: an asyncio loop of virtual time and seeded order

@@ -81,9 +81,7 @@ def _strike_each(run: Callable[..., int], *, twice: bool, most: int) -> int:
         while twice and points > again:
             again += 1
             points = run(at, again)
-    raise AssertionError(
-        f"more than {most} suspension points; raise most= or wait less"
-    )
+    raise AssertionError(f"more than {most} suspension points; raise most=")
 
 
 def _run(
@@ -133,16 +131,11 @@ class _Victim:
             coroutine.close()
             raise RuntimeError("a scenario can make one attempt")
         self.used = True
-        if self._kind == "native":
-            return await self._natively(coroutine)
-        with anyio.CancelScope() as scope:
-            self._cancel = scope.cancel
-            await _Watched(coroutine, self)
-        return "cancelled" if scope.cancelled_caught else "completed"
-
-    async def _natively(
-        self, coroutine: Coroutine[Any, Any, object]
-    ) -> Literal["completed", "cancelled"]:
+        if self._kind == "scope":
+            with anyio.CancelScope() as scope:
+                self._cancel = scope.cancel
+                await _Watched(coroutine, self)
+            return "cancelled" if scope.cancelled_caught else "completed"
         task = asyncio.current_task()
         assert task is not None
         self._cancel = task.cancel

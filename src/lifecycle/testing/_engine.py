@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, Self, final
 
@@ -17,18 +18,17 @@ from lifecycle import EngineLost
 class Script:
     """What an engine does with one request.
 
-    Delays are in seconds, and ``math.inf`` is never. What ends in ``_at`` is the
-    index of an item in whose place something else happens.
+    Delays are in seconds, ``math.inf`` is never; ``_at`` is the index of an item.
     """
 
     start_delay: float = 0.0  #: until START is answered
     refuse: Exception | None = None  #: raised in answer to START
     items: Sequence[Any] = (0, 1, 2)  #: what the stream gives
     item_delay: float = 0.0  #: before each item, and before the end of them
-    fail_at: int | None = None  #: *error* is raised
+    fail_at: int | None = None  #: *error* is raised in its place
     error: Exception | None = None  #: by default a `RuntimeError`
-    hang_at: int | None = None  #: nothing ever comes
-    die_at: int | None = None  #: the whole engine dies
+    hang_at: int | None = None  #: nothing ever comes in its place
+    die_at: int | None = None  #: the whole engine dies in its place
     end_delay: float = 0.0  #: until END is answered
     end_error: Exception | None = None  #: raised in answer to END
 
@@ -37,35 +37,22 @@ class Script:
 class ScriptedEngine:
     """Plays scripts, dies and comes back on command, and counts what it is told.
 
-    To be used with `lifecycle.Session.start`::
-
-        async def open_():
-            return await engine.start(session.key, box.take())
-
-        async def end(stream):
-            await engine.end(session.key)
-
-    A session is in the engine from the call of `start`, answered or not, until
-    the call of `end` for its key or the death of the engine.
+    ``session.start(partial(engine.start, session.key), end=end)`` uses it, where
+    ``end`` calls ``engine.end(session.key)``. A session is in the engine from
+    the call of `start`, answered or not, until that of `end` or its death.
 
     Args:
         script: For every request, or a function from the key to one.
-
-    Attributes:
-        alive: Whether requests are taken.
-        incarnation: How often the engine was started, from 1.
-        live: Keys of the sessions in the engine.
-        starts, ends: Calls that were made, but for starts of a dead engine.
-        early_ends: Ends before START was sent or answered.
-        double_ends: Ends of what had been ended before.
     """
 
     def __init__(self, script: Script | Callable[[str], Script] | None = None) -> None:
         self._script = script or Script()
-        self.alive = True
-        self.incarnation = 1
-        self.live: set[str] = set()
-        self.starts = self.ends = self.early_ends = self.double_ends = 0
+        self.alive = True  #: whether requests are taken
+        self.incarnation = 1  #: how often it was started
+        self.live: set[str] = set()  #: keys of the sessions in it
+        self.starts = self.ends = 0  #: calls, but for starts while it was dead
+        self.early_ends = 0  #: ends before START was sent or answered
+        self.double_ends = 0  #: ends of what had been ended before
         self._answered: set[str] = set()
         self._ended: set[str] = set()
         self._death = _Death()
@@ -112,12 +99,10 @@ class ScriptedEngine:
         if key in self.live:
             self.live.discard(key)
             script = self._script_of(key)
-            try:
+            with suppress(EngineLost):
                 await self._death.let_pass(script.end_delay)
-            except EngineLost:
-                return
-            if script.end_error is not None:
-                raise script.end_error
+                if script.end_error is not None:
+                    raise script.end_error
 
     def die(self, reason: str = "killed") -> None:
         """Lose every session; whoever waits gets `lifecycle.EngineLost`."""
@@ -162,20 +147,15 @@ class _Death:
 
 @final
 class ScriptedStream:
-    """The items of one request; what `ScriptedEngine.start` returns.
-
-    Attributes:
-        given: Items given so far.
-        closed: Whether `aclose` was called.
-    """
+    """The items of one request; what `ScriptedEngine.start` returns."""
 
     def __init__(
         self, engine: ScriptedEngine, key: str, script: Script, death: _Death
     ) -> None:
         self._engine, self._key = engine, key
         self._script, self._death = script, death
-        self.given = 0
-        self.closed = False
+        self.given = 0  #: items given so far
+        self.closed = False  #: whether `aclose` was called
 
     def __aiter__(self) -> Self:
         return self

@@ -15,15 +15,10 @@ from ._simulate import run_on
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Explored:
-    """What a search covered without finding a failure.
+    """What a search covered without finding a failure."""
 
-    Attributes:
-        schedules: Schedules that were run.
-        complete: Whether that was all of them within the bound.
-    """
-
-    schedules: int
-    complete: bool
+    schedules: int  #: how many were run
+    complete: bool  #: whether that was all of them within the bound
 
 
 @dataclass(slots=True)
@@ -31,17 +26,15 @@ class Choices:
     """Follows a schedule, then takes the stock order; remembers both."""
 
     prefix: Sequence[int]
-    # How many choices may be other than 0, which is what a stock loop does.
-    delays: int
+    delays: int  # how many may be other than 0, which is what a stock loop does
     # Each choice, with the number of alternatives that it had.
     made: list[tuple[int, int]] = field(default_factory=list)
 
     def choose(self, alternatives: int) -> int:
         """Return one of ``range(alternatives)``."""
         at = len(self.made)
-        choice = 0
-        if at < len(self.prefix):
-            choice = min(self.prefix[at], alternatives - 1)
+        planned = self.prefix[at] if at < len(self.prefix) else 0
+        choice = min(planned, alternatives - 1)
         self.made.append((choice, alternatives if self.delays > 0 else 1))
         self.delays -= choice > 0
         return choice

@@ -19,13 +19,9 @@ from typing import Any, Final, Literal
 # Bound methods of tasks come first, so that the order of a set of tasks (anyio
 # keeps such sets) never decides anything.
 _LAST: Final = 1 << 60
-
 # anyio delivers a cancellation again and again until its tasks have left. After
 # so many deliveries in a row without anything else, only time can help.
 _SPINS: Final = 4
-
-# What coroutines, async generators and generators call what they wait for.
-_SUSPENDED: Final = ("cr", "cr_await"), ("ag", "ag_await"), ("gi", "gi_yieldfrom")
 
 
 class Hang(AssertionError):
@@ -53,13 +49,6 @@ class SimLoop(asyncio.BaseEventLoop):
             though there is work; less the further away it is, a quarter of it
             at 1 s. Without it a timeout never meets a wake-up.
         max_steps: Steps after which the program is taken to run in circles.
-
-    Attributes:
-        steps: Callbacks that have run so far.
-        digest: The same in every process where the schedule was the same.
-        faults: What to call just before which step, counted from 1.
-        after_step: Called after each step; what it raises stops the loop.
-        errors: What the loop's exception handler was told.
     """
 
     # Of the base class, which does not declare them to type checkers.
@@ -75,9 +64,13 @@ class SimLoop(asyncio.BaseEventLoop):
         max_steps: int = 100_000,
     ) -> None:
         super().__init__()
-        self.steps = self.digest = 0
+        self.steps = 0  #: callbacks that have run so far
+        self.digest = 0  #: the same in every process for the same schedule
+        #: What to call just before which step, counted from 1.
         self.faults: dict[int, Callable[[], object]] = {}
+        #: Called after each step; what it raises stops the loop.
         self.after_step: Callable[[], object] | None = None
+        #: What the loop's exception handler was told.
         self.errors: list[dict[str, Any]] = []
         self._draw = random.Random(seed).random  # noqa: S311 - to be repeatable
         self._fifo = order == "fifo"
@@ -97,12 +90,6 @@ class SimLoop(asyncio.BaseEventLoop):
         """How far the program got, in words."""
         digest = self.digest & 0xFFFFFFFF
         return f"step {self.steps}, {self._now:.6f} s, digest {digest:08x}"
-
-    def close(self) -> None:
-        """Forget what is still queued, and close."""
-        self._ready.clear()
-        self._scheduled.clear()
-        super().close()
 
     # The decisions.
 
@@ -196,12 +183,7 @@ def _is_delivery(handle: Any) -> bool:
 def stack_of(awaited: Any) -> str:
     """Name the coroutines that *awaited* is suspended in, outermost first."""
     names: list[str] = []
-    while awaited is not None:
-        inner = None
-        for kind, following in _SUSPENDED:
-            frame = getattr(awaited, f"{kind}_frame", None)
-            if frame is not None:
-                names.append(f"{frame.f_code.co_qualname}:{frame.f_lineno}")
-                inner = getattr(awaited, following)
-        awaited = inner
-    return " > ".join(names) or "not begun"
+    while (frame := getattr(awaited, "cr_frame", None)) is not None:
+        names.append(f"{frame.f_code.co_qualname}:{frame.f_lineno}")
+        awaited = awaited.cr_await
+    return " > ".join(names)

@@ -19,7 +19,6 @@ class RecordingObserver:
         self.events: list[Event] = []  #: what was told so far, oldest first
 
     def __call__(self, event: Event, /) -> None:
-        """Keep it."""
         self.events.append(event)
 
     def of(self, kind: type[E]) -> list[E]:

@@ -12,27 +12,15 @@ from ._loop import SimLoop
 
 T = TypeVar("T")
 
-# Callbacks that a failed program may still run, to let its tasks end, and those
-# after which the tasks that have not ended are cancelled again.
-_LAST_STEPS = 240
-_AGAIN = 24
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Simulated(Generic[T]):
-    """What came of a simulation.
+    """What came of a simulation."""
 
-    Attributes:
-        value: What the program returned.
-        steps: Callbacks that ran (on trio: steps of tasks).
-        seconds: Virtual seconds that went by.
-        digest: The same in every process where the schedule was the same.
-    """
-
-    value: T
-    steps: int
-    seconds: float
-    digest: int
+    value: T  #: what the program returned
+    steps: int  #: callbacks that ran (on trio: steps of tasks)
+    seconds: float  #: virtual time that went by
+    digest: int  #: the same in every process where the schedule was the same
 
 
 def simulate(
@@ -78,7 +66,7 @@ def run_on(loop: SimLoop, main: Callable[[], Awaitable[T]], *, label: str) -> T:
     """Run *main* on *loop*, hold it to having finished, and close the loop."""
     asyncio.set_event_loop(loop)
     try:
-        value = loop.run_until_complete(_awaited(main))
+        value = loop.run_until_complete(main())
         _assert_finished(loop)
     except BaseException as error:
         error.add_note(f"{label}: {loop.where()}")
@@ -88,10 +76,6 @@ def run_on(loop: SimLoop, main: Callable[[], Awaitable[T]], *, label: str) -> T:
         asyncio.set_event_loop(None)
         loop.close()
     return value
-
-
-async def _awaited(main: Callable[[], Awaitable[T]]) -> T:
-    return await main()
 
 
 def _assert_finished(loop: SimLoop) -> None:
@@ -107,14 +91,14 @@ def _assert_finished(loop: SimLoop) -> None:
 def _tear_down(loop: SimLoop) -> None:
     """Let the tasks of a failed program end, so that the failure speaks alone."""
     loop.after_step = None
-    for turn in range(_LAST_STEPS):
+    for turn in range(240):
         tasks = asyncio.all_tasks(loop)
         if not tasks:
             return
         for task in tasks:
             # One that has not begun must begin, or it awaits nothing for ever.
             begun = getattr(task.get_coro(), "cr_await", None) is not None
-            if begun and turn % _AGAIN == 0:
+            if begun and turn % 24 == 0:
                 task.cancel()
         loop.call_soon(loop.stop)
         with suppress(Exception):

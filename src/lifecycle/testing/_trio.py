@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Final, Generic, TypeVar, cast
 
 from ._explore import Choices, Explored, search
@@ -90,9 +89,7 @@ class _Run(Generic[T]):
     def __init__(
         self, main: Callable[[], Awaitable[T]], label: str, max_steps: int
     ) -> None:
-        self._main = main
-        self._label = label
-        self._max_steps = max_steps
+        self._main, self._label, self._max_steps = main, label, max_steps
         self.faults: dict[int, Callable[[], object]] = {}
         self.check: Callable[[], object] | None = None
         self._steps = self._digest = 0
@@ -106,14 +103,17 @@ class _Run(Generic[T]):
 
         instrument = cast("trio.abc.Instrument", self)
         clock = trio.testing.MockClock(autojump_threshold=0)
-        with _scheduled_by(source):
+        # Private switches of trio, but those that hypothesis-trio is served by.
+        scheduler = vars(trio._core._run)  # noqa: SLF001
+        switches = {"_r": source, "_ALLOW_DETERMINISTIC_SCHEDULING": True}
+        before = {name: scheduler[name] for name in switches}
+        scheduler.update(switches)
+        try:
             values = trio.run(self._root, clock=clock, instruments=[instrument])
+        finally:
+            scheduler.update(before)
         if self._failure is not None:
-            failure, self._failure = self._failure, None
-            try:
-                raise failure
-            finally:
-                del failure
+            raise self._failure
         digest = self._digest & 0xFFFFFFFF
         return Simulated(
             value=values[0], steps=self._steps, seconds=self._seconds, digest=digest
@@ -149,10 +149,9 @@ class _Run(Generic[T]):
     def _fail(self, error: BaseException) -> None:
         if self._failure is None:
             self._failure = error
-            error.add_note(
-                f"{self._label}: step {self._steps}, {self._seconds:.6f} s, "
-                f"digest {self._digest & 0xFFFFFFFF:08x}"
-            )
+            digest = f"{self._digest & 0xFFFFFFFF:08x}"
+            where = f"step {self._steps}, {self._seconds:.6f} s, digest {digest}"
+            error.add_note(f"{self._label}: {where}")
             self._scope.cancel()
 
     # What trio calls; an error in here would only be logged.
@@ -180,17 +179,3 @@ class _Run(Generic[T]):
                 callback()
             except Exception as error:  # noqa: BLE001 - raised again by the caller
                 self._fail(error)
-
-
-@contextmanager
-def _scheduled_by(source: object) -> Iterator[None]:
-    # Private switches of trio, but those that hypothesis-trio is served by.
-    from trio._core import _run as scheduler
-
-    switches = {"_r": source, "_ALLOW_DETERMINISTIC_SCHEDULING": True}
-    before = {name: getattr(scheduler, name) for name in switches}
-    vars(scheduler).update(switches)
-    try:
-        yield
-    finally:
-        vars(scheduler).update(before)

@@ -26,19 +26,14 @@ import pytest
 
 from lifecycle import Lease, Payload, Session
 
-# What is on its way out, such as a worker thread, gets so many seconds.
+# Seconds for what is on its way out, such as a worker thread.
 _PATIENCE: Final = 1.0
-
 # Helpers of others that outlive their work on purpose: trio's idle threads, and
 # the process that multiprocessing starts once.
 _POOL: Final = "Trio thread "
 _TRACKER: Final = "multiprocessing.resource_tracker"
-
-_HERE: Final = Path("/proc/self")
-
 # By kind and by an identity that is never used twice, in words.
 _Found = dict[tuple[str, Hashable], str]
-
 # What one of these is called while it has something left to do.
 _JUDGES: Final[dict[type, Callable[[Any], str]]] = {
     Lease: lambda lease: "lease" if lease.held else "",
@@ -50,11 +45,8 @@ _JUDGES: Final[dict[type, Callable[[Any], str]]] = {
 
 def pytest_configure(config: pytest.Config) -> None:
     """Make the marker known."""
-    config.addinivalue_line(
-        "markers",
-        "leaves(*kinds): the test may leave a lease, session, payload, task, "
-        "descriptor, thread or child behind",
-    )
+    kinds = "a lease, session, payload, task, descriptor, thread or child"
+    config.addinivalue_line("markers", f"leaves(*kinds): may leave {kinds} behind")
 
 
 @pytest.fixture(autouse=True)
@@ -118,7 +110,7 @@ def _objects() -> list[Any]:
 
 def _paths(name: str) -> list[Path]:
     try:
-        return list((_HERE / name).iterdir())
+        return list(Path("/proc/self", name).iterdir())
     except OSError:  # not on this system
         return []
 

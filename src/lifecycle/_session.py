@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import AsyncIterator, Awaitable, Callable
 from functools import partial
 from typing import TYPE_CHECKING, Any, Literal, Protocol, Self, TypeVar, cast, final
@@ -139,7 +140,7 @@ class Session:
                 error or never began.
             lease: Released the moment that *open_* has settled: the hand-off.
                 From the call on the start owns it, whatever happens.
-            timeout: Seconds that *open_* may take.
+            timeout: Seconds that *open_* may take; ``math.inf`` is no limit.
 
         Returns:
             What *open_* returned.
@@ -148,6 +149,7 @@ class Session:
             StartTimeout: *timeout* went by; what was sent is ended by key.
             SessionEnded: The session was closed by somebody else.
             RuntimeError: The session was started before.
+            ValueError: *timeout* is NaN.
             Exception: What *open_* raised, as it was raised; its finished frames
                 have lost their locals, so that it retains no payload.
 
@@ -163,7 +165,7 @@ class Session:
         )
         del open_, end, lease  # this frame must not keep what they close over
         init_done = start.init_done
-        self._accept(start)
+        self._accept(start, timeout)
         await init_done.wait()
         if start.how != "failed" and self.outcome is not None:
             raise self._ended()
@@ -188,7 +190,7 @@ class Session:
             grace: Seconds that the source may take to close.
 
         Raises:
-            ValueError: A deadline is NaN.
+            ValueError: A deadline, or *grace*, is NaN.
         """
         limits = Deadlines(first_item=first_item, idle=idle, total=total)
         stream = _SessionStream(self, source, grace=grace)
@@ -299,8 +301,11 @@ class Session:
             outcome=self.outcome or "cancelled",
         )
 
-    def _accept(self, start: Start[Any]) -> None:
+    def _accept(self, start: Start[Any], timeout: float) -> None:
         try:
+            # Found out in a task of the registry, it would end all of these.
+            if math.isnan(timeout):
+                raise ValueError("timeout must be a number of seconds, not NaN")
             if self._start is not None:
                 raise RuntimeError(f"session {self.id!r} was started before")
             if self.outcome is not None:

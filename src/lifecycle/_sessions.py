@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Self, final, get_args
 
@@ -72,11 +73,16 @@ class SessionRegistry:
     Args:
         end_timeout: Seconds that the END of one session may take.
         observer: Told of sessions, starts, payloads and drains.
+
+    Raises:
+        ValueError: *end_timeout* is NaN.
     """
 
     def __init__(
         self, *, end_timeout: float = 5.0, observer: Observer | None = None
     ) -> None:
+        if math.isnan(end_timeout):
+            raise ValueError("end_timeout must be a number of seconds, not NaN")
         self._end_timeout = end_timeout
         self._emit = guarded(observer)
         self._live: dict[str, Session] = {}

@@ -1,6 +1,7 @@
 """Sessions and their registry: one outcome each, and nothing left of them."""
 
 import gc
+import math
 import tracemalloc
 from collections.abc import AsyncGenerator
 from typing import get_args
@@ -508,6 +509,11 @@ class TestDrain:
 
 @pytest.mark.anyio
 class TestRegistry:
+    async def test_refuses_an_end_timeout_that_is_no_number(self) -> None:
+        """Found out at the first END, it would take all other sessions down."""
+        with pytest.raises(ValueError, match="end_timeout"):
+            SessionRegistry(end_timeout=math.nan)
+
     async def test_is_entered_once(self) -> None:
         """A registry has one life."""
         sessions = SessionRegistry()

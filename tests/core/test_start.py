@@ -2,6 +2,7 @@
 
 import asyncio
 import gc
+import math
 import weakref
 from collections.abc import Awaitable, Callable
 from typing import Any
@@ -490,6 +491,22 @@ class TestDeadlines:
             await session.quiet()
             assert engine.ended_with == [None]
             assert [event.how for event in seen.of(StartSettled)] == ["unknown"]
+            assert_quiescent(gate, sessions)
+
+    @pytest.mark.parametrize("timeout", [math.nan, None])
+    async def test_refuses_a_timeout_that_is_no_number(self, timeout: Any) -> None:
+        """It is the mistake of one caller, and the registry goes on for all others."""
+        gate, engine = Gate(slots=1), Engine()
+        async with SessionRegistry() as sessions:
+            with sessions.open("a") as session:
+                lease = gate.try_admit()
+                with pytest.raises((ValueError, TypeError), match="number"):
+                    await session.start(engine.open, lease=lease, timeout=timeout)
+                assert not lease.held
+            with sessions.open("b") as session:
+                assert await session.start(engine.open, end=engine.end) == "stream"
+            await session.quiet()
+            engine.assert_quiet()
             assert_quiescent(gate, sessions)
 
     async def test_ends_a_start_whose_deadline_came_out_as_another_error(self) -> None:

@@ -538,6 +538,12 @@ class TestDeadlines:
                 await source.aclose()
 
 
+def test_refuses_a_grace_that_is_no_number() -> None:
+    """Found out when the source is to be closed, it would be too late."""
+    with pytest.raises(ValueError, match="grace"):
+        Stream(Endless(), grace=math.nan)
+
+
 class Endless:
     """A source that never gives anything; no generator, which would need its loop."""
 

@@ -242,6 +242,11 @@ class Session:
         """
         self._led = stream
 
+    def confirm(self) -> None:
+        """Raise `SessionEnded` once it is closed: nothing begins for it any more."""
+        if self.outcome is not None:
+            raise self._ended()
+
     def lose(self) -> None:
         """Close the session as cancelled, soon, from a finaliser in any thread."""
         self._registry.post(partial(self.close, self.cancelled_as))

@@ -465,6 +465,40 @@ class TestStart:
             await anyio.wait_all_tasks_blocked()
             assert refs[0]() is None, gc.get_referrers(refs[0]())
 
+    async def test_frees_the_error_that_nobody_asked_for(
+        self, no_collector: None
+    ) -> None:
+        """What a start raised whose caller had left is in no cycle with the start."""
+
+        class Failure(Exception): ...
+
+        refs: list[weakref.ref[Failure]] = []
+        left = anyio.Event()
+
+        async def open_() -> str:
+            scope.cancel()
+            await left.wait()
+            error = Failure()
+            refs.append(weakref.ref(error))
+            try:
+                raise error
+            finally:
+                del error
+
+        async def request(sessions: SessionRegistry) -> None:
+            with scope, sessions.open("a") as session:
+                await session.start(open_)
+
+        scope = anyio.CancelScope()
+        async with SessionRegistry() as sessions:
+            await request(sessions)
+            left.set()
+            with anyio.fail_after(2):
+                while sessions.statistics().closing:
+                    await checkpoint()
+            assert len(refs) == 1
+            assert refs[0]() is None
+
 
 @virtual
 @pytest.mark.anyio

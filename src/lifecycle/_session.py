@@ -393,7 +393,8 @@ class Session:
             Whether the engine has nothing of this session left.
         """
         self._running -= 1
-        if self._running:
+        # Siblings of one that failed are ended while the session is still open.
+        if self._running or self.outcome is None:
             return False
         self._set_quiet()
         return True

@@ -670,6 +670,11 @@ class TestFanOut:
                 await anyio.wait_all_tasks_blocked()
                 assert ended == ["opened", "opened"]
                 assert session.outcome is None
+                # It has an owner, and is quiet no earlier than that has left.
+                assert session.phase == "started"
+                with anyio.move_on_after(0.01) as waited:
+                    await session.quiet()
+                assert waited.cancelled_caught
             await session.quiet()
             assert ended == ["opened", "opened"]
             assert_quiescent(gate, sessions)

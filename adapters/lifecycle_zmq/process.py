@@ -17,6 +17,8 @@ import anyio
 import anyio.to_thread
 
 _RING = 64 * 2**10
+# Reads in a row: what writes without end must not hold the event loop up.
+_BURST = 64
 _REAP_SECONDS = 10.0
 _SIGNALS: dict[int, str] = {
     signal.SIGKILL: "killed",
@@ -86,16 +88,17 @@ class EngineProcess:
         await anyio.sleep_forever()
 
     def read_output(self) -> bool:
-        """Take what it has written so far; False when it can write no more."""
-        while True:
+        """Take what it has written so far, or much of it; False at its end."""
+        for _ in range(_BURST):
             try:
                 data = os.read(self._output_fd, 2**16)
             except BlockingIOError:
-                return True
+                break
             if not data:
                 return False
             self._ring += data
             del self._ring[:-_RING]
+        return True
 
     async def wait(self) -> None:
         """Wait until the process has ended; it is not reaped yet.

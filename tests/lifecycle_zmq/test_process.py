@@ -159,6 +159,25 @@ async def test_close_ends_the_whole_session_of_the_engine() -> None:
             await anyio.sleep(0.002)
 
 
+async def test_output_without_end_is_read_in_bounded_turns(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """An engine that writes faster than it is read does not hold the loop up."""
+    process = EngineProcess([sys.executable, "-S", "-c", "input()"])
+    reads: list[int] = []
+
+    def endless(_descriptor: int, size: int) -> bytes:
+        reads.append(size)
+        assert len(reads) < 1000
+        return b"x" * size
+
+    with monkeypatch.context() as patch:
+        patch.setattr(process_module.os, "read", endless)
+        assert process.read_output()
+        assert process.output == "x" * 2**16
+    await process.close()
+
+
 @pytest.mark.parametrize("anyio_backend", ["asyncio"])
 async def test_close_is_finished_when_its_task_is_cancelled(
     monkeypatch: pytest.MonkeyPatch,

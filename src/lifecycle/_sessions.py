@@ -347,9 +347,12 @@ class SessionRegistry:
                 raise
             raise group.exceptions[0] from None
         finally:
-            for session in list(self._closing):  # their tasks never ran
-                session.abort()
-                self._quieten(session)
+            self._abort_rest()
+
+    def _abort_rest(self) -> None:
+        for session in list(self._closing):  # their tasks never ran
+            session.abort()
+            self._quieten(session)
 
     async def _watch_streams(self, watchdog: Watchdog) -> None:
         with self._watching:

@@ -24,7 +24,9 @@ def watched() -> tuple[Tensor, "weakref.ref[Tensor]"]:
 
 
 @scrub("image")
-async def describe(image: Payload[Tensor], *, words: int = 3) -> AsyncGenerator[str, None]:
+async def describe(
+    image: Payload[Tensor], *, words: int = 3
+) -> AsyncGenerator[str, None]:
     """Say what is in the image."""
     if words < 0:
         tensor = image.take()

@@ -141,6 +141,7 @@ def test_survives_a_native_cancel_of_its_own_task() -> None:
     assert at > 4
 
 
+@pytest.mark.filterwarnings("ignore:coroutine .* was never awaited:RuntimeWarning")
 def test_tells_the_caller_where_the_task_never_ran() -> None:
     """Cancelled natively before its first step, a start settles with the registry."""
 
@@ -175,10 +176,31 @@ def test_tells_the_caller_where_the_task_never_ran() -> None:
         assert_quiescent(gate, sessions[0])
 
     asyncio.run(main())
+    gc.collect()
 
 
 class Abort(BaseException):
     """Neither an error nor a cancellation, like KeyboardInterrupt."""
+
+
+@pytest.mark.anyio
+async def test_raises_several_aborts_as_a_group() -> None:
+    """Only where there really are several, the registry raises a group."""
+    together = anyio.Event()
+
+    async def open_() -> str:
+        await together.wait()
+        raise Abort
+
+    with pytest.raises(BaseExceptionGroup) as caught:
+        async with SessionRegistry() as sessions, anyio.create_task_group() as tasks:
+            for name in "ab":
+                tasks.start_soon(sessions.open(name).start, open_)
+            await anyio.wait_all_tasks_blocked()
+            together.set()
+            await anyio.sleep_forever()
+    assert caught.group_contains(Abort, depth=1)
+    assert_quiescent(sessions)
 
 
 @pytest.mark.anyio
@@ -210,7 +232,11 @@ class TestStart:
                 lease = await gate.admit()
                 assert session.phase == "open"
                 stream = await session.start(engine.open, end=engine.end, lease=lease)
-                assert (stream, session.phase, lease.held) == ("stream", "started", False)
+                assert (stream, session.phase, lease.held) == (
+                    "stream",
+                    "started",
+                    False,
+                )
                 assert engine.ended == 0
             assert session.phase == "closing"
             await session.quiet()
@@ -244,7 +270,6 @@ class TestStart:
         engine = Engine()
         gate = Gate(slots=1)
         async with SessionRegistry() as sessions:
-
             session = sessions.open("a")
 
             async def owner() -> None:

@@ -384,7 +384,9 @@ class TestStop:
 @virtual
 @pytest.mark.anyio
 class TestDeadlines:
-    async def open(self, sessions: SessionRegistry, source: Any, **limits: float) -> int:
+    async def open(
+        self, sessions: SessionRegistry, source: Any, **limits: float
+    ) -> int:
         count = 0
         with sessions.open("a") as session:
             async with session.stream(source, **limits) as stream:
@@ -550,7 +552,9 @@ def test_makes_its_calls_when_its_consumer_is_thrown_away() -> None:
 async def test_makes_its_calls_in_whatever_thread_it_dies() -> None:
     """A stream that another thread drops makes its calls there, at once."""
     called: list[int] = []
-    box = [Stream(Log().source(), on_close=[lambda: called.append(threading.get_ident())])]
+    box = [
+        Stream(Log().source(), on_close=[lambda: called.append(threading.get_ident())])
+    ]
 
     def drop() -> int:
         with warnings.catch_warnings():

@@ -343,9 +343,7 @@ class SessionRegistry:
             # in it has a deadline.
             await tasks.__aexit__(None, None, None)  # noqa: ASYNC102
         except BaseExceptionGroup as group:
-            if len(group.exceptions) > 1:
-                raise
-            raise group.exceptions[0] from None
+            raise _alone(group) from None
         finally:
             self._abort_rest()
 
@@ -357,3 +355,7 @@ class SessionRegistry:
     async def _watch_streams(self, watchdog: Watchdog) -> None:
         with self._watching:
             await watchdog.run()
+
+
+def _alone(group: BaseExceptionGroup[BaseException]) -> BaseException:
+    return group.exceptions[0] if len(group.exceptions) == 1 else group

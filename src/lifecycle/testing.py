@@ -124,7 +124,7 @@ def cancel_everywhere(
     kinds: tuple[_Kind, ...] = ("scope", "native"),
     double: bool = False,
     most: int = 200,
-    patience: float = 10.0,
+    patience: float = 5.0,
 ) -> dict[str, int]:
     """Run *scenario* again and again, cancelled at another point each time.
 
@@ -295,5 +295,5 @@ def _watched(
         victim.suspended(awaited)
         try:
             step, value = coroutine.send, (yield awaited)
-        except BaseException as error:  # noqa: BLE001 - it is the coroutine's to raise
+        except BaseException as error:  # noqa: ASYNC103, BLE001 - passed on
             step, value = coroutine.throw, error

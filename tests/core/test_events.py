@@ -55,7 +55,7 @@ def test_has_no_field_for_a_payload(kind: type[Event]) -> None:
 @pytest.mark.parametrize("kind", EVENTS, ids=lambda kind: kind.__name__)
 def test_is_a_frozen_fact(kind: type[Event]) -> None:
     """What was told cannot be changed, nor be given anything else to carry."""
-    values = {name: None for name in typing.get_type_hints(kind)}
+    values = dict.fromkeys(typing.get_type_hints(kind))
     event = kind(**values)
     with pytest.raises(AttributeError):
         setattr(event, next(iter(values)), 1)
@@ -146,7 +146,7 @@ async def test_tells_the_life_of_a_request() -> None:
 
 class TestStructlog:
     def test_writes_events_as_fields(self) -> None:
-        """Each event is one line, by its name, with its fields, at the level it needs."""
+        """Each event is one line with its name, its fields and the level it needs."""
         with capture_logs() as logs:
             observe = structlog_observer(structlog.get_logger())
             observe(LeaseGranted(gate="g", slots=1, bytes=2, waited_s=0.12345678))

@@ -88,7 +88,7 @@ async def test_counts_what_was_really_held() -> None:
 
 
 async def test_lets_small_ones_pass_a_large_one_only_so_often() -> None:
-    """Others may overtake by as much as the large one asks for, then it is its turn (B12)."""
+    """Others may overtake by as much as the large one asks for, no more (B12)."""
     clock = Clock()
     gate = Gate(bytes=100, order="fair", clock=clock)
     async with anyio.create_task_group() as tasks:
@@ -150,7 +150,7 @@ async def test_starts_those_who_come_back_where_the_others_are() -> None:
 
 
 async def test_serves_a_higher_priority_first() -> None:
-    """Among those in line a higher priority goes first, and its head blocks the lower."""
+    """Among those in line a higher priority goes before every lower one."""
     gate = Gate(slots=1)
     order: list[str] = []
 

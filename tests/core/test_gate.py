@@ -153,7 +153,7 @@ async def test_gives_no_slot_twice_in_the_hand_off() -> None:
 
 
 async def test_refuses_at_once_what_can_never_fit() -> None:
-    """A request above capacity is told so immediately, and not that it is full (B13)."""
+    """A request above capacity is told so at once, not that it is full (B13)."""
     gate = Gate(slots=2, bytes=10, name="photos")
     for cost in ({"bytes": 11}, {"slots": 3}):
         with pytest.raises(CostTooLarge, match="'photos' of 2 slots and 10") as refusal:
@@ -417,7 +417,7 @@ async def test_balances_its_books_at_every_moment() -> None:
 
 
 async def test_tells_its_observer_what_its_books_say() -> None:
-    """Events add up to the statistics: each grant, release, refusal and leave-taking."""
+    """Events add up to the statistics: grants, releases, refusals, departures."""
     seen = RecordingObserver()
     gate = Gate(slots=1, max_waiting=1, observer=seen, name="photos")
     async with anyio.create_task_group() as tasks:

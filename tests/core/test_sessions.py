@@ -41,6 +41,7 @@ virtual = pytest.mark.parametrize("anyio_backend", ["virtual"], indirect=True)
 
 
 async def nothing() -> str:
+    """Open a stream without any payload."""
     await checkpoint()
     return "stream"
 
@@ -82,7 +83,7 @@ class TestOutcomes:
     async def test_follows_from_how_the_block_is_left(
         self, error: BaseException | None, outcome: Outcome
     ) -> None:
-        """Each way out of the block has its outcome, and the error goes on as it was."""
+        """Each way out of the block has its outcome; the error goes on as it was."""
         seen = RecordingObserver()
         caught: BaseException | None = None
         async with SessionRegistry(observer=seen) as sessions:
@@ -170,7 +171,7 @@ class TestIds:
             assert_quiescent(sessions)
 
     async def test_finds_live_sessions_only(self) -> None:
-        """get and cancel know ids that are live, and no others."""
+        """Getting and cancelling know ids that are live, and no others."""
         async with SessionRegistry() as sessions:
             with sessions.open("a") as session:
                 assert sessions.get("a") is session
@@ -229,6 +230,7 @@ class TestIds:
 
 
 async def set_soon(event: anyio.Event) -> None:
+    """Set *event* after a moment."""
     await checkpoint()
     event.set()
 
@@ -268,7 +270,7 @@ class TestBoxes:
 @pytest.mark.anyio
 class TestStopping:
     async def test_tells_the_owner_and_waits_for_the_engine(self) -> None:
-        """cancel ends the owner's block with SessionEnded and returns when it is quiet."""
+        """The owner's block ends with SessionEnded; cancel returns when it is quiet."""
         ends = Ends()
         told: list[str] = []
         async with SessionRegistry() as sessions, anyio.create_task_group() as tasks:
@@ -297,7 +299,7 @@ class TestStopping:
             assert_quiescent(sessions)
 
     async def test_tells_an_owner_that_was_about_to_leave(self) -> None:
-        """Stopped before its block ended, a session says so, also without another await."""
+        """Stopped before its block ended, a session says so, even without an await."""
         async with SessionRegistry() as sessions:
             with pytest.raises(SessionEnded), sessions.open("a") as session:
                 session.stop("shutdown")
@@ -312,7 +314,7 @@ class TestStopping:
                 await anyio.sleep_forever()
 
     async def test_keeps_the_owners_own_error(self) -> None:
-        """An error of the owner's is raised as it is, although the session was stopped."""
+        """An error of the owner's goes on as it is, though the session was stopped."""
         async with SessionRegistry() as sessions:
             with pytest.raises(OSError, match="mine"), sessions.open("a") as session:
                 session.stop()
@@ -320,7 +322,7 @@ class TestStopping:
             assert session.outcome == "cancelled"
 
     async def test_keeps_an_outer_cancellation(self) -> None:
-        """Stopped and cancelled from outside at once, the owner sees the cancellation."""
+        """Stopped and cancelled from outside, the owner sees the cancellation."""
         async with SessionRegistry() as sessions:
             with anyio.CancelScope() as scope:
                 with sessions.open("a") as session:
@@ -337,7 +339,7 @@ class TestStopping:
                     pass
 
     async def test_ends_all_that_are_open(self) -> None:
-        """close_all ends every session that is open by then, and none that comes after."""
+        """Every session that is open by then ends, and none that comes after."""
         outcomes: list[str] = []
 
         async def owner(sessions: SessionRegistry, name: str) -> None:
@@ -361,7 +363,7 @@ class TestStopping:
             assert_quiescent(sessions)
 
     async def test_shows_its_phase_and_no_more(self) -> None:
-        """repr and phase tell how far a session got."""
+        """Both repr and phase tell how far a session got."""
         ends = Ends()
         async with SessionRegistry() as sessions:
             with sessions.open("a") as session:
@@ -409,6 +411,7 @@ class TestStopping:
 
 
 async def fail(_stream: object) -> None:
+    """An END that fails."""
     raise OSError("end")
 
 
@@ -524,7 +527,7 @@ class TestRegistry:
             sessions.open("a")
 
     async def test_balances_at_every_moment(self) -> None:
-        """opened = live + the sum of the outcomes, whenever one looks."""
+        """Opened are the live + the sum of the outcomes, whenever one looks."""
         sessions: SessionRegistry
 
         def look(_event: object = None) -> None:
@@ -591,4 +594,5 @@ class TestRegistry:
 
 
 async def checkpointing(_stream: object) -> None:
+    """An END that takes a moment."""
     await checkpoint()

@@ -71,11 +71,16 @@ class SessionRegistry:
 
     Args:
         end_timeout: Seconds that the END of one session may take.
+        max_quarantined: Sessions whose END failed that are remembered.
         observer: Told of sessions, starts, payloads and drains.
     """
 
     def __init__(
-        self, *, end_timeout: float = 5.0, observer: Observer | None = None
+        self,
+        *,
+        end_timeout: float = 5.0,
+        max_quarantined: int = 1000,
+        observer: Observer | None = None,
     ) -> None:
         self._end_timeout = end_timeout
         self._emit = guarded(observer)
@@ -83,6 +88,8 @@ class SessionRegistry:
         self._closing: set[Session] = set()
         self._outcomes: dict[Outcome, int] = dict.fromkeys(get_args(Outcome), 0)
         self._generations = 0
+        self._quarantined: dict[str, str] = {}
+        self._most_quarantined = max_quarantined
         self._payloads = self._payload_bytes = self._ends_failed = 0
         self._draining = False
         self._changed = anyio.Event()
@@ -126,12 +133,33 @@ class SessionRegistry:
 
         For engines that know sessions by the plain id.
 
+        Raises:
+            SessionExists: The END of a session with this id failed, so the engine
+                may still have it; see `quarantined`.
+
         Cancellation:
             At any time; nothing was opened.
         """
         while id_ in self._live or any(s.id == id_ for s in self._closing):
             await self._changed.wait()
+        if id_ in self._quarantined.values():
+            raise SessionExists(
+                "the engine may still have a session with this id, whose end failed; "
+                "choose another, or release() it once the engine is known to be clean"
+            )
         return self.open(id_)
+
+    def quarantined(self) -> list[str]:
+        """Keys of sessions whose END failed: the engine may still have them."""
+        return list(self._quarantined)
+
+    def release(self, *keys: str) -> None:
+        """Forget quarantined keys: the engine is known to be clean of them.
+
+        An engine process that was replaced is clean of all.
+        """
+        for key in keys:
+            self._quarantined.pop(key, None)
 
     def get(self, id_: str) -> Session:
         """Return the live session with this id.
@@ -295,10 +323,15 @@ class SessionRegistry:
             error = await start.run(end_timeout=self._end_timeout, on_cut=session.stop)
         finally:
             # Already closed, but where the loop itself is being torn down.
-            session.close("shutdown")
-            self._quieten(session)
+            if not start.closed.is_set():
+                session.close("shutdown")
+            if session.settled():
+                self._quieten(session)
         if error is not None:
             self._ends_failed += 1
+            self._quarantined[session.key] = session.id
+            if len(self._quarantined) > self._most_quarantined:
+                del self._quarantined[next(iter(self._quarantined))]
             self.emit(
                 EndFailed(
                     session=session.id,
@@ -308,7 +341,6 @@ class SessionRegistry:
             )
 
     def _quieten(self, session: Session) -> None:
-        session.settled()
         self._closing.discard(session)
         self._has_changed()
 

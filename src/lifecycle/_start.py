@@ -23,6 +23,11 @@ T = TypeVar("T")
 
 How = Literal["started", "failed", "withheld", "unknown"]
 
+# Opens a stream, and ends what was opened; the latter is given `None` where it is
+# not known what was opened.
+Open = Callable[[], Awaitable[T]]
+End = Callable[[T | None], Awaitable[object]]
+
 
 class Start(Generic[T]):
     """One start, from the request for it until its end was sent.
@@ -56,14 +61,14 @@ class Start(Generic[T]):
 
     def __init__(
         self,
-        open_: Callable[[], Awaitable[T]],
+        open_: Open[T],
         *,
-        end: Callable[[T | None], Awaitable[object]] | None,
+        end: End[T] | None,
         lease: Lease | None,
         timeout: float,
         on_settled: Callable[[How], object],
     ) -> None:
-        self._open: Callable[[], Awaitable[T]] | None = open_
+        self._open: Open[T] | None = open_
         self._end = end
         self._lease = lease
         self._timeout = timeout
@@ -196,3 +201,36 @@ class Start(Generic[T]):
             return error  # noqa: ASYNC104
         # Only the deadline of the scope leads here.
         return StartTimeout(f"END was not done within {end_timeout} s")
+
+
+class Siblings:
+    """Starts of which all have to succeed.
+
+    Args:
+        lease: Released when the last of them has settled.
+
+    Attributes:
+        decided: Set when all have succeeded or one has not.
+    """
+
+    __slots__ = ("_lease", "_open", "decided")
+
+    def __init__(self, lease: Lease | None) -> None:
+        self._lease = lease
+        self._open = 0
+        self.decided = anyio.Event()
+
+    def expect(self, on_settled: Callable[[How], object]) -> Callable[[How], object]:
+        """Count one more in; return what it has to be told through."""
+        self._open += 1
+
+        def settled(how: How) -> None:
+            self._open -= 1
+            if not self._open and self._lease is not None:
+                self._lease.release()
+                self._lease = None
+            if not self._open or how != "started":
+                self.decided.set()
+            on_settled(how)
+
+        return settled

@@ -352,7 +352,8 @@ class SessionRegistry:
         self._clock = loop_clock()
         self._post = loop_post()
         self._watchdog = Watchdog(self._clock)
-        self._watching = anyio.CancelScope()
+        # A server that is cancelled may still drain, shielded.
+        self._watching = anyio.CancelScope(shield=True)
         tasks = anyio.create_task_group()
         self._tasks = await tasks.__aenter__()
         tasks.start_soon(self._watch_streams, self._watchdog)

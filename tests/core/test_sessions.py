@@ -490,6 +490,51 @@ class TestDrain:
         assert (ended, outcomes) == (["stream"], ["shutdown"])
         assert_quiescent(sessions)
 
+    async def test_drains_in_peace_where_the_server_is_cancelled(self) -> None:
+        """Starts and deadlines go on while a cancelled server drains, shielded."""
+        outcomes: dict[str, object] = {}
+        registry: list[SessionRegistry] = []
+        scope = anyio.CancelScope()
+
+        async def serve() -> None:
+            with scope:
+                async with SessionRegistry() as sessions:
+                    registry.append(sessions)
+                    try:
+                        await anyio.sleep_forever()
+                    finally:
+                        with anyio.CancelScope(shield=True):
+                            await sessions.drain(30)
+
+        async def open_() -> str:
+            await anyio.sleep(5)
+            return "stream"
+
+        async def start(sessions: SessionRegistry) -> None:
+            with sessions.open("start") as session:
+                outcomes["start"] = await session.start(open_)
+
+        async def late() -> AsyncGenerator[int, None]:
+            await anyio.sleep(20)
+            yield 1
+
+        async def stream(sessions: SessionRegistry) -> None:
+            with pytest.raises(StreamTimeout), sessions.open("stream") as session:
+                async with session.stream(late(), first_item=3) as items:
+                    await anext(items)
+            outcomes["stream"] = anyio.current_time() - began
+
+        async with anyio.create_task_group() as tasks:
+            began = anyio.current_time()
+            tasks.start_soon(serve)
+            await anyio.sleep(1)
+            tasks.start_soon(start, *registry)
+            tasks.start_soon(stream, *registry)
+            await anyio.sleep(1)
+            scope.cancel()
+        assert outcomes == {"start": "stream", "stream": pytest.approx(4)}
+        assert_quiescent(*registry)
+
     async def test_goes_on_ending_when_it_is_cancelled(self) -> None:
         """A cancelled registry still ends what it holds before it goes."""
         ended: list[object] = []

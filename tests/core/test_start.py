@@ -47,9 +47,8 @@ class Engine:
         return "stream"
 
     async def end(self, stream: object) -> None:
-        assert self.begun == 1, "ended before it was begun"
-        assert stream in ("stream", None)
         self.ended_with.append(stream)
+        assert self.begun == 1, "ended before it was begun"
         await checkpoint()
         self.ended += 1
 
@@ -586,6 +585,30 @@ class TestDeadlines:
 
                 tasks.start_soon(owner)
                 await anyio.wait_all_tasks_blocked()
+            assert anyio.current_time() - began < 1
+        assert engine.ended_with == [None]
+
+    async def test_cuts_a_start_that_is_shut_down_alone(self) -> None:
+        """A single session that is stopped as shutdown does not wait either."""
+        engine = Engine()
+
+        async def open_() -> str:
+            engine.begun += 1
+            await anyio.sleep(1000)
+            return "stream"
+
+        async with SessionRegistry() as sessions:
+
+            async def stop() -> None:
+                await anyio.sleep(1)
+                sessions.get("a").stop("shutdown")
+
+            async with anyio.create_task_group() as tasks:
+                tasks.start_soon(stop)
+                with pytest.raises(SessionEnded), sessions.open("a") as session:
+                    await session.start(open_, end=engine.end, timeout=500)
+            began = anyio.current_time()
+            await session.quiet()
             assert anyio.current_time() - began < 1
         assert engine.ended_with == [None]
 

@@ -165,8 +165,6 @@ class Stream(Generic[T_co]):
 
     def _finish(self, error: BaseException | None) -> None:  # noqa: ARG002 - a hook
         """Note the end, by *error* of the source or else by whoever closed."""
-        if self._state == _CLOSED:
-            return
         self._state = _CLOSED
         on_close, self._on_close = self._on_close, ()
         with ExitStack() as calls:  # each is made, also where another raises

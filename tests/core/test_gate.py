@@ -401,6 +401,8 @@ async def test_balances_its_books_at_every_moment() -> None:
     async with anyio.create_task_group() as tasks:
         asked += 1
         with gate.try_admit(slots=2):
+            for kind in ("cancelled", "impatient"):
+                await request(kind)
             for i in range(60):
                 tasks.start_soon(request, kinds[i % 4])
                 if i % 5 == 0:
@@ -411,7 +413,7 @@ async def test_balances_its_books_at_every_moment() -> None:
     gate.close()
     await request("plain")
     now = gate.statistics()
-    assert now.received == asked == 62
+    assert now.received == asked == 64
     assert now.admitted and now.refused and now.cancelled
     assert_quiescent(gate)
 

@@ -401,8 +401,9 @@ async def test_balances_its_books_at_every_moment() -> None:
     async with anyio.create_task_group() as tasks:
         asked += 1
         with gate.try_admit(slots=2):
-            for kind in ("cancelled", "impatient"):
-                await request(kind)
+            async with anyio.create_task_group() as first:
+                for kind in ("cancelled", "impatient"):
+                    first.start_soon(request, kind)
             for i in range(60):
                 tasks.start_soon(request, kinds[i % 4])
                 if i % 5 == 0:

@@ -196,6 +196,8 @@ class _Source:
         if plan.gate is not None:
             nbytes, slots = self._ask
             self.lease = await plan.gate.admit(bytes=nbytes, slots=slots)
+        if self.session is not None:
+            self.session.confirm()
         if plan.wants_lease:
             given["lease"] = self.lease
         if plan.wants_session:

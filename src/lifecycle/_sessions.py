@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Self, final, get_args
 
@@ -73,6 +74,9 @@ class SessionRegistry:
         end_timeout: Seconds that the END of one session may take.
         max_quarantined: Sessions whose END failed that are remembered.
         observer: Told of sessions, starts, payloads and drains.
+
+    Raises:
+        ValueError: *end_timeout* is NaN.
     """
 
     def __init__(
@@ -82,6 +86,8 @@ class SessionRegistry:
         max_quarantined: int = 1000,
         observer: Observer | None = None,
     ) -> None:
+        if math.isnan(end_timeout):
+            raise ValueError("end_timeout must be a number of seconds, not NaN")
         self._end_timeout = end_timeout
         self._emit = guarded(observer)
         self._live: dict[str, Session] = {}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import sys
 import warnings
 from collections.abc import AsyncIterator, Callable, Iterable
@@ -41,6 +42,9 @@ class Stream(Generic[T_co]):
             others are called all the same.
         grace: Seconds that the source may take to close.
 
+    Raises:
+        ValueError: *grace* is NaN.
+
     Attributes:
         items: Items delivered so far.
     """
@@ -67,7 +71,9 @@ class Stream(Generic[T_co]):
         on_close: Iterable[Callable[[], object]] = (),
         grace: float = 5.0,
     ) -> None:
-        self._state = _CLOSED  # for the finaliser, should the source be none
+        self._state = _CLOSED  # for the finaliser, should this end in an error
+        if math.isnan(grace):
+            raise ValueError("grace must be a number of seconds, not NaN")
         self._source: AsyncIterator[T_co] | None = source
         self._next = source.__anext__
         self._on_close = tuple(on_close)

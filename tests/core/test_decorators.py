@@ -294,6 +294,29 @@ class TestManaged:
                 await anext(items)
             assert_quiescent(sessions)
 
+    async def test_begins_nothing_that_was_stopped_in_line(self) -> None:
+        """Whoever was in line when all were closed starts nothing, with a block or not."""
+        gate, begun = Gate(slots=1), []
+        async with SessionRegistry() as sessions:
+
+            @managed(gate=gate, sessions=sessions, key=lambda: "a")
+            async def stream() -> AsyncGenerator[int, None]:
+                begun.append(1)
+                yield 1
+
+            async def consume() -> None:
+                with pytest.raises(SessionEnded):
+                    async for _item in stream():
+                        pass
+
+            async with anyio.create_task_group() as tasks:
+                with gate.try_admit():
+                    tasks.start_soon(consume)
+                    await anyio.wait_all_tasks_blocked()
+                    assert sessions.close_all() == 1
+            assert not begun
+            assert_quiescent(gate, sessions)
+
     async def test_wraps_iterators_without_aclose(self) -> None:
         """A two-phase function may return any asynchronous iterable."""
 

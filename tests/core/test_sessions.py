@@ -1,6 +1,7 @@
 """Sessions and their registry: one outcome each, and nothing left of them."""
 
 import gc
+import math
 import tracemalloc
 from collections.abc import AsyncGenerator
 from typing import Any, get_args
@@ -557,6 +558,11 @@ class TestDrain:
 
 @pytest.mark.anyio
 class TestRegistry:
+    async def test_refuses_an_end_timeout_that_is_no_number(self) -> None:
+        """Found out at the first END, it would take all other sessions down."""
+        with pytest.raises(ValueError, match="end_timeout"):
+            SessionRegistry(end_timeout=math.nan)
+
     async def test_is_entered_once(self) -> None:
         """A registry has one life."""
         sessions = SessionRegistry()
@@ -713,6 +719,11 @@ class TestFanOut:
                 await anyio.wait_all_tasks_blocked()
                 assert ended == ["opened", "opened"]
                 assert session.outcome is None
+                # It has an owner, and is quiet no earlier than that has left.
+                assert session.phase == "started"
+                with anyio.move_on_after(0.01) as waited:
+                    await session.quiet()
+                assert waited.cancelled_caught
             await session.quiet()
             assert ended == ["opened", "opened"]
             assert_quiescent(gate, sessions)

@@ -3,6 +3,7 @@
 import asyncio
 import contextlib
 import gc
+import math
 import weakref
 from collections.abc import Awaitable, Callable
 from typing import Any
@@ -484,6 +485,40 @@ class TestStart:
             await anyio.wait_all_tasks_blocked()
             assert refs[0]() is None, gc.get_referrers(refs[0]())
 
+    async def test_frees_the_error_that_nobody_asked_for(
+        self, no_collector: None
+    ) -> None:
+        """What a start raised whose caller had left is in no cycle with the start."""
+
+        class Failure(Exception): ...
+
+        refs: list[weakref.ref[Failure]] = []
+        left = anyio.Event()
+
+        async def open_() -> str:
+            scope.cancel()
+            await left.wait()
+            error = Failure()
+            refs.append(weakref.ref(error))
+            try:
+                raise error
+            finally:
+                del error
+
+        async def request(sessions: SessionRegistry) -> None:
+            with scope, sessions.open("a") as session:
+                await session.start(open_)
+
+        scope = anyio.CancelScope()
+        async with SessionRegistry() as sessions:
+            await request(sessions)
+            left.set()
+            with anyio.fail_after(2):
+                while sessions.statistics().closing:
+                    await checkpoint()
+            assert len(refs) == 1
+            assert refs[0]() is None
+
 
 @virtual
 @pytest.mark.anyio
@@ -510,6 +545,22 @@ class TestDeadlines:
             await session.quiet()
             assert engine.ended_with == [None]
             assert [event.how for event in seen.of(StartSettled)] == ["unknown"]
+            assert_quiescent(gate, sessions)
+
+    @pytest.mark.parametrize("timeout", [math.nan, None])
+    async def test_refuses_a_timeout_that_is_no_number(self, timeout: Any) -> None:
+        """It is the mistake of one caller, and the registry goes on for all others."""
+        gate, engine = Gate(slots=1), Engine()
+        async with SessionRegistry() as sessions:
+            with sessions.open("a") as session:
+                lease = gate.try_admit()
+                with pytest.raises((ValueError, TypeError), match="number"):
+                    await session.start(engine.open, lease=lease, timeout=timeout)
+                assert not lease.held
+            with sessions.open("b") as session:
+                assert await session.start(engine.open, end=engine.end) == "stream"
+            await session.quiet()
+            engine.assert_quiet()
             assert_quiescent(gate, sessions)
 
     async def test_ends_a_start_whose_deadline_came_out_as_another_error(self) -> None:

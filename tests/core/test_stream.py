@@ -510,6 +510,24 @@ class TestDeadlines:
         assert anyio.current_time() - began == pytest.approx(3)
         assert log == ["on_close"]
 
+    @pytest.mark.parametrize("limit", [0.0, -1.0, 1e-30])
+    @pytest.mark.parametrize("name", ["first_item", "idle"])
+    async def test_goes_on_beside_a_deadline_of_nothing(
+        self, name: str, limit: float
+    ) -> None:
+        """A wait that may take no time breaks its deadline, and stops nobody else."""
+        async with SessionRegistry() as sessions:
+            with (
+                pytest.raises(StreamTimeout, match=name),
+                sessions.open("a") as session,
+            ):
+                source = self.paced(0, 1) if name == "idle" else self.paced(1)
+                async with session.stream(source, **{name: limit}) as stream:
+                    await anyio.sleep(5)  # nobody waits for an item, so nobody is late
+                    async for _item in stream:
+                        pass
+            assert session.outcome == "deadline"
+
     @pytest.mark.parametrize("name", ["first_item", "idle", "total"])
     async def test_refuses_a_deadline_that_is_no_number(self, name: str) -> None:
         """NaN is a mistake, and would confuse the watchdog of everybody."""
@@ -519,6 +537,12 @@ class TestDeadlines:
                 with pytest.raises(ValueError, match=name):
                     session.stream(source, **{name: math.nan})
                 await source.aclose()
+
+
+def test_refuses_a_grace_that_is_no_number() -> None:
+    """Found out when the source is to be closed, it would be too late."""
+    with pytest.raises(ValueError, match="grace"):
+        Stream(Endless(), grace=math.nan)
 
 
 class Endless:

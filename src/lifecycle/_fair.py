@@ -182,6 +182,11 @@ class Fair:
             self._forget_idle()
             self._sweep_at = max(_FEW_KEYS, 2 * len(self._flows))
 
+    def held_s(self, ticket: Ticket) -> float | None:
+        """Return for how long *ticket* has been held; ``None`` if it is not."""
+        entry = self._out.get(id(ticket))
+        return None if entry is None else self._clock() - entry[0]
+
     def _flow(self, ticket: Ticket) -> _Flow:
         flow = self._flows.get(ticket.key)
         if flow is None:

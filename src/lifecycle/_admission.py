@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from functools import partial
-from typing import TYPE_CHECKING, NoReturn, final
+from typing import TYPE_CHECKING, final
 
 import anyio
 
@@ -69,7 +69,7 @@ class Admission(Books):
         emit: Callable[[Event], None] | None,
         clock: Callable[[], float],
     ) -> None:
-        line = Fair(self.share, clock) if fair else Lanes()
+        line = Fair(self.share, self.now) if fair else Lanes()
         super().__init__(capacity, line, emit)
         self.name = name
         self.refusals = Refusals(name, self, clock)
@@ -77,8 +77,8 @@ class Admission(Books):
         self.refused = self.timeouts = self.lost = self.overlooked = 0
         self._enforce = enforce
         self._max_waiting = max_waiting
-        # Tasks inside a `with lease:` block, each as often as it is inside.
-        self._inside: dict[object, int] = {}
+        # Tasks inside `with lease:` blocks, and the leases of these.
+        self._inside: dict[object, tuple[Lease, ...]] = {}
 
     # What a gate calls.
 
@@ -110,7 +110,10 @@ class Admission(Books):
                 self._drain()
         if refusal is not None:
             self._tell_refused(lease.cost, refusal)
-            raise refusal
+            try:
+                raise refusal
+            finally:
+                del refusal  # its traceback holds this frame
         return waiter
 
     def _decide(
@@ -145,8 +148,10 @@ class Admission(Books):
             most = self._max_waiting
             if most is not None and self.waiting >= most:
                 return self.refusals.full(f"has its line of {most} full")
-            if self._inside and current_task() in self._inside:
-                raise self.refusals.itself()
+            if self._inside:
+                mine = self._inside.get(current_task(), ())
+                if any(lease.held for lease in mine):
+                    raise self.refusals.itself()
         return None
 
     def share(self, cost: Cost) -> float:
@@ -154,9 +159,13 @@ class Admission(Books):
         slots, nbytes = cost
         return max(slots / (self.slots or 1), nbytes / (self.nbytes or 1))
 
+    def now(self) -> float:
+        """Seconds by the gate's clock, as far as it can be read here."""
+        return self.refusals.now()
+
     async def wait(self, lease: Lease, waiter: Waiter, max_wait: float | None) -> None:
         """Wait in line, and come back with the lease held or not at all."""
-        began = 0.0 if self.emit is None else self.refusals.now()
+        began = self._seconds()
         try:
             if max_wait is None:
                 await waiter.park()
@@ -164,42 +173,47 @@ class Admission(Books):
                 with anyio.move_on_after(max_wait):
                     await waiter.park()
         except BaseException:
-            self.apply(partial(self._left_by_cancellation, lease))
+            waited = self._seconds() - began
+            self.apply(partial(self._left_by_cancellation, lease, waited))
             raise
-        if lease.state != HELD:
-            self._raise_refusal(lease, max_wait)
-        # Also where the time was up in the same moment: the grant wins.
-        self.apply(partial(self.resume, lease))
-        if self.emit is not None:
-            self.tell_granted(lease, self.refusals.now() - began)
-
-    def _raise_refusal(self, lease: Lease, max_wait: float | None) -> NoReturn:
-        refusal, lease.refusal = lease.refusal, None
+        refusal = self._outcome_of(lease, max_wait)
         if refusal is None:
-            self.apply(partial(self._left_by_timeout, lease))
-            refusal = self.refusals.timeout(max_wait)
-        else:
-            self.apply(partial(self.resume, lease))
+            self.tell_granted(lease, self._seconds() - began)
+            return
         self._tell_refused(lease.cost, refusal)
         try:
             raise refusal
         finally:
             del refusal  # its traceback holds this frame
 
-    def _left_by_cancellation(self, lease: Lease) -> None:
+    def _seconds(self) -> float:
+        return 0.0 if self.emit is None else self.now()
+
+    def _outcome_of(self, lease: Lease, max_wait: float | None) -> Refused | None:
+        # Locked: another thread wakes a waiter before it has charged it.
+        with self._lock:
+            self.resume(lease)
+            refusal, lease.refusal = lease.refusal, None
+            if lease.state != HELD and refusal is None:
+                # Where the grant came in the same moment, the grant wins.
+                self.withdraw(lease)
+                self.timeouts += 1
+                self.refused += 1
+                refusal = self.refusals.timeout(max_wait)
+        self._drain()
+        return refusal
+
+    def _left_by_cancellation(self, lease: Lease, waited_s: float) -> None:
         self.resume(lease)
         if lease.state == HELD:
+            self.tell(self._grant_of(lease, waited_s))
             self._give_back(lease)
-        elif lease.refusal is None:
+        elif lease.refusal is not None:
+            self.tell(self._refusal_of(lease.cost, lease.refusal))
+        else:
             self.withdraw(lease)
             slots, nbytes = lease.cost
             self.tell(AdmissionCancelled(gate=self.name, slots=slots, bytes=nbytes))
-
-    def _left_by_timeout(self, lease: Lease) -> None:
-        self.resume(lease)
-        self.withdraw(lease)
-        self.timeouts += 1
-        self.refused += 1
 
     def _give_back(self, lease: Lease, *, lost: bool = False) -> None:
         if self.release(lease):
@@ -218,27 +232,27 @@ class Admission(Books):
 
     def tell_granted(self, lease: Lease, waited_s: float) -> None:
         """Tell the observer."""
-        emit = self.emit
-        if emit is not None:
-            slots, nbytes = lease.cost
-            emit(
-                LeaseGranted(
-                    gate=self.name, slots=slots, bytes=nbytes, waited_s=waited_s
-                )
-            )
+        if self.emit is not None:
+            self.emit(self._grant_of(lease, waited_s))
 
     def _tell_refused(self, cost: Cost, refusal: Refused) -> None:
-        emit = self.emit
-        if emit is not None:
-            emit(
-                AdmissionRefused(
-                    gate=self.name,
-                    slots=cost[0],
-                    bytes=cost[1],
-                    reason=refusal.reason,
-                    retry_after=refusal.retry_after,
-                )
-            )
+        if self.emit is not None:
+            self.emit(self._refusal_of(cost, refusal))
+
+    def _grant_of(self, lease: Lease, waited_s: float) -> LeaseGranted:
+        slots, nbytes = lease.cost
+        return LeaseGranted(
+            gate=self.name, slots=slots, bytes=nbytes, waited_s=waited_s
+        )
+
+    def _refusal_of(self, cost: Cost, refusal: Refused) -> AdmissionRefused:
+        return AdmissionRefused(
+            gate=self.name,
+            slots=cost[0],
+            bytes=cost[1],
+            reason=refusal.reason,
+            retry_after=refusal.retry_after,
+        )
 
     # What a lease calls.
 
@@ -261,7 +275,7 @@ class Admission(Books):
 
     def settle(self, lease: Lease, actual: int) -> None:
         """Correct what *lease* is charged with; see `Lease.settle`."""
-        whole("bytes", actual)
+        actual = whole("bytes", actual)
 
         def change() -> None:
             estimated = lease.bytes
@@ -274,12 +288,13 @@ class Admission(Books):
 
         self.apply(change)
 
-    def enter(self, task: object) -> None:
+    def enter(self, task: object, lease: Lease) -> None:
         """Note that *task* went into a ``with lease:`` block."""
-        self._inside[task] = self._inside.get(task, 0) + 1
+        self._inside[task] = (*self._inside.get(task, ()), lease)
 
-    def leave(self, task: object) -> None:
-        """Note that a ``with lease:`` block that *task* had entered was left."""
-        depth = self._inside.pop(task, 1) - 1
-        if depth:
-            self._inside[task] = depth
+    def leave(self, task: object, lease: Lease) -> None:
+        """Note that *task* is not inside the block of *lease* any more."""
+        mine = self._inside.pop(task, ())
+        rest = tuple(other for other in mine if other is not lease)
+        if rest:
+            self._inside[task] = rest

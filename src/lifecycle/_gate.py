@@ -20,6 +20,12 @@ if TYPE_CHECKING:
 _AS_BEFORE: Final[Any] = object()
 
 
+def _seconds(max_wait: float | None) -> float | None:
+    if max_wait is not None and math.isnan(max_wait):
+        raise ValueError("max_wait must be a number of seconds or None, not NaN")
+    return max_wait
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GateStatistics:
     """A gate at one moment.
@@ -85,7 +91,8 @@ class Gate:
             or where an observer is set.
 
     Raises:
-        ValueError: A limit is negative or not a whole number.
+        ValueError: A limit is negative or not a whole number; or *max_wait* is
+            NaN.
     """
 
     def __init__(
@@ -101,7 +108,7 @@ class Gate:
         observer: Observer | None = None,
         clock: Callable[[], float] = anyio.current_time,
     ) -> None:
-        self._max_wait = max_wait
+        self._max_wait = _seconds(max_wait)
         if max_waiting is not None:
             max_waiting = whole("max_waiting", max_waiting)
         self._admission = Admission(
@@ -147,17 +154,18 @@ class Gate:
             CostTooLarge: The request asks for more than the gate's capacity.
             RuntimeError: The task would wait for itself: it is inside a
                 ``with lease:`` block of this gate.
-            ValueError: A cost is negative, not a whole number, or all are zero.
+            ValueError: A cost is negative, not a whole number, or all are zero;
+                or *max_wait* is NaN.
 
         Cancellation:
             A checkpoint only where it has to wait. It returns a lease or raises
             holding nothing; a lease granted in the same moment is passed on.
         """
+        longest = self._max_wait if max_wait is _AS_BEFORE else _seconds(max_wait)
         admission = self._admission
         lease = Lease(admission, cost_of(slots, bytes), key, priority)
         waiter = admission.request(lease, wait=True)
         if waiter is not None:
-            longest = self._max_wait if max_wait is _AS_BEFORE else max_wait
             await admission.wait(lease, waiter, longest)
         elif admission.emit is not None:
             admission.tell_granted(lease, 0.0)

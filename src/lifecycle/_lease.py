@@ -24,8 +24,8 @@ class _Books(Protocol):
     def give_back(self, lease: Lease) -> None: ...
     def lose(self, lease: Lease) -> None: ...
     def settle(self, lease: Lease, actual: int) -> None: ...
-    def enter(self, task: object) -> None: ...
-    def leave(self, task: object) -> None: ...
+    def enter(self, task: object, lease: Lease) -> None: ...
+    def leave(self, task: object, lease: Lease) -> None: ...
 
 
 @final
@@ -99,9 +99,10 @@ class Lease(Ticket):
         return self.waiter.wake()
 
     def __enter__(self) -> Self:
-        self._holder = current_task() if self.state == HELD else None
-        if self._holder is not None:
-            self._books.enter(self._holder)
+        task = current_task() if self.state == HELD else None
+        if task is not None:
+            self._books.enter(task, self)
+        self._holder = task or getattr(self, "_holder", None)
         return self
 
     def __exit__(
@@ -110,9 +111,9 @@ class Lease(Ticket):
         exc: BaseException | None,
         traceback: TracebackType | None,
     ) -> None:
-        holder, self._holder = self._holder, None
-        if holder is not None:
-            self._books.leave(holder)
+        if self._holder is not None:
+            self._books.leave(self._holder, self)
+            self._holder = None
         self.release()
 
     def __del__(self) -> None:

@@ -46,11 +46,14 @@ class _AsyncioWaiter:
         if self._future.done():
             # Only this class sets results, and only once it was granted.
             return not self._future.cancelled()
-        if asyncio._get_running_loop() is self._loop:
+        loop = self._loop
+        # Outside of its tasks the loop may be asleep, and a signal handler that
+        # runs in the middle of that does not wake it.
+        if asyncio._get_running_loop() is loop and asyncio.current_task(loop):
             self._set()
         else:
             try:
-                self._loop.call_soon_threadsafe(self._set)
+                loop.call_soon_threadsafe(self._set)
             except RuntimeError:  # the loop is closed, and its tasks with it
                 return False
         return True
@@ -69,12 +72,15 @@ class _AsyncioWaiter:
 
 
 class _TrioWaiter:
-    __slots__ = ("_gone", "_task", "_token", "_woken")
+    __slots__ = ("_gone", "_owner", "_parked", "_token", "_woken")
 
     def __init__(self) -> None:
         lowlevel = sys.modules["trio"].lowlevel
         self._token = lowlevel.current_trio_token()
-        self._task: Task | None = None
+        self._owner: Task = lowlevel.current_task()
+        # Whoever takes the task out decides what becomes of it: taking is
+        # atomic, and a finaliser may wake in the middle of an abort.
+        self._parked: list[Task] = []
         self._woken = False
         self._gone = False
 
@@ -83,8 +89,13 @@ class _TrioWaiter:
             return False
         self._woken = True
         trio = sys.modules["trio"]
-        if trio.lowlevel.in_trio_run() and (
-            trio.lowlevel.current_trio_token() is self._token
+        lowlevel = trio.lowlevel
+        # Straight away only from other tasks: whoever interrupts the scheduler,
+        # or the owner on its way to park, must wait until they are done.
+        if (
+            lowlevel.in_trio_task()
+            and lowlevel.current_trio_token() is self._token
+            and lowlevel.current_task() is not self._owner
         ):
             self._reschedule()
         else:
@@ -95,22 +106,24 @@ class _TrioWaiter:
         return True
 
     def _reschedule(self) -> None:
-        task, self._task = self._task, None
-        if task is not None:
-            sys.modules["trio"].lowlevel.reschedule(task)
+        if self._parked:
+            sys.modules["trio"].lowlevel.reschedule(self._parked.pop())
 
     def _abort(self, _raise_cancel: RaiseCancelT) -> Abort:
-        self._task = None
+        aborts: type[Abort] = sys.modules["trio"].lowlevel.Abort
+        try:
+            self._parked.pop()
+        except IndexError:
+            return aborts.FAILED
         self._gone = True
-        aborted: Abort = sys.modules["trio"].lowlevel.Abort.SUCCEEDED
-        return aborted
+        return aborts.SUCCEEDED
 
     async def park(self) -> None:
         lowlevel = sys.modules["trio"].lowlevel
         if self._woken:
             await lowlevel.checkpoint()
             return
-        self._task = lowlevel.current_task()
+        self._parked.append(self._owner)
         await lowlevel.wait_task_rescheduled(self._abort)
 
 
@@ -121,7 +134,13 @@ def new_waiter() -> Waiter:
         RuntimeError: No event loop runs in this thread.
     """
     loop = asyncio._get_running_loop()
-    return _TrioWaiter() if loop is None else _AsyncioWaiter(loop)
+    if loop is not None:
+        return _AsyncioWaiter(loop)
+    if current_task() is None:
+        raise RuntimeError(
+            "a gate can be waited for in an event loop only; use try_admit elsewhere"
+        )
+    return _TrioWaiter()
 
 
 def current_task() -> object | None:

@@ -9,15 +9,14 @@ from __future__ import annotations
 
 import gc
 import traceback
+from array import array
 from collections.abc import Callable, Iterable, MutableMapping, MutableSequence
+from dataclasses import dataclass
 from typing import Any, Final, Generic, Literal, TypeVar, cast, final
 
 T = TypeVar("T")
 
 _GONE: Final[Any] = object()
-
-_Path = tuple[str, ...]
-
 
 @final
 class Payload(Generic[T]):
@@ -100,7 +99,7 @@ def forget_frames(error: BaseException) -> None:
     raised again elsewhere also names frames that are merely suspended, and
     clearing one of those closes its coroutine up to CPython 3.12. The collector
     can tell them apart: a frame shows it its locals only once it owns them,
-    which is when it is finished.
+    which is when it is finished. Its trace function it shows at any time.
     """
     pending: list[BaseException | None] = [error]
     seen: set[int] = set()
@@ -110,7 +109,8 @@ def forget_frames(error: BaseException) -> None:
             continue
         seen.add(id(exc))
         for frame, _line in traceback.walk_tb(exc.__traceback__):
-            if gc.get_referents(frame):
+            trace = frame.f_trace
+            if any(held is not trace for held in gc.get_referents(frame)):
                 frame.clear()
         pending += [exc.__cause__, exc.__context__]
         if isinstance(exc, BaseExceptionGroup):
@@ -134,50 +134,63 @@ def strip(payload: MutableMapping[str, Any], *, keep: Iterable[str] = ()) -> Non
     Raises:
         KeyError: A path to keep leads nowhere; nothing was changed.
     """
-    paths = [tuple(path.split(".")) for path in keep]
-    kept: set[int] = set()
-    for path in paths:
-        _protect(_look_up(payload, path), kept)
-    _strip(payload, [path for path in paths if path], kept)
+    books = _Kept(set(), {})
+    for path in keep:
+        _keep(payload, path.split("."), books)
+    _strip(payload, books)
 
 
-def _look_up(payload: MutableMapping[str, Any], path: _Path) -> object:
+@dataclass(frozen=True, slots=True)
+class _Kept:
+    """What to keep, by the identity of containers: one may be in many places."""
+
+    whole: set[int]
+    keys: dict[int, set[str]]
+
+
+def _keep(payload: MutableMapping[str, Any], path: list[str], kept: _Kept) -> None:
     found: Any = payload
     for i, key in enumerate(path):
         if not isinstance(found, MutableMapping) or key not in found:
             raise KeyError(
                 f"no {'.'.join(path[: i + 1])!r} in the payload; nothing was stripped"
             )
+        kept.keys.setdefault(id(found), set()).add(key)
         found = found[key]
-    return found
+    _keep_whole(found, kept.whole)
 
 
-def _protect(value: object, kept: set[int]) -> None:
-    if isinstance(value, MutableMapping | MutableSequence) and id(value) not in kept:
-        kept.add(id(value))
-        for child in _children(value):
-            _protect(child, kept)
-
-
-def _strip(value: object, paths: list[_Path], kept: set[int]) -> None:
-    if id(value) in kept:
-        return
-    if isinstance(value, MutableMapping):
-        whole = {path[0] for path in paths if len(path) == 1}
-        for key in list(value):
-            deeper = [path[1:] for path in paths if path[0] == key and len(path) > 1]
-            if key in whole:
-                continue
-            if deeper:
-                _strip(value[key], deeper, kept)
-            else:
-                _strip(value.pop(key), [], kept)
-    elif isinstance(value, MutableSequence) and not isinstance(value, bytearray):
-        children = list(value)
-        value.clear()
+def _keep_whole(value: object, whole: set[int]) -> None:
+    children = _children(value)
+    if children is not None and id(value) not in whole:
+        whole.add(id(value))
         for child in children:
-            _strip(child, [], kept)
+            _keep_whole(child, whole)
 
 
-def _children(value: MutableMapping[Any, Any] | MutableSequence[Any]) -> list[Any]:
-    return list(value.values() if isinstance(value, MutableMapping) else value)
+def _strip(value: object, kept: _Kept) -> None:
+    children = _children(value)
+    if children is None or id(value) in kept.whole:
+        return
+    keys = kept.keys.get(id(value))
+    if keys is None:
+        value.clear()  # type: ignore[attr-defined]
+    else:
+        assert isinstance(value, MutableMapping)
+        kept.whole.add(id(value))  # done, should it come again
+        for key in value.keys() - keys:
+            del value[key]
+    for child in children:
+        _strip(child, kept)
+
+
+def _children(value: object) -> list[Any] | None:
+    """What is in a container that can be emptied; ``None`` if it is none.
+
+    A raw buffer is a leaf: its bytes are not ours to resize.
+    """
+    if isinstance(value, MutableMapping):
+        return list(value.values())
+    if isinstance(value, MutableSequence) and not isinstance(value, bytearray | array):
+        return list(value)
+    return None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 from typing import TYPE_CHECKING, Final
 
@@ -81,20 +82,23 @@ class Refusals:
         clock: Monotonic seconds.
     """
 
-    __slots__ = ("_clock", "_ledger", "_name", "_rate")
+    __slots__ = ("_clock", "_ledger", "_name", "_rate", "_read")
 
     def __init__(self, name: str, ledger: Ledger, clock: Callable[[], float]) -> None:
         self._name = name
         self._ledger = ledger
         self._clock = clock
         self._rate = DrainRate()
+        self._read = 0.0
 
     def now(self) -> float:
-        """Seconds by the gate's clock; 0 in a thread that has no loop to ask."""
-        try:
-            return self._clock()
-        except RuntimeError:
-            return 0.0
+        """Seconds by the gate's clock.
+
+        In a thread that has no loop to ask, those that were read last.
+        """
+        with contextlib.suppress(RuntimeError):
+            self._read = self._clock()
+        return self._read
 
     def full(self, how: str) -> GateFull:
         """There is no room, and no room to wait in."""

@@ -88,7 +88,8 @@ class SessionRegistry:
         self._changed = anyio.Event()
         self._tasks: TaskGroup | None = None
         self._watchdog: Watchdog | None = None
-        self._watching = anyio.CancelScope()
+        # Made on entry: anyio has no scopes outside of an event loop.
+        self._watching: anyio.CancelScope
         self._clock: Callable[[], float] = anyio.current_time
 
     def open(self, id_: str) -> Session:

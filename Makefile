@@ -1,0 +1,91 @@
+# Each target makes or mends .venv by itself; `make` alone lists the targets.
+# PYTHON names another base interpreter, as in `make test PYTHON=python3.12`.
+
+BIN := .venv/bin
+CODE := .
+# The core is gated at 100 %; the adapters are only reported.
+CORE := --include='src/lifecycle/*'
+# gpu-check runs where nothing may be installed: whatever Python is there will do.
+PY ?= $(if $(wildcard $(BIN)/python),$(BIN)/python,python3)
+
+MAKEFLAGS += --no-print-directory --output-sync=target
+export PYTHON
+
+.PHONY: help demo test serve bench docs lint types pytest wheel gpu-check clean
+
+help:
+	@echo 'make demo       run the server, a real engine and 32 unreliable clients; show that nothing leaks'
+	@echo 'make serve      start the server and leave it running, with a curl line to try'
+	@echo 'make test       everything that must pass: lint, types, tests, coverage, examples, wheel'
+	@echo 'make lint       ruff and flake8-async'
+	@echo 'make types      mypy, strict'
+	@echo 'make pytest     the tests with coverage; make pytest ARGS="-k gate" runs some of them'
+	@echo 'make wheel      build the wheel and import it with anyio alone installed'
+	@echo 'make bench      every figure in the documentation, measured again'
+	@echo 'make docs       the documentation, as HTML under docs/_build/html'
+	@echo 'make gpu-check  the engine on a CUDA device, with the Python that is there (PY=...)'
+	@echo 'make clean      remove .venv and everything built'
+
+demo: .venv/.ready
+	@$(BIN)/lifecycle-engine demo $(ARGS)
+
+serve: .venv/.ready
+	@$(BIN)/lifecycle-engine serve --hints $(ARGS)
+
+test: lint types pytest wheel
+
+lint: .venv/.ready
+	@echo '== lint'
+	@$(BIN)/ruff check --quiet $(CODE)
+	@$(BIN)/ruff format --quiet --check $(CODE) || { \
+	  echo 'not formatted as above: run $(BIN)/ruff format $(CODE)'; exit 1; }
+	@$(BIN)/flake8 --isolated --select=ASYNC1,ASYNC2,ASYNC3 --extend-ignore=ASYNC109,ASYNC124 \
+	  src adapters examples
+
+types: .venv/.ready
+	@echo '== types'
+	@$(BIN)/mypy --no-error-summary
+
+ifdef ARGS
+pytest: .venv/.ready
+	@$(BIN)/python -m pytest -q $(ARGS)
+else
+pytest: .venv/.ready
+	@echo '== tests'
+	@$(BIN)/python -m coverage run -m pytest -q
+	@echo '== branch coverage of the adapters (reported only)'
+	@$(BIN)/python -m coverage report --include='adapters/*' | tail -n 1
+	@echo '== branch coverage of the core (must be 100 %)'
+	@$(BIN)/python -m coverage report $(CORE) --fail-under=100 --show-missing --skip-covered
+endif
+
+wheel: .venv/.ready
+	@echo '== wheel'
+	@sh scripts/check-wheel.sh
+
+bench: .venv/.ready
+	@for file in benchmarks/bench_*.py; do \
+	  echo "== $$file"; $(BIN)/python "$$file" || exit 1; done
+
+docs: .venv/.docs
+	@$(BIN)/sphinx-build -q -W -n docs docs/_build/html
+	@echo "docs/_build/html/index.html"
+
+gpu-check:
+	@PYTHONPATH=src:adapters $(PY) benchmarks/gpu_check.py
+
+clean:
+	rm -rf .venv build dist docs/_build .coverage* \
+	  .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	find src adapters tests -name __pycache__ -type d -prune -exec rm -rf {} +
+
+.venv/.ready: pyproject.toml constraints/cpu.txt scripts/setup.sh
+	@sh scripts/setup.sh
+
+.venv/.docs: .venv/.ready
+	@sh scripts/setup.sh docs
+
+.DEFAULT:
+	@echo "There is no target '$@'. These are the targets:" >&2
+	@$(MAKE) help >&2
+	@exit 2

@@ -1,0 +1,106 @@
+"""One request and its response, between a server and an application."""
+
+from __future__ import annotations
+
+import anyio
+import anyio.lowlevel
+
+from lifecycle_asgi._inbox import DISCONNECT, Inbox
+from lifecycle_asgi._progress import Progress
+from lifecycle_asgi._request import RequestScope
+from lifecycle_asgi._types import Message, Receive, Send
+
+
+class Exchange:
+    """What `LifecycleMiddleware` keeps for one request.
+
+    Only somebody who always waits in ``receive`` hears that the client left, and
+    two readers of one ``receive`` steal from each other; so one task owns it
+    (`read`), and the application is given `receive` and `send` of this object.
+
+    The object holds no bound method of its own: as a cycle it would keep request
+    bodies alive until the collector runs.
+
+    Args:
+        receive: The server's.
+        send: The server's.
+        read_ahead: Bytes of body to read before the application asks. A
+            disconnect behind a body that nobody reads is heard no earlier than
+            the body is read; no server in use tells it earlier.
+    """
+
+    __slots__ = (
+        "_inbox",
+        "_receive",
+        "_send",
+        "progress",
+        "reading",
+        "request",
+        "work",
+    )
+
+    def __init__(self, receive: Receive, send: Send, *, read_ahead: int) -> None:
+        self._receive = receive
+        self._send = send
+        self._inbox = Inbox(read_ahead)
+        self.progress = Progress()
+        self.request = RequestScope()
+        self.work = anyio.CancelScope()
+        self.reading = anyio.CancelScope()
+
+    async def read(self) -> None:
+        """Read until the client has left, the server's ``receive`` failed or `stop`.
+
+        Cancellation:
+            Ends the reading. What was read stays readable.
+        """
+        error = None
+        with self.reading:
+            try:
+                await self._read()
+            except Exception as failure:  # noqa: BLE001 - raised where it is read
+                error = failure
+        self._inbox.close(error)
+
+    async def _read(self) -> None:
+        while True:
+            message = await self._receive()
+            if message["type"] == DISCONNECT:
+                self._disconnect()
+                return
+            self._inbox.put(message)
+            del message  # the next wait may last as long as the response
+            await self._inbox.room()
+
+    def _disconnect(self) -> None:
+        if not self.progress.complete:
+            self.request.leave()
+            self.work.cancel(reason="the client left")
+
+    async def receive(self) -> Message:
+        """The application's ``receive``; see `Inbox.get`.
+
+        Cancellation:
+            Takes no message along.
+        """
+        return await self._inbox.get()
+
+    async def send(self, message: Message) -> None:
+        """The application's ``send``.
+
+        Cancellation:
+            A checkpoint after every message but the last, also where the server
+            never waits: a stream that never suspends must still hear that its
+            client left.
+        """
+        self.progress.note(message)
+        await self._send(message)
+        if self.progress.complete:
+            self.stop()
+        else:
+            await anyio.lowlevel.checkpoint()
+
+    def stop(self) -> None:
+        """End the reading: the response is complete or the application has ended."""
+        self._inbox.close()
+        self.reading.cancel()

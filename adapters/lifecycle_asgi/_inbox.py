@@ -1,0 +1,79 @@
+"""Messages read for an application that has not asked for them yet."""
+
+from __future__ import annotations
+
+from collections import deque
+
+import anyio
+import anyio.lowlevel
+
+from lifecycle_asgi._types import Message
+
+DISCONNECT = "http.disconnect"
+
+
+class Inbox:
+    """A bounded buffer between the one reader of ``receive`` and the application.
+
+    Args:
+        max_bytes: Bytes of body that may wait before the reader has to.
+    """
+
+    __slots__ = ("_bytes", "_changed", "_error", "_max_bytes", "_messages", "_over")
+
+    def __init__(self, max_bytes: int) -> None:
+        self._max_bytes = max_bytes
+        self._messages: deque[Message] = deque()
+        self._bytes = 0
+        self._over = False
+        self._error: Exception | None = None
+        self._changed = anyio.Event()
+
+    def put(self, message: Message) -> None:
+        """Append *message*."""
+        self._messages.append(message)
+        self._bytes += len(message.get("body", b""))
+        self._announce()
+
+    async def room(self) -> None:
+        """Wait until less than the bound is waiting here.
+
+        Cancellation:
+            Changes nothing.
+        """
+        while self._bytes >= self._max_bytes:
+            await self._changed.wait()
+
+    async def get(self) -> Message:
+        """The next message; behind the last one ``http.disconnect``, for ever.
+
+        Raises:
+            Exception: What the server's ``receive`` raised, once all that it
+                delivered before has been read.
+
+        Cancellation:
+            Takes no message along. It is looked at first, so that the leaving of
+            a client arrives as a message in shielded code only.
+        """
+        await anyio.lowlevel.checkpoint_if_cancelled()
+        while not self._messages:
+            if self._error is not None:
+                raise self._error
+            if self._over:
+                await anyio.lowlevel.checkpoint()
+                return {"type": DISCONNECT}
+            await self._changed.wait()
+        message = self._messages.popleft()
+        self._bytes -= len(message.get("body", b""))
+        self._announce()
+        return message
+
+    def close(self, error: Exception | None = None) -> None:
+        """Nothing more will be put here, because of *error* if there is one."""
+        self._over = True
+        self._error = self._error or error
+        self._announce()
+
+    def _announce(self) -> None:
+        changed, self._changed = self._changed, anyio.Event()
+        changed.set()

@@ -1,0 +1,98 @@
+"""What one request knows about its client."""
+
+from __future__ import annotations
+
+from collections.abc import MutableMapping
+from typing import Any, Literal, Protocol
+
+KEY = "lifecycle"
+"""Where `LifecycleMiddleware` puts the `RequestScope` in the ASGI scope."""
+
+
+class Attachable(Protocol):
+    """What can be attached to a request: a `lifecycle.Session`, for one."""
+
+    @property
+    def cancelled_as(self) -> str:
+        """What a cancellation of the owner is counted as."""
+
+    @cancelled_as.setter
+    def cancelled_as(self, outcome: Literal["client_gone"]) -> None: ...
+
+
+class RequestScope:
+    """The request's view of its client, found in ``scope["lifecycle"]``.
+
+    A cancellation alone does not say who wanted it. A session attached here is
+    told before the cancellation is delivered, so that it is counted as
+    ``client_gone`` and not as ``cancelled``.
+    """
+
+    __slots__ = ("_attached", "_client_gone", "_live")
+
+    def __init__(self) -> None:
+        self._attached: list[Attachable] = []
+        self._client_gone = False
+        self._live = True
+
+    def __repr__(self) -> str:
+        state = "gone" if self._client_gone else "here"
+        return f"<RequestScope client {state}, {len(self._attached)} attached>"
+
+    @property
+    def client_gone(self) -> bool:
+        """Whether the client left before its response was complete.
+
+        Remembered for good: servers disagree on whether a second ``receive``
+        repeats the disconnect or blocks for ever.
+        """
+        return self._client_gone
+
+    @property
+    def live(self) -> bool:
+        """Whether the application still works on the request."""
+        return self._live
+
+    def attach(self, session: Attachable) -> None:
+        """Have *session* count a cancellation by this client as its leaving.
+
+        Args:
+            session: Anything with a settable ``cancelled_as``. If the client
+                has left already it is told at once.
+        """
+        self._attached.append(session)
+        if self._client_gone:
+            session.cancelled_as = "client_gone"
+
+    def leave(self) -> None:
+        """Record that the client left and tell what is attached."""
+        self._client_gone = True
+        for session in self._attached:
+            session.cancelled_as = "client_gone"
+
+    def end(self) -> None:
+        """The application has ended: let go of what is attached.
+
+        Servers keep the ASGI scope of an idle connection until its next request.
+        """
+        self._live = False
+        self._attached.clear()
+
+
+def request_of(scope: MutableMapping[str, Any]) -> RequestScope:
+    """The `RequestScope` of an ASGI scope.
+
+    Args:
+        scope: The ASGI scope that the application was called with.
+
+    Raises:
+        LookupError: No `LifecycleMiddleware` stands above this application.
+    """
+    found = scope.get(KEY)
+    if isinstance(found, RequestScope):
+        return found
+    message = (
+        f"scope[{KEY!r}] holds no RequestScope: wrap the application in "
+        "lifecycle_asgi.LifecycleMiddleware"
+    )
+    raise LookupError(message)

@@ -1,0 +1,164 @@
+"""Refusals and failures as a client of an OpenAI-compatible API meets them."""
+
+from __future__ import annotations
+
+import json
+import math
+from typing import Any
+
+from lifecycle import (
+    CostTooLarge,
+    EngineLost,
+    GateClosed,
+    Refused,
+    SessionEnded,
+    SessionExists,
+    StartTimeout,
+    StreamTimeout,
+)
+from lifecycle_zmq import EngineFailed, RequestRejected
+
+from .processor import BadChat, BadImage
+
+_LONGEST_RETRY = 60.0
+_INVALID = ("invalid_request", "invalid_tensors", "context_length_exceeded")
+
+
+class ApiError(Exception):
+    """An answer other than the one that was asked for.
+
+    Attributes:
+        status: The HTTP status.
+        message: The value, the limit and the remedy; never content of a request.
+        code: One word for programs.
+        param: Path of the offending field, such as ``messages[0].content``.
+        retry_after: Seconds until a retry has a fair chance, or ``None``.
+        retry: ``False`` tells clients not to retry by themselves.
+    """
+
+    def __init__(
+        self,
+        status: int,
+        message: str,
+        *,
+        code: str,
+        param: str | None = None,
+        retry_after: float | None = None,
+        retry: bool | None = None,
+    ) -> None:
+        super().__init__(message)
+        self.status = status
+        self.message = message
+        self.code = code
+        self.param = param
+        self.retry_after = retry_after
+        self.retry = retry
+
+    @property
+    def body(self) -> bytes:
+        """The error as JSON, the same in a response and in a stream."""
+        return json.dumps({"error": self.fields}).encode()
+
+    @property
+    def fields(self) -> dict[str, Any]:
+        """What stands under ``error``."""
+        return {
+            "message": self.message,
+            "type": _kind(self.status),
+            "param": self.param,
+            "code": self.code,
+        }
+
+    @property
+    def headers(self) -> list[tuple[bytes, bytes]]:
+        """``Retry-After`` in whole seconds, and what the SDKs read besides."""
+        headers = []
+        if self.retry_after is not None:
+            seconds = min(max(self.retry_after, 0.001), _LONGEST_RETRY)
+            headers += [
+                (b"retry-after", str(math.ceil(seconds)).encode()),
+                (b"retry-after-ms", str(math.ceil(seconds * 1000)).encode()),
+            ]
+        if self.retry is not None:
+            headers.append((b"x-should-retry", str(self.retry).lower().encode()))
+        return headers
+
+
+def bad_request(
+    message: str, *, param: str | None = None, code: str = "invalid_value"
+) -> ApiError:
+    """A 400 about one field."""
+    return ApiError(400, message, code=code, param=param)
+
+
+def describe(error: Exception) -> ApiError | None:
+    """What a client is told about *error*; ``None`` if it is a mistake of ours."""
+    if isinstance(error, ApiError):
+        return error
+    if isinstance(error, Refused):
+        return _refused(error)
+    if isinstance(error, EngineLost):
+        message = f"The engine is not there ({error.reason}); try again later"
+        after = 1.0 if error.retry_after is None else error.retry_after
+        return ApiError(503, message, code="engine_lost", retry_after=after)
+    if isinstance(error, (StartTimeout, StreamTimeout)):
+        message = "The engine took too long; try again later"
+        return ApiError(504, message, code="engine_timeout", retry_after=1.0)
+    if isinstance(error, (SessionEnded, SessionExists)):
+        return _session(error)
+    if isinstance(error, (BadChat, BadImage)):
+        param, code = "messages", "invalid_image"
+        if isinstance(error, BadChat):
+            code = "invalid_value"
+        return bad_request(_sentence(str(error)), param=param, code=code)
+    if isinstance(error, RequestRejected):
+        return _rejected(error)
+    if isinstance(error, EngineFailed):
+        message = "The engine gave up on this request"
+        return ApiError(500, message, code=error.code, retry=False)
+    return None
+
+
+def _refused(error: Refused) -> ApiError:
+    if isinstance(error, CostTooLarge):
+        message = "The request is larger than this server can ever hold; send less"
+        return ApiError(413, message, code="request_too_large")
+    if isinstance(error, GateClosed):
+        message = "The server is shutting down"
+        return ApiError(503, message, code="shutting_down", retry=False)
+    after = 1.0 if error.retry_after is None else error.retry_after
+    message = f"The server is full; try again in {math.ceil(after)} s"
+    return ApiError(503, message, code="server_overloaded", retry_after=after)
+
+
+def _session(error: SessionEnded | SessionExists) -> ApiError:
+    if isinstance(error, SessionExists):
+        message = "Another request with this x-request-id is running; use a new id"
+        return ApiError(409, message, code="session_busy", retry_after=1.0)
+    if error.outcome == "shutdown":
+        message = "The server is shutting down"
+        return ApiError(503, message, code="shutting_down", retry=False)
+    return ApiError(499, "The request was cancelled", code="cancelled", retry=False)
+
+
+def _rejected(error: RequestRejected) -> ApiError:
+    if error.code == "too_large":
+        message = "The request is larger than the engine takes; send less"
+        return ApiError(413, message, code="request_too_large")
+    if error.code in ("full", "overloaded", "shutting_down"):
+        message = "The engine is full; try again later"
+        return ApiError(503, message, code="server_overloaded", retry_after=1.0)
+    if error.code in _INVALID:
+        return bad_request(_sentence(error.message), code=error.code)
+    message = "The engine could not take this request"
+    return ApiError(500, message, code="engine_error", retry=False)
+
+
+def _sentence(text: str) -> str:
+    return text[:1].upper() + text[1:]
+
+
+def _kind(status: int) -> str:
+    if status == 429:
+        return "rate_limit_error"
+    return "invalid_request_error" if status < 500 else "server_error"

@@ -1,0 +1,138 @@
+"""The HTTP server around an engine, as a Starlette application."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from functools import partial
+
+import anyio
+from starlette.applications import Starlette
+from starlette.exceptions import HTTPException
+from starlette.middleware import Middleware
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.routing import Route
+
+from lifecycle import Gate, SessionRegistry
+from lifecycle.events import Observer
+from lifecycle_asgi import BodyLimit, LifecycleMiddleware
+
+from .api_errors import ApiError
+from .chat import ChatCompletions
+from .incoming import ChatDefaults, Intake
+from .live import LiveView
+from .media import MediaLimits
+from .processor import Processor
+from .service import Deadlines, Engine, Service
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AppSettings:
+    """What an application is told beside its engine.
+
+    Attributes:
+        model: The name that clients ask for.
+        body_bytes: The largest request body.
+        media: Limits on images.
+        defaults: For requests that do not say.
+        deadlines: For the engine.
+        threads: Requests that are preprocessed at a time, and parsed at a time.
+        end_timeout: Seconds that the END of one request may take.
+    """
+
+    model: str = "lifecycle"
+    body_bytes: int = 64 * 2**20
+    media: MediaLimits = field(default_factory=MediaLimits)
+    defaults: ChatDefaults = field(default_factory=ChatDefaults)
+    deadlines: Deadlines = field(default_factory=Deadlines)
+    threads: int = 2
+    end_timeout: float = 10.0
+
+
+def create_app(
+    engine: Engine,
+    processor: Processor,
+    *,
+    gate: Gate,
+    in_flight: Gate | None = None,
+    settings: AppSettings | None = None,
+    observer: Observer | None = None,
+) -> Starlette:
+    """Make the application; its lifespan runs the engine and the sessions.
+
+    Args:
+        engine: Not entered yet; started and stopped by the lifespan.
+        processor: For the engine's model.
+        gate: Over the bytes of payloads, until hand-off. Requests of text alone
+            do not pass it.
+        in_flight: Over all requests, until their end; unbounded if left out.
+        settings: The rest.
+        observer: Told of sessions, starts, payloads and drains.
+
+    Returns:
+        The application; ``app.state.service`` is its `Service`.
+    """
+    settings = settings or AppSettings()
+    service = Service(
+        model=settings.model,
+        engine=engine,
+        processor=processor,
+        intake=Intake(
+            settings.model,
+            limits=settings.media,
+            defaults=settings.defaults,
+            limiter=anyio.CapacityLimiter(settings.threads),
+        ),
+        payloads=gate,
+        in_flight=in_flight or Gate(name="in_flight"),
+        threads=anyio.CapacityLimiter(settings.threads),
+        deadlines=settings.deadlines,
+        new_sessions=partial(
+            SessionRegistry, end_timeout=settings.end_timeout, observer=observer
+        ),
+    )
+    app = Starlette(
+        routes=_routes(service),
+        lifespan=lambda _: service.running(),
+        middleware=[
+            Middleware(LifecycleMiddleware),
+            Middleware(BodyLimit, max_bytes=settings.body_bytes),
+        ],
+        exception_handlers={HTTPException: _http_error, Exception: _internal_error},
+    )
+    app.state.service = service
+    return app
+
+
+def _routes(service: Service) -> list[Route]:
+    live = LiveView(service)
+    chat = ChatCompletions(service)
+    return [
+        Route("/v1/chat/completions", chat, methods=["POST"]),
+        Route("/v1/models", live.models),
+        Route("/v1/models/{model}", live.model),
+        Route("/health", live.health),
+        Route("/ready", live.ready),
+        Route("/_lifecycle/status", live.status),
+        Route("/_lifecycle/requests", live.requests),
+    ]
+
+
+async def _http_error(_: Request, error: Exception) -> Response:
+    assert isinstance(error, HTTPException)
+    code = {404: "not_found", 405: "method_not_allowed"}.get(error.status_code, "http")
+    problem = ApiError(error.status_code, error.detail, code=code)
+    response = _response(problem)
+    response.headers.update(error.headers or {})
+    return response
+
+
+async def _internal_error(_: Request, error: Exception) -> Response:
+    del error  # logged by the server; a client learns nothing of it
+    return _response(
+        ApiError(500, "The server failed; see its log", code="internal_error")
+    )
+
+
+def _response(error: ApiError) -> Response:
+    return Response(error.body, error.status, media_type="application/json")

@@ -1,0 +1,254 @@
+"""``lifecycle-engine``: run the server, build a checkpoint to run it on."""
+
+from __future__ import annotations
+
+import shutil
+import sys
+import tempfile
+from enum import StrEnum
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from .hints import first_steps
+
+if TYPE_CHECKING:
+    from .processor import Processor
+
+cli = typer.Typer(
+    add_completion=False,
+    no_args_is_help=True,
+    pretty_exceptions_show_locals=False,
+    help="A vision-language model server with a lifecycle for every request.",
+)
+
+
+class RunnerName(StrEnum):
+    """What runs the requests."""
+
+    torch = "torch"
+    sim = "sim"
+
+
+class Device(StrEnum):
+    """Where torch computes."""
+
+    cpu = "cpu"
+    cuda = "cuda"
+
+
+@cli.command()
+def serve(
+    *,
+    host: Annotated[str, typer.Option(help="Address to listen on.")] = "127.0.0.1",
+    port: Annotated[int, typer.Option(help="Port; 0 takes a free one.")] = 8000,
+    runner: Annotated[
+        RunnerName, typer.Option(help="torch runs a checkpoint, sim needs none.")
+    ] = RunnerName.torch,
+    checkpoint: Annotated[
+        Path | None,
+        typer.Option(help="Checkpoint folder; a tiny random one if left out."),
+    ] = None,
+    device: Annotated[Device, typer.Option(help="For torch.")] = Device.cpu,
+    model: Annotated[
+        str | None, typer.Option(help="Name that clients ask for.")
+    ] = None,
+    payload_bytes: Annotated[
+        int, typer.Option(help="Bytes of payloads that may be in the making.")
+    ] = 2 * 2**30,
+    slots: Annotated[
+        int, typer.Option(help="Requests that may be in flight; 0 is unbounded.")
+    ] = 256,
+    max_waiting: Annotated[
+        int, typer.Option(help="Requests that may wait at each gate.")
+    ] = 1024,
+    max_wait: Annotated[
+        float, typer.Option(help="Seconds that a request may wait at a gate.")
+    ] = 60.0,
+    max_batch: Annotated[int, typer.Option(help="Requests in one step.")] = 8,
+    max_length: Annotated[
+        int | None, typer.Option(help="Tokens of prompt and answer together.")
+    ] = None,
+    body_bytes: Annotated[int, typer.Option(help="The largest request body.")] = 64
+    * 2**20,
+    threads: Annotated[
+        int, typer.Option(help="Requests that are preprocessed at a time.")
+    ] = 2,
+    drain: Annotated[
+        float, typer.Option(help="Seconds that streams get at the end.")
+    ] = 10.0,
+    hints: Annotated[
+        bool, typer.Option("--hints", help="Print what to try once it is ready.")
+    ] = False,
+) -> None:
+    """Serve the OpenAI API until SIGTERM or SIGINT."""
+    from lifecycle import EngineLost, Gate
+    from lifecycle_zmq import ZmqEngine
+
+    from . import serve as server
+    from .app import AppSettings, create_app
+
+    folder = None
+    if runner is RunnerName.torch:
+        folder = _existing(checkpoint) if checkpoint else default_checkpoint()
+    engine = ZmqEngine(
+        worker_argv(
+            runner,
+            folder,
+            device=device,
+            max_batch=max_batch,
+            max_length=max_length,
+        )
+    )
+    name = model or (folder.name if folder is not None else "sim")
+    line = {"max_waiting": max_waiting, "max_wait": max_wait}
+    app = create_app(
+        engine,
+        make_processor(folder),
+        gate=Gate(bytes=payload_bytes, name="payloads", **line),  # type: ignore[arg-type]
+        in_flight=Gate(slots=slots or None, name="in_flight", **line),  # type: ignore[arg-type]
+        settings=AppSettings(model=name, body_bytes=body_bytes, threads=threads),
+    )
+
+    def announce(address: str) -> None:
+        typer.echo(f"lifecycle-engine is ready at {address}")
+        if hints:
+            typer.echo(first_steps(address, name))
+        sys.stdout.flush()
+
+    try:
+        server.run(app, host=host, port=port, drain=drain, announce=announce)
+    except OSError as error:
+        typer.echo(f"cannot listen on {host} port {port}: {error.strerror}", err=True)
+        raise typer.Exit(1) from None
+    except EngineLost as error:
+        typer.echo(f"the engine did not start: {error}", err=True)
+        raise typer.Exit(1) from None
+
+
+@cli.command()
+def demo(
+    *,
+    runner: Annotated[
+        RunnerName, typer.Option(help="torch runs a model, sim needs no torch.")
+    ] = RunnerName.torch,
+    clients: Annotated[int, typer.Option(help="How many ask at a time.")] = 32,
+    requests: Annotated[int, typer.Option(help="How many they send in all.")] = 160,
+    seed: Annotated[int, typer.Option(help="Of pictures, requests, manners.")] = 1,
+) -> None:
+    """Run a server under unreliable clients, kill its engine, look what is left."""
+    import anyio
+
+    try:
+        from .demo.run import run
+        from .demo.server import ServerFailed
+    except ModuleNotFoundError as error:
+        typer.echo(f"{error}; pip install 'anyio-lifecycle[demo]'", err=True)
+        raise typer.Exit(2) from None
+    if runner is RunnerName.torch:
+        default_checkpoint()  # built once, and not while the server is waited for
+    # Less than the clients bring, so that the gates have something to do.
+    arguments = ["--runner", runner.value, "--slots", "24", "--payload-bytes"]
+    arguments.append(str(512 * 2**20))
+
+    async def main() -> int:
+        return await run(
+            arguments=arguments, clients=clients, requests=requests, seed=seed
+        )
+
+    try:
+        status = anyio.run(main)
+    except ServerFailed as error:
+        typer.echo(f"demo: {error}", err=True)
+        status = 1
+    raise typer.Exit(status)
+
+
+@cli.command()
+def checkpoint(
+    out: Annotated[Path, typer.Argument(help="Folder to write.")],
+    *,
+    family: Annotated[str, typer.Option(help="Model family.")] = "qwen2_5_vl",
+    seed: Annotated[int, typer.Option(help="Of the random weights.")] = 0,
+) -> None:
+    """Build a tiny random checkpoint, offline."""
+    from .checkpoint import build
+
+    try:
+        build(out, family, seed)
+    except ValueError as error:
+        raise typer.BadParameter(str(error)) from None
+    typer.echo(f"{out}")
+
+
+def _existing(folder: Path) -> Path:
+    if (folder / "config.json").exists():
+        return folder
+    raise typer.BadParameter(
+        f"{folder} holds no config.json; "
+        f"`lifecycle-engine checkpoint {folder}` builds a tiny checkpoint there",
+        param_hint="--checkpoint",
+    )
+
+
+def worker_argv(
+    runner: RunnerName,
+    folder: Path | None,
+    *,
+    device: Device = Device.cpu,
+    max_batch: int = 8,
+    max_length: int | None = None,
+) -> list[str]:
+    """The command line of the engine process."""
+    argv = [sys.executable, "-m", "lifecycle_engine.worker"]
+    argv += ["--runner", runner.value, "--max-batch", str(max_batch)]
+    if max_length is not None:
+        argv += ["--max-length", str(max_length)]
+    if folder is not None:
+        argv += ["--checkpoint", str(folder), "--device", device.value]
+    return argv
+
+
+def make_processor(folder: Path | None) -> Processor:
+    """The processor of a checkpoint; of the simulated model if there is none."""
+    if folder is None:
+        from .sim_processor import SimProcessor
+
+        return SimProcessor()
+    from ._hf import hf
+    from .qwen_processor import QwenProcessor
+
+    hf("set_verbosity_error", "utils.logging")()
+    return QwenProcessor(folder)
+
+
+def default_checkpoint(cache: Path | None = None) -> Path:
+    """The tiny checkpoint in the cache folder, built there if it is missing.
+
+    Args:
+        cache: Defaults to ``~/.cache/anyio-lifecycle``.
+    """
+    from .checkpoint import build
+
+    cache = cache or Path.home() / ".cache" / "anyio-lifecycle"
+    folder = cache / "tiny-qwen2_5_vl"
+    if not (folder / "config.json").exists():
+        cache.mkdir(parents=True, exist_ok=True)
+        # Built beside it and moved, so that nobody ever loads half of one.
+        fresh = Path(tempfile.mkdtemp(dir=cache))
+        try:
+            build(fresh / "checkpoint")
+            (fresh / "checkpoint").replace(folder)
+        finally:
+            shutil.rmtree(fresh, ignore_errors=True)
+    return folder
+
+
+def main() -> None:
+    """Run the command line."""
+    cli()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,48 @@
+"""Incremental detokenizers: bytes first, characters once they are whole."""
+
+from __future__ import annotations
+
+import codecs
+from collections.abc import Mapping, Sequence
+
+
+class ByteDetokenizer:
+    """Text of a stream whose tokens are known byte strings.
+
+    Each token adds its bytes; the decoder holds back at most the three bytes of
+    an unfinished character. Bytes that can never become UTF-8 are U+FFFD, one
+    for each maximal broken part, as the tokenizers library writes them.
+    """
+
+    __slots__ = ("_bytes_of", "_decoder")
+
+    def __init__(self, bytes_of: Mapping[int, bytes]) -> None:
+        """Start a stream.
+
+        Args:
+            bytes_of: The bytes of each token id. An id without any (a control
+                token, or one of the rows that a vocabulary is padded with) is
+                no text.
+        """
+        self._bytes_of = bytes_of
+        self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
+
+    def push(self, ids: Sequence[int]) -> str:
+        """Take further ids and return the text that they complete."""
+        return self._decoder.decode(b"".join([self._bytes_of.get(i, b"") for i in ids]))
+
+    def flush(self) -> str:
+        """Return what is left; U+FFFD for half a character."""
+        return self._decoder.decode(b"", final=True)
+
+
+def byte_alphabet() -> dict[str, int]:
+    """Map the letters of a byte-level BPE to the bytes that they stand for.
+
+    Printable bytes stand for themselves; the others are shifted behind U+0100 in
+    order, as GPT-2 introduced it.
+    """
+    plain = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+    letters = {chr(byte): byte for byte in plain}
+    hidden = [byte for byte in range(256) if byte not in set(plain)]
+    return letters | {chr(256 + rank): byte for rank, byte in enumerate(hidden)}

@@ -1,0 +1,206 @@
+"""From the bytes of a request body to a chat in a box, leaving nothing behind.
+
+A body of images is there three times while it is read: as bytes, as strings in
+the JSON, as files. Each lives in the frame of one function here and is gone when
+that function returns; what goes on is a `Payload` and a few numbers.
+"""
+
+from __future__ import annotations
+
+import re
+import secrets
+from dataclasses import dataclass, field
+from typing import Any
+
+import anyio
+import anyio.to_thread
+
+from lifecycle import Payload
+
+from .api_errors import ApiError, bad_request
+from .media import (
+    Measure,
+    MediaLimits,
+    check_total,
+    decode_data_url,
+    estimate_bytes,
+    measure,
+)
+from .openai_schema import ChatRequest, parse_request, unknown_model
+from .processor import Chat, Message
+
+_ID = re.compile(rb"[A-Za-z0-9._-]{1,128}")
+# Shorter bodies are parsed where they are: a thread costs more than they do.
+_INLINE_BYTES = 4096
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ChatDefaults:
+    """What a request gets that does not say.
+
+    Attributes:
+        max_tokens: Tokens to generate at most.
+        temperature: OpenAI's own default is 1.
+    """
+
+    max_tokens: int = 256
+    temperature: float = 1.0
+
+
+@dataclass(frozen=True, slots=True)
+class Incoming:
+    """A checked request, its heavy part in a box.
+
+    Attributes:
+        chat: For the processor; take it once.
+        estimate: Bytes that it will need in this process until hand-off; 0 for
+            text alone, which never waits for bytes.
+        images: How many images it has.
+        stream: Whether the answer is to be streamed.
+        include_usage: Whether the stream ends with a usage chunk.
+    """
+
+    chat: Payload[Chat] = field(repr=False)
+    estimate: int
+    images: int
+    stream: bool
+    include_usage: bool
+
+
+class ClientLeft(Exception):
+    """The client left while its request was being read; nobody waits for more."""
+
+
+class Intake:
+    """Reads and checks chat completion requests.
+
+    Args:
+        model: The one model that is served.
+        limits: On images.
+        defaults: For requests that do not say.
+        limiter: Bounds the threads, and so the copies, that parse at a time.
+    """
+
+    def __init__(
+        self,
+        model: str,
+        *,
+        limits: MediaLimits,
+        defaults: ChatDefaults,
+        limiter: anyio.CapacityLimiter,
+    ) -> None:
+        self._model = model
+        self._limits = limits
+        self._defaults = defaults
+        self._limiter = limiter
+
+    async def read(self, receive: Any) -> Incoming:
+        """Read one request body and return what it asks for.
+
+        Args:
+            receive: The ASGI ``receive``.
+
+        Raises:
+            ApiError: 400, 404 or 413.
+            ClientLeft: The client disconnected.
+
+        Cancellation:
+            At any time; a thread that parses is waited for.
+        """
+        body = await _read_body(receive)
+        if len(body) <= _INLINE_BYTES:
+            return self.parse(body)
+        box = Payload(body, nbytes=len(body))
+        del body
+
+        def parse() -> Incoming | ApiError:
+            try:
+                return self.parse(box.take())
+            except ApiError as error:
+                # A traceback holds the body's frames, and a worker thread holds
+                # on to what it raised until it runs again.
+                return error.with_traceback(None)
+
+        outcome = await anyio.to_thread.run_sync(parse, limiter=self._limiter)
+        if isinstance(outcome, ApiError):
+            raise outcome
+        return outcome
+
+    def parse(self, body: bytes) -> Incoming:
+        """Check a body; any thread.
+
+        Raises:
+            ApiError: 400, 404 or 413. It retains nothing of the body.
+        """
+        request = parse_request(body)
+        del body
+        if request.model != self._model:
+            raise unknown_model(self._model)
+        measures: list[Measure] = []
+        messages = self._messages(request, measures)
+        limit = request.max_completion_tokens or request.max_tokens
+        temperature = request.temperature
+        options = request.stream_options
+        chat = Chat(
+            messages,
+            limit or self._defaults.max_tokens,
+            self._defaults.temperature if temperature is None else temperature,
+            request.seed,
+            bool(request.ignore_eos),
+        )
+        weight = sum(one.encoded for one in measures)
+        return Incoming(
+            Payload(chat, nbytes=weight),
+            estimate_bytes(measures),
+            len(measures),
+            bool(request.stream),
+            bool(options and options.include_usage),
+        )
+
+    def _messages(self, request: ChatRequest, measures: list[Measure]) -> list[Message]:
+        messages = []
+        for i, message in enumerate(request.messages):
+            content: list[str | bytes] = []
+            for j, part in enumerate(message.content):
+                if part.image_url is None or part.type == "text":
+                    content.append(part.text or "")
+                    continue
+                param = f"messages[{i}].content[{j}].image_url.url"
+                image = decode_data_url(part.image_url.url, param=param)
+                part.image_url.url = ""  # one copy at a time is enough
+                measures.append(measure(image, self._limits, param=param))
+                check_total(measures, self._limits)
+                content.append(image)
+            role = "system" if message.role == "developer" else message.role
+            messages.append(Message(role, content))
+        return messages
+
+
+async def _read_body(receive: Any) -> bytes:
+    chunks: list[bytes] = []
+    while True:
+        message = await receive()
+        if message["type"] == "http.disconnect":
+            raise ClientLeft
+        chunks.append(message.get("body", b""))
+        if not message.get("more_body", False):
+            return b"".join(chunks)
+
+
+def request_id(scope: Any) -> str:
+    """The client's ``x-request-id``, or a new one.
+
+    Raises:
+        ApiError: 400 unless it is 1 to 128 letters, digits, ``.``, ``_``, ``-``:
+            it comes back in headers and events, so nothing else gets in.
+    """
+    for name, value in scope["headers"]:
+        if name == b"x-request-id":
+            if _ID.fullmatch(value) is None:
+                message = (
+                    f"x-request-id has {len(value)} bytes; it must be 1 to 128 of "
+                    "A-Z a-z 0-9 . _ -"
+                )
+                raise bad_request(message, param="x-request-id", code="invalid_id")
+            return str(value, "ascii")
+    return secrets.token_hex(12)

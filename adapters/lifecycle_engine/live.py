@@ -1,0 +1,111 @@
+"""What can be seen of a running server: models, health, and the live view."""
+
+from __future__ import annotations
+
+import os
+import time
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import anyio
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response
+
+from .openai_schema import unknown_model
+from .service import Service
+
+
+class LiveView:
+    """The read-only endpoints of a `Service`.
+
+    Args:
+        service: What they show.
+    """
+
+    def __init__(self, service: Service) -> None:
+        self._service = service
+        self._created = int(time.time())
+
+    async def models(self, _: Request) -> Response:
+        """``GET /v1/models``."""
+        return JSONResponse({"object": "list", "data": [self._model()]})
+
+    async def model(self, request: Request) -> Response:
+        """``GET /v1/models/{model}``."""
+        if request.path_params["model"] == self._service.model:
+            return JSONResponse(self._model())
+        error = unknown_model(self._service.model)
+        return Response(error.body, error.status, media_type="application/json")
+
+    async def health(self, _: Request) -> Response:
+        """``GET /health``: this process answers."""
+        return JSONResponse({"status": "ok"})
+
+    async def ready(self, _: Request) -> Response:
+        """``GET /ready``: 200 if a request would be served now, else 503."""
+        if self._service.ready:
+            return JSONResponse({"status": "ready"})
+        why = "draining" if self._service.sessions.draining else "no engine"
+        return JSONResponse({"status": why}, 503, {"retry-after": "1"})
+
+    async def status(self, _: Request) -> Response:
+        """``GET /_lifecycle/status``: every counter there is."""
+        return JSONResponse(await snapshot(self._service))
+
+    async def requests(self, _: Request) -> Response:
+        """``GET /_lifecycle/requests``: every live request, the oldest first."""
+        now = anyio.current_time()
+        rows = [
+            {
+                "id": session.id,
+                "phase": session.phase,
+                "age_s": round(now - session.opened_at, 3),
+            }
+            for session in self._service.sessions.live()
+        ]
+        return JSONResponse({"requests": rows})
+
+    def _model(self) -> dict[str, Any]:
+        return {
+            "id": self._service.model,
+            "object": "model",
+            "created": self._created,
+            "owned_by": "lifecycle",
+        }
+
+
+async def snapshot(service: Service) -> dict[str, Any]:
+    """Gates, sessions and both processes as they are now; counts only, no ids.
+
+    Cancellation:
+        At any time.
+    """
+    engine = service.engine
+    pid, ready = engine.pid, engine.ready
+    phases: dict[str, int] = {}
+    for session in service.sessions.live():
+        phases[session.phase] = phases.get(session.phase, 0) + 1
+    return {
+        "ready": service.ready,
+        "payloads": asdict(service.payloads.statistics()),
+        "in_flight": asdict(service.in_flight.statistics()),
+        "sessions": {**asdict(service.sessions.statistics()), "phases": phases},
+        "engine": {
+            "ready": ready,
+            "pid": pid,
+            "incarnation": engine.incarnation,
+            "status": await service.engine_status() if ready else None,
+            "rss_bytes": resident_bytes(pid),
+        },
+        "process": {"pid": os.getpid(), "rss_bytes": resident_bytes("self")},
+    }
+
+
+def resident_bytes(pid: int | str | None) -> int | None:
+    """Resident memory of a process, or ``None`` where the system does not tell."""
+    try:
+        pages = Path(f"/proc/{pid}/statm").read_text(encoding="ascii").split()[1]
+        return int(pages) * os.sysconf("SC_PAGE_SIZE")
+    except (OSError, IndexError, ValueError):
+        return None

@@ -1,0 +1,201 @@
+"""What ``POST /v1/chat/completions`` accepts, field by field.
+
+Fields that are not known are ignored, as OpenAI-compatible servers do. A known
+field of a wrong type is a mistake to be told; so is a known field that would
+change the answer and is not supported here. What is harmless is accepted.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+import pydantic_core
+from pydantic import (
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    ValidationError,
+    model_validator,
+)
+
+from .api_errors import ApiError, bad_request
+
+_UNSUPPORTED: dict[str, tuple[Any, ...]] = {
+    "audio": (),
+    "frequency_penalty": (0,),
+    "function_call": ("none", "auto"),
+    "functions": ([],),
+    "logit_bias": ({},),
+    "logprobs": (False,),
+    "modalities": (["text"],),
+    "n": (1,),
+    "presence_penalty": (0,),
+    "reasoning_effort": ("none",),
+    "response_format": ({"type": "text"},),
+    "stop": ([], ""),
+    "tool_choice": ("none", "auto"),
+    "tools": ([],),
+    "top_logprobs": (0,),
+    "top_p": (1,),
+    "web_search_options": (),
+}
+
+
+class _Strict(BaseModel):
+    model_config = ConfigDict(
+        strict=True, extra="ignore", allow_inf_nan=False, hide_input_in_errors=True
+    )
+
+
+class ImageUrl(_Strict):
+    """Where an image is: a data URL."""
+
+    url: str
+    detail: Literal["auto", "low", "high", "original"] | None = None
+
+
+class Part(_Strict):
+    """One piece of a message: text or an image."""
+
+    type: Literal["text", "image_url"]
+    text: str | None = None
+    image_url: ImageUrl | None = None
+
+    @model_validator(mode="after")
+    def _complete(self) -> Part:
+        if getattr(self, self.type) is None:
+            kind, context = "missing", {"field": self.type}
+            raise pydantic_core.PydanticCustomError(kind, "{field} is missing", context)
+        return self
+
+
+def _as_parts(content: Any) -> Any:
+    if isinstance(content, str):
+        return [{"type": "text", "text": content}]
+    return content
+
+
+class ChatMessage(_Strict):
+    """One turn of the conversation."""
+
+    role: Literal["system", "developer", "user", "assistant"]
+    content: Annotated[list[Part], BeforeValidator(_as_parts)]
+    name: str | None = None
+
+    @model_validator(mode="after")
+    def _images_by_users(self) -> ChatMessage:
+        if self.role != "user" and any(part.type != "text" for part in self.content):
+            kind, text = "image_role", "only messages of the user can hold images"
+            raise pydantic_core.PydanticCustomError(kind, text)
+        return self
+
+
+class StreamOptions(_Strict):
+    """How to stream."""
+
+    include_usage: bool | None = None
+    include_obfuscation: bool | None = None
+
+
+class ChatRequest(_Strict):
+    """The body of a chat completion, with the limits of this server."""
+
+    model: str = Field(min_length=1, max_length=256)
+    messages: list[ChatMessage] = Field(min_length=1, max_length=4096)
+    max_tokens: int | None = Field(default=None, ge=1, lt=2**31)
+    max_completion_tokens: int | None = Field(default=None, ge=1, lt=2**31)
+    temperature: float | None = Field(default=None, ge=0, le=2)
+    seed: int | None = Field(default=None, ge=0, lt=2**63)
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+    user: str | None = Field(default=None, max_length=256)
+    ignore_eos: bool | None = None
+
+    # Typed although unsupported, so that a wrong type is told as such.
+    n: int | None = None
+    stop: str | list[str] | None = None
+    top_p: float | None = None
+    frequency_penalty: float | None = None
+    presence_penalty: float | None = None
+    logprobs: bool | None = None
+    top_logprobs: int | None = None
+    logit_bias: dict[str, float] | None = None
+    tools: list[dict[str, Any]] | None = None
+    functions: list[dict[str, Any]] | None = None
+    tool_choice: str | dict[str, Any] | None = None
+    function_call: str | dict[str, Any] | None = None
+    response_format: dict[str, Any] | None = None
+    modalities: list[str] | None = None
+    audio: dict[str, Any] | None = None
+    reasoning_effort: str | None = None
+    web_search_options: dict[str, Any] | None = None
+
+
+def parse_request(body: bytes) -> ChatRequest:
+    """Check a request body.
+
+    Raises:
+        ApiError: 400, with the path of the first offending field in ``param``.
+            Neither it nor its context refers to the body.
+    """
+    document = _parse_json(body)
+    try:
+        request = ChatRequest.model_validate(document)
+    except ValidationError as error:
+        mistake = error.errors(include_input=False, include_url=False)[0]
+    else:
+        _refuse_unsupported(request)
+        return request
+    raise bad_request(
+        f"{mistake['msg']}{_where(mistake['loc'])}",
+        param=_param(mistake["loc"]),
+        code=_code(mistake["type"]),
+    )
+
+
+def _parse_json(body: bytes) -> object:
+    """Decode JSON with nothing that only Python allows, at most 200 levels deep."""
+    try:
+        return pydantic_core.from_json(body, allow_inf_nan=False, cache_strings="keys")
+    except ValueError as error:
+        message = str(error)
+    raise bad_request(f"The body is not valid JSON: {message}", code="invalid_json")
+
+
+def _refuse_unsupported(request: ChatRequest) -> None:
+    for name, harmless in _UNSUPPORTED.items():
+        value = getattr(request, name)
+        if value is not None and value not in harmless:
+            message = f"{name} is not supported by this server; leave it out"
+            raise bad_request(message, param=name, code="unsupported_parameter")
+    if request.stream_options is not None and not request.stream:
+        message = "stream_options is only allowed with stream"
+        raise bad_request(message, param="stream_options")
+
+
+def _param(loc: tuple[int | str, ...]) -> str | None:
+    if loc and loc[0] in _UNSUPPORTED:
+        return str(loc[0])  # what follows may name the branch of a union
+    path = ""
+    for step in loc:
+        dot = "." if path else ""
+        path += f"[{step}]" if isinstance(step, int) else f"{dot}{step}"
+    return path or None
+
+
+def _where(loc: tuple[int | str, ...]) -> str:
+    param = _param(loc)
+    return f" (at {param})" if param else ""
+
+
+def _code(kind: str) -> str:
+    if kind == "missing":
+        return "missing_required_parameter"
+    return "invalid_type" if kind.endswith("_type") else "invalid_value"
+
+
+def unknown_model(served: str) -> ApiError:
+    """The 404 for any model but the one that is served."""
+    message = f"The model does not exist; this server has {served}"
+    return ApiError(404, message, code="model_not_found", param="model")

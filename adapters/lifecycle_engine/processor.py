@@ -1,0 +1,137 @@
+"""What the API process does before the engine: chats in, engine requests out.
+
+A processor is synchronous and is meant to run in a worker thread. It holds no
+state per request; whatever it makes is in the returned `Prepared`.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar
+
+if TYPE_CHECKING:
+    import numpy as np
+
+
+class BadChat(ValueError):
+    """A chat that cannot become a prompt; the message says why, never what."""
+
+
+class BadImage(ValueError):
+    """An image that cannot be used; the message says why, never what.
+
+    Raised with a bare traceback: neither it nor its context holds on to the
+    image's bytes.
+    """
+
+
+@dataclass(frozen=True, slots=True)
+class Message:
+    """One turn of a chat.
+
+    Attributes:
+        role: ``"system"``, ``"user"`` or ``"assistant"``.
+        content: Text (`str`) and encoded images (`bytes`) in order.
+    """
+
+    role: str
+    content: Sequence[str | bytes] = field(repr=False)
+
+
+@dataclass(frozen=True, slots=True)
+class Chat:
+    """A validated request of an endpoint, whichever API it came by.
+
+    Attributes:
+        messages: The conversation; never empty.
+        max_tokens: At most this many tokens are generated.
+        temperature: 0 is greedy.
+        seed: Makes sampling reproducible.
+        ignore_eos: Generate ``max_tokens`` tokens whatever the model says.
+    """
+
+    messages: Sequence[Message] = field(repr=False)
+    max_tokens: int
+    temperature: float = 0.0
+    seed: int | None = None
+    ignore_eos: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Prepared:
+    """What the engine is sent.
+
+    Attributes:
+        request: The request map: ``input_ids``, ``max_tokens``, ``stop_ids``,
+            ``temperature``, ``seed``.
+        tensors: Arrays by name; the payload to be handed off.
+        prompt_tokens: ``len(request["input_ids"])``.
+    """
+
+    request: dict[str, Any] = field(repr=False)
+    tensors: dict[str, np.ndarray] = field(repr=False)
+    prompt_tokens: int
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the tensors together."""
+        return sum(int(tensor.nbytes) for tensor in self.tensors.values())
+
+
+class Detokenizer(Protocol):
+    """Token ids of one stream in, text out, never half a character."""
+
+    def push(self, ids: Sequence[int]) -> str:
+        """Take further ids and return the text that they complete."""
+        ...
+
+    def flush(self) -> str:
+        """Return what is left when no id will follow; U+FFFD for half a character."""
+        ...
+
+
+class Processor(Protocol):
+    """Turns chats into engine requests for one model."""
+
+    def prepare(self, chat: Chat) -> Prepared:
+        """Build the prompt and the payload of a chat; runs in a worker thread.
+
+        Raises:
+            BadChat: The conversation cannot become a prompt.
+            BadImage: An image cannot be decoded, or is too large or too thin.
+        """
+        ...
+
+    def detokenizer(self) -> Detokenizer:
+        """Return a fresh detokenizer for one stream."""
+        ...
+
+
+S = TypeVar("S")
+
+
+def bare(
+    method: Callable[[S, Chat], Prepared],
+) -> Callable[[S, Chat], Prepared]:
+    """Let a processor's refusals leave it without their traceback.
+
+    The frames on it hold the chat, and so every encoded image, for as long as
+    somebody looks at the error.
+    """
+
+    @functools.wraps(method)
+    def prepare(self: S, chat: Chat) -> Prepared:
+        try:
+            return method(self, chat)
+        except (BadChat, BadImage) as error:
+            refusal = error.with_traceback(None)
+        del chat
+        try:
+            raise refusal
+        finally:
+            # The frame and the error would hold each other.
+            del refusal
+
+    return prepare

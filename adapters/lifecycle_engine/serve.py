@@ -1,0 +1,154 @@
+"""Running the server: announce it when it is ready, drain it when told to stop."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import signal
+import socket
+from collections.abc import Callable, Iterator
+from types import FrameType
+
+import anyio
+import uvicorn
+from starlette.applications import Starlette
+
+from lifecycle import EngineLost
+
+from .service import Service
+
+_SIGNALS = (signal.SIGINT, signal.SIGTERM)
+_POLL = 0.05
+
+
+class DrainingServer(uvicorn.Server):
+    """uvicorn that drains the sessions before it closes connections.
+
+    The first SIGTERM or SIGINT closes admission: readiness goes false, new
+    requests are told to go elsewhere, streams get *drain* seconds and the rest is
+    ended with an error in its protocol. A second SIGINT cuts that short, a third
+    one leaves without waiting for anybody. Unlike uvicorn's own, the exit is an
+    ordinary one: the signal is not raised again.
+
+    Args:
+        config: With a bounded ``timeout_graceful_shutdown``.
+        service: Whose sessions are drained.
+        drain: Seconds that streams may take.
+        on_ready: Called once the server listens and the engine is there.
+
+    Attributes:
+        failure: Why the engine never came; the server then stops by itself.
+    """
+
+    def __init__(
+        self,
+        config: uvicorn.Config,
+        service: Service,
+        *,
+        drain: float,
+        on_ready: Callable[[], None] = lambda: None,
+    ) -> None:
+        super().__init__(config)
+        self._service = service
+        self._drain = drain
+        self._on_ready = on_ready
+        self._awaiting: asyncio.Task[None] | None = None
+        self.failure: EngineLost | None = None
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        """Listen at once, and announce the server when the engine is there, too."""
+        await super().startup(sockets)
+        if not self.should_exit:
+            self._awaiting = asyncio.create_task(self._await_engine())
+
+    async def _await_engine(self) -> None:
+        try:
+            await self._service.engine.wait_ready()
+        except EngineLost as error:
+            # One that never served will not serve the next time either.
+            self.failure = error
+            self.should_exit = True
+        else:
+            self._on_ready()
+
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        """Drain, then shut down as uvicorn does."""
+        service = self._service
+        if self._awaiting is not None:
+            self._awaiting.cancel()
+        service.payloads.close()
+        service.in_flight.close()
+        async with anyio.create_task_group() as tasks:
+            tasks.start_soon(self._hurry, tasks.cancel_scope)
+            await service.sessions.drain(self._drain)
+            tasks.cancel_scope.cancel()
+        service.sessions.close_all("shutdown")
+        await super().shutdown(sockets)
+
+    async def _hurry(self, scope: anyio.CancelScope) -> None:
+        # uvicorn sets a flag from its signal handler; there is nothing to wait on.
+        while not self.force_exit:  # noqa: ASYNC110
+            await anyio.sleep(_POLL)
+        # Left set, uvicorn would drop its tasks and skip the lifespan's end.
+        self.force_exit = False
+        scope.cancel()
+
+    @contextlib.contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        """Handle the signals while the server runs, and leave none behind."""
+
+        def handle(number: int, frame: FrameType | None) -> None:
+            self.handle_exit(number, frame)
+
+        before = {number: signal.signal(number, handle) for number in _SIGNALS}
+        try:
+            yield
+        finally:
+            for number, handler in before.items():
+                signal.signal(number, handler)
+
+
+def run(
+    app: Starlette,
+    *,
+    host: str,
+    port: int,
+    drain: float = 10.0,
+    announce: Callable[[str], None] = print,
+) -> None:
+    """Serve *app* until SIGTERM or SIGINT; must be called on the main thread.
+
+    Args:
+        app: Made by `create_app`.
+        host: Address to listen on.
+        port: Port to listen on; 0 takes a free one.
+        drain: Seconds that running streams get at the end.
+        announce: Given the server's address, once, when it is ready.
+
+    Raises:
+        OSError: The address cannot be listened on.
+        EngineLost: The engine ended before it ever served, with its last words.
+    """
+    config = uvicorn.Config(
+        app,
+        log_level="warning",
+        access_log=False,
+        timeout_graceful_shutdown=2,
+        server_header=False,
+    )
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    with socket.create_server((host, port), family=family, backlog=2048) as listener:
+        address = _address(host, listener.getsockname()[1])
+        server = DrainingServer(
+            config,
+            app.state.service,
+            drain=drain,
+            on_ready=lambda: announce(address),
+        )
+        server.run(sockets=[listener])
+    if server.failure is not None:
+        raise server.failure
+
+
+def _address(host: str, port: int) -> str:
+    return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"

@@ -1,0 +1,155 @@
+"""What the endpoints share: the engine, its gates and its sessions."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Callable, Mapping
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+from types import TracebackType
+from typing import Any, Protocol, Self
+
+import anyio
+
+from lifecycle import EngineLost, Gate, Payload, SessionRegistry
+
+from .incoming import Intake
+from .processor import Processor
+
+
+class Engine(Protocol):
+    """An engine in another process: `lifecycle_zmq.ZmqEngine`, for one."""
+
+    @property
+    def ready(self) -> bool:
+        """Whether a request would be taken now."""
+        ...
+
+    @property
+    def pid(self) -> int | None:
+        """Of the engine process, if there is one."""
+        ...
+
+    @property
+    def incarnation(self) -> int:
+        """Number of the engine process since the server started."""
+        ...
+
+    async def __aenter__(self) -> Self: ...
+
+    async def __aexit__(
+        self,
+        exc_type: type[BaseException] | None,
+        exc: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> bool | None: ...
+
+    async def wait_ready(self) -> None:
+        """Wait until requests are taken; `EngineLost` if it ended before."""
+        ...
+
+    async def start(
+        self,
+        key: str,
+        request: Mapping[str, Any],
+        tensors: Payload[Mapping[str, Any]] | None = None,
+    ) -> AsyncIterator[Any]:
+        """Hand a request over; returns once the engine has accepted it."""
+        ...
+
+    async def end(self, key: str) -> None:
+        """Make the engine forget the request."""
+        ...
+
+    async def status(self) -> dict[str, Any]:
+        """The engine's counters."""
+        ...
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Deadlines:
+    """Seconds that the engine may take.
+
+    Attributes:
+        start: From admission until the engine has accepted, preprocessing
+            included.
+        first_token: From then until the first token.
+        idle: Between two tokens.
+        total: For the whole stream; ``None`` is unbounded.
+    """
+
+    start: float = 60.0
+    first_token: float = 120.0
+    idle: float = 60.0
+    total: float | None = None
+
+
+@dataclass(slots=True, kw_only=True)
+class Service:
+    """One model behind one engine.
+
+    Made without an event loop, run by the application's lifespan.
+
+    Attributes:
+        model: The name that clients ask for.
+        engine: Runs the requests.
+        processor: Turns chats into engine requests.
+        intake: Reads and checks requests.
+        payloads: Gate over the bytes of payloads, until hand-off.
+        in_flight: Gate over requests, until their end.
+        threads: Bounds preprocessing.
+        deadlines: For the engine.
+        new_sessions: Makes the registry of one run.
+    """
+
+    model: str
+    engine: Engine
+    processor: Processor
+    intake: Intake
+    payloads: Gate
+    in_flight: Gate
+    threads: anyio.CapacityLimiter
+    deadlines: Deadlines
+    new_sessions: Callable[[], SessionRegistry]
+    _sessions: SessionRegistry | None = field(default=None, init=False)
+
+    @asynccontextmanager
+    async def running(self) -> AsyncIterator[None]:
+        """Run the engine and the sessions.
+
+        Cancellation:
+            Ends both, the sessions first: the engine has to be told of their end.
+        """
+        self._sessions = self.new_sessions()
+        async with self.engine, self._sessions:
+            yield
+
+    @property
+    def sessions(self) -> SessionRegistry:
+        """Every request from its arrival until its engine is quiet.
+
+        Raises:
+            RuntimeError: The service does not run.
+        """
+        if self._sessions is None:
+            message = "the service does not run; serve its application with lifespan on"
+            raise RuntimeError(message)
+        return self._sessions
+
+    @property
+    def ready(self) -> bool:
+        """Whether a request that arrives now can be served."""
+        open_ = not (self.sessions.draining or self.in_flight.closed)
+        return open_ and self.engine.ready
+
+    async def engine_status(self, patience: float = 1.0) -> dict[str, Any] | None:
+        """The engine's counters, or ``None`` where it does not tell in time.
+
+        Cancellation:
+            At any time.
+        """
+        with anyio.move_on_after(patience):
+            try:
+                return await self.engine.status()
+            except EngineLost:
+                return None
+        return None

@@ -1,0 +1,121 @@
+"""A runner without a model: real buffers, real time, no torch.
+
+For the tests of everything around a model, and for load studies: it takes the
+time and the memory that a model would take by a stated cost, and its tokens
+depend on every byte of the payload, so that a payload which did not arrive whole
+shows in the text.
+"""
+
+from __future__ import annotations
+
+import time
+import zlib
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from .runner import Prompt
+
+BYTES_PER_PIXEL = 24
+_TEXT = b"the quick brown fox jumps over the lazy dog and streams every word of it. "
+
+
+@dataclass(frozen=True, slots=True)
+class SimCost:
+    """Seconds that a simulated model takes.
+
+    Attributes:
+        prefill_token: For each prompt token.
+        prefill_pixel: For each pixel.
+        decode_step: For each step, whoever is in it.
+        decode_lane: For each request of a step.
+    """
+
+    prefill_token: float = 2e-5
+    prefill_pixel: float = 2e-8
+    decode_step: float = 5e-3
+    decode_lane: float = 2e-4
+
+
+class SimRunner:
+    """A simulated byte-level model: tokens 0-255 are bytes, 256 ends a text."""
+
+    def __init__(
+        self,
+        *,
+        slots: int = 8,
+        max_length: int = 4096,
+        kv_bytes_per_token: int = 1024,
+        cost: SimCost | None = None,
+        sleep: Callable[[float], None] = time.sleep,
+    ) -> None:
+        """Make a model that has run nothing yet.
+
+        Args:
+            slots: Requests that can hold KV at a time.
+            max_length: Tokens of each slot.
+            kv_bytes_per_token: Memory that a running request holds per token of
+                its prompt.
+            cost: Seconds by tokens and pixels.
+            sleep: Called with the seconds of each prefill and step; a test's own
+                makes them pass at once.
+        """
+        self.slots, self.max_length = slots, max_length
+        self.vocab_size = 257
+        self.keep: Sequence[str] = ()
+        self._kv_bytes_per_token = kv_bytes_per_token
+        self._cost = cost or SimCost()
+        self._sleep = sleep
+        self._kv: dict[int, bytearray] = {}
+        self._next: dict[int, int] = {}
+
+    @property
+    def kv_bytes(self) -> int:
+        """Memory that the running requests hold."""
+        return sum(len(buffer) for buffer in self._kv.values())
+
+    def check(self, prompt: Prompt) -> None:
+        """Refuse tensors other than one ``pixels`` of 24 bytes a pixel."""
+        if not prompt.tensors:
+            return
+        if list(prompt.tensors) != ["pixels"]:
+            names = ", ".join(sorted(prompt.tensors))
+            raise ValueError(f"tensors are {names}; expected pixels")
+        view = memoryview(prompt.tensors["pixels"])
+        if view.format != "f" or view.nbytes % BYTES_PER_PIXEL or not view.c_contiguous:
+            raise ValueError(
+                f"pixels has format {view.format!r} and {view.nbytes} bytes; expected "
+                f"contiguous float32, {BYTES_PER_PIXEL} bytes a pixel"
+            )
+
+    def prefill(self, slot: int, prompt: Prompt) -> int:
+        """Copy and read the payload as a device would; return the first token."""
+        digest = zlib.crc32(b",".join(b"%d" % token for token in prompt.input_ids))
+        pixels = 0
+        if prompt.tensors:
+            view = memoryview(prompt.tensors["pixels"]).cast("B")
+            device_copy = bytearray(view)
+            digest = zlib.crc32(device_copy, digest)
+            pixels = view.nbytes // BYTES_PER_PIXEL
+        tokens = len(prompt.input_ids)
+        # Touched, because pages that nobody wrote to take no memory.
+        self._kv[slot] = bytearray(b"\1") * (tokens * self._kv_bytes_per_token)
+        cost = self._cost
+        self._sleep(tokens * cost.prefill_token + pixels * cost.prefill_pixel)
+        self._next[slot] = digest % len(_TEXT)
+        return self._emit(slot)
+
+    def decode(self, slots: Sequence[int], tokens: Sequence[int]) -> list[int]:
+        """Take a step's time; return the next byte of each text."""
+        del tokens  # the text goes on whatever was drawn
+        self._sleep(self._cost.decode_step + len(slots) * self._cost.decode_lane)
+        return [self._emit(slot) for slot in slots]
+
+    def free(self, slot: int) -> None:
+        """Give a slot's memory back."""
+        self._kv.pop(slot, None)
+        self._next.pop(slot, None)
+
+    def _emit(self, slot: int) -> int:
+        index = self._next[slot]
+        self._next[slot] = (index + 1) % len(_TEXT)
+        return _TEXT[index]

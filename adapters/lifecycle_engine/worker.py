@@ -1,0 +1,138 @@
+"""The engine process: a runner, its scheduler and the link, until told to stop.
+
+Run as ``python -m lifecycle_engine.worker``; the API process starts it and
+appends ``--endpoint`` and ``--incarnation``.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from lifecycle_zmq import EngineServer
+
+from .runner import EXIT_DEVICE_LOST, DeviceLost, Runner
+from .scheduler import Scheduler
+
+if TYPE_CHECKING:
+    from .sim_runner import SimCost
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run an engine process; return its exit status.
+
+    A device that is lost leaves no orderly way out (its driver state hangs in
+    destructors), so the process ends at once with `EXIT_DEVICE_LOST`.
+    """
+    options = _parser().parse_args(argv)
+    try:
+        scheduler = _build(options)
+        server = EngineServer(
+            options.endpoint, scheduler, incarnation=options.incarnation
+        )
+        server.run()
+    except DeviceLost as error:
+        sys.stderr.write(f"lifecycle-engine: {error}\n")
+        sys.stderr.flush()
+        os._exit(EXIT_DEVICE_LOST)
+    return 0
+
+
+def _build(options: argparse.Namespace) -> Scheduler:
+    try:
+        return Scheduler(
+            build_runner(options),
+            max_batch=options.max_batch,
+            max_tokens=options.max_tokens,
+        )
+    except (OSError, ValueError) as error:
+        # A wrong option or folder: a sentence helps more than a traceback.
+        raise SystemExit(f"lifecycle-engine: cannot start: {error}") from None
+
+
+def build_runner(options: argparse.Namespace) -> Runner:
+    """Make the runner that the options ask for; only then is torch imported."""
+    if options.runner == "sim":
+        from .sim_runner import SimRunner
+
+        return SimRunner(
+            slots=options.slots or options.max_batch,
+            max_length=options.max_length,
+            cost=_sim_cost(options),
+        )
+    if options.checkpoint is None:
+        raise SystemExit(
+            "--runner torch needs --checkpoint DIR; "
+            "`lifecycle-engine checkpoint DIR` builds a tiny one"
+        )
+    from .transformers_runner import TransformersRunner
+
+    return TransformersRunner.load(
+        options.checkpoint,
+        device=options.device,
+        dtype=options.dtype,
+        threads=options.threads,
+        slots=options.slots or options.max_batch,
+        max_length=options.max_length,
+        buckets=options.bucket or (),
+    )
+
+
+def _sim_cost(options: argparse.Namespace) -> SimCost:
+    from .sim_runner import SimCost
+
+    return SimCost(
+        prefill_token=options.sim_prefill_token,
+        prefill_pixel=options.sim_prefill_pixel,
+        decode_step=options.sim_decode_step,
+        decode_lane=options.sim_decode_lane,
+    )
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="lifecycle-engine-worker", description="The engine process."
+    )
+    add = parser.add_argument
+    add("--runner", choices=("torch", "sim"), default="torch")
+    add("--checkpoint", metavar="DIR", help="local checkpoint folder (torch)")
+    add("--device", choices=("cpu", "cuda"), default="cpu")
+    add("--dtype", default="float32", help='torch dtype or "auto"')
+    add("--threads", type=_positive, default=1, help="CPU threads of torch")
+    add("--slots", type=_positive, help="KV slots; default: --max-batch")
+    add("--max-batch", type=_positive, default=8, help="requests that run at a time")
+    add("--max-tokens", type=_positive, help="the most that a request may ask for")
+    add("--max-length", type=_positive, default=8192, help="tokens of a KV slot")
+    add(
+        "--bucket",
+        type=_positive,
+        action="append",
+        help="batch size to pad a decode step up to; may be repeated",
+    )
+    for name, seconds in _SIM_DEFAULTS.items():
+        add(f"--sim-{name}", type=float, default=seconds, metavar="SECONDS")
+    add("--endpoint", required=True, help="where the API process connects")
+    add("--incarnation", type=int, required=True, help="number of this start")
+    return parser
+
+
+_SIM_DEFAULTS = {
+    "prefill-token": 2e-5,
+    "prefill-pixel": 2e-8,
+    "decode-step": 5e-3,
+    "decode-lane": 2e-4,
+}
+
+
+def _positive(text: str) -> int:
+    value = int(text)
+    if value < 1:
+        raise argparse.ArgumentTypeError(f"{value} is not 1 or more")
+    return value
+
+
+if __name__ == "__main__":
+    sys.exit(main())

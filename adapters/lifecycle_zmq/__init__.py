@@ -1,0 +1,42 @@
+"""Engines in another process, over ZeroMQ.
+
+`ZmqEngine` is the API process's side: it spawns the engine, hands requests to it,
+streams their items and replaces it when it dies. `EngineServer` is the engine
+process's side, around whatever implements `Backend`.
+"""
+
+# A map of the package; each line imports those above it.
+#
+#   _errors, _frames, _schema, wire       what is on the wire
+#   _streams, _table                      what the client knows, without I/O
+#   _link, client                         the API process's end of one link
+#   process, _incarnation, engine         one process; one after another
+#   _backend, _books, _chunks, _parent    what the server needs, without a socket
+#   server                                the engine process's end
+
+from __future__ import annotations
+
+from ._backend import Backend, Finish, Output
+from ._errors import EngineFailed, ProtocolError, RequestRejected
+from ._parent import exit_with_parent
+from .client import EngineClient
+from .engine import ZmqEngine
+from .server import EngineServer
+
+__all__ = (
+    "Backend",
+    "EngineClient",
+    "EngineFailed",
+    "EngineServer",
+    "Finish",
+    "Output",
+    "ProtocolError",
+    "RequestRejected",
+    "ZmqEngine",
+    "exit_with_parent",
+)
+
+# Tracebacks and logs name what users import, not where it happens to live.
+for _name in __all__:
+    globals()[_name].__module__ = __name__
+del _name

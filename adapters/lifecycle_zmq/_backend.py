@@ -1,0 +1,78 @@
+"""What an engine has to do for the server: the `Backend` protocol and its outputs."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Literal, Protocol
+
+
+@dataclass(frozen=True, slots=True)
+class Finish:
+    """How a stream ended.
+
+    Attributes:
+        reason: ``"failed"`` reaches the reader as `EngineFailed`; after the other two
+            the stream just ends.
+        code: One word for metrics and status codes, of a failure.
+        message: A sentence without any of the request's content, of a failure.
+    """
+
+    reason: Literal["completed", "cancelled", "failed"]
+    code: str = ""
+    message: str = ""
+
+
+@dataclass(frozen=True, slots=True, repr=False)
+class Output:
+    """What one tick produced for one stream.
+
+    Attributes:
+        key: The stream.
+        items: New items in order, of plain values; may be empty.
+        finish: Set on the last output of the stream.
+    """
+
+    key: str
+    items: Sequence[Any] = ()
+    finish: Finish | None = None
+
+
+class Backend(Protocol):
+    """The engine behind an `EngineServer`; every call comes from its one thread.
+
+    ``start`` may raise `RequestRejected`. Any other exception of ``start`` refuses that
+    request alone, one of ``step`` fails all streams; both are followed by ``end``. The
+    other methods must not raise: the process then exits, which releases everything.
+    """
+
+    def start(
+        self, key: str, request: dict[str, Any], tensors: dict[str, memoryview]
+    ) -> None:
+        """Take a request, or raise `RequestRejected`.
+
+        The tensors are writable memory that is the backend's alone; the server keeps
+        no reference to them.
+        """
+        ...
+
+    def cancel(self, key: str) -> None:
+        """Stop a stream at the next step; it then finishes ``cancelled``."""
+        ...
+
+    def end(self, key: str) -> None:
+        """Forget a stream and release all it held; an unknown key is fine."""
+        ...
+
+    def step(self) -> Sequence[Output]:
+        """Run one tick for all streams and return what they produced."""
+        ...
+
+    @property
+    def busy(self) -> bool:
+        """Whether there is anything to step; if not, the server sleeps."""
+        ...
+
+    def status(self) -> dict[str, Any]:
+        """Return counters, of plain values."""
+        ...

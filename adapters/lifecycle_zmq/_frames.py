@@ -1,0 +1,21 @@
+"""Tracebacks that hold no payload."""
+
+from __future__ import annotations
+
+import traceback
+
+
+def forget_frames(error: BaseException, *, until: BaseException | None = None) -> None:
+    """Empty the finished frames behind `error`; its line numbers stay.
+
+    Frames keep their locals, here a payload, for as long as somebody keeps the
+    exception, and a frame that stored its own exception does so until a collection.
+
+    Args:
+        error: The exception on its way out.
+        until: What was already being handled outside, which is not ours to empty.
+    """
+    seen: BaseException | None = error
+    while seen is not None and seen is not until:
+        traceback.clear_frames(seen.__traceback__)
+        seen = seen.__cause__ or seen.__context__

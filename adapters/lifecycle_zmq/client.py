@@ -1,0 +1,341 @@
+"""The API process's side of the link to one incarnation of the engine."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import AsyncIterator, Mapping
+from types import TracebackType
+from typing import Any, Protocol, Self
+
+import anyio
+import anyio.lowlevel
+import zmq
+
+from lifecycle import EngineLost
+
+from . import wire
+from ._errors import EncodeError, ProtocolError, RequestRejected
+from ._frames import forget_frames
+from ._link import Link
+from ._streams import EngineStream, StreamState
+from ._table import Report, StreamTable
+from .wire import Kind
+
+# Messages handled before other tasks get a turn.
+_BURST = 256
+
+
+class Box(Protocol):
+    """What holds the tensors until the hand-off, such as a `lifecycle.Payload`."""
+
+    def take(self) -> Mapping[str, Any]:
+        """Give up the value, once."""
+        ...
+
+
+class EngineClient:
+    """A client of one engine process, on asyncio and trio alike.
+
+    All methods belong to the event loop that entered it. The client chooses the keys,
+    so START, CANCEL and END of a stream travel one ordered pipe and none overtakes
+    another.
+
+    Args:
+        endpoint: The ``ipc://`` address that this incarnation alone listens on.
+        incarnation: Its number; what another number says is not believed.
+        retry_after: Seconds that waiters are told when the engine is lost.
+    """
+
+    _link: Link
+    _scope: anyio.CancelScope
+    _settled: anyio.Event
+    _gone: anyio.Event
+
+    def __init__(
+        self, endpoint: str, *, incarnation: int, retry_after: float | None = None
+    ) -> None:
+        self._endpoint = endpoint
+        self._retry_after = retry_after
+        self._incarnation = incarnation
+        self._table = StreamTable(incarnation)
+        self._sent = 0
+        self._asked = 0
+        self._lost: str | None = None
+
+    async def __aenter__(self) -> Self:
+        """Begin to connect; `wait_ready` tells when requests are taken."""
+        self._settled = anyio.Event()
+        self._gone = anyio.Event()
+        # Shielded: whoever cleans up while everything around is cancelled still
+        # waits for DONE, and somebody must read it.
+        self._scope = anyio.CancelScope(shield=True)
+        self._link = Link(self._endpoint)
+        self._tasks = anyio.create_task_group()
+        await self._tasks.__aenter__()
+        self._tasks.start_soon(self._receive)
+        return self
+
+    async def __aexit__(
+        self,
+        exc_type: type[BaseException] | None,
+        exc: BaseException | None,
+        tb: TracebackType | None,
+    ) -> None:
+        """Tell every waiter ``closed`` and close the socket without lingering."""
+        self.lose("closed")
+        self._scope.cancel()
+        try:
+            # Not given the exception of the block, which it would wrap in a group.
+            await self._tasks.__aexit__(None, None, None)  # noqa: ASYNC102 - cut above
+        finally:
+            self._link.close()
+
+    @property
+    def ready(self) -> bool:
+        """Whether the engine has said READY and is not lost."""
+        return self._table.ready and self._lost is None
+
+    @property
+    def lost(self) -> str | None:
+        """Why it was given up, in one word; ``None`` while it was not."""
+        return self._lost
+
+    @property
+    def streams(self) -> int:
+        """How many streams were started and are not done."""
+        return len(self._table.streams)
+
+    async def wait_ready(self) -> None:
+        """Wait until the engine takes requests.
+
+        Raises:
+            EngineLost: It went away before.
+
+        Cancellation: nothing changes.
+        """
+        await self._settled.wait()
+        if self._lost is not None:
+            raise self._loss()
+
+    async def wait_lost(self) -> None:
+        """Wait until this incarnation is given up.
+
+        Cancellation: nothing changes.
+        """
+        await self._gone.wait()
+
+    async def start(
+        self, key: str, request: Mapping[str, Any], tensors: Box | None = None
+    ) -> AsyncIterator[Any]:
+        """Hand a request to the engine and return its items.
+
+        The tensors are taken, copied into the socket and dropped before this
+        coroutine first waits, whatever becomes of the request.
+
+        Args:
+            key: What the stream is called until `end`; not in use.
+            request: Plain values, at most 1 MiB on the wire.
+            tensors: Box of name to C-contiguous buffer, at most seven.
+
+        Raises:
+            EngineLost: The engine is gone, or not ready; the request may have run.
+            RequestRejected: The engine, or a limit of the wire, refused it.
+            ValueError: The key is in use, empty or too long.
+
+        Cancellation: the engine may run the request; `end` of its key stops it.
+        """
+        state = self._begin(key, request, tensors)
+        del request, tensors
+        await state.settled.wait()
+        if state.refusal is not None:
+            raise state.refusal()
+        return EngineStream(state, self.cancel)
+
+    def cancel(self, key: str) -> None:
+        """Ask the engine to stop a stream at its next step; unknown keys are fine."""
+        state = self._table.streams.get(key)
+        if state is None or state.finished or state.cancel_sent:
+            return
+        state.cancel_sent = True
+        self._send(Kind.CANCEL, {"key": key})
+
+    async def end(self, key: str) -> None:
+        """Make the engine forget a stream; return when it has released everything.
+
+        END is sent at most once, and not at all if START was not. A reader of the
+        stream sees it end. When the engine is gone there is nothing to wait for.
+
+        Cancellation: END is on its way all the same; call again to wait for the rest.
+        """
+        state = self._table.streams.get(key)
+        if state is None:
+            return
+        if not state.end_sent:
+            state.end_sent = True
+            state.finish()
+            state.discard()
+            self._send(Kind.END, {"key": key})
+        await state.done.wait()
+
+    async def status(self) -> dict[str, Any]:
+        """Return the counters of the engine and, under ``backend``, of its backend.
+
+        Raises:
+            EngineLost: The engine is gone or not ready.
+
+        Cancellation: the answer is dropped when it comes.
+        """
+        if not self.ready:
+            raise self._loss()
+        self._asked += 1
+        ask = self._asked
+        report = self._table.reports[ask] = Report()
+        self._send(Kind.STATUS, {"ask": ask})
+        try:
+            await report.answered.wait()
+        finally:
+            self._table.reports.pop(ask, None)
+        if report.status is None:
+            raise self._loss()
+        return report.status
+
+    def shutdown(self) -> None:
+        """Ask the engine process to leave; does not wait."""
+        if self.ready:
+            self._send(Kind.SHUTDOWN, {})
+
+    def lose(self, reason: str) -> None:
+        """Give this incarnation up; the first reason counts.
+
+        Everybody who waits for it gets `EngineLost`, exactly once: a pending start,
+        a status, each stream after the items that did arrive. `end` returns.
+
+        Args:
+            reason: What became of the engine, in one word.
+        """
+        if self._lost is not None:
+            return
+        self._lost = reason
+        self._table.lose(self._loss)
+        self._settled.set()
+        self._gone.set()
+
+    def drain(self) -> None:
+        """Handle every message that has arrived; a fault of the engine loses it."""
+        while self._handle_next():
+            pass
+
+    def _begin(
+        self, key: str, request: Mapping[str, Any], tensors: Box | None
+    ) -> StreamState:
+        outside = sys.exception()
+        try:
+            return self._hand_over(key, request, tensors)
+        except BaseException as error:
+            forget_frames(error, until=outside)
+            raise
+        finally:
+            del outside, request, tensors
+
+    def _hand_over(
+        self, key: str, request: Mapping[str, Any], tensors: Box | None
+    ) -> StreamState:
+        # Taken first: a refusal must drop it as surely as a hand-off does.
+        taken = {} if tensors is None else tensors.take()
+        if not self.ready:
+            raise self._loss()
+        if not wire.is_key(key) or key in self._table.streams:
+            raise ValueError(
+                "a stream key is text of 1 to 256 characters that is not in use; "
+                f"this one has {len(key)}, choose another"
+            )
+        try:
+            described, memory = wire.describe(taken)
+            body = {"key": key, "request": dict(request), "tensors": described}
+            head = self._encode(Kind.START, body, tensors=len(memory))
+        except EncodeError as error:
+            raise RequestRejected(error.code, str(error)) from None
+        # Known before it is sent: from here on only END may forget it.
+        state = self._table.streams[key] = StreamState(key)
+        self._transmit([head, *memory])
+        return state
+
+    def _encode(
+        self, kind: Kind, body: Mapping[str, Any], *, tensors: int = 0
+    ) -> bytes:
+        return wire.encode(
+            kind,
+            body,
+            incarnation=self._incarnation,
+            sequence=self._sent,
+            tensors=tensors,
+        )
+
+    def _send(self, kind: Kind, body: Mapping[str, Any]) -> None:
+        self._transmit([self._encode(kind, body)])
+
+    def _transmit(self, parts: list[Any]) -> None:
+        try:
+            sent = self._link.send(parts)
+        except zmq.ZMQError:
+            sent = False
+        except BaseException:
+            # Part of a message may be out: nothing that follows could be understood.
+            self.lose("client_fault")
+            raise
+        if not sent:
+            self.lose("disconnected")
+            return
+        self._sent += 1
+        if self._link.pending:
+            self.drain()
+
+    async def _receive(self) -> None:
+        with self._scope:
+            try:
+                await self._pump()
+            except Exception:  # noqa: BLE001
+                # A fault of ours ends the waiters, never the server around us.
+                self.lose("client_fault")
+            finally:
+                self.lose("closed")
+
+    async def _pump(self) -> None:
+        greeted = False
+        while self._lost is None:
+            for _ in range(_BURST):
+                if not self._handle_next():
+                    break
+            else:
+                await anyio.lowlevel.checkpoint()
+                continue
+            if not greeted:
+                # The first message, refused until the connection stands. Tried after
+                # the receive, so that no news of the connection is left unseen.
+                greeted = self._link.send([self._encode(Kind.STATUS, {"ask": 0})])
+                self._sent += greeted
+                if greeted:
+                    continue
+            await self._link.wait()
+
+    def _handle_next(self) -> bool:
+        if self._lost is not None:
+            return False
+        parts = self._link.receive()
+        if parts is None:
+            return False
+        try:
+            self._table.dispatch(wire.decode(parts, accept=wire.FROM_ENGINE))
+        except ProtocolError:
+            self.lose("protocol")
+        if self._table.ready:
+            self._settled.set()
+        return True
+
+    def _loss(self) -> EngineLost:
+        reason = self._lost or "starting"
+        return EngineLost(
+            f"engine {self._incarnation} takes no requests: {reason}; retry later",
+            reason=reason,
+            retry_after=self._retry_after,
+        )

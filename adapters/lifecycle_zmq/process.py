@@ -1,0 +1,183 @@
+"""One engine process: spawned, drained, watched, reaped."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import os
+import re
+import resource
+import signal
+import subprocess
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+import anyio
+import anyio.to_thread
+
+_RING = 64 * 2**10
+_REAP_SECONDS = 10.0
+_SIGNALS = {
+    signal.SIGKILL: "killed",
+    signal.SIGTERM: "terminated",
+    signal.SIGSEGV: "segfault",
+    signal.SIGBUS: "segfault",
+    signal.SIGABRT: "aborted",
+}
+
+
+class EngineProcess:
+    """A child in a session of its own, with nothing inherited but what is listed.
+
+    It is spawned on the calling thread, which must live as long as the engine: the
+    kernel's notice of a parent's death is bound to the thread. The thread of the event
+    loop does; a worker thread of a pool does not.
+
+    Args:
+        argv: The program and its arguments.
+        env: Its environment; ``None`` inherits ours.
+        pass_fds: Descriptors that it inherits beside the three standard ones.
+
+    Raises:
+        OSError: The program cannot be started.
+    """
+
+    def __init__(
+        self,
+        argv: Sequence[str],
+        *,
+        env: Mapping[str, str] | None = None,
+        pass_fds: Sequence[int] = (),
+    ) -> None:
+        self._oom_kills = _count_oom_kills()
+        self._ring = bytearray()
+        self._exited = False
+        self._popen = subprocess.Popen(
+            argv,
+            bufsize=0,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            env=env,
+            close_fds=True,
+            pass_fds=pass_fds,
+            start_new_session=True,
+        )
+        self.pid = self._popen.pid
+        self._pidfd = _open_pidfd(self.pid)
+        assert self._popen.stdout is not None
+        self._output_fd = self._popen.stdout.fileno()
+        os.set_blocking(self._output_fd, False)
+        _make_expendable(self.pid)
+
+    @property
+    def output(self) -> str:
+        """The end of what it wrote to standard output and error, at most 64 KiB."""
+        return self._ring.decode(errors="replace")
+
+    async def drain(self) -> None:
+        """Read its output for ever, so that it never blocks on a full pipe.
+
+        Cancellation: the ordinary way to stop; nothing read is lost.
+        """
+        while self.read_output():
+            await anyio.wait_readable(self._output_fd)
+        await anyio.sleep_forever()
+
+    def read_output(self) -> bool:
+        """Take what it has written so far; False when it can write no more."""
+        while True:
+            try:
+                data = os.read(self._output_fd, 2**16)
+            except BlockingIOError:
+                return True
+            if not data:
+                return False
+            self._ring += data
+            del self._ring[:-_RING]
+
+    async def wait(self) -> None:
+        """Wait until the process has ended; it is not reaped yet.
+
+        Cancellation: nothing changes; where the system has no process descriptors, a
+        worker thread waits on until the end.
+        """
+        if self._exited:
+            return
+        if self._pidfd is not None:
+            await anyio.wait_readable(self._pidfd)
+        else:
+            wait = functools.partial(
+                os.waitid, os.P_PID, self.pid, os.WEXITED | os.WNOWAIT
+            )
+            await anyio.to_thread.run_sync(wait, abandon_on_cancel=True)
+        self._exited = True
+
+    def kill(self) -> None:
+        """Send SIGKILL to it and to all of its session that is left."""
+        # Until it is reaped its number cannot name another process or group.
+        if self._popen.returncode is None:
+            with contextlib.suppress(ProcessLookupError, PermissionError):
+                os.killpg(self.pid, signal.SIGKILL)
+
+    async def close(self) -> str:
+        """Kill what is left, reap it, close every descriptor; return why it ended.
+
+        Cancellation: shielded, bounded by ten seconds.
+        """
+        self.kill()
+        with anyio.move_on_after(_REAP_SECONDS, shield=True):
+            await self.wait()
+        self.read_output()
+        code = self._popen.poll()
+        for pipe in (self._popen.stdin, self._popen.stdout):
+            if pipe is not None:
+                pipe.close()
+        if self._pidfd is not None:
+            os.close(self._pidfd)
+            self._pidfd = None
+        return "unkillable" if code is None else self._reason(code)
+
+    def reap(self) -> str:
+        """Reap a process that has ended and return why it did, in one word."""
+        self.kill()
+        return self._reason(self._popen.wait())
+
+    def _reason(self, code: int) -> str:
+        if code >= 0:
+            return "exit"
+        if -code != signal.SIGKILL:
+            return _SIGNALS.get(signal.Signals(-code), "signal")
+        return "oom" if _count_oom_kills() > self._oom_kills else "killed"
+
+
+def _open_pidfd(pid: int) -> int | None:
+    try:
+        return os.pidfd_open(pid)
+    except (AttributeError, OSError):
+        return None
+
+
+def _make_expendable(pid: int) -> None:
+    # No core file, which would hold prompts; and when memory runs out, the kernel
+    # takes the half that can be restarted.
+    if sys.platform == "linux":
+        with contextlib.suppress(OSError):
+            resource.prlimit(pid, resource.RLIMIT_CORE, (0, 0))
+        with contextlib.suppress(OSError):
+            Path(f"/proc/{pid}/oom_score_adj").write_text("500")
+
+
+def _count_oom_kills() -> int:
+    """Return how often the kernel ran out of memory for our cgroup; 0 if unknown."""
+    try:
+        group = re.search(
+            r"^0::(\S+)", Path("/proc/self/cgroup").read_text(), re.MULTILINE
+        )
+        path = Path("/sys/fs/cgroup", group[1].lstrip("/") if group else "")
+        events = (path / "memory.events").read_text()
+    except OSError:
+        return 0
+    found = re.search(r"^oom_kill (\d+)", events, re.MULTILINE)
+    return int(found[1]) if found else 0

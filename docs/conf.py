@@ -1,0 +1,55 @@
+"""Sphinx configuration: MyST pages, docstrings by Napoleon, the furo theme."""
+
+from typing import Any
+
+from sphinx.application import Sphinx
+
+project = "lifecycle"
+author = "The lifecycle authors"
+copyright = "2026, the lifecycle authors"  # noqa: A001 - Sphinx wants this name
+
+extensions = ["myst_parser", "sphinx.ext.autodoc", "sphinx.ext.napoleon"]
+html_theme = "furo"
+html_title = "lifecycle"
+html_show_sphinx = False
+
+myst_enable_extensions = ["colon_fence", "deflist"]
+myst_heading_anchors = 3
+
+# In docstrings single backticks are names of ours, as `Lease.release`.
+default_role = "py:obj"
+napoleon_google_docstring = True
+napoleon_numpy_docstring = False
+napoleon_custom_sections = [("Cancellation", "returns_style")]
+autodoc_member_order = "bysource"
+autodoc_typehints = "none"
+autodoc_preserve_defaults = True
+autodoc_class_signature = "separated"
+
+# Built where nothing outside can be reached, so names of others are not resolved.
+# A single backtick that is no name of ours is what it says; prose is no type.
+nitpick_ignore_regex = [
+    (r"py:.*", r"(anyio|asyncio|collections|contextlib|typing|np|numpy)(\..*)?"),
+    (r"py:obj", r".*"),
+    (r"py:class", r".* .*|Reason"),  # the latter is a Literal
+]
+suppress_warnings = ["ref.python"]  # `bytes` is the type, whoever else has bytes
+exclude_patterns = ["_build"]
+
+
+def find_by_last_part(app: Sphinx, env: Any, node: Any, contnode: Any) -> Any:
+    """Resolve a name that a docstring mentions without its module."""
+    domain = env.get_domain("py")
+    target = node.get("reftarget", "")
+    if node.get("refdomain") == "py":
+        found = [name for name in domain.objects if name.endswith(f".{target}")]
+        if len(found) == 1:
+            return domain.resolve_xref(
+                env, node["refdoc"], app.builder, "obj", found[0], node, contnode
+            )
+    return None
+
+
+def setup(app: Sphinx) -> None:
+    """Connect the hook."""
+    app.connect("missing-reference", find_by_last_part)

@@ -1,0 +1,390 @@
+"""The books under threads, finalisers and signal handlers."""
+
+import asyncio
+import gc
+import os
+import signal
+import sys
+import threading
+import warnings
+from collections.abc import Awaitable, Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+import anyio
+import anyio.to_thread
+import pytest
+import trio
+from anyio.lowlevel import checkpoint
+
+import lifecycle
+from lifecycle import Gate, Lease, Refused
+from lifecycle.testing import RecordingObserver, assert_quiescent
+
+HOME = str(Path(lifecycle.__file__).parent)
+
+
+class Interruption:
+    """Calls something at the n-th bytecode that the core executes in this thread.
+
+    This is what a finaliser or a signal handler does, but on purpose.
+    """
+
+    def __init__(self, at: int, call: Callable[[], object]) -> None:
+        self.at = at
+        self.count = 0
+        self.call = call
+        self.struck = False
+
+    def _enter(self, frame: FrameType, event: str, arg: Any) -> Any:
+        if frame.f_code.co_filename.startswith(HOME):
+            frame.f_trace_opcodes = True
+            return self._step
+        return None
+
+    def _step(self, frame: FrameType, event: str, arg: Any) -> Any:
+        if event == "opcode" and not self.struck:
+            self.count += 1
+            if self.count == self.at:
+                self.struck = True
+                self.call()
+        return self._step
+
+    @contextmanager
+    def armed(self) -> Iterator[None]:
+        before = sys.gettrace()
+        sys.settrace(self._enter)
+        try:
+            yield
+        finally:
+            sys.settrace(before)
+
+
+def every_bytecode(
+    backend: str, scenario: Callable[[int], Awaitable[bool]], most: int = 5000
+) -> int:
+    """Run *scenario* for the first bytecode, the second, … until none is struck."""
+
+    async def main() -> int:
+        for at in range(1, most):
+            if not await scenario(at):
+                return at - 1
+        raise AssertionError(f"more than {most} bytecodes")
+
+    return anyio.run(main, backend=backend)
+
+
+@pytest.mark.parametrize("order", ["fifo", "fair"])
+@pytest.mark.parametrize("backend", ["asyncio", "trio"])
+def test_takes_a_release_at_every_bytecode(backend: str, order: str) -> None:
+    """A finaliser that releases in the middle of any change strands nobody."""
+
+    async def main(at: int) -> bool:
+        gate = Gate(slots=3, bytes=10, order=order)
+        spare, first, second = (gate.try_admit(bytes=n) for n in (3, 3, 4))
+        served = []
+
+        async def request(nbytes: int) -> None:
+            with await gate.admit(bytes=nbytes):
+                served.append(nbytes)
+                now = gate.statistics()
+                assert now.slots_in_use <= 3
+                assert now.bytes_in_use <= 11
+                await checkpoint()
+
+        interruption = Interruption(at, spare.release)
+        with anyio.fail_after(5):
+            async with anyio.create_task_group() as tasks:
+                scope = anyio.CancelScope()
+
+                async def impatient() -> None:
+                    with scope:
+                        await request(8)
+
+                tasks.start_soon(impatient)
+                await anyio.wait_all_tasks_blocked()
+                for nbytes in (2, 3, 1):
+                    tasks.start_soon(request, nbytes)
+                await anyio.wait_all_tasks_blocked()
+                with interruption.armed():
+                    scope.cancel()
+                    first.release()
+                    second.settle(bytes=5)
+                    await checkpoint()
+                    second.release()
+                    gate.resize(bytes=11)
+                    await checkpoint()
+                if not interruption.struck:
+                    spare.release()
+        assert sorted(served) in ([1, 2, 3], [1, 2, 3, 8])
+        assert_quiescent(gate)
+        return interruption.struck
+
+    tried = every_bytecode(backend, main)
+    assert tried > 150
+
+
+@pytest.mark.parametrize("backend", ["asyncio", "trio"])
+def test_takes_a_release_while_a_waiter_parks(backend: str) -> None:
+    """A release that interrupts the very task that goes to wait wakes it."""
+
+    async def main(at: int) -> bool:
+        gate = Gate(slots=1)
+        holder = gate.try_admit()
+        interruption = Interruption(at, holder.release)
+
+        async def rescue() -> None:
+            await anyio.wait_all_tasks_blocked()
+            if not interruption.struck:
+                holder.release()
+
+        with anyio.fail_after(2):
+            async with anyio.create_task_group() as tasks:
+                tasks.start_soon(rescue)
+                with interruption.armed():
+                    lease = await gate.admit()
+        lease.release()
+        assert_quiescent(gate)
+        return interruption.struck
+
+    assert every_bytecode(backend, main) > 100
+
+
+def test_answers_whoever_interrupts_it() -> None:
+    """Statistics and try_admit inside of a change return, or refuse, and never hang."""
+    gate = Gate(slots=3)
+
+    async def scenario(at: int) -> bool:
+        got: list[Lease] = []
+
+        def ask() -> None:
+            assert "Gate" in repr(gate)
+            try:
+                got.append(gate.try_admit())
+            except Refused:
+                got.clear()
+
+        interruption = Interruption(at, ask)
+        with interruption.armed():
+            lease = gate.try_admit()
+            lease.release()
+        for extra in got:
+            extra.release()
+        assert_quiescent(gate)
+        return interruption.struck
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("lifecycle._books._PATIENCE", 0.001)
+        assert every_bytecode("asyncio", scenario) > 50
+
+
+@pytest.mark.parametrize("backend", ["asyncio", "trio"])
+def test_decides_once_where_a_thread_grants_as_time_is_up(backend: str) -> None:
+    """A timeout that lands inside of another thread's grant is one or the other (B11).
+
+    The releasing thread is held up at each of its bytecodes in turn until the
+    waiter's time is up.
+    """
+
+    async def main(at: int) -> bool:
+        seen = RecordingObserver()
+        gate = Gate(slots=1, observer=seen)
+        holder = gate.try_admit()
+        go_on = threading.Event()
+
+        def hold_up() -> None:
+            go_on.wait(0.01)  # bounded: the loop's thread may wait for this one
+
+        interruption = Interruption(at, hold_up)
+
+        def release() -> None:
+            with interruption.armed():
+                holder.release()
+
+        async def request() -> None:
+            try:
+                with await gate.admit(max_wait=0.002):
+                    pass
+            except Refused:
+                pass
+            go_on.set()
+
+        thread = threading.Thread(target=release)
+        with anyio.fail_after(5):
+            async with anyio.create_task_group() as tasks:
+                tasks.start_soon(request)
+                await anyio.wait_all_tasks_blocked()
+                thread.start()
+            await anyio.to_thread.run_sync(thread.join)
+        gate.try_admit().release()
+        now = gate.statistics()
+        assert (now.received, now.lost, now.cancelled) == (3, 0, 0), now
+        assert_quiescent(gate)
+        names = seen.names()
+        assert names.count("LeaseGranted") == now.admitted
+        assert names.count("AdmissionRefused") == now.refused
+        return interruption.struck
+
+    assert every_bytecode(backend, main) > 50
+
+
+@pytest.mark.anyio
+async def test_takes_releases_from_other_threads() -> None:
+    """A release in a thread wakes the waiter in its loop, whatever the loop does."""
+    gate = Gate(slots=1)
+    for _ in range(20):
+        holder = await gate.admit()
+        thread = threading.Timer(0.0005, holder.release)
+        thread.start()
+        with anyio.fail_after(5), await gate.admit():
+            pass
+        await anyio.to_thread.run_sync(thread.join)
+    assert_quiescent(gate)
+
+
+@pytest.mark.anyio
+async def test_serves_loops_in_several_threads() -> None:
+    """Loops of several threads share one gate, and never more than fits is held."""
+    gate = Gate(slots=2)
+    inside, most = 0, 0
+    lock = threading.Lock()
+
+    async def request() -> None:
+        nonlocal inside, most
+        with await gate.admit():
+            with lock:
+                inside += 1
+                most = max(most, inside)
+            await checkpoint()
+            with lock:
+                inside -= 1
+
+    async def crowd() -> None:
+        async with anyio.create_task_group() as tasks:
+            for _ in range(40):
+                tasks.start_soon(request)
+
+    errors: list[BaseException] = []
+
+    def loop(backend: str) -> None:
+        try:
+            anyio.run(crowd, backend=backend)
+        except BaseException as error:  # noqa: BLE001
+            errors.append(error)
+
+    threads = [
+        threading.Thread(target=loop, args=(backend,))
+        for backend in ("asyncio", "trio", "asyncio")
+    ]
+    for thread in threads:
+        thread.start()
+    with anyio.fail_after(20):
+        for thread in threads:
+            await anyio.to_thread.run_sync(thread.join)
+    assert errors == []
+    assert most <= 2
+    assert gate.statistics().admitted == 120
+    assert_quiescent(gate)
+
+
+@pytest.mark.skipif(not hasattr(signal, "SIGUSR1"), reason="no such signal here")
+@pytest.mark.parametrize("backend", ["asyncio", "trio"])
+def test_wakes_a_sleeping_loop_from_a_signal_handler(backend: str) -> None:
+    """A release in a signal handler wakes a waiter of a loop that does nothing else."""
+    gate = Gate(slots=1)
+
+    async def main() -> None:
+        holder = await gate.admit()
+        before = signal.signal(signal.SIGUSR1, lambda *_: holder.release())
+        thread = threading.Timer(0.02, os.kill, (os.getpid(), signal.SIGUSR1))
+        try:
+            thread.start()
+            began = anyio.current_time()
+            with anyio.move_on_after(3), await gate.admit():
+                pass
+            assert anyio.current_time() - began < 2
+        finally:
+            thread.join()
+            signal.signal(signal.SIGUSR1, before)
+
+    anyio.run(main, backend=backend)
+    assert_quiescent(gate)
+
+
+def test_passes_over_waiters_of_a_dead_loop() -> None:
+    """A waiter whose loop ended without it does not swallow a grant."""
+    gate = Gate(slots=1)
+    holder = gate.try_admit()
+    waiting = []
+
+    async def abandon() -> None:
+        waiting.append(gate.admit())
+        waiting[-1].send(None)
+
+    asyncio.run(abandon())
+    trio.run(abandon)
+    assert gate.statistics().waiting == 2
+    holder.release()
+    now = gate.statistics()
+    assert (now.waiting, now.cancelled, now.slots_in_use) == (0, 2, 0)
+    for coroutine in waiting:
+        coroutine.close()
+    assert gate.statistics() == now
+    assert_quiescent(gate)
+
+
+@pytest.mark.anyio
+async def test_takes_leases_back_from_the_collector() -> None:
+    """Leases lost in cycles come back with the collector, wherever it runs."""
+    gate = Gate(slots=4)
+
+    async def careless() -> None:
+        lease = await gate.admit()
+        cycle: list[object] = [lease]
+        cycle.append(cycle)
+
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for _ in range(10):
+            async with anyio.create_task_group() as tasks:
+                for _ in range(4):
+                    tasks.start_soon(careless)
+            await anyio.to_thread.run_sync(gc.collect)
+    assert gate.statistics().lost == 40
+    assert len([w for w in caught if "of gate" in str(w.message)]) == 40
+    assert_quiescent(gate)
+
+
+@pytest.mark.parametrize("order", ["fifo", "fair"])
+def test_keeps_books_where_no_loop_tells_the_time(order: str) -> None:
+    """Any thread may try and release, also where nothing can say what time it is."""
+    gate = Gate(slots=1, order=order)
+    gate.try_admit().release()
+    errors: list[BaseException] = []
+
+    async def main() -> None:
+        holder = await gate.admit()
+
+        def release() -> None:
+            try:
+                holder.release()
+            except BaseException as error:  # noqa: BLE001
+                errors.append(error)
+
+        thread = threading.Thread(target=release)
+        async with anyio.create_task_group() as tasks:
+            tasks.start_soon(use, gate)
+            await anyio.wait_all_tasks_blocked()
+            thread.start()
+        thread.join()
+
+    async def use(gate: Gate) -> None:
+        with anyio.fail_after(2), await gate.admit():
+            pass
+
+    for backend in ("asyncio", "trio"):
+        anyio.run(main, backend=backend)
+    assert errors == []
+    assert_quiescent(gate)

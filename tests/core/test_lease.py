@@ -1,0 +1,172 @@
+"""Lease: released once, by anybody, whatever happens."""
+
+import tracemalloc
+import warnings
+
+import anyio
+import pytest
+
+from lifecycle import Gate, GateFull, Lease
+from lifecycle.events import LeaseReleased, LeaseSettled
+from lifecycle.testing import RecordingObserver, assert_quiescent
+
+pytestmark = pytest.mark.anyio
+
+
+async def test_gives_back_once() -> None:
+    """However often a lease is released, it gives back what it held once (B6)."""
+    gate = Gate(slots=2, bytes=10)
+    with await gate.admit(bytes=4) as lease, await gate.admit(bytes=4):
+        for _ in range(3):
+            lease.release()
+        now = gate.statistics()
+        assert (now.slots_in_use, now.bytes_in_use, now.released) == (1, 4, 1)
+    assert_quiescent(gate)
+
+
+async def test_is_released_by_its_block() -> None:
+    """The end of the block gives back, also by an error and by a cancellation (B4)."""
+    gate = Gate(slots=1)
+    with pytest.raises(OSError, match="no"):
+        with await gate.admit():
+            raise OSError("no")
+    with anyio.move_on_after(0):
+        with await gate.admit():
+            await anyio.sleep_forever()
+    assert gate.statistics().released == 2
+    assert_quiescent(gate)
+
+
+async def test_may_end_in_another_task() -> None:
+    """A lease belongs to whoever has it: another task may release or enter it."""
+    gate = Gate(slots=1)
+
+    async def finish(lease: Lease) -> None:
+        with lease:
+            assert lease.held
+
+    async with anyio.create_task_group() as tasks:
+        tasks.start_soon(finish, await gate.admit())
+    assert_quiescent(gate)
+
+
+async def test_says_what_it_holds() -> None:
+    """A lease shows its cost and whether it is held, and nothing else."""
+    gate = Gate()
+    lease = await gate.admit(bytes=7, slots=2)
+    assert (lease.slots, lease.bytes, lease.held) == (2, 7, True)
+    assert repr(lease) == "<Lease 2 slots, 7 bytes, held>"
+    lease.release()
+    assert not lease.held
+    assert repr(lease) == "<Lease 2 slots, 7 bytes, not held>"
+
+
+async def test_settles_down_and_wakes_who_fits() -> None:
+    """An estimate that was too high lets the next one in before the release."""
+    seen = RecordingObserver()
+    gate = Gate(bytes=10, observer=seen)
+    lease = await gate.admit(bytes=9)
+    async with anyio.create_task_group() as tasks:
+
+        async def other() -> None:
+            with await gate.admit(bytes=6):
+                assert lease.held
+
+        tasks.start_soon(other)
+        await anyio.wait_all_tasks_blocked()
+        assert gate.statistics().waiting == 1
+        lease.settle(bytes=4)
+        assert (lease.bytes, gate.statistics().bytes_in_use) == (4, 10)
+    lease.release()
+    [settled] = seen.of(LeaseSettled)
+    assert (settled.estimated_bytes, settled.actual_bytes) == (9, 4)
+    assert seen.of(LeaseReleased)[-1].bytes == 4
+    assert_quiescent(gate)
+
+
+async def test_settles_up_without_waiting() -> None:
+    """An estimate that was too low overdraws, and no bytes are granted until repaid."""
+    gate = Gate(bytes=10)
+    first, second = await gate.admit(bytes=5), await gate.admit(bytes=5)
+    first.settle(bytes=12)
+    assert gate.statistics().bytes_in_use == 17
+    second.release()
+    with pytest.raises(GateFull):
+        gate.try_admit(bytes=1)
+    gate.try_admit(slots=1).release()  # slots are another matter
+    first.settle(bytes=9)
+    gate.try_admit(bytes=1).release()
+    first.release()
+    assert_quiescent(gate)
+
+
+async def test_ignores_a_settlement_after_release() -> None:
+    """What is not held cannot be corrected."""
+    gate = Gate(bytes=10)
+    lease = await gate.admit(bytes=5)
+    lease.release()
+    lease.settle(bytes=8)
+    assert_quiescent(gate)
+
+
+@pytest.mark.parametrize("actual", [-1, 0.5, "1"], ids=repr)
+async def test_refuses_odd_settlements(actual: object) -> None:
+    """An actual size is a whole number of bytes (B14)."""
+    gate = Gate(bytes=10)
+    with await gate.admit(bytes=5) as lease:
+        with pytest.raises(ValueError, match="bytes must be"):
+            lease.settle(bytes=actual)
+        assert lease.bytes == 5
+
+
+async def test_settles_by_integers_of_any_kind() -> None:
+    """The size that an array library gives is kept as a plain number."""
+
+    class Int64:
+        def __index__(self) -> int:
+            return 3
+
+    gate = Gate(bytes=10)
+    with await gate.admit(bytes=5) as lease:
+        lease.settle(bytes=Int64())
+        assert type(lease.bytes) is int
+        assert gate.statistics().bytes_in_use == 3
+    assert_quiescent(gate)
+
+
+async def test_comes_back_when_it_is_lost() -> None:
+    """A lease that nobody released is released with its last reference, and reported."""
+    seen = RecordingObserver()
+    gate = Gate(slots=1, bytes=5, observer=seen, name="photos")
+    with pytest.warns(ResourceWarning, match="1 slots and 5 bytes of gate 'photos'"):
+        await gate.admit(bytes=5)
+    assert gate.statistics().lost == 1
+    assert [event.lost for event in seen.of(LeaseReleased)] == [True]
+    with await gate.admit(bytes=5):
+        pass
+    assert [event.lost for event in seen.of(LeaseReleased)] == [True, False]
+    assert_quiescent(gate)
+
+
+async def test_says_where_a_lost_lease_was_granted() -> None:
+    """Under tracemalloc the warning knows the line that asked for the lease."""
+    tracemalloc.start(25)
+    try:
+        gate = Gate(slots=1)
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            await gate.admit()
+        [warning] = [w for w in caught if w.category is ResourceWarning]
+        frames = tracemalloc.get_object_traceback(warning.source)
+        assert any(frame.filename == __file__ for frame in frames)
+    finally:
+        tracemalloc.stop()
+
+
+async def test_is_quiet_when_it_was_released() -> None:
+    """A lease that was given back is dropped without a word."""
+    gate = Gate(slots=1)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        (await gate.admit()).release()
+    assert gate.statistics().lost == 0

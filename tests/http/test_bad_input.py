@@ -1,0 +1,311 @@
+"""Bad input: a clear 4xx in OpenAI's shape, nothing lost, the next request fine."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import struct
+import zlib
+from typing import Any
+
+import openai
+import pytest
+from http_kit import answer_to, data_url, encoded, png, user
+
+pytestmark = pytest.mark.asyncio(loop_scope="module")
+TEXT = [{"role": "user", "content": "hello"}]
+DEEP = "[" * 300 + "]" * 300
+
+
+def image(url: str, role: str = "user") -> list[dict[str, Any]]:
+    """Messages with one image URL."""
+    part = {"type": "image_url", "image_url": {"url": url}}
+    return [{"role": role, "content": [part]}]
+
+
+def ask(**changes: Any) -> bytes:
+    """A request body with *changes*."""
+    return json.dumps({"model": "sim", "messages": TEXT, **changes}).encode()
+
+
+def apng(frames: int) -> bytes:
+    """A PNG that declares an animation of *frames*."""
+    whole = encoded(64, 64)
+    data = struct.pack(">II", frames, 0)
+    chunk = struct.pack(">I", 8) + b"acTL" + data
+    chunk += struct.pack(">I", zlib.crc32(b"acTL" + data))
+    return whole[:33] + chunk + whole[33:]
+
+
+BODIES: dict[str, tuple[bytes, int, str | None, str]] = {
+    "empty": (b"", 400, None, "invalid_json"),
+    "not-json": (b"hello", 400, None, "invalid_json"),
+    "not-utf8": (b'{"user": "\xff\xfe"}', 400, None, "invalid_json"),
+    "lone-surrogate": (b'{"user": "\\ud800"}', 400, None, "invalid_json"),
+    "nan": (ask(temperature=float("nan")), 400, None, "invalid_json"),
+    "nan-ignored-field": (ask(unheard_of=float("nan")), 400, None, "invalid_json"),
+    "too-deep": (b'{"x": ' + DEEP.encode() + b"}", 400, None, "invalid_json"),
+    "huge-integer": (b'{"seed": ' + b"9" * 5000 + b"}", 400, None, "invalid_json"),
+    "array": (b"[]", 400, None, "invalid_type"),
+    "no-model": (
+        b'{"messages": []}',
+        400,
+        "model",
+        "missing_required_parameter",
+    ),
+    "no-messages": (ask(messages=[]), 400, "messages", "invalid_value"),
+    "other-model": (ask(model="gpt"), 404, "model", "model_not_found"),
+    "negative-max-tokens": (ask(max_tokens=-1), 400, "max_tokens", "invalid_value"),
+    "zero-max-tokens": (ask(max_tokens=0), 400, "max_tokens", "invalid_value"),
+    "endless-max-tokens": (
+        ask(max_tokens=10**6),
+        400,
+        None,
+        "context_length_exceeded",
+    ),
+    "float-max-tokens": (ask(max_tokens=1.5), 400, "max_tokens", "invalid_type"),
+    "bool-max-tokens": (ask(max_tokens=True), 400, "max_tokens", "invalid_type"),
+    "text-temperature": (ask(temperature="hot"), 400, "temperature", "invalid_type"),
+    "high-temperature": (ask(temperature=3), 400, "temperature", "invalid_value"),
+    "text-stream": (ask(stream="yes"), 400, "stream", "invalid_type"),
+    "number-user": (ask(user=7), 400, "user", "invalid_type"),
+    "long-user": (ask(user="u" * 257), 400, "user", "invalid_value"),
+    "negative-seed": (ask(seed=-1), 400, "seed", "invalid_value"),
+    "stop-number": (ask(stop=3), 400, "stop", "invalid_type"),
+    "options-alone": (
+        ask(stream_options={"include_usage": True}),
+        400,
+        "stream_options",
+        "invalid_value",
+    ),
+    "two-answers": (ask(n=2), 400, "n", "unsupported_parameter"),
+    "stop": (ask(stop=["x"]), 400, "stop", "unsupported_parameter"),
+    "top-p": (ask(top_p=0.5), 400, "top_p", "unsupported_parameter"),
+    "tools": (ask(tools=[{}]), 400, "tools", "unsupported_parameter"),
+    "logprobs": (ask(logprobs=True), 400, "logprobs", "unsupported_parameter"),
+    "role": (
+        ask(messages=[{"role": "tool", "content": "x"}]),
+        400,
+        "messages[0].role",
+        "invalid_value",
+    ),
+    "no-content": (
+        ask(messages=[{"role": "user", "content": None}]),
+        400,
+        "messages[0].content",
+        "invalid_type",
+    ),
+    "part-type": (
+        ask(messages=[{"role": "user", "content": [{"type": "input_audio"}]}]),
+        400,
+        "messages[0].content[0].type",
+        "invalid_value",
+    ),
+    "part-empty": (
+        ask(messages=[{"role": "user", "content": [{"type": "text"}]}]),
+        400,
+        "messages[0].content[0]",
+        "missing_required_parameter",
+    ),
+    "image-of-system": (
+        ask(messages=image(data_url(b""), "system")),
+        400,
+        "messages[0]",
+        "invalid_value",
+    ),
+}
+
+IMAGES: dict[str, tuple[str, int, str]] = {
+    "remote": ("https://example.com/a.png", 400, "remote_image_unsupported"),
+    "file": ("file:///etc/passwd", 400, "remote_image_unsupported"),
+    "no-url": ("iVBORw0KGgo=", 400, "invalid_image_url"),
+    "not-base64-form": ("data:image/png,xyz", 400, "invalid_image_url"),
+    "text-type": ("data:text/plain;base64,aGk=", 400, "invalid_image_url"),
+    "bad-base64": ("data:image/png;base64,iVBOR\n==", 400, "invalid_base64"),
+    "base64-not-ascii": ("data:image/png;base64,é", 400, "invalid_base64"),
+    "excess-base64": ("data:image/png;base64,aGk=aGk=", 400, "invalid_base64"),
+    "not-an-image": (data_url(b"hello, world" * 9), 400, "invalid_image"),
+    "nothing": (data_url(b""), 400, "invalid_image"),
+    "svg": (
+        data_url(b"<svg xmlns='http://www.w3.org/2000/svg'/>"),
+        400,
+        "invalid_image",
+    ),
+    "truncated-header": (data_url(encoded()[:20]), 400, "invalid_image"),
+    "truncated-data": (data_url(encoded(200, 200)[:-40]), 400, "invalid_image"),
+    "truncated-jpeg": (
+        data_url(encoded(300, 300, "JPEG")[:-400]),
+        400,
+        "invalid_image",
+    ),
+    "one-pixel": (data_url(encoded(1, 1)), 400, "image_too_small"),
+    "thin": (data_url(encoded(500, 1)), 400, "image_too_small"),
+    "bomb-7k": (data_url(png(7000, 7000)), 413, "image_too_large"),
+    "bomb-11k": (data_url(png(11000, 11000)), 413, "image_too_large"),
+    "bomb-30k": (data_url(png(30000, 30000)), 413, "image_too_large"),
+    "many-frames": (data_url(apng(100)), 413, "image_too_large"),
+}
+
+
+def is_error(document: Any, param: str | None, code: str) -> bool:
+    """Whether *document* is an error of OpenAI's shape, about this."""
+    error = document["error"]
+    assert set(document) == {"error"}
+    assert set(error) == {"message", "type", "param", "code"}
+    assert error["type"] == "invalid_request_error"
+    assert error["message"]
+    return (error["param"], error["code"]) == (param, code)
+
+
+async def is_fine(server: Any, client: Any) -> None:
+    """Nothing is left, and the next request is answered."""
+    await server.quiet()
+    answer = await client.chat.completions.create(
+        model="sim", messages=user("hi", encoded()), max_tokens=1
+    )
+    assert answer.choices[0].message.content
+    await server.quiet()
+
+
+@pytest.mark.parametrize("body", BODIES.values(), ids=BODIES)
+async def test_refuses_body(server: Any, client: Any, body: Any) -> None:
+    """A body that is not as documented is refused with the field that is wrong."""
+    raw, status, param, code = body
+    answered, _, document = await answer_to(server.port, raw)
+    assert answered == status, document
+    assert is_error(document, param, code), document
+    await is_fine(server, client)
+
+
+@pytest.mark.parametrize("case", IMAGES.values(), ids=IMAGES)
+async def test_refuses_image(server: Any, client: Any, case: Any) -> None:
+    """What is no image, or too much of one, is refused as such (fault-17)."""
+    url, status, code = case
+    with pytest.raises(openai.APIStatusError) as caught:
+        await client.chat.completions.create(model="sim", messages=image(url))
+    error = caught.value
+    assert error.status_code == status
+    assert error.code == code
+    assert error.type == "invalid_request_error"
+    assert error.param.startswith("messages")
+    await is_fine(server, client)
+
+
+async def test_refuses_more_frames_than_allowed(server: Any, client: Any) -> None:
+    """Images are counted over the whole request."""
+    with pytest.raises(openai.APIStatusError) as caught:
+        await client.chat.completions.create(
+            model="sim", messages=user(*[encoded()] * 65)
+        )
+    assert caught.value.status_code == 413
+    assert "65 images" in caught.value.message
+    await is_fine(server, client)
+
+
+async def test_refuses_more_pixels_than_allowed(server: Any, client: Any) -> None:
+    """Pixels are added up over the whole request."""
+    with pytest.raises(openai.APIStatusError) as caught:
+        await client.chat.completions.create(
+            model="sim", messages=user(*[png(6000, 6000)] * 5)
+        )
+    assert caught.value.status_code == 413
+    assert "180000000 pixels" in caught.value.message
+    await is_fine(server, client)
+
+
+@pytest.mark.parametrize(
+    "name",
+    [b"\xff\xfe", b"a b", b"../../x", b"x" * 129, b"", b"caf\xc3\xa9", b"a;b"],
+)
+async def test_refuses_id_that_is_no_name(server: Any, client: Any, name: Any) -> None:
+    """Ids that could not be logged or sent back are refused (fault-19)."""
+    status, headers, document = await answer_to(
+        server.port, ask(), b"x-request-id: " + name
+    )
+    assert status == 400
+    assert is_error(document, "x-request-id", "invalid_id")
+    assert "x-request-id" not in headers
+    await is_fine(server, client)
+
+
+@pytest.mark.parametrize("name", [b"\x1b[31mred", b"nul\0"])
+async def test_refuses_header_that_is_no_header(server: Any, name: Any) -> None:
+    """What the HTTP parser refuses never gets as far as an endpoint (fault-19)."""
+    reader, writer = await asyncio.open_connection("127.0.0.1", server.port)
+    writer.write(b"GET /health HTTP/1.1\r\nx-request-id: " + name + b"\r\n\r\n")
+    assert (await reader.read()).startswith(b"HTTP/1.1 400")
+    writer.close()
+    await writer.wait_closed()
+
+
+async def test_returns_id_that_is_a_name(server: Any) -> None:
+    """A decent id comes back, and names the completion."""
+    status, headers, document = await answer_to(
+        server.port, ask(max_tokens=1), b"x-request-id: Abc-1._"
+    )
+    assert status == 200
+    assert headers["x-request-id"] == "abc-1._"
+    assert document["id"] == "chatcmpl-Abc-1._"
+
+
+@pytest.mark.parametrize("declared", [True, False])
+async def test_refuses_body_of_200_megabytes(
+    server: Any, client: Any, declared: bool
+) -> None:
+    """A 200 MB body is 413 and is never in memory (fault-16)."""
+    piece = b"x" * 2**20
+
+    async def pieces() -> Any:
+        for _ in range(200):
+            yield piece
+
+    headers = {"content-type": "application/json"}
+    if declared:
+        headers["content-length"] = str(200 * 2**20)
+    before = _peak()
+    answer = await client._client.post(
+        f"{server.url}/chat/completions", content=pieces(), headers=headers
+    )
+    assert answer.status_code == 413
+    assert is_error(answer.json(), None, "request_too_large")
+    assert _peak() - before < 120 * 2**20
+    await is_fine(server, client)
+
+
+def _peak() -> int:
+    import resource
+
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+
+
+async def test_ignores_fields_it_does_not_know(server: Any, client: Any) -> None:
+    """Fields of other servers, and harmless ones, are no reason to refuse."""
+    answer = await client.chat.completions.create(
+        model="sim",
+        messages=TEXT,
+        max_completion_tokens=2,
+        n=1,
+        top_p=1,
+        stop=[],
+        seed=3,
+        user="somebody",
+        metadata={"a": "b"},
+        store=False,
+        response_format={"type": "text"},
+        extra_body={"unheard_of": {"deep": [1, 2]}},
+    )
+    assert answer.usage.completion_tokens == 2
+    await server.quiet()
+
+
+@pytest.mark.parametrize(
+    ("method", "path", "status"),
+    [("get", "/v1/chat/completions", 405), ("get", "/v1/nothing", 404)],
+)
+async def test_answers_wrong_paths_in_shape(
+    server: Any, client: Any, method: str, path: str, status: int
+) -> None:
+    """Paths and methods that do not exist are errors of the same shape."""
+    answer = await client._client.get(f"http://127.0.0.1:{server.port}{path}")
+    assert answer.status_code == status
+    assert answer.json()["error"]["type"] == "invalid_request_error"

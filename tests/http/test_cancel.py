@@ -1,0 +1,134 @@
+"""Cancel the request at every await of its path, against a real engine process.
+
+The application is called in process, as a server would; gates, threads, ZeroMQ and
+the engine are real. One server serves all points of a kind, so that what one
+cancelled request left behind would be seen by all that follow.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import anyio
+import pytest
+from asgi_kit import KINDS, Cancelled, ScriptedServer, http_scope
+from http_kit import Quiet, make_engine, png, user
+
+from lifecycle import Gate
+from lifecycle_engine.app import AppSettings, create_app
+from lifecycle_engine.sim_processor import SimProcessor
+
+TOKENS = 3
+
+
+def request(*, stream: bool) -> bytes:
+    """The request whose every await is cancelled: an image, parsed in a thread."""
+    ask = {"model": "sim", "messages": user("go" * 3000, png(40, 30)), "stream": stream}
+    return json.dumps({**ask, "max_tokens": TOKENS}).encode()
+
+
+class World:
+    """A running application without a server, and one call of it at a time."""
+
+    def __init__(self, app: Any, gate: Gate, tasks: Any) -> None:
+        self.app, self.gate, self.tasks = app, gate, tasks
+        self.service = app.state.service
+        self.outcomes: dict[str, int] = {}
+
+    async def once(self, run: Cancelled, *, stream: bool, queued: bool) -> Any:
+        """One request, cancelled or left as *run* says; then all must be quiet."""
+        body = request(stream=stream)
+        server = ScriptedServer(body[:3000], body[3000:], waits=True)
+        if run.kind == "leave":
+            run.cancel = server.gone.set
+        scope = http_scope("/v1/chat/completions")
+        known = {task.id for task in anyio.get_running_tasks()}
+        lease = self.gate.try_admit() if queued else None
+        if lease is not None:
+            self.tasks.start_soon(self._release_when_awaited, lease, run)
+        await run.run(self.app(scope, server.receive, server.send))
+        run.done = True
+        status = await Quiet(self.service).reached()
+        for _ in range(50):
+            left = [t for t in anyio.get_running_tasks() if t.id not in known]
+            if not left:
+                break
+            await anyio.lowlevel.checkpoint()
+        assert not left, left
+        return server, status
+
+    async def _release_when_awaited(self, lease: Any, run: Cancelled) -> None:
+        with lease:
+            while not (self.gate.statistics().waiting or getattr(run, "done", False)):
+                await anyio.lowlevel.checkpoint()
+
+
+def descriptors_open() -> int:
+    """How many descriptors this process has."""
+    return len(list(Path("/proc/self/fd").iterdir()))
+
+
+async def every_point(kind: str, when: str, *, stream: bool, queued: bool) -> int:
+    """Go through all points in one world; returns how many there were."""
+    gate = Gate(bytes=10**9, slots=1, name="payloads")
+    app = create_app(
+        make_engine(),
+        SimProcessor(),
+        gate=gate,
+        settings=AppSettings(model="sim"),
+    )
+    async with app.router.lifespan_context(app), anyio.create_task_group() as tasks:
+        world = World(app, gate, tasks)
+        await world.service.engine.wait_ready()
+        warm = Cancelled(0, kind, when)
+        await world.once(warm, stream=stream, queued=queued)
+        descriptors = descriptors_open()
+        for at in range(1, 500):
+            run = Cancelled(at, kind, when)
+            server, _ = await world.once(run, stream=stream, queued=queued)
+            check(run, server, stream=stream)
+            assert descriptors_open() == descriptors
+            if not run.hit:
+                return at - 1
+    raise AssertionError("no end of suspension points")
+
+
+def check(run: Cancelled, server: ScriptedServer, *, stream: bool) -> None:
+    """The cancellation came out, or the response was whole before it could."""
+    where = f"{run.kind} {run.when} point {run.at}"
+    if run.kind == "leave":
+        assert not run.propagated, where
+        assert server.status in (200, 499), where
+    elif run.kind == "native":
+        assert run.propagated == run.hit, where
+    else:
+        assert run.propagated or server.complete.is_set(), where
+    if not run.hit:
+        assert server.status == 200, server.body
+        end = b"data: [DONE]\n\n" if stream else b"}"
+        assert server.body.endswith(end)
+
+
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("queued", [False, True], ids=["free", "queued"])
+@pytest.mark.parametrize("stream", [False, True], ids=["whole", "stream"])
+@pytest.mark.parametrize(
+    ("backend", "kind", "when"),
+    [*KINDS, ("asyncio", "leave", "early"), ("trio", "leave", "early")],
+)
+def test_leaves_nothing_wherever_it_is_cancelled(
+    backend: str, kind: str, when: str, stream: bool, queued: bool
+) -> None:
+    """No lease, session, payload, task, engine session or descriptor is left.
+
+    END is sent exactly once and never before START, and a cancellation reaches
+    whoever called (peers-17, faults 1 to 9).
+    """
+
+    async def main() -> int:
+        with anyio.fail_after(280):
+            return await every_point(kind, when, stream=stream, queued=queued)
+
+    assert anyio.run(main, backend=backend) >= 10

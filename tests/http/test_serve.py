@@ -1,0 +1,234 @@
+"""`lifecycle-engine serve` as a process: ready, drained, gone."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import signal
+import sys
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any
+
+import openai
+import psutil
+import pytest
+from http_kit import ENV, answer_to, encoded, user
+
+pytestmark = pytest.mark.asyncio
+CLI = [sys.executable, "-m", "lifecycle_engine.cli"]
+
+
+class Served:
+    """A server process that has announced itself."""
+
+    def __init__(self, process: asyncio.subprocess.Process, address: str) -> None:
+        self.process = process
+        self.address = address
+        self.port = int(address.rpartition(":")[2])
+
+    def client(self) -> openai.AsyncOpenAI:
+        """The real SDK."""
+        url = f"{self.address}/v1"
+        return openai.AsyncOpenAI(base_url=url, api_key="x", max_retries=0, timeout=20)
+
+    async def exit(self, number: int | None = None, within: float = 5.0) -> int:
+        """Send a signal, if one is given, and return the exit status."""
+        if number is not None:
+            self.process.send_signal(number)
+        async with asyncio.timeout(within):
+            return await self.process.wait()
+
+
+@contextlib.asynccontextmanager
+async def served(*options: str, runner: str = "sim") -> AsyncIterator[Served]:
+    """Run the command and wait for its line."""
+    argv = [*CLI, "serve", "--runner", runner, "--port", "0", *options]
+    pipe = asyncio.subprocess.PIPE
+    process = await asyncio.create_subprocess_exec(
+        *argv, stdout=pipe, stderr=pipe, env=ENV
+    )
+    family = psutil.Process(process.pid)
+    children: list[psutil.Process] = []
+    try:
+        async with asyncio.timeout(60):
+            line = (await process.stdout.readline()).decode()
+        assert "ready at http://" in line, (await process.stderr.read()).decode()
+        children = family.children(recursive=True)
+        assert children, "there is no engine process"
+        yield Served(process, line.split()[-1])
+        assert await process.stderr.read() == b""
+    finally:
+        if process.returncode is None:
+            process.kill()
+            await process.wait()
+        process._transport.close()
+    _, alive = await asyncio.to_thread(psutil.wait_procs, children, 5)
+    assert not alive
+
+
+async def begin_stream(client: Any, tokens: int) -> Any:
+    """A stream that has its first chunk."""
+    stream = await client.chat.completions.create(
+        model="sim", messages=user("go", encoded()), max_tokens=tokens, stream=True
+    )
+    await anext(stream)
+    return stream
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+async def test_exits_cleanly_when_idle(number: int) -> None:
+    """An idle server exits with 0 and leaves no process (fault-62)."""
+    async with served() as server:
+        assert (await answer_to(server.port, ask()))[0] == 200
+        assert await server.exit(number) == 0
+
+
+def ask() -> bytes:
+    """A short request."""
+    return b'{"model":"sim","max_tokens":1,"messages":[{"role":"user","content":"a"}]}'
+
+
+async def test_lets_streams_finish_and_takes_no_new_ones() -> None:
+    """SIGTERM: newcomers are sent away, the stream ends whole (fault-61)."""
+    async with served("--drain", "20") as server, server.client() as client:
+        stream = await begin_stream(client, 200)
+        server.process.send_signal(signal.SIGTERM)
+        async with asyncio.timeout(10):
+            while (await answer_to(server.port, ask()))[0] == 200:
+                pass
+        status, headers, document = await answer_to(server.port, ask())
+        assert status == 503
+        assert document["error"]["code"] == "shutting_down"
+        assert headers["x-should-retry"] == "false"
+        ready = await client._client.get(f"{server.address}/ready")
+        assert (ready.status_code, ready.json()) == (503, {"status": "draining"})
+        chunks = [chunk async for chunk in stream]
+        assert chunks[-1].choices[0].finish_reason == "length"
+        assert await server.exit() == 0
+
+
+async def test_tells_streams_that_outlive_the_drain() -> None:
+    """When the time is up, streams are told, and the process exits (fault-61)."""
+    async with served("--drain", "0.2") as server, server.client() as client:
+        stream = await begin_stream(client, 4000)
+        server.process.send_signal(signal.SIGTERM)
+        with pytest.raises(openai.APIError) as caught:
+            async for _ in stream:
+                pass
+        assert caught.value.code == "shutting_down"
+        assert await server.exit(within=2.5) == 0
+
+
+async def test_hurries_on_second_interrupt() -> None:
+    """A second SIGINT does not wait for the drain (fault-62)."""
+    async with served("--drain", "60") as server, server.client() as client:
+        stream = await begin_stream(client, 4000)
+        server.process.send_signal(signal.SIGINT)
+        async with asyncio.timeout(10):
+            while (await answer_to(server.port, ask()))[0] == 200:
+                pass
+        server.process.send_signal(signal.SIGINT)
+        with pytest.raises(openai.APIError):
+            async for _ in stream:
+                pass
+        assert await server.exit(within=3) == 0
+
+
+async def test_exits_in_time_though_client_never_reads() -> None:
+    """A client that stopped reading does not keep the server up."""
+    async with served("--drain", "0.2") as server:
+        _, writer = await asyncio.open_connection("127.0.0.1", server.port)
+        writer.write(
+            b"POST /v1/chat/completions HTTP/1.1\r\nhost: x\r\ncontent-length: 9"
+        )
+        await writer.drain()
+        assert await server.exit(signal.SIGTERM, within=5) == 0
+        writer.close()
+
+
+async def test_leaves_no_engine_when_killed() -> None:
+    """SIGKILL of the server: the engine process goes by itself (fault-31)."""
+    async with served() as server:
+        assert await server.exit(signal.SIGKILL) == -signal.SIGKILL
+
+
+async def test_prints_hints_that_work() -> None:
+    """With --hints it says how to try it, with its own address and model."""
+    async with served("--hints", "--model", "mine") as server:
+        text = b""
+        while b"Stop it" not in text:
+            text += await server.process.stdout.readline()
+        assert server.address.encode() in text
+        assert b'"model": "mine"' in text
+        assert await server.exit(signal.SIGTERM) == 0
+
+
+async def test_says_so_when_port_is_taken() -> None:
+    """A port in use is told on one line, with status 1."""
+    async with served() as server:
+        argv = [*CLI, "serve", "--runner", "sim", "--port", str(server.port)]
+        second = await asyncio.create_subprocess_exec(
+            *argv, stderr=asyncio.subprocess.PIPE, env=ENV
+        )
+        _, errors = await second.communicate()
+        assert second.returncode == 1
+        assert b"in use" in errors
+        assert b"Traceback" not in errors
+        assert await server.exit(signal.SIGTERM) == 0
+
+
+async def test_serves_images_with_torch(tmp_path: Path) -> None:
+    """The torch engine answers an image over a checkpoint built by the command."""
+    folder = tmp_path / "tiny"
+    build = await asyncio.create_subprocess_exec(*CLI, "checkpoint", folder, env=ENV)
+    assert await build.wait() == 0
+    options = ["--checkpoint", str(folder), "--max-batch", "2"]
+    async with served(*options, runner="torch") as server, server.client() as client:
+        stream = await client.chat.completions.create(
+            model="tiny",
+            messages=user("What is this?", encoded(64, 48, "JPEG")),
+            max_tokens=5,
+            temperature=0,
+            stream=True,
+            stream_options={"include_usage": True},
+        )
+        chunks = [chunk async for chunk in stream]
+        assert chunks[-1].usage.completion_tokens <= 5
+        assert chunks[-2].choices[0].finish_reason in ("stop", "length")
+        assert await server.exit(signal.SIGTERM) == 0
+
+
+async def test_refuses_unknown_family(tmp_path: Path) -> None:
+    """An unknown family is refused with those that are known."""
+    argv = [*CLI, "checkpoint", str(tmp_path / "x"), "--family", "nope"]
+    process = await asyncio.create_subprocess_exec(
+        *argv, stderr=asyncio.subprocess.PIPE, env={**ENV, "COLUMNS": "200"}
+    )
+    _, errors = await process.communicate()
+    assert process.returncode == 2
+    assert b"qwen2_5_vl" in errors
+    assert not (tmp_path / "x").exists()
+
+
+@pytest.mark.parametrize(
+    ("options", "status", "words"),
+    [
+        (["--checkpoint", "nowhere"], 2, b"lifecycle-engine checkpoint nowhere"),
+        (["--runner", "sim", "--max-length", "-1"], 1, b"-1 is not 1 or more"),
+    ],
+)
+async def test_says_why_it_cannot_start(
+    options: list[str], status: int, words: bytes
+) -> None:
+    """What cannot start says what is wrong, without a traceback, and ends."""
+    process = await asyncio.create_subprocess_exec(
+        *[*CLI, "serve", "--port", "0", *options],
+        stderr=asyncio.subprocess.PIPE,
+        env={**ENV, "COLUMNS": "200"},
+    )
+    async with asyncio.timeout(20):
+        _, errors = await process.communicate()
+    assert words in errors
+    assert b"Traceback" not in errors
+    assert process.returncode == status

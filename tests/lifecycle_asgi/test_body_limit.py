@@ -1,0 +1,136 @@
+"""BodyLimit against a scripted server, on asyncio and trio."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import anyio
+import anyio.lowlevel
+import pytest
+from asgi_kit import ScriptedServer, http_scope
+from starlette.applications import Starlette
+from starlette.requests import Request
+from starlette.responses import PlainTextResponse
+from starlette.routing import Route
+
+from lifecycle_asgi import BodyLimit, BodyTooLarge, LifecycleMiddleware
+
+pytestmark = pytest.mark.anyio
+
+
+async def _length(request: Request) -> PlainTextResponse:
+    return PlainTextResponse(str(len(await request.body())))
+
+
+APP = Starlette(routes=[Route("/", _length, methods=["POST"])])
+STACKS = {
+    "limit": lambda n: BodyLimit(APP, max_bytes=n),
+    "limit-inside": lambda n: LifecycleMiddleware(BodyLimit(APP, max_bytes=n)),
+    "limit-outside": lambda n: BodyLimit(LifecycleMiddleware(APP), max_bytes=n),
+}
+
+
+async def call(app: Any, server: ScriptedServer, declared: int | None = None) -> None:
+    """Call *app*, with a declared length if there is one."""
+    headers = [(b"host", b"here")]
+    if declared is not None:
+        headers.append((b"content-length", str(declared).encode()))
+    with anyio.fail_after(5):
+        await app(http_scope(headers=headers), server.receive, server.send)
+
+
+@pytest.mark.parametrize("stack", STACKS.values(), ids=STACKS)
+async def test_refuses_declared_length_before_reading(stack: Any) -> None:
+    """A declared length above the limit is 413 and nothing is read (fault-16)."""
+    server = ScriptedServer(b"x" * 11)
+    await call(stack(10), server, declared=11)
+    assert server.status == 413
+    error = json.loads(server.body)["error"]
+    assert error["code"] == "request_too_large"
+    assert "10 bytes" in error["message"]
+
+
+async def test_leaves_declared_body_unread() -> None:
+    """Not one message of a refused body is taken from the server."""
+    server = ScriptedServer(b"x" * 11)
+    await call(BodyLimit(APP, max_bytes=10), server, declared=11)
+    assert len(server.messages) == 2
+
+
+@pytest.mark.parametrize("stack", STACKS.values(), ids=STACKS)
+async def test_refuses_metered_body_as_soon_as_it_passes(stack: Any) -> None:
+    """An undeclared body is 413 at the chunk that passes the limit (fault-16)."""
+    server = ScriptedServer(*[b"x" * 6] * 100)
+    await call(stack(10), server)
+    assert server.status == 413
+    assert len(server.messages) > 90  # a few may have been read ahead
+
+
+@pytest.mark.parametrize("stack", STACKS.values(), ids=STACKS)
+@pytest.mark.parametrize("declared", [10, None])
+async def test_lets_body_of_exactly_the_limit_through(
+    stack: Any, declared: Any
+) -> None:
+    """The limit itself is allowed."""
+    server = ScriptedServer(b"x" * 4, b"y" * 6)
+    await call(stack(10), server, declared=declared)
+    assert (server.status, server.body) == (200, b"10")
+
+
+async def test_drops_what_application_answers_after_refusal() -> None:
+    """An application that answers a refused body itself is not heard."""
+    server, seen = ScriptedServer(b"x" * 11), []
+
+    async def app(scope: Any, receive: Any, send: Any) -> None:
+        for _ in range(2):
+            with pytest.raises(BodyTooLarge):
+                await receive()
+        seen.append("refused")
+        await send({"type": "http.response.start", "status": 500, "headers": []})
+        await send({"type": "http.response.body", "body": b"oops"})
+
+    await call(BodyLimit(app, max_bytes=10), server)
+    assert seen == ["refused"]
+    assert server.status == 413
+    assert b"oops" not in server.body
+
+
+async def test_raises_once_response_has_begun() -> None:
+    """Behind a response that began there is no 413 left: the error is raised."""
+    server = ScriptedServer(b"x" * 11)
+
+    async def app(scope: Any, receive: Any, send: Any) -> None:
+        await send({"type": "http.response.start", "status": 200, "headers": []})
+        await receive()
+
+    with pytest.raises(BodyTooLarge) as caught:
+        await call(BodyLimit(app, max_bytes=10), server)
+    assert caught.value.limit == 10
+    assert server.status == 200
+
+
+async def test_ignores_length_that_is_no_number() -> None:
+    """A length the server let through but that is no number is metered instead."""
+    server = ScriptedServer(b"x" * 3)
+    await call(BodyLimit(APP, max_bytes=10), server, declared="many")  # type: ignore[arg-type]
+    assert server.body == b"3"
+
+
+async def test_passes_other_scopes_through() -> None:
+    """Lifespan calls reach the application untouched."""
+    seen: list[Any] = []
+
+    async def app(scope: Any, receive: Any, send: Any) -> None:
+        await anyio.lowlevel.checkpoint()
+        seen.append(scope)
+
+    server = ScriptedServer()
+    await BodyLimit(app, max_bytes=1)({"type": "lifespan"}, server.receive, server.send)
+    assert seen == [{"type": "lifespan"}]
+
+
+async def test_refuses_negative_limit() -> None:
+    """A limit below zero is a mistake."""
+    with pytest.raises(ValueError, match="got -1"):
+        BodyLimit(APP, max_bytes=-1)

@@ -1,0 +1,368 @@
+"""LifecycleMiddleware against a scripted server, on asyncio and trio."""
+
+from __future__ import annotations
+
+import contextvars
+import gc
+import weakref
+from typing import Any
+
+import anyio
+import anyio.lowlevel
+import pytest
+from asgi_kit import ScriptedServer, alone, http_scope
+from starlette.middleware.base import BaseHTTPMiddleware
+from starlette.responses import StreamingResponse
+
+from lifecycle_asgi import LifecycleMiddleware, request_of
+
+pytestmark = pytest.mark.anyio
+START = {"type": "http.response.start", "status": 200, "headers": []}
+
+
+class Session:
+    """Stands in for a lifecycle session."""
+
+    cancelled_as: str = "cancelled"
+
+
+def part(body: bytes = b"x", *, more: bool = True) -> dict[str, Any]:
+    """One body message."""
+    return {"type": "http.response.body", "body": body, "more_body": more}
+
+
+async def call(app: Any, server: ScriptedServer, **changes: Any) -> dict[str, Any]:
+    """Call *app* as *server* would and return the scope."""
+    scope = http_scope(**changes)
+    with anyio.fail_after(5):
+        async with alone():
+            await app(scope, server.receive, server.send)
+    return scope
+
+
+async def test_cancels_handler_that_waits_when_client_leaves() -> None:
+    """A handler that waits for work is cancelled, and 499 is answered for it."""
+    server, session, ends = ScriptedServer(b"body"), Session(), []
+
+    async def app(scope: Any, receive: Any, send: Any) -> None:
+        request_of(scope).attach(session)
+        server.gone.set()
+        try:
+            await anyio.sleep_forever()
+        except anyio.get_cancelled_exc_class():
+            ends.append(session.cancelled_as)
+            raise
+
+    scope = await call(LifecycleMiddleware(app), server)
+    assert ends == ["client_gone"]
+    assert server.status == 499
+    assert scope["lifecycle"].client_gone
+
+
+async def test_tells_session_attached_after_client_left() -> None:
+    """A session attached too late to hear of the leaving is told at once."""
+    server, session = ScriptedServer(), Session()
+
+    async def app(scope: Any, receive: Any, send: Any) -> None:
+        server.gone.set()
+        try:
+            await anyio.sleep_forever()
+        finally:
+            request_of(scope).attach(session)
+
+    await call(LifecycleMiddleware(app), server)
+    assert session.cancelled_as == "client_gone"
+
+
+@pytest.mark.parametrize("waits", [True, False])
+async def test_cancels_stream_that_never_suspends(waits: bool) -> None:
+    """A body that is produced without ever waiting still hears of the leaving."""
+    server, sent = ScriptedServer(waits=waits), 0
+
+    async def app(scope: Any, receive: Any, send: Any) -> None:
+        nonlocal sent
+        await send(START)
+        while True:
+            await send(part())
+            sent += 1
+            if sent == 3:
+                server.gone.set()
+
+    await call(LifecycleMiddleware(app), server)
+    assert sent < 50
+    assert server.status == 200
+
+
+async def test_replays_body_then_disconnect() -> None:
+    """The application reads every byte in order, and after the answer the end."""
+    server, seen = ScriptedServer(b"a" * 100_000, b"b" * 100_000, b"c"), []
+
+    async def app(scope: Any, receive: Any, send: Any) -> None:
+        while (message := await receive()).get("more_body"):
+            seen.append(message["body"])
+        await send(START)
+        await send(part(more=False))
+        seen.append(await receive())
+        seen.append(await receive())
+
+    scope = await call(LifecycleMiddleware(app), server)
+    assert b"".join(seen[:3]) == b"a" * 100_000 + b"b" * 100_000 + b"c"
+    assert seen[3:] == [{"type": "http.disconnect"}] * 2
+    assert not scope["lifecycle"].client_gone
+
+
+async def test_reads_ahead_no_more_than_allowed() -> None:
+    """With the bound's worth of body unread, the rest stays with the server."""
+    server = ScriptedServer(*[b"x" * 10] * 100)
+
+    async def app(scope: Any, receive: Any, send: Any) -> None:
+        await anyio.wait_all_tasks_blocked()
+        assert len(server.messages) == 101 - 3
+        while (await receive())["more_body"]:
+            pass
+
+    await call(LifecycleMiddleware(app, read_ahead=25), server)
+
+
+async def test_leaves_application_alone_after_complete_response() -> None:
+    """Work behind the response is not the client's to cancel any more."""
+    server, done = ScriptedServer(), []
+
+    async def app(scope: Any, receive: Any, send: Any) -> None:
+        await send(START)
+        await send(part(more=False))
+        server.gone.set()
+        await anyio.wait_all_tasks_blocked()
+        done.append(request_of(scope).client_gone)
+
+    await call(LifecycleMiddleware(app), server)
+    assert done == [False]
+
+
+async def test_takes_no_disconnect_behind_the_last_message_for_leaving() -> None:
+    """Servers say http.disconnect after every success, some before send returns."""
+    server, done = ScriptedServer(), []
+
+    async def send(message: Any) -> None:
+        await server.send(message)
+        if server.complete.is_set():
+            await anyio.wait_all_tasks_blocked()
+
+    async def app(scope: Any, receive: Any, send: Any) -> None:
+        await send(START)
+        await send(part(more=False))
+        done.append(request_of(scope).client_gone)
+
+    with anyio.fail_after(5):
+        await LifecycleMiddleware(app)(http_scope(), server.receive, send)
+    assert done == [False]
+
+
+@pytest.mark.parametrize("leave", [False, True])
+async def test_passes_exception_of_application_unwrapped(leave: bool) -> None:
+    """An exception arrives as itself, whether the client is there or not."""
+    server = ScriptedServer()
+
+    async def app(scope: Any, receive: Any, send: Any) -> None:
+        try:
+            if leave:
+                server.gone.set()
+                await anyio.sleep_forever()
+        finally:
+            raise KeyError("mine")
+
+    with pytest.raises(KeyError, match="mine"):
+        await call(LifecycleMiddleware(app), server)
+
+
+async def test_keeps_nothing_alive_after_exception() -> None:
+    """What the application held dies with its exception, without the collector."""
+
+    class Big:
+        pass
+
+    held: list[weakref.ref[Big]] = []
+
+    async def app(scope: Any, receive: Any, send: Any) -> None:
+        big = Big()
+        held.append(weakref.ref(big))
+        session = Session()
+        request_of(scope).attach(session)
+        held.append(weakref.ref(session))  # type: ignore[arg-type]
+        raise ValueError("no")
+
+    gc.collect()
+    gc.disable()
+    try:
+        with pytest.raises(ValueError, match="no") as caught:
+            await LifecycleMiddleware(app)(
+                scope := http_scope(), (s := ScriptedServer()).receive, s.send
+            )
+        del caught
+        assert [ref() for ref in held] == [None, None]
+    finally:
+        gc.enable()
+    assert not scope["lifecycle"].live
+
+
+async def test_keeps_context_variables_of_server_task() -> None:
+    """The application runs in the task of the server: its context is shared."""
+    variable: contextvars.ContextVar[int] = contextvars.ContextVar("v", default=0)
+
+    async def app(scope: Any, receive: Any, send: Any) -> None:
+        variable.set(7)
+        await send(START)
+        await send(part(more=False))
+
+    await call(LifecycleMiddleware(app), ScriptedServer())
+    assert variable.get() == 7
+
+
+async def test_delivers_error_of_server_receive_to_application() -> None:
+    """What the server's receive raises is raised where the application reads."""
+
+    async def receive() -> Any:
+        await anyio.lowlevel.checkpoint()
+        raise OSError("broken pipe")
+
+    async def app(scope: Any, receive: Any, send: Any) -> None:
+        await receive()
+
+    with anyio.fail_after(5), pytest.raises(OSError, match="broken pipe"):
+        await LifecycleMiddleware(app)(http_scope(), receive, ScriptedServer().send)
+
+
+async def test_ignores_server_that_minds_the_499() -> None:
+    """A server that raises OSError after the client left breaks nothing."""
+    server = ScriptedServer()
+    server.gone.set()
+
+    async def send(message: Any) -> None:
+        await anyio.lowlevel.checkpoint()
+        raise OSError("closed")
+
+    async def app(scope: Any, receive: Any, send: Any) -> None:
+        await anyio.sleep_forever()
+
+    with anyio.fail_after(5):
+        await LifecycleMiddleware(app)(http_scope(), server.receive, send)
+
+
+@pytest.mark.parametrize("kind", ["lifespan", "websocket"])
+async def test_passes_other_scopes_through(kind: str) -> None:
+    """Lifespan and websocket calls reach the application untouched."""
+    seen: list[Any] = []
+
+    async def app(*call: Any) -> None:
+        await anyio.lowlevel.checkpoint()
+        seen.extend(call)
+
+    scope, server = {"type": kind}, ScriptedServer()
+    receive, send = server.receive, server.send
+    await LifecycleMiddleware(app)(scope, receive, send)
+    assert seen[0] is scope
+    assert seen[1] is receive
+    assert seen[2] is send
+    assert scope == {"type": kind}
+
+
+async def test_watches_once_when_nested_and_again_when_scope_is_reused() -> None:
+    """A second middleware inside passes through; a scope used again is watched."""
+    found: list[Any] = []
+
+    async def app(scope: Any, receive: Any, send: Any) -> None:
+        found.append(scope["lifecycle"])
+        await send(START)
+        await send(part(more=False))
+
+    inner = LifecycleMiddleware(app)
+
+    async def between(scope: Any, receive: Any, send: Any) -> None:
+        found.append(scope["lifecycle"])
+        await inner(scope, receive, send)
+
+    scope = http_scope()
+    for _ in range(2):
+        server = ScriptedServer()
+        await LifecycleMiddleware(between)(scope, server.receive, server.send)
+    assert found[0] is found[1]
+    assert found[2] is found[3]
+    assert found[0] is not found[2]
+
+
+async def _dispatch(request: Any, call_next: Any) -> Any:
+    return await call_next(request)
+
+
+# Starlette never closes the body it iterates, and trio says so when it is collected.
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
+@pytest.mark.parametrize("above", [True, False])
+@pytest.mark.parametrize("form", ["waits", "streams", "never-suspends"])
+async def test_works_above_and_below_base_http_middleware(
+    above: bool, form: str
+) -> None:
+    """BaseHTTPMiddleware hides the client from what is below it, but not from us."""
+    server, ends = ScriptedServer(b"body"), []
+
+    async def body() -> Any:
+        while True:
+            yield b"x" * 1000
+            if form == "streams":
+                await anyio.sleep_forever()
+
+    async def app(scope: Any, receive: Any, send: Any) -> None:
+        try:
+            if form == "waits":
+                server.gone.set()
+                await anyio.sleep_forever()
+            await StreamingResponse(body())(scope, receive, send)
+        finally:
+            ends.append(form)
+
+    server.on_send = lambda message: server.gone.set() if server.body else None
+    if above:
+        stack: Any = LifecycleMiddleware(BaseHTTPMiddleware(app, _dispatch))
+    else:
+        stack = BaseHTTPMiddleware(LifecycleMiddleware(app), _dispatch)
+    await call(stack, server)
+    assert ends == [form]
+    assert server.status == (499 if form == "waits" else 200)
+
+
+async def test_requires_middleware_for_request_of() -> None:
+    """Asking for the request without the middleware says what to do."""
+    with pytest.raises(LookupError, match="LifecycleMiddleware"):
+        request_of(http_scope())
+
+
+async def test_refuses_read_ahead_below_one_byte() -> None:
+    """A reader that may never read is a mistake."""
+    with pytest.raises(ValueError, match="at least 1 byte, got 0"):
+        LifecycleMiddleware(_dispatch, read_ahead=0)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("start", "ends"),
+    [
+        ({}, [{"type": "http.response.pathsend", "path": "/f"}]),
+        ({}, [{"type": "http.response.zerocopysend", "file": 3}]),
+        (
+            {"trailers": True},
+            [part(more=False), {"type": "http.response.trailers", "headers": []}],
+        ),
+    ],
+)
+async def test_knows_every_way_a_response_completes(start: Any, ends: Any) -> None:
+    """Path and file sends complete a response, and trailers do where announced."""
+    server, gone = ScriptedServer(), []
+
+    async def app(scope: Any, receive: Any, send: Any) -> None:
+        await send({**START, **start})
+        for message in ends:
+            await send(message)
+        server.gone.set()
+        await anyio.wait_all_tasks_blocked()
+        gone.append(request_of(scope).client_gone)
+
+    await call(LifecycleMiddleware(app), server)
+    assert gone == [False]

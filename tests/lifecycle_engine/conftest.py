@@ -1,0 +1,111 @@
+"""One tiny checkpoint and one loaded model for the whole run."""
+
+from __future__ import annotations
+
+import io
+import random
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+
+@pytest.fixture(scope="session")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A tiny random checkpoint, built once."""
+    pytest.importorskip("torch").set_num_threads(1)
+    pytest.importorskip("transformers")
+    from lifecycle_engine.checkpoint import build
+
+    return build(tmp_path_factory.mktemp("checkpoint"))
+
+
+@pytest.fixture(scope="session")
+def model(checkpoint: Path) -> Any:
+    """The model of that checkpoint; runners of one test share nothing else."""
+    from lifecycle_engine.transformers_runner import TransformersRunner
+
+    return TransformersRunner.load(checkpoint, slots=1, max_length=64).model
+
+
+@pytest.fixture(scope="session")
+def processor(checkpoint: Path) -> Any:
+    """Tokenizer and image processor of that checkpoint."""
+    from lifecycle_engine.qwen_processor import QwenProcessor
+
+    return QwenProcessor(checkpoint)
+
+
+@pytest.fixture(scope="session")
+def picture() -> Callable[..., bytes]:
+    """A function that encodes a noisy picture; the same arguments, the same bytes."""
+    image_module = pytest.importorskip("PIL.Image")
+
+    def make(width: int, height: int, *, seed: int = 0, kind: str = "PNG") -> bytes:
+        noise = random.Random(seed).randbytes(width * height * 3)
+        image = image_module.frombytes("RGB", (width, height), noise)
+        out = io.BytesIO()
+        image.save(out, kind)
+        return out.getvalue()
+
+    return make
+
+
+@pytest.fixture(scope="session")
+def prepare(processor: Any) -> Callable[..., Any]:
+    """A function from a text and pictures to a `Prepared`."""
+    from lifecycle_engine.processor import Chat, Message
+
+    def make(text: str, *pictures: bytes, max_tokens: int = 24) -> Any:
+        chat = Chat([Message("user", [*pictures, text])], max_tokens=max_tokens)
+        return processor.prepare(chat)
+
+    return make
+
+
+@pytest.fixture(scope="session")
+def prepared(prepare: Callable[..., Any], picture: Callable[..., bytes]) -> list[Any]:
+    """Six prompts: text, one image, two images, each short and longer."""
+    return [
+        prepare("Hello there."),
+        prepare("Write a long story about a heap and a queue, and mind the order."),
+        prepare("What is this?", picture(90, 120, seed=1)),
+        prepare("And this?", picture(200, 61, seed=2)),
+        prepare("Compare.", picture(64, 64, seed=3), picture(130, 90, seed=4)),
+        prepare("Which is larger?", picture(30, 300, seed=5), picture(28, 28, seed=6)),
+    ]
+
+
+@pytest.fixture(scope="session")
+def generate(model: Any) -> Callable[..., list[int]]:
+    """Greedy tokens by transformers' own `generate`, the oracle."""
+    torch = pytest.importorskip("torch")
+    on_cpu = model
+
+    def run(prepared: Any, count: int, *, model: Any = on_cpu) -> list[int]:
+        ids = torch.tensor([prepared.request["input_ids"]], device=model.device)
+        extra = {
+            name: torch.from_numpy(tensor).to(model.device)
+            for name, tensor in prepared.tensors.items()
+        }
+        if extra:
+            extra["mm_token_type_ids"] = (ids == model.config.image_token_id).int()
+        output = model.generate(
+            input_ids=ids,
+            attention_mask=torch.ones_like(ids),
+            max_new_tokens=count,
+            do_sample=False,
+            **extra,
+        )
+        model.model.rope_deltas = None
+        tokens: list[int] = output[0, ids.shape[1] :].tolist()
+        return tokens
+
+    return run
+
+
+@pytest.fixture(scope="session")
+def expected(prepared: list[Any], generate: Callable[..., list[int]]) -> list[Any]:
+    """The oracle's 24 tokens for each of the six prompts."""
+    return [generate(each, 24) for each in prepared]

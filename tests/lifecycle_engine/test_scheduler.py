@@ -1,0 +1,314 @@
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import pytest
+
+from lifecycle_engine.backend import Output, RequestRejected
+from lifecycle_engine.runner import DeviceLost, Prompt
+from lifecycle_engine.scheduler import Scheduler
+from lifecycle_engine.sim_runner import SimRunner
+
+PIXELS = 24
+
+
+class Doctored(SimRunner):
+    """A simulated model that fails when told to, and notes its calls."""
+
+    def __init__(self, slots: int = 2) -> None:
+        super().__init__(slots=slots, max_length=100, sleep=lambda _: None)
+        self.fail_prefill: BaseException | None = None
+        self.fail_decode: BaseException | None = None
+        self.calls: list[tuple[str, Any]] = []
+
+    def prefill(self, slot: int, prompt: Prompt) -> int:
+        self.calls.append(("prefill", slot))
+        token = super().prefill(slot, prompt)
+        if self.fail_prefill is not None:
+            error, self.fail_prefill = self.fail_prefill, None
+            raise error
+        return token
+
+    def decode(self, slots: Sequence[int], tokens: Sequence[int]) -> list[int]:
+        self.calls.append(("decode", list(slots)))
+        if self.fail_decode is not None:
+            error, self.fail_decode = self.fail_decode, None
+            raise error
+        return super().decode(slots, tokens)
+
+
+@pytest.fixture
+def runner() -> Doctored:
+    """A simulated model that works until told otherwise."""
+    return Doctored()
+
+
+@pytest.fixture
+def scheduler(runner: Doctored) -> Scheduler:
+    """A scheduler over it."""
+    return Scheduler(runner)
+
+
+def start(scheduler: Scheduler, key: str, count: int = 3, **fields: Any) -> None:
+    """Start a request with one pixel."""
+    request = {"input_ids": [1, 2], "max_tokens": count} | fields
+    scheduler.start(key, request, {"pixels": memoryview(bytes(PIXELS)).cast("f")})
+
+
+def drain(scheduler: Scheduler) -> list[Output]:
+    """Step until nothing is left to do."""
+    outputs: list[Output] = []
+    while scheduler.busy:
+        outputs += scheduler.step()
+    return outputs
+
+
+def assert_idle(scheduler: Scheduler, runner: SimRunner) -> None:
+    """Nothing is held, and every start has its ending."""
+    status = scheduler.status()
+    assert not scheduler.busy
+    assert status["waiting"] == status["running"] == status["payload_bytes"] == 0
+    assert status["slots_free"] == runner.slots
+    assert runner.kv_bytes == 0
+    assert status["started"] == sum(status["finished"].values())
+
+
+def test_stream_until_max_tokens(scheduler: Scheduler, runner: Doctored) -> None:
+    """A request gets one token a step and then its finish reason, in order."""
+    start(scheduler, "a", 3)
+    outputs = drain(scheduler)
+    assert [len(output.items) for output in outputs] == [1, 1, 2]
+    assert all(type(output.items[0]) is list for output in outputs)
+    assert outputs[-1].items[-1] == {"finish_reason": "length"}
+    assert [output.finish is not None for output in outputs] == [False, False, True]
+    assert outputs[-1].finish is not None
+    assert outputs[-1].finish.reason == "completed"
+    assert_idle(scheduler, runner)
+
+
+@pytest.mark.parametrize("position", [0, 1, 3])
+def test_stop_token_ends_the_stream_unsaid(
+    scheduler: Scheduler, runner: Doctored, position: int
+) -> None:
+    """A stop id ends the stream at the first token as at any other, unemitted."""
+    start(scheduler, "a", 8)
+    tokens = [output.items[0][0] for output in drain(scheduler)]
+    first = tokens.index(tokens[position])
+    start(scheduler, "b", 8, stop_ids=[tokens[position]])
+    items = [item for output in drain(scheduler) for item in output.items]
+    assert items == [[token] for token in tokens[:first]] + [{"finish_reason": "stop"}]
+    assert_idle(scheduler, runner)
+
+
+def test_prefills_alternate_with_decode_steps(
+    scheduler: Scheduler, runner: Doctored
+) -> None:
+    """One prefill a step at most, and whoever runs is decoded before it."""
+    start(scheduler, "a", 5)
+    start(scheduler, "b", 5)
+    scheduler.step()
+    scheduler.step()
+    assert runner.calls == [("prefill", 0), ("decode", [0]), ("prefill", 1)]
+
+
+def test_line_is_served_in_order(scheduler: Scheduler) -> None:
+    """Who came first runs first, however many wait."""
+    for key in "abcde":
+        start(scheduler, key, 1)
+    assert [output.key for output in drain(scheduler)] == list("abcde")
+
+
+def test_batch_is_bounded_below_the_slots() -> None:
+    """max_batch requests run at a time, also where more slots are free."""
+    runner = Doctored(slots=4)
+    scheduler = Scheduler(runner, max_batch=2)
+    for key in "abc":
+        start(scheduler, key, 10)
+    for _ in range(4):
+        scheduler.step()
+    status = scheduler.status()
+    assert (status["running"], status["waiting"], status["slots_free"]) == (2, 1, 2)
+
+
+@pytest.mark.parametrize("leave", ["cancel", "end"])
+@pytest.mark.parametrize("steps", [0, 1, 2, 3])
+def test_leave_in_any_phase_frees_everything_at_once(
+    scheduler: Scheduler, runner: Doctored, leave: str, steps: int
+) -> None:
+    """Waiting, prefilled, decoding or at the last step: slot and payload are free."""
+    start(scheduler, "a", 4)
+    for _ in range(steps):
+        scheduler.step()
+    getattr(scheduler, leave)("a")
+    status = scheduler.status()
+    assert (status["slots_free"], status["payload_bytes"]) == (2, 0)
+    outputs = drain(scheduler)
+    told = [output.finish.reason for output in outputs if output.finish is not None]
+    assert told == (["cancelled"] if leave == "cancel" else [])
+    assert not any(output.items for output in outputs)
+    assert_idle(scheduler, runner)
+
+
+def test_end_after_cancel_silences_it(scheduler: Scheduler, runner: Doctored) -> None:
+    """A stream that is ended before its cancellation was told is never heard of."""
+    start(scheduler, "a")
+    scheduler.cancel("a")
+    scheduler.end("a")
+    assert scheduler.step() == []
+    assert_idle(scheduler, runner)
+    assert scheduler.status()["finished"]["cancelled"] == 1
+
+
+def test_leaving_unknown_keys_is_nothing(
+    scheduler: Scheduler, runner: Doctored
+) -> None:
+    """Cancel and END of a key that is not there, or no more, change nothing."""
+    start(scheduler, "a", 1)
+    drain(scheduler)
+    for key in ("a", "b"):
+        scheduler.cancel(key)
+        scheduler.end(key)
+    assert_idle(scheduler, runner)
+
+
+def test_key_is_refused_while_in_use(scheduler: Scheduler) -> None:
+    """A key is unique while it waits, runs, or its cancellation is untold."""
+    start(scheduler, "a", 5)
+    for act in (lambda: None, scheduler.step, lambda: scheduler.cancel("a")):
+        act()
+        with pytest.raises(RequestRejected, match="in use"):
+            start(scheduler, "a")
+    scheduler.step()
+    start(scheduler, "a")
+
+
+def test_full_line_refuses(runner: Doctored) -> None:
+    """A bounded line refuses the next one and holds nothing of it."""
+    scheduler = Scheduler(runner, max_waiting=1)
+    start(scheduler, "a")
+    with pytest.raises(RequestRejected, match="retry later") as caught:
+        start(scheduler, "b")
+    assert caught.value.code == "overloaded"
+    assert scheduler.status()["rejected"] == 1
+    assert scheduler.status()["payload_bytes"] == PIXELS
+
+
+def test_failing_prefill_fails_alone(
+    scheduler: Scheduler, runner: Doctored, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A prompt that the model chokes on is told so; its neighbours go on."""
+    start(scheduler, "a", 4)
+    scheduler.step()
+    runner.fail_prefill = ValueError("secret words of the prompt")
+    start(scheduler, "b")
+    start(scheduler, "c")
+    finishes = {o.key: o.finish for o in drain(scheduler) if o.finish is not None}
+    assert {key: finish.reason for key, finish in finishes.items()} == {
+        "a": "completed",
+        "b": "failed",
+        "c": "completed",
+    }
+    assert finishes["b"].code == "prefill_failed"
+    assert finishes["b"].message == "prefill failed: ValueError"
+    (record,) = caplog.records
+    assert "ValueError at test_scheduler.py:" in record.getMessage()
+    assert "secret" not in caplog.text
+    assert_idle(scheduler, runner)
+
+
+def test_failing_decode_fails_that_step(scheduler: Scheduler, runner: Doctored) -> None:
+    """All of a failing batch are told; who was not in it goes on."""
+    for key in "abc":
+        start(scheduler, key, 4)
+    scheduler.step()
+    scheduler.step()
+    runner.fail_decode = RuntimeError("secret")
+    outputs = scheduler.step()
+    assert {o.key: o.finish.code for o in outputs if o.finish is not None} == {
+        "a": "decode_failed",
+        "b": "decode_failed",
+    }
+    rest = drain(scheduler)
+    assert {output.key for output in rest} == {"c"}
+    assert rest[-1].finish is not None
+    assert rest[-1].finish.reason == "completed"
+    assert_idle(scheduler, runner)
+
+
+def test_runner_that_answers_short_fails_the_step(
+    scheduler: Scheduler, runner: Doctored, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A runner that returns too few tokens is an error, not a shifted batch."""
+    start(scheduler, "a", 4)
+    scheduler.step()
+    monkeypatch.setattr(runner, "decode", lambda slots, tokens: [])
+    (output,) = scheduler.step()
+    assert output.finish is not None
+    assert output.finish.code == "decode_failed"
+    assert_idle(scheduler, runner)
+
+
+@pytest.mark.parametrize("where", ["fail_prefill", "fail_decode"])
+def test_lost_device_is_nobodys_failure(
+    scheduler: Scheduler, runner: Doctored, where: str
+) -> None:
+    """An error that the process cannot survive is not told as a request's own."""
+    start(scheduler, "a", 4)
+    if where == "fail_decode":
+        scheduler.step()
+    setattr(runner, where, DeviceLost("gone"))
+    with pytest.raises(DeviceLost):
+        scheduler.step()
+
+
+def test_status_is_plain_and_balances(scheduler: Scheduler, runner: Doctored) -> None:
+    """Counters are plain values and add up at every moment."""
+    start(scheduler, "a", 9)
+    start(scheduler, "b", 9)
+    start(scheduler, "c", 9)
+    scheduler.step()
+    scheduler.step()
+    assert scheduler.status() == {
+        "waiting": 1,
+        "running": 2,
+        "slots": 2,
+        "slots_free": 0,
+        "payload_bytes": PIXELS,
+        "steps": 2,
+        "tokens": 3,
+        "started": 3,
+        "rejected": 0,
+        "finished": {"completed": 0, "cancelled": 0, "failed": 0, "ended": 0},
+    }
+
+
+def test_batch_beyond_the_slots_raises(runner: Doctored) -> None:
+    """A batch that could never fill is a mistake in the configuration."""
+    with pytest.raises(ValueError, match="has 2 slots"):
+        Scheduler(runner, max_batch=3)
+
+
+def test_tokens_do_not_depend_on_company(
+    runner: Doctored, check_alone: Callable[..., list[Any]]
+) -> None:
+    """A stream is the same alone and among others that come and go."""
+    alone = check_alone("a", 6)
+    scheduler = Scheduler(runner)
+    start(scheduler, "x", 2, input_ids=[9])
+    start(scheduler, "a", 6)
+    start(scheduler, "y", 3, input_ids=[8, 7])
+    items = [i for o in drain(scheduler) if o.key == "a" for i in o.items]
+    assert items == alone
+
+
+@pytest.fixture
+def check_alone() -> Callable[..., list[Any]]:
+    """A function that streams one request with nobody beside it."""
+
+    def run(key: str, count: int) -> list[Any]:
+        scheduler = Scheduler(Doctored())
+        start(scheduler, key, count)
+        return [item for output in drain(scheduler) for item in output.items]
+
+    return run

@@ -1,0 +1,173 @@
+"""Real engine processes, a fake engine that misbehaves, and a leak check."""
+
+from __future__ import annotations
+
+import os
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import anyio
+import pytest
+import zmq
+
+import lifecycle_zmq
+from lifecycle_zmq import ZmqEngine, wire
+
+SCRIPT = Path(__file__).with_name("scripted_engine.py")
+BOUND = 20.0
+
+
+@pytest.fixture(params=["asyncio", "trio"])
+def anyio_backend(request: pytest.FixtureRequest) -> Any:
+    """Run every anyio test on both backends."""
+    return request.param
+
+
+@pytest.fixture
+def environment() -> dict[str, str]:
+    """An environment in which a child imports what this process imported."""
+    roots = {str(Path(lifecycle_zmq.__file__).parents[1])}
+    roots.add(str(Path(sys.modules["lifecycle"].__file__ or "").parents[1]))
+    return {**os.environ, "PYTHONPATH": os.pathsep.join(sorted(roots))}
+
+
+@pytest.fixture
+def engine_argv() -> list[str]:
+    """The command line of the scripted engine."""
+    return [sys.executable, str(SCRIPT)]
+
+
+@pytest.fixture
+def make_engine(
+    engine_argv: list[str], environment: dict[str, str], tmp_path: Path
+) -> Callable[..., ZmqEngine]:
+    """A scripted engine whose restarts are quick; arguments go to the script."""
+
+    def make(*arguments: str, **options: Any) -> ZmqEngine:
+        settings = {"backoff": 0.05, "env": environment, "directory": tmp_path}
+        return ZmqEngine([*engine_argv, *arguments], **(settings | options))
+
+    return make
+
+
+class FakeEngine:
+    """A ROUTER in this process that says exactly what a test makes it say."""
+
+    def __init__(self, endpoint: str, incarnation: int) -> None:
+        self.endpoint = endpoint
+        self.incarnation = incarnation
+        self.peer = b""
+        self.sent = 0
+        self.heard: list[wire.Message] = []
+        self._context = zmq.Context()
+        self._socket = self._context.socket(zmq.ROUTER)
+        self._socket.setsockopt(zmq.LINGER, 0)
+        self._socket.setsockopt(zmq.SNDHWM, 0)
+        self._socket.bind(endpoint)
+
+    async def hear(self) -> wire.Message:
+        """Return the next message, which must come soon."""
+        with anyio.fail_after(BOUND):
+            while not self._socket.poll(0):
+                await anyio.sleep(0.001)
+        return self._take()
+
+    async def greet(self) -> None:
+        """Answer the client's first message as an engine does."""
+        hello = await self.hear()
+        assert hello.kind is wire.Kind.STATUS
+        self.say(wire.Kind.READY, {})
+        self.say(wire.Kind.REPORT, {"ask": hello.body["ask"], "status": {}})
+
+    async def hear_all(self) -> list[wire.Kind]:
+        """Return the kinds of all that was sent by now, as ordered before a mark."""
+        mark = len(self.heard)
+        # Whatever was sent before is in the socket once nothing came for a while;
+        # the bound only matters to a test that expects nothing.
+        quiet = anyio.current_time() + 0.05
+        while anyio.current_time() < quiet:
+            if self._socket.poll(0):
+                self._take()
+                quiet = anyio.current_time() + 0.05
+            await anyio.sleep(0.001)
+        return [message.kind for message in self.heard[mark:]]
+
+    def _take(self) -> wire.Message:
+        self.peer, *parts = self._socket.recv_multipart()
+        message = wire.decode(parts, accept=wire.FROM_CLIENT)
+        self.heard.append(message)
+        return message
+
+    def say(self, kind: wire.Kind, body: dict[str, Any], **changes: int) -> None:
+        """Send one message; `changes` forge its header."""
+        header = {"incarnation": self.incarnation, "sequence": self.sent} | changes
+        self.say_raw(wire.encode(kind, body, **header))
+        self.sent += 1
+
+    def say_raw(self, *parts: bytes) -> None:
+        """Send anything."""
+        self._socket.send_multipart([self.peer, *parts])
+
+    def close(self) -> None:
+        """Hang up."""
+        self._context.destroy(linger=0)
+
+
+@pytest.fixture
+def fake_engine(tmp_path: Path) -> Iterator[FakeEngine]:
+    """A fake engine of incarnation 7."""
+    fake = FakeEngine(f"ipc://{tmp_path}/fake", 7)
+    yield fake
+    fake.close()
+
+
+@contextmanager
+def _watching() -> Iterator[None]:
+    before = _inventory()
+    yield
+    deadline = time.monotonic() + BOUND
+    # A thread of libzmq or of a worker pool needs a moment to be gone.
+    while (after := _inventory()) != before and time.monotonic() < deadline:
+        time.sleep(0.01)
+    assert after == before
+
+
+def _inventory() -> dict[str, Any]:
+    own = Path("/proc/self")
+    children = [
+        pid for path in own.glob("task/*/children") for pid in path.read_text().split()
+    ]
+    # anyio's pytest plugin runs trio beside a pool thread that stays idle for 10 s.
+    pooled = sum(it.name.startswith("Trio thread") for it in threading.enumerate())
+    return {
+        "descriptors": len(list((own / "fd").iterdir())),
+        "threads": len(list((own / "task").iterdir())) - pooled,
+        "children": sorted(children),
+    }
+
+
+@pytest.fixture
+def no_leaks(tmp_path: Path) -> Iterator[None]:
+    """Descriptors, threads, children and socket directories return to baseline."""
+    with _watching():
+        yield
+    left = [path.name for path in tmp_path.glob("lifecycle-*")]
+    assert left == []
+    assert [it.name for it in threading.enumerate() if "parent-watch" in it.name] == []
+
+
+@pytest.fixture
+def eventually() -> Callable[..., Any]:
+    """Wait for a condition, within a bound, without blocking the loop."""
+
+    async def wait(condition: Callable[[], Any], *, seconds: float = BOUND) -> None:
+        with anyio.fail_after(seconds):
+            while not condition():
+                await anyio.sleep(0.002)
+
+    return wait

@@ -1,0 +1,137 @@
+"""An engine whose streams do what their request says; run as a script.
+
+Request fields: ``count`` items (0, 1, 2, … as ``[n]``), or ``forever``; ``hold`` gives
+no item; ``reject`` and ``raise_in_start`` refuse; ``fail_at``, ``odd_item_at`` and
+``raise_at`` go wrong at that item; ``exit`` leaves the process with that code.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import os
+import sys
+import time
+import weakref
+from pathlib import Path
+from typing import Any
+
+from lifecycle_zmq import EngineServer, Finish, Output, RequestRejected
+
+
+class ScriptedBackend:
+    """Keeps books of everything it is told, for `status`."""
+
+    def __init__(self, step_seconds: float) -> None:
+        self._step_seconds = step_seconds
+        self._live: dict[str, dict[str, Any]] = {}
+        self._cancelled: set[str] = set()
+        self._memory: list[weakref.ref[Any]] = []
+        self._seen: list[Any] = []
+        self._calls: list[str] = []
+
+    def start(
+        self, key: str, request: dict[str, Any], tensors: dict[str, memoryview]
+    ) -> None:
+        """Take, refuse or blow up, as the request says."""
+        self._calls.append(f"start {key}")
+        for name, view in tensors.items():
+            self._memory.append(weakref.ref(view))
+            with contextlib.suppress(TypeError):  # a bytearray takes no weak reference
+                self._memory.append(weakref.ref(view.obj))
+            flat = view.cast("B")
+            self._seen.append([name, view.format, list(view.shape), sum(flat[:64])])
+        if "exit" in request:
+            os._exit(request["exit"])
+        if "stderr" in request:
+            os.write(2, b"x" * request["stderr"])
+        if "reject" in request:
+            refusal = RequestRejected(request["reject"], "as asked")
+            raise refusal
+        if "raise_in_start" in request:
+            raise RuntimeError(request["raise_in_start"])
+        self._live[key] = {**request, "at": 0}
+
+    def cancel(self, key: str) -> None:
+        """Finish the stream at the next step."""
+        self._calls.append(f"cancel {key}")
+        self._cancelled.add(key)
+
+    def end(self, key: str) -> None:
+        """Forget the stream."""
+        self._calls.append(f"end {key}")
+        self._live.pop(key, None)
+        self._cancelled.discard(key)
+
+    def step(self) -> list[Output]:
+        """Produce one item for each stream that has one."""
+        time.sleep(self._step_seconds)
+        outputs = [self._advance(key, it) for key, it in list(self._live.items())]
+        return [output for output in outputs if output is not None]
+
+    @property
+    def busy(self) -> bool:
+        """Whether any stream is to produce something."""
+        return bool(self._cancelled) or any(
+            "hold" not in it for it in self._live.values()
+        )
+
+    def status(self) -> dict[str, Any]:
+        """Return the books."""
+        return {
+            "live": sorted(self._live),
+            "calls": self._calls[-200:],
+            "seen": self._seen[-20:],
+            "tensors_alive": sum(ref() is not None for ref in self._memory),
+            "descriptors": len(list(Path("/proc/self/fd").iterdir())),
+        }
+
+    def _advance(self, key: str, it: dict[str, Any]) -> Output | None:
+        at = it["at"]
+        if key in self._cancelled:
+            return self._close(key, Finish("cancelled"))
+        if "hold" in it:
+            return None
+        if at == it.get("raise_at"):
+            raise RuntimeError("as asked")
+        if at == it.get("fail_at"):
+            return self._close(key, Finish("failed", "asked", "as asked"))
+        if at == it.get("count"):
+            return self._close(key, Finish("completed"))
+        it["at"] += 1
+        if at == it.get("odd_item_at"):
+            return Output(key, [object()])
+        if "size" in it:
+            return Output(key, [b"x" * it["size"]] * it.get("each", 1))
+        return Output(key, [[at]])
+
+    def _close(self, key: str, finish: Finish) -> Output:
+        self._live.pop(key)
+        self._cancelled.discard(key)
+        return Output(key, [], finish)
+
+
+def main() -> None:
+    """Run one engine process."""
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--endpoint", required=True)
+    parser.add_argument("--incarnation", type=int, required=True)
+    parser.add_argument("--step", type=float, default=0.001)
+    parser.add_argument("--fail", default="")
+    parser.add_argument("--never-ready", action="store_true")
+    parser.add_argument("--stay-without-parent", action="store_true")
+    options = parser.parse_args()
+    if options.fail:
+        sys.exit(options.fail)
+    if options.never_ready:
+        time.sleep(600)
+    EngineServer(
+        options.endpoint,
+        ScriptedBackend(options.step),
+        incarnation=options.incarnation,
+        leave_with_parent=not options.stay_without_parent,
+    ).run()
+
+
+if __name__ == "__main__":
+    main()

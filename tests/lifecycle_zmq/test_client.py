@@ -1,0 +1,519 @@
+"""The client against an engine that says exactly what the test makes it say."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from typing import Any
+
+import anyio
+import anyio.lowlevel
+import pytest
+
+from lifecycle import EngineLost
+from lifecycle_zmq import EngineClient, EngineFailed, RequestRejected, wire
+from lifecycle_zmq.wire import Kind
+
+pytestmark = [pytest.mark.anyio, pytest.mark.usefixtures("no_leaks")]
+
+
+@asynccontextmanager
+async def connected(fake: Any) -> AsyncIterator[EngineClient]:
+    """A client that the fake engine has greeted."""
+    async with EngineClient(fake.endpoint, incarnation=7, retry_after=3.0) as client:
+        await fake.greet()
+        with anyio.fail_after(20):
+            await client.wait_ready()
+        yield client
+
+
+async def started(client: EngineClient, fake: Any, key: str = "a#1") -> Any:
+    """A stream that the fake engine has accepted."""
+    streams: list[Any] = []
+
+    async def start() -> None:
+        streams.append(await client.start(key, {}))
+
+    with anyio.fail_after(20):
+        async with anyio.create_task_group() as tasks:
+            tasks.start_soon(start)
+            message = await fake.hear()
+            assert (message.kind, message.body["key"]) == (Kind.START, key)
+            fake.say(Kind.ACCEPTED, {"key": key})
+    return streams.pop()
+
+
+def chunk(key: str, first: int, items: list[Any], finish: Any = None) -> dict[str, Any]:
+    """The body of CHUNKS for one stream."""
+    return {"chunks": [[key, first, items, finish]]}
+
+
+async def ended(client: EngineClient, key: str, fake: Any) -> None:
+    """End a stream and let the fake engine say DONE."""
+    with anyio.fail_after(20):
+        async with anyio.create_task_group() as tasks:
+            tasks.start_soon(client.end, key)
+            while (await fake.hear()).kind is not Kind.END:
+                pass
+            fake.say(Kind.DONE, {"key": key})
+
+
+async def test_start_returns_only_after_accepted(fake_engine: Any) -> None:
+    """A start waits for ACCEPTED, not for the first item."""
+    returned = anyio.Event()
+
+    async def start() -> None:
+        await client.start("a#1", {})
+        returned.set()
+
+    async with connected(fake_engine) as client, anyio.create_task_group() as tasks:
+        tasks.start_soon(start)
+        await fake_engine.hear()
+        await anyio.wait_all_tasks_blocked()
+        assert not returned.is_set()
+        fake_engine.say(Kind.ACCEPTED, {"key": "a#1"})
+        with anyio.fail_after(20):
+            await returned.wait()
+
+
+async def test_start_raises_what_the_engine_refused_with(fake_engine: Any) -> None:
+    """REJECTED reaches the caller with its code, and there is nothing left to end."""
+    async with connected(fake_engine) as client:
+        async with anyio.create_task_group() as tasks:
+
+            async def start() -> None:
+                with pytest.raises(RequestRejected, match="full: no") as caught:
+                    await client.start("a#1", {})
+                assert caught.value.code == "full"
+
+            tasks.start_soon(start)
+            await fake_engine.hear()
+            reply = {"key": "a#1", "code": "full", "message": "no"}
+            fake_engine.say(Kind.REJECTED, reply)
+        assert client.streams == 0
+        await client.end("a#1")
+        assert await fake_engine.hear_all() == []
+
+
+async def test_start_before_ready_fails_at_once(fake_engine: Any) -> None:
+    """Before READY nothing is sent and nothing waits."""
+    async with EngineClient(fake_engine.endpoint, incarnation=7) as client:
+        with anyio.fail_after(1), pytest.raises(EngineLost) as caught:
+            await client.start("a#1", {})
+        assert caught.value.reason == "starting"
+        with pytest.raises(EngineLost):
+            await client.status()
+        await client.end("a#1")
+        assert (await fake_engine.hear()).kind is Kind.STATUS
+        assert await fake_engine.hear_all() == []
+
+
+@pytest.mark.parametrize("key", ["", "x" * 257, "taken"])
+async def test_start_refuses_keys_it_cannot_use(fake_engine: Any, key: str) -> None:
+    """An empty, long or used key is an error of the caller; nothing is sent."""
+    async with connected(fake_engine) as client:
+        await started(client, fake_engine, "taken")
+        with pytest.raises(ValueError, match="choose another"):
+            await client.start(key, {})
+        assert await fake_engine.hear_all() == []
+        assert client.streams == 1
+
+
+async def test_start_refuses_what_the_wire_cannot_carry(fake_engine: Any) -> None:
+    """Limits are checked by the sender (`fault-44`)."""
+    async with connected(fake_engine) as client:
+        for request, code in (
+            ({"x": "y" * 2**20}, "too_large"),
+            ({"x": object()}, "unencodable"),
+        ):
+            with pytest.raises(RequestRejected) as caught:
+                await client.start("a#1", request)
+            assert caught.value.code == code
+        assert client.streams == 0
+        assert await fake_engine.hear_all() == []
+        await started(client, fake_engine)
+
+
+async def test_stream_yields_items_then_ends(fake_engine: Any) -> None:
+    """Items in order, across messages and chunks; the finish comes after the last."""
+    async with connected(fake_engine) as client:
+        stream = await started(client, fake_engine)
+        fake_engine.say(Kind.CHUNKS, chunk("a#1", 0, [1, 2]))
+        fake_engine.say(Kind.CHUNKS, chunk("a#1", 2, []))
+        fake_engine.say(Kind.CHUNKS, chunk("a#1", 2, [3], {"reason": "completed"}))
+        with anyio.fail_after(20):
+            assert [item async for item in stream] == [1, 2, 3]
+            assert [item async for item in stream] == []
+
+
+async def test_stream_raises_a_failure_once(fake_engine: Any) -> None:
+    """A failed finish is told after the items, once; then the stream has ended."""
+    error = {"code": "oom", "message": "no memory"}
+    async with connected(fake_engine) as client:
+        stream = await started(client, fake_engine)
+        finish = {"reason": "failed", "error": error}
+        fake_engine.say(Kind.CHUNKS, chunk("a#1", 0, [1], finish))
+        with anyio.fail_after(20):
+            assert await anext(stream) == 1
+            with pytest.raises(EngineFailed, match="oom: no memory"):
+                await anext(stream)
+            with pytest.raises(StopAsyncIteration):
+                await anext(stream)
+
+
+async def test_cancelling_anext_loses_no_item(fake_engine: Any) -> None:
+    """A reader cancelled in its wait finds the item at the next call."""
+    async with connected(fake_engine) as client:
+        stream = await started(client, fake_engine)
+        for number in range(20):
+            with anyio.move_on_after(0):
+                await anext(stream)
+            fake_engine.say(Kind.CHUNKS, chunk("a#1", number, [number]))
+            with anyio.fail_after(20):
+                assert await anext(stream) == number
+
+
+async def test_end_sends_one_end_however_often_it_is_called(fake_engine: Any) -> None:
+    """Repeated, concurrent and cancelled calls send one END in all (`peers-17`)."""
+    async with connected(fake_engine) as client:
+        await started(client, fake_engine)
+        with anyio.move_on_after(0.01):
+            await client.end("a#1")
+        returned = []
+
+        async def end() -> None:
+            await client.end("a#1")
+            returned.append(1)
+
+        with anyio.fail_after(20):
+            async with anyio.create_task_group() as tasks:
+                for _ in range(3):
+                    tasks.start_soon(end)
+                assert await fake_engine.hear_all() == [Kind.END]
+                assert (returned, client.streams) == ([], 1)
+                fake_engine.say(Kind.DONE, {"key": "a#1"})
+        await client.end("a#1")
+        assert (len(returned), client.streams) == (3, 0)
+        assert await fake_engine.hear_all() == []
+
+
+@pytest.mark.parametrize("accepted", [False, True])
+async def test_end_after_a_cancelled_start_sends_one_end(
+    fake_engine: Any, accepted: bool
+) -> None:
+    """A start that was cancelled in its wait is ended, after START (`fault-4`)."""
+    async with connected(fake_engine) as client:
+        with anyio.move_on_after(0.01) as scope:
+            await client.start("a#1", {})
+        assert scope.cancelled_caught
+        if accepted:
+            await fake_engine.hear()
+            fake_engine.say(Kind.ACCEPTED, {"key": "a#1"})
+        await ended(client, "a#1", fake_engine)
+        kinds = [message.kind for message in fake_engine.heard]
+        assert kinds == [Kind.STATUS, Kind.START, Kind.END]
+        assert client.streams == 0
+
+
+async def test_end_without_start_sends_nothing(fake_engine: Any) -> None:
+    """A start cancelled before it began sent nothing: no END either (`fault-3`)."""
+    async with connected(fake_engine) as client:
+        async with anyio.create_task_group() as tasks:
+            tasks.start_soon(client.start, "a#1", {})
+            tasks.cancel_scope.cancel()
+        sent = await fake_engine.hear_all()
+        await client.end("b#1")
+        client.cancel("b#1")
+        if sent:  # the task ran up to its first wait before it was cancelled
+            assert sent == [Kind.START]
+            await ended(client, "a#1", fake_engine)
+        else:
+            await client.end("a#1")
+        assert await fake_engine.hear_all() == []
+
+
+async def test_end_before_a_refusal_waits_for_done(fake_engine: Any) -> None:
+    """END and REJECTED may cross; the stream is over with DONE, told once each."""
+    async with connected(fake_engine) as client:
+        with anyio.move_on_after(0.01):
+            await client.start("a#1", {})
+        with anyio.move_on_after(0.01):
+            await client.end("a#1")
+        reply = {"key": "a#1", "code": "full", "message": "no"}
+        assert await fake_engine.hear_all() == [Kind.START, Kind.END]
+        fake_engine.say(Kind.REJECTED, reply)
+        fake_engine.say(Kind.DONE, {"key": "a#1"})
+        with anyio.fail_after(20):
+            await client.end("a#1")
+        assert (client.streams, client.lost) == (0, None)
+
+
+async def test_end_ends_a_reader(fake_engine: Any) -> None:
+    """A reader in its wait sees the stream end; late items are dropped, not faults."""
+    async with connected(fake_engine) as client:
+        stream = await started(client, fake_engine)
+        with anyio.fail_after(20):
+            async with anyio.create_task_group() as tasks:
+
+                async def read() -> None:
+                    assert [item async for item in stream] == []
+
+                tasks.start_soon(read)
+                await anyio.wait_all_tasks_blocked()
+                tasks.start_soon(client.end, "a#1")
+                assert (await fake_engine.hear()).kind is Kind.END
+                fake_engine.say(Kind.CHUNKS, chunk("a#1", 0, [1]))
+                finish = {"reason": "cancelled"}
+                fake_engine.say(Kind.CHUNKS, chunk("a#1", 1, [], finish))
+                fake_engine.say(Kind.DONE, {"key": "a#1"})
+        assert client.lost is None
+
+
+async def test_cancel_is_sent_once_and_not_for_a_finished_stream(
+    fake_engine: Any,
+) -> None:
+    """CANCEL goes out once, and the stream ends without an error."""
+    async with connected(fake_engine) as client:
+        stream = await started(client, fake_engine)
+        client.cancel("a#1")
+        client.cancel("a#1")
+        assert await fake_engine.hear_all() == [Kind.CANCEL]
+        finish = {"reason": "cancelled"}
+        fake_engine.say(Kind.CHUNKS, chunk("a#1", 0, [1], finish))
+        with anyio.fail_after(20):
+            assert [item async for item in stream] == [1]
+        other = await started(client, fake_engine, "b#1")
+        finish = {"reason": "completed"}
+        fake_engine.say(Kind.CHUNKS, chunk("b#1", 0, [], finish))
+        with anyio.fail_after(20):
+            assert [item async for item in other] == []
+        client.cancel("b#1")
+        await other.aclose()
+        assert await fake_engine.hear_all() == []
+
+
+async def test_closing_a_stream_cancels_it_and_leaves_its_end_to_the_owner(
+    fake_engine: Any,
+) -> None:
+    """`aclose` sends CANCEL without waiting; END is still sent by `end`, once."""
+    async with connected(fake_engine) as client:
+        stream = await started(client, fake_engine)
+        with anyio.CancelScope() as scope:
+            scope.cancel()
+            await stream.aclose()
+        await stream.aclose()
+        assert [item async for item in stream] == []
+        assert await fake_engine.hear_all() == [Kind.CANCEL]
+        await ended(client, "a#1", fake_engine)
+        assert client.streams == 0
+
+
+async def test_dropping_a_stream_keeps_nothing_and_loses_no_end(
+    fake_engine: Any,
+) -> None:
+    """A dropped stream buffers nothing more and is ended like any other."""
+    async with connected(fake_engine) as client:
+        stream = await started(client, fake_engine)
+        fake_engine.say(Kind.CHUNKS, chunk("a#1", 0, ["x"]))
+        with anyio.fail_after(20):
+            assert await anext(stream) == "x"
+        state = client._table.streams["a#1"]
+        del stream
+        fake_engine.say(Kind.CHUNKS, chunk("a#1", 1, ["y"]))
+        with anyio.fail_after(20):
+            while state.received < 2:
+                await anyio.sleep(0.001)
+        assert not state.items
+        await ended(client, "a#1", fake_engine)
+
+
+async def test_stream_repr_shows_no_item(fake_engine: Any) -> None:
+    """What a stream holds does not show in its `repr` (`S9`)."""
+    async with connected(fake_engine) as client:
+        stream = await started(client, fake_engine)
+        fake_engine.say(Kind.CHUNKS, chunk("a#1", 0, ["canary", "canary"]))
+        with anyio.fail_after(20):
+            await anext(stream)
+        assert repr(stream) == "<EngineStream 'a#1' waiting=1>"
+
+
+FAULTS: dict[str, Any] = {
+    "gap": lambda fake: fake.say(Kind.CHUNKS, chunk("a#1", 1, [1])),
+    "repeat": lambda fake: fake.say(Kind.REPORT, {"ask": 0, "status": {}}, sequence=0),
+    "lost": lambda fake: fake.say(Kind.CHUNKS, chunk("a#1", 0, [1]), sequence=99),
+    "older": lambda fake: fake.say(Kind.DONE, {"key": "a#1"}, incarnation=6),
+    "unknown": lambda fake: fake.say(Kind.CHUNKS, chunk("zz", 0, [1])),
+    "done": lambda fake: fake.say(Kind.DONE, {"key": "a#1"}),
+    "twice": lambda fake: fake.say(Kind.ACCEPTED, {"key": "a#1"}),
+    "ready": lambda fake: fake.say(Kind.READY, {}),
+    "garbage": lambda fake: fake.say_raw(b"\x80\x04canary"),
+    "client kind": lambda fake: fake.say(Kind.SHUTDOWN, {}),
+    "many parts": lambda fake: fake.say_raw(*[b"x"] * 200),
+}
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+async def test_fault_of_the_engine_is_told_to_its_waiters(
+    fake_engine: Any, fault: str
+) -> None:
+    """A broken protocol loses this engine, nothing more (`fault-40`, `fault-46`)."""
+    async with connected(fake_engine) as client:
+        stream = await started(client, fake_engine)
+        told: list[str] = []
+
+        async def wait_for(awaitable: Any) -> None:
+            with pytest.raises(EngineLost) as caught:
+                await awaitable
+            assert caught.value.retry_after == 3.0
+            assert "canary" not in str(caught.value)
+            told.append(caught.value.reason)
+
+        with anyio.fail_after(20):
+            async with anyio.create_task_group() as tasks:
+                tasks.start_soon(wait_for, anext(stream))
+                tasks.start_soon(wait_for, client.start("b#1", {}))
+                tasks.start_soon(wait_for, client.status())
+                await fake_engine.hear()
+                await fake_engine.hear()
+                FAULTS[fault](fake_engine)
+        assert told == ["protocol"] * 3
+        with pytest.raises(StopAsyncIteration):
+            await anext(stream)
+        with pytest.raises(EngineLost):
+            await client.start("c#1", {})
+        with anyio.fail_after(1):
+            await client.end("a#1")
+            await client.end("b#1")
+        assert client.streams == 0
+
+
+async def test_items_after_the_finish_are_a_fault(fake_engine: Any) -> None:
+    """One terminal event per stream, none after it; the finish itself counts."""
+    async with connected(fake_engine) as client:
+        stream = await started(client, fake_engine)
+        finish = {"reason": "completed"}
+        fake_engine.say(Kind.CHUNKS, chunk("a#1", 0, [1], finish))
+        fake_engine.say(Kind.CHUNKS, chunk("a#1", 1, [2]))
+        with anyio.fail_after(20):
+            await client.wait_lost()
+            assert [item async for item in stream] == [1]
+        assert client.lost == "protocol"
+
+
+async def test_losing_the_engine_delivers_what_had_arrived_first(
+    fake_engine: Any,
+) -> None:
+    """Items that arrived are read before the loss is told, once."""
+    async with connected(fake_engine) as client:
+        stream = await started(client, fake_engine)
+        fake_engine.say(Kind.CHUNKS, chunk("a#1", 0, [1, 2]))
+        with anyio.fail_after(20):
+            assert await anext(stream) == 1
+        client.lose("killed")
+        client.lose("later")
+        assert await anext(stream) == 2
+        with pytest.raises(EngineLost) as caught:
+            await anext(stream)
+        assert caught.value.reason == "killed"
+        with pytest.raises(StopAsyncIteration):
+            await anext(stream)
+
+
+async def test_leaving_the_client_tells_every_waiter(fake_engine: Any) -> None:
+    """Closing is a loss as well: no waiter is left behind."""
+    async with anyio.create_task_group() as tasks, connected(fake_engine) as client:
+        stream = await started(client, fake_engine)
+
+        async def read() -> None:
+            with pytest.raises(EngineLost) as caught:
+                await anext(stream)
+            assert caught.value.reason == "closed"
+
+        tasks.start_soon(read)
+        await anyio.wait_all_tasks_blocked()
+    assert not client.ready
+
+
+async def test_error_of_the_block_is_not_wrapped(fake_engine: Any) -> None:
+    """What the block raises comes out as it is, not in a group."""
+    with pytest.raises(KeyError):
+        async with EngineClient(fake_engine.endpoint, incarnation=7):
+            raise KeyError("mine")
+
+
+async def test_end_works_while_everything_around_is_cancelled(
+    fake_engine: Any,
+) -> None:
+    """A clean-up under an outer cancellation still gets its DONE (`peers-24`)."""
+    done = False
+    with anyio.CancelScope() as outer:
+        async with connected(fake_engine) as client:
+            await started(client, fake_engine)
+            outer.cancel()
+            with anyio.CancelScope(shield=True):
+                await ended(client, "a#1", fake_engine)
+                done = True
+            await anyio.lowlevel.checkpoint()
+    assert done
+    assert outer.cancelled_caught
+
+
+async def test_fault_of_the_client_ends_its_waiters_only(
+    fake_engine: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An unexpected error in the background task is told, never raised out."""
+    async with connected(fake_engine) as client:
+        stream = await started(client, fake_engine)
+
+        def broken(*_: object, **__: object) -> None:
+            raise ZeroDivisionError
+
+        monkeypatch.setattr(wire, "decode", broken)
+        fake_engine.say(Kind.CHUNKS, chunk("a#1", 0, [1]))
+        with anyio.fail_after(20), pytest.raises(EngineLost) as caught:
+            await anext(stream)
+        assert caught.value.reason == "client_fault"
+
+
+async def test_send_that_swallows_the_news_of_a_message_handles_it(
+    fake_engine: Any,
+) -> None:
+    """Messages that arrive while the client sends are seen without another event."""
+    async with connected(fake_engine) as client:
+        stream = await started(client, fake_engine)
+        received = 0
+        with anyio.fail_after(20):
+            for number in range(300):
+                fake_engine.say(Kind.CHUNKS, chunk("a#1", number, [number]))
+                client._send(Kind.STATUS, {"ask": 0})
+                if number % 3 == 0:
+                    await anyio.lowlevel.checkpoint()
+            async for item in stream:
+                assert item == received
+                received += 1
+                if received == 300:
+                    break
+
+
+async def test_hang_up_of_the_engine_is_seen_at_the_next_send(
+    fake_engine: Any, eventually: Any
+) -> None:
+    """Without a connection nothing is queued for another engine (`fault-47`)."""
+    async with connected(fake_engine) as client:
+        await started(client, fake_engine)
+        fake_engine.close()
+        number = 0
+
+        async def try_once() -> bool:
+            nonlocal number
+            number += 1
+            with anyio.move_on_after(0.01), pytest.raises(EngineLost):
+                await client.start(f"n#{number}", {})
+            return client.lost is not None
+
+        with anyio.fail_after(20):
+            while not await try_once():
+                pass
+        assert client.lost == "disconnected"
+        gc.collect()

@@ -1,0 +1,409 @@
+"""The server in a thread of this process, spoken to by a bare socket."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import msgpack
+import pytest
+import zmq
+
+from lifecycle_zmq import EngineServer, Finish, Output, RequestRejected, wire
+from lifecycle_zmq.wire import Kind
+
+pytestmark = pytest.mark.usefixtures("no_leaks")
+
+
+class ListBackend:
+    """Produces what the test has put on its list, one tick an entry."""
+
+    def __init__(self) -> None:
+        self.ticks: list[list[Output] | Exception] = []
+        self.calls: list[str] = []
+        self.odd_status = False
+
+    def start(
+        self, key: str, request: dict[str, Any], tensors: dict[str, memoryview]
+    ) -> None:
+        """Take anything but ``no``; ticks start to flow with the stream ``go``."""
+        self.calls.append(f"start {key}")
+        if key == "no":
+            raise RequestRejected("no", "no")
+
+    def cancel(self, key: str) -> None:
+        """Note the call."""
+        self.calls.append(f"cancel {key}")
+
+    def end(self, key: str) -> None:
+        """Note the call."""
+        self.calls.append(f"end {key}")
+
+    def step(self) -> Sequence[Output]:
+        """Play the next tick."""
+        tick = self.ticks.pop(0)
+        if isinstance(tick, Exception):
+            raise tick
+        return tick
+
+    @property
+    def busy(self) -> bool:
+        """Whether there is a tick to play, once ``go`` was started."""
+        return bool(self.ticks) and "start go" in self.calls
+
+    def status(self) -> dict[str, Any]:
+        """Return a set, which cannot be sent, when told to."""
+        return {"odd": {1}} if self.odd_status else {}
+
+
+class Served:
+    """A server of incarnation 1 and the clients that a test opens."""
+
+    def __init__(self, endpoint: str) -> None:
+        self.endpoint = endpoint
+        self.backend = ListBackend()
+        self.error: BaseException | None = None
+        self.server = EngineServer(
+            endpoint, self.backend, incarnation=1, leave_with_parent=False
+        )
+        self.context = zmq.Context()
+        self.clients: list[BareClient] = []
+        self.thread = threading.Thread(target=self._run)
+        self.thread.start()
+
+    def _run(self) -> None:
+        try:
+            self.server.run()
+        except BaseException as error:  # noqa: BLE001
+            self.error = error
+
+    def client(self) -> BareClient:
+        """Connect another client."""
+        self.clients.append(BareClient(self.context, self.endpoint))
+        return self.clients[-1]
+
+    def stop(self) -> None:
+        """Tell the server to leave, if it has not failed before."""
+        if self.thread.is_alive():
+            open_ = [client for client in self.clients if not client.socket.closed]
+            (open_ or [self.client()])[0].say(Kind.SHUTDOWN, {})
+        self.thread.join(20)
+        for client in self.clients:
+            client.socket.close(0)
+        self.context.destroy(linger=0)
+        assert not self.thread.is_alive()
+
+
+class BareClient:
+    """A DEALER that may say anything."""
+
+    def __init__(self, context: Any, endpoint: str) -> None:
+        self.socket = context.socket(zmq.DEALER)
+        self.socket.connect(endpoint)
+        self.sent = 0
+
+    def say(self, kind: Kind, body: dict[str, Any], **changes: int) -> None:
+        """Send one message; `changes` forge its header."""
+        header = {"incarnation": 1, "sequence": self.sent} | changes
+        self.socket.send(wire.encode(kind, body, **header))
+        self.sent += 1
+
+    def hear(self) -> wire.Message:
+        """Return the next message, which must come soon."""
+        assert self.socket.poll(20_000)
+        return wire.decode(self.socket.recv_multipart(), accept=wire.FROM_ENGINE)
+
+    def start(self, key: str) -> None:
+        """Start a stream and hear that it was accepted."""
+        self.say(Kind.START, {"key": key, "request": {}, "tensors": []})
+        message = self.hear()
+        if message.kind is Kind.READY:
+            message = self.hear()
+        assert (message.kind, message.body) == (Kind.ACCEPTED, {"key": key})
+
+    def status(self) -> dict[str, Any]:
+        """Ask for the counters."""
+        self.say(Kind.STATUS, {"ask": 1})
+        while (message := self.hear()).kind is not Kind.REPORT:
+            pass
+        status: dict[str, Any] = message.body["status"]
+        return status
+
+    def chunks(self, keys: int) -> dict[str, list[Any]]:
+        """Collect items and finish of that many streams, checking the order."""
+        items: dict[str, list[Any]] = {}
+        while sum(it[-1:] == ["."] for it in items.values()) < keys:
+            message = self.hear()
+            assert message.kind is Kind.CHUNKS
+            for key, first, new, finish in message.body["chunks"]:
+                mine = items.setdefault(key, [])
+                assert first == len(mine)
+                mine.extend(new)
+                if finish is not None:
+                    code = finish.get("error", {}).get("code")
+                    mine.extend([code or finish["reason"], "."])
+        return items
+
+
+@pytest.fixture
+def served(tmp_path: Path, no_leaks: None) -> Iterator[Served]:
+    """A running server."""
+    it = Served(f"ipc://{tmp_path}/served")
+    yield it
+    it.stop()
+
+
+def _forge(**fields: Any) -> bytes:
+    packed = fields.pop("packed")
+    header = {
+        "magic": wire.MAGIC,
+        "version": 1,
+        "kind": Kind.END,
+        "tensors": 0,
+        "size": len(packed),
+        "incarnation": 1,
+        "sequence": 0,
+    } | fields
+    return wire.HEADER.pack(*header.values()) + packed
+
+
+BAD: dict[str, list[bytes]] = {
+    "empty": [b""],
+    "noise": [b"\x00" * 40],
+    "pickle": [b"\x80\x04\x95\x1c\x00\x00\x00\x00\x00\x00\x00\x8c\x05posix\x94."],
+    "engine kind": [_forge(kind=Kind.READY, packed=b"\x80")],
+    "no field": [_forge(packed=b"\x80")],
+    "deep": [_forge(kind=Kind.START, packed=b"\x91" * 5000)],
+    "older": [_forge(incarnation=0, packed=msgpack.packb({"key": "a"}))],
+    "other": [_forge(incarnation=2, packed=msgpack.packb({"key": "a"}))],
+    "parts": [b"x"] * 5000,
+    "tensors": [_forge(packed=msgpack.packb({"key": "a"}), tensors=1), b"x"],
+}
+
+
+@pytest.mark.parametrize("bad", BAD)
+def test_server_counts_bad_frames_and_serves_on(served: Served, bad: str) -> None:
+    """No frame of a client kills or confuses the engine (`fault-43`, `fault-46`)."""
+    good = served.client()
+    good.start("a")
+    other = served.client()
+    other.socket.send_multipart(BAD[bad])
+    good.socket.send_multipart(BAD[bad])
+    good.start("b")
+    status = good.status()
+    while status["bad_frames"] < 2:  # the other client's may come later
+        status = good.status()
+    assert (status["bad_frames"], status["live"]) == (2, 2)
+    assert served.backend.calls == ["start a", "start b"]
+    assert not other.socket.poll(0)
+
+
+def test_server_drops_a_message_that_comes_twice(served: Served) -> None:
+    """A repeated number is dropped, so START and END act once (`fault-41`)."""
+    client = served.client()
+    client.start("a")
+    body = {"key": "b", "request": {}, "tensors": []}
+    client.say(Kind.START, body, sequence=0)
+    assert client.status()["bad_frames"] == 1
+    assert served.backend.calls == ["start a"]
+
+
+def test_server_counts_every_kind_of_end(served: Served) -> None:
+    """Each END is answered; repeated and unstarted ones are counted apart."""
+    client = served.client()
+    client.start("a")
+    client.say(Kind.START, {"key": "no", "request": {}, "tensors": []})
+    assert client.hear().kind is Kind.REJECTED
+    for key in ("a", "a", "never", "no"):
+        client.say(Kind.END, {"key": key})
+        assert client.hear().kind is Kind.DONE
+    status = client.status()
+    assert (status["ends"], status["duplicate_ends"]) == (1, 1)
+    assert (status["ends_before_start"], status["ends_of_refused"]) == (1, 1)
+    assert served.backend.calls == ["start a", "start no", "end a"]
+
+
+def test_server_refuses_a_key_in_use(served: Served) -> None:
+    """Two live streams never share a key; the first is untouched (`peers-27`)."""
+    client = served.client()
+    client.start("a")
+    client.say(Kind.START, {"key": "a", "request": {}, "tensors": []})
+    refusal = client.hear()
+    assert refusal.kind is Kind.REJECTED
+    assert refusal.body["code"] == "duplicate_key"
+    assert served.backend.calls == ["start a"]
+
+
+def test_server_keeps_clients_apart(served: Served) -> None:
+    """A client can neither cancel nor end what another has started."""
+    one, two = served.client(), served.client()
+    one.start("a")
+    two.start("b")
+    two.say(Kind.CANCEL, {"key": "a"})
+    two.say(Kind.END, {"key": "a"})
+    assert two.hear().kind is Kind.DONE
+    assert two.status()["live"] == 2
+    assert served.backend.calls == ["start a", "start b"]
+
+
+def test_server_ends_the_streams_of_a_client_that_left(served: Served) -> None:
+    """The first message that cannot be delivered releases all of that client's."""
+    gone, stays = served.client(), served.client()
+    gone.start("a")
+    gone.start("b")
+    stays.start("c")
+    gone.socket.close(0)
+    ticks = 0
+    while stays.status()["live"] > 1:
+        ticks += 1
+        served.backend.ticks.append([Output("a", [ticks])])
+        if ticks == 1:
+            stays.start("go")
+            stays.say(Kind.END, {"key": "go"})
+            assert ticks < 10_000
+    status = stays.status()
+    assert (status["live"], status["lost_with_peer"]) == (1, 2)
+    assert {"end a", "end b"} <= set(served.backend.calls)
+    assert "end c" not in served.backend.calls
+
+
+def test_server_puts_a_tick_of_all_streams_into_one_message(served: Served) -> None:
+    """One message per tick and client; streams already ended are left out."""
+    client = served.client()
+    client.start("a")
+    client.start("b")
+    client.say(Kind.END, {"key": "b"})
+    assert client.hear().kind is Kind.DONE
+    tick = [
+        Output("a", [1], None),
+        Output("b", [1], None),
+        Output("go", (2, 3), Finish("completed")),
+        Output("go", [4], None),
+        Output("a", [5], Finish("cancelled")),
+        Output("nobody", [6], None),
+    ]
+    served.backend.ticks.append(tick)
+    client.start("go")
+    message = client.hear()
+    assert message.body["chunks"] == [
+        ["a", 0, [1], None],
+        ["go", 0, [2, 3], {"reason": "completed"}],
+        ["a", 1, [5], {"reason": "cancelled"}],
+    ]
+
+
+def test_server_splits_a_tick_that_is_too_large(served: Served) -> None:
+    """More than one message can hold travels in several, in order (`fault-44`)."""
+    client = served.client()
+    for key in "abc":
+        client.start(key)
+    big = b"x" * 100_000
+    tick = [Output(key, [big] * 7, Finish("completed")) for key in "abc"]
+    served.backend.ticks.append(tick)
+    client.start("go")
+    items = client.chunks(3)
+    assert items == {key: [big] * 7 + ["completed", "."] for key in "abc"}
+
+
+@pytest.mark.parametrize(
+    ("odd", "code"),
+    [
+        (object(), "unencodable"),
+        ({1: 2}, "unencodable"),
+        (2**80, "unencodable"),
+        (b"x" * 300_000, "too_large"),
+    ],
+    ids=["object", "int key", "int", "bytes"],
+)
+def test_server_fails_only_the_stream_whose_item_cannot_be_sent(
+    served: Served, odd: Any, code: str
+) -> None:
+    """An odd item ends its own stream, told with a code; the others go on."""
+    client = served.client()
+    client.start("a")
+    client.start("b")
+    first = [Output("a", [1, odd, 2, 3]), Output("b", [1])]
+    second = [Output("a", [4]), Output("b", [2], Finish("completed"))]
+    served.backend.ticks.extend([first, second])
+    client.start("go")
+    items = client.chunks(2)
+    assert items["b"] == [1, 2, "completed", "."]
+    assert items["a"] == [1, code, "."]
+    assert "cancel a" in served.backend.calls
+
+
+def test_server_fails_all_streams_when_a_step_raises(
+    served: Served, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """Each is told, all is released, the engine goes on (`fault-28`)."""
+    client = served.client()
+    client.start("a")
+    served.backend.ticks.extend([RuntimeError("canary"), [Output("b", [1])]])
+    client.start("go")
+    assert client.chunks(2) == {key: ["step_failed", "."] for key in ("a", "go")}
+    assert {"end a", "end go"} <= set(served.backend.calls)
+    client.start("b")
+    assert client.status()["live"] == 3
+    said = capfd.readouterr().err
+    assert "RuntimeError" in said
+    assert "canary" not in said
+
+
+def test_server_gives_up_when_every_step_raises(served: Served) -> None:
+    """A backend that does not recover ends the process, which is restarted."""
+    served.backend.ticks.extend([RuntimeError("again")] * 3)
+    served.client().start("go")
+    served.thread.join(20)
+    assert isinstance(served.error, RuntimeError)
+
+
+def test_server_shortens_long_refusals_and_failures(served: Served) -> None:
+    """What a backend says is cut to the limits, not refused."""
+    client = served.client()
+    client.start("a")
+    finish = Finish("failed", "c" * 100, "m" * 10_000)
+    served.backend.ticks.append([Output("a", [], finish)])
+    client.start("go")
+    error = client.hear().body["chunks"][0][3]["error"]
+    assert (len(error["code"]), len(error["message"])) == (64, 4096)
+
+
+def test_server_reports_a_status_that_cannot_be_sent(served: Served) -> None:
+    """An odd status of the backend leaves the server's own counters readable."""
+    served.backend.odd_status = True
+    status = served.client().status()
+    assert status["backend"] == {"error": "unencodable"}
+
+
+def test_server_forgets_idle_clients_for_new_ones(served: Served) -> None:
+    """Any number may come and go; those with streams are kept (`fault-49`)."""
+    kept = served.client()
+    kept.start("a")
+    for _ in range(80):
+        passing = served.client()
+        passing.status()
+        passing.socket.close(0)
+    kept.start("b")
+    assert kept.status()["live"] == 2
+
+
+def test_server_refuses_clients_beyond_its_limit(served: Served) -> None:
+    """When all places are held by clients with streams, one more is not heard."""
+    clients = [served.client() for _ in range(64)]
+    for number, client in enumerate(clients):
+        client.start(f"s{number}")
+    late = served.client()
+    late.say(Kind.STATUS, {"ask": 1})
+    while clients[0].status()["bad_frames"] == 0:
+        pass
+    assert not late.socket.poll(0)
+
+
+def test_server_shuts_down_when_told(tmp_path: Path) -> None:
+    """SHUTDOWN ends `run`, also with a stream that is live."""
+    it = Served(f"ipc://{tmp_path}/served")
+    it.client().start("a")
+    it.stop()
+    assert it.error is None

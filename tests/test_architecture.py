@@ -1,0 +1,211 @@
+"""The arrows of the design, read off the import statements.
+
+The list below is the design. An import that is not on it fails here, so a new
+arrow is a decision somebody writes down, not an accident.
+"""
+
+import ast
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[1]
+CORE = ROOT / "src" / "lifecycle"
+ADAPTERS = ROOT / "adapters"
+
+# Who in the core may import whom, from the floor upwards. A module that is not
+# named here may import nothing of ours; `__init__` collects the public names and
+# may import them all. What only type checkers import draws no arrow.
+FLOOR = {"_errors", "events", "_park", "_ticket"}
+ARROWS: dict[str, set[str]] = {
+    # The gate's books: pure, synchronous, no errors of ours but refusals.
+    "_ledger": {"_ticket"},
+    "_line": {"_ticket"},
+    "_fair": {"_ticket"},
+    "_books": {"_ledger"},
+    "_refusal": {"_errors"},
+    "_lease": FLOOR,
+    "_admission": {"_books", "_fair", "_lease", "_line", "_refusal"} | FLOOR,
+    # Payloads and streams know nothing of gates.
+    "_payload": set(),
+    "_scrub": {"_payload"},
+    "_stream": {"_errors"},
+    "_watchdog": {"_stream"},
+    # Sessions know starts, a start knows its lease; nothing knows the registry.
+    "_start": {"_lease", "_payload", "_errors"},
+    "_session": {"_start", "_stream", "_watchdog", "_payload", "_errors", "events"},
+    "_decorators": {"_session", "_stream", "_scrub", "_payload"},
+    # `Gate.admits` and `SessionRegistry.track` are decorators, hence the last arrows.
+    "_gate": {"_admission", "_lease"} | FLOOR | {"_decorators"},
+    "_sessions": {"_session", "_watchdog"} | FLOOR | {"_decorators"},
+    "observers": {"events"},
+} | {name: set() for name in FLOOR}
+
+# Time, chance and the outside world come in as arguments, so that all of the core
+# runs under simulation.
+FORBIDDEN_IN_CORE = {
+    "time",
+    "datetime",
+    "random",
+    "secrets",
+    "uuid",
+    "os",
+    "socket",
+    "select",
+    "subprocess",
+    "multiprocessing",
+    "zmq",
+}
+# Waking a task from any thread is the one thing that anyio does not offer.
+KNOWS_EVENT_LOOPS = {"_park"}
+PICKLES = {"pickle", "marshal", "shelve", "dill", "cloudpickle", "joblib"}
+# Public like the adapters, and above the core like them.
+TESTING = {"testing", "pytest_plugin"}
+# Only the bundled engine stands above other adapters.
+MAY_USE = {"lifecycle_engine": {"lifecycle_asgi", "lifecycle_zmq"}}
+
+
+def modules(folder: Path) -> list[Path]:
+    """Return every Python file under *folder*."""
+    return sorted(folder.rglob("*.py"))
+
+
+def imports(path: Path) -> Iterator[tuple[str, str | None]]:
+    """Yield what *path* imports: a dotted module and, for `from`, the name."""
+    for node in at_run_time(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            for alias in node.names:
+                yield alias.name, None
+        elif isinstance(node, ast.ImportFrom):
+            base = absolute(path, node)
+            for alias in node.names:
+                yield base, alias.name
+
+
+def at_run_time(node: ast.AST) -> Iterator[ast.AST]:
+    """Yield all nodes but those under `if TYPE_CHECKING`."""
+    for child in ast.iter_child_nodes(node):
+        if isinstance(child, ast.If) and ast.unparse(child.test) == "TYPE_CHECKING":
+            continue
+        yield child
+        yield from at_run_time(child)
+
+
+def absolute(path: Path, node: ast.ImportFrom) -> str:
+    """Return the dotted module that a possibly relative import names."""
+    if not node.level:
+        return node.module or ""
+    top = ROOT / "src" if path.is_relative_to(CORE) else ADAPTERS
+    package = list(path.relative_to(top).parent.parts)
+    package = package[: len(package) - node.level + 1]
+    return ".".join([*package, *([node.module] if node.module else [])])
+
+
+def ours(path: Path) -> Iterator[str]:
+    """Yield the modules of `lifecycle` that *path* imports, without the package."""
+    for module, name in imports(path):
+        top, _, rest = module.partition(".")
+        if top != "lifecycle":
+            continue
+        if rest:
+            yield rest
+        elif name is None:
+            yield "__init__"
+        else:
+            known = (CORE / f"{name}.py").exists() or (CORE / name).is_dir()
+            yield name if known else "__init__"
+
+
+def core_name(path: Path) -> str:
+    """Return the name by which the list of arrows knows *path*."""
+    return path.relative_to(CORE).parts[0].removesuffix(".py")
+
+
+def ids(paths: list[Path]) -> list[str]:
+    """Return paths as pytest shows them."""
+    return [str(path.relative_to(ROOT)) for path in paths]
+
+
+CORE_FILES = modules(CORE)
+ADAPTER_FILES = modules(ADAPTERS)
+
+
+@pytest.mark.parametrize("path", CORE_FILES, ids=ids(CORE_FILES))
+def test_draws_only_allowed_arrows_inside_core(path: Path) -> None:
+    """A core module imports only what the design lets it."""
+    name = core_name(path)
+    if name == "__init__":
+        return
+    if name in TESTING:
+        allowed = {
+            module.stem for module in CORE_FILES if not module.stem.startswith("_")
+        } | {"__init__", name}
+    else:
+        allowed = ARROWS.get(name, set())
+    drawn = {module.partition(".")[0] for module in ours(path)}
+    assert drawn - allowed == set(), f"{name} may import only {sorted(allowed)}"
+
+
+def test_names_only_modules_that_exist() -> None:
+    """The list of arrows has no entry for a module that is gone."""
+    assert set(ARROWS) <= {core_name(path) for path in CORE_FILES}
+
+
+@pytest.mark.parametrize("path", CORE_FILES, ids=ids(CORE_FILES))
+def test_keeps_the_world_out_of_the_core(path: Path) -> None:
+    """No core module has a clock, chance, socket, process or loop of its own."""
+    found = {module.partition(".")[0] for module, _ in imports(path)}
+    assert found & FORBIDDEN_IN_CORE == set()
+    if core_name(path) not in KNOWS_EVENT_LOOPS | TESTING:
+        assert found & {"asyncio", "trio"} == set()
+
+
+@pytest.mark.parametrize("path", ADAPTER_FILES, ids=ids(ADAPTER_FILES))
+def test_uses_only_public_names_from_adapters(path: Path) -> None:
+    """An adapter reaches `lifecycle` through public names, and no other adapter."""
+    adapter = path.relative_to(ADAPTERS).parts[0]
+    private = {name for name in ours(path) if name.startswith("_")} - {"__init__"}
+    assert private == set()
+    found = {module.partition(".")[0] for module, _ in imports(path)}
+    others = {name for name in found if name.startswith("lifecycle_")}
+    assert others <= {adapter} | MAY_USE.get(adapter, set())
+    for module, name in imports(path):
+        if module.partition(".")[0] in others - {adapter}:
+            parts = [*module.split("."), *([name] if name else [])]
+            assert not any(part.startswith("_") for part in parts), module
+
+
+PRODUCT_FILES = CORE_FILES + ADAPTER_FILES
+
+
+@pytest.mark.parametrize("path", PRODUCT_FILES, ids=ids(PRODUCT_FILES))
+def test_pickles_nothing(path: Path) -> None:
+    """S1: no module imports a pickle or calls one through a library."""
+    assert {module.partition(".")[0] for module, _ in imports(path)} & PICKLES == set()
+    called = {
+        node.attr
+        for node in ast.walk(ast.parse(path.read_text()))
+        if isinstance(node, ast.Attribute)
+    }
+    assert called & {"recv_pyobj", "send_pyobj"} == set()
+
+
+def test_keeps_adapters_a_folder() -> None:
+    """`adapters` is never importable: the name belongs to another distribution."""
+    assert not (ADAPTERS / "__init__.py").exists()
+
+
+def test_draws_no_circle_in_the_core() -> None:
+    """Following the arrows never comes back, so the list itself is sound."""
+    done: set[str] = set()
+
+    def walk(name: str, path: tuple[str, ...]) -> None:
+        assert name not in path, " -> ".join([*path, name])
+        if name not in done:
+            for target in ARROWS[name]:
+                walk(target, (*path, name))
+            done.add(name)
+
+    for name in ARROWS:
+        walk(name, ())

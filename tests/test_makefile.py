@@ -1,0 +1,121 @@
+"""What `make` says when something is missing, on machines that lack it.
+
+The set-up script runs in a copy of the project beside stand-ins for `python3`
+and `df`, so that no test needs an old machine or a full disk.
+"""
+
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[1]
+
+pytestmark = pytest.mark.skipif(
+    shutil.which("make") is None, reason="make is not installed"
+)
+
+
+@pytest.fixture
+def copy(tmp_path: Path) -> Path:
+    """Return a copy of what `make` needs, with an empty folder `bin` beside it."""
+    project = tmp_path / "project"
+    for name in ("Makefile", "pyproject.toml", "constraints", "scripts"):
+        source, target = ROOT / name, project / name
+        target.parent.mkdir(exist_ok=True)
+        (shutil.copytree if source.is_dir() else shutil.copy)(source, target)
+    (tmp_path / "bin").mkdir()
+    return project
+
+
+def stand_in(copy: Path, name: str, script: str) -> None:
+    """Put a shell script in front of the real command *name*."""
+    path = copy.parent / "bin" / name
+    path.write_text(f"#!/bin/sh\n{script}\n")
+    path.chmod(0o755)
+
+
+def make(copy: Path, *args: str) -> subprocess.CompletedProcess[str]:
+    """Run `make` in the copy, with the stand-ins first on the path."""
+    path = f"{copy.parent / 'bin'}:/usr/bin:/bin"
+    return subprocess.run(
+        ["make", *args],
+        cwd=copy,
+        env={"PATH": path, "HOME": os.environ.get("HOME", "/")},
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+
+
+def test_lists_targets_for_unknown_one(copy: Path) -> None:
+    """A wrong target fails and shows the right ones."""
+    done = make(copy, "tests")
+    assert done.returncode != 0
+    assert "no target 'tests'" in done.stderr
+    assert "make demo" in done.stderr
+
+
+def test_lists_targets_without_one(copy: Path) -> None:
+    """Plain `make` shows what there is, and builds nothing."""
+    done = make(copy)
+    assert done.returncode == 0
+    assert "make test" in done.stdout
+    assert not (copy / ".venv").exists()
+
+
+def test_names_remedy_for_old_python(copy: Path) -> None:
+    """Python 3.9 is named, and so is what to do about it."""
+    for name in ("python3", *(f"python3.{minor}" for minor in range(11, 15))):
+        stand_in(copy, name, 'test "$1" = --version && echo Python 3.9.2')
+    done = make(copy, "lint")
+    assert done.returncode != 0
+    assert "3.11 or newer" in done.stderr
+    assert "Python 3.9.2" in done.stderr
+    assert "apt install python3" in done.stderr
+
+
+def test_names_remedy_for_missing_venv(copy: Path) -> None:
+    """Debian without python3-venv is told which package to install."""
+    real = sys.executable
+    stand_in(
+        copy,
+        "python3",
+        f'case "$*" in *ensurepip*) exit 1;; *) exec {real} "$@";; esac',
+    )
+    done = make(copy, "lint")
+    assert done.returncode != 0
+    assert "apt install python3-venv" in done.stderr
+
+
+def test_names_space_needed_on_full_disk(copy: Path) -> None:
+    """A disk with too little room fails before anything is downloaded."""
+    stand_in(copy, "python3", f'exec {sys.executable} "$@"')
+    row = "/dev/x 1000 900 100 90% /"
+    stand_in(copy, "df", f"echo Filesystem; echo '{row}'")
+    done = make(copy, "lint")
+    assert done.returncode != 0
+    assert "about 3 GB" in done.stderr
+    assert "100 MiB are free" in done.stderr
+    assert not (copy / ".venv").exists()
+
+
+def test_shows_pip_failure(copy: Path) -> None:
+    """When pip fails, the end of its log is shown and the next step is named."""
+    pip = 'case "$*" in *"-m pip"*) echo "no route to the mill" >&2; exit 1;; esac'
+    venv = 'mkdir -p .venv/bin; cp "$0" .venv/bin/python; exit 0'
+    stand_in(
+        copy,
+        "python3",
+        f'{pip}\ncase "$*" in *"-m venv"*) {venv};; esac\nexec {sys.executable} "$@"',
+    )
+    done = make(copy, "lint")
+    assert done.returncode != 0
+    assert "no route to the mill" in done.stderr
+    assert "updating pip failed" in done.stderr
+    assert ".venv/setup.log" in done.stderr
+    assert not (copy / ".venv" / ".ready").exists()

@@ -1,0 +1,113 @@
+"""What is promised about the package as such."""
+
+import ast
+import importlib
+import inspect
+import subprocess
+import sys
+import tomllib
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[1]
+PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
+PACKAGES = PROJECT["tool"]["hatch"]["build"]["targets"]["wheel"]["packages"]
+NAMES = [Path(package).name for package in PACKAGES]
+# The bundled engine is an application: its package imports nothing, so that
+# neither of its processes pays for what the other one needs.
+LIBRARIES = [name for name in NAMES if name != "lifecycle_engine"]
+
+# Runs in a fresh interpreter: fails on the import of anything but anyio, what
+# anyio needs, and the standard library.
+ALONE = """
+import sys
+ALLOWED = set(sys.stdlib_module_names) | {
+    "anyio", "idna", "sniffio", "typing_extensions", "exceptiongroup",
+    "lifecycle", "lifecycle_asgi",
+}
+class Wall:
+    def find_spec(self, name, path=None, target=None):
+        top = name.partition(".")[0]
+        if top not in ALLOWED and not top.startswith(("_", "sitecustomize")):
+            raise ImportError(f"{name} is not part of the core")
+sys.meta_path.insert(0, Wall())
+import lifecycle, lifecycle_asgi
+"""
+
+
+def test_imports_core_without_any_extra() -> None:
+    """The core and the ASGI adapter need anyio and nothing else."""
+    done = subprocess.run(
+        [sys.executable, "-c", ALONE],
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+
+
+def exports(name: str) -> Iterator[tuple[str, Any]]:
+    """Yield the public classes and functions of the package *name*."""
+    module = importlib.import_module(name)
+    for public in module.__all__:
+        thing = getattr(module, public)
+        if inspect.isclass(thing) or inspect.isfunction(thing):
+            yield public, thing
+
+
+@pytest.mark.parametrize("name", LIBRARIES)
+def test_sorts_public_names(name: str) -> None:
+    """`__all__` is a sorted tuple, each name is there, and none is private."""
+    module = importlib.import_module(name)
+    assert isinstance(module.__all__, tuple)
+    assert list(module.__all__) == sorted(module.__all__)
+    assert len(set(module.__all__)) == len(module.__all__)
+    for public in module.__all__:
+        assert hasattr(module, public), public
+        assert not public.startswith("_")
+
+
+@pytest.mark.parametrize("name", LIBRARIES)
+def test_documents_public_names(name: str) -> None:
+    """Whoever asks for help on a public class, method or function gets some."""
+    for public, thing in exports(name):
+        assert inspect.getdoc(thing), public
+        if not inspect.isclass(thing):
+            continue
+        for attribute, member in vars(thing).items():
+            function = getattr(member, "fget", None) or member
+            if not attribute.startswith("_") and inspect.isroutine(function):
+                assert inspect.getdoc(getattr(thing, attribute)), attribute
+
+
+@pytest.mark.parametrize("name", LIBRARIES)
+def test_hides_private_modules_in_tracebacks(name: str) -> None:
+    """A public class says it is from the package, not from a private module."""
+    for public, thing in exports(name):
+        parts = thing.__module__.split(".")
+        assert not any(part.startswith("_") for part in parts), public
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_ships_type_marker(name: str) -> None:
+    """Type checkers read our annotations from the installed package."""
+    folder = Path(importlib.import_module(name).__file__ or "").parent
+    assert (folder / "py.typed").exists()
+
+
+def test_names_every_extra_in_the_readme() -> None:
+    """An extra that the README does not mention is one that nobody finds."""
+    readme = (ROOT / "README.md").read_text()
+    for extra in PROJECT["project"]["optional-dependencies"]:
+        assert f"[{extra}]" in readme, extra
+
+
+def test_parses_on_the_oldest_python() -> None:
+    """Every file of the product is Python 3.11."""
+    for package in PACKAGES:
+        for path in (ROOT / package).rglob("*.py"):
+            ast.parse(path.read_text(), feature_version=(3, 11))

@@ -8,7 +8,9 @@ CORE := --include='src/lifecycle/*'
 # gpu-check runs where nothing may be installed: whatever Python is there will do.
 PY ?= $(if $(wildcard $(BIN)/python),$(BIN)/python,python3)
 
-MAKEFLAGS += --no-print-directory --output-sync=target
+MAKEFLAGS += --no-print-directory
+# The tools use the cores themselves; in order, the first failure is the last word.
+.NOTPARALLEL:
 export PYTHON
 
 .PHONY: help demo test serve bench docs lint types pytest wheel gpu-check clean

@@ -33,6 +33,8 @@ class AppSettings:
     Attributes:
         model: The name that clients ask for.
         body_bytes: The largest request body.
+        body_idle: Seconds that a body may stand still.
+        text_chars: The most text of one request.
         media: Limits on images.
         defaults: For requests that do not say.
         deadlines: For the engine.
@@ -42,6 +44,8 @@ class AppSettings:
 
     model: str = "lifecycle"
     body_bytes: int = 64 * 2**20
+    body_idle: float = 10.0
+    text_chars: int = 2**20
     media: MediaLimits = field(default_factory=MediaLimits)
     defaults: ChatDefaults = field(default_factory=ChatDefaults)
     deadlines: Deadlines = field(default_factory=Deadlines)
@@ -82,6 +86,8 @@ def create_app(
             limits=settings.media,
             defaults=settings.defaults,
             limiter=anyio.CapacityLimiter(settings.threads),
+            text_chars=settings.text_chars,
+            body_idle=settings.body_idle,
         ),
         payloads=gate,
         in_flight=in_flight or Gate(name="in_flight"),

@@ -70,10 +70,11 @@ class ChatCompletions:
             ExitStack() as held,
         ):
             request.attach(session)
+            box = session.box(incoming.chat.take(), nbytes=incoming.chat.nbytes)
             held.enter_context(await service.in_flight.admit())
             usage = Usage()
             try:
-                source = await self._start(session, incoming, usage)
+                source = await self._start(session, box, incoming.estimate, usage)
             except _NOT_RUN:
                 session.close("refused")
                 raise
@@ -89,14 +90,13 @@ class ChatCompletions:
                 await self._answer(items, incoming, usage, reply)
 
     async def _start(
-        self, session: Session, incoming: Incoming, usage: Usage
+        self, session: Session, box: Payload[Chat], estimate: int, usage: Usage
     ) -> AsyncIterator[Any]:
         """Admit, preprocess and hand over; the lease ends with this call."""
         service = self._service
-        box = session.box(incoming.chat.take(), nbytes=incoming.chat.nbytes)
         lease: Lease | None = None
-        if incoming.images:
-            lease = await service.payloads.admit(bytes=incoming.estimate)
+        if estimate:  # text alone has none, and never waits for bytes
+            lease = await service.payloads.admit(bytes=estimate)
 
         async def open_() -> AsyncIterator[Any]:
             request, tensors = await self._prepare(session, box, lease, usage)

@@ -79,6 +79,8 @@ class Intake:
         limits: On images.
         defaults: For requests that do not say.
         limiter: Bounds the threads, and so the copies, that parse at a time.
+        text_chars: The most text of one request, all messages together.
+        body_idle: Seconds that a body may stand still.
     """
 
     def __init__(
@@ -88,8 +90,12 @@ class Intake:
         limits: MediaLimits,
         defaults: ChatDefaults,
         limiter: anyio.CapacityLimiter,
+        text_chars: int = 2**20,
+        body_idle: float = 10.0,
     ) -> None:
         self._model = model
+        self._text_chars = text_chars
+        self._body_idle = body_idle
         self._limits = limits
         self._defaults = defaults
         self._limiter = limiter
@@ -101,13 +107,13 @@ class Intake:
             receive: The ASGI ``receive``.
 
         Raises:
-            ApiError: 400, 404 or 413.
+            ApiError: 400, 404, 408 or 413.
             ClientLeft: The client disconnected.
 
         Cancellation:
             At any time; a thread that parses is waited for.
         """
-        body = await _read_body(receive)
+        body = await _read_body(receive, self._body_idle)
         if len(body) <= _INLINE_BYTES:
             return self.parse(body)
         box = Payload(body, nbytes=len(body))
@@ -136,6 +142,7 @@ class Intake:
         del body
         if request.model != self._model:
             raise unknown_model(self._model)
+        self._check_text(request)
         measures: list[Measure] = []
         messages = self._messages(request, measures)
         limit = request.max_completion_tokens or request.max_tokens
@@ -157,6 +164,18 @@ class Intake:
             bool(options and options.include_usage),
         )
 
+    def _check_text(self, request: ChatRequest) -> None:
+        """Refuse more text than a tokenizer should be made to read."""
+        parts = [part for message in request.messages for part in message.content]
+        chars = sum(len(part.text or "") for part in parts)
+        if chars > self._text_chars:
+            raise bad_request(
+                f"The messages have {chars} characters of text; the limit is "
+                f"{self._text_chars}: shorten them",
+                param="messages",
+                code="context_length_exceeded",
+            )
+
     def _messages(self, request: ChatRequest, measures: list[Measure]) -> list[Message]:
         messages = []
         for i, message in enumerate(request.messages):
@@ -176,10 +195,15 @@ class Intake:
         return messages
 
 
-async def _read_body(receive: Any) -> bytes:
+async def _read_body(receive: Any, idle: float) -> bytes:
     chunks: list[bytes] = []
     while True:
-        message = await receive()
+        message = None
+        with anyio.move_on_after(idle):
+            message = await receive()
+        if message is None:
+            problem = f"The body stood still for {idle:g} s; send it again"
+            raise ApiError(408, problem, code="body_timeout")
         if message["type"] == "http.disconnect":
             raise ClientLeft
         chunks.append(message.get("body", b""))

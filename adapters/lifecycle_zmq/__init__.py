@@ -7,7 +7,7 @@ process's side, around whatever implements `Backend`.
 
 # A map of the package; each line imports those above it.
 #
-#   _errors, _frames, _schema, wire       what is on the wire
+#   _errors, _hand_off, _schema, wire     what is on the wire
 #   _streams, _table                      what the client knows, without I/O
 #   _link, client                         the API process's end of one link
 #   process, _incarnation, engine         one process; one after another

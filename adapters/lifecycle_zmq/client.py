@@ -3,34 +3,21 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator, Mapping, Sequence
 from types import TracebackType
-from typing import Any, Protocol, Self
+from typing import Any, Self
 
 import anyio
-import anyio.lowlevel
-import zmq
 
 from lifecycle import EngineLost
 
 from . import wire
 from ._errors import EncodeError, ProtocolError, RequestRejected
-from ._frames import forget_frames
+from ._hand_off import Box, forget_frames
 from ._link import Link
 from ._streams import EngineStream, StreamState
 from ._table import Report, StreamTable
 from .wire import Kind
-
-# Messages handled before other tasks get a turn.
-_BURST = 256
-
-
-class Box(Protocol):
-    """What holds the tensors until the hand-off, such as a `lifecycle.Payload`."""
-
-    def take(self) -> Mapping[str, Any]:
-        """Give up the value, once."""
-        ...
 
 
 class EngineClient:
@@ -58,7 +45,6 @@ class EngineClient:
         self._retry_after = retry_after
         self._incarnation = incarnation
         self._table = StreamTable(incarnation)
-        self._sent = 0
         self._asked = 0
         self._lost: str | None = None
 
@@ -69,7 +55,9 @@ class EngineClient:
         # Shielded: whoever cleans up while everything around is cancelled still
         # waits for DONE, and somebody must read it.
         self._scope = anyio.CancelScope(shield=True)
-        self._link = Link(self._endpoint)
+        self._link = Link(
+            self._endpoint, incarnation=self._incarnation, handle=self._handle
+        )
         self._tasks = anyio.create_task_group()
         await self._tasks.__aenter__()
         self._tasks.start_soon(self._receive)
@@ -157,7 +145,7 @@ class EngineClient:
         if state is None or state.finished or state.cancel_sent:
             return
         state.cancel_sent = True
-        self._send(Kind.CANCEL, {"key": key})
+        self._say(Kind.CANCEL, {"key": key})
 
     async def end(self, key: str) -> None:
         """Make the engine forget a stream; return when it has released everything.
@@ -174,7 +162,7 @@ class EngineClient:
             state.end_sent = True
             state.finish()
             state.discard()
-            self._send(Kind.END, {"key": key})
+            self._say(Kind.END, {"key": key})
         await state.done.wait()
 
     async def status(self) -> dict[str, Any]:
@@ -190,7 +178,7 @@ class EngineClient:
         self._asked += 1
         ask = self._asked
         report = self._table.reports[ask] = Report()
-        self._send(Kind.STATUS, {"ask": ask})
+        self._say(Kind.STATUS, {"ask": ask})
         try:
             await report.answered.wait()
         finally:
@@ -202,7 +190,7 @@ class EngineClient:
     def shutdown(self) -> None:
         """Ask the engine process to leave; does not wait."""
         if self.ready:
-            self._send(Kind.SHUTDOWN, {})
+            self._say(Kind.SHUTDOWN, {})
 
     def lose(self, reason: str) -> None:
         """Give this incarnation up; the first reason counts.
@@ -222,8 +210,7 @@ class EngineClient:
 
     def drain(self) -> None:
         """Handle every message that has arrived; a fault of the engine loses it."""
-        while self._handle_next():
-            pass
+        self._link.drain()
 
     def _begin(
         self, key: str, request: Mapping[str, Any], tensors: Box | None
@@ -252,82 +239,45 @@ class EngineClient:
         try:
             described, memory = wire.describe(taken)
             body = {"key": key, "request": dict(request), "tensors": described}
-            head = self._encode(Kind.START, body, tensors=len(memory))
+            # Known before it is sent: from then on only END may forget it.
+            state = self._table.streams[key] = StreamState(key)
+            self._say(Kind.START, body, memory)
         except EncodeError as error:
+            self._table.streams.pop(key, None)
             raise RequestRejected(error.code, str(error)) from None
-        # Known before it is sent: from here on only END may forget it.
-        state = self._table.streams[key] = StreamState(key)
-        self._transmit([head, *memory])
         return state
 
-    def _encode(
-        self, kind: Kind, body: Mapping[str, Any], *, tensors: int = 0
-    ) -> bytes:
-        return wire.encode(
-            kind,
-            body,
-            incarnation=self._incarnation,
-            sequence=self._sent,
-            tensors=tensors,
-        )
-
-    def _send(self, kind: Kind, body: Mapping[str, Any]) -> None:
-        self._transmit([self._encode(kind, body)])
-
-    def _transmit(self, parts: list[Any]) -> None:
+    def _say(
+        self, kind: Kind, body: Mapping[str, Any], memory: Sequence[memoryview] = ()
+    ) -> None:
         try:
-            sent = self._link.send(parts)
-        except zmq.ZMQError:
-            sent = False
+            if not self._link.say(kind, body, memory):
+                self.lose("disconnected")
+        except EncodeError:
+            raise
         except BaseException:
             # Part of a message may be out: nothing that follows could be understood.
             self.lose("client_fault")
             raise
-        if not sent:
-            self.lose("disconnected")
-            return
-        self._sent += 1
-        if self._link.pending:
-            self.drain()
 
     async def _receive(self) -> None:
         with self._scope:
             try:
-                await self._pump()
+                await self._link.pump()
             except Exception:  # noqa: BLE001
                 # A fault of ours ends the waiters, never the server around us.
                 self.lose("client_fault")
             finally:
                 self.lose("closed")
 
-    async def _pump(self) -> None:
-        greeted = False
-        while self._lost is None:
-            for _ in range(_BURST):
-                if not self._handle_next():
-                    break
-            else:
-                await anyio.lowlevel.checkpoint()
-                continue
-            if not greeted:
-                # The first message, refused until the connection stands. Tried after
-                # the receive, so that no news of the connection is left unseen.
-                greeted = self._link.send([self._encode(Kind.STATUS, {"ask": 0})])
-                self._sent += greeted
-                if greeted:
-                    continue
-            await self._link.wait()
-
-    def _handle_next(self) -> bool:
+    def _handle(self, parts: list[bytes]) -> bool:
         if self._lost is not None:
-            return False
-        parts = self._link.receive()
-        if parts is None:
             return False
         try:
             self._table.dispatch(wire.decode(parts, accept=wire.FROM_ENGINE))
         except ProtocolError:
             self.lose("protocol")
+            return False
         if self._table.ready:
             self._settled.set()
         return True

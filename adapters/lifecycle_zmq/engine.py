@@ -11,8 +11,9 @@ import anyio
 
 from lifecycle import EngineLost
 
+from ._hand_off import Box
 from ._incarnation import Incarnation, Settings
-from .client import Box, EngineClient
+from .client import EngineClient
 
 
 class ZmqEngine:

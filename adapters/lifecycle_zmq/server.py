@@ -16,7 +16,7 @@ from ._backend import Backend, Finish, Output
 from ._books import Books, Peer
 from ._chunks import Entry, finish_map, write
 from ._errors import EncodeError, ProtocolError, RequestRejected
-from ._frames import forget_frames
+from ._hand_off import forget_frames
 from ._parent import exit_with_parent
 from .wire import Kind, Message
 

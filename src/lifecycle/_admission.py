@@ -8,12 +8,12 @@ from typing import TYPE_CHECKING, final
 import anyio
 
 from ._books import Books
-from ._lease import Lease
 from ._fair import Fair
+from ._lease import Lease
 from ._line import Lanes
-from ._ticket import HELD, whole
 from ._park import current_task, new_waiter
 from ._refusal import Refusals
+from ._ticket import HELD, whole
 from .events import (
     AdmissionCancelled,
     AdmissionRefused,
@@ -26,8 +26,8 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
     from ._errors import Refused
-    from ._ticket import Cost, Ticket
     from ._park import Waiter
+    from ._ticket import Cost, Ticket
     from .events import Event
 
 

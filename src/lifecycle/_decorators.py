@@ -215,6 +215,13 @@ class _Source:
             end = GeneratorExit() if error is None else error
             session.close(outcome_of(end, session.cancelled_as))
 
+    def lose(self) -> None:
+        """Give everything up in a finaliser; the session belongs to its loop."""
+        self.hand_off()
+        session, self.session = self.session, None
+        if session is not None:
+            session.lose()
+
     async def aclose(self) -> None:
         """Close what the function returned."""
         close = getattr(self._inner, "aclose", None)
@@ -236,6 +243,9 @@ class _ManagedStream(Stream[T]):
     def _finish(self, error: BaseException | None) -> None:
         super()._finish(error)
         self._managed.finish(error)
+
+    def _lose(self) -> None:
+        self._managed.lose()
 
     def _owes(self) -> bool:
         source = self._managed

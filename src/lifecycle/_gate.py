@@ -244,7 +244,6 @@ class Gate:
 
         Live leases stay valid until they are released.
         """
-
         admission = self._admission
 
         def change() -> None:

@@ -6,8 +6,8 @@ import sys
 import warnings
 from typing import TYPE_CHECKING, Protocol, Self, final
 
-from ._ticket import DONE, HELD, Cost, Ticket
 from ._park import current_task
+from ._ticket import DONE, HELD, Cost, Ticket
 
 if TYPE_CHECKING:
     from types import TracebackType

@@ -8,6 +8,7 @@ wake-up that may come from any thread or from a finaliser.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import sys
 from typing import TYPE_CHECKING, Protocol
 
@@ -152,6 +153,28 @@ def current_task() -> object | None:
         task: object = trio.lowlevel.current_task()
         return task
     return None
+
+
+def loop_post() -> Callable[[Callable[[], object]], None]:
+    """What runs a function in the running loop, soon, from any thread.
+
+    After the end of the loop it does nothing.
+    """
+    loop = asyncio._get_running_loop()
+    trio = sys.modules.get("trio")
+    post: Callable[[Callable[[], object]], object]
+    if loop is not None:
+        post = loop.call_soon_threadsafe
+    else:
+        assert trio is not None
+        post = trio.lowlevel.current_trio_token().run_sync_soon
+
+    def post_soon(call: Callable[[], object]) -> None:
+        # Trio's RunFinishedError is one, and asyncio raises it itself.
+        with contextlib.suppress(RuntimeError):
+            post(call)
+
+    return post_soon
 
 
 def loop_clock() -> Callable[[], float]:

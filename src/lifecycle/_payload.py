@@ -18,6 +18,7 @@ T = TypeVar("T")
 
 _GONE: Final[Any] = object()
 
+
 @final
 class Payload(Generic[T]):
     """A box that gives its value away once.

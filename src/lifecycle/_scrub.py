@@ -31,12 +31,17 @@ class Boxer:
 
     def __init__(self, function: Callable[..., object], names: tuple[str, ...]) -> None:
         parameters = inspect.signature(function).parameters
-        any_keyword = any(p.kind is p.VAR_KEYWORD for p in parameters.values())
-        unknown = [name for name in names if name not in parameters]
-        if unknown and not any_keyword:
-            raise TypeError(
-                f"{function.__qualname__} has no parameter {unknown[0]!r} to scrub"
-            )
+        collecting = {
+            p.name: p.kind
+            for p in parameters.values()
+            if p.kind in (p.VAR_POSITIONAL, p.VAR_KEYWORD)
+        }
+        any_keyword = inspect.Parameter.VAR_KEYWORD in collecting.values()
+        for name in names:
+            if name in collecting or not (any_keyword or name in parameters):
+                raise TypeError(
+                    f"{function.__qualname__} has no parameter {name!r} to scrub"
+                )
         self._names = names
         self._at = frozenset(
             i

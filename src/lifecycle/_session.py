@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from collections.abc import AsyncIterator, Awaitable, Callable
 from functools import partial
-from typing import TYPE_CHECKING, Any, Literal, Protocol, Self, TypeVar, final
+from typing import TYPE_CHECKING, Any, Literal, Protocol, Self, TypeVar, cast, final
 from weakref import ref
 
 import anyio
+from anyio.lowlevel import checkpoint
 
 from ._errors import (
     EngineLost,
@@ -38,6 +39,7 @@ class _Registry(Protocol):
     def spawn(self, session: Session, start: Start[Any]) -> None: ...
     def watch(self, stream: Stream[Any], limits: Deadlines) -> None: ...
     def closed(self, session: Session) -> None: ...
+    def post(self, call: Callable[[], object]) -> None: ...
     def boxed(self, nbytes: int) -> None: ...
     def unboxed(self, nbytes: int) -> None: ...
 
@@ -61,11 +63,13 @@ class Session:
     __slots__ = (
         "__weakref__",
         "_boxes",
+        "_is_quiet",
         "_led",
         "_quiet",
         "_registry",
         "_scope",
         "_start",
+        "_stopped",
         "cancelled_as",
         "generation",
         "id",
@@ -84,11 +88,14 @@ class Session:
         self.opened_at = opened_at
         self.cancelled_as: Outcome = "cancelled"
         self.outcome: Outcome | None = None
-        self._boxes: list[Payload[Any]] = []
+        self._boxes: dict[object, Payload[Any]] = {}
         self._start: Start[Any] | None = None
         self._scope: anyio.CancelScope | None = None
+        self._stopped = False
         self._led: ref[Stream[Any]] | None = None
-        self._quiet = anyio.Event()
+        # An event only where somebody waits: it is half a kilobyte.
+        self._quiet: anyio.Event | None = None
+        self._is_quiet = False
 
     # What the owner calls.
 
@@ -99,11 +106,12 @@ class Session:
             value: The payload. Drop every other reference to it.
             nbytes: Its size in bytes, for the registry's statistics.
         """
+        place = object()
         payload = Payload(
-            value, nbytes=nbytes, on_release=partial(self._unboxed, nbytes)
+            value, nbytes=nbytes, on_release=partial(self._unboxed, place, nbytes)
         )
         self._registry.boxed(nbytes)
-        self._boxes.append(payload)
+        self._boxes[place] = payload
         if self.outcome is not None:
             payload.clear()
         return payload
@@ -155,9 +163,10 @@ class Session:
             on_settled=partial(self._start_settled, self._registry.now()),
         )
         del open_, end, lease  # this frame must not keep what they close over
+        init_done = start.init_done
         self._accept(start)
-        await start.init_done.wait()
-        if start.error is None and self.outcome is not None:
+        await init_done.wait()
+        if start.how != "failed" and self.outcome is not None:
             raise self._ended()
         return start.result()
 
@@ -178,9 +187,12 @@ class Session:
             idle: Longest wait for any later item, in seconds.
             total: Longest life of the stream, in seconds.
             grace: Seconds that the source may take to close.
+
+        Raises:
+            ValueError: A deadline is NaN.
         """
-        stream = _SessionStream(self, source, grace=grace)
         limits = Deadlines(first_item=first_item, idle=idle, total=total)
+        stream = _SessionStream(self, source, grace=grace)
         if limits:
             self._registry.watch(stream, limits)
         return stream
@@ -197,11 +209,10 @@ class Session:
         if self.outcome is not None:
             return False
         self.outcome = outcome
-        boxes, self._boxes = self._boxes, []
-        for payload in boxes:
+        for payload in list(self._boxes.values()):
             payload.clear()
         if self._start is None:
-            self._quiet.set()
+            self.settled()
         else:
             self._start.close(cut=outcome == "shutdown")
         self._registry.closed(self)
@@ -215,6 +226,7 @@ class Session:
         The owner gets `SessionEnded` where it leaves the block.
         """
         if self.close(outcome):
+            self._stopped = True
             if self._scope is not None:
                 self._scope.cancel()
             led = None if self._led is None else self._led()
@@ -229,24 +241,33 @@ class Session:
         """
         self._led = stream
 
+    def lose(self) -> None:
+        """Close the session as cancelled, soon, from a finaliser in any thread."""
+        self._registry.post(partial(self.close, self.cancelled_as))
+
     async def quiet(self) -> None:
         """Wait until the session is closed and its engine has been told.
 
         Cancellation:
             At any time; changes nothing.
         """
+        if self._is_quiet:
+            await checkpoint()
+            return
+        if self._quiet is None:
+            self._quiet = anyio.Event()
         await self._quiet.wait()
 
     @property
     def phase(self) -> Literal["open", "starting", "started", "closing", "quiet"]:
         """How far the session got."""
-        if self._quiet.is_set():
+        if self._is_quiet:
             return "quiet"
         if self.outcome is not None:
             return "closing"
         if self._start is None:
             return "open"
-        return "started" if self._start.init_done.is_set() else "starting"
+        return "starting" if self._start.how is None else "started"
 
     # The with block.
 
@@ -268,8 +289,9 @@ class Session:
         self.close(outcome_of(exc, self.cancelled_as))
         scope = self._scope
         assert scope is not None
-        # Trio's scope also claims to have caught what was never raised.
-        if scope.__exit__(exc_type, exc, traceback) and exc is not None:
+        swallowed = scope.__exit__(exc_type, exc, traceback)
+        # Also where the owner was about to leave and nothing was raised yet.
+        if self._stopped and (exc is None or swallowed):
             raise self._ended()
 
     def _ended(self) -> SessionEnded:
@@ -290,15 +312,22 @@ class Session:
             raise
         self._start = start
 
+    def cut(self) -> None:
+        """Called by the registry at its end: let the start not finish either."""
+        if self._start is not None:
+            self._start.close(cut=True)
+
     def settled(self) -> None:
         """Called by the registry: the engine has nothing of this session left."""
-        self._quiet.set()
+        self._is_quiet = True
+        if self._quiet is not None:
+            self._quiet.set()
 
     def abort(self) -> None:
         """Called by the registry at its end: no task will ever run the start."""
         if self._start is not None:
             self._start.abort()
-        self._quiet.set()
+        self.settled()
 
     def _start_settled(self, began: float, how: How) -> None:
         self._registry.emit(
@@ -310,7 +339,10 @@ class Session:
             )
         )
 
-    def _unboxed(self, nbytes: int, how: Literal["taken", "cleared"]) -> None:
+    def _unboxed(
+        self, place: object, nbytes: int, how: Literal["taken", "cleared"]
+    ) -> None:
+        self._boxes.pop(place, None)
         self._registry.unboxed(nbytes)
         self._registry.emit(PayloadReleased(session=self.id, bytes=nbytes, how=how))
 
@@ -353,8 +385,11 @@ def outcome_of(exc: BaseException | None, cancelled_as: Outcome) -> Outcome:
             return "engine_lost"
         case StartTimeout() | StreamTimeout():
             return "deadline"
-        case BaseExceptionGroup() if len(exc.exceptions) == 1:
-            return outcome_of(exc.exceptions[0], cancelled_as)
+        case SessionEnded():
+            return cast("Outcome", exc.outcome)
+        case BaseExceptionGroup():
+            outcomes = {outcome_of(each, cancelled_as) for each in exc.exceptions}
+            return outcomes.pop() if len(outcomes) == 1 else "failed"
         case GeneratorExit():
             return cancelled_as
         case Exception():

@@ -9,7 +9,7 @@ import anyio
 
 from ._decorators import Decorator, managed
 from ._errors import GateClosed, SessionExists, SessionNotFound
-from ._park import loop_clock
+from ._park import loop_clock, loop_post
 from ._session import Session
 from ._watchdog import Watchdog
 from .events import (
@@ -91,6 +91,7 @@ class SessionRegistry:
         # Made on entry: anyio has no scopes outside of an event loop.
         self._watching: anyio.CancelScope
         self._clock: Callable[[], float] = anyio.current_time
+        self._post: Callable[[Callable[[], object]], None]
 
     def open(self, id_: str) -> Session:
         """Open a session; enter it with ``with``.
@@ -165,6 +166,10 @@ class SessionRegistry:
         sessions = list(self._live.values())
         for session in sessions:
             session.stop(outcome)
+        if outcome == "shutdown":
+            # Those whose callers have left may still be starting.
+            for session in self._closing:
+                session.cut()
         return len(sessions)
 
     def track(self, key: Callable[..., str]) -> Decorator:
@@ -240,6 +245,10 @@ class SessionRegistry:
         """Seconds by the loop's clock."""
         return self._clock()
 
+    def post(self, call: Callable[[], object]) -> None:
+        """Make *call* in the registry's loop; for finalisers, in any thread."""
+        self._post(call)
+
     def spawn(self, session: Session, start: Start[Any]) -> None:
         """Run *start* in a task that its caller cannot cancel.
 
@@ -285,7 +294,7 @@ class SessionRegistry:
 
     async def _supervise(self, session: Session, start: Start[Any]) -> None:
         try:
-            error = await start.run(end_timeout=self._end_timeout)
+            error = await start.run(end_timeout=self._end_timeout, on_cut=session.stop)
         finally:
             # Already closed, but where the loop itself is being torn down.
             session.close("shutdown")
@@ -311,6 +320,7 @@ class SessionRegistry:
         if self._draining or self._tasks is not None:
             raise RuntimeError("a SessionRegistry can be entered once")
         self._clock = loop_clock()
+        self._post = loop_post()
         self._watchdog = Watchdog(self._clock)
         self._watching = anyio.CancelScope()
         tasks = anyio.create_task_group()
@@ -331,8 +341,9 @@ class SessionRegistry:
         self._watching.cancel()
         try:
             # Without the error of the block: a task group would wrap it, and
-            # one failure must never reach anybody as a group of one.
-            await tasks.__aexit__(None, None, None)
+            # one failure must never reach anybody as a group of one. Every task
+            # in it has a deadline.
+            await tasks.__aexit__(None, None, None)  # noqa: ASYNC102
         finally:
             for session in [*self._live.values(), *self._closing]:
                 session.close("shutdown")

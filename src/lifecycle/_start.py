@@ -67,11 +67,13 @@ class Start(Generic[T]):
         self._end = end
         self._lease = lease
         self._timeout = timeout
-        self._on_settled = on_settled
+        # Given up once used: it refers to the session, which refers to this.
+        self._on_settled: Callable[[How], object] | None = on_settled
         self._opening: anyio.CancelScope | None = None
         self.how: How | None = None
         self.value: T | None = None
         self.error: BaseException | None = None
+        # Let go once it is set: sessions are many and events are not small.
         self.init_done = anyio.Event()
         self.closed = anyio.Event()
 
@@ -100,32 +102,39 @@ class Start(Generic[T]):
         """
         error, self.error = self.error, None
         try:
-            if error is not None:
-                raise error
-            if self.how == "started":
-                return self.value  # type: ignore[return-value]
             if self.how == "unknown":
                 raise StartTimeout(
                     f"the start was not done within {self._timeout} s; "
                     f"what it sent is being ended"
-                )
+                ) from error
+            if error is not None:
+                raise error
+            if self.how == "started":
+                return self.value  # type: ignore[return-value]
             raise SessionEnded(
                 "the session was closed before it was started", outcome="cancelled"
             )
         finally:
             del error  # its traceback holds this frame
 
-    async def run(self, *, end_timeout: float) -> BaseException | None:
+    async def run(
+        self, *, end_timeout: float, on_cut: Callable[[], object]
+    ) -> BaseException | None:
         """Live through the start.
+
+        Args:
+            end_timeout: Seconds that the end may take.
+            on_cut: Called where a cancellation gets through, to stop the owner.
 
         Returns:
             Why the end failed, or ``None``. Errors of the start itself are for
             `result`.
 
         Cancellation:
-            Only a native ``Task.cancel()`` gets through, as at the end of
-            ``asyncio.run``. The outcome is then unknown, the end is tried once,
-            and the cancellation goes on.
+            Only a native ``Task.cancel()`` gets through, and one that user code
+            was given by a task of its own. The outcome is then unknown and the
+            end is tried once. It ends here: a child that ends cancelled would
+            cancel everything else in the registry.
         """
         try:
             await self._begin()
@@ -134,9 +143,13 @@ class Start(Generic[T]):
         except GeneratorExit:  # the loop is gone, and nothing can be awaited
             self._settle("unknown")
             raise
+        except anyio.get_cancelled_exc_class():  # noqa: ASYNC103 - see above
+            on_cut()
+            self._settle("unknown")
         except BaseException:
             self._settle("unknown")
-            await self._finish(end_timeout)
+            # It has a shield of its own, with a deadline.
+            await self._finish(end_timeout)  # noqa: ASYNC102, ASYNC120
             raise
         return await self._finish(end_timeout)
 
@@ -151,10 +164,11 @@ class Start(Generic[T]):
             with self._opening:
                 self.value = await open_()
                 self.how = "started"
-        except Exception as error:
+        except Exception as error:  # noqa: BLE001 - raised for the caller by `result`
             forget_frames(error)
             self.error = error
-            self.how = "failed"
+            # A client that is cancelled often says that it lost its connection.
+            self.how = "unknown" if self._opening.cancel_called else "failed"
         finally:
             self._opening = None
             del open_
@@ -167,9 +181,11 @@ class Start(Generic[T]):
         lease, self._lease = self._lease, None
         if lease is not None:
             lease.release()
-        if not self.init_done.is_set():
+        on_settled, self._on_settled = self._on_settled, None
+        if on_settled is not None:
             self.init_done.set()
-            self._on_settled(self.how)
+            del self.init_done
+            on_settled(self.how)
 
     async def _finish(self, end_timeout: float) -> BaseException | None:
         end, self._end = self._end, None
@@ -177,12 +193,15 @@ class Start(Generic[T]):
         if end is None or self.how in ("failed", "withheld"):
             return None
         deadline = anyio.current_time() + end_timeout
-        with anyio.CancelScope(shield=True, deadline=deadline):
-            try:
+        try:
+            with anyio.CancelScope(shield=True, deadline=deadline):
                 await end(value)
-            except Exception as error:
-                forget_frames(error)
-                return error
-            return None
+                return None
+        except Exception as error:  # noqa: BLE001 - the registry reports it
+            forget_frames(error)
+            return error
+        except anyio.get_cancelled_exc_class() as error:  # noqa: ASYNC103 - as in `run`
+            forget_frames(error)
+            return error  # noqa: ASYNC104
         # Only the deadline of the scope leads here.
         return StartTimeout(f"END was not done within {end_timeout} s")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 import warnings
 from collections.abc import AsyncIterator, Callable, Iterable
+from contextlib import ExitStack
 from typing import TYPE_CHECKING, Final, Generic, Self, TypeVar
 
 import anyio
@@ -36,7 +37,8 @@ class Stream(Generic[T_co]):
     Args:
         source: The iterator; closed by its ``aclose``, if it has one.
         on_close: Called once each, synchronously, when the stream ends in
-            whatever way. They must not raise.
+            whatever way, in order. They should not raise; where one does, the
+            others are called all the same.
         grace: Seconds that the source may take to close.
 
     Attributes:
@@ -65,6 +67,7 @@ class Stream(Generic[T_co]):
         on_close: Iterable[Callable[[], object]] = (),
         grace: float = 5.0,
     ) -> None:
+        self._state = _CLOSED  # for the finaliser, should the source be none
         self._source: AsyncIterator[T_co] | None = source
         self._next = source.__anext__
         self._on_close = tuple(on_close)
@@ -147,6 +150,10 @@ class Stream(Generic[T_co]):
             self.stop()
             return
         source, self._source = self._source, None
+        if source is None:
+            return  # closed already, or about to be
+        self._stopped = True
+        del self._next  # it refers to the source
         try:
             close = getattr(source, "aclose", None)
             if close is not None:
@@ -156,14 +163,15 @@ class Stream(Generic[T_co]):
         finally:
             self._finish(None)
 
-    def _finish(self, error: BaseException | None) -> None:
+    def _finish(self, error: BaseException | None) -> None:  # noqa: ARG002 - a hook
         """Note the end, by *error* of the source or else by whoever closed."""
         if self._state == _CLOSED:
             return
         self._state = _CLOSED
         on_close, self._on_close = self._on_close, ()
-        for callback in on_close:
-            callback()
+        with ExitStack() as calls:  # each is made, also where another raises
+            for callback in reversed(on_close):
+                calls.callback(callback)
 
     async def __aenter__(self) -> Self:
         if self._scope is not None:
@@ -184,7 +192,7 @@ class Stream(Generic[T_co]):
             # A task that still waits for an item can only be one that the body
             # left behind; it was told to stop, and closes for itself.
             await self.aclose()
-        except BaseException as error:
+        except BaseException as error:  # noqa: ASYNC103 - only what our scope caught
             if not self._leave(error):
                 raise
             swallowed = True
@@ -230,6 +238,10 @@ class Stream(Generic[T_co]):
             )
         )
 
+    def _lose(self) -> None:
+        """End in a finaliser, in whatever thread that is."""
+        self._finish(None)
+
     def _owes(self) -> bool:
         """Whether dropping the stream unclosed loses more than its source."""
         return bool(self._on_close)
@@ -237,7 +249,7 @@ class Stream(Generic[T_co]):
     def __del__(self) -> None:
         if self._state == _CLOSED or sys.is_finalizing() or not self._owes():
             return
-        self._finish(None)
+        self._lose()
         warnings.warn(
             f"a stream was dropped after {self.items} items without being closed; "
             f"use it in an async with block",

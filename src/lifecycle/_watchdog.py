@@ -10,7 +10,7 @@ from __future__ import annotations
 import heapq
 import math
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Final
 from weakref import ref
 
 import anyio
@@ -19,6 +19,10 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from ._stream import Stream
+
+
+# Below this many entries a sweep is not worth its while.
+_SWEEP_AT: Final = 128
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -36,6 +40,12 @@ class Deadlines:
     idle: float | None = None
     total: float | None = None
 
+    def __post_init__(self) -> None:
+        for name in ("first_item", "idle", "total"):
+            limit = getattr(self, name)
+            if limit is not None and math.isnan(limit):
+                raise ValueError(f"{name} must be a number of seconds, not NaN")
+
     def __bool__(self) -> bool:
         return not (self.first_item is self.idle is self.total is None)
 
@@ -48,6 +58,11 @@ class _Watched:
         self.limits = limits
         self.began = began
 
+    def over(self) -> bool:
+        """Whether there is nothing left to watch."""
+        stream = self.stream()
+        return stream is None or stream.closed
+
     def look(self, now: float) -> float | None:
         """Stop the stream if it is late, else say when to look again."""
         stream = self.stream()
@@ -59,15 +74,16 @@ class _Watched:
             stream.expire("total", limits.total or 0)
             return None
         waiting = limits.idle if stream.items else limits.first_item
-        if waiting is None:
-            # The other limit may apply once the first item has come.
-            later = limits.idle
-            return min(total_at, math.inf if later is None else now + later)
         since = stream.waiting_since()
-        if since is not None and now >= since + waiting:
+        if waiting is not None and since is not None and now >= since + waiting:
             stream.expire("idle" if stream.items else "first_item", waiting)
             return None
-        return min(total_at, (now if since is None else since) + waiting)
+        # A wait that begins after this look can be late no earlier than that.
+        next_wait = math.inf if limits.idle is None else now + limits.idle
+        this_wait = next_wait
+        if waiting is not None:
+            this_wait = (now if since is None else since) + waiting
+        return min(total_at, this_wait, next_wait)
 
 
 class Watchdog:
@@ -81,6 +97,7 @@ class Watchdog:
         self._clock = clock
         self._heap: list[tuple[float, int, _Watched]] = []
         self._serial = 0
+        self._sweep_at = _SWEEP_AT
         self._earlier = anyio.Event()
 
     def add(self, stream: Stream[Any], limits: Deadlines) -> None:
@@ -109,6 +126,11 @@ class Watchdog:
     def _push(self, watched: _Watched, due: float | None) -> None:
         if due is None or due == math.inf:
             return
+        if len(self._heap) >= self._sweep_at:
+            # Most streams end long before their deadline would find them.
+            self._heap = [entry for entry in self._heap if not entry[2].over()]
+            heapq.heapify(self._heap)
+            self._sweep_at = max(_SWEEP_AT, 2 * len(self._heap))
         if not self._heap or due < self._heap[0][0]:
             self._earlier.set()
         self._serial += 1

@@ -13,7 +13,7 @@ _QUIET = frozenset({"LeaseGranted", "LeaseReleased", "LeaseSettled", "PayloadRel
 _LOUD = frozenset({"EndFailed"})
 
 
-def structlog_observer(logger: Any = None) -> Observer:  # noqa: ANN401 - untyped there
+def structlog_observer(logger: Any = None) -> Observer:
     """Log each event with structlog, as ``lifecycle.session_closed`` and so on.
 
     What happens several times a request is logged at level debug, what needs
@@ -27,7 +27,7 @@ def structlog_observer(logger: Any = None) -> Observer:  # noqa: ANN401 - untype
     """
     if logger is None:
         try:
-            import structlog  # noqa: PLC0415 - the core runs without it
+            import structlog
         except ImportError as error:
             raise ImportError(
                 "structlog_observer needs structlog; install anyio-lifecycle[structlog]"

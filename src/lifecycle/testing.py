@@ -11,8 +11,8 @@ from typing import Any, Literal, TypeVar, final
 
 import anyio
 
-from ._gate import Gate
-from ._sessions import SessionRegistry
+from lifecycle import Gate, SessionRegistry
+
 from .events import Event
 
 __all__ = ("Attempt", "RecordingObserver", "assert_quiescent", "cancel_everywhere")
@@ -202,9 +202,9 @@ def _run(
     try:
         anyio.run(main, backend=backend)
     except BaseException as error:
-        raise AssertionError(
-            f"{backend} {strike} at {strike.point()}: {error!r}"
-        ) from error
+        # Outside of the loop nobody is left to hear of a cancellation.
+        what = f"{backend} {strike} at {strike.point()}: {error!r}"
+        raise AssertionError(what) from error  # noqa: ASYNC104
     if not victim.used:
         raise AssertionError("the scenario never awaited its attempt")
     return victim
@@ -252,7 +252,7 @@ class _Victim:
                 raise  # somebody else's
             while task.uncancel():
                 pass
-            return "cancelled"
+            return "cancelled"  # noqa: ASYNC104 - our own
         if self.struck:
             raise AssertionError("the coroutine swallowed its cancellation")
         return "completed"

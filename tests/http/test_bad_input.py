@@ -5,12 +5,11 @@ from __future__ import annotations
 import asyncio
 import json
 import struct
-import zlib
 from typing import Any
 
 import openai
 import pytest
-from http_kit import answer_to, data_url, encoded, png, user
+from http_kit import answer_to, data_url, encoded, png, png_chunk, user
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 TEXT = [{"role": "user", "content": "hello"}]
@@ -32,9 +31,7 @@ def apng(frames: int) -> bytes:
     """A PNG that declares an animation of *frames*."""
     whole = encoded(64, 64)
     data = struct.pack(">II", frames, 0)
-    chunk = struct.pack(">I", 8) + b"acTL" + data
-    chunk += struct.pack(">I", zlib.crc32(b"acTL" + data))
-    return whole[:33] + chunk + whole[33:]
+    return whole[:33] + png_chunk(b"acTL", data) + whole[33:]
 
 
 BODIES: dict[str, tuple[bytes, int, str | None, str]] = {
@@ -83,6 +80,12 @@ BODIES: dict[str, tuple[bytes, int, str | None, str]] = {
     "top-p": (ask(top_p=0.5), 400, "top_p", "unsupported_parameter"),
     "tools": (ask(tools=[{}]), 400, "tools", "unsupported_parameter"),
     "logprobs": (ask(logprobs=True), 400, "logprobs", "unsupported_parameter"),
+    "endless-text": (
+        ask(messages=[{"role": "user", "content": "x" * (2**20 + 1)}]),
+        400,
+        "messages",
+        "context_length_exceeded",
+    ),
     "role": (
         ask(messages=[{"role": "tool", "content": "x"}]),
         400,

@@ -6,11 +6,12 @@ import base64
 import json
 import resource
 import tracemalloc
+import zlib
 from collections.abc import Callable
 from functools import partial
 
 import pytest
-from http_kit import data_url, encoded, png
+from http_kit import data_url, encoded, png, png_chunk
 from hypothesis import given, settings, strategies as st
 
 from lifecycle_engine.api_errors import ApiError
@@ -65,6 +66,21 @@ def test_decodes_nothing_to_measure() -> None:
     after = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     assert peak < 1_000_000
     assert after - before < 5 * 1024
+
+
+def test_inflates_no_bomb_of_notes() -> None:
+    """A small PNG whose notes inflate to 60 MB is refused before they do."""
+    note = png_chunk(b"zTXt", b"k\0\0" + zlib.compress(b"a" * 1_000_000))
+    whole = encoded()
+    few, many = (whole[:33] + note * n + whole[33:] for n in (2, 60))
+    assert measure(few, LIMITS, param="x").pixels == 32 * 24
+    tracemalloc.start()
+    with pytest.raises(ApiError) as caught:
+        measure(many, LIMITS, param="x")
+    _, peak = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert caught.value.code == "invalid_image"
+    assert peak < 100_000
 
 
 def test_refuses_one_pixel_too_many() -> None:

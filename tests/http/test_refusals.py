@@ -222,6 +222,22 @@ async def test_tells_client_that_engine_is_too_slow(stream: bool) -> None:
         assert server.service.sessions.statistics().outcomes["deadline"] == 1
 
 
+async def test_refuses_body_that_stands_still() -> None:
+    """A body that stops arriving is 408; there never was a session (fault-15)."""
+    settings = AppSettings(model="sim", body_idle=0.05)
+    async with running(settings=settings) as server:
+        reader, writer = await asyncio.open_connection("127.0.0.1", server.port)
+        head = b"POST /v1/chat/completions HTTP/1.1\r\nhost: here\r\n"
+        writer.write(head + b"content-length: 90\r\n\r\n{")
+        async with asyncio.timeout(10):
+            answer = await reader.readuntil(b"\r\n\r\n")
+        assert answer.startswith(b"HTTP/1.1 408")
+        writer.close()
+        await writer.wait_closed()
+        await server.quiet()
+        assert server.service.sessions.statistics().opened == 0
+
+
 async def test_tells_stream_that_is_cancelled_by_id() -> None:
     """A stream that somebody else cancels ends with an error, not in silence."""
     async with running(*SLOW) as server, server.client() as client:

@@ -93,7 +93,7 @@ class World:
     async def until(self, what: Any) -> None:
         """Wait until *what* holds."""
         with anyio.fail_after(20):
-            while not what():  # noqa: ASYNC110
+            while not what():
                 await anyio.sleep(0.002)
 
     def call(self, server: ScriptedServer) -> asyncio.Task[None]:

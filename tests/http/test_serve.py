@@ -13,7 +13,7 @@ from typing import Any
 import openai
 import psutil
 import pytest
-from http_kit import ENV, answer_to, encoded, user
+from http_kit import ENV, answer_to, encoded, post, user
 
 pytestmark = pytest.mark.asyncio
 CLI = [sys.executable, "-m", "lifecycle_engine.cli"]
@@ -145,6 +145,24 @@ async def test_exits_in_time_though_client_never_reads() -> None:
         await writer.drain()
         assert await server.exit(signal.SIGTERM, within=5) == 0
         writer.close()
+
+
+@pytest.mark.parametrize("stream", ["true", "false"])
+async def test_says_nothing_about_clients_that_hang_up(stream: str) -> None:
+    """A client that leaves is no error: nothing is written, and the next is served."""
+    async with served() as server, server.client() as client:
+        body = ask().replace(b'"max_tokens":1', b'"max_tokens":4000,"stream":%s')
+        _, writer = await post(server.port, body % stream.encode())
+        url = f"{server.address}/_lifecycle/status"
+        async with asyncio.timeout(10):
+            while not (await client._client.get(url)).json()["sessions"]["live"]:
+                pass
+            writer.transport.abort()
+            while (await client._client.get(url)).json()["sessions"]["live"]:
+                pass
+        view = (await client._client.get(url)).json()
+        assert view["sessions"]["outcomes"]["client_gone"] == 1
+        assert await server.exit(signal.SIGTERM) == 0
 
 
 async def test_leaves_no_engine_when_killed() -> None:

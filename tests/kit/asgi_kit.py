@@ -61,6 +61,8 @@ class ScriptedServer:
         self.gone = anyio.Event()
         self.complete = anyio.Event()
         self.readers = 0
+        # A response was begun, though a cancellation may have cut its first send.
+        self.offered = False
         self.sent: list[Message] = []
         self.on_send: Callable[[Message], None] = lambda message: None
 
@@ -81,6 +83,7 @@ class ScriptedServer:
 
     async def send(self, message: Message) -> None:
         """Keep *message* as a server would write it."""
+        self.offered = True
         if self.waits:
             await anyio.lowlevel.checkpoint()
         self.sent.append(message)

@@ -52,18 +52,19 @@ def make_engine(*options: str, **settings: Any) -> ZmqEngine:
     return ZmqEngine([*argv, *FAST, *options], env=ENV, **settings)
 
 
+def png_chunk(kind: bytes, data: bytes) -> bytes:
+    """One chunk of a PNG."""
+    crc = zlib.crc32(kind + data)
+    return struct.pack(">I", len(data)) + kind + data + struct.pack(">I", crc)
+
+
 def png(width: int, height: int) -> bytes:
     """A flat PNG of this size, small however large it is."""
-
-    def chunk(kind: bytes, data: bytes) -> bytes:
-        crc = zlib.crc32(kind + data)
-        return struct.pack(">I", len(data)) + kind + data + struct.pack(">I", crc)
-
     pack = zlib.compressobj(9)
     row = b"\0" + b"\x55\xaa\x33" * width
     data = b"".join(pack.compress(row) for _ in range(height)) + pack.flush()
     head = struct.pack(">IIBBBBB", width, height, 8, 2, 0, 0, 0)
-    body = chunk(b"IHDR", head) + chunk(b"IDAT", data) + chunk(b"IEND", b"")
+    body = png_chunk(b"IHDR", head) + png_chunk(b"IDAT", data) + png_chunk(b"IEND", b"")
     return b"\x89PNG\r\n\x1a\n" + body
 
 
@@ -161,7 +162,7 @@ class Server:
     async def until(self, what: Any) -> None:
         """Wait until the condition *what* holds."""
         async with asyncio.timeout(20):
-            while not what():  # noqa: ASYNC110 - nothing announces it
+            while not what():
                 await asyncio.sleep(0.002)
 
 

@@ -1,6 +1,7 @@
 """The demo: what it promises to show, and that it can fail."""
 
 import copy
+import http.client
 import io
 import json
 import random
@@ -11,6 +12,7 @@ import subprocess
 import sys
 from collections import Counter
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 from rich.console import Console
@@ -210,19 +212,36 @@ def test_prints_snippet_that_works(announced: str) -> None:
     assert done.stdout.strip()
 
 
-def test_shows_live_requests_by_phase(announced: str) -> None:
-    """The status page that is named in the hints is there, and is JSON."""
-    line = re.search(r"http://\S+/_lifecycle/status", announced)
-    assert line
-    script = (
-        "import sys, urllib.request as u; print(u.urlopen(sys.argv[1]).read().decode())"
+def test_shows_live_request_until_its_client_leaves(announced: str) -> None:
+    """A live request is shown by id and phase, and no longer once it is gone."""
+    found = re.search(r"http://(\S+)/_lifecycle/status", announced)
+    assert found
+    body = {"messages": [{"role": "user", "content": "count"}], "max_tokens": 2000}
+    connection = http.client.HTTPConnection(found[1], timeout=30)
+    connection.request(
+        "POST",
+        "/v1/chat/completions",
+        json.dumps({"model": "sim", "stream": True, **body}),
+        {"content-type": "application/json", "x-request-id": "shown-1"},
     )
-    for url in (line[0], line[0].replace("/status", "/requests")):
-        done = subprocess.run(
-            [sys.executable, "-c", script, url],
-            capture_output=True,
-            text=True,
-            timeout=60,
-            check=True,
-        )
-        assert json.loads(done.stdout)
+    connection.getresponse().readline()
+    assert {row["id"]: row["phase"] for row in live(found[1])} == {"shown-1": "started"}
+    assert live(found[1])[0]["age_s"] > 0
+    connection.close()
+    for _ in range(2000):  # each turn waits for an answer
+        if not live(found[1]):
+            return
+    pytest.fail("the request is still shown")
+
+
+def live(address: str) -> list[dict[str, Any]]:
+    """Return the live requests that a server shows."""
+    connection = http.client.HTTPConnection(address, timeout=30)
+    try:
+        connection.request("GET", "/_lifecycle/requests")
+        rows: list[dict[str, Any]] = json.loads(connection.getresponse().read())[
+            "requests"
+        ]
+        return rows
+    finally:
+        connection.close()

@@ -1,8 +1,9 @@
 """An engine whose streams do what their request says; run as a script.
 
-Request fields: ``count`` items (0, 1, 2, … as ``[n]``), or ``forever``; ``hold`` gives
-no item; ``reject`` and ``raise_in_start`` refuse; ``fail_at``, ``odd_item_at`` and
-``raise_at`` go wrong at that item; ``exit`` leaves the process with that code.
+Request fields: ``count`` items (0, 1, 2, … as ``[n]``), or ``forever``; ``hold``
+gives no item, ``watch`` the number of tensors alive; ``reject`` and
+``raise_in_start`` refuse; ``fail_at``, ``odd_item_at`` and ``raise_at`` go wrong at
+that item; ``exit`` leaves the process with that code.
 """
 
 from __future__ import annotations
@@ -82,9 +83,12 @@ class ScriptedBackend:
             "live": sorted(self._live),
             "calls": self._calls[-200:],
             "seen": self._seen[-20:],
-            "tensors_alive": sum(ref() is not None for ref in self._memory),
+            "tensors_alive": self._alive(),
             "descriptors": len(list(Path("/proc/self/fd").iterdir())),
         }
+
+    def _alive(self) -> int:
+        return sum(ref() is not None for ref in self._memory)
 
     def _advance(self, key: str, it: dict[str, Any]) -> Output | None:
         at = it["at"]
@@ -99,6 +103,8 @@ class ScriptedBackend:
         if at == it.get("count"):
             return self._close(key, Finish("completed"))
         it["at"] += 1
+        if "watch" in it:
+            return Output(key, [[self._alive()]])
         if at == it.get("odd_item_at"):
             return Output(key, [object()])
         if "size" in it:

@@ -10,6 +10,7 @@ from typing import Any
 import anyio
 import anyio.lowlevel
 import pytest
+import zmq
 
 from lifecycle import EngineLost
 from lifecycle_zmq import EngineClient, EngineFailed, RequestRejected, wire
@@ -172,6 +173,16 @@ async def test_cancelling_anext_loses_no_item(fake_engine: Any) -> None:
             fake_engine.say(Kind.CHUNKS, chunk("a#1", number, [number]))
             with anyio.fail_after(20):
                 assert await anext(stream) == number
+        fake_engine.say(Kind.CHUNKS, chunk("a#1", 20, [20, 21, 22, 23]))
+        got = []
+        with anyio.fail_after(20):
+            got.append(await anext(stream))
+            with anyio.CancelScope() as scope:
+                scope.cancel()
+                got.append(await anext(stream))
+            while len(got) < 4:
+                got.append(await anext(stream))
+        assert got == [20, 21, 22, 23]
 
 
 async def test_end_sends_one_end_however_often_it_is_called(fake_engine: Any) -> None:
@@ -342,7 +353,7 @@ FAULTS: dict[str, Any] = {
     "gap": lambda fake: fake.say(Kind.CHUNKS, chunk("a#1", 1, [1])),
     "repeat": lambda fake: fake.say(Kind.REPORT, {"ask": 0, "status": {}}, sequence=0),
     "lost": lambda fake: fake.say(Kind.CHUNKS, chunk("a#1", 0, [1]), sequence=99),
-    "older": lambda fake: fake.say(Kind.DONE, {"key": "a#1"}, incarnation=6),
+    "older": lambda fake: fake.say(Kind.CHUNKS, chunk("a#1", 0, [1]), incarnation=6),
     "unknown": lambda fake: fake.say(Kind.CHUNKS, chunk("zz", 0, [1])),
     "done": lambda fake: fake.say(Kind.DONE, {"key": "a#1"}),
     "twice": lambda fake: fake.say(Kind.ACCEPTED, {"key": "a#1"}),
@@ -435,6 +446,13 @@ async def test_leaving_the_client_tells_every_waiter(fake_engine: Any) -> None:
     assert not client.ready
 
 
+async def test_client_of_an_impossible_address_leaves_nothing_open() -> None:
+    """An address that cannot be one is an error at once."""
+    with pytest.raises(zmq.ZMQError):
+        async with EngineClient("nowhere", incarnation=7):
+            pass
+
+
 async def test_error_of_the_block_is_not_wrapped(fake_engine: Any) -> None:
     """What the block raises comes out as it is, not in a group."""
     with pytest.raises(KeyError):
@@ -486,7 +504,7 @@ async def test_send_that_swallows_the_news_of_a_message_handles_it(
         with anyio.fail_after(20):
             for number in range(300):
                 fake_engine.say(Kind.CHUNKS, chunk("a#1", number, [number]))
-                client._send(Kind.STATUS, {"ask": 0})
+                client._say(Kind.STATUS, {"ask": 0})
                 if number % 3 == 0:
                     await anyio.lowlevel.checkpoint()
             async for item in stream:

@@ -10,7 +10,6 @@ from typing import Any
 import anyio
 import numpy as np
 import pytest
-import zmq
 
 from lifecycle import EngineLost, Payload
 from lifecycle_zmq import EngineClient, RequestRejected, ZmqEngine
@@ -124,7 +123,7 @@ def _bad_socket(monkeypatch: pytest.MonkeyPatch) -> tuple[str, Any, Boxed]:
 
 def _no_socket(monkeypatch: pytest.MonkeyPatch) -> tuple[str, Any, Boxed]:
     def send(_link: Link, parts: Any) -> bool:
-        raise zmq.ZMQError(zmq.ENOTSOCK)
+        return False
 
     monkeypatch.setattr(Link, "send", send)
     return "a#1", {}, boxed()
@@ -160,6 +159,9 @@ async def test_payload_is_dead_when_start_failed(
         assert kept is not None
         assert kept.__traceback__ is not None
         assert watch() is None
+        # Nothing to end; and after a send of unknown outcome, nothing to rely on.
+        assert client.streams == 0
+        assert (client.lost is None) is (error not in (ZeroDivisionError, EngineLost))
         monkeypatch.undo()
         del kept
 
@@ -200,6 +202,16 @@ async def test_payload_is_dead_when_no_engine_serves(
         del kept
 
 
+async def test_payload_is_dead_when_the_client_is_not_ready(fake_engine: Any) -> None:
+    """A refusal before anything was sent drops the payload all the same."""
+    async with EngineClient(fake_engine.endpoint, incarnation=7) as client:
+        box, watch = boxed()
+        with pytest.raises(EngineLost):
+            await client.start("a#1", {}, box)
+        assert box.taken
+        assert watch() is None
+
+
 async def test_payload_is_dead_when_start_was_cancelled(
     make_engine: Callable[..., ZmqEngine],
 ) -> None:
@@ -230,6 +242,7 @@ async def test_tensors_are_the_backends_alone(
     """Engine side: the server keeps no tensor once the backend's start returned."""
     async with make_engine() as engine:
         await engine.wait_ready()
+        watch = await engine.start("watch", {"watch": True})
         for number, size in enumerate((10, 5_000, 100_000)):
             array = np.arange(size, dtype=np.int32).reshape(2, -1)
             box = Payload[Mapping[str, Any]]({"x": array, "y": b"small"})
@@ -241,6 +254,10 @@ async def test_tensors_are_the_backends_alone(
                 expected = "because" if how == "reject" else "internal"
                 assert error.code == expected
                 assert "because" not in error.message
+            # The count of each step, without another message to the server between.
+            waiting = len(watch._state.items)  # type: ignore[attr-defined]
+            counts = [await anext(watch) for _ in range(waiting + 3)]
+            assert counts[waiting:] == [[0]] * 3
         status = (await engine.status())["backend"]
         assert status["tensors_alive"] == 0
         assert [name for name, *_ in status["seen"]] == ["x", "y"] * 3

@@ -19,8 +19,6 @@ from lifecycle_engine.demo.traffic import PHASES, Job, Phase
 PATIENCE = 90.0
 """Seconds after which a request without an answer counts as hung."""
 
-TRIES = 12
-
 
 @dataclass(slots=True)
 class Ledger:
@@ -89,7 +87,9 @@ class Client:
             self.ledger.leave(job, ending)
 
     async def _send(self, job: Job) -> str:
-        for attempt in range(TRIES):
+        attempt = 0
+        while True:
+            attempt += 1
             try:
                 return await self._try(job, f"demo-{job.number}-{attempt}")
             except openai.APIStatusError as error:
@@ -103,8 +103,9 @@ class Client:
                 return "connection broke"
             except openai.APIError as error:
                 # No status: the error came inside the stream.
-                return f"told mid stream: {error.code or error.type}"
-        return "gave up"
+                if error.code != "engine_lost":
+                    self.ledger.wrong.append(f"request {job.number}: {error.code}")
+                return f"told mid stream: {error.code}"
 
     def _refused(self, job: Job, status: int) -> str:
         if job.bad is None:

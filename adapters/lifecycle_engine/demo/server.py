@@ -21,7 +21,7 @@ import anyio
 import anyio.abc
 import anyio.to_thread
 
-START_LIMIT = 60.0
+START_LIMIT = 120.0
 """Seconds for the server to listen and its engine to load."""
 
 STOP_LIMIT = 20.0

@@ -1,8 +1,18 @@
-"""Tracebacks that hold no payload."""
+"""Giving a payload away: what holds it before, and what must not hold it after."""
 
 from __future__ import annotations
 
 import traceback
+from collections.abc import Mapping
+from typing import Any, Protocol
+
+
+class Box(Protocol):
+    """What holds the tensors until the hand-off, such as a `lifecycle.Payload`."""
+
+    def take(self) -> Mapping[str, Any]:
+        """Give up the value, once."""
+        ...
 
 
 def forget_frames(error: BaseException, *, until: BaseException | None = None) -> None:

@@ -1,0 +1,593 @@
+"""Sessions and their registry: one outcome each, and nothing left of them."""
+
+import gc
+import tracemalloc
+from collections.abc import AsyncGenerator
+from typing import get_args
+
+import anyio
+import pytest
+from anyio.lowlevel import checkpoint
+
+from lifecycle import (
+    AdmissionTimeout,
+    EngineLost,
+    GateClosed,
+    Session,
+    SessionEnded,
+    SessionExists,
+    SessionNotFound,
+    SessionRegistry,
+    StartTimeout,
+    StreamTimeout,
+)
+from lifecycle.events import (
+    DrainFinished,
+    DrainStarted,
+    Outcome,
+    PayloadReleased,
+    SessionClosed,
+    SessionOpened,
+    StreamEnded,
+)
+from lifecycle.testing import (
+    Attempt,
+    RecordingObserver,
+    assert_quiescent,
+    cancel_everywhere,
+)
+
+virtual = pytest.mark.parametrize("anyio_backend", ["virtual"], indirect=True)
+
+
+async def nothing() -> str:
+    await checkpoint()
+    return "stream"
+
+
+class Ends:
+    """An END that waits until it is let go, and notes that it ran."""
+
+    def __init__(self) -> None:
+        self.go_on = anyio.Event()
+        self.done: list[object] = []
+
+    async def __call__(self, stream: object) -> None:
+        await self.go_on.wait()
+        self.done.append(stream)
+
+
+@pytest.mark.anyio
+class TestOutcomes:
+    @pytest.mark.parametrize(
+        ("error", "outcome"),
+        [
+            (None, "completed"),
+            (AdmissionTimeout("x"), "refused"),
+            (GateClosed("x"), "refused"),
+            (EngineLost("x", reason="killed"), "engine_lost"),
+            (StreamTimeout("x", deadline="idle"), "deadline"),
+            (StartTimeout("x"), "deadline"),
+            (SessionEnded("x", outcome="client_gone"), "client_gone"),
+            (OSError("x"), "failed"),
+            (KeyboardInterrupt("x"), "failed"),
+            (GeneratorExit(), "cancelled"),
+            (ExceptionGroup("x", [GateClosed("x")]), "refused"),
+            (ExceptionGroup("x", [GateClosed("x"), GateClosed("y")]), "refused"),
+            (ExceptionGroup("x", [GateClosed("x"), OSError("y")]), "failed"),
+            (BaseExceptionGroup("x", [GeneratorExit()]), "cancelled"),
+        ],
+        ids=repr,
+    )
+    async def test_follows_from_how_the_block_is_left(
+        self, error: BaseException | None, outcome: Outcome
+    ) -> None:
+        """Each way out of the block has its outcome, and the error goes on as it was."""
+        seen = RecordingObserver()
+        caught: BaseException | None = None
+        async with SessionRegistry(observer=seen) as sessions:
+            try:
+                with sessions.open("a") as session:
+                    if error is not None:
+                        raise error
+            except BaseException as raised:  # noqa: BLE001
+                caught = raised
+            assert caught is error
+            assert session.outcome == outcome
+            assert [event.outcome for event in seen.of(SessionClosed)] == [outcome]
+            assert sessions.statistics().outcomes[outcome] == 1
+            assert_quiescent(sessions)
+
+    @pytest.mark.parametrize("means", ["cancelled", "client_gone"])
+    async def test_counts_a_cancellation_as_what_it_means(self, means: Outcome) -> None:
+        """Whoever cancels the owner says before what for."""
+        async with SessionRegistry() as sessions:
+            with anyio.CancelScope() as scope, sessions.open("a") as session:
+                session.cancelled_as = means
+                scope.cancel()
+                await checkpoint()
+            assert scope.cancelled_caught
+            assert session.outcome == means
+
+    async def test_counts_cancelled_children_as_a_cancellation(self) -> None:
+        """A group of nothing but cancellations is one."""
+        async with SessionRegistry() as sessions:
+            with anyio.CancelScope() as scope:
+                with sessions.open("a") as session:
+                    async with anyio.create_task_group() as tasks:
+                        tasks.start_soon(anyio.sleep_forever)
+                        tasks.start_soon(anyio.sleep_forever)
+                        await checkpoint()
+                        scope.cancel()
+            assert session.outcome == "cancelled"
+
+    async def test_is_decided_by_the_first(self) -> None:
+        """The first close decides; later ones say that they did not."""
+        async with SessionRegistry() as sessions:
+            with sessions.open("a") as session:
+                assert session.close("client_gone")
+                assert not session.close("failed")
+                session.stop("shutdown")  # too late to stop anything
+                await checkpoint()
+            assert session.outcome == "client_gone"
+            assert sessions.statistics().outcomes["client_gone"] == 1
+
+    async def test_knows_every_outcome_from_the_start(self) -> None:
+        """Statistics have a number for each outcome, also where it is none."""
+        async with SessionRegistry() as sessions:
+            now = sessions.statistics()
+        assert now.outcomes == dict.fromkeys(get_args(Outcome), 0)
+
+
+@pytest.mark.anyio
+class TestIds:
+    async def test_refuses_an_id_in_use(self) -> None:
+        """Two live sessions never share an id."""
+        async with SessionRegistry() as sessions:
+            with sessions.open("a"):
+                with pytest.raises(SessionExists):
+                    sessions.open("a")
+                with sessions.open("b"):
+                    assert [session.id for session in sessions.live()] == ["a", "b"]
+            assert_quiescent(sessions)
+            assert sessions.statistics().opened == 2
+
+    async def test_reuses_an_id_while_the_old_one_closes(self) -> None:
+        """A late clean-up removes nothing of a newer session (fault-20)."""
+        ends = Ends()
+        async with SessionRegistry() as sessions:
+            with sessions.open("a") as old:
+                await old.start(nothing, end=ends)
+            with sessions.open("a") as new:
+                assert (old.generation, new.generation) == (1, 2)
+                assert (old.key, new.key) == ("a#1", "a#2")
+                assert not old.close("failed")
+                ends.go_on.set()
+                await old.quiet()
+                assert sessions.get("a") is new
+                assert new.outcome is None
+                assert ends.done == ["stream"]
+            assert_quiescent(sessions)
+
+    async def test_finds_live_sessions_only(self) -> None:
+        """get and cancel know ids that are live, and no others."""
+        async with SessionRegistry() as sessions:
+            with sessions.open("a") as session:
+                assert sessions.get("a") is session
+            for ask in (sessions.get, sessions.get):
+                with pytest.raises(SessionNotFound):
+                    ask("a")
+            with pytest.raises(SessionNotFound):
+                await sessions.cancel("a")
+
+    async def test_waits_until_an_id_is_free(self) -> None:
+        """open_when_free waits for the live session and for its END."""
+        ends = Ends()
+        got: list[Session] = []
+
+        async def wait(sessions: SessionRegistry) -> None:
+            with await sessions.open_when_free("a") as session:
+                assert ends.done
+                got.append(session)
+
+        async with SessionRegistry() as sessions:
+            async with anyio.create_task_group() as tasks:
+                with sessions.open("a") as session:
+                    await session.start(nothing, end=ends)
+                    tasks.start_soon(wait, sessions)
+                    await anyio.wait_all_tasks_blocked()
+                await anyio.wait_all_tasks_blocked()
+                assert got == []
+                ends.go_on.set()
+            assert [session.key for session in got] == ["a#2"]
+            assert_quiescent(sessions)
+
+    def test_opens_nothing_when_it_waits_in_vain(self) -> None:
+        """Cancelled while it waits for an id, it has opened nothing."""
+
+        async def scenario(attempt: Attempt) -> None:
+            async with SessionRegistry() as sessions:
+                release = anyio.Event()
+
+                async def hold() -> None:
+                    with sessions.open("a"):
+                        await release.wait()
+
+                async def wait() -> None:
+                    with await sessions.open_when_free("a"):
+                        await checkpoint()
+
+                async with anyio.create_task_group() as tasks:
+                    tasks.start_soon(hold)
+                    await checkpoint()
+                    await checkpoint()
+                    tasks.start_soon(lambda: set_soon(release))
+                    await attempt(wait())
+                assert_quiescent(sessions)
+
+        cancel_everywhere(scenario)
+
+
+async def set_soon(event: anyio.Event) -> None:
+    await checkpoint()
+    event.set()
+
+
+@pytest.mark.anyio
+class TestBoxes:
+    async def test_are_emptied_when_the_session_closes(self) -> None:
+        """What nobody took is cleared, counted and told."""
+        seen = RecordingObserver()
+        async with SessionRegistry(observer=seen) as sessions:
+            with sessions.open("a") as session:
+                first = session.box(b"1", nbytes=1)
+                second = session.box(b"2", nbytes=2)
+                assert sessions.statistics().payload_bytes == 3
+                assert first.take() == b"1"
+                now = sessions.statistics()
+                assert (now.payloads, now.payload_bytes) == (1, 2)
+            assert second.taken
+            told = [(event.bytes, event.how) for event in seen.of(PayloadReleased)]
+            assert told == [(1, "taken"), (2, "cleared")]
+            late = session.box(b"3", nbytes=4)
+            assert late.taken
+            assert_quiescent(sessions)
+
+    async def test_are_forgotten_once_emptied(self) -> None:
+        """A session that boxes frame after frame does not keep the empty boxes."""
+        async with SessionRegistry() as sessions:
+            with sessions.open("a") as session:
+                gc.collect()
+                before = len(gc.get_objects())
+                for _ in range(1000):
+                    session.box(b"frame", nbytes=5).take()
+                assert len(gc.get_objects()) - before < 100
+            assert_quiescent(sessions)
+
+
+@pytest.mark.anyio
+class TestStopping:
+    async def test_tells_the_owner_and_waits_for_the_engine(self) -> None:
+        """cancel ends the owner's block with SessionEnded and returns when it is quiet."""
+        ends = Ends()
+        told: list[str] = []
+        async with SessionRegistry() as sessions, anyio.create_task_group() as tasks:
+
+            async def owner() -> None:
+                with pytest.raises(SessionEnded) as caught:
+                    with sessions.open("a") as session:
+                        await session.start(nothing, end=ends)
+                        await anyio.sleep_forever()
+                told.append(caught.value.outcome)
+
+            async def cancel() -> None:
+                await sessions.cancel("a")
+                told.append("quiet")
+
+            tasks.start_soon(owner)
+            await anyio.wait_all_tasks_blocked()
+            tasks.start_soon(cancel)
+            await anyio.wait_all_tasks_blocked()
+            assert told == ["cancelled"]
+            assert sessions.statistics().closing == 1
+            ends.go_on.set()
+            await anyio.wait_all_tasks_blocked()
+            assert told == ["cancelled", "quiet"]
+            assert_quiescent(sessions)
+
+    async def test_tells_an_owner_that_was_about_to_leave(self) -> None:
+        """Stopped before its block ended, a session says so, also without another await."""
+        async with SessionRegistry() as sessions:
+            with pytest.raises(SessionEnded), sessions.open("a") as session:
+                session.stop("shutdown")
+            assert session.outcome == "shutdown"
+
+    async def test_stops_before_it_is_entered(self) -> None:
+        """A session that was stopped between open and with ends at its first await."""
+        async with SessionRegistry() as sessions:
+            session = sessions.open("a")
+            session.stop()
+            with pytest.raises(SessionEnded), session:
+                await anyio.sleep_forever()
+
+    async def test_keeps_the_owners_own_error(self) -> None:
+        """An error of the owner's is raised as it is, although the session was stopped."""
+        async with SessionRegistry() as sessions:
+            with pytest.raises(OSError, match="mine"), sessions.open("a") as session:
+                session.stop()
+                raise OSError("mine")
+            assert session.outcome == "cancelled"
+
+    async def test_keeps_an_outer_cancellation(self) -> None:
+        """Stopped and cancelled from outside at once, the owner sees the cancellation."""
+        async with SessionRegistry() as sessions:
+            with anyio.CancelScope() as scope:
+                with sessions.open("a") as session:
+                    scope.cancel()
+                    session.stop()
+                    await checkpoint()
+            assert scope.cancelled_caught
+
+    async def test_can_be_entered_once(self) -> None:
+        """A session has one owner."""
+        async with SessionRegistry() as sessions:
+            with sessions.open("a") as session:
+                with pytest.raises(RuntimeError, match="entered once"), session:
+                    pass
+
+    async def test_ends_all_that_are_open(self) -> None:
+        """close_all ends every session that is open by then, and none that comes after."""
+        outcomes: list[str] = []
+
+        async def owner(sessions: SessionRegistry, name: str) -> None:
+            try:
+                with sessions.open(name):
+                    await anyio.sleep_forever()
+            except SessionEnded as ended:
+                outcomes.append(ended.outcome)
+
+        async with SessionRegistry() as sessions:
+            async with anyio.create_task_group() as tasks:
+                for name in "abc":
+                    tasks.start_soon(owner, sessions, name)
+                await anyio.wait_all_tasks_blocked()
+                assert sessions.close_all("engine_lost") == 3
+                assert sessions.close_all() == 0
+                with sessions.open("d") as session:
+                    await checkpoint()
+                assert session.outcome == "completed"
+            assert outcomes == ["engine_lost"] * 3
+            assert_quiescent(sessions)
+
+    async def test_shows_its_phase_and_no_more(self) -> None:
+        """repr and phase tell how far a session got."""
+        ends = Ends()
+        async with SessionRegistry() as sessions:
+            with sessions.open("a") as session:
+                assert repr(session) == "<Session 'a#1' open>"
+                opening = anyio.Event()
+
+                async def open_() -> None:
+                    assert session.phase == "starting"
+                    opening.set()
+
+                await session.start(open_, end=ends)
+                assert session.phase == "started"
+            assert session.phase == "closing"
+            ends.go_on.set()
+            await session.quiet()
+            assert session.phase == "quiet"
+            assert repr(session) == "<Session 'a#1' completed>"
+
+    async def test_streams_items_and_says_how_many(self) -> None:
+        """The stream of a session is told of when it ends."""
+        seen = RecordingObserver()
+
+        async def source() -> AsyncGenerator[int, None]:
+            for i in range(3):
+                await checkpoint()
+                yield i
+
+        async with SessionRegistry(observer=seen) as sessions:
+            with sessions.open("a") as session:
+                async with session.stream(source()) as stream:
+                    assert [item async for item in stream] == [0, 1, 2]
+        assert [event.items for event in seen.of(StreamEnded)] == [3]
+        assert seen.names() == ["SessionOpened", "StreamEnded", "SessionClosed"]
+        assert seen.of(SessionOpened)[0].generation == 1
+
+    async def test_raises_no_groups(self) -> None:
+        """Errors of owners reach their callers alone, also through the registry."""
+        error = OSError("mine")
+        with pytest.raises(OSError, match="mine") as caught:
+            async with SessionRegistry() as sessions:
+                with sessions.open("a") as session:
+                    await session.start(nothing, end=fail)
+                    raise error
+        assert caught.value is error
+
+
+async def fail(_stream: object) -> None:
+    raise OSError("end")
+
+
+@virtual
+@pytest.mark.anyio
+class TestDrain:
+    async def test_lets_sessions_finish_and_ends_the_rest(self) -> None:
+        """Those who finish in time are left alone; the rest is told (fault-61)."""
+        seen = RecordingObserver()
+        told: list[tuple[int, str]] = []
+
+        async def owner(sessions: SessionRegistry, seconds: int) -> None:
+            try:
+                with sessions.open(str(seconds)) as session:
+                    await session.start(nothing, end=slow_end)
+                    await anyio.sleep(seconds)
+                told.append((seconds, "completed"))
+            except SessionEnded as ended:
+                told.append((seconds, ended.outcome))
+
+        async def slow_end(_stream: object) -> None:
+            await anyio.sleep(1)
+
+        async with SessionRegistry(observer=seen) as sessions:
+            async with anyio.create_task_group() as tasks:
+                for seconds in (2, 4, 50):
+                    tasks.start_soon(owner, sessions, seconds)
+                await anyio.wait_all_tasks_blocked()
+                began = anyio.current_time()
+                assert await sessions.drain(10) == 1
+                assert anyio.current_time() - began == pytest.approx(11)
+                assert sessions.draining
+                with pytest.raises(GateClosed):
+                    sessions.open("new")
+                assert_quiescent(sessions)
+            assert sorted(told) == [
+                (2, "completed"),
+                (4, "completed"),
+                (50, "shutdown"),
+            ]
+        assert [event.live for event in seen.of(DrainStarted)] == [3]
+        [finished] = seen.of(DrainFinished)
+        assert (finished.cut, finished.duration_s) == (1, pytest.approx(11))
+
+    async def test_drains_an_empty_registry_at_once(self) -> None:
+        """With nobody there, a drain takes no time."""
+        async with SessionRegistry() as sessions:
+            began = anyio.current_time()
+            assert await sessions.drain(10) == 0
+            assert anyio.current_time() == began
+
+    async def test_waits_for_every_end_on_leaving(self) -> None:
+        """Leaving the registry ends all sessions, and waits for their ENDs, bounded."""
+        ended: list[object] = []
+        outcomes: list[str] = []
+
+        async def end(stream: object) -> None:
+            await anyio.sleep(2)
+            ended.append(stream)
+
+        async def owner(sessions: SessionRegistry) -> None:
+            try:
+                with sessions.open("a") as session:
+                    await session.start(nothing, end=end)
+                    await anyio.sleep_forever()
+            except SessionEnded as error:
+                outcomes.append(error.outcome)
+
+        async with anyio.create_task_group() as tasks:
+            async with SessionRegistry() as sessions:
+                tasks.start_soon(owner, sessions)
+                await anyio.sleep(1)
+                began = anyio.current_time()
+            assert anyio.current_time() - began == pytest.approx(2)
+        assert (ended, outcomes) == (["stream"], ["shutdown"])
+        assert_quiescent(sessions)
+
+    async def test_goes_on_ending_when_it_is_cancelled(self) -> None:
+        """A cancelled registry still ends what it holds before it goes."""
+        ended: list[object] = []
+
+        async def end(stream: object) -> None:
+            await anyio.sleep(2)
+            ended.append(stream)
+
+        with anyio.CancelScope() as scope:
+            async with SessionRegistry() as sessions:
+                with sessions.open("a") as session:
+                    await session.start(nothing, end=end)
+                    scope.cancel()
+                    await checkpoint()
+        assert scope.cancelled_caught
+        assert ended == ["stream"]
+        assert session.outcome == "cancelled"
+        assert_quiescent(sessions)
+
+
+@pytest.mark.anyio
+class TestRegistry:
+    async def test_is_entered_once(self) -> None:
+        """A registry has one life."""
+        sessions = SessionRegistry()
+        with pytest.raises(RuntimeError, match="async with first"):
+            sessions.open("a")
+        async with sessions:
+            with pytest.raises(RuntimeError, match="entered once"):
+                async with sessions:
+                    pass
+        with pytest.raises(RuntimeError, match="entered once"):
+            async with sessions:
+                pass
+        with pytest.raises(RuntimeError):
+            sessions.open("a")
+
+    async def test_balances_at_every_moment(self) -> None:
+        """opened = live + the sum of the outcomes, whenever one looks."""
+        sessions: SessionRegistry
+
+        def look(_event: object = None) -> None:
+            now = sessions.statistics()
+            assert now.opened == now.live + sum(now.outcomes.values())
+
+        async def request(i: int) -> None:
+            with anyio.CancelScope() as scope:
+                try:
+                    with sessions.open(str(i % 40)) as session:
+                        look()
+                        await session.start(nothing, end=checkpointing)
+                        look()
+                        if i % 3 == 0:
+                            scope.cancel()
+                        if i % 5 == 0:
+                            session.stop("client_gone")
+                        await checkpoint()
+                except (SessionExists, SessionEnded):
+                    look()
+
+        async with SessionRegistry(observer=look) as sessions:
+            async with anyio.create_task_group() as tasks:
+                for i in range(100):
+                    tasks.start_soon(request, i)
+                    if i % 7 == 0:
+                        await checkpoint()
+                        look()
+            with anyio.fail_after(5):
+                while sessions.statistics().closing:
+                    await checkpoint()
+            assert_quiescent(sessions)
+
+    async def test_holds_ten_thousand_sessions(self) -> None:
+        """10,000 sessions live at once; one that started takes < 8 KiB (fault-21)."""
+        count, weighed = 10_000, 1000
+        async with SessionRegistry() as sessions:
+
+            async def start(ids: range) -> list[Session]:
+                held = [sessions.open(str(i)) for i in ids]
+                async with anyio.create_task_group() as tasks:
+                    for session in held:
+                        session.box(b"", nbytes=1)
+                        tasks.start_soon(session.start, nothing)
+                return held
+
+            others = [sessions.open(str(i)) for i in range(weighed, count)]
+            gc.collect()
+            tracemalloc.start(1)
+            try:
+                before = tracemalloc.get_traced_memory()[0]
+                held = await start(range(weighed))
+                gc.collect()
+                each = (tracemalloc.get_traced_memory()[0] - before) / weighed
+            finally:
+                tracemalloc.stop()
+            assert {session.phase for session in held} == {"started"}
+            assert each < 8 * 1024, f"{each:.0f} bytes"
+            assert sessions.close_all() == count
+            with anyio.fail_after(20):
+                for session in held + others:
+                    await session.quiet()
+            assert_quiescent(sessions)
+
+
+async def checkpointing(_stream: object) -> None:
+    await checkpoint()

@@ -1,0 +1,534 @@
+"""Supervised start: begun once, settled always, ended once and only afterwards."""
+
+import asyncio
+import gc
+import weakref
+from collections.abc import Awaitable, Callable
+from typing import Any
+
+import anyio
+import pytest
+from anyio.lowlevel import checkpoint
+
+from lifecycle import (
+    Gate,
+    Session,
+    SessionEnded,
+    SessionRegistry,
+    StartTimeout,
+    StreamTimeout,
+)
+from lifecycle.events import EndFailed, SessionClosed, StartSettled
+from lifecycle.testing import (
+    Attempt,
+    RecordingObserver,
+    assert_quiescent,
+    cancel_everywhere,
+)
+
+virtual = pytest.mark.parametrize("anyio_backend", ["virtual"], indirect=True)
+
+
+class Engine:
+    """An engine that notes what it is told, and checks the order of it."""
+
+    def __init__(self, steps: int = 2) -> None:
+        self.steps = steps
+        self.begun = self.opened = self.ended = 0
+        self.ended_with: list[object] = []
+        self.settled = anyio.Event()
+
+    async def open(self) -> str:
+        self.begun += 1
+        for _ in range(self.steps):
+            await checkpoint()
+        self.opened += 1
+        return "stream"
+
+    async def end(self, stream: object) -> None:
+        assert self.begun == 1, "ended before it was begun"
+        assert stream in ("stream", None)
+        self.ended_with.append(stream)
+        await checkpoint()
+        self.ended += 1
+
+    def assert_quiet(self) -> None:
+        """Whatever was begun was ended exactly once, and nothing else."""
+        assert self.begun <= 1
+        assert len(self.ended_with) == self.begun
+        assert self.ended_with in ([], [None], ["stream"])
+
+
+def test_leaks_nothing_when_the_caller_is_cancelled_anywhere() -> None:
+    """Cancelled at any point and in any way: the lease is back, END sent once (fault-3)."""
+
+    async def scenario(attempt: Attempt) -> None:
+        seen = RecordingObserver()
+        gate = Gate(slots=1)
+        engine = Engine()
+        async with SessionRegistry(observer=seen) as sessions:
+
+            async def request() -> None:
+                with sessions.open("a") as session:
+                    box = session.box(b"x", nbytes=1)
+                    lease = await gate.admit()
+                    await session.start(
+                        lambda: open_(box), end=engine.end, lease=lease, timeout=5
+                    )
+                    assert not lease.held
+                    await checkpoint()
+
+            async def open_(box: Any) -> str:
+                box.clear()
+                return await engine.open()
+
+            outcome = await attempt(request())
+            with anyio.fail_after(2):
+                while sessions.statistics().closing:
+                    await checkpoint()
+            engine.assert_quiet()
+            assert engine.opened == engine.begun
+            assert_quiescent(gate, sessions)
+            assert [e.outcome for e in seen.of(SessionClosed)] == [outcome]
+
+    points = cancel_everywhere(scenario, double=True)
+    assert min(points.values()) >= 2
+
+
+def test_survives_a_native_cancel_of_its_own_task() -> None:
+    """asyncio's teardown cancels the registry's task at any point: END is tried once."""
+
+    async def main(at: int) -> bool:
+        engine = Engine(steps=3)
+        async with SessionRegistry() as sessions:
+            before = asyncio.all_tasks()
+            got: list[object] = []
+
+            async def request() -> None:
+                try:
+                    with sessions.open("a") as session:
+                        got.append(await session.start(engine.open, end=engine.end))
+                        await checkpoint()
+                except SessionEnded as ended:
+                    got.append(ended.outcome)
+
+            request_task = asyncio.create_task(request())
+            await asyncio.sleep(0)
+            await asyncio.sleep(0)  # the task has begun: else no code of ours would run
+            for _ in range(at):
+                await asyncio.sleep(0)
+            mine = asyncio.all_tasks() - before - {request_task}
+            for task in mine:
+                task.cancel()
+            async with asyncio.timeout(2):
+                await request_task
+            while sessions.statistics().closing:
+                await asyncio.sleep(0)
+            # The registry and whoever lives in it go on.
+            with sessions.open("b") as session:
+                assert await session.start(Engine().open) == "stream"
+            await session.quiet()
+            assert_quiescent(sessions)
+        assert got
+        assert len(engine.ended_with) <= 1
+        if engine.opened:
+            assert engine.ended_with
+        return bool(mine)
+
+    for at in range(40):
+        if not asyncio.run(main(at)):
+            break
+    assert at > 4
+
+
+@pytest.mark.anyio
+class TestStart:
+    async def test_returns_what_was_opened(self) -> None:
+        """The caller gets the stream, and END the same one, once, when all is over."""
+        engine = Engine()
+        gate = Gate(slots=1)
+        async with SessionRegistry() as sessions:
+            with sessions.open("a") as session:
+                lease = await gate.admit()
+                assert session.phase == "open"
+                stream = await session.start(engine.open, end=engine.end, lease=lease)
+                assert (stream, session.phase, lease.held) == ("stream", "started", False)
+                assert engine.ended == 0
+            assert session.phase == "closing"
+            await session.quiet()
+            assert session.phase == "quiet"
+            assert engine.ended_with == ["stream"]
+            assert_quiescent(gate, sessions)
+
+    async def test_raises_what_open_raised(self) -> None:
+        """An error is raised as it was; nothing is ended; the outcome is failed."""
+        engine = Engine()
+        gate = Gate(slots=1)
+        error = OSError("bad image")
+
+        async def open_() -> str:
+            await checkpoint()
+            raise error
+
+        async with SessionRegistry() as sessions:
+            with pytest.raises(OSError, match="bad image") as caught:
+                with sessions.open("a") as session:
+                    lease = await gate.admit()
+                    await session.start(open_, end=engine.end, lease=lease)
+            assert caught.value is error
+            await session.quiet()
+            assert session.outcome == "failed"
+            assert engine.ended_with == []
+            assert_quiescent(gate, sessions)
+
+    async def test_is_withheld_from_a_session_that_closed_first(self) -> None:
+        """Closed before its task ran, a start never begins and nothing is ended."""
+        engine = Engine()
+        gate = Gate(slots=1)
+        async with SessionRegistry() as sessions:
+
+            session = sessions.open("a")
+
+            async def owner() -> None:
+                with pytest.raises(SessionEnded), session:
+                    lease = await gate.admit()
+                    await session.start(engine.open, end=engine.end, lease=lease)
+
+            async def close() -> None:
+                session.stop("client_gone")
+
+            async with anyio.create_task_group() as tasks:
+                tasks.start_soon(owner)
+                tasks.start_soon(close)
+            await session.quiet()
+            assert session.outcome == "client_gone"
+            assert engine.begun == 0
+            assert_quiescent(gate, sessions)
+
+    async def test_refuses_to_start_what_is_over(self) -> None:
+        """A closed session cannot start, and gives the lease back."""
+        gate = Gate(slots=1)
+        async with SessionRegistry() as sessions:
+            with sessions.open("a") as session:
+                session.close("client_gone")
+                lease = await gate.admit()
+                with pytest.raises(SessionEnded) as ended:
+                    await session.start(Engine().open, lease=lease)
+                assert ended.value.outcome == "client_gone"
+            assert_quiescent(gate, sessions)
+
+    async def test_starts_once(self) -> None:
+        """A second start is a mistake; its lease is given back, the first goes on."""
+        engine = Engine()
+        gate = Gate(slots=1)
+        async with SessionRegistry() as sessions:
+            with sessions.open("a") as session:
+                await session.start(engine.open, end=engine.end)
+                lease = await gate.admit()
+                with pytest.raises(RuntimeError, match="was started before"):
+                    await session.start(engine.open, end=engine.end, lease=lease)
+                assert not lease.held
+            await session.quiet()
+            engine.assert_quiet()
+            assert_quiescent(gate, sessions)
+
+    async def test_needs_a_registry_that_runs(self) -> None:
+        """After its registry is gone a session cannot start anything."""
+        gate = Gate(slots=1)
+        async with SessionRegistry() as sessions:
+            session = sessions.open("a")
+        assert session.outcome == "shutdown"
+        lease = await gate.admit()
+        with pytest.raises(SessionEnded):
+            await session.start(Engine().open, lease=lease)
+        assert_quiescent(gate, sessions)
+
+    async def test_goes_on_without_its_caller(self) -> None:
+        """The caller's cancellation is raised at once; open_ runs to its end, then END."""
+        go_on = anyio.Event()
+        engine = Engine()
+
+        async def open_() -> str:
+            await go_on.wait()
+            return await engine.open()
+
+        async with SessionRegistry() as sessions:
+            with anyio.move_on_after(0.01) as scope:
+                with sessions.open("a") as session:
+                    await session.start(open_, end=engine.end)
+            assert scope.cancelled_caught
+            assert session.outcome == "cancelled"
+            assert engine.opened == 0
+            go_on.set()
+            await session.quiet()
+            assert (engine.opened, engine.ended_with) == (1, ["stream"])
+
+    async def test_ends_only_after_it_settled(self) -> None:
+        """A session cancelled by id in the middle of its start ends after it (fault-4)."""
+        go_on, opening = anyio.Event(), anyio.Event()
+        order: list[str] = []
+
+        async def open_() -> str:
+            opening.set()
+            await go_on.wait()
+            order.append("opened")
+            return "stream"
+
+        async def end(stream: object) -> None:
+            assert stream == "stream"
+            order.append("ended")
+
+        async def owner() -> None:
+            with pytest.raises(SessionEnded) as ended, sessions.open("a") as session:
+                await session.start(open_, end=end)
+            assert ended.value.outcome == "cancelled"
+            order.append("told")
+
+        async with SessionRegistry() as sessions, anyio.create_task_group() as tasks:
+            tasks.start_soon(owner)
+            await opening.wait()
+            tasks.start_soon(sessions.cancel, "a")
+            await anyio.wait_all_tasks_blocked()
+            assert order == ["told"]
+            go_on.set()
+        assert order == ["told", "opened", "ended"]
+
+    async def test_counts_an_end_that_fails(self) -> None:
+        """An END that raises breaks nothing, is counted and told (fault-10)."""
+        seen = RecordingObserver()
+
+        async def end(_stream: object) -> None:
+            raise OSError("socket")
+
+        async with SessionRegistry(observer=seen) as sessions:
+            with sessions.open("a") as session:
+                await session.start(Engine().open, end=end)
+            await session.quiet()
+            await checkpoint()
+            assert sessions.statistics().ends_failed == 1
+            assert [event.error for event in seen.of(EndFailed)] == ["OSError"]
+            assert_quiescent(sessions)
+
+    @pytest.mark.parametrize("where", ["open", "end"])
+    async def test_outlives_a_cancellation_that_leaks_from_user_code(
+        self, where: str, anyio_backend_name: str
+    ) -> None:
+        """A CancelledError of somebody else's task, raised by open_ or end, stays there."""
+        if anyio_backend_name != "asyncio":
+            pytest.skip("trio has no cancellation without a scope")
+
+        async def leak(_stream: object = None) -> str:
+            other = asyncio.create_task(asyncio.sleep(10))
+            other.cancel()
+            await other
+            raise AssertionError("never")
+
+        engine = Engine()
+
+        async def open_() -> str:
+            await engine.open()
+            return await leak() if where == "open" else "stream"
+
+        async with SessionRegistry() as sessions:
+            with anyio.fail_after(2):
+                try:
+                    with sessions.open("a") as session:
+                        await session.start(
+                            open_,
+                            end=leak if where == "end" else engine.end,
+                        )
+                except (SessionEnded, StartTimeout):
+                    assert where == "open"
+                await session.quiet()
+            # Everybody else goes on as if nothing had been.
+            await checkpoint()
+            with sessions.open("b") as session:
+                assert await session.start(Engine().open) == "stream"
+            await session.quiet()
+            assert sessions.statistics().ends_failed == (where == "end")
+            assert engine.ended_with == ([None] if where == "open" else [])
+            assert_quiescent(sessions)
+
+    async def test_keeps_nothing_of_its_caller(self, no_collector: None) -> None:
+        """What open_ closes over is gone once it has returned, also while it streams."""
+
+        class Payload: ...
+
+        payload = Payload()
+        ref = weakref.ref(payload)
+
+        def opener(payload: object) -> Callable[[], Awaitable[str]]:
+            async def open_() -> str:
+                await checkpoint()
+                assert payload
+                return "stream"
+
+            return open_
+
+        async with SessionRegistry() as sessions:
+            with sessions.open("a") as session:
+                await session.start(opener(payload))
+                del payload
+                assert ref() is None
+
+    @pytest.mark.parametrize("way", ["success", "error", "cancelled"])
+    async def test_is_freed_without_a_collector(
+        self, no_collector: None, way: str
+    ) -> None:
+        """A session that is quiet and forgotten leaves no cycle to be collected."""
+        refs: list[weakref.ref[Session]] = []
+
+        async def open_() -> str:
+            await checkpoint()
+            if way == "error":
+                raise OSError
+            return "stream"
+
+        async def request(sessions: SessionRegistry) -> None:
+            with sessions.open("a") as session:
+                refs.append(weakref.ref(session))
+                session.box(b"x")
+                if way == "cancelled":
+                    sessions.get("a").stop()
+                await session.start(open_, end=Engine().end)
+
+        async with SessionRegistry() as sessions:
+            try:
+                await request(sessions)
+            except (OSError, SessionEnded):
+                pass
+            with anyio.fail_after(2):
+                while sessions.statistics().closing:
+                    await checkpoint()
+            await anyio.wait_all_tasks_blocked()
+            assert refs[0]() is None, gc.get_referrers(refs[0]())
+
+
+@virtual
+@pytest.mark.anyio
+class TestDeadlines:
+    async def test_gives_up_in_time_and_ends_by_key(self) -> None:
+        """A start that takes too long is a deadline; what it sent is ended, with None."""
+        engine = Engine()
+        gate = Gate(slots=1)
+        seen = RecordingObserver()
+
+        async def open_() -> str:
+            engine.begun += 1
+            await anyio.sleep(100)
+            return "stream"
+
+        async with SessionRegistry(observer=seen) as sessions:
+            began = anyio.current_time()
+            with pytest.raises(StartTimeout, match=r"within 7 s"):
+                with sessions.open("a") as session:
+                    lease = await gate.admit()
+                    await session.start(open_, end=engine.end, lease=lease, timeout=7)
+            assert anyio.current_time() - began == pytest.approx(7)
+            assert session.outcome == "deadline"
+            await session.quiet()
+            assert engine.ended_with == [None]
+            assert [event.how for event in seen.of(StartSettled)] == ["unknown"]
+            assert_quiescent(gate, sessions)
+
+    async def test_ends_a_start_whose_deadline_came_out_as_another_error(self) -> None:
+        """Libraries turn a cancellation into an error of theirs; the outcome is unknown."""
+        engine = Engine()
+
+        async def open_() -> str:
+            engine.begun += 1
+            try:
+                await anyio.sleep(100)
+            except BaseException:
+                raise OSError("connection lost while cancelling") from None
+            return "stream"
+
+        async with SessionRegistry() as sessions:
+            with pytest.raises(StartTimeout) as caught:
+                with sessions.open("a") as session:
+                    await session.start(open_, end=engine.end, timeout=7)
+            assert isinstance(caught.value.__cause__, OSError)
+            await session.quiet()
+            assert session.outcome == "deadline"
+            assert engine.ended_with == [None]
+
+    async def test_takes_a_result_that_arrives_at_the_last_moment(self) -> None:
+        """What was opened in spite of the deadline belongs to the caller."""
+        engine = Engine()
+
+        async def open_() -> str:
+            with anyio.CancelScope(shield=True):
+                await anyio.sleep(10)
+            return await engine.open()
+
+        engine.steps = 0
+        async with SessionRegistry() as sessions:
+            with sessions.open("a") as session:
+                assert await session.start(open_, end=engine.end, timeout=7) == "stream"
+            await session.quiet()
+            engine.assert_quiet()
+
+    async def test_gives_an_end_its_time_and_no_more(self) -> None:
+        """An END that hangs is cut, counted, and holds nobody up (fault-10)."""
+        seen = RecordingObserver()
+
+        async def end(_stream: object) -> None:
+            await anyio.sleep(1000)
+
+        async with SessionRegistry(observer=seen, end_timeout=3) as sessions:
+            with sessions.open("a") as session:
+                await session.start(Engine().open, end=end)
+            began = anyio.current_time()
+            await session.quiet()
+            assert anyio.current_time() - began == pytest.approx(3)
+            await checkpoint()
+            assert sessions.statistics().ends_failed == 1
+            assert [event.error for event in seen.of(EndFailed)] == ["StartTimeout"]
+
+    async def test_cuts_a_start_at_shutdown(self) -> None:
+        """Leaving the registry does not wait for a start that hangs (fault-60)."""
+        engine = Engine()
+
+        async def open_() -> str:
+            engine.begun += 1
+            await anyio.sleep(1000)
+            return "stream"
+
+        async with anyio.create_task_group() as tasks:
+            began = anyio.current_time()
+            async with SessionRegistry() as sessions:
+
+                async def owner() -> None:
+                    with pytest.raises(SessionEnded), sessions.open("a") as session:
+                        await session.start(open_, end=engine.end, timeout=500)
+
+                tasks.start_soon(owner)
+                await anyio.wait_all_tasks_blocked()
+            assert anyio.current_time() - began < 1
+        assert engine.ended_with == [None]
+
+    @pytest.mark.parametrize("how", ["leave", "drain"])
+    async def test_cuts_a_start_that_its_caller_has_left(self, how: str) -> None:
+        """Shutdown cuts starts of sessions that are closed already as well (fault-60)."""
+        engine = Engine()
+
+        async def open_() -> str:
+            engine.begun += 1
+            await anyio.sleep(1000)
+            return "stream"
+
+        async with SessionRegistry() as sessions:
+            with anyio.move_on_after(1), sessions.open("a") as session:
+                await session.start(open_, end=engine.end, timeout=500)
+            assert sessions.statistics().closing == 1
+            began = anyio.current_time()
+            if how == "drain":
+                await sessions.drain(5)
+                assert anyio.current_time() - began <= 6
+        assert anyio.current_time() - began <= 6
+        assert engine.ended_with == [None]
+
+    async def test_tells_a_stream_timeout_from_a_start_timeout(self) -> None:
+        """Both are deadlines, and both are TimeoutErrors."""
+        assert issubclass(StartTimeout, TimeoutError)
+        assert issubclass(StreamTimeout, TimeoutError)

@@ -7,7 +7,6 @@ the locals of suspended frames, which is where payloads are forgotten.
 from __future__ import annotations
 
 import gc
-import inspect
 import sys
 from collections.abc import Callable
 from contextvars import Context
@@ -84,7 +83,7 @@ def who_holds(obj: object, *, hops: int = 6) -> list[Holder]:
         Holder(where="unknown", name=why, task=None, path=node.path())
         for why, node in loose
     ]
-    return sorted(dict.fromkeys(found), key=lambda holder: len(holder.path))
+    return list(dict.fromkeys(found))
 
 
 def _is_end(obj: object) -> bool:
@@ -139,8 +138,11 @@ def _awaited(obj: object) -> object | None:
     if prefix is None:
         # Such as the awaitable of an asynchronous generator's `asend`, which
         # tells nobody but the collector whom it drives.
-        inside = gc.get_referents(obj)
-        return next((each for each in inside if hasattr(type(each), "throw")), None)
+        inside: list[object] = gc.get_referents(obj)
+        for inner in inside:
+            if type(inner) in SUSPENDED or hasattr(type(inner), "throw"):
+                return inner
+        return None
     awaited: object = getattr(
         obj, prefix + ("yieldfrom" if prefix == "gi_" else "await")
     )
@@ -212,11 +214,11 @@ def _locals(suspended: object, frame: FrameType) -> dict[str, Any]:
     code got from ``locals()``. So it is put back as it was.
     """
     before = dict(_snapshot(suspended) or {})
-    shown = frame.f_locals
-    now = dict(shown)
-    if type(shown) is dict and frame.f_code.co_flags & inspect.CO_OPTIMIZED:
-        shown.clear()
-        shown.update(before)
+    now = dict(frame.f_locals)
+    kept = _snapshot(suspended) or {}
+    for name in kept.keys() - before.keys():
+        del kept[name]
+    kept.update(before)
     return now
 
 

@@ -256,7 +256,7 @@ def _registry(registry: SessionRegistry) -> RegistrySnapshot:
 
 
 def _session(session: Session, now: float | None) -> SessionSnapshot:
-    full = [payload.nbytes for payload in session._boxes if not payload.taken]
+    full = [payload.nbytes for payload in session._boxes.values()]
     return SessionSnapshot(
         id=session.id,
         generation=session.generation,

@@ -15,7 +15,6 @@ from typing import Any
 import anyio
 import pytest
 
-from lifecycle import SessionRegistry
 from lifecycle.inspect import who_holds
 
 pytestmark = pytest.mark.anyio
@@ -432,17 +431,6 @@ async def queue(hand, stage):
     del inbox
     with given[0]:
         await work(given[0])
-
-
-@case("session", "Payload", "list", "Session")
-async def box_of_session(hand, stage):
-    async def work(session):
-        session.box(hand.pop())
-        await stage.wait()
-
-    async with SessionRegistry() as sessions:
-        with sessions.open("a") as session:
-            await work(session)
 
 
 PAYLOADS = {"object": Big, "bytes": lambda: bytes(4096)}

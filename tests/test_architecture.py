@@ -200,6 +200,22 @@ def test_keeps_adapters_a_folder() -> None:
     assert not (ADAPTERS / "__init__.py").exists()
 
 
+TEST_FILES = [path for path in modules(ROOT / "tests") if path.name.startswith("test_")]
+
+
+@pytest.mark.parametrize("path", TEST_FILES, ids=ids(TEST_FILES))
+def test_states_a_fact_in_every_test(path: Path) -> None:
+    """Every test says in its docstring what is true."""
+    silent = [
+        node.name
+        for node in ast.walk(ast.parse(path.read_text()))
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)
+        and node.name.startswith("test_")
+        and not ast.get_docstring(node)
+    ]
+    assert silent == []
+
+
 def test_draws_no_circle_in_the_core() -> None:
     """Following the arrows never comes back, so the list itself is sound."""
     done: set[str] = set()

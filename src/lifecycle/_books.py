@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import threading
 from collections import deque
 from typing import TYPE_CHECKING, Final
@@ -57,8 +58,7 @@ class Books(Ledger):
     def unlock(self) -> None:
         """Unlock, then make the changes and tell the events that came meanwhile."""
         self._lock.release()
-        if self._mail or self._outbox:
-            self._drain()
+        self._drain()
 
     def apply(self, change: Callable[[], object]) -> None:
         """Make *change* now, or leave it to whoever has the books locked."""
@@ -80,9 +80,7 @@ class Books(Ledger):
                     mail.popleft()()
             finally:
                 lock.release()
-        while self._outbox and self.emit is not None:
-            try:
-                event = self._outbox.popleft()
-            except IndexError:  # another thread was faster
-                break
-            self.emit(event)
+        if self._outbox and self.emit is not None:
+            with contextlib.suppress(IndexError):  # another thread was faster
+                while self._outbox:
+                    self.emit(self._outbox.popleft())

@@ -6,7 +6,16 @@ import functools
 import inspect
 from collections.abc import AsyncIterator, Awaitable, Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, ParamSpec, Protocol, TypeVar, final, overload
+from typing import (
+    TYPE_CHECKING,
+    Any,
+    ParamSpec,
+    Protocol,
+    TypeVar,
+    cast,
+    final,
+    overload,
+)
 from weakref import ref
 
 from ._payload import forget_frames
@@ -155,16 +164,12 @@ class _Source:
         self.lease: Lease | None = None
         self.session: Session | None = None
 
-    def __aiter__(self) -> AsyncIterator[Any]:
-        return self
-
     def __anext__(self) -> Awaitable[Any]:
         return self._first() if self._next is None else self._next()
 
     async def _first(self) -> Any:
         work, self._work = self._work, None
-        if work is None:
-            raise StopAsyncIteration
+        assert work is not None, "a stream that is over asks for nothing"
         try:
             given = await self._admit()
             if self._plan.two_phase:
@@ -215,13 +220,6 @@ class _Source:
             end = GeneratorExit() if error is None else error
             session.close(outcome_of(end, session.cancelled_as))
 
-    def lose(self) -> None:
-        """Give everything up in a finaliser; the session belongs to its loop."""
-        self.hand_off()
-        session, self.session = self.session, None
-        if session is not None:
-            session.lose()
-
     async def aclose(self) -> None:
         """Close what the function returned."""
         close = getattr(self._inner, "aclose", None)
@@ -236,7 +234,7 @@ class _ManagedStream(Stream[T]):
     __slots__ = ("_managed",)
 
     def __init__(self, source: _Source) -> None:
-        super().__init__(source)
+        super().__init__(cast("AsyncIterator[T]", source))
         self._managed = source
         source.owner = ref(self)
 
@@ -245,8 +243,10 @@ class _ManagedStream(Stream[T]):
         self._managed.finish(error)
 
     def _lose(self) -> None:
-        self._managed.lose()
+        session = self._managed.session
+        assert session is not None
+        session.lose()
 
     def _owes(self) -> bool:
-        source = self._managed
-        return source.lease is not None or source.session is not None
+        # Whoever holds a lease is being waited for, so cannot be lost.
+        return self._managed.session is not None

@@ -178,9 +178,6 @@ class Fair:
         flow.served += share * held_s - charged
         flow.hold_s += _SMOOTHING * (held_s - flow.hold_s)
         self._hold_s += _SMOOTHING * (held_s - self._hold_s)
-        if len(self._flows) > self._sweep_at:
-            self._forget_idle()
-            self._sweep_at = max(_FEW_KEYS, 2 * len(self._flows))
 
     def held_s(self, ticket: Ticket) -> float | None:
         """Return for how long *ticket* has been held; ``None`` if it is not."""
@@ -190,6 +187,9 @@ class Fair:
     def _flow(self, ticket: Ticket) -> _Flow:
         flow = self._flows.get(ticket.key)
         if flow is None:
+            if len(self._flows) >= self._sweep_at:
+                self._forget_idle()
+                self._sweep_at = max(_FEW_KEYS, 2 * len(self._flows))
             flow = self._flows[ticket.key] = _Flow(self._now, self._hold_s)
         elif flow.idle():
             flow.served = max(flow.served, self._now)

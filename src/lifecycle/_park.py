@@ -81,7 +81,7 @@ class _TrioWaiter:
         self._owner: Task = lowlevel.current_task()
         # Whoever takes the task out decides what becomes of it: taking is
         # atomic, and a finaliser may wake in the middle of an abort.
-        self._parked: list[Task] = []
+        self._parked: dict[None, Task] = {}
         self._woken = False
         self._gone = False
 
@@ -107,24 +107,21 @@ class _TrioWaiter:
         return True
 
     def _reschedule(self) -> None:
-        if self._parked:
-            sys.modules["trio"].lowlevel.reschedule(self._parked.pop())
+        task = self._parked.pop(None, None)
+        if task is not None:
+            sys.modules["trio"].lowlevel.reschedule(task)
 
     def _abort(self, _raise_cancel: RaiseCancelT) -> Abort:
         aborts: type[Abort] = sys.modules["trio"].lowlevel.Abort
-        try:
-            self._parked.pop()
-        except IndexError:
-            return aborts.FAILED
-        self._gone = True
-        return aborts.SUCCEEDED
+        self._gone = self._parked.pop(None, None) is not None
+        return aborts.SUCCEEDED if self._gone else aborts.FAILED
 
     async def park(self) -> None:
         lowlevel = sys.modules["trio"].lowlevel
         if self._woken:
             await lowlevel.checkpoint()
             return
-        self._parked.append(self._owner)
+        self._parked[None] = self._owner
         await lowlevel.wait_task_rescheduled(self._abort)
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Callable, Iterable
 from functools import partial
 from typing import TYPE_CHECKING, Any, Literal, Protocol, Self, TypeVar, cast, final
 from weakref import ref
@@ -18,7 +18,7 @@ from ._errors import (
     StreamTimeout,
 )
 from ._payload import Payload
-from ._start import How, Start
+from ._start import End, How, Open, Siblings, Start
 from ._stream import Stream
 from ._watchdog import Deadlines
 from .events import Event, Outcome, PayloadReleased, StartSettled, StreamEnded
@@ -67,8 +67,9 @@ class Session:
         "_led",
         "_quiet",
         "_registry",
+        "_running",
         "_scope",
-        "_start",
+        "_starts",
         "_stopped",
         "cancelled_as",
         "generation",
@@ -89,7 +90,8 @@ class Session:
         self.cancelled_as: Outcome = "cancelled"
         self.outcome: Outcome | None = None
         self._boxes: dict[object, Payload[Any]] = {}
-        self._start: Start[Any] | None = None
+        self._starts: tuple[Start[Any], ...] = ()
+        self._running = 0
         self._scope: anyio.CancelScope | None = None
         self._stopped = False
         self._led: ref[Stream[Any]] | None = None
@@ -118,9 +120,9 @@ class Session:
 
     async def start(
         self,
-        open_: Callable[[], Awaitable[T]],
+        open_: Open[T],
         *,
-        end: Callable[[T | None], Awaitable[object]] | None = None,
+        end: End[T] | None = None,
         lease: Lease | None = None,
         timeout: float = 30.0,
     ) -> T:
@@ -147,8 +149,7 @@ class Session:
         Raises:
             StartTimeout: *timeout* went by; what was sent is ended by key.
             SessionEnded: The session was closed by somebody else.
-            RuntimeError: The session was started before, or its registry does
-                not run.
+            RuntimeError: The session was started before.
             Exception: What *open_* raised, as it was raised; its finished frames
                 have lost their locals, so that it retains no payload.
 
@@ -166,6 +167,60 @@ class Session:
         init_done = start.init_done
         self._accept(start)
         await init_done.wait()
+        return self._result_of(start)
+
+    async def start_all(
+        self,
+        starts: Iterable[tuple[Open[T], End[T] | None]],
+        *,
+        lease: Lease | None = None,
+        timeout: float = 30.0,
+    ) -> list[T]:
+        """Open several streams, all of them or none: one request, many answers.
+
+        As `start` for each. The first that fails ends the others, whether they
+        have opened or are still at it, and its error is raised. While the
+        streams run they share the session: close it, and all are ended.
+
+        Args:
+            starts: An *open_* and its *end* for each stream.
+            lease: Released the moment that every *open_* has settled; where there
+                is none to open, it stays the caller's.
+            timeout: Seconds that each *open_* may take.
+
+        Returns:
+            What each *open_* returned, in the order of *starts*.
+
+        Raises:
+            Exception: As from `start`, of the first that failed.
+
+        Cancellation:
+            Raised at once. The starts go on without the caller.
+        """
+        siblings = Siblings(lease)
+        began = self._registry.now()
+        opening = tuple(
+            Start(
+                open_,
+                end=end,
+                lease=None,
+                timeout=timeout,
+                on_settled=siblings.expect(partial(self._start_settled, began)),
+            )
+            for open_, end in starts
+        )
+        del starts, lease
+        if not opening:
+            return []
+        self._accept(*opening)
+        await siblings.decided.wait()
+        failed = [start for start in opening if start.how not in (None, "started")]
+        if failed:
+            for start in opening:
+                start.close()
+        return [self._result_of(start) for start in (*failed, *opening)]
+
+    def _result_of(self, start: Start[T]) -> T:
         if start.how != "failed" and self.outcome is not None:
             raise self._ended()
         return start.result()
@@ -211,10 +266,10 @@ class Session:
         self.outcome = outcome
         for payload in list(self._boxes.values()):
             payload.clear()
-        if self._start is None:
-            self.settled()
-        else:
-            self._start.close(cut=outcome == "shutdown")
+        if not self._running:
+            self._set_quiet()
+        for start in self._starts:
+            start.close(cut=outcome == "shutdown")
         self._registry.closed(self)
         return True
 
@@ -265,9 +320,10 @@ class Session:
             return "quiet"
         if self.outcome is not None:
             return "closing"
-        if self._start is None:
+        if not self._starts:
             return "open"
-        return "starting" if self._start.how is None else "started"
+        opening = any(start.how is None for start in self._starts)
+        return "starting" if opening else "started"
 
     # The with block.
 
@@ -300,34 +356,48 @@ class Session:
             outcome=self.outcome or "cancelled",
         )
 
-    def _accept(self, start: Start[Any]) -> None:
+    def _accept(self, *starts: Start[Any]) -> None:
         try:
-            if self._start is not None:
+            if self._starts:
                 raise RuntimeError(f"session {self.id!r} was started before")
             if self.outcome is not None:
                 raise self._ended()
-            self._registry.spawn(self, start)
+            for start in starts:
+                self._registry.spawn(self, start)
         except BaseException:
-            start.abort()
+            for start in starts:
+                start.abort()
             raise
-        self._start = start
+        self._starts = starts
+        self._running = len(starts)
 
     def cut(self) -> None:
-        """Called by the registry at its end: let the start not finish either."""
-        if self._start is not None:
-            self._start.close(cut=True)
+        """Called by the registry at its end: let no start finish either."""
+        for start in self._starts:
+            start.close(cut=True)
 
-    def settled(self) -> None:
-        """Called by the registry: the engine has nothing of this session left."""
+    def settled(self) -> bool:
+        """Called by the registry: one start of this session is over and ended.
+
+        Returns:
+            Whether the engine has nothing of this session left.
+        """
+        self._running -= 1
+        if self._running:
+            return False
+        self._set_quiet()
+        return True
+
+    def abort(self) -> None:
+        """Called by the registry at its end: no task will ever run the starts."""
+        for start in self._starts:
+            start.abort()
+        self._set_quiet()
+
+    def _set_quiet(self) -> None:
         self._is_quiet = True
         if self._quiet is not None:
             self._quiet.set()
-
-    def abort(self) -> None:
-        """Called by the registry at its end: no task will ever run the start."""
-        if self._start is not None:
-            self._start.abort()
-        self.settled()
 
     def _start_settled(self, began: float, how: How) -> None:
         self._registry.emit(

@@ -71,11 +71,16 @@ class SessionRegistry:
 
     Args:
         end_timeout: Seconds that the END of one session may take.
+        max_quarantined: Sessions whose END failed that are remembered.
         observer: Told of sessions, starts, payloads and drains.
     """
 
     def __init__(
-        self, *, end_timeout: float = 5.0, observer: Observer | None = None
+        self,
+        *,
+        end_timeout: float = 5.0,
+        max_quarantined: int = 1000,
+        observer: Observer | None = None,
     ) -> None:
         self._end_timeout = end_timeout
         self._emit = guarded(observer)
@@ -83,6 +88,8 @@ class SessionRegistry:
         self._closing: set[Session] = set()
         self._outcomes: dict[Outcome, int] = dict.fromkeys(get_args(Outcome), 0)
         self._generations = 0
+        self._quarantined: dict[str, str] = {}
+        self._most_quarantined = max_quarantined
         self._payloads = self._payload_bytes = self._ends_failed = 0
         self._draining = False
         self._changed = anyio.Event()
@@ -126,12 +133,33 @@ class SessionRegistry:
 
         For engines that know sessions by the plain id.
 
+        Raises:
+            SessionExists: The END of a session with this id failed, so the engine
+                may still have it; see `quarantined`.
+
         Cancellation:
             At any time; nothing was opened.
         """
         while id_ in self._live or any(s.id == id_ for s in self._closing):
             await self._changed.wait()
+        if id_ in self._quarantined.values():
+            raise SessionExists(
+                "the engine may still have a session with this id, whose end failed; "
+                "choose another, or release() it once the engine is known to be clean"
+            )
         return self.open(id_)
+
+    def quarantined(self) -> list[str]:
+        """Keys of sessions whose END failed: the engine may still have them."""
+        return list(self._quarantined)
+
+    def release(self, *keys: str) -> None:
+        """Forget quarantined keys: the engine is known to be clean of them.
+
+        An engine process that was replaced is clean of all.
+        """
+        for key in keys:
+            self._quarantined.pop(key, None)
 
     def get(self, id_: str) -> Session:
         """Return the live session with this id.
@@ -255,20 +283,18 @@ class SessionRegistry:
         Raises:
             RuntimeError: The registry is not entered.
         """
-        if self._tasks is None:
-            raise RuntimeError("the SessionRegistry of this session is closed")
+        assert self._tasks is not None, "else the session would be closed"
         self._tasks.start_soon(self._supervise, session, start)
 
     def watch(self, stream: Stream[Any], limits: Deadlines) -> None:
         """Watch the deadlines of *stream*."""
-        if self._watchdog is not None:
-            self._watchdog.add(stream, limits)
+        assert self._watchdog is not None, "else there would be no session"
+        self._watchdog.add(stream, limits)
 
     def closed(self, session: Session) -> None:
-        """Book *session* out; a newer session with its id is left alone."""
+        """Book *session* out. A session calls this once, while its id is its own."""
         assert session.outcome is not None
-        if self._live.get(session.id) is session:
-            del self._live[session.id]
+        del self._live[session.id]
         if session.phase != "quiet":
             self._closing.add(session)
         self._outcomes[session.outcome] += 1
@@ -297,10 +323,15 @@ class SessionRegistry:
             error = await start.run(end_timeout=self._end_timeout, on_cut=session.stop)
         finally:
             # Already closed, but where the loop itself is being torn down.
-            session.close("shutdown")
-            self._quieten(session)
+            if not start.closed.is_set():
+                session.close("shutdown")
+            if session.settled():
+                self._quieten(session)
         if error is not None:
             self._ends_failed += 1
+            self._quarantined[session.key] = session.id
+            if len(self._quarantined) > self._most_quarantined:
+                del self._quarantined[next(iter(self._quarantined))]
             self.emit(
                 EndFailed(
                     session=session.id,
@@ -310,7 +341,6 @@ class SessionRegistry:
             )
 
     def _quieten(self, session: Session) -> None:
-        session.settled()
         self._closing.discard(session)
         self._has_changed()
 
@@ -344,9 +374,12 @@ class SessionRegistry:
             # one failure must never reach anybody as a group of one. Every task
             # in it has a deadline.
             await tasks.__aexit__(None, None, None)  # noqa: ASYNC102
+        except BaseExceptionGroup as group:
+            if len(group.exceptions) > 1:
+                raise
+            raise group.exceptions[0] from None
         finally:
-            for session in [*self._live.values(), *self._closing]:
-                session.close("shutdown")
+            for session in list(self._closing):  # their tasks never ran
                 session.abort()
                 self._quieten(session)
 

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Generic, Literal, TypeVar
 
 import anyio
 
-from ._errors import SessionEnded, StartTimeout
+from ._errors import StartTimeout
 from ._payload import forget_frames
 
 if TYPE_CHECKING:
@@ -22,6 +22,11 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 
 How = Literal["started", "failed", "withheld", "unknown"]
+
+# Opens a stream, and ends what was opened; the latter is given `None` where it is
+# not known what was opened.
+Open = Callable[[], Awaitable[T]]
+End = Callable[[T | None], Awaitable[object]]
 
 
 class Start(Generic[T]):
@@ -56,14 +61,14 @@ class Start(Generic[T]):
 
     def __init__(
         self,
-        open_: Callable[[], Awaitable[T]],
+        open_: Open[T],
         *,
-        end: Callable[[T | None], Awaitable[object]] | None,
+        end: End[T] | None,
         lease: Lease | None,
         timeout: float,
         on_settled: Callable[[How], object],
     ) -> None:
-        self._open: Callable[[], Awaitable[T]] | None = open_
+        self._open: Open[T] | None = open_
         self._end = end
         self._lease = lease
         self._timeout = timeout
@@ -92,12 +97,10 @@ class Start(Generic[T]):
         self._settle("withheld")
 
     def result(self) -> T:
-        """Return what was opened, or raise why it was not.
+        """Return what was opened, or raise why it was not, if it was not withheld.
 
         Raises:
             StartTimeout: The start took too long; what it sent is ended.
-            SessionEnded: The session was closed before the start began, or the
-                registry was torn down meanwhile.
             BaseException: Whatever *open_* raised, as it was raised.
         """
         error, self.error = self.error, None
@@ -109,11 +112,7 @@ class Start(Generic[T]):
                 ) from error
             if error is not None:
                 raise error
-            if self.how == "started":
-                return self.value  # type: ignore[return-value]
-            raise SessionEnded(
-                "the session was closed before it was started", outcome="cancelled"
-            )
+            return self.value  # type: ignore[return-value]
         finally:
             del error  # its traceback holds this frame
 
@@ -140,9 +139,6 @@ class Start(Generic[T]):
             await self._begin()
             with anyio.CancelScope(shield=True):
                 await self.closed.wait()
-        except GeneratorExit:  # the loop is gone, and nothing can be awaited
-            self._settle("unknown")
-            raise
         except anyio.get_cancelled_exc_class():  # noqa: ASYNC103 - see above
             on_cut()
             self._settle("unknown")
@@ -205,3 +201,36 @@ class Start(Generic[T]):
             return error  # noqa: ASYNC104
         # Only the deadline of the scope leads here.
         return StartTimeout(f"END was not done within {end_timeout} s")
+
+
+class Siblings:
+    """Starts of which all have to succeed.
+
+    Args:
+        lease: Released when the last of them has settled.
+
+    Attributes:
+        decided: Set when all have succeeded or one has not.
+    """
+
+    __slots__ = ("_lease", "_open", "decided")
+
+    def __init__(self, lease: Lease | None) -> None:
+        self._lease = lease
+        self._open = 0
+        self.decided = anyio.Event()
+
+    def expect(self, on_settled: Callable[[How], object]) -> Callable[[How], object]:
+        """Count one more in; return what it has to be told through."""
+        self._open += 1
+
+        def settled(how: How) -> None:
+            self._open -= 1
+            if not self._open and self._lease is not None:
+                self._lease.release()
+                self._lease = None
+            if not self._open or how != "started":
+                self.decided.set()
+            on_settled(how)
+
+        return settled

@@ -192,12 +192,10 @@ class Stream(Generic[T_co]):
             # A task that still waits for an item can only be one that the body
             # left behind; it was told to stop, and closes for itself.
             await self.aclose()
-        except BaseException as error:  # noqa: ASYNC103 - only what our scope caught
-            if not self._leave(error):
-                raise
-            swallowed = True
-        else:
-            swallowed = self._leave(exc)
+        except BaseException as error:
+            self._leave(error)
+            raise
+        swallowed = self._leave(exc)
         if swallowed:
             self._raise_error()
         return swallowed

@@ -8,7 +8,14 @@ import anyio
 import pytest
 from anyio.lowlevel import checkpoint
 
-from lifecycle import AdmissionTimeout, CostTooLarge, Gate, GateClosed, GateFull, Refused
+from lifecycle import (
+    AdmissionTimeout,
+    CostTooLarge,
+    Gate,
+    GateClosed,
+    GateFull,
+    Refused,
+)
 from lifecycle.events import AdmissionCancelled, AdmissionRefused
 from lifecycle.testing import (
     Attempt,

@@ -20,7 +20,7 @@ import trio
 from anyio.lowlevel import checkpoint
 
 import lifecycle
-from lifecycle import Gate, Lease, Refused
+from lifecycle import Gate, GateFull, Lease, Refused
 from lifecycle.testing import RecordingObserver, assert_quiescent
 
 HOME = str(Path(lifecycle.__file__).parent)
@@ -354,6 +354,66 @@ async def test_takes_leases_back_from_the_collector() -> None:
             await anyio.to_thread.run_sync(gc.collect)
     assert gate.statistics().lost == 40
     assert len([w for w in caught if "of gate" in str(w.message)]) == 40
+    assert_quiescent(gate)
+
+
+class Interrupter:
+    """A clock that does something when it is read: in the middle of a change."""
+
+    def __init__(self) -> None:
+        self.now = 0.0
+        self.actions: list[Callable[[], object]] = []
+
+    def __call__(self) -> float:
+        while self.actions:
+            self.actions.pop()()
+        return self.now
+
+
+def test_makes_changes_that_come_in_the_middle_of_another() -> None:
+    """Releases and settlements that interrupt a refusal are made right after it (B6)."""
+    clock = Interrupter()
+    gate = Gate(slots=2, clock=clock)
+    first, second = gate.try_admit(), gate.try_admit()
+    clock.actions = [first.release, first.release, lambda: second.settle(bytes=7)]
+    with pytest.raises(GateFull):
+        gate.try_admit()
+    now = gate.statistics()
+    assert (now.slots_in_use, now.bytes_in_use, now.released) == (1, 7, 1)
+    second.release()
+    assert_quiescent(gate)
+
+
+def test_makes_changes_that_come_in_the_middle_of_a_release() -> None:
+    """The same where it is a release that is interrupted."""
+    clock = Interrupter()
+    gate = Gate(slots=2, order="fair", clock=clock)
+    first, second = gate.try_admit(), gate.try_admit()
+    clock.actions = [second.release]
+    first.release()
+    assert gate.statistics().released == 2
+    assert_quiescent(gate)
+
+
+def test_refuses_admission_in_the_middle_of_a_change(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Whoever interrupts a change may ask how it stands, and for nothing more."""
+    monkeypatch.setattr("lifecycle._books._PATIENCE", 0.001)
+    clock = Interrupter()
+    gate = Gate(slots=1, clock=clock)
+    told: list[str] = []
+
+    def ask() -> None:
+        told.append(repr(gate))
+        with pytest.raises(GateFull, match="by this very thread"):
+            gate.try_admit()
+
+    with gate.try_admit():
+        clock.actions = [ask]
+        with pytest.raises(GateFull, match="no room now"):
+            gate.try_admit()
+    assert told == ["<Gate 'gate': 1 of 1 slots, 0 of None bytes, 0 waiting>"]
     assert_quiescent(gate)
 
 

@@ -55,7 +55,7 @@ def test_has_no_field_for_a_payload(kind: type[Event]) -> None:
 @pytest.mark.parametrize("kind", EVENTS, ids=lambda kind: kind.__name__)
 def test_is_a_frozen_fact(kind: type[Event]) -> None:
     """What was told cannot be changed, nor be given anything else to carry."""
-    values = {name: None for name in typing.get_type_hints(kind)}
+    values = dict.fromkeys(typing.get_type_hints(kind))
     event = kind(**values)
     with pytest.raises(AttributeError):
         setattr(event, next(iter(values)), 1)

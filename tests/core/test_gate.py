@@ -355,7 +355,12 @@ async def test_says_how_it_stands() -> None:
     gate = Gate(slots=2, bytes=10, name="photos")
     with await gate.admit(bytes=3):
         now = gate.statistics()
-        assert (now.slots, now.slots_in_use, now.bytes, now.bytes_in_use) == (2, 1, 10, 3)
+        assert (now.slots, now.slots_in_use, now.bytes, now.bytes_in_use) == (
+            2,
+            1,
+            10,
+            3,
+        )
         assert repr(gate) == "<Gate 'photos': 1 of 2 slots, 3 of 10 bytes, 0 waiting>"
     assert (now.admitted, now.released, now.lost) == (1, 0, 0)
     assert gate.statistics().released == 1

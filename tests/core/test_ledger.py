@@ -269,6 +269,20 @@ def test_forgets_waiters_that_left(fair: bool) -> None:
     assert ledger.unresumed == 0
 
 
+def test_grants_a_plain_ticket_that_fits() -> None:
+    """A ticket that nobody waits on is granted as it is put in line."""
+    ledger = Ledger((1, math.inf), Lanes())
+    ticket = Ticket((1, 0))
+    ledger.enqueue(ticket)
+    assert ticket.state == HELD
+
+
+def test_picks_nobody_from_an_empty_line() -> None:
+    """Where nobody waits, nobody is next."""
+    for line in (Lanes(), Fair(lambda cost: cost[0], lambda: 0.0)):
+        assert line.pick(lambda _cost: True) is None
+
+
 @pytest.mark.parametrize(
     "amount", [-1, 1.0, math.nan, math.inf, "1", None, 1j, b"1"], ids=repr
 )

@@ -24,7 +24,9 @@ def watched() -> tuple[Tensor, "weakref.ref[Tensor]"]:
 
 
 @scrub("image")
-async def describe(image: Payload[Tensor], *, words: int = 3) -> AsyncGenerator[str, None]:
+async def describe(
+    image: Payload[Tensor], *, words: int = 3
+) -> AsyncGenerator[str, None]:
     """Say what is in the image."""
     if words < 0:
         tensor = image.take()
@@ -130,6 +132,7 @@ class TestScrub:
         items = [i async for i in Model().run(1, mask=2, size=3)]
         assert items == [Payload, Payload, 3]
 
+    @pytest.mark.filterwarnings("ignore:Async generator:ResourceWarning")  # trio
     async def test_iterates_twice_by_hand(self) -> None:
         """Two calls for the first item before it came are the generator's to refuse."""
         stream = describe(Tensor())
@@ -138,6 +141,7 @@ class TestScrub:
         assert await second == "word 1"
         await stream.aclose()
         assert "describe" in repr(stream)
+        assert await describe(Tensor()).__anext__() == "word 0"
 
 
 def test_is_what_it_was() -> None:

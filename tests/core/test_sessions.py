@@ -3,7 +3,7 @@
 import gc
 import tracemalloc
 from collections.abc import AsyncGenerator
-from typing import get_args
+from typing import Any, get_args
 
 import anyio
 import pytest
@@ -12,6 +12,7 @@ from anyio.lowlevel import checkpoint
 from lifecycle import (
     AdmissionTimeout,
     EngineLost,
+    Gate,
     GateClosed,
     Session,
     SessionEnded,
@@ -287,6 +288,7 @@ class TestStopping:
             tasks.start_soon(owner)
             await anyio.wait_all_tasks_blocked()
             tasks.start_soon(cancel)
+            tasks.start_soon(sessions.get("a").quiet)
             await anyio.wait_all_tasks_blocked()
             assert told == ["cancelled"]
             assert sessions.statistics().closing == 1
@@ -591,3 +593,154 @@ class TestRegistry:
 
 async def checkpointing(_stream: object) -> None:
     await checkpoint()
+
+
+@pytest.mark.anyio
+class TestFanOut:
+    """Several streams for one request: all of them or none."""
+
+    async def test_opens_all_and_ends_each_once(self) -> None:
+        """Every stream is opened, the lease goes when the last was, each is ended."""
+        gate, ended = Gate(slots=1), list[int | None]()
+        go = anyio.Event()
+
+        def child(i: int) -> tuple[Any, Any]:
+            async def open_() -> int:
+                if i == 1:
+                    await go.wait()
+                return i
+
+            async def end(value: int | None) -> None:
+                ended.append(value)
+
+            return open_, end
+
+        async with SessionRegistry() as sessions:
+            with sessions.open("a") as session:
+                lease = await gate.admit()
+                async with anyio.create_task_group() as tasks:
+                    opened: list[int] = []
+
+                    async def start() -> None:
+                        opened.extend(
+                            await session.start_all(
+                                [child(i) for i in range(3)], lease=lease
+                            )
+                        )
+
+                    tasks.start_soon(start)
+                    await anyio.wait_all_tasks_blocked()
+                    assert lease.held
+                    assert session.phase == "starting"
+                    go.set()
+                assert opened == [0, 1, 2]
+                assert not lease.held
+                assert ended == []
+            await session.quiet()
+            assert sorted(x for x in ended if x is not None) == [0, 1, 2]
+            assert_quiescent(gate, sessions)
+
+    async def test_ends_the_siblings_of_one_that_failed(self) -> None:
+        """peers-33: One failing child ends its siblings, also those still opening."""
+        ended = list[str]()
+
+        async def opened() -> str:
+            return "opened"
+
+        async def failing() -> str:
+            raise LookupError("no such model")
+
+        async def end(value: str | None) -> None:
+            ended.append(str(value))
+
+        gate = Gate(slots=1)
+        async with SessionRegistry() as sessions:
+            with sessions.open("a") as session:
+                lease = await gate.admit()
+                starts = [(opened, end), (failing, end), (opened, end)]
+                with pytest.raises(LookupError, match="no such model"):
+                    await session.start_all(starts, lease=lease)
+                assert not lease.held
+                await anyio.wait_all_tasks_blocked()
+                assert ended == ["opened", "opened"]
+                assert session.outcome is None
+            await session.quiet()
+            assert ended == ["opened", "opened"]
+            assert_quiescent(gate, sessions)
+
+    async def test_raises_a_cancellation_at_once_and_ends_all(self) -> None:
+        """The caller leaves at once; what opens later is ended when it has opened."""
+        ended, go = list[str](), anyio.Event()
+
+        async def slow() -> str:
+            await go.wait()
+            return "slow"
+
+        async def end(value: str | None) -> None:
+            ended.append(str(value))
+
+        gate = Gate(slots=1)
+        async with SessionRegistry() as sessions:
+            with anyio.CancelScope() as scope, sessions.open("a") as session:
+                lease = await gate.admit()
+                scope.cancel()
+                await session.start_all([(slow, end), (slow, end)], lease=lease)
+            assert session.outcome == "cancelled"
+            await anyio.wait_all_tasks_blocked()
+            go.set()
+            await session.quiet()
+            assert len(ended) in (0, 2)
+            assert not lease.held
+            assert_quiescent(gate, sessions)
+
+    async def test_opens_nothing_where_nothing_is_asked(self) -> None:
+        """No streams are no streams, and nobody waits for them."""
+        async with SessionRegistry() as sessions:
+            with sessions.open("a") as session, anyio.fail_after(1):
+                assert await session.start_all([]) == []
+
+    async def test_refuses_where_the_session_is_over(self) -> None:
+        """Nothing is opened for a session that is closed, and the lease comes back."""
+        gate = Gate(slots=1)
+
+        async def open_() -> None:
+            raise AssertionError("opened")
+
+        async with SessionRegistry() as sessions:
+            session = sessions.open("a")
+            session.close()
+            lease = await gate.admit()
+            with pytest.raises(SessionEnded):
+                await session.start_all([(open_, None), (open_, None)], lease=lease)
+            assert not lease.held
+            assert_quiescent(gate, sessions)
+
+
+@pytest.mark.anyio
+class TestQuarantine:
+    """Sessions whose END failed."""
+
+    async def test_remembers_whose_end_failed(self) -> None:
+        """fault-10: The id of a session whose END failed is not given out unseen."""
+
+        async def open_() -> str:
+            return "stream"
+
+        async def end(_: str | None) -> None:
+            raise OSError("engine does not answer")
+
+        async with SessionRegistry(max_quarantined=2) as sessions:
+            for name in ("a", "b", "c"):
+                with sessions.open(name) as session:
+                    await session.start(open_, end=end)
+                await session.quiet()
+            assert sessions.quarantined() == ["b#2", "c#3"]
+            with pytest.raises(SessionExists, match="end failed"):
+                await sessions.open_when_free("c")
+            # Keys never repeat: an engine that goes by them may take the id again.
+            sessions.open("c").close()
+            sessions.release("c#3")
+            (await sessions.open_when_free("c")).close()
+            sessions.release(*sessions.quarantined())
+            assert sessions.quarantined() == []
+            assert sessions.statistics().ends_failed == 3

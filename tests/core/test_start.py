@@ -141,6 +141,64 @@ def test_survives_a_native_cancel_of_its_own_task() -> None:
     assert at > 4
 
 
+def test_tells_the_caller_where_the_task_never_ran() -> None:
+    """Cancelled natively before its first step, a start settles with the registry."""
+
+    async def main() -> None:
+        gate = Gate(slots=1)
+        told: list[object] = []
+
+        async def serve() -> None:
+            async with SessionRegistry() as registry:
+                sessions.append(registry)
+                await anyio.sleep_forever()
+
+        async def request() -> None:
+            lease = await gate.admit()
+            with pytest.raises(SessionEnded) as ended, sessions[0].open("a") as session:
+                await session.start(Engine().open, lease=lease)
+            told.append(ended.value.outcome)
+
+        sessions: list[SessionRegistry] = []
+        serving = asyncio.create_task(serve())
+        await asyncio.sleep(0.001)
+        before = asyncio.all_tasks()
+        requesting = asyncio.create_task(request())
+        before.add(requesting)
+        await asyncio.sleep(0)
+        for task in asyncio.all_tasks() - before:
+            task.cancel()
+        async with asyncio.timeout(2):
+            await requesting
+            await asyncio.wait([serving])
+        assert told == ["shutdown"]
+        assert_quiescent(gate, sessions[0])
+
+    asyncio.run(main())
+
+
+class Abort(BaseException):
+    """Neither an error nor a cancellation, like KeyboardInterrupt."""
+
+
+@pytest.mark.anyio
+async def test_ends_what_was_aborted() -> None:
+    """An exception that stops the program stops the registry, after one END."""
+    engine = Engine()
+
+    async def open_() -> str:
+        await engine.open()
+        raise Abort
+
+    with pytest.raises(Abort):
+        async with SessionRegistry() as sessions:
+            with pytest.raises(StartTimeout), sessions.open("a") as session:
+                await session.start(open_, end=engine.end)
+            await anyio.sleep_forever()
+    assert engine.ended_with == [None]
+    assert_quiescent(sessions)
+
+
 @pytest.mark.anyio
 class TestStart:
     async def test_returns_what_was_opened(self) -> None:
@@ -152,7 +210,11 @@ class TestStart:
                 lease = await gate.admit()
                 assert session.phase == "open"
                 stream = await session.start(engine.open, end=engine.end, lease=lease)
-                assert (stream, session.phase, lease.held) == ("stream", "started", False)
+                assert (stream, session.phase, lease.held) == (
+                    "stream",
+                    "started",
+                    False,
+                )
                 assert engine.ended == 0
             assert session.phase == "closing"
             await session.quiet()
@@ -186,7 +248,6 @@ class TestStart:
         engine = Engine()
         gate = Gate(slots=1)
         async with SessionRegistry() as sessions:
-
             session = sessions.open("a")
 
             async def owner() -> None:
@@ -439,7 +500,7 @@ class TestDeadlines:
             engine.begun += 1
             try:
                 await anyio.sleep(100)
-            except BaseException:
+            except BaseException:  # noqa: BLE001
                 raise OSError("connection lost while cancelling") from None
             return "stream"
 

@@ -384,7 +384,9 @@ class TestStop:
 @virtual
 @pytest.mark.anyio
 class TestDeadlines:
-    async def open(self, sessions: SessionRegistry, source: Any, **limits: float) -> int:
+    async def open(
+        self, sessions: SessionRegistry, source: Any, **limits: float
+    ) -> int:
         count = 0
         with sessions.open("a") as session:
             async with session.stream(source, **limits) as stream:
@@ -404,6 +406,7 @@ class TestDeadlines:
             ((5, 1), {"first_item": 3}, "first_item", 3),
             ((1, 9), {"idle": 4}, "idle", 5),
             ((1, 1, 9), {"first_item": 2, "idle": 4}, "idle", 6),
+            ((1, 9), {"first_item": 100, "idle": 4}, "idle", 5),
             ((2,) * 9, {"idle": 4, "total": 7}, "total", 7),
             ((2,) * 9, {"total": 0}, "total", 0),
             ((1, 99), {"first_item": 50, "idle": 4}, "idle", 5),
@@ -429,6 +432,8 @@ class TestDeadlines:
             limits = {"first_item": 5.5, "idle": 2.5, "total": 100}
             source = self.paced(5, *[2] * 20)
             assert await self.open(sessions, source, **limits) == 21
+            await anyio.sleep(200)
+            assert sessions.statistics().outcomes["completed"] == 1
 
     async def test_counts_no_time_that_the_consumer_takes(self) -> None:
         """idle is about the source: a slow consumer breaks nothing."""
@@ -547,7 +552,9 @@ def test_makes_its_calls_when_its_consumer_is_thrown_away() -> None:
 async def test_makes_its_calls_in_whatever_thread_it_dies() -> None:
     """A stream that another thread drops makes its calls there, at once."""
     called: list[int] = []
-    box = [Stream(Log().source(), on_close=[lambda: called.append(threading.get_ident())])]
+    box = [
+        Stream(Log().source(), on_close=[lambda: called.append(threading.get_ident())])
+    ]
 
     def drop() -> int:
         with warnings.catch_warnings():

@@ -1,6 +1,7 @@
 """The harness: it must find what it is there to find."""
 
 import asyncio
+import dataclasses
 
 import anyio
 import pytest
@@ -228,6 +229,21 @@ async def test_names_what_is_left() -> None:
         release.set()
         await session.quiet()
         assert_quiescent(gate, sessions)
+
+
+@pytest.mark.anyio
+async def test_finds_books_that_do_not_balance(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Numbers that contradict each other are told as such."""
+    gate = Gate(name="photos")
+    wrong = dataclasses.replace(gate.statistics(), cancelled=-1)
+    monkeypatch.setattr(Gate, "statistics", lambda _self: wrong)
+    async with SessionRegistry() as sessions:
+        odd = dataclasses.replace(sessions.statistics(), opened=1)
+        monkeypatch.setattr(SessionRegistry, "statistics", lambda _self: odd)
+        with pytest.raises(AssertionError) as caught:
+            assert_quiescent(gate, sessions)
+    lines = str(caught.value).splitlines()
+    assert ["do not balance" in line for line in lines] == [False, True, True]
 
 
 def test_records_what_was_told() -> None:

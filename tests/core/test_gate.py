@@ -156,7 +156,9 @@ async def test_refuses_at_once_what_can_never_fit() -> None:
     """A request above capacity is told so at once, not that it is full (B13)."""
     gate = Gate(slots=2, bytes=10, name="photos")
     for cost in ({"bytes": 11}, {"slots": 3}):
-        with pytest.raises(CostTooLarge, match="'photos' of 2 slots and 10") as refusal:
+        with pytest.raises(
+            CostTooLarge, match="'photos' of (10 bytes|2 slots)"
+        ) as refusal:
             await gate.admit(**cost)
         assert refusal.value.reason == "too_large"
         assert refusal.value.retry_after is None

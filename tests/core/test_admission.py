@@ -392,7 +392,7 @@ async def test_forgets_a_task_that_entered_a_lease_twice() -> None:
 
 @pytest.mark.anyio
 async def test_exempts_work_under_an_existing_lease() -> None:
-    """A retry under a lease that is still held asks for nothing again (B15).
+    """A retry under a lease that is still held asks for nothing again (B15, peers-10).
 
     There is nothing to do for it: a lease is an object, not a place in a task, so
     whoever has it may pass it on to the retry.

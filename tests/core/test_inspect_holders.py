@@ -1,7 +1,5 @@
 """Every way in which a payload is known to be retained, found and named."""
 
-# ruff: noqa: D103 - a case says by its name what it is
-
 import asyncio
 import contextlib
 import contextvars

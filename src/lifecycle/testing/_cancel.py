@@ -1,24 +1,15 @@
-"""Tools to test what is built on the library, and the library itself."""
+"""Cancel a coroutine at each point where it can be cancelled."""
 
 from __future__ import annotations
 
 import asyncio
 import importlib.util
 import types
-from collections.abc import Awaitable, Callable, Coroutine, Generator, Iterator
-from dataclasses import dataclass, replace
+from collections.abc import Awaitable, Callable, Coroutine, Generator
 from functools import partial
-from typing import Any, Literal, TypeVar, final
+from typing import Any, Literal, final
 
 import anyio
-
-from lifecycle import Gate, SessionRegistry
-
-from .events import Event
-
-__all__ = ("Attempt", "RecordingObserver", "assert_quiescent", "cancel_everywhere")
-
-E = TypeVar("E", bound=Event)
 
 _Kind = Literal["scope", "native"]
 
@@ -26,95 +17,6 @@ Attempt = Callable[
     [Coroutine[Any, Any, object]], Awaitable[Literal["completed", "cancelled"]]
 ]
 """What `cancel_everywhere` gives a scenario: runs a coroutine and cancels it."""
-
-
-@final
-class RecordingObserver:
-    """An observer that keeps every event, oldest first.
-
-    Attributes:
-        events: What was told so far.
-    """
-
-    def __init__(self) -> None:
-        self.events: list[Event] = []
-
-    def __call__(self, event: Event, /) -> None:
-        """Keep it."""
-        self.events.append(event)
-
-    def of(self, kind: type[E]) -> list[E]:
-        """The events of one *kind*, oldest first."""
-        return [event for event in self.events if isinstance(event, kind)]
-
-    def names(self) -> list[str]:
-        """The class names of all events, oldest first."""
-        return [type(event).__name__ for event in self.events]
-
-
-def assert_quiescent(*holders: Gate | SessionRegistry) -> None:
-    """Check that nothing is held, waited for or left to do, and say what is.
-
-    A gate is quiescent when no lease is live and nobody waits; a registry when
-    no session is live, no start and no END is under way and no payload is in a
-    box. The books of both must balance.
-
-    Args:
-        holders: The gates and registries to look at.
-
-    Raises:
-        AssertionError: Something is left; the message has one line for each.
-    """
-    left: list[str] = []
-    for holder in holders:
-        if isinstance(holder, Gate):
-            left += (f"gate {holder.name!r}: {what}" for what in _left_in(holder))
-        else:
-            left += (f"sessions: {what}" for what in _left_among(holder))
-    if left:
-        raise AssertionError("not quiescent:\n  " + "\n  ".join(left))
-
-
-def _left_in(gate: Gate) -> Iterator[str]:
-    now = gate.statistics()
-    leases = now.admitted - now.released
-    if leases or now.slots_in_use or now.bytes_in_use:
-        yield (
-            f"{leases} live leases of {now.slots_in_use} slots and "
-            f"{now.bytes_in_use} bytes"
-        )
-    if now.waiting:
-        yield f"{now.waiting} requests waiting in line"
-    if leases < 0 or now.cancelled < 0:
-        yield f"the books do not balance: {now}"
-
-
-def _left_among(sessions: SessionRegistry) -> Iterator[str]:
-    now = sessions.statistics()
-    for session in sessions.live():
-        yield f"live session {session.key!r} ({session.phase})"
-    if now.closing:
-        yield f"{now.closing} closed sessions with a start or an END under way"
-    if now.payloads or now.payload_bytes:
-        yield f"{now.payloads} payloads of {now.payload_bytes} bytes in boxes"
-    if now.opened != now.live + sum(now.outcomes.values()):
-        yield f"the books do not balance: {now}"
-
-
-@dataclass(frozen=True, slots=True)
-class _Strike:
-    """When and how to cancel: at the *at*-th suspension, and *again* later."""
-
-    kind: _Kind
-    late: bool
-    at: int = 1
-    again: int = 0
-
-    def __str__(self) -> str:
-        return f"{self.kind} {'late' if self.late else 'early'}"
-
-    def point(self) -> str:
-        return f"{self.at} and {self.again}" if self.again else f"{self.at}"
 
 
 def cancel_everywhere(
@@ -130,8 +32,7 @@ def cancel_everywhere(
 
     A scenario builds fresh state, calls ``await attempt(coroutine)`` once, and
     checks what must hold afterwards, whatever became of the coroutine. It is run
-    for the first suspension of the coroutine, the second, and so on until the
-    coroutine has no more; each of them
+    for each suspension of the coroutine in turn, and for each of them
 
     - *early*: cancelled as soon as the coroutine is suspended, and *late*: what
       it waits for has happened, but it has not run since (on trio, where no
@@ -160,29 +61,27 @@ def cancel_everywhere(
     points: dict[str, int] = {}
     trio = ("trio",) if importlib.util.find_spec("trio") else ()
     for backend in backends or ("asyncio", *trio):
-        run = partial(_run, scenario, backend, patience)
         for kind in kinds:
+            if kind == "native" and backend != "asyncio":
+                continue
             for late in (False, True):
-                if kind == "scope" or backend == "asyncio":
-                    first = _Strike(kind, late)
-                    points[f"{backend} {first}"] = _strike_each(
-                        run, first, double=double, most=most
-                    )
+                name = f"{backend} {kind} {'late' if late else 'early'}"
+                make = partial(_Victim, kind, late)
+                run = partial(_run, scenario, make, name, backend, patience)
+                twice = double and kind == "native"
+                points[name] = _strike_each(run, twice=twice, most=most)
     return points
 
 
-def _strike_each(
-    run: Callable[[_Strike], _Victim], first: _Strike, *, double: bool, most: int
-) -> int:
+def _strike_each(run: Callable[..., int], *, twice: bool, most: int) -> int:
     for at in range(1, most + 1):
-        strike = replace(first, at=at)
-        victim = run(strike)
-        if victim.points < at:
+        points = run(at)
+        if points < at:
             return at - 1
         again = at
-        while double and first.kind == "native" and victim.points > again:
+        while twice and points > again:
             again += 1
-            victim = run(replace(strike, again=again))
+            points = run(at, again)
     raise AssertionError(
         f"more than {most} suspension points; raise most= or wait less"
     )
@@ -190,11 +89,13 @@ def _strike_each(
 
 def _run(
     scenario: Callable[[Attempt], Awaitable[object]],
+    make: Callable[..., _Victim],
+    name: str,
     backend: str,
     patience: float,
-    strike: _Strike,
-) -> _Victim:
-    victim = _Victim(strike)
+    *at: int,
+) -> int:
+    victim = make(at)
 
     async def main() -> None:
         with anyio.fail_after(patience):
@@ -204,11 +105,11 @@ def _run(
         anyio.run(main, backend=backend)
     except BaseException as error:
         # Outside of the loop nobody is left to hear of a cancellation.
-        what = f"{backend} {strike} at {strike.point()}: {error!r}"
+        what = f"{name} at {' and '.join(map(str, at))}: {error!r}"
         raise AssertionError(what) from error  # noqa: ASYNC104
     if not victim.used:
         raise AssertionError("the scenario never awaited its attempt")
-    return victim
+    return victim.points
 
 
 def _nothing() -> None: ...
@@ -216,12 +117,12 @@ def _nothing() -> None: ...
 
 @final
 class _Victim:
-    """One attempt: counts the suspensions of a coroutine and cancels it."""
+    """One attempt: counts the suspensions of a coroutine and cancels it at some."""
 
-    def __init__(self, strike: _Strike) -> None:
+    def __init__(self, kind: _Kind, late: bool, at: tuple[int, ...]) -> None:  # noqa: FBT001
         self.points = 0
         self.used = self.struck = False
-        self._strike = strike
+        self._kind, self._late, self._at = kind, late, at
         self._cancel: Callable[[], object] = _nothing
         # Due as soon as the coroutine resumes: what "late" means on trio.
         self._due: Callable[[], object] = _nothing
@@ -233,7 +134,7 @@ class _Victim:
             coroutine.close()
             raise RuntimeError("a scenario can make one attempt")
         self.used = True
-        if self._strike.kind == "native":
+        if self._kind == "native":
             return await self._natively(coroutine)
         with anyio.CancelScope() as scope:
             self._cancel = scope.cancel
@@ -260,10 +161,10 @@ class _Victim:
     def suspended(self, awaited: object) -> None:
         """Take note of a suspension, and cancel if this is the one."""
         self.points += 1
-        if self.points not in (self._strike.at, self._strike.again):
+        if self.points not in self._at:
             return
         self.struck = True
-        if not self._strike.late:
+        if not self._late:
             self._cancel()
         elif isinstance(awaited, asyncio.Future):
             # Called before the task's own wake-up, which is added after this.

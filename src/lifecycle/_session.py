@@ -58,6 +58,8 @@ class Session:
         key: ``"id#generation"``: never used twice, so what is said about it
             late cannot hit a newer session. Use it towards the engine.
         cancelled_as: What a cancellation of the owner is counted as.
+        lease: What starts take over unless they are given another, and have
+            taken over; set by `lifecycle.managed`.
         outcome: How the session ended, or ``None`` while it is live.
     """
 
@@ -76,6 +78,7 @@ class Session:
         "generation",
         "id",
         "key",
+        "lease",
         "opened_at",
         "outcome",
     )
@@ -89,6 +92,7 @@ class Session:
         self.key = f"{id_}#{generation}"
         self.opened_at = opened_at
         self.cancelled_as: Outcome = "cancelled"
+        self.lease: Lease | None = None
         self.outcome: Outcome | None = None
         self._boxes: dict[object, Payload[Any]] = {}
         self._starts: tuple[Start[Any], ...] = ()
@@ -158,6 +162,7 @@ class Session:
         Cancellation:
             Raised at once. The start goes on without the caller.
         """
+        self.lease = lease = lease or self.lease
         start = Start(
             open_,
             end=end,
@@ -199,6 +204,7 @@ class Session:
         Cancellation:
             Raised at once. The starts go on without the caller.
         """
+        self.lease = lease = lease or self.lease
         siblings = Siblings(lease)
         began = self._registry.now()
         opening = tuple(
@@ -302,6 +308,10 @@ class Session:
         """Raise `SessionEnded` once it is closed: nothing begins for it any more."""
         if self.outcome is not None:
             raise self._ended()
+
+    def holds(self, lease: Lease) -> bool:
+        """Whether starts that have not settled hold *lease*, and release it then."""
+        return lease is self.lease and any(start.how is None for start in self._starts)
 
     def lose(self) -> None:
         """Close the session as cancelled, soon, from a finaliser in any thread."""

@@ -44,6 +44,7 @@ class Stream(Generic[T_co]):
 
     Raises:
         ValueError: *grace* is NaN.
+        TypeError: *source* is no asynchronous iterator.
 
     Attributes:
         items: Items delivered so far.
@@ -75,7 +76,14 @@ class Stream(Generic[T_co]):
         if math.isnan(grace):
             raise ValueError("grace must be a number of seconds, not NaN")
         self._source: AsyncIterator[T_co] | None = source
-        self._next = source.__anext__
+        try:
+            self._next = source.__anext__
+        except AttributeError:
+            raise TypeError(
+                f"a stream needs an asynchronous iterator, not "
+                f"{type(source).__name__}; give what an async generator function "
+                f"returns"
+            ) from None
         self._on_close = tuple(on_close)
         self._grace = grace
         self._state = _NEW
@@ -171,8 +179,6 @@ class Stream(Generic[T_co]):
 
     def _finish(self, error: BaseException | None) -> None:  # noqa: ARG002 - a hook
         """Note the end, by *error* of the source or else by whoever closed."""
-        if self._state == _CLOSED:
-            return
         self._state = _CLOSED
         on_close, self._on_close = self._on_close, ()
         with ExitStack() as calls:  # each is made, also where another raises

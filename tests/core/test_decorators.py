@@ -91,7 +91,7 @@ class TestManaged:
     async def test_streams_under_a_lease_and_a_session(
         self, form: str, no_collector: None
     ) -> None:
-        """The lease lives until hand-off, the session until the end, the payload neither."""
+        """Hand-off ends the lease and the payload, the last item the session."""
         async with SessionRegistry() as sessions:
             engine = Engine(sessions, bytes=10)
             tensor = Tensor()
@@ -129,7 +129,7 @@ class TestManaged:
             assert_quiescent(engine.gate, sessions)
 
     async def test_costs_what_its_arguments_say(self) -> None:
-        """cost may be a number, or a function of the call's arguments."""
+        """The cost may be a number, or a function of the call's arguments."""
         gate = Gate(bytes=10, slots=4)
         held: list[tuple[int, int]] = []
 
@@ -204,7 +204,7 @@ class TestManaged:
     @pytest.mark.filterwarnings("ignore:Async generator:ResourceWarning")  # trio
     @pytest.mark.parametrize("where", ["here", "in another thread"])
     async def test_ends_what_was_dropped(self, form: str, where: str) -> None:
-        """A stream dropped in the middle ends its session, in the registry's own loop."""
+        """A stream dropped in the middle ends its session in the registry's loop."""
         threads: list[int] = []
         async with SessionRegistry(
             observer=lambda _event: threads.append(threading.get_ident())

@@ -136,7 +136,7 @@ def test_batch_is_bounded_below_the_slots() -> None:
 def test_leave_in_any_phase_frees_everything_at_once(
     scheduler: Scheduler, runner: Doctored, leave: str, steps: int
 ) -> None:
-    """Waiting, prefilled, decoding or at the last step: slot and payload are free."""
+    """Waiting, prefilled, decoding, at the last step: all of it is free (peers-22)."""
     start(scheduler, "a", 4)
     for _ in range(steps):
         scheduler.step()

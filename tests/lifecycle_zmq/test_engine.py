@@ -330,7 +330,7 @@ async def test_engine_that_never_gets_ready_is_replaced(
 async def test_restarts_back_off_and_recover(
     make_engine: MakeEngine, eventually: Any
 ) -> None:
-    """The delay doubles up to its limit, and starts again after a long service."""
+    """The delay doubles up to its limit, and begins anew after service (`fault-30`)."""
     async with make_engine(backoff=0.25, max_backoff=1.0) as engine:
         await engine.wait_ready()
         delays = []

@@ -40,6 +40,10 @@ ARROWS: dict[str, set[str]] = {
     "_gate": {"_admission", "_lease"} | FLOOR | {"_decorators"},
     "_sessions": {"_session", "_watchdog"} | FLOOR | {"_decorators"},
     "observers": {"events"},
+    # Diagnostics look at everything, and nothing knows of them.
+    "_referrers": set(),
+    "_holders": {"_referrers"},
+    "inspect": {"_holders", "_gate", "_fair", "_lease", "_sessions"},
 } | {name: set() for name in FLOOR}
 
 # Time, chance and the outside world come in as arguments, so that all of the core

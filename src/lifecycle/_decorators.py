@@ -99,9 +99,10 @@ def managed(
     def decorate(function: Callable[..., Any]) -> Callable[..., Any]:
         two_phase = inspect.iscoroutinefunction(function)
         if not two_phase and not inspect.isasyncgenfunction(function):
+            what = getattr(function, "__qualname__", type(function).__name__)
             raise TypeError(
-                f"{function!r} is neither an async generator function nor a "
-                f"coroutine function that returns a stream"
+                f"{what} is neither an async generator function nor a coroutine "
+                f"function that returns a stream; make it `async def`"
             )
         boxer = Boxer(function, names)
         parameters = inspect.signature(function).parameters
@@ -183,7 +184,7 @@ class _Source:
             self._next = inner.__anext__
             return await inner.__anext__()
         except BaseException as error:
-            work = given = None  # the traceback holds this frame
+            work = given = None  # noqa: F841 - the traceback holds this frame
             forget_frames(error)
             raise
         finally:
@@ -200,6 +201,8 @@ class _Source:
             self.lease = await plan.gate.admit(bytes=nbytes, slots=slots)
             if self.session is not None:
                 self.session.lease = self.lease
+        if self.session is not None:
+            self.session.confirm()
         if plan.wants_lease:
             given["lease"] = self.lease
         if plan.wants_session:

@@ -236,6 +236,30 @@ def test_failing_decode_fails_that_step(scheduler: Scheduler, runner: Doctored) 
     assert_idle(scheduler, runner)
 
 
+def test_failing_clean_up_of_one_leaks_no_slot_of_the_others(
+    scheduler: Scheduler, runner: Doctored, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A step that fails in the middle leaves everybody where END finds them."""
+    start(scheduler, "a", 9)
+    start(scheduler, "b", 9)
+    scheduler.step()
+    scheduler.step()
+    runner.fail_decode = RuntimeError("no")
+    free = runner.free
+
+    def fail_once(slot: int) -> None:
+        free(slot)
+        monkeypatch.setattr(runner, "free", free)
+        raise RuntimeError("no device memory")
+
+    monkeypatch.setattr(runner, "free", fail_once)
+    with pytest.raises(RuntimeError, match="device memory"):
+        scheduler.step()
+    for key in ("a", "b"):
+        scheduler.end(key)
+    assert_idle(scheduler, runner)
+
+
 def test_runner_that_answers_short_fails_the_step(
     scheduler: Scheduler, runner: Doctored, monkeypatch: pytest.MonkeyPatch
 ) -> None:

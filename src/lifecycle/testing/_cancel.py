@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import importlib.util
+import types
 from collections.abc import Awaitable, Callable, Coroutine, Generator
 from functools import partial
 from typing import Any, Literal, final
@@ -25,7 +26,7 @@ def cancel_everywhere(
     kinds: tuple[_Kind, ...] = ("scope", "native"),
     double: bool = False,
     most: int = 200,
-    patience: float = 10.0,
+    patience: float = 5.0,
 ) -> dict[str, int]:
     """Run *scenario* again and again, cancelled at another point each time.
 
@@ -81,7 +82,9 @@ def _strike_each(run: Callable[..., int], *, twice: bool, most: int) -> int:
         while twice and points > again:
             again += 1
             points = run(at, again)
-    raise AssertionError(f"more than {most} suspension points; raise most=")
+    raise AssertionError(
+        f"more than {most} suspension points; raise most= or wait less"
+    )
 
 
 def _run(
@@ -122,7 +125,7 @@ class _Victim:
         self._kind, self._late, self._at = kind, late, at
         self._cancel: Callable[[], object] = _nothing
         # Due as soon as the coroutine resumes: what "late" means on trio.
-        self.on_resume: Callable[[], object] = _nothing
+        self._due: Callable[[], object] = _nothing
 
     async def __call__(
         self, coroutine: Coroutine[Any, Any, object]
@@ -134,21 +137,20 @@ class _Victim:
         if self._kind == "scope":
             with anyio.CancelScope() as scope:
                 self._cancel = scope.cancel
-                await _Watched(coroutine, self)
+                await _watched(coroutine, self)
             return "cancelled" if scope.cancelled_caught else "completed"
         task = asyncio.current_task()
         assert task is not None
         self._cancel = task.cancel
         try:
-            await _Watched(coroutine, self)
+            await _watched(coroutine, self)
         except asyncio.CancelledError:  # noqa: ASYNC103 - our own
             if not self.struck:
                 raise  # somebody else's
             while task.uncancel():
                 pass
             return "cancelled"  # noqa: ASYNC104 - our own
-        if self.struck:
-            raise AssertionError("the coroutine swallowed its cancellation")
+        assert not self.struck, "the coroutine swallowed its cancellation"
         return "completed"
 
     def suspended(self, awaited: object) -> None:
@@ -165,29 +167,29 @@ class _Victim:
         elif awaited is None:  # a bare yield of asyncio
             asyncio.get_running_loop().call_soon(self._cancel)
         else:
-            self.on_resume = self._cancel
+            self._due = self._cancel
+
+    def resumed(self) -> None:
+        """Take note that the coroutine runs again."""
+        due, self._due = self._due, _nothing
+        due()
 
 
-@final
-class _Watched(Generator[Any, Any, Any]):
-    """Drives a coroutine step by step and tells the victim of each suspension."""
-
-    def __init__(self, coroutine: Coroutine[Any, Any, object], victim: _Victim) -> None:
-        self._coroutine = coroutine
-        self._victim = victim
-
-    def __await__(self) -> Generator[Any, Any, Any]:
-        return self
-
-    def send(self, value: object, /) -> object:
-        return self._step(self._coroutine.send, value)
-
-    def throw(self, error: Any, /, *_: object) -> object:
-        return self._step(self._coroutine.throw, error)
-
-    def _step(self, advance: Callable[[Any], object], value: object) -> object:
-        on_resume, self._victim.on_resume = self._victim.on_resume, _nothing
-        on_resume()
-        awaited = advance(value)
-        self._victim.suspended(awaited)
-        return awaited
+@types.coroutine
+def _watched(
+    coroutine: Coroutine[Any, Any, object], victim: _Victim
+) -> Generator[Any, Any, None]:
+    """Drive *coroutine* step by step and tell *victim* of each of them."""
+    step: Callable[[Any], object] = coroutine.send
+    value: object = None
+    while True:
+        victim.resumed()
+        try:
+            awaited = step(value)
+        except StopIteration:
+            return
+        victim.suspended(awaited)
+        try:
+            step, value = coroutine.send, (yield awaited)
+        except BaseException as error:  # noqa: ASYNC103, BLE001 - passed on
+            step, value = coroutine.throw, error

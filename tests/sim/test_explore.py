@@ -86,6 +86,7 @@ def test_tells_whether_it_saw_everything(search):
     part = search(pair, max_schedules=3)
     assert (part.schedules, part.complete) == (3, False)
     assert search(pair, delays=0).schedules == 1
+    assert search(pair, schedule=[1]).schedules == 1
 
 
 @BOTH

@@ -106,6 +106,21 @@ def test_lets_a_timer_fall_due_while_there_is_work():
     assert {simulate(main, seed=s, early_timers=0).value for s in range(60)} == {False}
 
 
+def test_skips_a_timer_that_was_cancelled():
+    """One that is due with another, but cancelled, does not run."""
+    rung = []
+
+    async def main():
+        loop = asyncio.get_running_loop()
+        loop.call_at(1, rung.append, "first")
+        loop.call_at(1, rung.append, "second").cancel()
+        loop.call_at(1, rung.append, "third")
+        await asyncio.sleep(2)
+
+    simulate(main)
+    assert sorted(rung) == ["first", "third"]
+
+
 @BOTH
 def test_reports_a_hang_at_once_with_the_tasks(run):
     """A state without a runnable event fails the run and names who waits (law 10)."""

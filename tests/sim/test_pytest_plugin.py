@@ -2,7 +2,13 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
+import threading
+
 import pytest
+
+from lifecycle.testing import pytest_plugin
 
 pytest_plugins = ["pytester"]
 
@@ -111,6 +117,39 @@ def test_is_given_what_its_fixture_takes_back(lent): pass
 """,
     )
     result.assert_outcomes(passed=6)
+
+
+def test_finds_what_is_there_and_nothing_else(tmp_path):
+    """Threads, descriptors and children are seen while they live."""
+    before = pytest_plugin._look()
+    stop = threading.Event()
+    thread = threading.Thread(target=stop.wait, name="waiter")
+    thread.start()
+    child = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
+    kinds = {kind for kind, _ in pytest_plugin._look().keys() - before.keys()}
+    assert kinds == {"thread", "descriptor", "child"}
+    child.communicate(b"\n")
+    stop.set()
+    thread.join()
+    assert not pytest_plugin._look().keys() - before.keys()
+    assert pytest_plugin._paths("no such folder") == []
+    assert pytest_plugin._read(tmp_path / "no such file") == ""
+
+
+def test_works_within_the_same_process(pytester):
+    """A payload that stays in its box, one that is taken, and one excused."""
+    pytester.makepyfile(
+        HEADER + "payload = Payload(1)\n"
+        "def test_keeps(): KEPT.append(Payload(2))\n"
+        "def test_takes(): payload.take()\n"
+        "@pytest.mark.leaves\n"
+        "def test_may(): KEPT.append(Payload(3))\n"
+    )
+    result = pytester.runpytest_inprocess(
+        "-p", "no:cacheprovider", plugins=[pytest_plugin]
+    )
+    result.assert_outcomes(passed=3, errors=1)
+    result.stdout.fnmatch_lines(["left behind:", "  payload *"])
 
 
 def test_excuses_a_test_from_what_it_names(pytester):

@@ -171,6 +171,7 @@ class World:
         self.plans = [_draw_plan(rng, i, styles) for i in range(count)]
         self.slots = rng.choice((1, 2, 2))
         self.bytes = rng.choice((9, 10, 12))
+        self.smallest = self.bytes
         self.max_waiting = rng.choice((None, None, None, 1))
         self.order = rng.choice(("fifo", "fifo", "fifo", "lanes", "fair"))
         self.enforce = rng.random() < 0.95
@@ -406,7 +407,11 @@ class World:
         others = now.admitted - now.released - held - 1
         # Those who wait resume in any order once they are granted.
         if not waited or not others:
-            overtaken = [c for c in earlier if not c.struck and not c.plan.patience]
+            overtaken = [
+                c
+                for c in earlier
+                if not (c.struck or c.plan.patience or c.plan.cost > self.smallest)
+            ]
             assert not overtaken or self.closed, "overtaken in line"
 
     async def _read(self, client: Client, stream: Any) -> bool:
@@ -570,6 +575,7 @@ class World:
                 self.broken.set()
             case "shrink":
                 self.disturbed = True
+                self.smallest = number  # who needs more is refused already
                 self.gate.resize(bytes=number)
                 self.broken.set()
             case "quit":

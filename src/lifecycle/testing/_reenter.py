@@ -38,28 +38,30 @@ def reenter_everywhere(
     """
     files = {module.__file__ for module in modules}
     for at in range(1, most + 1):
-        strike = _Strike(files, at)
-        before = sys.gettrace()
-        try:
-            scenario(strike.arm)
-        except BaseException as error:
-            what = f"re-entered at boundary {at}, {strike.place}: {error!r}"
-            raise AssertionError(what) from error  # noqa: ASYNC104
-        finally:
-            sys.settrace(before)
-        if strike.place is None:
+        if not _Strike(files, at).run(scenario):
             return at - 1
     raise AssertionError(f"more than {most} boundaries; raise most= or do less")
 
 
-class _Strike:
+class _Strike:  # pragma: no cover - it takes the tracer's place
     """Counts bytecode boundaries and calls the hook at one of them."""
 
     def __init__(self, files: set[str | None], at: int) -> None:
         self._files = files
-        self._left = at
+        self._at = self._left = at
         self._hook: Callable[[], object] | None = None
-        self.place: str | None = None
+        self._place = ""
+
+    def run(self, scenario: Callable[[Arm], object]) -> bool:
+        before = sys.gettrace()
+        try:
+            scenario(self.arm)
+        except BaseException as error:
+            what = f"re-entered at boundary {self._at}, {self._place}: {error!r}"
+            raise AssertionError(what) from error  # noqa: ASYNC104
+        finally:
+            sys.settrace(before)
+        return bool(self._place)
 
     def arm(self, hook: Callable[[], object]) -> None:
         self._hook = hook
@@ -75,7 +77,7 @@ class _Strike:
         if event == "opcode" and self._hook is not None:
             self._left -= 1
             if not self._left:
-                self.place = f"{frame.f_code.co_qualname} line {frame.f_lineno}"
+                self._place = f"{frame.f_code.co_qualname} line {frame.f_lineno}"
                 hook, self._hook = self._hook, None
                 sys.settrace(None)
                 hook()

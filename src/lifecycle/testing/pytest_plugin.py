@@ -94,10 +94,11 @@ def _look() -> _Found:
             continue
         found["descriptor", (path.name, target)] = f"{path.name} -> {target}"
     for path in _paths("task"):
-        for pid in _read(path / "children").split():
-            words = _read(Path("/proc", pid, "cmdline")).replace("\0", " ")
-            if _TRACKER not in words:
-                found["child", pid] = f"{pid} {words or '(ended, not waited for)'}"
+        found |= {
+            ("child", pid): f"{pid} {words or '(ended, not waited for)'}"
+            for pid in _read(path / "children").split()
+            if _TRACKER not in (words := _read(Path("/proc", pid, "cmdline")))
+        }
     return found
 
 
@@ -117,6 +118,6 @@ def _paths(name: str) -> list[Path]:
 
 def _read(path: Path) -> str:
     try:
-        return path.read_text(errors="replace")
+        return path.read_text(errors="replace").replace("\0", " ")
     except OSError:
         return ""

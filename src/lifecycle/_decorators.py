@@ -99,9 +99,10 @@ def managed(
     def decorate(function: Callable[..., Any]) -> Callable[..., Any]:
         two_phase = inspect.iscoroutinefunction(function)
         if not two_phase and not inspect.isasyncgenfunction(function):
+            what = getattr(function, "__qualname__", type(function).__name__)
             raise TypeError(
-                f"{function!r} is neither an async generator function nor a "
-                f"coroutine function that returns a stream"
+                f"{what} is neither an async generator function nor a coroutine "
+                f"function that returns a stream; make it `async def`"
             )
         boxer = Boxer(function, names)
         parameters = inspect.signature(function).parameters

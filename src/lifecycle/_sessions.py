@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import logging
+import traceback
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Self, final, get_args
 
@@ -33,6 +35,8 @@ if TYPE_CHECKING:
     from ._start import Start
     from ._stream import Stream
     from ._watchdog import Deadlines
+
+_log = logging.getLogger("lifecycle")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -120,7 +124,7 @@ class SessionRegistry:
             raise GateClosed("the server is shutting down; ask another one")
         if id_ in self._live:
             raise SessionExists(
-                "a live session has this id; choose another, or wait for its end"
+                f"a live session has id {id_!r}; choose another, or wait for its end"
             )
         self._generations += 1
         session = Session(self, id_, self._generations, self._clock())
@@ -144,8 +148,9 @@ class SessionRegistry:
             await self._changed.wait()
         if id_ in self._quarantined.values():
             raise SessionExists(
-                "the engine may still have a session with this id, whose end failed; "
-                "choose another, or release() it once the engine is known to be clean"
+                f"the engine may still have a session with id {id_!r}, whose END "
+                f"failed; choose another id, or release() its key once the engine is "
+                f"known to be clean"
             )
         return self.open(id_)
 
@@ -170,7 +175,7 @@ class SessionRegistry:
         try:
             return self._live[id_]
         except KeyError:
-            raise SessionNotFound("no live session has this id") from None
+            raise SessionNotFound(f"no live session has id {id_!r}") from None
 
     async def cancel(self, id_: str) -> None:
         """End a session with ``"cancelled"`` and wait until its engine is quiet.
@@ -328,6 +333,12 @@ class SessionRegistry:
             if session.settled():
                 self._quieten(session)
         if error is not None:
+            # Else an END of a wrong form would fail for ever, and nobody would know.
+            _log.warning(
+                "END of session %r failed with %s; the engine may still hold it",
+                session.key,
+                _kind_and_place(error),
+            )
             self._ends_failed += 1
             self._quarantined[session.key] = session.id
             if len(self._quarantined) > self._most_quarantined:
@@ -386,3 +397,11 @@ class SessionRegistry:
     async def _watch_streams(self, watchdog: Watchdog) -> None:
         with self._watching:
             await watchdog.run()
+
+
+def _kind_and_place(error: BaseException) -> str:
+    # Not its words: they are the user's, and may be about a payload.
+    kind, place = type(error).__name__, ""
+    for frame, line in traceback.walk_tb(error.__traceback__):
+        place = f" at {frame.f_code.co_filename}:{line}"
+    return kind + place

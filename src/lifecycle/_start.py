@@ -9,7 +9,8 @@ in a task of its own, and that same task ends what it started.
 from __future__ import annotations
 
 from collections.abc import Awaitable, Callable
-from typing import TYPE_CHECKING, Generic, Literal, TypeVar
+from inspect import isawaitable
+from typing import TYPE_CHECKING, Any, Generic, Literal, TypeVar
 
 import anyio
 
@@ -158,7 +159,7 @@ class Start(Generic[T]):
         self._opening = anyio.CancelScope(shield=True, deadline=deadline)
         try:
             with self._opening:
-                self.value = await open_()
+                self.value = await _opened_by(open_)
                 self.how = "started"
         except Exception as error:  # noqa: BLE001 - raised for the caller by `result`
             forget_frames(error)
@@ -201,6 +202,23 @@ class Start(Generic[T]):
             return error  # noqa: ASYNC104
         # Only the deadline of the scope leads here.
         return StartTimeout(f"END was not done within {end_timeout} s")
+
+
+def _opened_by(open_: object) -> Awaitable[Any]:
+    # An `await` of something else says only that it cannot be awaited.
+    if not callable(open_):
+        raise TypeError(
+            f"open_ is a function that is awaited in the registry, not "
+            f"{type(open_).__name__}; pass the function itself, without calling it"
+        )
+    opening = open_()
+    if not isawaitable(opening):
+        raise TypeError(
+            f"open_ is a function that returned {type(opening).__name__}, which "
+            f"cannot be awaited; make it an `async def` without yield that returns "
+            f"the stream"
+        )
+    return opening
 
 
 class Siblings:

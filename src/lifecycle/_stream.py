@@ -41,6 +41,9 @@ class Stream(Generic[T_co]):
             others are called all the same.
         grace: Seconds that the source may take to close.
 
+    Raises:
+        TypeError: *source* is no asynchronous iterator.
+
     Attributes:
         items: Items delivered so far.
     """
@@ -69,7 +72,14 @@ class Stream(Generic[T_co]):
     ) -> None:
         self._state = _CLOSED  # for the finaliser, should the source be none
         self._source: AsyncIterator[T_co] | None = source
-        self._next = source.__anext__
+        try:
+            self._next = source.__anext__
+        except AttributeError:
+            raise TypeError(
+                f"a stream needs an asynchronous iterator, not "
+                f"{type(source).__name__}; give what an async generator function "
+                f"returns"
+            ) from None
         self._on_close = tuple(on_close)
         self._grace = grace
         self._state = _NEW

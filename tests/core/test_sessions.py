@@ -735,7 +735,7 @@ class TestQuarantine:
                     await session.start(open_, end=end)
                 await session.quiet()
             assert sessions.quarantined() == ["b#2", "c#3"]
-            with pytest.raises(SessionExists, match="end failed"):
+            with pytest.raises(SessionExists, match="END failed"):
                 await sessions.open_when_free("c")
             # Keys never repeat: an engine that goes by them may take the id again.
             sessions.open("c").close()

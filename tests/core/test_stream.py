@@ -194,7 +194,7 @@ class TestStream:
         """A source that cannot be iterated is refused, and nothing else is said."""
         with warnings.catch_warnings():
             warnings.simplefilter("error")
-            with pytest.raises(AttributeError):
+            with pytest.raises(TypeError):
                 Stream(object())  # type: ignore[arg-type]
             gc.collect()
 

@@ -207,7 +207,7 @@ class _Source:
         """Give up what only the creation of the payload needed. Idempotent."""
         lease, self.lease = self.lease, None
         if lease is not None:
-            lease.release()
+            lease.leave()
         boxes, self._boxes = self._boxes, []
         for payload in boxes:
             payload.clear()

@@ -1,7 +1,8 @@
 """A FastAPI application with a gate: admitted by bytes, refused with 413 or 429.
 
-Run it: python examples/fastapi_gate.py
-Ask it: curl 'localhost:8000/thumbnail?pixels=1000000'
+Install:  pip install fastapi uvicorn
+Run it:   python examples/fastapi_gate.py
+Ask it:   curl 'localhost:8000/thumbnail?pixels=1000000'
 """
 
 from __future__ import annotations

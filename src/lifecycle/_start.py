@@ -71,6 +71,8 @@ class Start(Generic[T]):
     ) -> None:
         self._open: Open[T] | None = open_
         self._end = end
+        if lease is not None:
+            lease.pass_on()
         self._lease = lease
         self._timeout = timeout
         # Given up once used: it refers to the session, which refers to this.
@@ -245,6 +247,8 @@ class Siblings:
     def expect(self, on_settled: Callable[[How], object]) -> Callable[[How], object]:
         """Count one more in; return what it has to be told through."""
         self._open += 1
+        if self._lease is not None:
+            self._lease.pass_on()
 
         def settled(how: How) -> None:
             self._open -= 1

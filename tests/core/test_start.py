@@ -19,6 +19,7 @@ from lifecycle import (
     SessionRegistry,
     StartTimeout,
     StreamTimeout,
+    managed,
 )
 from lifecycle.events import EndFailed, SessionClosed, StartSettled
 from lifecycle.testing import (
@@ -688,3 +689,56 @@ class TestDeadlines:
         """Both are deadlines, and both are TimeoutErrors."""
         assert issubclass(StartTimeout, TimeoutError)
         assert issubclass(StreamTimeout, TimeoutError)
+
+
+@pytest.mark.anyio
+async def test_keeps_lease_of_a_block_that_is_left_during_the_start() -> None:
+    """Leaving ``with lease:`` releases nothing while a start goes on with it."""
+    gate = Gate(slots=1)
+    began, go_on = anyio.Event(), anyio.Event()
+
+    async def open_() -> None:
+        began.set()
+        await go_on.wait()
+
+    async def work(sessions: SessionRegistry) -> None:
+        with sessions.open("a") as session:
+            with await gate.admit() as lease:
+                await session.start(open_, lease=lease)
+
+    async with SessionRegistry() as sessions:
+        async with anyio.create_task_group() as group:
+            group.start_soon(work, sessions)
+            await began.wait()
+            group.cancel_scope.cancel()
+        assert sessions.statistics().live == 0
+        assert gate.statistics().slots_in_use == 1
+        go_on.set()
+        await sessions.drain(deadline=1.0)
+        assert gate.statistics().slots_in_use == 0
+
+
+@pytest.mark.anyio
+async def test_keeps_lease_of_a_managed_stream_that_is_left_during_the_start() -> None:
+    """A managed function that passes its lease on does not lose it to its caller."""
+    gate = Gate(slots=1)
+    began, go_on = anyio.Event(), anyio.Event()
+
+    async def open_() -> Any:
+        began.set()
+        await go_on.wait()
+
+    async with SessionRegistry() as sessions:
+
+        @managed(gate=gate, sessions=sessions, key=lambda: "a")
+        async def answer(session: Any, lease: Any) -> Any:
+            return await session.start_all([(open_, None)], lease=lease)
+
+        async with anyio.create_task_group() as group:
+            group.start_soon(anext, answer())
+            await began.wait()
+            group.cancel_scope.cancel()
+        assert gate.statistics().slots_in_use == 1
+        go_on.set()
+        await sessions.drain(deadline=1.0)
+        assert gate.statistics().slots_in_use == 0

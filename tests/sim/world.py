@@ -14,6 +14,7 @@ import math
 import random
 import weakref
 from collections.abc import AsyncIterator
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -89,6 +90,7 @@ class Plan:
     idle: float | None
     reads: int
     children: int
+    guarded: bool
 
 
 @dataclass(slots=True, eq=False)
@@ -142,6 +144,7 @@ def _draw_plan(rng: random.Random, number: int, styles: tuple[str, ...]) -> Plan
         idle=0.05 if odd == "hang" else None,
         reads=rng.choice((99, 99, 99, 0, 1)),
         children=2 if rng.random() < 0.15 else 1,
+        guarded=rng.random() < 0.5,
     )
 
 
@@ -326,23 +329,16 @@ class World:
         box = session.box(blob, nbytes=plan.cost)
         del blob
         lease = client.lease = await self._admit(client)
-        try:
-            if plan.prepare:
-                await anyio.sleep(plan.prepare)
-            if plan.actual is not None:
-                self.disturbed = True
-                lease.settle(bytes=plan.actual)
-                assert lease.bytes == plan.actual
-        except BaseException:
-            lease.release()
-            raise
-        try:
-            source, *others = await self._start(client, session, box, lease)
-        except Exception:  # and it is alive here, with its traceback
-            # It may be with a sibling of the one that failed, which still opens.
-            handed = 0 in client.opened - client.opening
-            assert not handed or seen() is None, "the payload outlives its hand-off"
-            raise
+        # Leaving the block must not release what a start has taken over.
+        with lease if plan.guarded else nullcontext():
+            await self._prepare(client, lease)
+            try:
+                source, *others = await self._start(client, session, box, lease)
+            except Exception:  # and it is alive here, with its traceback
+                # It may be with a sibling of the one that failed, still opening.
+                handed = 0 in client.opened - client.opening
+                assert not handed or seen() is None, "the payload outlives its hand-off"
+                raise
         assert session.outcome is None, "started for a session that is over"
         assert seen() is None, "the payload lives after hand-off"
         assert not lease.held, "the lease is held after hand-off"
@@ -353,6 +349,19 @@ class World:
         assert whole or source.closed, "a source that nobody closed"
         if whole and session.outcome is None:
             assert stream.items == len(plan.script.items), "items are missing"
+
+    async def _prepare(self, client: Client, lease: Lease) -> None:
+        plan = client.plan
+        try:
+            if plan.prepare:
+                await anyio.sleep(plan.prepare)
+            if plan.actual is not None:
+                self.disturbed = True
+                lease.settle(bytes=plan.actual)
+                assert lease.bytes == plan.actual
+        except BaseException:
+            lease.release()
+            raise
 
     async def _start(
         self, client: Client, session: Session, box: Payload[Blob], lease: Lease

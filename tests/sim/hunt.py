@@ -11,6 +11,7 @@ from __future__ import annotations
 import argparse
 import gc
 import json
+import logging
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -76,6 +77,7 @@ def main() -> int:
     parser.add_argument("--seconds", type=float, default=10.0, help="of processor time")
     seconds = parser.parse_args().seconds
     gc.disable()
+    logging.disable()
     for number, (name, trial) in enumerate(trials(), start=1):
         if number % 200 == 0:
             gc.collect()

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import gc
+import logging
 import os
 import sys
 import time
@@ -45,10 +46,14 @@ class Verdict:
 
 def work(job: Job) -> Verdict:
     """Run *job*; runs in a process of the pool."""
+    logging.disable()  # it would tell of each END that fails on purpose
     gc.disable()  # a payload must die without the collector
+    gc.freeze()
     try:
         return _sweep(job) if job.sweep else _seeds(job)
     finally:
+        logging.disable(logging.NOTSET)
+        gc.unfreeze()
         gc.enable()
         gc.collect()
 
@@ -58,6 +63,8 @@ def _seeds(job: Job) -> Verdict:
         failure = attempt(seed, None, job.backend)
         if failure is not None:
             return Verdict(seed - job.first + 1, failure)
+        if seed % 25 == 0:
+            gc.collect()
     return Verdict(job.count)
 
 
@@ -72,8 +79,7 @@ def _sweep(job: Job) -> Verdict:
             failure = attempt(job.first, [(step, fault)], job.backend)
             if failure is not None:
                 return Verdict(done, failure)
-        if step % 8 == 0:
-            gc.collect()
+        gc.collect()
     return Verdict(done)
 
 

@@ -114,6 +114,7 @@ class DrainingServer(uvicorn.Server):
         service = self._service
         if self._awaiting is not None:
             self._awaiting.cancel()
+        service.intake.close()
         service.payloads.close()
         service.in_flight.close()
         async with anyio.create_task_group() as tasks:

@@ -77,7 +77,7 @@ def managed(
     two-phase function returns, at the first item of a generator, at
     ``lease.release()`` if the function asks for its ``lease`` by a parameter of
     that name, and in any case at the end. A parameter named ``session`` is given
-    the session.
+    the session. A lease that is passed on to `Session.start` is the start's.
 
     Args:
         gate: Admits each stream.

@@ -9,6 +9,7 @@ from typing import TypeVar
 from PIL import Image, UnidentifiedImageError
 
 from .processor import BadImage
+from .structure import objection
 from .traces import release
 
 FORMATS = ("PNG", "JPEG", "WEBP", "GIF", "BMP", "TIFF")
@@ -63,6 +64,9 @@ def size(encoded: bytes, position: int, *, max_pixels: int) -> tuple[int, int]:
 
 
 def _open(encoded: bytes, max_pixels: int) -> Image.Image:
+    problem = objection(encoded)
+    if problem is not None:
+        raise BadImage(problem)
     image = Image.open(io.BytesIO(encoded), formats=FORMATS)
     width, height = image.size
     if width * height > max_pixels:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import binascii
 import io
-import struct
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -16,6 +15,7 @@ from PIL import Image, UnidentifiedImageError
 
 from .api_errors import ApiError, bad_request
 from .images import FORMATS
+from .structure import objection
 
 TENSOR_BYTES_PER_PIXEL = 24
 """Of ``pixel_values``: three channels of float32, twice (temporal patches)."""
@@ -23,10 +23,6 @@ TENSOR_BYTES_PER_PIXEL = 24
 WORK_BYTES_PER_PIXEL = 15
 """While they are made: RGB once, and once more as float32."""
 
-# Each may inflate to a megabyte, and Pillow inflates them to read the header.
-_MAX_PNG_NOTES = 16
-_PNG_NOTES = (b"zTXt", b"iTXt", b"iCCP")
-_PNG_SIGNATURE = b"\x89PNG\r\n\x1a\n"
 _BOMBS = (Image.DecompressionBombError, Image.DecompressionBombWarning)
 
 
@@ -112,9 +108,9 @@ def measure(encoded: bytes, limits: MediaLimits, *, param: str) -> Measure:
         ApiError: 400 if it is no image of a known format or too thin; 413 if it
             has too many pixels or frames.
     """
-    if _png_notes(encoded) > _MAX_PNG_NOTES:
-        message = f"The PNG has more than {_MAX_PNG_NOTES} notes; strip its metadata"
-        raise bad_request(message, param=param, code="invalid_image")
+    problem = objection(encoded)
+    if problem is not None:
+        raise bad_request(f"The image {problem}", param=param, code="invalid_image")
     width, height, frames = _read_header(encoded, limits, param)
     if min(width, height) < limits.min_side:
         message = (
@@ -126,17 +122,6 @@ def measure(encoded: bytes, limits: MediaLimits, *, param: str) -> Measure:
     if pixels > limits.image_pixels:
         raise _too_large(f"An image has more than {limits.image_pixels} pixels", param)
     return Measure(len(encoded), pixels, frames)
-
-
-def _png_notes(encoded: bytes) -> int:
-    """How many compressed notes a PNG has; 0 for any other file."""
-    notes, at = 0, len(_PNG_SIGNATURE)
-    if encoded.startswith(_PNG_SIGNATURE):
-        while at + 8 <= len(encoded):
-            length, kind = struct.unpack_from(">I4s", encoded, at)
-            notes += kind in _PNG_NOTES
-            at += 12 + length
-    return notes
 
 
 def _read_header(

@@ -97,10 +97,13 @@ class QwenProcessor:
     def _parts(
         self, content: Sequence[str | bytes], encoded: list[bytes]
     ) -> list[dict[str, str]]:
+        # Joined, as the template joins them: a token in two halves is one there.
+        self._refuse_control(
+            "".join(part if isinstance(part, str) else "\n" for part in content)
+        )
         parts = []
         for part in content:
             if isinstance(part, str):
-                self._refuse_control(part)
                 parts.append({"type": "text", "text": part})
             else:
                 encoded.append(part)

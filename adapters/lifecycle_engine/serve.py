@@ -8,6 +8,7 @@ import signal
 import socket
 from collections.abc import Callable, Iterator
 from types import FrameType
+from typing import Any
 
 import anyio
 import uvicorn
@@ -19,6 +20,43 @@ from .service import Service
 
 _SIGNALS = (signal.SIGINT, signal.SIGTERM)
 _POLL = 0.05
+# Requests on one connection that are read while another one runs.
+_PIPELINED = 8
+
+
+def _http_protocol() -> type[asyncio.Protocol] | str:
+    try:
+        from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
+    except ImportError:  # h11 reads one request at a time
+        return "auto"
+
+    class Protocol(HttpToolsProtocol):
+        """Tells every request of a lost connection, and starts no further one.
+
+        uvicorn tells the request that was read last, and stops reading behind it.
+        The one that runs meanwhile would not hear that its client left.
+        """
+
+        def __init__(self, *args: Any, **kwargs: Any) -> None:
+            super().__init__(*args, **kwargs)
+            self._cycles: list[Any] = []
+
+        def on_headers_complete(self) -> None:
+            super().on_headers_complete()
+            self._cycles = [it for it in self._cycles if not it.response_complete]
+            self._cycles.append(self.cycle)
+            if len(self.pipeline) <= _PIPELINED:
+                self.flow.resume_reading()
+
+        def connection_lost(self, exc: Exception | None) -> None:
+            self.pipeline.clear()
+            for cycle in self._cycles:
+                if not cycle.response_complete:
+                    cycle.disconnected = True
+                    cycle.message_event.set()
+            super().connection_lost(exc)
+
+    return Protocol
 
 
 class DrainingServer(uvicorn.Server):
@@ -131,6 +169,7 @@ def run(
     """
     config = uvicorn.Config(
         app,
+        http=_http_protocol(),
         log_level="warning",
         access_log=False,
         timeout_graceful_shutdown=2,

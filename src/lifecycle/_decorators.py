@@ -76,8 +76,8 @@ def managed(
     runs. The lease is released, and payloads left in boxes are cleared, when a
     two-phase function returns, at the first item of a generator, at
     ``lease.release()`` if the function asks for its ``lease`` by a parameter of
-    that name, and in any case at the end. A parameter named ``session`` is given
-    the session. A lease that is passed on to `Session.start` is the start's.
+    that name, and in any case at the end, or when a start that goes on alone has
+    settled. A parameter named ``session`` is given the session.
 
     Args:
         gate: Admits each stream.
@@ -171,6 +171,7 @@ class _Source:
     async def _first(self) -> Any:
         work, self._work = self._work, None
         assert work is not None, "a stream that is over asks for nothing"
+        given: dict[str, Any] | None = None
         try:
             given = await self._admit()
             if self._plan.two_phase:
@@ -183,6 +184,7 @@ class _Source:
             self._next = inner.__anext__
             return await inner.__anext__()
         except BaseException as error:
+            work = given = None  # noqa: F841 - the traceback holds this frame
             forget_frames(error)
             raise
         finally:
@@ -197,6 +199,10 @@ class _Source:
         if plan.gate is not None:
             nbytes, slots = self._ask
             self.lease = await plan.gate.admit(bytes=nbytes, slots=slots)
+            if self.session is not None:
+                self.session.lease = self.lease
+        if self.session is not None:
+            self.session.confirm()
         if plan.wants_lease:
             given["lease"] = self.lease
         if plan.wants_session:
@@ -206,8 +212,10 @@ class _Source:
     def hand_off(self) -> None:
         """Give up what only the creation of the payload needed. Idempotent."""
         lease, self.lease = self.lease, None
-        if lease is not None:
-            lease.leave()
+        session = self.session
+        # A start goes on without its caller, and with it the payload.
+        if lease is not None and (session is None or not session.holds(lease)):
+            lease.release()
         boxes, self._boxes = self._boxes, []
         for payload in boxes:
             payload.clear()

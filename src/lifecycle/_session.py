@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import AsyncIterator, Callable, Iterable
 from functools import partial
 from typing import TYPE_CHECKING, Any, Literal, Protocol, Self, TypeVar, cast, final
@@ -57,6 +58,8 @@ class Session:
         key: ``"id#generation"``: never used twice, so what is said about it
             late cannot hit a newer session. Use it towards the engine.
         cancelled_as: What a cancellation of the owner is counted as.
+        lease: What starts take over unless they are given another, and have
+            taken over; set by `lifecycle.managed`.
         outcome: How the session ended, or ``None`` while it is live.
     """
 
@@ -75,6 +78,7 @@ class Session:
         "generation",
         "id",
         "key",
+        "lease",
         "opened_at",
         "outcome",
     )
@@ -88,6 +92,7 @@ class Session:
         self.key = f"{id_}#{generation}"
         self.opened_at = opened_at
         self.cancelled_as: Outcome = "cancelled"
+        self.lease: Lease | None = None
         self.outcome: Outcome | None = None
         self._boxes: dict[object, Payload[Any]] = {}
         self._starts: tuple[Start[Any], ...] = ()
@@ -141,7 +146,7 @@ class Session:
                 error or never began.
             lease: Released the moment that *open_* has settled: the hand-off.
                 From the call on the start owns it, whatever happens.
-            timeout: Seconds that *open_* may take.
+            timeout: Seconds that *open_* may take; ``math.inf`` is no limit.
 
         Returns:
             What *open_* returned.
@@ -150,12 +155,14 @@ class Session:
             StartTimeout: *timeout* went by; what was sent is ended by key.
             SessionEnded: The session was closed by somebody else.
             RuntimeError: The session was started before.
+            ValueError: *timeout* is NaN.
             Exception: What *open_* raised, as it was raised; its finished frames
                 have lost their locals, so that it retains no payload.
 
         Cancellation:
             Raised at once. The start goes on without the caller.
         """
+        self.lease = lease = lease or self.lease
         start = Start(
             open_,
             end=end,
@@ -165,7 +172,7 @@ class Session:
         )
         del open_, end, lease  # this frame must not keep what they close over
         init_done = start.init_done
-        self._accept(start)
+        self._accept(start, timeout=timeout)
         await init_done.wait()
         return self._result_of(start)
 
@@ -186,7 +193,7 @@ class Session:
             starts: An *open_* and its *end* for each stream.
             lease: Released the moment that every *open_* has settled; where there
                 is none to open, it stays the caller's.
-            timeout: Seconds that each *open_* may take.
+            timeout: Seconds that each *open_* may take; ``math.inf`` is no limit.
 
         Returns:
             What each *open_* returned, in the order of *starts*.
@@ -197,6 +204,7 @@ class Session:
         Cancellation:
             Raised at once. The starts go on without the caller.
         """
+        self.lease = lease = lease or self.lease
         siblings = Siblings(lease)
         began = self._registry.now()
         opening = tuple(
@@ -212,7 +220,7 @@ class Session:
         del starts, lease
         if not opening:
             return []
-        self._accept(*opening)
+        self._accept(*opening, timeout=timeout)
         await siblings.decided.wait()
         failed = [start for start in opening if start.how not in (None, "started")]
         if failed:
@@ -244,7 +252,7 @@ class Session:
             grace: Seconds that the source may take to close.
 
         Raises:
-            ValueError: A deadline is NaN.
+            ValueError: A deadline, or *grace*, is NaN.
         """
         limits = Deadlines(first_item=first_item, idle=idle, total=total)
         stream = _SessionStream(self, source, grace=grace)
@@ -295,6 +303,15 @@ class Session:
         a cancel scope must not span the items of a generator.
         """
         self._led = stream
+
+    def confirm(self) -> None:
+        """Raise `SessionEnded` once it is closed: nothing begins for it any more."""
+        if self.outcome is not None:
+            raise self._ended()
+
+    def holds(self, lease: Lease) -> bool:
+        """Whether starts that have not settled hold *lease*, and release it then."""
+        return lease is self.lease and any(start.how is None for start in self._starts)
 
     def lose(self) -> None:
         """Called by finalisers, in any thread: close the session as cancelled, soon."""
@@ -356,8 +373,11 @@ class Session:
             outcome=self.outcome or "cancelled",
         )
 
-    def _accept(self, *starts: Start[Any]) -> None:
+    def _accept(self, *starts: Start[Any], timeout: float) -> None:
         try:
+            # Found out in a task of the registry, it would end all of these.
+            if math.isnan(timeout):
+                raise ValueError("timeout must be a number of seconds, not NaN")
             if self._starts:
                 raise RuntimeError(f"session {self.id!r} was started before")
             if self.outcome is not None:
@@ -383,7 +403,8 @@ class Session:
             Whether the engine has nothing of this session left.
         """
         self._running -= 1
-        if self._running:
+        # Siblings of one that failed are ended while the session is still open.
+        if self._running or self.outcome is None:
             return False
         self._set_quiet()
         return True

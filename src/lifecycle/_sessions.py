@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 import traceback
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Self, final, get_args
@@ -78,6 +79,9 @@ class SessionRegistry:
         end_timeout: Seconds that the END of one session may take.
         max_quarantined: Sessions whose END failed that are remembered.
         observer: Told of sessions, starts, payloads and drains.
+
+    Raises:
+        ValueError: *end_timeout* is NaN.
     """
 
     def __init__(
@@ -87,6 +91,8 @@ class SessionRegistry:
         max_quarantined: int = 1000,
         observer: Observer | None = None,
     ) -> None:
+        if math.isnan(end_timeout):
+            raise ValueError("end_timeout must be a number of seconds, not NaN")
         self._end_timeout = end_timeout
         self._emit = guarded(observer)
         self._live: dict[str, Session] = {}
@@ -364,7 +370,8 @@ class SessionRegistry:
         self._clock = loop_clock()
         self._post = loop_post()
         self._watchdog = Watchdog(self._clock)
-        self._watching = anyio.CancelScope()
+        # A server that is cancelled may still drain, shielded.
+        self._watching = anyio.CancelScope(shield=True)
         tasks = anyio.create_task_group()
         self._tasks = await tasks.__aenter__()
         tasks.start_soon(self._watch_streams, self._watchdog)
@@ -387,17 +394,22 @@ class SessionRegistry:
             # in it has a deadline.
             await tasks.__aexit__(None, None, None)  # noqa: ASYNC102
         except BaseExceptionGroup as group:
-            if len(group.exceptions) > 1:
-                raise
-            raise group.exceptions[0] from None
+            raise _alone(group) from None
         finally:
-            for session in list(self._closing):  # their tasks never ran
-                session.abort()
-                self._quieten(session)
+            self._abort_rest()
+
+    def _abort_rest(self) -> None:
+        for session in list(self._closing):  # their tasks never ran
+            session.abort()
+            self._quieten(session)
 
     async def _watch_streams(self, watchdog: Watchdog) -> None:
         with self._watching:
             await watchdog.run()
+
+
+def _alone(group: BaseExceptionGroup[BaseException]) -> BaseException:
+    return group.exceptions[0] if len(group.exceptions) == 1 else group
 
 
 def _kind_and_place(error: BaseException) -> str:

@@ -165,7 +165,11 @@ class Start(Generic[T]):
                 self.how = "started"
         except Exception as error:  # noqa: BLE001 - raised for the caller by `result`
             forget_frames(error)
-            self.error = error
+            # Without this very frame, which refers to what refers to the error: it
+            # may be that nobody ever asks for it.
+            here = error.__traceback__
+            self.error = error.with_traceback(here and here.tb_next)
+            del here
             # A client that is cancelled often says that it lost its connection.
             self.how = "unknown" if self._opening.cancel_called else "failed"
         finally:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import sys
 import warnings
 from collections.abc import AsyncIterator, Callable, Iterable
@@ -42,6 +43,7 @@ class Stream(Generic[T_co]):
         grace: Seconds that the source may take to close.
 
     Raises:
+        ValueError: *grace* is NaN.
         TypeError: *source* is no asynchronous iterator.
 
     Attributes:
@@ -70,7 +72,9 @@ class Stream(Generic[T_co]):
         on_close: Iterable[Callable[[], object]] = (),
         grace: float = 5.0,
     ) -> None:
-        self._state = _CLOSED  # for the finaliser, should the source be none
+        self._state = _CLOSED  # for the finaliser, should this end in an error
+        if math.isnan(grace):
+            raise ValueError("grace must be a number of seconds, not NaN")
         self._source: AsyncIterator[T_co] | None = source
         try:
             self._next = source.__anext__
@@ -175,8 +179,6 @@ class Stream(Generic[T_co]):
 
     def _finish(self, error: BaseException | None) -> None:  # noqa: ARG002 - a hook
         """Note the end, by *error* of the source or else by whoever closed."""
-        if self._state == _CLOSED:
-            return
         self._state = _CLOSED
         on_close, self._on_close = self._on_close, ()
         with ExitStack() as calls:  # each is made, also where another raises

@@ -135,7 +135,7 @@ async def test_settles_by_integers_of_any_kind() -> None:
 
 
 async def test_comes_back_when_it_is_lost() -> None:
-    """A lease that nobody released is released with its last reference, and reported."""
+    """A lease that nobody released goes with its last reference, and is reported."""
     seen = RecordingObserver()
     gate = Gate(slots=1, bytes=5, observer=seen, name="photos")
     with pytest.warns(ResourceWarning, match="1 slots and 5 bytes of gate 'photos'"):

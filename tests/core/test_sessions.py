@@ -1,6 +1,7 @@
 """Sessions and their registry: one outcome each, and nothing left of them."""
 
 import gc
+import math
 import tracemalloc
 from collections.abc import AsyncGenerator
 from typing import Any, get_args
@@ -42,6 +43,7 @@ virtual = pytest.mark.parametrize("anyio_backend", ["virtual"], indirect=True)
 
 
 async def nothing() -> str:
+    """Open a stream without any payload."""
     await checkpoint()
     return "stream"
 
@@ -83,7 +85,7 @@ class TestOutcomes:
     async def test_follows_from_how_the_block_is_left(
         self, error: BaseException | None, outcome: Outcome
     ) -> None:
-        """Each way out of the block has its outcome, and the error goes on as it was."""
+        """Each way out of the block has its outcome; the error goes on as it was."""
         seen = RecordingObserver()
         caught: BaseException | None = None
         async with SessionRegistry(observer=seen) as sessions:
@@ -171,7 +173,7 @@ class TestIds:
             assert_quiescent(sessions)
 
     async def test_finds_live_sessions_only(self) -> None:
-        """get and cancel know ids that are live, and no others."""
+        """Getting and cancelling know ids that are live, and no others."""
         async with SessionRegistry() as sessions:
             with sessions.open("a") as session:
                 assert sessions.get("a") is session
@@ -230,6 +232,7 @@ class TestIds:
 
 
 async def set_soon(event: anyio.Event) -> None:
+    """Set *event* after a moment."""
     await checkpoint()
     event.set()
 
@@ -269,7 +272,7 @@ class TestBoxes:
 @pytest.mark.anyio
 class TestStopping:
     async def test_tells_the_owner_and_waits_for_the_engine(self) -> None:
-        """cancel ends the owner's block with SessionEnded and returns when it is quiet."""
+        """The owner's block ends with SessionEnded; cancel returns when it is quiet."""
         ends = Ends()
         told: list[str] = []
         async with SessionRegistry() as sessions, anyio.create_task_group() as tasks:
@@ -298,7 +301,7 @@ class TestStopping:
             assert_quiescent(sessions)
 
     async def test_tells_an_owner_that_was_about_to_leave(self) -> None:
-        """Stopped before its block ended, a session says so, also without another await."""
+        """Stopped before its block ended, a session says so, even without an await."""
         async with SessionRegistry() as sessions:
             with pytest.raises(SessionEnded), sessions.open("a") as session:
                 session.stop("shutdown")
@@ -313,7 +316,7 @@ class TestStopping:
                 await anyio.sleep_forever()
 
     async def test_keeps_the_owners_own_error(self) -> None:
-        """An error of the owner's is raised as it is, although the session was stopped."""
+        """An error of the owner's goes on as it is, though the session was stopped."""
         async with SessionRegistry() as sessions:
             with pytest.raises(OSError, match="mine"), sessions.open("a") as session:
                 session.stop()
@@ -321,7 +324,7 @@ class TestStopping:
             assert session.outcome == "cancelled"
 
     async def test_keeps_an_outer_cancellation(self) -> None:
-        """Stopped and cancelled from outside at once, the owner sees the cancellation."""
+        """Stopped and cancelled from outside, the owner sees the cancellation."""
         async with SessionRegistry() as sessions:
             with anyio.CancelScope() as scope:
                 with sessions.open("a") as session:
@@ -338,7 +341,7 @@ class TestStopping:
                     pass
 
     async def test_ends_all_that_are_open(self) -> None:
-        """close_all ends every session that is open by then, and none that comes after."""
+        """Every session that is open by then ends, and none that comes after."""
         outcomes: list[str] = []
 
         async def owner(sessions: SessionRegistry, name: str) -> None:
@@ -362,7 +365,7 @@ class TestStopping:
             assert_quiescent(sessions)
 
     async def test_shows_its_phase_and_no_more(self) -> None:
-        """repr and phase tell how far a session got."""
+        """Both repr and phase tell how far a session got."""
         ends = Ends()
         async with SessionRegistry() as sessions:
             with sessions.open("a") as session:
@@ -410,6 +413,7 @@ class TestStopping:
 
 
 async def fail(_stream: object) -> None:
+    """An END that fails."""
     raise OSError("end")
 
 
@@ -487,6 +491,51 @@ class TestDrain:
         assert (ended, outcomes) == (["stream"], ["shutdown"])
         assert_quiescent(sessions)
 
+    async def test_drains_in_peace_where_the_server_is_cancelled(self) -> None:
+        """Starts and deadlines go on while a cancelled server drains, shielded."""
+        outcomes: dict[str, object] = {}
+        registry: list[SessionRegistry] = []
+        scope = anyio.CancelScope()
+
+        async def serve() -> None:
+            with scope:
+                async with SessionRegistry() as sessions:
+                    registry.append(sessions)
+                    try:
+                        await anyio.sleep_forever()
+                    finally:
+                        with anyio.CancelScope(shield=True):
+                            await sessions.drain(30)
+
+        async def open_() -> str:
+            await anyio.sleep(5)
+            return "stream"
+
+        async def start(sessions: SessionRegistry) -> None:
+            with sessions.open("start") as session:
+                outcomes["start"] = await session.start(open_)
+
+        async def late() -> AsyncGenerator[int, None]:
+            await anyio.sleep(20)
+            yield 1
+
+        async def stream(sessions: SessionRegistry) -> None:
+            with pytest.raises(StreamTimeout), sessions.open("stream") as session:
+                async with session.stream(late(), first_item=3) as items:
+                    await anext(items)
+            outcomes["stream"] = anyio.current_time() - began
+
+        async with anyio.create_task_group() as tasks:
+            began = anyio.current_time()
+            tasks.start_soon(serve)
+            await anyio.sleep(1)
+            tasks.start_soon(start, *registry)
+            tasks.start_soon(stream, *registry)
+            await anyio.sleep(1)
+            scope.cancel()
+        assert outcomes == {"start": "stream", "stream": pytest.approx(4)}
+        assert_quiescent(*registry)
+
     async def test_goes_on_ending_when_it_is_cancelled(self) -> None:
         """A cancelled registry still ends what it holds before it goes."""
         ended: list[object] = []
@@ -509,6 +558,11 @@ class TestDrain:
 
 @pytest.mark.anyio
 class TestRegistry:
+    async def test_refuses_an_end_timeout_that_is_no_number(self) -> None:
+        """Found out at the first END, it would take all other sessions down."""
+        with pytest.raises(ValueError, match="end_timeout"):
+            SessionRegistry(end_timeout=math.nan)
+
     async def test_is_entered_once(self) -> None:
         """A registry has one life."""
         sessions = SessionRegistry()
@@ -525,7 +579,7 @@ class TestRegistry:
             sessions.open("a")
 
     async def test_balances_at_every_moment(self) -> None:
-        """opened = live + the sum of the outcomes, whenever one looks."""
+        """Opened are the live + the sum of the outcomes, whenever one looks."""
         sessions: SessionRegistry
 
         def look(_event: object = None) -> None:
@@ -592,6 +646,7 @@ class TestRegistry:
 
 
 async def checkpointing(_stream: object) -> None:
+    """An END that takes a moment."""
     await checkpoint()
 
 
@@ -664,6 +719,11 @@ class TestFanOut:
                 await anyio.wait_all_tasks_blocked()
                 assert ended == ["opened", "opened"]
                 assert session.outcome is None
+                # It has an owner, and is quiet no earlier than that has left.
+                assert session.phase == "started"
+                with anyio.move_on_after(0.01) as waited:
+                    await session.quiet()
+                assert waited.cancelled_caught
             await session.quiet()
             assert ended == ["opened", "opened"]
             assert_quiescent(gate, sessions)
@@ -681,15 +741,22 @@ class TestFanOut:
 
         gate = Gate(slots=1)
         async with SessionRegistry() as sessions:
-            with anyio.CancelScope() as scope, sessions.open("a") as session:
-                lease = await gate.admit()
-                scope.cancel()
-                await session.start_all([(slow, end), (slow, end)], lease=lease)
+            session = sessions.open("a")
+            lease = await gate.admit()
+
+            async def owner() -> None:
+                with session:
+                    await session.start_all([(slow, end), (slow, end)], lease=lease)
+
+            async with anyio.create_task_group() as tasks:
+                tasks.start_soon(owner)
+                await anyio.wait_all_tasks_blocked()
+                tasks.cancel_scope.cancel()
             assert session.outcome == "cancelled"
-            await anyio.wait_all_tasks_blocked()
+            assert ended == []
             go.set()
             await session.quiet()
-            assert len(ended) in (0, 2)
+            assert ended == ["slow", "slow"]
             assert not lease.held
             assert_quiescent(gate, sessions)
 

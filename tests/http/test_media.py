@@ -170,6 +170,53 @@ def test_accepts_or_refuses_any_bytes(body: bytes) -> None:
 INTAKE = Intake("sim", limits=LIMITS, defaults=ChatDefaults(), limiter=None)  # type: ignore[arg-type]
 
 
+COUNT = 2_000_000
+BOMBS = {
+    "lists": b'{"x":[' + b"[]," * COUNT + b"[]]}",
+    "numbers": b'{"x":[' + b"1," * COUNT + b"1]}",
+    "maps": b'{"x":[' + b"{}," * COUNT + b"{}]}",
+    "parts": json.dumps(
+        {"model": "m", "messages": [{"role": "user", "content": [1] * 100_000}]}
+    ).encode(),
+    "texts": json.dumps(
+        {
+            "model": "m",
+            "messages": [
+                {"role": "user", "content": [{"type": "text", "text": ""}] * 40_000}
+            ],
+        }
+    ).encode(),
+    "messages": json.dumps({"model": "m", "messages": [1] * 100_000}).encode(),
+    "stop": json.dumps({"model": "m", "messages": [], "stop": [1] * 100_000}).encode(),
+    "bias": json.dumps(
+        {
+            "model": "m",
+            "messages": [],
+            "logit_bias": {str(i): "" for i in range(70_000)},
+        }
+    ).encode(),
+}
+
+
+@pytest.mark.parametrize("body", BOMBS.values(), ids=BOMBS)
+def test_refuses_bomb_of_values(body: bytes) -> None:
+    """A body is not unpacked into, or blamed for, millions of values (fault-16)."""
+    tracemalloc.start()
+    status = refusal_of(lambda: parse_request(body))
+    _, peak = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert status == 400
+    assert peak < 32 * 2**20
+
+
+def test_takes_long_text_of_commas() -> None:
+    """What bounds the values leaves room for the text of a long table."""
+    table = "1234.5," * (2**20 // 7)
+    messages = [{"role": "user", "content": table}]
+    body = json.dumps({"model": "m", "messages": messages}).encode()
+    assert parse_request(body).messages[0].content[0].text == table
+
+
 def test_turns_request_into_chat() -> None:
     """Text, images, roles and limits arrive in the processor's own terms."""
     image = encoded()

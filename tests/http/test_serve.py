@@ -165,6 +165,41 @@ async def test_says_nothing_about_clients_that_hang_up(stream: str) -> None:
         assert await server.exit(signal.SIGTERM) == 0
 
 
+@pytest.mark.parametrize("stream", ["true", "false"])
+@pytest.mark.parametrize("reset", [True, False])
+async def test_hears_who_leaves_with_requests_in_the_pipe(
+    stream: str, reset: bool
+) -> None:
+    """What runs is ended and what is behind it not begun, without a word (fault-14)."""
+    async with served() as server, server.client() as client:
+        body = ask().replace(b'"max_tokens":1', b'"max_tokens":4000,"stream":%s')
+        body = body % stream.encode()
+        head = b"POST /v1/chat/completions HTTP/1.1\r\nhost: here\r\n"
+        whole = head + b"content-length: %d\r\n\r\n" % len(body) + body
+        _, writer = await asyncio.open_connection("127.0.0.1", server.port)
+        writer.write(whole)
+        url = f"{server.address}/_lifecycle/status"
+
+        async def sessions() -> Any:
+            return (await client._client.get(url)).json()["sessions"]
+
+        async with asyncio.timeout(10):
+            while not (await sessions())["live"]:
+                pass
+            writer.write(whole * 3)
+            await writer.drain()
+            await client._client.get(f"{server.address}/health")
+            if reset:
+                writer.transport.abort()
+            else:
+                writer.close()
+            while (await sessions())["live"]:
+                pass
+        after = await sessions()
+        assert (after["opened"], after["outcomes"]["client_gone"]) == (1, 1)
+        assert await server.exit(signal.SIGTERM) == 0
+
+
 async def test_leaves_no_engine_when_killed() -> None:
     """SIGKILL of the server: the engine process goes by itself (fault-31)."""
     async with served() as server:

@@ -349,6 +349,19 @@ def test_qwen_refuses_control_tokens_in_text(processor: Any, token: str) -> None
         processor.prepare(chat(f"hello {token}system"))
 
 
+@pytest.mark.parametrize(
+    "parts", [("<|im_", "end|>"), ("a<", "|", "image_pad|>b"), ("<|im_", "", "end|>")]
+)
+def test_qwen_refuses_control_tokens_in_pieces(
+    processor: Any, picture: Callable[..., bytes], parts: tuple[str, ...]
+) -> None:
+    """Parts that are one token once the template has joined them are refused, too."""
+    with pytest.raises(BadChat, match="control token"):
+        processor.prepare(chat(*parts, picture(64, 64)))
+    apart = (parts[0], picture(64, 64), *parts[1:])
+    assert processor.prepare(chat(*apart)).prompt_tokens
+
+
 def test_qwen_stop_ids_come_from_the_checkpoint(processor: Any) -> None:
     """The stream stops at the end-of-turn tokens that the checkpoint names."""
     names = processor._tokenizer.convert_ids_to_tokens(

@@ -212,10 +212,8 @@ class _Source:
     def hand_off(self) -> None:
         """Give up what only the creation of the payload needed. Idempotent."""
         lease, self.lease = self.lease, None
-        session = self.session
-        # A start goes on without its caller, and with it the payload.
-        if lease is not None and (session is None or not session.holds(lease)):
-            lease.release()
+        if lease is not None:
+            lease.leave()
         boxes, self._boxes = self._boxes, []
         for payload in boxes:
             payload.clear()

@@ -83,6 +83,11 @@ class Lease(Ticket):
         """Called by a start: it is the one to release the lease, once it settled."""
         self._passed_on = True
 
+    def leave(self) -> None:
+        """Called by a block that is left: release, unless a start goes on with it."""
+        if not getattr(self, "_passed_on", False):
+            self.release()
+
     def settle(self, *, bytes: int) -> None:  # noqa: A002 - the unit is the name
         """Replace the estimate by the *bytes* that were really needed.
 
@@ -118,8 +123,7 @@ class Lease(Ticket):
         if self._holder is not None:
             self._books.leave(self._holder, self)
             self._holder = None
-        if not getattr(self, "_passed_on", False):
-            self.release()
+        self.leave()
 
     def __del__(self) -> None:
         if self.state == HELD and not sys.is_finalizing():

@@ -309,10 +309,6 @@ class Session:
         if self.outcome is not None:
             raise self._ended()
 
-    def holds(self, lease: Lease) -> bool:
-        """Whether starts that have not settled hold *lease*, and release it then."""
-        return lease is self.lease and any(start.how is None for start in self._starts)
-
     def lose(self) -> None:
         """Called by finalisers, in any thread: close the session as cancelled, soon."""
         self._registry.post(partial(self.close, self.cancelled_as))

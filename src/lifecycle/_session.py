@@ -297,9 +297,9 @@ class Session:
                 led.stop(self._ended())
 
     def lead(self, stream: ref[Stream[Any]]) -> None:
-        """Stop *stream* too when somebody stops this session.
+        """Called by streams of decorated functions: stop *stream* with this session.
 
-        For streams of decorated functions, whose session has no ``with`` block:
+        Their session has no ``with`` block:
         a cancel scope must not span the items of a generator.
         """
         self._led = stream
@@ -310,7 +310,7 @@ class Session:
             raise self._ended()
 
     def lose(self) -> None:
-        """Close the session as cancelled, soon, from a finaliser in any thread."""
+        """Called by finalisers, in any thread: close the session as cancelled, soon."""
         self._registry.post(partial(self.close, self.cancelled_as))
 
     async def quiet(self) -> None:

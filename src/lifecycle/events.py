@@ -160,7 +160,7 @@ class Observer(Protocol):
 
 
 def guarded(observer: Observer | None) -> Callable[[Event], None] | None:
-    """Wrap *observer* so that its errors cannot reach a request."""
+    """Called by gates and registries: keep errors of *observer* from requests."""
     if observer is None:
         return None
     reported = False

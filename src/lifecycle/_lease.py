@@ -120,8 +120,9 @@ class Lease(Ticket):
         exc: BaseException | None,
         traceback: TracebackType | None,
     ) -> None:
-        if self._holder is not None:
-            self._books.leave(self._holder, self)
+        holder = getattr(self, "_holder", None)  # an ExitStack may leave only
+        if holder is not None:
+            self._books.leave(holder, self)
             self._holder = None
         self.leave()
 

@@ -5,7 +5,18 @@ from __future__ import annotations
 import math
 from collections.abc import AsyncIterator, Callable, Iterable
 from functools import partial
-from typing import TYPE_CHECKING, Any, Literal, Protocol, Self, TypeVar, cast, final
+from typing import (
+    TYPE_CHECKING,
+    Any,
+    Final,
+    Literal,
+    Protocol,
+    Self,
+    TypeVar,
+    cast,
+    final,
+    get_args,
+)
 from weakref import ref
 
 import anyio
@@ -30,6 +41,8 @@ if TYPE_CHECKING:
     from ._lease import Lease
 
 T = TypeVar("T")
+
+_OUTCOMES: Final[tuple[Outcome, ...]] = get_args(Outcome)
 
 
 class _Registry(Protocol):
@@ -268,7 +281,14 @@ class Session:
 
         Returns:
             Whether it was this call that ended the session.
+
+        Raises:
+            ValueError: There is no such outcome.
         """
+        if outcome not in _OUTCOMES:
+            raise ValueError(
+                f"no session can end as {outcome!r}; use one of {', '.join(_OUTCOMES)}"
+            )
         if self.outcome is not None:
             return False
         self.outcome = outcome

@@ -149,7 +149,7 @@ class DrainFinished(Event):
 
 
 class Observer(Protocol):
-    """Called with each event, at once and synchronously.
+    """Called with each event, at once and synchronously, in whatever thread it is.
 
     It must not block and must not await. An observer that raises is reported
     once, to the logger ``lifecycle``, and never breaks a request.

@@ -383,6 +383,19 @@ async def stopping_reaches_the_owner() -> None:
     assert told == ["cancelled"]
 
 
+async def start_of_an_ended_session_takes_nothing() -> None:
+    """A session that was ended refuses to start, and gives the lease back."""
+    engine = ScriptedEngine()
+    gate = Gate(slots=1)
+    async with SessionRegistry() as sessions:
+        with suppress(SessionEnded), sessions.open("a") as session:
+            lease = gate.try_admit()
+            session.stop()
+            await session.start(partial(engine.start, session.key), lease=lease)
+    assert not (engine.starts or lease.held)
+    _assert_empty(gate)
+
+
 async def shutdown_cuts_a_start() -> None:
     """A server that stops does not wait for an engine that never answers."""
     engine = ScriptedEngine(Script(start_delay=math.inf))
@@ -461,6 +474,7 @@ EXPLORED: tuple[Scenario, ...] = (
     owner_leaves_while_starting,
     id_is_reused_at_once,
     stopping_reaches_the_owner,
+    start_of_an_ended_session_takes_nothing,
     shutdown_cuts_a_start,
     failed_child_ends_its_siblings,
     managed_call_empties_its_boxes,

@@ -1,8 +1,7 @@
 """An asyncio event loop of virtual time that decides who runs next.
 
 Everything that makes a concurrent program differ from one run to the next is
-drawn from a seed: the order of what is ready, and whether a timer falls due
-while there is still work. A seed is therefore a whole reproduction.
+drawn from a seed, so that a seed is a whole reproduction.
 """
 
 # ruff: noqa: SLF001 - an event loop is written from inside

@@ -19,14 +19,13 @@ def reenter_everywhere(
 ) -> int:
     """Run *scenario* again and again, interrupted at another bytecode each time.
 
-    Finalisers and signal handlers run between two bytecodes of whatever happens
-    to run, and may call into the very object that is half-way through a change.
-    Here a hook does so at the first boundary within *modules*, then at the
-    second, until there are no more. Coverage and debuggers see nothing of it.
+    Finalisers and signal handlers may call into the very object that is half-way
+    through a change. Here a hook does so at the first boundary within *modules*,
+    then at the second, until there are no more. Coverage sees nothing of it.
 
     Args:
-        scenario: Called with ``arm``. It builds fresh state, calls ``arm(hook)``,
-            goes on, and checks what must hold. It runs its own event loop.
+        scenario: Builds fresh state, calls ``arm(hook)``, goes on, and checks what
+            must hold, in an event loop of its own.
         modules: Whose functions are interrupted.
         most: Boundaries after which to give up.
 

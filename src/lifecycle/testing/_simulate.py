@@ -35,8 +35,8 @@ def simulate(
 ) -> Simulated[T]:
     """Run *main* on asyncio in virtual time, in an order drawn from *seed*.
 
-    The same arguments give the same run, in every process and under every hash
-    seed. What fails carries a note with the seed and the step.
+    The same arguments give the same run in every process. What fails carries a
+    note with the seed and the step.
 
     Args:
         main: A coroutine function; anyio may be used in it.

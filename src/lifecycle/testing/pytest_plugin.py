@@ -65,9 +65,9 @@ def _left(before: _Found, excused: tuple[str, ...]) -> list[str]:
     deadline = time.monotonic() + _PATIENCE
     while True:
         left = [
-            f"{found[0]} {words}"
-            for found, words in _look().items()
-            if found not in before and found[0] not in excused
+            f"{kind} {words}"
+            for (kind, found), words in _look().items()
+            if (kind, found) not in before and kind not in excused
         ]
         if not left or time.monotonic() > deadline:
             return left
@@ -82,10 +82,8 @@ def _look() -> _Found:
         if not thread.name.startswith(_POOL)
     }
     for item in _objects():
-        kind = next(
-            judge(item) for base, judge in _JUDGES.items() if isinstance(item, base)
-        )
-        if kind:
+        base = next(base for base in _JUDGES if isinstance(item, base))
+        if kind := _JUDGES[base](item):
             found[kind, ref(item)] = repr(item)
     for path in _paths("fd"):
         try:

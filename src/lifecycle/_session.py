@@ -5,30 +5,14 @@ from __future__ import annotations
 import math
 from collections.abc import AsyncIterator, Callable, Iterable
 from functools import partial
-from typing import (
-    TYPE_CHECKING,
-    Any,
-    Final,
-    Literal,
-    Protocol,
-    Self,
-    TypeVar,
-    cast,
-    final,
-    get_args,
-)
+from typing import TYPE_CHECKING, Any, Literal, Protocol, Self, TypeVar, final
 from weakref import ref
 
 import anyio
 from anyio.lowlevel import checkpoint
 
-from ._errors import (
-    EngineLost,
-    Refused,
-    SessionEnded,
-    StartTimeout,
-    StreamTimeout,
-)
+from ._errors import SessionEnded
+from ._outcome import OUTCOMES, outcome_of
 from ._payload import Payload
 from ._start import End, How, Open, Siblings, Start
 from ._stream import Stream
@@ -41,8 +25,6 @@ if TYPE_CHECKING:
     from ._lease import Lease
 
 T = TypeVar("T")
-
-_OUTCOMES: Final[tuple[Outcome, ...]] = get_args(Outcome)
 
 
 class _Registry(Protocol):
@@ -285,9 +267,9 @@ class Session:
         Raises:
             ValueError: There is no such outcome.
         """
-        if outcome not in _OUTCOMES:
+        if outcome not in OUTCOMES:
             raise ValueError(
-                f"no session can end as {outcome!r}; use one of {', '.join(_OUTCOMES)}"
+                f"no session can end as {outcome!r}; use one of {', '.join(OUTCOMES)}"
             )
         if self.outcome is not None:
             return False
@@ -479,27 +461,3 @@ class _SessionStream(Stream[T]):
         if not self.closed:
             self._session.stream_ended(self.items)
         super()._finish(error)
-
-
-def outcome_of(exc: BaseException | None, cancelled_as: Outcome) -> Outcome:
-    """What a session that is left by *exc* is counted as."""
-    match exc:
-        case None | StopAsyncIteration():
-            return "completed"
-        case Refused():
-            return "refused"
-        case EngineLost():
-            return "engine_lost"
-        case StartTimeout() | StreamTimeout():
-            return "deadline"
-        case SessionEnded():
-            return cast("Outcome", exc.outcome)
-        case BaseExceptionGroup():
-            outcomes = {outcome_of(each, cancelled_as) for each in exc.exceptions}
-            return outcomes.pop() if len(outcomes) == 1 else "failed"
-        case GeneratorExit():
-            return cancelled_as
-        case Exception():
-            return "failed"
-    cancelled = isinstance(exc, anyio.get_cancelled_exc_class())
-    return cancelled_as if cancelled else "failed"

@@ -34,8 +34,17 @@ ARROWS: dict[str, set[str]] = {
     "_watchdog": {"_stream"},
     # Sessions know starts, a start knows its lease; nothing knows the registry.
     "_start": {"_lease", "_payload", "_errors"},
-    "_session": {"_start", "_stream", "_watchdog", "_payload", "_errors", "events"},
-    "_decorators": {"_session", "_stream", "_scrub", "_payload"},
+    "_outcome": {"_errors", "events"},
+    "_session": {
+        "_outcome",
+        "_start",
+        "_stream",
+        "_watchdog",
+        "_payload",
+        "_errors",
+        "events",
+    },
+    "_decorators": {"_outcome", "_stream", "_scrub", "_payload"},
     # `Gate.admits` and `SessionRegistry.track` are decorators, hence the last arrows.
     "_gate": {"_admission", "_lease"} | FLOOR | {"_decorators"},
     "_sessions": {"_session", "_watchdog"} | FLOOR | {"_decorators"},

@@ -15,7 +15,7 @@ from typing import Any
 import anyio
 import anyio.to_thread
 
-from lifecycle import Payload
+from lifecycle import GateClosed, Payload
 
 from .api_errors import ApiError, bad_request
 from .media import (
@@ -99,6 +99,14 @@ class Intake:
         self._limits = limits
         self._defaults = defaults
         self._limiter = limiter
+        self._closed = False
+        self._reading: set[anyio.CancelScope] = set()
+
+    def close(self) -> None:
+        """Read no more: whoever is still sending a body is told to go elsewhere."""
+        self._closed = True
+        for scope in self._reading:
+            scope.cancel()
 
     async def read(self, receive: Any) -> Incoming:
         """Read one request body and return what it asks for.
@@ -109,11 +117,12 @@ class Intake:
         Raises:
             ApiError: 400, 404, 408 or 413.
             ClientLeft: The client disconnected.
+            GateClosed: `close` was called.
 
         Cancellation:
             At any time; a thread that parses is waited for.
         """
-        body = await _read_body(receive, self._body_idle)
+        body = await self._read_body(receive)
         if len(body) <= _INLINE_BYTES:
             return self.parse(body)
         box = Payload(body, nbytes=len(body))
@@ -164,6 +173,33 @@ class Intake:
             bool(options and options.include_usage),
         )
 
+    async def _read_body(self, receive: Any) -> bytes:
+        chunks: list[bytes] = []
+        while True:
+            message = await self._read_message(receive)
+            if message["type"] == "http.disconnect":
+                raise ClientLeft
+            chunks.append(message.get("body", b""))
+            if not message.get("more_body", False):
+                return b"".join(chunks)
+
+    async def _read_message(self, receive: Any) -> Any:
+        message = None
+        with anyio.move_on_after(self._body_idle) as scope:
+            if self._closed:
+                scope.cancel()
+            self._reading.add(scope)
+            try:
+                message = await receive()
+            finally:
+                self._reading.discard(scope)
+        if message is not None:
+            return message
+        if self._closed:
+            raise GateClosed("the server is shutting down; ask another one")
+        problem = f"The body stood still for {self._body_idle:g} s; send it again"
+        raise ApiError(408, problem, code="body_timeout")
+
     def _check_text(self, request: ChatRequest) -> None:
         """Refuse more text than a tokenizer should be made to read."""
         parts = [part for message in request.messages for part in message.content]
@@ -193,22 +229,6 @@ class Intake:
             role = "system" if message.role == "developer" else message.role
             messages.append(Message(role, content))
         return messages
-
-
-async def _read_body(receive: Any, idle: float) -> bytes:
-    chunks: list[bytes] = []
-    while True:
-        message = None
-        with anyio.move_on_after(idle):
-            message = await receive()
-        if message is None:
-            problem = f"The body stood still for {idle:g} s; send it again"
-            raise ApiError(408, problem, code="body_timeout")
-        if message["type"] == "http.disconnect":
-            raise ClientLeft
-        chunks.append(message.get("body", b""))
-        if not message.get("more_body", False):
-            return b"".join(chunks)
 
 
 def request_id(scope: Any) -> str:

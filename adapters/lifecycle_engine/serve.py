@@ -65,8 +65,8 @@ class DrainingServer(uvicorn.Server):
     The first SIGTERM or SIGINT closes admission: readiness goes false, new
     requests are told to go elsewhere, streams get *drain* seconds and the rest is
     ended with an error in its protocol. A second SIGINT cuts that short, a third
-    one leaves without waiting for anybody. Unlike uvicorn's own, the exit is an
-    ordinary one: the signal is not raised again.
+    one kills the process. Unlike uvicorn's own, the exit is otherwise an ordinary
+    one: the signal is not raised again.
 
     Args:
         config: With a bounded ``timeout_graceful_shutdown``.
@@ -114,6 +114,7 @@ class DrainingServer(uvicorn.Server):
         service = self._service
         if self._awaiting is not None:
             self._awaiting.cancel()
+        service.intake.close()
         service.payloads.close()
         service.in_flight.close()
         async with anyio.create_task_group() as tasks:
@@ -136,6 +137,9 @@ class DrainingServer(uvicorn.Server):
         """Handle the signals while the server runs, and leave none behind."""
 
         def handle(number: int, frame: FrameType | None) -> None:
+            if number == signal.SIGINT and self.should_exit:
+                # The next one is not ours: it kills, whatever is waited for here.
+                signal.signal(number, signal.SIG_DFL)
             self.handle_exit(number, frame)
 
         before = {number: signal.signal(number, handle) for number in _SIGNALS}

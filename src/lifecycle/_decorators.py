@@ -18,9 +18,9 @@ from typing import (
 )
 from weakref import ref
 
+from ._outcome import outcome_of
 from ._payload import forget_frames
 from ._scrub import Boxer
-from ._session import outcome_of
 from ._stream import Stream
 
 if TYPE_CHECKING:

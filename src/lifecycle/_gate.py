@@ -29,9 +29,15 @@ _AS_BEFORE: Final[Any] = _AsBefore()
 
 
 def _seconds(max_wait: float | None) -> float | None:
-    if max_wait is not None and math.isnan(max_wait):
-        raise ValueError("max_wait must be a number of seconds or None, not NaN")
-    return max_wait
+    try:
+        if max_wait is None or not math.isnan(max_wait):
+            return max_wait
+    except TypeError:
+        what = type(max_wait).__name__
+        raise TypeError(
+            f"max_wait must be a number of seconds or None, not {what}"
+        ) from None
+    raise ValueError("max_wait must be a number of seconds or None, not NaN")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

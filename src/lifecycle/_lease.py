@@ -84,7 +84,7 @@ class Lease(Ticket):
         self._passed_on = True
 
     def leave(self) -> None:
-        """Release, unless a start goes on with the lease."""
+        """Called by a block that is left: release, unless a start goes on with it."""
         if not getattr(self, "_passed_on", False):
             self.release()
 
@@ -104,7 +104,7 @@ class Lease(Ticket):
         self._books.settle(self, bytes)
 
     def granted(self) -> bool:
-        """See `Ticket.granted`."""
+        """Called by the gate; see `Ticket.granted`."""
         return self.waiter.wake()
 
     def __enter__(self) -> Self:
@@ -120,8 +120,9 @@ class Lease(Ticket):
         exc: BaseException | None,
         traceback: TracebackType | None,
     ) -> None:
-        if self._holder is not None:
-            self._books.leave(self._holder, self)
+        holder = getattr(self, "_holder", None)  # an ExitStack may leave only
+        if holder is not None:
+            self._books.leave(holder, self)
             self._holder = None
         self.leave()
 

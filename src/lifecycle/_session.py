@@ -5,19 +5,14 @@ from __future__ import annotations
 import math
 from collections.abc import AsyncIterator, Callable, Iterable
 from functools import partial
-from typing import TYPE_CHECKING, Any, Literal, Protocol, Self, TypeVar, cast, final
+from typing import TYPE_CHECKING, Any, Literal, Protocol, Self, TypeVar, final
 from weakref import ref
 
 import anyio
 from anyio.lowlevel import checkpoint
 
-from ._errors import (
-    EngineLost,
-    Refused,
-    SessionEnded,
-    StartTimeout,
-    StreamTimeout,
-)
+from ._errors import SessionEnded
+from ._outcome import OUTCOMES, outcome_of
 from ._payload import Payload
 from ._start import End, How, Open, Siblings, Start
 from ._stream import Stream
@@ -268,7 +263,14 @@ class Session:
 
         Returns:
             Whether it was this call that ended the session.
+
+        Raises:
+            ValueError: There is no such outcome.
         """
+        if outcome not in OUTCOMES:
+            raise ValueError(
+                f"no session can end as {outcome!r}; use one of {', '.join(OUTCOMES)}"
+            )
         if self.outcome is not None:
             return False
         self.outcome = outcome
@@ -297,9 +299,9 @@ class Session:
                 led.stop(self._ended())
 
     def lead(self, stream: ref[Stream[Any]]) -> None:
-        """Stop *stream* too when somebody stops this session.
+        """Called by streams of decorated functions: stop *stream* with this session.
 
-        For streams of decorated functions, whose session has no ``with`` block:
+        Their session has no ``with`` block:
         a cancel scope must not span the items of a generator.
         """
         self._led = stream
@@ -310,7 +312,7 @@ class Session:
             raise self._ended()
 
     def lose(self) -> None:
-        """Close the session as cancelled, soon, from a finaliser in any thread."""
+        """Called by finalisers, in any thread: close the session as cancelled, soon."""
         self._registry.post(partial(self.close, self.cancelled_as))
 
     async def quiet(self) -> None:
@@ -459,27 +461,3 @@ class _SessionStream(Stream[T]):
         if not self.closed:
             self._session.stream_ended(self.items)
         super()._finish(error)
-
-
-def outcome_of(exc: BaseException | None, cancelled_as: Outcome) -> Outcome:
-    """What a session that is left by *exc* is counted as."""
-    match exc:
-        case None | StopAsyncIteration():
-            return "completed"
-        case Refused():
-            return "refused"
-        case EngineLost():
-            return "engine_lost"
-        case StartTimeout() | StreamTimeout():
-            return "deadline"
-        case SessionEnded():
-            return cast("Outcome", exc.outcome)
-        case BaseExceptionGroup():
-            outcomes = {outcome_of(each, cancelled_as) for each in exc.exceptions}
-            return outcomes.pop() if len(outcomes) == 1 else "failed"
-        case GeneratorExit():
-            return cancelled_as
-        case Exception():
-            return "failed"
-    cancelled = isinstance(exc, anyio.get_cancelled_exc_class())
-    return cancelled_as if cancelled else "failed"

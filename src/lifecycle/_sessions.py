@@ -70,7 +70,8 @@ class SessionRegistry:
     ``async with SessionRegistry() as sessions:`` lives as long as the server.
     Starts and ENDs run in its task group, so no cancellation of a request can
     tear them. Leaving the block ends every session with ``"shutdown"`` and waits
-    until each END is done or its time is up.
+    until each END is done or its time is up. It can be made before any event
+    loop runs, for decorators to refer to, and is entered once.
 
     Everything but the ``async with`` itself belongs to the registry's event loop.
 
@@ -276,20 +277,20 @@ class SessionRegistry:
     # What a session calls.
 
     def emit(self, event: Event) -> None:
-        """Tell the observer."""
+        """Called by sessions: tell the observer."""
         if self._emit is not None:
             self._emit(event)
 
     def now(self) -> float:
-        """Seconds by the loop's clock."""
+        """Called by sessions: seconds by the loop's clock."""
         return self._clock()
 
     def post(self, call: Callable[[], object]) -> None:
-        """Make *call* in the registry's loop; for finalisers, in any thread."""
+        """Called by finalisers, in any thread: make *call* in the registry's loop."""
         self._post(call)
 
     def spawn(self, session: Session, start: Start[Any]) -> None:
-        """Run *start* in a task that its caller cannot cancel.
+        """Called by sessions: run *start* in a task that its caller cannot cancel.
 
         Raises:
             RuntimeError: The registry is not entered.
@@ -298,12 +299,12 @@ class SessionRegistry:
         self._tasks.start_soon(self._supervise, session, start)
 
     def watch(self, stream: Stream[Any], limits: Deadlines) -> None:
-        """Watch the deadlines of *stream*."""
+        """Called by sessions: watch the deadlines of *stream*."""
         assert self._watchdog is not None, "else there would be no session"
         self._watchdog.add(stream, limits)
 
     def closed(self, session: Session) -> None:
-        """Book *session* out. A session calls this once, while its id is its own."""
+        """Called by *session*, once, while its id is its own: book it out."""
         assert session.outcome is not None
         del self._live[session.id]
         if session.phase != "quiet":
@@ -320,12 +321,12 @@ class SessionRegistry:
         )
 
     def boxed(self, nbytes: int) -> None:
-        """Count a payload in."""
+        """Called by sessions: count a payload in."""
         self._payloads += 1
         self._payload_bytes += nbytes
 
     def unboxed(self, nbytes: int) -> None:
-        """Count a payload out."""
+        """Called by sessions: count a payload out."""
         self._payloads -= 1
         self._payload_bytes -= nbytes
 

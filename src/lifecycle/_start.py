@@ -214,15 +214,14 @@ def _opened_by(open_: object) -> Awaitable[Any]:
     # An `await` of something else says only that it cannot be awaited.
     if not callable(open_):
         raise TypeError(
-            f"open_ is a function that is awaited in the registry, not "
+            f"open_ has to be a function that the registry calls, not "
             f"{type(open_).__name__}; pass the function itself, without calling it"
         )
     opening = open_()
     if not isawaitable(opening):
         raise TypeError(
-            f"open_ is a function that returned {type(opening).__name__}, which "
-            f"cannot be awaited; make it an `async def` without yield that returns "
-            f"the stream"
+            f"open_ returned {type(opening).__name__}, which cannot be awaited; make "
+            f"it an `async def` without yield that returns the stream"
         )
     return opening
 

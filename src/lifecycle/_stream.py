@@ -231,15 +231,15 @@ class Stream(Generic[T_co]):
     # What a watchdog calls.
 
     def watch(self, clock: Callable[[], float]) -> None:
-        """From now on note by *clock* when each wait for an item begins."""
+        """Called by a watchdog: note by *clock* when each wait for an item begins."""
         self._clock = clock
 
     def waiting_since(self) -> float | None:
-        """When the wait for the current item began; ``None`` if nobody waits."""
+        """Called by a watchdog: when the wait that goes on began, else ``None``."""
         return self._since if self._state == _RUNNING else None
 
     def expire(self, deadline: str, limit: float) -> None:
-        """Stop because *deadline* of *limit* seconds was broken."""
+        """Called by a watchdog: stop, as *deadline* of *limit* seconds was broken."""
         self.stop(
             StreamTimeout(
                 f"the stream broke its {deadline} deadline of {limit} s after "

@@ -2,6 +2,7 @@
 
 import tracemalloc
 import warnings
+from contextlib import ExitStack
 
 import anyio
 import pytest
@@ -170,3 +171,11 @@ async def test_is_quiet_when_it_was_released() -> None:
         warnings.simplefilter("error")
         (await gate.admit()).release()
     assert gate.statistics().lost == 0
+
+
+def test_is_released_by_an_exit_stack_that_never_entered_it() -> None:
+    """ExitStack.push leaves what it did not enter."""
+    gate = Gate(slots=1)
+    with ExitStack() as stack:
+        stack.push(gate.try_admit())
+    assert_quiescent(gate)

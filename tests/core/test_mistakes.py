@@ -36,6 +36,12 @@ def test_refuses_order_that_there_is_not() -> None:
         Gate(order="lifo")  # type: ignore[arg-type]
 
 
+def test_names_wait_that_is_no_number() -> None:
+    """A wait in words is refused where it is given, by its name."""
+    with pytest.raises(TypeError, match="max_wait must be a number .*, not str"):
+        Gate(max_wait="10")  # type: ignore[arg-type]
+
+
 def test_names_no_payload_when_scrub_lacks_its_parentheses() -> None:
     """``@scrub`` without names is refused where it is written, not at the call."""
     with pytest.raises(TypeError, match=r'write @scrub\("picture"\)'):
@@ -75,8 +81,8 @@ def test_refuses_one_path_to_keep_that_is_no_list() -> None:
 @pytest.mark.parametrize(
     ("open_", "remedy"),
     [
-        (words, "a function that returned async_generator.*without yield"),
-        (lambda: 5, "a function that returned int.*without yield"),
+        (words, "open_ returned async_generator.*without yield"),
+        (lambda: 5, "open_ returned int.*without yield"),
         (5, "not int; pass the function itself, without calling it"),
     ],
 )

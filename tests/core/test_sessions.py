@@ -811,3 +811,15 @@ class TestQuarantine:
             sessions.release(*sessions.quarantined())
             assert sessions.quarantined() == []
             assert sessions.statistics().ends_failed == 3
+
+
+@pytest.mark.anyio
+async def test_refuses_an_outcome_that_does_not_exist() -> None:
+    """A misspelt outcome is said so, and the session stays open to be closed."""
+    async with SessionRegistry() as sessions:
+        session = sessions.open("a")
+        with pytest.raises(ValueError, match="use one of completed"):
+            session.close("finished")  # type: ignore[arg-type]
+        assert session.outcome is None
+        assert session.close()
+        assert_quiescent(sessions)

@@ -135,6 +135,41 @@ async def test_hurries_on_second_interrupt() -> None:
         assert await server.exit(within=3) == 0
 
 
+async def test_is_killed_by_third_interrupt() -> None:
+    """Not even an engine that is stopped keeps it then, nor outlives it (fault-62)."""
+    async with served("--drain", "60") as server, server.client() as client:
+        stream = await begin_stream(client, 4000)
+        psutil.Process(server.process.pid).children()[0].suspend()
+        server.process.send_signal(signal.SIGINT)
+        async with asyncio.timeout(10):
+            while (await client._client.get(f"{server.address}/ready")).is_success:
+                pass
+        server.process.send_signal(signal.SIGINT)
+        with pytest.raises(openai.APIError):
+            async for _ in stream:
+                pass
+        assert await server.exit(signal.SIGINT, within=3) == -signal.SIGINT
+
+
+async def test_tells_who_is_still_sending() -> None:
+    """A body that is under way when the drain begins is not waited for (fault-15)."""
+    async with served("--drain", "60") as server:
+        reader, writer = await asyncio.open_connection("127.0.0.1", server.port)
+        head = (
+            b"POST /v1/chat/completions HTTP/1.1\r\nhost: x\r\ncontent-length: 99\r\n"
+        )
+        writer.write(head + b"expect: 100-continue\r\n\r\n")
+        async with asyncio.timeout(5):
+            assert b"100" in await reader.readuntil(b"\r\n\r\n")  # it is being read
+            writer.write(b'{"model')
+            server.process.send_signal(signal.SIGTERM)
+            answer = await reader.read()
+        assert answer.startswith(b"HTTP/1.1 503 ")
+        assert b"shutting_down" in answer
+        writer.close()
+        assert await server.exit() == 0
+
+
 async def test_exits_in_time_though_client_never_reads() -> None:
     """A client that stopped reading does not keep the server up."""
     async with served("--drain", "0.2") as server:

@@ -174,6 +174,7 @@ def run(
     config = uvicorn.Config(
         app,
         http=_http_protocol(),
+        lifespan="on",  # without it there is no engine: say so, and do not serve
         log_level="warning",
         access_log=False,
         timeout_graceful_shutdown=2,

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import json
 import signal
+import struct
 import sys
 from collections.abc import AsyncIterator
 from pathlib import Path
@@ -235,6 +237,18 @@ async def test_hears_who_leaves_with_requests_in_the_pipe(
                 pass
         after = await sessions()
         assert (after["opened"], after["outcomes"]["client_gone"]) == (1, 1)
+        assert await server.exit(signal.SIGTERM) == 0
+
+
+async def test_says_nothing_about_odd_pictures() -> None:
+    """What a picture's tags are like is not the log's business."""
+    odd = b"Exif\0\0II*\0\x08\0\0\0" + struct.pack("<H", 50)
+    odd += b"".join(struct.pack("<HHII", 40000 + i, 7, 2**20, 8) for i in range(50))
+    body = json.dumps(
+        {"model": "sim", "messages": user(encoded(kind="JPEG", exif=odd))}
+    )
+    async with served() as server:
+        assert (await answer_to(server.port, body.encode()))[0] == 200
         assert await server.exit(signal.SIGTERM) == 0
 
 

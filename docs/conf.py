@@ -24,7 +24,7 @@ napoleon_custom_sections = [("Cancellation", "returns_style")]
 autodoc_member_order = "bysource"
 autodoc_typehints = "none"
 autodoc_preserve_defaults = True
-autodoc_class_signature = "separated"
+python_maximum_signature_line_length = 88
 
 # Built where nothing outside can be reached, so names of others are not resolved.
 # A single backtick that is no name of ours is what it says; prose is no type.
@@ -50,6 +50,13 @@ def find_by_last_part(app: Sphinx, env: Any, node: Any, contnode: Any) -> Any:
     return None
 
 
+def skip_inner(*about: Any) -> bool | None:
+    """Leave out what only other modules of ours call, as its docstring says."""
+    _app, _what, _name, member, *_ = about
+    return True if (member.__doc__ or "").startswith("Called by ") else None
+
+
 def setup(app: Sphinx) -> None:
-    """Connect the hook."""
+    """Connect the hooks."""
     app.connect("missing-reference", find_by_last_part)
+    app.connect("autodoc-skip-member", skip_inner)

@@ -2,7 +2,8 @@
 
 The same file is both processes: `ZmqEngine` runs it again with `--engine`.
 
-Run it: python examples/engine.py
+Install: pip install "anyio-lifecycle[zmq]"
+Run it:  python examples/engine.py
 """
 
 from __future__ import annotations

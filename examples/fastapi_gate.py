@@ -1,7 +1,8 @@
 """A FastAPI application with a gate: admitted by bytes, refused with 413 or 429.
 
-Run it: python examples/fastapi_gate.py
-Ask it: curl 'localhost:8000/thumbnail?pixels=1000000'
+Install:  pip install fastapi uvicorn
+Run it:   python examples/fastapi_gate.py
+Ask it:   curl 'localhost:8000/thumbnail?pixels=1000000'
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ import uvicorn
 from fastapi import FastAPI, Request
 from fastapi.responses import JSONResponse
 
-from lifecycle import Gate, Refused
+from lifecycle import CostTooLarge, Gate, Refused
 from lifecycle_asgi import LifecycleMiddleware
 
 app = FastAPI()
@@ -35,9 +36,9 @@ async def thumbnail(pixels: int, seconds: float = 0.0) -> dict[str, int]:
 async def refused(_request: Request, error: Refused) -> JSONResponse:
     """Tell the client what went wrong, and when to come back."""
     body = {"error": {"message": str(error), "code": error.reason}}
-    if error.retry_after is None:
+    if isinstance(error, CostTooLarge):  # trying again cannot help
         return JSONResponse(body, 413)
-    return JSONResponse(body, 429, {"retry-after": f"{error.retry_after:.0f}"})
+    return JSONResponse(body, 429, {"retry-after": f"{error.retry_after or 1:.0f}"})
 
 
 @app.get("/status")

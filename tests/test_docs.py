@@ -2,9 +2,11 @@
 
 The `python` blocks of a page are run in order as one program; a `text` block
 right after one is what the program has printed since the last such block.
-Blocks that need a running server are marked `python no-run`.
+Blocks that need a running server are marked `python no-run`; a page whose blocks are
+marked `python needs=aiohttp` is skipped where that is not installed.
 """
 
+import importlib.util
 import re
 import subprocess
 import sys
@@ -32,6 +34,12 @@ def program(page: Path) -> tuple[str, list[str]]:
     return "\n".join(code), expected
 
 
+def needs(page: Path) -> set[str]:
+    """Return the packages that the blocks of *page* say they need."""
+    infos = (info for _, info, _ in BLOCK.findall(page.read_text()))
+    return {name for info in infos for name in re.findall(r"(?:=|,)(\w+)", info)}
+
+
 CODE_PAGES = [page for page in PAGES if program(page)[0]]
 
 
@@ -40,6 +48,9 @@ CODE_PAGES = [page for page in PAGES if program(page)[0]]
 )
 def test_runs_code_of_page(page: Path, tmp_path: Path) -> None:
     """The code of a page runs as it stands and prints what the page shows."""
+    for name in sorted(needs(page)):
+        if importlib.util.find_spec(name) is None:
+            pytest.skip(f"the page is about {name}, which is not installed")
     code, expected = program(page)
     script = tmp_path / "page.py"
     script.write_text(code)

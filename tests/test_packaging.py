@@ -50,6 +50,31 @@ def test_imports_core_without_any_extra() -> None:
     assert done.returncode == 0, done.stderr
 
 
+@pytest.mark.parametrize(
+    ("module", "missing", "extra"),
+    [
+        ("lifecycle_zmq", "msgpack", "zmq"),
+        ("lifecycle_zmq", "zmq", "zmq"),
+        ("lifecycle_engine.cli", "typer", "engine"),
+    ],
+)
+def test_names_extra_that_is_missing(module: str, missing: str, extra: str) -> None:
+    """Whoever lacks a dependency is told which extra brings it."""
+    done = subprocess.run(
+        [
+            sys.executable,
+            "-c",
+            f"import sys; sys.modules[{missing!r}] = None; import {module}",
+        ],
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+    last = done.stderr.splitlines()[-1]
+    assert f'needs {missing}; pip install "anyio-lifecycle[{extra}]"' in last
+
+
 def exports(name: str) -> Iterator[tuple[str, Any]]:
     """Yield the public classes and functions of the package *name*."""
     module = importlib.import_module(name)

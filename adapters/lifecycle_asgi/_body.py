@@ -65,6 +65,12 @@ class BodyLimit:
         except BodyTooLarge:
             if not meter.refused:
                 raise
+        except BaseExceptionGroup as group:  # of an application that reads in a task
+            if not meter.refused:
+                raise
+            _, rest = group.split(BodyTooLarge)
+            if rest is not None:
+                raise rest from None
 
 
 class _Meter:

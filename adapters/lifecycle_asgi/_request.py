@@ -65,13 +65,13 @@ class RequestScope:
             session.cancelled_as = "client_gone"
 
     def leave(self) -> None:
-        """Record that the client left and tell what is attached."""
+        """Called by the middleware: the client left; tell what is attached."""
         self._client_gone = True
         for session in self._attached:
             session.cancelled_as = "client_gone"
 
     def end(self) -> None:
-        """The application has ended: let go of what is attached.
+        """Called by the middleware at the end: let go of what is attached.
 
         Servers keep the ASGI scope of an idle connection until its next request.
         """

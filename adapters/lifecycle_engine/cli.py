@@ -9,7 +9,13 @@ from enum import StrEnum
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
-import typer
+try:
+    import typer
+except ModuleNotFoundError as error:
+    raise ModuleNotFoundError(
+        f'lifecycle-engine needs {error.name}; pip install "anyio-lifecycle[engine]"',
+        name=error.name,
+    ) from None
 
 from .hints import first_steps
 
@@ -124,7 +130,11 @@ def serve(
     try:
         server.run(app, host=host, port=port, drain=drain, announce=announce)
     except OSError as error:
-        typer.echo(f"cannot listen on {host} port {port}: {error.strerror}", err=True)
+        typer.echo(
+            f"cannot listen on {host} port {port}: {error.strerror}; "
+            f"choose another --port, or 0 for a free one",
+            err=True,
+        )
         raise typer.Exit(1) from None
     except EngineLost as error:
         typer.echo(f"the engine did not start: {error}", err=True)

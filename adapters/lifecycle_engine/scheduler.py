@@ -210,7 +210,6 @@ class Scheduler:
             if len(tokens) != len(batch):
                 raise RuntimeError(f"{len(tokens)} tokens for {len(batch)} slots")
         except Exception as error:  # noqa: BLE001  # fails alone, whatever it is
-            self._running.clear()
             return [self._fail(task, "decode_failed", error) for task in batch]
         return [
             self._advance(task, token)
@@ -240,6 +239,8 @@ class Scheduler:
         message = f"{code.replace('_', ' ')}: {type(error).__name__}"
         _log.warning("%s of a request: %s", code, where(error))
         release(error)
-        self._drop(task)
+        # One by one: should a clean-up fail as well, END still finds the others.
+        self._running.pop(task.key, None)
         self._finished["failed"] += 1
+        self._drop(task)
         return Output(task.key, finish=Finish("failed", code, message))

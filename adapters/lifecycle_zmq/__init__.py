@@ -16,6 +16,15 @@ process's side, around whatever implements `Backend`.
 
 from __future__ import annotations
 
+try:
+    import msgpack as _msgpack  # noqa: F401
+    import zmq as _zmq  # noqa: F401
+except ModuleNotFoundError as error:
+    raise ModuleNotFoundError(
+        f'lifecycle_zmq needs {error.name}; pip install "anyio-lifecycle[zmq]"',
+        name=error.name,
+    ) from None
+
 from ._backend import Backend, Finish, Output
 from ._errors import EngineFailed, ProtocolError, RequestRejected
 from ._parent import exit_with_parent

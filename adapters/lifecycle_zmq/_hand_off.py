@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import traceback
 from collections.abc import Mapping
+from pathlib import PurePath
 from typing import Any, Protocol
 
 
@@ -29,3 +30,9 @@ def forget_frames(error: BaseException, *, until: BaseException | None = None) -
     while seen is not None and seen is not until:
         traceback.clear_frames(seen.__traceback__)
         seen = seen.__cause__ or seen.__context__
+
+
+def where(error: BaseException) -> str:
+    """Say what was raised and where, without what it says, which may be content."""
+    *_, (frame, line) = traceback.walk_tb(error.__traceback__)
+    return f"{type(error).__name__} at {PurePath(frame.f_code.co_filename).name}:{line}"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import sys
 from collections.abc import AsyncIterator, Mapping, Sequence
 from types import TracebackType
@@ -13,11 +14,13 @@ from lifecycle import EngineLost
 
 from . import wire
 from ._errors import EncodeError, ProtocolError, RequestRejected
-from ._hand_off import Box, forget_frames
+from ._hand_off import Box, forget_frames, where
 from ._link import Link
 from ._streams import EngineStream, StreamState
 from ._table import Report, StreamTable
 from .wire import Kind
+
+_log = logging.getLogger("lifecycle_zmq")
 
 
 class EngineClient:
@@ -264,9 +267,9 @@ class EngineClient:
         with self._scope:
             try:
                 await self._link.pump()
-            except Exception:  # noqa: BLE001
+            except Exception as error:  # noqa: BLE001
                 # A fault of ours ends the waiters, never the server around us.
-                self.lose("client_fault")
+                self._give_up("client_fault", where(error))
             finally:
                 self.lose("closed")
 
@@ -275,12 +278,17 @@ class EngineClient:
             return False
         try:
             self._table.dispatch(wire.decode(parts, accept=wire.FROM_ENGINE))
-        except ProtocolError:
-            self.lose("protocol")
+        except ProtocolError as error:
+            self._give_up("protocol", str(error))
             return False
         if self._table.ready:
             self._settled.set()
         return True
+
+    def _give_up(self, reason: str, why: str) -> None:
+        # Nobody else learns of it: who waits is told the one word only.
+        _log.error("engine %d is given up: %s: %s", self._incarnation, reason, why)
+        self.lose(reason)
 
     def _loss(self) -> EngineLost:
         reason = self._lost or "starting"

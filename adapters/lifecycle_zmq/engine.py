@@ -92,13 +92,15 @@ class ZmqEngine:
         """Let the engine leave within `stop_timeout`, or kill it; never restart it."""
         self._closing = True
         client = self._client
-        if client is not None and client.ready:
-            client.shutdown()
-            with anyio.move_on_after(self._stop_timeout, shield=True):
-                await client.wait_lost()
-        self._scope.cancel()
-        # Not given the exception of the block, which it would wrap in a group.
-        await self._tasks.__aexit__(None, None, None)  # noqa: ASYNC102 - cut above
+        try:
+            if client is not None and client.ready:
+                client.shutdown()
+                with anyio.move_on_after(self._stop_timeout, shield=True):
+                    await client.wait_lost()
+        finally:  # a native cancellation gets through the shield
+            self._scope.cancel()
+            # Not given the exception of the block, which it would wrap in a group.
+            await self._tasks.__aexit__(None, None, None)  # noqa: ASYNC102 - cut above
 
     @property
     def ready(self) -> bool:

@@ -17,8 +17,10 @@ import anyio
 import anyio.to_thread
 
 _RING = 64 * 2**10
+# Reads in a row: what writes without end must not hold the event loop up.
+_BURST = 64
 _REAP_SECONDS = 10.0
-_SIGNALS = {
+_SIGNALS: dict[int, str] = {
     signal.SIGKILL: "killed",
     signal.SIGTERM: "terminated",
     signal.SIGSEGV: "segfault",
@@ -86,16 +88,17 @@ class EngineProcess:
         await anyio.sleep_forever()
 
     def read_output(self) -> bool:
-        """Take what it has written so far; False when it can write no more."""
-        while True:
+        """Take what it has written so far, or much of it; False at its end."""
+        for _ in range(_BURST):
             try:
                 data = os.read(self._output_fd, 2**16)
             except BlockingIOError:
-                return True
+                break
             if not data:
                 return False
             self._ring += data
             del self._ring[:-_RING]
+        return True
 
     async def wait(self) -> None:
         """Wait until the process has ended; it is not reaped yet.
@@ -127,17 +130,22 @@ class EngineProcess:
         Cancellation: shielded, bounded by ten seconds.
         """
         self.kill()
-        with anyio.move_on_after(_REAP_SECONDS, shield=True):
-            await self.wait()
-        self.read_output()
-        code = self._popen.poll()
+        try:
+            with anyio.move_on_after(_REAP_SECONDS, shield=True):
+                await self.wait()
+        finally:  # a native cancellation gets through the shield
+            self.read_output()
+            code = self._popen.poll()
+            self._close_descriptors()
+        return "unkillable" if code is None else self._reason(code)
+
+    def _close_descriptors(self) -> None:
         for pipe in (self._popen.stdin, self._popen.stdout):
             if pipe is not None:
                 pipe.close()
         if self._pidfd is not None:
             os.close(self._pidfd)
             self._pidfd = None
-        return "unkillable" if code is None else self._reason(code)
 
     def reap(self) -> str:
         """Reap a process that has ended and return why it did, in one word."""
@@ -148,7 +156,7 @@ class EngineProcess:
         if code >= 0:
             return "exit"
         if -code != signal.SIGKILL:
-            return _SIGNALS.get(signal.Signals(-code), "signal")
+            return _SIGNALS.get(-code, "signal")
         return "oom" if _count_oom_kills() > self._oom_kills else "killed"
 
 

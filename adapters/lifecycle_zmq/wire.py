@@ -234,7 +234,7 @@ def describe(tensors: Mapping[str, Any]) -> tuple[list[list[Any]], list[memoryvi
 def _view(name: str, value: Any) -> memoryview:
     try:
         view = memoryview(value)
-    except TypeError:
+    except (TypeError, ValueError):  # no buffer, or a format that buffers lack
         raise EncodeError(
             "unencodable",
             f"tensor {name!r} gives no buffer; pass a numpy array or bytes",

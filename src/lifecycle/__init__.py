@@ -11,7 +11,7 @@ once whatever happens.
 #                   |-> _watchdog -> _stream             deadlines, ends of iteration
 #   _gate -> _lease -> _ledger, _park                    admission and its line
 #     |-> _books, _refusal                               one lock; words of refusal
-#   _decorators -> _scrub, _stream, _session             the same as decorators
+#   _decorators -> _scrub, _stream, _outcome             the same as decorators
 #   events, _errors                                      the floor
 #   observers, testing                                   imported on demand
 

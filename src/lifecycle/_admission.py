@@ -147,7 +147,8 @@ class Admission(Books):
             # It will really wait, not only for its turn to run.
             most = self._max_waiting
             if most is not None and self.waiting >= most:
-                return self.refusals.full(f"has its line of {most} full")
+                line = f"its line of {most} is full" if most else "nobody may wait"
+                return self.refusals.full(f"has no room, and {line}")
             if self._inside:
                 mine = self._inside.get(current_task(), ())
                 if any(lease.held for lease in mine):

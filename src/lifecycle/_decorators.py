@@ -18,9 +18,9 @@ from typing import (
 )
 from weakref import ref
 
+from ._outcome import outcome_of
 from ._payload import forget_frames
 from ._scrub import Boxer
-from ._session import outcome_of
 from ._stream import Stream
 
 if TYPE_CHECKING:
@@ -76,8 +76,8 @@ def managed(
     runs. The lease is released, and payloads left in boxes are cleared, when a
     two-phase function returns, at the first item of a generator, at
     ``lease.release()`` if the function asks for its ``lease`` by a parameter of
-    that name, and in any case at the end. A parameter named ``session`` is given
-    the session.
+    that name, and in any case at the end, or when a start that goes on alone has
+    settled. A parameter named ``session`` is given the session.
 
     Args:
         gate: Admits each stream.
@@ -99,9 +99,10 @@ def managed(
     def decorate(function: Callable[..., Any]) -> Callable[..., Any]:
         two_phase = inspect.iscoroutinefunction(function)
         if not two_phase and not inspect.isasyncgenfunction(function):
+            what = getattr(function, "__qualname__", type(function).__name__)
             raise TypeError(
-                f"{function!r} is neither an async generator function nor a "
-                f"coroutine function that returns a stream"
+                f"{what} is neither an async generator function nor a coroutine "
+                f"function that returns a stream; make it `async def`"
             )
         boxer = Boxer(function, names)
         parameters = inspect.signature(function).parameters
@@ -170,6 +171,7 @@ class _Source:
     async def _first(self) -> Any:
         work, self._work = self._work, None
         assert work is not None, "a stream that is over asks for nothing"
+        given: dict[str, Any] | None = None
         try:
             given = await self._admit()
             if self._plan.two_phase:
@@ -182,6 +184,7 @@ class _Source:
             self._next = inner.__anext__
             return await inner.__anext__()
         except BaseException as error:
+            work = given = None  # noqa: F841 - the traceback holds this frame
             forget_frames(error)
             raise
         finally:
@@ -196,6 +199,10 @@ class _Source:
         if plan.gate is not None:
             nbytes, slots = self._ask
             self.lease = await plan.gate.admit(bytes=nbytes, slots=slots)
+            if self.session is not None:
+                self.session.lease = self.lease
+        if self.session is not None:
+            self.session.confirm()
         if plan.wants_lease:
             given["lease"] = self.lease
         if plan.wants_session:
@@ -206,7 +213,7 @@ class _Source:
         """Give up what only the creation of the payload needed. Idempotent."""
         lease, self.lease = self.lease, None
         if lease is not None:
-            lease.release()
+            lease.leave()
         boxes, self._boxes = self._boxes, []
         for payload in boxes:
             payload.clear()

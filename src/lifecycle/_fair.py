@@ -179,6 +179,11 @@ class Fair:
         flow.hold_s += _SMOOTHING * (held_s - flow.hold_s)
         self._hold_s += _SMOOTHING * (held_s - self._hold_s)
 
+    def held_s(self, ticket: Ticket) -> float | None:
+        """Return for how long *ticket* has been held; ``None`` if it is not."""
+        entry = self._out.get(id(ticket))
+        return None if entry is None else self._clock() - entry[0]
+
     def _flow(self, ticket: Ticket) -> _Flow:
         flow = self._flows.get(ticket.key)
         if flow is None:

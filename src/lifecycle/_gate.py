@@ -17,13 +17,27 @@ from .events import Observer, guarded
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-_AS_BEFORE: Final[Any] = object()
+
+class _AsBefore:
+    """A default that is told from ``None`` and reads well in ``help()``."""
+
+    def __repr__(self) -> str:
+        return "<as before>"
+
+
+_AS_BEFORE: Final[Any] = _AsBefore()
 
 
 def _seconds(max_wait: float | None) -> float | None:
-    if max_wait is not None and math.isnan(max_wait):
-        raise ValueError("max_wait must be a number of seconds or None, not NaN")
-    return max_wait
+    try:
+        if max_wait is None or not math.isnan(max_wait):
+            return max_wait
+    except TypeError:
+        what = type(max_wait).__name__
+        raise TypeError(
+            f"max_wait must be a number of seconds or None, not {what}"
+        ) from None
+    raise ValueError("max_wait must be a number of seconds or None, not NaN")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -92,7 +106,7 @@ class Gate:
 
     Raises:
         ValueError: A limit is negative or not a whole number; or *max_wait* is
-            NaN.
+            NaN; or there is no such *order*.
     """
 
     def __init__(
@@ -108,6 +122,8 @@ class Gate:
         observer: Observer | None = None,
         clock: Callable[[], float] = anyio.current_time,
     ) -> None:
+        if order not in ("fifo", "fair"):
+            raise ValueError(f"order must be 'fifo' or 'fair', not {order!r}")
         self._max_wait = _seconds(max_wait)
         if max_waiting is not None:
             max_waiting = whole("max_waiting", max_waiting)
@@ -141,7 +157,8 @@ class Gate:
             key: On whose behalf; with ``order="fair"`` keys share the gate evenly.
             priority: With ``order="fifo"``, a higher one goes before every lower
                 one. Use few.
-            max_wait: Longest wait in seconds; ``None`` waits without limit.
+            max_wait: Longest wait in seconds, by default the gate's own;
+                ``None`` waits without limit.
 
         Returns:
             A held lease. The caller owes one `Lease.release`, which ``with``

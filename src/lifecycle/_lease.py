@@ -38,7 +38,7 @@ class Lease(Ticket):
     `ResourceWarning` (which says where it was granted under ``tracemalloc``).
     """
 
-    __slots__ = ("__weakref__", "_books", "_holder", "refusal", "waiter")
+    __slots__ = ("__weakref__", "_books", "_holder", "_passed_on", "refusal", "waiter")
 
     # Set when the lease goes into line.
     waiter: Waiter
@@ -79,6 +79,15 @@ class Lease(Ticket):
         if self.state == HELD:
             self._books.give_back(self)
 
+    def pass_on(self) -> None:
+        """Called by a start: it is the one to release the lease, once it settled."""
+        self._passed_on = True
+
+    def leave(self) -> None:
+        """Called by a block that is left: release, unless a start goes on with it."""
+        if not getattr(self, "_passed_on", False):
+            self.release()
+
     def settle(self, *, bytes: int) -> None:  # noqa: A002 - the unit is the name
         """Replace the estimate by the *bytes* that were really needed.
 
@@ -95,7 +104,7 @@ class Lease(Ticket):
         self._books.settle(self, bytes)
 
     def granted(self) -> bool:
-        """See `Ticket.granted`."""
+        """Called by the gate; see `Ticket.granted`."""
         return self.waiter.wake()
 
     def __enter__(self) -> Self:
@@ -111,10 +120,11 @@ class Lease(Ticket):
         exc: BaseException | None,
         traceback: TracebackType | None,
     ) -> None:
-        if self._holder is not None:
-            self._books.leave(self._holder, self)
+        holder = getattr(self, "_holder", None)  # an ExitStack may leave only
+        if holder is not None:
+            self._books.leave(holder, self)
             self._holder = None
-        self.release()
+        self.leave()
 
     def __del__(self) -> None:
         if self.state == HELD and not sys.is_finalizing():

@@ -134,7 +134,10 @@ def strip(payload: MutableMapping[str, Any], *, keep: Iterable[str] = ()) -> Non
 
     Raises:
         KeyError: A path to keep leads nowhere; nothing was changed.
+        TypeError: *keep* is one string; nothing was changed.
     """
+    if isinstance(keep, str):
+        raise TypeError(f"keep is a list of paths, as in [{keep!r}], not one string")
     books = _Kept(set(), {})
     for path in keep:
         _keep(payload, path.split("."), books)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import math
 from typing import TYPE_CHECKING, Final
 
 from ._errors import AdmissionTimeout, CostTooLarge, GateClosed, GateFull
@@ -122,10 +121,16 @@ class Refusals:
 
     def too_large(self, cost: Cost) -> CostTooLarge:
         """The request can never fit."""
-        slots, nbytes = _show(self._ledger.slots), _show(self._ledger.nbytes)
+        limits = self._ledger.slots, self._ledger.nbytes
+        beyond = [
+            (f"{asked} {unit}", f"{limit} {unit}")
+            for asked, limit, unit in zip(cost, limits, ("slots", "bytes"), strict=True)
+            if 0 < limit < asked
+        ]
+        asked, limit = (" and ".join(side) for side in zip(*beyond, strict=True))
         return CostTooLarge(
-            f"a request of {cost[0]} slots and {cost[1]} bytes can never pass gate "
-            f"{self._name!r} of {slots} slots and {nbytes} bytes; make it smaller"
+            f"a request of {asked} can never pass gate {self._name!r} of {limit}; "
+            f"make it smaller"
         )
 
     def itself(self) -> RuntimeError:
@@ -139,7 +144,3 @@ class Refusals:
     def _hint(self) -> float:
         ledger = self._ledger
         return self._rate.retry_after(ledger.waiting + 1, ledger.released, self.now())
-
-
-def _show(limit: float) -> str:
-    return "unbounded" if limit == math.inf else str(limit)

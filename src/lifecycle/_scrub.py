@@ -93,14 +93,21 @@ def scrub(
 
     Raises:
         TypeError: The function has no such parameter, or is no async generator
-            function.
+            function; or a name is no string.
     """
+    if not all(isinstance(name, str) for name in names):
+        # Else the payload of the first call would be taken for the function.
+        raise TypeError('scrub takes names of parameters: write @scrub("picture")')
 
     def decorate(
         function: Callable[P, AsyncGenerator[T, None]],
     ) -> Callable[P, Scrubbed[T]]:
         if not inspect.isasyncgenfunction(function):
-            raise TypeError(f"{function!r} is not an async generator function")
+            what = getattr(function, "__qualname__", type(function).__name__)
+            raise TypeError(
+                f"{what} is not an async generator function; a coroutine function "
+                f"that returns a stream is decorated with @managed(scrub=...)"
+            )
         boxer = Boxer(function, names)
 
         # A plain function: its frame is gone before iteration begins.

@@ -2,23 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Awaitable, Callable
+import math
+from collections.abc import AsyncIterator, Callable, Iterable
 from functools import partial
-from typing import TYPE_CHECKING, Any, Literal, Protocol, Self, TypeVar, cast, final
+from typing import TYPE_CHECKING, Any, Literal, Protocol, Self, TypeVar, final
 from weakref import ref
 
 import anyio
 from anyio.lowlevel import checkpoint
 
-from ._errors import (
-    EngineLost,
-    Refused,
-    SessionEnded,
-    StartTimeout,
-    StreamTimeout,
-)
+from ._errors import SessionEnded
+from ._outcome import OUTCOMES, outcome_of
 from ._payload import Payload
-from ._start import How, Start
+from ._start import End, How, Open, Siblings, Start
 from ._stream import Stream
 from ._watchdog import Deadlines
 from .events import Event, Outcome, PayloadReleased, StartSettled, StreamEnded
@@ -57,6 +53,8 @@ class Session:
         key: ``"id#generation"``: never used twice, so what is said about it
             late cannot hit a newer session. Use it towards the engine.
         cancelled_as: What a cancellation of the owner is counted as.
+        lease: What starts take over unless they are given another, and have
+            taken over; set by `lifecycle.managed`.
         outcome: How the session ended, or ``None`` while it is live.
     """
 
@@ -67,13 +65,15 @@ class Session:
         "_led",
         "_quiet",
         "_registry",
+        "_running",
         "_scope",
-        "_start",
+        "_starts",
         "_stopped",
         "cancelled_as",
         "generation",
         "id",
         "key",
+        "lease",
         "opened_at",
         "outcome",
     )
@@ -87,9 +87,11 @@ class Session:
         self.key = f"{id_}#{generation}"
         self.opened_at = opened_at
         self.cancelled_as: Outcome = "cancelled"
+        self.lease: Lease | None = None
         self.outcome: Outcome | None = None
         self._boxes: dict[object, Payload[Any]] = {}
-        self._start: Start[Any] | None = None
+        self._starts: tuple[Start[Any], ...] = ()
+        self._running = 0
         self._scope: anyio.CancelScope | None = None
         self._stopped = False
         self._led: ref[Stream[Any]] | None = None
@@ -118,9 +120,9 @@ class Session:
 
     async def start(
         self,
-        open_: Callable[[], Awaitable[T]],
+        open_: Open[T],
         *,
-        end: Callable[[T | None], Awaitable[object]] | None = None,
+        end: End[T] | None = None,
         lease: Lease | None = None,
         timeout: float = 30.0,
     ) -> T:
@@ -139,7 +141,7 @@ class Session:
                 error or never began.
             lease: Released the moment that *open_* has settled: the hand-off.
                 From the call on the start owns it, whatever happens.
-            timeout: Seconds that *open_* may take.
+            timeout: Seconds that *open_* may take; ``math.inf`` is no limit.
 
         Returns:
             What *open_* returned.
@@ -148,12 +150,14 @@ class Session:
             StartTimeout: *timeout* went by; what was sent is ended by key.
             SessionEnded: The session was closed by somebody else.
             RuntimeError: The session was started before.
+            ValueError: *timeout* is NaN.
             Exception: What *open_* raised, as it was raised; its finished frames
                 have lost their locals, so that it retains no payload.
 
         Cancellation:
             Raised at once. The start goes on without the caller.
         """
+        self.lease = lease = lease or self.lease
         start = Start(
             open_,
             end=end,
@@ -163,8 +167,63 @@ class Session:
         )
         del open_, end, lease  # this frame must not keep what they close over
         init_done = start.init_done
-        self._accept(start)
+        self._accept(start, timeout=timeout)
         await init_done.wait()
+        return self._result_of(start)
+
+    async def start_all(
+        self,
+        starts: Iterable[tuple[Open[T], End[T] | None]],
+        *,
+        lease: Lease | None = None,
+        timeout: float = 30.0,
+    ) -> list[T]:
+        """Open several streams, all of them or none: one request, many answers.
+
+        As `start` for each. The first that fails ends the others, whether they
+        have opened or are still at it, and its error is raised. While the
+        streams run they share the session: close it, and all are ended.
+
+        Args:
+            starts: An *open_* and its *end* for each stream.
+            lease: Released the moment that every *open_* has settled; where there
+                is none to open, it stays the caller's.
+            timeout: Seconds that each *open_* may take; ``math.inf`` is no limit.
+
+        Returns:
+            What each *open_* returned, in the order of *starts*.
+
+        Raises:
+            Exception: As from `start`, of the first that failed.
+
+        Cancellation:
+            Raised at once. The starts go on without the caller.
+        """
+        self.lease = lease = lease or self.lease
+        siblings = Siblings(lease)
+        began = self._registry.now()
+        opening = tuple(
+            Start(
+                open_,
+                end=end,
+                lease=None,
+                timeout=timeout,
+                on_settled=siblings.expect(partial(self._start_settled, began)),
+            )
+            for open_, end in starts
+        )
+        del starts, lease
+        if not opening:
+            return []
+        self._accept(*opening, timeout=timeout)
+        await siblings.decided.wait()
+        failed = [start for start in opening if start.how not in (None, "started")]
+        if failed:
+            for start in opening:
+                start.close()
+        return [self._result_of(start) for start in (*failed, *opening)]
+
+    def _result_of(self, start: Start[T]) -> T:
         if start.how != "failed" and self.outcome is not None:
             raise self._ended()
         return start.result()
@@ -188,7 +247,7 @@ class Session:
             grace: Seconds that the source may take to close.
 
         Raises:
-            ValueError: A deadline is NaN.
+            ValueError: A deadline, or *grace*, is NaN.
         """
         limits = Deadlines(first_item=first_item, idle=idle, total=total)
         stream = _SessionStream(self, source, grace=grace)
@@ -204,16 +263,23 @@ class Session:
 
         Returns:
             Whether it was this call that ended the session.
+
+        Raises:
+            ValueError: There is no such outcome.
         """
+        if outcome not in OUTCOMES:
+            raise ValueError(
+                f"no session can end as {outcome!r}; use one of {', '.join(OUTCOMES)}"
+            )
         if self.outcome is not None:
             return False
         self.outcome = outcome
         for payload in list(self._boxes.values()):
             payload.clear()
-        if self._start is None:
-            self.settled()
-        else:
-            self._start.close(cut=outcome == "shutdown")
+        if not self._running:
+            self._set_quiet()
+        for start in self._starts:
+            start.close(cut=outcome == "shutdown")
         self._registry.closed(self)
         return True
 
@@ -233,15 +299,20 @@ class Session:
                 led.stop(self._ended())
 
     def lead(self, stream: ref[Stream[Any]]) -> None:
-        """Stop *stream* too when somebody stops this session.
+        """Called by streams of decorated functions: stop *stream* with this session.
 
-        For streams of decorated functions, whose session has no ``with`` block:
+        Their session has no ``with`` block:
         a cancel scope must not span the items of a generator.
         """
         self._led = stream
 
+    def confirm(self) -> None:
+        """Raise `SessionEnded` once it is closed: nothing begins for it any more."""
+        if self.outcome is not None:
+            raise self._ended()
+
     def lose(self) -> None:
-        """Close the session as cancelled, soon, from a finaliser in any thread."""
+        """Called by finalisers, in any thread: close the session as cancelled, soon."""
         self._registry.post(partial(self.close, self.cancelled_as))
 
     async def quiet(self) -> None:
@@ -264,9 +335,10 @@ class Session:
             return "quiet"
         if self.outcome is not None:
             return "closing"
-        if self._start is None:
+        if not self._starts:
             return "open"
-        return "starting" if self._start.how is None else "started"
+        opening = any(start.how is None for start in self._starts)
+        return "starting" if opening else "started"
 
     # The with block.
 
@@ -299,33 +371,52 @@ class Session:
             outcome=self.outcome or "cancelled",
         )
 
-    def _accept(self, start: Start[Any]) -> None:
+    def _accept(self, *starts: Start[Any], timeout: float) -> None:
         try:
-            if self._start is not None:
+            # Found out in a task of the registry, it would end all of these.
+            if math.isnan(timeout):
+                raise ValueError("timeout must be a number of seconds, not NaN")
+            if self._starts:
                 raise RuntimeError(f"session {self.id!r} was started before")
             if self.outcome is not None:
                 raise self._ended()
-            self._registry.spawn(self, start)
+            for start in starts:
+                self._registry.spawn(self, start)
         except BaseException:
-            start.abort()
+            for start in starts:
+                start.abort()
             raise
-        self._start = start
+        self._starts = starts
+        self._running = len(starts)
 
     def cut(self) -> None:
-        """Called by the registry at its end: let the start not finish either."""
-        assert self._start is not None, "else it would be quiet"
-        self._start.close(cut=True)
+        """Called by the registry at its end: let no start finish either."""
+        for start in self._starts:
+            start.close(cut=True)
 
-    def settled(self) -> None:
-        """Called by the registry: the engine has nothing of this session left."""
+    def settled(self) -> bool:
+        """Called by the registry: one start of this session is over and ended.
+
+        Returns:
+            Whether the engine has nothing of this session left.
+        """
+        self._running -= 1
+        # Siblings of one that failed are ended while the session is still open.
+        if self._running or self.outcome is None:
+            return False
+        self._set_quiet()
+        return True
+
+    def abort(self) -> None:
+        """Called by the registry at its end: no task will ever run the starts."""
+        for start in self._starts:
+            start.abort()
+        self._set_quiet()
+
+    def _set_quiet(self) -> None:
         self._is_quiet = True
         if self._quiet is not None:
             self._quiet.set()
-
-    def abort(self) -> None:
-        """Called by the registry at its end: no task will ever run the start."""
-        assert self._start is not None, "else it would be quiet"
-        self._start.abort()
 
     def _start_settled(self, began: float, how: How) -> None:
         self._registry.emit(
@@ -370,27 +461,3 @@ class _SessionStream(Stream[T]):
         if not self.closed:
             self._session.stream_ended(self.items)
         super()._finish(error)
-
-
-def outcome_of(exc: BaseException | None, cancelled_as: Outcome) -> Outcome:
-    """What a session that is left by *exc* is counted as."""
-    match exc:
-        case None | StopAsyncIteration():
-            return "completed"
-        case Refused():
-            return "refused"
-        case EngineLost():
-            return "engine_lost"
-        case StartTimeout() | StreamTimeout():
-            return "deadline"
-        case SessionEnded():
-            return cast("Outcome", exc.outcome)
-        case BaseExceptionGroup():
-            outcomes = {outcome_of(each, cancelled_as) for each in exc.exceptions}
-            return outcomes.pop() if len(outcomes) == 1 else "failed"
-        case GeneratorExit():
-            return cancelled_as
-        case Exception():
-            return "failed"
-    cancelled = isinstance(exc, anyio.get_cancelled_exc_class())
-    return cancelled_as if cancelled else "failed"

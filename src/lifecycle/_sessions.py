@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import logging
+import math
+import traceback
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Self, final, get_args
 
@@ -34,6 +37,8 @@ if TYPE_CHECKING:
     from ._stream import Stream
     from ._watchdog import Deadlines
 
+_log = logging.getLogger("lifecycle")
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SessionStatistics:
@@ -65,24 +70,37 @@ class SessionRegistry:
     ``async with SessionRegistry() as sessions:`` lives as long as the server.
     Starts and ENDs run in its task group, so no cancellation of a request can
     tear them. Leaving the block ends every session with ``"shutdown"`` and waits
-    until each END is done or its time is up.
+    until each END is done or its time is up. It can be made before any event
+    loop runs, for decorators to refer to, and is entered once.
 
     Everything but the ``async with`` itself belongs to the registry's event loop.
 
     Args:
         end_timeout: Seconds that the END of one session may take.
+        max_quarantined: Sessions whose END failed that are remembered.
         observer: Told of sessions, starts, payloads and drains.
+
+    Raises:
+        ValueError: *end_timeout* is NaN.
     """
 
     def __init__(
-        self, *, end_timeout: float = 5.0, observer: Observer | None = None
+        self,
+        *,
+        end_timeout: float = 5.0,
+        max_quarantined: int = 1000,
+        observer: Observer | None = None,
     ) -> None:
+        if math.isnan(end_timeout):
+            raise ValueError("end_timeout must be a number of seconds, not NaN")
         self._end_timeout = end_timeout
         self._emit = guarded(observer)
         self._live: dict[str, Session] = {}
         self._closing: set[Session] = set()
         self._outcomes: dict[Outcome, int] = dict.fromkeys(get_args(Outcome), 0)
         self._generations = 0
+        self._quarantined: dict[str, str] = {}
+        self._most_quarantined = max_quarantined
         self._payloads = self._payload_bytes = self._ends_failed = 0
         self._draining = False
         self._changed = anyio.Event()
@@ -113,7 +131,7 @@ class SessionRegistry:
             raise GateClosed("the server is shutting down; ask another one")
         if id_ in self._live:
             raise SessionExists(
-                "a live session has this id; choose another, or wait for its end"
+                f"a live session has id {id_!r}; choose another, or wait for its end"
             )
         self._generations += 1
         session = Session(self, id_, self._generations, self._clock())
@@ -126,12 +144,34 @@ class SessionRegistry:
 
         For engines that know sessions by the plain id.
 
+        Raises:
+            SessionExists: The END of a session with this id failed, so the engine
+                may still have it; see `quarantined`.
+
         Cancellation:
             At any time; nothing was opened.
         """
         while id_ in self._live or any(s.id == id_ for s in self._closing):
             await self._changed.wait()
+        if id_ in self._quarantined.values():
+            raise SessionExists(
+                f"the engine may still have a session with id {id_!r}, whose END "
+                f"failed; choose another id, or release() its key once the engine is "
+                f"known to be clean"
+            )
         return self.open(id_)
+
+    def quarantined(self) -> list[str]:
+        """Keys of sessions whose END failed: the engine may still have them."""
+        return list(self._quarantined)
+
+    def release(self, *keys: str) -> None:
+        """Forget quarantined keys: the engine is known to be clean of them.
+
+        An engine process that was replaced is clean of all.
+        """
+        for key in keys:
+            self._quarantined.pop(key, None)
 
     def get(self, id_: str) -> Session:
         """Return the live session with this id.
@@ -142,7 +182,7 @@ class SessionRegistry:
         try:
             return self._live[id_]
         except KeyError:
-            raise SessionNotFound("no live session has this id") from None
+            raise SessionNotFound(f"no live session has id {id_!r}") from None
 
     async def cancel(self, id_: str) -> None:
         """End a session with ``"cancelled"`` and wait until its engine is quiet.
@@ -237,20 +277,20 @@ class SessionRegistry:
     # What a session calls.
 
     def emit(self, event: Event) -> None:
-        """Tell the observer."""
+        """Called by sessions: tell the observer."""
         if self._emit is not None:
             self._emit(event)
 
     def now(self) -> float:
-        """Seconds by the loop's clock."""
+        """Called by sessions: seconds by the loop's clock."""
         return self._clock()
 
     def post(self, call: Callable[[], object]) -> None:
-        """Make *call* in the registry's loop; for finalisers, in any thread."""
+        """Called by finalisers, in any thread: make *call* in the registry's loop."""
         self._post(call)
 
     def spawn(self, session: Session, start: Start[Any]) -> None:
-        """Run *start* in a task that its caller cannot cancel.
+        """Called by sessions: run *start* in a task that its caller cannot cancel.
 
         Raises:
             RuntimeError: The registry is not entered.
@@ -259,12 +299,12 @@ class SessionRegistry:
         self._tasks.start_soon(self._supervise, session, start)
 
     def watch(self, stream: Stream[Any], limits: Deadlines) -> None:
-        """Watch the deadlines of *stream*."""
+        """Called by sessions: watch the deadlines of *stream*."""
         assert self._watchdog is not None, "else there would be no session"
         self._watchdog.add(stream, limits)
 
     def closed(self, session: Session) -> None:
-        """Book *session* out. A session calls this once, while its id is its own."""
+        """Called by *session*, once, while its id is its own: book it out."""
         assert session.outcome is not None
         del self._live[session.id]
         if session.phase != "quiet":
@@ -281,12 +321,12 @@ class SessionRegistry:
         )
 
     def boxed(self, nbytes: int) -> None:
-        """Count a payload in."""
+        """Called by sessions: count a payload in."""
         self._payloads += 1
         self._payload_bytes += nbytes
 
     def unboxed(self, nbytes: int) -> None:
-        """Count a payload out."""
+        """Called by sessions: count a payload out."""
         self._payloads -= 1
         self._payload_bytes -= nbytes
 
@@ -295,10 +335,21 @@ class SessionRegistry:
             error = await start.run(end_timeout=self._end_timeout, on_cut=session.stop)
         finally:
             # Already closed, but where the loop itself is being torn down.
-            session.close("shutdown")
-            self._quieten(session)
+            if not start.closed.is_set():
+                session.close("shutdown")
+            if session.settled():
+                self._quieten(session)
         if error is not None:
+            # Else an END of a wrong form would fail for ever, and nobody would know.
+            _log.warning(
+                "END of session %r failed with %s; the engine may still hold it",
+                session.key,
+                _kind_and_place(error),
+            )
             self._ends_failed += 1
+            self._quarantined[session.key] = session.id
+            if len(self._quarantined) > self._most_quarantined:
+                del self._quarantined[next(iter(self._quarantined))]
             self.emit(
                 EndFailed(
                     session=session.id,
@@ -308,7 +359,6 @@ class SessionRegistry:
             )
 
     def _quieten(self, session: Session) -> None:
-        session.settled()
         self._closing.discard(session)
         self._has_changed()
 
@@ -320,7 +370,8 @@ class SessionRegistry:
         self._clock = loop_clock()
         self._post = loop_post()
         self._watchdog = Watchdog(self._clock)
-        self._watching = anyio.CancelScope()
+        # A server that is cancelled may still drain, shielded.
+        self._watching = anyio.CancelScope(shield=True)
         tasks = anyio.create_task_group()
         self._tasks = await tasks.__aenter__()
         tasks.start_soon(self._watch_streams, self._watchdog)
@@ -343,14 +394,27 @@ class SessionRegistry:
             # in it has a deadline.
             await tasks.__aexit__(None, None, None)  # noqa: ASYNC102
         except BaseExceptionGroup as group:
-            if len(group.exceptions) > 1:
-                raise
-            raise group.exceptions[0] from None
+            raise _alone(group) from None
         finally:
-            for session in list(self._closing):  # their tasks never ran
-                session.abort()
-                self._quieten(session)
+            self._abort_rest()
+
+    def _abort_rest(self) -> None:
+        for session in list(self._closing):  # their tasks never ran
+            session.abort()
+            self._quieten(session)
 
     async def _watch_streams(self, watchdog: Watchdog) -> None:
         with self._watching:
             await watchdog.run()
+
+
+def _alone(group: BaseExceptionGroup[BaseException]) -> BaseException:
+    return group.exceptions[0] if len(group.exceptions) == 1 else group
+
+
+def _kind_and_place(error: BaseException) -> str:
+    # Not its words: they are the user's, and may be about a payload.
+    kind, place = type(error).__name__, ""
+    for frame, line in traceback.walk_tb(error.__traceback__):
+        place = f" at {frame.f_code.co_filename}:{line}"
+    return kind + place

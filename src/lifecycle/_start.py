@@ -9,7 +9,8 @@ in a task of its own, and that same task ends what it started.
 from __future__ import annotations
 
 from collections.abc import Awaitable, Callable
-from typing import TYPE_CHECKING, Generic, Literal, TypeVar
+from inspect import isawaitable
+from typing import TYPE_CHECKING, Any, Generic, Literal, TypeVar
 
 import anyio
 
@@ -22,6 +23,11 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 
 How = Literal["started", "failed", "withheld", "unknown"]
+
+# Opens a stream, and ends what was opened; the latter is given `None` where it is
+# not known what was opened.
+Open = Callable[[], Awaitable[T]]
+End = Callable[[T | None], Awaitable[object]]
 
 
 class Start(Generic[T]):
@@ -56,15 +62,17 @@ class Start(Generic[T]):
 
     def __init__(
         self,
-        open_: Callable[[], Awaitable[T]],
+        open_: Open[T],
         *,
-        end: Callable[[T | None], Awaitable[object]] | None,
+        end: End[T] | None,
         lease: Lease | None,
         timeout: float,
         on_settled: Callable[[How], object],
     ) -> None:
-        self._open: Callable[[], Awaitable[T]] | None = open_
+        self._open: Open[T] | None = open_
         self._end = end
+        if lease is not None:
+            lease.pass_on()
         self._lease = lease
         self._timeout = timeout
         # Given up once used: it refers to the session, which refers to this.
@@ -153,11 +161,15 @@ class Start(Generic[T]):
         self._opening = anyio.CancelScope(shield=True, deadline=deadline)
         try:
             with self._opening:
-                self.value = await open_()
+                self.value = await _opened_by(open_)
                 self.how = "started"
         except Exception as error:  # noqa: BLE001 - raised for the caller by `result`
             forget_frames(error)
-            self.error = error
+            # Without this very frame, which refers to what refers to the error: it
+            # may be that nobody ever asks for it.
+            here = error.__traceback__
+            self.error = error.with_traceback(here and here.tb_next)
+            del here
             # A client that is cancelled often says that it lost its connection.
             self.how = "unknown" if self._opening.cancel_called else "failed"
         finally:
@@ -196,3 +208,54 @@ class Start(Generic[T]):
             return error  # noqa: ASYNC104
         # Only the deadline of the scope leads here.
         return StartTimeout(f"END was not done within {end_timeout} s")
+
+
+def _opened_by(open_: object) -> Awaitable[Any]:
+    # An `await` of something else says only that it cannot be awaited.
+    if not callable(open_):
+        raise TypeError(
+            f"open_ has to be a function that the registry calls, not "
+            f"{type(open_).__name__}; pass the function itself, without calling it"
+        )
+    opening = open_()
+    if not isawaitable(opening):
+        raise TypeError(
+            f"open_ returned {type(opening).__name__}, which cannot be awaited; make "
+            f"it an `async def` without yield that returns the stream"
+        )
+    return opening
+
+
+class Siblings:
+    """Starts of which all have to succeed.
+
+    Args:
+        lease: Released when the last of them has settled.
+
+    Attributes:
+        decided: Set when all have succeeded or one has not.
+    """
+
+    __slots__ = ("_lease", "_open", "decided")
+
+    def __init__(self, lease: Lease | None) -> None:
+        self._lease = lease
+        self._open = 0
+        self.decided = anyio.Event()
+
+    def expect(self, on_settled: Callable[[How], object]) -> Callable[[How], object]:
+        """Count one more in; return what it has to be told through."""
+        self._open += 1
+        if self._lease is not None:
+            self._lease.pass_on()
+
+        def settled(how: How) -> None:
+            self._open -= 1
+            if not self._open and self._lease is not None:
+                self._lease.release()
+                self._lease = None
+            if not self._open or how != "started":
+                self.decided.set()
+            on_settled(how)
+
+        return settled

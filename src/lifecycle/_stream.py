@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import sys
 import warnings
 from collections.abc import AsyncIterator, Callable, Iterable
@@ -41,6 +42,10 @@ class Stream(Generic[T_co]):
             others are called all the same.
         grace: Seconds that the source may take to close.
 
+    Raises:
+        ValueError: *grace* is NaN.
+        TypeError: *source* is no asynchronous iterator.
+
     Attributes:
         items: Items delivered so far.
     """
@@ -67,9 +72,18 @@ class Stream(Generic[T_co]):
         on_close: Iterable[Callable[[], object]] = (),
         grace: float = 5.0,
     ) -> None:
-        self._state = _CLOSED  # for the finaliser, should the source be none
+        self._state = _CLOSED  # for the finaliser, should this end in an error
+        if math.isnan(grace):
+            raise ValueError("grace must be a number of seconds, not NaN")
         self._source: AsyncIterator[T_co] | None = source
-        self._next = source.__anext__
+        try:
+            self._next = source.__anext__
+        except AttributeError:
+            raise TypeError(
+                f"a stream needs an asynchronous iterator, not "
+                f"{type(source).__name__}; give what an async generator function "
+                f"returns"
+            ) from None
         self._on_close = tuple(on_close)
         self._grace = grace
         self._state = _NEW
@@ -165,8 +179,6 @@ class Stream(Generic[T_co]):
 
     def _finish(self, error: BaseException | None) -> None:  # noqa: ARG002 - a hook
         """Note the end, by *error* of the source or else by whoever closed."""
-        if self._state == _CLOSED:
-            return
         self._state = _CLOSED
         on_close, self._on_close = self._on_close, ()
         with ExitStack() as calls:  # each is made, also where another raises
@@ -219,15 +231,15 @@ class Stream(Generic[T_co]):
     # What a watchdog calls.
 
     def watch(self, clock: Callable[[], float]) -> None:
-        """From now on note by *clock* when each wait for an item begins."""
+        """Called by a watchdog: note by *clock* when each wait for an item begins."""
         self._clock = clock
 
     def waiting_since(self) -> float | None:
-        """When the wait for the current item began; ``None`` if nobody waits."""
+        """Called by a watchdog: when the wait that goes on began, else ``None``."""
         return self._since if self._state == _RUNNING else None
 
     def expire(self, deadline: str, limit: float) -> None:
-        """Stop because *deadline* of *limit* seconds was broken."""
+        """Called by a watchdog: stop, as *deadline* of *limit* seconds was broken."""
         self.stop(
             StreamTimeout(
                 f"the stream broke its {deadline} deadline of {limit} s after "

@@ -23,6 +23,9 @@ if TYPE_CHECKING:
 
 # Below this many entries a sweep is not worth its while.
 _SWEEP_AT: Final = 128
+# No stream is looked at more often, or one with a deadline of nothing would be
+# looked at for ever and nobody else ever again.
+_SHORTEST: Final = 0.001
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -121,7 +124,9 @@ class Watchdog:
             now = self._clock()
             while self._heap and self._heap[0][0] <= now:
                 _due, _serial, watched = heapq.heappop(self._heap)
-                self._push(watched, watched.look(now))
+                again = watched.look(now)
+                if again is not None:
+                    self._push(watched, max(again, now + _SHORTEST))
 
     def _push(self, watched: _Watched, due: float | None) -> None:
         if due is None or due == math.inf:

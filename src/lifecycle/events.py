@@ -149,7 +149,7 @@ class DrainFinished(Event):
 
 
 class Observer(Protocol):
-    """Called with each event, at once and synchronously.
+    """Called with each event, at once and synchronously, in whatever thread it is.
 
     It must not block and must not await. An observer that raises is reported
     once, to the logger ``lifecycle``, and never breaks a request.
@@ -160,7 +160,7 @@ class Observer(Protocol):
 
 
 def guarded(observer: Observer | None) -> Callable[[Event], None] | None:
-    """Wrap *observer* so that its errors cannot reach a request."""
+    """Called by gates and registries: keep errors of *observer* from requests."""
     if observer is None:
         return None
     reported = False

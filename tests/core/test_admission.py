@@ -155,6 +155,7 @@ class Mark:
 
 
 async def try_it(gate: Gate) -> None:
+    """Try, in a coroutine."""
     gate.try_admit()
 
 
@@ -263,7 +264,7 @@ async def test_prefers_the_grant_to_the_timeout_of_the_same_moment() -> None:
 
 @pytest.mark.anyio
 async def test_prefers_the_grant_that_came_first() -> None:
-    """A request granted before its time was up keeps its lease, however late it runs."""
+    """Granted before its time was up, a request keeps its lease however late."""
     gate = Gate(slots=1)
     holder = gate.try_admit()
     leases = []
@@ -391,7 +392,7 @@ async def test_forgets_a_task_that_entered_a_lease_twice() -> None:
 
 @pytest.mark.anyio
 async def test_exempts_work_under_an_existing_lease() -> None:
-    """A retry under a lease that is still held asks for nothing again (B15).
+    """A retry under a lease that is still held asks for nothing again (B15, peers-10).
 
     There is nothing to do for it: a lease is an object, not a place in a task, so
     whoever has it may pass it on to the retry.
@@ -404,7 +405,7 @@ async def test_exempts_work_under_an_existing_lease() -> None:
         raise OSError
 
     for _ in range(3):
-        with pytest.raises(OSError, match="^$"):
+        with pytest.raises(OSError, match=r"^$"):
             await attempt_once()
     lease.release()
     assert gate.statistics().admitted == 1

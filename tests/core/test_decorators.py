@@ -91,7 +91,7 @@ class TestManaged:
     async def test_streams_under_a_lease_and_a_session(
         self, form: str, no_collector: None
     ) -> None:
-        """The lease lives until hand-off, the session until the end, the payload neither."""
+        """Hand-off ends the lease and the payload, the last item the session."""
         async with SessionRegistry() as sessions:
             engine = Engine(sessions, bytes=10)
             tensor = Tensor()
@@ -129,7 +129,7 @@ class TestManaged:
             assert_quiescent(engine.gate, sessions)
 
     async def test_costs_what_its_arguments_say(self) -> None:
-        """cost may be a number, or a function of the call's arguments."""
+        """The cost may be a number, or a function of the call's arguments."""
         gate = Gate(bytes=10, slots=4)
         held: list[tuple[int, int]] = []
 
@@ -204,7 +204,7 @@ class TestManaged:
     @pytest.mark.filterwarnings("ignore:Async generator:ResourceWarning")  # trio
     @pytest.mark.parametrize("where", ["here", "in another thread"])
     async def test_ends_what_was_dropped(self, form: str, where: str) -> None:
-        """A stream dropped in the middle ends its session, in the registry's own loop."""
+        """A stream dropped in the middle ends its session in the registry's loop."""
         threads: list[int] = []
         async with SessionRegistry(
             observer=lambda _event: threads.append(threading.get_ident())
@@ -293,6 +293,29 @@ class TestManaged:
             with pytest.raises(SessionEnded):
                 await anext(items)
             assert_quiescent(sessions)
+
+    async def test_begins_nothing_that_was_stopped_in_line(self) -> None:
+        """Whoever was in line when all were closed starts nothing, with a block or not."""
+        gate, begun = Gate(slots=1), []
+        async with SessionRegistry() as sessions:
+
+            @managed(gate=gate, sessions=sessions, key=lambda: "a")
+            async def stream() -> AsyncGenerator[int, None]:
+                begun.append(1)
+                yield 1
+
+            async def consume() -> None:
+                with pytest.raises(SessionEnded):
+                    async for _item in stream():
+                        pass
+
+            async with anyio.create_task_group() as tasks:
+                with gate.try_admit():
+                    tasks.start_soon(consume)
+                    await anyio.wait_all_tasks_blocked()
+                    assert sessions.close_all() == 1
+            assert not begun
+            assert_quiescent(gate, sessions)
 
     async def test_wraps_iterators_without_aclose(self) -> None:
         """A two-phase function may return any asynchronous iterable."""

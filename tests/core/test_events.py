@@ -146,7 +146,7 @@ async def test_tells_the_life_of_a_request() -> None:
 
 class TestStructlog:
     def test_writes_events_as_fields(self) -> None:
-        """Each event is one line, by its name, with its fields, at the level it needs."""
+        """Each event is one line with its name, its fields and the level it needs."""
         with capture_logs() as logs:
             observe = structlog_observer(structlog.get_logger())
             observe(LeaseGranted(gate="g", slots=1, bytes=2, waited_s=0.12345678))

@@ -2,6 +2,7 @@
 
 import tracemalloc
 import warnings
+from contextlib import ExitStack
 
 import anyio
 import pytest
@@ -135,7 +136,7 @@ async def test_settles_by_integers_of_any_kind() -> None:
 
 
 async def test_comes_back_when_it_is_lost() -> None:
-    """A lease that nobody released is released with its last reference, and reported."""
+    """A lease that nobody released goes with its last reference, and is reported."""
     seen = RecordingObserver()
     gate = Gate(slots=1, bytes=5, observer=seen, name="photos")
     with pytest.warns(ResourceWarning, match="1 slots and 5 bytes of gate 'photos'"):
@@ -170,3 +171,11 @@ async def test_is_quiet_when_it_was_released() -> None:
         warnings.simplefilter("error")
         (await gate.admit()).release()
     assert gate.statistics().lost == 0
+
+
+def test_is_released_by_an_exit_stack_that_never_entered_it() -> None:
+    """ExitStack.push leaves what it did not enter."""
+    gate = Gate(slots=1)
+    with ExitStack() as stack:
+        stack.push(gate.try_admit())
+    assert_quiescent(gate)

@@ -9,7 +9,7 @@ import weakref
 from typing import Any
 
 import pytest
-from hypothesis import settings, strategies as st
+from hypothesis import Phase, settings, strategies as st
 from hypothesis.stateful import (
     Bundle,
     RuleBasedStateMachine,
@@ -184,7 +184,13 @@ class LedgerMachine(RuleBasedStateMachine):
 
 TestLedger = LedgerMachine.TestCase
 TestLedger.settings = settings(
-    max_examples=150, stateful_step_count=40, deadline=None, database=None
+    max_examples=150,
+    stateful_step_count=40,
+    deadline=None,
+    database=None,
+    report_multiple_bugs=False,
+    # A fault shows within seconds. To study it, let it be shrunk.
+    phases=[phase for phase in Phase if phase is not Phase.shrink],
 )
 
 

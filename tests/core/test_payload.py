@@ -25,6 +25,7 @@ class Tensor:
 
 
 def watched() -> tuple[Tensor, "weakref.ref[Tensor]"]:
+    """Make a tensor, and what tells whether it is alive."""
     tensor = Tensor()
     return tensor, weakref.ref(tensor)
 
@@ -221,7 +222,8 @@ class TestHandOff:
                 except KeyError as inner:
                     raise ValueError("outer") from inner
             except ValueError as outer:
-                raise ExceptionGroup("several", [outer, OSError(str(len([tensor])))])
+                errors = [outer, OSError(str(len([tensor])))]
+                raise ExceptionGroup("several", errors) from None
 
         async with SessionRegistry() as sessions:
             with pytest.raises(ExceptionGroup) as caught:

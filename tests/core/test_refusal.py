@@ -17,6 +17,7 @@ class Clock:
 
 
 def refusal_of(gate: Gate) -> GateFull:
+    """Ask a gate that is full."""
     with pytest.raises(GateFull) as caught:
         gate.try_admit()
     return caught.value
@@ -24,7 +25,7 @@ def refusal_of(gate: Gate) -> GateFull:
 
 @pytest.mark.parametrize("hold_s", [0.01, 5.0, 500.0])
 def test_spreads_a_herd(hold_s: float) -> None:
-    """A thousand clients refused at once come back spread out, within 1 to 60 s (B19)."""
+    """A thousand clients refused at once come back spread out (B19)."""
     clock = Clock()
     gate = Gate(slots=1, clock=clock)
     for _ in range(5):

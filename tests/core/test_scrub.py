@@ -19,6 +19,7 @@ class Tensor:
 
 
 def watched() -> tuple[Tensor, "weakref.ref[Tensor]"]:
+    """Make a tensor, and what tells whether it is alive."""
     tensor = Tensor()
     return tensor, weakref.ref(tensor)
 
@@ -118,7 +119,7 @@ class TestScrub:
         assert [item async for item in look(None, 1)] == [True, True]
 
     async def test_boxes_methods_and_free_keywords(self) -> None:
-        """self is not counted, and names may come by **kwargs."""
+        """The receiver is not counted, and names may come by **kwargs."""
 
         class Model:
             @scrub("image", "mask")

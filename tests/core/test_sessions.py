@@ -1,9 +1,10 @@
 """Sessions and their registry: one outcome each, and nothing left of them."""
 
 import gc
+import math
 import tracemalloc
 from collections.abc import AsyncGenerator
-from typing import get_args
+from typing import Any, get_args
 
 import anyio
 import pytest
@@ -12,6 +13,7 @@ from anyio.lowlevel import checkpoint
 from lifecycle import (
     AdmissionTimeout,
     EngineLost,
+    Gate,
     GateClosed,
     Session,
     SessionEnded,
@@ -41,6 +43,7 @@ virtual = pytest.mark.parametrize("anyio_backend", ["virtual"], indirect=True)
 
 
 async def nothing() -> str:
+    """Open a stream without any payload."""
     await checkpoint()
     return "stream"
 
@@ -82,7 +85,7 @@ class TestOutcomes:
     async def test_follows_from_how_the_block_is_left(
         self, error: BaseException | None, outcome: Outcome
     ) -> None:
-        """Each way out of the block has its outcome, and the error goes on as it was."""
+        """Each way out of the block has its outcome; the error goes on as it was."""
         seen = RecordingObserver()
         caught: BaseException | None = None
         async with SessionRegistry(observer=seen) as sessions:
@@ -170,7 +173,7 @@ class TestIds:
             assert_quiescent(sessions)
 
     async def test_finds_live_sessions_only(self) -> None:
-        """get and cancel know ids that are live, and no others."""
+        """Getting and cancelling know ids that are live, and no others."""
         async with SessionRegistry() as sessions:
             with sessions.open("a") as session:
                 assert sessions.get("a") is session
@@ -229,6 +232,7 @@ class TestIds:
 
 
 async def set_soon(event: anyio.Event) -> None:
+    """Set *event* after a moment."""
     await checkpoint()
     event.set()
 
@@ -268,7 +272,7 @@ class TestBoxes:
 @pytest.mark.anyio
 class TestStopping:
     async def test_tells_the_owner_and_waits_for_the_engine(self) -> None:
-        """cancel ends the owner's block with SessionEnded and returns when it is quiet."""
+        """The owner's block ends with SessionEnded; cancel returns when it is quiet."""
         ends = Ends()
         told: list[str] = []
         async with SessionRegistry() as sessions, anyio.create_task_group() as tasks:
@@ -297,7 +301,7 @@ class TestStopping:
             assert_quiescent(sessions)
 
     async def test_tells_an_owner_that_was_about_to_leave(self) -> None:
-        """Stopped before its block ended, a session says so, also without another await."""
+        """Stopped before its block ended, a session says so, even without an await."""
         async with SessionRegistry() as sessions:
             with pytest.raises(SessionEnded), sessions.open("a") as session:
                 session.stop("shutdown")
@@ -312,7 +316,7 @@ class TestStopping:
                 await anyio.sleep_forever()
 
     async def test_keeps_the_owners_own_error(self) -> None:
-        """An error of the owner's is raised as it is, although the session was stopped."""
+        """An error of the owner's goes on as it is, though the session was stopped."""
         async with SessionRegistry() as sessions:
             with pytest.raises(OSError, match="mine"), sessions.open("a") as session:
                 session.stop()
@@ -320,7 +324,7 @@ class TestStopping:
             assert session.outcome == "cancelled"
 
     async def test_keeps_an_outer_cancellation(self) -> None:
-        """Stopped and cancelled from outside at once, the owner sees the cancellation."""
+        """Stopped and cancelled from outside, the owner sees the cancellation."""
         async with SessionRegistry() as sessions:
             with anyio.CancelScope() as scope:
                 with sessions.open("a") as session:
@@ -337,7 +341,7 @@ class TestStopping:
                     pass
 
     async def test_ends_all_that_are_open(self) -> None:
-        """close_all ends every session that is open by then, and none that comes after."""
+        """Every session that is open by then ends, and none that comes after."""
         outcomes: list[str] = []
 
         async def owner(sessions: SessionRegistry, name: str) -> None:
@@ -361,7 +365,7 @@ class TestStopping:
             assert_quiescent(sessions)
 
     async def test_shows_its_phase_and_no_more(self) -> None:
-        """repr and phase tell how far a session got."""
+        """Both repr and phase tell how far a session got."""
         ends = Ends()
         async with SessionRegistry() as sessions:
             with sessions.open("a") as session:
@@ -409,6 +413,7 @@ class TestStopping:
 
 
 async def fail(_stream: object) -> None:
+    """An END that fails."""
     raise OSError("end")
 
 
@@ -486,6 +491,51 @@ class TestDrain:
         assert (ended, outcomes) == (["stream"], ["shutdown"])
         assert_quiescent(sessions)
 
+    async def test_drains_in_peace_where_the_server_is_cancelled(self) -> None:
+        """Starts and deadlines go on while a cancelled server drains, shielded."""
+        outcomes: dict[str, object] = {}
+        registry: list[SessionRegistry] = []
+        scope = anyio.CancelScope()
+
+        async def serve() -> None:
+            with scope:
+                async with SessionRegistry() as sessions:
+                    registry.append(sessions)
+                    try:
+                        await anyio.sleep_forever()
+                    finally:
+                        with anyio.CancelScope(shield=True):
+                            await sessions.drain(30)
+
+        async def open_() -> str:
+            await anyio.sleep(5)
+            return "stream"
+
+        async def start(sessions: SessionRegistry) -> None:
+            with sessions.open("start") as session:
+                outcomes["start"] = await session.start(open_)
+
+        async def late() -> AsyncGenerator[int, None]:
+            await anyio.sleep(20)
+            yield 1
+
+        async def stream(sessions: SessionRegistry) -> None:
+            with pytest.raises(StreamTimeout), sessions.open("stream") as session:
+                async with session.stream(late(), first_item=3) as items:
+                    await anext(items)
+            outcomes["stream"] = anyio.current_time() - began
+
+        async with anyio.create_task_group() as tasks:
+            began = anyio.current_time()
+            tasks.start_soon(serve)
+            await anyio.sleep(1)
+            tasks.start_soon(start, *registry)
+            tasks.start_soon(stream, *registry)
+            await anyio.sleep(1)
+            scope.cancel()
+        assert outcomes == {"start": "stream", "stream": pytest.approx(4)}
+        assert_quiescent(*registry)
+
     async def test_goes_on_ending_when_it_is_cancelled(self) -> None:
         """A cancelled registry still ends what it holds before it goes."""
         ended: list[object] = []
@@ -508,6 +558,11 @@ class TestDrain:
 
 @pytest.mark.anyio
 class TestRegistry:
+    async def test_refuses_an_end_timeout_that_is_no_number(self) -> None:
+        """Found out at the first END, it would take all other sessions down."""
+        with pytest.raises(ValueError, match="end_timeout"):
+            SessionRegistry(end_timeout=math.nan)
+
     async def test_is_entered_once(self) -> None:
         """A registry has one life."""
         sessions = SessionRegistry()
@@ -524,7 +579,7 @@ class TestRegistry:
             sessions.open("a")
 
     async def test_balances_at_every_moment(self) -> None:
-        """opened = live + the sum of the outcomes, whenever one looks."""
+        """Opened are the live + the sum of the outcomes, whenever one looks."""
         sessions: SessionRegistry
 
         def look(_event: object = None) -> None:
@@ -591,4 +646,180 @@ class TestRegistry:
 
 
 async def checkpointing(_stream: object) -> None:
+    """An END that takes a moment."""
     await checkpoint()
+
+
+@pytest.mark.anyio
+class TestFanOut:
+    """Several streams for one request: all of them or none."""
+
+    async def test_opens_all_and_ends_each_once(self) -> None:
+        """Every stream is opened, the lease goes when the last was, each is ended."""
+        gate, ended = Gate(slots=1), list[int | None]()
+        go = anyio.Event()
+
+        def child(i: int) -> tuple[Any, Any]:
+            async def open_() -> int:
+                if i == 1:
+                    await go.wait()
+                return i
+
+            async def end(value: int | None) -> None:
+                ended.append(value)
+
+            return open_, end
+
+        async with SessionRegistry() as sessions:
+            with sessions.open("a") as session:
+                lease = await gate.admit()
+                async with anyio.create_task_group() as tasks:
+                    opened: list[int] = []
+
+                    async def start() -> None:
+                        opened.extend(
+                            await session.start_all(
+                                [child(i) for i in range(3)], lease=lease
+                            )
+                        )
+
+                    tasks.start_soon(start)
+                    await anyio.wait_all_tasks_blocked()
+                    assert lease.held
+                    assert session.phase == "starting"
+                    go.set()
+                assert opened == [0, 1, 2]
+                assert not lease.held
+                assert ended == []
+            await session.quiet()
+            assert sorted(x for x in ended if x is not None) == [0, 1, 2]
+            assert_quiescent(gate, sessions)
+
+    async def test_ends_the_siblings_of_one_that_failed(self) -> None:
+        """peers-33: One failing child ends its siblings, also those still opening."""
+        ended = list[str]()
+
+        async def opened() -> str:
+            return "opened"
+
+        async def failing() -> str:
+            raise LookupError("no such model")
+
+        async def end(value: str | None) -> None:
+            ended.append(str(value))
+
+        gate = Gate(slots=1)
+        async with SessionRegistry() as sessions:
+            with sessions.open("a") as session:
+                lease = await gate.admit()
+                starts = [(opened, end), (failing, end), (opened, end)]
+                with pytest.raises(LookupError, match="no such model"):
+                    await session.start_all(starts, lease=lease)
+                assert not lease.held
+                await anyio.wait_all_tasks_blocked()
+                assert ended == ["opened", "opened"]
+                assert session.outcome is None
+                # It has an owner, and is quiet no earlier than that has left.
+                assert session.phase == "started"
+                with anyio.move_on_after(0.01) as waited:
+                    await session.quiet()
+                assert waited.cancelled_caught
+            await session.quiet()
+            assert ended == ["opened", "opened"]
+            assert_quiescent(gate, sessions)
+
+    async def test_raises_a_cancellation_at_once_and_ends_all(self) -> None:
+        """The caller leaves at once; what opens later is ended when it has opened."""
+        ended, go = list[str](), anyio.Event()
+
+        async def slow() -> str:
+            await go.wait()
+            return "slow"
+
+        async def end(value: str | None) -> None:
+            ended.append(str(value))
+
+        gate = Gate(slots=1)
+        async with SessionRegistry() as sessions:
+            session = sessions.open("a")
+            lease = await gate.admit()
+
+            async def owner() -> None:
+                with session:
+                    await session.start_all([(slow, end), (slow, end)], lease=lease)
+
+            async with anyio.create_task_group() as tasks:
+                tasks.start_soon(owner)
+                await anyio.wait_all_tasks_blocked()
+                tasks.cancel_scope.cancel()
+            assert session.outcome == "cancelled"
+            assert ended == []
+            go.set()
+            await session.quiet()
+            assert ended == ["slow", "slow"]
+            assert not lease.held
+            assert_quiescent(gate, sessions)
+
+    async def test_opens_nothing_where_nothing_is_asked(self) -> None:
+        """No streams are no streams, and nobody waits for them."""
+        async with SessionRegistry() as sessions:
+            with sessions.open("a") as session, anyio.fail_after(1):
+                assert await session.start_all([]) == []
+
+    async def test_refuses_where_the_session_is_over(self) -> None:
+        """Nothing is opened for a session that is closed, and the lease comes back."""
+        gate = Gate(slots=1)
+
+        async def open_() -> None:
+            raise AssertionError("opened")
+
+        async with SessionRegistry() as sessions:
+            session = sessions.open("a")
+            session.close()
+            lease = await gate.admit()
+            with pytest.raises(SessionEnded):
+                await session.start_all([(open_, None), (open_, None)], lease=lease)
+            assert not lease.held
+            assert_quiescent(gate, sessions)
+
+
+@pytest.mark.anyio
+class TestQuarantine:
+    """Sessions whose END failed."""
+
+    async def test_remembers_whose_end_failed(self) -> None:
+        """fault-10: The id of a session whose END failed is not given out unseen."""
+
+        async def open_() -> str:
+            return "stream"
+
+        async def end(_: str | None) -> None:
+            raise OSError("engine does not answer")
+
+        async with SessionRegistry(max_quarantined=2) as sessions:
+            for name in ("a", "b", "c"):
+                with sessions.open(name) as session:
+                    await session.start(open_, end=end)
+                await session.quiet()
+            assert sessions.quarantined() == ["b#2", "c#3"]
+            with pytest.raises(SessionExists, match="END failed"):
+                await sessions.open_when_free("c")
+            # Keys never repeat: an engine that goes by them may take the id again.
+            sessions.open("c").close()
+            sessions.release("c#3")
+            (await sessions.open_when_free("c")).close()
+            sessions.release(*sessions.quarantined())
+            assert sessions.quarantined() == []
+            assert sessions.statistics().ends_failed == 3
+
+
+@pytest.mark.anyio
+async def test_refuses_an_outcome_that_does_not_exist() -> None:
+    """A misspelt outcome is said so, and the session stays open to be closed."""
+    async with SessionRegistry() as sessions:
+        session = sessions.open("a")
+        with pytest.raises(ValueError, match="use one of completed"):
+            session.close("finished")  # type: ignore[arg-type]
+        assert session.outcome is None
+        assert session.close()
+        assert_quiescent(sessions)

@@ -1,7 +1,9 @@
 """Supervised start: begun once, settled always, ended once and only afterwards."""
 
 import asyncio
+import contextlib
 import gc
+import math
 import weakref
 from collections.abc import Awaitable, Callable
 from typing import Any
@@ -17,6 +19,7 @@ from lifecycle import (
     SessionRegistry,
     StartTimeout,
     StreamTimeout,
+    managed,
 )
 from lifecycle.events import EndFailed, SessionClosed, StartSettled
 from lifecycle.testing import (
@@ -46,9 +49,8 @@ class Engine:
         return "stream"
 
     async def end(self, stream: object) -> None:
-        assert self.begun == 1, "ended before it was begun"
-        assert stream in ("stream", None)
         self.ended_with.append(stream)
+        assert self.begun == 1, "ended before it was begun"
         await checkpoint()
         self.ended += 1
 
@@ -60,7 +62,7 @@ class Engine:
 
 
 def test_leaks_nothing_when_the_caller_is_cancelled_anywhere() -> None:
-    """Cancelled at any point and in any way: the lease is back, END sent once (fault-3)."""
+    """Cancelled anywhere, in any way: the lease is back, END sent once (fault-3)."""
 
     async def scenario(attempt: Attempt) -> None:
         seen = RecordingObserver()
@@ -96,7 +98,7 @@ def test_leaks_nothing_when_the_caller_is_cancelled_anywhere() -> None:
 
 
 def test_survives_a_native_cancel_of_its_own_task() -> None:
-    """asyncio's teardown cancels the registry's task at any point: END is tried once."""
+    """A native cancel of the registry's task at any point: END is tried once."""
 
     async def main(at: int) -> bool:
         engine = Engine(steps=3)
@@ -141,6 +143,7 @@ def test_survives_a_native_cancel_of_its_own_task() -> None:
     assert at > 4
 
 
+@pytest.mark.filterwarnings("ignore:coroutine .* was never awaited:RuntimeWarning")
 def test_tells_the_caller_where_the_task_never_ran() -> None:
     """Cancelled natively before its first step, a start settles with the registry."""
 
@@ -175,10 +178,31 @@ def test_tells_the_caller_where_the_task_never_ran() -> None:
         assert_quiescent(gate, sessions[0])
 
     asyncio.run(main())
+    gc.collect()
 
 
 class Abort(BaseException):
     """Neither an error nor a cancellation, like KeyboardInterrupt."""
+
+
+@pytest.mark.anyio
+async def test_raises_several_aborts_as_a_group() -> None:
+    """Only where there really are several, the registry raises a group."""
+    together = anyio.Event()
+
+    async def open_() -> str:
+        await together.wait()
+        raise Abort
+
+    with pytest.raises(BaseExceptionGroup) as caught:
+        async with SessionRegistry() as sessions, anyio.create_task_group() as tasks:
+            for name in "ab":
+                tasks.start_soon(sessions.open(name).start, open_)
+            await anyio.wait_all_tasks_blocked()
+            together.set()
+            await anyio.sleep_forever()
+    assert caught.group_contains(Abort, depth=1)
+    assert_quiescent(sessions)
 
 
 @pytest.mark.anyio
@@ -305,7 +329,7 @@ class TestStart:
         assert_quiescent(gate, sessions)
 
     async def test_goes_on_without_its_caller(self) -> None:
-        """The caller's cancellation is raised at once; open_ runs to its end, then END."""
+        """The caller's cancellation is raised at once; the start goes on, then END."""
         go_on = anyio.Event()
         engine = Engine()
 
@@ -325,7 +349,7 @@ class TestStart:
             assert (engine.opened, engine.ended_with) == (1, ["stream"])
 
     async def test_ends_only_after_it_settled(self) -> None:
-        """A session cancelled by id in the middle of its start ends after it (fault-4)."""
+        """A session cancelled by id while it starts ends after that (fault-4)."""
         go_on, opening = anyio.Event(), anyio.Event()
         order: list[str] = []
 
@@ -374,7 +398,7 @@ class TestStart:
     async def test_outlives_a_cancellation_that_leaks_from_user_code(
         self, where: str, anyio_backend_name: str
     ) -> None:
-        """A CancelledError of somebody else's task, raised by open_ or end, stays there."""
+        """A CancelledError of some other task, raised by open_ or end, stays there."""
         if anyio_backend_name != "asyncio":
             pytest.skip("trio has no cancellation without a scope")
 
@@ -411,7 +435,7 @@ class TestStart:
             assert_quiescent(sessions)
 
     async def test_keeps_nothing_of_its_caller(self, no_collector: None) -> None:
-        """What open_ closes over is gone once it has returned, also while it streams."""
+        """What open_ closes over is gone once it has returned."""
 
         class Payload: ...
 
@@ -454,22 +478,54 @@ class TestStart:
                 await session.start(open_, end=Engine().end)
 
         async with SessionRegistry() as sessions:
-            try:
+            with contextlib.suppress(OSError, SessionEnded):
                 await request(sessions)
-            except (OSError, SessionEnded):
-                pass
             with anyio.fail_after(2):
                 while sessions.statistics().closing:
                     await checkpoint()
             await anyio.wait_all_tasks_blocked()
             assert refs[0]() is None, gc.get_referrers(refs[0]())
 
+    async def test_frees_the_error_that_nobody_asked_for(
+        self, no_collector: None
+    ) -> None:
+        """What a start raised whose caller had left is in no cycle with the start."""
+
+        class Failure(Exception): ...
+
+        refs: list[weakref.ref[Failure]] = []
+        left = anyio.Event()
+
+        async def open_() -> str:
+            scope.cancel()
+            await left.wait()
+            error = Failure()
+            refs.append(weakref.ref(error))
+            try:
+                raise error
+            finally:
+                del error
+
+        async def request(sessions: SessionRegistry) -> None:
+            with scope, sessions.open("a") as session:
+                await session.start(open_)
+
+        scope = anyio.CancelScope()
+        async with SessionRegistry() as sessions:
+            await request(sessions)
+            left.set()
+            with anyio.fail_after(2):
+                while sessions.statistics().closing:
+                    await checkpoint()
+            assert len(refs) == 1
+            assert refs[0]() is None
+
 
 @virtual
 @pytest.mark.anyio
 class TestDeadlines:
     async def test_gives_up_in_time_and_ends_by_key(self) -> None:
-        """A start that takes too long is a deadline; what it sent is ended, with None."""
+        """A start that takes too long is a deadline, and is ended with None."""
         engine = Engine()
         gate = Gate(slots=1)
         seen = RecordingObserver()
@@ -481,7 +537,7 @@ class TestDeadlines:
 
         async with SessionRegistry(observer=seen) as sessions:
             began = anyio.current_time()
-            with pytest.raises(StartTimeout, match=r"within 7 s"):
+            with pytest.raises(StartTimeout, match="within 7 s"):
                 with sessions.open("a") as session:
                     lease = await gate.admit()
                     await session.start(open_, end=engine.end, lease=lease, timeout=7)
@@ -492,15 +548,31 @@ class TestDeadlines:
             assert [event.how for event in seen.of(StartSettled)] == ["unknown"]
             assert_quiescent(gate, sessions)
 
+    @pytest.mark.parametrize("timeout", [math.nan, None])
+    async def test_refuses_a_timeout_that_is_no_number(self, timeout: Any) -> None:
+        """It is the mistake of one caller, and the registry goes on for all others."""
+        gate, engine = Gate(slots=1), Engine()
+        async with SessionRegistry() as sessions:
+            with sessions.open("a") as session:
+                lease = gate.try_admit()
+                with pytest.raises((ValueError, TypeError), match="number"):
+                    await session.start(engine.open, lease=lease, timeout=timeout)
+                assert not lease.held
+            with sessions.open("b") as session:
+                assert await session.start(engine.open, end=engine.end) == "stream"
+            await session.quiet()
+            engine.assert_quiet()
+            assert_quiescent(gate, sessions)
+
     async def test_ends_a_start_whose_deadline_came_out_as_another_error(self) -> None:
-        """Libraries turn a cancellation into an error of theirs; the outcome is unknown."""
+        """A client may turn a cancellation into its own error: outcome unknown."""
         engine = Engine()
 
         async def open_() -> str:
             engine.begun += 1
             try:
                 await anyio.sleep(100)
-            except BaseException:  # noqa: BLE001
+            except BaseException:  # noqa: BLE001 - as such clients do
                 raise OSError("connection lost while cancelling") from None
             return "stream"
 
@@ -568,9 +640,33 @@ class TestDeadlines:
             assert anyio.current_time() - began < 1
         assert engine.ended_with == [None]
 
+    async def test_cuts_a_start_that_is_shut_down_alone(self) -> None:
+        """A single session that is stopped as shutdown does not wait either."""
+        engine = Engine()
+
+        async def open_() -> str:
+            engine.begun += 1
+            await anyio.sleep(1000)
+            return "stream"
+
+        async with SessionRegistry() as sessions:
+
+            async def stop() -> None:
+                await anyio.sleep(1)
+                sessions.get("a").stop("shutdown")
+
+            async with anyio.create_task_group() as tasks:
+                tasks.start_soon(stop)
+                with pytest.raises(SessionEnded), sessions.open("a") as session:
+                    await session.start(open_, end=engine.end, timeout=500)
+            began = anyio.current_time()
+            await session.quiet()
+            assert anyio.current_time() - began < 1
+        assert engine.ended_with == [None]
+
     @pytest.mark.parametrize("how", ["leave", "drain"])
     async def test_cuts_a_start_that_its_caller_has_left(self, how: str) -> None:
-        """Shutdown cuts starts of sessions that are closed already as well (fault-60)."""
+        """Shutdown cuts starts of sessions that are closed already (fault-60)."""
         engine = Engine()
 
         async def open_() -> str:
@@ -593,3 +689,56 @@ class TestDeadlines:
         """Both are deadlines, and both are TimeoutErrors."""
         assert issubclass(StartTimeout, TimeoutError)
         assert issubclass(StreamTimeout, TimeoutError)
+
+
+@pytest.mark.anyio
+async def test_keeps_lease_of_a_block_that_is_left_during_the_start() -> None:
+    """Leaving ``with lease:`` releases nothing while a start goes on with it."""
+    gate = Gate(slots=1)
+    began, go_on = anyio.Event(), anyio.Event()
+
+    async def open_() -> None:
+        began.set()
+        await go_on.wait()
+
+    async def work(sessions: SessionRegistry) -> None:
+        with sessions.open("a") as session:
+            with await gate.admit() as lease:
+                await session.start(open_, lease=lease)
+
+    async with SessionRegistry() as sessions:
+        async with anyio.create_task_group() as group:
+            group.start_soon(work, sessions)
+            await began.wait()
+            group.cancel_scope.cancel()
+        assert sessions.statistics().live == 0
+        assert gate.statistics().slots_in_use == 1
+        go_on.set()
+        await sessions.drain(deadline=1.0)
+        assert gate.statistics().slots_in_use == 0
+
+
+@pytest.mark.anyio
+async def test_keeps_lease_of_a_managed_stream_that_is_left_during_the_start() -> None:
+    """A managed function that passes its lease on does not lose it to its caller."""
+    gate = Gate(slots=1)
+    began, go_on = anyio.Event(), anyio.Event()
+
+    async def open_() -> Any:
+        began.set()
+        await go_on.wait()
+
+    async with SessionRegistry() as sessions:
+
+        @managed(gate=gate, sessions=sessions, key=lambda: "a")
+        async def answer(session: Any, lease: Any) -> Any:
+            return await session.start_all([(open_, None)], lease=lease)
+
+        async with anyio.create_task_group() as group:
+            group.start_soon(anext, answer())
+            await began.wait()
+            group.cancel_scope.cancel()
+        assert gate.statistics().slots_in_use == 1
+        go_on.set()
+        await sessions.drain(deadline=1.0)
+        assert gate.statistics().slots_in_use == 0

@@ -40,7 +40,7 @@ class Log(list[str]):
 
 
 def test_closes_its_source_when_cancelled_anywhere() -> None:
-    """Cancelled at any point, the source is closed in the block and on_close runs once."""
+    """Cancelled anywhere, the source is closed in the block, on_close runs once."""
 
     async def scenario(attempt: Attempt) -> None:
         log = Log()
@@ -98,7 +98,7 @@ class TestStream:
         assert repr(stream) == "<Stream closed, 3 items>"
 
     async def test_closes_what_was_broken_off(self) -> None:
-        """Breaking off the loop closes the source before the block is left, in this task."""
+        """Breaking off the loop closes the source before the block is left."""
         log = Log()
         async with Stream(log.source(), on_close=[log.closed]) as stream:
             async for _item in stream:
@@ -194,7 +194,7 @@ class TestStream:
         """A source that cannot be iterated is refused, and nothing else is said."""
         with warnings.catch_warnings():
             warnings.simplefilter("error")
-            with pytest.raises(AttributeError):
+            with pytest.raises(TypeError, match="asynchronous iterator"):
                 Stream(object())  # type: ignore[arg-type]
             gc.collect()
 
@@ -236,6 +236,7 @@ class TestStream:
 
 
 async def hang(log: Log | None = None) -> AsyncGenerator[int, None]:
+    """Give one item and then nothing any more."""
     yield 0
     try:
         await anyio.sleep_forever()
@@ -310,7 +311,7 @@ class TestStop:
             await anext(stream)
 
     async def test_is_told_to_close_while_it_waits(self) -> None:
-        """aclose of a running stream stops its reader instead of raising (fault-12)."""
+        """To close a running stream stops its reader instead of raising (fault-12)."""
         log = Log()
         stream = Stream(hang(log), on_close=[log.closed])
 
@@ -436,7 +437,7 @@ class TestDeadlines:
             assert sessions.statistics().outcomes["completed"] == 1
 
     async def test_counts_no_time_that_the_consumer_takes(self) -> None:
-        """idle is about the source: a slow consumer breaks nothing."""
+        """The idle deadline is about the source: a slow consumer breaks nothing."""
         async with SessionRegistry() as sessions:
             with sessions.open("a") as session:
                 source = self.paced(1, 1, 1)
@@ -446,7 +447,7 @@ class TestDeadlines:
                 assert stream.items == 3
 
     async def test_stops_a_consumer_that_is_over_the_total(self) -> None:
-        """total is about everything: it ends a slow consumer as well."""
+        """The total is about everything: it ends a slow consumer as well."""
         async with SessionRegistry() as sessions:
             with pytest.raises(StreamTimeout), sessions.open("a") as session:
                 async with session.stream(self.paced(1, 1), total=9) as stream:
@@ -509,6 +510,24 @@ class TestDeadlines:
         assert anyio.current_time() - began == pytest.approx(3)
         assert log == ["on_close"]
 
+    @pytest.mark.parametrize("limit", [0.0, -1.0, 1e-30])
+    @pytest.mark.parametrize("name", ["first_item", "idle"])
+    async def test_goes_on_beside_a_deadline_of_nothing(
+        self, name: str, limit: float
+    ) -> None:
+        """A wait that may take no time breaks its deadline, and stops nobody else."""
+        async with SessionRegistry() as sessions:
+            with (
+                pytest.raises(StreamTimeout, match=name),
+                sessions.open("a") as session,
+            ):
+                source = self.paced(0, 1) if name == "idle" else self.paced(1)
+                async with session.stream(source, **{name: limit}) as stream:
+                    await anyio.sleep(5)  # nobody waits for an item, so nobody is late
+                    async for _item in stream:
+                        pass
+            assert session.outcome == "deadline"
+
     @pytest.mark.parametrize("name", ["first_item", "idle", "total"])
     async def test_refuses_a_deadline_that_is_no_number(self, name: str) -> None:
         """NaN is a mistake, and would confuse the watchdog of everybody."""
@@ -518,6 +537,12 @@ class TestDeadlines:
                 with pytest.raises(ValueError, match=name):
                     session.stream(source, **{name: math.nan})
                 await source.aclose()
+
+
+def test_refuses_a_grace_that_is_no_number() -> None:
+    """Found out when the source is to be closed, it would be too late."""
+    with pytest.raises(ValueError, match="grace"):
+        Stream(Endless(), grace=math.nan)
 
 
 class Endless:

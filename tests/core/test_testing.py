@@ -39,6 +39,16 @@ def test_tries_every_suspension_point() -> None:
     assert set(outcomes) == {"completed", "cancelled"}
 
 
+def test_tries_one_backend_where_asked() -> None:
+    """A single backend, and the kinds that it has."""
+
+    async def scenario(attempt: Attempt) -> None:
+        await attempt(checkpoint())
+
+    points = cancel_everywhere(scenario, backends=("trio",))
+    assert set(points) == {"trio scope early", "trio scope late"}
+
+
 def test_cancels_twice_where_asked() -> None:
     """With double, a clean-up that awaits is cancelled as well."""
     cut = []
@@ -138,7 +148,7 @@ def test_gives_up_on_endless_coroutines() -> None:
         await attempt(victim())
 
     with pytest.raises(AssertionError, match="more than 5 suspension points"):
-        cancel_everywhere(scenario, most=5)
+        cancel_everywhere(scenario, backends=("trio",), most=5)
 
 
 def test_wants_exactly_one_attempt() -> None:

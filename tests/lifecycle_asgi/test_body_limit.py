@@ -96,6 +96,32 @@ async def test_drops_what_application_answers_after_refusal() -> None:
     assert b"oops" not in server.body
 
 
+@pytest.mark.parametrize("other", [None, OSError()])
+async def test_ends_refusal_that_arrives_in_a_group(other: Any) -> None:
+    """An application that reads in a task group is refused without a server error."""
+    server = ScriptedServer(b"x" * 11)
+
+    async def app(scope: Any, receive: Any, send: Any) -> None:
+        async with anyio.create_task_group() as tasks:
+            tasks.start_soon(receive)
+            await anyio.sleep(0.01)
+        raise AssertionError("never")
+
+    async def failing(scope: Any, receive: Any, send: Any) -> None:
+        try:
+            await app(scope, receive, send)
+        except BaseExceptionGroup as group:
+            raise BaseExceptionGroup("both", [other, *group.exceptions]) from None
+
+    if other is None:
+        await call(BodyLimit(app, max_bytes=10), server)
+    else:
+        with pytest.raises(BaseExceptionGroup) as caught:
+            await call(BodyLimit(failing, max_bytes=10), server)
+        assert caught.value.exceptions == (other,)
+    assert server.status == 413
+
+
 async def test_raises_once_response_has_begun() -> None:
     """Behind a response that began there is no 413 left: the error is raised."""
     server = ScriptedServer(b"x" * 11)

@@ -125,7 +125,7 @@ async def test_reads_ahead_no_more_than_allowed() -> None:
 
 
 async def test_leaves_application_alone_after_complete_response() -> None:
-    """Work behind the response is not the client's to cancel any more."""
+    """Work behind the response is not the client's to cancel any more (peers-39)."""
     server, done = ScriptedServer(), []
 
     async def app(scope: Any, receive: Any, send: Any) -> None:
@@ -301,7 +301,7 @@ async def _dispatch(request: Any, call_next: Any) -> Any:
 async def test_works_above_and_below_base_http_middleware(
     above: bool, form: str
 ) -> None:
-    """BaseHTTPMiddleware hides the client from what is below it, but not from us."""
+    """BaseHTTPMiddleware hides the client from those below it, not from us (peers-38)."""
     server, ends = ScriptedServer(b"body"), []
 
     async def body() -> Any:

@@ -136,7 +136,7 @@ def test_batch_is_bounded_below_the_slots() -> None:
 def test_leave_in_any_phase_frees_everything_at_once(
     scheduler: Scheduler, runner: Doctored, leave: str, steps: int
 ) -> None:
-    """Waiting, prefilled, decoding or at the last step: slot and payload are free."""
+    """Waiting, prefilled, decoding, at the last step: all of it is free (peers-22)."""
     start(scheduler, "a", 4)
     for _ in range(steps):
         scheduler.step()
@@ -233,6 +233,30 @@ def test_failing_decode_fails_that_step(scheduler: Scheduler, runner: Doctored) 
     assert {output.key for output in rest} == {"c"}
     assert rest[-1].finish is not None
     assert rest[-1].finish.reason == "completed"
+    assert_idle(scheduler, runner)
+
+
+def test_failing_clean_up_of_one_leaks_no_slot_of_the_others(
+    scheduler: Scheduler, runner: Doctored, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A step that fails in the middle leaves everybody where END finds them."""
+    start(scheduler, "a", 9)
+    start(scheduler, "b", 9)
+    scheduler.step()
+    scheduler.step()
+    runner.fail_decode = RuntimeError("no")
+    free = runner.free
+
+    def fail_once(slot: int) -> None:
+        free(slot)
+        monkeypatch.setattr(runner, "free", free)
+        raise RuntimeError("no device memory")
+
+    monkeypatch.setattr(runner, "free", fail_once)
+    with pytest.raises(RuntimeError, match="device memory"):
+        scheduler.step()
+    for key in ("a", "b"):
+        scheduler.end(key)
     assert_idle(scheduler, runner)
 
 

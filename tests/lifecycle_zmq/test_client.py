@@ -366,7 +366,7 @@ FAULTS: dict[str, Any] = {
 
 @pytest.mark.parametrize("fault", FAULTS)
 async def test_fault_of_the_engine_is_told_to_its_waiters(
-    fake_engine: Any, fault: str
+    fake_engine: Any, fault: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     """A broken protocol loses this engine, nothing more (`fault-40`, `fault-46`)."""
     async with connected(fake_engine) as client:
@@ -397,6 +397,9 @@ async def test_fault_of_the_engine_is_told_to_its_waiters(
             await client.end("a#1")
             await client.end("b#1")
         assert client.streams == 0
+    (line,) = caplog.messages
+    assert line.startswith("engine 7 is given up: protocol: ")
+    assert "canary" not in caplog.text
 
 
 async def test_items_after_the_finish_are_a_fault(fake_engine: Any) -> None:
@@ -478,20 +481,25 @@ async def test_end_works_while_everything_around_is_cancelled(
 
 
 async def test_fault_of_the_client_ends_its_waiters_only(
-    fake_engine: Any, monkeypatch: pytest.MonkeyPatch
+    fake_engine: Any,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
     """An unexpected error in the background task is told, never raised out."""
     async with connected(fake_engine) as client:
         stream = await started(client, fake_engine)
 
         def broken(*_: object, **__: object) -> None:
-            raise ZeroDivisionError
+            raise ZeroDivisionError("canary")
 
         monkeypatch.setattr(wire, "decode", broken)
         fake_engine.say(Kind.CHUNKS, chunk("a#1", 0, [1]))
         with anyio.fail_after(20), pytest.raises(EngineLost) as caught:
             await anext(stream)
         assert caught.value.reason == "client_fault"
+    (line,) = caplog.messages
+    assert "client_fault: ZeroDivisionError at test_client.py:" in line
+    assert "canary" not in caplog.text
 
 
 async def test_send_that_swallows_the_news_of_a_message_handles_it(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 import signal
 import subprocess
@@ -329,7 +330,7 @@ async def test_engine_that_never_gets_ready_is_replaced(
 async def test_restarts_back_off_and_recover(
     make_engine: MakeEngine, eventually: Any
 ) -> None:
-    """The delay doubles up to its limit, and starts again after a long service."""
+    """The delay doubles up to its limit, and begins anew after service (`fault-30`)."""
     async with make_engine(backoff=0.25, max_backoff=1.0) as engine:
         await engine.wait_ready()
         delays = []
@@ -438,6 +439,32 @@ async def test_cancelling_everything_leaves_nothing_behind(
                 await engine.wait_ready()
                 await collect(await engine.start("a#1", {"forever": True}))
         assert scope.cancelled_caught
+        assert psutil.Process().children() == []
+
+
+@pytest.mark.parametrize("anyio_backend", ["asyncio"])
+async def test_closing_is_finished_when_its_task_is_cancelled(
+    make_engine: MakeEngine,
+) -> None:
+    """A native cancel cuts the time to leave short, and leaves no process behind."""
+
+    async def serve() -> None:
+        async with make_engine(stop_timeout=20.0) as engine:
+            await engine.wait_ready()
+            assert engine.pid is not None
+            os.kill(engine.pid, signal.SIGSTOP)
+
+    with anyio.fail_after(15):
+        serving = asyncio.create_task(serve())
+        while not psutil.Process().children():
+            await asyncio.sleep(0.002)
+        child = psutil.Process().children()[0]
+        while child.status() != psutil.STATUS_STOPPED:
+            await asyncio.sleep(0.002)
+        await asyncio.sleep(0)
+        serving.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await serving
         assert psutil.Process().children() == []
 
 

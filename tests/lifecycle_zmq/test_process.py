@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 import shutil
 import subprocess
@@ -91,6 +92,7 @@ async def test_engine_leaves_with_its_parent_although_the_pipe_is_open(
         ("import os, signal; os.kill(os.getpid(), signal.SIGSEGV)", "segfault"),
         ("import os; os.abort()", "aborted"),
         ("import os, signal; os.kill(os.getpid(), signal.SIGUSR1)", "signal"),
+        ("import os; os.kill(os.getpid(), 40)", "signal"),
     ],
 )
 async def test_reason_tells_how_a_process_ended(
@@ -155,6 +157,40 @@ async def test_close_ends_the_whole_session_of_the_engine() -> None:
         # Reaped by init, if the container has one that does.
         while Path(f"/proc/{child}").exists() and "Z" not in _state(child):
             await anyio.sleep(0.002)
+
+
+async def test_output_without_end_is_read_in_bounded_turns(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """An engine that writes faster than it is read does not hold the loop up."""
+    process = EngineProcess([sys.executable, "-S", "-c", "input()"])
+    reads: list[int] = []
+
+    def endless(_descriptor: int, size: int) -> bytes:
+        reads.append(size)
+        assert len(reads) < 1000
+        return b"x" * size
+
+    with monkeypatch.context() as patch:
+        patch.setattr(process_module.os, "read", endless)
+        assert process.read_output()
+        assert process.output == "x" * 2**16
+    await process.close()
+
+
+@pytest.mark.parametrize("anyio_backend", ["asyncio"])
+async def test_close_is_finished_when_its_task_is_cancelled(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A native cancel gets through any shield; the descriptors are closed all the same."""
+    process = EngineProcess([sys.executable, "-S", "-c", "input()"])
+    monkeypatch.setattr(process, "wait", anyio.sleep_forever)
+    closing = asyncio.create_task(process.close())
+    await asyncio.sleep(0)
+    closing.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await closing
+    process.reap()
 
 
 def _state(pid: int) -> str:

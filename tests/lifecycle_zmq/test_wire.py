@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import msgpack
+import numpy as np
 import pytest
 from hypothesis import given, settings, strategies as st
 
@@ -272,9 +273,10 @@ def test_encode_refuses_deep_nesting() -> None:
         ({"x": [1, 2]}, "unencodable"),
         ({"x": b""}, "unencodable"),
         ({"x": memoryview(bytes(8))[::2]}, "unencodable"),
+        ({"x": np.zeros(2, "datetime64[s]")}, "unencodable"),
         ({str(n): b"x" for n in range(8)}, "too_large"),
     ],
-    ids=["list", "empty", "strided", "eight"],
+    ids=["list", "empty", "strided", "dates", "eight"],
 )
 def test_describe_refuses_what_cannot_be_sent(tensors: Any, code: str) -> None:
     """Tensors without plain contiguous memory are refused before anything is sent."""

@@ -1,0 +1,177 @@
+"""Mistakes that everybody makes once are answered with the remedy."""
+
+import logging
+import re
+from typing import Any
+
+import anyio
+import pytest
+
+import lifecycle
+from lifecycle import (
+    CostTooLarge,
+    Gate,
+    GateFull,
+    SessionExists,
+    SessionNotFound,
+    SessionRegistry,
+    Stream,
+    managed,
+    scrub,
+    strip,
+)
+
+pytestmark = pytest.mark.anyio
+
+SECRET = "the-secret-picture"
+
+
+async def words() -> Any:
+    yield "word"
+
+
+def test_refuses_order_that_there_is_not() -> None:
+    """A gate of an unknown order is refused, and would not silently be first come."""
+    with pytest.raises(ValueError, match="order must be 'fifo' or 'fair', not 'lifo'"):
+        Gate(order="lifo")  # type: ignore[arg-type]
+
+
+def test_names_wait_that_is_no_number() -> None:
+    """A wait in words is refused where it is given, by its name."""
+    with pytest.raises(TypeError, match="max_wait must be a number .*, not str"):
+        Gate(max_wait="10")  # type: ignore[arg-type]
+
+
+def test_names_no_payload_when_scrub_lacks_its_parentheses() -> None:
+    """``@scrub`` without names is refused where it is written, not at the call."""
+    with pytest.raises(TypeError, match=r'write @scrub\("picture"\)'):
+
+        @scrub  # type: ignore[arg-type]
+        async def describe(picture: Any) -> Any:
+            yield picture
+
+    with pytest.raises(TypeError) as mistake:
+        scrub("picture")(SECRET)  # type: ignore[arg-type]
+    assert SECRET not in str(mistake.value)
+
+
+async def test_names_function_that_does_not_stream() -> None:
+    """The error names the function as it is written, without its address."""
+
+    def plain() -> None: ...
+
+    async def coroutine(picture: Any) -> None: ...
+
+    with pytest.raises(TypeError, match=r"\.plain is neither .* make it `async def`"):
+        managed()(plain)  # type: ignore[type-var, arg-type]
+    with pytest.raises(
+        TypeError, match=r"\.coroutine is not an async generator .*@man"
+    ):
+        scrub("picture")(coroutine)  # type: ignore[arg-type]
+
+
+def test_refuses_one_path_to_keep_that_is_no_list() -> None:
+    """A string is not taken for a list of its letters."""
+    payload = {"a": {"b": 1}}
+    with pytest.raises(TypeError, match=r"list of paths, as in \['a.b'\]"):
+        strip(payload, keep="a.b")
+    assert payload == {"a": {"b": 1}}
+
+
+@pytest.mark.parametrize(
+    ("open_", "remedy"),
+    [
+        (words, "open_ returned async_generator.*without yield"),
+        (lambda: 5, "open_ returned int.*without yield"),
+        (5, "not int; pass the function itself, without calling it"),
+    ],
+)
+async def test_says_what_opens_a_stream(open_: Any, remedy: str) -> None:
+    """What cannot be awaited is refused, and the lease is given back."""
+    gate = Gate(slots=1)
+    async with SessionRegistry() as sessions:
+        with sessions.open("a") as session:
+            lease = await gate.admit()
+            with pytest.raises(TypeError, match=remedy):
+                await session.start(open_, lease=lease)
+    assert gate.statistics().slots_in_use == 0
+
+
+def test_refuses_stream_of_what_is_no_asynchronous_iterator() -> None:
+    """A list is refused where it is given, and not shown."""
+    with pytest.raises(TypeError, match="asynchronous iterator, not list") as mistake:
+        Stream([SECRET])  # type: ignore[arg-type]
+    assert SECRET not in str(mistake.value)
+
+
+async def test_logs_end_that_failed(caplog: pytest.LogCaptureFixture) -> None:
+    """A failed END is heard of without any observer, but for the words of its error."""
+
+    async def open_() -> None: ...
+
+    async def end(_: object) -> None:
+        raise KeyError(SECRET)
+
+    with caplog.at_level(logging.WARNING, "lifecycle"):
+        async with SessionRegistry() as sessions:
+            with sessions.open("a") as session:
+                await session.start(open_, end=end)
+    assert re.search(
+        r"END of session 'a#1' failed with KeyError at \S+test_mistakes.py:\d+; "
+        r"the engine may still hold it",
+        caplog.text,
+    )
+    assert SECRET not in caplog.text
+
+
+async def test_names_session_that_is_or_is_not_there() -> None:
+    """The error names the id that was asked for."""
+    async with SessionRegistry() as sessions:
+        with sessions.open("request-1"):
+            with pytest.raises(
+                SessionExists, match="a live session has id 'request-1'"
+            ):
+                sessions.open("request-1")
+        with pytest.raises(SessionNotFound, match="no live session has id 'request-1'"):
+            sessions.get("request-1")
+
+
+@pytest.mark.parametrize(
+    ("limits", "cost", "words"),
+    [
+        ({"bytes": 5}, {"bytes": 6}, "6 bytes can never pass gate 'gate' of 5 bytes"),
+        ({"slots": 1}, {"slots": 2}, "2 slots can never pass gate 'gate' of 1 slots"),
+        (
+            {"slots": 1, "bytes": 5},
+            {"slots": 2, "bytes": 6},
+            "2 slots and 6 bytes can never pass gate 'gate' of 1 slots and 5 bytes",
+        ),
+    ],
+)
+def test_names_limit_that_request_is_beyond(
+    limits: dict[str, int], cost: dict[str, int], words: str
+) -> None:
+    """What can never fit is told by which limit, and of no other."""
+    with pytest.raises(CostTooLarge, match=f"^a request of {words}; make it smaller$"):
+        Gate(**limits).try_admit(**cost)  # type: ignore[arg-type]
+
+
+async def test_says_that_gate_without_a_line_is_full() -> None:
+    """Where nobody may wait, no line is spoken of."""
+    gate = Gate(slots=1, max_waiting=0)
+    with await gate.admit():
+        async with anyio.create_task_group() as group:
+
+            async def other() -> None:
+                with pytest.raises(GateFull, match="has no room, and nobody may wait;"):
+                    await gate.admit()
+
+            group.start_soon(other)
+
+
+def test_shows_no_address_for_what_is_left_as_it_is() -> None:
+    """The default that means "as before" reads so in ``help()``."""
+    assert Gate.admit.__kwdefaults__ is not None
+    assert repr(Gate.admit.__kwdefaults__["max_wait"]) == "<as before>"
+    assert lifecycle.Gate.resize.__kwdefaults__ is not None
+    assert repr(Gate.resize.__kwdefaults__["slots"]) == "<as before>"

@@ -48,7 +48,9 @@ class Device(StrEnum):
 def serve(
     *,
     host: Annotated[str, typer.Option(help="Address to listen on.")] = "127.0.0.1",
-    port: Annotated[int, typer.Option(help="Port; 0 takes a free one.")] = 8000,
+    port: Annotated[
+        int, typer.Option(help="Port; 0 takes a free one.", min=0, max=65535)
+    ] = 8000,
     runner: Annotated[
         RunnerName, typer.Option(help="torch runs a checkpoint, sim needs none.")
     ] = RunnerName.torch,
@@ -61,28 +63,30 @@ def serve(
         str | None, typer.Option(help="Name that clients ask for.")
     ] = None,
     payload_bytes: Annotated[
-        int, typer.Option(help="Bytes of payloads that may be in the making.")
+        int, typer.Option(help="Bytes of payloads that may be in the making.", min=1)
     ] = 2 * 2**30,
     slots: Annotated[
-        int, typer.Option(help="Requests that may be in flight; 0 is unbounded.")
+        int,
+        typer.Option(help="Requests that may be in flight; 0 is unbounded.", min=0),
     ] = 256,
     max_waiting: Annotated[
-        int, typer.Option(help="Requests that may wait at each gate.")
+        int, typer.Option(help="Requests that may wait at each gate.", min=0)
     ] = 1024,
     max_wait: Annotated[
-        float, typer.Option(help="Seconds that a request may wait at a gate.")
+        float, typer.Option(help="Seconds that a request may wait at a gate.", min=0)
     ] = 60.0,
-    max_batch: Annotated[int, typer.Option(help="Requests in one step.")] = 8,
+    max_batch: Annotated[int, typer.Option(help="Requests in one step.", min=1)] = 8,
     max_length: Annotated[
-        int | None, typer.Option(help="Tokens of prompt and answer together.")
+        int | None, typer.Option(help="Tokens of prompt and answer together.", min=1)
     ] = None,
-    body_bytes: Annotated[int, typer.Option(help="The largest request body.")] = 64
-    * 2**20,
+    body_bytes: Annotated[
+        int, typer.Option(help="The largest request body.", min=1)
+    ] = 64 * 2**20,
     threads: Annotated[
-        int, typer.Option(help="Requests that are preprocessed at a time.")
+        int, typer.Option(help="Requests that are preprocessed at a time.", min=1)
     ] = 2,
     drain: Annotated[
-        float, typer.Option(help="Seconds that streams get at the end.")
+        float, typer.Option(help="Seconds that streams get at the end.", min=0)
     ] = 10.0,
     hints: Annotated[
         bool, typer.Option("--hints", help="Print what to try once it is ready.")

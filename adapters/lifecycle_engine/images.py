@@ -80,6 +80,8 @@ def _open(encoded: bytes, max_pixels: int) -> Image.Image:
 def _decode(encoded: bytes, max_pixels: int) -> Image.Image:
     with _open(encoded, max_pixels) as image:
         image.load()
+        if image.mode.startswith("I;16"):  # whose conversion clips, to a white image
+            return image.point(lambda value: value * (1 / 256)).convert("RGB")
         return image.convert("RGB")
 
 

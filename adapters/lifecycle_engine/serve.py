@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import signal
 import socket
+import warnings
 from collections.abc import Callable, Iterator
 from types import FrameType
 from typing import Any
@@ -171,9 +172,12 @@ def run(
         OSError: The address cannot be listened on.
         EngineLost: The engine ended before it ever served, with its last words.
     """
+    # Of what is wrong in clients' pictures: a line of the log for each of their tags.
+    warnings.filterwarnings("ignore", module=r"PIL\.")
     config = uvicorn.Config(
         app,
         http=_http_protocol(),
+        lifespan="on",  # without it there is no engine: say so, and do not serve
         log_level="warning",
         access_log=False,
         timeout_graceful_shutdown=2,

@@ -82,6 +82,14 @@ def test_decode_every_mode(mode: str) -> None:
     assert (image.mode, image.size) == ("RGB", (5, 9))
 
 
+@pytest.mark.parametrize("kind", ["PNG", "TIFF"])
+def test_decode_keeps_grey_of_sixteen_bits(kind: str) -> None:
+    """A grey of sixteen bits is scaled to eight; clipped, it would be white."""
+    grey = Image.new("I;16", (5, 9), 0x8040)
+    image = images.decode(encoded(grey, kind), 1, max_pixels=100)
+    assert image.getpixel((0, 0)) == (0x80, 0x80, 0x80)
+
+
 @pytest.mark.parametrize(
     ("data", "message"),
     [

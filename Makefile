@@ -13,7 +13,8 @@ MAKEFLAGS += --no-print-directory
 .NOTPARALLEL:
 export PYTHON
 
-.PHONY: help demo test serve bench docs lint types pytest wheel gpu-check clean
+.PHONY: help demo test serve bench docs lint types pytest wheel soak coverage-of-cases \
+  gpu-check clean
 
 help:
 	@echo 'make demo       run the server, a real engine and 32 unreliable clients; show that nothing leaks'
@@ -23,6 +24,8 @@ help:
 	@echo 'make types      mypy, strict'
 	@echo 'make pytest     the tests with coverage; make pytest ARGS="-k gate" runs some of them'
 	@echo 'make wheel      build the wheel and import it with anyio alone installed'
+	@echo 'make soak       a million seeded schedules of the core; make soak ARGS=5000 for fewer'
+	@echo 'make coverage-of-cases  which known failures of such servers have a test, or a reason why not'
 	@echo 'make bench      every figure in the documentation, measured again'
 	@echo 'make docs       the documentation, as HTML under docs/_build/html'
 	@echo 'make gpu-check  the engine on a CUDA device, with the Python that is there (PY=...)'
@@ -64,6 +67,12 @@ endif
 wheel: .venv/.ready
 	@echo '== wheel'
 	@sh scripts/check-wheel.sh
+
+soak: .venv/.ready
+	@$(BIN)/python tests/sim/soak.py $(or $(ARGS),1000000)
+
+coverage-of-cases: .venv/.ready
+	@$(BIN)/python scripts/coverage_of_cases.py
 
 bench: .venv/.ready
 	@for file in benchmarks/bench_*.py; do \

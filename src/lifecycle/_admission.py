@@ -119,6 +119,7 @@ class Admission(Books):
     def _decide(
         self, lease: Lease, *, wait: bool
     ) -> tuple[Waiter | None, Refused | None]:
+        hash(lease.key)  # raises here, where nothing is charged yet
         straight_in = not (self.unresumed if wait else self.waiting)
         if not self.closed and straight_in and self.fits(lease.cost):
             self.charge(lease)

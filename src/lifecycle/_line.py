@@ -66,6 +66,12 @@ class Lanes:
         """See `Line.push`."""
         lane = self._lanes.get(ticket.priority)
         if lane is None:
+            # Before it is a lane: one that cannot be sorted would stop them all.
+            if not isinstance(ticket.priority, int):
+                raise ValueError(
+                    f"priority must be a whole number, not "
+                    f"{type(ticket.priority).__name__}"
+                )
             lane = self._lanes[ticket.priority] = deque()
             self._order = [self._lanes[p] for p in sorted(self._lanes, reverse=True)]
         lane.append(ticket)

@@ -13,7 +13,15 @@ OUTCOMES: Final[tuple[Outcome, ...]] = get_args(Outcome)
 
 
 def outcome_of(exc: BaseException | None, cancelled_as: Outcome) -> Outcome:
-    """What a session that is left by *exc* is counted as."""
+    """What a session that is left by *exc* is counted as.
+
+    Always an outcome that exists: whoever leaves a block cannot be told otherwise.
+    """
+    outcome = _outcome_of(exc, cancelled_as)
+    return outcome if outcome in OUTCOMES else "failed"
+
+
+def _outcome_of(exc: BaseException | None, cancelled_as: Outcome) -> Outcome:
     match exc:
         case None | StopAsyncIteration():
             return "completed"

@@ -107,6 +107,9 @@ class Session:
         Args:
             value: The payload. Drop every other reference to it.
             nbytes: Its size in bytes, for the registry's statistics.
+
+        Raises:
+            ValueError: *nbytes* is negative or not a whole number.
         """
         place = object()
         payload = Payload(

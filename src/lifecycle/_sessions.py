@@ -14,6 +14,7 @@ from ._decorators import Decorator, managed
 from ._errors import GateClosed, SessionExists, SessionNotFound
 from ._park import loop_clock, loop_post
 from ._session import Session
+from ._ticket import whole
 from ._watchdog import Watchdog
 from .events import (
     DrainFinished,
@@ -322,8 +323,8 @@ class SessionRegistry:
 
     def boxed(self, nbytes: int) -> None:
         """Called by sessions: count a payload in."""
+        self._payload_bytes += whole("nbytes", nbytes)
         self._payloads += 1
-        self._payload_bytes += nbytes
 
     def unboxed(self, nbytes: int) -> None:
         """Called by sessions: count a payload out."""

@@ -1,6 +1,7 @@
 """Gate: who gets in, in which order, and what the books say meanwhile."""
 
 import math
+from typing import Any
 
 import anyio
 import pytest
@@ -446,3 +447,35 @@ async def test_tells_its_observer_what_its_books_say() -> None:
     assert (refused.reason, refused.slots, refused.bytes) == ("full", 1, 0)
     assert seen.events[0].waited_s == 0.0
     assert seen.events[3].waited_s >= 0.0
+
+
+async def test_refuses_a_priority_that_cannot_be_sorted() -> None:
+    """It harms nobody who comes after it."""
+    gate = Gate(slots=1)
+    lease = gate.try_admit()
+    async with anyio.create_task_group() as tasks:
+        crowd = Crowd(gate, tasks)
+        await crowd.come("before")
+        for priority in ("1", None, 1.5):
+            with pytest.raises(ValueError, match="priority"):
+                await gate.admit(priority=priority)  # type: ignore[arg-type]
+        await crowd.come("after", priority=5)
+        lease.release()
+        await anyio.wait_all_tasks_blocked()
+        assert crowd.order == ["after"]
+        crowd.leases["after"].release()
+        await anyio.wait_all_tasks_blocked()
+        crowd.leases["before"].release()
+    assert_quiescent(gate)
+
+
+async def test_refuses_a_key_that_is_none() -> None:
+    """One that cannot be looked up is charged with nothing."""
+    gate = Gate(slots=1, order="fair")
+    key: Any = ["tenant"]
+    with pytest.raises(TypeError, match="unhashable"):
+        gate.try_admit(key=key)
+    with gate.try_admit(), pytest.raises(TypeError, match="unhashable"):
+        await gate.admit(key=key)
+    assert gate.statistics().admitted == 1
+    assert_quiescent(gate)

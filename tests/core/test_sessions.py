@@ -823,3 +823,34 @@ async def test_refuses_an_outcome_that_does_not_exist() -> None:
         assert session.outcome is None
         assert session.close()
         assert_quiescent(sessions)
+
+
+@pytest.mark.anyio
+@pytest.mark.parametrize("leave", ["cancelled_as", "error"])
+async def test_leaves_a_block_also_by_an_outcome_that_does_not_exist(
+    leave: str,
+) -> None:
+    """Who leaves in an odd way is counted as failed, and has left."""
+    async with SessionRegistry() as sessions:
+        with anyio.CancelScope() as scope:
+            if leave == "error":
+                with pytest.raises(SessionEnded), sessions.open("s"):
+                    raise SessionEnded("odd", outcome="odd")
+            else:
+                with sessions.open("s") as session:
+                    session.cancelled_as = "odd"  # type: ignore[assignment]
+                    scope.cancel()
+                    await checkpoint()
+        assert sessions.statistics().outcomes["failed"] == 1
+        assert_quiescent(sessions)
+
+
+@pytest.mark.anyio
+@pytest.mark.parametrize("nbytes", ["1", None, 1.5, -1])
+async def test_boxes_whole_sizes_only(nbytes: Any) -> None:
+    """A size that cannot be added up is refused before it is counted."""
+    async with SessionRegistry() as sessions:
+        with sessions.open("s") as session:
+            with pytest.raises(ValueError, match="nbytes"):
+                session.box(b"", nbytes=nbytes)
+            assert sessions.statistics().payloads == 0

@@ -6,7 +6,7 @@ import io
 from collections.abc import Callable
 from typing import TypeVar
 
-from PIL import Image, UnidentifiedImageError
+from PIL import Image, ImageOps, UnidentifiedImageError
 
 from .processor import BadImage
 from .structure import objection
@@ -36,7 +36,7 @@ def guarded(position: int, step: Callable[[], T]) -> T:
 
 
 def decode(encoded: bytes, position: int, *, max_pixels: int) -> Image.Image:
-    """Decode an image to RGB; of an animation, its first frame.
+    """Decode an image to RGB, the right side up; of an animation, its first frame.
 
     Args:
         encoded: The file's bytes, in one of `FORMATS`.
@@ -80,6 +80,7 @@ def _open(encoded: bytes, max_pixels: int) -> Image.Image:
 def _decode(encoded: bytes, max_pixels: int) -> Image.Image:
     with _open(encoded, max_pixels) as image:
         image.load()
+        ImageOps.exif_transpose(image, in_place=True)
         if image.mode.startswith("I;16"):  # whose conversion clips, to a white image
             return image.point(lambda value: value * (1 / 256)).convert("RGB")
         return image.convert("RGB")

@@ -90,6 +90,31 @@ def test_decode_keeps_grey_of_sixteen_bits(kind: str) -> None:
     assert image.getpixel((0, 0)) == (0x80, 0x80, 0x80)
 
 
+@pytest.mark.parametrize("kind", ["JPEG", "PNG", "WEBP", "TIFF"])
+def test_decode_turns_a_photo_the_right_side_up(kind: str) -> None:
+    """What a camera notes of its orientation is what the model sees."""
+    photo = Image.new("RGB", (16, 8), "red")
+    photo.paste("blue", (0, 0, 8, 8))  # its left half, which becomes the top
+    tags = Image.Exif()
+    tags[0x0112] = 6
+    out = io.BytesIO()
+    photo.save(out, kind, exif=tags)
+    image = images.decode(out.getvalue(), 1, max_pixels=1000)
+    assert image.size == (8, 16)
+    red, _green, blue = image.getpixel((4, 2))
+    assert blue > 200
+    assert red < 50
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning")  # Pillow's, of the tags
+@pytest.mark.parametrize("tags", [b"MM\0*\xff\xff\xff\xff", b"junk", b"II*\0\x08"])
+def test_decode_takes_a_photo_whose_tags_are_junk(tags: bytes) -> None:
+    """Tags that cannot be read turn nothing, and are no reason to refuse."""
+    out = io.BytesIO()
+    Image.new("RGB", (16, 8)).save(out, "JPEG", exif=b"Exif\0\0" + tags)
+    assert images.decode(out.getvalue(), 1, max_pixels=1000).size == (16, 8)
+
+
 @pytest.mark.parametrize(
     ("data", "message"),
     [

@@ -130,13 +130,17 @@ def picture() -> str:
     high = _ROW * len(MACHINES) + 20
     names = ", ".join(machine.name.lower() for machine in MACHINES)
     parts = [
-        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {wide} {high}" '
-        f'font-family="ui-sans-serif, system-ui, Helvetica, Arial, sans-serif" '
-        f'role="img" aria-label="State machines of {names}">',
+        (
+            f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {wide} {high}" '
+            f'font-family="ui-sans-serif, system-ui, Helvetica, Arial, sans-serif" '
+            f'role="img" aria-label="State machines of {names}">'
+        ),
         f"<style>{_STYLE}</style>",
-        '<defs><marker id="arrow" viewBox="0 0 10 10" refX="9" refY="5" '
-        'markerWidth="7" markerHeight="7" orient="auto">'
-        '<path d="M0 0 10 5 0 10z" fill="#2186eb"/></marker></defs>',
+        (
+            '<defs><marker id="arrow" viewBox="0 0 10 10" refX="9" refY="5" '
+            'markerWidth="7" markerHeight="7" orient="auto">'
+            '<path d="M0 0 10 5 0 10z" fill="#2186eb"/></marker></defs>'
+        ),
         f'<rect class="paper" width="{wide}" height="{high}" rx="10"/>',
     ]
     for row, machine in enumerate(MACHINES):
@@ -147,16 +151,22 @@ def picture() -> str:
 def _machine(machine: Machine, top: int) -> list[str]:
     parts = [
         f'<text class="name" x="{_LEFT}" y="{top - 78}">{machine.name}</text>',
-        f'<text class="small" x="{_LEFT + 86}" y="{top - 78}">'
-        f"{escape(machine.about)}</text>",
+        (
+            f'<text class="small" x="{_LEFT + 86}" y="{top - 78}">'
+            f"{escape(machine.about)}</text>"
+        ),
     ]
     for column, state in enumerate(machine.states):
         x, last = _LEFT + column * _COLUMN, column == len(machine.states) - 1
         parts += [
-            f'<rect class="{"end" if last else "state"}" x="{x}" y="{top}" '
-            f'width="{_WIDE}" height="{_HIGH}" rx="8"/>',
-            f'<text class="state-text{" on-dark" if last else ""}" '
-            f'x="{x + _WIDE // 2}" y="{top + 23}">{escape(state)}</text>',
+            (
+                f'<rect class="{"end" if last else "state"}" x="{x}" y="{top}" '
+                f'width="{_WIDE}" height="{_HIGH}" rx="8"/>'
+            ),
+            (
+                f'<text class="state-text{" on-dark" if last else ""}" '
+                f'x="{x + _WIDE // 2}" y="{top + 23}">{escape(state)}</text>'
+            ),
         ]
     for step in machine.steps:
         parts += _arc(step, top) if step.lift else _straight(step, top)
@@ -182,9 +192,11 @@ def _arc(step: Step, top: int) -> list[str]:
     peak = y - step.lift
     bend = 40 * side
     return [
-        f'<path class="step" d="M{start} {y}C{start} {peak} {start} {peak} '
-        f"{start + bend} {peak}H{end - bend}"
-        f'C{end} {peak} {end} {peak} {end} {y}"/>',
+        (
+            f'<path class="step" d="M{start} {y}C{start} {peak} {start} {peak} '
+            f"{start + bend} {peak}H{end - bend}"
+            f'C{end} {peak} {end} {peak} {end} {y}"/>'
+        ),
         *_words(step.words, (start + end) // 2, peak - 5, peak - 5),
     ]
 

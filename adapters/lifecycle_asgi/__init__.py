@@ -3,6 +3,7 @@
 Map of the package::
 
     _types       the ASGI callables, as types                 (floor)
+    _owned       sources of a response that are closed with the request
     _request     RequestScope: what a request knows of its client
     _inbox       Inbox: what was read and not yet asked for
     _progress    Progress: how far the answer has come

@@ -26,16 +26,20 @@ class request_scope:  # noqa: N801 - it reads as a function: `async with request
             own, and cancelled when the block is left first. An `OSError` of it says
             that the connection is lost, so that the client is gone, too. Any other
             error of it cancels the block and is raised where the block is left.
+        grace: Seconds that each thing that the request owns may take to close.
 
     A server that cancels the task of whoever left, as grpc.aio does, and aiohttp with
     ``handler_cancellation``, needs none of this: say ``session.cancelled_as =
     "client_gone"`` there.
     """
 
-    __slots__ = ("_failure", "_gone", "_request", "_tasks", "_work")
+    __slots__ = ("_failure", "_gone", "_grace", "_request", "_tasks", "_work")
 
-    def __init__(self, gone: Callable[[], Awaitable[object]]) -> None:
+    def __init__(
+        self, gone: Callable[[], Awaitable[object]], *, grace: float = 5.0
+    ) -> None:
         self._gone = gone
+        self._grace = grace
         self._failure: Exception | None = None
         self._request = RequestScope()
         self._work = anyio.CancelScope()
@@ -64,12 +68,15 @@ class request_scope:  # noqa: N801 - it reads as a function: `async with request
             The client's ends here; any other propagates.
         """
         swallowed = bool(self._work.__exit__(exc_type, exc, traceback))
-        self._request.end()
         # Only the watcher is left to wait for, and it is stopping. Being cancelled in
         # that wait would lose an error of the block.
         self._tasks.cancel_scope.shield = True
-        self._tasks.cancel_scope.cancel()
-        await self._tasks.__aexit__(None, None, None)
+        try:
+            await self._request.close(self._grace)
+        finally:
+            self._request.end()
+            self._tasks.cancel_scope.cancel()
+            await self._tasks.__aexit__(None, None, None)
         failure, self._failure = self._failure, None
         if swallowed and failure is not None:
             raise failure

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, MutableMapping
+from collections.abc import AsyncIterator
 from typing import Any, Literal, Protocol, TypeVar
 
 from lifecycle_asgi._owned import Begun, Closable, begun, close_all
@@ -36,9 +36,10 @@ class RequestScope:
     the task that the server called, whatever became of the response.
     """
 
-    __slots__ = ("_attached", "_client_gone", "_live", "_owned")
+    __slots__ = ("_attached", "_cancelled_when_gone", "_client_gone", "_live", "_owned")
 
-    def __init__(self) -> None:
+    def __init__(self, *, cancelled_when_gone: bool = False) -> None:
+        self._cancelled_when_gone = cancelled_when_gone
         self._attached: list[Attachable] = []
         self._owned: list[Closable] = []
         self._client_gone = False
@@ -70,7 +71,7 @@ class RequestScope:
                 has left already it is told at once.
         """
         self._attached.append(session)
-        if self._client_gone:
+        if self._client_gone or self._cancelled_when_gone:
             session.cancelled_as = "client_gone"
 
     def own(self, source: S) -> S:
@@ -128,7 +129,7 @@ class RequestScope:
         self._attached.clear()
 
 
-def request_of(scope: MutableMapping[str, Any]) -> RequestScope:
+def request_of(scope: Any) -> RequestScope:
     """The `RequestScope` of an ASGI scope.
 
     Args:

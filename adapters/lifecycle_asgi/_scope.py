@@ -26,22 +26,24 @@ class request_scope:  # noqa: N801 - it reads as a function: `async with request
             own, and cancelled when the block is left first. An `OSError` of it says
             that the connection is lost, so that the client is gone, too. Any other
             error of it cancels the block and is raised where the block is left.
+            ``None``: the server itself cancels the task of whoever left, as grpc.aio
+            does, and aiohttp with ``handler_cancellation``. Then every cancellation
+            from outside counts as leaving, and propagates.
         grace: Seconds that each thing that the request owns may take to close.
-
-    A server that cancels the task of whoever left, as grpc.aio does, and aiohttp with
-    ``handler_cancellation``, needs none of this: say ``session.cancelled_as =
-    "client_gone"`` there.
     """
 
     __slots__ = ("_failure", "_gone", "_grace", "_request", "_tasks", "_work")
 
     def __init__(
-        self, gone: Callable[[], Awaitable[object]], *, grace: float = 5.0
+        self,
+        gone: Callable[[], Awaitable[object]] | None = None,
+        *,
+        grace: float = 5.0,
     ) -> None:
         self._gone = gone
         self._grace = grace
         self._failure: Exception | None = None
-        self._request = RequestScope()
+        self._request = RequestScope(cancelled_when_gone=gone is None)
         self._work = anyio.CancelScope()
 
     async def __aenter__(self) -> RequestScope:
@@ -52,7 +54,8 @@ class request_scope:  # noqa: N801 - it reads as a function: `async with request
         """
         self._tasks = anyio.create_task_group()
         await self._tasks.__aenter__()
-        self._tasks.start_soon(self._watch)
+        if self._gone is not None:
+            self._tasks.start_soon(self._watch, self._gone)
         self._work.__enter__()
         return self._request
 
@@ -68,6 +71,8 @@ class request_scope:  # noqa: N801 - it reads as a function: `async with request
             The client's ends here; any other propagates.
         """
         swallowed = bool(self._work.__exit__(exc_type, exc, traceback))
+        if self._gone is None and isinstance(exc, anyio.get_cancelled_exc_class()):
+            self._request.leave()
         # Only the watcher is left to wait for, and it is stopping. Being cancelled in
         # that wait would lose an error of the block.
         self._tasks.cancel_scope.shield = True
@@ -82,9 +87,9 @@ class request_scope:  # noqa: N801 - it reads as a function: `async with request
             raise failure
         return swallowed
 
-    async def _watch(self) -> None:
+    async def _watch(self, gone: Callable[[], Awaitable[object]]) -> None:
         try:
-            await self._gone()
+            await gone()
         except OSError:
             self._request.leave()
         except Exception as error:  # noqa: BLE001 - raised where the block is left

@@ -106,6 +106,21 @@ async def test_propagates_outside_cancellation_when_client_left_too() -> None:
     assert not behind
 
 
+async def test_takes_cancellation_for_leaving_where_the_server_cancels() -> None:
+    """A server that cancels whoever left needs no listener: what is attached knows."""
+    async with SessionRegistry() as sessions:
+        with anyio.CancelScope() as server:
+            async with request_scope() as request:
+                with sessions.open("a") as session:
+                    request.attach(session)
+                    assert not request.client_gone
+                    server.cancel()
+                    await anyio.sleep_forever()
+        assert server.cancelled_caught
+        assert request.client_gone
+        assert sessions.statistics().outcomes["client_gone"] == 1
+
+
 async def test_hears_client_of_plain_asyncio_server(anyio_backend_name: str) -> None:
     """A reader at its end is all that it takes on a bare socket."""
     if anyio_backend_name != "asyncio":

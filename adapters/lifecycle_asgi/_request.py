@@ -25,6 +25,13 @@ class Attachable(Protocol):
     def cancelled_as(self, outcome: Literal["client_gone"]) -> None: ...
 
 
+class Body(Protocol):
+    """What bounds the request's body: `BodyLimit`, with a gate."""
+
+    def release(self) -> None:
+        """Give back what the body was admitted with."""
+
+
 class RequestScope:
     """The request's view of its client, found in ``scope["lifecycle"]``.
 
@@ -36,12 +43,20 @@ class RequestScope:
     the task that the server called, whatever became of the response.
     """
 
-    __slots__ = ("_attached", "_cancelled_when_gone", "_client_gone", "_live", "_owned")
+    __slots__ = (
+        "_attached",
+        "_cancelled_when_gone",
+        "_client_gone",
+        "_live",
+        "_owned",
+        "body",
+    )
 
     def __init__(self, *, cancelled_when_gone: bool = False) -> None:
         self._cancelled_when_gone = cancelled_when_gone
         self._attached: list[Attachable] = []
         self._owned: list[Closable] = []
+        self.body: Body | None = None
         self._client_gone = False
         self._live = True
 
@@ -105,6 +120,16 @@ class RequestScope:
         self.own(Begun([], source))
         return await begun(source)
 
+    def release_body(self) -> None:
+        """Say that the request's body is gone: the next one may come in. Idempotent.
+
+        Call it at hand-off, where nothing refers to the body any more. Without a
+        `BodyLimit` with a gate it does nothing.
+        """
+        body, self.body = self.body, None
+        if body is not None:
+            body.release()
+
     async def close(self, grace: float) -> None:
         """Called by the middleware: close what is owned; see `close_all`.
 
@@ -126,6 +151,7 @@ class RequestScope:
         Servers keep the ASGI scope of an idle connection until its next request.
         """
         self._live = False
+        self.body = None
         self._attached.clear()
 
 

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from functools import partial
+from typing import TYPE_CHECKING
 
 import anyio
 from starlette.applications import Starlette
@@ -24,6 +27,9 @@ from .live import LiveView
 from .media import MediaLimits
 from .processor import Processor
 from .service import Deadlines, Engine, Service
+
+if TYPE_CHECKING:
+    from lifecycle_metrics import Metrics
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -59,8 +65,10 @@ def create_app(
     *,
     gate: Gate,
     in_flight: Gate | None = None,
+    bodies: Gate | None = None,
     settings: AppSettings | None = None,
     observer: Observer | None = None,
+    metrics: Metrics | None = None,
 ) -> Starlette:
     """Make the application; its lifespan runs the engine and the sessions.
 
@@ -70,8 +78,11 @@ def create_app(
         gate: Over the bytes of payloads, until hand-off. Requests of text alone
             do not pass it.
         in_flight: Over all requests, until their end; unbounded if left out.
+        bodies: Over the bytes of bodies, until hand-off; by default room for eight of
+            the largest.
         settings: The rest.
-        observer: Told of sessions, starts, payloads and drains.
+        observer: Told of sessions, starts, payloads and drains; *metrics* for one.
+        metrics: What ``/metrics`` tells; it is made to watch gates and sessions.
 
     Returns:
         The application; ``app.state.service`` is its `Service`.
@@ -89,6 +100,7 @@ def create_app(
             text_chars=settings.text_chars,
             body_idle=settings.body_idle,
         ),
+        bodies=bodies or Gate(bytes=8 * settings.body_bytes, name="bodies"),
         payloads=gate,
         in_flight=in_flight or Gate(name="in_flight"),
         threads=anyio.CapacityLimiter(settings.threads),
@@ -98,11 +110,11 @@ def create_app(
         ),
     )
     app = Starlette(
-        routes=_routes(service),
-        lifespan=lambda _: service.running(),
+        routes=_routes(service, metrics),
+        lifespan=lambda _: _running(service, metrics),
         middleware=[
             Middleware(LifecycleMiddleware),
-            Middleware(BodyLimit, max_bytes=settings.body_bytes),
+            Middleware(BodyLimit, max_bytes=settings.body_bytes, gate=service.bodies),
         ],
         exception_handlers={HTTPException: _http_error, Exception: _internal_error},
     )
@@ -110,8 +122,16 @@ def create_app(
     return app
 
 
-def _routes(service: Service) -> list[Route]:
-    live = LiveView(service)
+@asynccontextmanager
+async def _running(service: Service, metrics: Metrics | None) -> AsyncIterator[None]:
+    async with service.running():
+        if metrics is not None:
+            metrics.watch(*service.gates, service.sessions)
+        yield
+
+
+def _routes(service: Service, metrics: Metrics | None) -> list[Route]:
+    live = LiveView(service, metrics)
     chat = ChatCompletions(service)
     return [
         Route("/v1/chat/completions", chat, methods=["POST"]),
@@ -119,6 +139,7 @@ def _routes(service: Service) -> list[Route]:
         Route("/v1/models/{model}", live.model),
         Route("/health", live.health),
         Route("/ready", live.ready),
+        Route("/metrics", live.metrics),
         Route("/_lifecycle/status", live.status),
         Route("/_lifecycle/requests", live.requests),
     ]

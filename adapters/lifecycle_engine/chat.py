@@ -78,6 +78,7 @@ class ChatCompletions:
             except _NOT_RUN:
                 session.close("refused")
                 raise
+            request.release_body()
             limits = service.deadlines
             items = session.stream(
                 source,

@@ -61,12 +61,14 @@ class Metrics:
         )
 
     def watch(self, *parts: Gate | SessionRegistry) -> None:
-        """Tell at each scrape what *parts* hold.
+        """Tell at each scrape what *parts* hold. Idempotent.
 
         Raises:
-            ValueError: A gate of that name is watched already.
+            ValueError: Another gate of that name is watched already.
         """
         for part in parts:
+            if part in self._gates or part in self._registries:
+                continue
             if isinstance(part, SessionRegistry):
                 self._registries.append(part)
                 continue

@@ -68,7 +68,8 @@ def test_tells_of_a_gate_without_limits() -> None:
 def test_refuses_two_gates_of_one_name() -> None:
     """Two gates in one series would be a lie."""
     metrics = Metrics()
-    metrics.watch(Gate(name="a"))
+    gate = Gate(name="a")
+    metrics.watch(gate, gate)
     with pytest.raises(ValueError, match="'a' is watched already"):
         metrics.watch(Gate(name="a"))
 

@@ -203,6 +203,21 @@ def checkpoint(
     typer.echo(f"{out}")
 
 
+@cli.command()
+def doctor() -> None:
+    """Say what is wrong with this machine, or could be better, and what to do."""
+    from .doctor import examine
+
+    marks = {"fine": "  ok", "note": "note", "bad": " BAD"}
+    bad = 0
+    for finding in examine():
+        typer.echo(f"{marks[finding.state]}  {finding.what}: {finding.found}")
+        if finding.remedy:
+            typer.echo(f"      -> {finding.remedy}")
+        bad += finding.state == "bad"
+    raise typer.Exit(1 if bad else 0)
+
+
 def _metrics() -> Metrics | None:
     try:
         from lifecycle_metrics import Metrics

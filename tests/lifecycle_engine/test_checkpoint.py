@@ -75,10 +75,12 @@ def test_other_sizes_match_generate(
     chat = Chat([Message("user", [picture(99, 150), "see"])], max_tokens=16)
     prepared = QwenProcessor(tmp_path).prepare(chat)
     prompt = Prompt(prepared.request["input_ids"], dict(prepared.tensors))
-    tokens = [runner.prefill(7, prompt)]
-    while len(tokens) < 16:
-        tokens += runner.decode([7], tokens[-1:])
-    assert tokens == generate(prepared, 16, model=runner.model)
+    emitted = [runner.prefill(7, prompt, 0, len(prompt.input_ids))]
+    while len(emitted) < 16:
+        emitted += runner.decode([7])
+    assert [each.token for each in emitted] == generate(
+        prepared, 16, model=runner.model
+    )
 
 
 def test_unknown_family_raises(tmp_path: Path) -> None:

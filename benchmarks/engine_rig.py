@@ -28,13 +28,13 @@ class Rig:
         slots: int,
         tokens: int,
     ) -> None:
+        from lifecycle_engine.chat_processor import ChatProcessor
         from lifecycle_engine.checkpoint import Sizes, build
-        from lifecycle_engine.qwen_processor import QwenProcessor
         from lifecycle_engine.transformers_runner import TransformersRunner
 
         build(folder, sizes=Sizes(**sizes))
         self.tokens = tokens
-        self.processor = QwenProcessor(folder)
+        self.processor = ChatProcessor(folder)
         self.runner = TransformersRunner.load(
             folder, device=device, dtype=dtype, slots=slots, max_length=2048
         )

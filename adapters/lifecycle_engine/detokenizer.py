@@ -36,6 +36,10 @@ class ByteDetokenizer:
             data, self._strip = data.removeprefix(b" "), False
         return self._decoder.decode(data)
 
+    def spell(self, token: int) -> bytes:
+        """Return the bytes of one token, whatever was pushed."""
+        return self._bytes_of.get(token, b"")
+
     def flush(self) -> str:
         """Return what is left; U+FFFD for half a character."""
         return self._decoder.decode(b"", final=True)

@@ -106,6 +106,10 @@ class Detokenizer(Protocol):
         """Take further ids and return the text that they complete."""
         ...
 
+    def spell(self, token: int) -> bytes:
+        """Return the bytes of one token, whatever was pushed."""
+        ...
+
     def flush(self) -> str:
         """Return what is left when no id will follow; U+FFFD for half a character."""
         ...

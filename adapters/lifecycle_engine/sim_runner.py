@@ -69,6 +69,7 @@ class SimRunner:
         self._kv: dict[int, bytearray] = {}
         self._next: dict[int, int] = {}
         self._digest: dict[int, int] = {}
+        self._logprobs: dict[int, int | None] = {}
 
     @property
     def kv_bytes(self) -> int:
@@ -100,6 +101,7 @@ class SimRunner:
         """Copy and read a chunk as a device would; the last one begins the text."""
         if not start:
             self._kv[slot] = bytearray()
+            self._logprobs[slot] = prompt.sampling.logprobs
             self._digest[slot] = self._read_pixels(prompt)
         ids = prompt.input_ids[start:stop]
         text = b"".join(b"%d," % token for token in ids)
@@ -122,6 +124,7 @@ class SimRunner:
         self._kv.pop(slot, None)
         self._next.pop(slot, None)
         self._digest.pop(slot, None)
+        self._logprobs.pop(slot, None)
 
     def status(self) -> dict[str, Any]:
         """Return the memory that the running requests hold."""
@@ -139,4 +142,8 @@ class SimRunner:
         index = self._next[slot]
         self._next[slot] = (index + 1) % len(_TEXT)
         token = _TEXT[index]
-        return Emitted([token], token)
+        if (count := self._logprobs[slot]) is None:
+            return Emitted([token], token)
+        # As sure of everything as it is.
+        top = [[token, 0.0]][:count]
+        return Emitted({"token": token, "logprob": 0.0, "top": top}, token)

@@ -46,6 +46,7 @@ def _build(options: argparse.Namespace) -> Scheduler:
         return Scheduler(
             build_runner(options),
             max_batch=options.max_batch,
+            max_waiting=options.max_waiting,
             max_tokens=options.max_tokens,
             chunk=options.chunk,
         )
@@ -106,6 +107,7 @@ def _parser() -> argparse.ArgumentParser:
     add("--threads", type=_positive, default=1, help="CPU threads of torch")
     add("--slots", type=_positive, help="KV slots; default: --max-batch")
     add("--max-batch", type=_positive, default=8, help="requests that run at a time")
+    add("--max-waiting", type=_positive, help="requests in line; default: any number")
     add("--max-tokens", type=_positive, help="the most that a request may ask for")
     add("--max-length", type=_positive, default=8192, help="tokens of a KV slot")
     add("--chunk", type=_positive, default=512, help="prompt tokens of one step")

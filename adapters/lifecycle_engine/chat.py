@@ -8,24 +8,32 @@ the stream has ever held the body, an image or a tensor.
 from __future__ import annotations
 
 import time
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from contextlib import ExitStack
+from functools import partial
 from typing import Any
 
-import anyio.lowlevel
+import anyio
 import anyio.to_thread
 
-from lifecycle import Lease, Payload, Session, SessionEnded
+from lifecycle import Lease, Payload, Session, SessionEnded, Stream
 from lifecycle_asgi import request_of
-from lifecycle_zmq import EngineFailed, RequestRejected
+from lifecycle_zmq import RequestRejected
 
+from .answers import Answer, Streamed, Whole
 from .api_errors import describe
 from .incoming import ClientLeft, Incoming, request_id
 from .openai_wire import Completion, Usage
 from .processor import BadChat, BadImage, Chat
 from .replies import Reply
 from .service import Service
+from .shared import Shared
+from .texts import Texts
 
+Items = AsyncIterator[Any]
+Opening = tuple[
+    Callable[[], Awaitable[Items]], Callable[[Items | None], Awaitable[None]]
+]
 _NOT_RUN = (BadChat, BadImage, RequestRejected)
 
 
@@ -74,47 +82,66 @@ class ChatCompletions:
             held.enter_context(await service.in_flight.admit())
             usage = Usage()
             try:
-                source = await self._start(session, box, incoming.estimate, usage)
+                streams = await self._start(session, box, incoming, usage)
             except _NOT_RUN:
                 session.close("refused")
                 raise
             request.release_body()
-            limits = service.deadlines
-            items = session.stream(
+            await self._answer(streams, incoming, usage, reply)
+
+    async def _start(
+        self, session: Session, box: Payload[Chat], incoming: Incoming, usage: Usage
+    ) -> list[Stream[Any]]:
+        """Admit, preprocess and hand over; the lease ends with this call."""
+        service = self._service
+        lease: Lease | None = None
+        if incoming.estimate:  # text alone has none, and never waits for bytes
+            lease = await service.payloads.admit(bytes=incoming.estimate)
+        shared = Shared(
+            partial(self._prepare, box, lease, usage, incoming.choices),
+            choices=incoming.choices,
+        )
+        del box
+        starts = [
+            self._one(session, shared, index, incoming.choices)
+            for index in range(incoming.choices)
+        ]
+        limits = service.deadlines
+        sources = await session.start_all(starts, lease=lease, timeout=limits.start)
+        return [
+            session.stream(
                 source,
                 first_item=limits.first_token,
                 idle=limits.idle,
                 total=limits.total,
             )
-            del source
-            async with items:
-                await self._answer(items, incoming, usage, reply)
+            for source in sources
+        ]
 
-    async def _start(
-        self, session: Session, box: Payload[Chat], estimate: int, usage: Usage
-    ) -> AsyncIterator[Any]:
-        """Admit, preprocess and hand over; the lease ends with this call."""
-        service = self._service
-        lease: Lease | None = None
-        if estimate:  # text alone has none, and never waits for bytes
-            lease = await service.payloads.admit(bytes=estimate)
+    def _one(
+        self, session: Session, shared: Shared, index: int, choices: int
+    ) -> Opening:
+        """How one of the choices is opened and ended."""
+        engine = self._service.engine
+        key = session.key if choices == 1 else f"{session.key}-{index}"
 
         async def open_() -> AsyncIterator[Any]:
-            request, tensors = await self._prepare(session, box, lease, usage)
+            request, tensors = await shared.take(index)
             if session.outcome is not None:
                 # Closed meanwhile: what raises here is not started, so not ended.
                 raise SessionEnded("closed before hand-off", outcome=session.outcome)
-            return await service.engine.start(session.key, request, tensors)
+            nbytes = sum(int(tensor.nbytes) for tensor in tensors.values())
+            handed = session.box(tensors, nbytes=nbytes)
+            del tensors
+            return await engine.start(key, request, handed)
 
         async def end(_: AsyncIterator[Any] | None) -> None:
-            await service.engine.end(session.key)
+            await engine.end(key)
 
-        return await session.start(
-            open_, end=end, lease=lease, timeout=service.deadlines.start
-        )
+        return open_, end
 
     async def _prepare(
-        self, session: Session, box: Payload[Chat], lease: Lease | None, usage: Usage
+        self, box: Payload[Chat], lease: Lease | None, usage: Usage, choices: int
     ) -> tuple[dict[str, Any], Payload[Mapping[str, Any]]]:
         processor = self._service.processor
 
@@ -129,73 +156,59 @@ class ChatCompletions:
             prepare, limiter=self._service.threads
         )
         if lease is not None:
-            lease.settle(bytes=tensors.nbytes)
-        return request, session.box(tensors.take(), nbytes=tensors.nbytes)
+            lease.settle(bytes=tensors.nbytes * choices)
+        return request, tensors
 
     async def _answer(
-        self, items: AsyncIterator[Any], incoming: Incoming, usage: Usage, reply: Reply
+        self,
+        streams: Sequence[Stream[Any]],
+        incoming: Incoming,
+        usage: Usage,
+        reply: Reply,
     ) -> None:
-        service = self._service
         completion = Completion(
             id=f"chatcmpl-{reply.request_id}",
             created=int(time.time()),
-            model=service.model,
+            model=self._service.model,
             include_usage=incoming.include_usage,
         )
-        texts = _Texts(items, service.processor.detokenizer(), usage)
-        if not incoming.stream:
-            text = "".join([text async for text in texts])
-            await reply.json(200, completion.whole(text, texts.finish_reason, usage))
-            return
-        # The status is not sent before the first token: until then a failure can
-        # still be an answer that clients retry.
-        first = True
-        async for text in texts:
-            if first:
-                await reply.event(completion.first())
-                first = False
-            if text:
-                await reply.event(completion.text(text))
-        if first:
-            await reply.event(completion.first())
-        await reply.event(completion.last(texts.finish_reason))
-        if incoming.include_usage:
-            await reply.event(completion.usage(usage))
-        await reply.done()
+        kind = Streamed if incoming.stream else Whole
+        answer = kind(completion, reply, len(streams))
+        if len(streams) == 1:
+            await self._read(streams[0], 0, incoming.stop, usage, answer)
+        else:
+            await self._read_all(streams, incoming.stop, usage, answer)
+        await answer.done(usage)
 
-
-class _Texts:
-    """The text of a stream of token ids, and why it ended.
-
-    An iterator and not a generator: a generator that is left is closed by the
-    garbage collector, in another task.
-    """
-
-    def __init__(
-        self, items: AsyncIterator[Any], detokenizer: Any, usage: Usage
+    async def _read_all(
+        self,
+        streams: Sequence[Stream[Any]],
+        stop: Sequence[str],
+        usage: Usage,
+        answer: Answer,
     ) -> None:
-        self._items = items
-        self._detokenizer = detokenizer
-        self._usage = usage
-        self._over = False
-        self.finish_reason = ""
+        """Read all choices at a time; the first that fails ends the others."""
+        try:
+            async with anyio.create_task_group() as tasks:
+                for index, items in enumerate(streams):
+                    tasks.start_soon(self._read, items, index, stop, usage, answer)
+        except ExceptionGroup as group:
+            first = group.exceptions[0]
+        else:
+            return
+        raise first
 
-    def __aiter__(self) -> _Texts:
-        return self
-
-    async def __anext__(self) -> str:
-        if self._over:
-            raise StopAsyncIteration
-        async for item in self._items:
-            if isinstance(item, dict):
-                self.finish_reason = str(item["finish_reason"])
-                continue
-            self._usage.completion_tokens += len(item)
-            return str(self._detokenizer.push(item))
-        self._over = True
-        if not self.finish_reason:
-            # Whoever ended the session ended the stream, too: hear that first.
-            await anyio.lowlevel.checkpoint_if_cancelled()
-            message = "the stream ended without a finish_reason"
-            raise EngineFailed("stream_cut", message)
-        return str(self._detokenizer.flush())
+    async def _read(
+        self,
+        items: Stream[Any],
+        index: int,
+        stop: Sequence[str],
+        usage: Usage,
+        answer: Answer,
+    ) -> None:
+        async with items:
+            detokenizer = self._service.processor.detokenizer()
+            texts = Texts(items, detokenizer, usage, stop)
+            async for piece in texts:
+                await answer.piece(index, piece)
+            await answer.finished(index, texts.finish_reason)

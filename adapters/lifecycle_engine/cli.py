@@ -261,10 +261,10 @@ def make_processor(folder: Path | None) -> Processor:
 
         return SimProcessor()
     from ._hf import hf
-    from .qwen_processor import QwenProcessor
+    from .chat_processor import ChatProcessor
 
     hf("set_verbosity_error", "utils.logging")()
-    return QwenProcessor(folder)
+    return ChatProcessor(folder)
 
 
 def default_checkpoint(cache: Path | None = None) -> Path:

@@ -53,11 +53,13 @@ class Incoming:
 
     Attributes:
         chat: For the processor; take it once.
-        estimate: Bytes that it will need in this process until hand-off; 0 for
-            text alone, which never waits for bytes.
+        estimate: Bytes that it will need until hand-off, a copy for each choice;
+            0 for text alone, which never waits for bytes.
         images: How many images it has.
         stream: Whether the answer is to be streamed.
         include_usage: Whether the stream ends with a usage chunk.
+        choices: How many answers are to be given.
+        stop: Strings that end an answer.
     """
 
     chat: Payload[Chat] = field(repr=False)
@@ -65,6 +67,8 @@ class Incoming:
     images: int
     stream: bool
     include_usage: bool
+    choices: int = 1
+    stop: tuple[str, ...] = field(default=(), repr=False)
 
 
 class ClientLeft(Exception):
@@ -163,14 +167,20 @@ class Intake:
             self._defaults.temperature if temperature is None else temperature,
             request.seed,
             bool(request.ignore_eos),
+            1.0 if request.top_p is None else request.top_p,
+            (request.top_logprobs or 0) if request.logprobs else None,
+            request.user or "",
         )
+        choices = request.n or 1
         weight = sum(one.encoded for one in measures)
         return Incoming(
             Payload(chat, nbytes=weight),
-            estimate_bytes(measures),
+            estimate_bytes(measures) * choices,
             len(measures),
             bool(request.stream),
             bool(options and options.include_usage),
+            choices,
+            tuple(request.stop),
         )
 
     async def _read_body(self, receive: Any) -> bytes:

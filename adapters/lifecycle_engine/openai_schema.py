@@ -27,17 +27,12 @@ _UNSUPPORTED: dict[str, tuple[Any, ...]] = {
     "function_call": ("none", "auto"),
     "functions": ([],),
     "logit_bias": ({},),
-    "logprobs": (False,),
     "modalities": (["text"],),
-    "n": (1,),
     "presence_penalty": (0,),
     "reasoning_effort": ("none",),
     "response_format": ({"type": "text"},),
-    "stop": ([], ""),
     "tool_choice": ("none", "auto"),
     "tools": ([],),
-    "top_logprobs": (0,),
-    "top_p": (1,),
     "web_search_options": (),
 }
 
@@ -46,6 +41,8 @@ _UNSUPPORTED: dict[str, tuple[Any, ...]] = {
 # that has more commas and brackets than this has more tokens than the wire takes.
 _MAX_VALUES = 2**18
 _MAX_PARTS = 4096
+# Each is a request of its own to the engine, and has its own copy of the images.
+_MAX_CHOICES = 16
 
 
 class _Strict(BaseModel):
@@ -80,6 +77,12 @@ def _as_parts(content: Any) -> Any:
     if isinstance(content, str):
         return [{"type": "text", "text": content}]
     return content
+
+
+def _as_strings(stop: Any) -> Any:
+    if stop is None or stop == "":
+        return []
+    return [stop] if isinstance(stop, str) else stop
 
 
 class ChatMessage(_Strict):
@@ -121,16 +124,20 @@ class ChatRequest(_Strict):
     stream_options: StreamOptions | None = None
     user: str | None = Field(default=None, max_length=256)
     ignore_eos: bool | None = None
+    n: int | None = Field(default=None, ge=1, le=_MAX_CHOICES)
+    stop: Annotated[
+        list[Annotated[str, Field(min_length=1, max_length=256)]],
+        Field(max_length=4, fail_fast=True),
+        BeforeValidator(_as_strings),
+    ] = []
+    top_p: float | None = Field(default=None, ge=0, le=1)
+    logprobs: bool | None = None
+    top_logprobs: int | None = Field(default=None, ge=0, le=20)
 
     # Typed although unsupported, so that a wrong type is told as such; not what is
     # inside, as pydantic makes an error of each and a request may have many.
-    n: int | None = None
-    stop: str | list[Any] | None = None
-    top_p: float | None = None
     frequency_penalty: float | None = None
     presence_penalty: float | None = None
-    logprobs: bool | None = None
-    top_logprobs: int | None = None
     logit_bias: dict[str, Any] | None = None
     tools: list[Any] | None = None
     functions: list[Any] | None = None
@@ -184,6 +191,9 @@ def _refuse_unsupported(request: ChatRequest) -> None:
         if value is not None and value not in harmless:
             message = f"{name} is not supported by this server; leave it out"
             raise bad_request(message, param=name, code="unsupported_parameter")
+    if request.top_logprobs and not request.logprobs:
+        message = "top_logprobs is only allowed with logprobs"
+        raise bad_request(message, param="top_logprobs")
     if request.stream_options is not None and not request.stream:
         message = "stream_options is only allowed with stream"
         raise bad_request(message, param="stream_options")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+from collections.abc import Awaitable, Callable
 from contextlib import suppress
 
 from lifecycle import CostTooLarge, Gate, GateClosed, Lease, Refused
@@ -24,6 +25,8 @@ class BodyTooLarge(Exception):
 
 
 _REFUSALS = (BodyTooLarge, Refused)
+Headers = list[tuple[bytes, bytes]]
+Answer = Callable[[Scope, BodyTooLarge | Refused], tuple[int, Headers, bytes]]
 
 
 class BodyLimit:
@@ -48,15 +51,25 @@ class BodyLimit:
         app: The application to wrap.
         max_bytes: The largest body to let through.
         gate: Admits the bytes of bodies.
+        answer: Says no in the form of the application's own errors, given the scope
+            and why. By default it is JSON in the form of OpenAI's.
     """
 
-    def __init__(self, app: App, *, max_bytes: int, gate: Gate | None = None) -> None:
+    def __init__(
+        self,
+        app: App,
+        *,
+        max_bytes: int,
+        gate: Gate | None = None,
+        answer: Answer | None = None,
+    ) -> None:
         if max_bytes < 0:
             message = f"max_bytes must not be negative, got {max_bytes}"
             raise ValueError(message)
         self._app = app
         self._max_bytes = max_bytes
         self._gate = gate
+        self._answer = answer or openai_answer
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Serve one connection.
@@ -66,18 +79,24 @@ class BodyLimit:
         """
         if scope["type"] != "http":
             await self._app(scope, receive, send)
-            return
-        declared = _declared(scope)
-        if declared > self._max_bytes:
-            await _refuse(send, BodyTooLarge(self._max_bytes))
-            return
-        meter = _Meter(receive, send, self._max_bytes, self._gate)
+        elif (declared := _declared(scope)) > self._max_bytes:
+            await _say(send, self._answer(scope, BodyTooLarge(self._max_bytes)))
+        else:
+            await self._metered(scope, receive, send, declared)
+
+    async def _metered(
+        self, scope: Scope, receive: Receive, send: Send, declared: int
+    ) -> None:
+        async def refuse(refusal: BodyTooLarge | Refused) -> None:
+            await _say(send, self._answer(scope, refusal))
+
+        meter = _Meter(receive, send, refuse, self._max_bytes, self._gate)
+        request = scope.get(KEY)
+        if isinstance(request, RequestScope):
+            request.body = meter
         try:
             if declared:
                 await meter.admit(declared)
-            request = scope.get(KEY)
-            if isinstance(request, RequestScope):
-                request.body = meter
             await self._app(scope, meter.receive, meter.send)
         except _REFUSALS:
             if not meter.refused:
@@ -102,16 +121,23 @@ class _Meter:
         "_over",
         "_read",
         "_receive",
+        "_refuse",
         "_send",
         "_started",
         "refused",
     )
 
     def __init__(
-        self, receive: Receive, send: Send, limit: int, gate: Gate | None
+        self,
+        receive: Receive,
+        send: Send,
+        refuse: Callable[[BodyTooLarge | Refused], Awaitable[None]],
+        limit: int,
+        gate: Gate | None,
     ) -> None:
         self._receive = receive
         self._send = send
+        self._refuse = refuse
         self._limit = limit
         self._gate = gate
         self._lease: Lease | None = None
@@ -168,7 +194,7 @@ class _Meter:
     async def _answer(self, refusal: BodyTooLarge | Refused) -> None:
         if not self._started:
             self._started = self.refused = True
-            await _refuse(self._send, refusal)
+            await self._refuse(refusal)
 
 
 def _declared(scope: Scope) -> int:
@@ -180,7 +206,16 @@ def _declared(scope: Scope) -> int:
     return 0
 
 
-async def _refuse(send: Send, refusal: BodyTooLarge | Refused) -> None:
+async def _say(send: Send, answer: tuple[int, Headers, bytes]) -> None:
+    status, headers, body = answer
+    await send({"type": "http.response.start", "status": status, "headers": headers})
+    await send({"type": "http.response.body", "body": body})
+
+
+def openai_answer(
+    _scope: Scope, refusal: BodyTooLarge | Refused
+) -> tuple[int, Headers, bytes]:
+    """Return status, headers and body of a refusal, in the form of OpenAI's API."""
     status, code, message, headers = _told(refusal)
     kind = "invalid_request_error" if status == 413 else "server_error"
     error = {"message": message, "type": kind, "param": None, "code": code}
@@ -189,13 +224,12 @@ async def _refuse(send: Send, refusal: BodyTooLarge | Refused) -> None:
         (b"content-type", b"application/json"),
         (b"content-length", str(len(body)).encode()),
     ]
-    await send({"type": "http.response.start", "status": status, "headers": headers})
-    await send({"type": "http.response.body", "body": body})
+    return status, headers, body
 
 
 def _told(
     refusal: BodyTooLarge | Refused,
-) -> tuple[int, str, str, list[tuple[bytes, bytes]]]:
+) -> tuple[int, str, str, Headers]:
     if isinstance(refusal, BodyTooLarge):
         message = f"The request body is larger than {refusal.limit} bytes; send less"
         return 413, "request_too_large", message, []

@@ -6,7 +6,7 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import anyio
 from starlette.applications import Starlette
@@ -16,15 +16,18 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
-from lifecycle import Gate, SessionRegistry
+from lifecycle import Gate, Refused, SessionRegistry
 from lifecycle.events import Observer
-from lifecycle_asgi import BodyLimit, LifecycleMiddleware
+from lifecycle_asgi import BodyLimit, BodyTooLarge, LifecycleMiddleware
 
-from .api_errors import ApiError
-from .chat import ChatCompletions
+from .api_errors import ApiError, describe
+from .dialect import Dialect, dump
+from .generate import Generate
 from .incoming import ChatDefaults, Intake
 from .live import LiveView
 from .media import MediaLimits
+from .messages_wire import ANTHROPIC
+from .openai_dialect import OPENAI
 from .processor import Processor
 from .service import Deadlines, Engine, Service
 
@@ -114,7 +117,12 @@ def create_app(
         lifespan=lambda _: _running(service, metrics),
         middleware=[
             Middleware(LifecycleMiddleware),
-            Middleware(BodyLimit, max_bytes=settings.body_bytes, gate=service.bodies),
+            Middleware(
+                BodyLimit,
+                max_bytes=settings.body_bytes,
+                gate=service.bodies,
+                answer=_refusal,
+            ),
         ],
         exception_handlers={HTTPException: _http_error, Exception: _internal_error},
     )
@@ -132,9 +140,9 @@ async def _running(service: Service, metrics: Metrics | None) -> AsyncIterator[N
 
 def _routes(service: Service, metrics: Metrics | None) -> list[Route]:
     live = LiveView(service, metrics)
-    chat = ChatCompletions(service)
     return [
-        Route("/v1/chat/completions", chat, methods=["POST"]),
+        Route("/v1/chat/completions", Generate(service, OPENAI), methods=["POST"]),
+        Route("/v1/messages", Generate(service, ANTHROPIC), methods=["POST"]),
         Route("/v1/models", live.models),
         Route("/v1/models/{model}", live.model),
         Route("/health", live.health),
@@ -145,21 +153,37 @@ def _routes(service: Service, metrics: Metrics | None) -> list[Route]:
     ]
 
 
-async def _http_error(_: Request, error: Exception) -> Response:
+def _dialect(path: str) -> Dialect:
+    return ANTHROPIC if path.startswith("/v1/messages") else OPENAI
+
+
+def _refusal(
+    scope: Any, refusal: BodyTooLarge | Refused
+) -> tuple[int, list[tuple[bytes, bytes]], bytes]:
+    """What `BodyLimit` answers, in the form of the API that was asked."""
+    response = _response(scope["path"], describe(refusal) or _INTERNAL)
+    return response.status_code, response.raw_headers, bytes(response.body)
+
+
+async def _http_error(request: Request, error: Exception) -> Response:
     assert isinstance(error, HTTPException)
     code = {404: "not_found", 405: "method_not_allowed"}.get(error.status_code, "http")
     problem = ApiError(error.status_code, error.detail, code=code)
-    response = _response(problem)
+    response = _response(request.url.path, problem)
     response.headers.update(error.headers or {})
     return response
 
 
-async def _internal_error(_: Request, error: Exception) -> Response:
+async def _internal_error(request: Request, error: Exception) -> Response:
     del error  # logged by the server; a client learns nothing of it
-    return _response(
-        ApiError(500, "The server failed; see its log", code="internal_error")
-    )
+    return _response(request.url.path, _INTERNAL)
 
 
-def _response(error: ApiError) -> Response:
-    return Response(error.body, error.status, media_type="application/json")
+def _response(path: str, error: ApiError) -> Response:
+    status, document = _dialect(path).error(error, None)
+    response = Response(dump(document), status, media_type="application/json")
+    response.raw_headers += error.headers
+    return response
+
+
+_INTERNAL = ApiError(500, "The server failed; see its log", code="internal_error")

@@ -45,7 +45,7 @@ class LiveView:
         if request.path_params["model"] == self._service.model:
             return JSONResponse(self._model())
         error = unknown_model(self._service.model)
-        return Response(error.body, error.status, media_type="application/json")
+        return JSONResponse({"error": error.fields}, error.status)
 
     async def health(self, _: Request) -> Response:
         """``GET /health``: this process answers."""

@@ -1,79 +1,26 @@
-"""Generators that never hold their payload in a frame."""
+"""Functions that stream and never hold their payload in a frame."""
 
 from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable
-from typing import Any, Generic, ParamSpec, TypeVar, final
+from collections.abc import (
+    AsyncGenerator,
+    AsyncIterator,
+    Awaitable,
+    Callable,
+    Collection,
+)
+from contextlib import ExitStack
+from typing import Any, Generic, ParamSpec, TypeVar
 from weakref import ref
 
 from ._payload import Payload, box, forget_frames
 
 P = ParamSpec("P")
 T = TypeVar("T")
-
-_Arguments = tuple[tuple[Any, ...], dict[str, Any]]
-
-
-class Boxer:
-    """Puts named arguments of a call into boxes.
-
-    Args:
-        function: The function that will be called.
-        names: Its parameters that carry payloads.
-
-    Raises:
-        TypeError: The function has no such parameter.
-    """
-
-    __slots__ = ("_at", "_names")
-
-    def __init__(self, function: Callable[..., object], names: tuple[str, ...]) -> None:
-        parameters = inspect.signature(function).parameters
-        collecting = {
-            p.name: p.kind
-            for p in parameters.values()
-            if p.kind in (p.VAR_POSITIONAL, p.VAR_KEYWORD)
-        }
-        any_keyword = inspect.Parameter.VAR_KEYWORD in collecting.values()
-        for name in names:
-            if name in collecting or not (any_keyword or name in parameters):
-                raise TypeError(
-                    f"{function.__qualname__} has no parameter {name!r} to scrub"
-                )
-        self._names = names
-        self._at = frozenset(
-            i
-            for i, p in enumerate(parameters.values())
-            if p.name in names
-            and p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)
-        )
-
-    def __call__(
-        self, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> tuple[_Arguments, list[Payload[Any]]]:
-        """Return the arguments with payloads in boxes, and the boxes.
-
-        ``None`` is no payload and stays as it is.
-        """
-        boxes: list[Payload[Any]] = []
-
-        def boxed(value: object) -> object:
-            if value is None:
-                return None
-            payload = box(value)
-            boxes.append(payload)
-            return payload
-
-        new_args = tuple(
-            boxed(arg) if i in self._at else arg for i, arg in enumerate(args)
-        )
-        new_kwargs = {
-            name: boxed(arg) if name in self._names else arg
-            for name, arg in kwargs.items()
-        }
-        return (new_args, new_kwargs), boxes
+Opening = Callable[[ExitStack], Awaitable[AsyncIterator[T]]]
+Bound = tuple[inspect.BoundArguments, list[Payload[Any]]]
 
 
 def scrub(
@@ -84,9 +31,7 @@ def scrub(
     They are put into `Payload` boxes at the call, which the body empties with
     ``take()`` where it hands them over. What is left in the boxes is cleared at
     the first item, at close, or with the last reference. Later items cost no
-    frame of ours.
-
-    The caller's own variables are the caller's: pass a temporary, or a `Payload`.
+    frame of ours. The caller's own variables are the caller's: pass a temporary.
 
     Args:
         names: Parameters that carry payloads. ``None`` is passed on unboxed.
@@ -103,43 +48,80 @@ def scrub(
         function: Callable[P, AsyncGenerator[T, None]],
     ) -> Callable[P, Scrubbed[T]]:
         if not inspect.isasyncgenfunction(function):
-            what = getattr(function, "__qualname__", type(function).__name__)
             raise TypeError(
-                f"{what} is not an async generator function; a coroutine function "
-                f"that returns a stream is decorated with @managed(scrub=...)"
+                f"{name_of(function)} is not an async generator function; a coroutine "
+                f"function that returns a stream is decorated with @managed(scrub=...)"
             )
-        boxer = Boxer(function, names)
+        _signature, bind = boxing(function, names)
 
         # A plain function: its frame is gone before iteration begins.
         @functools.wraps(function)
         def call(*args: P.args, **kwargs: P.kwargs) -> Scrubbed[T]:
-            (new_args, new_kwargs), boxes = boxer(args, kwargs)
-            return Scrubbed(function(*new_args, **new_kwargs), boxes)
+            bound, boxes = bind(*args, **kwargs)
+            return Scrubbed(function(*bound.args, **bound.kwargs), boxes)
 
         return call
 
     return decorate
 
 
-@final
+def boxing(
+    function: Callable[..., Any], names: tuple[str, ...], given: Collection[str] = ()
+) -> tuple[inspect.Signature, Callable[..., Bound]]:
+    """Return the signature without what is *given*, and what binds and boxes by it."""
+    whole = inspect.signature(function)
+    seen = [p for p in whole.parameters.values() if p.name not in given]
+    visible = whole.replace(parameters=seen)
+    of_kind = {p.kind: p.name for p in seen}
+    rest = of_kind.get(inspect.Parameter.VAR_KEYWORD)
+    collecting = (rest, of_kind.get(inspect.Parameter.VAR_POSITIONAL))
+    for name in names:
+        if name in collecting or not (rest or name in visible.parameters):
+            raise TypeError(f"{name_of(function)} has no parameter {name!r} to scrub")
+
+    def bind(*args: Any, **kwargs: Any) -> Bound:
+        arguments = visible.bind(*args, **kwargs).arguments
+        boxes: list[Payload[Any]] = []
+        for name in names:
+            direct = name in visible.parameters
+            values = arguments if direct else arguments.get(rest or "", {})
+            if values.get(name) is not None:
+                values[name] = box(values[name])
+                boxes.append(values[name])
+        return inspect.BoundArguments(whole, arguments), boxes
+
+    return visible, bind
+
+
+def name_of(function: object) -> str:
+    """As it is written, without its address."""
+    name: str = getattr(function, "__qualname__", type(function).__name__)
+    return name
+
+
 class Scrubbed(Generic[T]):
     """An async generator whose payload is in boxes; what `scrub` returns."""
 
     # The interpreter fetches `__anext__` from the type as a descriptor, and the
     # descriptor of a slot returns what is stored in the instance: from the
     # second item on that is the generator's own method, without a frame between.
-    __slots__ = ("__anext__", "__weakref__", "_boxes", "_generator")
+    __slots__ = ("__anext__", "__weakref__", "_boxes", "_inner")
 
     __anext__: Callable[[], Awaitable[T]]
 
     def __init__(
-        self, generator: AsyncGenerator[T, None], boxes: list[Payload[Any]]
+        self,
+        inner: AsyncIterator[T] | None,
+        boxes: list[Payload[Any]],
+        opening: Opening[T] | None = None,
     ) -> None:
-        self._generator = generator
+        self._inner = inner
         self._boxes = boxes
         # A weak reference: a bound method in the slot would be a cycle, and
         # would leave a generator that is never iterated to the collector.
-        self.__anext__ = functools.partial(_first_item, ref(self), generator, boxes)
+        self.__anext__ = functools.partial(
+            _first_item, ref(self), inner, boxes, opening
+        )
 
     def __aiter__(self) -> AsyncIterator[T]:
         return self
@@ -156,26 +138,33 @@ class Scrubbed(Generic[T]):
             Goes through to the generator.
         """
         self.hand_off()
-        await self._generator.aclose()
+        close = getattr(self._inner, "aclose", None)
+        if close is not None:
+            await close()
 
     def __repr__(self) -> str:
-        return f"<Scrubbed {self._generator!r}>"
+        return f"<Scrubbed {self._inner!r}>"
 
 
 async def _first_item(
     owner: ref[Scrubbed[T]],
-    generator: AsyncGenerator[T, None],
+    inner: AsyncIterator[T] | None,
     boxes: list[Payload[Any]],
+    opening: Opening[T] | None,
 ) -> T:
-    scrubbed = owner()
-    if scrubbed is not None:
-        scrubbed.__anext__ = generator.__anext__
-        del scrubbed
     try:
-        return await generator.__anext__()
+        with ExitStack() as held:
+            for payload in boxes:
+                held.callback(payload.clear)
+            if opening is not None:
+                inner = await opening(held)
+            assert inner is not None
+            scrubbed = owner()
+            if scrubbed is not None:
+                scrubbed._inner = inner  # noqa: SLF001 - a part of it
+                scrubbed.__anext__ = inner.__anext__
+                del scrubbed
+            return await inner.__anext__()
     except BaseException as error:
         forget_frames(error)
         raise
-    finally:
-        for payload in boxes:
-            payload.clear()

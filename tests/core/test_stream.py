@@ -488,7 +488,7 @@ class TestDeadlines:
                 del stream, session
             gc.collect()
             assert not any(ref() for ref in refs)
-            watched = [o for o in gc.get_objects() if type(o).__name__ == "_Watched"]
+            watched = [o for o in gc.get_objects() if type(o).__name__ == "Deadlines"]
             assert len(watched) < 300
 
     async def test_gives_a_source_its_grace_and_no_more(self) -> None:

@@ -1,22 +1,27 @@
 """The promises of the library as decorators on functions that stream."""
 
-# ruff: noqa: SLF001 - a managed stream is a friend of its session
+# ruff: noqa: SLF001 - what is made here has parts that know each other
 from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import (
+    AsyncGenerator,
+    AsyncIterator,
+    Awaitable,
+    Callable,
+    Collection,
+)
 from contextlib import ExitStack
-from typing import TYPE_CHECKING, Any, ParamSpec, Protocol, TypeVar, final, overload
+from typing import TYPE_CHECKING, Any, Generic, ParamSpec, Protocol, Self, TypeVar
 from weakref import ref
 
 from ._outcome import outcome_of
-from ._scrub import Scrubbed, boxing, name_of
+from ._payload import Payload, forget_frames
 from ._stream import Stream
 
 if TYPE_CHECKING:
     from ._gate import Gate
-    from ._payload import Payload
     from ._session import Session
     from ._sessions import SessionRegistry
 
@@ -27,14 +32,51 @@ T = TypeVar("T")
 class Decorator(Protocol):
     """Turns a function that streams into one that returns a `Stream`."""
 
-    @overload
     def __call__(
-        self, function: Callable[P, AsyncIterator[T]], /
+        self, function: Callable[P, AsyncIterator[T] | Awaitable[AsyncIterator[T]]], /
     ) -> Callable[P, Stream[T]]: ...
-    @overload
-    def __call__(
-        self, function: Callable[P, Awaitable[AsyncIterator[T]]], /
-    ) -> Callable[P, Stream[T]]: ...
+
+
+def scrub(
+    *names: str,
+) -> Callable[[Callable[P, AsyncGenerator[T, None]]], Callable[P, Scrubbed[T]]]:
+    """Keep the named arguments of an async generator function out of its frames.
+
+    They are put into `Payload` boxes at the call, which the body empties with
+    ``take()`` where it hands them over. What is left in the boxes is cleared at
+    the first item, at close, or with the last reference. Later items cost no
+    frame of ours. The caller's own variables are the caller's: pass a temporary.
+
+    Args:
+        names: Parameters that carry payloads. ``None`` is passed on unboxed.
+
+    Raises:
+        TypeError: The function has no such parameter, or is no async generator
+            function; or a name is no string.
+    """
+    if not all(isinstance(name, str) for name in names):
+        # Else the payload of the first call would be taken for the function.
+        raise TypeError('scrub takes names of parameters: write @scrub("picture")')
+
+    def decorate(
+        function: Callable[P, AsyncGenerator[T, None]],
+    ) -> Callable[P, Scrubbed[T]]:
+        if not inspect.isasyncgenfunction(function):
+            raise TypeError(
+                f"{_name(function)} is not an async generator function; a coroutine "
+                f"function that returns a stream is decorated with @managed(scrub=...)"
+            )
+        _visible, bind = _boxing(function, names)
+
+        # A plain function: its frame is gone before iteration begins.
+        @functools.wraps(function)
+        def call(*args: P.args, **kwargs: P.kwargs) -> Scrubbed[T]:
+            bound, held = bind(*args, **kwargs)
+            return Scrubbed(function(*bound.args, **bound.kwargs), held)
+
+        return call
+
+    return decorate
 
 
 def managed(
@@ -85,19 +127,27 @@ def managed(
             or inspect.isasyncgenfunction(function)
         ):
             raise TypeError(
-                f"{name_of(function)} is neither an async generator function nor a "
+                f"{_name(function)} is neither an async generator function nor a "
                 f"coroutine function that returns a stream; make it `async def`"
             )
-        visible, bind = boxing(function, names, given)
 
-        async def open_(
+        visible, bind = _boxing(function, names, given)
+
+        @functools.wraps(function)
+        def call(*args: Any, **kwargs: Any) -> Stream[Any]:
+            nbytes = cost(*args, **kwargs) if callable(cost) else cost
+            id_ = "" if key is None else key(*args, **kwargs)
+            bound, held = bind(*args, **kwargs)
+            first = functools.partial(first_item, bound, held, nbytes, id_)
+            return _ManagedStream(held, first)
+
+        async def first_item(
             bound: inspect.BoundArguments,
+            held: ExitStack,
             nbytes: int,
             id_: str,
             stream: _ManagedStream[Any],
-            held: ExitStack,
-        ) -> AsyncIterator[Any]:
-            held.callback(bound.arguments.clear)
+        ) -> Any:
             lease = None
             if sessions is not None:
                 session = bound.arguments["session"] = sessions.open(id_)
@@ -114,14 +164,8 @@ def managed(
             if inspect.isawaitable(opened):
                 opened = await opened
                 held.close()
-            return aiter(opened)
-
-        @functools.wraps(function)
-        def call(*args: Any, **kwargs: Any) -> Stream[Any]:
-            nbytes = cost(*args, **kwargs) if callable(cost) else cost
-            id_ = "" if key is None else key(*args, **kwargs)
-            bound, boxes = bind(*args, **kwargs)
-            return _ManagedStream(functools.partial(open_, bound, nbytes, id_), boxes)
+            stream._source = aiter(opened)
+            return await anext(stream._source)
 
         call.__signature__ = visible  # type: ignore[attr-defined]
         return call
@@ -129,15 +173,118 @@ def managed(
     return decorate
 
 
-@final
+def _name(function: object) -> str:
+    return getattr(function, "__qualname__", type(function).__name__)
+
+
+def _boxing(
+    function: Callable[..., Any], names: tuple[str, ...], given: Collection[str] = ()
+) -> tuple[inspect.Signature, Callable[..., tuple[inspect.BoundArguments, ExitStack]]]:
+    """Return the signature without what is *given*, and what binds and boxes by it.
+
+    The latter returns also what clears the boxes.
+    """
+    whole = inspect.signature(function)
+    seen = [p for p in whole.parameters.values() if p.name not in given]
+    visible = whole.replace(parameters=seen)
+    of_kind = {p.kind: p.name for p in seen}
+    rest = of_kind.get(inspect.Parameter.VAR_KEYWORD, "")
+    collecting = (rest, of_kind.get(inspect.Parameter.VAR_POSITIONAL))
+    for name in names:
+        if name in collecting or not (rest or name in visible.parameters):
+            raise TypeError(f"{_name(function)} has no parameter {name!r} to scrub")
+
+    def bind(*args: Any, **kwargs: Any) -> tuple[inspect.BoundArguments, ExitStack]:
+        arguments = visible.bind(*args, **kwargs).arguments
+        held = ExitStack()
+        held.callback(arguments.clear)
+        for values in (arguments, arguments.get(rest, {})):
+            for name in names:
+                value = values.get(name)
+                if value is not None:
+                    box = value if isinstance(value, Payload) else Payload(value)
+                    values[name] = box
+                    held.callback(box.clear)
+        return inspect.BoundArguments(whole, arguments), held
+
+    return visible, bind
+
+
+class Scrubbed(Generic[T]):
+    """An async generator whose payload is in boxes; what `scrub` returns."""
+
+    # The interpreter fetches `__anext__` from the type as a descriptor, and the
+    # descriptor of a slot returns what is stored in the instance: from the
+    # second item on that is the generator's own method, without a frame between.
+    __slots__ = ("__anext__", "__weakref__", "_held", "_inner")
+
+    __anext__: Callable[[], Awaitable[T]]
+
+    def __init__(self, inner: AsyncIterator[T], held: ExitStack) -> None:
+        self._inner = inner
+        self._held = held
+        # A weak reference: a bound method in the slot would be a cycle, and would
+        # leave a generator that is never iterated to the collector.
+        self.__anext__ = functools.partial(_first_item, ref(self), inner, held)
+
+    def __aiter__(self) -> AsyncIterator[T]:
+        return self
+
+    def hand_off(self) -> None:
+        """Clear what is left in the boxes. Idempotent."""
+        self._held.close()
+
+    async def aclose(self) -> None:
+        """Clear the boxes and close the generator.
+
+        Cancellation:
+            Goes through to the generator.
+        """
+        self.hand_off()
+        close = getattr(self._inner, "aclose", None)
+        if close is not None:
+            await close()
+
+    def __repr__(self) -> str:
+        return f"<Scrubbed {self._inner!r}>"
+
+
+async def _first_item(
+    owner: ref[Scrubbed[T]], inner: AsyncIterator[T], held: ExitStack
+) -> T:
+    scrubbed = owner()
+    if scrubbed is not None:
+        scrubbed.__anext__ = inner.__anext__
+        del scrubbed
+    try:
+        with held:
+            return await inner.__anext__()
+    except BaseException as error:
+        forget_frames(error)
+        raise
+
+
+class _Opening:
+    """The source of a managed stream for its first item; the other one follows."""
+
+    def __init__(self, first: Callable[..., Any], stream: ref[Stream[Any]]) -> None:
+        self._first = first
+        self._stream = stream
+
+    def __aiter__(self) -> Self:
+        return self
+
+    def __anext__(self) -> Any:
+        return self._first(self._stream())
+
+
 class _ManagedStream(Stream[T]):
     """A stream that ends its session."""
 
     _session: Session | None = None
 
-    def __init__(self, opening: Callable[..., Any], boxes: list[Payload[Any]]) -> None:
-        me = ref(self)
-        super().__init__(Scrubbed(None, boxes, lambda held: opening(me(), held)))
+    def __init__(self, held: ExitStack, first: Callable[..., Any]) -> None:
+        super().__init__(Scrubbed(_Opening(first, ref(self)), held))
 
     def _finish(self, error: BaseException | None) -> None:
         super()._finish(error)

@@ -30,7 +30,7 @@ ARROWS: dict[str, set[str]] = {
     # Payloads and streams know nothing of gates.
     "_payload": set(),
     "_stream": set(),
-    "_watchdog": {"_errors"},
+    "_watchdog": {"_stream", "_errors"},
     # Sessions know starts, a start knows its lease; nothing knows the registry.
     "_start": {"_lease", "_payload", "_errors"},
     "_outcome": {"_errors", "events"},

@@ -13,7 +13,7 @@ from collections.abc import (
     Collection,
 )
 from contextlib import ExitStack
-from typing import TYPE_CHECKING, Any, Generic, ParamSpec, Protocol, Self, TypeVar
+from typing import TYPE_CHECKING, Any, Generic, ParamSpec, Protocol, TypeVar, cast
 from weakref import ref
 
 from ._outcome import outcome_of
@@ -119,18 +119,16 @@ def managed(
     if (sessions is None) != (key is None):
         raise TypeError("sessions and key go together")
     names = (scrub,) if isinstance(scrub, str) else tuple(scrub)
-    given = {name for name, by in (("lease", gate), ("session", sessions)) if by}
+    given = {"lease"} if gate is not None else set()
+    given |= {"session"} if sessions is not None else set()
 
     def decorate(function: Callable[..., Any]) -> Callable[..., Any]:
-        if not (
-            inspect.iscoroutinefunction(function)
-            or inspect.isasyncgenfunction(function)
-        ):
+        streams = inspect.isasyncgenfunction(function)
+        if not streams and not inspect.iscoroutinefunction(function):
             raise TypeError(
                 f"{_name(function)} is neither an async generator function nor a "
                 f"coroutine function that returns a stream; make it `async def`"
             )
-
         visible, bind = _boxing(function, names, given)
 
         @functools.wraps(function)
@@ -138,34 +136,29 @@ def managed(
             nbytes = cost(*args, **kwargs) if callable(cost) else cost
             id_ = "" if key is None else key(*args, **kwargs)
             bound, held = bind(*args, **kwargs)
-            first = functools.partial(first_item, bound, held, nbytes, id_)
-            return _ManagedStream(held, first)
 
-        async def first_item(
-            bound: inspect.BoundArguments,
-            held: ExitStack,
-            nbytes: int,
-            id_: str,
-            stream: _ManagedStream[Any],
-        ) -> Any:
-            lease = None
-            if sessions is not None:
-                session = bound.arguments["session"] = sessions.open(id_)
-                stream._session = session
-                session._lead(ref(stream))
-            if gate is not None:
-                lease = held.enter_context(await gate.admit(bytes=nbytes, slots=slots))
-                bound.arguments["lease"] = lease
-            if sessions is not None:
-                session.lease = lease
-                session._confirm()
-            opened = function(*bound.args, **bound.kwargs)
-            bound.arguments.clear()  # what the function lets go of is gone
-            if inspect.isawaitable(opened):
-                opened = await opened
-                held.close()
-            stream._source = aiter(opened)
-            return await anext(stream._source)
+            async def first_item(stream: _ManagedStream[Any]) -> Any:
+                session = lease = None
+                if sessions is not None:
+                    session = stream._session = sessions.open(id_)
+                    session._lead(ref(stream))
+                if gate is not None:
+                    admitted = await gate.admit(bytes=nbytes, slots=slots)
+                    lease = held.enter_context(admitted)
+                if session is not None:
+                    session.lease = lease
+                    session._confirm()
+                gifts = {"lease": lease, "session": session}
+                bound.arguments.update((name, gifts[name]) for name in given)
+                source = function(*bound.args, **bound.kwargs)
+                bound.arguments.clear()  # what the function lets go of is gone
+                if not streams:
+                    source = await source
+                    held.close()
+                stream._source = source = aiter(source)
+                return await anext(source)
+
+            return _ManagedStream(first_item, held)
 
         call.__signature__ = visible  # type: ignore[attr-defined]
         return call
@@ -220,7 +213,7 @@ class Scrubbed(Generic[T]):
 
     __anext__: Callable[[], Awaitable[T]]
 
-    def __init__(self, inner: AsyncIterator[T], held: ExitStack) -> None:
+    def __init__(self, inner: Any, held: ExitStack) -> None:
         self._inner = inner
         self._held = held
         # A weak reference: a bound method in the slot would be a cycle, and would
@@ -249,33 +242,28 @@ class Scrubbed(Generic[T]):
         return f"<Scrubbed {self._inner!r}>"
 
 
-async def _first_item(
-    owner: ref[Scrubbed[T]], inner: AsyncIterator[T], held: ExitStack
-) -> T:
+async def _first_item(owner: ref[Scrubbed[T]], inner: Any, held: ExitStack) -> T:
     scrubbed = owner()
     if scrubbed is not None:
         scrubbed.__anext__ = inner.__anext__
         del scrubbed
     try:
         with held:
-            return await inner.__anext__()
+            return cast("T", await inner.__anext__())
     except BaseException as error:
         forget_frames(error)
         raise
 
 
 class _Opening:
-    """The source of a managed stream for its first item; the other one follows."""
+    """The source of a managed stream for its first item; the next one follows."""
 
-    def __init__(self, first: Callable[..., Any], stream: ref[Stream[Any]]) -> None:
-        self._first = first
-        self._stream = stream
-
-    def __aiter__(self) -> Self:
-        return self
+    def __init__(self, first_item: Callable[..., Any], stream: Stream[Any]) -> None:
+        self._first_item = first_item
+        self._stream = ref(stream)
 
     def __anext__(self) -> Any:
-        return self._first(self._stream())
+        return self._first_item(self._stream())
 
 
 class _ManagedStream(Stream[T]):
@@ -283,8 +271,8 @@ class _ManagedStream(Stream[T]):
 
     _session: Session | None = None
 
-    def __init__(self, held: ExitStack, first: Callable[..., Any]) -> None:
-        super().__init__(Scrubbed(_Opening(first, ref(self)), held))
+    def __init__(self, first_item: Callable[..., Any], held: ExitStack) -> None:
+        super().__init__(Scrubbed(_Opening(first_item, self), held))
 
     def _finish(self, error: BaseException | None) -> None:
         super()._finish(error)

@@ -121,11 +121,6 @@ class Payload(Generic[T]):
         return f"<Payload of {self.nbytes} bytes{', taken' if self.taken else ''}>"
 
 
-def box(value: T | Payload[T]) -> Payload[T]:
-    """Return *value* in a box, or the box that it is."""
-    return value if isinstance(value, Payload) else Payload(value)
-
-
 def strip(payload: MutableMapping[str, Any], *, keep: Iterable[str] = ()) -> None:
     """Empty *payload* in place, but for the paths to *keep*.
 

@@ -8,12 +8,10 @@ import sys
 import warnings
 from collections.abc import AsyncIterator, Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
-from typing import TYPE_CHECKING, Generic, Self, TypeVar
+from types import TracebackType
+from typing import Generic, Self, TypeVar
 
 import anyio
-
-if TYPE_CHECKING:
-    from types import TracebackType
 
 T_co = TypeVar("T_co", covariant=True)
 
@@ -24,21 +22,19 @@ class Stream(Generic[T_co]):
     """Owns an asynchronous iterator, so that it always ends, and ends here.
 
     Python leaves a loop that is broken off to the garbage collector, which ends
-    the generator later, in another task; and a generator that never began runs
-    none of its ``finally``. A stream closes its source in the task that
-    iterates, before ``async with`` is left, and calls *on_close* exactly once
-    also where iteration never began.
+    the generator later, in another task, and one that never began not at all. A
+    stream closes its source in the task that iterates, before ``async with`` is
+    left.
 
     ``async with stream: async for item in stream: ...`` is the whole protocol.
-    A stream that is over can be entered too: it gives nothing, or raises at once
-    what it was stopped with. A cancellation is never replaced: what goes wrong
-    while a cancelled stream is closed is logged, by its type.
+    A stream that is over gives nothing; if it was stopped with an error, to enter
+    it raises that. A cancellation is never replaced: what else goes wrong while a
+    cancelled stream is closed is logged, by its type.
 
     Args:
         source: The iterator; closed by its ``aclose``, if it has one.
-        on_close: Called once each, synchronously, when the stream ends in
-            whatever way, in order. They should not raise; where one does, the
-            others are called all the same.
+        on_close: Called once each, in order, when the stream ends in whatever
+            way. Where one raises, the others are called all the same.
         grace: Seconds that the source may take to close.
 
     Raises:
@@ -61,14 +57,14 @@ class Stream(Generic[T_co]):
     ) -> None:
         if math.isnan(grace):
             raise ValueError("grace must be a number of seconds, not NaN")
-        if not hasattr(type(source), "__anext__"):
+        kind = type(source)
+        if not hasattr(kind, "__anext__"):
             raise TypeError(
-                f"a stream needs an asynchronous iterator, not "
-                f"{type(source).__name__}; give what an async generator function "
-                f"returns"
+                f"a stream needs an asynchronous iterator, not {kind.__name__}; give "
+                f"what an async generator function returns"
             )
         self._source: AsyncIterator[T_co] | None = source
-        self._on_close = tuple(on_close)
+        self._on_close = list(on_close)
         self._grace = grace
         self._running = self._stopped = self.closed = False
         self._errors: list[Exception] = []
@@ -157,10 +153,9 @@ class Stream(Generic[T_co]):
     def _finish(self, error: BaseException | None) -> None:  # noqa: ARG002 - a hook
         """Note the end, by *error* of the source or else by whoever closed."""
         self.closed = self._stopped = True
-        on_close, self._on_close = self._on_close, ()
         with ExitStack() as calls:  # each is made, also where another raises
-            for callback in reversed(on_close):
-                calls.callback(callback)
+            while self._on_close:
+                calls.callback(self._on_close.pop())
 
     async def __aenter__(self) -> Self:
         if self._scope is not None:
@@ -210,8 +205,8 @@ class Stream(Generic[T_co]):
             )
 
     def __repr__(self) -> str:
-        state = "closed" if self.closed else "running" if self._running else "idle"
-        state = "new" if state == "idle" and not self.items else state
+        idle = "idle" if self.items else "new"
+        state = "closed" if self.closed else "running" if self._running else idle
         return f"<{type(self).__name__} {state}, {self.items} items>"
 
 

@@ -10,18 +10,15 @@ from __future__ import annotations
 
 import heapq
 import math
+from collections.abc import Callable
 from functools import partial
-from typing import TYPE_CHECKING, Any, Final
+from typing import Any, Final
 from weakref import ref
 
 import anyio
 
 from ._errors import StreamTimeout
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
-
-    from ._stream import Stream
+from ._stream import Stream
 
 # Below this many entries a sweep is not worth its while.
 _SWEEP_AT: Final = 128

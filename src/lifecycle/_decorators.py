@@ -133,9 +133,9 @@ def managed(
 
         @functools.wraps(function)
         def call(*args: Any, **kwargs: Any) -> Stream[Any]:
+            bound, held = bind(*args, **kwargs)
             nbytes = cost(*args, **kwargs) if callable(cost) else cost
             id_ = "" if key is None else key(*args, **kwargs)
-            bound, held = bind(*args, **kwargs)
 
             async def first_item(stream: _ManagedStream[Any]) -> Any:
                 session = lease = None

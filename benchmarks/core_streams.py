@@ -11,8 +11,7 @@ import asyncio
 import gc
 import statistics
 import time
-from collections.abc import AsyncIterator
-from typing import Any
+from collections.abc import AsyncGenerator, AsyncIterator
 
 from lifecycle import SessionRegistry, Stream, managed, scrub
 
@@ -20,7 +19,7 @@ CHUNK = 200
 ROUNDS = 600
 
 
-async def items(picture: object) -> AsyncIterator[int]:
+async def items(picture: object) -> AsyncGenerator[int, None]:
     """Give items for ever, with no wait between them."""
     del picture
     while True:
@@ -57,7 +56,7 @@ async def compare(name: str, source: AsyncIterator[int]) -> None:
 
 async def main() -> None:
     """Compare every kind."""
-    scrubbed: Any = scrub("picture")(items)
+    scrubbed = scrub("picture")(items)
     await compare("scrub", scrubbed(b""))
     async with Stream(items(b"")) as stream:
         await compare("Stream", stream)

@@ -5,13 +5,7 @@ from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import (
-    AsyncGenerator,
-    AsyncIterator,
-    Awaitable,
-    Callable,
-    Collection,
-)
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable
 from contextlib import ExitStack
 from typing import TYPE_CHECKING, Any, Generic, ParamSpec, Protocol, TypeVar, cast
 from weakref import ref
@@ -119,8 +113,8 @@ def managed(
     if (sessions is None) != (key is None):
         raise TypeError("sessions and key go together")
     names = (scrub,) if isinstance(scrub, str) else tuple(scrub)
-    given = {"lease"} if gate is not None else set()
-    given |= {"session"} if sessions is not None else set()
+    givers = {"lease": gate, "session": sessions}
+    given = tuple(name for name, giver in givers.items() if giver is not None)
 
     def decorate(function: Callable[..., Any]) -> Callable[..., Any]:
         streams = inspect.isasyncgenfunction(function)
@@ -171,12 +165,9 @@ def _name(function: object) -> str:
 
 
 def _boxing(
-    function: Callable[..., Any], names: tuple[str, ...], given: Collection[str] = ()
+    function: Callable[..., Any], names: tuple[str, ...], given: tuple[str, ...] = ()
 ) -> tuple[inspect.Signature, Callable[..., tuple[inspect.BoundArguments, ExitStack]]]:
-    """Return the signature without what is *given*, and what binds and boxes by it.
-
-    The latter returns also what clears the boxes.
-    """
+    # What callers see, and what binds a call to it, with what clears the boxes.
     whole = inspect.signature(function)
     seen = [p for p in whole.parameters.values() if p.name not in given]
     visible = whole.replace(parameters=seen)

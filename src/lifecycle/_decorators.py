@@ -7,7 +7,7 @@ import functools
 import inspect
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable
 from contextlib import ExitStack
-from typing import TYPE_CHECKING, Any, Generic, ParamSpec, Protocol, TypeVar, cast
+from typing import TYPE_CHECKING, Any, Generic, ParamSpec, Protocol, TypeVar
 from weakref import ref
 
 from ._outcome import outcome_of
@@ -21,6 +21,7 @@ if TYPE_CHECKING:
 
 P = ParamSpec("P")
 T = TypeVar("T")
+_First = Callable[[], Awaitable[T]]
 
 
 class Decorator(Protocol):
@@ -66,7 +67,8 @@ def scrub(
         @functools.wraps(function)
         def call(*args: P.args, **kwargs: P.kwargs) -> Scrubbed[T]:
             bound, held = bind(*args, **kwargs)
-            return Scrubbed(function(*bound.args, **bound.kwargs), held)
+            generator = function(*bound.args, **bound.kwargs)
+            return Scrubbed(generator, held, generator.__anext__)
 
         return call
 
@@ -202,14 +204,16 @@ class Scrubbed(Generic[T]):
     # second item on that is the generator's own method, without a frame between.
     __slots__ = ("__anext__", "__weakref__", "_held", "_inner")
 
-    __anext__: Callable[[], Awaitable[T]]
+    __anext__: _First[T]
 
-    def __init__(self, inner: Any, held: ExitStack) -> None:
+    def __init__(
+        self, inner: AsyncGenerator[T, None] | None, held: ExitStack, first: _First[T]
+    ) -> None:
         self._inner = inner
         self._held = held
         # A weak reference: a bound method in the slot would be a cycle, and would
         # leave a generator that is never iterated to the collector.
-        self.__anext__ = functools.partial(_first_item, ref(self), inner, held)
+        self.__anext__ = functools.partial(_first_item, ref(self), held, first)
 
     def __aiter__(self) -> AsyncIterator[T]:
         return self
@@ -225,36 +229,24 @@ class Scrubbed(Generic[T]):
             Goes through to the generator.
         """
         self.hand_off()
-        close = getattr(self._inner, "aclose", None)
-        if close is not None:
-            await close()
+        if self._inner is not None:
+            await self._inner.aclose()
 
     def __repr__(self) -> str:
         return f"<Scrubbed {self._inner!r}>"
 
 
-async def _first_item(owner: ref[Scrubbed[T]], inner: Any, held: ExitStack) -> T:
+async def _first_item(owner: ref[Scrubbed[T]], held: ExitStack, first: _First[T]) -> T:
     scrubbed = owner()
-    if scrubbed is not None:
-        scrubbed.__anext__ = inner.__anext__
-        del scrubbed
+    if scrubbed is not None and scrubbed._inner is not None:
+        scrubbed.__anext__ = first
+    del scrubbed
     try:
         with held:
-            return cast("T", await inner.__anext__())
+            return await first()
     except BaseException as error:
         forget_frames(error)
         raise
-
-
-class _Opening:
-    """The source of a managed stream for its first item; the next one follows."""
-
-    def __init__(self, first_item: Callable[..., Any], stream: Stream[Any]) -> None:
-        self._first_item = first_item
-        self._stream = ref(stream)
-
-    def __anext__(self) -> Any:
-        return self._first_item(self._stream())
 
 
 class _ManagedStream(Stream[T]):
@@ -263,7 +255,8 @@ class _ManagedStream(Stream[T]):
     _session: Session | None = None
 
     def __init__(self, first_item: Callable[..., Any], held: ExitStack) -> None:
-        super().__init__(Scrubbed(_Opening(first_item, self), held))
+        me = ref(self)
+        super().__init__(Scrubbed(None, held, lambda: first_item(me())))
 
     def _finish(self, error: BaseException | None) -> None:
         super()._finish(error)

@@ -10,14 +10,7 @@ from __future__ import annotations
 import gc
 import traceback
 from array import array
-from collections import deque
-from collections.abc import (
-    Callable,
-    Iterable,
-    Iterator,
-    MutableMapping,
-    MutableSequence,
-)
+from collections.abc import Callable, Iterable, MutableMapping, MutableSequence
 from typing import Any, Final, Generic, Literal, TypeVar, cast, final
 
 T = TypeVar("T")
@@ -96,10 +89,7 @@ class Payload(Generic[T]):
         """
         value = self._empty("taken")
         if value is _GONE:
-            raise RuntimeError(
-                "the payload was taken or cleared before; take it once, and pass "
-                "the value on from there"
-            )
+            raise RuntimeError("the payload was taken or cleared before; take it once")
         return cast("T", value)
 
     def clear(self) -> None:
@@ -140,7 +130,7 @@ def strip(payload: MutableMapping[str, Any], *, keep: Iterable[str] = ()) -> Non
     """
     if isinstance(keep, str):
         raise TypeError(f"keep is a list of paths, as in [{keep!r}], not one string")
-    done: dict[int, object] = {}
+    done: set[int] = set()
     kept: dict[int, set[str]] = {}
     for path in keep:
         found: Any = payload
@@ -149,7 +139,7 @@ def strip(payload: MutableMapping[str, Any], *, keep: Iterable[str] = ()) -> Non
                 raise KeyError(f"no {path!r} in the payload; nothing was stripped")
             kept.setdefault(id(found), set()).add(key)
             found = found[key]
-        deque(_containers(found, done), maxlen=0)
+        _containers(found, done)
     for container in _containers(payload, done):
         if id(container) not in kept:
             container.clear()
@@ -158,19 +148,20 @@ def strip(payload: MutableMapping[str, Any], *, keep: Iterable[str] = ()) -> Non
             del container[key]
 
 
-def _containers(root: object, done: dict[int, object]) -> Iterator[Any]:
-    # By identity: one container may be in many places. *done* keeps them alive, or
-    # a new one could get the identity of one that is gone.
+def _containers(root: object, done: set[int]) -> list[Any]:
+    # All that can be emptied from *root* downwards, each once and none that is done.
+    found: list[Any] = []
     pending = [root]
     while pending:
         value = pending.pop()
         if isinstance(value, MutableMapping):
-            children: Iterable[object] = value.values()
+            inside: Iterable[object] = value.values()
         elif isinstance(value, MutableSequence) and not isinstance(value, _RAW):
-            children = value
+            inside = value
         else:
             continue
-        if id(value) not in done:
-            done[id(value)] = value
-            pending += children
-            yield value
+        if id(value) not in done:  # by identity: it may be in many places
+            done.add(id(value))
+            found.append(value)
+            pending += inside
+    return found

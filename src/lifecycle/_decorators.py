@@ -6,7 +6,6 @@ from __future__ import annotations
 import functools
 import inspect
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable
-from contextlib import ExitStack
 from typing import TYPE_CHECKING, Any, Generic, ParamSpec, Protocol, TypeVar
 from weakref import ref
 
@@ -22,6 +21,8 @@ if TYPE_CHECKING:
 P = ParamSpec("P")
 T = TypeVar("T")
 _First = Callable[[], Awaitable[T]]
+# What a stream gives up with its first item, the last one first.
+_Held = list[Callable[[], object]]
 
 
 class Decorator(Protocol):
@@ -140,7 +141,8 @@ def managed(
                     session._lead(ref(stream))
                 if gate is not None:
                     admitted = await gate.admit(bytes=nbytes, slots=slots)
-                    lease = held.enter_context(admitted)
+                    lease = admitted.__enter__()
+                    held.append(functools.partial(lease.__exit__, None, None, None))
                 if session is not None:
                     session.lease = lease
                     session._confirm()
@@ -150,7 +152,7 @@ def managed(
                 bound.arguments.clear()  # what the function lets go of is gone
                 if not streams:
                     source = await source
-                    held.close()
+                    _give_up(held)
                 stream._source = source = aiter(source)
                 return await anext(source)
 
@@ -168,7 +170,7 @@ def _name(function: object) -> str:
 
 def _boxing(
     function: Callable[..., Any], names: tuple[str, ...], given: tuple[str, ...] = ()
-) -> tuple[inspect.Signature, Callable[..., tuple[inspect.BoundArguments, ExitStack]]]:
+) -> tuple[inspect.Signature, Callable[..., tuple[inspect.BoundArguments, _Held]]]:
     # What callers see, and what binds a call to it, with what clears the boxes.
     whole = inspect.signature(function)
     seen = [p for p in whole.parameters.values() if p.name not in given]
@@ -180,17 +182,16 @@ def _boxing(
         if name in collecting or not (rest or name in visible.parameters):
             raise TypeError(f"{_name(function)} has no parameter {name!r} to scrub")
 
-    def bind(*args: Any, **kwargs: Any) -> tuple[inspect.BoundArguments, ExitStack]:
+    def bind(*args: Any, **kwargs: Any) -> tuple[inspect.BoundArguments, _Held]:
         arguments = visible.bind(*args, **kwargs).arguments
-        held = ExitStack()
-        held.callback(arguments.clear)
+        held: _Held = [arguments.clear]
         for values in (arguments, arguments.get(rest, {})):
             for name in names:
                 value = values.get(name)
                 if value is not None:
                     box = value if isinstance(value, Payload) else Payload(value)
                     values[name] = box
-                    held.callback(box.clear)
+                    held.append(box.clear)
         return inspect.BoundArguments(whole, arguments), held
 
     return visible, bind
@@ -207,7 +208,7 @@ class Scrubbed(Generic[T]):
     __anext__: _First[T]
 
     def __init__(
-        self, inner: AsyncGenerator[T, None] | None, held: ExitStack, first: _First[T]
+        self, inner: AsyncGenerator[T, None] | None, held: _Held, first: _First[T]
     ) -> None:
         self._inner = inner
         self._held = held
@@ -220,7 +221,7 @@ class Scrubbed(Generic[T]):
 
     def hand_off(self) -> None:
         """Clear what is left in the boxes. Idempotent."""
-        self._held.close()
+        _give_up(self._held)
 
     async def aclose(self) -> None:
         """Clear the boxes and close the generator.
@@ -236,17 +237,26 @@ class Scrubbed(Generic[T]):
         return f"<Scrubbed {self._inner!r}>"
 
 
-async def _first_item(owner: ref[Scrubbed[T]], held: ExitStack, first: _First[T]) -> T:
+async def _first_item(owner: ref[Scrubbed[T]], held: _Held, first: _First[T]) -> T:
     scrubbed = owner()
     if scrubbed is not None and scrubbed._inner is not None:
         scrubbed.__anext__ = first
     del scrubbed
     try:
-        with held:
-            return await first()
+        return await first()
     except BaseException as error:
         forget_frames(error)
         raise
+    finally:
+        _give_up(held)
+
+
+def _give_up(held: _Held) -> None:
+    if held:
+        try:
+            held.pop()()
+        finally:  # also where a callback of the user raises
+            _give_up(held)
 
 
 class _ManagedStream(Stream[T]):
@@ -254,7 +264,7 @@ class _ManagedStream(Stream[T]):
 
     _session: Session | None = None
 
-    def __init__(self, first_item: Callable[..., Any], held: ExitStack) -> None:
+    def __init__(self, first_item: Callable[..., Any], held: _Held) -> None:
         me = ref(self)
         super().__init__(Scrubbed(None, held, lambda: first_item(me())))
 

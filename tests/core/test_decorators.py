@@ -238,6 +238,24 @@ class TestManaged:
         assert [item async for item in inner()] == [1]
         assert_quiescent(gate)
 
+    async def test_gives_up_the_rest_where_one_callback_raises(self) -> None:
+        """A box whose on_release raises keeps neither another box nor the lease."""
+        gate = Gate(slots=1)
+
+        def fail(how: str) -> None:
+            raise OSError(how)
+
+        @managed(gate=gate, scrub=("first", "second"))
+        async def stream(first: Any, second: Any) -> AsyncGenerator[int, None]:
+            yield 1
+
+        boxes = [Payload(i, on_release=fail) for i in range(2)]
+        with pytest.raises(OSError, match="cleared"):
+            async with stream(*boxes) as items:
+                await anext(items)
+        assert all(box.taken for box in boxes)
+        assert_quiescent(gate)
+
     @FORMS
     async def test_owes_nothing_before_it_is_iterated(
         self, form: str, no_collector: None

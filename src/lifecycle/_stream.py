@@ -66,12 +66,12 @@ class Stream(Generic[T_co]):
         self._source: AsyncIterator[T_co] | None = source
         self._on_close = list(on_close)
         self._grace = grace
-        self._running = self._stopped = self.closed = False
+        self._stopped = self.closed = False
         self._errors: list[Exception] = []
         self._scope: anyio.CancelScope | None = None
-        # Both belong to a watchdog: when the wait for the next item began.
+        # Since when somebody waits for an item, by the clock of a watchdog, if any.
+        self._since: float | None = None
         self._clock: Callable[[], float] | None = None
-        self._since = 0.0
         self.items = 0
 
     def __aiter__(self) -> Self:
@@ -88,24 +88,23 @@ class Stream(Generic[T_co]):
         Cancellation:
             Goes through to the source, and ends the stream.
         """
-        if self._running:
+        if self._since is not None:
             raise RuntimeError("another task is waiting for an item of this stream")
         if self._stopped:
             await self._end_early()
             raise StopAsyncIteration
-        self._running = True
-        if self._clock is not None:
-            self._since = self._clock()
+        clock = self._clock
+        self._since = 0.0 if clock is None else clock()
         try:
             # Looked up each time: a source may step aside after its first item.
             item = await anext(self._source)  # type: ignore[arg-type]
         except BaseException as error:
             # The end, an error or a cancellation: the source is finished.
-            self._running = False
+            self._since = None
             with _never_instead_of(error):
                 self._finish(error)
             raise
-        self._running = False
+        self._since = None
         self.items += 1
         return item
 
@@ -135,7 +134,7 @@ class Stream(Generic[T_co]):
         Cancellation:
             Shielded for as long as *grace* seconds: the source gets its time.
         """
-        if self._running:
+        if self._since is not None:
             self.stop()
             return
         source, self._source = self._source, None
@@ -205,8 +204,9 @@ class Stream(Generic[T_co]):
             )
 
     def __repr__(self) -> str:
-        idle = "idle" if self.items else "new"
-        state = "closed" if self.closed else "running" if self._running else idle
+        state = "idle" if self.items else "new"
+        if self.closed or self._since is not None:
+            state = "closed" if self.closed else "running"
         return f"<{type(self).__name__} {state}, {self.items} items>"
 
 

@@ -43,7 +43,7 @@ class Deadlines(dict[str, float]):
         if stream is None or stream.closed:
             return math.inf
         kind = "idle" if stream.items else "first_item"
-        since = stream._since if stream._running else math.inf
+        since = math.inf if stream._since is None else stream._since
         total, wait, idle = (self.get(k, math.inf) for k in ("total", kind, "idle"))
         at, deadline = min((began + total, "total"), (since + wait, kind))
         if at > now:

@@ -29,9 +29,8 @@ ARROWS: dict[str, set[str]] = {
     "_admission": {"_books", "_fair", "_lease", "_line", "_refusal"} | FLOOR,
     # Payloads and streams know nothing of gates.
     "_payload": set(),
-    "_scrub": {"_payload"},
-    "_stream": {"_errors"},
-    "_watchdog": {"_stream"},
+    "_stream": set(),
+    "_watchdog": {"_stream", "_errors"},
     # Sessions know starts, a start knows its lease; nothing knows the registry.
     "_start": {"_lease", "_payload", "_errors"},
     "_outcome": {"_errors", "events"},
@@ -44,7 +43,7 @@ ARROWS: dict[str, set[str]] = {
         "_errors",
         "events",
     },
-    "_decorators": {"_outcome", "_stream", "_scrub", "_payload"},
+    "_decorators": {"_outcome", "_stream", "_payload"},
     # `Gate.admits` and `SessionRegistry.track` are decorators, hence the last arrows.
     "_gate": {"_admission", "_lease"} | FLOOR | {"_decorators"},
     "_sessions": {"_session", "_watchdog"} | FLOOR | {"_decorators"},

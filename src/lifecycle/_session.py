@@ -301,7 +301,7 @@ class Session:
             if led is not None:
                 led.stop(self._ended())
 
-    def lead(self, stream: ref[Stream[Any]]) -> None:
+    def _lead(self, stream: ref[Stream[Any]]) -> None:
         """Called by streams of decorated functions: stop *stream* with this session.
 
         Their session has no ``with`` block:
@@ -309,12 +309,12 @@ class Session:
         """
         self._led = stream
 
-    def confirm(self) -> None:
+    def _confirm(self) -> None:
         """Raise `SessionEnded` once it is closed: nothing begins for it any more."""
         if self.outcome is not None:
             raise self._ended()
 
-    def lose(self) -> None:
+    def _lose(self) -> None:
         """Called by finalisers, in any thread: close the session as cancelled, soon."""
         self._registry.post(partial(self.close, self.cancelled_as))
 

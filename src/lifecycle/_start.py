@@ -6,6 +6,7 @@ that arrives in the tick of the cancellation belongs to nobody. So the start run
 in a task of its own, and that same task ends what it started.
 """
 
+# ruff: noqa: SLF001 - a start takes the lease of its caller over
 from __future__ import annotations
 
 from collections.abc import Awaitable, Callable
@@ -72,7 +73,7 @@ class Start(Generic[T]):
         self._open: Open[T] | None = open_
         self._end = end
         if lease is not None:
-            lease.pass_on()
+            lease._pass_on()
         self._lease = lease
         self._timeout = timeout
         # Given up once used: it refers to the session, which refers to this.
@@ -247,7 +248,7 @@ class Siblings:
         """Count one more in; return what it has to be told through."""
         self._open += 1
         if self._lease is not None:
-            self._lease.pass_on()
+            self._lease._pass_on()
 
         def settled(how: How) -> None:
             self._open -= 1

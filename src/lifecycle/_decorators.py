@@ -195,14 +195,14 @@ class _Source:
         given: dict[str, Any] = {}
         if plan.sessions is not None and self._id is not None:
             self.session = plan.sessions.open(self._id)
-            self.session.lead(self.owner)
+            self.session._lead(self.owner)
         if plan.gate is not None:
             nbytes, slots = self._ask
             self.lease = await plan.gate.admit(bytes=nbytes, slots=slots)
             if self.session is not None:
                 self.session.lease = self.lease
         if self.session is not None:
-            self.session.confirm()
+            self.session._confirm()
         if plan.wants_lease:
             given["lease"] = self.lease
         if plan.wants_session:
@@ -213,7 +213,7 @@ class _Source:
         """Give up what only the creation of the payload needed. Idempotent."""
         lease, self.lease = self.lease, None
         if lease is not None:
-            lease.leave()
+            lease._leave()
         boxes, self._boxes = self._boxes, []
         for payload in boxes:
             payload.clear()
@@ -252,7 +252,7 @@ class _ManagedStream(Stream[T]):
     def _lose(self) -> None:
         session = self._managed.session
         assert session is not None
-        session.lose()
+        session._lose()
 
     def _owes(self) -> bool:
         # Whoever holds a lease is being waited for, so cannot be lost.

@@ -1,5 +1,6 @@
 """The promises of the library as decorators on functions that stream."""
 
+# ruff: noqa: SLF001 - streams, sessions and leases are friends inside the package
 from __future__ import annotations
 
 import functools

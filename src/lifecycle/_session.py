@@ -3,7 +3,6 @@
 # ruff: noqa: SLF001 - a session and its registry are one mechanism in two modules
 from __future__ import annotations
 
-import math
 import sys
 import warnings
 from collections.abc import AsyncIterator, Callable, Iterable
@@ -19,9 +18,8 @@ from anyio.lowlevel import checkpoint
 from ._errors import SessionEnded
 from ._lease import Lease
 from ._outcome import OUTCOMES, outcome_of
-from ._park import new_waiter
 from ._payload import Payload, forget_frames
-from ._start import End, Open, Start, results
+from ._start import End, Open, Start, begin, results
 from ._stream import Stream
 from ._ticket import whole
 from ._watchdog import Deadlines
@@ -148,37 +146,15 @@ class Session:
         """
         lease = lease or self.lease
         try:
-            opening = self._begin(starts, lease, timeout)
+            opening = begin(starts, self, lease, timeout)
         except BaseException as error:
+            forget_frames(error)
             if lease is not None:
                 lease.release()
-            forget_frames(error)
             raise
         finally:
             del starts
         return await results(opening, self)
-
-    def _begin(
-        self, starts: Iterable[Any], lease: Lease | None, timeout: float
-    ) -> list[Start[Any]]:
-        registry, told = self._registry, new_waiter()
-        now = registry._now()
-        opening = [Start(open_, end, now, timeout, told) for open_, end in starts]
-        if not opening:
-            return opening
-        # Found out in a task of the registry, it would end all of these.
-        if math.isnan(timeout):
-            raise ValueError("timeout must be a number of seconds, not NaN")
-        if self._starts:
-            raise RuntimeError(f"session {self.id!r} was started before")
-        self._confirm()
-        assert registry._tasks is not None, "else the session would be closed"
-        self._starts, self.lease = opening, lease
-        if lease is not None:
-            lease._pass_on()
-        for start in opening:
-            registry._tasks.start_soon(start.run, self)
-        return opening
 
     def stream(
         self,
@@ -267,11 +243,12 @@ class Session:
     @property
     def phase(self) -> Literal["open", "starting", "started", "closing", "quiet"]:
         """How far the session got."""
+        starts = self._starts
         if self.outcome is not None:
-            return "quiet" if all(start.done for start in self._starts) else "closing"
-        if not self._starts:
+            return "quiet" if all(start.done for start in starts) else "closing"
+        if not starts:
             return "open"
-        return "started" if all(start.how for start in self._starts) else "starting"
+        return "started" if all(start.how for start in starts) else "starting"
 
     def __enter__(self) -> Self:
         if self._scope is not None:

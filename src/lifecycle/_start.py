@@ -10,7 +10,7 @@ in a task of its own, and that same task ends what it started.
 from __future__ import annotations
 
 import math
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Iterable
 from dataclasses import dataclass
 from inspect import isawaitable
 from typing import TYPE_CHECKING, Any, Final, Generic, Literal, TypeVar, cast
@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any, Final, Generic, Literal, TypeVar, cast
 import anyio
 
 from ._errors import StartTimeout
+from ._lease import Lease
 from ._park import Waiter, new_waiter, park_until
 from ._payload import forget_frames
 from .events import StartSettled
@@ -109,30 +110,33 @@ class Start(Generic[T]):
         session._registry._look_at(session)
 
     async def _live(self, session: Session) -> None:
-        registry = session._registry
         # One scope for all of it, if nothing goes wrong: each costs microseconds.
         with anyio.CancelScope(shield=True) as scope:
             if self.how is None:
                 self._scope = scope
-                scope.deadline = registry._now() + self.timeout
+                scope.deadline = session._registry._now() + self.timeout
                 await self._open(session, scope)
-            if self.end is None or scope.cancel_called:
-                return
-            if not self.closed:
-                scope.deadline = math.inf
-                self._over = new_waiter()
-                await self._over.park()
-            end, value = self.end, self.value
-            self.end = self.value = None
-            scope.deadline = registry._now() + registry._end_timeout
-            try:
-                await end(value)
-            except Exception as error:  # noqa: BLE001 - the engine may have it still
-                registry._end_failed(session, error)
-            except anyio.get_cancelled_exc_class() as error:
-                late = StartTimeout().with_traceback(error.__traceback__)
-                registry._end_failed(session, late if scope.cancel_called else error)
-                raise
+            if self.end is not None and not scope.cancel_called:
+                await self._finish(self.end, session, scope)
+
+    async def _finish(
+        self, end: End[T], session: Session, scope: anyio.CancelScope
+    ) -> None:
+        registry = session._registry
+        if not self.closed:
+            scope.deadline = math.inf
+            self._over = new_waiter()
+            await self._over.park()
+        value, self.value, self.end = self.value, None, None
+        scope.deadline = registry._now() + registry._end_timeout
+        try:
+            await end(value)
+        except Exception as error:  # noqa: BLE001 - the engine may have it still
+            registry._end_failed(session, error)
+        except anyio.get_cancelled_exc_class() as error:
+            late = StartTimeout().with_traceback(error.__traceback__)
+            registry._end_failed(session, late if scope.cancel_called else error)
+            raise
 
     async def _open(self, session: Session, cut: anyio.CancelScope) -> None:
         how: How = "unknown"
@@ -184,6 +188,33 @@ class Start(Generic[T]):
         finally:
             took = session._registry._now() - self.began
             session._tell(StartSettled, how=how, duration_s=took)
+
+
+def begin(
+    pairs: Iterable[tuple[Open[T], End[T] | None]],
+    session: Session,
+    lease: Lease | None,
+    timeout: float,
+) -> list[Start[T]]:
+    """Begin the starts of *session*, each in a task of its registry."""
+    registry, told = session._registry, new_waiter()
+    now = registry._now()
+    starts = [Start(open_, end, now, timeout, told) for open_, end in pairs]
+    if not starts:
+        return []
+    # Found out in a task of the registry, it would end all of these.
+    if math.isnan(timeout):
+        raise ValueError("timeout must be a number of seconds, not NaN")
+    if session._starts:
+        raise RuntimeError(f"session {session.id!r} was started before")
+    session._confirm()
+    assert registry._tasks is not None, "else the session would be closed"
+    session._starts, session.lease = starts, lease
+    if lease is not None:
+        lease._pass_on()
+    for start in starts:
+        registry._tasks.start_soon(start.run, session)
+    return starts
 
 
 async def results(starts: list[Start[T]], session: Session) -> list[T]:

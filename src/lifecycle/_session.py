@@ -8,7 +8,6 @@ import warnings
 from collections.abc import AsyncIterator, Callable, Iterable
 from dataclasses import dataclass, field
 from functools import partial
-from types import TracebackType
 from typing import TYPE_CHECKING, Any, Literal, Self, TypeVar, final
 from weakref import ref
 
@@ -46,7 +45,7 @@ class Session:
         generation: Tells sessions apart that had the same id, one after another.
         key: ``"id#generation"``: never used twice, so what is said about it
             late cannot hit a newer session. Use it towards the engine.
-        opened_at: Seconds of the event loop's clock.
+        opened_at: By the event loop's clock, in seconds.
         cancelled_as: What a cancellation of the owner is counted as.
         lease: What starts take over, unless given another; `managed` sets it.
         outcome: How the session ended, or ``None`` while it is live.
@@ -68,7 +67,7 @@ class Session:
     _quiet: anyio.Event | None = None  # half a kilobyte: only where somebody waits
 
     def box(self, value: T, *, nbytes: int = 0) -> Payload[T]:
-        """Put *value*, of *nbytes* bytes, into a box that closing empties.
+        """Box *value*, of *nbytes* bytes, to be emptied when the session closes.
 
         Drop every other reference to it.
 
@@ -84,9 +83,9 @@ class Session:
 
     def _unboxed(self, place: object, nbytes: int, how: Any) -> None:
         del self._boxes[place]
-        emit = self._registry._emit
-        if emit is not None:
-            emit(PayloadReleased(session=self.id, bytes=nbytes, how=how))
+        if self._registry._emit is not None:
+            event = PayloadReleased(session=self.id, bytes=nbytes, how=how)
+            self._registry._emit(event)
 
     async def start(
         self,
@@ -124,8 +123,7 @@ class Session:
         """
         starting = self.start_all([(open_, end)], lease=lease, timeout=timeout)
         del open_, end  # this frame must not keep what they close over
-        [value] = await starting
-        return value
+        return (await starting)[0]
 
     async def start_all(
         self,
@@ -205,7 +203,11 @@ class Session:
         if self.outcome is not None:
             return False
         self.outcome, self._stopped = outcome, stop
-        self._registry._book_out(self, outcome)
+        registry = self._registry
+        del registry._live[self.id]
+        registry._outcomes[outcome] += 1
+        registry._closing.add(self)
+        registry._look_at(self)
         for start in self._starts:
             start.close(cut=outcome == "shutdown")
         if stop and self._scope is not None:
@@ -243,12 +245,11 @@ class Session:
     @property
     def phase(self) -> Literal["open", "starting", "started", "closing", "quiet"]:
         """How far the session got."""
-        starts = self._starts
         if self.outcome is not None:
-            return "quiet" if all(start.done for start in starts) else "closing"
-        if not starts:
+            return "quiet" if all(start.done for start in self._starts) else "closing"
+        if not self._starts:
             return "open"
-        return "started" if all(start.how for start in starts) else "starting"
+        return "started" if all(start.how for start in self._starts) else "starting"
 
     def __enter__(self) -> Self:
         if self._scope is not None:
@@ -258,19 +259,15 @@ class Session:
             self._scope.cancel()
         return self
 
-    def __exit__(
-        self,
-        exc_type: type[BaseException] | None,
-        exc: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *left_by: Any) -> None:  # noqa: PYI036 - passed on as it is
+        error: BaseException | None = left_by[1]
         assert self._scope is not None
         try:
-            self.close(outcome_of(exc, self.cancelled_as))
+            self.close(outcome_of(error, self.cancelled_as))
         finally:
-            swallowed = self._scope.__exit__(exc_type, exc, traceback)
+            swallowed = self._scope.__exit__(*left_by)
         # Also where the owner was about to leave and nothing was raised yet.
-        if self._stopped and (exc is None or swallowed):
+        if self._stopped and (error is None or swallowed):
             raise self._ended()
 
     def _ended(self) -> SessionEnded:

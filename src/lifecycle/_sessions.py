@@ -242,12 +242,6 @@ class SessionRegistry:
             self._changed = self._changed or anyio.Event()
             await self._changed.wait()
 
-    def _book_out(self, session: Session, outcome: Outcome) -> None:
-        del self._live[session.id]
-        self._outcomes[outcome] += 1
-        self._closing.add(session)
-        self._look_at(session)
-
     def _look_at(self, session: Session) -> None:
         if session.phase == "quiet":
             self._closing.discard(session)

@@ -45,8 +45,8 @@ class Start(Generic[T]):
     """One stream of a session, from the request for it until its end was sent.
 
     `run` is the whole life, in a task of the registry: open, settle, wait until
-    the stream is over, end. It settles whatever happens, and `end` is called only
-    then and only once. A session refers to its starts, so they refer to none.
+    the stream is over, end. Whatever happens it settles, and is ended only then.
+    A session refers to its starts, so they refer to none.
     """
 
     open_: Open[T]
@@ -85,10 +85,9 @@ class Start(Generic[T]):
         """Live through the start.
 
         Cancellation:
-            Only a native ``Task.cancel()`` gets through, and one that user code
-            was given by a task of its own. It stops the session, and the end is
-            tried once. It goes no further: a child that ends cancelled would
-            cancel everything else in the registry.
+            Only a native one gets through, or one of a task of the user's code. It
+            stops the session, and the end is tried once. It goes no further: a
+            child that ends cancelled would cancel the whole registry.
         """
         try:
             # Once, or twice where its first scope was cancelled.
@@ -160,19 +159,17 @@ class Start(Generic[T]):
 
     def _opened(self) -> Awaitable[T]:
         open_: Any = self.open_
-        # An `await` of something else says only that it cannot be awaited.
-        if not callable(open_):
-            raise TypeError(
-                f"open_ has to be a function that the registry calls, not "
-                f"{type(open_).__name__}; pass the function itself, without calling it"
-            )
-        opening = open_()
-        if not isawaitable(opening):
-            raise TypeError(
-                f"open_ returned {type(opening).__name__}, which cannot be awaited; "
-                f"make it an `async def` without yield that returns the stream"
-            )
-        return opening
+        opening: object = open_() if callable(open_) else None
+        if isawaitable(opening):
+            return opening
+        # An `await` of it would say only that it cannot be awaited.
+        what = f"must be a function, not {type(open_).__name__}"
+        if callable(open_):
+            what = f"returned {type(opening).__name__}"
+        raise TypeError(
+            f"open_ {what}; pass the function itself, without calling it: an `async "
+            f"def` without yield that returns the stream"
+        )
 
     def _settle(self, session: Session, how: How) -> None:
         self.how = how

@@ -181,6 +181,46 @@ def test_tells_the_caller_where_the_task_never_ran() -> None:
     gc.collect()
 
 
+@pytest.mark.filterwarnings("ignore:coroutine .* was never awaited:RuntimeWarning")
+def test_settles_each_of_several_where_one_task_never_ran() -> None:
+    """Its sibling is opened and ended as ever, and both settle once."""
+
+    async def main() -> None:
+        gate, seen, engine = Gate(slots=1), RecordingObserver(), Engine()
+        ended: list[str] = []
+
+        async def serve(sessions: SessionRegistry) -> None:
+            async with sessions:
+                entered.set()
+                await anyio.sleep_forever()
+
+        async def request() -> None:
+            lease = await gate.admit()
+            pairs = [(engine.open, engine.end), (Engine().open, Engine().end)]
+            with pytest.raises(SessionEnded) as told, sessions.open("a") as session:
+                await session.start_all(pairs, lease=lease)
+            ended.append(told.value.outcome)
+
+        sessions, entered = SessionRegistry(observer=seen), asyncio.Event()
+        serving = asyncio.create_task(serve(sessions))
+        await entered.wait()
+        requesting = asyncio.create_task(request())
+        await asyncio.sleep(0)
+        starts = [t for t in asyncio.all_tasks() if "Start.run" in t.get_name()]
+        assert len(starts) == 2
+        starts[0].cancel()
+        async with asyncio.timeout(2):
+            await requesting
+            await asyncio.wait([serving])
+        assert ended == ["shutdown"]
+        assert len(seen.of(StartSettled)) == 2
+        engine.assert_quiet()
+        assert_quiescent(gate, sessions)
+
+    asyncio.run(main())
+    gc.collect()
+
+
 class Abort(BaseException):
     """Neither an error nor a cancellation, like KeyboardInterrupt."""
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import sys
 import warnings
-from collections.abc import AsyncIterator, Callable, Iterable
+from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass, field
 from functools import partial
 from typing import TYPE_CHECKING, Any, Literal, Self, TypeVar, final
@@ -18,7 +18,7 @@ from ._errors import SessionEnded
 from ._lease import Lease
 from ._outcome import OUTCOMES, outcome_of
 from ._payload import Payload, forget_frames
-from ._start import End, Open, Start, begin, results
+from ._start import End, Open, Pairs, Start, begin, results
 from ._stream import Stream
 from ._ticket import whole
 from ._watchdog import Deadlines
@@ -37,8 +37,7 @@ class Session:
 
     Entered with ``with`` by the task that works on the request. Leaving never
     waits: what the engine still has to be told is told by the registry. One that
-    was neither entered nor started is its owner's to keep: once it is garbage it
-    is closed, with a `ResourceWarning`.
+    was neither entered nor started is closed with a `ResourceWarning` when lost.
 
     Attributes:
         id: The id that the outside world knows.
@@ -126,23 +125,20 @@ class Session:
         return (await starting)[0]
 
     async def start_all(
-        self,
-        starts: Iterable[tuple[Open[T], End[T] | None]],
-        *,
-        lease: Lease | None = None,
-        timeout: float = 30.0,
+        self, starts: Pairs[T], *, lease: Lease | None = None, timeout: float = 30.0
     ) -> list[T]:
         """Open several streams, all of them or none: one request, many answers.
 
-        As `start` for each *open_* and *end* of *starts*, in their order. The first
-        that fails ends the others, whether they have opened or are still at it,
-        and its error is raised. The *lease* is released when the last of them has
-        settled; where there is none, it stays the caller's.
+        As `start` for each pair of *open_* and *end* in *starts*, in their order. The
+        first that fails ends the others, whether they have opened or are still at
+        it, and its error is raised. The *lease* is released when the last of them
+        has settled; where there is none to open, it stays the caller's.
 
         Cancellation:
             Raised at once. The starts go on without the caller.
         """
-        lease = lease or self.lease
+        if lease is None and not self._starts:
+            lease = self.lease
         try:
             opening = begin(starts, self, lease, timeout)
         except BaseException as error:
@@ -165,8 +161,8 @@ class Session:
     ) -> Stream[T]:
         """Own *source* as a `Stream` whose deadlines the registry watches.
 
-        All are in seconds: for the first item, for each later one, for the whole
-        stream, and as *grace* for the closing of the source.
+        In seconds: until the first item, between later ones, for the whole stream,
+        and as *grace* for the source to close.
 
         Raises:
             ValueError: One of them is NaN.
@@ -279,8 +275,7 @@ class Session:
             raise self._ended()
 
     def _lead(self, stream: ref[Stream[Any]]) -> None:
-        # Streams of decorated functions are stopped with their session. They have
-        # no `with` block: a cancel scope must not span the items of a generator.
+        # Of a decorated function, without a block: no scope may span its items.
         self._led = stream
 
     def _lose(self) -> None:

@@ -34,6 +34,7 @@ How = Literal["started", "failed", "withheld", "unknown"]
 # not known what was opened.
 Open = Callable[[], Awaitable[T]]
 End = Callable[[T | None], Awaitable[object]]
+Pairs = Iterable[tuple[Open[T], End[T] | None]]
 
 # Seconds in which a start may answer its cancellation: what it opened or raised
 # then is still its caller's. A thread does not answer, and nobody waits for it.
@@ -110,10 +111,10 @@ class Start(Generic[T]):
 
     async def _live(self, session: Session) -> None:
         # One scope for all of it, if nothing goes wrong: each costs microseconds.
-        with anyio.CancelScope(shield=True) as scope:
+        due = session._registry._now() + self.timeout if self.how is None else math.inf
+        with anyio.CancelScope(shield=True, deadline=due) as scope:
             if self.how is None:
                 self._scope = scope
-                scope.deadline = session._registry._now() + self.timeout
                 await self._open(session, scope)
             if self.end is not None and not scope.cancel_called:
                 await self._finish(self.end, session, scope)
@@ -188,10 +189,7 @@ class Start(Generic[T]):
 
 
 def begin(
-    pairs: Iterable[tuple[Open[T], End[T] | None]],
-    session: Session,
-    lease: Lease | None,
-    timeout: float,
+    pairs: Pairs[T], session: Session, lease: Lease | None, timeout: float
 ) -> list[Start[T]]:
     """Begin the starts of *session*, each in a task of its registry."""
     registry, told = session._registry, new_waiter()

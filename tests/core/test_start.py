@@ -864,6 +864,8 @@ async def test_keeps_its_lease_from_a_second_start() -> None:
             await began.wait()
             with pytest.raises(RuntimeError, match="was started before"):
                 await session.start(open_, lease=second)
+            with pytest.raises(RuntimeError, match="was started before"):
+                await session.start(open_)
             assert (first.held, second.held) == (True, False)
             go_on.set()
             await anyio.wait_all_tasks_blocked()

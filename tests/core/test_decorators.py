@@ -339,10 +339,10 @@ class TestManaged:
                 await anext(stream(1))
             with pytest.raises(CostTooLarge):
                 await anext(stream(11))
-            sessions.open("2")
+            other = sessions.open("2")
             with pytest.raises(SessionExists):
                 await anext(stream(2))
-            sessions.get("2").close()
+            other.close()
             outcomes = sessions.statistics().outcomes
             assert (outcomes["failed"], outcomes["refused"]) == (1, 1)
             assert_quiescent(gate, sessions)

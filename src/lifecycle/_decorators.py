@@ -213,7 +213,7 @@ class _Source:
         """Give up what only the creation of the payload needed. Idempotent."""
         lease, self.lease = self.lease, None
         if lease is not None:
-            lease.leave()
+            lease._leave()  # noqa: SLF001 - a friend
         boxes, self._boxes = self._boxes, []
         for payload in boxes:
             payload.clear()

@@ -10,11 +10,11 @@ from typing import TYPE_CHECKING, Any, Self, final, get_args
 
 import anyio
 
+from ._amounts import whole
 from ._decorators import Decorator, managed
 from ._errors import GateClosed, SessionExists, SessionNotFound
 from ._park import loop_clock, loop_post
 from ._session import Session
-from ._ticket import whole
 from ._watchdog import Watchdog
 from .events import (
     DrainFinished,

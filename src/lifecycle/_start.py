@@ -72,7 +72,7 @@ class Start(Generic[T]):
         self._open: Open[T] | None = open_
         self._end = end
         if lease is not None:
-            lease.pass_on()
+            lease._pass_on()  # noqa: SLF001 - a friend
         self._lease = lease
         self._timeout = timeout
         # Given up once used: it refers to the session, which refers to this.
@@ -247,7 +247,7 @@ class Siblings:
         """Count one more in; return what it has to be told through."""
         self._open += 1
         if self._lease is not None:
-            self._lease.pass_on()
+            self._lease._pass_on()  # noqa: SLF001 - a friend
 
         def settled(how: How) -> None:
             self._open -= 1

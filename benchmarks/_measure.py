@@ -31,11 +31,18 @@ class Goal:
     extra: float | None = None
 
 
-async def in_turns(chunks: Mapping[str, Chunk], rounds: int) -> dict[str, list[float]]:
-    """Run each of *chunks* once a round, the collector off, and return all figures."""
+async def in_turns(
+    chunks: Mapping[str, Chunk], rounds: int, *, warm: bool = True
+) -> dict[str, list[float]]:
+    """Run each of *chunks* once a round, the collector off, and return all figures.
+
+    With *warm*, each runs once before, to specialise its bytecode and fill its
+    free lists. Chunks had better measure ``time.thread_time``, which stands still
+    while another process has the processor.
+    """
     taken: dict[str, list[float]] = {name: [] for name in chunks}
-    for chunk in chunks.values():
-        await chunk()  # specialises its bytecode, fills its free lists
+    for chunk in chunks.values() if warm else ():
+        await chunk()
     gc.collect()
     gc.disable()
     try:

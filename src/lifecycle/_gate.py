@@ -91,7 +91,8 @@ class Gate(Books):
         order: ``"fifo"``: as they come, the head blocks those behind it.
             ``"fair"``: the key that has had the least share-seconds goes next;
             while its request does not fit, others may overtake it until they
-            have got as much as it asks for itself.
+            have got as much as it asks for itself, those that are held for
+            longer counting for more.
         enforce: ``False`` refuses nobody and keeps nobody waiting, but counts
             who would have been, to try limits out on live traffic.
         name: For events, errors and metrics.

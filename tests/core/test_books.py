@@ -177,6 +177,38 @@ async def test_takes_releases_from_other_threads() -> None:
 
 
 @pytest.mark.anyio
+async def test_passes_over_a_waiter_that_another_thread_finds_cancelled() -> None:
+    """Cancelled, but not run since, a waiter gets nothing from a thread (B1)."""
+    gate = Gate(slots=1)
+    holder = await gate.admit()
+    scope = anyio.CancelScope()
+    served = []
+
+    async def request(name: str) -> None:
+        with await gate.admit():
+            served.append(name)
+
+    async def leave() -> None:
+        with scope:
+            await request("cancelled")
+
+    with anyio.fail_after(5):
+        async with anyio.create_task_group() as tasks:
+            tasks.start_soon(leave)
+            await anyio.wait_all_tasks_blocked()
+            tasks.start_soon(request, "next")
+            await anyio.wait_all_tasks_blocked()
+            scope.cancel()
+            thread = threading.Thread(target=holder.release)
+            thread.start()
+            thread.join(5)  # while the loop stands still
+            now = gate.statistics()
+            assert (now.waiting, now.cancelled, now.slots_in_use) == (0, 1, 1)
+    assert served == ["next"]
+    assert_quiescent(gate)
+
+
+@pytest.mark.anyio
 async def test_serves_loops_in_several_threads() -> None:
     """Loops of several threads share one gate, and never more than fits is held."""
     gate = Gate(slots=2)

@@ -12,6 +12,7 @@ the same key.
 from __future__ import annotations
 
 from collections import OrderedDict
+from dataclasses import dataclass, field
 from operator import itemgetter
 from typing import TYPE_CHECKING, Final
 
@@ -30,23 +31,23 @@ _FEW_KEYS: Final = 64
 _MOST_IDLE: Final = 4096
 
 
+@dataclass(slots=True, eq=False)
 class _Lane:
     """Requests of one key and about one size, first in, first out."""
 
-    def __init__(self, served: float) -> None:
-        self.served = served
-        self.queue: OrderedDict[Lease, None] = OrderedDict()
+    served: float
+    queue: OrderedDict[Lease, None] = field(default_factory=OrderedDict)
 
 
+@dataclass(slots=True)
 class _Flow:
     """One key: what it has had, and what it waits for by size class."""
 
-    def __init__(self, served: float, hold_s: float) -> None:
-        self.served = served
-        self.hold_s = hold_s
-        self.clock = 0.0
-        self.live = 0  # leases in line or held
-        self.lanes: dict[int, _Lane] = {}
+    served: float
+    hold_s: float
+    clock: float = 0.0
+    live: int = 0  # leases in line or held
+    lanes: dict[int, _Lane] = field(default_factory=dict)
 
     def lane(self, lease: Lease) -> _Lane:
         # Sizes in bytes within a factor of four count as one.

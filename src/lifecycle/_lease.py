@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import sys
 import warnings
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Self, final
 
 from ._amounts import whole
@@ -22,6 +23,7 @@ if TYPE_CHECKING:
 
 
 @final
+@dataclass(slots=True, weakref_slot=True, init=False, eq=False, repr=False)
 class Lease:
     """What one admitted request holds, from `Gate.admit` until hand-off.
 
@@ -34,21 +36,6 @@ class Lease:
         slots: Slots that the lease was granted.
         bytes: Bytes that it is charged with: the estimate until `settle`.
     """
-
-    __slots__ = (
-        "__weakref__",
-        "_account",
-        "_gate",
-        "_holder",
-        "_key",
-        "_passed",
-        "_passed_on",
-        "_priority",
-        "_state",
-        "_waiter",
-        "bytes",
-        "slots",
-    )
 
     # Set by the gate. A lease is made by nobody else, and has no `__init__`.
     slots: int

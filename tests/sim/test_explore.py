@@ -9,7 +9,7 @@ import anyio.lowlevel
 import pytest
 import scenarios
 
-from lifecycle import Gate, _books, _gate, _lease, _ledger
+from lifecycle import Gate, _books, _gate, _lease, _ledger, _monitor
 from lifecycle.testing import (
     Hang,
     cancel_everywhere,
@@ -55,7 +55,7 @@ def test_keeps_its_promise_at_every_cancellation(scenario):
 @pytest.mark.parametrize("scenario", scenarios.REENTERED, ids=lambda s: s.__name__)
 def test_keeps_its_promise_at_every_bytecode(scenario):
     """A finaliser may release a lease in the middle of any change of its gate."""
-    modules = (_books, _gate, _lease, _ledger)
+    modules = (_books, _gate, _lease, _ledger, _monitor)
     assert reenter_everywhere(scenario, modules) > 100
 
 

@@ -42,7 +42,7 @@ class _AsyncioWaiter:
             except asyncio.InvalidStateError:
                 # Only this class sets results, and only once it was granted.
                 return not future.cancelled()
-        elif not future.done():
+        else:
             try:
                 loop.call_soon_threadsafe(self._set)
             except RuntimeError:  # the loop is closed, and its tasks with it

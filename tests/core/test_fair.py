@@ -91,6 +91,26 @@ async def test_counts_what_was_really_held() -> None:
     assert_quiescent(gate)
 
 
+async def test_lets_small_ones_pass_a_large_one_only_so_often() -> None:
+    """Others may overtake by as much as the large one asks for, no more (B12)."""
+    clock = Clock()
+    gate = Gate(bytes=100, order="fair", clock=clock)
+    async with anyio.create_task_group() as tasks:
+        tenants = Tenants(gate, clock, tasks)
+        await tenants.ask("base", 60)
+        await tenants.ask("large", 80)
+        await tenants.ask("small", 10, times=40)
+        passed = 0
+        while ("large", 80) not in tenants.order:
+            passed = sum(nbytes for key, nbytes in tenants.order if key == "small")
+            assert passed <= 80 + 10
+            await tenants.serve(0.1)
+        assert passed > 0
+        while tenants.held:
+            await tenants.serve(0.1)
+    assert_quiescent(gate)
+
+
 class Market:
     """Keys that always have requests in line, each of its own sizes and hold times."""
 

@@ -122,11 +122,7 @@ Waiter = _AsyncioWaiter | _TrioWaiter
 
 
 def new_waiter() -> Waiter:
-    """A waiter for the running task.
-
-    Raises:
-        RuntimeError: No event loop runs in this thread.
-    """
+    """A waiter for the running task, in whatever event loop it runs."""
     loop = asyncio._get_running_loop()
     if loop is not None:
         return _AsyncioWaiter(loop)
@@ -150,21 +146,17 @@ def current_task() -> object | None:
 
 
 def loop_post() -> Callable[[Callable[[], object]], None]:
-    """What runs a function in the running loop, soon, from any thread.
-
-    After the end of the loop it does nothing.
-    """
-    loop = asyncio._get_running_loop()
-    trio = sys.modules.get("trio")
+    """What runs a function in the running loop, soon, from any thread."""
     post: Callable[[Callable[[], object]], object]
+    loop = asyncio._get_running_loop()
     if loop is not None:
         post = loop.call_soon_threadsafe
     else:
-        assert trio is not None
-        post = trio.lowlevel.current_trio_token().run_sync_soon
+        post = sys.modules["trio"].lowlevel.current_trio_token().run_sync_soon
 
     def post_soon(call: Callable[[], object]) -> None:
-        # Trio's RunFinishedError is one, and asyncio raises it itself.
+        # After the end of the loop nothing is left to do. Trio's
+        # RunFinishedError is one of these, and asyncio raises it itself.
         with contextlib.suppress(RuntimeError):
             post(call)
 

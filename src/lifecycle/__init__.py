@@ -9,8 +9,8 @@ once whatever happens.
 #
 #   _sessions -> _session -> _start -> _payload          the registry and its tasks
 #                   |-> _watchdog -> _stream             deadlines, ends of iteration
-#   _gate -> _lease -> _ledger, _park                    admission and its line
-#     |-> _books, _refusal                               one lock; words of refusal
+#   _gate -> _books -> _lease -> _ledger, _park          admission and its line
+#     |-> _fair   |-> _monitor, _refusal                 one at a time; when to retry
 #   _decorators -> _stream, _payload, _outcome           the same as decorators
 #   events, _errors                                      the floor
 #   observers, testing                                   imported on demand

@@ -126,7 +126,7 @@ class Start(Generic[T]):
         if not self.closed:
             scope.deadline = math.inf
             self._over = new_waiter()
-            await self._over.park()
+            await self._over
         value, self.value, self.end = self.value, None, None
         scope.deadline = registry._now() + registry._end_timeout
         try:

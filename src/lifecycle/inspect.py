@@ -11,14 +11,12 @@ from __future__ import annotations
 import gc
 import tracemalloc
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
 from weakref import WeakKeyDictionary
 
 import anyio
 
-from ._fair import Fair
 from ._gate import Gate, GateStatistics
 from ._holders import Holder, who_holds
 from ._lease import Lease
@@ -204,19 +202,17 @@ def snapshot(
 def _live_leases(gates: list[Gate]) -> list[list[Lease]]:
     # Nothing but leases refers to the books and has a state: no gate needs to
     # keep a list, and a lost lease stays collectable.
-    found = gc.get_referrers(*[gate._admission for gate in gates])
+    found = gc.get_referrers(*gates)
     leases = [each for each in found if type(each) is Lease and each.held]
-    return [
-        [lease for lease in leases if lease._books is gate._admission] for gate in gates
-    ]
+    return [[lease for lease in leases if lease._gate is gate] for gate in gates]
 
 
 def _age(
     gate: Gate, lease: Lease, now: float | None, seen: Mapping[Lease, float]
 ) -> float | None:
-    account = gate._admission._account
-    if isinstance(account, Fair):
-        return _read(partial(account.held_s, lease))
+    held_s = gate._held_s(lease)
+    if held_s is not None:
+        return held_s
     since = seen.get(lease)
     return None if now is None or since is None else now - since
 

@@ -46,13 +46,12 @@ ARROWS: dict[str, set[str]] = {
     },
     "_decorators": {"_outcome", "_stream", "_scrub", "_payload"},
     # `Gate.admits` and `SessionRegistry.track` are decorators, hence the last arrows.
-    "_gate": {"_admission", "_lease"} | FLOOR | {"_decorators"},
+    "_gate": {"_admission", "_fair", "_lease"} | FLOOR | {"_decorators"},
     "_sessions": {"_session", "_watchdog"} | FLOOR | {"_decorators"},
     "observers": {"events"},
     # Diagnostics look at everything, and nothing knows of them.
-    "_referrers": set(),
-    "_holders": {"_referrers"},
-    "inspect": {"_holders", "_gate", "_fair", "_lease", "_sessions"},
+    "_holders": set(),
+    "inspect": {"_holders", "_gate", "_lease", "_sessions"},
 } | {name: set() for name in FLOOR}
 
 # Time, chance and the outside world come in as arguments, so that all of the core

@@ -10,6 +10,7 @@ import anyio
 
 from ._admission import Admission
 from ._decorators import Decorator, managed
+from ._fair import Fair
 from ._lease import Lease
 from ._ticket import cost_of, limit, whole
 from .events import Observer, guarded
@@ -181,6 +182,7 @@ class Gate:
         longest = self._max_wait if max_wait is _AS_BEFORE else _seconds(max_wait)
         admission = self._admission
         lease = Lease(admission, cost_of(slots, bytes), key, priority)
+        lease._gate = self  # noqa: SLF001
         waiter = admission.request(lease, wait=True)
         if waiter is not None:
             await admission.wait(lease, waiter, longest)
@@ -217,6 +219,7 @@ class Gate:
         """
         admission = self._admission
         lease = Lease(admission, cost_of(slots, bytes), key, priority)
+        lease._gate = self  # noqa: SLF001
         admission.request(lease, wait=False)
         if admission.emit is not None:
             admission.tell_granted(lease, 0.0)
@@ -285,6 +288,10 @@ class Gate:
         See `lifecycle.managed` for when the lease is released.
         """
         return managed(gate=self, cost=cost, slots=slots)
+
+    def _held_s(self, lease: Lease) -> float | None:
+        account = self._admission._account  # noqa: SLF001
+        return account.held_s(lease) if isinstance(account, Fair) else None
 
     @property
     def name(self) -> str:

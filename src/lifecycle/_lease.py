@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from types import TracebackType
 
     from ._errors import Refused
+    from ._gate import Gate
     from ._park import Waiter
 
 
@@ -38,7 +39,20 @@ class Lease(Ticket):
     `ResourceWarning` (which says where it was granted under ``tracemalloc``).
     """
 
-    __slots__ = ("__weakref__", "_books", "_holder", "_passed_on", "refusal", "waiter")
+    __slots__ = (
+        "__weakref__",
+        "_books",
+        "_gate",
+        "_holder",
+        "_passed_on",
+        "_seen_at",
+        "refusal",
+        "waiter",
+    )
+
+    _gate: Gate
+    # When a snapshot first showed the lease.
+    _seen_at: float
 
     # Set when the lease goes into line.
     waiter: Waiter

@@ -282,6 +282,9 @@ class SessionRegistry:
         if self._emit is not None:
             self._emit(event)
 
+    def _now(self) -> float:
+        return self._clock()
+
     def now(self) -> float:
         """Called by sessions: seconds by the loop's clock."""
         return self._clock()

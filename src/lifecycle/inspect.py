@@ -47,10 +47,11 @@ class Held:
     bytes: int = 0
 
     def __str__(self) -> str:
-        size = [f"{self.slots} slots"] if self.slots else []
-        size += [f"{self.bytes} bytes"] if self.bytes else []
-        old = [] if self.age_s is None else [f"{self.age_s:.1f} s old"]
-        return ", ".join([f"{self.what} of {self.name}: {self.phase}", *size, *old])
+        words = [f"{self.name}: {self.what}", self.phase]
+        words += [f"{self.slots} slots"] if self.slots else []
+        words += [f"{self.bytes} bytes"] if self.bytes else []
+        words += [] if self.age_s is None else [f"{self.age_s:.1f} s old"]
+        return ", ".join(words)
 
 
 class Snapshot(tuple[Held, ...]):

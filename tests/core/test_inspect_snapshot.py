@@ -201,10 +201,10 @@ async def test_snapshot_reads_as_a_list():
         shown = str(snapshot(gate, sessions))
     lease.release()
     first, second, third = shown.splitlines()
-    assert first == "lease of pictures: held, 1 slots, 400 bytes, 1.5 s old"
-    assert second.startswith("session of a#1: open, 0.")
+    assert first == "pictures: lease, held, 1 slots, 400 bytes, 1.5 s old"
+    assert second.startswith("a#1: session, open, 0.")
     assert second.endswith(" s old")
-    assert third.startswith("payload of a#1: open, 6 bytes, 0.")
+    assert third.startswith("a#1: payload, open, 6 bytes, 0.")
 
 
 def test_snapshot_turns_into_json():

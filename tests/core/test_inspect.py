@@ -417,6 +417,25 @@ def test_follows_generator_to_task_through_containers():
         assert (holder.name, holder.task) == ("image", "reader")
 
 
+def test_looks_for_no_task_in_a_circle():
+    """Generators that hold each other, and that nobody runs, have no task."""
+
+    def source(kept, others):
+        yield
+
+    image = Big()
+    hands: list[list[object]] = [[], []]
+    pair = [source(image, hands[0]), source(None, hands[1])]
+    for generator, hand in zip(pair, reversed(hands), strict=True):
+        next(generator)
+        hand.append(generator)
+    (holder,) = who_holds(image)
+    assert (holder.name, holder.task) == ("kept", None)
+    for generator, hand in zip(pair, hands, strict=True):
+        hand.clear()
+        generator.close()
+
+
 @pytest.mark.anyio
 async def test_finds_payload_that_session_still_boxes(no_collector):
     """A box that nobody took is the session's, until the session closes."""

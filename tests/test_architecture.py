@@ -39,8 +39,7 @@ ARROWS: dict[str, set[str]] = {
     "_sessions": {"_outcome", "_session", "_watchdog"} | FLOOR | {"_decorators"},
     "observers": {"events"},
     # Diagnostics look at everything, and nothing knows of them.
-    "_referrers": set(),
-    "_holders": {"_referrers"},
+    "_holders": set(),
     "inspect": {"_holders", "_gate", "_lease", "_sessions"},
 } | {name: set() for name in FLOOR}
 

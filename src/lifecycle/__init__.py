@@ -68,8 +68,7 @@ __all__ = (
 )
 
 # Tracebacks and logs name what users import, not where it happens to live.
-for _name in __all__:
-    _public = globals()[_name]
+for _public in map(globals().__getitem__, __all__):
     if hasattr(_public, "__module__"):
         _public.__module__ = __name__
-del _name, _public
+del _public

@@ -50,6 +50,7 @@ class Lease:
     _passed: float
     _holder: object
     _passed_on: bool
+    _seen_at: float
 
     @property
     def held(self) -> bool:

@@ -4,6 +4,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import TYPE_CHECKING
 
 import anyio
@@ -12,7 +13,7 @@ from ._errors import AdmissionTimeout, CostTooLarge, GateClosed, GateFull, Refus
 from ._lease import Lease
 from ._ledger import DONE, HELD
 from ._monitor import Monitor, writes
-from ._park import current_task, new_waiter
+from ._park import current_task, new_waiter, park_until
 from ._refusal import DrainRate
 from .events import (
     AdmissionCancelled,
@@ -137,13 +138,11 @@ class Books(Monitor):
         """Wait in line, and come back with the lease held or not at all."""
         began = 0.0 if self._emit is None else self._now()
         try:
-            if max_wait is None:
+            if max_wait is None or max_wait == math.inf:
                 await waiter
             else:
-                with anyio.move_on_after(max_wait) as scope:
-                    await waiter
-                if scope.cancelled_caught:
-                    self._look(self._time_out, lease, max_wait)
+                await park_until(waiter, anyio.current_time() + max_wait)
+                self._look(self._time_out, lease, max_wait)
         except BaseException:
             self._change(self._cancel, lease, began)
             raise

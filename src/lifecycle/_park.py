@@ -140,14 +140,30 @@ async def park_until(waiter: Waiter, deadline: float) -> None:
     """
     loop = asyncio._get_running_loop()
     if loop is None:
-        with sys.modules["trio"].CancelScope(deadline=deadline):
-            await waiter
+        await _park_on_trio(waiter, deadline)
         return
     timer = loop.call_at(deadline, waiter.wake)
     try:
         await waiter
     finally:
         timer.cancel()
+
+
+async def _park_on_trio(waiter: Waiter, deadline: float) -> None:
+    trio, cut = sys.modules["trio"], None
+    try:
+        with trio.CancelScope(deadline=deadline):
+            try:
+                await waiter
+            except trio.Cancelled as error:
+                cut = error
+                raise
+        if cut is not None:
+            # Trio keeps it until the task's next step, and from CPython 3.12 its
+            # frames keep those of all callers.
+            cut.__traceback__ = None
+    finally:
+        del cut  # its traceback holds this frame
 
 
 def current_task() -> object | None:

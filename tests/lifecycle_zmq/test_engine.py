@@ -327,26 +327,6 @@ async def test_engine_that_never_gets_ready_is_replaced(
         assert failed.value.reason == "start_timeout"
 
 
-async def test_restarts_back_off_and_recover(
-    make_engine: MakeEngine, eventually: Any
-) -> None:
-    """The delay doubles up to its limit, and begins anew after service (`fault-30`)."""
-    async with make_engine(backoff=0.25, max_backoff=1.0) as engine:
-        await engine.wait_ready()
-        delays = []
-        for _ in range(4):
-            delays.append(engine._delay())
-            engine._bury(engine._current)  # type: ignore[arg-type]
-        assert delays == [0.25, 0.5, 1.0, 1.0]
-        assert engine._current is not None
-        engine._current.served_seconds = 1.0
-        engine._bury(engine._current)
-        engine._current.served_seconds = 0.0
-        assert engine._delay() == 0.5
-        engine._deaths = 5000
-        assert engine._delay() == 1.0
-
-
 async def test_output_of_the_engine_never_blocks_it(make_engine: MakeEngine) -> None:
     """A megabyte on standard error is drained, its end kept (`fault-54`)."""
     async with make_engine() as engine:

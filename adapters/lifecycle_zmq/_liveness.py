@@ -70,7 +70,8 @@ class Liveness:
 
     def word(self) -> LiveHealth:
         """Look now; ``serving``, ``busy`` or ``stopped``."""
-        if self.process is not None and self.process.look().stopped:
+        self._look()  # a verdict is for the next look to repeat
+        if self.watch.stops:
             return "stopped"
         return "busy" if self.watch.busy else "serving"
 

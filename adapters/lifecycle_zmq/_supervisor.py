@@ -106,8 +106,11 @@ class Supervisor:
             return "closed"
         if self.broken:
             return "broken"
-        word = self.current.health if self.current is not None else None
-        return word or ("restarting" if self.number > 1 else "starting")
+        current = self.current
+        if current is not None and current.health is not None:
+            return current.health
+        first = current is None or (self.number == 1 and current.why == "starting")
+        return "starting" if first else "restarting"
 
     def loss(self, more: str = "") -> EngineLost:
         """What to tell those who ask for an engine that is not there."""

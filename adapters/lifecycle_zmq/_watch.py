@@ -45,6 +45,7 @@ class Watch:
         self._limits = limits
         self._at: float | None = None
         self._turns = 0
+        self._stops = False
         self._stopped = 0.0
         self._silent = 0.0
         self._leaving = 0.0
@@ -62,8 +63,13 @@ class Watch:
         self._stopped = self._stopped + gap if process.stopped else 0.0
         self._silent = self._silent + gap if silent and phase is Phase.WORKING else 0.0
         self._leaving = self._leaving + gap if phase is Phase.LEFT else 0.0
-        self._at, self._turns = now, turns
+        self._at, self._turns, self._stops = now, turns, process.stopped
         return self._verdict()
+
+    @property
+    def stops(self) -> bool:
+        """Whether it was stopped at the last look."""
+        return self._stops
 
     @property
     def stopped(self) -> bool:
@@ -73,7 +79,7 @@ class Watch:
     @property
     def suspicious(self) -> bool:
         """Whether it was silent at the last look, in whichever way."""
-        return max(self._stopped, self._silent, self._leaving) > 0.0
+        return self._stops or max(self._silent, self._leaving) > 0.0
 
     @property
     def busy(self) -> bool:

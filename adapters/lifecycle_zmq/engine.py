@@ -125,6 +125,16 @@ class ZmqEngine:
             # Not given the exception of the block, which it would wrap in a group.
             await self._tasks.__aexit__(None, None, None)  # noqa: ASYNC102 - cut above
 
+    def close(self) -> None:
+        """Give the engine up now, without its leave: it is killed, never restarted.
+
+        Everybody who waits for it is told ``closed``. For whoever cannot wait until
+        streams have ended in order; leaving the block does the rest.
+        """
+        self._supervisor.closing = True
+        if self._client is not None:
+            self._client.lose("closed")
+
     @property
     def ready(self) -> bool:
         """Whether requests are taken now."""

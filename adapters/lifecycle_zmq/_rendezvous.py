@@ -40,8 +40,8 @@ class Rendezvous:
     """
 
     def __init__(self, parent: Path | None) -> None:
-        self.listener = socket.socket(socket.AF_UNIX)
         self._directory, self._lock = _make_directory(parent)
+        self.listener = socket.socket(socket.AF_UNIX)
         path = self._directory / _NAME
         self.address = f"ipc://{path}"
         try:
@@ -92,15 +92,25 @@ def sweep(parent: Path | None) -> None:
 def _make_directory(parent: Path | None) -> tuple[Path, int | None]:
     while True:
         directory = Path(tempfile.mkdtemp(prefix=_PREFIX, dir=parent))
-        lock = os.open(directory, os.O_DIRECTORY)
         try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            # Somebody may have swept it up before it was locked.
-            if directory.exists():
-                return directory, lock
-        except BlockingIOError:
-            pass
+            return directory, _lock(directory)
+        except (FileNotFoundError, BlockingIOError):
+            # Taken for a dead process's, by another one that started just now.
+            continue
+        except BaseException:
+            _empty(directory)
+            raise
+
+
+def _lock(directory: Path) -> int:
+    lock = os.open(directory, os.O_DIRECTORY)
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        directory.stat()
+    except BaseException:
         os.close(lock)
+        raise
+    return lock
 
 
 @contextlib.contextmanager

@@ -142,6 +142,7 @@ def main() -> None:
     parser.add_argument("--incarnation", type=int, required=True)
     parser.add_argument("--step", type=float, default=0.001)
     parser.add_argument("--fail", default="")
+    parser.add_argument("--fail-while", type=Path)
     parser.add_argument("--never-ready", action="store_true")
     parser.add_argument("--linger", action="store_true")
     parser.add_argument("--ballast", type=int, default=0)
@@ -149,6 +150,8 @@ def main() -> None:
     options = parser.parse_args()
     if options.fail:
         sys.exit(options.fail)
+    if options.fail_while and options.fail_while.exists():
+        sys.exit("not yet")
     if not options.stay_without_parent:
         exit_with_parent()
     if options.never_ready:

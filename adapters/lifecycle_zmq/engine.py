@@ -17,6 +17,8 @@ from ._supervisor import Health, Supervisor
 from ._watch import Limits
 from .client import EngineClient
 
+_LEAVE_LOOK_SECONDS = 0.05
+
 
 class ZmqEngine:
     """An engine process, its client, and its replacement when it dies.
@@ -112,14 +114,13 @@ class ZmqEngine:
         tb: TracebackType | None,
     ) -> None:
         """Let the engine leave within `stop_timeout`, or kill it; never restart it."""
-        # One that is stopped would take all of its time, and not leave.
-        leaves, client = self.ready, self._client
+        client = self._client
         self._supervisor.closing = True
         try:
-            if leaves and client is not None:
+            if client is not None and client.ready:
                 client.shutdown()
                 with anyio.move_on_after(self._stop_timeout, shield=True):
-                    await client.wait_lost()
+                    await self._left(client)
         finally:  # a native cancellation gets through the shield
             self._scope.cancel()
             # Not given the exception of the block, which it would wrap in a group.
@@ -257,6 +258,13 @@ class ZmqEngine:
     def reset(self) -> None:
         """Forget all deaths: an engine that is broken, or backs off, starts now."""
         self._supervisor.reset()
+
+    async def _left(self, client: EngineClient) -> None:
+        current = self._supervisor.current
+        # One that is stopped would take all of its time, and not leave.
+        while current is not None and current.health not in {None, "stopped"}:
+            with anyio.move_on_after(_LEAVE_LOOK_SECONDS):
+                await client.wait_lost()
 
     async def _run(self) -> None:
         with self._scope:

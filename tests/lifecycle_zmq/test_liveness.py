@@ -6,6 +6,7 @@ import os
 import select
 import signal
 import statistics
+import subprocess
 import time
 from collections import Counter
 from collections.abc import Callable
@@ -67,6 +68,18 @@ async def waiters_of(anyio_backend: Any) -> Any:
         tasks.cancel_scope.cancel()
 
 
+@pytest.fixture
+def bare_start(engine_argv: list[str], environment: dict[str, str]) -> float:
+    """How long an interpreter takes to import what an engine imports."""
+    seconds = []
+    argv = [*engine_argv, "--endpoint", "", "--incarnation", "0", "--fail", "as asked"]
+    for _ in range(5):
+        begin = time.monotonic()
+        subprocess.run(argv, env=environment, capture_output=True, check=False)
+        seconds.append(time.monotonic() - begin)
+    return statistics.median(seconds)
+
+
 async def _round_trip(engine: ZmqEngine) -> float:
     """How long one question takes: what this machine can do right now."""
     begin = time.monotonic()
@@ -75,7 +88,7 @@ async def _round_trip(engine: ZmqEngine) -> float:
 
 
 async def test_kills_under_128_streams_are_told_in_milliseconds(
-    make_engine: MakeEngine, waiters_of: Any
+    make_engine: MakeEngine, waiters_of: Any, bare_start: float
 ) -> None:
     """Everybody is told once; it serves again soon; 25 times on each backend (`fault-22`, `N4`, `N5`, `peers-72`)."""
     kills, streams = 25, 128
@@ -100,16 +113,15 @@ async def test_kills_under_128_streams_are_told_in_milliseconds(
     assert set(waiters.told.values()) == {1}
     assert waiters.reasons == {"killed": kills * streams}
     # A machine that is slow to answer is slow to tell.
-    slack = statistics.median(base)
-    assert statistics.median(told) < 0.05 + 2 * slack
-    assert statistics.median(again) < 0.3 + 20 * slack
+    assert statistics.median(told) < 0.05 + 2 * statistics.median(base)
+    assert statistics.median(again) < max(0.3, 3 * bare_start)
 
 
 async def test_death_is_told_before_the_memory_is_gone(
     make_engine: MakeEngine, waiters_of: Any
 ) -> None:
-    """With 1 GiB in use, its waiters hear of it while it is still there to be freed."""
-    async with make_engine("--ballast", str(1024 * MIB)) as engine:
+    """With half a GiB in use, its waiters hear of it while it is still there to be freed."""
+    async with make_engine("--ballast", str(512 * MIB)) as engine:
         with anyio.fail_after(60):
             await engine.wait_ready()
             waiters = waiters_of(engine)
@@ -119,7 +131,7 @@ async def test_death_is_told_before_the_memory_is_gone(
             descriptor = os.pidfd_open(pid)
             os.kill(pid, signal.SIGKILL)
             await waiters.all_told(8)
-            # The exit itself comes later by the time that a gigabyte takes.
+            # The exit itself comes later by the time that takes.
             ended = _is_readable(descriptor)
             os.close(descriptor)
             assert (waiters.reasons, ended) == ({"killed": 8}, False)
@@ -306,8 +318,8 @@ async def test_engine_of_another_incarnation_is_not_blamed(
             os.kill(engine.pid or 0, signal.SIGKILL)
             await waiters.all_told(8)
             await engine.wait_ready()
-            stream = await engine.start("new", {"count": 300})
-            assert len([item async for item in stream]) == 300
+            stream = await engine.start("new", {"count": 100})
+            assert len([item async for item in stream]) == 100
     assert engine.incarnation == 2
 
 

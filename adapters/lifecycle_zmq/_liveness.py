@@ -42,7 +42,11 @@ class Liveness:
         self.process: EngineProcess | None = None
         self.watch = Watch(limits)
         self._descriptor = _page.make_file()
-        self._page = Page(self._descriptor)
+        try:
+            self._page = Page(self._descriptor)
+        except BaseException:
+            os.close(self._descriptor)
+            raise
         self._needed = anyio.Event()
 
     def __enter__(self) -> Self:

@@ -71,7 +71,10 @@ def watch(page: Page, descriptor: int) -> DeathNotice | None:
     at = page.lock_word
     if at is None or _FUTEX is None:
         return None
-    return DeathNotice(descriptor, at)
+    try:
+        return DeathNotice(descriptor, at)
+    except (OSError, RuntimeError):  # out of descriptors, or of threads
+        return None
 
 
 class DeathNotice:
@@ -93,9 +96,15 @@ class DeathNotice:
         self._closed = False
         self.notice, write = os.pipe()
         # A daemon: an engine that cannot be killed must not hold our own exit up.
-        threading.Thread(
+        thread = threading.Thread(
             target=self._sleep, args=(write,), name="engine-death", daemon=True
-        ).start()
+        )
+        try:
+            thread.start()
+        except BaseException:
+            os.close(self.notice)
+            os.close(write)
+            raise
 
     def close(self) -> None:
         """Let the thread go; it ends by itself."""

@@ -140,6 +140,23 @@ def test_notice_that_is_closed_leaves_no_thread(page: Page, descriptor: int) -> 
     assert threading.active_count() <= before
 
 
+@pytest.mark.parametrize("what", ["pipe", "start"])
+def test_lock_is_not_watched_where_something_has_run_out(
+    page: Page, descriptor: int, monkeypatch: pytest.MonkeyPatch, what: str
+) -> None:
+    """Without descriptors or threads other notices have to do (`fault-50`)."""
+
+    def refuse(*_: object) -> None:
+        raise OSError if what == "pipe" else RuntimeError
+
+    holder = Holder(page)
+    with monkeypatch.context() as patch:
+        place = _lock.os if what == "pipe" else threading.Thread
+        patch.setattr(place, what, refuse)
+        assert _lock.watch(page, descriptor) is None
+    holder.die()
+
+
 def test_lock_is_not_announced_where_it_cannot_be_held(
     page: Page, monkeypatch: pytest.MonkeyPatch
 ) -> None:

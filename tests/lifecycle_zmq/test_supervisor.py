@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import os
+import resource
 import select
 import signal
 import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -105,6 +106,42 @@ async def test_next_process_starts_when_the_old_one_is_gone(
                 assert engine.incarnation == 1 or not psutil.pid_exists(first)
                 await anyio.lowlevel.checkpoint()
             assert not psutil.pid_exists(first)
+
+
+async def test_server_without_descriptors_recovers_by_itself(
+    make_engine: MakeEngine, eventually: Any
+) -> None:
+    """None is left to start an engine with: refused, then served again (`fault-50`)."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    options = {"backoff": 0.05, "max_backoff": 0.05, "max_crashes": None}
+    async with make_engine(**options) as engine:
+        await engine.wait_ready()
+        pid = engine.pid
+        hoard = [os.dup(0)]
+        resource.setrlimit(resource.RLIMIT_NOFILE, (max(hoard) + 16, hard))
+        try:
+            with suppress(OSError):
+                while True:
+                    hoard.append(os.dup(0))
+            os.kill(pid or 0, signal.SIGKILL)
+            # What the dead one gives back is taken as well, before the next one asks.
+            await eventually(lambda: engine._supervisor.false_starts or _take(hoard))
+            with pytest.raises(EngineLost) as caught:
+                await engine.start("a#1", {})
+            assert caught.value.reason == "spawn_failed"
+        finally:
+            resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+            for descriptor in hoard:
+                os.close(descriptor)
+        with anyio.fail_after(20):
+            await engine.wait_ready()
+            assert await engine.status()
+
+
+def _take(hoard: list[int]) -> None:
+    with suppress(OSError):
+        while True:
+            hoard.append(os.dup(0))
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])

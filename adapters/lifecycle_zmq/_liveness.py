@@ -84,9 +84,7 @@ class Liveness:
 
         Cancellation: the ordinary way to stop.
         """
-        verdict = None
-        while verdict is None:
-            verdict = self._look()
+        while (verdict := self._look()) is None:
             await self._pause(client)
         client.lose(verdict)
 

@@ -32,6 +32,9 @@ _OWNER = 0x3FFF_FFFF
 _Word = ctypes.c_uint32
 _FUTEX = {"x86_64": 202, "aarch64": 98, "riscv64": 98}.get(platform.machine())
 _WAIT, _WAKE = 0, 1
+# The kernel wakes once. An engine that writes the word for ever must not keep this
+# thread busy for ever: then the end of the process has to tell.
+_MAX_WAKES = 1000
 
 
 def hold(page: Page) -> bool:
@@ -117,7 +120,9 @@ class DeathNotice:
     def _sleep(self, write: int) -> None:
         word = self._word
         try:
-            while word is not None and not self._closed:
+            for _ in range(_MAX_WAKES):
+                if word is None or self._closed:
+                    return
                 seen = word.value
                 if seen & _OWNER_DIED or not seen & _OWNER:
                     return

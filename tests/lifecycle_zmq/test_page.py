@@ -140,6 +140,27 @@ def test_notice_that_is_closed_leaves_no_thread(page: Page, descriptor: int) -> 
     assert threading.active_count() <= before
 
 
+def test_engine_that_scribbles_on_its_lock_keeps_nobody_busy(
+    page: Page, descriptor: int
+) -> None:
+    """After so many wakes without a death the notice gives up (`S5`)."""
+    holder = Holder(page)
+    at = page.lock_word
+    assert at is not None
+    notice = _lock.watch(page, descriptor)
+    assert notice is not None
+    word = notice._word
+    number = 0
+    while not readable(notice.notice, 0):
+        number += 1
+        page.memory[at : at + 4] = (1 + number % 2).to_bytes(4, "little")
+        notice._call(word, _lock._WAKE, 1)
+        assert number < 10_000_000
+    notice.close()
+    holder.die()
+    del word
+
+
 @pytest.mark.parametrize("what", ["pipe", "start"])
 def test_lock_is_not_watched_where_something_has_run_out(
     page: Page, descriptor: int, monkeypatch: pytest.MonkeyPatch, what: str

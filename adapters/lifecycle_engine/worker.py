@@ -12,7 +12,7 @@ import sys
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from lifecycle_zmq import EngineServer
+from lifecycle_zmq import EngineServer, exit_with_parent
 
 from .runner import EXIT_DEVICE_LOST, DeviceLost, Runner
 from .scheduler import Scheduler
@@ -145,4 +145,5 @@ def _positive(text: str) -> int:
 
 
 if __name__ == "__main__":
+    exit_with_parent()  # at once: loading a model takes long
     sys.exit(main())

@@ -10,8 +10,12 @@ process's side, around whatever implements `Backend`.
 #   _errors, _hand_off, _schema, wire     what is on the wire
 #   _streams, _table                      what the client knows, without I/O
 #   _link, client                         the API process's end of one link
-#   process, _incarnation, engine         one process; one after another
-#   _backend, _books, _chunks, _parent    what the server needs, without a socket
+#   _address, _rendezvous                 how the two processes find each other
+#   _page, _lock, _proc, _watch           how an engine is doing, without the link
+#   process, _liveness, _restarts         one process; what it shows; when the next
+#   _incarnation, _supervisor, engine     one process with all of this; all of them
+#   _backend, _books, _chunks             what the server needs, without a socket
+#   _parent, _pulse                       what its process owes to its parent
 #   server                                the engine process's end
 
 from __future__ import annotations
@@ -28,6 +32,7 @@ except ModuleNotFoundError as error:
 from ._backend import Backend, Finish, Output
 from ._errors import EngineFailed, ProtocolError, RequestRejected
 from ._parent import exit_with_parent
+from ._supervisor import Health
 from .client import EngineClient
 from .engine import ZmqEngine
 from .server import EngineServer
@@ -38,6 +43,7 @@ __all__ = (
     "EngineFailed",
     "EngineServer",
     "Finish",
+    "Health",
     "Output",
     "ProtocolError",
     "RequestRejected",
@@ -46,6 +52,6 @@ __all__ = (
 )
 
 # Tracebacks and logs name what users import, not where it happens to live.
-for _name in __all__:
+for _name in set(__all__) - {"Health"}:
     globals()[_name].__module__ = __name__
 del _name

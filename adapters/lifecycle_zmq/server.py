@@ -11,13 +11,15 @@ from typing import Any
 
 import zmq
 
-from . import wire
+from . import _address, wire
 from ._backend import Backend, Finish, Output
 from ._books import Books, Peer
 from ._chunks import Entry, finish_map, write
 from ._errors import EncodeError, ProtocolError, RequestRejected
 from ._hand_off import forget_frames
-from ._parent import exit_with_parent
+from ._page import Page
+from ._parent import exit_with_parent, leave_signals_to_parent
+from ._pulse import Pulse
 from .wire import Kind, Message
 
 # Messages taken between two steps, so that a flood of them cannot stop the streams.
@@ -36,11 +38,13 @@ class EngineServer:
     that is gone loses its streams at the first message that cannot reach it.
 
     Args:
-        endpoint: The ``ipc://`` address to listen on, in a directory of mode 0700.
+        endpoint: What came after ``--endpoint``; or an ``ipc://`` address to listen
+            on, in a directory of mode 0700.
         backend: What runs the requests.
         incarnation: The number of this process, given by whoever spawned it.
         leave_with_parent: Whether the process ends when its parent does, by whatever
-            cause; standard input must then be a pipe that the parent holds.
+            cause, and leaves SIGINT and SIGTERM to it; standard input must then be a
+            pipe that the parent holds.
     """
 
     def __init__(
@@ -51,7 +55,7 @@ class EngineServer:
         incarnation: int,
         leave_with_parent: bool = True,
     ) -> None:
-        self._endpoint = endpoint
+        self._endpoint, self._inherited = _address.split(endpoint)
         self._backend = backend
         self._incarnation = incarnation
         self._leave_with_parent = leave_with_parent
@@ -60,21 +64,39 @@ class EngineServer:
         self._running = False
         self._failed_steps = 0
         self._socket: zmq.Socket[bytes]
+        self._pulse: Pulse
 
     def run(self) -> None:
         """Serve until SHUTDOWN; blocks the calling thread."""
         if self._leave_with_parent:
             exit_with_parent()
+            leave_signals_to_parent()
+        # From here on this thread's death is told at once.
+        self._pulse = Pulse(Page.attach(self._inherited.get("liveness")))
+        try:
+            self._serve()
+        finally:
+            self._pulse.leave()
+
+    def _serve(self) -> None:
         with zmq.Context() as context, context.socket(zmq.ROUTER) as self._socket:
             for option, value in _socket_options().items():
                 self._socket.setsockopt(option, value)
+            listener = self._inherited.get("listener")
+            if listener is not None:
+                self._socket.setsockopt(zmq.USE_FD, listener)
             self._socket.bind(self._endpoint)
             self._running = True
             while self._running:
                 self._turn()
 
     def _turn(self) -> None:
-        if self._socket.poll(0 if self._backend.busy else None):
+        idle = not self._backend.busy
+        self._pulse.turn(idle=idle)
+        came = self._socket.poll(None if idle else 0)
+        if idle:
+            self._pulse.turn(idle=False)
+        if came:
             self._receive_all()
         if self._running and self._backend.busy:
             self._step()

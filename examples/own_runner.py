@@ -82,7 +82,7 @@ def main() -> None:
     for name in ("cat", "impatient", "a long poem about the sea"):
         request = {"input_ids": list(name.encode()), "max_tokens": 100, "seed": 1}
         picture = np.full((SIDE, SIDE), len(name), np.float32)
-        scheduler.start(name, request, {"picture": memoryview(picture)})
+        scheduler.start(name, request, {"picture": picture.data})
     while scheduler.busy:
         for output in scheduler.step():
             for item in output.items:

@@ -27,24 +27,31 @@ class Rig:
         dtype: str,
         slots: int,
         tokens: int,
+        family: str = "qwen2_5_vl",
+        graphs: str = "off",
     ) -> None:
         from lifecycle_engine.chat_processor import ChatProcessor
         from lifecycle_engine.checkpoint import Sizes, build
         from lifecycle_engine.transformers_runner import TransformersRunner
 
-        build(folder, sizes=Sizes(**sizes))
+        build(folder, family, sizes=Sizes(**sizes))
         self.tokens = tokens
         self.processor = ChatProcessor(folder)
         self.runner = TransformersRunner.load(
-            folder, device=device, dtype=dtype, slots=slots, max_length=2048
+            folder,
+            device=device,
+            dtype=dtype,
+            slots=slots,
+            max_length=4096,
+            graphs=graphs,  # type: ignore[arg-type]  # one of its words
         )
 
-    def prepare(self, text: str, *pictures: bytes) -> Any:
+    def prepare(self, text: str, *pictures: bytes, **options: Any) -> Any:
         """Run the API side."""
         from lifecycle_engine.processor import Chat, Message
 
         message = Message("user", [*pictures, text])
-        return self.processor.prepare(Chat([message], max_tokens=self.tokens))
+        return self.processor.prepare(Chat([message], self.tokens, **options))
 
     def prompt(self, prepared: Any) -> Any:
         """Make what a runner takes."""
@@ -53,7 +60,7 @@ class Rig:
         return Prompt(prepared.request["input_ids"], dict(prepared.tensors))
 
     def generate(self, prepared: Any) -> list[int]:
-        """Let transformers generate, as the oracle."""
+        """Let transformers generate, as the oracle; to the last token, if ours do."""
         import torch
 
         model = self.runner.model
@@ -62,8 +69,10 @@ class Rig:
             name: torch.from_numpy(tensor).to(model.device)
             for name, tensor in prepared.tensors.items()
         }
-        if extra:
+        if "image_grid_thw" in extra:
             extra["mm_token_type_ids"] = (ids == model.config.image_token_id).int()
+        if not prepared.request["stop_ids"]:
+            extra["eos_token_id"] = None
         output = model.generate(
             input_ids=ids,
             attention_mask=torch.ones_like(ids),
@@ -73,6 +82,40 @@ class Rig:
         )
         tokens: list[int] = output[0, ids.shape[1] :].tolist()
         return tokens
+
+    def generate_batch(self, prepared: Sequence[Any]) -> Any:
+        """Let transformers generate texts as one batch, padded on the left."""
+        import torch
+
+        prompts = [each.request["input_ids"] for each in prepared]
+        longest = max(map(len, prompts))
+        ids = [[0] * (longest - len(prompt)) + prompt for prompt in prompts]
+        mask = [[0] * (longest - len(prompt)) + [1] * len(prompt) for prompt in prompts]
+        device = self.runner.model.device
+        return self.runner.model.generate(
+            input_ids=torch.tensor(ids, device=device),
+            attention_mask=torch.tensor(mask, device=device),
+            max_new_tokens=self.tokens,
+            do_sample=False,
+            eos_token_id=None,
+        )
+
+    def generate_continuously(self, prepared: Sequence[Any]) -> Any:
+        """Let transformers' own continuous batching generate texts."""
+        import transformers
+
+        return self.runner.model.generate_batch(
+            [each.request["input_ids"] for each in prepared],
+            generation_config=transformers.GenerationConfig(
+                max_new_tokens=self.tokens,
+                do_sample=False,
+                eos_token_id=None,
+                pad_token_id=0,
+            ),
+            continuous_batching_config=transformers.ContinuousBatchingConfig(
+                num_blocks=64, max_batch_tokens=1024
+            ),
+        )
 
     def prefill(self, slot: int, prompt: Any) -> int:
         """Run a whole prompt as one chunk; return its token."""
@@ -101,6 +144,43 @@ class Rig:
         for slot in range(len(streams)):
             self.runner.free(slot)
         return streams
+
+
+class Free:
+    """A model that takes no time, to see what is around it."""
+
+    max_length, vocab_size = 8192, 16
+    keep: Sequence[str] = ()
+
+    def __init__(self, *, slots: int) -> None:
+        from lifecycle_engine.runner import Emitted
+
+        self.slots = slots
+        self._one = Emitted([1], 1)
+
+    def check(self, prompt: Any) -> None:
+        """Take anything."""
+
+    def needs_tensors_until(self, prompt: Any) -> int:
+        """Need nothing."""
+        del prompt
+        return 0
+
+    def prefill(self, slot: int, prompt: Any, start: int, stop: int) -> Any:
+        """Emit a token once the prompt is read."""
+        del slot, start
+        return self._one if stop == len(prompt.input_ids) else None
+
+    def decode(self, slots: Sequence[int]) -> list[Any]:
+        """Emit the same token for everybody."""
+        return [self._one] * len(slots)
+
+    def free(self, slot: int) -> None:
+        """Hold nothing."""
+
+    def status(self) -> dict[str, Any]:
+        """Count nothing."""
+        return {}
 
 
 class Timed:

@@ -10,15 +10,14 @@ import argparse
 import json
 import logging
 import statistics
-import tempfile
 import time
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from engine_rig import Free, Rig, picture
+from engine_rig import Free, Rig, picture, rig
 
 if TYPE_CHECKING:
     from lifecycle_engine.scheduler import Scheduler
@@ -59,42 +58,42 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def text(options: argparse.Namespace) -> tuple[dict[str, float], list[Row]]:
     """Tokens a second of eight texts: ours, and the three ways of transformers."""
-    with _rig(options, "qwen3") as rig:
+    with _rig(options, "qwen3") as made:
         prepared = [
-            rig.prepare("word " * (20 + 5 * number), ignore_eos=True)
+            made.prepare("word " * (20 + 5 * number), ignore_eos=True)
             for number in range(BATCH)
         ]
         ways = {
-            "engine": lambda: _serve(rig, prepared),
-            "continuous batching": lambda: rig.generate_continuously(prepared),
-            "generate, one batch": lambda: rig.generate_batch(prepared),
-            "generate, one by one": lambda: [rig.generate(each) for each in prepared],
+            "engine": lambda: _serve(made, prepared),
+            "continuous batching": lambda: made.generate_continuously(prepared),
+            "generate, one batch": lambda: made.generate_batch(prepared),
+            "generate, one by one": lambda: [made.generate(each) for each in prepared],
         }
-        rates = _rates(ways, BATCH * rig.tokens, options.repeats)
+        rates = _rates(ways, BATCH * made.tokens, options.repeats)
     return _beside(rates, "texts")
 
 
 def images(options: argparse.Namespace) -> tuple[dict[str, float], list[Row]]:
     """Tokens a second of eight pictures: ours beside one `generate` after another."""
-    with _rig(options, "qwen2_5_vl") as rig:
+    with _rig(options, "qwen2_5_vl") as made:
         prepared = [
-            rig.prepare("What?", picture(90 + number, 120), ignore_eos=True)
+            made.prepare("What?", picture(90 + number, 120), ignore_eos=True)
             for number in range(BATCH)
         ]
         ways = {
-            "engine": lambda: _serve(rig, prepared),
-            "generate, one by one": lambda: [rig.generate(each) for each in prepared],
+            "engine": lambda: _serve(made, prepared),
+            "generate, one by one": lambda: [made.generate(each) for each in prepared],
         }
-        rates = _rates(ways, BATCH * rig.tokens, options.repeats)
+        rates = _rates(ways, BATCH * made.tokens, options.repeats)
     return _beside(rates, "pictures")
 
 
 def stall(options: argparse.Namespace) -> tuple[dict[str, Any], list[Row]]:
     """What a long prompt does to those who stream, and to a short one behind it."""
     figures: dict[str, Any] = {}
-    with _rig(options, "qwen3") as rig:
+    with _rig(options, "qwen3") as made:
         for label, chunk in (("whole", 4096), ("chunks of 64", 64)):
-            figures[label] = _stalled(rig, chunk)
+            figures[label] = _stalled(made, chunk)
     whole, chunks = figures["whole"], figures["chunks of 64"]
     rows = []
     for name, key in (
@@ -163,17 +162,17 @@ def _steps(scheduler: Scheduler, done: Callable[[Scheduler], bool]) -> int:
     return steps
 
 
-def _stalled(rig: Rig, chunk: int) -> dict[str, float]:
+def _stalled(on: Rig, chunk: int) -> dict[str, float]:
     """Four stream, then come a long prompt and a short one behind it."""
     from lifecycle_engine.scheduler import Scheduler
 
-    scheduler = Scheduler(rig.runner, chunk=chunk)
-    stream = rig.prepare("Hello there.", ignore_eos=True).request
+    scheduler = Scheduler(on.runner, chunk=chunk)
+    stream = on.prepare("Hello there.", ignore_eos=True).request
     for number in range(4):
         scheduler.start(f"s{number}", stream | {"max_tokens": 400}, {})
     while scheduler.status()["running"] < 4:
         scheduler.step()
-    long = rig.prepare("word " * 1500, ignore_eos=True).request
+    long = on.prepare("word " * 1500, ignore_eos=True).request
     scheduler.start("long", long | {"max_tokens": 1}, {})
     scheduler.start("short", stream | {"max_tokens": 1}, {})
     begin = last = time.perf_counter()
@@ -192,11 +191,11 @@ def _stalled(rig: Rig, chunk: int) -> dict[str, float]:
     return {"gap": gap, "short": short}
 
 
-def _serve(rig: Rig, prepared: Sequence[Any]) -> None:
+def _serve(on: Rig, prepared: Sequence[Any]) -> None:
     """Run requests through the scheduler, all of them there at once."""
     from lifecycle_engine.scheduler import Scheduler
 
-    scheduler = Scheduler(rig.runner)
+    scheduler = Scheduler(on.runner)
     for number, each in enumerate(prepared):
         scheduler.start(str(number), each.request, dict(each.tensors))
     while scheduler.busy:
@@ -229,20 +228,16 @@ def _beside(rates: dict[str, float], what: str) -> tuple[dict[str, float], list[
     return rates, rows
 
 
-@contextmanager
-def _rig(options: argparse.Namespace, family: str) -> Iterator[Rig]:
-    """A rig in a temporary folder."""
-    with tempfile.TemporaryDirectory() as folder:
-        yield Rig(
-            Path(folder),
-            family=family,
-            sizes=_SIZES[options.model],
-            device=options.device,
-            dtype="float32",
-            slots=BATCH,
-            tokens=options.tokens,
-            graphs="on" if options.device == "cuda" else "off",
-        )
+def _rig(options: argparse.Namespace, family: str) -> AbstractContextManager[Rig]:
+    return rig(
+        family=family,
+        sizes=_SIZES[options.model],
+        device=options.device,
+        dtype="float32",
+        slots=BATCH,
+        tokens=options.tokens,
+        graphs="on" if options.device == "cuda" else "off",
+    )
 
 
 def _parser() -> argparse.ArgumentParser:

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import gc
 import io
 import random
+import tempfile
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -29,12 +32,14 @@ class Rig:
         tokens: int,
         family: str = "qwen2_5_vl",
         graphs: str = "off",
+        max_length: int = 4096,
     ) -> None:
         from lifecycle_engine.chat_processor import ChatProcessor
         from lifecycle_engine.checkpoint import Sizes, build
         from lifecycle_engine.transformers_runner import TransformersRunner
 
-        build(folder, family, sizes=Sizes(**sizes))
+        if not (folder / "config.json").exists():
+            build(folder, family, sizes=Sizes(**sizes), dtype=dtype)
         self.tokens = tokens
         self.processor = ChatProcessor(folder)
         self.runner = TransformersRunner.load(
@@ -42,7 +47,7 @@ class Rig:
             device=device,
             dtype=dtype,
             slots=slots,
-            max_length=4096,
+            max_length=max_length,
             graphs=graphs,  # type: ignore[arg-type]  # one of its words
         )
 
@@ -128,22 +133,48 @@ class Rig:
         """Run one step; return a token for each slot."""
         return [emitted.item[0] for emitted in self.runner.decode(slots)]
 
-    def stream(self, prepared: Sequence[Any]) -> list[list[int]]:
-        """Decode requests together; each joins a step after the one before it."""
+    def stream(self, prepared: Sequence[Any], *, chunk: int = 10**6) -> list[list[int]]:
+        """Decode requests together, prompts read in chunks between the steps."""
         streams: list[list[int]] = []
-        while any(len(tokens) < self.tokens for tokens in streams) or not streams:
-            live = [
-                at for at, tokens in enumerate(streams) if len(tokens) < self.tokens
-            ]
+        reading: tuple[Any, int] | None = None
+        while len(streams) < len(prepared) or any(True for _ in self._open(streams)):
+            live = list(self._open(streams))
             if live:
                 for at, token in zip(live, self.decode(live), strict=True):
                     streams[at].append(token)
             if len(streams) < len(prepared):
-                slot = len(streams)
-                streams.append([self.prefill(slot, self.prompt(prepared[slot]))])
+                prompt, start = reading or (self.prompt(prepared[len(streams)]), 0)
+                stop = min(start + chunk, len(prompt.input_ids))
+                made = self.runner.prefill(len(streams), prompt, start, stop)
+                reading = (prompt, stop) if made is None else None
+                if made is not None:
+                    streams.append(list(made.item))
         for slot in range(len(streams)):
             self.runner.free(slot)
         return streams
+
+    def _open(self, streams: list[list[int]]) -> Iterator[int]:
+        return (at for at, made in enumerate(streams) if len(made) < self.tokens)
+
+    @property
+    def parameters(self) -> int:
+        """Of the model."""
+        return sum(each.numel() for each in self.runner.model.parameters())
+
+
+@contextmanager
+def rig(folder: Path | None = None, **options: Any) -> Iterator[Rig]:
+    """A rig in *folder*, or in a temporary one; its device memory is given back."""
+    import torch
+
+    with tempfile.TemporaryDirectory() as temporary:
+        made = Rig(folder or Path(temporary), **options)
+        yield made
+        # The rig may live on in its user's frame; what it holds must not.
+        del made.runner
+        gc.collect()
+        if torch.cuda.is_available():
+            torch.cuda.empty_cache()
 
 
 class Free:

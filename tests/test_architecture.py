@@ -76,7 +76,9 @@ PICKLES = {"pickle", "marshal", "shelve", "dill", "cloudpickle", "joblib"}
 # Public like the adapters, and above the core like them.
 TESTING = {"testing", "pytest_plugin"}
 # Only the bundled engine stands above other adapters.
-MAY_USE = {"lifecycle_engine": {"lifecycle_asgi", "lifecycle_zmq"}}
+MAY_USE = {
+    "lifecycle_engine": {"lifecycle_asgi", "lifecycle_metrics", "lifecycle_zmq"},
+}
 
 
 def modules(folder: Path) -> list[Path]:

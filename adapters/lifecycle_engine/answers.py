@@ -18,11 +18,11 @@ class Answer(Protocol):
         """Take a piece of a choice."""
         ...
 
-    async def finished(self, index: int, finish_reason: str) -> None:
-        """Take the end of a choice."""
+    async def finished(self, index: int, finish_reason: str, stop: str | None) -> None:
+        """Take the end of a choice, and the stop string that ended it, if one did."""
         ...
 
-    async def done(self, usage: Usage) -> None:
+    async def done(self) -> None:
         """All choices have ended."""
         ...
 
@@ -30,8 +30,10 @@ class Answer(Protocol):
 class Whole:
     """Collects the choices and answers once."""
 
-    def __init__(self, completion: Completion, reply: Reply, choices: int) -> None:
-        self._completion, self._reply = completion, reply
+    def __init__(
+        self, completion: Completion, reply: Reply, usage: Usage, choices: int
+    ) -> None:
+        self._completion, self._reply, self._usage = completion, reply, usage
         self._pieces: list[list[Piece]] = [[] for _ in range(choices)]
         self._reasons = [""] * choices
 
@@ -39,11 +41,12 @@ class Whole:
         """Keep it."""
         self._pieces[index].append(piece)
 
-    async def finished(self, index: int, finish_reason: str) -> None:
+    async def finished(self, index: int, finish_reason: str, stop: str | None) -> None:
         """Keep why."""
+        del stop  # OpenAI's API does not tell which
         self._reasons[index] = finish_reason
 
-    async def done(self, usage: Usage) -> None:
+    async def done(self) -> None:
         """Answer.
 
         Cancellation:
@@ -55,7 +58,7 @@ class Whole:
             asked = any(piece.logprobs is not None for piece in pieces)
             text = "".join(piece.text for piece in pieces)
             choices.append((text, reason, told if asked else None))
-        await self._reply.json(200, self._completion.whole(choices, usage))
+        await self._reply.json(200, self._completion.whole(choices, self._usage))
 
 
 class Streamed:
@@ -65,8 +68,10 @@ class Streamed:
     be an answer that clients retry.
     """
 
-    def __init__(self, completion: Completion, reply: Reply, choices: int) -> None:
-        self._completion, self._reply = completion, reply
+    def __init__(
+        self, completion: Completion, reply: Reply, usage: Usage, choices: int
+    ) -> None:
+        self._completion, self._reply, self._usage = completion, reply, usage
         self._begun = [False] * choices
         # Choices are read by tasks of their own; events go out one by one.
         self._turn = anyio.Lock(fast_acquire=True)
@@ -84,24 +89,25 @@ class Streamed:
                     self._completion.text(index, piece.text, piece.logprobs)
                 )
 
-    async def finished(self, index: int, finish_reason: str) -> None:
+    async def finished(self, index: int, finish_reason: str, stop: str | None) -> None:
         """Send the last chunk of a choice.
 
         Cancellation:
             As for `piece`.
         """
+        del stop
         async with self._turn:
             await self._begin(index)
             await self._event(self._completion.last(index, finish_reason))
 
-    async def done(self, usage: Usage) -> None:
+    async def done(self) -> None:
         """End the stream, with the usage if it was asked for.
 
         Cancellation:
             As for `piece`.
         """
         if self._completion.include_usage:
-            await self._event(self._completion.usage(usage))
+            await self._event(self._completion.usage(self._usage))
         await self._reply.done()
 
     async def _begin(self, index: int) -> None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import re
 import secrets
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -28,6 +29,8 @@ from .media import (
 )
 from .openai_schema import ChatRequest, parse_request, unknown_model
 from .processor import Chat, Message
+
+Form = Callable[[bytes], ChatRequest]
 
 _ID = re.compile(rb"[A-Za-z0-9._-]{1,128}")
 # Shorter bodies are parsed where they are: a thread costs more than they do.
@@ -112,11 +115,12 @@ class Intake:
         for scope in self._reading:
             scope.cancel()
 
-    async def read(self, receive: Any) -> Incoming:
+    async def read(self, receive: Any, form: Form = parse_request) -> Incoming:
         """Read one request body and return what it asks for.
 
         Args:
             receive: The ASGI ``receive``.
+            form: Checks the body, in the form of its API.
 
         Raises:
             ApiError: 400, 404, 408 or 413.
@@ -128,13 +132,13 @@ class Intake:
         """
         body = await self._read_body(receive)
         if len(body) <= _INLINE_BYTES:
-            return self.parse(body)
+            return self.parse(body, form)
         box = Payload(body, nbytes=len(body))
         del body
 
         def parse() -> Incoming | ApiError:
             try:
-                return self.parse(box.take())
+                return self.parse(box.take(), form)
             except ApiError as error:
                 # A traceback holds the body's frames, and a worker thread holds
                 # on to what it raised until it runs again.
@@ -145,13 +149,13 @@ class Intake:
             raise outcome
         return outcome
 
-    def parse(self, body: bytes) -> Incoming:
+    def parse(self, body: bytes, form: Form = parse_request) -> Incoming:
         """Check a body; any thread.
 
         Raises:
             ApiError: 400, 404 or 413. It retains nothing of the body.
         """
-        request = parse_request(body)
+        request = form(body)
         del body
         if request.model != self._model:
             raise unknown_model(self._model)

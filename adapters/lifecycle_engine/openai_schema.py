@@ -7,7 +7,8 @@ change the answer and is not supported here. What is harmless is accepted.
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal
+from collections.abc import Mapping
+from typing import Annotated, Any, Literal, TypeVar
 
 import pydantic_core
 from pydantic import (
@@ -21,7 +22,11 @@ from pydantic import (
 
 from .api_errors import ApiError, bad_request
 
-_UNSUPPORTED: dict[str, tuple[Any, ...]] = {
+F = TypeVar("F", bound="Form")
+# Fields, each with the values that change nothing.
+Unsupported = Mapping[str, tuple[Any, ...]]
+
+_UNSUPPORTED: Unsupported = {
     "audio": (),
     "frequency_penalty": (0,),
     "function_call": ("none", "auto"),
@@ -45,20 +50,22 @@ _MAX_PARTS = 4096
 _MAX_CHOICES = 16
 
 
-class _Strict(BaseModel):
+class Form(BaseModel):
+    """What a request is checked against, field by field."""
+
     model_config = ConfigDict(
         strict=True, extra="ignore", allow_inf_nan=False, hide_input_in_errors=True
     )
 
 
-class ImageUrl(_Strict):
+class ImageUrl(Form):
     """Where an image is: a data URL."""
 
     url: str
     detail: Literal["auto", "low", "high", "original"] | None = None
 
 
-class Part(_Strict):
+class Part(Form):
     """One piece of a message: text or an image."""
 
     type: Literal["text", "image_url"]
@@ -85,7 +92,7 @@ def _as_strings(stop: Any) -> Any:
     return [stop] if isinstance(stop, str) else stop
 
 
-class ChatMessage(_Strict):
+class ChatMessage(Form):
     """One turn of the conversation."""
 
     role: Literal["system", "developer", "user", "assistant"]
@@ -104,14 +111,14 @@ class ChatMessage(_Strict):
         return self
 
 
-class StreamOptions(_Strict):
+class StreamOptions(Form):
     """How to stream."""
 
     include_usage: bool | None = None
     include_obfuscation: bool | None = None
 
 
-class ChatRequest(_Strict):
+class ChatRequest(Form):
     """The body of a chat completion, with the limits of this server."""
 
     model: str = Field(min_length=1, max_length=256)
@@ -157,17 +164,35 @@ def parse_request(body: bytes) -> ChatRequest:
         ApiError: 400, with the path of the first offending field in ``param``.
             Neither it nor its context refers to the body.
     """
+    request = checked(ChatRequest, body, _UNSUPPORTED)
+    _refuse_stray(request)
+    return request
+
+
+def checked(form: type[F], body: bytes, unsupported: Unsupported) -> F:
+    """Check a body against a form.
+
+    Args:
+        form: What it has to be.
+        body: JSON.
+        unsupported: Fields that would change the answer and are not supported, each
+            with the values that change nothing.
+
+    Raises:
+        ApiError: As from `parse_request`.
+    """
     document = _parse_json(body)
     try:
-        request = ChatRequest.model_validate(document)
+        request = form.model_validate(document)
     except ValidationError as error:
         mistake = error.errors(include_input=False, include_url=False)[0]
     else:
-        _refuse_unsupported(request)
+        _refuse_unsupported(request, unsupported)
         return request
+    param = _param(mistake["loc"], unsupported)
     raise bad_request(
-        f"{mistake['msg']}{_where(mistake['loc'])}",
-        param=_param(mistake["loc"]),
+        f"{mistake['msg']} (at {param})" if param else mistake["msg"],
+        param=param,
         code=_code(mistake["type"]),
     )
 
@@ -185,12 +210,15 @@ def _parse_json(body: bytes) -> object:
     raise bad_request(f"The body is not valid JSON: {message}", code="invalid_json")
 
 
-def _refuse_unsupported(request: ChatRequest) -> None:
-    for name, harmless in _UNSUPPORTED.items():
+def _refuse_unsupported(request: Form, unsupported: Unsupported) -> None:
+    for name, harmless in unsupported.items():
         value = getattr(request, name)
         if value is not None and value not in harmless:
             message = f"{name} is not supported by this server; leave it out"
             raise bad_request(message, param=name, code="unsupported_parameter")
+
+
+def _refuse_stray(request: ChatRequest) -> None:
     if request.top_logprobs and not request.logprobs:
         message = "top_logprobs is only allowed with logprobs"
         raise bad_request(message, param="top_logprobs")
@@ -199,19 +227,14 @@ def _refuse_unsupported(request: ChatRequest) -> None:
         raise bad_request(message, param="stream_options")
 
 
-def _param(loc: tuple[int | str, ...]) -> str | None:
-    if loc and loc[0] in _UNSUPPORTED:
+def _param(loc: tuple[int | str, ...], unsupported: Unsupported) -> str | None:
+    if loc and loc[0] in unsupported:
         return str(loc[0])  # what follows may name the branch of a union
     path = ""
     for step in loc:
         dot = "." if path else ""
         path += f"[{step}]" if isinstance(step, int) else f"{dot}{step}"
     return path or None
-
-
-def _where(loc: tuple[int | str, ...]) -> str:
-    param = _param(loc)
-    return f" (at {param})" if param else ""
 
 
 def _code(kind: str) -> str:

@@ -33,24 +33,30 @@ class StopStrings:
 
     Args:
         strings: None of them empty; may be none at all.
+
+    Attributes:
+        hit: The one that was found.
     """
 
     __slots__ = ("_held", "_strings", "hit")
 
+    hit: str | None
+
     def __init__(self, strings: Sequence[str]) -> None:
         self._strings = tuple(strings)
         self._held = ""
-        self.hit = False
+        self.hit = None
 
     def push(self, text: str) -> str:
         """Take further text; return what is certain to stand before any stop."""
         if not self._strings:
             return text
         held = self._held + text
-        places = [at for each in self._strings if (at := held.find(each)) >= 0]
+        places = [(at, s) for s in self._strings if (at := held.find(s)) >= 0]
         if places:
-            self.hit, self._held = True, ""
-            return held[: min(places)]
+            self._held = ""
+            at, self.hit = min(places)
+            return held[:at]
         keep = max(_overlap(held, each) for each in self._strings)
         self._held = held[len(held) - keep :]
         return held[: len(held) - keep]
@@ -110,11 +116,16 @@ class Texts:
             tokens = [item["token"]] if isinstance(item, dict) else item
             self._usage.completion_tokens += len(tokens)
             text = self._stops.push(self._detokenizer.push(tokens))
-            if self._stops.hit:
+            if self._stops.hit is not None:
                 # Whoever reads leaves the stream now, which ends it in the engine.
                 self._over, self.finish_reason = True, "stop"
             return Piece(text, self._logprobs(item))
         return await self._last()
+
+    @property
+    def stop(self) -> str | None:
+        """The stop string that ended the text, if one did."""
+        return self._stops.hit
 
     async def _last(self) -> Piece:
         self._over = True
@@ -124,7 +135,7 @@ class Texts:
             message = "the stream ended without a finish_reason"
             raise EngineFailed("stream_cut", message)
         text = self._stops.push(self._detokenizer.flush())
-        if self._stops.hit:
+        if self._stops.hit is not None:
             self.finish_reason = "stop"
         return Piece(text + self._stops.flush())
 

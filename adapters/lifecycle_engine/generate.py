@@ -1,4 +1,4 @@
-"""``POST /v1/chat/completions``: one request from its first byte to its outcome.
+"""The generating endpoints: one request from its first byte to its outcome.
 
 A raw ASGI class, so that everything happens in one task and inside one ``with
 session``. The phases are functions that return: no frame that lives as long as
@@ -7,7 +7,6 @@ the stream has ever held the body, an image or a tensor.
 
 from __future__ import annotations
 
-import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from contextlib import ExitStack
 from functools import partial
@@ -20,10 +19,11 @@ from lifecycle import Lease, Payload, Session, SessionEnded, Stream
 from lifecycle_asgi import request_of
 from lifecycle_zmq import RequestRejected
 
-from .answers import Answer, Streamed, Whole
+from .answers import Answer
 from .api_errors import describe
+from .dialect import Dialect
 from .incoming import ClientLeft, Incoming, request_id
-from .openai_wire import Completion, Usage
+from .openai_wire import Usage
 from .processor import BadChat, BadImage, Chat
 from .replies import Reply
 from .service import Service
@@ -37,15 +37,17 @@ Opening = tuple[
 _NOT_RUN = (BadChat, BadImage, RequestRejected)
 
 
-class ChatCompletions:
-    """The endpoint, as an ASGI application.
+class Generate:
+    """An endpoint that answers in one dialect, as an ASGI application.
 
     Args:
         service: What it serves.
+        dialect: The API that it speaks.
     """
 
-    def __init__(self, service: Service) -> None:
+    def __init__(self, service: Service, dialect: Dialect) -> None:
         self._service = service
+        self._dialect = dialect
 
     async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
         """Answer one request.
@@ -54,10 +56,10 @@ class ChatCompletions:
             At any time: the session is closed at once and the registry ends what
             the engine holds. It always propagates.
         """
-        reply = Reply(send)
+        reply = Reply(send, self._dialect)
         try:
             reply.request_id = request_id(scope)
-            incoming = await self._service.intake.read(receive)
+            incoming = await self._service.intake.read(receive, self._dialect.parse)
             await self._serve(scope, incoming, reply)
         except ClientLeft:
             return
@@ -86,6 +88,7 @@ class ChatCompletions:
             except _NOT_RUN:
                 session.close("refused")
                 raise
+            request.release_body()
             await self._answer(streams, incoming, usage, reply)
 
     async def _start(
@@ -165,19 +168,12 @@ class ChatCompletions:
         usage: Usage,
         reply: Reply,
     ) -> None:
-        completion = Completion(
-            id=f"chatcmpl-{reply.request_id}",
-            created=int(time.time()),
-            model=self._service.model,
-            include_usage=incoming.include_usage,
-        )
-        kind = Streamed if incoming.stream else Whole
-        answer = kind(completion, reply, len(streams))
+        answer = self._dialect.answer(reply, incoming, self._service.model, usage)
         if len(streams) == 1:
             await self._read(streams[0], 0, incoming.stop, usage, answer)
         else:
             await self._read_all(streams, incoming.stop, usage, answer)
-        await answer.done(usage)
+        await answer.done()
 
     async def _read_all(
         self,
@@ -210,4 +206,4 @@ class ChatCompletions:
             texts = Texts(items, detokenizer, usage, stop)
             async for piece in texts:
                 await answer.piece(index, piece)
-            await answer.finished(index, texts.finish_reason)
+            await answer.finished(index, texts.finish_reason, texts.stop)

@@ -164,6 +164,28 @@ def test_row_of_a_prompt_in_prefill_is_left_alone(
     assert both[1] == expected[1][:23]
 
 
+def test_rows_are_not_packed_into_a_prompt_in_prefill(
+    model: Any, prepared: list[Any], expected: list[Any]
+) -> None:
+    """Where the only row in front is a half-read prompt's, the batch is run wider."""
+    runner = TransformersRunner(model, slots=4, max_length=512, graphs="fake")
+    half, whole = (
+        Prompt(prepared[index].request["input_ids"], dict(prepared[index].tensors))
+        for index in (4, 1)
+    )
+    length = len(half.input_ids)
+    runner.prefill(0, half, 0, 20)
+    tokens = [runner.prefill(1, whole, 0, len(whole.input_ids)).token]
+    for _ in range(5):
+        tokens += [emitted.token for emitted in runner.decode([1])]
+    last = [runner.prefill(0, half, 20, length).token]
+    for _ in range(5):
+        for stream, emitted in zip((last, tokens), runner.decode([0, 1]), strict=True):
+            stream.append(emitted.token)
+    assert last == expected[4][:6]
+    assert tokens == expected[1][:11]
+
+
 def test_graphs_without_cuda_raise(model: Any) -> None:
     """Capture needs a CUDA device, and says so."""
     with pytest.raises(ValueError, match="need cuda"):

@@ -167,6 +167,26 @@ def test_keep_list_is_all_that_decoding_needs(
     assert runner.needs_tensors_until(prompt) < len(prompt.input_ids)
 
 
+@pytest.mark.parametrize("stop", [5, 20, 30])
+@pytest.mark.parametrize("family", WITH_IMAGES)
+def test_prefill_can_begin_again_before_the_strip(
+    kits: Callable[[str], Kit], picture: Callable[..., bytes], family: str, stop: int
+) -> None:
+    """A prompt that was read in part is read anew, in the same slot or another."""
+    kit = kits(family)
+    runner = kit.runner()
+    each = kit.prepare("And now?", picture(90, 90), picture(60, 60))
+    prompt = Prompt(each.request["input_ids"], dict(each.tensors))
+    assert stop < runner.needs_tensors_until(prompt)
+    for slot in (0, 0, 1):
+        runner.prefill(slot, prompt, 0, stop)
+    length = len(prompt.input_ids)
+    tokens = [runner.prefill(1, prompt, stop, length).token]
+    while len(tokens) < COUNT:
+        tokens += [emitted.token for emitted in runner.decode([1])]
+    assert tokens == kit.generate(each)
+
+
 @pytest.mark.parametrize("family", ["qwen2_5_vl", "qwen3_vl"])
 def test_rope_deltas_stay_off_the_module(
     kits: Callable[[str], Kit], prompts: Callable[[str], Any], family: str

@@ -53,6 +53,9 @@ class Delivery:
             stream = streams.get(key)
             if stream is None or stream.finished:
                 continue
+            if stream.held is not None and items and stream.held.size > self._hold:
+                self._give_up(stream, f"is more than {self._hold} bytes behind")
+                continue
             if finish is not None:
                 stream.finished = True
             for item in items:
@@ -153,9 +156,6 @@ class Delivery:
             stream.held = Held(stream.merge)
             self._wait(stream)
         stream.held.add(piece)
-        if stream.held.size > self._hold:
-            self._give_up(stream, f"is more than {self._hold} bytes behind")
-            return False
         self._pause_late(stream, stream.held.size)
         return True
 

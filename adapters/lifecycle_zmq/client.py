@@ -261,14 +261,14 @@ class EngineClient:
         state = StreamState(key, self._generation, self._window)
         try:
             described, memory = wire.describe(taken)
-            # Known before it is sent: from then on only END may forget it.
-            self._table.add(state)
             body = {
                 "key": key,
                 "window": self._window,
                 "request": dict(request),
                 "tensors": described,
             }
+            # Known before it is sent: from then on only END may forget it.
+            self._table.add(state)
             self._say(Kind.START, body, generation=state.generation, memory=memory)
         except EncodeError as error:
             self._table.remove(state)

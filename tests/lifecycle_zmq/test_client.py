@@ -349,8 +349,8 @@ FAULTS: dict[str, Any] = {
     "older": lambda fake: fake.tick(header={"incarnation": 6}),
     "bad item": lambda fake: fake.tick(chunks=[[1, 0, [b"\xc1"], None]]),
     "bad tokens": lambda fake: fake.tick(tokens=b"\x09\x00\x00\x00"),
-    "unknown tokens": lambda fake: fake.tick(tokens=pack_tokens([9], [0], [1], [5])),
-    "tokens gap": lambda fake: fake.tick(tokens=pack_tokens([1], [1], [1], [5])),
+    "unknown tokens": lambda fake: fake.tick(tokens=pack_tokens([9, 0, 1, 5])),
+    "tokens gap": lambda fake: fake.tick(tokens=pack_tokens([1, 1, 1, 5])),
     "unknown": lambda fake: fake.chunk("zz", 0, [1]),
     "done": lambda fake: fake.done("a#1"),
     "twice": lambda fake: fake.accept("a#1"),
@@ -426,10 +426,8 @@ async def test_reader_grants_what_it_has_read_in_few_messages(
         for key in keys:
             generation = fake_engine.generations[key]
             if compact:
-                block = pack_tokens(
-                    [generation] * 500, range(500), [1] * 500, range(500)
-                )
-                fake_engine.tick(tokens=block)
+                words = [it for n in range(500) for it in (generation, n, 1, n)]
+                fake_engine.tick(tokens=pack_tokens(words))
             else:
                 fake_engine.chunk(key, 0, items)
         before = len(fake_engine.messages)

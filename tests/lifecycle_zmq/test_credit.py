@@ -284,21 +284,45 @@ def test_items_behind_a_chunk_of_the_same_stream_stay_behind_it(rig: Any) -> Non
     it = rig(credit=10**6)
     it.produce([1], {"x": 1}, [2], [3])
     it.produce([1], [2], key="b")
-    (tick,) = [it.peer.tick.take()]
+    tick = it.peer.tick.take()
     assert unpack_tokens(tick["tokens"]) == [(1, 0, [1]), (2, 0, [1]), (2, 1, [2])]
     ((generation, first, items, finish),) = tick["chunks"]
     assert (generation, first, finish) == (1, 1, None)
     assert list(map(msgpack.unpackb, items)) == [{"x": 1}, [2], [3]]
 
 
-def test_numbers_beyond_32_bits_travel_as_chunks(rig: Any) -> None:
-    """The compact form is left where a stream's numbers outgrow it."""
+def test_streams_numbered_beyond_32_bits_travel_as_chunks(rig: Any) -> None:
+    """The compact form is left where a generation outgrows it."""
     it = rig(credit=10**6)
-    it.a.items = 2**32
+    it.books.ended(it.peer, 1)
+    it._start("a", 2**32, "never", 100)
     it.produce([1])
-    (tick,) = [it.peer.tick.take()]
+    tick = it.peer.tick.take()
     assert tick["tokens"] == b""
-    assert tick["chunks"] == [[1, 2**32, [b"\x91\x01"], None]]
+    assert tick["chunks"] == [[2**32, 0, [b"\x91\x01"], None]]
+
+
+def test_items_numbered_beyond_32_bits_are_numbered_anew(rig: Any) -> None:
+    """A stream may be as long as it likes; the compact number wraps around."""
+    it = rig(credit=10**6)
+    it.a.items = 2**32 - 1
+    it.produce([7])
+    it.produce([8])
+    it.produce([9, 9])
+    tick = it.peer.tick.take()
+    wanted = [(1, 2**32 - 1, [7]), (1, 0, [8]), (1, 1, [9, 9])]
+    assert unpack_tokens(tick["tokens"]) == wanted
+
+
+def test_tick_too_large_for_one_message_is_sent_in_parts(rig: Any) -> None:
+    """Tokens are looked at one by one where they might not fit together."""
+    it = rig(credit=10**9)
+    it.delivery.publish([Output("a", [[n, n]]) for n in range(70_000)])
+    it.delivery.publish([Output("a", [[n]]) for n in range(70_000)])
+    assert len(it.flushed) > 8
+    said = it.said()
+    assert said[:70_000] == [[n, n] for n in range(70_000)]
+    assert said[70_000:] == [[n] for n in range(70_000)]
 
 
 @pytest.mark.parametrize("rule", ["concatenate", "never", "replace"])

@@ -35,7 +35,7 @@ SAMPLES: dict[Kind, dict[str, Any]] = {
     Kind.TICK: {
         "accepted": [7, 8],
         "rejected": [[9, "full", "no"]],
-        "tokens": pack_tokens([1, 2], [0, 4], [1, 2], [5, 6, 2**32 - 1]),
+        "tokens": pack_tokens([1, 0, 1, 5, 2, 4, 2, 6, 2**32 - 1]),
         "chunks": [
             [3, 0, [msgpack.packb([1.5]), msgpack.packb({"x": None})], None],
             [4, 7, [], {"reason": "completed"}],
@@ -166,11 +166,19 @@ def test_decode_attaches_tensors_with_format_and_shape(letter: str) -> None:
         (Kind.TICK, TICK | {"rejected": [[1, "x", "y" * 4097]]}),
         (Kind.TICK, TICK | {"tokens": "text"}),
         (Kind.TICK, TICK | {"tokens": b"123"}),
-        (Kind.TICK, TICK | {"tokens": bytes(4)}),
-        (Kind.TICK, TICK | {"tokens": pack_tokens([1], [0], [1], [])}),
-        (Kind.TICK, TICK | {"tokens": pack_tokens([1], [0], [0], [5])}),
-        (Kind.TICK, TICK | {"tokens": pack_tokens([1], [0], [2], [5])}),
-        (Kind.TICK, TICK | {"tokens": pack_tokens([1, 2], [0, 0], [0, 2], [5, 5])}),
+        *(
+            (Kind.TICK, TICK | {"tokens": pack_tokens(words)})
+            for words in (
+                [1],
+                [1, 0],
+                [1, 0, 1],
+                [1, 0, 0, 5],
+                [1, 0, 2, 5],
+                [1, 0, 1, 5, 2, 0, 2, 5],
+                [1, 0, 2, 5, 5, 2, 0, 2**32 - 1, 5],
+                [1, 0, 0, 2, 0, 1, 5, 5],
+            )
+        ),
         (Kind.TICK, TICK | {"chunks": {}}),
         (Kind.TICK, TICK | {"chunks": [[1, 0, []]]}),
         (Kind.TICK, TICK | {"chunks": [["a", 0, [], None]]}),
@@ -420,12 +428,12 @@ token_lists = st.lists(
 def test_token_lists_survive_the_wire(lists: list[tuple[int, int, list[int]]]) -> None:
     """The compact form loses nothing, whatever the lengths are."""
     assert all(is_token_list(tokens) for _, _, tokens in lists)
-    block = pack_tokens(
-        [it[0] for it in lists],
-        [it[1] for it in lists],
-        [len(it[2]) for it in lists],
-        [token for it in lists for token in it[2]],
-    )
+    words = [
+        word
+        for stream, item, tokens in lists
+        for word in (stream, item, len(tokens), *tokens)
+    ]
+    block = pack_tokens(words)
     head = _encode(Kind.TICK, TICK | {"tokens": block})
     assert wire.decode([head], accept=ALL).body["tokens"] == lists
 

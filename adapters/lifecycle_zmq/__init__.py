@@ -7,11 +7,14 @@ process's side, around whatever implements `Backend`.
 
 # A map of the package; each line imports those above it.
 #
-#   _errors, _hand_off, _schema, wire     what is on the wire
-#   _streams, _table                      what the client knows, without I/O
+#   _errors, _hand_off                    refusals; giving a payload away
+#   _plain, _items, _tensors              values, items and memory as bytes
+#   _schema, wire                         messages
+#   _slot, _streams, _table, _outbox      what the client knows, without I/O
 #   _link, client                         the API process's end of one link
 #   process, _incarnation, engine         one process; one after another
-#   _backend, _books, _chunks, _parent    what the server needs, without a socket
+#   _backend, _held, _tick, _books        what the server knows, without a socket
+#   _delivery, _parent                    who gets what when; leaving
 #   server                                the engine process's end
 
 from __future__ import annotations
@@ -25,7 +28,7 @@ except ModuleNotFoundError as error:
         name=error.name,
     ) from None
 
-from ._backend import Backend, Finish, Output
+from ._backend import Backend, Finish, Merge, Output
 from ._errors import EngineFailed, ProtocolError, RequestRejected
 from ._parent import exit_with_parent
 from .client import EngineClient
@@ -38,6 +41,7 @@ __all__ = (
     "EngineFailed",
     "EngineServer",
     "Finish",
+    "Merge",
     "Output",
     "ProtocolError",
     "RequestRejected",
@@ -47,5 +51,6 @@ __all__ = (
 
 # Tracebacks and logs name what users import, not where it happens to live.
 for _name in __all__:
-    globals()[_name].__module__ = __name__
+    if _name != "Merge":  # an alias, which others may share
+        globals()[_name].__module__ = __name__
 del _name

@@ -4,21 +4,22 @@ from __future__ import annotations
 
 import errno
 import math
-import os
 import sys
 import traceback
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
+from itertools import pairwise
 from typing import Any, cast
 
 import zmq
 
 from . import wire
-from ._backend import Backend, Finish, Merge, Output
+from ._backend import Backend, Finish, Output
 from ._books import Books, Peer, ServedStream
 from ._delivery import Delivery
 from ._errors import EncodeError, ProtocolError, RequestRejected
 from ._hand_off import forget_frames
 from ._parent import exit_with_parent
+from ._router import listening, own
 from .wire import Kind, Message
 
 # Messages taken between two steps, so that a flood of them cannot stop the streams.
@@ -26,8 +27,6 @@ _BURST = 1024
 _MAX_PEERS = 64
 # A backend whose every step raises will not get well; a new process may.
 _MAX_FAILED_STEPS = 3
-# Shorter parts lie in a receive buffer of libzmq that they share and keep alive.
-_COPIED_BELOW = 16 * 2**10
 # As an enumeration, it takes longer than the socket does.
 _IN = int(zmq.POLLIN)
 
@@ -76,10 +75,8 @@ class EngineServer:
         """Serve until SHUTDOWN; blocks the calling thread."""
         if self._leave_with_parent:
             exit_with_parent()
-        with zmq.Context() as context, context.socket(zmq.ROUTER) as self._socket:
-            for option, value in _socket_options().items():
-                self._socket.setsockopt(option, value)
-            self._socket.bind(self._endpoint)
+        with zmq.Context() as context, listening(context, self._endpoint) as socket:
+            self._socket = socket
             self._running = True
             while self._running:
                 self._turn()
@@ -112,7 +109,7 @@ class EngineServer:
         frames = self._socket.recv_multipart(zmq.NOBLOCK, copy=False)
         address = frames[0].bytes
         try:
-            message = wire.decode(_own(frames[1:]), accept=wire.FROM_CLIENT)
+            message = wire.decode(own(frames[1:]), accept=wire.FROM_CLIENT)
             del frames
             peer = self._check(address, message)
         except ProtocolError:
@@ -128,14 +125,22 @@ class EngineServer:
             peer = self._welcome(address, message.sequence)
         if message.sequence < peer.received:
             raise ProtocolError("a message came twice")
+        # What is refused here leaves a gap, as what was lost does.
+        self._number(peer, message)
         if message.sequence > peer.received:
             self._mend(peer)
         peer.received = message.sequence + 1
-        if message.kind is Kind.START:
-            if message.generation <= peer.generation:
-                raise ProtocolError("a stream came twice")
-            peer.generation = message.generation
         return peer
+
+    def _number(self, peer: Peer, message: Message) -> None:
+        numbers = [peer.generation]
+        if message.kind is Kind.START:
+            numbers.append(message.generation)
+        elif message.kind is Kind.CONTROL:
+            numbers += (start[0] for start in message.body["start"])
+        if any(one >= other for one, other in pairwise(numbers)):
+            raise ProtocolError("a stream came twice")
+        peer.generation = numbers[-1]
 
     def _welcome(self, address: bytes, sequence: int) -> Peer:
         peers = self._books.peers
@@ -163,23 +168,27 @@ class EngineServer:
         if message.kind is Kind.CONTROL:
             self._control(peer, message.body)
         elif message.kind is Kind.START:
-            self._start(peer, message)
+            self._start(peer, message.generation, message.body, message.tensors)
         elif message.kind is Kind.STATUS:
             self._report(peer, message.body["ask"])
         else:
             self._running = False
 
-    def _start(self, peer: Peer, message: Message) -> None:
-        key, generation = message.body["key"], message.generation
+    def _start(
+        self,
+        peer: Peer,
+        generation: int,
+        body: Mapping[str, Any],
+        tensors: dict[str, memoryview],
+    ) -> None:
+        key = body["key"]
         if key in self._books.streams:
             told = "the key is in use; choose another"
             self._reject(peer, generation, "duplicate_key", told)
             return
         try:
             # As a temporary: from here on the backend alone holds the tensors.
-            merge = self._backend.start(
-                key, message.body["request"], _move(message.tensors)
-            )
+            merge = self._backend.start(key, body["request"], _move(tensors))
         except RequestRejected as refusal:
             forget_frames(refusal)
             self._reject(peer, generation, refusal.code, refusal.message)
@@ -190,15 +199,13 @@ class EngineServer:
             told = f"start raised {type(error).__name__}"
             self._reject(peer, generation, "internal", told)
         else:
-            self._accept(peer, message, merge or "never")
-
-    def _accept(self, peer: Peer, message: Message, merge: Merge) -> None:
-        key, window = message.body["key"], message.body["window"]
-        stream = ServedStream(key, message.generation, peer, window, merge)
-        self._books.started(stream)
-        peer.tick.accept(stream)
-        if peer.tick.full:
-            self._flush(peer)
+            stream = ServedStream(
+                key, generation, peer, body["window"], merge or "never"
+            )
+            self._books.started(stream)
+            peer.tick.accept(stream)
+            if peer.tick.full:
+                self._flush(peer)
 
     def _reject(self, peer: Peer, generation: int, code: str, message: str) -> None:
         self._books.refused(peer, generation)
@@ -207,6 +214,9 @@ class EngineServer:
             self._flush(peer)
 
     def _control(self, peer: Peer, body: dict[str, Any]) -> None:
+        for generation, key, window, request in body["start"]:
+            start = {"key": key, "window": window, "request": request}
+            self._start(peer, generation, start, {})
         # What names a stream that is over was said before its end was heard of.
         for generation in body["cancel"]:
             stream = peer.streams.get(generation)
@@ -279,29 +289,6 @@ class EngineServer:
         for stream in self._books.forget(peer):
             self._backend.end(stream.key)
             self._delivery.forget(stream)
-
-
-def _socket_options() -> dict[int, int]:
-    options: dict[int, int] = {
-        zmq.LINGER: 0,
-        # A client that is gone is an error to be told of, not a message to be lost.
-        zmq.ROUTER_MANDATORY: 1,
-        # Bounded by the streams that were admitted; a full queue would lose a DONE.
-        zmq.SNDHWM: 0,
-        zmq.RCVHWM: 0,
-        zmq.MAXMSGSIZE: wire.MAX_TENSOR_BYTES,
-    }
-    if sys.platform == "linux":
-        # The directory keeps other users out already; this does where it was opened.
-        options[zmq.IPC_FILTER_UID] = os.getuid()
-    return options
-
-
-def _own(frames: Sequence[zmq.Frame]) -> list[wire.Buffer]:
-    return [
-        frame.buffer if len(frame) >= _COPIED_BELOW else bytearray(frame.buffer)
-        for frame in frames
-    ]
 
 
 def _move(tensors: dict[str, memoryview]) -> dict[str, memoryview]:

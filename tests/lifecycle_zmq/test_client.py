@@ -551,7 +551,7 @@ async def test_send_that_swallows_the_news_of_a_message_handles_it(
         with anyio.fail_after(20):
             for number in range(300):
                 fake_engine.chunk("a#1", number, [number])
-                client._say(Kind.STATUS, {"ask": 0})
+                client._sender.say(Kind.STATUS, {"ask": 0})
                 if number % 3 == 0:
                     await anyio.lowlevel.checkpoint()
             async for item in stream:

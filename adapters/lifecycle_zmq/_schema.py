@@ -27,7 +27,10 @@ def fits(body: Mapping[str, Any], schema: Schema) -> bool:
     """Whether `body` has the fields of `schema`, all of them and no other."""
     if body.keys() != schema.keys():
         return False
-    return all(check(body[name]) for name, check in schema.items())
+    for name, check in schema.items():  # noqa: SIM110 - a generator costs more than it
+        if not check(body[name]):
+            return False
+    return True
 
 
 def is_key(value: Any) -> bool:

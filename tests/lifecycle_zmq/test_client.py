@@ -399,6 +399,22 @@ async def test_fault_of_the_engine_is_told_to_its_waiters(
     assert "canary" not in caplog.text
 
 
+async def test_tokens_without_credit_are_a_fault(fake_engine: Any) -> None:
+    """A window's worth of token lists is taken, and not one more."""
+    async with connected(fake_engine) as client:
+        await started(client, fake_engine)
+        fit = -(-(2**16) // 68)
+        words = [it for n in range(fit) for it in (1, n, 1, n)]
+        fake_engine.tick(tokens=pack_tokens(words))
+        with anyio.move_on_after(0.1):
+            await client.wait_lost()
+        assert client.lost is None
+        fake_engine.tick(tokens=pack_tokens([1, fit, 1, 0]))
+        with anyio.fail_after(20):
+            await client.wait_lost()
+        assert client.lost == "protocol"
+
+
 async def test_item_without_credit_is_a_fault(fake_engine: Any) -> None:
     """One item may exceed the window, none may follow: memory here is bounded."""
     async with connected(fake_engine) as client:

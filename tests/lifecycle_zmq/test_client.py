@@ -179,6 +179,25 @@ async def test_cancelling_anext_loses_no_item(fake_engine: Any) -> None:
         assert got == [20, 21, 22, 23]
 
 
+async def test_second_reader_of_a_stream_is_told_so(fake_engine: Any) -> None:
+    """Two tasks cannot wait for an item; the first is not disturbed."""
+    got = []
+
+    async def read() -> None:
+        got.append(await anext(stream))
+
+    async with connected(fake_engine) as client:
+        stream = await started(client, fake_engine)
+        with anyio.fail_after(20):
+            async with anyio.create_task_group() as tasks:
+                tasks.start_soon(read)
+                await anyio.wait_all_tasks_blocked()
+                with pytest.raises(RuntimeError, match="another task"):
+                    await anext(stream)
+                fake_engine.chunk("a#1", 0, [1])
+    assert got == [1]
+
+
 async def test_end_sends_one_end_however_often_it_is_called(fake_engine: Any) -> None:
     """Repeated, concurrent and cancelled calls send one END in all (`peers-17`)."""
     async with connected(fake_engine) as client:

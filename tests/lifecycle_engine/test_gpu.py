@@ -22,7 +22,7 @@ pytestmark = [
 def runner(checkpoint: Path) -> TransformersRunner:
     """The tiny checkpoint on the device."""
     return TransformersRunner.load(
-        checkpoint, device="cuda", slots=4, max_length=512, buckets=(1, 2, 4)
+        checkpoint, device="cuda", slots=4, max_length=512, graphs="on"
     )
 
 

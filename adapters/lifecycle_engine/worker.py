@@ -49,6 +49,7 @@ def _build(options: argparse.Namespace) -> Scheduler:
             max_waiting=options.max_waiting,
             max_tokens=options.max_tokens,
             chunk=options.chunk,
+            merge="concatenate",  # both runners stream lists of tokens
         )
     except (OSError, ValueError) as error:
         # A wrong option or folder: a sentence helps more than a traceback.

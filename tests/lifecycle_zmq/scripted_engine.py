@@ -5,7 +5,9 @@ gives no item, ``watch`` the number of tensors alive; ``reject`` and
 ``raise_in_start`` refuse; ``fail_at``, ``odd_item_at`` and ``raise_at`` go wrong at
 that item; ``exit`` leaves the process with that code, ``signal`` by that signal.
 ``sleep_at`` spends ``seconds`` of a step in a call that does not return, ``hold_at`` in
-one that keeps the interpreter lock, too.
+one that keeps the interpreter lock, too. ``merge`` is how the items may merge; ``size``
+and ``each`` give so many items of so many bytes, ``distinct`` objects that are all
+different.
 """
 
 from __future__ import annotations
@@ -25,6 +27,7 @@ from typing import Any
 from lifecycle_zmq import (
     EngineServer,
     Finish,
+    Merge,
     Output,
     RequestRejected,
     exit_with_parent,
@@ -38,13 +41,14 @@ class ScriptedBackend:
         self._step_seconds = step_seconds
         self._live: dict[str, dict[str, Any]] = {}
         self._cancelled: set[str] = set()
+        self._paused: set[str] = set()
         self._memory: list[weakref.ref[Any]] = []
         self._seen: list[Any] = []
         self._calls: list[str] = []
 
     def start(
         self, key: str, request: dict[str, Any], tensors: dict[str, memoryview]
-    ) -> None:
+    ) -> Merge | None:
         """Take, refuse or blow up, as the request says."""
         self._calls.append(f"start {key}")
         for name, view in tensors.items():
@@ -65,6 +69,7 @@ class ScriptedBackend:
         if "raise_in_start" in request:
             raise RuntimeError(request["raise_in_start"])
         self._live[key] = {**request, "at": 0}
+        return request.get("merge")
 
     def cancel(self, key: str) -> None:
         """Finish the stream at the next step."""
@@ -76,6 +81,15 @@ class ScriptedBackend:
         self._calls.append(f"end {key}")
         self._live.pop(key, None)
         self._cancelled.discard(key)
+        self._paused.discard(key)
+
+    def pause(self, key: str) -> None:
+        """Produce nothing for the stream."""
+        self._paused.add(key)
+
+    def resume(self, key: str) -> None:
+        """Go on."""
+        self._paused.discard(key)
 
     def step(self) -> list[Output]:
         """Produce one item for each stream that has one."""
@@ -87,7 +101,8 @@ class ScriptedBackend:
     def busy(self) -> bool:
         """Whether any stream is to produce something."""
         return bool(self._cancelled) or any(
-            "hold" not in it for it in self._live.values()
+            "hold" not in it and key not in self._paused
+            for key, it in self._live.items()
         )
 
     def status(self) -> dict[str, Any]:
@@ -107,7 +122,7 @@ class ScriptedBackend:
         at = it["at"]
         if key in self._cancelled:
             return self._close(key, Finish("cancelled"))
-        if "hold" in it:
+        if "hold" in it or key in self._paused:
             return None
         if at == it.get("raise_at"):
             raise RuntimeError("as asked")
@@ -125,6 +140,8 @@ class ScriptedBackend:
             return Output(key, [[self._alive()]])
         if at == it.get("odd_item_at"):
             return Output(key, [object()])
+        if "distinct" in it:
+            return Output(key, [{"n": at, "text": "x" * at}])
         if "size" in it:
             return Output(key, [b"x" * it["size"]] * it.get("each", 1))
         return Output(key, [[at]])
@@ -147,6 +164,8 @@ def main() -> None:
     parser.add_argument("--linger", action="store_true")
     parser.add_argument("--ballast", type=int, default=0)
     parser.add_argument("--stay-without-parent", action="store_true")
+    parser.add_argument("--hold", type=int, default=2**17)
+    parser.add_argument("--stall", type=float, default=30.0)
     options = parser.parse_args()
     if options.fail:
         sys.exit(options.fail)
@@ -164,6 +183,8 @@ def main() -> None:
         ScriptedBackend(options.step),
         incarnation=options.incarnation,
         leave_with_parent=not options.stay_without_parent,
+        hold=options.hold,
+        stall=options.stall,
     ).run()
     del ballast
 

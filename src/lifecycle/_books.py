@@ -75,7 +75,7 @@ class Books(Monitor):
         lease._state = DONE
         lease._waiter = None  # type: ignore[assignment]
         try:
-            self._pen.pop()
+            del self._pen[0]
         except IndexError:
             if not self._take():
                 raise self._interrupted(lease) from None

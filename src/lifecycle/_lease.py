@@ -68,7 +68,7 @@ class Lease:
         if self._state == HELD:
             gate = self._gate
             try:
-                gate._pen.pop()
+                del gate._pen[0]
             except IndexError:  # whoever has it takes the lease back
                 gate._change(gate._take_back, self)
                 return

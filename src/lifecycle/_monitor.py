@@ -41,8 +41,9 @@ class Monitor:
     """
 
     def __init__(self, emit: Callable[[Event], None] | None) -> None:
-        # To pop and to append is atomic, and takes a quarter of the time of a
-        # lock that knows its owner.
+        # To take and to append is atomic, and takes a quarter of the time of a
+        # lock that knows its owner. It is taken by `del`: CPython looks for signals
+        # after each call, and a KeyboardInterrupt after a `pop` would lose the pen.
         self._pen: list[None] = [None]
         self._mail: deque[tuple[Callable[..., object], tuple[object, ...]]] = deque()
         self._outbox: deque[Event] = deque()
@@ -68,7 +69,7 @@ class Monitor:
         """Have the pen; ``False`` if this thread interrupts a change of its own."""
         while True:
             try:
-                self._pen.pop()
+                del self._pen[0]
             except IndexError:
                 if _interrupts(sys._getframe(2)):  # noqa: SLF001
                     return False
@@ -85,7 +86,7 @@ class Monitor:
         # has nobody else to make it.
         while self._mail:
             try:
-                self._pen.pop()
+                del self._pen[0]
             except IndexError:
                 return
             try:

@@ -6,7 +6,7 @@ import contextlib
 import sys
 import threading
 from collections import deque
-from typing import TYPE_CHECKING, TypeVar, TypeVarTuple
+from typing import TYPE_CHECKING, Final, TypeVar, TypeVarTuple
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -19,6 +19,9 @@ T = TypeVar("T")
 Ts = TypeVarTuple("Ts")
 
 _WRITING: set[CodeType] = set()
+# Seconds until a thread that waits looks for itself: an interrupt of another one may
+# have cost it its answer.
+_LONGEST: Final = 0.1
 
 
 def writes(function: F) -> F:
@@ -76,7 +79,7 @@ class Monitor:
                 done = threading.Lock()
                 done.acquire()
                 self._change(done.release)
-                done.acquire()
+                done.acquire(timeout=_LONGEST)
             else:
                 return True
 

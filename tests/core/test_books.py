@@ -479,6 +479,24 @@ def test_waits_for_another_thread_however_slow_it_is() -> None:
         assert_quiescent(gate)
 
 
+def test_asks_again_where_an_interrupt_took_the_answer() -> None:
+    """A thread whose place in the mailbox was lost to a KeyboardInterrupt goes on."""
+    busy = Busy()
+    gate = Gate(slots=2, clock=busy)
+
+    def interrupt() -> bool:
+        # As by an interrupt of this thread, between a change's last two bytecodes.
+        return bool(gate._mail) and gate._mail.clear() is None
+
+    with gate.try_admit():
+        busy.begin(gate, go_on=interrupt)
+        later = threading.Thread(target=gate.statistics, daemon=True)
+        later.start()
+        busy.end()
+        later.join(5)
+    assert not later.is_alive()
+
+
 def test_lets_an_observer_wait_for_another_thread() -> None:
     """An observer is not in the middle of a change, and is not refused as if it were."""
     busy = Busy()

@@ -70,6 +70,8 @@ class Start(Generic[T]):
         With *cut* it may not go on opening; what comes of that is then unknown.
         """
         self.closed = True
+        if self.done:
+            self.value = None  # there was no END for it, and it may be in a cycle
         if self._over is not None:
             self._over.wake()
         if self.how is None:
@@ -108,6 +110,8 @@ class Start(Generic[T]):
 
     def _leave(self, session: Session) -> None:
         self.done = True
+        if self.closed:
+            self.value = None
         session._registry._look_at(session)
 
     async def _live(self, session: Session) -> None:
@@ -236,7 +240,7 @@ async def results(starts: list[Start[T]], session: Session) -> list[T]:
 def _why_not(starts: list[Start[T]], session: Session) -> Exception:
     errors = {start.how: start.error for start in reversed(starts)}
     for start in starts:
-        start.error = None
+        start.wanted, start.error = False, None
     error = errors.get("failed")
     if error is not None:
         return error

@@ -5,7 +5,7 @@ import contextlib
 import gc
 import math
 import weakref
-from collections.abc import Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable
 from typing import Any
 
 import anyio
@@ -18,6 +18,7 @@ from lifecycle import (
     SessionEnded,
     SessionRegistry,
     StartTimeout,
+    Stream,
     StreamTimeout,
     managed,
 )
@@ -30,6 +31,10 @@ from lifecycle.testing import (
 )
 
 virtual = pytest.mark.parametrize("anyio_backend", ["virtual"], indirect=True)
+
+
+async def one_item() -> AsyncIterator[int]:
+    yield 1
 
 
 class Engine:
@@ -525,6 +530,64 @@ class TestStart:
                     await checkpoint()
             await anyio.wait_all_tasks_blocked()
             assert refs[0]() is None, gc.get_referrers(refs[0]())
+
+    @pytest.mark.parametrize("left_early", [False, True])
+    async def test_is_freed_with_a_stream_that_has_no_end(
+        self, no_collector: None, left_early: bool
+    ) -> None:
+        """A stream refers to its session, which keeps it for an END alone."""
+        refs: list[weakref.ref[Session]] = []
+        scope = anyio.CancelScope()
+
+        async def request(sessions: SessionRegistry) -> None:
+            with scope, sessions.open("a") as session:
+
+                async def open_() -> Stream[int]:
+                    if left_early:
+                        scope.cancel()
+                        for _ in range(5):
+                            await checkpoint()
+                    return session.stream(one_item())
+
+                refs.append(weakref.ref(session))
+                async with await session.start(open_) as stream:
+                    assert [item async for item in stream] == [1]
+
+        async with SessionRegistry() as sessions:
+            await request(sessions)
+            with anyio.fail_after(2):
+                while sessions.statistics().closing:
+                    await checkpoint()
+            await anyio.wait_all_tasks_blocked()
+            assert refs[0]() is None, gc.get_referrers(refs[0]())
+
+    async def test_frees_an_error_that_came_too_late(self, no_collector: None) -> None:
+        """What a start raises after its caller was told of the time is not kept."""
+
+        class Failure(Exception): ...
+
+        refs: list[weakref.ref[Failure]] = []
+        told = anyio.Event()
+
+        async def open_() -> str:
+            with anyio.CancelScope(shield=True):
+                await told.wait()
+            error = Failure()
+            refs.append(weakref.ref(error))
+            try:
+                raise error
+            finally:
+                del error
+
+        async with SessionRegistry() as sessions:
+            session = sessions.open("a")
+            with session, pytest.raises(StartTimeout):
+                await session.start(open_, timeout=0.0)
+            told.set()
+            with anyio.fail_after(2):
+                await session.quiet()
+            assert len(refs) == 1
+            assert refs[0]() is None
 
     async def test_frees_the_error_that_nobody_asked_for(
         self, no_collector: None

@@ -36,8 +36,8 @@ class Session:
     """One request of one client, from `SessionRegistry.open` until its end.
 
     Entered with ``with`` by the task that works on the request. Leaving never
-    waits: what the engine still has to be told is told by the registry. One that
-    was neither entered nor started is closed with a `ResourceWarning` when lost.
+    waits: what the engine still has to be told is told by the registry. One that is
+    lost, not entered and with no END to come, is closed with a `ResourceWarning`.
 
     Attributes:
         id: The id that the outside world knows.

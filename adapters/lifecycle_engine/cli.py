@@ -94,6 +94,9 @@ def serve(
     threads: Annotated[
         int, typer.Option(help="Requests that are preprocessed at a time.", min=1)
     ] = 2,
+    stalled_after: Annotated[
+        float, typer.Option(help="Seconds that one step of the engine may take.", min=1)
+    ] = 30.0,
     drain: Annotated[
         float, typer.Option(help="Seconds that streams get at the end.", min=0)
     ] = 10.0,
@@ -120,7 +123,8 @@ def serve(
             max_length=max_length,
             chunk=chunk,
             dtype=dtype,
-        )
+        ),
+        stalled_after=stalled_after,
     )
     name = model or (folder.name if folder is not None else "sim")
     line: dict[str, Any] = {"max_waiting": max_waiting, "max_wait": max_wait}

@@ -14,7 +14,7 @@ from typing import Any
 
 from lifecycle import strip
 
-from .backend import Finish, Output, RequestRejected
+from .backend import Finish, Merge, Output, RequestRejected
 from .line import Line
 from .meter import Meter
 from .requests import parse
@@ -42,6 +42,7 @@ class Scheduler:
         max_waiting: int | None = None,
         max_tokens: int | None = None,
         chunk: int = 512,
+        merge: Merge = "never",
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """Make an idle scheduler.
@@ -54,6 +55,8 @@ class Scheduler:
                 front of the engine.
             max_tokens: The most that one request may ask for.
             chunk: Prompt tokens that are prefilled in one step, at most.
+            merge: What becomes of items whose reader is behind; ``"concatenate"``
+                suits a runner whose items are lists of tokens.
             clock: Monotonic seconds.
         """
         if max_batch is not None and not 1 <= max_batch <= runner.slots:
@@ -67,6 +70,7 @@ class Scheduler:
         self._max_waiting = max_waiting
         self._max_tokens = max_tokens
         self._chunk = chunk
+        self._merge = merge
         self._clock = clock
         self._pool = SlotPool(runner.slots)
         self._waiting: Line[Task] = Line()
@@ -91,7 +95,7 @@ class Scheduler:
 
     def start(
         self, key: str, request: Mapping[str, Any], tensors: Mapping[str, memoryview]
-    ) -> None:
+    ) -> Merge:
         """Take a request into the line, or refuse it and hold nothing.
 
         Raises:
@@ -112,6 +116,7 @@ class Scheduler:
             self._timed[key] = task
         self._started += 1
         self._payload_bytes += parsed.nbytes
+        return self._merge
 
     def cancel(self, key: str) -> None:
         """Stop a stream now; the next step tells it "cancelled". Unknown: no-op.

@@ -12,7 +12,7 @@ import sys
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from lifecycle_zmq import EngineServer
+from lifecycle_zmq import EngineServer, exit_with_parent
 
 from .runner import EXIT_DEVICE_LOST, DeviceLost, Runner
 from .scheduler import Scheduler
@@ -49,6 +49,7 @@ def _build(options: argparse.Namespace) -> Scheduler:
             max_waiting=options.max_waiting,
             max_tokens=options.max_tokens,
             chunk=options.chunk,
+            merge="concatenate",  # both runners stream lists of tokens
         )
     except (OSError, ValueError) as error:
         # A wrong option or folder: a sentence helps more than a traceback.
@@ -154,4 +155,5 @@ def _positive(text: str) -> int:
 
 
 if __name__ == "__main__":
+    exit_with_parent()  # at once: loading a model takes long
     sys.exit(main())

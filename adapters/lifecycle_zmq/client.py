@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import sys
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from types import TracebackType
 from typing import Any, Self
 
@@ -15,7 +15,9 @@ from lifecycle import EngineLost
 from . import wire
 from ._errors import EncodeError, ProtocolError, RequestRejected
 from ._hand_off import Box, forget_frames, where
+from ._items import pack_request
 from ._link import Link
+from ._sender import Sender
 from ._streams import EngineStream, StreamState
 from ._table import Report, StreamTable
 from .wire import Kind
@@ -34,22 +36,33 @@ class EngineClient:
         endpoint: The ``ipc://`` address that this incarnation alone listens on.
         incarnation: Its number; what another number says is not believed.
         retry_after: Seconds that waiters are told when the engine is lost.
+        window: Credit of a stream: the bytes of items that it may have unread here,
+            each counted with 64 more. One item may exceed it.
     """
 
     _link: Link
-    _scope: anyio.CancelScope
+    _sender: Sender
+    _scopes: tuple[anyio.CancelScope, anyio.CancelScope]
     _settled: anyio.Event
     _gone: anyio.Event
 
     def __init__(
-        self, endpoint: str, *, incarnation: int, retry_after: float | None = None
+        self,
+        endpoint: str,
+        *,
+        incarnation: int,
+        retry_after: float | None = None,
+        window: int = 64 * 2**10,
     ) -> None:
         self._endpoint = endpoint
         self._retry_after = retry_after
         self._incarnation = incarnation
         self._table = StreamTable(incarnation)
+        self._window = window
         self._asked = 0
+        self._generation = 0
         self._lost: str | None = None
+        self._lost_detail = ""
 
     async def __aenter__(self) -> Self:
         """Begin to connect; `wait_ready` tells when requests are taken."""
@@ -57,13 +70,17 @@ class EngineClient:
         self._gone = anyio.Event()
         # Shielded: whoever cleans up while everything around is cancelled still
         # waits for DONE, and somebody must read it.
-        self._scope = anyio.CancelScope(shield=True)
+        self._scopes = anyio.CancelScope(shield=True), anyio.CancelScope(shield=True)
         self._link = Link(
             self._endpoint, incarnation=self._incarnation, handle=self._handle
         )
+        self._sender = Sender(self._link, self.lose)
         self._tasks = anyio.create_task_group()
         await self._tasks.__aenter__()
-        self._tasks.start_soon(self._receive)
+        for scope, run in zip(
+            self._scopes, (self._link.pump, self._sender.run), strict=True
+        ):
+            self._tasks.start_soon(self._guard, scope, run)
         return self
 
     async def __aexit__(
@@ -74,7 +91,8 @@ class EngineClient:
     ) -> None:
         """Tell every waiter ``closed`` and close the socket without lingering."""
         self.lose("closed")
-        self._scope.cancel()
+        for scope in self._scopes:
+            scope.cancel()
         try:
             # Not given the exception of the block, which it would wrap in a group.
             await self._tasks.__aexit__(None, None, None)  # noqa: ASYNC102 - cut above
@@ -95,6 +113,11 @@ class EngineClient:
     def streams(self) -> int:
         """How many streams were started and are not done."""
         return len(self._table.streams)
+
+    @property
+    def waiters(self) -> int:
+        """How many calls and streams wait for the engine to say something."""
+        return len(self._table.streams) + len(self._table.reports)
 
     async def wait_ready(self) -> None:
         """Wait until the engine takes requests.
@@ -137,18 +160,18 @@ class EngineClient:
         """
         state = self._begin(key, request, tensors)
         del request, tensors
-        await state.settled.wait()
+        await state.wait_settled()
         if state.refusal is not None:
             raise state.refusal()
-        return EngineStream(state, self.cancel)
+        return EngineStream(state, self.cancel, self._sender.outbox.grant)
 
     def cancel(self, key: str) -> None:
         """Ask the engine to stop a stream at its next step; unknown keys are fine."""
-        state = self._table.streams.get(key)
+        state = self._table.keys.get(key)
         if state is None or state.finished or state.cancel_sent:
             return
         state.cancel_sent = True
-        self._say(Kind.CANCEL, {"key": key})
+        self._sender.outbox.cancel(state.generation)
 
     async def end(self, key: str) -> None:
         """Make the engine forget a stream; return when it has released everything.
@@ -158,15 +181,15 @@ class EngineClient:
 
         Cancellation: END is on its way all the same; call again to wait for the rest.
         """
-        state = self._table.streams.get(key)
+        state = self._table.keys.get(key)
         if state is None:
             return
         if not state.end_sent:
             state.end_sent = True
             state.finish()
             state.discard()
-            self._say(Kind.END, {"key": key})
-        await state.done.wait()
+            self._sender.outbox.end(state.generation)
+        await state.wait_done()
 
     async def status(self) -> dict[str, Any]:
         """Return the counters of the engine and, under ``backend``, of its backend.
@@ -181,7 +204,7 @@ class EngineClient:
         self._asked += 1
         ask = self._asked
         report = self._table.reports[ask] = Report()
-        self._say(Kind.STATUS, {"ask": ask})
+        self._sender.say(Kind.STATUS, {"ask": ask})
         try:
             await report.answered.wait()
         finally:
@@ -193,9 +216,9 @@ class EngineClient:
     def shutdown(self) -> None:
         """Ask the engine process to leave; does not wait."""
         if self.ready:
-            self._say(Kind.SHUTDOWN, {})
+            self._sender.say(Kind.SHUTDOWN, {})
 
-    def lose(self, reason: str) -> None:
+    def lose(self, reason: str, detail: str = "") -> None:
         """Give this incarnation up; the first reason counts.
 
         Everybody who waits for it gets `EngineLost`, exactly once: a pending start,
@@ -203,10 +226,12 @@ class EngineClient:
 
         Args:
             reason: What became of the engine, in one word.
+            detail: More of it, such as an exit code, for the message alone.
         """
         if self._lost is not None:
             return
         self._lost = reason
+        self._lost_detail = f" ({detail})" if detail else ""
         self._table.lose(self._loss)
         self._settled.set()
         self._gone.set()
@@ -234,39 +259,30 @@ class EngineClient:
         taken = {} if tensors is None else tensors.take()
         if not self.ready:
             raise self._loss()
-        if not wire.is_key(key) or key in self._table.streams:
+        if not wire.is_key(key) or key in self._table.keys:
             raise ValueError(
                 "a stream key is text of 1 to 256 characters that is not in use; "
                 f"this one has {len(key)}, choose another"
             )
+        self._generation += 1
+        state = StreamState(key, self._generation, self._window)
         try:
             described, memory = wire.describe(taken)
-            body = {"key": key, "request": dict(request), "tensors": described}
+            packed = pack_request(dict(request))
             # Known before it is sent: from then on only END may forget it.
-            state = self._table.streams[key] = StreamState(key)
-            self._say(Kind.START, body, memory)
+            self._table.add(state)
+            self._sender.start(state, packed, described, memory)
         except EncodeError as error:
-            self._table.streams.pop(key, None)
+            self._table.remove(state)
             raise RequestRejected(error.code, str(error)) from None
         return state
 
-    def _say(
-        self, kind: Kind, body: Mapping[str, Any], memory: Sequence[memoryview] = ()
+    async def _guard(
+        self, scope: anyio.CancelScope, run: Callable[[], Awaitable[None]]
     ) -> None:
-        try:
-            if not self._link.say(kind, body, memory):
-                self.lose("disconnected")
-        except EncodeError:
-            raise
-        except BaseException:
-            # Part of a message may be out: nothing that follows could be understood.
-            self.lose("client_fault")
-            raise
-
-    async def _receive(self) -> None:
-        with self._scope:
+        with scope:
             try:
-                await self._link.pump()
+                await run()
             except Exception as error:  # noqa: BLE001
                 # A fault of ours ends the waiters, never the server around us.
                 self._give_up("client_fault", where(error))
@@ -293,7 +309,8 @@ class EngineClient:
     def _loss(self) -> EngineLost:
         reason = self._lost or "starting"
         return EngineLost(
-            f"engine {self._incarnation} takes no requests: {reason}; retry later",
+            f"engine {self._incarnation} takes no requests: {reason}"
+            f"{self._lost_detail}; retry later",
             reason=reason,
             retry_after=self._retry_after,
         )

@@ -90,7 +90,7 @@ docs: .venv/.docs
 	@echo "docs/_build/html/index.html"
 
 gpu-check:
-	@PYTHONPATH=src:adapters $(PY) benchmarks/gpu_check.py
+	@PYTHONPATH=src:adapters $(PY) benchmarks/gpu_check.py $(ARGS)
 
 clean:
 	rm -rf .venv build dist docs/_build .coverage* \

@@ -133,7 +133,11 @@ class QwenVL:
             return_dict=True,
         )
         deep = getattr(output, "deepstack_features", None) or ()
-        return Encoded(output.pooler_output[0], [layer[0] for layer in deep])
+        # Split by image in later releases, as one tensor in earlier ones.
+        whole = [
+            layer if isinstance(layer, torch.Tensor) else layer[0] for layer in deep
+        ]
+        return Encoded(output.pooler_output[0], whole)
 
     def begin(self, model: Any, prompt: Prompt) -> None:
         """Keep the prompt's positions until the strip, the delta to the end."""

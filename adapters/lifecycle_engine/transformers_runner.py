@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 
+from .attention import shared_heads
 from .families import family_of, load_model
 from .graphs import Eager, Fixed, GraphMode, Inputs, Lane
 from .kv import Chunk, SlotCache, Step
@@ -90,6 +91,7 @@ class TransformersRunner:
         self._family = family_of(model.config)
         self.keep = self._family.keep
         self._text = getattr(model.model, "language_model", model.model)
+        self._shared_heads = shared_heads(self._text)
         self._seats: dict[int, _Seat] = {}
         self.cache = SlotCache.of(model, slots=slots, max_length=max_length)
         self._steps: Eager | Fixed
@@ -275,13 +277,14 @@ class TransformersRunner:
         positions = inputs.rotary[:, None]
         if self._family.axes:
             positions = positions.expand(self._family.axes, -1, -1)
-        output = self._text(
-            input_ids=inputs.ids[:, None],
-            position_ids=positions,
-            attention_mask=inputs.mask,
-            past_key_values=self.cache,
-            use_cache=True,
-        )
+        with self._shared_heads():
+            output = self._text(
+                input_ids=inputs.ids[:, None],
+                position_ids=positions,
+                attention_mask=inputs.mask,
+                past_key_values=self.cache,
+                use_cache=True,
+            )
         logits: torch.Tensor = self.model.lm_head(output.last_hidden_state[:, -1])
         return logits
 

@@ -8,6 +8,8 @@ process's side, around whatever implements `Backend`.
 # A map of the package; each line imports those above it.
 #
 #   _errors, _hand_off, _schema, wire     what is on the wire
+#   _regions, _memory, _views, arena      memory for payloads, as the client has it
+#   _arena_view                           and as the engine sees it
 #   _streams, _table                      what the client knows, without I/O
 #   _link, client                         the API process's end of one link
 #   process, _incarnation, engine         one process; one after another
@@ -25,14 +27,20 @@ except ModuleNotFoundError as error:
         name=error.name,
     ) from None
 
+from ._arena_view import ArenaView
 from ._backend import Backend, Finish, Output
 from ._errors import EngineFailed, ProtocolError, RequestRejected
 from ._parent import exit_with_parent
+from .arena import Arena, ArenaFull, ArenaStatistics
 from .client import EngineClient
 from .engine import ZmqEngine
 from .server import EngineServer
 
 __all__ = (
+    "Arena",
+    "ArenaFull",
+    "ArenaStatistics",
+    "ArenaView",
     "Backend",
     "EngineClient",
     "EngineFailed",

@@ -8,7 +8,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 from weakref import WeakValueDictionary
 
 from lifecycle import CostTooLarge, Refused
@@ -17,9 +17,6 @@ from . import _memory, _views
 from ._errors import EncodeError
 from ._memory import Kind
 from ._regions import Regions, rounded
-
-if TYPE_CHECKING:
-    import numpy as np
 
 Freed = Callable[[], None]
 
@@ -58,18 +55,13 @@ class Block:
     the last of them goes the region is free: it can be neither lost nor reused early.
     """
 
-    __slots__ = ("__weakref__", "_arena", "_freed", "_nbytes", "_offset", "_root")
+    __slots__ = ("__weakref__", "_address", "_arena", "_freed", "_nbytes", "_offset")
 
     def __init__(
-        self,
-        arena: Arena,
-        root: np.ndarray,
-        offset: int,
-        nbytes: int,
-        freed: Freed | None,
+        self, arena: Arena, address: int, offset: int, nbytes: int, freed: Freed | None
     ) -> None:
-        self._arena = arena
-        self._root = root
+        self._arena = arena  # and with it the mapping
+        self._address = address
         self._offset = offset
         self._nbytes = nbytes
         self._freed = freed
@@ -77,10 +69,9 @@ class Block:
     @property
     def __array_interface__(self) -> dict[str, Any]:
         """Where the bytes are, for numpy."""
-        address = _views.address_of(self._root) + self._offset
         return {
             "version": 3,
-            "data": (address, False),
+            "data": (self._address, False),
             "shape": (self._nbytes,),
             "typestr": "|u1",
         }
@@ -111,8 +102,7 @@ class Arena:
 
         self._regions = Regions(rounded(size))
         self._memory = _memory.create(self._regions.size, kind)
-        self._root = np.frombuffer(self._memory.mapping, np.uint8)
-        self._base = _views.address_of(self._root)
+        self._base = _views.address_of(np.frombuffer(self._memory.mapping, np.uint8))
         self._blocks: WeakValueDictionary[int, Block] = WeakValueDictionary()
         self._loans: dict[int, tuple[Block, ...]] = {}
         self._lent = 0
@@ -266,7 +256,7 @@ class Arena:
             if offset is None:
                 self._refused += 1
                 raise self._full(nbytes)
-            block = Block(self, self._root, offset, nbytes, freed)
+            block = Block(self, self._base + offset, offset, nbytes, freed)
             self._blocks[offset] = block
         return block
 

@@ -298,6 +298,16 @@ def test_closed_arena_gives_nothing_and_keeps_what_is_seen(arena: Arena) -> None
         arena.empty(1, np.uint8)
 
 
+def test_views_outlive_the_arena_itself() -> None:
+    """An array is good for as long as somebody has it, whatever became of the rest."""
+    for kind in KINDS:
+        made = Arena(SIZE, kind=kind)
+        array = made.put(np.arange(10))
+        made.close()
+        del made
+        assert array.sum() == 45
+
+
 def test_descriptors_and_names_return_to_baseline() -> None:
     """Nothing is left in the process or in /dev/shm (`law 8`)."""
     before = _left()
@@ -313,5 +323,5 @@ def test_descriptors_and_names_return_to_baseline() -> None:
 def _left() -> tuple[int, list[str], int]:
     maps = Path("/proc/self/maps").read_text()
     shared = maps.count("memfd:arena") + maps.count("/lifecycle-")
-    names = sorted(path.name for path in Path("/dev/shm").iterdir())
+    names = sorted(path.name for path in Path("/dev/shm").glob("lifecycle-*"))
     return len(list(Path("/proc/self/fd").iterdir())), names, shared

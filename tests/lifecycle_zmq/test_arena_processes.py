@@ -82,8 +82,8 @@ def spawn(arena: Arena, environment: dict[str, str]) -> Iterator[Callable[..., P
 
 
 def names() -> list[str]:
-    """What has a name in shared memory."""
-    return sorted(path.name for path in Path("/dev/shm").iterdir())
+    """What has a name of ours in shared memory."""
+    return sorted(path.name for path in Path("/dev/shm").glob("lifecycle-*"))
 
 
 def place(arena: Arena, array: Any) -> tuple[int, int]:

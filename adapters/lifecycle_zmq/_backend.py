@@ -4,7 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, Protocol
+from typing import Any, Literal, NamedTuple, Protocol
+
+# What becomes of the items of a stream whose reader has no credit for them:
+# "concatenate" joins neighbours that are lists, "replace" keeps the latest item only,
+# "never" keeps each apart. All of it up to a number of bytes.
+Merge = Literal["concatenate", "replace", "never"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,19 +28,23 @@ class Finish:
     message: str = ""
 
 
-@dataclass(frozen=True, slots=True, repr=False)
-class Output:
+class Output(NamedTuple):
     """What one tick produced for one stream.
 
     Attributes:
         key: The stream.
-        items: New items in order, of plain values; may be empty.
+        items: New items in order, of plain values; may be empty. Lists of tokens,
+            which are integers of 32 bits, cost the least.
         finish: Set on the last output of the stream.
     """
 
     key: str
     items: Sequence[Any] = ()
     finish: Finish | None = None
+
+    def __repr__(self) -> str:
+        """Show the key and how many items there are, never an item."""
+        return f"<Output {self.key!r} items={len(self.items)} finish={self.finish!r}>"
 
 
 class Backend(Protocol):
@@ -44,15 +53,23 @@ class Backend(Protocol):
     ``start`` may raise `RequestRejected`. Any other exception of ``start`` refuses that
     request alone, one of ``step`` fails all streams; both are followed by ``end``. The
     other methods must not raise: the process then exits, which releases everything.
+
+    A backend may have two more methods, ``pause(key)`` and ``resume(key)``: the reader
+    of that stream has fallen far behind, so it shall produce nothing, or has caught up.
+    A cancelled stream finishes, paused or not.
     """
 
     def start(
         self, key: str, request: dict[str, Any], tensors: dict[str, memoryview]
-    ) -> None:
+    ) -> Merge | None:
         """Take a request, or raise `RequestRejected`.
 
         The tensors are writable memory that is the backend's alone; the server keeps
         no reference to them.
+
+        Returns:
+            How the stream's items may be merged while its reader is behind; ``None``
+            stands for ``"never"``.
         """
         ...
 

@@ -3,27 +3,64 @@
 from __future__ import annotations
 
 from collections import OrderedDict
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
-# Enough to tell a repeated END from one that was never preceded by a START.
+from ._backend import Finish, Merge
+from ._held import Held
+from ._tick import Tick
+
+# Enough to tell a repeated END from one of a stream that was refused.
 _REMEMBERED = 4096
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, eq=False)
 class Peer:
-    """The numbering of one client's connection."""
+    """One client's connection: its numbering, its streams, what to tell it next.
 
+    Attributes:
+        address: What the socket calls it.
+        sent: Messages that were sent to it.
+        received: The sequence number that its next message has.
+        generation: The newest stream that it has asked for.
+        streams: Its streams by generation.
+        tick: What its next message will say.
+    """
+
+    address: bytes
     sent: int = 0
     received: int = 0
+    generation: int = 0
+    streams: dict[int, ServedStream] = field(default_factory=dict)
+    tick: Tick = field(default_factory=Tick)
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, eq=False)
 class ServedStream:
-    """One accepted stream: whose it is and how far it came."""
+    """One accepted stream: whose it is and how far it came.
 
-    peer: bytes
+    Attributes:
+        key: What the backend calls it.
+        generation: What its client calls it.
+        peer: The client.
+        credit: What may be sent; an item may take it below zero, and then none may.
+        merge: How what is held may be merged.
+        items: Items sent.
+        held: What is produced and may not be sent yet.
+        finish: How it ended, to be told after what is held.
+        finished: Whether its end is known; nothing that comes later is believed.
+        paused: Whether the backend was told to produce nothing for it.
+    """
+
+    key: str
+    generation: int
+    peer: Peer
+    credit: int
+    merge: Merge
     items: int = 0
+    held: Held | None = None
+    finish: Finish | None = None
     finished: bool = False
+    paused: bool = False
 
 
 class Books:
@@ -31,6 +68,7 @@ class Books:
 
     def __init__(self) -> None:
         self.streams: dict[str, ServedStream] = {}
+        self.peers: dict[bytes, Peer] = {}
         self.starts = 0
         self.rejected = 0
         self.ends = 0
@@ -38,53 +76,53 @@ class Books:
         self.ends_of_refused = 0
         self.ends_before_start = 0
         self.lost_with_peer = 0
+        self.slow_clients = 0
         self.bad_frames = 0
-        self._past: OrderedDict[str, bool] = OrderedDict()
+        self._refused: OrderedDict[tuple[bytes, int], None] = OrderedDict()
 
-    def started(self, key: str, peer: bytes) -> None:
+    def started(self, stream: ServedStream) -> None:
         """Enter a stream that the backend has taken."""
         self.starts += 1
-        self.streams[key] = ServedStream(peer)
+        self.streams[stream.key] = stream
+        stream.peer.streams[stream.generation] = stream
 
-    def refused(self, key: str) -> None:
+    def refused(self, peer: Peer, generation: int) -> None:
         """Count a start that the backend did not take."""
         self.rejected += 1
-        self._remember(key, refused=True)
+        self._refused[peer.address, generation] = None
+        if len(self._refused) > _REMEMBERED:
+            self._refused.popitem(last=False)
 
-    def owned(self, key: str, peer: bytes) -> bool:
-        """Whether `key` is a live stream of `peer`."""
-        stream = self.streams.get(key)
-        return stream is not None and stream.peer == peer
-
-    def ended(self, key: str, peer: bytes) -> bool:
-        """Count an END; True when there is a stream of `peer` to forget."""
-        if self.owned(key, peer):
-            del self.streams[key]
-            self._remember(key)
+    def ended(self, peer: Peer, generation: int) -> ServedStream | None:
+        """Count an END; return the stream that is to be forgotten, if there is one."""
+        stream = peer.streams.pop(generation, None)
+        if stream is not None:
+            del self.streams[stream.key]
             self.ends += 1
-            return True
-        match self._past.get(key):
-            case None:
-                self.ends_before_start += 1
-            case False:
-                self.duplicate_ends += 1
-            case True:  # whoever started it left before the refusal came
-                self.ends_of_refused += 1
-        return False
+        elif generation > peer.generation:
+            self.ends_before_start += 1
+        elif (peer.address, generation) in self._refused:
+            # Whoever started it left before the refusal came.
+            self.ends_of_refused += 1
+        else:
+            self.duplicate_ends += 1
+        return stream
 
-    def forget_peer(self, peer: bytes) -> list[str]:
-        """Remove the streams of a client that is gone and return their keys."""
-        keys = [key for key, stream in self.streams.items() if stream.peer == peer]
-        for key in keys:
-            del self.streams[key]
-            self._remember(key)
-        self.lost_with_peer += len(keys)
-        return keys
+    def forget(self, peer: Peer) -> list[ServedStream]:
+        """Remove a client that is gone; return the streams it leaves behind."""
+        self.peers.pop(peer.address, None)
+        streams = list(peer.streams.values())
+        peer.streams.clear()
+        for stream in streams:
+            del self.streams[stream.key]
+        self.lost_with_peer += len(streams)
+        return streams
 
     def counters(self) -> dict[str, int]:
         """Return every count; starts = live + ends + lost_with_peer."""
         return {
             "live": len(self.streams),
+            "held": sum(it.held is not None for it in self.streams.values()),
             "starts": self.starts,
             "rejected": self.rejected,
             "ends": self.ends,
@@ -92,10 +130,6 @@ class Books:
             "ends_of_refused": self.ends_of_refused,
             "ends_before_start": self.ends_before_start,
             "lost_with_peer": self.lost_with_peer,
+            "slow_clients": self.slow_clients,
             "bad_frames": self.bad_frames,
         }
-
-    def _remember(self, key: str, *, refused: bool = False) -> None:
-        self._past[key] = refused
-        if len(self._past) > _REMEMBERED:
-            self._past.popitem(last=False)

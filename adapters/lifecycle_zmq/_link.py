@@ -63,7 +63,12 @@ class Link:
         self._descriptor = cast("int", self._socket.get(zmq.FD))
 
     def say(
-        self, kind: Kind, body: Mapping[str, Any], memory: Sequence[memoryview] = ()
+        self,
+        kind: Kind,
+        body: Mapping[str, Any],
+        *,
+        generation: int = 0,
+        memory: Sequence[memoryview] = (),
     ) -> bool:
         """Copy one message into the socket; False when there is no connection.
 
@@ -75,6 +80,7 @@ class Link:
             body,
             incarnation=self._incarnation,
             sequence=self._sent,
+            generation=generation,
             tensors=len(memory),
         )
         if not self.send([head, *memory]):

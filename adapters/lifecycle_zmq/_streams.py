@@ -6,7 +6,7 @@ from collections import deque
 from collections.abc import Callable
 from typing import Any
 
-import anyio
+from ._slot import Slot, new_slot
 
 Error = Callable[[], Exception]
 
@@ -16,30 +16,51 @@ class StreamState:
 
     Waiters get an exception of their own each, built where it is raised: a shared one
     would collect the traceback, and with it the frames, of all of them.
+
+    Args:
+        key: What its owner calls it.
+        generation: What the engine calls it.
+        window: The credit that its START carries.
     """
 
     __slots__ = (
-        "_changed",
+        "_enders",
+        "_reader",
+        "_starter",
+        "_window",
         "cancel_sent",
+        "costs",
+        "credit",
         "discarding",
         "done",
         "end_sent",
         "error",
         "finish_seen",
         "finished",
+        "generation",
         "items",
         "key",
         "received",
         "refusal",
         "settled",
+        "spent",
     )
 
-    def __init__(self, key: str) -> None:
+    def __init__(self, key: str, generation: int, window: int) -> None:
         self.key = key
-        self.settled = anyio.Event()
-        self.done = anyio.Event()
+        self.generation = generation
+        self._window = window
+        self._starter = new_slot()
+        self._reader = new_slot()
+        self._enders: list[Slot] = []
+        self.settled = False
+        self.done = False
         self.refusal: Error | None = None
+        # Bounded by the window and one item: the engine sends none without credit.
         self.items: deque[Any] = deque()
+        self.costs: deque[int] = deque()
+        self.credit = window
+        self.spent = 0
         self.received = 0
         self.finish_seen = False
         self.finished = False
@@ -47,38 +68,73 @@ class StreamState:
         self.discarding = False
         self.cancel_sent = False
         self.end_sent = False
-        self._changed: anyio.Event | None = None
 
     def settle(self, refusal: Error | None = None) -> None:
         """Let `start` return, or raise `refusal`."""
         self.refusal = refusal
-        self.settled.set()
+        self.settled = True
+        self._starter.wake()
 
-    def push(self, items: list[Any]) -> None:
-        """Append what the engine produced."""
-        self.received += len(items)
+    def push(self, item: Any, cost: int) -> None:
+        """Append one item that the engine produced."""
+        self.received += 1
+        self.credit -= cost
         if not self.discarding:
-            self.items.extend(items)
-            self._wake()
+            self.items.append(item)
+            self.costs.append(cost)
+            self._reader.wake()
+
+    def pop(self) -> Any:
+        """Return the oldest item; there is one."""
+        self.spent += self.costs.popleft()
+        return self.items.popleft()
+
+    def due(self) -> int:
+        """Return the credit to grant now, in parts large enough to be worth it."""
+        if 2 * self.spent < self._window or self.finish_seen or self.end_sent:
+            return 0
+        credit, self.spent = self.spent, 0
+        self.credit += credit
+        return credit
 
     def finish(self, error: Error | None = None) -> None:
         """End the items, the first time only; `error` comes after the last of them."""
         if not self.finished:
             self.finished = True
             self.error = error
-            self._wake()
+            self._reader.wake()
 
     def discard(self) -> None:
         """Keep nothing more: nobody will read it. Any thread may call this."""
         self.discarding = True
         self.items.clear()
+        self.costs.clear()
+
+    def complete(self) -> None:
+        """Let everybody know that the engine has forgotten the stream."""
+        self.done = True
+        enders, self._enders = self._enders, []
+        for slot in enders:
+            slot.wake()
 
     def lose(self, error: Error) -> None:
         """Tell whoever waits, each exactly once, that the engine is gone."""
-        if not self.settled.is_set():
+        if not self.settled:
             self.settle(error)
         self.finish(error)
-        self.done.set()
+        self.complete()
+
+    async def wait_settled(self) -> None:
+        """Wait until the engine has taken or refused the stream, or is lost."""
+        while not self.settled:
+            await self._starter.wait()
+
+    async def wait_done(self) -> None:
+        """Wait until the engine has forgotten the stream, or is lost."""
+        if not self.done:
+            slot = new_slot()
+            self._enders.append(slot)
+            await slot.wait()
 
     async def wait(self) -> None:
         """Wait for the next item or the finish.
@@ -86,14 +142,7 @@ class StreamState:
         Cancellation: nothing is lost.
         """
         if not self.items and not self.finished:
-            if self._changed is None:
-                self._changed = anyio.Event()
-            await self._changed.wait()
-
-    def _wake(self) -> None:
-        if self._changed is not None:
-            self._changed.set()
-            self._changed = None
+            await self._reader.wait()
 
 
 class EngineStream:
@@ -105,13 +154,20 @@ class EngineStream:
     Args:
         state: What the client knows of the stream.
         cancel: Asks the engine to stop it; does not wait.
+        grant: Gives the engine credit for more items; does not wait.
     """
 
-    __slots__ = ("_cancel", "_state")
+    __slots__ = ("_cancel", "_grant", "_state")
 
-    def __init__(self, state: StreamState, cancel: Callable[[str], None]) -> None:
+    def __init__(
+        self,
+        state: StreamState,
+        cancel: Callable[[str], None],
+        grant: Callable[[int, int], None],
+    ) -> None:
         self._state = state
         self._cancel = cancel
+        self._grant = grant
 
     def __aiter__(self) -> EngineStream:
         """Return the stream itself."""
@@ -123,6 +179,7 @@ class EngineStream:
         Raises:
             EngineFailed: The engine gave up on this stream, told once.
             EngineLost: The engine is gone, told once.
+            RuntimeError: Another task waits for an item.
 
         Cancellation: no item is lost; the next call returns it.
         """
@@ -134,7 +191,10 @@ class EngineStream:
                 error, state.error = state.error, None
                 raise StopAsyncIteration if error is None else error()
             await state.wait()
-        return state.items.popleft()
+        item = state.pop()
+        if credit := state.due():
+            self._grant(state.generation, credit)
+        return item
 
     async def aclose(self) -> None:
         """Stop reading and ask the engine to stop producing. Does not wait.

@@ -8,6 +8,7 @@ from typing import Any, ClassVar
 import anyio
 
 from ._errors import EngineFailed, ProtocolError, RequestRejected
+from ._items import BASE_COST, TOKEN_COST
 from ._streams import Error, StreamState
 from .wire import Kind, Message
 
@@ -37,12 +38,23 @@ class StreamTable:
         self._incarnation = incarnation
         self._received = 0
         self.ready = False
-        self.streams: dict[str, StreamState] = {}
+        self.streams: dict[int, StreamState] = {}
+        self.keys: dict[str, StreamState] = {}
         self.reports: dict[int, Report] = {}
+
+    def add(self, state: StreamState) -> None:
+        """Enter a stream that is about to be started."""
+        self.streams[state.generation] = self.keys[state.key] = state
+
+    def remove(self, state: StreamState) -> None:
+        """Forget a stream: it is over, or was never started."""
+        self.streams.pop(state.generation, None)
+        self.keys.pop(state.key, None)
 
     def lose(self, error: Error) -> None:
         """Tell everybody who waits, once, and forget them."""
         streams, self.streams = self.streams, {}
+        self.keys.clear()
         reports, self.reports = self.reports, {}
         for state in streams.values():
             state.lose(error)
@@ -67,34 +79,38 @@ class StreamTable:
     def _on_ready(self, _body: dict[str, Any]) -> None:
         self.ready = True
 
-    def _on_accepted(self, body: dict[str, Any]) -> None:
-        self._unsettled(body["key"]).settle()
-
-    def _on_rejected(self, body: dict[str, Any]) -> None:
-        state = self._unsettled(body["key"])
-        code, message = body["code"], body["message"]
-        state.settle(lambda: RequestRejected(code, message))
-        state.finish()
-        # An END that is on its way is answered by DONE; without one all is over.
-        if not state.end_sent:
-            del self.streams[state.key]
-
-    def _on_chunks(self, body: dict[str, Any]) -> None:
-        for key, first, items, finish in body["chunks"]:
-            state = self._known(key)
-            if first != state.received or state.finish_seen:
-                raise ProtocolError("the items of a stream have a gap")
-            state.push(items)
+    def _on_tick(self, body: dict[str, Any]) -> None:
+        for generation in body["accepted"]:
+            self._unsettled(generation).settle()
+        for generation, code, message in body["rejected"]:
+            self._reject(self._unsettled(generation), code, message)
+        for generation, first, tokens in body["tokens"]:
+            state = self._open(generation, first)
+            self._check_credit(state)
+            state.push(tokens, BASE_COST + TOKEN_COST * len(tokens))
+        for generation, first, items, finish in body["chunks"]:
+            state = self._open(generation, first)
+            for item, cost in items:
+                self._check_credit(state)
+                state.push(item, cost)
             if finish is not None:
                 state.finish_seen = True
                 state.finish(_failure(finish))
+        for generation in body["done"]:
+            self._complete(self._known(generation))
 
-    def _on_done(self, body: dict[str, Any]) -> None:
-        state = self._known(body["key"])
+    def _reject(self, state: StreamState, code: str, message: str) -> None:
+        state.settle(lambda: RequestRejected(code, message))
+        state.finish()
+        # An END that is on its way is answered; without one all is over.
         if not state.end_sent:
-            raise ProtocolError("DONE without END")
-        del self.streams[state.key]
-        state.done.set()
+            self.remove(state)
+
+    def _complete(self, state: StreamState) -> None:
+        if not state.end_sent:
+            raise ProtocolError("a stream is done without END")
+        self.remove(state)
+        state.complete()
 
     def _on_report(self, body: dict[str, Any]) -> None:
         # Whoever asked may have been cancelled.
@@ -103,24 +119,31 @@ class StreamTable:
             report.status = body["status"]
             report.answered.set()
 
-    def _unsettled(self, key: str) -> StreamState:
-        state = self._known(key)
-        if state.settled.is_set():
+    def _unsettled(self, generation: int) -> StreamState:
+        state = self._known(generation)
+        if state.settled:
             raise ProtocolError("a start settled twice")
         return state
 
-    def _known(self, key: str) -> StreamState:
-        state = self.streams.get(key)
+    def _open(self, generation: int, first: int) -> StreamState:
+        state = self.streams.get(generation)
+        if state is None or first != state.received or state.finish_seen:
+            raise ProtocolError("the items of a stream have a gap, or no stream")
+        return state
+
+    def _check_credit(self, state: StreamState) -> None:
+        if state.credit <= 0:
+            raise ProtocolError("an item without credit")
+
+    def _known(self, generation: int) -> StreamState:
+        state = self.streams.get(generation)
         if state is None:
             raise ProtocolError("a stream that was never started, or is done")
         return state
 
     _HANDLERS: ClassVar[dict[Kind, Callable[[StreamTable, dict[str, Any]], None]]] = {
         Kind.READY: _on_ready,
-        Kind.ACCEPTED: _on_accepted,
-        Kind.REJECTED: _on_rejected,
-        Kind.CHUNKS: _on_chunks,
-        Kind.DONE: _on_done,
+        Kind.TICK: _on_tick,
         Kind.REPORT: _on_report,
     }
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import sys
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from types import TracebackType
 from typing import Any, Self
 
@@ -16,6 +16,7 @@ from . import wire
 from ._errors import EncodeError, ProtocolError, RequestRejected
 from ._hand_off import Box, forget_frames, where
 from ._link import Link
+from ._outbox import Outbox
 from ._streams import EngineStream, StreamState
 from ._table import Report, StreamTable
 from .wire import Kind
@@ -34,21 +35,31 @@ class EngineClient:
         endpoint: The ``ipc://`` address that this incarnation alone listens on.
         incarnation: Its number; what another number says is not believed.
         retry_after: Seconds that waiters are told when the engine is lost.
+        window: Credit of a stream: the bytes of items that it may have unread here,
+            each counted with 64 more. One item may exceed it.
     """
 
     _link: Link
-    _scope: anyio.CancelScope
+    _outbox: Outbox
+    _scopes: tuple[anyio.CancelScope, anyio.CancelScope]
     _settled: anyio.Event
     _gone: anyio.Event
 
     def __init__(
-        self, endpoint: str, *, incarnation: int, retry_after: float | None = None
+        self,
+        endpoint: str,
+        *,
+        incarnation: int,
+        retry_after: float | None = None,
+        window: int = 64 * 2**10,
     ) -> None:
         self._endpoint = endpoint
         self._retry_after = retry_after
         self._incarnation = incarnation
         self._table = StreamTable(incarnation)
+        self._window = window
         self._asked = 0
+        self._generation = 0
         self._lost: str | None = None
 
     async def __aenter__(self) -> Self:
@@ -57,13 +68,17 @@ class EngineClient:
         self._gone = anyio.Event()
         # Shielded: whoever cleans up while everything around is cancelled still
         # waits for DONE, and somebody must read it.
-        self._scope = anyio.CancelScope(shield=True)
+        self._scopes = anyio.CancelScope(shield=True), anyio.CancelScope(shield=True)
+        self._outbox = Outbox()
         self._link = Link(
             self._endpoint, incarnation=self._incarnation, handle=self._handle
         )
         self._tasks = anyio.create_task_group()
         await self._tasks.__aenter__()
-        self._tasks.start_soon(self._receive)
+        for scope, run in zip(
+            self._scopes, (self._link.pump, self._speak), strict=True
+        ):
+            self._tasks.start_soon(self._guard, scope, run)
         return self
 
     async def __aexit__(
@@ -74,7 +89,8 @@ class EngineClient:
     ) -> None:
         """Tell every waiter ``closed`` and close the socket without lingering."""
         self.lose("closed")
-        self._scope.cancel()
+        for scope in self._scopes:
+            scope.cancel()
         try:
             # Not given the exception of the block, which it would wrap in a group.
             await self._tasks.__aexit__(None, None, None)  # noqa: ASYNC102 - cut above
@@ -137,18 +153,18 @@ class EngineClient:
         """
         state = self._begin(key, request, tensors)
         del request, tensors
-        await state.settled.wait()
+        await state.wait_settled()
         if state.refusal is not None:
             raise state.refusal()
-        return EngineStream(state, self.cancel)
+        return EngineStream(state, self.cancel, self._outbox.grant)
 
     def cancel(self, key: str) -> None:
         """Ask the engine to stop a stream at its next step; unknown keys are fine."""
-        state = self._table.streams.get(key)
+        state = self._table.keys.get(key)
         if state is None or state.finished or state.cancel_sent:
             return
         state.cancel_sent = True
-        self._say(Kind.CANCEL, {"key": key})
+        self._outbox.cancel(state.generation)
 
     async def end(self, key: str) -> None:
         """Make the engine forget a stream; return when it has released everything.
@@ -158,15 +174,15 @@ class EngineClient:
 
         Cancellation: END is on its way all the same; call again to wait for the rest.
         """
-        state = self._table.streams.get(key)
+        state = self._table.keys.get(key)
         if state is None:
             return
         if not state.end_sent:
             state.end_sent = True
             state.finish()
             state.discard()
-            self._say(Kind.END, {"key": key})
-        await state.done.wait()
+            self._outbox.end(state.generation)
+        await state.wait_done()
 
     async def status(self) -> dict[str, Any]:
         """Return the counters of the engine and, under ``backend``, of its backend.
@@ -181,6 +197,7 @@ class EngineClient:
         self._asked += 1
         ask = self._asked
         report = self._table.reports[ask] = Report()
+        self._flush()
         self._say(Kind.STATUS, {"ask": ask})
         try:
             await report.answered.wait()
@@ -193,6 +210,7 @@ class EngineClient:
     def shutdown(self) -> None:
         """Ask the engine process to leave; does not wait."""
         if self.ready:
+            self._flush()
             self._say(Kind.SHUTDOWN, {})
 
     def lose(self, reason: str) -> None:
@@ -234,27 +252,39 @@ class EngineClient:
         taken = {} if tensors is None else tensors.take()
         if not self.ready:
             raise self._loss()
-        if not wire.is_key(key) or key in self._table.streams:
+        if not wire.is_key(key) or key in self._table.keys:
             raise ValueError(
                 "a stream key is text of 1 to 256 characters that is not in use; "
                 f"this one has {len(key)}, choose another"
             )
+        self._generation += 1
+        state = StreamState(key, self._generation, self._window)
         try:
             described, memory = wire.describe(taken)
-            body = {"key": key, "request": dict(request), "tensors": described}
             # Known before it is sent: from then on only END may forget it.
-            state = self._table.streams[key] = StreamState(key)
-            self._say(Kind.START, body, memory)
+            self._table.add(state)
+            body = {
+                "key": key,
+                "window": self._window,
+                "request": dict(request),
+                "tensors": described,
+            }
+            self._say(Kind.START, body, generation=state.generation, memory=memory)
         except EncodeError as error:
-            self._table.streams.pop(key, None)
+            self._table.remove(state)
             raise RequestRejected(error.code, str(error)) from None
         return state
 
     def _say(
-        self, kind: Kind, body: Mapping[str, Any], memory: Sequence[memoryview] = ()
+        self,
+        kind: Kind,
+        body: Mapping[str, Any],
+        *,
+        generation: int = 0,
+        memory: Sequence[memoryview] = (),
     ) -> None:
         try:
-            if not self._link.say(kind, body, memory):
+            if not self._link.say(kind, body, generation=generation, memory=memory):
                 self.lose("disconnected")
         except EncodeError:
             raise
@@ -263,10 +293,21 @@ class EngineClient:
             self.lose("client_fault")
             raise
 
-    async def _receive(self) -> None:
-        with self._scope:
+    async def _speak(self) -> None:
+        while True:
+            await self._outbox.wait()
+            self._flush()
+
+    def _flush(self) -> None:
+        while self._lost is None and (body := self._outbox.take()) is not None:
+            self._say(Kind.CONTROL, body)
+
+    async def _guard(
+        self, scope: anyio.CancelScope, run: Callable[[], Awaitable[None]]
+    ) -> None:
+        with scope:
             try:
-                await self._link.pump()
+                await run()
             except Exception as error:  # noqa: BLE001
                 # A fault of ours ends the waiters, never the server around us.
                 self._give_up("client_fault", where(error))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import math
 import os
 import sys
 import traceback
@@ -12,9 +13,9 @@ from typing import Any
 import zmq
 
 from . import wire
-from ._backend import Backend, Finish, Output
-from ._books import Books, Peer
-from ._chunks import Entry, finish_map, write
+from ._backend import Backend, Finish, Merge, Output
+from ._books import Books, Peer, ServedStream
+from ._delivery import Delivery
 from ._errors import EncodeError, ProtocolError, RequestRejected
 from ._hand_off import forget_frames
 from ._parent import exit_with_parent
@@ -41,6 +42,10 @@ class EngineServer:
         incarnation: The number of this process, given by whoever spawned it.
         leave_with_parent: Whether the process ends when its parent does, by whatever
             cause; standard input must then be a pipe that the parent holds.
+        hold: Bytes held for one stream whose reader has no credit. Beyond them it
+            ends as ``slow_client``.
+        stall: Seconds that a reader may take nothing while something is held for it,
+            before its stream ends as ``slow_client``.
     """
 
     def __init__(
@@ -50,13 +55,17 @@ class EngineServer:
         *,
         incarnation: int,
         leave_with_parent: bool = True,
+        hold: int = 128 * 2**10,
+        stall: float = 30.0,
     ) -> None:
         self._endpoint = endpoint
         self._backend = backend
         self._incarnation = incarnation
         self._leave_with_parent = leave_with_parent
         self._books = Books()
-        self._peers: dict[bytes, Peer] = {}
+        self._delivery = Delivery(
+            self._books, backend, self._flush, hold=hold, stall=stall
+        )
         self._running = False
         self._failed_steps = 0
         self._socket: zmq.Socket[bytes]
@@ -74,10 +83,21 @@ class EngineServer:
                 self._turn()
 
     def _turn(self) -> None:
-        if self._socket.poll(0 if self._backend.busy else None):
+        if self._socket.poll(self._timeout()):
             self._receive_all()
+        self._delivery.expire()
+        # Before the step: who has just been accepted need not wait for it.
+        self._flush_all()
         if self._running and self._backend.busy:
             self._step()
+            self._flush_all()
+
+    def _timeout(self) -> int | None:
+        """Return the milliseconds that there is nothing to do; ``None``: no end."""
+        if self._backend.busy:
+            return 0
+        patience = self._delivery.patience()
+        return None if patience is None else max(0, math.ceil(1000 * patience))
 
     def _receive_all(self) -> None:
         for _ in range(_BURST):
@@ -94,79 +114,117 @@ class EngineServer:
         try:
             message = wire.decode(_own(frames[1:]), accept=wire.FROM_CLIENT)
             del frames
-            self._check(address, message)
+            peer = self._check(address, message)
         except ProtocolError:
             self._books.bad_frames += 1
             return True
-        self._handle(address, message)
+        self._handle(peer, message)
         return True
 
-    def _check(self, address: bytes, message: Message) -> None:
+    def _check(self, address: bytes, message: Message) -> Peer:
         if message.incarnation != self._incarnation:
             raise ProtocolError(f"incarnation {message.incarnation}")
-        peer = self._peers.get(address)
+        peer = self._books.peers.get(address)
         if peer is None:
-            self._make_room()
-            peer = self._peers[address] = Peer()
-            self._send(address, Kind.READY, {})
+            peer = self._welcome(address, message.sequence)
         if message.sequence < peer.received:
             raise ProtocolError("a message came twice")
+        if message.sequence > peer.received:
+            self._mend(peer)
         peer.received = message.sequence + 1
+        if message.kind is Kind.START:
+            if message.generation <= peer.generation:
+                raise ProtocolError("a stream came twice")
+            peer.generation = message.generation
+        return peer
 
-    def _make_room(self) -> None:
-        # A peer without streams loses nothing by being forgotten but its numbering.
-        if len(self._peers) >= _MAX_PEERS:
-            busy = {stream.peer for stream in self._books.streams.values()}
-            idle = next((peer for peer in self._peers if peer not in busy), None)
+    def _welcome(self, address: bytes, sequence: int) -> Peer:
+        peers = self._books.peers
+        if len(peers) >= _MAX_PEERS:
+            # Without streams it loses nothing by being forgotten but its numbering.
+            idle = next((peer for peer in peers.values() if not peer.streams), None)
             if idle is None:
                 raise ProtocolError(f"more than {_MAX_PEERS} clients")
-            del self._peers[idle]
+            del peers[idle.address]
+        peer = peers[address] = Peer(address, received=sequence)
+        self._send(peer, Kind.READY, {})
+        return peer
 
-    def _handle(self, peer: bytes, message: Message) -> None:
-        body = message.body
-        if message.kind is Kind.START:
+    def _mend(self, peer: Peer) -> None:
+        """End the streams of a client of which a message was lost or refused.
+
+        It may have begun, cancelled, ended or granted; nobody knows whose.
+        """
+        self._books.bad_frames += 1
+        for stream in list(peer.streams.values()):
+            if not stream.finished:
+                self._delivery.fail(stream, "gap", "a message of its client was lost")
+
+    def _handle(self, peer: Peer, message: Message) -> None:
+        if message.kind is Kind.CONTROL:
+            self._control(peer, message.body)
+        elif message.kind is Kind.START:
             self._start(peer, message)
-        elif message.kind is Kind.CANCEL:
-            if self._books.owned(body["key"], peer):
-                self._backend.cancel(body["key"])
-        elif message.kind is Kind.END:
-            self._end(peer, body["key"])
         elif message.kind is Kind.STATUS:
-            self._report(peer, body["ask"])
+            self._report(peer, message.body["ask"])
         else:
             self._running = False
 
-    def _start(self, peer: bytes, message: Message) -> None:
-        key = message.body["key"]
+    def _start(self, peer: Peer, message: Message) -> None:
+        key, generation = message.body["key"], message.generation
         if key in self._books.streams:
-            self._reject(
-                peer, key, "duplicate_key", "the key is in use; choose another"
-            )
+            told = "the key is in use; choose another"
+            self._reject(peer, generation, "duplicate_key", told)
             return
         try:
             # As a temporary: from here on the backend alone holds the tensors.
-            self._backend.start(key, message.body["request"], _move(message.tensors))
+            merge = self._backend.start(
+                key, message.body["request"], _move(message.tensors)
+            )
         except RequestRejected as refusal:
             forget_frames(refusal)
-            self._reject(peer, key, refusal.code, refusal.message)
+            self._reject(peer, generation, refusal.code, refusal.message)
         except Exception as error:  # noqa: BLE001
             # One request that the backend cannot take is no reason to stop the rest.
             _complain("start", error)
             self._backend.end(key)
-            self._reject(peer, key, "internal", f"start raised {type(error).__name__}")
+            told = f"start raised {type(error).__name__}"
+            self._reject(peer, generation, "internal", told)
         else:
-            self._books.started(key, peer)
-            self._send(peer, Kind.ACCEPTED, {"key": key})
+            self._accept(peer, message, merge or "never")
 
-    def _reject(self, peer: bytes, key: str, code: str, message: str) -> None:
-        self._books.refused(key)
-        fields = {"code": code[: wire.MAX_CODE], "message": message[: wire.MAX_TEXT]}
-        self._send(peer, Kind.REJECTED, {"key": key, **fields})
+    def _accept(self, peer: Peer, message: Message, merge: Merge) -> None:
+        key, window = message.body["key"], message.body["window"]
+        stream = ServedStream(key, message.generation, peer, window, merge)
+        self._books.started(stream)
+        peer.tick.accept(message.generation)
+        if peer.tick.full:
+            self._flush(peer)
 
-    def _end(self, peer: bytes, key: str) -> None:
-        if self._books.ended(key, peer):
-            self._backend.end(key)
-        self._send(peer, Kind.DONE, {"key": key})
+    def _reject(self, peer: Peer, generation: int, code: str, message: str) -> None:
+        self._books.refused(peer, generation)
+        peer.tick.reject(generation, code, message)
+        if peer.tick.full:
+            self._flush(peer)
+
+    def _control(self, peer: Peer, body: dict[str, Any]) -> None:
+        # What names a stream that is over was said before its end was heard of.
+        for generation in body["cancel"]:
+            stream = peer.streams.get(generation)
+            if stream is not None:
+                self._delivery.cancel(stream)
+        for generation, credit in body["grant"]:
+            stream = peer.streams.get(generation)
+            if stream is not None:
+                self._delivery.grant(stream, credit)
+        for generation in body["end"]:
+            stream = self._books.ended(peer, generation)
+            if stream is not None:
+                self._backend.end(stream.key)
+                self._delivery.forget(stream)
+            peer.tick.finish(generation)
+            if peer.tick.full:
+                self._flush(peer)
 
     def _step(self) -> None:
         try:
@@ -178,7 +236,7 @@ class EngineServer:
             if self._failed_steps == _MAX_FAILED_STEPS:
                 raise
             outputs = self._fail_all(f"a step raised {type(error).__name__}")
-        self._publish(outputs)
+        self._delivery.publish(outputs)
 
     def _fail_all(self, message: str) -> list[Output]:
         finish = Finish("failed", "step_failed", message)
@@ -187,35 +245,10 @@ class EngineServer:
             self._backend.end(key)
         return [Output(key, (), finish) for key in live]
 
-    def _publish(self, outputs: Sequence[Output]) -> None:
-        by_peer: dict[bytes, list[Entry]] = {}
-        for output in outputs:
-            stream = self._books.streams.get(output.key)
-            # Ended between two steps, or already finished: nobody waits for it.
-            if stream is None or stream.finished:
-                continue
-            items, finish = list(output.items), finish_map(output.finish)
-            entry = [output.key, stream.items, items, finish]
-            by_peer.setdefault(stream.peer, []).append(entry)
-            stream.items += len(items)
-            stream.finished = finish is not None
-        for peer, entries in by_peer.items():
-            self._publish_to(peer, entries)
-
-    def _publish_to(self, peer: bytes, entries: list[Entry]) -> None:
-        spoiled: set[str] = set()
-        write(
-            entries,
-            lambda some: self._send(peer, Kind.CHUNKS, {"chunks": some}),
-            spoiled,
-        )
-        for key in spoiled:
-            if self._books.owned(key, peer):
-                self._books.streams[key].finished = True
-                self._backend.cancel(key)
-
-    def _report(self, peer: bytes, ask: int) -> None:
+    def _report(self, peer: Peer, ask: int) -> None:
         status: dict[str, Any] = dict(self._books.counters())
+        # What was said before stays before.
+        self._flush(peer)
         try:
             status["backend"] = self._backend.status()
             self._send(peer, Kind.REPORT, {"ask": ask, "status": status})
@@ -223,25 +256,30 @@ class EngineServer:
             status["backend"] = {"error": error.code}
             self._send(peer, Kind.REPORT, {"ask": ask, "status": status})
 
-    def _send(self, address: bytes, kind: Kind, body: Mapping[str, Any]) -> None:
-        peer = self._peers.get(address)
-        if peer is None:
-            return
+    def _flush_all(self) -> None:
+        for peer in list(self._books.peers.values()):
+            self._flush(peer)
+
+    def _flush(self, peer: Peer) -> None:
+        if peer.tick:
+            self._send(peer, Kind.TICK, peer.tick.take())
+
+    def _send(self, peer: Peer, kind: Kind, body: Mapping[str, Any]) -> None:
         head = wire.encode(
             kind, body, incarnation=self._incarnation, sequence=peer.sent
         )
         peer.sent += 1
         try:
-            self._socket.send_multipart([address, head], zmq.NOBLOCK)
+            self._socket.send_multipart([peer.address, head], zmq.NOBLOCK)
         except zmq.ZMQError as error:
             if error.errno not in {errno.EHOSTUNREACH, errno.EAGAIN}:
                 raise
-            self._forget(address)
+            self._forget(peer)
 
-    def _forget(self, address: bytes) -> None:
-        del self._peers[address]
-        for key in self._books.forget_peer(address):
-            self._backend.end(key)
+    def _forget(self, peer: Peer) -> None:
+        for stream in self._books.forget(peer):
+            self._backend.end(stream.key)
+            self._delivery.forget(stream)
 
 
 def _socket_options() -> dict[int, int]:

@@ -8,41 +8,64 @@ map. Numbers in the header are big-endian:
 offset size field
 ====== ==== =========================================================
 0      4    magic ``LCZQ``
-4      1    version, 1
+4      1    version, 2
 5      1    kind
 6      2    number of tensor parts
 8      4    bytes of the map
 12     4    incarnation of the engine
-16     8    sequence number, from 0 per sender and connection
+16     8    generation of the stream that a START begins, else 0
+24     8    sequence number, from 0 per sender and connection
 ====== ==== =========================================================
+
+A client numbers the streams that it starts, from 1 and ever upwards: a *generation*
+names a stream in all that is said of it later, and no two streams share one.
 
 Both sides check every message against the same schema, the sender before it sends:
 no extension types, string keys, exact types, no unknown and no missing field. Nothing
-here can run code that a peer chose, and `decode` raises `ProtocolError` only.
+here can run code that a peer chose, and `decode` raises `ProtocolError` only. What
+the fields mean is in docs/reference/wire.md.
 """
 
 from __future__ import annotations
 
-import math
 import struct
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import IntEnum
 from typing import Any
 
-import msgpack
-
 from . import _schema
-from ._errors import EncodeError, ProtocolError
+from ._errors import ProtocolError
+from ._items import BASE_COST, unpack_item, unpack_tokens
+from ._plain import pack, refuse, unpack
+from ._tensors import MAX_TENSOR_BYTES, MAX_TENSORS, Buffer, attach, describe
+
+__all__ = (
+    "FROM_CLIENT",
+    "FROM_ENGINE",
+    "HEADER",
+    "MAGIC",
+    "MAX_CODE",
+    "MAX_TENSORS",
+    "MAX_TENSOR_BYTES",
+    "MAX_TEXT",
+    "VERSION",
+    "Buffer",
+    "Caps",
+    "Kind",
+    "Message",
+    "caps_of",
+    "decode",
+    "describe",
+    "encode",
+    "is_key",
+    "largest_head",
+)
 
 MAGIC = b"LCZQ"
-VERSION = 1
-HEADER = struct.Struct("!4sBBHIIQ")
-MAX_TENSORS = 7
-# libzmq drops a longer part without a word, so the sender checks first.
-MAX_TENSOR_BYTES = 4 * 2**30
+VERSION = 2
+HEADER = struct.Struct("!4sBBHIIQQ")
 
-Buffer = bytes | bytearray | memoryview
 is_key = _schema.is_key
 MAX_CODE = _schema.MAX_CODE
 MAX_TEXT = _schema.MAX_TEXT
@@ -52,16 +75,12 @@ class Kind(IntEnum):
     """What a message says; below 16 the client speaks, from 16 on the engine."""
 
     START = 1
-    CANCEL = 2
-    END = 3
-    STATUS = 4
-    SHUTDOWN = 5
+    CONTROL = 2
+    STATUS = 3
+    SHUTDOWN = 4
     READY = 16
-    ACCEPTED = 17
-    REJECTED = 18
-    CHUNKS = 19
-    DONE = 20
-    REPORT = 21
+    TICK = 17
+    REPORT = 18
 
 
 FROM_CLIENT = frozenset(kind for kind in Kind if kind < Kind.READY)
@@ -80,20 +99,17 @@ _SMALL = Caps(body=64 * 2**10, array=2**10)
 # A prompt of 128 Ki tokens fits; so does a tick of 4 Ki streams.
 _CAPS = {
     Kind.START: Caps(body=2**20, array=2**17),
-    Kind.CHUNKS: Caps(body=2**18, array=2**14),
+    Kind.CONTROL: Caps(body=64 * 2**10, array=2**12),
+    Kind.TICK: Caps(body=2**18 + 2**15, array=2**14),
 }
 _KINDS = {int(kind): kind for kind in Kind}
 _SCHEMAS: dict[Kind, _schema.Schema] = {
     Kind.START: _schema.START,
-    Kind.CANCEL: _schema.KEY,
-    Kind.END: _schema.KEY,
+    Kind.CONTROL: _schema.CONTROL,
     Kind.STATUS: _schema.STATUS,
     Kind.SHUTDOWN: _schema.EMPTY,
     Kind.READY: _schema.EMPTY,
-    Kind.ACCEPTED: _schema.KEY,
-    Kind.REJECTED: _schema.REJECTED,
-    Kind.CHUNKS: _schema.CHUNKS,
-    Kind.DONE: _schema.KEY,
+    Kind.TICK: _schema.TICK,
     Kind.REPORT: _schema.REPORT,
 }
 
@@ -106,7 +122,8 @@ class Message:
         kind: What it says.
         incarnation: The engine process it belongs to.
         sequence: Its number in the sender's connection.
-        body: The fields of its kind.
+        body: The fields of its kind; the items of a TICK are unpacked.
+        generation: START only: the number of the stream.
         tensors: START only: name to memory, with format and shape, not copied.
     """
 
@@ -114,6 +131,7 @@ class Message:
     incarnation: int
     sequence: int
     body: dict[str, Any]
+    generation: int = 0
     tensors: dict[str, memoryview] = field(default_factory=dict)
 
 
@@ -133,6 +151,7 @@ def encode(
     *,
     incarnation: int,
     sequence: int,
+    generation: int = 0,
     tensors: int = 0,
 ) -> bytes:
     """Return the first part of a message.
@@ -142,35 +161,19 @@ def encode(
         body: The fields of `kind`, of plain types.
         incarnation: The engine process it is for or from.
         sequence: Its number in this connection.
+        generation: The number of the stream that a START begins.
         tensors: How many parts of memory will follow.
 
     Raises:
         EncodeError: The body does not fit the schema or the caps of `kind`.
     """
-    caps = caps_of(kind)
+    what = f"a {kind.name} message"
     if not _schema.fits(body, _SCHEMAS[kind]):
-        raise EncodeError(
-            "unencodable",
-            f"a {kind.name} message takes plain values only (None, bool, int, float, "
-            f"str, bytes, list, dict with str keys) nested up to "
-            f"{_schema.MAX_DEPTH} deep; convert what it holds before",
-        )
-    try:
-        packed: bytes = msgpack.packb(body)
-    except (ValueError, OverflowError):  # a lone surrogate, an int beyond 64 bits
-        raise EncodeError(
-            "unencodable",
-            f"a {kind.name} message holds text that is not Unicode or an integer "
-            "beyond 64 bits; replace it before",
-        ) from None
-    if len(packed) > caps.body or _schema.longest(body) > caps.array:
-        raise EncodeError(
-            "too_large",
-            f"a {kind.name} message of {len(packed)} bytes exceeds the limit of "
-            f"{caps.body} bytes and {caps.array} elements an array; send less",
-        )
+        raise refuse(what)
+    caps = caps_of(kind)
+    packed = pack(body, what, size=caps.body, array=caps.array)
     head = HEADER.pack(
-        MAGIC, VERSION, kind, tensors, len(packed), incarnation, sequence
+        MAGIC, VERSION, kind, tensors, len(packed), incarnation, generation, sequence
     )
     return head + packed
 
@@ -190,8 +193,8 @@ def decode(parts: Sequence[Buffer], *, accept: frozenset[Kind]) -> Message:
     head = memoryview(parts[0])
     if len(head) < HEADER.size:
         raise ProtocolError(f"{len(head)} bytes, the header takes {HEADER.size}")
-    magic, version, number, tensors, size, incarnation, sequence = HEADER.unpack_from(
-        head
+    magic, version, number, tensors, size, incarnation, generation, sequence = (
+        HEADER.unpack_from(head)
     )
     if magic != MAGIC or version != VERSION:
         raise ProtocolError(f"not version {VERSION} of this protocol")
@@ -200,88 +203,31 @@ def decode(parts: Sequence[Buffer], *, accept: frozenset[Kind]) -> Message:
         raise ProtocolError(f"kind {number} is not for this side")
     if size != len(head) - HEADER.size or tensors != len(parts) - 1:
         raise ProtocolError("the lengths in the header are not those of the message")
+    if (kind is Kind.START) != (generation > 0):
+        raise ProtocolError(f"a {kind.name} message of generation {generation}")
     body = _unpack(kind, head[HEADER.size :])
+    if kind is Kind.TICK:
+        _unpack_items(body)
     if kind is not Kind.START:
         if tensors:
             raise ProtocolError(f"a {kind.name} message carries no tensors")
         return Message(kind, incarnation, sequence, body)
-    attached = _attach(body["tensors"], parts[1:])
-    return Message(kind, incarnation, sequence, body, attached)
-
-
-def describe(tensors: Mapping[str, Any]) -> tuple[list[list[Any]], list[memoryview]]:
-    """Return what START says of `tensors`, and their memory, not copied.
-
-    Args:
-        tensors: Name to any C-contiguous buffer of a plain native format.
-
-    Raises:
-        EncodeError: A tensor has no such buffer, or there are too many or too large.
-    """
-    if len(tensors) > MAX_TENSORS:
-        raise EncodeError(
-            "too_large", f"{len(tensors)} tensors, at most {MAX_TENSORS}; join some"
-        )
-    described: list[list[Any]] = []
-    memory: list[memoryview] = []
-    for name, value in tensors.items():
-        view = _view(name, value)
-        described.append([name, view.format, list(view.shape or ())])
-        memory.append(view)
-    return described, memory
-
-
-def _view(name: str, value: Any) -> memoryview:
-    try:
-        view = memoryview(value)
-    except (TypeError, ValueError):  # no buffer, or a format that buffers lack
-        raise EncodeError(
-            "unencodable",
-            f"tensor {name!r} gives no buffer; pass a numpy array or bytes",
-        ) from None
-    if not view.c_contiguous or view.format not in _schema.ITEMSIZE or not view.nbytes:
-        raise EncodeError(
-            "unencodable",
-            f"tensor {name!r} has format {view.format!r} and {view.nbytes} bytes; make "
-            f"it C-contiguous, not empty and of one of {''.join(_schema.ITEMSIZE)}",
-        )
-    if view.nbytes > MAX_TENSOR_BYTES:
-        raise EncodeError(
-            "too_large",
-            f"tensor {name!r} has {view.nbytes} bytes, at most {MAX_TENSOR_BYTES}",
-        )
-    return view
+    attached = attach(body["tensors"], parts[1:])
+    return Message(kind, incarnation, sequence, body, generation, attached)
 
 
 def _unpack(kind: Kind, packed: memoryview) -> dict[str, Any]:
     caps = caps_of(kind)
     if len(packed) > caps.body:
         raise ProtocolError(f"a {kind.name} map of {len(packed)} > {caps.body} bytes")
-    try:
-        body = msgpack.unpackb(
-            packed,
-            max_array_len=min(caps.array, len(packed)),
-            max_map_len=min(_schema.MAX_MAP, len(packed)),
-            # Lets an extension of no bytes through: a type that the schema refuses.
-            max_ext_len=0,
-        )
-    except (ValueError, RecursionError):
-        # Not chained: the cause would hold the frame, and with it a prompt.
-        raise ProtocolError(f"the map of a {kind.name} message is malformed") from None
+    body = unpack(packed, f"the map of a {kind.name} message", array=caps.array)
     if type(body) is not dict or not _schema.fits(body, _SCHEMAS[kind]):
         raise ProtocolError(f"the fields of a {kind.name} message are not its own")
     return body
 
 
-def _attach(
-    described: list[list[Any]], memory: Sequence[Buffer]
-) -> dict[str, memoryview]:
-    if len(described) != len(memory):
-        raise ProtocolError(f"{len(memory)} tensors, {len(described)} described")
-    attached: dict[str, memoryview] = {}
-    for (name, letter, shape), raw in zip(described, memory, strict=True):
-        view = memoryview(raw)
-        if name in attached or math.prod(shape) * _schema.ITEMSIZE[letter] != len(view):
-            raise ProtocolError("a tensor is not what its description says")
-        attached[name] = view.cast(letter, shape)
-    return attached
+def _unpack_items(body: dict[str, Any]) -> None:
+    """Replace the packed items of a TICK by pairs of an item and what it costs."""
+    body["tokens"] = unpack_tokens(body["tokens"])
+    for chunk in body["chunks"]:
+        chunk[2] = [(unpack_item(it), BASE_COST + len(it)) for it in chunk[2]]

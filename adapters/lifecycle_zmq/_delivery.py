@@ -1,0 +1,200 @@
+"""How outputs get to their readers: at once, merged later, or not at all."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from ._backend import Backend, Finish, Output
+from ._books import Books, Peer, ServedStream
+from ._errors import EncodeError
+from ._held import Held, Piece, cost_of
+from ._items import BASE_COST, TOKEN_COST, is_token_list, pack_item
+
+
+class Delivery:
+    """Gives each stream what its reader's credit allows, and holds back the rest.
+
+    A slow reader costs its own stream only: what it cannot take is merged, bounded by
+    `hold` bytes, and given up after `stall` seconds without any new credit.
+
+    Args:
+        books: The streams.
+        backend: Told to cancel, and to pause where it can.
+        flush: Sends what a client's tick has gathered.
+        hold: The most bytes held for one stream.
+        stall: Seconds that something is held for a reader that takes nothing.
+    """
+
+    def __init__(
+        self,
+        books: Books,
+        backend: Backend,
+        flush: Callable[[Peer], None],
+        *,
+        hold: int,
+        stall: float,
+    ) -> None:
+        self._books = books
+        self._backend = backend
+        self._flush = flush
+        self._hold = hold
+        self._stall = stall
+        # Those who wait for credit, the longest first, and since when.
+        self._waiting: dict[ServedStream, float] = {}
+        self._pause: Callable[[str], Any] | None = getattr(backend, "pause", None)
+        self._resume: Callable[[str], Any] | None = getattr(backend, "resume", None)
+
+    def publish(self, outputs: Sequence[Output]) -> None:
+        """Pass on what one step produced, to whoever still waits for it."""
+        streams = self._books.streams
+        for key, items, finish in outputs:
+            stream = streams.get(key)
+            if stream is None or stream.finished:
+                continue
+            if finish is not None:
+                stream.finished = True
+            for item in items:
+                # The way of nearly every token, without a call that it can spare.
+                if (
+                    stream.credit > 0
+                    and stream.held is None
+                    and is_token_list(item)
+                    and stream.peer.tick.add_tokens(
+                        stream.generation, stream.items, item
+                    )
+                ):
+                    stream.items += 1
+                    stream.credit -= BASE_COST + TOKEN_COST * len(item)
+                elif not self._take(stream, item):
+                    break
+            else:
+                if finish is not None:
+                    self._finish(stream, finish)
+
+    def fail(self, stream: ServedStream, code: str, message: str) -> None:
+        """End a stream now; what is held for it is dropped, its backend is told."""
+        running = not stream.finished
+        self.release(stream)
+        stream.finished = True
+        stream.finish = None
+        self._put_finish(stream, Finish("failed", code, message))
+        if running:
+            self._backend.cancel(stream.key)
+
+    def release(self, stream: ServedStream) -> None:
+        """Drop what is held for a stream."""
+        self._waiting.pop(stream, None)
+        stream.held = None
+        if stream.paused and self._resume is not None and not stream.finished:
+            self._resume(stream.key)
+        stream.paused = False
+
+    def forget(self, stream: ServedStream) -> None:
+        """Keep nothing of a stream that its backend has forgotten."""
+        stream.finished = True
+        self.release(stream)
+
+    def cancel(self, stream: ServedStream) -> None:
+        """Let a stream end early, as its client wants: nothing held is wanted."""
+        finish, stream.finish = stream.finish, None
+        self.release(stream)
+        if finish is not None:
+            self._put_finish(stream, finish)
+        elif not stream.finished:
+            self._backend.cancel(stream.key)
+
+    def grant(self, stream: ServedStream, credit: int) -> None:
+        """Add credit, and send what it now allows."""
+        stream.credit += credit
+        held = stream.held
+        if held is None:
+            return
+        while held and stream.credit > 0:
+            self._put(stream, held.take())
+        if held:
+            # Some of it went, so the reader is slow, but not stuck.
+            self._wait(stream)
+            return
+        self.release(stream)
+        finish, stream.finish = stream.finish, None
+        if finish is not None:
+            self._put_finish(stream, finish)
+
+    def expire(self) -> None:
+        """End the streams whose readers took nothing for too long."""
+        while (patience := self.patience()) is not None and patience <= 0:
+            self._give_up(next(iter(self._waiting)), "takes nothing any more")
+
+    def patience(self) -> float | None:
+        """Return the seconds until `expire` has something to do; ``None``: never."""
+        if not self._waiting:
+            return None
+        since = next(iter(self._waiting.values()))
+        return since + self._stall - time.monotonic()
+
+    def _take(self, stream: ServedStream, item: Any) -> bool:
+        """Send or hold one item; False where the stream ends by it."""
+        try:
+            piece: Piece = item if is_token_list(item) else pack_item(item)
+        except EncodeError as error:
+            self.fail(stream, error.code, "an item cannot be sent")
+            return False
+        if stream.held is None and stream.credit > 0:
+            self._put(stream, piece)
+            return True
+        return self._keep(stream, piece)
+
+    def _keep(self, stream: ServedStream, piece: Piece) -> bool:
+        if self._books.streams.get(stream.key) is not stream:
+            return False  # its client turned out to be gone
+        if stream.held is None:
+            stream.held = Held(stream.merge)
+            self._wait(stream)
+        stream.held.add(piece)
+        if stream.held.size > self._hold:
+            self._give_up(stream, f"is more than {self._hold} bytes behind")
+            return False
+        self._pause_late(stream, stream.held.size)
+        return True
+
+    def _pause_late(self, stream: ServedStream, held: int) -> None:
+        if self._pause is None or stream.paused or stream.finished:
+            return
+        # Half of what may be held is left for what is under way.
+        if 2 * held > self._hold:
+            stream.paused = True
+            self._pause(stream.key)
+
+    def _wait(self, stream: ServedStream) -> None:
+        self._waiting.pop(stream, None)
+        self._waiting[stream] = time.monotonic()
+
+    def _give_up(self, stream: ServedStream, why: str) -> None:
+        self._books.slow_clients += 1
+        self.fail(stream, "slow_client", f"the reader {why}; read faster")
+
+    def _finish(self, stream: ServedStream, finish: Finish) -> None:
+        if stream.held is None:
+            self._put_finish(stream, finish)
+        else:
+            stream.finish = finish
+
+    def _put(self, stream: ServedStream, piece: Piece) -> None:
+        peer, number = stream.peer, stream.generation
+        if type(piece) is list and not peer.tick.takes_tokens(number, stream.items):
+            piece = pack_item(piece)
+        if not peer.tick.fits(piece):
+            self._flush(peer)
+        if type(piece) is bytes:
+            peer.tick.add_item(number, stream.items, piece)
+        elif type(piece) is list:
+            peer.tick.add_tokens(number, stream.items, piece)
+        stream.items += 1
+        stream.credit -= cost_of(piece)
+
+    def _put_finish(self, stream: ServedStream, finish: Finish) -> None:
+        stream.peer.tick.add_finish(stream.generation, stream.items, finish)
+        if stream.peer.tick.full:
+            self._flush(stream.peer)

@@ -11,6 +11,7 @@ process's side, around whatever implements `Backend`.
 #   _regions, _memory, _views, arena      memory for payloads, as the client has it
 #   _arena_view                           and as the engine sees it
 #   _streams, _table                      what the client knows, without I/O
+#   _lodging                              tensors of a request into an arena
 #   _link, client                         the API process's end of one link
 #   process, _incarnation, engine         one process; one after another
 #   _backend, _books, _chunks, _parent    what the server needs, without a socket

@@ -8,10 +8,14 @@ from typing import TYPE_CHECKING, Any
 
 from . import _memory, _views
 from ._errors import ProtocolError
-from ._schema import ITEMSIZE
+from ._tensors import ITEMSIZE, Place
 
 if TYPE_CHECKING:
     import numpy as np
+
+
+# Whose loan, and which.
+Number = tuple[bytes, int]
 
 
 class Loan:
@@ -19,7 +23,7 @@ class Loan:
 
     __slots__ = ("__weakref__", "_ended", "_number")
 
-    def __init__(self, number: int, ended: deque[int]) -> None:
+    def __init__(self, number: Number, ended: deque[Number]) -> None:
         self._number = number
         self._ended = ended
 
@@ -55,42 +59,30 @@ class ArenaView:
 
     Args:
         descriptor: As inherited; closed here.
-        size: Bytes.
 
     Raises:
-        OSError: There is no such memory, or it has another size.
+        OSError: It is no memory.
 
     Attributes:
         size: Bytes.
         address: Where it is mapped, for whoever registers it with a device.
     """
 
-    def __init__(self, descriptor: int, size: int) -> None:
+    def __init__(self, descriptor: int) -> None:
         import numpy as np
 
-        self._root = np.frombuffer(_memory.map_read_only(descriptor, size), np.uint8)
-        self.size = size
+        self._root = np.frombuffer(_memory.map_read_only(descriptor), np.uint8)
+        self.size = self._root.size
         self.address = _views.address_of(self._root)
-        self._live: set[int] = set()
-        self._ended: deque[int] = deque()
-
-    @classmethod
-    def parse(cls, text: str) -> ArenaView:
-        """Map what ``--arena`` says: a descriptor, a colon and a size.
-
-        Raises:
-            ValueError: It says something else.
-            OSError: See the class.
-        """
-        descriptor, _, size = text.partition(":")
-        return cls(int(descriptor), int(size))
+        self._live: set[Number] = set()
+        self._ended: deque[Number] = deque()
 
     @property
     def loans(self) -> int:
         """How many loans are not given back."""
         return len(self._live)
 
-    def borrow(self, number: int) -> Loan:
+    def borrow(self, number: Number) -> Loan:
         """Begin a loan.
 
         Raises:
@@ -101,20 +93,17 @@ class ArenaView:
         self._live.add(number)
         return Loan(number, self._ended)
 
-    def tensor(
-        self, loan: Loan, offset: int, letter: str, shape: list[int]
-    ) -> memoryview:
+    def tensor(self, loan: Loan, place: Place) -> memoryview:
         """Return one tensor of a loan, read-only.
 
         Args:
             loan: What it belongs to.
-            offset: Where it begins.
-            letter: Its format.
-            shape: Its lengths, each positive.
+            place: Where it is said to lie.
 
         Raises:
             ProtocolError: It is not aligned, or not inside of the arena.
         """
+        offset, letter, shape = place
         nbytes = math.prod(shape) * ITEMSIZE[letter]
         if offset % ITEMSIZE[letter] or offset + nbytes > self.size:
             raise ProtocolError("a tensor is not where its description says")
@@ -123,7 +112,18 @@ class ArenaView:
         view: memoryview = memory.cast(letter, shape)
         return view
 
-    def ended(self) -> list[int]:
+    def lodge(self, number: Number, tensors: dict[str, memoryview | Place]) -> None:
+        """Replace the places among the tensors of a request by what lies there.
+
+        Raises:
+            ProtocolError: As `tensor` and `borrow`; nothing was replaced then.
+        """
+        places = {name: it for name, it in tensors.items() if isinstance(it, Place)}
+        if places:
+            loan = self.borrow(number)
+            tensors |= {name: self.tensor(loan, it) for name, it in places.items()}
+
+    def ended(self) -> list[Number]:
         """Return the loans that ended since the last call, each once."""
         numbers = [self._ended.popleft() for _ in range(len(self._ended))]
         self._live.difference_update(numbers)

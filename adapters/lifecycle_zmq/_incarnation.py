@@ -13,6 +13,8 @@ import anyio
 
 from lifecycle import EngineLost
 
+from . import _address
+from .arena import Arena
 from .client import EngineClient
 from .process import EngineProcess
 
@@ -29,6 +31,7 @@ class Settings:
     pass_fds: Sequence[int]
     directory: Path | None
     ready_timeout: float
+    arena: Arena | None
 
 
 class Incarnation:
@@ -91,16 +94,15 @@ class Incarnation:
             self.served_seconds = life - self.start_seconds
 
     async def _run_in(self, directory: Path) -> None:
-        endpoint = f"ipc://{directory}/engine"
-        tail = ["--endpoint", endpoint, "--incarnation", str(self._number)]
-        process = self.process = EngineProcess(
-            [*self._settings.argv, *tail],
-            env=self._settings.env,
-            pass_fds=self._settings.pass_fds,
-        )
+        address = f"ipc://{directory}/engine"
+        arena = self._settings.arena
+        process = self.process = self._spawn(address)
         try:
             async with EngineClient(
-                endpoint, incarnation=self._number, retry_after=self._retry_after
+                address,
+                incarnation=self._number,
+                retry_after=self._retry_after,
+                arena=arena,
             ) as client:
                 self.client = client
                 await self._watch(process, client, directory)
@@ -108,6 +110,22 @@ class Incarnation:
             self.client = None
             await process.close()  # noqa: ASYNC102 - shielded and bounded in there
             self.output = process.output
+            # Not before: it may have been reading until it was reaped.
+            if arena is not None and process.reaped:
+                arena.take_back_all()
+
+    def _spawn(self, address: str) -> EngineProcess:
+        arena = self._settings.arena
+        inherited: dict[str, int] = {}
+        if arena is not None and arena.descriptor is not None:
+            inherited["arena"] = arena.descriptor
+        endpoint = _address.join(address, inherited)
+        tail = ["--endpoint", endpoint, "--incarnation", str(self._number)]
+        return EngineProcess(
+            [*self._settings.argv, *tail],
+            env=self._settings.env,
+            pass_fds=[*self._settings.pass_fds, *inherited.values()],
+        )
 
     async def _watch(
         self, process: EngineProcess, client: EngineClient, directory: Path

@@ -55,16 +55,16 @@ def create(size: int, kind: Kind | None = None) -> Memory:
     return Memory(kind, _undumped(mapping), descriptor)
 
 
-def map_read_only(descriptor: int, size: int) -> mmap.mmap:
-    """Map inherited memory and close its descriptor.
+def map_read_only(descriptor: int) -> mmap.mmap:
+    """Map inherited memory as a whole and close its descriptor.
 
     Raises:
-        OSError: It is no memory, or shorter or longer than `size`.
+        OSError: There is none.
     """
     try:
-        found = os.fstat(descriptor).st_size
-        if found != size:
-            raise OSError(f"the inherited memory has {found} bytes, not {size}")
+        size = os.fstat(descriptor).st_size
+        if not size:
+            raise OSError("what was inherited as an arena is no memory")
         mapping = mmap.mmap(descriptor, size, mmap.MAP_SHARED, mmap.PROT_READ)
     finally:
         os.close(descriptor)

@@ -27,6 +27,7 @@ class Tick:
         room: Bytes that may still be added.
         accepted: Generations of streams that were taken.
         done: Generations of streams that are forgotten.
+        freed: Generations of streams whose part of the arena nobody reads any more.
     """
 
     __slots__ = (
@@ -39,6 +40,7 @@ class Tick:
         "_tokens",
         "accepted",
         "done",
+        "freed",
         "room",
     )
 
@@ -49,6 +51,7 @@ class Tick:
         self.room = _ROOM
         self.accepted: list[int] = []
         self.done: list[int] = []
+        self.freed: list[int] = []
         self._rejected: list[list[Any]] = []
         self._streams: list[int] = []
         self._firsts: list[int] = []
@@ -82,6 +85,11 @@ class Tick:
     def finish(self, generation: int) -> None:
         """Say that a stream is forgotten."""
         self.done.append(generation)
+        self.room -= _ITEM
+
+    def free(self, generation: int) -> None:
+        """Say that nobody reads a stream's part of the arena any more."""
+        self.freed.append(generation)
         self.room -= _ITEM
 
     def reject(self, generation: int, code: str, message: str) -> None:
@@ -134,6 +142,7 @@ class Tick:
             "tokens": block,
             "chunks": self._chunks,
             "done": self.done,
+            "freed": self.freed,
         }
         self._clear()
         return body

@@ -8,6 +8,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from mmap import mmap
 from typing import Any
 from weakref import WeakValueDictionary
 
@@ -37,6 +38,7 @@ class ArenaStatistics:
         regions: How many regions there are.
         loans: How many hand-offs the engine has not given back.
         refused: How often `ArenaFull` was raised.
+        spilled: Tensors that were sent because there was no room for them.
     """
 
     size: int
@@ -46,6 +48,7 @@ class ArenaStatistics:
     regions: int
     loans: int
     refused: int
+    spilled: int
 
 
 class Block:
@@ -55,12 +58,21 @@ class Block:
     the last of them goes the region is free: it can be neither lost nor reused early.
     """
 
-    __slots__ = ("__weakref__", "_address", "_arena", "_freed", "_nbytes", "_offset")
+    __slots__ = (
+        "__weakref__",
+        "_address",
+        "_arena",
+        "_freed",
+        "_mapping",
+        "_nbytes",
+        "_offset",
+    )
 
     def __init__(
         self, arena: Arena, address: int, offset: int, nbytes: int, freed: Freed | None
     ) -> None:
-        self._arena = arena  # and with it the mapping
+        self._arena = arena
+        self._mapping = arena.mapping  # which a closed arena lets go of
         self._address = address
         self._offset = offset
         self._nbytes = nbytes
@@ -95,19 +107,25 @@ class Arena:
 
     Raises:
         OSError: The system has no such memory, or not enough of it.
+
+    Attributes:
+        mapping: The memory, while it is open.
+        spilled: Tensors that were sent because there was no room for them.
     """
 
     def __init__(self, size: int, *, kind: Kind | None = None) -> None:
         import numpy as np
 
         self._regions = Regions(rounded(size))
-        self._memory = _memory.create(self._regions.size, kind)
-        self._base = _views.address_of(np.frombuffer(self._memory.mapping, np.uint8))
+        memory = _memory.create(self._regions.size, kind)
+        self.mapping: mmap | None = memory.mapping
+        self._kind, self._descriptor = memory.kind, memory.descriptor
+        self._base = _views.address_of(np.frombuffer(memory.mapping, np.uint8))
         self._blocks: WeakValueDictionary[int, Block] = WeakValueDictionary()
         self._loans: dict[int, tuple[Block, ...]] = {}
         self._lent = 0
         self._refused = 0
-        self._closed = False
+        self.spilled = 0
         self._lock = threading.Lock()
         self._buried: deque[tuple[int, Freed | None]] = deque()
         self._told: deque[Freed] = deque()
@@ -120,12 +138,17 @@ class Arena:
     @property
     def kind(self) -> Kind:
         """How it is shared."""
-        return self._memory.kind
+        return self._kind
+
+    @property
+    def shared(self) -> bool:
+        """Whether another process can map it."""
+        return self._kind != "frames"
 
     @property
     def descriptor(self) -> int | None:
         """What the engine process inherits; ``None`` if it is not shared, or closed."""
-        return None if self._closed else self._memory.descriptor
+        return self._descriptor
 
     @staticmethod
     def cost(nbytes: int) -> int:
@@ -182,6 +205,7 @@ class Arena:
                 regions=len(regions),
                 loans=len(self._loans),
                 refused=self._refused,
+                spilled=self.spilled,
             )
 
     def find(self, view: memoryview) -> tuple[int, Block] | None:
@@ -193,7 +217,7 @@ class Arena:
         Raises:
             EncodeError: It begins here, and reaches into what is not its own.
         """
-        if self._memory.descriptor is None:
+        if not self.shared:
             return None
         offset = _views.address_of(_views.flat(view)) - self._base
         if not 0 <= offset < self.capacity or offset % view.itemsize:
@@ -230,11 +254,11 @@ class Arena:
 
     def close(self) -> None:
         """Give out nothing more, and the memory back when the last view of it goes."""
-        if not self._closed:
-            self._closed = True
-            self._loans.clear()
-            if self._memory.descriptor is not None:
-                os.close(self._memory.descriptor)
+        self._loans.clear()
+        self.mapping = None
+        descriptor, self._descriptor = self._descriptor, None
+        if descriptor is not None:
+            os.close(descriptor)
 
     def bury(self, offset: int, freed: Freed | None) -> None:
         """Free the region of a block that is dead; for `Block` alone."""
@@ -250,7 +274,7 @@ class Arena:
                 "make it larger"
             )
         with self._books() as regions:
-            if self._closed:
+            if self.mapping is None:
                 raise RuntimeError("the arena is closed; make another")
             offset = regions.allocate(nbytes)
             if offset is None:

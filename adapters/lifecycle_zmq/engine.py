@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import AsyncIterator, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
@@ -13,6 +14,8 @@ from lifecycle import EngineLost
 
 from ._hand_off import Box
 from ._incarnation import Incarnation, Settings
+from ._memory import Kind
+from .arena import Arena
 from .client import EngineClient
 
 
@@ -35,6 +38,9 @@ class ZmqEngine:
             an incarnation has served for `max_backoff` seconds.
         max_backoff: Upper end of the doubling.
         stop_timeout: Seconds that the engine may take to leave when told to.
+        arena_bytes: Size of the arena, one for all incarnations, so that its pages
+            stay warm; 0 makes none, and payloads are sent.
+        arena: How it is shared, as for `Arena`; ``None`` takes the best there is.
     """
 
     _scope: anyio.CancelScope
@@ -51,6 +57,8 @@ class ZmqEngine:
         backoff: float = 0.5,
         max_backoff: float = 30.0,
         stop_timeout: float = 5.0,
+        arena_bytes: int = 0,
+        arena: Kind | None = None,
     ) -> None:
         self._settings = Settings(
             argv=tuple(argv),
@@ -58,7 +66,11 @@ class ZmqEngine:
             pass_fds=tuple(pass_fds),
             directory=directory,
             ready_timeout=ready_timeout,
+            arena=None,
         )
+        self._arena_bytes = arena_bytes
+        self._arena_kind = arena
+        self._arena: Arena | None = None
         self._backoff = backoff
         self._max_backoff = max_backoff
         self._stop_timeout = stop_timeout
@@ -74,6 +86,9 @@ class ZmqEngine:
 
     async def __aenter__(self) -> Self:
         """Begin to start the engine; `wait_ready` tells when requests are taken."""
+        if self._arena_bytes:
+            self._arena = Arena(self._arena_bytes, kind=self._arena_kind)
+            self._settings = replace(self._settings, arena=self._arena)
         self._changed = anyio.Event()
         self._expected = anyio.current_time() + self._start_seconds
         # Shielded: while everything around is cancelled, sessions still end in order.
@@ -99,13 +114,28 @@ class ZmqEngine:
                     await client.wait_lost()
         finally:  # a native cancellation gets through the shield
             self._scope.cancel()
-            # Not given the exception of the block, which it would wrap in a group.
-            await self._tasks.__aexit__(None, None, None)  # noqa: ASYNC102 - cut above
+            try:
+                # Not given the exception of the block, which it would wrap in a group.
+                await self._tasks.__aexit__(None, None, None)  # noqa: ASYNC102 - cut
+            finally:
+                if self._arena is not None:
+                    self._arena.close()
 
     @property
     def ready(self) -> bool:
         """Whether requests are taken now."""
         return not self._closing and self._client is not None and self._client.ready
+
+    @property
+    def arena(self) -> Arena:
+        """Where to write payloads that shall not be copied.
+
+        Raises:
+            RuntimeError: The engine has none, or was not entered yet.
+        """
+        if self._arena is None:
+            raise RuntimeError("there is no arena; pass arena_bytes= and enter first")
+        return self._arena
 
     @property
     def pid(self) -> int | None:

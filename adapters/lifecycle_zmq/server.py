@@ -12,14 +12,15 @@ from typing import Any
 
 import zmq
 
-from . import wire
+from . import _address, wire
+from ._arena_view import ArenaView
 from ._backend import Backend, Finish, Merge, Output
 from ._books import Books, Peer, ServedStream
 from ._delivery import Delivery
 from ._errors import EncodeError, ProtocolError, RequestRejected
 from ._hand_off import forget_frames
 from ._parent import exit_with_parent
-from .wire import Kind, Message
+from .wire import Kind, Message, Place
 
 # Messages taken between two steps, so that a flood of them cannot stop the streams.
 _BURST = 1024
@@ -28,6 +29,8 @@ _MAX_PEERS = 64
 _MAX_FAILED_STEPS = 3
 # Shorter parts lie in a receive buffer of libzmq that they share and keep alive.
 _COPIED_BELOW = 16 * 2**10
+# Seconds between two looks at loans while there is nothing else to do.
+_LOANS_LOOK = 0.1
 
 
 class EngineServer:
@@ -37,7 +40,8 @@ class EngineServer:
     that is gone loses its streams at the first message that cannot reach it.
 
     Args:
-        endpoint: The ``ipc://`` address to listen on, in a directory of mode 0700.
+        endpoint: What came after ``--endpoint``; or an ``ipc://`` address to listen
+            on, in a directory of mode 0700.
         backend: What runs the requests.
         incarnation: The number of this process, given by whoever spawned it.
         leave_with_parent: Whether the process ends when its parent does, by whatever
@@ -58,7 +62,8 @@ class EngineServer:
         hold: int = 128 * 2**10,
         stall: float = 30.0,
     ) -> None:
-        self._endpoint = endpoint
+        self._endpoint, self._inherited = _address.split(endpoint)
+        self._arena = _map_arena(self._inherited.get("arena"))
         self._backend = backend
         self._incarnation = incarnation
         self._leave_with_parent = leave_with_parent
@@ -97,6 +102,9 @@ class EngineServer:
         if self._backend.busy:
             return 0
         patience = self._delivery.patience()
+        if self._arena is not None and self._arena.loans:
+            # One may end in another thread, which wakes nobody.
+            patience = min(_LOANS_LOOK, _LOANS_LOOK if patience is None else patience)
         return None if patience is None else max(0, math.ceil(1000 * patience))
 
     def _receive_all(self) -> None:
@@ -172,6 +180,10 @@ class EngineServer:
 
     def _start(self, peer: Peer, message: Message) -> None:
         key, generation = message.body["key"], message.generation
+        if not self._lodge(peer, message):
+            told = "a tensor is not where its description says"
+            self._reject(peer, generation, "invalid_tensors", told)
+            return
         if key in self._books.streams:
             told = "the key is in use; choose another"
             self._reject(peer, generation, "duplicate_key", told)
@@ -192,6 +204,31 @@ class EngineServer:
             self._reject(peer, generation, "internal", told)
         else:
             self._accept(peer, message, merge or "never")
+
+    def _lodge(self, peer: Peer, message: Message) -> bool:
+        """Find the tensors that lie in the arena; False: they are not there."""
+        number = peer.address, message.generation
+        try:
+            if self._arena is not None:
+                self._arena.lodge(number, message.tensors)
+            elif any(isinstance(it, Place) for it in message.tensors.values()):
+                peer.tick.free(message.generation)
+                raise ProtocolError("there is no arena")
+        except ProtocolError:
+            self._books.bad_frames += 1
+            return False
+        return True
+
+    def _give_back(self) -> None:
+        """Say which loans have ended, if their clients are still there."""
+        if self._arena is None:
+            return
+        for address, generation in self._arena.ended():
+            peer = self._books.peers.get(address)
+            if peer is not None:
+                peer.tick.free(generation)
+                if peer.tick.full:
+                    self._flush(peer)
 
     def _accept(self, peer: Peer, message: Message, merge: Merge) -> None:
         key, window = message.body["key"], message.body["window"]
@@ -247,6 +284,7 @@ class EngineServer:
 
     def _report(self, peer: Peer, ask: int) -> None:
         status: dict[str, Any] = dict(self._books.counters())
+        status["loans"] = 0 if self._arena is None else self._arena.loans
         # What was said before stays before.
         self._flush(peer)
         try:
@@ -261,6 +299,8 @@ class EngineServer:
             self._flush(peer)
 
     def _flush(self, peer: Peer) -> None:
+        # With the end of a stream, at the latest, its part of the arena is told free.
+        self._give_back()
         if peer.tick:
             self._send(peer, Kind.TICK, peer.tick.take())
 
@@ -305,8 +345,12 @@ def _own(frames: Sequence[zmq.Frame]) -> list[wire.Buffer]:
     ]
 
 
-def _move(tensors: dict[str, memoryview]) -> dict[str, memoryview]:
-    moved = dict(tensors)
+def _map_arena(descriptor: int | None) -> ArenaView | None:
+    return None if descriptor is None else ArenaView(descriptor)
+
+
+def _move(tensors: dict[str, memoryview | Place]) -> dict[str, memoryview]:
+    moved = {n: it for n, it in tensors.items() if not isinstance(it, Place)}
     tensors.clear()
     return moved
 

@@ -27,7 +27,7 @@ def main() -> None:
         [
             sys.executable,
             str(Path(__file__).with_name("arena_peer.py")),
-            f"{descriptor}:{arena.capacity}",
+            str(descriptor),
         ],
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,

@@ -8,23 +8,25 @@ from __future__ import annotations
 import json
 import sys
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 from lifecycle_zmq import ArenaView, ProtocolError
+from lifecycle_zmq.wire import Place
 
 
 class Peer:
     """The methods that may be asked for."""
 
-    def __init__(self, text: str) -> None:
-        self.descriptor = int(text.partition(":")[0])
-        self.view = ArenaView.parse(text)
+    def __init__(self, descriptor: int) -> None:
+        self.descriptor = descriptor
+        self.view = ArenaView(descriptor)
         self.held: dict[str, Any] = {}
 
     def take(self, loan: int, name: str, *where: Any) -> Any:
         """Hold one tensor as a loan of its own; say what it looks like."""
-        view = self.view.tensor(self.view.borrow(loan), *where)
-        self.held[name] = view
+        tensors: dict[str, memoryview | Place] = {"it": Place(*where)}
+        self.view.lodge((b"", loan), tensors)
+        view = self.held[name] = cast("memoryview", tensors["it"])
         return [view.readonly, view.format, list(view.shape), sum(view.cast("B")[:64])]
 
     def look(self, name: str) -> Any:
@@ -38,7 +40,7 @@ class Peer:
     def drop(self, name: str) -> Any:
         """Let go of a tensor; say which loans ended."""
         del self.held[name]
-        return self.view.ended()
+        return [number for _, number in self.view.ended()]
 
     def loans(self) -> Any:
         """Say how many loans go on."""
@@ -52,7 +54,7 @@ class Peer:
 def main() -> None:
     """Answer until standard input ends."""
     try:
-        peer = Peer(sys.argv[1])
+        peer = Peer(int(sys.argv[1]))
     except (OSError, ValueError) as error:
         print(json.dumps(f"{type(error).__name__}: {error}"), flush=True)
         return

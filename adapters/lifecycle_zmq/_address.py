@@ -1,0 +1,21 @@
+"""What an engine is told of its link, in the one word after ``--endpoint``.
+
+The address, and behind a question mark the descriptors that were passed on:
+``ipc:///run/x/engine?listener=5&liveness=6``. So a program that hands its endpoint to
+`EngineServer` as it came needs not know what the link consists of.
+"""
+
+from __future__ import annotations
+
+from urllib.parse import parse_qsl, urlencode
+
+
+def join(address: str, descriptors: dict[str, int]) -> str:
+    """Return the endpoint that tells of `address` and of inherited descriptors."""
+    return f"{address}?{urlencode(descriptors)}" if descriptors else address
+
+
+def split(endpoint: str) -> tuple[str, dict[str, int]]:
+    """Undo `join`; an address without descriptors is an endpoint, too."""
+    address, _, query = endpoint.partition("?")
+    return address, {name: int(value) for name, value in parse_qsl(query)}

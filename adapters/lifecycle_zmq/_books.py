@@ -45,6 +45,7 @@ class ServedStream:
         credit: What may be sent; an item may take it below zero, and then none may.
         merge: How what is held may be merged.
         items: Items sent.
+        words: Where its token lists go, while they may go straight to its client.
         held: What is produced and may not be sent yet.
         finish: How it ended, to be told after what is held.
         finished: Whether its end is known; nothing that comes later is believed.
@@ -57,6 +58,7 @@ class ServedStream:
     credit: int
     merge: Merge
     items: int = 0
+    words: list[int] | None = None
     held: Held | None = None
     finish: Finish | None = None
     finished: bool = False
@@ -85,6 +87,7 @@ class Books:
         self.starts += 1
         self.streams[stream.key] = stream
         stream.peer.streams[stream.generation] = stream
+        stream.words = stream.peer.tick.words_for(stream)
 
     def refused(self, peer: Peer, generation: int) -> None:
         """Count a start that the backend did not take."""

@@ -1,7 +1,7 @@
 """The items of streams on the wire: plain values, and a compact form for tokens.
 
 An item that is a list of one or more unsigned 32-bit integers is a *token list*; those
-of one tick travel together as four columns of one block. Any other item is the msgpack
+of one tick travel together in one block of words. Any other item is the msgpack
 of a plain value. Each item costs credit, so that a reader bounds what may be on its way
 to it: its bytes, and as much again as a small object takes in memory.
 """
@@ -10,8 +10,6 @@ from __future__ import annotations
 
 import sys
 from array import array
-from collections.abc import Sequence
-from itertools import chain
 from typing import Any, Final
 
 from ._errors import ProtocolError
@@ -26,7 +24,7 @@ MAX_ITEM: Final = 255 * 2**10
 _MAX_ARRAY: Final = 2**16
 _SWAPS: Final = sys.byteorder == "big"
 
-# Of which stream, which of its items, and the tokens.
+# Of which stream, which of its items modulo 2 ** 32, and the tokens.
 TokenList = tuple[int, int, list[int]]
 
 
@@ -93,57 +91,50 @@ def _array_head(packed: bytes) -> tuple[int, int] | None:
     return None
 
 
-def pack_tokens(
-    streams: Sequence[int],
-    firsts: Sequence[int],
-    lengths: Sequence[int],
-    tokens: Sequence[int],
-) -> bytes:
-    """Return the block of some token lists; no column may exceed 32 bits.
+def pack_tokens(words: list[int]) -> bytes:
+    """Return the block of some token lists.
 
     Args:
-        streams: The generation of each list's stream.
-        firsts: Which item of its stream each list is, from 0.
-        lengths: How many tokens each has.
-        tokens: The tokens of all lists, one after another.
+        words: For each list the generation of its stream, which of its items this is,
+            how many tokens follow, and they; all of 32 bits.
     """
-    if not streams:
-        return b""
-    words = array("I", chain((len(streams),), streams, firsts, lengths, tokens))
+    packed = array("I", words)
     if _SWAPS:
-        words.byteswap()
-    return words.tobytes()
+        packed.byteswap()
+    return packed.tobytes()
 
 
 def unpack_tokens(block: bytes) -> list[TokenList]:
     """Return the token lists of a block, in order.
 
     Raises:
-        ProtocolError: Its columns are not what they claim.
+        ProtocolError: Its lists are not as long as they claim.
     """
-    if not block:
-        return []
     if len(block) % 4:
         raise ProtocolError(f"a token block of {len(block)} bytes")
-    words = array("I", block)
+    packed = array("I", block)
     if _SWAPS:
-        words.byteswap()
-    count, size = words[0], len(words)
-    if not 0 < count <= (size - 1) // 4:
-        raise ProtocolError(f"{count} token lists in {size} words")
-    at = 1 + 3 * count
-    lengths, tokens = words[1 + 2 * count : at].tolist(), words[at:].tolist()
-    if 0 in lengths or sum(lengths) != len(tokens):
-        raise ProtocolError("the lengths of the token lists are not their own")
-    streams, firsts = words[1 : 1 + count], words[1 + count : 1 + 2 * count]
-    return list(zip(streams, firsts, _split(tokens, lengths), strict=True))
+        packed.byteswap()
+    words = packed.tolist()
+    counts = words[2::4]
+    if len(words) % 4 == 0 and counts.count(1) == len(counts):
+        # Nearly every tick: one token for each stream.
+        return [
+            (stream, item, [it])
+            for stream, item, it in zip(
+                words[::4], words[1::4], words[3::4], strict=True
+            )
+        ]
+    return _walk(words)
 
 
-def _split(tokens: list[int], lengths: list[int]) -> list[list[int]]:
-    if len(tokens) == len(lengths):
-        return [[token] for token in tokens]
-    lists, end = [], 0
-    for length in lengths:
-        begin, end = end, end + length
-        lists.append(tokens[begin:end])
+def _walk(words: list[int]) -> list[TokenList]:
+    lists, at = [], 0
+    while at < len(words):
+        begin = at + 3
+        count = words[at + 2] if begin < len(words) else 0
+        at = begin + count
+        if not 0 < count <= len(words) - begin:
+            raise ProtocolError("a token list is not as long as it claims")
+        lists.append((words[begin - 3], words[begin - 2], words[begin:at]))
     return lists

@@ -25,9 +25,7 @@ class StreamState:
 
     __slots__ = (
         "_enders",
-        "_reader",
         "_starter",
-        "_window",
         "cancel_sent",
         "costs",
         "credit",
@@ -38,20 +36,25 @@ class StreamState:
         "finish_seen",
         "finished",
         "generation",
+        "half",
         "items",
         "key",
         "received",
         "refusal",
         "settled",
         "spent",
+        "wait",
+        "wake_reader",
     )
 
     def __init__(self, key: str, generation: int, window: int) -> None:
         self.key = key
         self.generation = generation
-        self._window = window
+        self.half = window / 2
         self._starter = new_slot()
-        self._reader = new_slot()
+        reader = new_slot()
+        self.wait = reader.wait
+        self.wake_reader = reader.wake
         self._enders: list[Slot] = []
         self.settled = False
         self.done = False
@@ -82,27 +85,28 @@ class StreamState:
         if not self.discarding:
             self.items.append(item)
             self.costs.append(cost)
-            self._reader.wake()
+            self.wake_reader()
 
-    def pop(self) -> Any:
-        """Return the oldest item; there is one."""
-        self.spent += self.costs.popleft()
-        return self.items.popleft()
-
-    def due(self) -> int:
-        """Return the credit to grant now, in parts large enough to be worth it."""
-        if 2 * self.spent < self._window or self.finish_seen or self.end_sent:
+    def regain(self) -> int:
+        """Return the credit to grant, once the reader has used up half a window."""
+        if self.finish_seen or self.end_sent:
             return 0
         credit, self.spent = self.spent, 0
         self.credit += credit
         return credit
+
+    def conclude(self, error: Error | None) -> None:
+        """Note the finish that the engine told; nothing may follow it."""
+        self.finish_seen = True
+        self.credit = 0
+        self.finish(error)
 
     def finish(self, error: Error | None = None) -> None:
         """End the items, the first time only; `error` comes after the last of them."""
         if not self.finished:
             self.finished = True
             self.error = error
-            self._reader.wake()
+            self.wake_reader()
 
     def discard(self) -> None:
         """Keep nothing more: nobody will read it. Any thread may call this."""
@@ -135,14 +139,6 @@ class StreamState:
             slot = new_slot()
             self._enders.append(slot)
             await slot.wait()
-
-    async def wait(self) -> None:
-        """Wait for the next item or the finish.
-
-        Cancellation: nothing is lost.
-        """
-        if not self.items and not self.finished:
-            await self._reader.wait()
 
 
 class EngineStream:
@@ -184,17 +180,18 @@ class EngineStream:
         Cancellation: no item is lost; the next call returns it.
         """
         state = self._state
-        while not state.items:
+        items = state.items
+        while not items:
             if state.discarding:
                 raise StopAsyncIteration
             if state.finished:
                 error, state.error = state.error, None
                 raise StopAsyncIteration if error is None else error()
             await state.wait()
-        item = state.pop()
-        if credit := state.due():
+        state.spent += state.costs.popleft()
+        if state.spent >= state.half and (credit := state.regain()):
             self._grant(state.generation, credit)
-        return item
+        return items.popleft()
 
     async def aclose(self) -> None:
         """Stop reading and ask the engine to stop producing. Does not wait.

@@ -8,7 +8,7 @@ from typing import Any, ClassVar
 import anyio
 
 from ._errors import EngineFailed, ProtocolError, RequestRejected
-from ._items import BASE_COST, TOKEN_COST
+from ._items import BASE_COST, MAX_TOKEN, TOKEN_COST, TokenList
 from ._streams import Error, StreamState
 from .arena import Arena, Block
 from .wire import Kind, Message
@@ -113,23 +113,42 @@ class StreamTable:
             self._unsettled(generation).settle()
         for generation, code, message in body["rejected"]:
             self._reject(self._unsettled(generation), code, message)
-        for generation, first, tokens in body["tokens"]:
-            state = self._open(generation, first)
-            self._check_credit(state)
-            state.push(tokens, BASE_COST + TOKEN_COST * len(tokens))
-        for generation, first, items, finish in body["chunks"]:
-            state = self._open(generation, first)
-            for item, cost in items:
-                self._check_credit(state)
-                state.push(item, cost)
-            if finish is not None:
-                state.finish_seen = True
-                state.finish(_failure(finish))
+        self._take_tokens(body["tokens"])
+        self._take_chunks(body["chunks"])
         # Before the end of their streams is told: who waits for it finds room.
         for generation in body["freed"]:
             self.take_back(generation)
         for generation in body["done"]:
             self._complete(self._known(generation))
+
+    def _take_tokens(self, lists: list[TokenList]) -> None:
+        streams = self.streams
+        for generation, first, tokens in lists:
+            # The way of nearly every token, with no call that it can be spared.
+            state = streams.get(generation)
+            if (
+                state is None
+                or first != state.received & MAX_TOKEN
+                or state.credit <= 0
+            ):
+                raise ProtocolError("tokens out of order, or without credit")
+            cost = BASE_COST + TOKEN_COST * len(tokens)
+            state.received += 1
+            state.credit -= cost
+            if not state.discarding:
+                state.items.append(tokens)
+                state.costs.append(cost)
+                state.wake_reader()
+
+    def _take_chunks(self, chunks: list[list[Any]]) -> None:
+        for generation, first, items, finish in chunks:
+            state = self._open(generation, first)
+            for item, cost in items:
+                if state.credit <= 0:
+                    raise ProtocolError("an item without credit")
+                state.push(item, cost)
+            if finish is not None:
+                state.conclude(_failure(finish))
 
     def _reject(self, state: StreamState, code: str, message: str) -> None:
         state.settle(lambda: RequestRejected(code, message))
@@ -162,10 +181,6 @@ class StreamTable:
         if state is None or first != state.received or state.finish_seen:
             raise ProtocolError("the items of a stream have a gap, or no stream")
         return state
-
-    def _check_credit(self, state: StreamState) -> None:
-        if state.credit <= 0:
-            raise ProtocolError("an item without credit")
 
     def _known(self, generation: int) -> StreamState:
         state = self.streams.get(generation)

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from . import wire
 from ._backend import Finish
 from ._held import Piece
-from ._items import pack_tokens
+from ._items import MAX_TOKEN, pack_tokens
 from .wire import Kind
+
+if TYPE_CHECKING:
+    from ._books import ServedStream
 
 # Below the limit of the map by the longest entry that is added without a look at it.
 _ROOM = wire.caps_of(Kind.TICK).body - 2**15
@@ -24,128 +27,121 @@ class Tick:
     message has everything after it as chunks as well.
 
     Attributes:
-        room: Bytes that may still be added.
-        accepted: Generations of streams that were taken.
-        done: Generations of streams that are forgotten.
-        freed: Generations of streams whose part of the arena nobody reads any more.
+        words: The token lists, as `pack_tokens` takes them; always the same list. A
+            stream whose `words` it is may add to it, up to `room`.
     """
 
     __slots__ = (
+        "_accepted",
         "_chunked",
         "_chunks",
-        "_firsts",
-        "_lengths",
+        "_done",
+        "_freed",
         "_rejected",
-        "_streams",
-        "_tokens",
-        "accepted",
-        "done",
-        "freed",
-        "room",
+        "_used",
+        "words",
     )
 
     def __init__(self) -> None:
+        self.words: list[int] = []
         self._clear()
 
     def _clear(self) -> None:
-        self.room = _ROOM
-        self.accepted: list[int] = []
-        self.done: list[int] = []
-        self.freed: list[int] = []
+        self.words.clear()
+        self._used = 0
+        self._accepted: list[int] = []
+        self._done: list[int] = []
+        self._freed: list[int] = []
         self._rejected: list[list[Any]] = []
-        self._streams: list[int] = []
-        self._firsts: list[int] = []
-        self._lengths: list[int] = []
-        self._tokens: list[int] = []
         self._chunks: list[list[Any]] = []
-        self._chunked: set[int] = set()
+        self._chunked: dict[int, ServedStream] = {}
 
     def __bool__(self) -> bool:
-        return self.room < _ROOM
+        return bool(self._used or self.words)
+
+    @property
+    def room(self) -> int:
+        """Bytes that may still be added."""
+        return _ROOM - self._used - 4 * len(self.words)
 
     @property
     def full(self) -> bool:
         """Whether it has to be sent before anything else is added."""
         return self.room <= 0
 
-    def takes_tokens(self, generation: int, first: int) -> bool:
-        """Whether a token list of a stream may travel as such."""
-        return generation not in self._chunked and not max(generation, first) >> 32
-
     def fits(self, piece: Piece) -> bool:
         """Whether there is room for one more item."""
         size = 4 * len(piece) if type(piece) is list else len(piece)
         return size + _ENTRY + _ITEM <= self.room
 
-    def accept(self, generation: int) -> None:
+    def words_for(self, stream: ServedStream) -> list[int] | None:
+        """Return `words` if token lists of a stream may travel as such now."""
+        narrow = stream.generation <= MAX_TOKEN
+        return self.words if narrow and stream.generation not in self._chunked else None
+
+    def accept(self, stream: ServedStream) -> None:
         """Say that a stream was taken."""
-        self.accepted.append(generation)
-        self.room -= _ITEM
+        self._accepted.append(stream.generation)
+        self._used += _ITEM
 
     def finish(self, generation: int) -> None:
         """Say that a stream is forgotten."""
-        self.done.append(generation)
-        self.room -= _ITEM
+        self._done.append(generation)
+        self._used += _ITEM
 
     def free(self, generation: int) -> None:
-        """Say that nobody reads a stream's part of the arena any more."""
-        self.freed.append(generation)
-        self.room -= _ITEM
+        """Say that nobody here reads a stream's part of the arena any more."""
+        self._freed.append(generation)
+        self._used += _ITEM
 
     def reject(self, generation: int, code: str, message: str) -> None:
         """Say that a stream was not taken, and why."""
         code, message = code[: wire.MAX_CODE], message[: wire.MAX_TEXT]
         self._rejected.append([generation, code, message])
-        self.room -= _ENTRY + 4 * (len(code) + len(message))
+        self._used += _ENTRY + 4 * (len(code) + len(message))
 
-    def add_tokens(self, generation: int, first: int, tokens: list[int]) -> bool:
-        """Add a token list; False where it does not fit or has to be a chunk."""
-        size = _ENTRY + 4 * len(tokens)
-        if size > self.room or not self.takes_tokens(generation, first):
-            return False
-        self.room -= size
-        self._streams.append(generation)
-        self._firsts.append(first)
-        self._lengths.append(len(tokens))
-        self._tokens += tokens
-        return True
+    def add_tokens(self, stream: ServedStream, tokens: list[int]) -> None:
+        """Add a token list of a stream for which there are words."""
+        self.words += (stream.generation, stream.items & MAX_TOKEN, len(tokens))
+        self.words += tokens
 
-    def add_item(self, generation: int, first: int, packed: bytes) -> None:
+    def add_item(self, stream: ServedStream, packed: bytes) -> None:
         """Add an item of any other kind."""
-        last = self._chunks[-1] if self._chunks else None
-        if last is not None and last[0] == generation:
-            last[2].append(packed)
-        else:
-            self._chunks.append([generation, first, [packed], None])
-            self._chunked.add(generation)
-            self.room -= _ENTRY
-        self.room -= _ITEM + len(packed)
+        self._chunk_of(stream)[2].append(packed)
+        self._used += _ITEM + len(packed)
 
-    def add_finish(self, generation: int, items: int, finish: Finish) -> None:
-        """Add the end of a stream that had so many items."""
-        fields = finish_map(finish)
-        last = self._chunks[-1] if self._chunks else None
-        if last is not None and last[0] == generation:
-            last[3] = fields
-        else:
-            self._chunks.append([generation, items, [], fields])
-            self._chunked.add(generation)
-            self.room -= _ENTRY
-        self.room -= _ENTRY + 4 * (len(finish.code) + len(finish.message))
+    def add_finish(self, stream: ServedStream, finish: Finish) -> None:
+        """Add the end of a stream."""
+        self._chunk_of(stream)[3] = finish_map(finish)
+        self._used += _ENTRY + 4 * (len(finish.code) + len(finish.message))
 
     def take(self) -> dict[str, Any]:
         """Return the fields of the message and begin another."""
-        block = pack_tokens(self._streams, self._firsts, self._lengths, self._tokens)
         body = {
-            "accepted": self.accepted,
+            "accepted": self._accepted,
             "rejected": self._rejected,
-            "tokens": block,
+            "tokens": pack_tokens(self.words),
             "chunks": self._chunks,
-            "done": self.done,
-            "freed": self.freed,
+            "done": self._done,
+            "freed": self._freed,
         }
+        chunked = self._chunked.values()
         self._clear()
+        for stream in chunked:
+            if stream.held is None:
+                stream.words = self.words_for(stream)
         return body
+
+    def _chunk_of(self, stream: ServedStream) -> list[Any]:
+        last = self._chunks[-1] if self._chunks else None
+        if last is not None and last[0] == stream.generation:
+            return last
+        chunk: list[Any] = [stream.generation, stream.items, [], None]
+        self._chunks.append(chunk)
+        self._chunked[stream.generation] = stream
+        stream.words = None
+        self._used += _ENTRY
+        return chunk
 
 
 def finish_map(finish: Finish) -> dict[str, Any]:

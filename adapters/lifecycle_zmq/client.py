@@ -268,15 +268,15 @@ class EngineClient:
         try:
             lodging = Lodging(self._arena)
             described, memory = wire.describe(taken, lodging.lodge)
-            # Known before it is sent: from then on only END may forget it.
-            self._table.add(state)
-            self._table.lend(state, lodging.blocks)
             body = {
                 "key": key,
                 "window": self._window,
                 "request": dict(request),
                 "tensors": described,
             }
+            # Known before it is sent: from then on only END may forget it.
+            self._table.add(state)
+            self._table.lend(state, lodging.blocks)
             self._say(Kind.START, body, generation=state.generation, memory=memory)
         except EncodeError as error:
             self._table.withdraw(state)

@@ -234,7 +234,7 @@ class EngineServer:
         key, window = message.body["key"], message.body["window"]
         stream = ServedStream(key, message.generation, peer, window, merge)
         self._books.started(stream)
-        peer.tick.accept(message.generation)
+        peer.tick.accept(stream)
         if peer.tick.full:
             self._flush(peer)
 

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import anyio
+import msgpack
 import pytest
 import zmq
 
@@ -20,6 +21,14 @@ from lifecycle_zmq import ZmqEngine, wire
 
 SCRIPT = Path(__file__).with_name("scripted_engine.py")
 BOUND = 20.0
+EMPTY_TICK: dict[str, Any] = {
+    "accepted": [],
+    "rejected": [],
+    "tokens": b"",
+    "chunks": [],
+    "done": [],
+    "freed": [],
+}
 
 
 @pytest.fixture(params=["asyncio", "trio"])
@@ -55,6 +64,9 @@ def make_engine(
     return make
 
 
+Said = tuple[str, str]
+
+
 class FakeEngine:
     """A ROUTER in this process that says exactly what a test makes it say."""
 
@@ -63,45 +75,90 @@ class FakeEngine:
         self.incarnation = incarnation
         self.peer = b""
         self.sent = 0
-        self.heard: list[wire.Message] = []
+        self.heard: list[Said] = []
+        self.messages: list[wire.Message] = []
+        self.granted: dict[str, int] = {}
+        self.generations: dict[str, int] = {}
+        self._keys: dict[int, str] = {}
+        self._unread: list[Said] = []
         self._context = zmq.Context()
         self._socket = self._context.socket(zmq.ROUTER)
         self._socket.setsockopt(zmq.LINGER, 0)
         self._socket.setsockopt(zmq.SNDHWM, 0)
         self._socket.bind(endpoint)
 
-    async def hear(self) -> wire.Message:
-        """Return the next message, which must come soon."""
+    async def hear(self) -> Said:
+        """Return what comes next, which must be soon, and of which stream it is."""
         with anyio.fail_after(BOUND):
-            while not self._socket.poll(0):
+            while not self._unread and not self._take():
                 await anyio.sleep(0.001)
-        return self._take()
+        return self._unread.pop(0)
 
     async def greet(self) -> None:
         """Answer the client's first message as an engine does."""
-        hello = await self.hear()
-        assert hello.kind is wire.Kind.STATUS
+        assert await self.hear() == ("STATUS", "")
         self.say(wire.Kind.READY, {})
-        self.say(wire.Kind.REPORT, {"ask": hello.body["ask"], "status": {}})
+        self.say(wire.Kind.REPORT, {"ask": 0, "status": {}})
 
-    async def hear_all(self) -> list[wire.Kind]:
-        """Return the kinds of all that was sent by now, as ordered before a mark."""
-        mark = len(self.heard)
+    async def hear_all(self) -> list[Said]:
+        """Return all that was said by now, as ordered before a mark."""
         # Whatever was sent before is in the socket once nothing came for a while;
         # the bound only matters to a test that expects nothing.
         quiet = anyio.current_time() + 0.05
         while anyio.current_time() < quiet:
-            if self._socket.poll(0):
-                self._take()
+            if self._take():
                 quiet = anyio.current_time() + 0.05
             await anyio.sleep(0.001)
-        return [message.kind for message in self.heard[mark:]]
+        said, self._unread = self._unread, []
+        return said
 
-    def _take(self) -> wire.Message:
+    def _take(self) -> bool:
+        if not self._socket.poll(0):
+            return False
         self.peer, *parts = self._socket.recv_multipart()
         message = wire.decode(parts, accept=wire.FROM_CLIENT)
-        self.heard.append(message)
-        return message
+        self.messages.append(message)
+        for what, generation in self._read(message):
+            self._unread.append((what, self._keys.get(generation, "")))
+            self.heard.append(self._unread[-1])
+        return True
+
+    def _read(self, message: wire.Message) -> Iterator[tuple[str, int]]:
+        if message.kind is not wire.Kind.CONTROL:
+            if message.kind is wire.Kind.START:
+                self._keys[message.generation] = message.body["key"]
+                self.generations[message.body["key"]] = message.generation
+            yield message.kind.name, message.generation
+            return
+        for generation, credit in message.body["grant"]:
+            key = self._keys[generation]
+            self.granted[key] = self.granted.get(key, 0) + credit
+            yield "GRANT", generation
+        for what in ("cancel", "end"):
+            for generation in message.body[what]:
+                yield what.upper(), generation
+
+    def accept(self, key: str) -> None:
+        """Say that a stream was taken."""
+        self.tick(accepted=[self.generations[key]])
+
+    def reject(self, key: str, code: str, message: str) -> None:
+        """Say that a stream was not taken."""
+        self.tick(rejected=[[self.generations[key], code, message]])
+
+    def chunk(self, key: str, first: int, items: list[Any], finish: Any = None) -> None:
+        """Send items of one stream, none of them in the compact form."""
+        generation = self.generations.get(key, 99)
+        packed = [msgpack.packb(item) for item in items]
+        self.tick(chunks=[[generation, first, packed, finish]])
+
+    def done(self, key: str) -> None:
+        """Say that a stream is forgotten."""
+        self.tick(done=[self.generations[key]])
+
+    def tick(self, header: dict[str, int] | None = None, **fields: Any) -> None:
+        """Send one TICK of those fields, under a forged header if one is given."""
+        self.say(wire.Kind.TICK, EMPTY_TICK | fields, **(header or {}))
 
     def say(self, kind: wire.Kind, body: dict[str, Any], **changes: int) -> None:
         """Send one message; `changes` forge its header."""

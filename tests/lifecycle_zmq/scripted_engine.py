@@ -27,6 +27,7 @@ class ScriptedBackend:
         self._step_seconds = step_seconds
         self._live: dict[str, dict[str, Any]] = {}
         self._cancelled: set[str] = set()
+        self._paused: set[str] = set()
         self._memory: list[weakref.ref[Any]] = []
         self._seen: list[Any] = []
         self._calls: list[str] = []
@@ -63,6 +64,15 @@ class ScriptedBackend:
         self._calls.append(f"end {key}")
         self._live.pop(key, None)
         self._cancelled.discard(key)
+        self._paused.discard(key)
+
+    def pause(self, key: str) -> None:
+        """Produce nothing for the stream."""
+        self._paused.add(key)
+
+    def resume(self, key: str) -> None:
+        """Go on."""
+        self._paused.discard(key)
 
     def step(self) -> list[Output]:
         """Produce one item for each stream that has one."""
@@ -74,7 +84,8 @@ class ScriptedBackend:
     def busy(self) -> bool:
         """Whether any stream is to produce something."""
         return bool(self._cancelled) or any(
-            "hold" not in it for it in self._live.values()
+            "hold" not in it and key not in self._paused
+            for key, it in self._live.items()
         )
 
     def status(self) -> dict[str, Any]:
@@ -94,7 +105,7 @@ class ScriptedBackend:
         at = it["at"]
         if key in self._cancelled:
             return self._close(key, Finish("cancelled"))
-        if "hold" in it:
+        if "hold" in it or key in self._paused:
             return None
         if at == it.get("raise_at"):
             raise RuntimeError("as asked")

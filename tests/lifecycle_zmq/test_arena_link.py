@@ -21,7 +21,6 @@ import pytest
 from lifecycle import Gate, Payload
 from lifecycle_zmq import Arena, EngineClient, RequestRejected, ZmqEngine
 from lifecycle_zmq._lodging import SENT_BELOW, Lodging
-from lifecycle_zmq.wire import Kind
 
 with contextlib.suppress(ImportError):
     import torch
@@ -33,7 +32,6 @@ pytestmark = [pytest.mark.anyio, pytest.mark.usefixtures("no_leaks")]
 MIB = 2**20
 SIZE = 16 * MIB
 KINDS = ("memfd", "shm", "frames")
-NOTHING = {"accepted": [], "rejected": [], "tokens": b"", "chunks": [], "done": []}
 
 
 @pytest.fixture(autouse=True)
@@ -293,10 +291,9 @@ async def test_loan_that_was_never_made_is_a_fault(fake_engine: Any) -> None:
             tasks.start_soon(client.start, "a", {}, boxed(x=filled(arena)))
             message = await fake_engine.hear()
             assert [it[3] for it in message.body["tensors"]] == [0]
-            told = {**NOTHING, "accepted": [1], "freed": [1]}
-            fake_engine.say(Kind.TICK, told)
+            fake_engine.tick(accepted=[1], freed=[1])
         assert used(arena) == 0
-        fake_engine.say(Kind.TICK, {**NOTHING, "freed": [1]})
+        fake_engine.tick(freed=[1])
         with anyio.fail_after(20):
             await client.wait_lost()
         assert client.lost == "protocol"

@@ -14,6 +14,7 @@ import zmq
 
 from lifecycle import EngineLost
 from lifecycle_zmq import EngineClient, EngineFailed, RequestRejected, wire
+from lifecycle_zmq._items import pack_tokens
 from lifecycle_zmq.wire import Kind
 
 pytestmark = [pytest.mark.anyio, pytest.mark.usefixtures("no_leaks")]
@@ -39,15 +40,9 @@ async def started(client: EngineClient, fake: Any, key: str = "a#1") -> Any:
     with anyio.fail_after(20):
         async with anyio.create_task_group() as tasks:
             tasks.start_soon(start)
-            message = await fake.hear()
-            assert (message.kind, message.body["key"]) == (Kind.START, key)
-            fake.say(Kind.ACCEPTED, {"key": key})
+            assert await fake.hear() == ("START", key)
+            fake.accept(key)
     return streams.pop()
-
-
-def chunk(key: str, first: int, items: list[Any], finish: Any = None) -> dict[str, Any]:
-    """The body of CHUNKS for one stream."""
-    return {"chunks": [[key, first, items, finish]]}
 
 
 async def ended(client: EngineClient, key: str, fake: Any) -> None:
@@ -55,9 +50,9 @@ async def ended(client: EngineClient, key: str, fake: Any) -> None:
     with anyio.fail_after(20):
         async with anyio.create_task_group() as tasks:
             tasks.start_soon(client.end, key)
-            while (await fake.hear()).kind is not Kind.END:
+            while await fake.hear() != ("END", key):
                 pass
-            fake.say(Kind.DONE, {"key": key})
+            fake.done(key)
 
 
 async def test_start_returns_only_after_accepted(fake_engine: Any) -> None:
@@ -73,7 +68,7 @@ async def test_start_returns_only_after_accepted(fake_engine: Any) -> None:
         await fake_engine.hear()
         await anyio.wait_all_tasks_blocked()
         assert not returned.is_set()
-        fake_engine.say(Kind.ACCEPTED, {"key": "a#1"})
+        fake_engine.accept("a#1")
         with anyio.fail_after(20):
             await returned.wait()
 
@@ -90,8 +85,7 @@ async def test_start_raises_what_the_engine_refused_with(fake_engine: Any) -> No
 
             tasks.start_soon(start)
             await fake_engine.hear()
-            reply = {"key": "a#1", "code": "full", "message": "no"}
-            fake_engine.say(Kind.REJECTED, reply)
+            fake_engine.reject("a#1", "full", "no")
         assert client.streams == 0
         await client.end("a#1")
         assert await fake_engine.hear_all() == []
@@ -106,7 +100,7 @@ async def test_start_before_ready_fails_at_once(fake_engine: Any) -> None:
         with pytest.raises(EngineLost):
             await client.status()
         await client.end("a#1")
-        assert (await fake_engine.hear()).kind is Kind.STATUS
+        assert await fake_engine.hear() == ("STATUS", "")
         assert await fake_engine.hear_all() == []
 
 
@@ -140,9 +134,9 @@ async def test_stream_yields_items_then_ends(fake_engine: Any) -> None:
     """Items in order, across messages and chunks; the finish comes after the last."""
     async with connected(fake_engine) as client:
         stream = await started(client, fake_engine)
-        fake_engine.say(Kind.CHUNKS, chunk("a#1", 0, [1, 2]))
-        fake_engine.say(Kind.CHUNKS, chunk("a#1", 2, []))
-        fake_engine.say(Kind.CHUNKS, chunk("a#1", 2, [3], {"reason": "completed"}))
+        fake_engine.chunk("a#1", 0, [1, 2])
+        fake_engine.chunk("a#1", 2, [])
+        fake_engine.chunk("a#1", 2, [3], {"reason": "completed"})
         with anyio.fail_after(20):
             assert [item async for item in stream] == [1, 2, 3]
             assert [item async for item in stream] == []
@@ -154,7 +148,7 @@ async def test_stream_raises_a_failure_once(fake_engine: Any) -> None:
     async with connected(fake_engine) as client:
         stream = await started(client, fake_engine)
         finish = {"reason": "failed", "error": error}
-        fake_engine.say(Kind.CHUNKS, chunk("a#1", 0, [1], finish))
+        fake_engine.chunk("a#1", 0, [1], finish)
         with anyio.fail_after(20):
             assert await anext(stream) == 1
             with pytest.raises(EngineFailed, match="oom: no memory"):
@@ -170,10 +164,10 @@ async def test_cancelling_anext_loses_no_item(fake_engine: Any) -> None:
         for number in range(20):
             with anyio.move_on_after(0):
                 await anext(stream)
-            fake_engine.say(Kind.CHUNKS, chunk("a#1", number, [number]))
+            fake_engine.chunk("a#1", number, [number])
             with anyio.fail_after(20):
                 assert await anext(stream) == number
-        fake_engine.say(Kind.CHUNKS, chunk("a#1", 20, [20, 21, 22, 23]))
+        fake_engine.chunk("a#1", 20, [20, 21, 22, 23])
         got = []
         with anyio.fail_after(20):
             got.append(await anext(stream))
@@ -201,9 +195,9 @@ async def test_end_sends_one_end_however_often_it_is_called(fake_engine: Any) ->
             async with anyio.create_task_group() as tasks:
                 for _ in range(3):
                     tasks.start_soon(end)
-                assert await fake_engine.hear_all() == [Kind.END]
+                assert await fake_engine.hear_all() == [("END", "a#1")]
                 assert (returned, client.streams) == ([], 1)
-                fake_engine.say(Kind.DONE, {"key": "a#1"})
+                fake_engine.done("a#1")
         await client.end("a#1")
         assert (len(returned), client.streams) == (3, 0)
         assert await fake_engine.hear_all() == []
@@ -220,10 +214,10 @@ async def test_end_after_a_cancelled_start_sends_one_end(
         assert scope.cancelled_caught
         if accepted:
             await fake_engine.hear()
-            fake_engine.say(Kind.ACCEPTED, {"key": "a#1"})
+            fake_engine.accept("a#1")
         await ended(client, "a#1", fake_engine)
-        kinds = [message.kind for message in fake_engine.heard]
-        assert kinds == [Kind.STATUS, Kind.START, Kind.END]
+        said = [what for what, _ in fake_engine.heard]
+        assert said == ["STATUS", "START", "END"]
         assert client.streams == 0
 
 
@@ -237,7 +231,7 @@ async def test_end_without_start_sends_nothing(fake_engine: Any) -> None:
         await client.end("b#1")
         client.cancel("b#1")
         if sent:  # the task ran up to its first wait before it was cancelled
-            assert sent == [Kind.START]
+            assert sent == [("START", "a#1")]
             await ended(client, "a#1", fake_engine)
         else:
             await client.end("a#1")
@@ -251,10 +245,9 @@ async def test_end_before_a_refusal_waits_for_done(fake_engine: Any) -> None:
             await client.start("a#1", {})
         with anyio.move_on_after(0.01):
             await client.end("a#1")
-        reply = {"key": "a#1", "code": "full", "message": "no"}
-        assert await fake_engine.hear_all() == [Kind.START, Kind.END]
-        fake_engine.say(Kind.REJECTED, reply)
-        fake_engine.say(Kind.DONE, {"key": "a#1"})
+        assert await fake_engine.hear_all() == [("START", "a#1"), ("END", "a#1")]
+        fake_engine.reject("a#1", "full", "no")
+        fake_engine.done("a#1")
         with anyio.fail_after(20):
             await client.end("a#1")
         assert (client.streams, client.lost) == (0, None)
@@ -273,11 +266,11 @@ async def test_end_ends_a_reader(fake_engine: Any) -> None:
                 tasks.start_soon(read)
                 await anyio.wait_all_tasks_blocked()
                 tasks.start_soon(client.end, "a#1")
-                assert (await fake_engine.hear()).kind is Kind.END
-                fake_engine.say(Kind.CHUNKS, chunk("a#1", 0, [1]))
+                assert await fake_engine.hear() == ("END", "a#1")
+                fake_engine.chunk("a#1", 0, [1])
                 finish = {"reason": "cancelled"}
-                fake_engine.say(Kind.CHUNKS, chunk("a#1", 1, [], finish))
-                fake_engine.say(Kind.DONE, {"key": "a#1"})
+                fake_engine.chunk("a#1", 1, [], finish)
+                fake_engine.done("a#1")
         assert client.lost is None
 
 
@@ -289,14 +282,14 @@ async def test_cancel_is_sent_once_and_not_for_a_finished_stream(
         stream = await started(client, fake_engine)
         client.cancel("a#1")
         client.cancel("a#1")
-        assert await fake_engine.hear_all() == [Kind.CANCEL]
+        assert await fake_engine.hear_all() == [("CANCEL", "a#1")]
         finish = {"reason": "cancelled"}
-        fake_engine.say(Kind.CHUNKS, chunk("a#1", 0, [1], finish))
+        fake_engine.chunk("a#1", 0, [1], finish)
         with anyio.fail_after(20):
             assert [item async for item in stream] == [1]
         other = await started(client, fake_engine, "b#1")
         finish = {"reason": "completed"}
-        fake_engine.say(Kind.CHUNKS, chunk("b#1", 0, [], finish))
+        fake_engine.chunk("b#1", 0, [], finish)
         with anyio.fail_after(20):
             assert [item async for item in other] == []
         client.cancel("b#1")
@@ -315,7 +308,7 @@ async def test_closing_a_stream_cancels_it_and_leaves_its_end_to_the_owner(
             await stream.aclose()
         await stream.aclose()
         assert [item async for item in stream] == []
-        assert await fake_engine.hear_all() == [Kind.CANCEL]
+        assert await fake_engine.hear_all() == [("CANCEL", "a#1")]
         await ended(client, "a#1", fake_engine)
         assert client.streams == 0
 
@@ -326,12 +319,12 @@ async def test_dropping_a_stream_keeps_nothing_and_loses_no_end(
     """A dropped stream buffers nothing more and is ended like any other."""
     async with connected(fake_engine) as client:
         stream = await started(client, fake_engine)
-        fake_engine.say(Kind.CHUNKS, chunk("a#1", 0, ["x"]))
+        fake_engine.chunk("a#1", 0, ["x"])
         with anyio.fail_after(20):
             assert await anext(stream) == "x"
-        state = client._table.streams["a#1"]
+        state = client._table.keys["a#1"]
         del stream
-        fake_engine.say(Kind.CHUNKS, chunk("a#1", 1, ["y"]))
+        fake_engine.chunk("a#1", 1, ["y"])
         with anyio.fail_after(20):
             while state.received < 2:
                 await anyio.sleep(0.001)
@@ -343,20 +336,24 @@ async def test_stream_repr_shows_no_item(fake_engine: Any) -> None:
     """What a stream holds does not show in its `repr` (`S9`)."""
     async with connected(fake_engine) as client:
         stream = await started(client, fake_engine)
-        fake_engine.say(Kind.CHUNKS, chunk("a#1", 0, ["canary", "canary"]))
+        fake_engine.chunk("a#1", 0, ["canary", "canary"])
         with anyio.fail_after(20):
             await anext(stream)
         assert repr(stream) == "<EngineStream 'a#1' waiting=1>"
 
 
 FAULTS: dict[str, Any] = {
-    "gap": lambda fake: fake.say(Kind.CHUNKS, chunk("a#1", 1, [1])),
+    "gap": lambda fake: fake.chunk("a#1", 1, [1]),
     "repeat": lambda fake: fake.say(Kind.REPORT, {"ask": 0, "status": {}}, sequence=0),
-    "lost": lambda fake: fake.say(Kind.CHUNKS, chunk("a#1", 0, [1]), sequence=99),
-    "older": lambda fake: fake.say(Kind.CHUNKS, chunk("a#1", 0, [1]), incarnation=6),
-    "unknown": lambda fake: fake.say(Kind.CHUNKS, chunk("zz", 0, [1])),
-    "done": lambda fake: fake.say(Kind.DONE, {"key": "a#1"}),
-    "twice": lambda fake: fake.say(Kind.ACCEPTED, {"key": "a#1"}),
+    "lost": lambda fake: fake.tick(header={"sequence": 99}),
+    "older": lambda fake: fake.tick(header={"incarnation": 6}),
+    "bad item": lambda fake: fake.tick(chunks=[[1, 0, [b"\xc1"], None]]),
+    "bad tokens": lambda fake: fake.tick(tokens=b"\x09\x00\x00\x00"),
+    "unknown tokens": lambda fake: fake.tick(tokens=pack_tokens([9, 0, 1, 5])),
+    "tokens gap": lambda fake: fake.tick(tokens=pack_tokens([1, 1, 1, 5])),
+    "unknown": lambda fake: fake.chunk("zz", 0, [1]),
+    "done": lambda fake: fake.done("a#1"),
+    "twice": lambda fake: fake.accept("a#1"),
     "ready": lambda fake: fake.say(Kind.READY, {}),
     "garbage": lambda fake: fake.say_raw(b"\x80\x04canary"),
     "client kind": lambda fake: fake.say(Kind.SHUTDOWN, {}),
@@ -402,13 +399,55 @@ async def test_fault_of_the_engine_is_told_to_its_waiters(
     assert "canary" not in caplog.text
 
 
+async def test_item_without_credit_is_a_fault(fake_engine: Any) -> None:
+    """One item may exceed the window, none may follow: memory here is bounded."""
+    async with connected(fake_engine) as client:
+        stream = await started(client, fake_engine)
+        fake_engine.chunk("a#1", 0, [bytes(2**17)])
+        with anyio.fail_after(20):
+            assert len(await anext(stream)) == 2**17
+            assert await fake_engine.hear() == ("GRANT", "a#1")
+        assert fake_engine.granted == {"a#1": 64 + 5 + 2**17}
+        fake_engine.chunk("a#1", 1, [bytes(2**17), 1])
+        with anyio.fail_after(20):
+            await client.wait_lost()
+        assert client.lost == "protocol"
+
+
+@pytest.mark.parametrize("compact", [False, True])
+async def test_reader_grants_what_it_has_read_in_few_messages(
+    fake_engine: Any, compact: bool
+) -> None:
+    """Credit comes back by half windows, all streams of a turn in one message."""
+    keys = [f"s#{number}" for number in range(8)]
+    items = [[n] for n in range(500)] if compact else [f"{n:03}" for n in range(500)]
+    async with connected(fake_engine) as client:
+        streams = [await started(client, fake_engine, key) for key in keys]
+        for key in keys:
+            generation = fake_engine.generations[key]
+            if compact:
+                words = [it for n in range(500) for it in (generation, n, 1, n)]
+                fake_engine.tick(tokens=pack_tokens(words))
+            else:
+                fake_engine.chunk(key, 0, items)
+        before = len(fake_engine.messages)
+        with anyio.fail_after(20):
+            for stream in streams:
+                assert [await anext(stream) for _ in items] == items
+            said = await fake_engine.hear_all()
+    assert sorted(said) == [("GRANT", key) for key in keys]
+    assert len(fake_engine.messages) - before < 4
+    # Half a window was reached within the run; what came after is not granted yet.
+    assert set(fake_engine.granted.values()) == {482 * 68}
+
+
 async def test_items_after_the_finish_are_a_fault(fake_engine: Any) -> None:
     """One terminal event per stream, none after it; the finish itself counts."""
     async with connected(fake_engine) as client:
         stream = await started(client, fake_engine)
         finish = {"reason": "completed"}
-        fake_engine.say(Kind.CHUNKS, chunk("a#1", 0, [1], finish))
-        fake_engine.say(Kind.CHUNKS, chunk("a#1", 1, [2]))
+        fake_engine.chunk("a#1", 0, [1], finish)
+        fake_engine.chunk("a#1", 1, [2])
         with anyio.fail_after(20):
             await client.wait_lost()
             assert [item async for item in stream] == [1]
@@ -421,7 +460,7 @@ async def test_losing_the_engine_delivers_what_had_arrived_first(
     """Items that arrived are read before the loss is told, once."""
     async with connected(fake_engine) as client:
         stream = await started(client, fake_engine)
-        fake_engine.say(Kind.CHUNKS, chunk("a#1", 0, [1, 2]))
+        fake_engine.chunk("a#1", 0, [1, 2])
         with anyio.fail_after(20):
             assert await anext(stream) == 1
         client.lose("killed")
@@ -493,7 +532,7 @@ async def test_fault_of_the_client_ends_its_waiters_only(
             raise ZeroDivisionError("canary")
 
         monkeypatch.setattr(wire, "decode", broken)
-        fake_engine.say(Kind.CHUNKS, chunk("a#1", 0, [1]))
+        fake_engine.chunk("a#1", 0, [1])
         with anyio.fail_after(20), pytest.raises(EngineLost) as caught:
             await anext(stream)
         assert caught.value.reason == "client_fault"
@@ -511,7 +550,7 @@ async def test_send_that_swallows_the_news_of_a_message_handles_it(
         received = 0
         with anyio.fail_after(20):
             for number in range(300):
-                fake_engine.say(Kind.CHUNKS, chunk("a#1", number, [number]))
+                fake_engine.chunk("a#1", number, [number])
                 client._say(Kind.STATUS, {"ask": 0})
                 if number % 3 == 0:
                     await anyio.lowlevel.checkpoint()

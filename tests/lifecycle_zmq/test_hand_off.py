@@ -14,7 +14,6 @@ import pytest
 from lifecycle import EngineLost, Payload
 from lifecycle_zmq import EngineClient, RequestRejected, ZmqEngine
 from lifecycle_zmq._link import Link
-from lifecycle_zmq.wire import Kind
 
 pytestmark = [pytest.mark.anyio, pytest.mark.usefixtures("no_leaks")]
 
@@ -49,7 +48,8 @@ async def test_payload_is_dead_before_the_first_wait(fake_engine: Any) -> None:
             assert box.taken
             assert watch() is None
             tasks.cancel_scope.cancel()
-        message = await fake_engine.hear()
+        await fake_engine.hear()
+        message = fake_engine.messages[-1]
         expected = np.arange(2**20, dtype=np.float32).tobytes()
         assert message.tensors["pixels"].tobytes() == expected
         assert message.tensors["pixels"].format == "f"
@@ -70,7 +70,7 @@ async def test_payload_is_dead_when_start_was_accepted(fake_engine: Any) -> None
 
             tasks.start_soon(start)
             await fake_engine.hear()
-            fake_engine.say(Kind.ACCEPTED, {"key": "a#1"})
+            fake_engine.accept("a#1")
 
 
 async def test_payload_is_dead_when_start_was_refused(fake_engine: Any) -> None:
@@ -90,8 +90,7 @@ async def test_payload_is_dead_when_start_was_refused(fake_engine: Any) -> None:
 
             tasks.start_soon(start)
             await fake_engine.hear()
-            reply = {"key": "a#1", "code": "full", "message": "no"}
-            fake_engine.say(Kind.REJECTED, reply)
+            fake_engine.reject("a#1", "full", "no")
         assert len(kept) == 1
         assert watch() is None
 

@@ -97,12 +97,16 @@ class Served:
 
 
 class BareClient:
-    """A DEALER that may say anything."""
+    """A DEALER that may say anything, and takes apart what it hears."""
 
     def __init__(self, context: Any, endpoint: str) -> None:
         self.socket = context.socket(zmq.DEALER)
         self.socket.connect(endpoint)
         self.sent = 0
+        self.generation = 0
+        self.keys: dict[int, str] = {}
+        self.messages: list[wire.Message] = []
+        self.unread: list[tuple[Any, ...]] = []
 
     def say(self, kind: Kind, body: dict[str, Any], **changes: int) -> None:
         """Send one message; `changes` forge its header."""
@@ -110,40 +114,81 @@ class BareClient:
         self.socket.send(wire.encode(kind, body, **header))
         self.sent += 1
 
-    def hear(self) -> wire.Message:
-        """Return the next message, which must come soon."""
-        assert self.socket.poll(20_000)
-        return wire.decode(self.socket.recv_multipart(), accept=wire.FROM_ENGINE)
+    def ask(self, key: str, *, window: int = 2**16, **changes: int) -> None:
+        """Ask for a stream."""
+        self.generation += 1
+        self.keys[self.generation] = key
+        body = {"key": key, "window": window, "request": {}, "tensors": []}
+        header = {"generation": self.generation} | changes
+        self.say(Kind.START, body, **header)
 
-    def start(self, key: str) -> None:
+    def control(self, what: str, *keys: str) -> None:
+        """Cancel or end streams."""
+        empty: dict[str, Any] = {"cancel": [], "grant": [], "end": []}
+        self.say(Kind.CONTROL, empty | {what: [self.number(key) for key in keys]})
+
+    def grant(self, key: str, credit: int) -> None:
+        """Give credit to a stream."""
+        grant = [[self.number(key), credit]]
+        self.say(Kind.CONTROL, {"cancel": [], "grant": grant, "end": []})
+
+    def number(self, key: str) -> int:
+        """The newest generation of a key, or one that was never used."""
+        return max((n for n, it in self.keys.items() if it == key), default=999)
+
+    def hear(self) -> tuple[Any, ...]:
+        """Return what comes next, which must be soon."""
+        while not self.unread:
+            assert self.socket.poll(20_000)
+            parts = self.socket.recv_multipart()
+            message = wire.decode(parts, accept=wire.FROM_ENGINE)
+            self.messages.append(message)
+            self.unread.extend(self._read(message))
+        return self.unread.pop(0)
+
+    def _read(self, message: wire.Message) -> Iterator[tuple[Any, ...]]:
+        body = message.body
+        if message.kind is not Kind.TICK:
+            yield message.kind.name, body.get("status")
+            return
+        for generation in body["accepted"]:
+            yield "ACCEPTED", self.keys[generation]
+        for generation, code, _ in body["rejected"]:
+            yield "REJECTED", self.keys[generation], code
+        for generation, first, tokens in body["tokens"]:
+            yield "CHUNK", self.keys[generation], first, [tokens], None
+        for generation, first, items, finish in body["chunks"]:
+            values = [item for item, _ in items]
+            yield "CHUNK", self.keys[generation], first, values, finish
+        for generation in body["done"]:
+            yield "DONE", self.keys.get(generation, "")
+
+    def start(self, key: str, *, window: int = 2**16) -> None:
         """Start a stream and hear that it was accepted."""
-        self.say(Kind.START, {"key": key, "request": {}, "tensors": []})
-        message = self.hear()
-        if message.kind is Kind.READY:
-            message = self.hear()
-        assert (message.kind, message.body) == (Kind.ACCEPTED, {"key": key})
+        self.ask(key, window=window)
+        heard = self.hear()
+        assert (heard if heard[0] != "READY" else self.hear()) == ("ACCEPTED", key)
 
     def status(self) -> dict[str, Any]:
         """Ask for the counters."""
         self.say(Kind.STATUS, {"ask": 1})
-        while (message := self.hear()).kind is not Kind.REPORT:
+        while (heard := self.hear())[0] != "REPORT":
             pass
-        status: dict[str, Any] = message.body["status"]
+        status: dict[str, Any] = heard[1]
         return status
 
     def chunks(self, keys: int) -> dict[str, list[Any]]:
         """Collect items and finish of that many streams, checking the order."""
         items: dict[str, list[Any]] = {}
         while sum(it[-1:] == ["."] for it in items.values()) < keys:
-            message = self.hear()
-            assert message.kind is Kind.CHUNKS
-            for key, first, new, finish in message.body["chunks"]:
-                mine = items.setdefault(key, [])
-                assert first == len(mine)
-                mine.extend(new)
-                if finish is not None:
-                    code = finish.get("error", {}).get("code")
-                    mine.extend([code or finish["reason"], "."])
+            what, key, first, new, finish = self.hear()
+            assert what == "CHUNK"
+            mine = items.setdefault(key, [])
+            assert first == len(mine)
+            mine.extend(new)
+            if finish is not None:
+                code = finish.get("error", {}).get("code")
+                mine.extend([code or finish["reason"], "."])
         return items
 
 
@@ -159,27 +204,32 @@ def _forge(**fields: Any) -> bytes:
     packed = fields.pop("packed")
     header = {
         "magic": wire.MAGIC,
-        "version": 1,
-        "kind": Kind.END,
+        "version": wire.VERSION,
+        "kind": Kind.CONTROL,
         "tensors": 0,
         "size": len(packed),
         "incarnation": 1,
+        "generation": 0,
         "sequence": 0,
     } | fields
     return wire.HEADER.pack(*header.values()) + packed
 
 
+START = msgpack.packb({"key": "x", "window": 1, "request": {}, "tensors": []})
+EMPTY = msgpack.packb({"cancel": [], "grant": [], "end": []})
 BAD: dict[str, list[bytes]] = {
     "empty": [b""],
     "noise": [b"\x00" * 40],
     "pickle": [b"\x80\x04\x95\x1c\x00\x00\x00\x00\x00\x00\x00\x8c\x05posix\x94."],
     "engine kind": [_forge(kind=Kind.READY, packed=b"\x80")],
     "no field": [_forge(packed=b"\x80")],
-    "deep": [_forge(kind=Kind.START, packed=b"\x91" * 5000)],
-    "older": [_forge(incarnation=0, packed=msgpack.packb({"key": "a"}))],
-    "other": [_forge(incarnation=2, packed=msgpack.packb({"key": "a"}))],
+    "deep": [_forge(kind=Kind.START, generation=1, packed=b"\x91" * 5000)],
+    "no generation": [_forge(kind=Kind.START, packed=START)],
+    "generation": [_forge(generation=1, packed=EMPTY)],
+    "older": [_forge(incarnation=0, packed=EMPTY)],
+    "other": [_forge(incarnation=2, packed=EMPTY)],
     "parts": [b"x"] * 5000,
-    "tensors": [_forge(packed=msgpack.packb({"key": "a"}), tensors=1), b"x"],
+    "tensors": [_forge(packed=EMPTY, tensors=1), b"x"],
 }
 
 
@@ -204,21 +254,47 @@ def test_server_drops_a_message_that_comes_twice(served: Served) -> None:
     """A repeated number is dropped, so START and END act once (`fault-41`)."""
     client = served.client()
     client.start("a")
-    body = {"key": "b", "request": {}, "tensors": []}
-    client.say(Kind.START, body, sequence=0)
+    client.ask("b", sequence=0)
+    client.sent -= 1
     assert client.status()["bad_frames"] == 1
     assert served.backend.calls == ["start a"]
+
+
+def test_server_drops_a_start_that_comes_twice(served: Served) -> None:
+    """A generation begins one stream; an older or equal one is a repeat (`fault-41`)."""
+    client = served.client()
+    client.start("a")
+    client.ask("b", generation=1)
+    assert client.status()["bad_frames"] == 1
+    assert served.backend.calls == ["start a"]
+
+
+def test_server_fails_the_streams_of_a_client_that_lost_a_message(
+    served: Served,
+) -> None:
+    """A gap ends what it may have been about, counted; others go on (`fault-40`)."""
+    client, other = served.client(), served.client()
+    client.start("a")
+    other.start("b")
+    client.sent += 1
+    client.say(Kind.STATUS, {"ask": 1})
+    assert client.chunks(1) == {"a": ["gap", "."]}
+    what, status = client.hear()
+    assert (what, status["bad_frames"], status["live"]) == ("REPORT", 1, 2)
+    assert "cancel a" in served.backend.calls
+    client.start("c")
+    assert other.status()["bad_frames"] == 1
 
 
 def test_server_counts_every_kind_of_end(served: Served) -> None:
     """Each END is answered; repeated and unstarted ones are counted apart."""
     client = served.client()
     client.start("a")
-    client.say(Kind.START, {"key": "no", "request": {}, "tensors": []})
-    assert client.hear().kind is Kind.REJECTED
+    client.ask("no")
+    assert client.hear() == ("REJECTED", "no", "no")
     for key in ("a", "a", "never", "no"):
-        client.say(Kind.END, {"key": key})
-        assert client.hear().kind is Kind.DONE
+        client.control("end", key)
+        assert client.hear()[0] == "DONE"
     status = client.status()
     assert (status["ends"], status["duplicate_ends"]) == (1, 1)
     assert (status["ends_before_start"], status["ends_of_refused"]) == (1, 1)
@@ -229,10 +305,8 @@ def test_server_refuses_a_key_in_use(served: Served) -> None:
     """Two live streams never share a key; the first is untouched (`peers-27`)."""
     client = served.client()
     client.start("a")
-    client.say(Kind.START, {"key": "a", "request": {}, "tensors": []})
-    refusal = client.hear()
-    assert refusal.kind is Kind.REJECTED
-    assert refusal.body["code"] == "duplicate_key"
+    client.ask("a")
+    assert client.hear() == ("REJECTED", "a", "duplicate_key")
     assert served.backend.calls == ["start a"]
 
 
@@ -240,12 +314,14 @@ def test_server_keeps_clients_apart(served: Served) -> None:
     """A client can neither cancel nor end what another has started."""
     one, two = served.client(), served.client()
     one.start("a")
+    two.ask("no")  # under the number that the other's stream has
+    assert [two.hear()[0], two.hear()[0]] == ["READY", "REJECTED"]
     two.start("b")
-    two.say(Kind.CANCEL, {"key": "a"})
-    two.say(Kind.END, {"key": "a"})
-    assert two.hear().kind is Kind.DONE
+    for what in ("cancel", "end"):
+        two.control(what, "no")
+    assert two.hear() == ("DONE", "no")
     assert two.status()["live"] == 2
-    assert served.backend.calls == ["start a", "start b"]
+    assert served.backend.calls == ["start a", "start no", "start b"]
 
 
 def test_server_ends_the_streams_of_a_client_that_left(served: Served) -> None:
@@ -261,7 +337,7 @@ def test_server_ends_the_streams_of_a_client_that_left(served: Served) -> None:
         served.backend.ticks.append([Output("a", [ticks])])
         if ticks == 1:
             stays.start("go")
-            stays.say(Kind.END, {"key": "go"})
+            stays.control("end", "go")
             assert ticks < 10_000
     status = stays.status()
     assert (status["live"], status["lost_with_peer"]) == (1, 2)
@@ -274,8 +350,8 @@ def test_server_puts_a_tick_of_all_streams_into_one_message(served: Served) -> N
     client = served.client()
     client.start("a")
     client.start("b")
-    client.say(Kind.END, {"key": "b"})
-    assert client.hear().kind is Kind.DONE
+    client.control("end", "b")
+    assert client.hear() == ("DONE", "b")
     tick = [
         Output("a", [1], None),
         Output("b", [1], None),
@@ -286,19 +362,19 @@ def test_server_puts_a_tick_of_all_streams_into_one_message(served: Served) -> N
     ]
     served.backend.ticks.append(tick)
     client.start("go")
-    message = client.hear()
-    assert message.body["chunks"] == [
-        ["a", 0, [1], None],
-        ["go", 0, [2, 3], {"reason": "completed"}],
-        ["a", 1, [5], {"reason": "cancelled"}],
+    assert [client.hear() for _ in range(3)] == [
+        ("CHUNK", "a", 0, [1], None),
+        ("CHUNK", "go", 0, [2, 3], {"reason": "completed"}),
+        ("CHUNK", "a", 1, [5], {"reason": "cancelled"}),
     ]
+    assert not client.unread
 
 
 def test_server_splits_a_tick_that_is_too_large(served: Served) -> None:
     """More than one message can hold travels in several, in order (`fault-44`)."""
     client = served.client()
     for key in "abc":
-        client.start(key)
+        client.start(key, window=2**20)
     big = b"x" * 100_000
     tick = [Output(key, [big] * 7, Finish("completed")) for key in "abc"]
     served.backend.ticks.append(tick)
@@ -366,7 +442,7 @@ def test_server_shortens_long_refusals_and_failures(served: Served) -> None:
     finish = Finish("failed", "c" * 100, "m" * 10_000)
     served.backend.ticks.append([Output("a", [], finish)])
     client.start("go")
-    error = client.hear().body["chunks"][0][3]["error"]
+    error = client.hear()[4]["error"]
     assert (len(error["code"]), len(error["message"])) == (64, 4096)
 
 

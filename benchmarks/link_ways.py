@@ -1,0 +1,144 @@
+"""The ways to an engine that benchmarks/link.py compares."""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import sys
+from collections import deque
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from typing import Any
+
+from link_load import Pace, Steps, Transport
+from link_today import Today
+
+from lifecycle import SessionRegistry
+from lifecycle_zmq import EngineServer, ZmqEngine
+
+
+class Link:
+    """This library's link, as it is."""
+
+    def __init__(self, engine: ZmqEngine) -> None:
+        self._engine = engine
+        self.start = engine.start
+        self.end = engine.end
+
+    async def cpu(self) -> float:
+        """Return the CPU time of the engine process."""
+        status: dict[str, Any] = await self._engine.status()
+        used: float = status["backend"]["cpu"]
+        return used
+
+
+class Sessions(Link):
+    """The link under sessions of the core, each with its barrier."""
+
+    def __init__(self, engine: ZmqEngine, sessions: SessionRegistry) -> None:
+        super().__init__(engine)
+        self._sessions = sessions
+
+    async def whole(self, key: str, request: dict[str, Any]) -> None:
+        """Run one session from its opening to its end."""
+        with self._sessions.open(key) as session:
+            source = await session.start(
+                lambda: self._engine.start(session.key, request),
+                end=lambda _: self._engine.end(session.key),
+            )
+            async with session.stream(source) as items:
+                async for _ in items:
+                    pass
+
+
+class Floor:
+    """No transport: the step engine is a task of the readers' own loop."""
+
+    def __init__(self) -> None:
+        self._steps = Steps()
+        self._pace = Pace()
+        self._streams: dict[str, _Direct] = {}
+        self._work = asyncio.Event()
+
+    async def run(self) -> None:
+        """Step for ever."""
+        while True:
+            while not self._steps.busy:
+                self._work.clear()
+                await self._work.wait()
+            await asyncio.sleep(max(0.0, self._pace.until_next(self._steps.rate)))
+            for key, items, finish in self._steps.produce():
+                self._streams[key].put(items[0] if finish is None else None)
+
+    async def start(self, key: str, request: dict[str, Any]) -> AsyncIterator[Any]:
+        """Begin a stream."""
+        self._steps.start(key, request, {})
+        self._work.set()
+        stream = self._streams[key] = _Direct()
+        return stream
+
+    async def end(self, key: str) -> None:
+        """Forget it."""
+        self._steps.end(key)
+        del self._streams[key]
+
+    async def cpu(self) -> float:
+        """Return nothing: there is no other process."""
+        return 0.0
+
+
+class _Direct:
+    """Items by a future of the reader, which is the least that a loop can do."""
+
+    def __init__(self) -> None:
+        self._items: deque[Any] = deque()
+        self._waiter: asyncio.Future[None] | None = None
+        self._loop = asyncio.get_running_loop()
+
+    def put(self, item: Any) -> None:
+        self._items.append(item)
+        waiter, self._waiter = self._waiter, None
+        if waiter is not None:
+            waiter.set_result(None)
+
+    def __aiter__(self) -> _Direct:
+        return self
+
+    async def __anext__(self) -> Any:
+        while not self._items:
+            self._waiter = self._loop.create_future()
+            await self._waiter
+        item = self._items[0]
+        if item is None:
+            raise StopAsyncIteration
+        return self._items.popleft()
+
+
+@asynccontextmanager
+async def way(name: str) -> AsyncIterator[Transport]:
+    """Start the engine of one design."""
+    if name == "floor":
+        floor = Floor()
+        task = asyncio.create_task(floor.run())
+        yield floor
+        task.cancel()
+    elif name == "today":
+        async with Today() as today:
+            yield today
+    else:
+        argv = [sys.executable, __file__]
+        async with ZmqEngine(argv) as engine, SessionRegistry() as sessions:
+            await engine.wait_ready()
+            yield Sessions(engine, sessions) if name == "session" else Link(engine)
+
+
+def _serve() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--endpoint", required=True)
+    parser.add_argument("--incarnation", type=int, required=True)
+    options = parser.parse_args()
+    EngineServer(options.endpoint, Steps(), incarnation=options.incarnation).run()
+
+
+if __name__ == "__main__":
+    _serve()

@@ -20,7 +20,7 @@ except ModuleNotFoundError as error:
 from .hints import first_steps
 
 if TYPE_CHECKING:
-    from .processor import Processor
+    from .processor import Empty, Processor
 
 cli = typer.Typer(
     add_completion=False,
@@ -65,6 +65,13 @@ def serve(
     payload_bytes: Annotated[
         int, typer.Option(help="Bytes of payloads that may be in the making.", min=1)
     ] = 2 * 2**30,
+    arena_bytes: Annotated[
+        int,
+        typer.Option(
+            help="Bytes of memory that the engine reads payloads in; 0 sends them.",
+            min=0,
+        ),
+    ] = 2**30,
     slots: Annotated[
         int,
         typer.Option(help="Requests that may be in flight; 0 is unbounded.", min=0),
@@ -98,6 +105,7 @@ def serve(
 
     from . import serve as server
     from .app import AppSettings, create_app
+    from .processor import in_arena
 
     folder = None
     if runner is RunnerName.torch:
@@ -109,13 +117,14 @@ def serve(
             device=device,
             max_batch=max_batch,
             max_length=max_length,
-        )
+        ),
+        arena_bytes=arena_bytes,
     )
     name = model or (folder.name if folder is not None else "sim")
     line = {"max_waiting": max_waiting, "max_wait": max_wait}
     app = create_app(
         engine,
-        make_processor(folder),
+        make_processor(folder, in_arena(engine) if arena_bytes else None),
         gate=Gate(bytes=payload_bytes, name="payloads", **line),  # type: ignore[arg-type]
         in_flight=Gate(slots=slots or None, name="in_flight", **line),  # type: ignore[arg-type]
         settings=AppSettings(model=name, body_bytes=body_bytes, threads=threads),
@@ -224,17 +233,22 @@ def worker_argv(
     return argv
 
 
-def make_processor(folder: Path | None) -> Processor:
-    """The processor of a checkpoint; of the simulated model if there is none."""
+def make_processor(folder: Path | None, empty: Empty | None = None) -> Processor:
+    """The processor of a checkpoint; of the simulated model if there is none.
+
+    Args:
+        folder: Of the checkpoint.
+        empty: Makes the buffers of pixels; ``None``: in ordinary memory.
+    """
     if folder is None:
         from .sim_processor import SimProcessor
 
-        return SimProcessor()
+        return SimProcessor(empty=empty)
     from ._hf import hf
     from .qwen_processor import QwenProcessor
 
     hf("set_verbosity_error", "utils.logging")()
-    return QwenProcessor(folder)
+    return QwenProcessor(folder, empty=empty)
 
 
 def default_checkpoint(cache: Path | None = None) -> Path:

@@ -18,7 +18,7 @@ import numpy as np
 from . import images
 from ._hf import hf
 from .detokenizer import ByteDetokenizer, byte_alphabet
-from .processor import BadChat, BadImage, Chat, Prepared, bare
+from .processor import BadChat, BadImage, Chat, Empty, Prepared, bare
 
 _IMAGE_PAD = "<|image_pad|>"
 # By its class, which all of the family share: `AutoImageProcessor` asks for
@@ -34,13 +34,20 @@ _MAX_ASPECT = 200
 class QwenProcessor:
     """Chats to token ids and ``pixel_values`` with ``image_grid_thw``."""
 
-    def __init__(self, checkpoint: str | Path, *, max_pixels: int = 40_000_000) -> None:
+    def __init__(
+        self,
+        checkpoint: str | Path,
+        *,
+        max_pixels: int = 40_000_000,
+        empty: Empty | None = None,
+    ) -> None:
         """Load tokenizer and image processor of a local checkpoint.
 
         Args:
             checkpoint: The folder.
             max_pixels: An encoded image of more pixels is refused; a smaller one
                 is scaled to the checkpoint's own limits.
+            empty: Makes the buffers of pixels; ``None``: in ordinary memory.
 
         Raises:
             ValueError: The tokenizer is not a byte-level one.
@@ -53,6 +60,7 @@ class QwenProcessor:
             where, local_files_only=True
         )
         self._max_pixels = max_pixels
+        self._empty = empty
         self._pad: int = self._tokenizer.convert_tokens_to_ids(_IMAGE_PAD)
         added = self._tokenizer.added_tokens_decoder
         self._control = tuple(
@@ -126,11 +134,17 @@ class QwenProcessor:
             image = images.decode(data, at, max_pixels=self._max_pixels)
             parts.append(self._patches(image, at))
             del image
-        if len(parts) == 1:
+        if len(parts) == 1 and self._empty is None:
             return parts[0]
-        return {
-            name: np.concatenate([part[name] for part in parts]) for name in parts[0]
-        }
+        return {name: self._join(name, parts) for name in list(parts[0])}
+
+    def _join(self, name: str, parts: Sequence[dict[str, np.ndarray]]) -> np.ndarray:
+        arrays = [part.pop(name) for part in parts]
+        if self._empty is None or name != "pixel_values":
+            return np.concatenate(arrays)
+        shape = (sum(map(len, arrays)), *arrays[0].shape[1:])
+        target: np.ndarray = self._empty(shape, arrays[0].dtype)
+        return np.concatenate(arrays, out=target)
 
     def _patches(self, image: Any, position: int) -> dict[str, np.ndarray]:
         width, height = image.size

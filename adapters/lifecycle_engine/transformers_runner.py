@@ -6,13 +6,11 @@ positions and one batched step for whichever requests are running.
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 
 from ._hf import hf, quiet
@@ -20,6 +18,7 @@ from .kv import SlotCache
 from .prompts import VisionShape, check_images
 from .runner import DeviceLost, Prompt
 from .sampling import Sampler, choose
+from .uploads import TorchDevice, Uploads
 
 # The one thing of the multimodal inputs that decode still needs.
 _DELTAS = "mrope.position_deltas"
@@ -78,6 +77,7 @@ class TransformersRunner:
         self._buckets = sorted(buckets)
         self._shape = VisionShape.of(model.config)
         self._lanes: dict[int, _Lane] = {}
+        self._uploads = Uploads(TorchDevice(model.device))
         self.cache = SlotCache(
             layers=config.num_hidden_layers,
             slots=slots,
@@ -145,7 +145,11 @@ class TransformersRunner:
                 # Counted as filled before the pass, so that a failing one is
                 # zeroed by `free` as well.
                 lane.length = len(prompt.input_ids)
-                logits = self._prefill(slot, prompt)
+                try:
+                    logits = self._prefill(slot, prompt)
+                finally:
+                    # From here on the caller may drop the prompt's tensors.
+                    self._uploads.finish()
                 if not bool(torch.isfinite(logits).all()):
                     raise FloatingPointError("the prompt's logits are not finite")
                 return choose(logits, [lane.sampler])[0]
@@ -183,7 +187,7 @@ class TransformersRunner:
         length = len(prompt.input_ids)
         ids = torch.tensor([prompt.input_ids], device=device)
         images = {
-            name: _to_device(prompt.tensors[name], device)
+            name: self._uploads.begin(prompt.tensors[name])
             for name in ("pixel_values", "image_grid_thw")
             if name in prompt.tensors
         }
@@ -258,12 +262,3 @@ class TransformersRunner:
             torch.zeros(1, device=self.model.device).item()
         except RuntimeError:
             raise DeviceLost("a CUDA error that stays; the process must end") from None
-
-
-def _to_device(buffer: Any, device: torch.device) -> torch.Tensor:
-    array = np.asarray(buffer)
-    with warnings.catch_warnings():
-        # Received frames may be read-only, which torch warns about; the model
-        # only reads them.
-        warnings.simplefilter("ignore", UserWarning)
-        return torch.from_numpy(array).to(device)

@@ -59,6 +59,8 @@ class ArenaView:
 
     Args:
         descriptor: As inherited; closed here.
+        writable: Map it so that a device can be given it as pinned memory. Tensors
+            are read-only all the same.
 
     Raises:
         OSError: It is no memory.
@@ -68,10 +70,12 @@ class ArenaView:
         address: Where it is mapped, for whoever registers it with a device.
     """
 
-    def __init__(self, descriptor: int) -> None:
+    def __init__(self, descriptor: int, *, writable: bool = False) -> None:
         import numpy as np
 
-        self._root = np.frombuffer(_memory.map_read_only(descriptor), np.uint8)
+        self._root = np.frombuffer(
+            _memory.map_inherited(descriptor, writable=writable), np.uint8
+        )
         self.size = self._root.size
         self.address = _views.address_of(self._root)
         self._live: set[Number] = set()

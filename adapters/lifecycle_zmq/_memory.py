@@ -55,8 +55,12 @@ def create(size: int, kind: Kind | None = None) -> Memory:
     return Memory(kind, _undumped(mapping), descriptor)
 
 
-def map_read_only(descriptor: int) -> mmap.mmap:
+def map_inherited(descriptor: int, *, writable: bool = False) -> mmap.mmap:
     """Map inherited memory as a whole and close its descriptor.
+
+    Args:
+        descriptor: Of the memory.
+        writable: Only because some devices cannot be given memory that is not.
 
     Raises:
         OSError: There is none.
@@ -65,7 +69,8 @@ def map_read_only(descriptor: int) -> mmap.mmap:
         size = os.fstat(descriptor).st_size
         if not size:
             raise OSError("what was inherited as an arena is no memory")
-        mapping = mmap.mmap(descriptor, size, mmap.MAP_SHARED, mmap.PROT_READ)
+        access = mmap.PROT_READ | (mmap.PROT_WRITE if writable else 0)
+        mapping = mmap.mmap(descriptor, size, mmap.MAP_SHARED, access)
     finally:
         os.close(descriptor)
     return _undumped(mapping)

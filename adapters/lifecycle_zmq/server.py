@@ -50,6 +50,11 @@ class EngineServer:
             ends as ``slow_client``.
         stall: Seconds that a reader may take nothing while something is held for it,
             before its stream ends as ``slow_client``.
+        writable_arena: Map the arena so that a device can be given it as pinned memory.
+            Tensors are read-only all the same.
+
+    Attributes:
+        arena: Where large tensors lie, if the client has one.
     """
 
     def __init__(
@@ -61,9 +66,13 @@ class EngineServer:
         leave_with_parent: bool = True,
         hold: int = 128 * 2**10,
         stall: float = 30.0,
+        writable_arena: bool = False,
     ) -> None:
         self._endpoint, self._inherited = _address.split(endpoint)
-        self._arena = _map_arena(self._inherited.get("arena"))
+        inherited = self._inherited.get("arena")
+        self.arena = (
+            None if inherited is None else ArenaView(inherited, writable=writable_arena)
+        )
         self._backend = backend
         self._incarnation = incarnation
         self._leave_with_parent = leave_with_parent
@@ -102,7 +111,7 @@ class EngineServer:
         if self._backend.busy:
             return 0
         patience = self._delivery.patience()
-        if self._arena is not None and self._arena.loans:
+        if self.arena is not None and self.arena.loans:
             # One may end in another thread, which wakes nobody.
             patience = min(_LOANS_LOOK, _LOANS_LOOK if patience is None else patience)
         return None if patience is None else max(0, math.ceil(1000 * patience))
@@ -209,8 +218,8 @@ class EngineServer:
         """Find the tensors that lie in the arena; False: they are not there."""
         number = peer.address, message.generation
         try:
-            if self._arena is not None:
-                self._arena.lodge(number, message.tensors)
+            if self.arena is not None:
+                self.arena.lodge(number, message.tensors)
             elif any(isinstance(it, Place) for it in message.tensors.values()):
                 peer.tick.free(message.generation)
                 raise ProtocolError("there is no arena")
@@ -221,9 +230,9 @@ class EngineServer:
 
     def _give_back(self) -> None:
         """Say which loans have ended, if their clients are still there."""
-        if self._arena is None:
+        if self.arena is None:
             return
-        for address, generation in self._arena.ended():
+        for address, generation in self.arena.ended():
             peer = self._books.peers.get(address)
             if peer is not None:
                 peer.tick.free(generation)
@@ -284,7 +293,7 @@ class EngineServer:
 
     def _report(self, peer: Peer, ask: int) -> None:
         status: dict[str, Any] = dict(self._books.counters())
-        status["loans"] = 0 if self._arena is None else self._arena.loans
+        status["loans"] = 0 if self.arena is None else self.arena.loans
         # What was said before stays before.
         self._flush(peer)
         try:
@@ -343,10 +352,6 @@ def _own(frames: Sequence[zmq.Frame]) -> list[wire.Buffer]:
         frame.buffer if len(frame) >= _COPIED_BELOW else bytearray(frame.buffer)
         for frame in frames
     ]
-
-
-def _map_arena(descriptor: int | None) -> ArenaView | None:
-    return None if descriptor is None else ArenaView(descriptor)
 
 
 def _move(tensors: dict[str, memoryview | Place]) -> dict[str, memoryview]:

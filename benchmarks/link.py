@@ -44,14 +44,15 @@ async def paced(it: Transport, *, streams: int, rate: int, seconds: float) -> Fi
         for number in range(streams):
             tasks.start_soon(one, f"s#{number}")
         await anyio.sleep(WARM)
-        cpu = time.process_time() + await it.cpu()
+        api, engine = time.process_time(), await it.cpu()
         tokens, items = readings.tokens, readings.items
         readings.measuring = True
         await anyio.sleep(seconds)
         readings.measuring = False
-        cpu = time.process_time() + await it.cpu() - cpu
+        api, engine = time.process_time() - api, await it.cpu() - engine
         tokens, items = readings.tokens - tokens, readings.items - items
-        figures["CPU ms / 1000 tokens"] = cpu * 1e6 / tokens
+        figures["CPU ms / 1000 tokens"] = (api + engine) * 1e6 / tokens
+        figures["  of it, engine"] = engine * 1e6 / tokens
         figures["tokens / item"] = tokens / items
     cuts = statistics.quantiles(readings.ages, n=100)
     assert readings.streams == streams

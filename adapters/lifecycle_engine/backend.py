@@ -6,6 +6,6 @@ change than here.
 
 from __future__ import annotations
 
-from lifecycle_zmq import Backend, Finish, Output, RequestRejected
+from lifecycle_zmq import Backend, Finish, Merge, Output, RequestRejected
 
-__all__ = ("Backend", "Finish", "Output", "RequestRejected")
+__all__ = ("Backend", "Finish", "Merge", "Output", "RequestRejected")

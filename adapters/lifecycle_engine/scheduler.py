@@ -14,7 +14,7 @@ from typing import Any
 
 from lifecycle import strip
 
-from .backend import Finish, Output, RequestRejected
+from .backend import Finish, Merge, Output, RequestRejected
 from .requests import Request, parse
 from .runner import Runner
 from .slots import SlotPool
@@ -96,8 +96,10 @@ class Scheduler:
 
     def start(
         self, key: str, request: Mapping[str, Any], tensors: Mapping[str, memoryview]
-    ) -> None:
+    ) -> Merge:
         """Take a request into the waiting line, or refuse it and hold nothing.
+
+        The tokens of a reader that is behind become one list.
 
         Raises:
             RequestRejected: See `parse`; also ``duplicate_key`` and
@@ -112,6 +114,7 @@ class Scheduler:
         self._waiting[key] = _Task(key, parsed, parsed.nbytes)
         self._started += 1
         self._payload_bytes += parsed.nbytes
+        return "concatenate"
 
     def cancel(self, key: str) -> None:
         """Stop a stream now; the next step tells it "cancelled". Unknown: no-op.

@@ -7,14 +7,18 @@ process's side, around whatever implements `Backend`.
 
 # A map of the package; each line imports those above it.
 #
-#   _errors, _hand_off, _schema, wire     what is on the wire
-#   _regions, _memory, _views, arena      memory for payloads, as the client has it
-#   _arena_view                           and as the engine sees it
-#   _streams, _table                      what the client knows, without I/O
+#   _errors, _hand_off                    refusals; giving a payload away
+#   _regions, _memory, _views, _block
+#   arena                                 memory for payloads, as the client has it
+#   _plain, _items, _tensors              values, items and memory as bytes
+#   _arena_view                           the arena as the engine sees it
+#   _schema, wire                         messages
+#   _slot, _streams, _table, _outbox      what the client knows, without I/O
 #   _lodging                              tensors of a request into an arena
 #   _link, client                         the API process's end of one link
 #   process, _incarnation, engine         one process; one after another
-#   _backend, _books, _chunks, _parent    what the server needs, without a socket
+#   _backend, _held, _tick, _books        what the server knows, without a socket
+#   _delivery, _loans, _parent            who gets what when; leaving
 #   server                                the engine process's end
 
 from __future__ import annotations
@@ -29,7 +33,7 @@ except ModuleNotFoundError as error:
     ) from None
 
 from ._arena_view import ArenaView
-from ._backend import Backend, Finish, Output
+from ._backend import Backend, Finish, Merge, Output
 from ._errors import EngineFailed, ProtocolError, RequestRejected
 from ._parent import exit_with_parent
 from .arena import Arena, ArenaFull, ArenaStatistics
@@ -47,6 +51,7 @@ __all__ = (
     "EngineFailed",
     "EngineServer",
     "Finish",
+    "Merge",
     "Output",
     "ProtocolError",
     "RequestRejected",
@@ -56,5 +61,6 @@ __all__ = (
 
 # Tracebacks and logs name what users import, not where it happens to live.
 for _name in __all__:
-    globals()[_name].__module__ = __name__
+    if _name != "Merge":  # an alias, which others may share
+        globals()[_name].__module__ = __name__
 del _name

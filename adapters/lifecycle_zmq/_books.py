@@ -123,9 +123,11 @@ class Books:
 
     def counters(self) -> dict[str, int]:
         """Return every count; starts = live + ends + lost_with_peer."""
+        held = [it.held.size for it in self.streams.values() if it.held is not None]
         return {
             "live": len(self.streams),
-            "held": sum(it.held is not None for it in self.streams.values()),
+            "held": len(held),
+            "held_bytes": sum(held),
             "starts": self.starts,
             "rejected": self.rejected,
             "ends": self.ends,

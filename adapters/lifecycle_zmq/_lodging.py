@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from lifecycle import Refused
 
-from .arena import Arena, Block
+from ._block import Block
+from .arena import Arena
 
 # Up to here a message is as fast as a place in the arena.
 SENT_BELOW = 64 * 2**10

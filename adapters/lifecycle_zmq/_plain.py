@@ -94,6 +94,8 @@ def unpack(packed: bytes | memoryview, what: str, *, array: int) -> Any:
         ProtocolError: It is malformed or exceeds the limit.
     """
     size = len(packed)
+    if not size:  # which would ask the walk for a buffer of its own choice
+        raise ProtocolError(f"{what} is empty")
     try:
         # Memory is taken for what an array claims to hold. So it is first walked
         # through without making anything: then each element claimed is there.

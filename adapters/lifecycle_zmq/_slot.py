@@ -77,9 +77,14 @@ class _TrioSlot:
             sys.modules["trio"].lowlevel.reschedule(task)
 
 
+def running_asyncio_loop() -> asyncio.AbstractEventLoop | None:
+    """Return the running loop of asyncio; ``None`` stands for trio."""
+    return asyncio._get_running_loop()  # noqa: SLF001 - costs nothing
+
+
 def new_slot() -> Slot:
     """Return a slot of the running event loop."""
-    loop = asyncio._get_running_loop()  # noqa: SLF001 - costs nothing
+    loop = running_asyncio_loop()
     return _TrioSlot() if loop is None else _AsyncioSlot(loop)
 
 

@@ -7,10 +7,11 @@ from typing import Any, ClassVar
 
 import anyio
 
+from ._block import Block
 from ._errors import EngineFailed, ProtocolError, RequestRejected
 from ._items import BASE_COST, MAX_TOKEN, TOKEN_COST, TokenList
 from ._streams import Error, StreamState
-from .arena import Arena, Block
+from .arena import Arena
 from .wire import Kind, Message
 
 

@@ -122,8 +122,8 @@ class Tick:
             "rejected": self._rejected,
             "tokens": pack_tokens(self.words),
             "chunks": self._chunks,
-            "done": self._done,
             "freed": self._freed,
+            "done": self._done,
         }
         chunked = self._chunked.values()
         self._clear()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import threading
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from mmap import mmap
@@ -15,11 +15,10 @@ from weakref import WeakValueDictionary
 from lifecycle import CostTooLarge, Refused
 
 from . import _memory, _views
+from ._block import Block, Freed
 from ._errors import EncodeError
 from ._memory import Kind
 from ._regions import Regions, rounded
-
-Freed = Callable[[], None]
 
 
 class ArenaFull(Refused):
@@ -51,48 +50,6 @@ class ArenaStatistics:
     spilled: int
 
 
-class Block:
-    """One region. As long as anybody can see its bytes, this lives.
-
-    Every array, tensor and memoryview over them holds it, and so does a loan. When
-    the last of them goes the region is free: it can be neither lost nor reused early.
-    """
-
-    __slots__ = (
-        "__weakref__",
-        "_address",
-        "_arena",
-        "_freed",
-        "_mapping",
-        "_nbytes",
-        "_offset",
-    )
-
-    def __init__(
-        self, arena: Arena, address: int, offset: int, nbytes: int, freed: Freed | None
-    ) -> None:
-        self._arena = arena
-        self._mapping = arena.mapping  # which a closed arena lets go of
-        self._address = address
-        self._offset = offset
-        self._nbytes = nbytes
-        self._freed = freed
-
-    @property
-    def __array_interface__(self) -> dict[str, Any]:
-        """Where the bytes are, for numpy."""
-        return {
-            "version": 3,
-            "data": (self._address, False),
-            "shape": (self._nbytes,),
-            "typestr": "|u1",
-        }
-
-    def __del__(self) -> None:
-        """Free the region; this may be any thread, in the middle of anything."""
-        self._arena.bury(self._offset, self._freed)
-
-
 class Arena:
     """Memory for payloads, made before the engine is and mapped by it.
 
@@ -109,7 +66,6 @@ class Arena:
         OSError: The system has no such memory, or not enough of it.
 
     Attributes:
-        mapping: The memory, while it is open.
         spilled: Tensors that were sent because there was no room for them.
     """
 
@@ -118,7 +74,7 @@ class Arena:
 
         self._regions = Regions(rounded(size))
         memory = _memory.create(self._regions.size, kind)
-        self.mapping: mmap | None = memory.mapping
+        self._mapping: mmap | None = memory.mapping
         self._kind, self._descriptor = memory.kind, memory.descriptor
         self._base = _views.address_of(np.frombuffer(memory.mapping, np.uint8))
         self._blocks: WeakValueDictionary[int, Block] = WeakValueDictionary()
@@ -255,17 +211,10 @@ class Arena:
     def close(self) -> None:
         """Give out nothing more, and the memory back when the last view of it goes."""
         self._loans.clear()
-        self.mapping = None
+        self._mapping = None
         descriptor, self._descriptor = self._descriptor, None
         if descriptor is not None:
             os.close(descriptor)
-
-    def bury(self, offset: int, freed: Freed | None) -> None:
-        """Free the region of a block that is dead; for `Block` alone."""
-        self._buried.append((offset, freed))
-        # Never waits: the lock may be held by this very thread, which the collector
-        # interrupted. Whoever holds it looks again after letting it go.
-        self._settle()
 
     def _allocate(self, nbytes: int, freed: Freed | None) -> Block:
         if nbytes > self.capacity:
@@ -274,13 +223,20 @@ class Arena:
                 "make it larger"
             )
         with self._books() as regions:
-            if self.mapping is None:
+            if self._mapping is None:
                 raise RuntimeError("the arena is closed; make another")
             offset = regions.allocate(nbytes)
             if offset is None:
                 self._refused += 1
                 raise self._full(nbytes)
-            block = Block(self, self._base + offset, offset, nbytes, freed)
+            block = Block(
+                self._mapping,
+                address=self._base + offset,
+                nbytes=nbytes,
+                offset=offset,
+                bury=self._bury,
+                freed=freed,
+            )
             self._blocks[offset] = block
         return block
 
@@ -300,6 +256,12 @@ class Arena:
                 yield self._regions
         finally:
             self._settle()
+
+    def _bury(self, offset: int, freed: Freed | None) -> None:
+        self._buried.append((offset, freed))
+        # Never waits: the lock may be held by this very thread, which the collector
+        # interrupted. Whoever holds it looks again after letting it go.
+        self._settle()
 
     def _settle(self) -> None:
         while self._buried and self._lock.acquire(blocking=False):

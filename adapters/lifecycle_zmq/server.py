@@ -8,7 +8,7 @@ import os
 import sys
 import traceback
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, cast
 
 import zmq
 
@@ -19,6 +19,7 @@ from ._books import Books, Peer, ServedStream
 from ._delivery import Delivery
 from ._errors import EncodeError, ProtocolError, RequestRejected
 from ._hand_off import forget_frames
+from ._loans import Loans
 from ._parent import exit_with_parent
 from .wire import Kind, Message, Place
 
@@ -29,8 +30,8 @@ _MAX_PEERS = 64
 _MAX_FAILED_STEPS = 3
 # Shorter parts lie in a receive buffer of libzmq that they share and keep alive.
 _COPIED_BELOW = 16 * 2**10
-# Seconds between two looks at loans while there is nothing else to do.
-_LOANS_LOOK = 0.1
+# As an enumeration, it takes longer than the socket does.
+_IN = int(zmq.POLLIN)
 
 
 class EngineServer:
@@ -77,6 +78,7 @@ class EngineServer:
         self._incarnation = incarnation
         self._leave_with_parent = leave_with_parent
         self._books = Books()
+        self._loans = Loans(self.arena, self._books)
         self._delivery = Delivery(
             self._books, backend, self._flush, hold=hold, stall=stall
         )
@@ -97,8 +99,9 @@ class EngineServer:
                 self._turn()
 
     def _turn(self) -> None:
-        if self._socket.poll(self._timeout()):
-            self._receive_all()
+        if not self._backend.busy:
+            self._socket.poll(self._timeout())
+        self._receive_all()
         self._delivery.expire()
         # Before the step: who has just been accepted need not wait for it.
         self._flush_all()
@@ -108,25 +111,19 @@ class EngineServer:
 
     def _timeout(self) -> int | None:
         """Return the milliseconds that there is nothing to do; ``None``: no end."""
-        if self._backend.busy:
-            return 0
-        patience = self._delivery.patience()
-        if self.arena is not None and self.arena.loans:
-            # One may end in another thread, which wakes nobody.
-            patience = min(_LOANS_LOOK, _LOANS_LOOK if patience is None else patience)
+        patience = self._loans.patience(self._delivery.patience())
         return None if patience is None else max(0, math.ceil(1000 * patience))
 
     def _receive_all(self) -> None:
         for _ in range(_BURST):
-            if not self._running or not self._receive_one():
+            # Asked first: an attempt that fails costs three times as much.
+            if not (self._running and cast("int", self._socket.get(zmq.EVENTS)) & _IN):
                 return
+            self._receive()
 
-    def _receive_one(self) -> bool:
+    def _receive(self) -> None:
         # The parts must not outlive this call: they are the tensors of a request.
-        try:
-            frames = self._socket.recv_multipart(zmq.NOBLOCK, copy=False)
-        except zmq.Again:
-            return False
+        frames = self._socket.recv_multipart(zmq.NOBLOCK, copy=False)
         address = frames[0].bytes
         try:
             message = wire.decode(_own(frames[1:]), accept=wire.FROM_CLIENT)
@@ -134,9 +131,8 @@ class EngineServer:
             peer = self._check(address, message)
         except ProtocolError:
             self._books.bad_frames += 1
-            return True
+            return
         self._handle(peer, message)
-        return True
 
     def _check(self, address: bytes, message: Message) -> Peer:
         if message.incarnation != self._incarnation:
@@ -189,7 +185,7 @@ class EngineServer:
 
     def _start(self, peer: Peer, message: Message) -> None:
         key, generation = message.body["key"], message.generation
-        if not self._lodge(peer, message):
+        if not self._loans.lodge(peer, message):
             told = "a tensor is not where its description says"
             self._reject(peer, generation, "invalid_tensors", told)
             return
@@ -213,31 +209,6 @@ class EngineServer:
             self._reject(peer, generation, "internal", told)
         else:
             self._accept(peer, message, merge or "never")
-
-    def _lodge(self, peer: Peer, message: Message) -> bool:
-        """Find the tensors that lie in the arena; False: they are not there."""
-        number = peer.address, message.generation
-        try:
-            if self.arena is not None:
-                self.arena.lodge(number, message.tensors)
-            elif any(isinstance(it, Place) for it in message.tensors.values()):
-                peer.tick.free(message.generation)
-                raise ProtocolError("there is no arena")
-        except ProtocolError:
-            self._books.bad_frames += 1
-            return False
-        return True
-
-    def _give_back(self) -> None:
-        """Say which loans have ended, if their clients are still there."""
-        if self.arena is None:
-            return
-        for address, generation in self.arena.ended():
-            peer = self._books.peers.get(address)
-            if peer is not None:
-                peer.tick.free(generation)
-                if peer.tick.full:
-                    self._flush(peer)
 
     def _accept(self, peer: Peer, message: Message, merge: Merge) -> None:
         key, window = message.body["key"], message.body["window"]
@@ -293,7 +264,7 @@ class EngineServer:
 
     def _report(self, peer: Peer, ask: int) -> None:
         status: dict[str, Any] = dict(self._books.counters())
-        status["loans"] = 0 if self.arena is None else self.arena.loans
+        status["loans"] = len(self._loans)
         # What was said before stays before.
         self._flush(peer)
         try:
@@ -309,7 +280,7 @@ class EngineServer:
 
     def _flush(self, peer: Peer) -> None:
         # With the end of a stream, at the latest, its part of the arena is told free.
-        self._give_back()
+        self._loans.give_back(self._flush)
         if peer.tick:
             self._send(peer, Kind.TICK, peer.tick.take())
 

@@ -205,7 +205,7 @@ def decode(parts: Sequence[Buffer], *, accept: frozenset[Kind]) -> Message:
         raise ProtocolError(f"kind {number} is not for this side")
     if size != len(head) - HEADER.size or tensors != len(parts) - 1:
         raise ProtocolError("the lengths in the header are not those of the message")
-    if (kind is Kind.START) != (generation > 0):
+    if (kind is Kind.START) != (0 < generation < 2**63) or generation >> 63:
         raise ProtocolError(f"a {kind.name} message of generation {generation}")
     body = _unpack(kind, head[HEADER.size :])
     if kind is Kind.TICK:

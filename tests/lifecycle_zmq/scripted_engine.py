@@ -3,7 +3,9 @@
 Request fields: ``count`` items (0, 1, 2, … as ``[n]``), or ``forever``; ``hold``
 gives no item, ``watch`` the number of tensors alive; ``reject`` and
 ``raise_in_start`` refuse; ``fail_at``, ``odd_item_at`` and ``raise_at`` go wrong at
-that item; ``exit`` leaves the process with that code.
+that item; ``exit`` leaves the process with that code; ``merge`` is
+how the items may merge; ``size`` and ``each`` give so many items of so many bytes,
+``distinct`` objects that are all different.
 """
 
 from __future__ import annotations
@@ -17,7 +19,7 @@ import weakref
 from pathlib import Path
 from typing import Any
 
-from lifecycle_zmq import EngineServer, Finish, Output, RequestRejected
+from lifecycle_zmq import EngineServer, Finish, Merge, Output, RequestRejected
 
 
 class ScriptedBackend:
@@ -34,7 +36,7 @@ class ScriptedBackend:
 
     def start(
         self, key: str, request: dict[str, Any], tensors: dict[str, memoryview]
-    ) -> None:
+    ) -> Merge | None:
         """Take, refuse or blow up, as the request says."""
         self._calls.append(f"start {key}")
         for name, view in tensors.items():
@@ -53,6 +55,7 @@ class ScriptedBackend:
         if "raise_in_start" in request:
             raise RuntimeError(request["raise_in_start"])
         self._live[key] = {**request, "at": 0}
+        return request.get("merge")
 
     def cancel(self, key: str) -> None:
         """Finish the stream at the next step."""
@@ -118,6 +121,8 @@ class ScriptedBackend:
             return Output(key, [[self._alive()]])
         if at == it.get("odd_item_at"):
             return Output(key, [object()])
+        if "distinct" in it:
+            return Output(key, [{"n": at, "text": "x" * at}])
         if "size" in it:
             return Output(key, [b"x" * it["size"]] * it.get("each", 1))
         return Output(key, [[at]])
@@ -137,6 +142,8 @@ def main() -> None:
     parser.add_argument("--fail", default="")
     parser.add_argument("--never-ready", action="store_true")
     parser.add_argument("--stay-without-parent", action="store_true")
+    parser.add_argument("--hold", type=int, default=2**17)
+    parser.add_argument("--stall", type=float, default=30.0)
     options = parser.parse_args()
     if options.fail:
         sys.exit(options.fail)
@@ -147,6 +154,8 @@ def main() -> None:
         ScriptedBackend(options.step),
         incarnation=options.incarnation,
         leave_with_parent=not options.stay_without_parent,
+        hold=options.hold,
+        stall=options.stall,
     ).run()
 
 

@@ -323,8 +323,9 @@ def test_decode_refuses_tensors_beside_other_kinds() -> None:
         b"\xdf\x00\x00\x03\xff" * 50_000,
         b"\x81\xa6chunks\xdd\x00\x03\xff\xff" + b"\xc0" * (2**18 - 1),
         msgpack.packb({"chunks": [[]] * 60_000}),
+        b"",
     ],
-    ids=["nested", "short", "maps", "long", "empties"],
+    ids=["nested", "short", "maps", "long", "empties", "nothing"],
 )
 def test_decode_refuses_huge_claims_without_memory(packed: bytes) -> None:
     """What an array claims to hold costs nothing unless it is there (`fault-44`)."""

@@ -1,0 +1,113 @@
+"""No frame does harm: the decoder and a running server under mutated messages."""
+
+from __future__ import annotations
+
+import importlib.util
+import random
+import threading
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+import zmq
+
+from lifecycle_zmq import EngineServer, wire
+from lifecycle_zmq.wire import Kind
+
+SECONDS = 8.0
+
+
+@pytest.fixture(scope="module")
+def fuzzer() -> ModuleType:
+    """The fuzzer, which is also a script."""
+    path = Path(__file__).with_name("fuzz.py")
+    spec = importlib.util.spec_from_file_location("fuzz", path)
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    # A dataclass looks its own module up.
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setitem(__import__("sys").modules, "fuzz", module)
+        spec.loader.exec_module(module)
+    return module
+
+
+def test_decode_raises_nothing_but_protocol_errors(
+    fuzzer: Any, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Mutated frames: understood or `ProtocolError`, quick and small (`N8`, `S3`)."""
+    result = fuzzer.fuzz(seed=20_261_120, seconds=SECONDS)
+    with capsys.disabled():
+        print(f"\n{result}")
+    assert result.frames > 10_000
+    assert 0.3 * result.frames < result.refused < result.frames
+    assert result.median() < 1e-3
+    assert result.peak < 2**20
+
+
+class Nothing:
+    """A backend that takes every request and produces nothing."""
+
+    busy = False
+
+    def start(self, key: str, request: Any, tensors: Any) -> None:
+        """Take it."""
+
+    def cancel(self, key: str) -> None:
+        """Do nothing."""
+
+    def end(self, key: str) -> None:
+        """Do nothing."""
+
+    def step(self) -> list[Any]:
+        """Produce nothing."""
+        return []
+
+    def status(self) -> dict[str, Any]:
+        """Tell nothing."""
+        return {}
+
+
+def test_server_survives_mutated_frames(fuzzer: Any, tmp_path: Path) -> None:
+    """3,000 of them from one client: counted, and others are served (`fault-43`)."""
+    endpoint = f"ipc://{tmp_path}/fuzzed"
+    server = EngineServer(endpoint, Nothing(), incarnation=1, leave_with_parent=False)
+    thread = threading.Thread(target=server.run)
+    thread.start()
+    legal = [it for it in fuzzer.seeds() if it[0][5] != Kind.SHUTDOWN]
+    frames = fuzzer.mutated(random.Random(5), legal)
+    with zmq.Context() as context:
+        bad, good = (context.socket(zmq.DEALER) for _ in range(2))
+        try:
+            for socket in (bad, good):
+                socket.setsockopt(zmq.LINGER, 0)
+                socket.connect(endpoint)
+            for _, parts in zip(range(3_000), frames, strict=False):
+                bad.send_multipart([bytes(part) for part in parts])
+            status = {"bad_frames": 0}
+            # Two connections have no common order: ask until the other's are through.
+            for ask in range(10_000):
+                good.send(_message(Kind.STATUS, {"ask": ask}, ask))
+                status = _report(good)
+                if status["bad_frames"] > 1_000:
+                    break
+            assert status["bad_frames"] > 1_000
+        finally:
+            good.send(_message(Kind.SHUTDOWN, {}, ask + 1))
+            thread.join(20)
+            bad.close()
+            good.close()
+    assert not thread.is_alive()
+
+
+def _message(kind: Kind, body: dict[str, Any], sequence: int) -> bytes:
+    return wire.encode(kind, body, incarnation=1, sequence=sequence)
+
+
+def _report(socket: Any) -> dict[str, Any]:
+    while True:
+        assert socket.poll(20_000)
+        message = wire.decode(socket.recv_multipart(), accept=wire.FROM_ENGINE)
+        if message.kind is Kind.REPORT:
+            status: dict[str, Any] = message.body["status"]
+            return status

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Self
 
 from . import _memory, _views
 from ._errors import ProtocolError
@@ -80,6 +80,11 @@ class ArenaView:
         self.address = _views.address_of(self._root)
         self._live: set[Number] = set()
         self._ended: deque[Number] = deque()
+
+    @classmethod
+    def attach(cls, descriptor: int | None, *, writable: bool = False) -> Self | None:
+        """Map an inherited arena; ``None`` without one."""
+        return None if descriptor is None else cls(descriptor, writable=writable)
 
     @property
     def loans(self) -> int:

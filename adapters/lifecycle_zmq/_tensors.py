@@ -81,6 +81,13 @@ def attach(
     return attached
 
 
+def move(tensors: dict[str, memoryview | Place]) -> dict[str, memoryview]:
+    """Return the tensors that were found, and leave none behind."""
+    moved = {name: it for name, it in tensors.items() if not isinstance(it, Place)}
+    tensors.clear()
+    return moved
+
+
 def _view(name: str, value: Any) -> memoryview:
     try:
         view = _views.buffer_of(value)

@@ -21,7 +21,8 @@ from ._errors import EncodeError, ProtocolError, RequestRejected
 from ._hand_off import forget_frames
 from ._loans import Loans
 from ._parent import exit_with_parent
-from .wire import Kind, Message, Place
+from ._tensors import move
+from .wire import Kind, Message
 
 # Messages taken between two steps, so that a flood of them cannot stop the streams.
 _BURST = 1024
@@ -70,10 +71,8 @@ class EngineServer:
         writable_arena: bool = False,
     ) -> None:
         self._endpoint, self._inherited = _address.split(endpoint)
-        inherited = self._inherited.get("arena")
-        self.arena = (
-            None if inherited is None else ArenaView(inherited, writable=writable_arena)
-        )
+        descriptor = self._inherited.get("arena")
+        self.arena = ArenaView.attach(descriptor, writable=writable_arena)
         self._backend = backend
         self._incarnation = incarnation
         self._leave_with_parent = leave_with_parent
@@ -196,7 +195,7 @@ class EngineServer:
         try:
             # As a temporary: from here on the backend alone holds the tensors.
             merge = self._backend.start(
-                key, message.body["request"], _move(message.tensors)
+                key, message.body["request"], move(message.tensors)
             )
         except RequestRejected as refusal:
             forget_frames(refusal)
@@ -323,12 +322,6 @@ def _own(frames: Sequence[zmq.Frame]) -> list[wire.Buffer]:
         frame.buffer if len(frame) >= _COPIED_BELOW else bytearray(frame.buffer)
         for frame in frames
     ]
-
-
-def _move(tensors: dict[str, memoryview | Place]) -> dict[str, memoryview]:
-    moved = {n: it for n, it in tensors.items() if not isinstance(it, Place)}
-    tensors.clear()
-    return moved
 
 
 def _complain(where: str, error: Exception) -> None:

@@ -96,6 +96,7 @@ class Check:
             ("decode", self.decode),
             ("prefill", self.prefill),
             ("memory", self.memory),
+            ("arena", self.arena),
             ("scheduler", self.scheduler),
         ):
             report[name], rows = measure()
@@ -167,6 +168,13 @@ class Check:
             for name in before
         ]
         return {"before": before, "after": after}, rows
+
+    def arena(self) -> tuple[dict[str, Any], list[Row]]:
+        """Whether the arena can be pinned, and how fast it is copied from."""
+        import arena_device
+        import torch
+
+        return arena_device.measure(torch.device(self.options.device))
 
     def scheduler(self) -> tuple[dict[str, Any], list[Row]]:
         """What the scheduler adds to a decode step."""

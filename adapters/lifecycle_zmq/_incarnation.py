@@ -31,7 +31,7 @@ class Settings:
     pass_fds: Sequence[int]
     directory: Path | None
     ready_timeout: float
-    arena: Arena | None
+    arena: Callable[[], Arena | None]
 
 
 class Incarnation:
@@ -95,8 +95,8 @@ class Incarnation:
 
     async def _run_in(self, directory: Path) -> None:
         address = f"ipc://{directory}/engine"
-        arena = self._settings.arena
-        process = self.process = self._spawn(address)
+        arena = self._settings.arena()
+        process = self.process = self._spawn(address, arena)
         try:
             async with EngineClient(
                 address,
@@ -114,8 +114,7 @@ class Incarnation:
             if arena is not None and process.reaped:
                 arena.take_back_all()
 
-    def _spawn(self, address: str) -> EngineProcess:
-        arena = self._settings.arena
+    def _spawn(self, address: str, arena: Arena | None) -> EngineProcess:
         inherited: dict[str, int] = {}
         if arena is not None and arena.descriptor is not None:
             inherited["arena"] = arena.descriptor

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import AsyncIterator, Mapping, Sequence
-from dataclasses import replace
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
@@ -66,7 +65,8 @@ class ZmqEngine:
             pass_fds=tuple(pass_fds),
             directory=directory,
             ready_timeout=ready_timeout,
-            arena=None,
+            # Made on entering, and the same for every incarnation.
+            arena=lambda: self._arena,
         )
         self._arena_bytes = arena_bytes
         self._arena_kind = arena
@@ -88,7 +88,6 @@ class ZmqEngine:
         """Begin to start the engine; `wait_ready` tells when requests are taken."""
         if self._arena_bytes:
             self._arena = Arena(self._arena_bytes, kind=self._arena_kind)
-            self._settings = replace(self._settings, arena=self._arena)
         self._changed = anyio.Event()
         self._expected = anyio.current_time() + self._start_seconds
         # Shielded: while everything around is cancelled, sessions still end in order.

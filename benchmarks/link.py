@@ -140,7 +140,7 @@ Cell = Callable[[Transport, float], Awaitable[Figures]]
 CELLS: dict[str, tuple[Cell, str]] = {
     "128 x 50/s": (
         lambda it, s: paced(it, streams=128, rate=50, seconds=s),
-        "link link-trio today floor",
+        "link link-trio today floor queue grpc",
     ),
     "512 x 20/s": (
         lambda it, s: paced(it, streams=512, rate=20, seconds=s),
@@ -211,14 +211,18 @@ def main() -> None:
         cell, name = options.cell
         run_cell(cell, name, options.seconds)
         return
-    for module in ("grpc", "ray"):
-        if find_spec(module) is None:
-            print(f"{module}: skipped, not installed")
+    missing = {it for it in ("grpc", "ray") if find_spec(it) is None}
+    for name in sorted(missing):
+        print(f"{name}: skipped, not installed")
+    if "ray" not in missing:
+        print("ray: skipped, its daemons would run beside all that is measured")
     print(f"{os.cpu_count()} cores, load {os.getloadavg()[0]:.1f}")
     for cell in options.only:
         rounds: dict[str, list[Figures]] = {}
         for _ in range(options.rounds):
             for name in CELLS[cell][1].split():
+                if name in missing:
+                    continue
                 seen = measure(cell, name, options.seconds)
                 rounds.setdefault(name, []).append(seen)
         report(cell, rounds)

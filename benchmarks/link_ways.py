@@ -11,10 +11,13 @@ from contextlib import asynccontextmanager
 from typing import Any
 
 from link_load import Pace, Steps, Transport
+from link_rivals import Grpc, Queues
 from link_today import Today
 
 from lifecycle import SessionRegistry
 from lifecycle_zmq import EngineServer, ZmqEngine
+
+OTHERS: dict[str, Any] = {"today": Today, "queue": Queues, "grpc": Grpc}
 
 
 class Link:
@@ -122,9 +125,9 @@ async def way(name: str) -> AsyncIterator[Transport]:
         task = asyncio.create_task(floor.run())
         yield floor
         task.cancel()
-    elif name == "today":
-        async with Today() as today:
-            yield today
+    elif name in OTHERS:
+        async with OTHERS[name]() as other:
+            yield other
     else:
         argv = [sys.executable, __file__]
         async with ZmqEngine(argv) as engine, SessionRegistry() as sessions:

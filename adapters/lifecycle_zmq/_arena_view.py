@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import deque
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, Self
 
 from . import _memory, _views
@@ -82,8 +83,11 @@ class ArenaView:
         self._ended: deque[Number] = deque()
 
     @classmethod
-    def attach(cls, descriptor: int | None, *, writable: bool = False) -> Self | None:
-        """Map an inherited arena; ``None`` without one."""
+    def attach(
+        cls, inherited: Mapping[str, int], *, writable: bool = False
+    ) -> Self | None:
+        """Map the arena among inherited descriptors; ``None`` without one."""
+        descriptor = inherited.get("arena")
         return None if descriptor is None else cls(descriptor, writable=writable)
 
     @property

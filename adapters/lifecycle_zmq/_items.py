@@ -1,4 +1,4 @@
-"""The items of streams on the wire: plain values, and a compact form for tokens.
+"""Requests and items on the wire: plain values, and a compact form for tokens.
 
 An item that is a list of one or more unsigned 32-bit integers is a *token list*; those
 of one tick travel together in one block of words. Any other item is the msgpack
@@ -13,7 +13,7 @@ from array import array
 from typing import Any, Final
 
 from ._errors import ProtocolError
-from ._plain import is_plain, pack, refuse, unpack
+from ._plain import is_map, is_plain, pack, refuse, unpack
 
 # Credit that an item costs beside its bytes; a token costs four of those.
 BASE_COST: Final = 64
@@ -21,6 +21,9 @@ TOKEN_COST: Final = 4
 MAX_TOKEN: Final = 2**32 - 1
 MAX_TOKENS: Final = 2**15
 MAX_ITEM: Final = 255 * 2**10
+MAX_REQUEST: Final = 2**20
+# A prompt of 128 Ki tokens fits.
+_MAX_REQUEST_ARRAY: Final = 2**17
 _MAX_ARRAY: Final = 2**16
 _SWAPS: Final = sys.byteorder == "big"
 
@@ -64,6 +67,30 @@ def unpack_item(packed: bytes) -> Any:
     if not is_plain(item):
         raise ProtocolError("an item is no plain value")
     return item
+
+
+def pack_request(request: Any) -> bytes:
+    """Return a request as START and CONTROL carry it.
+
+    Raises:
+        EncodeError: It is no map of plain values, or too large.
+    """
+    if not is_map(request):
+        raise refuse("a request")
+    return pack(request, "a request", size=MAX_REQUEST, array=_MAX_REQUEST_ARRAY)
+
+
+def unpack_request(packed: bytes) -> dict[str, Any]:
+    """Return the request of `packed`.
+
+    Raises:
+        ProtocolError: It is none.
+    """
+    request = unpack(packed, "a request", array=_MAX_REQUEST_ARRAY)
+    if not is_map(request):
+        raise ProtocolError("a request is no map of plain values")
+    fields: dict[str, Any] = request
+    return fields
 
 
 def join_items(one: bytes, other: bytes) -> bytes | None:

@@ -22,8 +22,9 @@ from .wire import Kind
 
 # Messages handled before other tasks get a turn.
 _BURST = 256
-# As an enumeration, it takes longer than the socket does.
+# As enumerations, they take longer than the socket does.
 _IN = int(zmq.POLLIN)
+_NOW = int(zmq.NOBLOCK)
 
 
 class Link:
@@ -101,9 +102,9 @@ class Link:
         """Copy `parts` into the socket; False when there is no connection."""
         try:
             if len(parts) == 1:
-                self._socket.send(parts[0], zmq.NOBLOCK, copy=True)
+                self._socket.send(parts[0], _NOW, copy=True)
             else:
-                self._socket.send_multipart(parts, zmq.NOBLOCK, copy=True)
+                self._socket.send_multipart(parts, _NOW, copy=True)
         except zmq.ZMQError:
             return False
         return True
@@ -113,7 +114,7 @@ class Link:
         # Asked first: an attempt that fails costs three times as much.
         if not cast("int", self._socket.get(zmq.EVENTS)) & _IN:
             return None
-        return self._socket.recv_multipart(zmq.NOBLOCK, copy=True)
+        return self._socket.recv_multipart(_NOW, copy=True)
 
     def drain(self) -> None:
         """Handle every message that has arrived."""

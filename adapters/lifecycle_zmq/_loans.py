@@ -7,7 +7,7 @@ from collections.abc import Callable
 from ._arena_view import ArenaView
 from ._books import Books, Peer
 from ._errors import ProtocolError
-from .wire import Message, Place
+from .wire import Place
 
 # Seconds between two looks at loans while there is nothing else to do.
 _LOOK = 0.1
@@ -29,7 +29,9 @@ class Loans:
         """Return how many requests have something of the arena."""
         return 0 if self._arena is None else self._arena.loans
 
-    def lodge(self, peer: Peer, message: Message) -> bool:
+    def lodge(
+        self, peer: Peer, generation: int, tensors: dict[str, memoryview | Place]
+    ) -> bool:
         """Put the tensors of a START that lie in the arena beside the others.
 
         Returns:
@@ -37,10 +39,9 @@ class Loans:
         """
         try:
             if self._arena is not None:
-                number = peer.address, message.generation
-                self._arena.lodge(number, message.tensors)
-            elif any(isinstance(it, Place) for it in message.tensors.values()):
-                peer.tick.free(message.generation)
+                self._arena.lodge((peer.address, generation), tensors)
+            elif any(isinstance(it, Place) for it in tensors.values()):
+                peer.tick.free(generation)
                 raise ProtocolError("there is no arena")
         except ProtocolError:
             self._books.bad_frames += 1

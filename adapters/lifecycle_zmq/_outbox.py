@@ -2,29 +2,41 @@
 
 from __future__ import annotations
 
+from collections import deque
 from itertools import islice
 from typing import Any
 
 from ._slot import new_slot
 
-# So many of each kind leave room in a message, whatever their numbers are.
+# So many of each kind, beside so many bytes of starts and the largest start that
+# goes here, fit into a message.
 _BATCH = 1024
+_STARTS = 16 * 2**10
+SMALL_REQUEST = 4 * 2**10
+# A key takes four bytes a character at most, its numbers and lengths what is left.
+_START = 4 * 256 + 64
 
 
 class Outbox:
-    """Cancellations, credit and ends of all streams, until the loop comes round.
+    """Starts, cancellations, credit and ends, until the loop comes round.
 
     Made in the event loop that it belongs to.
     """
 
-    __slots__ = ("_cancel", "_end", "_grant", "_posted", "_slot")
+    __slots__ = ("_cancel", "_end", "_grant", "_posted", "_slot", "_start")
 
     def __init__(self) -> None:
+        self._start: deque[list[Any]] = deque()
         self._cancel: dict[int, None] = {}
         self._grant: dict[int, int] = {}
         self._end: dict[int, None] = {}
         self._slot = new_slot()
         self._posted = False
+
+    def start(self, generation: int, key: str, window: int, request: bytes) -> None:
+        """Ask for a stream, whose request is small and has no tensors."""
+        self._start.append([generation, key, window, request])
+        self._post()
 
     def cancel(self, generation: int) -> None:
         """Ask for the stream to stop at its next step."""
@@ -45,19 +57,23 @@ class Outbox:
 
     def take(self) -> dict[str, Any] | None:
         """Return the fields of one message, or None when all was said."""
-        if not (self._cancel or self._grant or self._end):
+        if not (self._start or self._cancel or self._grant or self._end):
             return None
-        # An end goes after whatever was said of its stream, so it waits its turn.
-        cancel = list(islice(self._cancel, _BATCH))
-        grant = [[*it] for it in islice(self._grant.items(), _BATCH)]
-        for generation in cancel:
-            del self._cancel[generation]
-        for generation, _ in grant:
-            del self._grant[generation]
-        ends = [] if self._cancel else list(islice(self._end, _BATCH))
-        for generation in ends:
-            del self._end[generation]
-        return {"cancel": cancel, "grant": grant, "end": ends}
+        # What goes together is read in this order, and nothing overtakes a start or
+        # a cancellation: ends wait until both have gone.
+        start = self._take_starts()
+        grant = [[*it] for it in _take(self._grant)]
+        cancel = [] if self._start else [it for it, _ in _take(self._cancel)]
+        waits = self._start or self._cancel
+        end = [] if waits else [it for it, _ in _take(self._end)]
+        return {"start": start, "cancel": cancel, "grant": grant, "end": end}
+
+    def _take_starts(self) -> list[list[Any]]:
+        starts, size = [], 0
+        while self._start and size < _STARTS:
+            starts.append(self._start.popleft())
+            size += _START + len(starts[-1][3])
+        return starts
 
     async def wait(self) -> None:
         """Wait until there is something to say, and for the end of the loop's turn.
@@ -72,3 +88,10 @@ class Outbox:
         if not self._posted:
             self._posted = True
             self._slot.wake()
+
+
+def _take(said: dict[int, Any]) -> list[tuple[int, Any]]:
+    taken = list(islice(said.items(), _BATCH))
+    for generation, _ in taken:
+        del said[generation]
+    return taken

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from ._items import MAX_ITEM
+from ._items import MAX_ITEM, MAX_REQUEST
 from ._plain import is_map
 from ._tensors import ITEMSIZE
 
@@ -27,7 +27,10 @@ def fits(body: Mapping[str, Any], schema: Schema) -> bool:
     """Whether `body` has the fields of `schema`, all of them and no other."""
     if body.keys() != schema.keys():
         return False
-    return all(check(body[name]) for name, check in schema.items())
+    for name, check in schema.items():  # noqa: SIM110 - a generator costs more than it
+        if not check(body[name]):
+            return False
+    return True
 
 
 def is_key(value: Any) -> bool:
@@ -119,6 +122,22 @@ def _is_grant(value: Any) -> bool:
     return type(value) is list and len(value) == 2 and all(map(_is_generation, value))
 
 
+def _is_start(value: Any) -> bool:
+    if type(value) is not list or len(value) != 4:
+        return False
+    generation, key, window, request = value
+    return (
+        _is_generation(generation)
+        and is_key(key)
+        and _is_generation(window)
+        and _is_packed_request(request)
+    )
+
+
+def _is_packed_request(value: Any) -> bool:
+    return type(value) is bytes and 0 < len(value) <= MAX_REQUEST
+
+
 def _is_bytes(value: Any) -> bool:
     return type(value) is bytes
 
@@ -128,10 +147,11 @@ EMPTY: Schema = {}
 START: Schema = {
     "key": is_key,
     "window": _is_generation,
-    "request": is_map,
+    "request": _is_packed_request,
     "tensors": _list_of(_is_tensor),
 }
 CONTROL: Schema = {
+    "start": _list_of(_is_start),
     "cancel": _are_generations,
     "grant": _list_of(_is_grant),
     "end": _are_generations,

@@ -45,11 +45,13 @@ class StreamState:
         "spent",
         "wait",
         "wake_reader",
+        "window",
     )
 
     def __init__(self, key: str, generation: int, window: int) -> None:
         self.key = key
         self.generation = generation
+        self.window = window
         self.half = window / 2
         self._starter = new_slot()
         reader = new_slot()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import sys
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from types import TracebackType
 from typing import Any, Self
 
@@ -15,9 +15,10 @@ from lifecycle import EngineLost
 from . import wire
 from ._errors import EncodeError, ProtocolError, RequestRejected
 from ._hand_off import Box, forget_frames, where
+from ._items import pack_request
 from ._link import Link
 from ._lodging import Lodging
-from ._outbox import Outbox
+from ._sender import Sender
 from ._streams import EngineStream, StreamState
 from ._table import Report, StreamTable
 from .arena import Arena
@@ -43,7 +44,7 @@ class EngineClient:
     """
 
     _link: Link
-    _outbox: Outbox
+    _sender: Sender
     _scopes: tuple[anyio.CancelScope, anyio.CancelScope]
     _settled: anyio.Event
     _gone: anyio.Event
@@ -74,14 +75,14 @@ class EngineClient:
         # Shielded: whoever cleans up while everything around is cancelled still
         # waits for DONE, and somebody must read it.
         self._scopes = anyio.CancelScope(shield=True), anyio.CancelScope(shield=True)
-        self._outbox = Outbox()
         self._link = Link(
             self._endpoint, incarnation=self._incarnation, handle=self._handle
         )
+        self._sender = Sender(self._link, self.lose)
         self._tasks = anyio.create_task_group()
         await self._tasks.__aenter__()
         for scope, run in zip(
-            self._scopes, (self._link.pump, self._speak), strict=True
+            self._scopes, (self._link.pump, self._sender.run), strict=True
         ):
             self._tasks.start_soon(self._guard, scope, run)
         return self
@@ -162,7 +163,7 @@ class EngineClient:
         await state.wait_settled()
         if state.refusal is not None:
             raise state.refusal()
-        return EngineStream(state, self.cancel, self._outbox.grant)
+        return EngineStream(state, self.cancel, self._sender.outbox.grant)
 
     def cancel(self, key: str) -> None:
         """Ask the engine to stop a stream at its next step; unknown keys are fine."""
@@ -170,7 +171,7 @@ class EngineClient:
         if state is None or state.finished or state.cancel_sent:
             return
         state.cancel_sent = True
-        self._outbox.cancel(state.generation)
+        self._sender.outbox.cancel(state.generation)
 
     async def end(self, key: str) -> None:
         """Make the engine forget a stream; return when it has released everything.
@@ -187,7 +188,7 @@ class EngineClient:
             state.end_sent = True
             state.finish()
             state.discard()
-            self._outbox.end(state.generation)
+            self._sender.outbox.end(state.generation)
         await state.wait_done()
 
     async def status(self) -> dict[str, Any]:
@@ -203,8 +204,7 @@ class EngineClient:
         self._asked += 1
         ask = self._asked
         report = self._table.reports[ask] = Report()
-        self._flush()
-        self._say(Kind.STATUS, {"ask": ask})
+        self._sender.say(Kind.STATUS, {"ask": ask})
         try:
             await report.answered.wait()
         finally:
@@ -216,8 +216,7 @@ class EngineClient:
     def shutdown(self) -> None:
         """Ask the engine process to leave; does not wait."""
         if self.ready:
-            self._flush()
-            self._say(Kind.SHUTDOWN, {})
+            self._sender.say(Kind.SHUTDOWN, {})
 
     def lose(self, reason: str) -> None:
         """Give this incarnation up; the first reason counts.
@@ -268,47 +267,15 @@ class EngineClient:
         try:
             lodging = Lodging(self._arena)
             described, memory = wire.describe(taken, lodging.lodge)
-            body = {
-                "key": key,
-                "window": self._window,
-                "request": dict(request),
-                "tensors": described,
-            }
+            packed = pack_request(dict(request))
             # Known before it is sent: from then on only END may forget it.
             self._table.add(state)
             self._table.lend(state, lodging.blocks)
-            self._say(Kind.START, body, generation=state.generation, memory=memory)
+            self._sender.start(state, packed, described, memory)
         except EncodeError as error:
             self._table.withdraw(state)
             raise RequestRejected(error.code, str(error)) from None
         return state
-
-    def _say(
-        self,
-        kind: Kind,
-        body: Mapping[str, Any],
-        *,
-        generation: int = 0,
-        memory: Sequence[memoryview] = (),
-    ) -> None:
-        try:
-            if not self._link.say(kind, body, generation=generation, memory=memory):
-                self.lose("disconnected")
-        except EncodeError:
-            raise
-        except BaseException:
-            # Part of a message may be out: nothing that follows could be understood.
-            self.lose("client_fault")
-            raise
-
-    async def _speak(self) -> None:
-        while True:
-            await self._outbox.wait()
-            self._flush()
-
-    def _flush(self) -> None:
-        while self._lost is None and (body := self._outbox.take()) is not None:
-            self._say(Kind.CONTROL, body)
 
     async def _guard(
         self, scope: anyio.CancelScope, run: Callable[[], Awaitable[None]]

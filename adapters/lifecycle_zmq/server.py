@@ -4,35 +4,36 @@ from __future__ import annotations
 
 import errno
 import math
-import os
 import sys
 import traceback
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
+from itertools import pairwise
 from typing import Any, cast
 
 import zmq
 
 from . import _address, wire
 from ._arena_view import ArenaView
-from ._backend import Backend, Finish, Merge, Output
+from ._backend import Backend, Finish, Output
 from ._books import Books, Peer, ServedStream
 from ._delivery import Delivery
 from ._errors import EncodeError, ProtocolError, RequestRejected
 from ._hand_off import forget_frames
 from ._loans import Loans
 from ._parent import exit_with_parent
+from ._router import listening, own
 from ._tensors import move
-from .wire import Kind, Message
+from .wire import Kind, Message, Place
 
 # Messages taken between two steps, so that a flood of them cannot stop the streams.
 _BURST = 1024
 _MAX_PEERS = 64
 # A backend whose every step raises will not get well; a new process may.
 _MAX_FAILED_STEPS = 3
-# Shorter parts lie in a receive buffer of libzmq that they share and keep alive.
-_COPIED_BELOW = 16 * 2**10
-# As an enumeration, it takes longer than the socket does.
+# As enumerations, they take longer than the socket does.
 _IN = int(zmq.POLLIN)
+_NOW = int(zmq.NOBLOCK)
+_MORE = int(zmq.NOBLOCK | zmq.SNDMORE)
 
 
 class EngineServer:
@@ -53,7 +54,6 @@ class EngineServer:
         stall: Seconds that a reader may take nothing while something is held for it,
             before its stream ends as ``slow_client``.
         writable_arena: Map the arena so that a device can be given it as pinned memory.
-            Tensors are read-only all the same.
 
     Attributes:
         arena: Where large tensors lie, if the client has one.
@@ -71,8 +71,7 @@ class EngineServer:
         writable_arena: bool = False,
     ) -> None:
         self._endpoint, self._inherited = _address.split(endpoint)
-        descriptor = self._inherited.get("arena")
-        self.arena = ArenaView.attach(descriptor, writable=writable_arena)
+        self.arena = ArenaView.attach(self._inherited, writable=writable_arena)
         self._backend = backend
         self._incarnation = incarnation
         self._leave_with_parent = leave_with_parent
@@ -89,10 +88,8 @@ class EngineServer:
         """Serve until SHUTDOWN; blocks the calling thread."""
         if self._leave_with_parent:
             exit_with_parent()
-        with zmq.Context() as context, context.socket(zmq.ROUTER) as self._socket:
-            for option, value in _socket_options().items():
-                self._socket.setsockopt(option, value)
-            self._socket.bind(self._endpoint)
+        with zmq.Context() as context, listening(context, self._endpoint) as socket:
+            self._socket = socket
             self._running = True
             while self._running:
                 self._turn()
@@ -125,7 +122,7 @@ class EngineServer:
         frames = self._socket.recv_multipart(zmq.NOBLOCK, copy=False)
         address = frames[0].bytes
         try:
-            message = wire.decode(_own(frames[1:]), accept=wire.FROM_CLIENT)
+            message = wire.decode(own(frames[1:]), accept=wire.FROM_CLIENT)
             del frames
             peer = self._check(address, message)
         except ProtocolError:
@@ -141,14 +138,22 @@ class EngineServer:
             peer = self._welcome(address, message.sequence)
         if message.sequence < peer.received:
             raise ProtocolError("a message came twice")
+        # What is refused here leaves a gap, as what was lost does.
+        self._number(peer, message)
         if message.sequence > peer.received:
             self._mend(peer)
         peer.received = message.sequence + 1
-        if message.kind is Kind.START:
-            if message.generation <= peer.generation:
-                raise ProtocolError("a stream came twice")
-            peer.generation = message.generation
         return peer
+
+    def _number(self, peer: Peer, message: Message) -> None:
+        numbers = [peer.generation]
+        if message.kind is Kind.START:
+            numbers.append(message.generation)
+        elif message.kind is Kind.CONTROL:
+            numbers += (start[0] for start in message.body["start"])
+        if any(one >= other for one, other in pairwise(numbers)):
+            raise ProtocolError("a stream came twice")
+        peer.generation = numbers[-1]
 
     def _welcome(self, address: bytes, sequence: int) -> Peer:
         peers = self._books.peers
@@ -176,15 +181,21 @@ class EngineServer:
         if message.kind is Kind.CONTROL:
             self._control(peer, message.body)
         elif message.kind is Kind.START:
-            self._start(peer, message)
+            self._start(peer, message.generation, message.body, message.tensors)
         elif message.kind is Kind.STATUS:
             self._report(peer, message.body["ask"])
         else:
             self._running = False
 
-    def _start(self, peer: Peer, message: Message) -> None:
-        key, generation = message.body["key"], message.generation
-        if not self._loans.lodge(peer, message):
+    def _start(
+        self,
+        peer: Peer,
+        generation: int,
+        body: Mapping[str, Any],
+        tensors: dict[str, memoryview | Place],
+    ) -> None:
+        key = body["key"]
+        if not self._loans.lodge(peer, generation, tensors):
             told = "a tensor is not where its description says"
             self._reject(peer, generation, "invalid_tensors", told)
             return
@@ -194,9 +205,7 @@ class EngineServer:
             return
         try:
             # As a temporary: from here on the backend alone holds the tensors.
-            merge = self._backend.start(
-                key, message.body["request"], move(message.tensors)
-            )
+            merge = self._backend.start(key, body["request"], move(tensors))
         except RequestRejected as refusal:
             forget_frames(refusal)
             self._reject(peer, generation, refusal.code, refusal.message)
@@ -207,15 +216,13 @@ class EngineServer:
             told = f"start raised {type(error).__name__}"
             self._reject(peer, generation, "internal", told)
         else:
-            self._accept(peer, message, merge or "never")
-
-    def _accept(self, peer: Peer, message: Message, merge: Merge) -> None:
-        key, window = message.body["key"], message.body["window"]
-        stream = ServedStream(key, message.generation, peer, window, merge)
-        self._books.started(stream)
-        peer.tick.accept(stream)
-        if peer.tick.full:
-            self._flush(peer)
+            stream = ServedStream(
+                key, generation, peer, body["window"], merge or "never"
+            )
+            self._books.started(stream)
+            peer.tick.accept(stream)
+            if peer.tick.full:
+                self._flush(peer)
 
     def _reject(self, peer: Peer, generation: int, code: str, message: str) -> None:
         self._books.refused(peer, generation)
@@ -224,6 +231,9 @@ class EngineServer:
             self._flush(peer)
 
     def _control(self, peer: Peer, body: dict[str, Any]) -> None:
+        for generation, key, window, request in body["start"]:
+            start = {"key": key, "window": window, "request": request}
+            self._start(peer, generation, start, {})
         # What names a stream that is over was said before its end was heard of.
         for generation in body["cancel"]:
             stream = peer.streams.get(generation)
@@ -289,7 +299,9 @@ class EngineServer:
         )
         peer.sent += 1
         try:
-            self._socket.send_multipart([peer.address, head], zmq.NOBLOCK)
+            # The address tells whether there is anybody; what follows always goes.
+            self._socket.send(peer.address, _MORE)
+            self._socket.send(head, _NOW)
         except zmq.ZMQError as error:
             if error.errno not in {errno.EHOSTUNREACH, errno.EAGAIN}:
                 raise
@@ -299,29 +311,6 @@ class EngineServer:
         for stream in self._books.forget(peer):
             self._backend.end(stream.key)
             self._delivery.forget(stream)
-
-
-def _socket_options() -> dict[int, int]:
-    options: dict[int, int] = {
-        zmq.LINGER: 0,
-        # A client that is gone is an error to be told of, not a message to be lost.
-        zmq.ROUTER_MANDATORY: 1,
-        # Bounded by the streams that were admitted; a full queue would lose a DONE.
-        zmq.SNDHWM: 0,
-        zmq.RCVHWM: 0,
-        zmq.MAXMSGSIZE: wire.MAX_TENSOR_BYTES,
-    }
-    if sys.platform == "linux":
-        # The directory keeps other users out already; this does where it was opened.
-        options[zmq.IPC_FILTER_UID] = os.getuid()
-    return options
-
-
-def _own(frames: Sequence[zmq.Frame]) -> list[wire.Buffer]:
-    return [
-        frame.buffer if len(frame) >= _COPIED_BELOW else bytearray(frame.buffer)
-        for frame in frames
-    ]
 
 
 def _complain(where: str, error: Exception) -> None:

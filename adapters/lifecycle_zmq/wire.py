@@ -36,7 +36,7 @@ from typing import Any
 
 from . import _schema
 from ._errors import ProtocolError
-from ._items import BASE_COST, unpack_item, unpack_tokens
+from ._items import BASE_COST, unpack_item, unpack_request, unpack_tokens
 from ._plain import pack, refuse, unpack
 from ._tensors import MAX_TENSOR_BYTES, MAX_TENSORS, Buffer, Place, attach, describe
 
@@ -97,9 +97,9 @@ class Caps:
 
 
 _SMALL = Caps(body=64 * 2**10, array=2**10)
-# A prompt of 128 Ki tokens fits; so does a tick of 4 Ki streams.
+# The longest request or item fits; so does a tick of 4 Ki streams.
 _CAPS = {
-    Kind.START: Caps(body=2**20, array=2**17),
+    Kind.START: Caps(body=2**20 + 2**15, array=2**10),
     Kind.CONTROL: Caps(body=64 * 2**10, array=2**12),
     Kind.TICK: Caps(body=2**18 + 2**15, array=2**14),
 }
@@ -123,7 +123,7 @@ class Message:
         kind: What it says.
         incarnation: The engine process it belongs to.
         sequence: Its number in the sender's connection.
-        body: The fields of its kind; the items of a TICK are unpacked.
+        body: The fields of its kind; requests and items in it are unpacked.
         generation: START only: the number of the stream.
         tensors: START only: name to memory, with format and shape, not copied; or to
             its place in the arena.
@@ -190,14 +190,28 @@ def decode(parts: Sequence[Buffer], *, accept: frozenset[Kind]) -> Message:
     Raises:
         ProtocolError: Anything at all is wrong with it.
     """
+    kind, numbers, packed = _read_header(parts, accept)
+    body = _unpack(kind, packed)
+    incarnation, generation, sequence = numbers
+    if kind is not Kind.START:
+        if len(parts) > 1:
+            raise ProtocolError(f"a {kind.name} message carries no tensors")
+        _unpack_values(kind, body)
+        return Message(kind, incarnation, sequence, body)
+    body["request"] = unpack_request(body["request"])
+    attached = attach(body["tensors"], parts[1:])
+    return Message(kind, incarnation, sequence, body, generation, attached)
+
+
+def _read_header(
+    parts: Sequence[Buffer], accept: frozenset[Kind]
+) -> tuple[Kind, tuple[int, int, int], memoryview]:
     if not 1 <= len(parts) <= 1 + MAX_TENSORS:
         raise ProtocolError(f"{len(parts)} parts, not 1 to {1 + MAX_TENSORS}")
     head = memoryview(parts[0])
     if len(head) < HEADER.size:
         raise ProtocolError(f"{len(head)} bytes, the header takes {HEADER.size}")
-    magic, version, number, tensors, size, incarnation, generation, sequence = (
-        HEADER.unpack_from(head)
-    )
+    magic, version, number, tensors, size, *numbers = HEADER.unpack_from(head)
     if magic != MAGIC or version != VERSION:
         raise ProtocolError(f"not version {VERSION} of this protocol")
     kind = _KINDS.get(number)
@@ -205,17 +219,10 @@ def decode(parts: Sequence[Buffer], *, accept: frozenset[Kind]) -> Message:
         raise ProtocolError(f"kind {number} is not for this side")
     if size != len(head) - HEADER.size or tensors != len(parts) - 1:
         raise ProtocolError("the lengths in the header are not those of the message")
+    incarnation, generation, sequence = numbers
     if (kind is Kind.START) != (0 < generation < 2**63) or generation >> 63:
         raise ProtocolError(f"a {kind.name} message of generation {generation}")
-    body = _unpack(kind, head[HEADER.size :])
-    if kind is Kind.TICK:
-        _unpack_items(body)
-    if kind is not Kind.START:
-        if tensors:
-            raise ProtocolError(f"a {kind.name} message carries no tensors")
-        return Message(kind, incarnation, sequence, body)
-    attached = attach(body["tensors"], parts[1:])
-    return Message(kind, incarnation, sequence, body, generation, attached)
+    return kind, (incarnation, generation, sequence), head[HEADER.size :]
 
 
 def _unpack(kind: Kind, packed: memoryview) -> dict[str, Any]:
@@ -228,8 +235,12 @@ def _unpack(kind: Kind, packed: memoryview) -> dict[str, Any]:
     return body
 
 
-def _unpack_items(body: dict[str, Any]) -> None:
-    """Replace the packed items of a TICK by pairs of an item and what it costs."""
-    body["tokens"] = unpack_tokens(body["tokens"])
-    for chunk in body["chunks"]:
-        chunk[2] = [(unpack_item(it), BASE_COST + len(it)) for it in chunk[2]]
+def _unpack_values(kind: Kind, body: dict[str, Any]) -> None:
+    """Replace packed requests by themselves, packed items by pairs with their cost."""
+    if kind is Kind.TICK:
+        body["tokens"] = unpack_tokens(body["tokens"])
+        for chunk in body["chunks"]:
+            chunk[2] = [(unpack_item(it), BASE_COST + len(it)) for it in chunk[2]]
+    elif kind is Kind.CONTROL:
+        for start in body["start"]:
+            start[3] = unpack_request(start[3])

@@ -126,10 +126,12 @@ class FakeEngine:
     def _read(self, message: wire.Message) -> Iterator[tuple[str, int]]:
         if message.kind is not wire.Kind.CONTROL:
             if message.kind is wire.Kind.START:
-                self._keys[message.generation] = message.body["key"]
-                self.generations[message.body["key"]] = message.generation
+                self._name(message.generation, message.body["key"])
             yield message.kind.name, message.generation
             return
+        for generation, key, _, _ in message.body["start"]:
+            self._name(generation, key)
+            yield "START", generation
         for generation, credit in message.body["grant"]:
             key = self._keys[generation]
             self.granted[key] = self.granted.get(key, 0) + credit
@@ -137,6 +139,10 @@ class FakeEngine:
         for what in ("cancel", "end"):
             for generation in message.body[what]:
                 yield what.upper(), generation
+
+    def _name(self, generation: int, key: str) -> None:
+        self._keys[generation] = key
+        self.generations[key] = generation
 
     def accept(self, key: str) -> None:
         """Say that a stream was taken."""

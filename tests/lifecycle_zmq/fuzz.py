@@ -34,6 +34,7 @@ EMPTY_TICK: dict[str, Any] = {
     "freed": [],
     "done": [],
 }
+CONTROL: dict[str, Any] = {"start": [], "cancel": [], "grant": [], "end": []}
 NASTY = (
     b"\xc1",  # no type at all
     b"\xc7\x00\x05",  # an extension of no bytes
@@ -59,9 +60,11 @@ def seeds() -> list[list[bytes]]:
     """Legal messages of every kind, small and not so small."""
     tokens = [it for n in range(128) for it in (n + 1, 7, 1, n * 1000)]
     items = [msgpack.packb(it) for it in ([1], {"x": [None, 1.5]}, "text", -1)]
+    request = msgpack.packb({"t": [1, {"x": "y"}]})
     chunks = [[1, 0, items, None], [2, 3, [], {"reason": "completed"}]]
     bodies: list[tuple[Kind, dict[str, Any]]] = [
-        (Kind.CONTROL, {"cancel": [1, 2], "grant": [[3, 4096]], "end": [2**40]}),
+        (Kind.CONTROL, CONTROL | {"cancel": [1, 2], "grant": [[3, 4096]]}),
+        (Kind.CONTROL, CONTROL | {"start": [[7, "k", 9, request]], "end": [2**40]}),
         (Kind.STATUS, {"ask": 1}),
         (Kind.SHUTDOWN, {}),
         (Kind.READY, {}),
@@ -73,12 +76,14 @@ def seeds() -> list[list[bytes]]:
     ]
     start = {"key": "a#1", "window": 2**16, "tensors": []}
     requests = {"t": 0.5, "deep": [[[{"x": b"y"}]]]}, {"ids": list(range(500))}
-    bodies += [(Kind.START, start | {"request": request}) for request in requests]
+    bodies += [
+        (Kind.START, start | {"request": msgpack.packb(fields)}) for fields in requests
+    ]
     view = memoryview(bytes(48)).cast("f", (3, 4))
     placed, _ = wire.describe({"x": view, "y": view}, lambda _: 4096)
-    bodies.append((Kind.START, start | {"request": {}, "tensors": placed}))
+    bodies.append((Kind.START, start | {"request": request, "tensors": placed}))
     described, memory = wire.describe({"x": view})
-    tensors = start | {"request": {}, "tensors": described}
+    tensors = start | {"request": request, "tensors": described}
     head = _encode(Kind.START, tensors, tensors=1)
     return [[_encode(kind, body)] for kind, body in bodies] + [
         [head, *map(bytes, memory)]

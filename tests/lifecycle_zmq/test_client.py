@@ -179,6 +179,25 @@ async def test_cancelling_anext_loses_no_item(fake_engine: Any) -> None:
         assert got == [20, 21, 22, 23]
 
 
+async def test_second_reader_of_a_stream_is_told_so(fake_engine: Any) -> None:
+    """Two tasks cannot wait for an item; the first is not disturbed."""
+    got = []
+
+    async def read() -> None:
+        got.append(await anext(stream))
+
+    async with connected(fake_engine) as client:
+        stream = await started(client, fake_engine)
+        with anyio.fail_after(20):
+            async with anyio.create_task_group() as tasks:
+                tasks.start_soon(read)
+                await anyio.wait_all_tasks_blocked()
+                with pytest.raises(RuntimeError, match="another task"):
+                    await anext(stream)
+                fake_engine.chunk("a#1", 0, [1])
+    assert got == [1]
+
+
 async def test_end_sends_one_end_however_often_it_is_called(fake_engine: Any) -> None:
     """Repeated, concurrent and cancelled calls send one END in all (`peers-17`)."""
     async with connected(fake_engine) as client:
@@ -399,6 +418,22 @@ async def test_fault_of_the_engine_is_told_to_its_waiters(
     assert "canary" not in caplog.text
 
 
+async def test_tokens_without_credit_are_a_fault(fake_engine: Any) -> None:
+    """A window's worth of token lists is taken, and not one more."""
+    async with connected(fake_engine) as client:
+        await started(client, fake_engine)
+        fit = -(-(2**16) // 68)
+        words = [it for n in range(fit) for it in (1, n, 1, n)]
+        fake_engine.tick(tokens=pack_tokens(words))
+        with anyio.move_on_after(0.1):
+            await client.wait_lost()
+        assert client.lost is None
+        fake_engine.tick(tokens=pack_tokens([1, fit, 1, 0]))
+        with anyio.fail_after(20):
+            await client.wait_lost()
+        assert client.lost == "protocol"
+
+
 async def test_item_without_credit_is_a_fault(fake_engine: Any) -> None:
     """One item may exceed the window, none may follow: memory here is bounded."""
     async with connected(fake_engine) as client:
@@ -551,7 +586,7 @@ async def test_send_that_swallows_the_news_of_a_message_handles_it(
         with anyio.fail_after(20):
             for number in range(300):
                 fake_engine.chunk("a#1", number, [number])
-                client._say(Kind.STATUS, {"ask": 0})
+                client._sender.say(Kind.STATUS, {"ask": 0})
                 if number % 3 == 0:
                     await anyio.lowlevel.checkpoint()
             async for item in stream:

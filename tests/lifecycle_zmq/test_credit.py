@@ -282,13 +282,16 @@ def test_cancel_drops_what_is_held_and_tells_the_end_that_waited(rig: Any) -> No
 def test_items_behind_a_chunk_of_the_same_stream_stay_behind_it(rig: Any) -> None:
     """Token lists are read first, so after a chunk they travel as chunks."""
     it = rig(credit=10**6)
-    it.produce([1], {"x": 1}, [2], [3])
+    it.produce([1], {"x": 1}, [2])
+    it.produce([3])
     it.produce([1], [2], key="b")
     tick = it.peer.tick.take()
     assert unpack_tokens(tick["tokens"]) == [(1, 0, [1]), (2, 0, [1]), (2, 1, [2])]
     ((generation, first, items, finish),) = tick["chunks"]
     assert (generation, first, finish) == (1, 1, None)
     assert list(map(msgpack.unpackb, items)) == [{"x": 1}, [2], [3]]
+    it.produce([4])
+    assert unpack_tokens(it.peer.tick.take()["tokens"]) == [(1, 4, [4])]
 
 
 def test_streams_numbered_beyond_32_bits_travel_as_chunks(rig: Any) -> None:

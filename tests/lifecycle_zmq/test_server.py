@@ -17,6 +17,9 @@ from lifecycle_zmq.wire import Kind
 pytestmark = pytest.mark.usefixtures("no_leaks")
 
 
+CONTROL: dict[str, Any] = {"start": [], "cancel": [], "grant": [], "end": []}
+
+
 class ListBackend:
     """Produces what the test has put on its list, one tick an entry."""
 
@@ -118,19 +121,18 @@ class BareClient:
         """Ask for a stream."""
         self.generation += 1
         self.keys[self.generation] = key
-        body = {"key": key, "window": window, "request": {}, "tensors": []}
+        body = {"key": key, "window": window, "request": b"\x80", "tensors": []}
         header = {"generation": self.generation} | changes
         self.say(Kind.START, body, **header)
 
     def control(self, what: str, *keys: str) -> None:
         """Cancel or end streams."""
-        empty: dict[str, Any] = {"cancel": [], "grant": [], "end": []}
-        self.say(Kind.CONTROL, empty | {what: [self.number(key) for key in keys]})
+        self.say(Kind.CONTROL, CONTROL | {what: [self.number(key) for key in keys]})
 
     def grant(self, key: str, credit: int) -> None:
         """Give credit to a stream."""
         grant = [[self.number(key), credit]]
-        self.say(Kind.CONTROL, {"cancel": [], "grant": grant, "end": []})
+        self.say(Kind.CONTROL, CONTROL | {"grant": grant})
 
     def number(self, key: str) -> int:
         """The newest generation of a key, or one that was never used."""
@@ -215,8 +217,8 @@ def _forge(**fields: Any) -> bytes:
     return wire.HEADER.pack(*header.values()) + packed
 
 
-START = msgpack.packb({"key": "x", "window": 1, "request": {}, "tensors": []})
-EMPTY = msgpack.packb({"cancel": [], "grant": [], "end": []})
+START = msgpack.packb({"key": "x", "window": 1, "request": b"\x80", "tensors": []})
+EMPTY = msgpack.packb(CONTROL)
 BAD: dict[str, list[bytes]] = {
     "empty": [b""],
     "noise": [b"\x00" * 40],
@@ -265,8 +267,43 @@ def test_server_drops_a_start_that_comes_twice(served: Served) -> None:
     client = served.client()
     client.start("a")
     client.ask("b", generation=1)
+    client.sent -= 1  # refused: the next is expected under its number
     assert client.status()["bad_frames"] == 1
     assert served.backend.calls == ["start a"]
+
+
+@pytest.mark.parametrize("numbers", [[1], [3, 2], [3, 3], [1, 4]])
+def test_server_drops_starts_that_are_not_numbered_upwards(
+    served: Served, numbers: list[int]
+) -> None:
+    """Of starts that travel together none is believed if one is a repeat."""
+    client = served.client()
+    client.start("a")
+    starts = [[number, f"b{at}", 1, b"\x80"] for at, number in enumerate(numbers)]
+    client.say(Kind.CONTROL, CONTROL | {"start": starts})
+    client.sent -= 1  # refused: the next is expected under its number
+    assert client.status()["bad_frames"] == 1
+    assert served.backend.calls == ["start a"]
+
+
+def test_server_takes_starts_that_travel_together(served: Served) -> None:
+    """Each is taken or refused by itself, and read before what follows them."""
+    client = served.client()
+    keys = ("a", "no", "b", "a", "c")
+    client.keys = dict(enumerate(keys, 1))
+    starts = [[number, key, 100, b"\x80"] for number, key in client.keys.items()]
+    fields = {"start": starts, "cancel": [1, 2], "end": [3, 4]}
+    client.say(Kind.CONTROL, CONTROL | fields)
+    assert client.hear()[0] == "READY"
+    heard = [client.hear() for _ in range(7)]
+    assert heard == [
+        *(("ACCEPTED", key) for key in ("a", "b", "c")),
+        ("REJECTED", "no", "no"),
+        ("REJECTED", "a", "duplicate_key"),
+        *(("DONE", key) for key in ("b", "a")),
+    ]
+    status = client.status()
+    assert (status["live"], status["ends_of_refused"]) == (2, 1)
 
 
 def test_server_fails_the_streams_of_a_client_that_lost_a_message(

@@ -17,18 +17,31 @@ from hypothesis import given, settings, strategies as st
 import lifecycle_zmq
 from lifecycle_zmq import ProtocolError, wire
 from lifecycle_zmq._errors import EncodeError
-from lifecycle_zmq._items import is_token_list, pack_item, pack_tokens
+from lifecycle_zmq._items import (
+    is_token_list,
+    pack_item,
+    pack_request,
+    pack_tokens,
+    unpack_item,
+    unpack_request,
+)
 from lifecycle_zmq.wire import FROM_CLIENT, FROM_ENGINE, Kind, Place
 
 ALL = FROM_CLIENT | FROM_ENGINE
+REQUEST = {"ids": [1, 2, 3], "t": 0.5, "deep": {"x": [None, True, b"z"]}}
 SAMPLES: dict[Kind, dict[str, Any]] = {
     Kind.START: {
         "key": "a#1",
         "window": 2**16,
-        "request": {"ids": [1, 2, 3], "t": 0.5, "deep": {"x": [None, True, b"z"]}},
+        "request": msgpack.packb(REQUEST),
         "tensors": [],
     },
-    Kind.CONTROL: {"cancel": [1], "grant": [[2, 4096], [3, 1]], "end": [1, 2**62]},
+    Kind.CONTROL: {
+        "start": [[7, "b#1", 2**16, msgpack.packb(REQUEST)]],
+        "cancel": [1],
+        "grant": [[2, 4096], [3, 1]],
+        "end": [1, 2**62],
+    },
     Kind.STATUS: {"ask": 1},
     Kind.SHUTDOWN: {},
     Kind.READY: {},
@@ -46,8 +59,10 @@ SAMPLES: dict[Kind, dict[str, Any]] = {
     },
     Kind.REPORT: {"ask": 1, "status": {"starts": 3, "backend": {}}},
 }
-# A TICK is the one message whose items are unpacked along with it.
+# Requests and items are unpacked along with the message that they travel in.
 READ = SAMPLES | {
+    Kind.START: SAMPLES[Kind.START] | {"request": REQUEST},
+    Kind.CONTROL: SAMPLES[Kind.CONTROL] | {"start": [[7, "b#1", 2**16, REQUEST]]},
     Kind.TICK: SAMPLES[Kind.TICK]
     | {
         "tokens": [(1, 0, [5]), (2, 4, [6, 2**32 - 1])],
@@ -55,7 +70,7 @@ READ = SAMPLES | {
             [3, 0, [([1.5], 64 + 10), ({"x": None}, 64 + 4)], None],
             *SAMPLES[Kind.TICK]["chunks"][1:],
         ],
-    }
+    },
 }
 TICK: dict[str, Any] = {
     "accepted": [],
@@ -65,8 +80,8 @@ TICK: dict[str, Any] = {
     "done": [],
     "freed": [],
 }
-CONTROL: dict[str, Any] = {"cancel": [], "grant": [], "end": []}
-START: dict[str, Any] = {"key": "a", "window": 1, "request": {}, "tensors": []}
+CONTROL: dict[str, Any] = {"start": [], "cancel": [], "grant": [], "end": []}
+START: dict[str, Any] = {"key": "a", "window": 1, "request": b"\x80", "tensors": []}
 
 
 def _frame(kind: Kind, body: Any, /, **changes: Any) -> bytes:
@@ -150,12 +165,31 @@ def test_decode_attaches_tensors_with_format_and_shape(letter: str) -> None:
         (Kind.START, START | {"window": 0}),
         (Kind.START, START | {"window": True}),
         (Kind.START, START | {"more": 1}),
-        (Kind.START, START | {"request": []}),
-        (Kind.START, START | {"request": {b"k": 1}}),
-        (Kind.START, START | {"request": {"k": {b"k": 1}}}),
+        (Kind.START, START | {"request": {}}),
+        *(
+            (kind, fields)
+            for packed in (
+                b"",
+                b"\xc1",
+                b"\x80\x80",
+                msgpack.packb([]),
+                msgpack.packb({b"k": 1}),
+                msgpack.packb({"k": {b"k": 1}}),
+                b"\x81\xa1k\xc7\x00\x05",
+                b"\x81\xa1k" + b"\x91" * 20 + b"\x01",
+            )
+            for kind, fields in (
+                (Kind.START, START | {"request": packed}),
+                (Kind.CONTROL, CONTROL | {"start": [[1, "k", 1, packed]]}),
+            )
+        ),
+        (Kind.CONTROL, CONTROL | {"start": [[0, "k", 1, b"\x80"]]}),
+        (Kind.CONTROL, CONTROL | {"start": [[1, "", 1, b"\x80"]]}),
+        (Kind.CONTROL, CONTROL | {"start": [[1, "k", 0, b"\x80"]]}),
+        (Kind.CONTROL, CONTROL | {"start": [[1, "k", 1]]}),
         (Kind.START, START | {"tensors": {}}),
         (Kind.START, START | {"tensors": [["x", "f", [1], None]]}),
-        (Kind.CONTROL, {"cancel": [], "end": []}),
+        (Kind.CONTROL, {"cancel": [], "grant": [], "end": []}),
         (Kind.CONTROL, CONTROL | {"cancel": ["a"]}),
         (Kind.CONTROL, CONTROL | {"end": [0]}),
         (Kind.CONTROL, CONTROL | {"end": [True]}),
@@ -373,7 +407,7 @@ def test_decode_refuses_the_same_claims_in_an_item() -> None:
 def test_encode_refuses_what_the_other_side_would(body: Any, code: str) -> None:
     """The sender checks the limits; no error text shows content (`fault-44`)."""
     with pytest.raises(EncodeError) as caught:
-        _encode(Kind.START, START | {"request": body})
+        pack_request(body)
     assert caught.value.code == code
     assert "xxx" not in str(caught.value)
     assert "ud800" not in str(caught.value)
@@ -384,14 +418,14 @@ def test_encode_refuses_deep_nesting() -> None:
     deep: Any = 1
     for _ in range(15):
         deep = [deep]
-    body = START | {"request": {"d": deep}}
-    head = _encode(Kind.START, body)
-    assert wire.decode([head], accept=ALL).body == body
-    body["request"] = {"d": [[deep]]}
-    with pytest.raises(EncodeError):
-        _encode(Kind.START, body)
-    with pytest.raises(ProtocolError):
-        wire.decode([_frame(Kind.START, body)], accept=ALL)
+    assert unpack_request(pack_request({"d": deep})) == {"d": deep}
+    too_deep = {"d": [[deep]]}
+    for refused in (pack_request, pack_item):
+        with pytest.raises(EncodeError):
+            refused(too_deep)
+    for read in (unpack_request, unpack_item):
+        with pytest.raises(ProtocolError):
+            read(msgpack.packb(too_deep))
 
 
 @pytest.mark.parametrize(

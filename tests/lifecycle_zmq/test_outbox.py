@@ -1,0 +1,72 @@
+"""What the client gathers in one turn: nothing overtakes what it depends on."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import anyio
+import pytest
+
+from lifecycle import Payload
+from lifecycle_zmq import EngineClient, wire
+from lifecycle_zmq._outbox import SMALL_REQUEST, Outbox
+from lifecycle_zmq.wire import Kind
+
+pytestmark = [pytest.mark.anyio]
+
+
+async def test_everything_is_said_once_and_in_order() -> None:
+    """However much there is, each message is legal and ends come last."""
+    outbox = Outbox()
+    request = bytes(SMALL_REQUEST)
+    for number in range(1, 5_001):
+        outbox.end(number)
+        if number <= 3_000:
+            outbox.cancel(number)
+        if number <= 40:
+            outbox.start(number, "\N{GRINNING FACE}" * 256, 2**62, request)
+        outbox.grant(number + 10_000, 2**62)
+    said: dict[str, list[Any]] = {"start": [], "cancel": [], "grant": [], "end": []}
+    while (body := outbox.take()) is not None:
+        # What one message may hold is checked before it is sent.
+        wire.encode(Kind.CONTROL, body, incarnation=1, sequence=0)
+        for name, entries in body.items():
+            said[name] += entries
+        # A message is read in the order of its fields, so they may share one.
+        assert not said["cancel"] or len(said["start"]) == 40
+        assert not said["end"] or len(said["cancel"]) == 3_000
+    assert [it[0] for it in said["start"]] == list(range(1, 41))
+    assert said["cancel"] == list(range(1, 3_001))
+    assert said["end"] == list(range(1, 5_001))
+    assert said["grant"] == [[n, 2**62] for n in range(10_001, 15_001)]
+
+
+async def test_credit_of_one_turn_is_one_grant_and_none_goes_after_an_end() -> None:
+    """Grants of a stream add up; once it is to be forgotten they are of no use."""
+    outbox = Outbox()
+    for credit in (1, 2, 3):
+        outbox.grant(7, credit)
+        outbox.grant(8, credit)
+    outbox.end(8)
+    wanted = {"start": [], "cancel": [], "grant": [[7, 6]], "end": [8]}
+    assert outbox.take() == wanted
+    assert outbox.take() is None
+
+
+async def test_start_with_tensors_does_not_overtake_one_without(
+    fake_engine: Any, no_leaks: None
+) -> None:
+    """Streams are numbered upwards, so they go in order, whatever they carry."""
+    async with EngineClient(fake_engine.endpoint, incarnation=7) as client:
+        await fake_engine.greet()
+        with anyio.fail_after(20):
+            await client.wait_ready()
+            async with anyio.create_task_group() as tasks:
+                for number in range(6):
+                    box = Payload({"x": b"x"}) if number % 3 == 2 else None
+                    text = "long" * 2_000 if number % 3 == 1 else ""
+                    tasks.start_soon(client.start, f"s#{number}", {"t": text}, box)
+                said = [await fake_engine.hear() for _ in range(6)]
+                tasks.cancel_scope.cancel()
+    generations = [fake_engine.generations[key] for _, key in said]
+    assert generations == [1, 2, 3, 4, 5, 6]

@@ -93,10 +93,12 @@ def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--endpoint", required=True)
     parser.add_argument("--incarnation", type=int, required=True)
+    parser.add_argument("--without-arena", action="store_true")
     options = parser.parse_args()
-    EngineServer(
-        options.endpoint, KeepingBackend(), incarnation=options.incarnation
-    ).run()
+    endpoint = options.endpoint
+    if options.without_arena:
+        endpoint = endpoint.partition("?")[0]
+    EngineServer(endpoint, KeepingBackend(), incarnation=options.incarnation).run()
 
 
 if __name__ == "__main__":

@@ -49,10 +49,10 @@ def make(
     """An engine that keeps tensors as asked, with an arena of each kind."""
     script = str(Path(__file__).with_name("arena_engine.py"))
 
-    def engine(**options: Any) -> ZmqEngine:
+    def engine(*arguments: str, **options: Any) -> ZmqEngine:
         settings = {"arena_bytes": SIZE, "arena": request.param, "backoff": 0.05}
         return ZmqEngine(
-            [sys.executable, script],
+            [sys.executable, script, *arguments],
             env=environment,
             directory=tmp_path,
             **(settings | options),
@@ -185,6 +185,9 @@ async def test_request_that_is_not_sent_frees_its_region(
         with pytest.raises(RequestRejected):
             await engine.start("a", {"keep": object()}, box)
         assert used(engine.arena) == 0
+        with pytest.raises(RequestRejected):  # found out when it was lent already
+            await engine.start("a", {}, Payload({"": filled(engine.arena)}))
+        assert used(engine.arena) == 0
         assert engine.arena.statistics().loans == 0
 
 
@@ -279,6 +282,20 @@ async def test_engine_refuses_places_that_are_none(
         await eventually(lambda: used(engine.arena) == 0)
         assert await anext(other) == {}
         await engine.end("b")
+
+
+async def test_engine_that_has_no_arena_refuses_and_gives_back(
+    make: Callable[..., ZmqEngine], eventually: Callable[..., Any]
+) -> None:
+    """A program that dropped the arena from its endpoint reads nothing wrong."""
+    async with make("--without-arena") as engine:
+        if not engine.arena.shared:
+            return
+        await engine.wait_ready()
+        with pytest.raises(RequestRejected, match="invalid_tensors"):
+            await engine.start("a", {"keep": "end"}, boxed(x=filled(engine.arena)))
+        await eventually(lambda: used(engine.arena) == 0)
+        assert (await engine.status())["bad_frames"] == 1
 
 
 async def test_loan_that_was_never_made_is_a_fault(fake_engine: Any) -> None:

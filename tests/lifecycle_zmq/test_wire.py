@@ -113,7 +113,7 @@ def _start(tensors: dict[str, Any]) -> list[Any]:
     described, memory = wire.describe(tensors)
     body = START | {"tensors": described}
     head = _encode(Kind.START, body, tensors=len(memory))
-    return [head, *map(bytes, memory)]
+    return [head, *map(bytearray, memory)]  # as writable as what is received
 
 
 @pytest.mark.parametrize("kind", list(Kind))

@@ -13,7 +13,7 @@ MAKEFLAGS += --no-print-directory
 .NOTPARALLEL:
 export PYTHON
 
-.PHONY: help demo test serve bench docs lint types pytest wheel soak coverage-of-cases \
+.PHONY: help demo test serve bench bench-memory docs lint types pytest wheel soak coverage-of-cases \
   gpu-check clean
 
 help:
@@ -27,6 +27,7 @@ help:
 	@echo 'make soak       a million seeded schedules of the core; make soak ARGS=5000 for fewer'
 	@echo 'make coverage-of-cases  which known failures of such servers have a test, or a reason why not'
 	@echo 'make bench      every figure in the documentation, measured again'
+	@echo 'make bench-memory  what bounds the memory: gate, scrubbing, or both; with a picture'
 	@echo 'make docs       the documentation, as HTML under docs/_build/html'
 	@echo 'make gpu-check  the engine on a CUDA device, with the Python that is there (PY=...)'
 	@echo 'make clean      remove .venv and everything built'
@@ -77,6 +78,12 @@ coverage-of-cases: .venv/.ready
 bench: .venv/.ready
 	@for file in benchmarks/bench_*.py; do \
 	  echo "== $$file"; $(BIN)/python "$$file" || exit 1; done
+
+bench-memory: .venv/.ready
+	@$(BIN)/python -c 'import matplotlib' 2>/dev/null || \
+	  $(BIN)/python -m pip install --quiet --group bench
+	@$(BIN)/python benchmarks/memory.py --json benchmarks/results/memory.json \
+	  --plot docs/memory.svg $(ARGS)
 
 docs: .venv/.docs
 	@$(BIN)/sphinx-build -q -W -n docs docs/_build/html

@@ -75,7 +75,7 @@ def _copy(device: torch.device, source: np.ndarray) -> tuple[float, float, bool]
     for number in range(12):
         source[:] = number
         begin = time.perf_counter()
-        copy = uploads.begin(source.data.toreadonly())
+        copy = uploads.begin(source)
         called.append(time.perf_counter() - begin)
         uploads.finish()
         done.append(time.perf_counter() - begin)

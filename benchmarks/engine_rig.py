@@ -28,13 +28,13 @@ class Rig:
         slots: int,
         tokens: int,
     ) -> None:
+        from lifecycle_engine.chat_processor import ChatProcessor
         from lifecycle_engine.checkpoint import Sizes, build
-        from lifecycle_engine.qwen_processor import QwenProcessor
         from lifecycle_engine.transformers_runner import TransformersRunner
 
         build(folder, sizes=Sizes(**sizes))
         self.tokens = tokens
-        self.processor = QwenProcessor(folder)
+        self.processor = ChatProcessor(folder)
         self.runner = TransformersRunner.load(
             folder, device=device, dtype=dtype, slots=slots, max_length=2048
         )
@@ -74,6 +74,17 @@ class Rig:
         tokens: list[int] = output[0, ids.shape[1] :].tolist()
         return tokens
 
+    def prefill(self, slot: int, prompt: Any) -> int:
+        """Run a whole prompt as one chunk; return its token."""
+        emitted = self.runner.prefill(slot, prompt, 0, len(prompt.input_ids))
+        assert emitted is not None
+        assert emitted.token is not None
+        return emitted.token
+
+    def decode(self, slots: Sequence[int]) -> list[int]:
+        """Run one step; return a token for each slot."""
+        return [emitted.item[0] for emitted in self.runner.decode(slots)]
+
     def stream(self, prepared: Sequence[Any]) -> list[list[int]]:
         """Decode requests together; each joins a step after the one before it."""
         streams: list[list[int]] = []
@@ -82,13 +93,11 @@ class Rig:
                 at for at, tokens in enumerate(streams) if len(tokens) < self.tokens
             ]
             if live:
-                drawn = self.runner.decode(live, [streams[at][-1] for at in live])
-                for at, token in zip(live, drawn, strict=True):
+                for at, token in zip(live, self.decode(live), strict=True):
                     streams[at].append(token)
             if len(streams) < len(prepared):
                 slot = len(streams)
-                prompt = self.prompt(prepared[slot])
-                streams.append([self.runner.prefill(slot, prompt)])
+                streams.append([self.prefill(slot, self.prompt(prepared[slot]))])
         for slot in range(len(streams)):
             self.runner.free(slot)
         return streams

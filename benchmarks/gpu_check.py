@@ -205,13 +205,13 @@ class Check:
     def _decode_rate(self, lanes: int) -> float:
         prompt = self.rig.prompt(self.rig.prepare("Hello there."))
         slots = list(range(lanes))
-        tokens = [self.rig.runner.prefill(slot, prompt) for slot in slots]
+        for slot in slots:
+            self.rig.prefill(slot, prompt)
         steps = 100
 
         def run() -> None:
-            nonlocal tokens
             for _ in range(steps):
-                tokens = self.rig.runner.decode(slots, tokens)
+                self.rig.decode(slots)
 
         rate = lanes * steps / best(run)
         for slot in slots:
@@ -219,16 +219,17 @@ class Check:
         return rate
 
     def _prefill_once(self, prompt: Any) -> None:
-        self.rig.runner.prefill(0, prompt)
+        self.rig.prefill(0, prompt)
         self.rig.runner.free(0)
 
     def _serve_image(self, prepared: Any) -> None:
+        from lifecycle import strip
+
         prompt = self.rig.prompt(prepared)
-        token = self.rig.runner.prefill(0, prompt)
-        for name in ("pixel_values", "image_grid_thw"):
-            del prompt.tensors[name]
+        self.rig.prefill(0, prompt)
+        strip(prompt.tensors, keep=self.rig.runner.keep)
         for _ in range(4):
-            (token,) = self.rig.runner.decode([0], [token])
+            self.rig.decode([0])
         self.rig.runner.free(0)
 
     def _memory(self) -> dict[str, int]:

@@ -29,25 +29,17 @@ ARROWS: dict[str, set[str]] = {
     "_admission": {"_books", "_fair", "_lease", "_line", "_refusal"} | FLOOR,
     # Payloads and streams know nothing of gates.
     "_payload": set(),
-    "_scrub": {"_payload"},
-    "_stream": {"_errors"},
-    "_watchdog": {"_stream"},
+    "_stream": set(),
+    "_watchdog": {"_stream", "_errors"},
     # Sessions know starts, a start knows its lease; nothing knows the registry.
-    "_start": {"_lease", "_payload", "_errors"},
+    "_start": {"_lease", "_payload"} | FLOOR,
     "_outcome": {"_errors", "events"},
-    "_session": {
-        "_outcome",
-        "_start",
-        "_stream",
-        "_watchdog",
-        "_payload",
-        "_errors",
-        "events",
-    },
-    "_decorators": {"_outcome", "_stream", "_scrub", "_payload"},
+    "_session": {"_lease", "_outcome", "_start", "_stream", "_watchdog", "_payload"}
+    | FLOOR,
+    "_decorators": {"_outcome", "_stream", "_payload"},
     # `Gate.admits` and `SessionRegistry.track` are decorators, hence the last arrows.
     "_gate": {"_admission", "_lease"} | FLOOR | {"_decorators"},
-    "_sessions": {"_session", "_watchdog"} | FLOOR | {"_decorators"},
+    "_sessions": {"_outcome", "_session", "_watchdog"} | FLOOR | {"_decorators"},
     "observers": {"events"},
     # Diagnostics look at everything, and nothing knows of them.
     "_referrers": set(),
@@ -76,7 +68,9 @@ PICKLES = {"pickle", "marshal", "shelve", "dill", "cloudpickle", "joblib"}
 # Public like the adapters, and above the core like them.
 TESTING = {"testing", "pytest_plugin"}
 # Only the bundled engine stands above other adapters.
-MAY_USE = {"lifecycle_engine": {"lifecycle_asgi", "lifecycle_zmq"}}
+MAY_USE = {
+    "lifecycle_engine": {"lifecycle_asgi", "lifecycle_metrics", "lifecycle_zmq"},
+}
 
 
 def modules(folder: Path) -> list[Path]:

@@ -87,3 +87,10 @@ def test_names_only_targets_that_make_has() -> None:
     for page in [*PAGES, ROOT / "CONTRIBUTING.md"]:
         named = set(re.findall(r"`make ([a-z-]+)", page.read_text()))
         assert named <= targets, page.name
+
+
+def test_shows_the_states_that_its_script_draws() -> None:
+    """The picture of the state machines is drawn anew after each change of them."""
+    script = ROOT / "scripts" / "draw_states.py"
+    done = subprocess.run([sys.executable, script, "--check"], timeout=60, check=False)
+    assert done.returncode == 0, "run python scripts/draw_states.py"

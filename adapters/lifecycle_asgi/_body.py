@@ -1,10 +1,14 @@
-"""Refuse a request body that is too large before it is in memory."""
+"""Refuse a request body that there is no room for before it is in memory."""
 
 from __future__ import annotations
 
 import json
+import math
+from collections.abc import Awaitable, Callable
 from contextlib import suppress
 
+from lifecycle import CostTooLarge, Gate, GateClosed, Lease, Refused
+from lifecycle_asgi._request import KEY, RequestScope
 from lifecycle_asgi._types import App, Message, Receive, Scope, Send
 
 
@@ -20,14 +24,24 @@ class BodyTooLarge(Exception):
         self.limit = limit
 
 
+_REFUSALS = (BodyTooLarge, Refused)
+Headers = list[tuple[bytes, bytes]]
+Answer = Callable[[Scope, BodyTooLarge | Refused], tuple[int, Headers, bytes]]
+
+
 class BodyLimit:
-    """Answers 413 to bodies larger than a limit.
+    """Answers 413 to bodies larger than a limit, and 503 where all of them are.
 
     A declared length is refused before anything is read and before the
     application is called. An undeclared one is metered while it is read: as soon
     as it passes the limit, 413 is answered unless the response has begun, and the
     application's ``receive`` raises `BodyTooLarge`. Whatever it then still sends
     is dropped, and the exception ends here.
+
+    With a gate, the bytes of all bodies are bounded, too. A declared length is
+    admitted before anything is read, an undeclared one with the first bytes of the
+    body. Whoever is refused gets 503 with ``Retry-After``. The lease lasts as long
+    as the request, or until `RequestScope.release_body`: frameworks keep bodies.
 
     The connection is not closed: a client that is still sending would be reset
     and might never read the answer, so the server is left to read and drop the
@@ -36,74 +50,151 @@ class BodyLimit:
     Args:
         app: The application to wrap.
         max_bytes: The largest body to let through.
+        gate: Admits the bytes of bodies.
+        answer: Says no in the form of the application's own errors, given the scope
+            and why. By default it is JSON in the form of OpenAI's.
     """
 
-    def __init__(self, app: App, *, max_bytes: int) -> None:
+    def __init__(
+        self,
+        app: App,
+        *,
+        max_bytes: int,
+        gate: Gate | None = None,
+        answer: Answer | None = None,
+    ) -> None:
         if max_bytes < 0:
             message = f"max_bytes must not be negative, got {max_bytes}"
             raise ValueError(message)
         self._app = app
         self._max_bytes = max_bytes
+        self._gate = gate
+        self._answer = answer or openai_answer
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Serve one connection.
 
         Cancellation:
-            Passes through.
+            Passes through; whoever waits at the gate leaves its line.
         """
         if scope["type"] != "http":
             await self._app(scope, receive, send)
-        elif _declared(scope) > self._max_bytes:
-            await _refuse(send, self._max_bytes)
+        elif (declared := _declared(scope)) > self._max_bytes:
+            await _say(send, self._answer(scope, BodyTooLarge(self._max_bytes)))
         else:
-            await self._metered(scope, receive, send)
+            await self._metered(scope, receive, send, declared)
 
-    async def _metered(self, scope: Scope, receive: Receive, send: Send) -> None:
-        meter = _Meter(receive, send, self._max_bytes)
+    async def _metered(
+        self, scope: Scope, receive: Receive, send: Send, declared: int
+    ) -> None:
+        async def refuse(refusal: BodyTooLarge | Refused) -> None:
+            await _say(send, self._answer(scope, refusal))
+
+        meter = _Meter(receive, send, refuse, self._max_bytes, self._gate)
+        request = scope.get(KEY)
+        if isinstance(request, RequestScope):
+            request.body = meter
         try:
+            if declared:
+                await meter.admit(declared)
             await self._app(scope, meter.receive, meter.send)
-        except BodyTooLarge:
+        except _REFUSALS:
             if not meter.refused:
                 raise
         except BaseExceptionGroup as group:  # of an application that reads in a task
             if not meter.refused:
                 raise
-            _, rest = group.split(BodyTooLarge)
+            _, rest = group.split(_REFUSALS)
             if rest is not None:
                 raise rest from None
+        finally:
+            meter.release()
 
 
 class _Meter:
-    """Counts one body, and takes the response over if it is too large."""
+    """Counts one body, and takes the response over if it is refused."""
 
-    __slots__ = ("_left", "_limit", "_receive", "_send", "_started", "refused")
+    __slots__ = (
+        "_gate",
+        "_lease",
+        "_limit",
+        "_over",
+        "_read",
+        "_receive",
+        "_refuse",
+        "_send",
+        "_started",
+        "refused",
+    )
 
-    def __init__(self, receive: Receive, send: Send, limit: int) -> None:
+    def __init__(
+        self,
+        receive: Receive,
+        send: Send,
+        refuse: Callable[[BodyTooLarge | Refused], Awaitable[None]],
+        limit: int,
+        gate: Gate | None,
+    ) -> None:
         self._receive = receive
         self._send = send
+        self._refuse = refuse
         self._limit = limit
-        self._left = limit
+        self._gate = gate
+        self._lease: Lease | None = None
+        self._read = 0
+        self._over = False
         self._started = False
         self.refused = False
 
+    async def admit(self, size: int) -> None:
+        """Have *size* bytes admitted, if there is a gate.
+
+        Raises:
+            Refused: They are not; the client has been told.
+        """
+        if self._gate is None:
+            return
+        try:
+            self._lease = await self._gate.admit(bytes=size)
+        except Refused as refusal:
+            await self._answer(refusal)
+            raise
+
+    def release(self) -> None:
+        """The body is gone: let the next one in. Idempotent."""
+        # From here on it counts no more: what is still to come was never asked for.
+        self._gate = None
+        lease, self._lease = self._lease, None
+        if lease is not None:
+            lease.release()
+
     async def receive(self) -> Message:
-        if self._left < 0:
+        if self._over:
             raise BodyTooLarge(self._limit)
         message = await self._receive()
-        self._left -= len(message.get("body", b""))
-        if self._left >= 0:
-            return message
-        del message
-        if not self._started:
-            self._started = self.refused = True
-            await _refuse(self._send, self._limit)
-        raise BodyTooLarge(self._limit)
+        self._read += len(message.get("body", b""))
+        if self._read > self._limit:
+            del message
+            self._over = True
+            refusal = BodyTooLarge(self._limit)
+            await self._answer(refusal)
+            raise refusal
+        if self._lease is not None and self._read > self._lease.bytes:
+            self._lease.settle(bytes=self._read)
+        elif self._lease is None and self._read:
+            await self.admit(self._read)
+        return message
 
     async def send(self, message: Message) -> None:
         if self.refused:
             return
         self._started = True
         await self._send(message)
+
+    async def _answer(self, refusal: BodyTooLarge | Refused) -> None:
+        if not self._started:
+            self._started = self.refused = True
+            await self._refuse(refusal)
 
 
 def _declared(scope: Scope) -> int:
@@ -115,18 +206,43 @@ def _declared(scope: Scope) -> int:
     return 0
 
 
-async def _refuse(send: Send, limit: int) -> None:
-    message = f"The request body is larger than {limit} bytes; send less"
-    error = {
-        "message": message,
-        "type": "invalid_request_error",
-        "param": None,
-        "code": "request_too_large",
-    }
+async def _say(send: Send, answer: tuple[int, Headers, bytes]) -> None:
+    status, headers, body = answer
+    await send({"type": "http.response.start", "status": status, "headers": headers})
+    await send({"type": "http.response.body", "body": body})
+
+
+def openai_answer(
+    _scope: Scope, refusal: BodyTooLarge | Refused
+) -> tuple[int, Headers, bytes]:
+    """Return status, headers and body of a refusal, in the form of OpenAI's API."""
+    status, code, message, headers = _told(refusal)
+    kind = "invalid_request_error" if status == 413 else "server_error"
+    error = {"message": message, "type": kind, "param": None, "code": code}
     body = json.dumps({"error": error}).encode()
-    headers = [
+    headers += [
         (b"content-type", b"application/json"),
         (b"content-length", str(len(body)).encode()),
     ]
-    await send({"type": "http.response.start", "status": 413, "headers": headers})
-    await send({"type": "http.response.body", "body": body})
+    return status, headers, body
+
+
+def _told(
+    refusal: BodyTooLarge | Refused,
+) -> tuple[int, str, str, Headers]:
+    if isinstance(refusal, BodyTooLarge):
+        message = f"The request body is larger than {refusal.limit} bytes; send less"
+        return 413, "request_too_large", message, []
+    if isinstance(refusal, CostTooLarge):
+        message = "The request body is larger than this server can hold; send less"
+        return 413, "request_too_large", message, []
+    if isinstance(refusal, GateClosed):
+        gone = [(b"x-should-retry", b"false")]
+        return 503, "shutting_down", "The server is shutting down", gone
+    after = min(max(refusal.retry_after or 1.0, 0.001), 60.0)
+    headers = [
+        (b"retry-after", str(math.ceil(after)).encode()),
+        (b"retry-after-ms", str(math.ceil(1000 * after)).encode()),
+    ]
+    message = f"The server is full; try again in {math.ceil(after)} s"
+    return 503, "server_overloaded", message, headers

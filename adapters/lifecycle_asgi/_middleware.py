@@ -29,6 +29,8 @@ class LifecycleMiddleware:
       application arrives as it was raised.
     * When the response is complete, reading ends; what the application still does
       is not cancelled by the client any more.
+    * What the request owns, such as the generator of its body, is closed in the task
+      that the server called.
 
     Lifespan and websocket scopes pass through, and so does a request that another
     `LifecycleMiddleware` already watches.
@@ -36,14 +38,18 @@ class LifecycleMiddleware:
     Args:
         app: The application to wrap.
         read_ahead: Bytes of request body to read before the application asks.
+        grace: Seconds that each thing that a request owns may take to close.
     """
 
-    def __init__(self, app: App, *, read_ahead: int = 65536) -> None:
+    def __init__(
+        self, app: App, *, read_ahead: int = 65536, grace: float = 5.0
+    ) -> None:
         if read_ahead < 1:
             message = f"read_ahead must be at least 1 byte, got {read_ahead}"
             raise ValueError(message)
         self._app = app
         self._read_ahead = read_ahead
+        self._grace = grace
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Serve one connection.
@@ -82,6 +88,10 @@ class LifecycleMiddleware:
             # Only the reader is left to wait for, and it is stopping. Being
             # cancelled in that wait would lose the application's own error.
             tasks.cancel_scope.shield = True
+            try:
+                await exchange.request.close(self._grace)
+            except Exception as error:  # noqa: BLE001 - raised below, as above
+                failure = failure or error
         try:
             if failure is not None:
                 raise failure

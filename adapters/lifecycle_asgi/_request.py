@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import MutableMapping
-from typing import Any, Literal, Protocol
+from collections.abc import AsyncIterator
+from typing import Any, Literal, Protocol, TypeVar
+
+from lifecycle_asgi._owned import Begun, Closable, begun, close_all
+
+S = TypeVar("S", bound=Closable)
+T = TypeVar("T")
 
 KEY = "lifecycle"
 """Where `LifecycleMiddleware` puts the `RequestScope` in the ASGI scope."""
@@ -20,18 +25,38 @@ class Attachable(Protocol):
     def cancelled_as(self, outcome: Literal["client_gone"]) -> None: ...
 
 
+class Body(Protocol):
+    """What bounds the request's body: `BodyLimit`, with a gate."""
+
+    def release(self) -> None:
+        """Give back what the body was admitted with."""
+
+
 class RequestScope:
     """The request's view of its client, found in ``scope["lifecycle"]``.
 
     A cancellation alone does not say who wanted it. A session attached here is
     told before the cancellation is delivered, so that it is counted as
     ``client_gone`` and not as ``cancelled``.
+
+    A stream given to `own` or `begin` is closed when the application has ended, in
+    the task that the server called, whatever became of the response.
     """
 
-    __slots__ = ("_attached", "_client_gone", "_live")
+    __slots__ = (
+        "_attached",
+        "_cancelled_when_gone",
+        "_client_gone",
+        "_live",
+        "_owned",
+        "body",
+    )
 
-    def __init__(self) -> None:
+    def __init__(self, *, cancelled_when_gone: bool = False) -> None:
+        self._cancelled_when_gone = cancelled_when_gone
         self._attached: list[Attachable] = []
+        self._owned: list[Closable] = []
+        self.body: Body | None = None
         self._client_gone = False
         self._live = True
 
@@ -61,8 +86,58 @@ class RequestScope:
                 has left already it is told at once.
         """
         self._attached.append(session)
-        if self._client_gone:
+        if self._client_gone or self._cancelled_when_gone:
             session.cancelled_as = "client_gone"
+
+    def own(self, source: S) -> S:
+        """Have *source* closed at the end of the request; returns *source*.
+
+        Args:
+            source: An async generator, a `lifecycle.Stream`, or what else has
+                ``aclose``.
+        """
+        self._owned.append(source)
+        return source
+
+    async def begin(self, source: AsyncIterator[T]) -> Begun[T]:
+        """Own *source*, and wait for its first item before anything is answered.
+
+        Frameworks send the status before they ask a body for its first item. Where
+        that item has to be admitted first, a refusal would come too late to be one.
+
+        Args:
+            source: An async generator, or a `lifecycle.Stream`.
+
+        Returns:
+            The items of *source*, the first one included: a body for a response.
+
+        Raises:
+            Exception: What *source* raised before its first item.
+
+        Cancellation:
+            Goes through to *source*, which is closed at the end of the request.
+        """
+        self.own(Begun([], source))
+        return await begun(source)
+
+    def release_body(self) -> None:
+        """Say that the request's body is gone: the next one may come in. Idempotent.
+
+        Call it at hand-off, where nothing refers to the body any more. Without a
+        `BodyLimit` with a gate it does nothing.
+        """
+        body, self.body = self.body, None
+        if body is not None:
+            body.release()
+
+    async def close(self, grace: float) -> None:
+        """Called by the middleware: close what is owned; see `close_all`.
+
+        Cancellation:
+            Shielded for as long as *grace* seconds for each.
+        """
+        owned, self._owned = self._owned, []
+        await close_all(owned, grace)
 
     def leave(self) -> None:
         """Called by the middleware: the client left; tell what is attached."""
@@ -76,10 +151,11 @@ class RequestScope:
         Servers keep the ASGI scope of an idle connection until its next request.
         """
         self._live = False
+        self.body = None
         self._attached.clear()
 
 
-def request_of(scope: MutableMapping[str, Any]) -> RequestScope:
+def request_of(scope: Any) -> RequestScope:
     """The `RequestScope` of an ASGI scope.
 
     Args:

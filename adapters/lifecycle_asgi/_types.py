@@ -9,4 +9,5 @@ Scope: TypeAlias = MutableMapping[str, Any]
 Message: TypeAlias = MutableMapping[str, Any]
 Receive: TypeAlias = Callable[[], Awaitable[Message]]
 Send: TypeAlias = Callable[[Message], Awaitable[None]]
-App: TypeAlias = Callable[[Scope, Receive, Send], Awaitable[None]]
+# Each framework has types of its own for these three; all of them are welcome.
+App: TypeAlias = Callable[[Any, Any, Any], Awaitable[Any]]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 from typing import Any
 
@@ -16,6 +15,7 @@ from lifecycle import (
     StartTimeout,
     StreamTimeout,
 )
+from lifecycle_asgi import BodyTooLarge
 from lifecycle_zmq import EngineFailed, RequestRejected
 
 from .processor import BadChat, BadImage
@@ -55,11 +55,6 @@ class ApiError(Exception):
         self.retry = retry
 
     @property
-    def body(self) -> bytes:
-        """The error as JSON, the same in a response and in a stream."""
-        return json.dumps({"error": self.fields}).encode()
-
-    @property
     def fields(self) -> dict[str, Any]:
         """What stands under ``error``."""
         return {
@@ -95,7 +90,7 @@ def describe(error: Exception) -> ApiError | None:
     """What a client is told about *error*; ``None`` if it is a mistake of ours."""
     if isinstance(error, ApiError):
         return error
-    if isinstance(error, Refused):
+    if isinstance(error, (Refused, BodyTooLarge)):
         return _refused(error)
     if isinstance(error, EngineLost):
         message = f"The engine is not there ({error.reason}); try again later"
@@ -119,7 +114,10 @@ def describe(error: Exception) -> ApiError | None:
     return None
 
 
-def _refused(error: Refused) -> ApiError:
+def _refused(error: Refused | BodyTooLarge) -> ApiError:
+    if isinstance(error, BodyTooLarge):
+        message = f"The request body is larger than {error.limit} bytes; send less"
+        return ApiError(413, message, code="request_too_large")
     if isinstance(error, CostTooLarge):
         message = "The request is larger than this server can ever hold; send less"
         return ApiError(413, message, code="request_too_large")

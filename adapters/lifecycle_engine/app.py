@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from functools import partial
+from typing import TYPE_CHECKING, Any
 
 import anyio
 from starlette.applications import Starlette
@@ -13,17 +16,23 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
-from lifecycle import Gate, SessionRegistry
+from lifecycle import Gate, Refused, SessionRegistry
 from lifecycle.events import Observer
-from lifecycle_asgi import BodyLimit, LifecycleMiddleware
+from lifecycle_asgi import BodyLimit, BodyTooLarge, LifecycleMiddleware
 
-from .api_errors import ApiError
-from .chat import ChatCompletions
+from .api_errors import ApiError, describe
+from .dialect import Dialect, dump
+from .generate import Generate
 from .incoming import ChatDefaults, Intake
 from .live import LiveView
 from .media import MediaLimits
+from .messages_wire import ANTHROPIC
+from .openai_dialect import OPENAI
 from .processor import Processor
 from .service import Deadlines, Engine, Service
+
+if TYPE_CHECKING:
+    from lifecycle_metrics import Metrics
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -59,8 +68,10 @@ def create_app(
     *,
     gate: Gate,
     in_flight: Gate | None = None,
+    bodies: Gate | None = None,
     settings: AppSettings | None = None,
     observer: Observer | None = None,
+    metrics: Metrics | None = None,
 ) -> Starlette:
     """Make the application; its lifespan runs the engine and the sessions.
 
@@ -70,8 +81,11 @@ def create_app(
         gate: Over the bytes of payloads, until hand-off. Requests of text alone
             do not pass it.
         in_flight: Over all requests, until their end; unbounded if left out.
+        bodies: Over the bytes of bodies, until hand-off; by default room for eight of
+            the largest.
         settings: The rest.
-        observer: Told of sessions, starts, payloads and drains.
+        observer: Told of sessions, starts, payloads and drains; *metrics* for one.
+        metrics: What ``/metrics`` tells; it is made to watch gates and sessions.
 
     Returns:
         The application; ``app.state.service`` is its `Service`.
@@ -89,6 +103,7 @@ def create_app(
             text_chars=settings.text_chars,
             body_idle=settings.body_idle,
         ),
+        bodies=bodies or Gate(bytes=8 * settings.body_bytes, name="bodies"),
         payloads=gate,
         in_flight=in_flight or Gate(name="in_flight"),
         threads=anyio.CapacityLimiter(settings.threads),
@@ -98,11 +113,16 @@ def create_app(
         ),
     )
     app = Starlette(
-        routes=_routes(service),
-        lifespan=lambda _: service.running(),
+        routes=_routes(service, metrics),
+        lifespan=lambda _: _running(service, metrics),
         middleware=[
             Middleware(LifecycleMiddleware),
-            Middleware(BodyLimit, max_bytes=settings.body_bytes),
+            Middleware(
+                BodyLimit,
+                max_bytes=settings.body_bytes,
+                gate=service.bodies,
+                answer=_refusal,
+            ),
         ],
         exception_handlers={HTTPException: _http_error, Exception: _internal_error},
     )
@@ -110,35 +130,60 @@ def create_app(
     return app
 
 
-def _routes(service: Service) -> list[Route]:
-    live = LiveView(service)
-    chat = ChatCompletions(service)
+@asynccontextmanager
+async def _running(service: Service, metrics: Metrics | None) -> AsyncIterator[None]:
+    async with service.running():
+        if metrics is not None:
+            metrics.watch(*service.gates, service.sessions)
+        yield
+
+
+def _routes(service: Service, metrics: Metrics | None) -> list[Route]:
+    live = LiveView(service, metrics)
     return [
-        Route("/v1/chat/completions", chat, methods=["POST"]),
+        Route("/v1/chat/completions", Generate(service, OPENAI), methods=["POST"]),
+        Route("/v1/messages", Generate(service, ANTHROPIC), methods=["POST"]),
         Route("/v1/models", live.models),
         Route("/v1/models/{model}", live.model),
         Route("/health", live.health),
         Route("/ready", live.ready),
+        Route("/metrics", live.metrics),
         Route("/_lifecycle/status", live.status),
         Route("/_lifecycle/requests", live.requests),
     ]
 
 
-async def _http_error(_: Request, error: Exception) -> Response:
+def _dialect(path: str) -> Dialect:
+    return ANTHROPIC if path.startswith("/v1/messages") else OPENAI
+
+
+def _refusal(
+    scope: Any, refusal: BodyTooLarge | Refused
+) -> tuple[int, list[tuple[bytes, bytes]], bytes]:
+    """What `BodyLimit` answers, in the form of the API that was asked."""
+    response = _response(scope["path"], describe(refusal) or _INTERNAL)
+    return response.status_code, response.raw_headers, bytes(response.body)
+
+
+async def _http_error(request: Request, error: Exception) -> Response:
     assert isinstance(error, HTTPException)
     code = {404: "not_found", 405: "method_not_allowed"}.get(error.status_code, "http")
     problem = ApiError(error.status_code, error.detail, code=code)
-    response = _response(problem)
+    response = _response(request.url.path, problem)
     response.headers.update(error.headers or {})
     return response
 
 
-async def _internal_error(_: Request, error: Exception) -> Response:
+async def _internal_error(request: Request, error: Exception) -> Response:
     del error  # logged by the server; a client learns nothing of it
-    return _response(
-        ApiError(500, "The server failed; see its log", code="internal_error")
-    )
+    return _response(request.url.path, _INTERNAL)
 
 
-def _response(error: ApiError) -> Response:
-    return Response(error.body, error.status, media_type="application/json")
+def _response(path: str, error: ApiError) -> Response:
+    status, document = _dialect(path).error(error, None)
+    response = Response(dump(document), status, media_type="application/json")
+    response.raw_headers += error.headers
+    return response
+
+
+_INTERNAL = ApiError(500, "The server failed; see its log", code="internal_error")

@@ -7,7 +7,7 @@ import sys
 import tempfile
 from enum import StrEnum
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 try:
     import typer
@@ -20,6 +20,8 @@ except ModuleNotFoundError as error:
 from .hints import first_steps
 
 if TYPE_CHECKING:
+    from lifecycle_metrics import Metrics
+
     from .processor import Empty, Processor
 
 cli = typer.Typer(
@@ -121,12 +123,17 @@ def serve(
         arena_bytes=arena_bytes,
     )
     name = model or (folder.name if folder is not None else "sim")
-    line = {"max_waiting": max_waiting, "max_wait": max_wait}
+    line: dict[str, Any] = {"max_waiting": max_waiting, "max_wait": max_wait}
+    metrics = _metrics()
+    line |= {"observer": metrics}
     app = create_app(
         engine,
         make_processor(folder, in_arena(engine) if arena_bytes else None),
-        gate=Gate(bytes=payload_bytes, name="payloads", **line),  # type: ignore[arg-type]
-        in_flight=Gate(slots=slots or None, name="in_flight", **line),  # type: ignore[arg-type]
+        gate=Gate(bytes=payload_bytes, name="payloads", **line),
+        in_flight=Gate(slots=slots or None, name="in_flight", **line),
+        bodies=Gate(bytes=8 * body_bytes, name="bodies", **line),
+        observer=metrics,
+        metrics=metrics,
         settings=AppSettings(model=name, body_bytes=body_bytes, threads=threads),
     )
 
@@ -205,6 +212,29 @@ def checkpoint(
     typer.echo(f"{out}")
 
 
+@cli.command()
+def doctor() -> None:
+    """Say what is wrong with this machine, or could be better, and what to do."""
+    from .doctor import examine
+
+    marks = {"fine": "  ok", "note": "note", "bad": " BAD"}
+    bad = 0
+    for finding in examine():
+        typer.echo(f"{marks[finding.state]}  {finding.what}: {finding.found}")
+        if finding.remedy:
+            typer.echo(f"      -> {finding.remedy}")
+        bad += finding.state == "bad"
+    raise typer.Exit(1 if bad else 0)
+
+
+def _metrics() -> Metrics | None:
+    try:
+        from lifecycle_metrics import Metrics
+    except ImportError:  # the server runs without its extra
+        return None
+    return Metrics()
+
+
 def _existing(folder: Path) -> Path:
     if (folder / "config.json").exists():
         return folder
@@ -245,10 +275,10 @@ def make_processor(folder: Path | None, empty: Empty | None = None) -> Processor
 
         return SimProcessor(empty=empty)
     from ._hf import hf
-    from .qwen_processor import QwenProcessor
+    from .chat_processor import ChatProcessor
 
     hf("set_verbosity_error", "utils.logging")()
-    return QwenProcessor(folder, empty=empty)
+    return ChatProcessor(folder, empty=empty)
 
 
 def default_checkpoint(cache: Path | None = None) -> Path:

@@ -14,22 +14,31 @@ class ByteDetokenizer:
     for each maximal broken part, as the tokenizers library writes them.
     """
 
-    __slots__ = ("_bytes_of", "_decoder")
+    __slots__ = ("_bytes_of", "_decoder", "_strip")
 
-    def __init__(self, bytes_of: Mapping[int, bytes]) -> None:
+    def __init__(self, bytes_of: Mapping[int, bytes], *, strip: bool = False) -> None:
         """Start a stream.
 
         Args:
             bytes_of: The bytes of each token id. An id without any (a control
                 token, or one of the rows that a vocabulary is padded with) is
                 no text.
+            strip: Leave out the space that the text begins with, if it does.
         """
         self._bytes_of = bytes_of
+        self._strip = strip
         self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
 
     def push(self, ids: Sequence[int]) -> str:
         """Take further ids and return the text that they complete."""
-        return self._decoder.decode(b"".join([self._bytes_of.get(i, b"") for i in ids]))
+        data = b"".join([self._bytes_of.get(i, b"") for i in ids])
+        if self._strip and data:
+            data, self._strip = data.removeprefix(b" "), False
+        return self._decoder.decode(data)
+
+    def spell(self, token: int) -> bytes:
+        """Return the bytes of one token, whatever was pushed."""
+        return self._bytes_of.get(token, b"")
 
     def flush(self) -> str:
         """Return what is left; U+FFFD for half a character."""

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import re
 import secrets
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -28,6 +29,8 @@ from .media import (
 )
 from .openai_schema import ChatRequest, parse_request, unknown_model
 from .processor import Chat, Message
+
+Form = Callable[[bytes], ChatRequest]
 
 _ID = re.compile(rb"[A-Za-z0-9._-]{1,128}")
 # Shorter bodies are parsed where they are: a thread costs more than they do.
@@ -53,11 +56,13 @@ class Incoming:
 
     Attributes:
         chat: For the processor; take it once.
-        estimate: Bytes that it will need in this process until hand-off; 0 for
-            text alone, which never waits for bytes.
+        estimate: Bytes that it will need until hand-off, a copy for each choice;
+            0 for text alone, which never waits for bytes.
         images: How many images it has.
         stream: Whether the answer is to be streamed.
         include_usage: Whether the stream ends with a usage chunk.
+        choices: How many answers are to be given.
+        stop: Strings that end an answer.
     """
 
     chat: Payload[Chat] = field(repr=False)
@@ -65,6 +70,8 @@ class Incoming:
     images: int
     stream: bool
     include_usage: bool
+    choices: int = 1
+    stop: tuple[str, ...] = field(default=(), repr=False)
 
 
 class ClientLeft(Exception):
@@ -108,11 +115,12 @@ class Intake:
         for scope in self._reading:
             scope.cancel()
 
-    async def read(self, receive: Any) -> Incoming:
+    async def read(self, receive: Any, form: Form = parse_request) -> Incoming:
         """Read one request body and return what it asks for.
 
         Args:
             receive: The ASGI ``receive``.
+            form: Checks the body, in the form of its API.
 
         Raises:
             ApiError: 400, 404, 408 or 413.
@@ -124,13 +132,13 @@ class Intake:
         """
         body = await self._read_body(receive)
         if len(body) <= _INLINE_BYTES:
-            return self.parse(body)
+            return self.parse(body, form)
         box = Payload(body, nbytes=len(body))
         del body
 
         def parse() -> Incoming | ApiError:
             try:
-                return self.parse(box.take())
+                return self.parse(box.take(), form)
             except ApiError as error:
                 # A traceback holds the body's frames, and a worker thread holds
                 # on to what it raised until it runs again.
@@ -141,13 +149,13 @@ class Intake:
             raise outcome
         return outcome
 
-    def parse(self, body: bytes) -> Incoming:
+    def parse(self, body: bytes, form: Form = parse_request) -> Incoming:
         """Check a body; any thread.
 
         Raises:
             ApiError: 400, 404 or 413. It retains nothing of the body.
         """
-        request = parse_request(body)
+        request = form(body)
         del body
         if request.model != self._model:
             raise unknown_model(self._model)
@@ -163,14 +171,20 @@ class Intake:
             self._defaults.temperature if temperature is None else temperature,
             request.seed,
             bool(request.ignore_eos),
+            1.0 if request.top_p is None else request.top_p,
+            (request.top_logprobs or 0) if request.logprobs else None,
+            request.user or "",
         )
+        choices = request.n or 1
         weight = sum(one.encoded for one in measures)
         return Incoming(
             Payload(chat, nbytes=weight),
-            estimate_bytes(measures),
+            estimate_bytes(measures) * choices,
             len(measures),
             bool(request.stream),
             bool(options and options.include_usage),
+            choices,
+            tuple(request.stop),
         )
 
     async def _read_body(self, receive: Any) -> bytes:

@@ -3,6 +3,10 @@
 One row a slot and one more that is reserved: padded lanes of a decode step write
 to it, so that a batch can have any size without touching a request's row. Which
 rows and positions a forward pass means is a `Window` set before it.
+
+A decode step reads the rows ``0 .. width - 1`` where they lie. Picking the lanes'
+rows out would copy every key and value of the batch in every layer of every step;
+keeping the rows of a batch together costs one `move` when a request leaves.
 """
 
 from __future__ import annotations
@@ -18,21 +22,40 @@ _Cache: Any = hf("Cache", "cache_utils")
 _CacheLayer: Any = hf("CacheLayerMixin", "cache_utils")
 
 
-@dataclass(slots=True)
-class Window:
-    """What the next forward pass writes and sees.
+@dataclass(frozen=True, slots=True)
+class Chunk:
+    """A prefill pass: writes positions ``start .. stop - 1`` of one row."""
+
+    row: int
+    start: int
+    stop: int
+
+    def write(self, store: torch.Tensor, states: torch.Tensor) -> torch.Tensor:
+        """Store ``(1, heads, tokens, head_dim)``; return what attention sees."""
+        store[self.row, :, self.start : self.stop] = states[0]
+        return store[self.row : self.row + 1, :, : self.stop]
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    """A decode pass: writes one position for each lane, reads rows from 0 on.
 
     Attributes:
-        rows: Row of each lane, ``(lanes,)``, or one `int` for a prefill.
-        positions: Where each lane's token goes, ``(lanes,)``; prefill: unused.
-        start: First position of a prefill chunk; 0 for decode.
+        rows: Where each lane writes, ``(width,)``: its own number, or the
+            reserved row if it is padding.
+        positions: The position that it writes, ``(width,)``.
         stop: Positions ``0 .. stop - 1`` are returned to attention.
     """
 
-    rows: torch.Tensor | int
-    positions: torch.Tensor | None
-    start: int
+    rows: torch.Tensor
+    positions: torch.Tensor
     stop: int
+    start = 0
+
+    def write(self, store: torch.Tensor, states: torch.Tensor) -> torch.Tensor:
+        """Store ``(width, heads, 1, head_dim)``; return what attention sees."""
+        store[self.rows, :, self.positions] = states[:, :, 0]
+        return store[: states.shape[0], :, : self.stop]
 
 
 class SlotLayer(_CacheLayer):  # type: ignore[misc]  # a base of type Any
@@ -63,12 +86,12 @@ class SlotLayer(_CacheLayer):  # type: ignore[misc]  # a base of type Any
         """Write ``(lanes, heads, tokens, head_dim)``; return what attention sees."""
         window = self._owner.window
         return (
-            _write(self.keys, key_states, window),
-            _write(self.values, value_states, window),
+            window.write(self.keys, key_states),
+            window.write(self.values, value_states),
         )
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
-        """Key length and offset; only asked where no 4-D mask is given (prefill)."""
+        """Key length and offset; only asked where no 4-D mask is given."""
         return self._owner.window.start + query_length, 0
 
     def get_seq_length(self) -> int:
@@ -87,9 +110,11 @@ class SlotCache(_Cache):  # type: ignore[misc]  # a base of type Any
     """The rows of a whole model.
 
     Attributes:
-        reserved: The row for padded lanes; the last one, never a slot.
-        window: Set by `prefill_window` or `decode_window` before each pass.
+        reserved: The row for padded lanes; the last one, never a slot's.
+        window: What the next pass writes and sees; set before each.
     """
+
+    window: Chunk | Step
 
     def __init__(
         self,
@@ -104,7 +129,7 @@ class SlotCache(_Cache):  # type: ignore[misc]  # a base of type Any
     ) -> None:
         shape = (slots + 1, heads, max_length, head_dim)
         self.reserved = slots
-        self.window = Window(rows=0, positions=None, start=0, stop=0)
+        self.window = Chunk(slots, 0, 0)
         # Zeros, not empty: a masked key still enters a product with weight zero,
         # and zero times an old NaN is a NaN.
         super().__init__(
@@ -123,26 +148,15 @@ class SlotCache(_Cache):  # type: ignore[misc]  # a base of type Any
         """Device memory of all rows, the reserved one included."""
         return sum(layer.keys.nbytes + layer.values.nbytes for layer in self.layers)
 
-    def clear(self, slot: int, length: int) -> None:
+    def clear(self, row: int, length: int) -> None:
         """Zero what a request wrote: a NaN or secret must not outlive its request."""
         for layer in self.layers:
-            layer.keys[slot, :, :length] = 0
-            layer.values[slot, :, :length] = 0
+            layer.keys[row, :, :length] = 0
+            layer.values[row, :, :length] = 0
 
-    def prefill_window(self, slot: int, start: int, stop: int) -> None:
-        """The next pass writes positions ``start .. stop - 1`` of one slot."""
-        self.window = Window(rows=slot, positions=None, start=start, stop=stop)
-
-    def decode_window(
-        self, rows: torch.Tensor, positions: torch.Tensor, stop: int
-    ) -> None:
-        """The next pass writes one position of each lane's row."""
-        self.window = Window(rows=rows, positions=positions, start=0, stop=stop)
-
-
-def _write(store: torch.Tensor, states: torch.Tensor, window: Window) -> torch.Tensor:
-    if isinstance(window.rows, int):
-        store[window.rows, :, window.start : window.stop] = states[0]
-        return store[window.rows : window.rows + 1, :, : window.stop]
-    store[window.rows, :, window.positions] = states[:, :, 0]
-    return store[window.rows, :, : window.stop]
+    def move(self, row: int, to: int, length: int) -> None:
+        """Carry what a request wrote over to another row, and zero where it was."""
+        for layer in self.layers:
+            for store in (layer.keys, layer.values):
+                store[to, :, :length] = store[row, :, :length]
+        self.clear(row, length)

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import os
+import re
 import time
+from collections.abc import Mapping
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import anyio
 from starlette.requests import Request
@@ -15,16 +17,23 @@ from starlette.responses import JSONResponse, Response
 from .openai_schema import unknown_model
 from .service import Service
 
+if TYPE_CHECKING:
+    from lifecycle_metrics import Metrics
+
+_METRIC = re.compile("[a-z_][a-z0-9_]*")
+
 
 class LiveView:
     """The read-only endpoints of a `Service`.
 
     Args:
         service: What they show.
+        metrics: What ``/metrics`` tells, if anything.
     """
 
-    def __init__(self, service: Service) -> None:
+    def __init__(self, service: Service, metrics: Metrics | None = None) -> None:
         self._service = service
+        self._metrics = metrics
         self._created = int(time.time())
 
     async def models(self, _: Request) -> Response:
@@ -36,7 +45,7 @@ class LiveView:
         if request.path_params["model"] == self._service.model:
             return JSONResponse(self._model())
         error = unknown_model(self._service.model)
-        return Response(error.body, error.status, media_type="application/json")
+        return JSONResponse({"error": error.fields}, error.status)
 
     async def health(self, _: Request) -> Response:
         """``GET /health``: this process answers."""
@@ -66,6 +75,14 @@ class LiveView:
         ]
         return JSONResponse({"requests": rows})
 
+    async def metrics(self, _: Request) -> Response:
+        """``GET /metrics``: gates and sessions, and the engine's own numbers."""
+        if self._metrics is None:
+            return Response("metrics need prometheus-client on the server\n", 404)
+        status = await self._service.engine_status() or {}
+        text = self._metrics.text() + engine_numbers(status).encode()
+        return Response(text, media_type="text/plain; version=0.0.4")
+
     def _model(self) -> dict[str, Any]:
         return {
             "id": self._service.model,
@@ -73,6 +90,23 @@ class LiveView:
             "created": self._created,
             "owned_by": "lifecycle",
         }
+
+
+def engine_numbers(status: Mapping[str, Any], path: str = "lifecycle_engine") -> str:
+    """The numbers of an engine's status, nested ones too, as Prometheus gauges.
+
+    Args:
+        status: What the engine told of itself.
+        path: What the names begin with.
+    """
+    lines = []
+    for name, value in status.items():
+        inner = f"{path}_{name}"
+        if isinstance(value, Mapping):
+            lines.append(engine_numbers(value, inner))
+        elif isinstance(value, int | float) and _METRIC.fullmatch(inner):
+            lines.append(f"# TYPE {inner} gauge\n{inner} {float(value)}\n")
+    return "".join(lines)
 
 
 async def snapshot(service: Service) -> dict[str, Any]:
@@ -88,6 +122,7 @@ async def snapshot(service: Service) -> dict[str, Any]:
         phases[session.phase] = phases.get(session.phase, 0) + 1
     return {
         "ready": service.ready,
+        "bodies": asdict(service.bodies.statistics()),
         "payloads": asdict(service.payloads.statistics()),
         "in_flight": asdict(service.in_flight.statistics()),
         "sessions": {**asdict(service.sessions.statistics()), "phases": phases},

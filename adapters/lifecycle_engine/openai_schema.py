@@ -7,7 +7,8 @@ change the answer and is not supported here. What is harmless is accepted.
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal
+from collections.abc import Mapping
+from typing import Annotated, Any, Literal, TypeVar
 
 import pydantic_core
 from pydantic import (
@@ -21,23 +22,22 @@ from pydantic import (
 
 from .api_errors import ApiError, bad_request
 
-_UNSUPPORTED: dict[str, tuple[Any, ...]] = {
+F = TypeVar("F", bound="Form")
+# Fields, each with the values that change nothing.
+Unsupported = Mapping[str, tuple[Any, ...]]
+
+_UNSUPPORTED: Unsupported = {
     "audio": (),
     "frequency_penalty": (0,),
     "function_call": ("none", "auto"),
     "functions": ([],),
     "logit_bias": ({},),
-    "logprobs": (False,),
     "modalities": (["text"],),
-    "n": (1,),
     "presence_penalty": (0,),
     "reasoning_effort": ("none",),
     "response_format": ({"type": "text"},),
-    "stop": ([], ""),
     "tool_choice": ("none", "auto"),
     "tools": ([],),
-    "top_logprobs": (0,),
-    "top_p": (1,),
     "web_search_options": (),
 }
 
@@ -46,22 +46,26 @@ _UNSUPPORTED: dict[str, tuple[Any, ...]] = {
 # that has more commas and brackets than this has more tokens than the wire takes.
 _MAX_VALUES = 2**18
 _MAX_PARTS = 4096
+# Each is a request of its own to the engine, and has its own copy of the images.
+_MAX_CHOICES = 16
 
 
-class _Strict(BaseModel):
+class Form(BaseModel):
+    """What a request is checked against, field by field."""
+
     model_config = ConfigDict(
         strict=True, extra="ignore", allow_inf_nan=False, hide_input_in_errors=True
     )
 
 
-class ImageUrl(_Strict):
+class ImageUrl(Form):
     """Where an image is: a data URL."""
 
     url: str
     detail: Literal["auto", "low", "high", "original"] | None = None
 
 
-class Part(_Strict):
+class Part(Form):
     """One piece of a message: text or an image."""
 
     type: Literal["text", "image_url"]
@@ -82,7 +86,13 @@ def _as_parts(content: Any) -> Any:
     return content
 
 
-class ChatMessage(_Strict):
+def _as_strings(stop: Any) -> Any:
+    if stop is None or stop == "":
+        return []
+    return [stop] if isinstance(stop, str) else stop
+
+
+class ChatMessage(Form):
     """One turn of the conversation."""
 
     role: Literal["system", "developer", "user", "assistant"]
@@ -101,14 +111,14 @@ class ChatMessage(_Strict):
         return self
 
 
-class StreamOptions(_Strict):
+class StreamOptions(Form):
     """How to stream."""
 
     include_usage: bool | None = None
     include_obfuscation: bool | None = None
 
 
-class ChatRequest(_Strict):
+class ChatRequest(Form):
     """The body of a chat completion, with the limits of this server."""
 
     model: str = Field(min_length=1, max_length=256)
@@ -121,16 +131,20 @@ class ChatRequest(_Strict):
     stream_options: StreamOptions | None = None
     user: str | None = Field(default=None, max_length=256)
     ignore_eos: bool | None = None
+    n: int | None = Field(default=None, ge=1, le=_MAX_CHOICES)
+    stop: Annotated[
+        list[Annotated[str, Field(min_length=1, max_length=256)]],
+        Field(max_length=4, fail_fast=True),
+        BeforeValidator(_as_strings),
+    ] = []
+    top_p: float | None = Field(default=None, ge=0, le=1)
+    logprobs: bool | None = None
+    top_logprobs: int | None = Field(default=None, ge=0, le=20)
 
     # Typed although unsupported, so that a wrong type is told as such; not what is
     # inside, as pydantic makes an error of each and a request may have many.
-    n: int | None = None
-    stop: str | list[Any] | None = None
-    top_p: float | None = None
     frequency_penalty: float | None = None
     presence_penalty: float | None = None
-    logprobs: bool | None = None
-    top_logprobs: int | None = None
     logit_bias: dict[str, Any] | None = None
     tools: list[Any] | None = None
     functions: list[Any] | None = None
@@ -150,17 +164,35 @@ def parse_request(body: bytes) -> ChatRequest:
         ApiError: 400, with the path of the first offending field in ``param``.
             Neither it nor its context refers to the body.
     """
+    request = checked(ChatRequest, body, _UNSUPPORTED)
+    _refuse_stray(request)
+    return request
+
+
+def checked(form: type[F], body: bytes, unsupported: Unsupported) -> F:
+    """Check a body against a form.
+
+    Args:
+        form: What it has to be.
+        body: JSON.
+        unsupported: Fields that would change the answer and are not supported, each
+            with the values that change nothing.
+
+    Raises:
+        ApiError: As from `parse_request`.
+    """
     document = _parse_json(body)
     try:
-        request = ChatRequest.model_validate(document)
+        request = form.model_validate(document)
     except ValidationError as error:
         mistake = error.errors(include_input=False, include_url=False)[0]
     else:
-        _refuse_unsupported(request)
+        _refuse_unsupported(request, unsupported)
         return request
+    param = _param(mistake["loc"], unsupported)
     raise bad_request(
-        f"{mistake['msg']}{_where(mistake['loc'])}",
-        param=_param(mistake["loc"]),
+        f"{mistake['msg']} (at {param})" if param else mistake["msg"],
+        param=param,
         code=_code(mistake["type"]),
     )
 
@@ -178,30 +210,31 @@ def _parse_json(body: bytes) -> object:
     raise bad_request(f"The body is not valid JSON: {message}", code="invalid_json")
 
 
-def _refuse_unsupported(request: ChatRequest) -> None:
-    for name, harmless in _UNSUPPORTED.items():
+def _refuse_unsupported(request: Form, unsupported: Unsupported) -> None:
+    for name, harmless in unsupported.items():
         value = getattr(request, name)
         if value is not None and value not in harmless:
             message = f"{name} is not supported by this server; leave it out"
             raise bad_request(message, param=name, code="unsupported_parameter")
+
+
+def _refuse_stray(request: ChatRequest) -> None:
+    if request.top_logprobs and not request.logprobs:
+        message = "top_logprobs is only allowed with logprobs"
+        raise bad_request(message, param="top_logprobs")
     if request.stream_options is not None and not request.stream:
         message = "stream_options is only allowed with stream"
         raise bad_request(message, param="stream_options")
 
 
-def _param(loc: tuple[int | str, ...]) -> str | None:
-    if loc and loc[0] in _UNSUPPORTED:
+def _param(loc: tuple[int | str, ...], unsupported: Unsupported) -> str | None:
+    if loc and loc[0] in unsupported:
         return str(loc[0])  # what follows may name the branch of a union
     path = ""
     for step in loc:
         dot = "." if path else ""
         path += f"[{step}]" if isinstance(step, int) else f"{dot}{step}"
     return path or None
-
-
-def _where(loc: tuple[int | str, ...]) -> str:
-    param = _param(loc)
-    return f" (at {param})" if param else ""
 
 
 def _code(kind: str) -> str:

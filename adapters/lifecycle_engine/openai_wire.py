@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -38,29 +39,43 @@ class Completion:
     model: str
     include_usage: bool = False
 
-    def whole(self, text: str, finish_reason: str, usage: Usage) -> dict[str, Any]:
-        """The answer to a request that does not stream."""
-        message = {"role": "assistant", "content": text, "refusal": None}
-        choice = {
-            "index": 0,
-            "message": message,
-            "logprobs": None,
-            "finish_reason": finish_reason,
-        }
+    def whole(
+        self,
+        choices: Sequence[tuple[str, str, list[dict[str, Any]] | None]],
+        usage: Usage,
+    ) -> dict[str, Any]:
+        """The answer to a request that does not stream.
+
+        Args:
+            choices: Text, finish reason and log probabilities of each.
+            usage: Of all together.
+        """
+        documents = [
+            {
+                "index": index,
+                "message": {"role": "assistant", "content": text, "refusal": None},
+                "logprobs": _logprobs(logprobs),
+                "finish_reason": reason,
+            }
+            for index, (text, reason, logprobs) in enumerate(choices)
+        ]
         head = self._head("chat.completion")
-        return {**head, "choices": [choice], "usage": usage.document()}
+        return {**head, "choices": documents, "usage": usage.document()}
 
-    def first(self) -> dict[str, Any]:
-        """The first chunk: the role."""
-        return self._chunk({"role": "assistant", "content": "", "refusal": None})
+    def first(self, index: int) -> dict[str, Any]:
+        """The first chunk of a choice: the role."""
+        delta = {"role": "assistant", "content": "", "refusal": None}
+        return self._chunk(index, delta)
 
-    def text(self, text: str) -> dict[str, Any]:
+    def text(
+        self, index: int, text: str, logprobs: list[dict[str, Any]] | None = None
+    ) -> dict[str, Any]:
         """A chunk of text."""
-        return self._chunk({"content": text})
+        return self._chunk(index, {"content": text}, logprobs=logprobs)
 
-    def last(self, finish_reason: str) -> dict[str, Any]:
-        """The last chunk of the choice."""
-        return self._chunk({}, finish_reason)
+    def last(self, index: int, finish_reason: str) -> dict[str, Any]:
+        """The last chunk of a choice."""
+        return self._chunk(index, {}, finish_reason)
 
     def usage(self, usage: Usage) -> dict[str, Any]:
         """The chunk behind the last one, if the client asked for it."""
@@ -68,12 +83,16 @@ class Completion:
         return {**head, "choices": [], "usage": usage.document()}
 
     def _chunk(
-        self, delta: dict[str, Any], finish_reason: str | None = None
+        self,
+        index: int,
+        delta: dict[str, Any],
+        finish_reason: str | None = None,
+        logprobs: list[dict[str, Any]] | None = None,
     ) -> dict[str, Any]:
         choice = {
-            "index": 0,
+            "index": index,
             "delta": delta,
-            "logprobs": None,
+            "logprobs": _logprobs(logprobs),
             "finish_reason": finish_reason,
         }
         chunk = {**self._head("chat.completion.chunk"), "choices": [choice]}
@@ -88,3 +107,7 @@ class Completion:
             "created": self.created,
             "model": self.model,
         }
+
+
+def _logprobs(content: list[dict[str, Any]] | None) -> dict[str, Any] | None:
+    return None if content is None else {"content": content, "refusal": None}

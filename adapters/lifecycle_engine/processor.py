@@ -54,6 +54,10 @@ class Chat:
         temperature: 0 is greedy.
         seed: Makes sampling reproducible.
         ignore_eos: Generate ``max_tokens`` tokens whatever the model says.
+        top_p: Share of the probability to draw from; 1 is all of it.
+        logprobs: How many of the likeliest tokens to tell with each; ``None``
+            tells nothing, not even the token's own.
+        share: Whose request it is; the engine's slots go to shares in turn.
     """
 
     messages: Sequence[Message] = field(repr=False)
@@ -61,6 +65,22 @@ class Chat:
     temperature: float = 0.0
     seed: int | None = None
     ignore_eos: bool = False
+    top_p: float = 1.0
+    logprobs: int | None = None
+    share: str = field(default="", repr=False)
+
+    def request(self, input_ids: list[int], stop_ids: Sequence[int]) -> dict[str, Any]:
+        """Return the engine's request map of this chat as tokens."""
+        return {
+            "input_ids": input_ids,
+            "max_tokens": self.max_tokens,
+            "stop_ids": list(stop_ids),
+            "temperature": float(self.temperature),
+            "top_p": float(self.top_p),
+            "seed": self.seed,
+            "logprobs": self.logprobs,
+            "share": self.share,
+        }
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,8 +88,7 @@ class Prepared:
     """What the engine is sent.
 
     Attributes:
-        request: The request map: ``input_ids``, ``max_tokens``, ``stop_ids``,
-            ``temperature``, ``seed``.
+        request: The request map; see `Chat.request`.
         tensors: Arrays by name; the payload to be handed off.
         prompt_tokens: ``len(request["input_ids"])``.
     """
@@ -93,6 +112,10 @@ class Detokenizer(Protocol):
 
     def push(self, ids: Sequence[int]) -> str:
         """Take further ids and return the text that they complete."""
+        ...
+
+    def spell(self, token: int) -> bytes:
+        """Return the bytes of one token, whatever was pushed."""
         ...
 
     def flush(self) -> str:

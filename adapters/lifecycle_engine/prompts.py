@@ -57,7 +57,8 @@ def check_images(
             raise ValueError(f"{len(runs)} image places in input_ids, but no tensors")
         return
     if shape is None:
-        raise ValueError("the model takes no images; send text only")
+        check_no_tensors(tensors)
+        return
     if sorted(tensors) != sorted(IMAGE_TENSORS):
         raise ValueError(
             f"tensors are {', '.join(sorted(tensors))}; "
@@ -70,6 +71,49 @@ def check_images(
     if runs != tokens:
         raise ValueError(
             f"image places of {runs} tokens in input_ids; the grids need {tokens}"
+        )
+
+
+def check_no_tensors(tensors: Mapping[str, Any]) -> None:
+    """Refuse tensors for a model of text alone.
+
+    Raises:
+        ValueError: With their names only.
+    """
+    if tensors:
+        raise ValueError("the model takes no images; send text only")
+
+
+def check_squares(
+    tensors: Mapping[str, Any], *, side: int, each: int, places: int
+) -> None:
+    """Refuse anything but square images of one size with their tokens.
+
+    Args:
+        tensors: ``pixel_values`` of ``(images, 3, side, side)``, or nothing.
+        side: Pixels.
+        each: Tokens that one image takes.
+        places: Image tokens in the prompt.
+
+    Raises:
+        ValueError: With sizes and names only.
+    """
+    images = 0
+    if tensors:
+        if list(tensors) != ["pixel_values"]:
+            names = ", ".join(sorted(tensors))
+            raise ValueError(f"tensors are {names}; expected pixel_values")
+        view = memoryview(tensors["pixel_values"])
+        shape = view.shape or ()
+        images = shape[0] if shape[1:] == (3, side, side) else 0
+        if view.format != "f" or not images:
+            raise ValueError(
+                f"pixel_values has format {view.format!r} and shape {view.shape}; "
+                f"expected float32, (images, 3, {side}, {side})"
+            )
+    if places != images * each:
+        raise ValueError(
+            f"{places} image tokens in input_ids; {images} images need {images * each}"
         )
 
 

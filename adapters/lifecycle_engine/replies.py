@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import json
 from typing import Any
 
 from .api_errors import ApiError
+from .dialect import Dialect, dump
 
 _JSON = (b"content-type", b"application/json")
 _EVENTS = (
@@ -20,16 +20,18 @@ class Reply:
 
     Args:
         send: The ASGI ``send``.
+        dialect: In whose form it is written.
 
     Attributes:
-        request_id: Comes back as ``x-request-id`` once it is known.
+        request_id: Comes back as a header once it is known.
         started: The status has been sent; from here on there is only the stream.
     """
 
-    __slots__ = ("_send", "request_id", "started")
+    __slots__ = ("_dialect", "_send", "request_id", "started")
 
-    def __init__(self, send: Any) -> None:
+    def __init__(self, send: Any, dialect: Dialect) -> None:
         self._send = send
+        self._dialect = dialect
         self.request_id: str | None = None
         self.started = False
 
@@ -39,7 +41,7 @@ class Reply:
         Cancellation:
             The response may be cut; call nothing else afterwards.
         """
-        await self._whole(status, _dump(document), [])
+        await self._whole(status, dump(document), [])
 
     async def error(self, error: ApiError) -> None:
         """Tell the client of *error*: as the response, or as the stream's last event.
@@ -47,10 +49,11 @@ class Reply:
         Cancellation:
             As for `json`.
         """
+        status, document = self._dialect.error(error, self.request_id)
         if self.started:
-            await self._event(error.body, more=False)
+            await self._part(self._dialect.frame(document), more=False)
         else:
-            await self._whole(error.status, error.body, error.headers)
+            await self._whole(status, dump(document), error.headers)
 
     async def event(self, document: Any) -> None:
         """Stream *document* as one event, beginning the stream if need be.
@@ -58,20 +61,19 @@ class Reply:
         Cancellation:
             As for `json`.
         """
-        await self._event(_dump(document), more=True)
+        await self._part(self._dialect.frame(document), more=True)
 
     async def done(self) -> None:
-        """End the stream as OpenAI does.
+        """End the stream.
 
         Cancellation:
             As for `json`.
         """
-        await self._event(b"[DONE]", more=False)
+        await self._part(self._dialect.end, more=False)
 
-    async def _event(self, data: bytes, *, more: bool) -> None:
+    async def _part(self, body: bytes, *, more: bool) -> None:
         if not self.started:
             await self._start(200, list(_EVENTS))
-        body = b"data: " + data + b"\n\n"
         await self._send(
             {"type": "http.response.body", "body": body, "more_body": more}
         )
@@ -86,11 +88,7 @@ class Reply:
     async def _start(self, status: int, headers: list[tuple[bytes, bytes]]) -> None:
         self.started = True
         if self.request_id is not None:
-            headers.append((b"x-request-id", self.request_id.encode()))
+            headers.append((self._dialect.id_header, self.request_id.encode()))
         await self._send(
             {"type": "http.response.start", "status": status, "headers": headers}
         )
-
-
-def _dump(document: Any) -> bytes:
-    return json.dumps(document, separators=(",", ":"), ensure_ascii=False).encode()

@@ -8,15 +8,30 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from .backend import RequestRejected
-from .runner import Prompt, Runner
+from .runner import Prompt, Runner, Sampling
 
-_FIELDS = frozenset({"input_ids", "max_tokens", "stop_ids", "temperature", "seed"})
+_FIELDS = frozenset(
+    {
+        "input_ids",
+        "logprobs",
+        "max_tokens",
+        "seed",
+        "share",
+        "stop_ids",
+        "temperature",
+        "timeout",
+        "top_p",
+    }
+)
 _MAX_STOP_IDS = 256
 _MAX_TEMPERATURE = 100.0
+_MAX_LOGPROBS = 20
+_MAX_SHARE = 256
+_MAX_TIMEOUT = 86400.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,12 +43,17 @@ class Request:
         max_tokens: At least 1; fits the slot together with the prompt.
         stop_ids: Tokens that end the stream and are not part of it.
         nbytes: Of the tensors.
+        share: Whose request it is: shares get free slots in turn.
+        timeout: Seconds from its start until it has to be done; ``None`` is as
+            long as it takes.
     """
 
     prompt: Prompt
     max_tokens: int
     stop_ids: frozenset[int]
     nbytes: int
+    share: str = field(default="", repr=False)
+    timeout: float | None = None
 
 
 def parse(
@@ -46,8 +66,8 @@ def parse(
     """Check a request map against a runner.
 
     Args:
-        request: ``input_ids`` and ``max_tokens``; optionally ``stop_ids``,
-            ``temperature`` and ``seed``.
+        request: ``input_ids`` and ``max_tokens``; optionally ``stop_ids``, what
+            `Sampling` has, ``share`` and ``timeout``.
         tensors: Buffers by name. The mapping is copied, the buffers are not.
         runner: Whose limits hold.
         max_tokens: The most that a request may ask for; ``None``: what fits.
@@ -72,14 +92,15 @@ def parse(
             f"{len(ids)} prompt tokens and {count} max_tokens are {len(ids) + count}; "
             f"the limit is {runner.max_length}: shorten the prompt or max_tokens",
         )
-    prompt = Prompt(ids, dict(tensors), _temperature(request), _seed(request))
+    share, timeout = _share(request), _timeout(request)
+    prompt = Prompt(ids, dict(tensors), _sampling(request))
     try:
         runner.check(prompt)
     except ValueError as error:
         prompt.tensors.clear()
         raise RequestRejected("invalid_tensors", str(error)) from None
     nbytes = sum(memoryview(tensor).nbytes for tensor in tensors.values())
-    return Request(prompt, count, frozenset(stop_ids), nbytes)
+    return Request(prompt, count, frozenset(stop_ids), nbytes, share, timeout)
 
 
 def _known() -> str:
@@ -111,12 +132,49 @@ def _max_tokens(request: Mapping[str, Any], limit: int | None) -> int:
     return count
 
 
-def _temperature(request: Mapping[str, Any]) -> float:
-    value = request.get("temperature", 0.0)
+def _sampling(request: Mapping[str, Any]) -> Sampling:
+    temperature = _number(request, "temperature", 0.0, high=_MAX_TEMPERATURE)
+    top_p = _number(request, "top_p", 1.0, high=1.0)
+    return Sampling(temperature, top_p, _seed(request), _logprobs(request))
+
+
+def _number(
+    request: Mapping[str, Any], name: str, default: float, *, high: float
+) -> float:
+    value = request.get(name, default)
     if type(value) is not float:
-        raise _invalid(f"temperature is a {type(value).__name__}; expected a float")
-    if not (math.isfinite(value) and 0 <= value <= _MAX_TEMPERATURE):
-        raise _invalid(f"temperature is {value}; expected 0 to {_MAX_TEMPERATURE}")
+        raise _invalid(f"{name} is a {type(value).__name__}; expected a float")
+    if not (math.isfinite(value) and 0 <= value <= high):
+        raise _invalid(f"{name} is {value}; expected 0 to {high}")
+    return value
+
+
+def _timeout(request: Mapping[str, Any]) -> float | None:
+    if request.get("timeout") is None:
+        return None
+    seconds = _number(request, "timeout", 0.0, high=_MAX_TIMEOUT)
+    if not seconds:
+        raise _invalid("timeout is 0.0; expected more, or none")
+    return seconds
+
+
+def _share(request: Mapping[str, Any]) -> str:
+    value = request.get("share", "")
+    if type(value) is not str:
+        raise _invalid(f"share is a {type(value).__name__}; expected a str")
+    if len(value) > _MAX_SHARE:
+        raise _invalid(f"share has {len(value)} characters; at most {_MAX_SHARE}")
+    return value
+
+
+def _logprobs(request: Mapping[str, Any]) -> int | None:
+    value = request.get("logprobs")
+    if value is None:
+        return None
+    if type(value) is not int:
+        raise _invalid(f"logprobs is a {type(value).__name__}; expected an int or none")
+    if not 0 <= value <= _MAX_LOGPROBS:
+        raise _invalid(f"logprobs is {value}; expected 0 to {_MAX_LOGPROBS}")
     return value
 
 

@@ -2,7 +2,8 @@
 
 A runner owns the model, the KV rows and what it must remember per slot; the
 scheduler owns the requests, the slots' allocation and the payloads. Everything
-here is synchronous and called from one thread.
+here is synchronous and called from one thread, between two steps of which
+requests may leave at any time.
 """
 
 from __future__ import annotations
@@ -25,27 +26,61 @@ EXIT_DEVICE_LOST = 77
 
 
 @dataclass(frozen=True, slots=True)
+class Sampling:
+    """How one request draws its tokens.
+
+    Attributes:
+        temperature: 0 is greedy.
+        top_p: Draw from the likeliest tokens that have this much of the
+            probability together; 1 is all of them.
+        seed: Makes the draws reproducible; ``None`` takes one by chance.
+        logprobs: How many of the likeliest tokens to tell with each token, and
+            its own log probability; ``None`` tells nothing.
+    """
+
+    temperature: float = 0.0
+    top_p: float = 1.0
+    seed: int | None = None
+    logprobs: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
 class Prompt:
     """One request as a runner sees it.
 
     Attributes:
         input_ids: Token ids with every image pad already expanded.
-        tensors: Buffers by name (C contiguous, with format and shape) and, once
-            prefill has run, what the runner wants to keep by the paths that its
-            `Runner.keep` names. The scheduler strips it right after prefill, so
-            a runner must not copy references out of it.
-        temperature: 0 is greedy.
-        seed: Makes sampling reproducible; ``None`` draws one.
+        tensors: Buffers by name (C contiguous, with format and shape) and what
+            the runner adds between the chunks of a prefill. The scheduler strips
+            it, down to `Runner.keep`, after the last chunk that needs it, so a
+            runner must not copy references out of it.
+        sampling: How tokens are drawn.
     """
 
     input_ids: Sequence[int] = field(repr=False)
     tensors: dict[str, Any] = field(repr=False)
-    temperature: float = 0.0
-    seed: int | None = None
+    sampling: Sampling = Sampling()
+
+
+@dataclass(frozen=True, slots=True)
+class Emitted:
+    """What one step made for one slot.
+
+    Attributes:
+        item: What is streamed: any plain value. A model that writes text streams
+            a list of one token id.
+        token: What a request's stop ids are compared with; ``None`` if the model
+            has no tokens.
+        last: The model is done with this slot: nothing follows the item.
+    """
+
+    item: Any = field(repr=False)
+    token: int | None = None
+    last: bool = False
 
 
 class Runner(Protocol):
-    """A model with a fixed number of KV slots.
+    """A model with a fixed number of slots.
 
     Attributes:
         slots: Allocatable slots, numbered from 0. A runner may have a reserved
@@ -68,8 +103,26 @@ class Runner(Protocol):
                 payload content.
         """
 
-    def prefill(self, slot: int, prompt: Prompt) -> int:
-        """Run the prompt into a slot and return its first token.
+    def needs_tensors_until(self, prompt: Prompt) -> int:
+        """Return the position in ``input_ids`` from which on no tensor is needed.
+
+        The scheduler strips the prompt after the chunk that reaches it; 0 is
+        after the first one. Before that, a prefill that begins again at 0 has all
+        it needs.
+        """
+        ...
+
+    def prefill(
+        self, slot: int, prompt: Prompt, start: int, stop: int
+    ) -> Emitted | None:
+        """Run ``input_ids[start:stop]`` into a slot.
+
+        The chunks of a prompt come in order and without a gap, with steps and
+        other slots' chunks between them; one at 0 begins anew.
+
+        Returns:
+            What the model makes of the whole prompt, from its last chunk;
+            ``None`` from those before.
 
         Raises:
             DeviceLost: The process has to end. Any other exception fails this
@@ -77,8 +130,8 @@ class Runner(Protocol):
         """
         ...
 
-    def decode(self, slots: Sequence[int], tokens: Sequence[int]) -> list[int]:
-        """Run one step: the last token of each slot in, the next one out.
+    def decode(self, slots: Sequence[int]) -> Sequence[Emitted]:
+        """Run one step for each of the slots, whose prefill is done.
 
         Raises:
             DeviceLost: The process has to end. Any other exception fails the
@@ -88,3 +141,7 @@ class Runner(Protocol):
 
     def free(self, slot: int) -> None:
         """Forget what is kept for a slot; a slot without anything is a no-op."""
+
+    def status(self) -> dict[str, Any]:
+        """Return counters of the runner's own, of plain values; may be empty."""
+        ...

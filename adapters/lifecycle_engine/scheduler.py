@@ -1,53 +1,37 @@
 """Continuous batching: who runs in the next step, and what becomes of whom.
 
 All state changes happen between steps, on one thread, and each is whole when its
-call returns. A request is in exactly one place: the waiting line, the running
-batch, or nowhere; what it owns (a slot, its tensors) goes when it leaves.
+call returns. A request is in exactly one place: the line, in prefill, in the
+running batch, or nowhere; what it owns (a slot, its tensors) goes when it leaves.
 """
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping
-from dataclasses import dataclass
+import time
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from lifecycle import strip
 
 from .backend import Finish, Merge, Output, RequestRejected
-from .requests import Request, parse
-from .runner import Runner
+from .line import Line
+from .meter import Meter
+from .requests import parse
+from .runner import Emitted, Runner
 from .slots import SlotPool
+from .task import Task
 from .traces import release, where
 
 _log = logging.getLogger(__name__)
 
 
-@dataclass(slots=True, eq=False)
-class _Task:
-    """A request that was taken.
-
-    Attributes:
-        payload: Bytes of tensors that it still holds.
-        slot: While it runs.
-        last: The token that the next decode step starts from.
-        made: Tokens emitted.
-    """
-
-    key: str
-    request: Request
-    payload: int
-    slot: int | None = None
-    last: int = 0
-    made: int = 0
-
-
 class Scheduler:
     """Runs requests over a `Runner`; the backend of an engine server.
 
-    Each `step` decodes one token for everybody who runs and then prefills at most
-    one who waits, so that a long line of prompts slows a running stream by one
-    prefill a token and no more.
+    Each `step` decodes one token for everybody who runs and then prefills one
+    chunk of one prompt, so that prompts, however long and many, slow a running
+    stream by one chunk a token and no more.
     """
 
     def __init__(
@@ -57,31 +41,46 @@ class Scheduler:
         max_batch: int | None = None,
         max_waiting: int | None = None,
         max_tokens: int | None = None,
+        chunk: int = 512,
+        merge: Merge = "never",
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """Make an idle scheduler.
 
         Args:
             runner: The model.
-            max_batch: Requests that run at a time; at most, and by default, the
-                runner's slots.
+            max_batch: Requests that hold a slot at a time; at most, and by
+                default, the runner's slots.
             max_waiting: Requests in line; ``None`` leaves that to the gate in
                 front of the engine.
             max_tokens: The most that one request may ask for.
+            chunk: Prompt tokens that are prefilled in one step, at most.
+            merge: What becomes of items whose reader is behind; ``"concatenate"``
+                suits a runner whose items are lists of tokens.
+            clock: Monotonic seconds.
         """
         if max_batch is not None and not 1 <= max_batch <= runner.slots:
             raise ValueError(
                 f"max_batch is {max_batch}; the runner has {runner.slots} slots"
             )
+        if chunk < 1:
+            raise ValueError(f"chunk is {chunk}; at least one token a step is needed")
         self._runner = runner
         self._max_batch = max_batch or runner.slots
         self._max_waiting = max_waiting
         self._max_tokens = max_tokens
+        self._chunk = chunk
+        self._merge = merge
+        self._clock = clock
         self._pool = SlotPool(runner.slots)
-        # Dicts for their order: first in line is first served, and leaving from
-        # the middle costs nothing.
-        self._waiting: dict[str, _Task] = {}
-        self._running: dict[str, _Task] = {}
+        self._waiting: Line[Task] = Line()
+        # Dicts for their order; leaving from the middle costs nothing.
+        self._prefilling: dict[str, Task] = {}
+        self._running: dict[str, Task] = {}
+        self._timed: dict[str, Task] = {}
         self._told: dict[str, Output] = {}
+        self._oldest_next = True
+        self._meter = Meter(clock)
         self._steps = 0
         self._tokens = 0
         self._started = 0
@@ -92,14 +91,12 @@ class Scheduler:
     @property
     def busy(self) -> bool:
         """Whether `step` has anything to do."""
-        return bool(self._waiting or self._running or self._told)
+        return bool(self._waiting or self._prefilling or self._running or self._told)
 
     def start(
         self, key: str, request: Mapping[str, Any], tensors: Mapping[str, memoryview]
     ) -> Merge:
-        """Take a request into the waiting line, or refuse it and hold nothing.
-
-        The tokens of a reader that is behind become one list.
+        """Take a request into the line, or refuse it and hold nothing.
 
         Raises:
             RequestRejected: See `parse`; also ``duplicate_key`` and
@@ -111,10 +108,15 @@ class Scheduler:
         except RequestRejected:
             self._rejected += 1
             raise
-        self._waiting[key] = _Task(key, parsed, parsed.nbytes)
+        timed = parsed.timeout is not None
+        deadline = self._clock() + parsed.timeout if parsed.timeout else None
+        task = Task(key, parsed, parsed.nbytes, deadline)
+        self._waiting.join(key, parsed.share, task)
+        if timed:
+            self._timed[key] = task
         self._started += 1
         self._payload_bytes += parsed.nbytes
-        return "concatenate"
+        return self._merge
 
     def cancel(self, key: str) -> None:
         """Stop a stream now; the next step tells it "cancelled". Unknown: no-op.
@@ -139,31 +141,42 @@ class Scheduler:
             DeviceLost: The process has to end.
         """
         self._steps += 1
-        outputs = list(self._told.values())
-        self._told.clear()
-        if self._running:
-            outputs += self._decode()
-        if self._waiting and len(self._running) < self._max_batch:
-            outputs.append(self._prefill())
+        with self._meter.step():
+            if self._timed:
+                self._expire()
+            outputs = list(self._told.values())
+            self._told.clear()
+            if self._running:
+                outputs += self._decode()
+            self._admit()
+            if self._prefilling:
+                outputs += self._prefill(self._next_prompt())
         return outputs
 
     def status(self) -> dict[str, Any]:
         """Counters, all of one moment between two steps."""
+        seated = [*self._prefilling.values(), *self._running.values()]
+        held = sum(task.read + task.made for task in seated)
         return {
             "waiting": len(self._waiting),
+            "prefilling": len(self._prefilling),
             "running": len(self._running),
             "slots": self._pool.size,
             "slots_free": self._pool.free_slots,
+            "kv_used": held / (self._runner.slots * self._runner.max_length),
             "payload_bytes": self._payload_bytes,
             "steps": self._steps,
             "tokens": self._tokens,
             "started": self._started,
             "rejected": self._rejected,
             "finished": dict(self._finished),
+            "times": self._meter.report(),
+            "runner": self._runner.status(),
         }
 
     def _refuse_unless_free(self, key: str) -> None:
-        if key in self._waiting or key in self._running or key in self._told:
+        places = (self._waiting, self._prefilling, self._running, self._told)
+        if any(key in place for place in places):
             raise RequestRejected("duplicate_key", "the key is in use; END it first")
         if self._max_waiting is not None and len(self._waiting) >= self._max_waiting:
             raise RequestRejected(
@@ -172,63 +185,117 @@ class Scheduler:
                 f"{self._max_waiting}: retry later",
             )
 
-    def _leave(self, key: str) -> _Task | None:
+    def _leave(self, key: str) -> Task | None:
         """Take a task out of wherever it is, with all that it holds."""
-        task = self._waiting.pop(key, None) or self._running.pop(key, None)
+        task = (
+            self._running.pop(key, None)
+            or self._prefilling.pop(key, None)
+            or self._waiting.leave(key)
+        )
         if task is not None:
             self._drop(task)
         return task
 
-    def _drop(self, task: _Task) -> None:
+    def _drop(self, task: Task) -> None:
+        self._timed.pop(task.key, None)
         self._strip(task, keep=())
         if task.slot is not None:
             slot, task.slot = task.slot, None
             self._pool.free(slot)
             self._runner.free(slot)
 
-    def _strip(self, task: _Task, keep: Any) -> None:
+    def _strip(self, task: Task, keep: Any) -> None:
         strip(task.request.prompt.tensors, keep=keep)
         self._payload_bytes -= task.payload
         task.payload = 0
 
-    def _prefill(self) -> Output:
-        """Run the first in line into a slot; it has its first token afterwards."""
-        task = next(iter(self._waiting.values()))
-        del self._waiting[task.key]
-        task.slot = self._pool.allocate()
+    def _expire(self) -> None:
+        """End whoever is out of time; a stream that is told so is not run."""
+        now = self._clock()
+        late = [
+            task
+            for task in self._timed.values()
+            if task.deadline is not None and task.deadline <= now
+        ]
+        for task in late:
+            self._leave(task.key)
+            self._finished["failed"] += 1
+            message = f"not done in its {task.request.timeout:g} s; ask for less"
+            finish = Finish("failed", "deadline_exceeded", message)
+            self._told[task.key] = Output(task.key, finish=finish)
+
+    def _admit(self) -> None:
+        """Give free slots to the first in line."""
+        while self._waiting and self._seated < self._max_batch:
+            task = self._waiting.take()
+            task.slot = self._pool.allocate()
+            self._prefilling[task.key] = task
+
+    @property
+    def _seated(self) -> int:
+        return len(self._prefilling) + len(self._running)
+
+    def _next_prompt(self) -> Task:
+        """Whose chunk is next: in turn the oldest and the one that is soonest done.
+
+        The oldest alone would let a short prompt wait for all of a long one, the
+        shortest alone a long prompt for ever.
+        """
+        prompts = self._prefilling.values()
+        oldest, self._oldest_next = self._oldest_next, not self._oldest_next
+        if oldest:
+            return next(iter(prompts))
+        return min(prompts, key=lambda task: task.left)
+
+    def _prefill(self, task: Task) -> list[Output]:
+        """Run one chunk of a prompt; the last one makes the first token."""
+        prompt, start = task.request.prompt, task.read
+        stop = start + min(self._chunk, task.left)
+        assert task.slot is not None
         try:
-            token = self._runner.prefill(task.slot, task.request.prompt)
-            self._strip(task, keep=self._runner.keep)
+            with self._meter.run(self._meter.prefill, stop - start):
+                emitted = self._runner.prefill(task.slot, prompt, start, stop)
+            task.read = stop
+            if (emitted is None) == (not task.left):
+                raise RuntimeError(f"emitted {emitted} with {task.left} tokens left")
+            if not task.stripped and stop >= self._runner.needs_tensors_until(prompt):
+                self._strip(task, keep=self._runner.keep)
+                task.stripped = True
         except Exception as error:  # noqa: BLE001  # fails alone, whatever it is
-            return self._fail(task, "prefill_failed", error)
+            return [self._fail(task, "prefill_failed", error)]
+        if emitted is None:
+            return []
+        del self._prefilling[task.key]
         self._running[task.key] = task
-        return self._advance(task, token)
+        return [self._advance(task, emitted)]
 
     def _decode(self) -> list[Output]:
-        """One token for everybody who runs; all of them fail if the step does."""
+        """One item for everybody who runs; all of them fail if the step does."""
         batch = list(self._running.values())
         slots = [task.slot for task in batch if task.slot is not None]
         try:
-            tokens = self._runner.decode(slots, [task.last for task in batch])
-            if len(tokens) != len(batch):
-                raise RuntimeError(f"{len(tokens)} tokens for {len(batch)} slots")
+            with self._meter.run(self._meter.decode, len(batch)):
+                made = self._runner.decode(slots)
+            if len(made) != len(batch):
+                raise RuntimeError(f"{len(made)} tokens for {len(batch)} slots")
         except Exception as error:  # noqa: BLE001  # fails alone, whatever it is
             return [self._fail(task, "decode_failed", error) for task in batch]
         return [
-            self._advance(task, token)
-            for task, token in zip(batch, tokens, strict=True)
+            self._advance(task, emitted)
+            for task, emitted in zip(batch, made, strict=True)
         ]
 
-    def _advance(self, task: _Task, token: int) -> Output:
-        """Book a token; a finished task leaves at once, before it is told."""
+    def _advance(self, task: Task, emitted: Emitted) -> Output:
+        """Book an item; a finished task leaves at once, before it is told."""
         items: list[Any] = []
-        reason = "stop" if token in task.request.stop_ids else None
+        reason = "stop" if emitted.token in task.request.stop_ids else None
         if reason is None:
-            task.last = token
             task.made += 1
             self._tokens += 1
-            items.append([token])
-            if task.made == task.request.max_tokens:
+            items.append(emitted.item)
+            if emitted.last:
+                reason = "stop"
+            elif task.made == task.request.max_tokens:
                 reason = "length"
         if reason is None:
             return Output(task.key, items)
@@ -237,13 +304,14 @@ class Scheduler:
         items.append({"finish_reason": reason})
         return Output(task.key, items, Finish("completed"))
 
-    def _fail(self, task: _Task, code: str, error: Exception) -> Output:
+    def _fail(self, task: Task, code: str, error: Exception) -> Output:
         """End a task by an error; its text is not told, it may quote the prompt."""
         message = f"{code.replace('_', ' ')}: {type(error).__name__}"
         _log.warning("%s of a request: %s", code, where(error))
         release(error)
         # One by one: should a clean-up fail as well, END still finds the others.
         self._running.pop(task.key, None)
+        self._prefilling.pop(task.key, None)
         self._finished["failed"] += 1
         self._drop(task)
         return Output(task.key, finish=Finish("failed", code, message))

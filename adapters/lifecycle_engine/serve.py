@@ -116,8 +116,8 @@ class DrainingServer(uvicorn.Server):
         if self._awaiting is not None:
             self._awaiting.cancel()
         service.intake.close()
-        service.payloads.close()
-        service.in_flight.close()
+        for gate in service.gates:
+            gate.close()
         async with anyio.create_task_group() as tasks:
             tasks.start_soon(self._hurry, tasks.cancel_scope)
             await service.sessions.drain(self._drain)

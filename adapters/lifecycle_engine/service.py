@@ -94,6 +94,7 @@ class Service:
         engine: Runs the requests.
         processor: Turns chats into engine requests.
         intake: Reads and checks requests.
+        bodies: Gate over the bytes of request bodies, until hand-off.
         payloads: Gate over the bytes of payloads, until hand-off.
         in_flight: Gate over requests, until their end.
         threads: Bounds preprocessing.
@@ -105,6 +106,7 @@ class Service:
     engine: Engine
     processor: Processor
     intake: Intake
+    bodies: Gate
     payloads: Gate
     in_flight: Gate
     threads: anyio.CapacityLimiter
@@ -134,6 +136,11 @@ class Service:
             message = "the service does not run; serve its application with lifespan on"
             raise RuntimeError(message)
         return self._sessions
+
+    @property
+    def gates(self) -> tuple[Gate, Gate, Gate]:
+        """All three, in the order in which a request passes them."""
+        return self.bodies, self.in_flight, self.payloads
 
     @property
     def ready(self) -> bool:

@@ -48,13 +48,7 @@ class SimProcessor:
                     encoded.append(part)
             text.append("\n")
         ids = list("".join(text).encode("utf-8", "replace"))
-        request = {
-            "input_ids": ids,
-            "max_tokens": chat.max_tokens,
-            "stop_ids": [] if chat.ignore_eos else [END],
-            "temperature": float(chat.temperature),
-            "seed": chat.seed,
-        }
+        request = chat.request(ids, [] if chat.ignore_eos else [END])
         tensors = {"pixels": self._pixels(encoded)} if encoded else {}
         return Prepared(request, tensors, len(ids))
 

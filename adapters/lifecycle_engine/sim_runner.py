@@ -12,8 +12,9 @@ import time
 import zlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
-from .runner import Prompt
+from .runner import Emitted, Prompt
 
 BYTES_PER_PIXEL = 24
 _TEXT = b"the quick brown fox jumps over the lazy dog and streams every word of it. "
@@ -67,6 +68,8 @@ class SimRunner:
         self._sleep = sleep
         self._kv: dict[int, bytearray] = {}
         self._next: dict[int, int] = {}
+        self._digest: dict[int, int] = {}
+        self._logprobs: dict[int, int | None] = {}
 
     @property
     def kv_bytes(self) -> int:
@@ -87,26 +90,32 @@ class SimRunner:
                 f"contiguous float32, {BYTES_PER_PIXEL} bytes a pixel"
             )
 
-    def prefill(self, slot: int, prompt: Prompt) -> int:
-        """Copy and read the payload as a device would; return the first token."""
-        digest = zlib.crc32(b",".join(b"%d" % token for token in prompt.input_ids))
-        pixels = 0
-        if prompt.tensors:
-            view = memoryview(prompt.tensors["pixels"]).cast("B")
-            device_copy = bytearray(view)
-            digest = zlib.crc32(device_copy, digest)
-            pixels = view.nbytes // BYTES_PER_PIXEL
-        tokens = len(prompt.input_ids)
+    def needs_tensors_until(self, prompt: Prompt) -> int:
+        """Return 0: the first chunk reads all pixels."""
+        del prompt
+        return 0
+
+    def prefill(
+        self, slot: int, prompt: Prompt, start: int, stop: int
+    ) -> Emitted | None:
+        """Copy and read a chunk as a device would; the last one begins the text."""
+        if not start:
+            self._kv[slot] = bytearray()
+            self._logprobs[slot] = prompt.sampling.logprobs
+            self._digest[slot] = self._read_pixels(prompt)
+        ids = prompt.input_ids[start:stop]
+        text = b"".join(b"%d," % token for token in ids)
+        self._digest[slot] = zlib.crc32(text, self._digest[slot])
         # Touched, because pages that nobody wrote to take no memory.
-        self._kv[slot] = bytearray(b"\1") * (tokens * self._kv_bytes_per_token)
-        cost = self._cost
-        self._sleep(tokens * cost.prefill_token + pixels * cost.prefill_pixel)
-        self._next[slot] = digest % len(_TEXT)
+        self._kv[slot] += b"\1" * (len(ids) * self._kv_bytes_per_token)
+        self._sleep(len(ids) * self._cost.prefill_token)
+        if stop < len(prompt.input_ids):
+            return None
+        self._next[slot] = self._digest.pop(slot) % len(_TEXT)
         return self._emit(slot)
 
-    def decode(self, slots: Sequence[int], tokens: Sequence[int]) -> list[int]:
+    def decode(self, slots: Sequence[int]) -> list[Emitted]:
         """Take a step's time; return the next byte of each text."""
-        del tokens  # the text goes on whatever was drawn
         self._sleep(self._cost.decode_step + len(slots) * self._cost.decode_lane)
         return [self._emit(slot) for slot in slots]
 
@@ -114,8 +123,27 @@ class SimRunner:
         """Give a slot's memory back."""
         self._kv.pop(slot, None)
         self._next.pop(slot, None)
+        self._digest.pop(slot, None)
+        self._logprobs.pop(slot, None)
 
-    def _emit(self, slot: int) -> int:
+    def status(self) -> dict[str, Any]:
+        """Return the memory that the running requests hold."""
+        return {"kv_bytes": self.kv_bytes}
+
+    def _read_pixels(self, prompt: Prompt) -> int:
+        if not prompt.tensors:
+            return 0
+        view = memoryview(prompt.tensors["pixels"]).cast("B")
+        device_copy = bytearray(view)
+        self._sleep(view.nbytes // BYTES_PER_PIXEL * self._cost.prefill_pixel)
+        return zlib.crc32(device_copy)
+
+    def _emit(self, slot: int) -> Emitted:
         index = self._next[slot]
         self._next[slot] = (index + 1) % len(_TEXT)
-        return _TEXT[index]
+        token = _TEXT[index]
+        if (count := self._logprobs[slot]) is None:
+            return Emitted([token], token)
+        # As sure of everything as it is.
+        top = [[token, 0.0]][:count]
+        return Emitted({"token": token, "logprob": 0.0, "top": top}, token)

@@ -10,21 +10,13 @@ from __future__ import annotations
 import traceback
 from pathlib import PurePath
 
+from lifecycle import Payload
+
 
 def release(error: BaseException) -> None:
-    """Clear the frames of an exception, its causes and contexts, and detach them."""
-    queue: list[BaseException | None] = [error]
-    seen: set[int] = set()
-    while queue:
-        link = queue.pop()
-        if link is None or id(link) in seen:
-            continue
-        seen.add(id(link))
-        queue += [link.__cause__, link.__context__]
-        if link.__traceback__ is not None:
-            traceback.clear_frames(link.__traceback__)
-        link.__traceback__ = None
-        link.__cause__ = link.__context__ = None
+    """Clear the frames that an exception came through, and detach them from it."""
+    Payload.forget(error)
+    error.__traceback__ = error.__cause__ = error.__context__ = None
 
 
 def where(error: BaseException) -> str:

@@ -7,6 +7,7 @@ import warnings
 from typing import TYPE_CHECKING, Any, Protocol
 
 if TYPE_CHECKING:
+    import numpy as np
     import torch
 
     from lifecycle_zmq import ArenaView
@@ -22,7 +23,7 @@ class Mark(Protocol):
 class Device(Protocol):
     """What copies in its own time, in the order in which it was told."""
 
-    def copy(self, source: memoryview) -> Any:
+    def copy(self, source: np.ndarray) -> Any:
         """Begin to copy; return what later work on the device may use at once."""
         ...
 
@@ -43,9 +44,9 @@ class Uploads:
 
     def __init__(self, device: Device) -> None:
         self._device = device
-        self._reading: list[tuple[Mark, memoryview]] = []
+        self._reading: list[tuple[Mark, np.ndarray]] = []
 
-    def begin(self, source: memoryview) -> Any:
+    def begin(self, source: np.ndarray) -> Any:
         """Begin to copy; return what later work on the device may use at once."""
         copy = self._device.copy(source)
         self._reading.append((self._device.mark(), source))
@@ -73,15 +74,14 @@ class TorchDevice:
     def __init__(self, device: torch.device) -> None:
         self._device = device
 
-    def copy(self, source: memoryview) -> torch.Tensor:
+    def copy(self, source: np.ndarray) -> torch.Tensor:
         """Begin to copy; asynchronous where the source is pinned."""
-        import numpy as np
         import torch
 
         with warnings.catch_warnings():
             # It is read-only, which torch warns about; the model only reads it.
             warnings.simplefilter("ignore", UserWarning)
-            tensor = torch.from_numpy(np.asarray(source))
+            tensor = torch.from_numpy(source)
         return tensor.to(self._device, non_blocking=True)
 
     def mark(self) -> Mark:

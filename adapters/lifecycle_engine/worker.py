@@ -52,7 +52,10 @@ def _build(options: argparse.Namespace) -> Scheduler:
         return Scheduler(
             build_runner(options),
             max_batch=options.max_batch,
+            max_waiting=options.max_waiting,
             max_tokens=options.max_tokens,
+            chunk=options.chunk,
+            merge="concatenate",  # both runners stream lists of tokens
         )
     except (OSError, ValueError) as error:
         # A wrong option or folder: a sentence helps more than a traceback.
@@ -83,6 +86,7 @@ def build_runner(options: argparse.Namespace) -> Runner:
         threads=options.threads,
         slots=options.slots or options.max_batch,
         max_length=options.max_length,
+        graphs=options.graphs or ("on" if options.device == "cuda" else "off"),
         buckets=options.bucket or (),
     )
 
@@ -117,13 +121,20 @@ def _parser() -> argparse.ArgumentParser:
     add("--threads", type=_positive, default=1, help="CPU threads of torch")
     add("--slots", type=_positive, help="KV slots; default: --max-batch")
     add("--max-batch", type=_positive, default=8, help="requests that run at a time")
+    add("--max-waiting", type=_positive, help="requests in line; default: any number")
     add("--max-tokens", type=_positive, help="the most that a request may ask for")
     add("--max-length", type=_positive, default=8192, help="tokens of a KV slot")
+    add("--chunk", type=_positive, default=512, help="prompt tokens of one step")
+    add(
+        "--graphs",
+        choices=("off", "fake", "on"),
+        help="decode by CUDA graphs; default: on where the device is cuda",
+    )
     add(
         "--bucket",
         type=_positive,
         action="append",
-        help="batch size to pad a decode step up to; may be repeated",
+        help="batch size of a graph; may be repeated; default: powers of two",
     )
     for name, seconds in _SIM_DEFAULTS.items():
         add(f"--sim-{name}", type=float, default=seconds, metavar="SECONDS")

@@ -11,14 +11,14 @@ once whatever happens.
 #                   |-> _watchdog -> _stream             deadlines, ends of iteration
 #   _gate -> _lease -> _ledger, _park                    admission and its line
 #     |-> _books, _refusal                               one lock; words of refusal
-#   _decorators -> _scrub, _stream, _outcome             the same as decorators
+#   _decorators -> _stream, _payload, _outcome           the same as decorators
 #   events, _errors                                      the floor
 #   observers, testing                                   imported on demand
 
 from __future__ import annotations
 
 from . import events
-from ._decorators import managed
+from ._decorators import managed, scrub
 from ._errors import (
     AdmissionTimeout,
     CostTooLarge,
@@ -36,7 +36,6 @@ from ._errors import (
 from ._gate import Gate, GateStatistics
 from ._lease import Lease
 from ._payload import Payload, strip
-from ._scrub import scrub
 from ._session import Session
 from ._sessions import SessionRegistry, SessionStatistics
 from ._stream import Stream

@@ -1,59 +1,79 @@
 """The promises of the library as decorators on functions that stream."""
 
+# ruff: noqa: SLF001 - what is made here has parts that know each other
 from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import AsyncIterator, Awaitable, Callable
-from dataclasses import dataclass
-from typing import (
-    TYPE_CHECKING,
-    Any,
-    ParamSpec,
-    Protocol,
-    TypeVar,
-    cast,
-    final,
-    overload,
-)
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable
+from typing import TYPE_CHECKING, Any, Generic, ParamSpec, Protocol, TypeVar
 from weakref import ref
 
 from ._outcome import outcome_of
-from ._payload import forget_frames
-from ._scrub import Boxer
+from ._payload import Payload, forget_frames
 from ._stream import Stream
 
 if TYPE_CHECKING:
     from ._gate import Gate
-    from ._lease import Lease
-    from ._payload import Payload
     from ._session import Session
     from ._sessions import SessionRegistry
 
 P = ParamSpec("P")
 T = TypeVar("T")
+_First = Callable[[], Awaitable[T]]
+# What a stream gives up with its first item, the last one first.
+_Held = list[Callable[[], object]]
 
 
 class Decorator(Protocol):
     """Turns a function that streams into one that returns a `Stream`."""
 
-    @overload
     def __call__(
-        self, function: Callable[P, AsyncIterator[T]], /
-    ) -> Callable[P, Stream[T]]: ...
-    @overload
-    def __call__(
-        self, function: Callable[P, Awaitable[AsyncIterator[T]]], /
+        self, function: Callable[P, AsyncIterator[T] | Awaitable[AsyncIterator[T]]], /
     ) -> Callable[P, Stream[T]]: ...
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Plan:
-    gate: Gate | None
-    sessions: SessionRegistry | None
-    wants_lease: bool
-    wants_session: bool
-    two_phase: bool
+def scrub(
+    *names: str,
+) -> Callable[[Callable[P, AsyncGenerator[T, None]]], Callable[P, Scrubbed[T]]]:
+    """Keep the named arguments of an async generator function out of its frames.
+
+    They are put into `Payload` boxes at the call, which the body empties with
+    ``take()`` where it hands them over. What is left in the boxes is cleared at
+    the first item, at close, or with the last reference. Later items cost no
+    frame of ours. The caller's own variables are the caller's: pass a temporary.
+
+    Args:
+        names: Parameters that carry payloads. ``None`` is passed on unboxed.
+
+    Raises:
+        TypeError: The function has no such parameter, or is no async generator
+            function; or a name is no string.
+    """
+    if not all(isinstance(name, str) for name in names):
+        # Else the payload of the first call would be taken for the function.
+        raise TypeError('scrub takes names of parameters: write @scrub("picture")')
+
+    def decorate(
+        function: Callable[P, AsyncGenerator[T, None]],
+    ) -> Callable[P, Scrubbed[T]]:
+        if not inspect.isasyncgenfunction(function):
+            raise TypeError(
+                f"{_name(function)} is not an async generator function; a coroutine "
+                f"function that returns a stream is decorated with @managed(scrub=...)"
+            )
+        _visible, bind = _boxing(function, names)
+
+        # A plain function: its frame is gone before iteration begins.
+        @functools.wraps(function)
+        def call(*args: P.args, **kwargs: P.kwargs) -> Scrubbed[T]:
+            bound, held = bind(*args, **kwargs)
+            generator = function(*bound.args, **bound.kwargs)
+            return Scrubbed(generator, held, generator.__anext__)
+
+        return call
+
+    return decorate
 
 
 def managed(
@@ -67,17 +87,18 @@ def managed(
 ) -> Decorator:
     """Admit, track and scrub a function that streams, in the right order.
 
-    For async generator functions, and for the two-phase form that needs no
-    care: a coroutine function that hands its payload over and *returns* the
-    stream, so that its frame is gone before the first item.
+    For async generator functions, and for the two-phase form that needs no care:
+    a coroutine function that hands its payload over and *returns* the stream, so
+    that its frame is gone before the first item.
 
     The call returns a `Stream` and takes nothing yet. With the first item that
     is asked for, a session is opened, a lease is admitted, and then the function
-    runs. The lease is released, and payloads left in boxes are cleared, when a
-    two-phase function returns, at the first item of a generator, at
-    ``lease.release()`` if the function asks for its ``lease`` by a parameter of
-    that name, and in any case at the end, or when a start that goes on alone has
-    settled. A parameter named ``session`` is given the session.
+    runs. Parameters named ``lease`` and ``session`` are given these; callers do
+    not see them. The lease is released and the boxes are cleared when a two-phase
+    function returns, at the first item of a generator, at ``lease.release()``, or
+    when a start that goes on alone has settled. Until then, to wait for another
+    stream of the same gate is refused: it would wait for itself. A stream that is
+    left before its end, as by ``break``, counts as cancelled.
 
     Args:
         gate: Admits each stream.
@@ -95,165 +116,165 @@ def managed(
     if (sessions is None) != (key is None):
         raise TypeError("sessions and key go together")
     names = (scrub,) if isinstance(scrub, str) else tuple(scrub)
+    givers = {"lease": gate, "session": sessions}
+    given = tuple(name for name, giver in givers.items() if giver is not None)
 
     def decorate(function: Callable[..., Any]) -> Callable[..., Any]:
-        two_phase = inspect.iscoroutinefunction(function)
-        if not two_phase and not inspect.isasyncgenfunction(function):
-            what = getattr(function, "__qualname__", type(function).__name__)
+        streams = inspect.isasyncgenfunction(function)
+        if not streams and not inspect.iscoroutinefunction(function):
             raise TypeError(
-                f"{what} is neither an async generator function nor a coroutine "
-                f"function that returns a stream; make it `async def`"
+                f"{_name(function)} is neither an async generator function nor a "
+                f"coroutine function that returns a stream; make it `async def`"
             )
-        boxer = Boxer(function, names)
-        parameters = inspect.signature(function).parameters
-        plan = _Plan(
-            gate=gate,
-            sessions=sessions,
-            wants_lease=gate is not None and "lease" in parameters,
-            wants_session=sessions is not None and "session" in parameters,
-            two_phase=two_phase,
-        )
+        visible, bind = _boxing(function, names, given)
 
         @functools.wraps(function)
         def call(*args: Any, **kwargs: Any) -> Stream[Any]:
+            bound, held = bind(*args, **kwargs)
             nbytes = cost(*args, **kwargs) if callable(cost) else cost
-            id_ = None if key is None else key(*args, **kwargs)
-            (new_args, new_kwargs), boxes = boxer(args, kwargs)
-            work = functools.partial(function, *new_args, **new_kwargs)
-            return _ManagedStream(_Source(plan, work, boxes, id_, nbytes, slots))
+            id_ = "" if key is None else key(*args, **kwargs)
 
+            async def first_item(stream: _ManagedStream[Any]) -> Any:
+                session = lease = None
+                if sessions is not None:
+                    session = stream._session = sessions.open(id_)
+                    session._lead(ref(stream))
+                if gate is not None:
+                    admitted = await gate.admit(bytes=nbytes, slots=slots)
+                    lease = admitted.__enter__()
+                    held.append(functools.partial(lease.__exit__, None, None, None))
+                if session is not None:
+                    session.lease = lease
+                    session._confirm()
+                gifts = {"lease": lease, "session": session}
+                bound.arguments.update((name, gifts[name]) for name in given)
+                source = function(*bound.args, **bound.kwargs)
+                bound.arguments.clear()  # what the function lets go of is gone
+                if not streams:
+                    source = await source
+                    _give_up(held)
+                stream._source = source = aiter(source)
+                return await anext(source)
+
+            return _ManagedStream(first_item, held)
+
+        call.__signature__ = visible  # type: ignore[attr-defined]
         return call
 
     return decorate
 
 
-@final
-class _Source:
-    """The iterator inside a managed stream: admission, then the user's own."""
+def _name(function: object) -> str:
+    return getattr(function, "__qualname__", type(function).__name__)
 
-    __slots__ = (
-        "_ask",
-        "_boxes",
-        "_id",
-        "_inner",
-        "_next",
-        "_plan",
-        "_work",
-        "lease",
-        "owner",
-        "session",
-    )
 
-    owner: ref[Stream[Any]]
+def _boxing(
+    function: Callable[..., Any], names: tuple[str, ...], given: tuple[str, ...] = ()
+) -> tuple[inspect.Signature, Callable[..., tuple[inspect.BoundArguments, _Held]]]:
+    # What callers see, and what binds a call to it, with what clears the boxes.
+    whole = inspect.signature(function)
+    seen = [p for p in whole.parameters.values() if p.name not in given]
+    visible = whole.replace(parameters=seen)
+    of_kind = {p.kind: p.name for p in seen}
+    rest = of_kind.get(inspect.Parameter.VAR_KEYWORD, "")
+    collecting = (rest, of_kind.get(inspect.Parameter.VAR_POSITIONAL))
+    for name in names:
+        if name in collecting or not (rest or name in visible.parameters):
+            raise TypeError(f"{_name(function)} has no parameter {name!r} to scrub")
+
+    def bind(*args: Any, **kwargs: Any) -> tuple[inspect.BoundArguments, _Held]:
+        arguments = visible.bind(*args, **kwargs).arguments
+        held: _Held = [arguments.clear]
+        for values in (arguments, arguments.get(rest, {})):
+            for name in names:
+                value = values.get(name)
+                if value is not None:
+                    box = value if isinstance(value, Payload) else Payload(value)
+                    values[name] = box
+                    held.append(box.clear)
+        return inspect.BoundArguments(whole, arguments), held
+
+    return visible, bind
+
+
+class Scrubbed(Generic[T]):
+    """An async generator whose payload is in boxes; what `scrub` returns."""
+
+    # The interpreter fetches `__anext__` from the type as a descriptor, and the
+    # descriptor of a slot returns what is stored in the instance: from the
+    # second item on that is the generator's own method, without a frame between.
+    __slots__ = ("__anext__", "__weakref__", "_held", "_inner")
+
+    __anext__: _First[T]
 
     def __init__(
-        self,
-        plan: _Plan,
-        work: Callable[..., Any],
-        boxes: list[Payload[Any]],
-        id_: str | None,
-        nbytes: int,
-        slots: int,
+        self, inner: AsyncGenerator[T, None] | None, held: _Held, first: _First[T]
     ) -> None:
-        self._plan = plan
-        self._work: Callable[..., Any] | None = work
-        self._boxes = boxes
-        self._id = id_
-        self._ask = nbytes, slots
-        self._inner: AsyncIterator[Any] | None = None
-        self._next: Callable[[], Awaitable[Any]] | None = None
-        self.lease: Lease | None = None
-        self.session: Session | None = None
+        self._inner = inner
+        self._held = held
+        # A weak reference: a bound method in the slot would be a cycle, and would
+        # leave a generator that is never iterated to the collector.
+        self.__anext__ = functools.partial(_first_item, ref(self), held, first)
 
-    def __anext__(self) -> Awaitable[Any]:
-        return self._first() if self._next is None else self._next()
-
-    async def _first(self) -> Any:
-        work, self._work = self._work, None
-        assert work is not None, "a stream that is over asks for nothing"
-        given: dict[str, Any] | None = None
-        try:
-            given = await self._admit()
-            if self._plan.two_phase:
-                inner = await work(**given)
-                self.hand_off()
-            else:
-                inner = work(**given)
-            del work, given
-            self._inner = inner = aiter(inner)
-            self._next = inner.__anext__
-            return await inner.__anext__()
-        except BaseException as error:
-            work = given = None  # noqa: F841 - the traceback holds this frame
-            forget_frames(error)
-            raise
-        finally:
-            self.hand_off()
-
-    async def _admit(self) -> dict[str, Any]:
-        plan = self._plan
-        given: dict[str, Any] = {}
-        if plan.sessions is not None and self._id is not None:
-            self.session = plan.sessions.open(self._id)
-            self.session.lead(self.owner)
-        if plan.gate is not None:
-            nbytes, slots = self._ask
-            self.lease = await plan.gate.admit(bytes=nbytes, slots=slots)
-            if self.session is not None:
-                self.session.lease = self.lease
-        if self.session is not None:
-            self.session.confirm()
-        if plan.wants_lease:
-            given["lease"] = self.lease
-        if plan.wants_session:
-            given["session"] = self.session
-        return given
+    def __aiter__(self) -> AsyncIterator[T]:
+        return self
 
     def hand_off(self) -> None:
-        """Give up what only the creation of the payload needed. Idempotent."""
-        lease, self.lease = self.lease, None
-        if lease is not None:
-            lease.leave()
-        boxes, self._boxes = self._boxes, []
-        for payload in boxes:
-            payload.clear()
-
-    def finish(self, error: BaseException | None) -> None:
-        """Give everything up. Idempotent."""
-        self.hand_off()
-        self._work = None
-        session, self.session = self.session, None
-        if session is not None:
-            end = GeneratorExit() if error is None else error
-            session.close(outcome_of(end, session.cancelled_as))
+        """Clear what is left in the boxes. Idempotent."""
+        _give_up(self._held)
 
     async def aclose(self) -> None:
-        """Close what the function returned."""
-        close = getattr(self._inner, "aclose", None)
-        if close is not None:
-            await close()
+        """Clear the boxes and close the generator.
+
+        Cancellation:
+            Goes through to the generator.
+        """
+        self.hand_off()
+        if self._inner is not None:
+            await self._inner.aclose()
+
+    def __repr__(self) -> str:
+        return f"<Scrubbed {self._inner!r}>"
 
 
-@final
+async def _first_item(owner: ref[Scrubbed[T]], held: _Held, first: _First[T]) -> T:
+    scrubbed = owner()
+    if scrubbed is not None and scrubbed._inner is not None:
+        scrubbed.__anext__ = first
+    del scrubbed
+    try:
+        return await first()
+    except BaseException as error:
+        forget_frames(error)
+        raise
+    finally:
+        _give_up(held)
+
+
+def _give_up(held: _Held) -> None:
+    if held:
+        try:
+            held.pop()()
+        finally:  # also where a callback of the user raises
+            _give_up(held)
+
+
 class _ManagedStream(Stream[T]):
-    """A stream that gives back what its function was given."""
+    """A stream that ends its session."""
 
-    __slots__ = ("_managed",)
+    _session: Session | None = None
 
-    def __init__(self, source: _Source) -> None:
-        super().__init__(cast("AsyncIterator[T]", source))
-        self._managed = source
-        source.owner = ref(self)
+    def __init__(self, first_item: Callable[..., Any], held: _Held) -> None:
+        me = ref(self)
+        super().__init__(Scrubbed(None, held, lambda: first_item(me())))
 
     def _finish(self, error: BaseException | None) -> None:
         super()._finish(error)
-        self._managed.finish(error)
+        if self._session is not None:
+            end = GeneratorExit() if error is None else error
+            self._session.close(outcome_of(end, self._session.cancelled_as))
 
-    def _lose(self) -> None:
-        session = self._managed.session
-        assert session is not None
-        session.lose()
-
-    def _owes(self) -> bool:
-        # Whoever holds a lease is being waited for, so cannot be lost.
-        return self._managed.session is not None
+    def _lose(self) -> bool:
+        if self._session is not None:
+            self._session._lose()
+        return self._session is not None

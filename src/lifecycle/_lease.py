@@ -79,11 +79,11 @@ class Lease(Ticket):
         if self.state == HELD:
             self._books.give_back(self)
 
-    def pass_on(self) -> None:
+    def _pass_on(self) -> None:
         """Called by a start: it is the one to release the lease, once it settled."""
         self._passed_on = True
 
-    def leave(self) -> None:
+    def _leave(self) -> None:
         """Called by a block that is left: release, unless a start goes on with it."""
         if not getattr(self, "_passed_on", False):
             self.release()
@@ -124,7 +124,7 @@ class Lease(Ticket):
         if holder is not None:
             self._books.leave(holder, self)
             self._holder = None
-        self.leave()
+        self._leave()
 
     def __del__(self) -> None:
         if self.state == HELD and not sys.is_finalizing():

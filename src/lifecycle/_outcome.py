@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Final, cast, get_args
+from typing import Final, get_args
 
 import anyio
 
@@ -17,11 +17,7 @@ def outcome_of(exc: BaseException | None, cancelled_as: Outcome) -> Outcome:
 
     Always an outcome that exists: whoever leaves a block cannot be told otherwise.
     """
-    outcome = _outcome_of(exc, cancelled_as)
-    return outcome if outcome in OUTCOMES else "failed"
-
-
-def _outcome_of(exc: BaseException | None, cancelled_as: Outcome) -> Outcome:
+    outcome: str = "failed"
     match exc:
         case None | StopAsyncIteration():
             return "completed"
@@ -32,13 +28,14 @@ def _outcome_of(exc: BaseException | None, cancelled_as: Outcome) -> Outcome:
         case StartTimeout() | StreamTimeout():
             return "deadline"
         case SessionEnded():
-            return cast("Outcome", exc.outcome)
+            outcome = exc.outcome
         case BaseExceptionGroup():
-            outcomes = {outcome_of(each, cancelled_as) for each in exc.exceptions}
-            return outcomes.pop() if len(outcomes) == 1 else "failed"
-        case GeneratorExit():
-            return cancelled_as
+            each = {outcome_of(inner, cancelled_as) for inner in exc.exceptions}
+            outcome = each.pop() if len(each) == 1 else "failed"
         case Exception():
             return "failed"
-    cancelled = isinstance(exc, anyio.get_cancelled_exc_class())
-    return cancelled_as if cancelled else "failed"
+        case GeneratorExit():
+            outcome = cancelled_as
+        case _ if isinstance(exc, anyio.get_cancelled_exc_class()):
+            outcome = cancelled_as
+    return outcome if outcome in OUTCOMES else "failed"

@@ -11,12 +11,40 @@ import gc
 import traceback
 from array import array
 from collections.abc import Callable, Iterable, MutableMapping, MutableSequence
-from dataclasses import dataclass
 from typing import Any, Final, Generic, Literal, TypeVar, cast, final
 
 T = TypeVar("T")
 
 _GONE: Final[Any] = object()
+# Leaves, though they look like lists: their bytes are not ours to resize.
+_RAW: Final = (bytearray, array)
+
+
+def forget_frames(error: BaseException) -> None:
+    """Clear the locals of the finished frames that *error* came through.
+
+    A traceback holds its frames and a frame holds its locals: without this an
+    error that is kept, logged or stored keeps the payload that it was about. Its
+    causes, contexts and members of a group are treated alike; tracebacks and their
+    lines stay, and so does what a frame needs that has not finished.
+    """
+    pending: list[BaseException | None] = [error]
+    seen: set[int] = set()
+    while pending:
+        exc = pending.pop()
+        if exc is None or id(exc) in seen:
+            continue
+        seen.add(id(exc))
+        for frame, _line in traceback.walk_tb(exc.__traceback__):
+            # Clearing a suspended frame closes its coroutine up to CPython 3.12.
+            # The collector tells: a frame shows it its locals once it owns them,
+            # which is when it is finished, and its trace function at any time.
+            trace = frame.f_trace
+            if any(held is not trace for held in gc.get_referents(frame)):
+                frame.clear()
+        pending += [exc.__cause__, exc.__context__]
+        if isinstance(exc, BaseExceptionGroup):
+            pending += exc.exceptions
 
 
 @final
@@ -34,6 +62,8 @@ class Payload(Generic[T]):
     """
 
     __slots__ = ("__weakref__", "_on_release", "_value", "nbytes")
+
+    forget = staticmethod(forget_frames)
 
     def __init__(
         self,
@@ -59,10 +89,7 @@ class Payload(Generic[T]):
         """
         value = self._empty("taken")
         if value is _GONE:
-            raise RuntimeError(
-                "the payload was taken or cleared before; take it once, and pass "
-                "the value on from there"
-            )
+            raise RuntimeError("the payload was taken or cleared before; take it once")
         return cast("T", value)
 
     def clear(self) -> None:
@@ -84,50 +111,15 @@ class Payload(Generic[T]):
         return f"<Payload of {self.nbytes} bytes{', taken' if self.taken else ''}>"
 
 
-def box(value: T | Payload[T]) -> Payload[T]:
-    """Return *value* in a box, or the box that it is."""
-    return value if isinstance(value, Payload) else Payload(value)
-
-
-def forget_frames(error: BaseException) -> None:
-    """Clear the locals of the finished frames that *error* came through.
-
-    A traceback holds its frames and a frame holds its locals: without this an
-    error that is kept, logged or stored keeps the payload that it was about.
-    The traceback itself, with its lines, stays.
-
-    Only frames that are finished are cleared. An error that was caught once and
-    raised again elsewhere also names frames that are merely suspended, and
-    clearing one of those closes its coroutine up to CPython 3.12. The collector
-    can tell them apart: a frame shows it its locals only once it owns them,
-    which is when it is finished. Its trace function it shows at any time.
-    """
-    pending: list[BaseException | None] = [error]
-    seen: set[int] = set()
-    while pending:
-        exc = pending.pop()
-        if exc is None or id(exc) in seen:
-            continue
-        seen.add(id(exc))
-        for frame, _line in traceback.walk_tb(exc.__traceback__):
-            trace = frame.f_trace
-            if any(held is not trace for held in gc.get_referents(frame)):
-                frame.clear()
-        pending += [exc.__cause__, exc.__context__]
-        if isinstance(exc, BaseExceptionGroup):
-            pending += exc.exceptions
-
-
 def strip(payload: MutableMapping[str, Any], *, keep: Iterable[str] = ()) -> None:
     """Empty *payload* in place, but for the paths to *keep*.
 
     For the engine side, when the prefill that needed the tensors is done. In
-    place, because somebody else may hold the mapping; and down through nested
-    mappings and lists, because somebody may hold one of those. What is kept is
-    not touched, wherever else it appears.
+    place, and down through nested mappings and lists, because somebody else may
+    hold one of them. What is kept is not touched, wherever else it appears.
 
     Args:
-        payload: A mapping by strings, possibly nested.
+        payload: A mapping by strings, nested to any depth.
         keep: Paths of dotted keys, such as
             ``"mrope_config.mrope_position_deltas"``. What lies under a kept path
             is kept whole.
@@ -138,63 +130,38 @@ def strip(payload: MutableMapping[str, Any], *, keep: Iterable[str] = ()) -> Non
     """
     if isinstance(keep, str):
         raise TypeError(f"keep is a list of paths, as in [{keep!r}], not one string")
-    books = _Kept(set(), {})
+    done: set[int] = set()
+    kept: dict[int, set[str]] = {}
     for path in keep:
-        _keep(payload, path.split("."), books)
-    _strip(payload, books)
+        found: Any = payload
+        for key in path.split("."):
+            if not isinstance(found, MutableMapping) or key not in found:
+                raise KeyError(f"no {path!r} in the payload; nothing was stripped")
+            kept.setdefault(id(found), set()).add(key)
+            found = found[key]
+        _containers(found, done)
+    for container in _containers(payload, done):
+        if id(container) not in kept:
+            container.clear()
+            continue
+        for key in container.keys() - kept[id(container)]:
+            del container[key]
 
 
-@dataclass(frozen=True, slots=True)
-class _Kept:
-    """What to keep, by the identity of containers: one may be in many places."""
-
-    whole: set[int]
-    keys: dict[int, set[str]]
-
-
-def _keep(payload: MutableMapping[str, Any], path: list[str], kept: _Kept) -> None:
-    found: Any = payload
-    for i, key in enumerate(path):
-        if not isinstance(found, MutableMapping) or key not in found:
-            raise KeyError(
-                f"no {'.'.join(path[: i + 1])!r} in the payload; nothing was stripped"
-            )
-        kept.keys.setdefault(id(found), set()).add(key)
-        found = found[key]
-    _keep_whole(found, kept.whole)
-
-
-def _keep_whole(value: object, whole: set[int]) -> None:
-    children = _children(value)
-    if children is not None and id(value) not in whole:
-        whole.add(id(value))
-        for child in children:
-            _keep_whole(child, whole)
-
-
-def _strip(value: object, kept: _Kept) -> None:
-    children = _children(value)
-    if children is None or id(value) in kept.whole:
-        return
-    keys = kept.keys.get(id(value))
-    if keys is None:
-        value.clear()  # type: ignore[attr-defined]
-    else:
-        assert isinstance(value, MutableMapping)
-        kept.whole.add(id(value))  # done, should it come again
-        for key in value.keys() - keys:
-            del value[key]
-    for child in children:
-        _strip(child, kept)
-
-
-def _children(value: object) -> list[Any] | None:
-    """What is in a container that can be emptied; ``None`` if it is none.
-
-    A raw buffer is a leaf: its bytes are not ours to resize.
-    """
-    if isinstance(value, MutableMapping):
-        return list(value.values())
-    if isinstance(value, MutableSequence) and not isinstance(value, bytearray | array):
-        return list(value)
-    return None
+def _containers(root: object, done: set[int]) -> list[Any]:
+    # All that can be emptied from *root* downwards, each once and none that is done.
+    found: list[Any] = []
+    pending = [root]
+    while pending:
+        value = pending.pop()
+        if isinstance(value, MutableMapping):
+            inside: Iterable[object] = value.values()
+        elif isinstance(value, MutableSequence) and not isinstance(value, _RAW):
+            inside = value
+        else:
+            continue
+        if id(value) not in done:  # by identity: it may be in many places
+            done.add(id(value))
+            found.append(value)
+            pending += inside
+    return found

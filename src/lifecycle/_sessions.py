@@ -1,42 +1,28 @@
 """The registry: every live session, and the tasks that outlive their owners."""
 
+# ruff: noqa: SLF001 - a session and its registry are one mechanism in two modules
 from __future__ import annotations
 
 import logging
 import math
-import traceback
-from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Self, final, get_args
+from collections.abc import Callable, Mapping
+from contextlib import ExitStack
+from dataclasses import dataclass
+from traceback import walk_tb
+from typing import Self, final
+from weakref import ref
 
 import anyio
+from anyio.abc import TaskGroup
 
+from . import events
 from ._decorators import Decorator, managed
 from ._errors import GateClosed, SessionExists, SessionNotFound
+from ._outcome import OUTCOMES
 from ._park import loop_clock, loop_post
 from ._session import Session
-from ._ticket import whole
 from ._watchdog import Watchdog
-from .events import (
-    DrainFinished,
-    DrainStarted,
-    EndFailed,
-    Event,
-    Observer,
-    Outcome,
-    SessionClosed,
-    SessionOpened,
-    guarded,
-)
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
-    from types import TracebackType
-
-    from anyio.abc import TaskGroup
-
-    from ._start import Start
-    from ._stream import Stream
-    from ._watchdog import Deadlines
+from .events import Observer, Outcome
 
 _log = logging.getLogger("lifecycle")
 
@@ -61,25 +47,26 @@ class SessionStatistics:
     payloads: int
     payload_bytes: int
     ends_failed: int
-    outcomes: Mapping[Outcome, int] = field(default_factory=dict)
+    outcomes: Mapping[Outcome, int]
 
 
 @final
 class SessionRegistry:
     """Opens sessions, and finishes what their owners left behind.
 
-    ``async with SessionRegistry() as sessions:`` lives as long as the server.
-    Starts and ENDs run in its task group, so no cancellation of a request can
-    tear them. Leaving the block ends every session with ``"shutdown"`` and waits
-    until each END is done or its time is up. It can be made before any event
-    loop runs, for decorators to refer to, and is entered once.
-
-    Everything but the ``async with`` itself belongs to the registry's event loop.
+    ``async with SessionRegistry() as sessions:`` lives as long as the server, once,
+    and all else belongs to its event loop. It can be made before any loop runs,
+    for decorators to refer to. Starts and ENDs run in its task group, so no
+    cancellation of a request can tear them. Leaving ends every session with
+    ``"shutdown"`` and waits until each END is done or its time is up.
 
     Args:
         end_timeout: Seconds that the END of one session may take.
         max_quarantined: Sessions whose END failed that are remembered.
         observer: Told of sessions, starts, payloads and drains.
+
+    Attributes:
+        draining: Whether `drain` was called, or the registry is being left.
 
     Raises:
         ValueError: *end_timeout* is NaN.
@@ -94,32 +81,25 @@ class SessionRegistry:
     ) -> None:
         if math.isnan(end_timeout):
             raise ValueError("end_timeout must be a number of seconds, not NaN")
+        self.draining = False
         self._end_timeout = end_timeout
-        self._emit = guarded(observer)
-        self._live: dict[str, Session] = {}
+        self._emit = events.guarded(observer)
+        # Weakly: whoever works on a session, or has to end it, refers to it.
+        self._live: dict[str, ref[Session]] = {}
         self._closing: set[Session] = set()
-        self._outcomes: dict[Outcome, int] = dict.fromkeys(get_args(Outcome), 0)
-        self._generations = 0
+        self._outcomes: dict[Outcome, int] = dict.fromkeys(OUTCOMES, 0)
         self._quarantined: dict[str, str] = {}
-        self._most_quarantined = max_quarantined
-        self._payloads = self._payload_bytes = self._ends_failed = 0
-        self._draining = False
-        self._changed = anyio.Event()
+        self._max_quarantined = max_quarantined
+        self._opened = self._ends_failed = 0
+        self._changed: anyio.Event | None = None
         self._tasks: TaskGroup | None = None
-        self._watchdog: Watchdog | None = None
-        # Made on entry: anyio has no scopes outside of an event loop.
-        self._watching: anyio.CancelScope
-        self._clock: Callable[[], float] = anyio.current_time
-        self._post: Callable[[Callable[[], object]], None]
+        self._now: Callable[[], float] = anyio.current_time
 
     def open(self, id_: str) -> Session:
-        """Open a session; enter it with ``with``.
+        """Open a session with an id that no live one has; enter it with ``with``.
 
-        A session that is closed has given its id free, even while its engine is
-        still being told: keys never repeat, so the two cannot meet.
-
-        Args:
-            id_: The id that the outside world knows.
+        A closed session has given its id free, even while its engine is still
+        being told: keys never repeat, so the two cannot meet.
 
         Raises:
             SessionExists: A live session has this id.
@@ -128,16 +108,16 @@ class SessionRegistry:
         """
         if self._tasks is None:
             raise RuntimeError("enter the SessionRegistry with async with first")
-        if self._draining:
+        if self.draining:
             raise GateClosed("the server is shutting down; ask another one")
         if id_ in self._live:
             raise SessionExists(
                 f"a live session has id {id_!r}; choose another, or wait for its end"
             )
-        self._generations += 1
-        session = Session(self, id_, self._generations, self._clock())
-        self._live[id_] = session
-        self.emit(SessionOpened(session=id_, generation=session.generation))
+        self._opened = number = self._opened + 1
+        session = Session(self, id_, number, f"{id_}#{number}", self._now())
+        self._live[id_] = ref(session)
+        session._tell(events.SessionOpened)
         return session
 
     async def open_when_free(self, id_: str) -> Session:
@@ -152,13 +132,13 @@ class SessionRegistry:
         Cancellation:
             At any time; nothing was opened.
         """
-        while id_ in self._live or any(s.id == id_ for s in self._closing):
-            await self._changed.wait()
+        await self._until(
+            lambda: id_ not in self._live and all(s.id != id_ for s in self._closing)
+        )
         if id_ in self._quarantined.values():
             raise SessionExists(
                 f"the engine may still have a session with id {id_!r}, whose END "
-                f"failed; choose another id, or release() its key once the engine is "
-                f"known to be clean"
+                f"failed; choose another id, or release() its key once it has not"
             )
         return self.open(id_)
 
@@ -167,23 +147,45 @@ class SessionRegistry:
         return list(self._quarantined)
 
     def release(self, *keys: str) -> None:
-        """Forget quarantined keys: the engine is known to be clean of them.
-
-        An engine process that was replaced is clean of all.
-        """
+        """Forget quarantined *keys*: the engine, or a new one, is clean of them."""
         for key in keys:
             self._quarantined.pop(key, None)
 
-    def get(self, id_: str) -> Session:
-        """Return the live session with this id.
+    def get(self, id_: str | None = None, *, key: str | None = None) -> Session:
+        """Return the live session with this id, or with this *key*.
 
         Raises:
             SessionNotFound: There is none.
         """
-        try:
-            return self._live[id_]
-        except KeyError:
-            raise SessionNotFound(f"no live session has id {id_!r}") from None
+        found = self._live.get(id_ or (key or "").rpartition("#")[0])
+        session = None if found is None else found()
+        if session is None or key not in (None, session.key):
+            raise SessionNotFound(f"no live session has id {key or id_!r}")
+        return session
+
+    def live(self) -> list[Session]:
+        """The live sessions, oldest first."""
+        return [session for found in self._live.values() if (session := found())]
+
+    def statistics(self) -> SessionStatistics:
+        """The registry as it is now."""
+        boxes = [box for s in self.live() for box in s._boxes.values()]
+        return SessionStatistics(
+            opened=self._opened,
+            live=len(self._live),
+            closing=len(self._closing),
+            payloads=len(boxes),
+            payload_bytes=sum(box.nbytes for box in boxes),
+            ends_failed=self._ends_failed,
+            outcomes=dict(self._outcomes),
+        )
+
+    def track(self, key: Callable[..., str]) -> Decorator:
+        """Decorate a function that streams: each stream is a session here.
+
+        Its id is what *key* returns for the call's arguments. See `managed`.
+        """
+        return managed(sessions=self, key=key)
 
     async def cancel(self, id_: str) -> None:
         """End a session with ``"cancelled"`` and wait until its engine is quiet.
@@ -195,36 +197,24 @@ class SessionRegistry:
             The session is ended all the same; only the waiting stops.
         """
         session = self.get(id_)
-        session.stop("cancelled")
+        session.stop()
         await session.quiet()
 
     def close_all(self, outcome: Outcome = "cancelled") -> int:
-        """End every live session; what was open before starts nothing any more.
-
-        Returns:
-            How many sessions were ended.
-        """
-        sessions = list(self._live.values())
-        for session in sessions:
-            session.stop(outcome)
-        if outcome == "shutdown":
-            # Those whose callers have left may still be starting.
-            for session in self._closing:
-                session.cut()
+        """End every live session, of which none starts anything then; say how many."""
+        sessions = self.live()
+        for closing in self._closing if outcome == "shutdown" else ():
+            for start in closing._starts:  # its caller has left, and it goes on
+                start.close(cut=True)
+        with ExitStack() as calls:  # each is made, also where an observer raises
+            for session in reversed(sessions):
+                calls.callback(session.stop, outcome)
         return len(sessions)
-
-    def track(self, key: Callable[..., str]) -> Decorator:
-        """Decorate a function that streams: each stream is a session here.
-
-        Args:
-            key: The session id, as a function of the call's arguments.
-
-        See `lifecycle.managed`.
-        """
-        return managed(sessions=self, key=key)
 
     async def drain(self, deadline: float) -> int:
         """Open nothing new, let sessions finish, then end the rest.
+
+        Returns when all engines are quiet: every END has a deadline of its own.
 
         Args:
             deadline: Seconds until the rest is ended with ``"shutdown"``.
@@ -235,187 +225,76 @@ class SessionRegistry:
         Cancellation:
             At any time. Nothing is opened any more all the same.
         """
-        began = self._clock()
-        self._draining = True
-        self.emit(DrainStarted(live=len(self._live)))
+        began = self._now()
+        self.draining = True
+        if self._emit is not None:
+            self._emit(events.DrainStarted(live=len(self._live)))
         with anyio.move_on_after(deadline):
             await self._until(lambda: not self._live)
         cut = self.close_all("shutdown")
-        # Every END has a deadline of its own, so this wait is bounded too.
         await self._until(lambda: not self._closing)
-        self.emit(DrainFinished(cut=cut, duration_s=self._clock() - began))
+        if self._emit is not None:
+            self._emit(events.DrainFinished(cut=cut, duration_s=self._now() - began))
         return cut
-
-    @property
-    def draining(self) -> bool:
-        """Whether `drain` was called, or the registry is being left."""
-        return self._draining
-
-    def live(self) -> list[Session]:
-        """The live sessions, oldest first."""
-        return list(self._live.values())
-
-    def statistics(self) -> SessionStatistics:
-        """The registry as it is now."""
-        return SessionStatistics(
-            opened=self._generations,
-            live=len(self._live),
-            closing=len(self._closing),
-            payloads=self._payloads,
-            payload_bytes=self._payload_bytes,
-            ends_failed=self._ends_failed,
-            outcomes=dict(self._outcomes),
-        )
 
     async def _until(self, reached: Callable[[], bool]) -> None:
         while not reached():
+            self._changed = self._changed or anyio.Event()
             await self._changed.wait()
 
-    def _has_changed(self) -> None:
-        self._changed.set()
-        self._changed = anyio.Event()
+    def _look_at(self, session: Session) -> None:
+        if session.phase == "quiet":
+            self._closing.discard(session)
+            if session._quiet is not None:
+                session._quiet.set()
+        changed, self._changed = self._changed, None
+        if changed is not None:
+            changed.set()
 
-    # What a session calls.
-
-    def emit(self, event: Event) -> None:
-        """Called by sessions: tell the observer."""
-        if self._emit is not None:
-            self._emit(event)
-
-    def now(self) -> float:
-        """Called by sessions: seconds by the loop's clock."""
-        return self._clock()
-
-    def post(self, call: Callable[[], object]) -> None:
-        """Called by finalisers, in any thread: make *call* in the registry's loop."""
-        self._post(call)
-
-    def spawn(self, session: Session, start: Start[Any]) -> None:
-        """Called by sessions: run *start* in a task that its caller cannot cancel.
-
-        Raises:
-            RuntimeError: The registry is not entered.
-        """
-        assert self._tasks is not None, "else the session would be closed"
-        self._tasks.start_soon(self._supervise, session, start)
-
-    def watch(self, stream: Stream[Any], limits: Deadlines) -> None:
-        """Called by sessions: watch the deadlines of *stream*."""
-        assert self._watchdog is not None, "else there would be no session"
-        self._watchdog.add(stream, limits)
-
-    def closed(self, session: Session) -> None:
-        """Called by *session*, once, while its id is its own: book it out."""
-        assert session.outcome is not None
-        del self._live[session.id]
-        if session.phase != "quiet":
-            self._closing.add(session)
-        self._outcomes[session.outcome] += 1
-        self._has_changed()
-        self.emit(
-            SessionClosed(
-                session=session.id,
-                generation=session.generation,
-                outcome=session.outcome,
-                duration_s=self._clock() - session.opened_at,
-            )
-        )
-
-    def boxed(self, nbytes: int) -> None:
-        """Called by sessions: count a payload in."""
-        self._payload_bytes += whole("nbytes", nbytes)
-        self._payloads += 1
-
-    def unboxed(self, nbytes: int) -> None:
-        """Called by sessions: count a payload out."""
-        self._payloads -= 1
-        self._payload_bytes -= nbytes
-
-    async def _supervise(self, session: Session, start: Start[Any]) -> None:
-        try:
-            error = await start.run(end_timeout=self._end_timeout, on_cut=session.stop)
-        finally:
-            # Already closed, but where the loop itself is being torn down.
-            if not start.closed.is_set():
-                session.close("shutdown")
-            if session.settled():
-                self._quieten(session)
-        if error is not None:
-            # Else an END of a wrong form would fail for ever, and nobody would know.
-            _log.warning(
-                "END of session %r failed with %s; the engine may still hold it",
-                session.key,
-                _kind_and_place(error),
-            )
-            self._ends_failed += 1
-            self._quarantined[session.key] = session.id
-            if len(self._quarantined) > self._most_quarantined:
-                del self._quarantined[next(iter(self._quarantined))]
-            self.emit(
-                EndFailed(
-                    session=session.id,
-                    generation=session.generation,
-                    error=type(error).__name__,
-                )
-            )
-
-    def _quieten(self, session: Session) -> None:
-        self._closing.discard(session)
-        self._has_changed()
-
-    # The async with block.
+    def _end_failed(self, session: Session, error: BaseException) -> None:
+        kind = type(error).__name__
+        # Not its words: they are the user's, and may be about a payload.
+        *_, (frame, line) = walk_tb(error.__traceback__)
+        place = f"{frame.f_code.co_filename}:{line}"
+        words = "END of session %r failed with %s at %s; the engine may still hold it"
+        _log.warning(words, session.key, kind, place)
+        self._ends_failed += 1
+        self._quarantined[session.key] = session.id
+        if len(self._quarantined) > self._max_quarantined:
+            del self._quarantined[next(iter(self._quarantined))]
+        session._tell(events.EndFailed, error=kind)
 
     async def __aenter__(self) -> Self:
-        if self._draining or self._tasks is not None:
+        if self.draining or self._tasks is not None:
             raise RuntimeError("a SessionRegistry can be entered once")
-        self._clock = loop_clock()
-        self._post = loop_post()
-        self._watchdog = Watchdog(self._clock)
+        self._now, self._post = loop_clock(), loop_post()
+        self._watchdog = Watchdog(self._now)
         # A server that is cancelled may still drain, shielded.
         self._watching = anyio.CancelScope(shield=True)
-        tasks = anyio.create_task_group()
-        self._tasks = await tasks.__aenter__()
-        tasks.start_soon(self._watch_streams, self._watchdog)
+        self._tasks = await anyio.create_task_group().__aenter__()
+        self._tasks.start_soon(self._watch)
         return self
 
-    async def __aexit__(
-        self,
-        exc_type: type[BaseException] | None,
-        exc: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    async def __aexit__(self, *_: object) -> None:
         tasks, self._tasks = self._tasks, None
         assert tasks is not None
-        self._draining = True
-        self.close_all("shutdown")
-        self._watching.cancel()
+        self.draining = True
         try:
-            # Without the error of the block: a task group would wrap it, and
-            # one failure must never reach anybody as a group of one. Every task
-            # in it has a deadline.
-            await tasks.__aexit__(None, None, None)  # noqa: ASYNC102
+            try:
+                self.close_all("shutdown")
+            finally:
+                self._watching.cancel()
+                # Without the error of the block, which it would put in a group.
+                # Every task in it has a deadline.
+                await tasks.__aexit__(None, None, None)  # noqa: ASYNC102
         except BaseExceptionGroup as group:
-            raise _alone(group) from None
+            # One failure must never reach anybody as a group of one.
+            raise group.exceptions[0] if not group.exceptions[1:] else group from None
         finally:
-            self._abort_rest()
+            for session in list(self._closing):
+                for start in session._starts:  # whose task never ran
+                    start.abort(session)
 
-    def _abort_rest(self) -> None:
-        for session in list(self._closing):  # their tasks never ran
-            session.abort()
-            self._quieten(session)
-
-    async def _watch_streams(self, watchdog: Watchdog) -> None:
+    async def _watch(self) -> None:
         with self._watching:
-            await watchdog.run()
-
-
-def _alone(group: BaseExceptionGroup[BaseException]) -> BaseException:
-    return group.exceptions[0] if len(group.exceptions) == 1 else group
-
-
-def _kind_and_place(error: BaseException) -> str:
-    # Not its words: they are the user's, and may be about a payload.
-    kind, place = type(error).__name__, ""
-    for frame, line in traceback.walk_tb(error.__traceback__):
-        place = f" at {frame.f_code.co_filename}:{line}"
-    return kind + place
+            await self._watchdog.run()

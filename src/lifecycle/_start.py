@@ -2,23 +2,29 @@
 
 Every shield that a caller can put around an ``await`` has a hole: a second
 native ``Task.cancel()`` cuts both ``asyncio.shield`` and anyio's, and a result
-that arrives in the tick of the cancellation belongs to nobody. So the start runs
+that arrives in the tick of the cancellation belongs to nobody. So a start runs
 in a task of its own, and that same task ends what it started.
 """
 
+# ruff: noqa: SLF001 - a session and its starts are one mechanism in two modules
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable
+import math
+from collections.abc import Awaitable, Callable, Iterable
+from dataclasses import dataclass
 from inspect import isawaitable
-from typing import TYPE_CHECKING, Any, Generic, Literal, TypeVar
+from typing import TYPE_CHECKING, Any, Final, Generic, Literal, TypeVar, cast
 
 import anyio
 
 from ._errors import StartTimeout
+from ._lease import Lease
+from ._park import Waiter, new_waiter, park_until
 from ._payload import forget_frames
+from .events import StartSettled
 
 if TYPE_CHECKING:
-    from ._lease import Lease
+    from ._session import Session
 
 T = TypeVar("T")
 
@@ -28,142 +34,119 @@ How = Literal["started", "failed", "withheld", "unknown"]
 # not known what was opened.
 Open = Callable[[], Awaitable[T]]
 End = Callable[[T | None], Awaitable[object]]
+Pairs = Iterable[tuple[Open[T], End[T] | None]]
+
+# Seconds in which a start may answer its cancellation: what it opened or raised
+# then is still its caller's. A thread does not answer, and nobody waits for it.
+_MOMENT: Final = 0.1
 
 
+@dataclass(slots=True, eq=False)
 class Start(Generic[T]):
-    """One start, from the request for it until its end was sent.
+    """One stream of a session, from the request for it until its end was sent.
 
     `run` is the whole life, in a task of the registry: open, settle, wait until
-    the session is closed, end. The barrier `init_done` is set whatever happens,
-    and nothing is ended before it.
-
-    Args:
-        open_: Sends the payload and returns the stream; runs at most once.
-        end: Ends what was started, given the stream, or ``None`` where the
-            outcome is unknown; runs at most once. ``None``: nothing to end.
-        lease: Released the moment that *open_* has settled.
-        timeout: Seconds that *open_* may take.
-        on_settled: Told once how the start came out.
+    the stream is over, end. Whatever happens it settles, and is ended only then.
+    A session refers to its starts, so they refer to none.
     """
 
-    __slots__ = (
-        "_end",
-        "_lease",
-        "_on_settled",
-        "_open",
-        "_opening",
-        "_timeout",
-        "closed",
-        "error",
-        "how",
-        "init_done",
-        "value",
-    )
-
-    def __init__(
-        self,
-        open_: Open[T],
-        *,
-        end: End[T] | None,
-        lease: Lease | None,
-        timeout: float,
-        on_settled: Callable[[How], object],
-    ) -> None:
-        self._open: Open[T] | None = open_
-        self._end = end
-        if lease is not None:
-            lease.pass_on()
-        self._lease = lease
-        self._timeout = timeout
-        # Given up once used: it refers to the session, which refers to this.
-        self._on_settled: Callable[[How], object] | None = on_settled
-        self._opening: anyio.CancelScope | None = None
-        self.how: How | None = None
-        self.value: T | None = None
-        self.error: BaseException | None = None
-        # Let go once it is set: sessions are many and events are not small.
-        self.init_done = anyio.Event()
-        self.closed = anyio.Event()
+    open_: Open[T]
+    end: End[T] | None
+    began: float
+    timeout: float
+    told: Waiter  # the caller, who waits for all starts of the session
+    how: How | None = None
+    value: T | None = None
+    error: Exception | None = None
+    closed: bool = False
+    done: bool = False
+    _scope: anyio.CancelScope | None = None
+    _over: Waiter | None = None
 
     def close(self, *, cut: bool = False) -> None:
-        """The session is over: withhold the start if it has not begun; end it.
+        """Withhold a start that has not begun; else end it, once it has settled.
 
-        Args:
-            cut: Do not let *open_* finish either; its outcome is then unknown.
+        With *cut* it may not go on opening; what comes of that is then unknown.
         """
-        self.closed.set()
-        if cut and self._opening is not None:
-            self._opening.cancel()
+        self.closed = True
+        if self._over is not None:
+            self._over.wake()
+        if self.how is None:
+            self.told.wake()
+            if cut and self._scope is not None:
+                self._scope.cancel()
 
-    def abort(self) -> None:
-        """Settle a start whose task will never run."""
-        self._settle("withheld")
+    def abort(self, session: Session) -> None:
+        """Settle and end a start whose task never ran."""
+        if self.how is None:
+            self._settle(session, "withheld")
+        self._leave(session)
 
-    def result(self) -> T:
-        """Return what was opened, or raise why it was not, if it was not withheld.
-
-        Raises:
-            StartTimeout: The start took too long; what it sent is ended.
-            BaseException: Whatever *open_* raised, as it was raised.
-        """
-        error, self.error = self.error, None
-        try:
-            if self.how == "unknown":
-                raise StartTimeout(
-                    f"the start was not done within {self._timeout} s; "
-                    f"what it sent is being ended"
-                ) from error
-            if error is not None:
-                raise error
-            return self.value  # type: ignore[return-value]
-        finally:
-            del error  # its traceback holds this frame
-
-    async def run(
-        self, *, end_timeout: float, on_cut: Callable[[], object]
-    ) -> BaseException | None:
+    async def run(self, session: Session) -> None:
         """Live through the start.
 
-        Args:
-            end_timeout: Seconds that the end may take.
-            on_cut: Called where a cancellation gets through, to stop the owner.
-
-        Returns:
-            Why the end failed, or ``None``. Errors of the start itself are for
-            `result`.
-
         Cancellation:
-            Only a native ``Task.cancel()`` gets through, and one that user code
-            was given by a task of its own. The outcome is then unknown and the
-            end is tried once. It ends here: a child that ends cancelled would
-            cancel everything else in the registry.
+            Only a native one gets through, or one of a task of the user's code. It
+            stops the session, and the end is tried once. It goes no further: a
+            child that ends cancelled would cancel the whole registry.
         """
         try:
-            await self._begin()
-            with anyio.CancelScope(shield=True):
-                await self.closed.wait()
-        except anyio.get_cancelled_exc_class():  # noqa: ASYNC103 - see above
-            on_cut()
-            self._settle("unknown")
+            # Once, or twice where its first scope was cancelled.
+            while self.how is None or self.end is not None:
+                try:
+                    await self._live(session)
+                except anyio.get_cancelled_exc_class():  # noqa: ASYNC103 - see above
+                    session.stop()
         except BaseException:
-            self._settle("unknown")
-            # It has a shield of its own, with a deadline.
-            await self._finish(end_timeout)  # noqa: ASYNC102, ASYNC120
+            self.close()
+            await self._live(session)  # noqa: ASYNC102, ASYNC120 - has its own shield
+            session.close("shutdown")
             raise
-        return await self._finish(end_timeout)
+        finally:
+            self._leave(session)
 
-    async def _begin(self) -> None:
-        open_, self._open = self._open, None
-        if self.closed.is_set() or open_ is None:
-            self._settle("withheld")
-            return
-        deadline = anyio.current_time() + self._timeout
-        self._opening = anyio.CancelScope(shield=True, deadline=deadline)
+    def _leave(self, session: Session) -> None:
+        self.done = True
+        session._registry._look_at(session)
+
+    async def _live(self, session: Session) -> None:
+        # One scope for all of it, if nothing goes wrong: each costs microseconds.
+        due = session._registry._now() + self.timeout if self.how is None else math.inf
+        with anyio.CancelScope(shield=True, deadline=due) as scope:
+            if self.how is None:
+                self._scope = scope
+                await self._open(session, scope)
+            if self.end is not None and not scope.cancel_called:
+                await self._finish(self.end, session, scope)
+
+    async def _finish(
+        self, end: End[T], session: Session, scope: anyio.CancelScope
+    ) -> None:
+        registry = session._registry
+        if not self.closed:
+            scope.deadline = math.inf
+            self._over = new_waiter()
+            await self._over.park()
+        value, self.value, self.end = self.value, None, None
+        scope.deadline = registry._now() + registry._end_timeout
         try:
-            with self._opening:
-                self.value = await _opened_by(open_)
-                self.how = "started"
-        except Exception as error:  # noqa: BLE001 - raised for the caller by `result`
+            await end(value)
+        except Exception as error:  # noqa: BLE001 - the engine may have it still
+            registry._end_failed(session, error)
+        except anyio.get_cancelled_exc_class() as error:
+            late = StartTimeout().with_traceback(error.__traceback__)
+            registry._end_failed(session, late if scope.cancel_called else error)
+            raise
+
+    async def _open(self, session: Session, cut: anyio.CancelScope) -> None:
+        how: How = "unknown"
+        try:
+            if self.closed:
+                how = "withheld"
+            else:
+                self.value = await self._opened()
+                how = "started"
+        except Exception as error:  # noqa: BLE001 - raised for the caller
             forget_frames(error)
             # Without this very frame, which refers to what refers to the error: it
             # may be that nobody ever asks for it.
@@ -171,91 +154,89 @@ class Start(Generic[T]):
             self.error = error.with_traceback(here and here.tb_next)
             del here
             # A client that is cancelled often says that it lost its connection.
-            self.how = "unknown" if self._opening.cancel_called else "failed"
+            how = "unknown" if cut.cancel_called else "failed"
         finally:
-            self._opening = None
-            del open_
-            self._settle("unknown")
+            self._settle(session, how)
 
-    def _settle(self, how: How) -> None:
-        if self.how is None:
-            self.how = how
-        self._open = None
-        lease, self._lease = self._lease, None
-        if lease is not None:
-            lease.release()
-        on_settled, self._on_settled = self._on_settled, None
-        if on_settled is not None:
-            self.init_done.set()
-            del self.init_done
-            on_settled(self.how)
+    def _opened(self) -> Awaitable[T]:
+        open_: Any = self.open_
+        opening: object = open_() if callable(open_) else None
+        if isawaitable(opening):
+            return opening
+        # An `await` of it would say only that it cannot be awaited.
+        what = f"must be a function, not {type(open_).__name__}"
+        if callable(open_):
+            what = f"returned {type(opening).__name__}"
+        raise TypeError(
+            f"open_ {what}; pass the function itself, without calling it: an `async "
+            f"def` without yield that returns the stream"
+        )
 
-    async def _finish(self, end_timeout: float) -> BaseException | None:
-        end, self._end = self._end, None
-        value, self.value = self.value, None
-        if end is None or self.how in ("failed", "withheld"):
-            return None
-        deadline = anyio.current_time() + end_timeout
+    def _settle(self, session: Session, how: How) -> None:
+        self.how = how
+        del self.open_
+        if how in ("failed", "withheld"):
+            self.end = None
+        last = all(start.how for start in session._starts)
+        if last or how != "started":
+            self.told.wake()
         try:
-            with anyio.CancelScope(shield=True, deadline=deadline):
-                await end(value)
-                return None
-        except Exception as error:  # noqa: BLE001 - the registry reports it
-            forget_frames(error)
-            return error
-        except anyio.get_cancelled_exc_class() as error:  # noqa: ASYNC103 - as in `run`
-            forget_frames(error)
-            return error  # noqa: ASYNC104
-        # Only the deadline of the scope leads here.
-        return StartTimeout(f"END was not done within {end_timeout} s")
+            if last and session.lease is not None:
+                session.lease.release()
+        finally:
+            took = session._registry._now() - self.began
+            session._tell(StartSettled, how=how, duration_s=took)
 
 
-def _opened_by(open_: object) -> Awaitable[Any]:
-    # An `await` of something else says only that it cannot be awaited.
-    if not callable(open_):
-        raise TypeError(
-            f"open_ has to be a function that the registry calls, not "
-            f"{type(open_).__name__}; pass the function itself, without calling it"
-        )
-    opening = open_()
-    if not isawaitable(opening):
-        raise TypeError(
-            f"open_ returned {type(opening).__name__}, which cannot be awaited; make "
-            f"it an `async def` without yield that returns the stream"
-        )
-    return opening
+def begin(
+    pairs: Pairs[T], session: Session, lease: Lease | None, timeout: float
+) -> list[Start[T]]:
+    """Begin the starts of *session*, each in a task of its registry."""
+    registry, told = session._registry, new_waiter()
+    now = registry._now()
+    starts = [Start(open_, end, now, timeout, told) for open_, end in pairs]
+    if not starts:
+        return []
+    # Found out in a task of the registry, it would end all of these.
+    if math.isnan(timeout):
+        raise ValueError("timeout must be a number of seconds, not NaN")
+    if session._starts:
+        raise RuntimeError(f"session {session.id!r} was started before")
+    session._confirm()
+    assert registry._tasks is not None, "else the session would be closed"
+    session._starts, session.lease = starts, lease
+    if lease is not None:
+        lease._pass_on()
+    for start in starts:
+        registry._tasks.start_soon(start.run, session)
+    return starts
 
 
-class Siblings:
-    """Starts of which all have to succeed.
+async def results(starts: list[Start[T]], session: Session) -> list[T]:
+    """Wait until all have opened, or one has not, or the session is closed."""
+    if not starts:
+        return []
+    deadline = starts[0].began + starts[0].timeout + _MOMENT
+    await park_until(starts[0].told, deadline)
+    if session.outcome is None and all(start.how == "started" for start in starts):
+        return [cast("T", start.value) for start in starts]
+    for start in starts:
+        start.close()
+    raise _why_not(starts, session)
 
-    Args:
-        lease: Released when the last of them has settled.
 
-    Attributes:
-        decided: Set when all have succeeded or one has not.
-    """
-
-    __slots__ = ("_lease", "_open", "decided")
-
-    def __init__(self, lease: Lease | None) -> None:
-        self._lease = lease
-        self._open = 0
-        self.decided = anyio.Event()
-
-    def expect(self, on_settled: Callable[[How], object]) -> Callable[[How], object]:
-        """Count one more in; return what it has to be told through."""
-        self._open += 1
-        if self._lease is not None:
-            self._lease.pass_on()
-
-        def settled(how: How) -> None:
-            self._open -= 1
-            if not self._open and self._lease is not None:
-                self._lease.release()
-                self._lease = None
-            if not self._open or how != "started":
-                self.decided.set()
-            on_settled(how)
-
-        return settled
+def _why_not(starts: list[Start[T]], session: Session) -> Exception:
+    errors = {start.how: start.error for start in reversed(starts)}
+    for start in starts:
+        start.error = None
+    error = errors.get("failed")
+    if error is not None:
+        return error
+    if session.outcome is not None:
+        return session._ended()
+    late = StartTimeout(
+        f"the start was not done within {starts[0].timeout} s; what it sent is being "
+        f"ended"
+    )
+    late.__cause__ = errors.get("unknown")
+    return late

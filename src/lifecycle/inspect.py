@@ -244,9 +244,9 @@ def _granted_at(lease: Lease) -> str | None:
 
 
 def _registry(registry: SessionRegistry) -> RegistrySnapshot:
-    now = _read(registry.now)
+    now = _read(registry._now)
     sessions = sorted(
-        [*registry._live.values(), *registry._closing],
+        [*registry.live(), *registry._closing],
         key=lambda session: session.generation,
     )
     return RegistrySnapshot(

@@ -165,6 +165,97 @@ class TestManaged:
                 assert [item async for item in items] == ["a"]
             assert_quiescent(gate, sessions)
 
+    async def test_hides_what_it_gives_from_callers(self) -> None:
+        """What a framework reads off the signature is what a caller has to give."""
+        gate = Gate(bytes=10)
+        async with SessionRegistry() as sessions:
+
+            @managed(gate=gate, sessions=sessions, key=str, scrub="image")
+            async def stream(
+                session: Session, name: str, lease: Lease, *rest: int, image: Any
+            ) -> AsyncGenerator[object, None]:
+                yield lease.held, session.id, name, rest, image.take()
+
+            assert list(inspect.signature(stream).parameters) == [
+                "name",
+                "rest",
+                "image",
+            ]
+            call: Any = stream
+            with pytest.raises(TypeError, match="unexpected .*'lease'"):
+                call("a", image=1, lease=None)
+            with pytest.raises(TypeError, match="'image'"):
+                call("a")
+
+        @gate.admits(5)
+        async def plain(session: str) -> AsyncGenerator[str, None]:
+            yield session
+
+        assert [item async for item in plain("theirs")] == ["theirs"]
+        assert_quiescent(gate, sessions)
+
+    async def test_gives_lease_and_session_wherever_they_stand(self) -> None:
+        """The place of a parameter among the others does not matter."""
+        gate = Gate(bytes=10)
+        async with SessionRegistry() as sessions:
+
+            @managed(gate=gate, sessions=sessions, key=lambda name, *_: name)
+            async def stream(
+                session: Session, name: str, lease: Lease, *rest: int
+            ) -> AsyncGenerator[object, None]:
+                yield session.id, name, lease.held, rest
+
+            call: Any = stream
+            async with call("a", 1, 2) as items:
+                assert await anext(items) == ("a", "a", True, (1, 2))
+        assert_quiescent(gate, sessions)
+
+    @pytest.mark.parametrize("two_phase", [False, True])
+    async def test_detects_a_stream_that_waits_for_itself(
+        self, two_phase: bool
+    ) -> None:
+        """A second stream of a full gate before the first item of one never hangs."""
+        gate = Gate(slots=1)
+
+        @gate.admits()
+        async def inner() -> AsyncGenerator[int, None]:
+            yield 1
+
+        @gate.admits()
+        async def generator() -> AsyncGenerator[int, None]:
+            async for item in inner():
+                yield item
+
+        @gate.admits()
+        async def coroutine() -> AsyncIterator[int]:
+            first = await anext(inner())
+            return generator() if first else inner()
+
+        outer = coroutine if two_phase else generator
+        with anyio.fail_after(2), pytest.raises(RuntimeError, match="for itself"):
+            async with outer() as stream:
+                await anext(stream)
+        assert [item async for item in inner()] == [1]
+        assert_quiescent(gate)
+
+    async def test_gives_up_the_rest_where_one_callback_raises(self) -> None:
+        """A box whose on_release raises keeps neither another box nor the lease."""
+        gate = Gate(slots=1)
+
+        def fail(how: str) -> None:
+            raise OSError(how)
+
+        @managed(gate=gate, scrub=("first", "second"))
+        async def stream(first: Any, second: Any) -> AsyncGenerator[int, None]:
+            yield 1
+
+        boxes = [Payload(i, on_release=fail) for i in range(2)]
+        with pytest.raises(OSError, match="cleared"):
+            async with stream(*boxes) as items:
+                await anext(items)
+        assert all(box.taken for box in boxes)
+        assert_quiescent(gate)
+
     @FORMS
     async def test_owes_nothing_before_it_is_iterated(
         self, form: str, no_collector: None
@@ -248,10 +339,10 @@ class TestManaged:
                 await anext(stream(1))
             with pytest.raises(CostTooLarge):
                 await anext(stream(11))
-            sessions.open("2")
+            other = sessions.open("2")
             with pytest.raises(SessionExists):
                 await anext(stream(2))
-            sessions.get("2").close()
+            other.close()
             outcomes = sessions.statistics().outcomes
             assert (outcomes["failed"], outcomes["refused"]) == (1, 1)
             assert_quiescent(gate, sessions)

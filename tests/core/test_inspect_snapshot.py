@@ -208,7 +208,8 @@ def test_shows_no_age_by_a_clock_that_is_gone():
 
     async def main():
         async with SessionRegistry() as sessions:
-            sessions.open("a")
+            session = sessions.open("a")
+            assert session.phase == "open"
             return snapshot(sessions)
 
     for backend in ("asyncio", "trio"):
@@ -225,7 +226,8 @@ async def test_snapshot_reads_as_a_list():
     async with SessionRegistry() as sessions:
         lease = gate.try_admit(bytes=400)
         clock.now += 1.5
-        sessions.open("a").box(b"secret", nbytes=6)
+        session = sessions.open("a")
+        session.box(b"secret", nbytes=6)
         lines = str(snapshot(gate, sessions)).splitlines()
     lease.release()
     assert lines[:3] == [

@@ -5,7 +5,9 @@ import collections
 import copy
 import pickle
 import traceback
+import types
 import weakref
+from collections.abc import Generator
 from typing import Any
 
 import anyio
@@ -164,6 +166,62 @@ class TestStrip:
         kept["k"]["self"] = kept["k"]
         strip(kept, keep=["k"])
         assert kept["k"]["self"] is kept["k"]
+
+    def test_empties_what_is_nested_deep(self, no_collector: None) -> None:
+        """Depth is no limit, neither of what is stripped nor of what is kept."""
+        tensor, ref = watched()
+        payload: dict[str, Any] = {"end": tensor}
+        kept: dict[str, Any] = {"end": 1}
+        for _ in range(100_000):
+            payload, kept = {"x": [payload]}, {"x": [kept]}
+        del tensor
+        strip({"payload": payload, "kept": kept}, keep=["kept"])
+        assert ref() is None
+        assert payload == {}
+        assert kept["x"][0]["x"]
+
+
+def test_forgets_payload_of_an_error_but_not_its_lines(no_collector: None) -> None:
+    """An error that is kept keeps its traceback, and no local of a finished frame."""
+    tensor, ref = watched()
+
+    def encode(box: Payload[Tensor]) -> None:
+        value = box.take()
+        raise OSError(type(value).__name__)
+
+    box = Payload(tensor)
+    del tensor
+    with pytest.raises(OSError, match="Tensor") as caught:
+        encode(box)
+    assert ref() is not None
+    Payload.forget(caught.value)
+    assert ref() is None
+    assert "encode" in "".join(traceback.format_exception(caught.value))
+
+
+def test_forgets_nothing_of_a_coroutine_that_goes_on() -> None:
+    """A frame that an error came through and that is only suspended goes on."""
+    errors: list[OSError] = []
+
+    @types.coroutine
+    def pause() -> Generator[None, None, None]:
+        yield
+
+    async def survive() -> Tensor:
+        tensor = Tensor()
+        try:
+            raise OSError("kept elsewhere")
+        except OSError as error:
+            errors.append(error)
+            await pause()
+        return tensor
+
+    going_on = survive()
+    going_on.send(None)
+    Payload.forget(errors[0])
+    with pytest.raises(StopIteration) as done:
+        going_on.send(None)
+    assert isinstance(done.value.value, Tensor)
 
 
 @pytest.mark.anyio

@@ -30,6 +30,7 @@ from lifecycle.events import (
     PayloadReleased,
     SessionClosed,
     SessionOpened,
+    StartSettled,
     StreamEnded,
 )
 from lifecycle.testing import (
@@ -182,6 +183,17 @@ class TestIds:
                     ask("a")
             with pytest.raises(SessionNotFound):
                 await sessions.cancel("a")
+
+    async def test_finds_a_session_by_what_the_engine_calls_it(self) -> None:
+        """A key finds the session it belongs to, and no newer one with its id."""
+        async with SessionRegistry() as sessions:
+            sessions.open("a#1").close()
+            with sessions.open("a#1") as session:
+                assert session.key == "a#1#2"
+                assert sessions.get(key="a#1#2") is session
+                for key in ("a#1#1", "a#1", "a#2", "#", ""):
+                    with pytest.raises(SessionNotFound):
+                        sessions.get(key=key)
 
     async def test_waits_until_an_id_is_free(self) -> None:
         """open_when_free waits for the live session and for its END."""
@@ -811,6 +823,165 @@ class TestQuarantine:
             sessions.release(*sessions.quarantined())
             assert sessions.quarantined() == []
             assert sessions.statistics().ends_failed == 3
+
+
+@pytest.mark.anyio
+class TestLost:
+    """Sessions that were opened, and forgotten before anybody entered them."""
+
+    @pytest.mark.parametrize("where", ["here", "in another thread"])
+    async def test_are_closed_and_reported(self, where: str) -> None:
+        """The id is free again, the payload gone, and somebody is told."""
+        seen = RecordingObserver()
+        async with SessionRegistry(observer=seen) as sessions:
+            held = [sessions.open("a")]
+            lost = "session 'a#1' was dropped"
+            if where == "here":
+                with pytest.warns(ResourceWarning, match=lost):
+                    held.clear()
+            else:
+                with pytest.warns(ResourceWarning, match=lost):
+                    await anyio.to_thread.run_sync(held.clear)
+            with anyio.fail_after(2):
+                (await sessions.open_when_free("a")).close()
+            outcomes = [event.outcome for event in seen.of(SessionClosed)]
+            assert outcomes == ["cancelled", "completed"]
+
+    async def test_are_counted_until_they_are_closed(self) -> None:
+        """Found by the collector, with a payload, they balance at every moment."""
+        async with SessionRegistry() as sessions:
+            sessions.open("a").box(b"image", nbytes=5)  # a circle
+            with pytest.warns(ResourceWarning, match="was dropped"):
+                gc.collect()
+            now = sessions.statistics()
+            assert now.opened == now.live + sum(now.outcomes.values()) == 1
+            assert sessions.live() == []
+            with pytest.raises(SessionNotFound):
+                sessions.get("a")
+            await sessions.drain(1)
+            assert sessions.statistics().outcomes["cancelled"] == 1
+            assert_quiescent(sessions)
+
+    async def test_are_not_those_that_are_at_work(self) -> None:
+        """Whoever entered or started one does not have to name it."""
+
+        async def end(_stream: object) -> None:
+            ended.append("a")
+
+        ended: list[str] = []
+        async with SessionRegistry() as sessions:
+            await sessions.open("a").start(nothing, end=end)
+            with sessions.open("b"):
+                gc.collect()
+                await checkpoint()
+                assert [session.id for session in sessions.live()] == ["a", "b"]
+            await sessions.cancel("a")
+            assert ended == ["a"]
+
+
+class Interrupt(BaseException):
+    """As of somebody who presses control and C while an observer runs."""
+
+
+@pytest.mark.anyio
+class TestInterrupted:
+    """An observer may raise what no library can catch; state is whole by then."""
+
+    async def test_leaves_its_block_whole(self) -> None:
+        """The session is closed, its boxes are empty, and the scopes are in order."""
+
+        def look(event: object) -> None:
+            if isinstance(event, SessionClosed | PayloadReleased):
+                raise Interrupt
+
+        async with SessionRegistry(observer=look) as sessions:
+            with pytest.raises(Interrupt):
+                with sessions.open("a") as session:
+                    boxes = [session.box(b"x", nbytes=1) for _ in range(3)]
+            assert all(box.taken for box in boxes)
+            assert (session.outcome, session.phase) == ("completed", "quiet")
+            with anyio.move_on_after(0) as scope:
+                await anyio.sleep_forever()
+            assert scope.cancelled_caught
+            assert_quiescent(sessions)
+
+    async def test_stops_its_owner(self) -> None:
+        """Who ends all sessions ends all of them, and their owners leave."""
+
+        def look(event: object) -> None:
+            if isinstance(event, SessionClosed):
+                raise Interrupt
+
+        async with SessionRegistry(observer=look) as sessions:
+            ended: list[str] = []
+
+            async def owner(name: str) -> None:
+                with pytest.raises(SessionEnded), sessions.open(name):
+                    await anyio.sleep_forever()
+                ended.append(name)
+
+            async with anyio.create_task_group() as tasks:
+                for name in "abc":
+                    tasks.start_soon(owner, name)
+                await anyio.wait_all_tasks_blocked()
+                with pytest.raises(Interrupt):
+                    sessions.close_all()
+            assert sorted(ended) == ["a", "b", "c"]
+            assert_quiescent(sessions)
+
+    async def test_hands_off_and_ends(self) -> None:
+        """A start has settled, its caller is told, and END is sent."""
+        gate, ended = Gate(slots=1), list[object]()
+
+        def look(event: object) -> None:
+            if isinstance(event, StartSettled):
+                raise Interrupt
+
+        async def end(stream: object) -> None:
+            ended.append(stream)
+
+        with pytest.raises(Interrupt):
+            async with SessionRegistry(observer=look) as sessions:
+                with sessions.open("a") as session:
+                    lease = await gate.admit()
+                    await session.start(nothing, end=end, lease=lease)
+                    await anyio.sleep_forever()
+        assert ended == ["stream"]
+        assert_quiescent(gate, sessions)
+
+    async def test_closes_its_stream(self) -> None:
+        """A stream that ends is closed, whatever is made of the news."""
+
+        def look(event: object) -> None:
+            if isinstance(event, StreamEnded):
+                raise Interrupt
+
+        async def source() -> AsyncGenerator[int, None]:
+            yield 1
+
+        async with SessionRegistry(observer=look) as sessions:
+            with sessions.open("a") as session:
+                stream = session.stream(source())
+                await anext(stream)
+                with pytest.raises(Interrupt):
+                    await anext(stream)
+                assert stream.closed
+
+    async def test_leaves_the_registry_whole(self) -> None:
+        """Leaving the registry waits for its tasks, and its scopes are in order."""
+
+        def look(event: object) -> None:
+            if isinstance(event, SessionClosed):
+                raise Interrupt
+
+        with pytest.raises(Interrupt):
+            async with SessionRegistry(observer=look) as sessions:
+                held = [sessions.open(name) for name in "ab"]
+        assert {session.phase for session in held} == {"quiet"}
+        with anyio.move_on_after(0) as scope:
+            await anyio.sleep_forever()
+        assert scope.cancelled_caught
+        assert_quiescent(sessions)
 
 
 @pytest.mark.anyio

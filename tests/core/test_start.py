@@ -181,6 +181,46 @@ def test_tells_the_caller_where_the_task_never_ran() -> None:
     gc.collect()
 
 
+@pytest.mark.filterwarnings("ignore:coroutine .* was never awaited:RuntimeWarning")
+def test_settles_each_of_several_where_one_task_never_ran() -> None:
+    """Its sibling is opened and ended as ever, and both settle once."""
+
+    async def main() -> None:
+        gate, seen, engine = Gate(slots=1), RecordingObserver(), Engine()
+        ended: list[str] = []
+
+        async def serve(sessions: SessionRegistry) -> None:
+            async with sessions:
+                entered.set()
+                await anyio.sleep_forever()
+
+        async def request() -> None:
+            lease = await gate.admit()
+            pairs = [(engine.open, engine.end), (Engine().open, Engine().end)]
+            with pytest.raises(SessionEnded) as told, sessions.open("a") as session:
+                await session.start_all(pairs, lease=lease)
+            ended.append(told.value.outcome)
+
+        sessions, entered = SessionRegistry(observer=seen), asyncio.Event()
+        serving = asyncio.create_task(serve(sessions))
+        await entered.wait()
+        requesting = asyncio.create_task(request())
+        await asyncio.sleep(0)
+        starts = [t for t in asyncio.all_tasks() if "Start.run" in t.get_name()]
+        assert len(starts) == 2
+        starts[0].cancel()
+        async with asyncio.timeout(2):
+            await requesting
+            await asyncio.wait([serving])
+        assert ended == ["shutdown"]
+        assert len(seen.of(StartSettled)) == 2
+        engine.assert_quiet()
+        assert_quiescent(gate, sessions)
+
+    asyncio.run(main())
+    gc.collect()
+
+
 class Abort(BaseException):
     """Neither an error nor a cancellation, like KeyboardInterrupt."""
 
@@ -586,12 +626,12 @@ class TestDeadlines:
             assert engine.ended_with == [None]
 
     async def test_takes_a_result_that_arrives_at_the_last_moment(self) -> None:
-        """What was opened in spite of the deadline belongs to the caller."""
+        """What was opened in spite of the deadline, at once, belongs to the caller."""
         engine = Engine()
 
         async def open_() -> str:
             with anyio.CancelScope(shield=True):
-                await anyio.sleep(10)
+                await anyio.sleep(7.05)
             return await engine.open()
 
         engine.steps = 0
@@ -600,6 +640,98 @@ class TestDeadlines:
                 assert await session.start(open_, end=engine.end, timeout=7) == "stream"
             await session.quiet()
             engine.assert_quiet()
+
+    @pytest.mark.parametrize("how", ["opens", "fails"])
+    async def test_tells_the_caller_in_time_of_what_cannot_be_cancelled(
+        self, how: str
+    ) -> None:
+        """A thread goes on; its caller does not wait, and END and lease wait for it."""
+        engine, gate, seen = Engine(), Gate(slots=1), RecordingObserver()
+
+        async def open_() -> str:
+            engine.begun += 1
+            with anyio.CancelScope(shield=True):
+                await anyio.sleep(100)
+            if how == "fails":
+                raise OSError("reset")
+            return "stream"
+
+        async with SessionRegistry(observer=seen) as sessions:
+            began = anyio.current_time()
+            with pytest.raises(StartTimeout, match="within 7 s"):
+                with sessions.open("a") as session:
+                    lease = await gate.admit()
+                    await session.start(open_, end=engine.end, lease=lease, timeout=7)
+            assert anyio.current_time() - began <= 7.2
+            assert session.outcome == "deadline"
+            with anyio.move_on_after(90):
+                await session.quiet()
+            assert (lease.held, session.phase, engine.ended_with) == (
+                True,
+                "closing",
+                [],
+            )
+            await session.quiet()
+            assert anyio.current_time() - began == pytest.approx(100)
+            known = {"opens": ("started", "stream"), "fails": ("unknown", None)}[how]
+            assert [event.how for event in seen.of(StartSettled)] == [known[0]]
+            assert engine.ended_with == [known[1]]
+            assert_quiescent(gate, sessions)
+
+    async def test_tells_the_caller_at_once_that_others_closed_the_session(
+        self,
+    ) -> None:
+        """Also one that is in no with block; END comes after the start has settled."""
+        engine = Engine(steps=0)
+
+        async def open_() -> str:
+            await anyio.sleep(5)
+            return await engine.open()
+
+        async with SessionRegistry() as sessions:
+            session = sessions.open("a")
+
+            async def stop() -> None:
+                await anyio.sleep(1)
+                session.stop("client_gone")
+
+            async with anyio.create_task_group() as tasks:
+                tasks.start_soon(stop)
+                began = anyio.current_time()
+                with pytest.raises(SessionEnded) as ended:
+                    await session.start(open_, end=engine.end)
+            assert ended.value.outcome == "client_gone"
+            assert anyio.current_time() - began == pytest.approx(1)
+            await session.quiet()
+            assert anyio.current_time() - began == pytest.approx(5)
+            engine.assert_quiet()
+
+    async def test_ends_what_timed_out_while_its_session_stays_open(self) -> None:
+        """The caller may go on with the session; the engine is told at once."""
+        engine = Engine()
+
+        async def open_() -> str:
+            engine.begun += 1
+            await anyio.sleep(100)
+            return "stream"
+
+        async with SessionRegistry() as sessions:
+            with sessions.open("a") as session:
+                with pytest.raises(StartTimeout):
+                    await session.start(open_, end=engine.end, timeout=7)
+                await anyio.sleep(1)
+                assert (session.outcome, engine.ended_with) == (None, [None])
+
+    async def test_takes_its_time_without_a_limit(self) -> None:
+        """An infinite timeout is none."""
+
+        async def open_() -> str:
+            await anyio.sleep(10_000)
+            return "stream"
+
+        async with SessionRegistry() as sessions:
+            with sessions.open("a") as session:
+                assert await session.start(open_, timeout=math.inf) == "stream"
 
     async def test_gives_an_end_its_time_and_no_more(self) -> None:
         """An END that hangs is cut, counted, and holds nobody up (fault-10)."""
@@ -689,6 +821,55 @@ class TestDeadlines:
         """Both are deadlines, and both are TimeoutErrors."""
         assert issubclass(StartTimeout, TimeoutError)
         assert issubclass(StreamTimeout, TimeoutError)
+
+
+@pytest.mark.anyio
+async def test_gives_the_lease_back_where_the_starts_cannot_be_listed() -> None:
+    """An iterable that raises leaves no lease, and a session that can start."""
+    gate = Gate(slots=1)
+    payload = weakref.WeakSet[Engine]()
+
+    def starts() -> Any:
+        engine = Engine()
+        payload.add(engine)
+        yield engine.open, engine.end
+        raise LookupError("no such tensor")
+
+    async with SessionRegistry() as sessions:
+        with sessions.open("a") as session:
+            lease = await gate.admit()
+            with pytest.raises(LookupError, match="no such tensor"):
+                await session.start_all(starts(), lease=lease)
+            assert not lease.held
+            assert not payload, "the traceback keeps what was to be opened"
+            assert await session.start(Engine().open) == "stream"
+        assert_quiescent(gate, sessions)
+
+
+@pytest.mark.anyio
+async def test_keeps_its_lease_from_a_second_start() -> None:
+    """The lease of a start that is refused is given back, not that of the first."""
+    gate = Gate(slots=2)
+    began, go_on = anyio.Event(), anyio.Event()
+
+    async def open_() -> str:
+        began.set()
+        await go_on.wait()
+        return "stream"
+
+    async with SessionRegistry() as sessions, anyio.create_task_group() as tasks:
+        with sessions.open("a") as session:
+            first, second = await gate.admit(), await gate.admit()
+            tasks.start_soon(lambda: session.start(open_, lease=first))
+            await began.wait()
+            with pytest.raises(RuntimeError, match="was started before"):
+                await session.start(open_, lease=second)
+            with pytest.raises(RuntimeError, match="was started before"):
+                await session.start(open_)
+            assert (first.held, second.held) == (True, False)
+            go_on.set()
+            await anyio.wait_all_tasks_blocked()
+            assert not first.held
 
 
 @pytest.mark.anyio

@@ -290,13 +290,35 @@ class TestStop:
         stream.stop(OSError("too late"))
         assert [item async for item in stream] == []
 
-    async def test_stops_before_it_is_entered(self) -> None:
-        """A stream stopped early ends at the first await inside its block."""
-        stream = Stream(hang())
+    async def test_raises_on_entry_what_it_was_stopped_with_before(self) -> None:
+        """A stream stopped early says so where it is entered, and closes its source."""
+        log = Log()
+        stream = Stream(log.source(), on_close=[log.closed])
         stream.stop(OSError("early"))
         with pytest.raises(OSError, match="early"):
             async with stream:
-                await anyio.sleep_forever()
+                log.append("body")
+        assert log == ["on_close"]
+
+    @pytest.mark.parametrize("how", ["stopped", "closed", "exhausted", "left"])
+    async def test_is_entered_although_it_is_over(self, how: str) -> None:
+        """The body of a stream that is over runs to its end, and gets nothing."""
+        log = Log()
+        stream = Stream(log.source(), on_close=[log.closed])
+        if how == "stopped":
+            stream.stop()
+        elif how == "closed":
+            await stream.aclose()
+        elif how == "exhausted":
+            assert len([item async for item in stream]) == 3
+        else:
+            async with stream:
+                pass
+        async with stream:
+            await checkpoint()
+            assert [item async for item in stream] == []
+            log.append("body")
+        assert log[-2:] == ["on_close", "body"]
 
     async def test_stops_between_two_items(self) -> None:
         """Without a block, the next item is an error, and then the end."""
@@ -380,6 +402,51 @@ class TestStop:
         assert scope.cancelled_caught
         assert not after
         assert stream.closed
+
+    @pytest.mark.parametrize("where", ["source", "callback", "callback at an item"])
+    async def test_is_cancelled_although_its_end_fails(
+        self, where: str, caplog: pytest.LogCaptureFixture
+    ) -> None:
+        """An error in closing never replaces a cancellation; it is logged by type."""
+
+        async def source() -> AsyncGenerator[int, None]:
+            try:
+                yield 0
+                await anyio.sleep_forever()
+            finally:
+                if where == "source":
+                    raise OSError("words of an error")
+
+        def callback() -> None:
+            if where != "source":
+                raise LookupError("words of an error")
+
+        after = False
+        with anyio.CancelScope() as scope:
+            async with Stream(source(), on_close=[callback]) as stream:
+                await anext(stream)
+                scope.cancel()
+                await (anext(stream) if "item" in where else anyio.sleep_forever())
+            after = True
+        assert scope.cancelled_caught
+        assert not after
+        assert ("OSError" if where == "source" else "LookupError") in caplog.text
+        assert "words" not in caplog.text
+
+    async def test_prefers_what_it_was_stopped_with(self) -> None:
+        """Why a stream was stopped says more than what then failed in closing it."""
+
+        async def source() -> AsyncGenerator[int, None]:
+            try:
+                yield 1
+            finally:
+                raise OSError("clean-up")
+
+        with pytest.raises(StreamTimeout, match="late"):
+            async with Stream(source()) as stream:
+                await anext(stream)
+                stream.stop(StreamTimeout("late", deadline="idle"))
+                await checkpoint()
 
 
 @virtual
@@ -488,7 +555,7 @@ class TestDeadlines:
                 del stream, session
             gc.collect()
             assert not any(ref() for ref in refs)
-            watched = [o for o in gc.get_objects() if type(o).__name__ == "_Watched"]
+            watched = [o for o in gc.get_objects() if type(o).__name__ == "Deadlines"]
             assert len(watched) < 300
 
     async def test_gives_a_source_its_grace_and_no_more(self) -> None:

@@ -26,7 +26,8 @@ from lifecycle import (
 )
 from lifecycle_engine.api_errors import ApiError, describe
 from lifecycle_engine.app import AppSettings, create_app
-from lifecycle_engine.chat import ChatCompletions
+from lifecycle_engine.generate import Generate
+from lifecycle_engine.openai_dialect import OPENAI
 from lifecycle_engine.processor import BadChat, BadImage
 from lifecycle_engine.service import Deadlines
 from lifecycle_engine.sim_processor import SimProcessor
@@ -239,7 +240,7 @@ async def test_drops_request_whose_client_left_unheard() -> None:
     server = ScriptedServer()
     server.messages.clear()
     server.gone.set()
-    await ChatCompletions(app.state.service)(http_scope(), server.receive, server.send)
+    await Generate(app.state.service, OPENAI)(http_scope(), server.receive, server.send)
     assert server.sent == []
 
 

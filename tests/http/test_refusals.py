@@ -312,7 +312,7 @@ async def test_keeps_canaries_out_of_errors_and_logs(
         {"messages": user(canary), "model": canary},
         {"messages": user(canary), "tool_choice": [canary]},
         {"messages": [{"role": canary, "content": canary}]},
-        {"messages": user(canary), "stop": [canary]},
+        {"messages": user(canary), "stop": [canary, 7]},
         {"messages": user(canary), "max_tokens": 10**9},
         {"messages": [{"role": "user", "content": [{"type": canary}]}]},
     ]

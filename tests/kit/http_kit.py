@@ -109,7 +109,7 @@ class Quiet:
             "ends_failed": sessions.ends_failed,
             "threads": self.service.threads.borrowed_tokens,
         }
-        for gate in (self.service.payloads, self.service.in_flight):
+        for gate in self.service.gates:
             now = gate.statistics()
             left[f"{gate.name}.slots"] = now.slots_in_use
             left[f"{gate.name}.bytes"] = now.bytes_in_use
@@ -172,7 +172,9 @@ async def running(
     processor: Any = None,
     gate: Gate | None = None,
     in_flight: Gate | None = None,
+    bodies: Gate | None = None,
     settings: AppSettings | None = None,
+    metrics: Any = None,
     engine: Any = None,
     wait: bool = True,
 ) -> AsyncIterator[Server]:
@@ -183,6 +185,9 @@ async def running(
         processor or SimProcessor(),
         gate=gate or Gate(bytes=600_000_000, max_waiting=64, name="payloads"),
         in_flight=in_flight,
+        bodies=bodies,
+        observer=metrics,
+        metrics=metrics,
         settings=settings or AppSettings(model="sim"),
     )
     async with serving(app) as port:

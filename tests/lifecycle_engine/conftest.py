@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import io
 import random
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "kit"))
 
 
 @pytest.fixture(scope="session")
@@ -32,9 +35,9 @@ def model(checkpoint: Path) -> Any:
 @pytest.fixture(scope="session")
 def processor(checkpoint: Path) -> Any:
     """Tokenizer and image processor of that checkpoint."""
-    from lifecycle_engine.qwen_processor import QwenProcessor
+    from lifecycle_engine.chat_processor import ChatProcessor
 
-    return QwenProcessor(checkpoint)
+    return ChatProcessor(checkpoint)
 
 
 @pytest.fixture(scope="session")

@@ -38,11 +38,11 @@ def processors(request: pytest.FixtureRequest) -> Any:
     if request.param == "sim":
         yield SimProcessor(), SimProcessor(empty=empty), holder.arena
     else:
-        from lifecycle_engine.qwen_processor import QwenProcessor
+        from lifecycle_engine.chat_processor import ChatProcessor
 
         plain = request.getfixturevalue("processor")
         checkpoint = request.getfixturevalue("checkpoint")
-        yield plain, QwenProcessor(checkpoint, empty=empty), holder.arena
+        yield plain, ChatProcessor(checkpoint, empty=empty), holder.arena
     holder.arena.close()
 
 

@@ -8,13 +8,13 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
-from lifecycle_engine.checkpoint import Sizes, build  # noqa: E402
+from lifecycle_engine.chat_processor import ChatProcessor  # noqa: E402
+from lifecycle_engine.checkpoint import FAMILIES, Sizes, build  # noqa: E402
 from lifecycle_engine.processor import Chat, Message  # noqa: E402
-from lifecycle_engine.qwen_processor import QwenProcessor  # noqa: E402
 from lifecycle_engine.runner import Prompt  # noqa: E402
 from lifecycle_engine.transformers_runner import TransformersRunner  # noqa: E402
 
-SMALL = Sizes(vocab_size=300, hidden_size=32, layers=1, heads=2)
+SMALL = Sizes(vocab_size=420, hidden_size=32, layers=1, heads=2)
 
 
 def files(folder: Path) -> dict[str, bytes]:
@@ -22,11 +22,12 @@ def files(folder: Path) -> dict[str, bytes]:
     return {path.name: path.read_bytes() for path in folder.iterdir()}
 
 
-def test_same_seed_builds_same_bytes(tmp_path: Path) -> None:
+@pytest.mark.parametrize("family", FAMILIES)
+def test_same_seed_builds_same_bytes(tmp_path: Path, family: str) -> None:
     """A checkpoint is a function of its arguments, file by file."""
-    first = files(build(tmp_path / "a", seed=3, sizes=SMALL))
-    assert files(build(tmp_path / "b", seed=3, sizes=SMALL)) == first
-    other = files(build(tmp_path / "c", seed=4, sizes=SMALL))
+    first = files(build(tmp_path / "a", family, 3, sizes=SMALL))
+    assert files(build(tmp_path / "b", family, 3, sizes=SMALL)) == first
+    other = files(build(tmp_path / "c", family, 4, sizes=SMALL))
     assert [name for name in first if first[name] != other[name]] == [
         "model.safetensors"
     ]
@@ -73,18 +74,20 @@ def test_other_sizes_match_generate(
     """Nothing depends on the default sizes: other checkpoints stream alike."""
     runner = TransformersRunner.load(build(tmp_path, sizes=sizes), max_length=256)
     chat = Chat([Message("user", [picture(99, 150), "see"])], max_tokens=16)
-    prepared = QwenProcessor(tmp_path).prepare(chat)
+    prepared = ChatProcessor(tmp_path).prepare(chat)
     prompt = Prompt(prepared.request["input_ids"], dict(prepared.tensors))
-    tokens = [runner.prefill(7, prompt)]
-    while len(tokens) < 16:
-        tokens += runner.decode([7], tokens[-1:])
-    assert tokens == generate(prepared, 16, model=runner.model)
+    emitted = [runner.prefill(7, prompt, 0, len(prompt.input_ids))]
+    while len(emitted) < 16:
+        emitted += runner.decode([7])
+    assert [each.token for each in emitted] == generate(
+        prepared, 16, model=runner.model
+    )
 
 
 def test_unknown_family_raises(tmp_path: Path) -> None:
     """A family that cannot be built is told with those that can."""
     with pytest.raises(ValueError, match="known are qwen2_5_vl"):
-        build(tmp_path / "x", "llava")
+        build(tmp_path / "x", "gpt")
     assert not (tmp_path / "x").exists()
 
 

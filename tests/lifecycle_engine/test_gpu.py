@@ -27,7 +27,7 @@ pytestmark = [
 def runner(checkpoint: Path) -> TransformersRunner:
     """The tiny checkpoint on the device."""
     return TransformersRunner.load(
-        checkpoint, device="cuda", slots=4, max_length=512, buckets=(1, 2, 4)
+        checkpoint, device="cuda", slots=4, max_length=512, graphs="on"
     )
 
 
@@ -64,7 +64,7 @@ def test_cuda_reads_a_pinned_arena_and_tells_when_it_has() -> None:
         array[:] = number
         found: dict[str, Any] = {"x": Place(0, "B", [array.size])}
         view.lodge((b"", number), found)
-        copy = uploads.begin(found.pop("x"))
+        copy = uploads.begin(np.asarray(found.pop("x")))
         assert view.loans == 1
         uploads.finish()
         assert view.ended() == [(b"", number)]

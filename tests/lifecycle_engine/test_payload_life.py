@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from lifecycle_engine.runner import Prompt
+from lifecycle_engine.runner import Emitted, Prompt
 from lifecycle_engine.scheduler import Scheduler
 from lifecycle_engine.sim_runner import SimRunner
 
@@ -93,7 +93,7 @@ def test_payload_is_dead_after_prefill(
     assert torch_scheduler.status()["payload_bytes"] == prepared[4].nbytes
     (output,) = torch_scheduler.step()
     assert payload.alive == 0
-    assert len(tower.refs) == 2
+    assert len(tower.refs) == 4  # pixels and features of two images
     assert tower.alive == 0
     assert torch_scheduler.status()["payload_bytes"] == 0
     tokens = list(output.items[0])
@@ -112,9 +112,9 @@ def test_strip_keeps_only_the_position_deltas(
     seen: list[Prompt] = []
 
     class Spy(TransformersRunner):
-        def prefill(self, slot: int, prompt: Prompt) -> int:
+        def prefill(self, slot: int, prompt: Prompt, *chunk: int) -> Emitted | None:
             seen.append(prompt)
-            return super().prefill(slot, prompt)
+            return super().prefill(slot, prompt, *chunk)
 
     scheduler = Scheduler(Spy(model, slots=1, max_length=512))
     scheduler.start("a", request_of(prepared[4]), dict(prepared[4].tensors))
@@ -124,6 +124,62 @@ def test_strip_keeps_only_the_position_deltas(
     assert type(seen[0].tensors["mrope"]["position_deltas"]) is int
     scheduler.end("a")
     assert not seen[0].tensors
+
+
+def test_payload_lives_as_long_as_a_chunk_needs_it(
+    model: Any, prepare: Callable[..., Any], picture: Any
+) -> None:
+    """Pixels go with the last image's last token; an image's features with its own."""
+    from lifecycle_engine.transformers_runner import TransformersRunner
+
+    runner = TransformersRunner(model, slots=1, max_length=512)
+    encode, encoded = runner._family.encode, []
+
+    def recording(*args: Any) -> Any:
+        made = encode(*args)
+        encoded.append(weakref.ref(made.features))
+        return made
+
+    runner._family.encode = recording
+    scheduler = Scheduler(runner, chunk=4)
+    made = prepare("And now some text.", picture(64, 64), picture(90, 60, seed=2))
+    ids = made.request["input_ids"]
+    token = model.config.image_token_id
+    behind = len(ids) - ids[::-1].index(token)
+    payload = Payload(made.tensors)
+    scheduler.start("a", request_of(made), payload.hand_over())
+    del made
+    for stop in range(4, len(ids) + 4, 4):
+        scheduler.step()
+        assert payload.alive == (2 if stop < behind else 0)
+        inside = ids[stop - 1 : stop + 1] == [token, token]
+        assert sum(ref() is not None for ref in encoded) == inside
+    assert len(encoded) == 2
+    assert scheduler.status()["running"] == 1
+
+
+@pytest.mark.parametrize("leave", ["cancel", "end"])
+@pytest.mark.parametrize("chunks", [1, 4, 8])
+def test_payload_is_dead_when_leaving_in_prefill(
+    model: Any,
+    tower: Recorder,
+    prepared: list[Any],
+    leave: str,
+    chunks: int,
+) -> None:
+    """Who leaves between two chunks takes pixels and encoder outputs along."""
+    from lifecycle_engine.transformers_runner import TransformersRunner
+
+    runner = TransformersRunner(model, slots=1, max_length=512)
+    scheduler = Scheduler(runner, chunk=5)
+    payload = Payload(prepared[4].tensors)
+    scheduler.start("a", request_of(prepared[4]), payload.hand_over())
+    for _ in range(chunks):
+        scheduler.step()
+    assert payload.alive == 2
+    getattr(scheduler, leave)("a")
+    assert (payload.alive, tower.alive) == (0, 0)
+    assert not any(layer.keys.any() for layer in runner.cache.layers)
 
 
 @pytest.mark.parametrize("layer", [0, 1])
@@ -155,7 +211,7 @@ def test_payload_is_dead_after_failing_prefill(
 class Cyclic(SimRunner):
     """Fails with an error that refers to itself and to the payload, chained."""
 
-    def prefill(self, slot: int, prompt: Prompt) -> int:
+    def prefill(self, slot: int, prompt: Prompt, *chunk: int) -> Emitted | None:
         pixels = prompt.tensors["pixels"]
         try:
             raise KeyError(pixels.nbytes)

@@ -222,10 +222,13 @@ def test_request_map_has_exact_types(either: Any) -> None:
     request = either.prepare(chat("hi", temperature=1, seed=3)).request
     assert sorted(request) == [
         "input_ids",
+        "logprobs",
         "max_tokens",
         "seed",
+        "share",
         "stop_ids",
         "temperature",
+        "top_p",
     ]
     assert type(request["temperature"]) is float
     assert all(type(token) is int for token in request["input_ids"])
@@ -283,10 +286,10 @@ def test_qwen_side_needs_no_torch(
         "import sys; sys.modules['torch'] = None\n"
         "from pathlib import Path\n"
         "from lifecycle_engine.processor import Chat, Message\n"
-        "from lifecycle_engine.qwen_processor import QwenProcessor\n"
+        "from lifecycle_engine.chat_processor import ChatProcessor\n"
         "content = [Path(sys.argv[2]).read_bytes(), 'hi']\n"
         "chat = Chat([Message('user', content)], max_tokens=1)\n"
-        "print(QwenProcessor(sys.argv[1]).prepare(chat).nbytes)\n"
+        "print(ChatProcessor(sys.argv[1]).prepare(chat).nbytes)\n"
     )
     result = subprocess.run(
         [sys.executable, "-c", code, str(checkpoint), str(tmp_path / "picture")],
@@ -338,7 +341,7 @@ def test_qwen_images_are_processed_as_by_transformers(
     """Pixels are what transformers makes of both images in one call."""
     raw = [picture(90, 120, seed=1), picture(300, 40, seed=2)]
     prepared = processor.prepare(chat(*raw, "see"))
-    whole = processor._images(
+    whole = processor._images._images(
         images=[Image.open(io.BytesIO(data)) for data in raw], return_tensors="np"
     )
     for name in ("pixel_values", "image_grid_thw"):
@@ -405,11 +408,11 @@ def test_qwen_stop_ids_come_from_the_checkpoint(processor: Any) -> None:
 
 def test_qwen_runs_without_generation_config(checkpoint: Path, tmp_path: Path) -> None:
     """Where a checkpoint has no generation config, the tokenizer's end counts."""
-    from lifecycle_engine.qwen_processor import QwenProcessor
+    from lifecycle_engine.chat_processor import ChatProcessor
 
     for file in checkpoint.iterdir():
         if file.name not in ("generation_config.json", "model.safetensors"):
             (tmp_path / file.name).write_bytes(file.read_bytes())
-    processor = QwenProcessor(tmp_path)
+    processor = ChatProcessor(tmp_path)
     (stop,) = processor.prepare(chat("x")).request["stop_ids"]
     assert processor._tokenizer.convert_ids_to_tokens(stop) == "<|im_end|>"

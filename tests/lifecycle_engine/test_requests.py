@@ -9,6 +9,7 @@ from hypothesis import given, strategies as st
 
 from lifecycle_engine.backend import RequestRejected
 from lifecycle_engine.requests import parse
+from lifecycle_engine.runner import Sampling
 from lifecycle_engine.sim_runner import SimRunner
 
 RUNNER = SimRunner(max_length=64)
@@ -18,6 +19,10 @@ GOOD: dict[str, Any] = {
     "stop_ids": [256],
     "temperature": 0.5,
     "seed": 7,
+    "top_p": 0.9,
+    "logprobs": 2,
+    "share": "somebody",
+    "timeout": 30.0,
 }
 
 
@@ -27,7 +32,8 @@ def test_parse_complete_request() -> None:
     assert request.prompt.input_ids == [1, 2, 3]
     assert request.max_tokens == 5
     assert request.stop_ids == {256}
-    assert (request.prompt.temperature, request.prompt.seed) == (0.5, 7)
+    assert request.prompt.sampling == Sampling(0.5, 0.9, 7, 2)
+    assert (request.share, request.timeout) == ("somebody", 30.0)
     assert request.nbytes == 48
 
 
@@ -35,7 +41,8 @@ def test_parse_applies_defaults() -> None:
     """Stop ids, temperature and seed may be left out: greedy until max_tokens."""
     request = parse({"input_ids": [0], "max_tokens": 1}, {}, RUNNER)
     assert request.stop_ids == frozenset()
-    assert (request.prompt.temperature, request.prompt.seed) == (0.0, None)
+    assert request.prompt.sampling == Sampling()
+    assert (request.share, request.timeout) == ("", None)
 
 
 @pytest.mark.parametrize(
@@ -67,6 +74,17 @@ def test_parse_applies_defaults() -> None:
         ("seed", 2**63),
         ("seed", 1.5),
         ("seed", False),
+        ("top_p", 1),
+        ("top_p", 1.1),
+        ("logprobs", -1),
+        ("logprobs", 21),
+        ("logprobs", True),
+        ("share", 1),
+        ("share", "x" * 257),
+        ("timeout", 5),
+        ("timeout", 0.0),
+        ("timeout", -1.0),
+        ("timeout", math.inf),
         ("surprise", 1),
     ],
 )

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from lifecycle_engine.backend import Output, RequestRejected
-from lifecycle_engine.runner import DeviceLost, Prompt
+from lifecycle_engine.runner import DeviceLost, Emitted, Prompt
 from lifecycle_engine.scheduler import Scheduler
 from lifecycle_engine.sim_runner import SimRunner
 
@@ -22,20 +22,22 @@ class Doctored(SimRunner):
         self.fail_decode: BaseException | None = None
         self.calls: list[tuple[str, Any]] = []
 
-    def prefill(self, slot: int, prompt: Prompt) -> int:
+    def prefill(
+        self, slot: int, prompt: Prompt, start: int, stop: int
+    ) -> Emitted | None:
         self.calls.append(("prefill", slot))
-        token = super().prefill(slot, prompt)
+        emitted = super().prefill(slot, prompt, start, stop)
         if self.fail_prefill is not None:
             error, self.fail_prefill = self.fail_prefill, None
             raise error
-        return token
+        return emitted
 
-    def decode(self, slots: Sequence[int], tokens: Sequence[int]) -> list[int]:
+    def decode(self, slots: Sequence[int]) -> list[Emitted]:
         self.calls.append(("decode", list(slots)))
         if self.fail_decode is not None:
             error, self.fail_decode = self.fail_decode, None
             raise error
-        return super().decode(slots, tokens)
+        return super().decode(slots)
 
 
 @pytest.fixture
@@ -266,7 +268,7 @@ def test_runner_that_answers_short_fails_the_step(
     """A runner that returns too few tokens is an error, not a shifted batch."""
     start(scheduler, "a", 4)
     scheduler.step()
-    monkeypatch.setattr(runner, "decode", lambda slots, tokens: [])
+    monkeypatch.setattr(runner, "decode", lambda slots: [])
     (output,) = scheduler.step()
     assert output.finish is not None
     assert output.finish.code == "decode_failed"
@@ -293,11 +295,18 @@ def test_status_is_plain_and_balances(scheduler: Scheduler, runner: Doctored) ->
     start(scheduler, "c", 9)
     scheduler.step()
     scheduler.step()
-    assert scheduler.status() == {
+    status = scheduler.status()
+    times = status.pop("times")
+    assert (times["prefill"]["runs"], times["prefill"]["tokens"]) == (2, 4)
+    assert (times["decode"]["runs"], times["decode"]["tokens"]) == (1, 1)
+    assert status == {
         "waiting": 1,
+        "prefilling": 0,
         "running": 2,
         "slots": 2,
         "slots_free": 0,
+        "kv_used": 7 / 200,
+        "runner": {"kv_bytes": 4 * 1024},
         "payload_bytes": PIXELS,
         "steps": 2,
         "tokens": 3,

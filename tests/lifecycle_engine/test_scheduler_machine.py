@@ -13,7 +13,7 @@ from hypothesis.stateful import (
     rule,
 )
 
-from lifecycle_engine.runner import Prompt
+from lifecycle_engine.runner import Emitted, Prompt
 from lifecycle_engine.scheduler import Scheduler
 from lifecycle_engine.sim_runner import SimRunner
 
@@ -23,19 +23,23 @@ class Choking(SimRunner):
 
     choke = False
 
-    def prefill(self, slot: int, prompt: Prompt) -> int:
-        assert slot not in self._kv, "a slot was handed out twice"
-        token = super().prefill(slot, prompt)
-        if 255 in prompt.input_ids:
+    def prefill(
+        self, slot: int, prompt: Prompt, start: int, stop: int
+    ) -> Emitted | None:
+        assert start < stop <= len(prompt.input_ids)
+        read = len(self._kv.get(slot, b"")) // 1024
+        assert read == start, "a chunk is missing, or a slot was handed out twice"
+        emitted = super().prefill(slot, prompt, start, stop)
+        if 255 in prompt.input_ids[start:stop]:
             raise ValueError("choked")
-        return token
+        return emitted
 
-    def decode(self, slots: Sequence[int], tokens: Sequence[int]) -> list[int]:
+    def decode(self, slots: Sequence[int]) -> list[Emitted]:
         assert slots, "an empty batch was run"
         assert len(set(slots)) == len(slots)
         if self.choke:
             raise RuntimeError("choked")
-        return super().decode(slots, tokens)
+        return super().decode(slots)
 
 
 class SchedulerMachine(RuleBasedStateMachine):
@@ -47,8 +51,12 @@ class SchedulerMachine(RuleBasedStateMachine):
     def make(self, slots: int, data: st.DataObject) -> None:
         self.runner = Choking(slots=slots, max_length=40, sleep=lambda _: None)
         self.scheduler = Scheduler(
-            self.runner, max_batch=data.draw(st.integers(1, slots))
+            self.runner,
+            max_batch=data.draw(st.integers(1, slots)),
+            chunk=data.draw(st.integers(1, 5)),
+            clock=lambda: self.now,
         )
+        self.now = 0.0
         self.number = 0
         # What each live stream was promised, what it got, and how it must end.
         self.owed: dict[str, int] = {}
@@ -57,12 +65,28 @@ class SchedulerMachine(RuleBasedStateMachine):
         self.finished: dict[str, str] = {}
 
     @rule(
-        target=keys, count=st.integers(1, 5), bad=st.booleans(), size=st.integers(0, 3)
+        target=keys,
+        count=st.integers(1, 5),
+        length=st.integers(0, 12),
+        bad=st.booleans(),
+        size=st.integers(0, 3),
+        share=st.sampled_from(["", "a", "b"]),
+        timeout=st.none() | st.floats(0.5, 3.0),
     )
-    def start(self, count: int, bad: bool, size: int) -> str:
+    def start(
+        self,
+        count: int,
+        length: int,
+        bad: bool,
+        size: int,
+        share: str,
+        timeout: float | None,
+    ) -> str:
         self.number += 1
         key = f"k{self.number}"
-        request = {"input_ids": [255 if bad else 1], "max_tokens": count}
+        ids = [1] * length + [255 if bad else 1]
+        request = {"input_ids": ids, "max_tokens": count, "share": share}
+        request |= {"timeout": timeout}
         tensors = {"pixels": memoryview(bytes(24 * size)).cast("f")} if size else {}
         self.scheduler.start(key, request, tensors)
         self.owed[key], self.got[key] = count, 0
@@ -78,6 +102,10 @@ class SchedulerMachine(RuleBasedStateMachine):
     def end(self, key: str) -> None:
         self.scheduler.end(key)
         self.owed.pop(key, None)
+
+    @rule()
+    def wait(self) -> None:
+        self.now += 1.0
 
     @rule(choke=st.sampled_from([False, False, False, True]))
     def step(self, choke: bool) -> None:
@@ -107,21 +135,22 @@ class SchedulerMachine(RuleBasedStateMachine):
         if not hasattr(self, "scheduler"):
             return
         status = self.scheduler.status()
-        live = status["waiting"] + status["running"]
+        seated = status["prefilling"] + status["running"]
+        live = status["waiting"] + seated
         assert status["started"] == live + sum(status["finished"].values())
-        assert status["slots_free"] == status["slots"] - status["running"]
-        assert len(self.runner._kv) == status["running"]
+        assert status["slots_free"] == status["slots"] - seated
+        assert status["running"] <= len(self.runner._kv) <= seated
         untold = set(self.owed) - set(self.finished)
         assert live == len(untold - self.cancelled)
         assert self.scheduler.busy == bool(untold)
-        if not status["waiting"]:
+        if not status["waiting"] + status["prefilling"]:
             assert status["payload_bytes"] == 0
 
     def teardown(self) -> None:
         """Whatever happened, a bounded number of steps ends everybody."""
         if not hasattr(self, "scheduler"):
             return
-        for _ in range(6 * self.number + 1):
+        for _ in range(19 * self.number + 1):
             if not self.scheduler.busy:
                 break
             self.step(choke=False)

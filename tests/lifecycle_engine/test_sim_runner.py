@@ -31,22 +31,22 @@ def test_prefill_takes_time_by_tokens_and_pixels(
     runner: SimRunner, slept: list[float]
 ) -> None:
     """A prompt costs its tokens and its pixels, through the injected sleep."""
-    runner.prefill(0, Prompt([1, 2, 3], {"pixels": pixels(8)}))
-    assert slept == [3 * 1.0 + 8 * 0.25]
+    runner.prefill(0, Prompt([1, 2, 3], {"pixels": pixels(8)}), 0, 3)
+    assert sum(slept) == 3 * 1.0 + 8 * 0.25
 
 
 def test_decode_takes_time_by_lanes(runner: SimRunner, slept: list[float]) -> None:
     """A step costs once for itself and once for each request in it."""
     for slot in (0, 1):
-        runner.prefill(slot, Prompt([1], {}))
+        runner.prefill(slot, Prompt([1], {}), 0, 1)
     slept.clear()
-    runner.decode([0, 1], [0, 0])
+    runner.decode([0, 1])
     assert slept == [10.0 + 2 * 2.0]
 
 
 def test_prefill_holds_real_memory_until_freed(runner: SimRunner) -> None:
     """KV memory is there while a request runs, of the stated size, and then gone."""
-    runner.prefill(1, Prompt([0] * 50, {}))
+    runner.prefill(1, Prompt([0] * 50, {}), 0, 50)
     assert runner.kv_bytes == 5000
     assert bytes(runner._kv[1]) == b"\1" * 5000
     runner.free(1)
@@ -58,11 +58,11 @@ def test_text_depends_on_every_byte_of_the_payload(runner: SimRunner) -> None:
     """A changed last pixel changes the stream; the same payload repeats it."""
 
     def stream(buffer: memoryview) -> list[int]:
-        tokens = [runner.prefill(0, Prompt([5], {"pixels": buffer}))]
+        emitted = [runner.prefill(0, Prompt([5], {"pixels": buffer}), 0, 1)]
         for _ in range(10):
-            tokens += runner.decode([0], tokens[-1:])
+            emitted += runner.decode([0])
         runner.free(0)
-        return tokens
+        return [each.token for each in emitted]
 
     changed = pixels(1000)
     changed[-1] = 2.0

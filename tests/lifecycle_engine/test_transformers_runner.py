@@ -10,25 +10,36 @@ import pytest
 torch = pytest.importorskip("torch")
 pytest.importorskip("transformers")
 
-from lifecycle_engine.runner import DeviceLost, Prompt  # noqa: E402
+from lifecycle_engine.runner import DeviceLost, Emitted, Prompt, Sampling  # noqa: E402
 from lifecycle_engine.scheduler import Scheduler  # noqa: E402
 from lifecycle_engine.transformers_runner import TransformersRunner  # noqa: E402
 
 COUNT = 24
 
 
-def prompt_of(prepared: Any, **options: Any) -> Prompt:
+def prompt_of(prepared: Any, **sampling: Any) -> Prompt:
     """What a runner takes."""
-    return Prompt(prepared.request["input_ids"], dict(prepared.tensors), **options)
+    ids = prepared.request["input_ids"]
+    return Prompt(ids, dict(prepared.tensors), Sampling(**sampling))
+
+
+def prefill(runner: Any, slot: int, prompt: Prompt) -> int:
+    """Run a whole prompt as one chunk."""
+    return runner.prefill(slot, prompt, 0, len(prompt.input_ids)).token
+
+
+def decode(runner: Any, slots: list[int]) -> list[int]:
+    """One token of each slot."""
+    return [emitted.token for emitted in runner.decode(slots)]
 
 
 def stream(
     runner: Any, prompt: Prompt, *, slot: int = 0, count: int = COUNT
 ) -> list[int]:
     """Prefill and decode one request alone."""
-    tokens = [runner.prefill(slot, prompt)]
+    tokens = [prefill(runner, slot, prompt)]
     while len(tokens) < count:
-        tokens += runner.decode([slot], tokens[-1:])
+        tokens += decode(runner, [slot])
     runner.free(slot)
     return tokens
 
@@ -51,20 +62,28 @@ def test_single_request_matches_generate(
     assert stream(runner, prompt_of(prepared[index]), slot=1) == expected[index]
 
 
-@pytest.mark.parametrize("buckets", [(), (1, 2, 4, 8), (8,)], ids=str)
+@pytest.mark.parametrize(
+    ("graphs", "buckets"), [("off", ()), ("fake", ()), ("fake", (8,)), ("fake", (5,))]
+)
 def test_batch_matches_generate(
-    model: Any, prepared: list[Any], expected: list[Any], buckets: tuple[int, ...]
+    model: Any,
+    prepared: list[Any],
+    expected: list[Any],
+    graphs: Any,
+    buckets: tuple[int, ...],
 ) -> None:
     """Six requests decoded together are each what they are alone, padded or not."""
-    runner = TransformersRunner(model, slots=6, max_length=512, buckets=buckets)
+    runner = TransformersRunner(
+        model, slots=8, max_length=512, graphs=graphs, buckets=buckets
+    )
     order = [5, 2, 0, 4, 1, 3]
     streams = {
-        slot: [runner.prefill(slot, prompt_of(prepared[index]))]
+        slot: [prefill(runner, slot, prompt_of(prepared[index]))]
         for slot, index in enumerate(order)
     }
     for _ in range(COUNT - 1):
         slots = sorted(streams)
-        drawn = runner.decode(slots, [streams[slot][-1] for slot in slots])
+        drawn = decode(runner, slots)
         for slot, token in zip(slots, drawn, strict=True):
             streams[slot].append(token)
     assert [streams[order.index(index)] for index in range(6)] == expected
@@ -76,14 +95,16 @@ def test_requests_that_come_and_go_match_generate(
 ) -> None:
     """Joining, finishing, cancelling and ending at random change nobody's tokens."""
     rng = random.Random(seed)
-    buckets = (2, 4) if seed % 2 else ()
-    runner = TransformersRunner(model, slots=4, max_length=512, buckets=buckets)
-    scheduler = Scheduler(runner)
+    graphs: Any = "fake" if seed % 2 else "off"
+    runner = TransformersRunner(model, slots=4, max_length=512, graphs=graphs)
+    scheduler = Scheduler(runner, chunk=rng.choice([1, 7, 16, 512]))
     wanted: dict[str, list[int]] = {}
     got: dict[str, list[int]] = {}
     completed: set[str] = set()
-    pending = 20
+    leaving: list[tuple[int, str]] = []
+    pending, step = 20, 0
     while pending or scheduler.busy:
+        step += 1
         if pending and rng.random() < 0.5:
             pending -= 1
             key, index = f"r{pending}", rng.randrange(6)
@@ -91,9 +112,11 @@ def test_requests_that_come_and_go_match_generate(
             request = prepared[index].request | {"max_tokens": count}
             scheduler.start(key, request, prepared[index].tensors)
             wanted[key], got[key] = expected[index][:count], []
-        if got and rng.random() < 0.15:
+            if rng.random() < 0.4:
+                leaving.append((step + rng.randrange(60), key))
+        for _, key in [each for each in leaving if each[0] == step]:
             leave = scheduler.cancel if rng.random() < 0.5 else scheduler.end
-            leave(rng.choice(sorted(got)))
+            leave(key)
         for output in scheduler.step():
             got[output.key] += [
                 i for item in output.items if type(item) is list for i in item
@@ -105,7 +128,7 @@ def test_requests_that_come_and_go_match_generate(
         whole = wanted[key] if key in completed else wanted[key][: len(tokens)]
         assert tokens == whole
     assert scheduler.status()["slots_free"] == 4
-    assert not runner._lanes
+    assert not runner._seats
 
 
 def test_rope_deltas_stay_off_the_module(model: Any, prepared: list[Any]) -> None:
@@ -114,7 +137,7 @@ def test_rope_deltas_stay_off_the_module(model: Any, prepared: list[Any]) -> Non
     runner = TransformersRunner(model, slots=2, max_length=512)
     prompts = [prompt_of(prepared[2]), prompt_of(prepared[5])]
     for slot, prompt in enumerate(prompts):
-        runner.prefill(slot, prompt)
+        prefill(runner, slot, prompt)
     deltas = [prompt.tensors["mrope"]["position_deltas"] for prompt in prompts]
     assert model.model.rope_deltas is None
     assert deltas[0] != deltas[1]
@@ -128,10 +151,10 @@ def test_lost_position_deltas_change_the_tokens(
     """The deltas matter: a runner that drops them diverges from `generate`."""
 
     class Forgetful(TransformersRunner):
-        def prefill(self, slot: int, prompt: Prompt) -> int:
-            token = super().prefill(slot, prompt)
-            prompt.tensors["mrope"]["position_deltas"] = 0
-            return token
+        def prefill(self, *args: Any) -> Emitted | None:
+            emitted = super().prefill(*args)
+            self._seats[0].delta = 0
+            return emitted
 
     runner = Forgetful(model, slots=1, max_length=512)
     assert stream(runner, prompt_of(prepared[index])) != expected[index]
@@ -142,10 +165,10 @@ def test_text_runs_while_images_are_prefilled(
 ) -> None:
     """A prefill between two steps of another request does not disturb it."""
     runner = TransformersRunner(model, slots=2, max_length=512)
-    tokens = [runner.prefill(0, prompt_of(prepared[0]))]
+    tokens = [prefill(runner, 0, prompt_of(prepared[0]))]
     while len(tokens) < COUNT:
-        runner.prefill(1, prompt_of(prepared[4]))
-        tokens += runner.decode([0], tokens[-1:])
+        prefill(runner, 1, prompt_of(prepared[4]))
+        tokens += decode(runner, [0])
         runner.free(1)
     assert tokens == expected[0]
 
@@ -154,14 +177,17 @@ def test_padded_lanes_write_only_the_reserved_row(
     model: Any, prepared: list[Any]
 ) -> None:
     """Padding a step to its bucket touches no row that a request could hold."""
-    runner = TransformersRunner(model, slots=3, max_length=512, buckets=(4,))
-    token = runner.prefill(1, prompt_of(prepared[0]))
-    runner.decode([1], [token])
+    runner = TransformersRunner(
+        model, slots=3, max_length=512, graphs="fake", buckets=(3,)
+    )
+    prefill(runner, 1, prompt_of(prepared[0]))
     layer = runner.cache.layers[0]
+    rows = layer.keys[1:3].clone()
+    decode(runner, [1])
     assert runner.cache.reserved == 3
     assert layer.keys.shape[0] == 4
-    assert not layer.keys[0].any()
-    assert not layer.keys[2].any()
+    assert layer.keys[0].any()
+    assert layer.keys[1:3].equal(rows)
     assert layer.keys[3, :, 0].any()
 
 
@@ -246,10 +272,10 @@ def test_seeded_sampling_is_reproducible(model: Any, prepared: list[Any]) -> Non
     runner = TransformersRunner(model, slots=2, max_length=512)
     options = {"temperature": 1.5, "seed": 11}
     alone = stream(runner, prompt_of(prepared[2], **options))
-    runner.prefill(1, prompt_of(prepared[0], temperature=2.0))
-    tokens = [runner.prefill(0, prompt_of(prepared[2], **options))]
+    prefill(runner, 1, prompt_of(prepared[0], temperature=2.0))
+    tokens = [prefill(runner, 0, prompt_of(prepared[2], **options))]
     while len(tokens) < COUNT:
-        tokens.append(runner.decode([1, 0], [5, tokens[-1]])[1])
+        tokens.append(decode(runner, [1, 0])[1])
     assert tokens == alone
     other = prompt_of(prepared[2], temperature=1.5, seed=12)
     runner.free(0)

@@ -25,7 +25,7 @@ class Stream:
         self.waited: list[int] = []
         self.broken = False
 
-    def copy(self, source: memoryview) -> int:
+    def copy(self, source: np.ndarray) -> int:
         """Begin."""
         self.begun += 1
         return self.begun
@@ -58,22 +58,22 @@ def no_collector() -> Iterator[None]:
 
 
 @pytest.fixture
-def lent() -> Iterator[tuple[ArenaView, list[memoryview]]]:
+def lent() -> Iterator[tuple[ArenaView, list[np.ndarray]]]:
     """Three tensors of an arena as an engine has them, each a loan of its own."""
     arena = Arena(2**20, kind="memfd")
     assert arena.descriptor is not None
     view = ArenaView(os.dup(arena.descriptor))
-    tensors: list[memoryview] = []
+    tensors: list[np.ndarray] = []
     for number in range(3):
         found: dict[str, Any] = {"x": Place(number * 4096, "f", [4, 8])}
         view.lodge((b"", number), found)
-        tensors.append(found.pop("x"))
+        tensors.append(np.asarray(found.pop("x")))
     yield view, tensors
     arena.close()
 
 
 def test_memory_is_held_until_its_copy_is_done(
-    lent: tuple[ArenaView, list[memoryview]], monkeypatch: pytest.MonkeyPatch
+    lent: tuple[ArenaView, list[np.ndarray]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The loan ends when the stream is past the copy, not when the copy was begun."""
     view, tensors = lent
@@ -103,7 +103,7 @@ def test_memory_is_held_until_its_copy_is_done(
 
 
 def test_memory_is_held_when_the_device_fails(
-    lent: tuple[ArenaView, list[memoryview]],
+    lent: tuple[ArenaView, list[np.ndarray]],
 ) -> None:
     """Nobody knows what a broken device still reads."""
     view, tensors = lent
@@ -126,7 +126,7 @@ def test_cpu_looks_at_the_same_memory() -> None:
     array = np.arange(6, dtype=np.float32).reshape(2, 3)
     watch = weakref.ref(array)
     uploads = Uploads(TorchDevice(torch.device("cpu")))
-    tensor = uploads.begin(memoryview(array).toreadonly())
+    tensor = uploads.begin(array)
     assert tensor.data_ptr() == array.ctypes.data
     assert tensor.tolist() == array.tolist()
     uploads.finish()

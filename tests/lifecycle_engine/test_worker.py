@@ -188,7 +188,7 @@ from lifecycle_engine.runner import DeviceLost
 from lifecycle_engine.sim_runner import SimRunner
 
 class Dying(SimRunner):
-    def decode(self, slots, tokens):
+    def decode(self, slots):
         raise DeviceLost("a CUDA error that stays")
 
 worker.build_runner = lambda options: Dying()

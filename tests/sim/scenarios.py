@@ -21,6 +21,8 @@ from lifecycle import (
     Session,
     SessionEnded,
     SessionRegistry,
+    Stream,
+    StreamTimeout,
     managed,
 )
 from lifecycle.testing import Arm, Attempt, Script, ScriptedEngine, simulate
@@ -458,6 +460,37 @@ async def managed_call_empties_its_boxes() -> None:
     _assert_empty(gate)
 
 
+async def later_item_is_late() -> None:
+    """The limit of later items is shorter than that of the first, and is kept."""
+    engine = ScriptedEngine(Script(items=(0, 1), item_delay=2.0))
+    async with SessionRegistry() as sessions:
+        began = anyio.current_time()
+        with suppress(StreamTimeout), sessions.open("a") as session:
+            stream = await _start(session, engine)
+            async with session.stream(stream, first_item=50, idle=1) as items:
+                async for _ in items:
+                    pass
+        assert sessions.statistics().outcomes["deadline"] == 1
+        assert anyio.current_time() - began < 4, "found out too late"
+
+
+async def source_fails_while_it_is_cancelled() -> None:
+    """What goes wrong in closing never takes the place of a cancellation."""
+
+    async def source() -> AsyncIterator[int]:
+        try:
+            yield 1
+        finally:
+            raise OSError
+
+    with anyio.CancelScope() as scope:
+        async with Stream(source()) as items:
+            await anext(items)
+            scope.cancel()
+            await anyio.sleep_forever()
+    assert scope.cancelled_caught
+
+
 EXPLORED: tuple[Scenario, ...] = (
     line_with_cancellations,
     large_head_leaves,
@@ -478,6 +511,8 @@ EXPLORED: tuple[Scenario, ...] = (
     shutdown_cuts_a_start,
     failed_child_ends_its_siblings,
     managed_call_empties_its_boxes,
+    later_item_is_late,
+    source_fails_while_it_is_cancelled,
 )
 
 

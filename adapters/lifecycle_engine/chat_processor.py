@@ -1,14 +1,8 @@
-"""Chats for the Qwen vision-language models, by their own tokenizer and images.
-
-Tokenizer, chat template and image processor are transformers'. `AutoProcessor`
-is not used: it insists on a video processor, which needs torchvision. Nothing
-here needs torch; where torch is installed, transformers imports it all the same.
-"""
+"""Chats for a checkpoint, by its own tokenizer, chat template and image processor."""
 
 from __future__ import annotations
 
 import json
-import math
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -17,22 +11,14 @@ import numpy as np
 
 from . import images
 from ._hf import hf
-from .detokenizer import ByteDetokenizer, byte_alphabet
-from .processor import BadChat, BadImage, Chat, Empty, Prepared, bare
-
-_IMAGE_PAD = "<|image_pad|>"
-# By its class, which all of the family share: `AutoImageProcessor` asks for
-# torchvision in some releases even where the PIL variant is wanted.
-_IMAGE_PROCESSOR = (
-    "Qwen2VLImageProcessorPil",
-    "models.qwen2_vl.image_processing_pil_qwen2_vl",
-)
-# The image processor of the family refuses more, and late.
-_MAX_ASPECT = 200
+from .detokenizer import ByteDetokenizer
+from .image_side import image_side_of
+from .processor import BadChat, Chat, Empty, Prepared, bare
+from .token_bytes import token_bytes
 
 
-class QwenProcessor:
-    """Chats to token ids and ``pixel_values`` with ``image_grid_thw``."""
+class ChatProcessor:
+    """Chats to token ids, and images to what the checkpoint's family takes."""
 
     def __init__(
         self,
@@ -50,61 +36,62 @@ class QwenProcessor:
             empty: Makes the buffers of pixels; ``None``: in ordinary memory.
 
         Raises:
-            ValueError: The tokenizer is not a byte-level one.
+            ValueError: A tokenizer or an image processor of an unknown kind.
         """
-        where = str(checkpoint)
+        folder = Path(checkpoint)
         self._tokenizer: Any = hf("AutoTokenizer").from_pretrained(
-            where, local_files_only=True
+            str(folder), local_files_only=True
         )
-        self._images: Any = hf(*_IMAGE_PROCESSOR).from_pretrained(
-            where, local_files_only=True
-        )
+        if self._tokenizer.chat_template is None:
+            self._tokenizer.chat_template = _old_template(folder)
+        self._images = image_side_of(folder)
         self._max_pixels = max_pixels
         self._empty = empty
-        self._pad: int = self._tokenizer.convert_tokens_to_ids(_IMAGE_PAD)
+        self._pad: int | None = None
+        if self._images is not None:
+            self._pad = self._tokenizer.convert_tokens_to_ids(self._images.token)
         added = self._tokenizer.added_tokens_decoder
         self._control = tuple(
             token.content for token in added.values() if token.special
         )
-        self._bytes_of = _token_bytes(self._tokenizer, added)
-        self._stop_ids = _stop_ids(Path(checkpoint), self._tokenizer)
+        self._bytes_of, self._strips = token_bytes(self._tokenizer)
+        self._stop_ids = _stop_ids(folder, self._tokenizer)
 
     @bare
     def prepare(self, chat: Chat) -> Prepared:
         """Build the prompt and the payload of a chat; runs in a worker thread.
 
         Raises:
-            BadChat: The chat's text holds a control token of the model.
+            BadChat: The chat's text holds a control token of the model, or it
+                has an image and the model takes none.
             BadImage: An image cannot be decoded, or is too large or too thin.
         """
         encoded: list[bytes] = []
         messages = [
-            {"role": message.role, "content": self._parts(message.content, encoded)}
+            {"role": message.role, "content": self._content(message.content, encoded)}
             for message in chat.messages
         ]
         text = self._tokenizer.apply_chat_template(
             messages, tokenize=False, add_generation_prompt=True
         )
-        ids: list[int] = self._tokenizer(text, add_special_tokens=False)["input_ids"]
-        tensors = self._pixels(encoded) if encoded else {}
+        # Some templates write the token that begins a text, others leave it to the
+        # tokenizer.
+        begin = self._tokenizer.bos_token
+        special = begin is not None and not text.startswith(begin)
+        ids: list[int] = self._tokenizer(text, add_special_tokens=special)["input_ids"]
+        tensors = self._tensors(encoded) if encoded else {}
         if tensors:
-            ids = self._expand(ids, tensors["image_grid_thw"])
-        request = {
-            "input_ids": ids,
-            "max_tokens": chat.max_tokens,
-            "stop_ids": [] if chat.ignore_eos else list(self._stop_ids),
-            "temperature": float(chat.temperature),
-            "seed": chat.seed,
-        }
-        return Prepared(request, tensors, len(ids))
+            ids = self._expand(ids, tensors)
+        stop_ids = [] if chat.ignore_eos else self._stop_ids
+        return Prepared(chat.request(ids, stop_ids), tensors, len(ids))
 
     def detokenizer(self) -> ByteDetokenizer:
         """Return a fresh detokenizer for one stream."""
-        return ByteDetokenizer(self._bytes_of)
+        return ByteDetokenizer(self._bytes_of, strip=self._strips)
 
-    def _parts(
+    def _content(
         self, content: Sequence[str | bytes], encoded: list[bytes]
-    ) -> list[dict[str, str]]:
+    ) -> list[dict[str, str]] | str:
         # Joined, as the template joins them: a token in two halves is one there.
         self._refuse_control(
             "".join(part if isinstance(part, str) else "\n" for part in content)
@@ -113,9 +100,14 @@ class QwenProcessor:
         for part in content:
             if isinstance(part, str):
                 parts.append({"type": "text", "text": part})
+            elif self._images is None:
+                raise BadChat("the model takes no images; send text only")
             else:
                 encoded.append(part)
                 parts.append({"type": "image"})
+        if self._images is None:
+            # Templates of models for text alone know of nothing else.
+            return "".join(part["text"] for part in parts)
         return parts
 
     def _refuse_control(self, text: str) -> None:
@@ -127,12 +119,13 @@ class QwenProcessor:
                     "template may write; remove it or break it up"
                 )
 
-    def _pixels(self, encoded: list[bytes]) -> dict[str, np.ndarray]:
+    def _tensors(self, encoded: list[bytes]) -> dict[str, np.ndarray]:
+        assert self._images is not None
         parts = []
         for at, data in enumerate(encoded, 1):
             # One by one: a decoded image is gone before the next one is decoded.
             image = images.decode(data, at, max_pixels=self._max_pixels)
-            parts.append(self._patches(image, at))
+            parts.append(self._images.tensors(image, at))
             del image
         if len(parts) == 1 and self._empty is None:
             return parts[0]
@@ -146,40 +139,30 @@ class QwenProcessor:
         target: np.ndarray = self._empty(shape, arrays[0].dtype)
         return np.concatenate(arrays, out=target)
 
-    def _patches(self, image: Any, position: int) -> dict[str, np.ndarray]:
-        width, height = image.size
-        if max(width, height) > _MAX_ASPECT * min(width, height):
-            raise BadImage(
-                f"image {position} has {width} x {height} pixels; the longer side may "
-                f"be {_MAX_ASPECT} times the shorter one: crop it"
+    def _expand(self, ids: list[int], tensors: dict[str, np.ndarray]) -> list[int]:
+        """Give every image as many tokens as it takes."""
+        assert self._images is not None
+        counts = self._images.counts(tensors)
+        places = sum(token == self._pad for token in ids)
+        if places != len(counts):
+            raise BadChat(
+                f"the chat template has {places} places for {len(counts)} images; the "
+                "model does not take images there"
             )
-        output = self._images(images=[image], return_tensors="np")
-        return {name: output[name] for name in ("pixel_values", "image_grid_thw")}
-
-    def _expand(self, ids: list[int], grids: np.ndarray) -> list[int]:
-        """Give every image the tokens that its merged patches take."""
-        merge = self._images.merge_size**2
-        counts = iter([math.prod(grid) // merge for grid in grids.tolist()])
+        left = iter(counts)
         expanded: list[int] = []
         for token in ids:
-            expanded += [token] * (next(counts) if token == self._pad else 1)
+            expanded += [token] * (next(left) if token == self._pad else 1)
         return expanded
 
 
-def _token_bytes(tokenizer: Any, added: dict[int, Any]) -> dict[int, bytes]:
-    """The bytes that each token id stands for; none for control tokens."""
-    decoder = type(tokenizer.backend_tokenizer.decoder).__name__
-    if decoder != "ByteLevel":
-        raise ValueError(f"the tokenizer's decoder is {decoder}; expected ByteLevel")
-    letters = byte_alphabet()
-    table = {
-        id_: bytes([letters[letter] for letter in token])
-        for token, id_ in tokenizer.get_vocab().items()
-        if id_ not in added
-    }
-    for id_, token in added.items():
-        table[id_] = b"" if token.special else token.content.encode()
-    return table
+def _old_template(folder: Path) -> str | None:
+    """The chat template where older checkpoints keep it: beside the tokenizer's."""
+    path = folder / "chat_template.json"
+    if not path.exists():
+        return None
+    template: str = json.loads(path.read_text(encoding="utf-8"))["chat_template"]
+    return template
 
 
 def _stop_ids(checkpoint: Path, tokenizer: Any) -> list[int]:

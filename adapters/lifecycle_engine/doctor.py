@@ -1,0 +1,181 @@
+"""``lifecycle-engine doctor``: what of this machine helps or hinders, and what to do.
+
+Each check is a function that looks at one thing and says what it found. None changes
+anything, none needs the network.
+"""
+
+from __future__ import annotations
+
+import os
+import platform
+import resource
+import shutil
+import signal
+import sys
+import tempfile
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from importlib import metadata
+from pathlib import Path
+from typing import Literal
+
+# What a thousand connections and an engine take, with room to spare.
+_DESCRIPTORS = 4096
+# A socket directory and its socket, below sys/un.h's 108 bytes.
+_SOCKET_PATH = 60
+_SHARED = "/dev/shm"  # noqa: S108 - looked at, not used
+_SHARED_BYTES = 2**30
+# Distributions by the extra that brings them.
+_EXTRAS = {
+    "zmq": ("pyzmq", "msgpack"),
+    "engine": ("torch", "transformers", "starlette", "uvicorn", "pillow", "numpy"),
+    "structlog": ("structlog",),
+    "metrics": ("prometheus-client",),
+    "demo": ("openai",),
+}
+_FASTER = {"httptools": "parses requests faster", "uvloop": "is a faster event loop"}
+
+
+@dataclass(frozen=True, slots=True)
+class Finding:
+    """What one check found.
+
+    Attributes:
+        state: ``"bad"`` stops something, ``"note"`` could be better.
+        what: The thing that was looked at.
+        found: What is there.
+        remedy: What to do, unless it is fine.
+    """
+
+    state: Literal["fine", "note", "bad"]
+    what: str
+    found: str
+    remedy: str = ""
+
+
+def examine() -> Iterator[Finding]:
+    """Run every check, cheap ones first."""
+    for check in _CHECKS:
+        yield from check()
+
+
+def _python() -> Iterator[Finding]:
+    found = f"{platform.python_version()} at {sys.executable}"
+    yield Finding("fine", "Python", found)
+
+
+def _names() -> Iterator[Finding]:
+    # An old, unrelated distribution brings a package of the same name.
+    if _version("lifecycle") is not None:
+        remedy = "pip uninstall lifecycle, then install anyio-lifecycle once more"
+        yield Finding("bad", "names", "the distribution `lifecycle` is there", remedy)
+
+
+def _extras() -> Iterator[Finding]:
+    for extra, needed in _EXTRAS.items():
+        versions = {name: _version(name) for name in needed}
+        missing = [name for name, version in versions.items() if version is None]
+        if missing:
+            remedy = f'pip install "anyio-lifecycle[{extra}]", if you want it'
+            found = f"{', '.join(missing)} missing"
+            yield Finding("note", f"extra {extra}", found, remedy)
+        else:
+            found = ", ".join(f"{name} {version}" for name, version in versions.items())
+            yield Finding("fine", f"extra {extra}", found)
+    for name, why in _FASTER.items():
+        if (version := _version(name)) is not None:
+            yield Finding("fine", name, version)
+        else:
+            yield Finding("note", name, "missing", f"pip install {name}; it {why}")
+
+
+def _torch() -> Iterator[Finding]:
+    if _version("torch") is None:
+        return
+    import torch
+
+    cores = os.cpu_count() or 1
+    if hasattr(os, "sched_getaffinity"):  # of a container, fewer
+        cores = len(os.sched_getaffinity(0))
+    threads = torch.get_num_threads()
+    if not torch.cuda.is_available():
+        built = torch.version.cuda
+        remedy = "look at nvidia-smi and the driver" if built else ""
+        found = f"{torch.__version__}, no device" + (f" for CUDA {built}" * bool(built))
+        yield Finding("note" if built else "fine", "torch", found, remedy)
+    for index in range(torch.cuda.device_count()):
+        free, total = torch.cuda.mem_get_info(index)
+        name = torch.cuda.get_device_name(index)
+        found = f"{name}: {free >> 20} of {total >> 20} MiB free"
+        yield Finding("fine", f"cuda:{index}", found)
+    if threads >= cores > 1:
+        remedy = "leave a core to the server: set OMP_NUM_THREADS lower"
+        found = f"{threads} threads on {cores} cores"
+        yield Finding("note", "torch threads", found, remedy)
+
+
+def _limits() -> Iterator[Finding]:
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if soft < _DESCRIPTORS:
+        remedy = f"ulimit -n {min(hard, 65536)}" if hard > soft else "raise the limit"
+        yield Finding("note", "open files", f"at most {soft}", remedy)
+    else:
+        yield Finding("fine", "open files", f"at most {soft}")
+
+
+def _memory() -> Iterator[Finding]:
+    if hasattr(os, "memfd_create"):
+        yield Finding("fine", "memfd", "there")
+    else:
+        remedy = "payloads travel through shared memory files or sockets instead"
+        yield Finding("note", "memfd", "not on this system", remedy)
+    try:
+        free = shutil.disk_usage(_SHARED).free
+    except OSError:
+        return
+    remedy = "docker run --shm-size 4g" if free < _SHARED_BYTES else ""
+    state: Literal["fine", "note"] = "note" if remedy else "fine"
+    yield Finding(state, _SHARED, f"{free >> 20} MiB free", remedy)
+
+
+def _processes() -> Iterator[Finding]:
+    if hasattr(os, "pidfd_open"):
+        yield Finding("fine", "pidfd", "there: an engine's end is told at once")
+    else:
+        remedy = "a worker thread waits for the engine instead"
+        yield Finding("note", "pidfd", "not on this system", remedy)
+    if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+        remedy = "start it in the foreground, or stop it with SIGTERM"
+        yield Finding("note", "SIGINT", "ignored here: ^C will do nothing", remedy)
+
+
+def _places() -> Iterator[Finding]:
+    path = Path(tempfile.gettempdir())
+    size = len(os.fsencode(path))
+    if size > _SOCKET_PATH:
+        remedy = "set TMPDIR to a shorter path: sockets are made there"
+        yield Finding("bad", "temporary files", f"path of {size} bytes", remedy)
+    elif not os.access(path, os.W_OK | os.X_OK):
+        remedy = "set TMPDIR to a folder that can be written"
+        yield Finding("bad", "temporary files", f"{path} is read only", remedy)
+    else:
+        yield Finding("fine", "temporary files", str(path))
+
+
+def _version(name: str) -> str | None:
+    try:
+        return metadata.version(name)
+    except metadata.PackageNotFoundError:
+        return None
+
+
+_CHECKS: tuple[Callable[[], Iterator[Finding]], ...] = (
+    _python,
+    _names,
+    _extras,
+    _limits,
+    _memory,
+    _processes,
+    _places,
+    _torch,
+)

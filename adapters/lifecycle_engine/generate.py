@@ -1,0 +1,209 @@
+"""The generating endpoints: one request from its first byte to its outcome.
+
+A raw ASGI class, so that everything happens in one task and inside one ``with
+session``. The phases are functions that return: no frame that lives as long as
+the stream has ever held the body, an image or a tensor.
+"""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
+from contextlib import ExitStack
+from functools import partial
+from typing import Any
+
+import anyio
+import anyio.to_thread
+
+from lifecycle import Lease, Payload, Session, SessionEnded, Stream
+from lifecycle_asgi import request_of
+from lifecycle_zmq import RequestRejected
+
+from .answers import Answer
+from .api_errors import describe
+from .dialect import Dialect
+from .incoming import ClientLeft, Incoming, request_id
+from .openai_wire import Usage
+from .processor import BadChat, BadImage, Chat
+from .replies import Reply
+from .service import Service
+from .shared import Shared
+from .texts import Texts
+
+Items = AsyncIterator[Any]
+Opening = tuple[
+    Callable[[], Awaitable[Items]], Callable[[Items | None], Awaitable[None]]
+]
+_NOT_RUN = (BadChat, BadImage, RequestRejected)
+
+
+class Generate:
+    """An endpoint that answers in one dialect, as an ASGI application.
+
+    Args:
+        service: What it serves.
+        dialect: The API that it speaks.
+    """
+
+    def __init__(self, service: Service, dialect: Dialect) -> None:
+        self._service = service
+        self._dialect = dialect
+
+    async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
+        """Answer one request.
+
+        Cancellation:
+            At any time: the session is closed at once and the registry ends what
+            the engine holds. It always propagates.
+        """
+        reply = Reply(send, self._dialect)
+        try:
+            reply.request_id = request_id(scope)
+            incoming = await self._service.intake.read(receive, self._dialect.parse)
+            await self._serve(scope, incoming, reply)
+        except ClientLeft:
+            return
+        except Exception as error:
+            problem = describe(error)
+            if problem is None:  # a mistake of ours: logged, and a stream is cut
+                raise
+        else:
+            return
+        # Outside of the handler: its exception holds the frames it came through,
+        # and the client may take its time to read.
+        await reply.error(problem)
+
+    async def _serve(self, scope: Any, incoming: Incoming, reply: Reply) -> None:
+        service, request = self._service, request_of(scope)
+        with (
+            service.sessions.open(str(reply.request_id)) as session,
+            ExitStack() as held,
+        ):
+            request.attach(session)
+            box = session.box(incoming.chat.take(), nbytes=incoming.chat.nbytes)
+            held.enter_context(await service.in_flight.admit())
+            usage = Usage()
+            try:
+                streams = await self._start(session, box, incoming, usage)
+            except _NOT_RUN:
+                session.close("refused")
+                raise
+            request.release_body()
+            await self._answer(streams, incoming, usage, reply)
+
+    async def _start(
+        self, session: Session, box: Payload[Chat], incoming: Incoming, usage: Usage
+    ) -> list[Stream[Any]]:
+        """Admit, preprocess and hand over; the lease ends with this call."""
+        service = self._service
+        lease: Lease | None = None
+        if incoming.estimate:  # text alone has none, and never waits for bytes
+            lease = await service.payloads.admit(bytes=incoming.estimate)
+        shared = Shared(
+            partial(self._prepare, box, lease, usage, incoming.choices),
+            choices=incoming.choices,
+        )
+        del box
+        starts = [
+            self._one(session, shared, index, incoming.choices)
+            for index in range(incoming.choices)
+        ]
+        limits = service.deadlines
+        sources = await session.start_all(starts, lease=lease, timeout=limits.start)
+        return [
+            session.stream(
+                source,
+                first_item=limits.first_token,
+                idle=limits.idle,
+                total=limits.total,
+            )
+            for source in sources
+        ]
+
+    def _one(
+        self, session: Session, shared: Shared, index: int, choices: int
+    ) -> Opening:
+        """How one of the choices is opened and ended."""
+        engine = self._service.engine
+        key = session.key if choices == 1 else f"{session.key}-{index}"
+
+        async def open_() -> AsyncIterator[Any]:
+            request, tensors = await shared.take(index)
+            if session.outcome is not None:
+                # Closed meanwhile: what raises here is not started, so not ended.
+                raise SessionEnded("closed before hand-off", outcome=session.outcome)
+            nbytes = sum(int(tensor.nbytes) for tensor in tensors.values())
+            handed = session.box(tensors, nbytes=nbytes)
+            del tensors
+            return await engine.start(key, request, handed)
+
+        async def end(_: AsyncIterator[Any] | None) -> None:
+            await engine.end(key)
+
+        return open_, end
+
+    async def _prepare(
+        self, box: Payload[Chat], lease: Lease | None, usage: Usage, choices: int
+    ) -> tuple[dict[str, Any], Payload[Mapping[str, Any]]]:
+        processor = self._service.processor
+
+        def prepare() -> tuple[dict[str, Any], Payload[Mapping[str, Any]], int]:
+            # In a box already here: a worker thread holds on to what it returned
+            # until it runs again.
+            made = processor.prepare(box.take())
+            tensors = Payload[Mapping[str, Any]](made.tensors, nbytes=made.nbytes)
+            return made.request, tensors, made.prompt_tokens
+
+        request, tensors, usage.prompt_tokens = await anyio.to_thread.run_sync(
+            prepare, limiter=self._service.threads
+        )
+        if lease is not None:
+            lease.settle(bytes=tensors.nbytes * choices)
+        return request, tensors
+
+    async def _answer(
+        self,
+        streams: Sequence[Stream[Any]],
+        incoming: Incoming,
+        usage: Usage,
+        reply: Reply,
+    ) -> None:
+        answer = self._dialect.answer(reply, incoming, self._service.model, usage)
+        if len(streams) == 1:
+            await self._read(streams[0], 0, incoming.stop, usage, answer)
+        else:
+            await self._read_all(streams, incoming.stop, usage, answer)
+        await answer.done()
+
+    async def _read_all(
+        self,
+        streams: Sequence[Stream[Any]],
+        stop: Sequence[str],
+        usage: Usage,
+        answer: Answer,
+    ) -> None:
+        """Read all choices at a time; the first that fails ends the others."""
+        try:
+            async with anyio.create_task_group() as tasks:
+                for index, items in enumerate(streams):
+                    tasks.start_soon(self._read, items, index, stop, usage, answer)
+        except ExceptionGroup as group:
+            first = group.exceptions[0]
+        else:
+            return
+        raise first
+
+    async def _read(
+        self,
+        items: Stream[Any],
+        index: int,
+        stop: Sequence[str],
+        usage: Usage,
+        answer: Answer,
+    ) -> None:
+        async with items:
+            detokenizer = self._service.processor.detokenizer()
+            texts = Texts(items, detokenizer, usage, stop)
+            async for piece in texts:
+                await answer.piece(index, piece)
+            await answer.finished(index, texts.finish_reason, texts.stop)

@@ -1,0 +1,121 @@
+"""What ``POST /v1/messages`` accepts: Anthropic's form, read into ours.
+
+As strict as `openai_schema`: what is known and of a wrong type, or would change the
+answer and is not supported, is told; what is harmless or unknown is ignored.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+from pydantic import BeforeValidator, Field
+
+from .openai_schema import ChatMessage, ChatRequest, Form, ImageUrl, Part, checked
+
+_MAX_BLOCKS = 4096
+_UNSUPPORTED: dict[str, tuple[Any, ...]] = {
+    "container": (),
+    "mcp_servers": ([],),
+    "thinking": ({"type": "disabled"},),
+    "tool_choice": ({"type": "none"}, {"type": "auto"}),
+    "tools": ([],),
+    "top_k": (),
+}
+
+
+class _Source(Form):
+    type: Literal["base64"]
+    media_type: Literal["image/jpeg", "image/png", "image/gif", "image/webp"]
+    data: str
+
+
+class _Text(Form):
+    type: Literal["text"]
+    text: str
+
+
+class _Image(Form):
+    type: Literal["image"]
+    source: _Source
+
+
+def _as_blocks(content: Any) -> Any:
+    return [{"type": "text", "text": content}] if isinstance(content, str) else content
+
+
+_Block = Annotated[_Text | _Image, Field(discriminator="type")]
+
+
+class _Message(Form):
+    role: Literal["user", "assistant"]
+    content: Annotated[
+        list[_Block],
+        Field(max_length=_MAX_BLOCKS, fail_fast=True),
+        BeforeValidator(_as_blocks),
+    ]
+
+
+class _Metadata(Form):
+    user_id: str | None = Field(default=None, max_length=256)
+
+
+class MessagesRequest(Form):
+    """The body of a message request, with the limits of this server."""
+
+    model: str = Field(min_length=1, max_length=256)
+    messages: list[_Message] = Field(min_length=1, max_length=4096, fail_fast=True)
+    max_tokens: int = Field(ge=1, lt=2**31)
+    system: Annotated[
+        list[_Text],
+        Field(max_length=_MAX_BLOCKS, fail_fast=True),
+        BeforeValidator(_as_blocks),
+    ] = Field(default_factory=list)
+    stop_sequences: list[Annotated[str, Field(min_length=1, max_length=256)]] = Field(
+        default_factory=list, max_length=4, fail_fast=True
+    )
+    temperature: float | None = Field(default=None, ge=0, le=1)
+    top_p: float | None = Field(default=None, ge=0, le=1)
+    stream: bool | None = None
+    metadata: _Metadata | None = None
+
+    top_k: int | None = None
+    tools: list[Any] | None = None
+    tool_choice: dict[str, Any] | None = None
+    thinking: dict[str, Any] | None = None
+    mcp_servers: list[Any] | None = None
+    container: Any = None
+
+
+def parse_messages(body: bytes) -> ChatRequest:
+    """Check a body and return what it asks for, in the terms of chat completions.
+
+    Raises:
+        ApiError: 400; it refers to nothing of the body.
+    """
+    request = checked(MessagesRequest, body, _UNSUPPORTED)
+    messages = [ChatMessage(role=m.role, content=_parts(m)) for m in request.messages]
+    if request.system:
+        parts = [Part(type="text", text=block.text) for block in request.system]
+        messages.insert(0, ChatMessage(role="system", content=parts))
+    return ChatRequest(
+        model=request.model,
+        messages=messages,
+        max_tokens=request.max_tokens,
+        temperature=request.temperature,
+        top_p=request.top_p,
+        stop=request.stop_sequences,
+        stream=request.stream,
+        user=request.metadata.user_id if request.metadata else None,
+    )
+
+
+def _parts(message: _Message) -> list[Part]:
+    parts = []
+    for block in message.content:
+        if isinstance(block, _Text):
+            parts.append(Part(type="text", text=block.text))
+            continue
+        url = f"data:{block.source.media_type};base64,{block.source.data}"
+        block.source.data = ""  # one copy at a time is enough
+        parts.append(Part(type="image_url", image_url=ImageUrl(url=url)))
+    return parts

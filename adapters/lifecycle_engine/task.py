@@ -1,0 +1,35 @@
+"""A request on its way through the scheduler."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from .requests import Request
+
+
+@dataclass(slots=True, eq=False)
+class Task:
+    """A request that was taken, wherever it is.
+
+    Attributes:
+        payload: Bytes of tensors that it still holds.
+        deadline: When its time is over, on the scheduler's clock.
+        slot: While it is in prefill or runs.
+        read: Prompt tokens that are in the slot.
+        stripped: No further chunk needs its tensors, and they are gone.
+        made: Items emitted.
+    """
+
+    key: str
+    request: Request
+    payload: int
+    deadline: float | None
+    slot: int | None = None
+    read: int = 0
+    stripped: bool = False
+    made: int = 0
+
+    @property
+    def left(self) -> int:
+        """Prompt tokens that are not in the slot yet."""
+        return len(self.request.prompt.input_ids) - self.read

@@ -1,0 +1,18 @@
+"""Prometheus metrics of gates and sessions.
+
+Map of the package::
+
+    _counts    what gates and registries hold, read at each scrape
+    _metrics   Metrics: that, and how long things took, told by events
+
+Labels are names of gates and fixed words, so there are few series however many
+requests there are, and none can hold anything of a request.
+"""
+
+from __future__ import annotations
+
+from lifecycle_metrics._metrics import Metrics
+
+__all__ = ("Metrics",)
+
+Metrics.__module__ = __name__

@@ -1,0 +1,121 @@
+"""What ``/metrics`` of a running server tells, and that bodies are bounded together."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import urllib.request
+from typing import Any
+
+import pytest
+
+pytest.importorskip("prometheus_client")
+
+from http_kit import answer_to, encoded, running, user
+from prometheus_client.parser import text_string_to_metric_families
+
+from lifecycle import Gate
+from lifecycle_metrics import Metrics
+
+pytestmark = pytest.mark.asyncio
+
+
+async def scrape(port: int) -> dict[str, dict[Any, float]]:
+    """Every sample of the server by its name and labels."""
+
+    def get() -> str:
+        with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics") as answer:
+            assert answer.headers["content-type"].startswith("text/plain")
+            return str(answer.read(), "ascii")
+
+    found: dict[str, dict[Any, float]] = {}
+    for family in text_string_to_metric_families(await asyncio.to_thread(get)):
+        for sample in family.samples:
+            labels = tuple(sample.labels.values())
+            found.setdefault(sample.name, {})[labels] = sample.value
+    return found
+
+
+async def test_counts_each_request_once() -> None:
+    """Opened is live and ended at every scrape, and the engine's numbers are there."""
+    metrics = Metrics()
+    async with (
+        asyncio.timeout(60),
+        running(metrics=metrics) as server,
+        server.client() as client,
+    ):
+
+        async def ask(number: int) -> None:
+            stream = await client.chat.completions.create(
+                model="sim",
+                messages=user("canary-7f3a", encoded()),  # type: ignore[arg-type]
+                stream=True,
+                max_tokens=20,
+            )
+            async for _ in stream:
+                if number % 3 == 0:
+                    break
+            await stream.close()
+
+        async with asyncio.TaskGroup() as tasks:
+            for number in range(12):
+                tasks.create_task(ask(number))
+            for _ in range(5):
+                now = await scrape(server.port)
+                ended = sum(now["lifecycle_sessions_ended_total"].values())
+                live = now["lifecycle_sessions_live"][()]
+                assert now["lifecycle_sessions_opened_total"][()] == live + ended
+        await server.quiet()
+        now = await scrape(server.port)
+        ended = now["lifecycle_sessions_ended_total"]
+        assert sum(ended.values()) == 12
+        assert ended["client_gone",] + ended["completed",] == 12
+        assert now["lifecycle_engine_backend_slots"][()] > 0
+        assert b"canary" not in metrics.text()
+
+
+async def test_says_where_metrics_are_missing() -> None:
+    """Without its extra the server says so and serves all the same."""
+    async with asyncio.timeout(60), running() as server:
+        reader, writer = await asyncio.open_connection("127.0.0.1", server.port)
+        writer.write(
+            b"GET /metrics HTTP/1.1\r\nhost: here\r\nconnection: close\r\n\r\n"
+        )
+        answer = await reader.read()
+        writer.close()
+        await writer.wait_closed()
+    assert answer.startswith(b"HTTP/1.1 404")
+    assert b"prometheus-client" in answer
+
+
+async def test_bounds_all_bodies_together_until_hand_off() -> None:
+    """A body that finds no room is 503; one that was handed over makes room (fault-16)."""
+    bodies = Gate(bytes=10_000, max_waiting=0, name="bodies")
+    question = {"model": "sim", "messages": user("x" * 6000), "max_tokens": 4}
+    body = json.dumps(question).encode()
+    async with asyncio.timeout(60), running(bodies=bodies) as server:
+        with bodies.try_admit(bytes=6000):
+            status, headers, document = await answer_to(server.port, body)
+        assert status == 503
+        assert document["error"]["code"] == "server_overloaded"
+        assert "retry-after" in headers
+        seen = []
+        hand_off = server.service.engine.start
+
+        async def start(*args: Any) -> Any:
+            stream = await hand_off(*args)
+            seen.append(bodies.statistics().bytes_in_use)
+            asyncio.get_running_loop().call_soon(
+                lambda: asyncio.get_running_loop().call_later(
+                    0.05, lambda: seen.append(bodies.statistics().bytes_in_use)
+                )
+            )
+            return stream
+
+        server.service.engine.start = start  # type: ignore[method-assign]
+        question |= {"max_tokens": 400, "ignore_eos": True}
+        status, _, _ = await answer_to(server.port, json.dumps(question).encode())
+        assert status == 200
+        assert seen[0] > 6000
+        assert seen[1:] == [0]
+        await server.quiet()

@@ -1,0 +1,80 @@
+"""A checkpoint of any family, loaded on both sides, with `generate` as the oracle."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from lifecycle_engine.chat_processor import ChatProcessor
+from lifecycle_engine.checkpoint import Sizes, build
+from lifecycle_engine.families import load_model
+from lifecycle_engine.processor import Chat, Message
+from lifecycle_engine.scheduler import Scheduler
+from lifecycle_engine.transformers_runner import TransformersRunner
+
+COUNT = 16
+TEXT_ONLY = ("llama", "qwen3")
+
+
+class Kit:
+    """One checkpoint: its processor, its model, and what `generate` makes of it."""
+
+    def __init__(self, folder: Path, family: str, sizes: Sizes | None = None) -> None:
+        self.folder = build(folder, family, sizes=sizes)
+        self.family = family
+        self.processor = ChatProcessor(self.folder)
+        self.model = load_model(self.folder, device="cpu", dtype="float32")
+
+    @property
+    def images(self) -> bool:
+        return self.family not in TEXT_ONLY
+
+    def prepare(self, text: str, *pictures: bytes, **options: Any) -> Any:
+        """The API process's side of one user message, pictures first."""
+        message = Message("user", [*pictures, text])
+        return self.processor.prepare(Chat([message], max_tokens=COUNT, **options))
+
+    def runner(self, **options: Any) -> TransformersRunner:
+        """A fresh runner over the loaded model."""
+        options = {"slots": 4, "max_length": 512} | options
+        return TransformersRunner(self.model, **options)
+
+    def generate(self, prepared: Any, count: int = COUNT) -> list[int]:
+        """Greedy tokens by transformers' own `generate`."""
+        ids = torch.tensor([prepared.request["input_ids"]])
+        extra = {name: torch.from_numpy(t) for name, t in prepared.tensors.items()}
+        if "image_grid_thw" in extra:
+            extra["mm_token_type_ids"] = (ids == self.model.config.image_token_id).int()
+        output = self.model.generate(
+            input_ids=ids,
+            attention_mask=torch.ones_like(ids),
+            max_new_tokens=count,
+            do_sample=False,
+            **extra,
+        )
+        if hasattr(self.model.model, "rope_deltas"):
+            self.model.model.rope_deltas = None
+        tokens: list[int] = output[0, ids.shape[1] :].tolist()
+        return tokens
+
+    def serve(self, prepared: list[Any], *, chunk: int, **options: Any) -> list[Any]:
+        """Run all of them together, each joining a step after the one before it."""
+        scheduler = Scheduler(self.runner(**options), chunk=chunk)
+        tokens: dict[str, list[int]] = {}
+        waiting = list(enumerate(prepared))
+        while waiting or scheduler.busy:
+            if waiting:
+                index, each = waiting.pop(0)
+                tokens[str(index)] = []
+                scheduler.start(str(index), each.request, dict(each.tensors))
+            for output in scheduler.step():
+                tokens[output.key] += tokens_of(output)
+        return [tokens[str(index)] for index in range(len(prepared))]
+
+
+def tokens_of(output: Any) -> list[int]:
+    """The tokens of one output; its failure is the test's."""
+    assert output.finish is None or output.finish.reason != "failed", output.finish
+    return [token for item in output.items if type(item) is list for token in item]

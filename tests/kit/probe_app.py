@@ -1,0 +1,77 @@
+"""What the servers of `servers` serve: work of every kind that writes down its end.
+
+Each end is a line of JSON in the file that ``PROBE_LOG`` names, with the time by the
+system's one monotonic clock, so that another process can tell how long it took.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+from collections.abc import AsyncIterator
+from typing import Any
+
+import anyio
+from starlette.middleware.base import BaseHTTPMiddleware
+
+from lifecycle_asgi import LifecycleMiddleware, request_of
+
+_LOG = os.environ["PROBE_LOG"]
+_OK = {"type": "http.response.start", "status": 200, "headers": []}
+
+
+def _note(what: str, **more: Any) -> None:
+    with open(_LOG, "a") as log:  # noqa: PTH123 - one write, appended whole
+        log.write(json.dumps({"what": what, "at": time.monotonic(), **more}) + "\n")
+
+
+async def _parts(form: str) -> AsyncIterator[bytes]:
+    yield b"x" * 1000
+    if form == "stream":
+        await anyio.sleep(60)
+    end = time.monotonic() + 20
+    while time.monotonic() < end:
+        yield b"x" * 100_000
+
+
+async def _work(scope: Any, receive: Any, send: Any) -> None:
+    form = scope["path"].strip("/")
+    while (await receive()).get("more_body"):
+        pass
+    if form == "handler":
+        _note("works")
+        await anyio.sleep(60)
+    await send(_OK)
+    async for part in _parts(form):
+        await send({"type": "http.response.body", "body": part, "more_body": True})
+        if form != "fast":
+            _note("works")
+    await send({"type": "http.response.body", "body": b""})
+
+
+async def _probe(scope: Any, receive: Any, send: Any) -> None:
+    if scope["type"] == "lifespan":
+        while True:
+            message = await receive()
+            await send({"type": f"{message['type']}.complete"})
+            if message["type"] == "lifespan.shutdown":
+                return
+    if scope["path"] == "/up":
+        await send(_OK)
+        await send({"type": "http.response.body", "body": b"up"})
+        return
+    try:
+        await _work(scope, receive, send)
+    finally:
+        _note("ended", gone="lifecycle" in scope and request_of(scope).client_gone)
+
+
+async def _dispatch(request: Any, call_next: Any) -> Any:
+    return await call_next(request)
+
+
+bare: Any = _probe
+plain: Any = LifecycleMiddleware(_probe)
+above: Any = LifecycleMiddleware(BaseHTTPMiddleware(_probe, _dispatch))
+below: Any = BaseHTTPMiddleware(LifecycleMiddleware(_probe), _dispatch)

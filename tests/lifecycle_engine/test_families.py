@@ -1,0 +1,312 @@
+from __future__ import annotations
+
+import io
+import random
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from PIL import Image
+
+torch = pytest.importorskip("torch")
+pytest.importorskip("transformers")
+
+from engine_kit import COUNT, Kit, tokens_of  # noqa: E402
+from hypothesis import HealthCheck, given, settings, strategies as st  # noqa: E402
+
+from lifecycle_engine.checkpoint import FAMILIES, Sizes  # noqa: E402
+from lifecycle_engine.families import family_of  # noqa: E402
+from lifecycle_engine.processor import BadChat  # noqa: E402
+from lifecycle_engine.runner import Prompt  # noqa: E402
+from lifecycle_engine.scheduler import Scheduler  # noqa: E402
+
+SEE = {"type": "text", "text": "see"}
+WITH_IMAGES = [name for name in FAMILIES if name not in ("llama", "qwen3")]
+
+
+@pytest.fixture(scope="module")
+def kits(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Kit]:
+    """A function that gives the kit of a family, built once."""
+    torch.set_num_threads(1)
+    made: dict[str, Kit] = {}
+
+    def kit(family: str) -> Kit:
+        if family not in made:
+            made[family] = Kit(tmp_path_factory.mktemp(family), family)
+        return made[family]
+
+    return kit
+
+
+@pytest.fixture(scope="module")
+def prompts(
+    kits: Callable[[str], Kit], picture: Callable[..., bytes]
+) -> Callable[[str], list[tuple[Any, list[int]]]]:
+    """A function that gives prompts of a family with the tokens of `generate`."""
+    made: dict[str, list[tuple[Any, list[int]]]] = {}
+
+    def prompts(family: str) -> list[tuple[Any, list[int]]]:
+        kit = kits(family)
+        if family not in made:
+            prepared = [
+                kit.prepare("Hello there."),
+                kit.prepare("Write a long story about a heap, and mind the order."),
+            ]
+            if kit.images:
+                prepared += [
+                    kit.prepare("What is this?", picture(90, 120, seed=1)),
+                    kit.prepare("And this?", picture(211, 61, seed=2)),
+                    kit.prepare(
+                        "Compare.", picture(64, 64, seed=3), picture(131, 90, seed=4)
+                    ),
+                    kit.prepare("", *[picture(30, 41, seed=n) for n in range(4)]),
+                ]
+            made[family] = [(each, kit.generate(each)) for each in prepared]
+        return made[family]
+
+    return prompts
+
+
+@pytest.mark.parametrize("graphs", ["off", "fake"])
+@pytest.mark.parametrize("chunk", [1, 7, 512])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_batch_matches_generate(
+    kits: Callable[[str], Kit],
+    prompts: Callable[[str], Any],
+    family: str,
+    chunk: int,
+    graphs: str,
+) -> None:
+    """Text and images, joining one by one, in any chunks: the tokens of `generate`."""
+    pairs = prompts(family)
+    kit = kits(family)
+    served = kit.serve([each for each, _ in pairs], chunk=chunk, graphs=graphs)
+    assert served == [expected for _, expected in pairs]
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_single_request_matches_generate(
+    kits: Callable[[str], Kit], prompts: Callable[[str], Any], family: str
+) -> None:
+    """Each prompt alone gives the tokens of `generate`."""
+    for each, expected in prompts(family):
+        assert kits(family).serve([each], chunk=16, slots=1) == [expected]
+
+
+@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("family", FAMILIES)
+def test_requests_that_come_and_go_match_generate(
+    kits: Callable[[str], Kit], prompts: Callable[[str], Any], family: str, seed: int
+) -> None:
+    """Cancels and ENDs at random, in any phase, change nobody else's tokens."""
+    rng = random.Random(f"{family} {seed}")
+    graphs: Any = rng.choice(["off", "fake"])
+    runner = kits(family).runner(slots=3, graphs=graphs)
+    scheduler = Scheduler(runner, chunk=rng.choice([1, 5, 16, 64]))
+    pairs = prompts(family)
+    wanted: dict[str, list[int]] = {}
+    got: dict[str, list[int]] = {}
+    leaving: list[tuple[int, str]] = []
+    completed, pending, step = set(), 15, 0
+    while pending or scheduler.busy:
+        step += 1
+        if pending and rng.random() < 0.5:
+            pending -= 1
+            each, expected = rng.choice(pairs)
+            key, count = f"r{pending}", rng.randint(1, COUNT)
+            scheduler.start(key, each.request | {"max_tokens": count}, each.tensors)
+            wanted[key], got[key] = expected[:count], []
+            if rng.random() < 0.4:
+                leaving.append((step + rng.randrange(50), key))
+        for _, key in [each for each in leaving if each[0] == step]:
+            rng.choice([scheduler.cancel, scheduler.end])(key)
+        for output in scheduler.step():
+            got[output.key] += tokens_of(output)
+            if output.finish is not None and output.finish.reason == "completed":
+                completed.add(output.key)
+    assert len(completed) >= 5
+    for key, tokens in got.items():
+        whole = wanted[key] if key in completed else wanted[key][: len(tokens)]
+        assert tokens == whole
+    assert not runner._seats
+    assert not any(layer.keys[:3].any() for layer in runner.cache.layers)
+
+
+@pytest.mark.parametrize("family", WITH_IMAGES)
+def test_tokens_depend_on_the_pixels(
+    kits: Callable[[str], Kit], picture: Callable[..., bytes], family: str
+) -> None:
+    """Two pictures of one size give two texts, so identity means something."""
+    kit = kits(family)
+    a, b = (kit.prepare("?", picture(90, 90, seed=seed)) for seed in (1, 2))
+    assert kit.generate(a) != kit.generate(b)
+
+
+@pytest.mark.parametrize("family", WITH_IMAGES)
+def test_keep_list_is_all_that_decoding_needs(
+    kits: Callable[[str], Kit], picture: Callable[..., bytes], family: str
+) -> None:
+    """After the last image only the keep-list is left, and the tokens go on."""
+    kit = kits(family)
+    runner = kit.runner()
+    each = kit.prepare("And now?", picture(90, 90))
+    prompt = Prompt(each.request["input_ids"], dict(each.tensors))
+    scheduler = Scheduler(runner, chunk=512)
+    scheduler.start("a", each.request, dict(each.tensors))
+    (output,) = scheduler.step()
+    (task,) = scheduler._running.values()
+    left = task.request.prompt.tensors
+    paths = [f"{name}.{key}" for name, nested in left.items() for key in nested]
+    assert paths == list(runner.keep)
+    tokens = tokens_of(output)
+    while scheduler.busy:
+        tokens += [token for out in scheduler.step() for token in tokens_of(out)]
+    assert tokens == kit.generate(each)
+    assert runner.needs_tensors_until(prompt) < len(prompt.input_ids)
+
+
+@pytest.mark.parametrize("family", ["qwen2_5_vl", "qwen3_vl"])
+def test_rope_deltas_stay_off_the_module(
+    kits: Callable[[str], Kit], prompts: Callable[[str], Any], family: str
+) -> None:
+    """Positions of a request are kept with it, where a later one cannot reach."""
+    kit = kits(family)
+    pairs = prompts(family)
+    kit.serve([each for each, _ in pairs], chunk=16)
+    assert kit.model.model.rope_deltas is None
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_streamed_text_is_the_tokenizers_own(
+    kits: Callable[[str], Kit], prompts: Callable[[str], Any], family: str
+) -> None:
+    """Token by token, the text is what the tokenizer makes of all of them."""
+    kit = kits(family)
+    for _, tokens in prompts(family):
+        detokenizer = kit.processor.detokenizer()
+        pieces = [detokenizer.push([token]) for token in tokens]
+        whole = "".join(pieces) + detokenizer.flush()
+        assert whole == kit.processor._tokenizer.decode(tokens)
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen3"])
+def test_text_model_refuses_images(
+    kits: Callable[[str], Kit], picture: Callable[..., bytes], family: str
+) -> None:
+    """An image for a model of text alone is refused before it is decoded."""
+    kit = kits(family)
+    with pytest.raises(BadChat, match="takes no images"):
+        kit.prepare("What is this?", b"no image at all")
+    with pytest.raises(ValueError, match="takes no images"):
+        kit.runner().check(Prompt([1], {"pixel_values": memoryview(b"")}))
+
+
+def test_llava_is_prepared_as_by_transformers(
+    kits: Callable[[str], Kit], picture: Callable[..., bytes]
+) -> None:
+    """Tokens and pixels are those of transformers' own processor of the family."""
+    from transformers import LlavaProcessor
+
+    kit = kits("llava")
+    own = LlavaProcessor(
+        image_processor=kit.processor._images._images,
+        tokenizer=kit.processor._tokenizer,
+        patch_size=14,
+        num_additional_image_tokens=1,
+        vision_feature_select_strategy="default",
+    )
+    raw = [picture(90, 120, seed=1), picture(33, 40, seed=2)]
+    text = kit.processor._tokenizer.apply_chat_template(
+        [{"role": "user", "content": [{"type": "image"}] * 2 + [SEE]}],
+        tokenize=False,
+        add_generation_prompt=True,
+    )
+    opened = [Image.open(io.BytesIO(data)) for data in raw]
+    whole = own(images=opened, text=text, return_tensors="np")
+    made = kit.prepare("see", *raw)
+    assert made.request["input_ids"] == whole["input_ids"][0].tolist()
+    np.testing.assert_array_equal(made.tensors["pixel_values"], whole["pixel_values"])
+
+
+@settings(
+    max_examples=12,
+    deadline=None,
+    suppress_health_check=[HealthCheck.function_scoped_fixture],
+)
+@given(data=st.data(), family=st.sampled_from(WITH_IMAGES))
+def test_images_of_any_size_and_number_match_generate(
+    kits: Callable[[str], Kit],
+    picture: Callable[..., bytes],
+    data: st.DataObject,
+    family: str,
+) -> None:
+    """Odd sizes, several images or none, in any chunk: the tokens of `generate`."""
+    side = st.integers(1, 150)
+    sizes = data.draw(st.lists(st.tuples(side, side), max_size=4))
+    chunk = data.draw(st.integers(1, 90))
+    kit = kits(family)
+    pictures = [picture(w, h, seed=w * h) for w, h in sizes]
+    each = kit.prepare("Hm?", *pictures)
+    assert kit.serve([each], chunk=chunk) == [kit.generate(each)]
+
+
+@pytest.mark.parametrize(
+    "sizes",
+    [
+        Sizes(vocab_size=640, hidden_size=96, layers=3, heads=6, vision_hidden_size=64),
+        Sizes(vocab_size=2000, hidden_size=32, layers=1, heads=2, image_side=28),
+        Sizes(hidden_size=128, heads=2, max_pixels=8 * 3136, image_side=98),
+    ],
+    ids=["wider", "one-layer", "wide-heads"],
+)
+@pytest.mark.parametrize("family", FAMILIES)
+def test_other_sizes_match_generate(
+    tmp_path: Path, picture: Callable[..., bytes], family: str, sizes: Sizes
+) -> None:
+    """Nothing depends on the default sizes: other checkpoints stream alike."""
+    kit = Kit(tmp_path, family, sizes)
+    prepared = [kit.prepare("see")]
+    if kit.images:
+        prepared += [kit.prepare("see", picture(99, 150), picture(40, 33))]
+    served = kit.serve(prepared, chunk=11, graphs="fake")
+    assert served == [kit.generate(each) for each in prepared]
+
+
+@pytest.mark.parametrize("family", WITH_IMAGES)
+def test_check_refuses_what_does_not_fit(
+    kits: Callable[[str], Kit], picture: Callable[..., bytes], family: str
+) -> None:
+    """One image token too many, an image too many, a wrong type or shape: refused."""
+    kit = kits(family)
+    runner = kit.runner()
+    each = kit.prepare("?", picture(90, 90))
+    ids, tensors = each.request["input_ids"], each.tensors
+    token = kit.model.config.image_token_id
+    runner.check(Prompt(ids, dict(tensors)))
+    pixels = tensors["pixel_values"]
+    wrong: list[tuple[list[int], dict[str, Any]]] = [
+        ([*ids, token], tensors),
+        ([one for one in ids if one != token], tensors),
+        (ids, {}),
+        (ids, tensors | {"pixel_values": pixels.astype("float16")}),
+        (ids, tensors | {"pixel_values": pixels[..., :-1].copy()}),
+        (ids, tensors | {"more": pixels}),
+        (ids, {"other": pixels}),
+    ]
+    for other_ids, other in wrong:
+        with pytest.raises(ValueError, match=r"expected|need|no tensors"):
+            runner.check(Prompt(other_ids, dict(other)))
+
+
+def test_unknown_families_are_refused() -> None:
+    """Sliding windows and unknown ways of taking images are told before loading."""
+    from transformers import LlamaConfig, LlavaNextConfig, Qwen2Config
+
+    assert family_of(LlamaConfig()).keep == ()
+    with pytest.raises(ValueError, match="llava_next takes images"):
+        family_of(LlavaNextConfig())
+    windowed = Qwen2Config(use_sliding_window=True, max_window_layers=0)
+    with pytest.raises(ValueError, match="sliding_attention"):
+        family_of(windowed)

@@ -1,0 +1,170 @@
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+torch = pytest.importorskip("torch")
+pytest.importorskip("transformers")
+
+from lifecycle_engine.graphs import Fixed, Inputs, Lane  # noqa: E402
+from lifecycle_engine.runner import Prompt  # noqa: E402
+from lifecycle_engine.scheduler import Scheduler  # noqa: E402
+from lifecycle_engine.transformers_runner import TransformersRunner  # noqa: E402
+
+CPU = torch.device("cpu")
+
+
+class Forward:
+    """A step whose logits show its inputs, and which notes their shapes and place."""
+
+    def __init__(self) -> None:
+        self.seen: list[Inputs] = []
+
+    def __call__(self, inputs: Inputs) -> Any:
+        self.seen.append(inputs)
+        columns = (inputs.ids, inputs.rows, inputs.positions, inputs.rotary)
+        visible = inputs.mask[:, 0, 0].sum(-1)
+        return torch.stack([*columns, visible], dim=1).float()
+
+
+def fixed(forward: Forward, **options: Any) -> Fixed:
+    """Steps of fixed shapes, walked without capture."""
+    options = {"slots": 6, "max_length": 1000, "capture": False} | options
+    return Fixed(forward, device=CPU, **options)
+
+
+def test_batch_is_padded_up_to_its_bucket() -> None:
+    """Padded lanes write to the reserved row at position 0 and see nothing else."""
+    steps = fixed(Forward())
+    width = steps.width(3)
+    lanes = [Lane(0, 7, 10, -3), Lane(2, 8, 300, 0)]
+    logits = steps.run(lanes, width)
+    assert logits.tolist() == [
+        [7, 0, 10, 7, 11],
+        [0, 6, 0, 0, 1],
+        [8, 2, 300, 300, 301],
+        [0, 6, 0, 0, 1],
+    ]
+
+
+@pytest.mark.parametrize(
+    ("widths", "expected"),
+    [
+        ((), [1, 2, 4, 4, 6, 6]),
+        ((3,), [3, 3, 3, 6, 6, 6]),
+        ((99, 0), [1, 2, 4, 4, 6, 6]),
+    ],
+)
+def test_bucket_is_the_smallest_that_fits(
+    widths: tuple[int, ...], expected: list[int]
+) -> None:
+    """Every batch up to the slots has a bucket, and none is larger than the slots."""
+    steps = fixed(Forward(), widths=widths)
+    assert [steps.width(lanes) for lanes in range(1, 7)] == expected
+
+
+def test_shape_keeps_its_memory() -> None:
+    """A step of a shape that ran before runs in the same inputs and output."""
+    forward = Forward()
+    steps = fixed(forward)
+    first = steps.run([Lane(0, 1, 5, 0)], 1)
+    second = steps.run([Lane(0, 2, 6, 0)], 1)
+    assert first.data_ptr() == second.data_ptr()
+    assert second.tolist() == [[2, 0, 6, 6, 7]]
+    assert len({id(inputs) for inputs in forward.seen}) == 1
+    steps.run([Lane(0, 2, 400, 0)], 1)
+    assert len({id(inputs) for inputs in forward.seen}) == 2
+
+
+def test_recording_touches_the_reserved_row_only() -> None:
+    """What runs while a shape is made is padding in every lane."""
+    rows: list[Any] = []
+
+    def forward(inputs: Inputs) -> Any:
+        rows.append(inputs.rows.tolist())
+        return torch.zeros(len(inputs.rows), 2)
+
+    steps = Fixed(forward, slots=4, max_length=600, device=CPU, capture=False)
+    steps.prepare()
+    assert len(rows) == len(steps.shapes) == 3 * 3
+    assert {row for each in rows for row in each} == {4}
+    steps.prepare()
+    assert len(rows) == 9
+
+
+@pytest.mark.parametrize("count", [1, 2, 3, 5])
+def test_graphs_on_or_off_draw_the_same_tokens(
+    model: Any, prepared: list[Any], expected: list[Any], count: int
+) -> None:
+    """The shapes of a step change nothing about what it draws."""
+    for graphs in ("off", "fake"):
+        runner = TransformersRunner(model, slots=8, max_length=512, graphs=graphs)
+        scheduler = Scheduler(runner, chunk=9)
+        got: dict[str, list[int]] = {}
+        for index in range(count):
+            request = prepared[index].request | {"max_tokens": 24}
+            scheduler.start(str(index), request, dict(prepared[index].tensors))
+        while scheduler.busy:
+            for output in scheduler.step():
+                tokens = [
+                    t for item in output.items if type(item) is list for t in item
+                ]
+                got.setdefault(output.key, []).extend(tokens)
+        assert [got[str(index)] for index in range(count)] == expected[:count]
+
+
+def test_rows_of_a_batch_are_packed_when_one_leaves(
+    model: Any, prepared: list[Any], expected: list[Any]
+) -> None:
+    """The last one running is run alone, wherever it sat, and goes on as before."""
+    runner = TransformersRunner(model, slots=4, max_length=512, graphs="fake")
+    for slot in range(4):
+        ids = prepared[slot].request["input_ids"]
+        prompt = Prompt(ids, dict(prepared[slot].tensors))
+        runner.prefill(slot, prompt, 0, len(ids))
+    runner.decode([0, 1, 2, 3])
+    for slot in (0, 1, 2):
+        runner.free(slot)
+    tokens = []
+    while len(tokens) < 22:
+        tokens += [emitted.token for emitted in runner.decode([3])]
+    assert tokens == expected[3][2:]
+    keys = runner.cache.layers[0].keys
+    assert keys[0].any()
+    assert not keys[1:4].any()
+    runner.free(3)
+    assert not any(layer.keys[:4].any() for layer in runner.cache.layers)
+
+
+def test_row_of_a_prompt_in_prefill_is_left_alone(
+    model: Any, prepared: list[Any], expected: list[Any], generate: Callable[..., Any]
+) -> None:
+    """Neither packing nor padding touches a row whose prompt is half read."""
+    runner = TransformersRunner(model, slots=4, max_length=512, graphs="fake")
+    prompts = [
+        Prompt(prepared[index].request["input_ids"], dict(prepared[index].tensors))
+        for index in (0, 4, 1)
+    ]
+    lengths = [len(prompt.input_ids) for prompt in prompts]
+    runner.prefill(0, prompts[0], 0, lengths[0])
+    runner.prefill(1, prompts[1], 0, 20)
+    first = runner.prefill(2, prompts[2], 0, lengths[2])
+    runner.free(0)
+    tokens = [first.token]
+    for _ in range(5):
+        tokens += [emitted.token for emitted in runner.decode([2])]
+    middle = runner.prefill(1, prompts[1], 20, lengths[1])
+    both = [[middle.token], tokens]
+    while len(both[0]) < 18:
+        for stream, emitted in zip(both, runner.decode([1, 2]), strict=True):
+            stream.append(emitted.token)
+    assert both[0] == expected[4][:18]
+    assert both[1] == expected[1][:23]
+
+
+def test_graphs_without_cuda_raise(model: Any) -> None:
+    """Capture needs a CUDA device, and says so."""
+    with pytest.raises(ValueError, match="need cuda"):
+        TransformersRunner(model, slots=1, max_length=64, graphs="on")

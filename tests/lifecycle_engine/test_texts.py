@@ -1,0 +1,63 @@
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from hypothesis import given, strategies as st
+
+from lifecycle_engine.texts import StopStrings
+
+
+def cut(pieces: list[str], stops: list[str]) -> tuple[str, bool]:
+    """A text by its pieces, as a client would see it, and whether a stop came."""
+    strings = StopStrings(stops)
+    shown = ""
+    for piece in pieces:
+        shown += strings.push(piece)
+        if strings.hit:
+            return shown, True
+    return shown + strings.flush(), False
+
+
+@pytest.mark.parametrize(
+    ("pieces", "stops", "shown"),
+    [
+        (["one two", " three"], ["two"], "one "),
+        (["one t", "w", "o three"], ["two"], "one "),
+        (["one t", "w", "e"], ["two"], "one twe"),
+        (["aab"], ["ab", "b"], "a"),
+        (["a", "a", "b"], ["aab"], ""),
+        (["aa", "ab"], ["aab"], "a"),
+        (["x"], [], "x"),
+    ],
+)
+def test_text_ends_before_the_first_stop(
+    pieces: list[str], stops: list[str], shown: str
+) -> None:
+    """Wherever the pieces are cut, nothing of a stop string is ever shown."""
+    assert cut(pieces, stops)[0] == shown
+
+
+@given(
+    st.lists(st.text("abc", max_size=4), max_size=12),
+    st.lists(st.text("abc", min_size=1, max_size=4), max_size=3),
+)
+def test_pieces_are_cut_as_the_whole(pieces: list[str], stops: list[str]) -> None:
+    """Piece by piece nothing else is shown than of the text up to its first stop."""
+    text = "".join(pieces)
+    ends = [(text.find(each) + len(each), each) for each in stops if each in text]
+    shown, hit = cut(pieces, stops)
+    assert hit == bool(ends)
+    if not ends:
+        assert shown == text
+    else:
+        assert text.startswith(shown)
+        assert not any(each in shown for each in stops)
+        assert any(text[len(shown) :].startswith(each) for _, each in ends)
+
+
+def test_nothing_is_held_without_need() -> None:
+    """Only what a stop string may begin with waits for further text."""
+    strings = StopStrings(["STOP"])
+    seen: list[Any] = [strings.push(piece) for piece in ("a S", "T", "A", "R", "x")]
+    assert seen == ["a ", "", "STA", "R", "x"]

@@ -28,7 +28,7 @@ from lifecycle_zmq import EngineServer, Finish, Output, ZmqEngine
 
 MIB = 2**20
 STREAMS, RATE = 16, 50
-BESIDE_SECONDS = 4.0
+BESIDE_SECONDS = 5
 HandOff = Callable[[], Awaitable[float]]
 
 
@@ -170,29 +170,29 @@ def _memory(field: str) -> float:
 
 async def beside(ways: Ways, name: str, engine: str) -> tuple[float, float]:
     """Return p99 of the latency of 16 streams, idle and during hand-offs, seconds."""
-    ages: list[float] = []
+    ages: dict[bool, list[float]] = {False: [], True: []}
+    busy = False
 
     async def read(key: str) -> None:
         async for stamp in await ways.engines[engine].start(key, {}):
-            ages.append(time.monotonic() - stamp)  # noqa: PERF401 - read meanwhile
+            ages[busy].append(time.monotonic() - stamp)
 
     keys = [f"s#{number}" for number in range(STREAMS)]
     async with anyio.create_task_group() as tasks:
         for key in keys:
             tasks.start_soon(read, key)
         await anyio.sleep(0.5)
-        ages.clear()
-        await anyio.sleep(BESIDE_SECONDS)
-        idle = _p99(ages)
-        ages.clear()
-        until = time.monotonic() + BESIDE_SECONDS
-        while time.monotonic() < until:
-            await ways.all[name]()
-            await anyio.sleep(0.02)
-        busy = _p99(ages)
+        ages[False].clear()
+        for number in range(2 * BESIDE_SECONDS):
+            busy = number % 2 == 1
+            until = time.monotonic() + 1
+            while busy and time.monotonic() < until:
+                await ways.all[name]()
+                await anyio.sleep(0.02)
+            await anyio.sleep(max(0.0, until - time.monotonic()))
         for key in keys:
             await ways.engines[engine].end(key)
-    return idle, busy
+    return _p99(ages[False]), _p99(ages[True])
 
 
 def _p99(ages: list[float]) -> float:

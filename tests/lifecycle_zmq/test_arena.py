@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import gc
+import os
 import random
 import threading
 import weakref
@@ -306,6 +307,15 @@ def test_views_outlive_the_arena_itself() -> None:
         made.close()
         del made
         assert array.sum() == 45
+
+
+def test_full_shared_memory_is_an_error_and_no_signal() -> None:
+    """More than there is: told when the arena is made, and nothing left (`fault-51`)."""
+    there = os.statvfs("/dev/shm")
+    before = _left()
+    with pytest.raises(OSError, match="space"):
+        Arena(there.f_blocks * there.f_frsize + PAGE, kind="shm")
+    assert _left() == before
 
 
 def test_descriptors_and_names_return_to_baseline() -> None:

@@ -76,7 +76,7 @@ coverage-of-cases: .venv/.ready
 	@$(BIN)/python scripts/coverage_of_cases.py
 
 bench: .venv/.ready
-	@for file in benchmarks/bench_*.py; do \
+	@for file in benchmarks/core.py benchmarks/bench_*.py; do \
 	  echo "== $$file"; $(BIN)/python "$$file" || exit 1; done
 
 bench-memory: .venv/.ready

@@ -7,12 +7,11 @@ import os
 import statistics
 import time
 from dataclasses import dataclass
-from typing import Any, cast
+from typing import TYPE_CHECKING, Any, cast
 
-import numpy as np
-import torch
-
-from lifecycle_engine.uploads import TorchDevice, Uploads, pin
+if TYPE_CHECKING:
+    import numpy as np
+    import torch
 
 MIB = 2**20
 SIZE = 32 * MIB
@@ -29,6 +28,8 @@ class Shared:
     @classmethod
     def make(cls, size: int) -> Shared:
         """Map fresh memory."""
+        import numpy as np
+
         descriptor = os.memfd_create("arena")
         os.ftruncate(descriptor, size)
         mapping = mmap.mmap(descriptor, size)
@@ -46,8 +47,14 @@ class Shared:
         return int(self.array.ctypes.data)
 
 
-def measure(device: torch.device) -> tuple[dict[str, Any], list[Row]]:
+def arena(name: str) -> tuple[dict[str, Any], list[Row]]:
     """Copy 32 MiB from ordinary memory and from the arena, each to the device."""
+    import numpy as np
+    import torch
+
+    from lifecycle_engine.uploads import pin
+
+    device = torch.device(name)
     cuda = device.type == "cuda"
     shared = Shared.make(2 * SIZE)
     begin = time.perf_counter()
@@ -59,17 +66,19 @@ def measure(device: torch.device) -> tuple[dict[str, Any], list[Row]]:
         "ordinary memory": np.ones(SIZE, np.uint8),
         "the arena": shared.array[:SIZE],
     }
-    for name, source in sources.items():
+    for where, source in sources.items():
         called, done, whole = _copy(device, source)
-        figures[name] = {"call_ms": called, "done_ms": done, "identical": whole}
+        figures[where] = {"call_ms": called, "done_ms": done, "identical": whole}
         told = f"call {called:.2f} ms, done {done:.2f} ms"
         same = "identical" if whole else "DIFFERENT"
-        rows.append((f"32 MiB from {name}", f"{told}, {same}"))
+        rows.append((f"32 MiB from {where}", f"{told}, {same}"))
     return figures, rows
 
 
 def _copy(device: torch.device, source: np.ndarray) -> tuple[float, float, bool]:
     """Return milliseconds until the call returns and until the copy is done."""
+    from lifecycle_engine.uploads import TorchDevice, Uploads
+
     uploads = Uploads(TorchDevice(device))
     called, done, whole = [], [], True
     for number in range(12):

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import gc
 import io
 import random
+import tempfile
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -27,24 +30,33 @@ class Rig:
         dtype: str,
         slots: int,
         tokens: int,
+        family: str = "qwen2_5_vl",
+        graphs: str = "off",
+        max_length: int = 4096,
     ) -> None:
         from lifecycle_engine.chat_processor import ChatProcessor
         from lifecycle_engine.checkpoint import Sizes, build
         from lifecycle_engine.transformers_runner import TransformersRunner
 
-        build(folder, sizes=Sizes(**sizes))
+        if not (folder / "config.json").exists():
+            build(folder, family, sizes=Sizes(**sizes), dtype=dtype)
         self.tokens = tokens
         self.processor = ChatProcessor(folder)
         self.runner = TransformersRunner.load(
-            folder, device=device, dtype=dtype, slots=slots, max_length=2048
+            folder,
+            device=device,
+            dtype=dtype,
+            slots=slots,
+            max_length=max_length,
+            graphs=graphs,  # type: ignore[arg-type]  # one of its words
         )
 
-    def prepare(self, text: str, *pictures: bytes) -> Any:
+    def prepare(self, text: str, *pictures: bytes, **options: Any) -> Any:
         """Run the API side."""
         from lifecycle_engine.processor import Chat, Message
 
         message = Message("user", [*pictures, text])
-        return self.processor.prepare(Chat([message], max_tokens=self.tokens))
+        return self.processor.prepare(Chat([message], self.tokens, **options))
 
     def prompt(self, prepared: Any) -> Any:
         """Make what a runner takes."""
@@ -53,7 +65,7 @@ class Rig:
         return Prompt(prepared.request["input_ids"], dict(prepared.tensors))
 
     def generate(self, prepared: Any) -> list[int]:
-        """Let transformers generate, as the oracle."""
+        """Let transformers generate, as the oracle; to the last token, if ours do."""
         import torch
 
         model = self.runner.model
@@ -62,8 +74,10 @@ class Rig:
             name: torch.from_numpy(tensor).to(model.device)
             for name, tensor in prepared.tensors.items()
         }
-        if extra:
+        if "image_grid_thw" in extra:
             extra["mm_token_type_ids"] = (ids == model.config.image_token_id).int()
+        if not prepared.request["stop_ids"]:
+            extra["eos_token_id"] = None
         output = model.generate(
             input_ids=ids,
             attention_mask=torch.ones_like(ids),
@@ -73,6 +87,40 @@ class Rig:
         )
         tokens: list[int] = output[0, ids.shape[1] :].tolist()
         return tokens
+
+    def generate_batch(self, prepared: Sequence[Any]) -> Any:
+        """Let transformers generate texts as one batch, padded on the left."""
+        import torch
+
+        prompts = [each.request["input_ids"] for each in prepared]
+        longest = max(map(len, prompts))
+        ids = [[0] * (longest - len(prompt)) + prompt for prompt in prompts]
+        mask = [[0] * (longest - len(prompt)) + [1] * len(prompt) for prompt in prompts]
+        device = self.runner.model.device
+        return self.runner.model.generate(
+            input_ids=torch.tensor(ids, device=device),
+            attention_mask=torch.tensor(mask, device=device),
+            max_new_tokens=self.tokens,
+            do_sample=False,
+            eos_token_id=None,
+        )
+
+    def generate_continuously(self, prepared: Sequence[Any]) -> Any:
+        """Let transformers' own continuous batching generate texts."""
+        import transformers
+
+        return self.runner.model.generate_batch(
+            [each.request["input_ids"] for each in prepared],
+            generation_config=transformers.GenerationConfig(
+                max_new_tokens=self.tokens,
+                do_sample=False,
+                eos_token_id=None,
+                pad_token_id=0,
+            ),
+            continuous_batching_config=transformers.ContinuousBatchingConfig(
+                num_blocks=64, max_batch_tokens=1024
+            ),
+        )
 
     def prefill(self, slot: int, prompt: Any) -> int:
         """Run a whole prompt as one chunk; return its token."""
@@ -85,22 +133,85 @@ class Rig:
         """Run one step; return a token for each slot."""
         return [emitted.item[0] for emitted in self.runner.decode(slots)]
 
-    def stream(self, prepared: Sequence[Any]) -> list[list[int]]:
-        """Decode requests together; each joins a step after the one before it."""
+    def stream(self, prepared: Sequence[Any], *, chunk: int = 10**6) -> list[list[int]]:
+        """Decode requests together, prompts read in chunks between the steps."""
         streams: list[list[int]] = []
-        while any(len(tokens) < self.tokens for tokens in streams) or not streams:
-            live = [
-                at for at, tokens in enumerate(streams) if len(tokens) < self.tokens
-            ]
+        reading: tuple[Any, int] | None = None
+        while len(streams) < len(prepared) or any(True for _ in self._open(streams)):
+            live = list(self._open(streams))
             if live:
                 for at, token in zip(live, self.decode(live), strict=True):
                     streams[at].append(token)
             if len(streams) < len(prepared):
-                slot = len(streams)
-                streams.append([self.prefill(slot, self.prompt(prepared[slot]))])
+                prompt, start = reading or (self.prompt(prepared[len(streams)]), 0)
+                stop = min(start + chunk, len(prompt.input_ids))
+                made = self.runner.prefill(len(streams), prompt, start, stop)
+                reading = (prompt, stop) if made is None else None
+                if made is not None:
+                    streams.append(list(made.item))
         for slot in range(len(streams)):
             self.runner.free(slot)
         return streams
+
+    def _open(self, streams: list[list[int]]) -> Iterator[int]:
+        return (at for at, made in enumerate(streams) if len(made) < self.tokens)
+
+    @property
+    def parameters(self) -> int:
+        """Of the model."""
+        return sum(each.numel() for each in self.runner.model.parameters())
+
+
+@contextmanager
+def rig(folder: Path | None = None, **options: Any) -> Iterator[Rig]:
+    """A rig in *folder*, or in a temporary one; its device memory is given back."""
+    import torch
+
+    with tempfile.TemporaryDirectory() as temporary:
+        made = Rig(folder or Path(temporary), **options)
+        yield made
+        # The rig may live on in its user's frame; what it holds must not.
+        del made.runner
+        gc.collect()
+        if torch.cuda.is_available():
+            torch.cuda.empty_cache()
+
+
+class Free:
+    """A model that takes no time, to see what is around it."""
+
+    max_length, vocab_size = 8192, 16
+    keep: Sequence[str] = ()
+
+    def __init__(self, *, slots: int) -> None:
+        from lifecycle_engine.runner import Emitted
+
+        self.slots = slots
+        self._one = Emitted([1], 1)
+
+    def check(self, prompt: Any) -> None:
+        """Take anything."""
+
+    def needs_tensors_until(self, prompt: Any) -> int:
+        """Need nothing."""
+        del prompt
+        return 0
+
+    def prefill(self, slot: int, prompt: Any, start: int, stop: int) -> Any:
+        """Emit a token once the prompt is read."""
+        del slot, start
+        return self._one if stop == len(prompt.input_ids) else None
+
+    def decode(self, slots: Sequence[int]) -> list[Any]:
+        """Emit the same token for everybody."""
+        return [self._one] * len(slots)
+
+    def free(self, slot: int) -> None:
+        """Hold nothing."""
+
+    def status(self) -> dict[str, Any]:
+        """Count nothing."""
+        return {}
 
 
 class Timed:

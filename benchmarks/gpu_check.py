@@ -1,15 +1,15 @@
-"""Check the engine on a CUDA device: identity, speed, memory.
+"""Check the engine on a CUDA device: identity, speed, memory, death.
 
-Builds a random checkpoint in a temporary folder and needs nothing that is not
-there: torch, transformers, numpy and pillow. Run by ``make gpu-check``; without
-a CUDA device it says so and succeeds. ``--device cpu`` walks the same lines.
+Builds random checkpoints in a temporary folder and needs nothing that is not
+there: torch, transformers, numpy and pillow; what needs pyzmq is left out without
+it. Run by ``make gpu-check``; without a CUDA device it says so and succeeds.
+``--device cpu`` walks the same lines, with the graphs' shapes but no capture.
 """
 
 from __future__ import annotations
 
 import argparse
 import functools
-import gc
 import importlib.util
 import json
 import platform
@@ -17,18 +17,31 @@ import re
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, cast
+from typing import Any
 
-from engine_rig import Rig, Timed, agreement, best, picture
-
-if TYPE_CHECKING:
-    from lifecycle_engine.runner import Runner
+from arena_device import arena
+from engine_rig import Rig, Timed, agreement, best, picture, rig
+from gpu_memory import bandwidth, flatness
+from gpu_process import death
 
 RESULTS = Path(__file__).parent / "results"
 TOKENS = 48
 Row = tuple[str, str]
+_NEEDED = ("torch", "transformers", "numpy", "PIL")
+_SIZES: dict[str, dict[str, int]] = {
+    "tiny": {},
+    # About 1.7 B parameters.
+    "mid": {
+        "hidden_size": 2560,
+        "layers": 32,
+        "heads": 20,
+        "vocab_size": 4096,
+        "vision_hidden_size": 512,
+    },
+}
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -48,6 +61,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 0
     if options.device == "cpu":
         torch.set_num_threads(1)
+    _fill_in(options)
     with tempfile.TemporaryDirectory() as folder:
         check = Check(options, Path(folder))
         report = check.run()
@@ -55,215 +69,200 @@ def main(argv: Sequence[str] | None = None) -> int:
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(json.dumps(report, indent=2) + "\n", encoding="utf-8")
     print(f"written to {path}")
-    return 0 if check.identical or options.dtype != "float32" else 1
-
-
-_NEEDED = ("torch", "transformers", "numpy", "PIL")
-_SIZES: dict[str, dict[str, int]] = {
-    "tiny": {},
-    # About 0.8 B parameters.
-    "mid": {
-        "hidden_size": 2048,
-        "layers": 24,
-        "heads": 16,
-        "vocab_size": 4096,
-        "vision_hidden_size": 256,
-    },
-}
+    return 0 if check.identical else 1
 
 
 class Check:
-    """One run: a model on a device, and what was measured of it."""
+    """One run on a device, and what was measured of it."""
 
     def __init__(self, options: argparse.Namespace, folder: Path) -> None:
-        self.options = options
+        self.options, self.folder = options, folder
         self.identical = False
-        self.rig = Rig(
-            folder,
-            sizes=_SIZES[options.model],
-            device=options.device,
-            dtype=options.dtype,
-            slots=options.batch,
-            tokens=TOKENS,
-        )
         self.cuda = options.device == "cuda"
+        self.modes = ("off", "fake", "on") if self.cuda else ("off", "fake")
 
     def run(self) -> dict[str, Any]:
         """Measure everything, printing a line for each result."""
-        report: dict[str, Any] = self._machine()
-        for name, measure in (
-            ("identity", self.identity),
-            ("decode", self.decode),
-            ("prefill", self.prefill),
-            ("memory", self.memory),
-            ("arena", self.arena),
-            ("scheduler", self.scheduler),
-        ):
-            report[name], rows = measure()
-            for label, value in rows:
-                print(f"  {label:<46} {value}", flush=True)
+        report = self._machine()
+        self._say(report, "identity", self.identity)
+        self._say(report, "decode", self.decode)
+        with self._rig(graphs=self.modes[-1]) as made:
+            for name, measure in (
+                ("prefill", prefill),
+                ("memory", functools.partial(flatness, self.options)),
+                ("scheduler", functools.partial(scheduler, self.options.batch)),
+            ):
+                self._say(report, name, functools.partial(measure, made))
+        self._say(report, "copies", functools.partial(bandwidth, self.options.device))
+        self._say(report, "arena", functools.partial(arena, self.options.device))
+        self._say(report, "death", functools.partial(death, self.options.device))
         return report
 
     def identity(self) -> tuple[dict[str, Any], list[Row]]:
-        """Greedy tokens alone and batched against `generate` on the same device."""
-        prepared = [
-            self.rig.prepare("Hello there."),
-            self.rig.prepare("Tell a long story about a heap, a queue and a stack."),
-            self.rig.prepare("What is this?", picture(90, 120, seed=1)),
-            self.rig.prepare("And this?", picture(640, 480, seed=2)),
-            self.rig.prepare("Compare.", picture(64, 64), picture(130, 90, seed=4)),
-        ]
-        wanted = [self.rig.generate(each) for each in prepared]
-        single = [self.rig.stream([each])[0] for each in prepared]
-        batched = self.rig.stream(prepared)
-        agree = {
-            "single": agreement(single, wanted),
-            "batched": agreement(batched, wanted),
-        }
-        self.identical = single == wanted and batched == wanted
-        return agree, [
-            (f"tokens as of generate(), {how}", f"{share:.1%} of {TOKENS} x 5")
-            for how, share in agree.items()
+        """Greedy tokens of every family, alone and together, against `generate`."""
+        from lifecycle_engine.checkpoint import FAMILIES
+
+        shares = {}
+        for family in FAMILIES:
+            for mode in self.modes:
+                with self._rig(family=family, tiny=True, graphs=mode) as made:
+                    shares[f"{family}, graphs {mode}"] = _identity(made, family)
+        self.identical = all(share == 1 for share in shares.values())
+        return shares, [
+            (f"tokens as of generate(), {how}", f"{share:.1%}")
+            for how, share in shares.items()
         ]
 
     def decode(self) -> tuple[dict[str, Any], list[Row]]:
-        """Tokens a second in one lane and in a full batch."""
-        rates = {lanes: self._decode_rate(lanes) for lanes in (1, self.options.batch)}
-        ratio = rates[self.options.batch] / rates[1]
+        """Tokens a second in one lane and in a full batch, for each way of graphs."""
+        rates: dict[str, dict[int, float]] = {}
+        for mode in self.modes:
+            with self._rig(graphs=mode) as made:
+                lanes = (1, self.options.batch)
+                rates[mode] = {count: _decode_rate(made, count) for count in lanes}
         rows = [
-            (f"decode, {lanes} lanes", f"{rate:.0f} tokens/s")
-            for lanes, rate in rates.items()
+            (f"decode, graphs {mode}, {lanes} lanes", f"{rate:.0f} tokens/s")
+            for mode, each in rates.items()
+            for lanes, rate in each.items()
         ]
-        rows.append(("decode, full batch to one lane", f"{ratio:.2f} x"))
-        return {"tokens_per_second": rates, "ratio": ratio}, rows
+        return rates, rows
 
-    def prefill(self) -> tuple[dict[str, Any], list[Row]]:
-        """Seconds until the first token of a text and of a large picture."""
-        seconds: dict[str, float] = {}
-        for label, each in (
-            ("text", self.rig.prepare("word " * 400)),
-            ("picture", self.rig.prepare("?", picture(1280, 784))),
-        ):
-            prompt = self.rig.prompt(each)
-            run = functools.partial(self._prefill_once, prompt)
-            seconds[f"{label} of {each.prompt_tokens} tokens"] = best(run)
-        return seconds, [
-            (f"prefill, {label}", f"{value * 1e3:.1f} ms")
-            for label, value in seconds.items()
-        ]
-
-    def memory(self) -> tuple[dict[str, Any], list[Row]]:
-        """Device memory, and the process's, before and after many image requests."""
-        each = self.rig.prepare("?", picture(640, 480))
-        self._serve_image(each)
-        before = self._memory()
-        for _ in range(self.options.requests):
-            self._serve_image(each)
-        after = self._memory()
-        rows = [
-            (
-                f"{name}, {self.options.requests} image requests",
-                f"{before[name] / 1e6:.1f} -> {after[name] / 1e6:.1f} MB",
-            )
-            for name in before
-        ]
-        return {"before": before, "after": after}, rows
-
-    def arena(self) -> tuple[dict[str, Any], list[Row]]:
-        """Whether the arena can be pinned, and how fast it is copied from."""
-        import arena_device
-        import torch
-
-        return arena_device.measure(torch.device(self.options.device))
-
-    def scheduler(self) -> tuple[dict[str, Any], list[Row]]:
-        """What the scheduler adds to a decode step."""
-        if importlib.util.find_spec("zmq") is None:
-            return {"skipped": "pyzmq"}, [
-                ("scheduler", "left out: pyzmq is not installed (pip install pyzmq)")
-            ]
-        from lifecycle_engine.scheduler import Scheduler
-
-        runner = Timed(self.rig.runner)
-        scheduler = Scheduler(cast("Runner", runner))
-        request = self.rig.prepare("Hello there.").request | {"max_tokens": 100}
-        for lane in range(self.options.batch):
-            scheduler.start(str(lane), request, {})
+    def _say(
+        self,
+        report: dict[str, Any],
+        name: str,
+        measure: Callable[[], tuple[dict[str, Any], list[Row]]],
+    ) -> None:
         begin = time.perf_counter()
-        steps = 0
-        while scheduler.busy:
-            scheduler.step()
-            steps += 1
-        added = (time.perf_counter() - begin - runner.seconds) / steps
-        return {"seconds_per_step": added, "lanes": self.options.batch}, [
-            (
-                f"scheduler, a step of {self.options.batch} lanes",
-                f"{added * 1e6:.0f} us",
-            )
-        ]
+        report[name], rows = measure()
+        for label, value in rows:
+            print(f"  {label:<58} {value}", flush=True)
+        report[name]["took_seconds"] = time.perf_counter() - begin
 
-    def _decode_rate(self, lanes: int) -> float:
-        prompt = self.rig.prompt(self.rig.prepare("Hello there."))
-        slots = list(range(lanes))
-        for slot in slots:
-            self.rig.prefill(slot, prompt)
-        steps = 100
-
-        def run() -> None:
-            for _ in range(steps):
-                self.rig.decode(slots)
-
-        rate = lanes * steps / best(run)
-        for slot in slots:
-            self.rig.runner.free(slot)
-        return rate
-
-    def _prefill_once(self, prompt: Any) -> None:
-        self.rig.prefill(0, prompt)
-        self.rig.runner.free(0)
-
-    def _serve_image(self, prepared: Any) -> None:
-        from lifecycle import strip
-
-        prompt = self.rig.prompt(prepared)
-        self.rig.prefill(0, prompt)
-        strip(prompt.tensors, keep=self.rig.runner.keep)
-        for _ in range(4):
-            self.rig.decode([0])
-        self.rig.runner.free(0)
-
-    def _memory(self) -> dict[str, int]:
-        import torch
-
-        gc.collect()
-        pages = int(Path("/proc/self/statm").read_text(encoding="ascii").split()[1])
-        memory = {"process": pages * 4096}
-        if self.cuda:
-            torch.cuda.synchronize()
-            memory["device"] = torch.cuda.memory_allocated()
-        return memory
+    def _rig(
+        self, *, graphs: str, family: str = "qwen2_5_vl", tiny: bool = False
+    ) -> AbstractContextManager[Rig]:
+        options = self.options
+        model = "tiny" if tiny else options.model
+        dtype = "float32" if tiny else options.dtype
+        return rig(
+            # Built once, and read again for each way of running it.
+            self.folder / f"{family}-{model}-{dtype}",
+            family=family,
+            sizes=_SIZES[model],
+            device=options.device,
+            dtype=dtype,
+            slots=8 if tiny else max(options.batch, options.concurrent),
+            max_length=512 if tiny else 2048,
+            tokens=TOKENS,
+            graphs=graphs,
+        )
 
     def _machine(self) -> dict[str, Any]:
         import torch
         import transformers
 
+        options = self.options
         device = torch.cuda.get_device_name() if self.cuda else platform.machine()
-        parameters = sum(each.numel() for each in self.rig.runner.model.parameters())
         facts = {
             "device": device,
-            "model": f"{self.options.model}, {parameters / 1e6:.1f} M parameters",
-            "dtype": self.options.dtype,
-            "batch": self.options.batch,
+            "model": options.model,
+            "dtype": options.dtype,
+            "batch": options.batch,
             "torch": torch.__version__,
             "transformers": transformers.__version__,
             "python": platform.python_version(),
-            "kv_bytes": self.rig.runner.cache.nbytes,
         }
         print(
-            f"{device}: {facts['model']}, {facts['dtype']}; torch {facts['torch']}, "
+            f"{device}: {facts['model']} in {facts['dtype']}; torch {facts['torch']}, "
             f"transformers {facts['transformers']}"
         )
         return facts
+
+
+def prefill(on: Rig) -> tuple[dict[str, Any], list[Row]]:
+    """Seconds until the first token of a text and of a large picture."""
+    seconds: dict[str, float] = {"parameters": on.parameters}
+    rows = [("parameters", f"{on.parameters / 1e9:.2f} B")]
+    for label, each in (
+        ("text", on.prepare("word " * 400)),
+        ("picture", on.prepare("?", picture(1280, 784))),
+    ):
+        value = best(functools.partial(_prefill_once, on, each))
+        name = f"{label} of {each.prompt_tokens} tokens"
+        seconds[name] = value
+        rows.append((f"prefill, {name}", f"{value * 1e3:.1f} ms"))
+    return seconds, rows
+
+
+def scheduler(batch: int, on: Rig) -> tuple[dict[str, Any], list[Row]]:
+    """What the scheduler adds to a decode step."""
+    if importlib.util.find_spec("zmq") is None:
+        return {"skipped": "pyzmq"}, [
+            ("scheduler", "left out: pyzmq is not installed (pip install pyzmq)")
+        ]
+    from lifecycle_engine.scheduler import Scheduler
+
+    runner: Any = Timed(on.runner)
+    serving = Scheduler(runner)
+    request = on.prepare("Hello there.").request | {"max_tokens": 100}
+    for lane in range(batch):
+        serving.start(str(lane), request, {})
+    begin = time.perf_counter()
+    steps = 0
+    while serving.busy:
+        serving.step()
+        steps += 1
+    added = (time.perf_counter() - begin - runner.seconds) / steps
+    return {"seconds_per_step": added, "lanes": batch}, [
+        (f"scheduler, a step of {batch} lanes", f"{added * 1e6:.0f} us")
+    ]
+
+
+def _identity(on: Rig, family: str) -> float:
+    prepared = [
+        on.prepare("Hello there."),
+        on.prepare("Tell a long story about a heap, a queue and a stack."),
+    ]
+    if family not in ("llama", "qwen3"):
+        prepared += [
+            on.prepare("What is this?", picture(90, 120, seed=1)),
+            on.prepare("And this?", picture(320, 240, seed=2)),
+            on.prepare("Compare.", picture(64, 64), picture(130, 90, seed=4)),
+        ]
+    wanted = [on.generate(each) for each in prepared]
+    single = [on.stream([each])[0] for each in prepared]
+    chunked = on.stream(prepared, chunk=24)
+    return min(agreement(single, wanted), agreement(chunked, wanted))
+
+
+def _decode_rate(on: Rig, lanes: int) -> float:
+    each = on.prepare("Hello there.")
+    slots = list(range(lanes))
+    for slot in slots:
+        on.prefill(slot, on.prompt(each))
+    steps = 100
+
+    def run() -> None:
+        for _ in range(steps):
+            on.decode(slots)
+
+    rate = lanes * steps / best(run)
+    for slot in slots:
+        on.runner.free(slot)
+    return rate
+
+
+def _prefill_once(on: Rig, prepared: Any) -> None:
+    on.prefill(0, on.prompt(prepared))
+    on.runner.free(0)
+
+
+def _fill_in(options: argparse.Namespace) -> None:
+    """Defaults that depend on the device."""
+    cuda = options.device == "cuda"
+    options.model = options.model or ("mid" if cuda else "tiny")
+    options.dtype = options.dtype or ("bfloat16" if cuda else "float32")
 
 
 def _slug(name: str) -> str:
@@ -272,12 +271,14 @@ def _slug(name: str) -> str:
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description="Check the engine on a CUDA device.")
-    parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
-    parser.add_argument("--model", choices=sorted(_SIZES), default="tiny")
-    parser.add_argument("--dtype", default="float32", help="torch dtype")
-    parser.add_argument("--batch", type=int, default=8, help="lanes of a full batch")
-    parser.add_argument("--requests", type=int, default=1000, help="for the memory")
-    parser.add_argument("--out", type=Path, help="the JSON; default: beside this file")
+    add = parser.add_argument
+    add("--device", choices=("cuda", "cpu"), default="cuda")
+    add("--model", choices=sorted(_SIZES), help="for speed; default: mid on cuda")
+    add("--dtype", help="torch dtype, for speed; default: bfloat16 on cuda")
+    add("--batch", type=int, default=32, help="lanes of a full batch")
+    add("--concurrent", type=int, default=64, help="image requests at a time")
+    add("--requests", type=int, default=1000, help="image requests, for the memory")
+    add("--out", type=Path, help="the JSON; default: beside this file")
     return parser
 
 

@@ -17,16 +17,13 @@ ADAPTERS = ROOT / "adapters"
 # Who in the core may import whom, from the floor upwards. A module that is not
 # named here may import nothing of ours; `__init__` collects the public names and
 # may import them all. What only type checkers import draws no arrow.
-FLOOR = {"_errors", "events", "_park", "_ticket"}
+FLOOR = {"_errors", "events", "_park", "_amounts", "_refusal", "_monitor"}
 ARROWS: dict[str, set[str]] = {
     # The gate's books: pure, synchronous, no errors of ours but refusals.
-    "_ledger": {"_ticket"},
-    "_line": {"_ticket"},
-    "_fair": {"_ticket"},
-    "_books": {"_ledger"},
-    "_refusal": {"_errors"},
-    "_lease": FLOOR,
-    "_admission": {"_books", "_fair", "_lease", "_line", "_refusal"} | FLOOR,
+    "_ledger": set(),
+    "_fair": {"_ledger"},
+    "_lease": {"_ledger"} | FLOOR,
+    "_books": {"_lease", "_ledger"} | FLOOR,
     # Payloads and streams know nothing of gates.
     "_payload": set(),
     "_stream": set(),
@@ -38,13 +35,12 @@ ARROWS: dict[str, set[str]] = {
     | FLOOR,
     "_decorators": {"_outcome", "_stream", "_payload"},
     # `Gate.admits` and `SessionRegistry.track` are decorators, hence the last arrows.
-    "_gate": {"_admission", "_lease"} | FLOOR | {"_decorators"},
+    "_gate": {"_books", "_fair", "_lease", "_ledger"} | FLOOR | {"_decorators"},
     "_sessions": {"_outcome", "_session", "_watchdog"} | FLOOR | {"_decorators"},
     "observers": {"events"},
     # Diagnostics look at everything, and nothing knows of them.
-    "_referrers": set(),
-    "_holders": {"_referrers"},
-    "inspect": {"_holders", "_gate", "_fair", "_lease", "_sessions"},
+    "_holders": set(),
+    "inspect": {"_holders", "_gate", "_lease", "_sessions"},
 } | {name: set() for name in FLOOR}
 
 # Time, chance and the outside world come in as arguments, so that all of the core

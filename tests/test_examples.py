@@ -14,6 +14,7 @@ EXAMPLES = Path(__file__).resolve().parents[1] / "examples"
 SHOWN = {
     "quickstart.py": "nothing is left",
     "engine.py": "engine sessions left: 0",
+    "own_runner.py": "slots free: 4 of 4",
     "who_holds.py": "nobody holds the picture",
     "fastapi_gate.py": None,  # a server; it has a test of its own below
 }

@@ -70,6 +70,7 @@ def build(
     seed: int = 0,
     *,
     sizes: Sizes | None = None,
+    dtype: str = "float32",
 ) -> Path:
     """Write a random checkpoint; the same arguments write the same bytes.
 
@@ -78,6 +79,7 @@ def build(
         family: One of `FAMILIES`.
         seed: Of the weights.
         sizes: Of model and images; by default tiny.
+        dtype: Of the weights as they are written, by torch's name for it.
 
     Returns:
         The folder.
@@ -102,13 +104,18 @@ def build(
         elif recipe.patch is not None:
             configs.write_square_images(folder, sizes)
         config = recipe.config(trained.special, sizes)
-        _build_model(folder, recipe.model, config, trained, seed)
+        model = _build_model(recipe.model, config, trained, seed)
+        model.to(dtype=_dtype(dtype)).save_pretrained(folder)
     return folder
 
 
-def _build_model(
-    folder: Path, name: str, config: Any, trained: Trained, seed: int
-) -> None:
+def _dtype(name: str) -> Any:
+    import torch
+
+    return getattr(torch, name)
+
+
+def _build_model(name: str, config: Any, trained: Trained, seed: int) -> Any:
     import torch
 
     with torch.random.fork_rng(devices=[]):
@@ -123,4 +130,4 @@ def _build_model(
         eos_token_id=trained.ends[::-1],
         pad_token_id=trained.ends[0],
     )
-    model.save_pretrained(folder)
+    return model

@@ -88,12 +88,22 @@ def serve(
     max_length: Annotated[
         int | None, typer.Option(help="Tokens of prompt and answer together.", min=1)
     ] = None,
+    chunk: Annotated[
+        int, typer.Option(help="Prompt tokens that are read in one step.", min=1)
+    ] = 512,
+    dtype: Annotated[
+        str | None,
+        typer.Option(help="Of torch; the checkpoint's own on cuda, else float32."),
+    ] = None,
     body_bytes: Annotated[
         int, typer.Option(help="The largest request body.", min=1)
     ] = 64 * 2**20,
     threads: Annotated[
         int, typer.Option(help="Requests that are preprocessed at a time.", min=1)
     ] = 2,
+    stalled_after: Annotated[
+        float, typer.Option(help="Seconds that one step of the engine may take.", min=1)
+    ] = 30.0,
     drain: Annotated[
         float, typer.Option(help="Seconds that streams get at the end.", min=0)
     ] = 10.0,
@@ -119,7 +129,10 @@ def serve(
             device=device,
             max_batch=max_batch,
             max_length=max_length,
+            chunk=chunk,
+            dtype=dtype,
         ),
+        stalled_after=stalled_after,
         arena_bytes=arena_bytes,
     )
     name = model or (folder.name if folder is not None else "sim")
@@ -252,12 +265,17 @@ def worker_argv(
     device: Device = Device.cpu,
     max_batch: int = 8,
     max_length: int | None = None,
+    chunk: int = 512,
+    dtype: str | None = None,
 ) -> list[str]:
     """The command line of the engine process."""
     argv = [sys.executable, "-m", "lifecycle_engine.worker"]
     argv += ["--runner", runner.value, "--max-batch", str(max_batch)]
+    argv += ["--chunk", str(chunk)]
     if max_length is not None:
         argv += ["--max-length", str(max_length)]
+    if dtype is not None:
+        argv += ["--dtype", dtype]
     if folder is not None:
         argv += ["--checkpoint", str(folder), "--device", device.value]
     return argv

@@ -16,7 +16,13 @@ import numpy as np
 import torch
 
 from ._hf import hf, quiet
-from .prompts import VisionShape, check_images, check_no_tensors, check_squares
+from .prompts import (
+    VisionShape,
+    check_images,
+    check_no_tensors,
+    check_squares,
+    square_tokens,
+)
 from .runner import Prompt
 from .vision import Encoded, Family, Upload, to_device
 
@@ -61,12 +67,9 @@ class Llava(PlainText):
     """LLaVA 1.5: every image is one square and takes as many tokens."""
 
     def __init__(self, config: Any) -> None:
-        vision = config.vision_config
         self.image_token = config.image_token_id
-        self._side: int = vision.image_size
-        self._tokens = (vision.image_size // vision.patch_size) ** 2
-        # A tower of the CLIP kind puts one token in front of the patches.
-        self._tokens += config.vision_feature_select_strategy == "full"
+        self._side: int = config.vision_config.image_size
+        self._tokens = square_tokens(config)
 
     def check(self, prompt: Prompt) -> None:
         """Refuse other sizes, or image tokens that do not fit the images."""
@@ -180,33 +183,51 @@ _FAMILIES: dict[str, Callable[[Any], Family]] = {
     "qwen2_vl": QwenVL,
     "qwen2_5_vl": QwenVL,
     "qwen3_vl": QwenVL,
-    "qwen3_vl_moe": QwenVL,
 }
+# Decoder-only, with an embedding, a stack of layers and a head, and nothing else
+# that touches the logits.
+_TEXT = ("llama", "mistral", "qwen2", "qwen3")
+# Kinds of rotary positions whose frequencies depend on the longest of a batch.
+_GROWING = ("dynamic", "longrope")
 
 
 def family_of(config: Any) -> Family:
     """Return the family of a model.
 
     Raises:
-        ValueError: It takes images in a way that nothing here knows, or its
-            attention sees a window only.
+        ValueError: One that is not known here, or whose layers look at a part of
+            the positions only.
     """
-    text = config.get_text_config()
-    kinds = set(getattr(text, "layer_types", None) or ()) - {"full_attention"}
-    if kinds:
+    known = {**_FAMILIES, **dict.fromkeys(_TEXT, _plain)}
+    make = known.get(config.model_type)
+    if make is None:
         raise ValueError(
-            f"{config.model_type} has layers of {', '.join(sorted(kinds))}; the KV "
-            "slots are for full attention"
+            f"the model is a {config.model_type}; known are {', '.join(sorted(known))}"
         )
-    make = _FAMILIES.get(config.model_type)
-    if make is not None:
-        return make(config)
-    if getattr(config, "vision_config", None) is not None:
-        raise ValueError(
-            f"{config.model_type} takes images in a way of its own; known are "
-            f"{', '.join(sorted(_FAMILIES))}, and models of text alone"
-        )
+    _refuse_windows(config.get_text_config())
+    return make(config)
+
+
+def _plain(config: Any) -> Family:
+    del config
     return PlainText()
+
+
+def _refuse_windows(text: Any) -> None:
+    kinds = set(getattr(text, "layer_types", None) or ())
+    if not kinds and getattr(text, "sliding_window", None) is not None:
+        kinds = {"sliding_attention"}
+    if kinds - {"full_attention"}:
+        raise ValueError(
+            f"the model has layers of {', '.join(sorted(kinds))}; the KV slots are for "
+            "full attention alone"
+        )
+    rope = getattr(text, "rope_parameters", None) or {}
+    if rope.get("rope_type") in _GROWING:
+        raise ValueError(
+            f"the rotary positions are {rope['rope_type']}, so that each request would "
+            "change those of the others in its batch; use a checkpoint without"
+        )
 
 
 def load_model(checkpoint: str | Path, *, device: str, dtype: str) -> Any:
@@ -225,6 +246,9 @@ def load_model(checkpoint: str | Path, *, device: str, dtype: str) -> Any:
         raise ValueError(
             f"device is cuda, but torch {torch.__version__} sees none; use cpu"
         )
+    weights = dtype if dtype == "auto" else getattr(torch, dtype, None)
+    if weights != "auto" and not isinstance(weights, torch.dtype):
+        raise ValueError(f"dtype is {dtype!r}; use auto, float32, bfloat16 or float16")
     where = str(checkpoint)
     config = hf("AutoConfig").from_pretrained(where, local_files_only=True)
     family_of(config)  # refused before it is loaded
@@ -233,7 +257,7 @@ def load_model(checkpoint: str | Path, *, device: str, dtype: str) -> Any:
     with quiet():
         model = hf(auto).from_pretrained(
             where,
-            dtype=dtype if dtype == "auto" else getattr(torch, dtype),
+            dtype=weights,
             attn_implementation="sdpa",
             local_files_only=True,
         )

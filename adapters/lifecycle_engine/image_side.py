@@ -18,11 +18,13 @@ import numpy as np
 
 from ._hf import hf
 from .processor import BadImage
+from .prompts import square_tokens
 
 # The image processor of the Qwen models refuses more, and late.
 _MAX_ASPECT = 200
 _PIL = {
     "CLIPImageProcessor": ("models.clip.image_processing_pil_clip", "CLIP"),
+    "SiglipImageProcessor": ("models.siglip.image_processing_pil_siglip", "Siglip"),
     "LlavaImageProcessor": ("models.llava.image_processing_pil_llava", "Llava"),
 }
 
@@ -90,9 +92,7 @@ class SquareImages:
         self._images: Any = hf(f"{name}ImageProcessorPil", module).from_pretrained(
             str(checkpoint), local_files_only=True
         )
-        vision = config.vision_config
-        self._each: int = (vision.image_size // vision.patch_size) ** 2
-        self._each += config.vision_feature_select_strategy == "full"
+        self._each = square_tokens(config)
         self.token = "<image>"
 
     def tensors(self, image: Any, position: int) -> dict[str, np.ndarray]:
@@ -111,7 +111,6 @@ _SIDES: dict[str, Callable[[Path, Any], ImageSide]] = {
     "qwen2_vl": GridImages,
     "qwen2_5_vl": GridImages,
     "qwen3_vl": GridImages,
-    "qwen3_vl_moe": GridImages,
 }
 
 

@@ -143,6 +143,21 @@ class SlotCache(_Cache):  # type: ignore[misc]  # a base of type Any
             ]
         )
 
+    @classmethod
+    def of(cls, model: Any, *, slots: int, max_length: int) -> SlotCache:
+        """Make the rows that a loaded model needs, on its device."""
+        config = model.config.get_text_config()
+        return cls(
+            layers=config.num_hidden_layers,
+            slots=slots,
+            heads=config.num_key_value_heads,
+            max_length=max_length,
+            head_dim=getattr(config, "head_dim", None)
+            or config.hidden_size // config.num_attention_heads,
+            dtype=model.dtype,
+            device=model.device,
+        )
+
     @property
     def nbytes(self) -> int:
         """Device memory of all rows, the reserved one included."""

@@ -1,8 +1,9 @@
-"""What a prompt with images must look like, and its rotary positions.
+"""What a prompt with images must look like.
 
 Covers the families whose image processor emits flat patches with a
-``(time, height, width)`` grid (Qwen2-VL and its successors). Checks are made
-before anything is queued, so that prefill is not where bad input shows.
+``(time, height, width)`` grid (Qwen2-VL and its successors) or squares of one
+size (LLaVA 1.5). Checks are made before anything is queued, so that prefill is
+not where bad input shows.
 """
 
 from __future__ import annotations
@@ -12,6 +13,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+# Tokens that a vision tower puts in front of the patches.
+_FRONT = {"clip_vision_model": 1, "siglip_vision_model": 0}
 IMAGE_TENSORS = ("pixel_values", "image_grid_thw")
 
 
@@ -82,6 +85,23 @@ def check_no_tensors(tensors: Mapping[str, Any]) -> None:
     """
     if tensors:
         raise ValueError("the model takes no images; send text only")
+
+
+def square_tokens(config: Any) -> int:
+    """Return how many tokens an image of a LLaVA 1.5 takes.
+
+    Raises:
+        ValueError: A vision tower of an unknown kind.
+    """
+    vision = config.vision_config
+    if vision.model_type not in _FRONT:
+        raise ValueError(
+            f"the vision tower is a {vision.model_type}; known are "
+            f"{', '.join(sorted(_FRONT))}"
+        )
+    tokens: int = (vision.image_size // vision.patch_size) ** 2
+    tokens += _FRONT[vision.model_type]
+    return tokens - int(config.vision_feature_select_strategy == "default")
 
 
 def check_squares(

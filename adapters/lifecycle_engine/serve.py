@@ -92,6 +92,7 @@ class DrainingServer(uvicorn.Server):
         self._drain = drain
         self._on_ready = on_ready
         self._awaiting: asyncio.Task[None] | None = None
+        self._hurried = False
         self.failure: EngineLost | None = None
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
@@ -123,6 +124,9 @@ class DrainingServer(uvicorn.Server):
             await service.sessions.drain(self._drain)
             tasks.cancel_scope.cancel()
         service.sessions.close_all("shutdown")
+        if self._hurried:
+            # It would be asked to end every stream, and may be slow, or stopped.
+            service.engine.close()
         await super().shutdown(sockets)
 
     async def _hurry(self, scope: anyio.CancelScope) -> None:
@@ -131,6 +135,7 @@ class DrainingServer(uvicorn.Server):
             await anyio.sleep(_POLL)
         # Left set, uvicorn would drop its tasks and skip the lifespan's end.
         self.force_exit = False
+        self._hurried = True
         scope.cancel()
 
     @contextlib.contextmanager

@@ -64,6 +64,10 @@ class Engine(Protocol):
         """The engine's counters."""
         ...
 
+    def close(self) -> None:
+        """Give the engine up now; whoever waits for it is told."""
+        ...
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Deadlines:

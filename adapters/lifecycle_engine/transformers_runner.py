@@ -21,6 +21,8 @@ from .sampling import Sampler, choose
 from .uploads import TorchDevice, Uploads
 from .vision import images_of_chunk, needed_until
 
+_MAX_LENGTH = 8192
+
 
 @dataclass(slots=True)
 class _Seat:
@@ -54,7 +56,7 @@ class TransformersRunner:
         model: Any,
         *,
         slots: int,
-        max_length: int,
+        max_length: int | None = None,
         graphs: GraphMode = "off",
         buckets: Sequence[int] = (),
     ) -> None:
@@ -63,7 +65,8 @@ class TransformersRunner:
         Args:
             model: In eval mode on its device, with ``sdpa`` attention.
             slots: Requests that can hold KV at a time.
-            max_length: Positions of each slot.
+            max_length: Positions of each slot; ``None`` is what the model takes, up
+                to 8192.
             graphs: How decode steps run: ``"off"`` as they come, ``"on"`` as CUDA
                 graphs of a few fixed shapes, ``"fake"`` with the same shapes and
                 memory but without capture.
@@ -75,6 +78,7 @@ class TransformersRunner:
         """
         config = model.config.get_text_config()
         limit = config.max_position_embeddings
+        max_length = max_length or min(limit, _MAX_LENGTH)
         if not 2 <= max_length <= limit:
             raise ValueError(
                 f"max_length is {max_length}; the model takes 2 to {limit}"
@@ -89,16 +93,7 @@ class TransformersRunner:
         self._text = getattr(model.model, "language_model", model.model)
         self._seats: dict[int, _Seat] = {}
         self._uploads = Uploads(TorchDevice(model.device))
-        self.cache = SlotCache(
-            layers=config.num_hidden_layers,
-            slots=slots,
-            heads=config.num_key_value_heads,
-            max_length=max_length,
-            head_dim=getattr(config, "head_dim", None)
-            or config.hidden_size // config.num_attention_heads,
-            dtype=model.dtype,
-            device=model.device,
-        )
+        self.cache = SlotCache.of(model, slots=slots, max_length=max_length)
         self._steps: Eager | Fixed
         if graphs == "off":
             self._steps = Eager(self._forward, slots=slots, device=model.device)
@@ -121,7 +116,7 @@ class TransformersRunner:
         dtype: str = "float32",
         threads: int | None = None,
         slots: int = 8,
-        max_length: int = 4096,
+        max_length: int | None = None,
         graphs: GraphMode = "off",
         buckets: Sequence[int] = (),
     ) -> TransformersRunner:
@@ -133,7 +128,7 @@ class TransformersRunner:
             dtype: Name of a torch dtype, or ``"auto"`` for the checkpoint's own.
             threads: CPU threads of the whole process; ``None`` leaves torch's.
             slots: Requests that can hold KV at a time.
-            max_length: Positions of each slot.
+            max_length: See `__init__`.
             graphs: See `__init__`; their shapes are captured before this returns.
             buckets: See `__init__`.
 

@@ -12,7 +12,7 @@ import sys
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from lifecycle_zmq import ArenaView, EngineServer
+from lifecycle_zmq import ArenaView, EngineServer, exit_with_parent
 
 from .runner import EXIT_DEVICE_LOST, DeviceLost, Runner
 from .scheduler import Scheduler
@@ -69,7 +69,7 @@ def build_runner(options: argparse.Namespace) -> Runner:
 
         return SimRunner(
             slots=options.slots or options.max_batch,
-            max_length=options.max_length,
+            max_length=options.max_length or 8192,
             cost=_sim_cost(options),
         )
     if options.checkpoint is None:
@@ -79,14 +79,15 @@ def build_runner(options: argparse.Namespace) -> Runner:
         )
     from .transformers_runner import TransformersRunner
 
+    cuda = options.device == "cuda"
     return TransformersRunner.load(
         options.checkpoint,
         device=options.device,
-        dtype=options.dtype,
+        dtype=options.dtype or ("auto" if cuda else "float32"),
         threads=options.threads,
         slots=options.slots or options.max_batch,
         max_length=options.max_length,
-        graphs=options.graphs or ("on" if options.device == "cuda" else "off"),
+        graphs=options.graphs or ("on" if cuda else "off"),
         buckets=options.bucket or (),
     )
 
@@ -117,13 +118,21 @@ def _parser() -> argparse.ArgumentParser:
     add("--runner", choices=("torch", "sim"), default="torch")
     add("--checkpoint", metavar="DIR", help="local checkpoint folder (torch)")
     add("--device", choices=("cpu", "cuda"), default="cpu")
-    add("--dtype", default="float32", help='torch dtype or "auto"')
+    add(
+        "--dtype",
+        help='torch dtype, or "auto" for the checkpoint\'s own; default: that on cuda, '
+        "float32 on cpu",
+    )
     add("--threads", type=_positive, default=1, help="CPU threads of torch")
     add("--slots", type=_positive, help="KV slots; default: --max-batch")
     add("--max-batch", type=_positive, default=8, help="requests that run at a time")
     add("--max-waiting", type=_positive, help="requests in line; default: any number")
     add("--max-tokens", type=_positive, help="the most that a request may ask for")
-    add("--max-length", type=_positive, default=8192, help="tokens of a KV slot")
+    add(
+        "--max-length",
+        type=_positive,
+        help="tokens of a KV slot; default: the model's limit, at most 8192",
+    )
     add("--chunk", type=_positive, default=512, help="prompt tokens of one step")
     add(
         "--graphs",
@@ -159,4 +168,5 @@ def _positive(text: str) -> int:
 
 
 if __name__ == "__main__":
+    exit_with_parent()  # at once: loading a model takes long
     sys.exit(main())

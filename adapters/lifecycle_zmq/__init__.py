@@ -16,9 +16,13 @@ process's side, around whatever implements `Backend`.
 #   _slot, _streams, _table, _outbox      what the client knows, without I/O
 #   _lodging                              tensors of a request into an arena
 #   _link, client                         the API process's end of one link
-#   process, _incarnation, engine         one process; one after another
+#   _address, _rendezvous                 how the two processes find each other
+#   _page, _lock, _proc, _watch           how an engine is doing, without the link
+#   process, _liveness, _restarts         one process; what it shows; when the next
+#   _incarnation, _supervisor, engine     one process with all of this; all of them
 #   _backend, _held, _tick, _books        what the server knows, without a socket
-#   _delivery, _loans, _parent            who gets what when; leaving
+#   _delivery, _loans, _router            who gets what when; the socket
+#   _parent, _pulse                       what its process owes to its parent
 #   server                                the engine process's end
 
 from __future__ import annotations
@@ -36,6 +40,7 @@ from ._arena_view import ArenaView
 from ._backend import Backend, Finish, Merge, Output
 from ._errors import EngineFailed, ProtocolError, RequestRejected
 from ._parent import exit_with_parent
+from ._supervisor import Health
 from .arena import Arena, ArenaFull, ArenaStatistics
 from .client import EngineClient
 from .engine import ZmqEngine
@@ -51,6 +56,7 @@ __all__ = (
     "EngineFailed",
     "EngineServer",
     "Finish",
+    "Health",
     "Merge",
     "Output",
     "ProtocolError",
@@ -60,7 +66,7 @@ __all__ = (
 )
 
 # Tracebacks and logs name what users import, not where it happens to live.
-for _name in __all__:
-    if _name != "Merge":  # an alias, which others may share
-        globals()[_name].__module__ = __name__
+# `Health` and `Merge` are aliases, which others may share.
+for _name in set(__all__) - {"Health", "Merge"}:
+    globals()[_name].__module__ = __name__
 del _name

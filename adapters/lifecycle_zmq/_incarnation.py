@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import shutil
-import tempfile
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -14,12 +11,14 @@ import anyio
 from lifecycle import EngineLost
 
 from . import _address
+from ._liveness import LiveHealth, Liveness
+from ._rendezvous import Rendezvous
+from ._watch import Limits
 from .arena import Arena
 from .client import EngineClient
 from .process import EngineProcess
 
-# sockaddr_un takes 108 bytes with the final zero.
-_MAX_PATH = 107
+_VERDICTS: tuple[LiveHealth, ...] = ("stopped", "stalled")
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,6 +30,7 @@ class Settings:
     pass_fds: Sequence[int]
     directory: Path | None
     ready_timeout: float
+    limits: Limits
     arena: Callable[[], Arena | None]
 
 
@@ -41,11 +41,12 @@ class Incarnation:
         number: What every message of it carries.
         settings: How to start it.
         retry_after: Seconds that its waiters are told when it dies.
-        changed: Called when it began to serve.
+        changed: Called when it began to serve, and when it is given up.
 
     Attributes:
         process: The process, once spawned.
         client: The client, while there is one.
+        liveness: How the process is doing, once spawned.
         reason: Why it ended, in one word.
         output: The end of what it wrote.
         start_seconds: How long it took until it served; ``None`` if it never did.
@@ -67,6 +68,7 @@ class Incarnation:
         self._began = anyio.current_time()
         self.process: EngineProcess | None = None
         self.client: EngineClient | None = None
+        self.liveness: Liveness | None = None
         self.reason = "starting"
         self.output = ""
         self.start_seconds: float | None = None
@@ -76,7 +78,30 @@ class Incarnation:
     def why(self) -> str:
         """Why it takes no requests, in one word, from the moment that it does not."""
         lost = self.client.lost if self.client is not None else None
+        if lost is None and self.stopped:
+            return "stopped"
         return lost or self.reason
+
+    @property
+    def stopped(self) -> bool:
+        """Whether it is stopped, as far as the last looks have shown."""
+        return self.liveness is not None and self.liveness.watch.stopped
+
+    @property
+    def takes(self) -> bool:
+        """Whether requests are taken, as far as the last looks have shown."""
+        return self.client is not None and self.client.ready and not self.stopped
+
+    @property
+    def health(self) -> LiveHealth | None:
+        """How its process is doing, as of now; ``None`` if it does not serve."""
+        client, liveness = self.client, self.liveness
+        if client is None or liveness is None:
+            return None
+        if client.ready:
+            return liveness.word()
+        # From the verdict until the process is gone.
+        return next((it for it in _VERDICTS if it == client.lost), None)
 
     async def run(self) -> None:
         """Spawn, serve, reap; an error of any of it is a reason, never raised.
@@ -84,8 +109,7 @@ class Incarnation:
         Cancellation: the process is killed and reaped, its waiters are told.
         """
         try:
-            with _socket_directory(self._settings.directory) as directory:
-                await self._run_in(directory)
+            await self._run()
         except Exception as error:  # noqa: BLE001
             self.reason = "spawn_failed" if self.process is None else "link_fault"
             self.output += f"{type(error).__name__}: {error}"
@@ -93,32 +117,50 @@ class Incarnation:
             life = anyio.current_time() - self._began
             self.served_seconds = life - self.start_seconds
 
-    async def _run_in(self, directory: Path) -> None:
-        address = f"ipc://{directory}/engine"
-        arena = self._settings.arena()
-        process = self.process = self._spawn(address, arena)
+    async def _run(self) -> None:
+        place = Rendezvous(self._settings.directory)
         try:
             async with EngineClient(
-                address,
+                place.address,
                 incarnation=self._number,
                 retry_after=self._retry_after,
-                arena=arena,
+                arena=self._settings.arena(),
             ) as client:
+                place.hide()
                 self.client = client
-                await self._watch(process, client, directory)
+                try:
+                    await self._run_process(place, client)
+                finally:
+                    self.client = None
         finally:
-            self.client = None
-            await process.close()  # noqa: ASYNC102 - shielded and bounded in there
-            self.output = process.output
-            # Not before: it may have been reading until it was reaped.
-            if arena is not None and process.reaped:
-                arena.take_back_all()
+            place.close()
 
-    def _spawn(self, address: str, arena: Arena | None) -> EngineProcess:
-        inherited: dict[str, int] = {}
+    async def _run_process(self, place: Rendezvous, client: EngineClient) -> None:
+        with Liveness(self._settings.limits) as liveness:
+            process = self._spawn(place, liveness)
+            self.process, self.liveness = process, liveness
+            place.close()  # the engine's copy is the only one that may hold it open
+            liveness.process = process
+            try:
+                await self._watch(process, client, liveness)
+            finally:
+                client.lose("closed")
+                await process.close()  # noqa: ASYNC102 - shielded and bounded in there
+                self.output = process.output
+                self._revoke(process)
+
+    def _revoke(self, process: EngineProcess) -> None:
+        # Not before: it may have been reading until it was reaped.
+        arena = self._settings.arena()
+        if arena is not None and process.reaped:
+            arena.take_back_all()
+
+    def _spawn(self, place: Rendezvous, liveness: Liveness) -> EngineProcess:
+        inherited = {"listener": place.listener.fileno(), **liveness.inherited}
+        arena = self._settings.arena()
         if arena is not None and arena.descriptor is not None:
             inherited["arena"] = arena.descriptor
-        endpoint = _address.join(address, inherited)
+        endpoint = _address.join(place.address, inherited)
         tail = ["--endpoint", endpoint, "--incarnation", str(self._number)]
         return EngineProcess(
             [*self._settings.argv, *tail],
@@ -127,20 +169,22 @@ class Incarnation:
         )
 
     async def _watch(
-        self, process: EngineProcess, client: EngineClient, directory: Path
+        self, process: EngineProcess, client: EngineClient, liveness: Liveness
     ) -> None:
         async with anyio.create_task_group() as tasks:
             tasks.start_soon(process.drain)
-            tasks.start_soon(self._await_ready, client, directory)
+            tasks.start_soon(self._await_ready, client, liveness)
             tasks.start_soon(self._kill_when_lost, process, client)
+            tasks.start_soon(liveness.look_after, client)
             await process.wait()
             # What it said before it died was said: a finish that is there counts.
             client.drain()
-            client.lose(process.reap())
+            process.reap()
+            client.lose(*process.reason_of(process.code or 0))
             self.reason = client.lost or "exit"
             tasks.cancel_scope.cancel()
 
-    async def _await_ready(self, client: EngineClient, directory: Path) -> None:
+    async def _await_ready(self, client: EngineClient, liveness: Liveness) -> None:
         try:
             with anyio.fail_after(self._settings.ready_timeout):
                 await client.wait_ready()
@@ -149,30 +193,14 @@ class Incarnation:
         except TimeoutError:
             client.lose("start_timeout")
             return
-        # Connected: nobody else shall find the socket, and nothing is left in the
-        # file system should we be killed.
-        shutil.rmtree(directory, ignore_errors=True)
         self.start_seconds = anyio.current_time() - self._began
         self._changed()
+        await liveness.tell_death(client)
 
     async def _kill_when_lost(
         self, process: EngineProcess, client: EngineClient
     ) -> None:
         # An engine that broke the protocol, or hung up, is not to be reasoned with.
         await client.wait_lost()
+        self._changed()
         process.kill()
-
-
-@contextmanager
-def _socket_directory(parent: Path | None) -> Iterator[Path]:
-    directory = Path(tempfile.mkdtemp(prefix="lifecycle-", dir=parent))
-    try:
-        path = len(str(directory / "engine").encode())
-        if path > _MAX_PATH:
-            raise OSError(
-                f"the path of the engine's socket has {path} bytes, the system takes "
-                f"{_MAX_PATH}; pass a shorter directory="
-            )
-        yield directory
-    finally:
-        shutil.rmtree(directory, ignore_errors=True)

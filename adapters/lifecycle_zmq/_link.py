@@ -187,6 +187,8 @@ _OPTIONS: dict[int, int] = {
     # Without a live connection a send is refused, not kept for the next engine.
     zmq.IMMEDIATE: 1,
     zmq.RECONNECT_IVL: 20,
+    # Connected before the engine exists, which may take minutes to answer.
+    zmq.HANDSHAKE_IVL: 0,
     # Bounded by the streams in flight. A full queue here would lose an END.
     zmq.SNDHWM: 0,
     zmq.RCVHWM: 0,

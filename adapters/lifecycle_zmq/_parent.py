@@ -7,9 +7,11 @@ import os
 import signal
 import sys
 import threading
+from types import FrameType
 
 _PR_SET_PDEATHSIG = 1
 _EXIT_ORPHANED = 70
+_WATCHER = "parent-watch"
 
 
 def exit_with_parent() -> None:
@@ -18,14 +20,17 @@ def exit_with_parent() -> None:
     Standard input must be a pipe whose other end the parent holds and nobody else:
     its end of file ends this process at once, without clean-up. On Linux the kernel is
     also asked to kill it, which works while C code holds the interpreter lock. Call
-    this first in an engine that takes long to load; `EngineServer.run` does too.
+    this first in an engine that takes long to load; `EngineServer.run` does too,
+    and a second call changes nothing.
     """
     if sys.platform == "linux":
         # Counts for the death of the parent's *thread* that spawned: see EngineProcess.
         libc = ctypes.CDLL(None, use_errno=True)
         libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+    if any(it.name == _WATCHER for it in threading.enumerate()):
+        return
     # A parent that died before the prctl is seen here: its end of the pipe is closed.
-    threading.Thread(target=_leave_at_eof, name="parent-watch", daemon=True).start()
+    threading.Thread(target=_leave_at_eof, name=_WATCHER, daemon=True).start()
 
 
 def _leave_at_eof() -> None:
@@ -34,3 +39,19 @@ def _leave_at_eof() -> None:
             pass
     finally:
         os._exit(_EXIT_ORPHANED)
+
+
+def leave_signals_to_parent() -> None:
+    """Let SIGINT and SIGTERM pass: the parent says when this process leaves.
+
+    Whoever stops a service may signal every process of it at once, and an engine that
+    went at once would cut the streams that its parent is draining.
+    """
+    if threading.current_thread() is threading.main_thread():
+        for number in (signal.SIGINT, signal.SIGTERM):
+            # Not SIG_IGN: programs that this process starts would inherit it.
+            signal.signal(number, _pass)
+
+
+def _pass(_number: int, _frame: FrameType | None) -> None:
+    pass

@@ -15,12 +15,22 @@ from . import wire
 _COPIED_BELOW = 16 * 2**10
 
 
-def listening(context: zmq.Context[Any], endpoint: str) -> zmq.Socket[bytes]:
-    """Return a ROUTER that listens on `endpoint` and never waits for a client."""
+def listening(
+    context: zmq.Context[Any], endpoint: str, descriptor: int | None = None
+) -> zmq.Socket[bytes]:
+    """Return a ROUTER that listens on `endpoint` and never waits for a client.
+
+    Args:
+        context: Owns the socket.
+        endpoint: The address.
+        descriptor: Of a socket that listens there already, if one was inherited.
+    """
     socket: zmq.Socket[bytes] = context.socket(zmq.ROUTER)
     try:
         for option, value in _options().items():
             socket.setsockopt(option, value)
+        if descriptor is not None:
+            socket.setsockopt(zmq.USE_FD, descriptor)
         socket.bind(endpoint)
     except BaseException:
         socket.close(0)

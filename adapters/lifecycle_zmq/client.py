@@ -67,6 +67,7 @@ class EngineClient:
         self._asked = 0
         self._generation = 0
         self._lost: str | None = None
+        self._lost_detail = ""
 
     async def __aenter__(self) -> Self:
         """Begin to connect; `wait_ready` tells when requests are taken."""
@@ -117,6 +118,11 @@ class EngineClient:
     def streams(self) -> int:
         """How many streams were started and are not done."""
         return len(self._table.streams)
+
+    @property
+    def waiters(self) -> int:
+        """How many calls and streams wait for the engine to say something."""
+        return len(self._table.streams) + len(self._table.reports)
 
     async def wait_ready(self) -> None:
         """Wait until the engine takes requests.
@@ -218,7 +224,7 @@ class EngineClient:
         if self.ready:
             self._sender.say(Kind.SHUTDOWN, {})
 
-    def lose(self, reason: str) -> None:
+    def lose(self, reason: str, detail: str = "") -> None:
         """Give this incarnation up; the first reason counts.
 
         Everybody who waits for it gets `EngineLost`, exactly once: a pending start,
@@ -226,10 +232,12 @@ class EngineClient:
 
         Args:
             reason: What became of the engine, in one word.
+            detail: More of it, such as an exit code, for the message alone.
         """
         if self._lost is not None:
             return
         self._lost = reason
+        self._lost_detail = f" ({detail})" if detail else ""
         self._table.lose(self._loss)
         self._settled.set()
         self._gone.set()
@@ -309,7 +317,8 @@ class EngineClient:
     def _loss(self) -> EngineLost:
         reason = self._lost or "starting"
         return EngineLost(
-            f"engine {self._incarnation} takes no requests: {reason}; retry later",
+            f"engine {self._incarnation} takes no requests: {reason}"
+            f"{self._lost_detail}; retry later",
             reason=reason,
             retry_after=self._retry_after,
         )

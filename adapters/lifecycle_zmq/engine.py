@@ -9,13 +9,17 @@ from typing import Any, Self
 
 import anyio
 
-from lifecycle import EngineLost
-
 from ._hand_off import Box
-from ._incarnation import Incarnation, Settings
+from ._incarnation import Settings
 from ._memory import Kind
+from ._rendezvous import sweep
+from ._restarts import Restarts
+from ._supervisor import Health, Supervisor
+from ._watch import Limits
 from .arena import Arena
 from .client import EngineClient
+
+_LEAVE_LOOK_SECONDS = 0.05
 
 
 class ZmqEngine:
@@ -25,25 +29,39 @@ class ZmqEngine:
     client of its own, so nothing that was meant for one ever reaches another. All
     methods belong to the event loop that entered it, whose thread must outlive it.
 
+    While it lives it is watched. One that is stopped takes no requests, and is
+    replaced when it stays stopped; one that is silent within a step is busy, until it
+    has been so for too long. One that comes down again and again is broken: nothing
+    is started for a while, and requests are refused at once.
+
     Args:
-        argv: The program and its arguments; ``--endpoint ADDRESS --incarnation N`` is
+        argv: The program and its arguments; ``--endpoint ENDPOINT --incarnation N`` is
             appended.
         env: Its environment; ``None`` inherits ours.
         pass_fds: Descriptors that it inherits.
         directory: Where the socket directories are made; ``None`` is the system's
             place for temporary files.
         ready_timeout: Seconds that an incarnation may take until it serves.
-        backoff: Seconds before the first restart, doubled for each further one until
-            an incarnation has served for `max_backoff` seconds.
+        backoff: Seconds before a restart, doubled for each further one in a row, until
+            an incarnation has served for `max_backoff` seconds. The first restart of
+            an engine that did serve is at once.
         max_backoff: Upper end of the doubling.
         stop_timeout: Seconds that the engine may take to leave when told to.
+        busy_after: Seconds without a turn of the engine's loop until `health` says so.
+        stalled_after: Seconds that one step of the backend may take; then everybody is
+            told ``stalled`` and the engine is replaced.
+        stopped_after: Seconds that the process may be stopped by a signal; then
+            everybody is told ``stopped`` and the engine is replaced.
+        max_crashes: Ends of processes within `crash_window` that are put up with; one
+            more, and the engine is broken. ``None`` is any number.
+        crash_window: Seconds.
+        broken_for: Seconds until a broken engine is tried again.
         arena_bytes: Size of the arena, one for all incarnations, so that its pages
             stay warm; 0 makes none, and payloads are sent.
         arena: How it is shared, as for `Arena`; ``None`` takes the best there is.
     """
 
     _scope: anyio.CancelScope
-    _changed: anyio.Event
 
     def __init__(
         self,
@@ -56,45 +74,51 @@ class ZmqEngine:
         backoff: float = 0.5,
         max_backoff: float = 30.0,
         stop_timeout: float = 5.0,
+        busy_after: float = 1.0,
+        stalled_after: float = 30.0,
+        stopped_after: float = 2.0,
+        max_crashes: int | None = 3,
+        crash_window: float = 60.0,
+        broken_for: float = 60.0,
         arena_bytes: int = 0,
         arena: Kind | None = None,
     ) -> None:
-        self._settings = Settings(
-            argv=tuple(argv),
-            env=env,
-            pass_fds=tuple(pass_fds),
-            directory=directory,
-            ready_timeout=ready_timeout,
-            # Made on entering, and the same for every incarnation.
-            arena=lambda: self._arena,
-        )
+        self._directory = directory
         self._arena_bytes = arena_bytes
         self._arena_kind = arena
         self._arena: Arena | None = None
-        self._backoff = backoff
-        self._max_backoff = max_backoff
         self._stop_timeout = stop_timeout
-        self._current: Incarnation | None = None
-        self._number = 0
-        self._closing = False
-        # For how long requests will be refused: measured, not guessed, after a start.
-        self._start_seconds = 1.0
-        self._expected = 0.0
-        # Deaths in a row, and those of them that came before the engine ever served.
-        self._deaths = 0
-        self._false_starts = 0
+        self._supervisor = Supervisor(
+            Settings(
+                argv=tuple(argv),
+                env=env,
+                pass_fds=tuple(pass_fds),
+                directory=directory,
+                ready_timeout=ready_timeout,
+                limits=Limits(busy_after, stalled_after, stopped_after),
+                # Made on entering, and the same for every incarnation.
+                arena=lambda: self._arena,
+            ),
+            Restarts(
+                backoff=backoff,
+                max_backoff=max_backoff,
+                max_crashes=max_crashes,
+                crash_window=crash_window,
+                broken_for=broken_for,
+            ),
+        )
 
     async def __aenter__(self) -> Self:
         """Begin to start the engine; `wait_ready` tells when requests are taken."""
         if self._arena_bytes:
             self._arena = Arena(self._arena_bytes, kind=self._arena_kind)
-        self._changed = anyio.Event()
-        self._expected = anyio.current_time() + self._start_seconds
+        self._supervisor.begin()
+        sweep(self._directory)
         # Shielded: while everything around is cancelled, sessions still end in order.
         self._scope = anyio.CancelScope(shield=True)
         self._tasks = anyio.create_task_group()
         await self._tasks.__aenter__()
-        self._tasks.start_soon(self._supervise)
+        self._tasks.start_soon(self._run)
         return self
 
     async def __aexit__(
@@ -104,13 +128,13 @@ class ZmqEngine:
         tb: TracebackType | None,
     ) -> None:
         """Let the engine leave within `stop_timeout`, or kill it; never restart it."""
-        self._closing = True
         client = self._client
+        self._supervisor.closing = True
         try:
             if client is not None and client.ready:
                 client.shutdown()
                 with anyio.move_on_after(self._stop_timeout, shield=True):
-                    await client.wait_lost()
+                    await self._left(client)
         finally:  # a native cancellation gets through the shield
             self._scope.cancel()
             try:
@@ -120,10 +144,31 @@ class ZmqEngine:
                 if self._arena is not None:
                     self._arena.close()
 
+    def close(self) -> None:
+        """Give the engine up now, without its leave: it is killed, never restarted.
+
+        Everybody who waits for it is told ``closed``. For whoever cannot wait until
+        streams have ended in order; leaving the block does the rest.
+        """
+        self._supervisor.closing = True
+        if self._client is not None:
+            self._client.lose("closed")
+
     @property
     def ready(self) -> bool:
         """Whether requests are taken now."""
-        return not self._closing and self._client is not None and self._client.ready
+        return self._supervisor.takes and self.health != "stopped"
+
+    @property
+    def health(self) -> Health:
+        """How the engine is doing, as of now.
+
+        ``starting`` until it first serves; ``serving``; ``busy`` while one turn of its
+        loop takes long, during which requests are taken and wait; ``stopped`` by a
+        signal; ``stalled`` from the verdict until the process is gone; ``restarting``;
+        ``broken`` while nothing is started after a crash loop; ``closed``.
+        """
+        return self._supervisor.health
 
     @property
     def arena(self) -> Arena:
@@ -139,14 +184,15 @@ class ZmqEngine:
     @property
     def pid(self) -> int | None:
         """The process that lives now, if one does."""
-        if self._current is None or self._client is None:
+        current = self._supervisor.current
+        if current is None or current.client is None or current.process is None:
             return None
-        return self._current.process.pid if self._current.process else None
+        return current.process.pid
 
     @property
     def incarnation(self) -> int:
         """The number of the last process, from 1; 0 before the first."""
-        return self._number
+        return self._supervisor.number
 
     @property
     def streams(self) -> int:
@@ -156,29 +202,28 @@ class ZmqEngine:
     @property
     def output(self) -> str:
         """The end of what the last process wrote to its standard output and error."""
-        if self._current is None:
+        current = self._supervisor.current
+        if current is None:
             return ""
-        process = self._current.process
-        return self._current.output or (process.output if process else "")
+        return current.output or (current.process.output if current.process else "")
 
     async def wait_ready(self) -> None:
         """Wait until requests are taken.
 
         Raises:
             EngineLost: The engine ended before it ever served, with its last words; or
-                this object was closed.
+                it is broken, or this object was closed.
 
         Cancellation: nothing changes.
         """
-        seen = self._false_starts
+        it = self._supervisor
+        seen = it.false_starts
         while not self.ready:
-            if self._closing:
-                raise self._loss()
-            if self._false_starts != seen:
-                raise self._loss(
-                    f"; its last words were:\n{self.output[-2000:].strip()}"
-                )
-            await self._changed.wait()
+            if it.false_starts != seen:
+                raise it.loss(f"; its last words were:\n{self.output[-2000:].strip()}")
+            if it.closing or it.broken:
+                raise it.loss()
+            await it.changed.wait()
 
     async def start(
         self, key: str, request: Mapping[str, Any], tensors: Box | None = None
@@ -201,12 +246,13 @@ class ZmqEngine:
         Cancellation: the engine may run the request; `end` of its key stops it.
         """
         client = self._client
-        if client is None or not self.ready:
+        if client is None or not self._supervisor.takes:
             if tensors is not None:
                 tensors.take()
-            raise self._loss()
+            raise self._supervisor.loss()
         starting = client.start(key, request, tensors)
         del request, tensors
+        self._look_closely()
         return await starting
 
     def cancel(self, key: str) -> None:
@@ -233,61 +279,31 @@ class ZmqEngine:
         Cancellation: the answer is dropped when it comes.
         """
         client = self._client
-        if client is None or not self.ready:
-            raise self._loss()
+        if client is None or not self._supervisor.takes:
+            raise self._supervisor.loss()
+        self._look_closely()
         return await client.status()
 
-    async def _supervise(self) -> None:
+    def reset(self) -> None:
+        """Forget all deaths: an engine that is broken, or backs off, starts now."""
+        self._supervisor.reset()
+
+    async def _left(self, client: EngineClient) -> None:
+        current = self._supervisor.current
+        # One that is stopped would take all of its time, and not leave.
+        while current is not None and current.health not in {None, "stopped"}:
+            with anyio.move_on_after(_LEAVE_LOOK_SECONDS):
+                await client.wait_lost()
+
+    async def _run(self) -> None:
         with self._scope:
-            while not self._closing:
-                self._number += 1
-                current = self._current = Incarnation(
-                    self._number,
-                    self._settings,
-                    retry_after=_clamp(self._delay() + self._start_seconds),
-                    changed=self._announce,
-                )
-                await current.run()
-                await anyio.sleep(self._bury(current))
-
-    def _bury(self, ended: Incarnation) -> float:
-        """Note the end of a process; return the seconds until the next may start."""
-        if ended.start_seconds is None:
-            self._false_starts += 1
-        else:
-            self._start_seconds = ended.start_seconds
-        if ended.served_seconds >= self._max_backoff:
-            self._deaths = 0
-        delay = self._delay()
-        self._deaths += 1
-        self._expected = anyio.current_time() + delay + self._start_seconds
-        self._announce()
-        return delay
-
-    def _delay(self) -> float:
-        # The exponent is capped, as a float is not endless: 2 ** 1024 overflows.
-        return min(self._max_backoff, self._backoff * 2.0 ** min(self._deaths, 64))
+            await self._supervisor.run()
 
     @property
     def _client(self) -> EngineClient | None:
-        return self._current.client if self._current is not None else None
+        return self._supervisor.client
 
-    def _loss(self, more: str = "") -> EngineLost:
-        if self._closing:
-            return EngineLost("the engine is closed", reason="closed")
-        reason = self._current.why if self._current is not None else "starting"
-        retry_after = _clamp(self._expected - anyio.current_time())
-        return EngineLost(
-            f"engine {self._number} takes no requests: {reason}; "
-            f"retry in {retry_after:.0f} s{more}",
-            reason=reason,
-            retry_after=retry_after,
-        )
-
-    def _announce(self) -> None:
-        self._changed.set()
-        self._changed = anyio.Event()
-
-
-def _clamp(seconds: float) -> float:
-    return min(60.0, max(1.0, seconds))
+    def _look_closely(self) -> None:
+        current = self._supervisor.current
+        if current is not None and current.liveness is not None:
+            current.liveness.needed()

@@ -16,6 +16,8 @@ from pathlib import Path
 import anyio
 import anyio.to_thread
 
+from ._proc import ProcessState, look_at
+
 _RING = 64 * 2**10
 # Reads in a row: what writes without end must not hold the event loop up.
 _BURST = 64
@@ -156,6 +158,21 @@ class EngineProcess:
         """Reap a process that has ended and return why it did, in one word."""
         self.kill()
         return self._reason(self._popen.wait())
+
+    @property
+    def code(self) -> int | None:
+        """Its exit code or minus its signal, once it was reaped."""
+        return self._popen.returncode
+
+    def look(self) -> ProcessState:
+        """Return what the kernel says of it now."""
+        # Until it is reaped its number cannot name another process.
+        return look_at(self.pid) if self.code is None else ProcessState(exiting=True)
+
+    def reason_of(self, code: int) -> tuple[str, str]:
+        """Return why a process with this exit code ended, in one word and in more."""
+        how = f"exit code {code}" if code >= 0 else f"signal {-code}"
+        return self._reason(code), how
 
     def _reason(self, code: int) -> str:
         if code >= 0:

@@ -20,7 +20,9 @@ from ._delivery import Delivery
 from ._errors import EncodeError, ProtocolError, RequestRejected
 from ._hand_off import forget_frames
 from ._loans import Loans
-from ._parent import exit_with_parent
+from ._page import Page
+from ._parent import exit_with_parent, leave_signals_to_parent
+from ._pulse import Pulse
 from ._router import listening, own
 from ._tensors import move
 from .wire import Kind, Message, Place
@@ -48,7 +50,8 @@ class EngineServer:
         backend: What runs the requests.
         incarnation: The number of this process, given by whoever spawned it.
         leave_with_parent: Whether the process ends when its parent does, by whatever
-            cause; standard input must then be a pipe that the parent holds.
+            cause, and leaves SIGINT and SIGTERM to it; standard input must then be a
+            pipe that the parent holds.
         hold: Bytes held for one stream whose reader has no credit. Beyond them it
             ends as ``slow_client``.
         stall: Seconds that a reader may take nothing while something is held for it,
@@ -83,20 +86,37 @@ class EngineServer:
         self._running = False
         self._failed_steps = 0
         self._socket: zmq.Socket[bytes]
+        self._pulse: Pulse
 
     def run(self) -> None:
         """Serve until SHUTDOWN; blocks the calling thread."""
         if self._leave_with_parent:
             exit_with_parent()
-        with zmq.Context() as context, listening(context, self._endpoint) as socket:
+            leave_signals_to_parent()
+        # From here on this thread's death is told at once.
+        self._pulse = Pulse(Page.attach(self._inherited.get("liveness")))
+        try:
+            self._serve()
+        finally:
+            self._pulse.leave()
+
+    def _serve(self) -> None:
+        listener = self._inherited.get("listener")
+        with (
+            zmq.Context() as context,
+            listening(context, self._endpoint, listener) as socket,
+        ):
             self._socket = socket
             self._running = True
             while self._running:
                 self._turn()
 
     def _turn(self) -> None:
-        if not self._backend.busy:
+        idle = not self._backend.busy
+        self._pulse.turn(idle=idle)
+        if idle:
             self._socket.poll(self._timeout())
+            self._pulse.turn(idle=False)
         self._receive_all()
         self._delivery.expire()
         # Before the step: who has just been accepted need not wait for it.

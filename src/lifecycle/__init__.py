@@ -9,8 +9,8 @@ once whatever happens.
 #
 #   _sessions -> _session -> _start -> _payload          the registry and its tasks
 #                   |-> _watchdog -> _stream             deadlines, ends of iteration
-#   _gate -> _lease -> _ledger, _park                    admission and its line
-#     |-> _books, _refusal                               one lock; words of refusal
+#   _gate -> _books -> _lease -> _ledger, _park          admission and its line
+#     |-> _fair   |-> _monitor, _refusal                 one at a time; when to retry
 #   _decorators -> _stream, _payload, _outcome           the same as decorators
 #   events, _errors                                      the floor
 #   observers, testing                                   imported on demand
@@ -68,8 +68,7 @@ __all__ = (
 )
 
 # Tracebacks and logs name what users import, not where it happens to live.
-for _name in __all__:
-    _public = globals()[_name]
+for _public in map(globals().__getitem__, __all__):
     if hasattr(_public, "__module__"):
         _public.__module__ = __name__
-del _name, _public
+del _public

@@ -1,20 +1,18 @@
 """The exceptions of the library, one tree.
 
-Cancellation is never wrapped and an error raised by user code is never renamed,
-so everything here is a decision that the library itself took. No message holds
-a payload.
+Cancellation is never wrapped and an error raised by user code is never renamed:
+each of these is a decision of the library itself. No message holds a payload.
 """
 
 from __future__ import annotations
 
 from typing import Literal
 
+Reason = Literal["full", "timeout", "closed", "too_large"]
+
 
 class LifecycleError(Exception):
     """Root of every error that the library raises on purpose."""
-
-
-Reason = Literal["full", "timeout", "closed", "too_large"]
 
 
 class Refused(LifecycleError):
@@ -36,25 +34,23 @@ class Refused(LifecycleError):
 class GateFull(Refused):
     """The waiting line was full, or waiting was not wanted."""
 
-    reason: Reason = "full"
-
 
 class AdmissionTimeout(Refused, TimeoutError):
     """The request waited its whole ``max_wait`` without being admitted."""
 
-    reason: Reason = "timeout"
+    reason = "timeout"
 
 
 class GateClosed(Refused):
     """The gate admits nobody any more, as while a server drains."""
 
-    reason: Reason = "closed"
+    reason = "closed"
 
 
 class CostTooLarge(Refused):
     """The request asks for more than the gate will ever have."""
 
-    reason: Reason = "too_large"
+    reason = "too_large"
 
 
 class EngineLost(LifecycleError):
@@ -78,11 +74,7 @@ class StartTimeout(LifecycleError, TimeoutError):
 
 
 class StreamTimeout(LifecycleError, TimeoutError):
-    """A stream broke one of its deadlines.
-
-    Attributes:
-        deadline: ``"first_item"``, ``"idle"`` or ``"total"``.
-    """
+    """A stream broke its *deadline*: ``"first_item"``, ``"idle"`` or ``"total"``."""
 
     def __init__(self, message: str, *, deadline: str) -> None:
         super().__init__(message)
@@ -90,11 +82,7 @@ class StreamTimeout(LifecycleError, TimeoutError):
 
 
 class SessionEnded(LifecycleError):
-    """A session was ended by somebody else while its owner still worked on it.
-
-    Attributes:
-        outcome: What the session was counted as, such as ``"shutdown"``.
-    """
+    """Somebody else ended a session, as *outcome*, while its owner worked on it."""
 
     def __init__(self, message: str, *, outcome: str) -> None:
         super().__init__(message)

@@ -1,5 +1,7 @@
 """Admission: a gate in front of work that costs slots and bytes."""
 
+# ruff: noqa: SLF001 - a lease and its gate are one thing in two modules
+
 from __future__ import annotations
 
 import math
@@ -8,10 +10,13 @@ from typing import TYPE_CHECKING, Any, Final, Literal, final
 
 import anyio
 
-from ._admission import Admission
+from ._amounts import cost, limit, seconds, whole
+from ._books import Books
 from ._decorators import Decorator, managed
+from ._fair import Fair
 from ._lease import Lease
-from ._ticket import cost_of, limit, whole
+from ._ledger import Ledger
+from ._park import readable
 from .events import Observer, guarded
 
 if TYPE_CHECKING:
@@ -26,18 +31,8 @@ class _AsBefore:
 
 
 _AS_BEFORE: Final[Any] = _AsBefore()
-
-
-def _seconds(max_wait: float | None) -> float | None:
-    try:
-        if max_wait is None or not math.isnan(max_wait):
-            return max_wait
-    except TypeError:
-        what = type(max_wait).__name__
-        raise TypeError(
-            f"max_wait must be a number of seconds or None, not {what}"
-        ) from None
-    raise ValueError("max_wait must be a number of seconds or None, not NaN")
+_MAY_WAIT: Final = True
+_NOW_OR_NEVER: Final = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -79,7 +74,7 @@ class GateStatistics:
 
 
 @final
-class Gate:
+class Gate(Books):
     """Admits requests in the order they come, as far as slots and bytes reach.
 
     One gate guards one lifetime. Payload memory until hand-off and requests in
@@ -96,13 +91,18 @@ class Gate:
         order: ``"fifo"``: as they come, the head blocks those behind it.
             ``"fair"``: the key that has had the least share-seconds goes next;
             while its request does not fit, others may overtake it until they
-            have got as much as it asks for itself.
+            have got as much as it asks for itself, those that are held for
+            longer counting for more.
         enforce: ``False`` refuses nobody and keeps nobody waiting, but counts
             who would have been, to try limits out on live traffic.
         name: For events, errors and metrics.
         observer: Told of each grant, release and refusal.
         clock: Monotonic seconds. Read only where somebody waits or is refused,
             or where an observer is set.
+
+    Attributes:
+        name: The name that was given to the gate.
+        closed: Whether `close` was called.
 
     Raises:
         ValueError: A limit is negative or not a whole number; or *max_wait* is
@@ -124,17 +124,14 @@ class Gate:
     ) -> None:
         if order not in ("fifo", "fair"):
             raise ValueError(f"order must be 'fifo' or 'fair', not {order!r}")
-        self._max_wait = _seconds(max_wait)
-        if max_waiting is not None:
-            max_waiting = whole("max_waiting", max_waiting)
-        self._admission = Admission(
-            name,
-            (limit("slots", slots), limit("bytes", bytes)),
-            max_waiting=max_waiting,
-            fair=order == "fair",
-            enforce=enforce,
-            emit=guarded(observer),
-            clock=clock,
+        now = readable(clock)
+        limits = limit("slots", slots), limit("bytes", bytes)
+        ledger = Fair(*limits, now) if order == "fair" else Ledger(*limits)
+        super().__init__(name, ledger, guarded(observer), now)
+        self._enforce = enforce
+        self._max_wait = seconds("max_wait", max_wait)
+        self._max_waiting = (
+            None if max_waiting is None else whole("max_waiting", max_waiting)
         )
 
     async def admit(
@@ -178,14 +175,14 @@ class Gate:
             A checkpoint only where it has to wait. It returns a lease or raises
             holding nothing; a lease granted in the same moment is passed on.
         """
-        longest = self._max_wait if max_wait is _AS_BEFORE else _seconds(max_wait)
-        admission = self._admission
-        lease = Lease(admission, cost_of(slots, bytes), key, priority)
-        waiter = admission.request(lease, wait=True)
-        if waiter is not None:
-            await admission.wait(lease, waiter, longest)
-        elif admission.emit is not None:
-            admission.tell_granted(lease, 0.0)
+        if max_wait is not _AS_BEFORE:
+            seconds("max_wait", max_wait)
+        if type(slots) is not int or type(bytes) is not int or slots < 1 or bytes < 0:
+            slots, bytes = cost(slots, bytes)  # noqa: A001
+        lease = self._request(slots, bytes, key, priority, _MAY_WAIT)
+        if (waiter := lease._waiter) is not None:
+            longest = self._max_wait if max_wait is _AS_BEFORE else max_wait
+            await self._wait(lease, waiter, longest)
         return lease
 
     def try_admit(
@@ -196,31 +193,22 @@ class Gate:
         key: str | None = None,
         priority: int = 0,
     ) -> Lease:
-        """Return a held lease now, or refuse.
+        """Return a held lease now, or refuse. Any thread; needs no event loop.
 
-        Any thread; needs no event loop.
-
-        Args:
-            bytes: As in `admit`.
-            slots: As in `admit`.
-            key: As in `admit`.
-            priority: As in `admit`; whoever would overtake others is refused.
+        Arguments are those of `admit`; whoever would overtake others is refused.
 
         Returns:
             A held lease.
 
         Raises:
-            GateFull: There is no room, or others wait for it already.
+            GateFull: There is no room, or others wait for it already; or the
+                caller is a finaliser or signal handler that interrupts the gate.
             GateClosed: The gate is closed.
             CostTooLarge: As in `admit`.
             ValueError: As in `admit`.
         """
-        admission = self._admission
-        lease = Lease(admission, cost_of(slots, bytes), key, priority)
-        admission.request(lease, wait=False)
-        if admission.emit is not None:
-            admission.tell_granted(lease, 0.0)
-        return lease
+        slots, bytes = cost(slots, bytes)  # noqa: A001
+        return self._request(slots, bytes, key, priority, _NOW_OR_NEVER)
 
     def resize(
         self,
@@ -228,7 +216,7 @@ class Gate:
         slots: int | None = _AS_BEFORE,
         bytes: int | None = _AS_BEFORE,  # noqa: A002 - the unit is the name
     ) -> None:
-        """Change the capacity; what is not named stays.
+        """Change the capacity; what is not named stays. Any thread.
 
         Raising it wakes everybody who fits now. Lowering it takes nothing from
         live leases, but grants nothing until they are back below it, and
@@ -240,35 +228,14 @@ class Gate:
         """
         new_slots = None if slots is _AS_BEFORE else limit("slots", slots)
         new_bytes = None if bytes is _AS_BEFORE else limit("bytes", bytes)
-
-        admission = self._admission
-
-        def change() -> None:
-            old_slots, old_bytes = admission.slots, admission.nbytes
-            misfits = admission.resize(
-                (
-                    old_slots if new_slots is None else new_slots,
-                    old_bytes if new_bytes is None else new_bytes,
-                )
-            )
-            for ticket in misfits:
-                admission.send_away(ticket, admission.refusals.too_large(ticket.cost))
-
-        admission.apply(change)
+        self._change(self._resize, new_slots, new_bytes)
 
     def close(self) -> None:
-        """Refuse everybody in line and everybody to come. Idempotent.
+        """Refuse everybody in line and everybody to come. Idempotent. Any thread.
 
         Live leases stay valid until they are released.
         """
-        admission = self._admission
-
-        def change() -> None:
-            admission.closed = True
-            for ticket in admission.clear_line():
-                admission.send_away(ticket, admission.refusals.closed())
-
-        admission.apply(change)
+        self._change(self._close)
 
     def admits(
         self,
@@ -286,39 +253,26 @@ class Gate:
         """
         return managed(gate=self, cost=cost, slots=slots)
 
-    @property
-    def name(self) -> str:
-        """The name that was given to the gate."""
-        return self._admission.name
-
-    @property
-    def closed(self) -> bool:
-        """Whether `close` was called."""
-        return self._admission.closed
-
     def statistics(self) -> GateStatistics:
         """The gate as it is now. Any thread."""
-        admission = self._admission
-        locked = admission.lock()
-        try:
-            slots, nbytes = admission.slots, admission.nbytes
-            cancelled = admission.withdrawn - admission.timeouts
-            return GateStatistics(
-                slots=None if slots == math.inf else int(slots),
-                slots_in_use=admission.slots_in_use,
-                bytes=None if nbytes == math.inf else int(nbytes),
-                bytes_in_use=admission.bytes_in_use,
-                waiting=admission.waiting,
-                admitted=admission.granted,
-                refused=admission.refused,
-                cancelled=cancelled,
-                released=admission.released,
-                lost=admission.lost,
-                overlooked=admission.overlooked,
-            )
-        finally:
-            if locked:
-                admission.unlock()
+        return self._look(self._read)
+
+    def _read(self) -> GateStatistics:
+        ledger = self._ledger
+        slots, nbytes = ledger.slots, ledger.nbytes
+        return GateStatistics(
+            slots=None if slots == math.inf else int(slots),
+            slots_in_use=ledger.slots_in_use,
+            bytes=None if nbytes == math.inf else int(nbytes),
+            bytes_in_use=ledger.bytes_in_use,
+            waiting=ledger.waiting,
+            admitted=ledger.admitted,
+            refused=self._refused,
+            cancelled=ledger.withdrawn - self._timed_out,
+            released=ledger.released,
+            lost=self._lost,
+            overlooked=self._overlooked,
+        )
 
     def __repr__(self) -> str:
         now = self.statistics()

@@ -5,169 +5,166 @@ from one valid state to the next before it returns, so no cancellation can land
 halfway and no reader can see a free place beside a waiter that fits.
 """
 
+# ruff: noqa: SLF001 - a lease is its own node in the line
+
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
-from ._ticket import DONE, HELD, WAITING, Cost, Ticket
+from collections import OrderedDict, deque
+from typing import TYPE_CHECKING, Final
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Iterable
 
-    from ._line import Line
+    from ._lease import Lease
+
+WAITING: Final = 0
+HELD: Final = 1
+DONE: Final = 2
 
 
 class Ledger:
-    """Slots and bytes, each with a capacity, and one line.
+    """Slots and bytes, each with a limit, and one line: first in, first out.
 
-    The two resources are written out. A loop over any number of them costs half
-    as much again for each admission.
+    A higher priority goes before every lower one. The head blocks those behind
+    it, even smaller ones, and those of lower priority: this is what keeps a large
+    request from waiting for ever beside a stream of small ones.
 
-    Args:
-        capacity: Slots and bytes; ``math.inf`` is unbounded and 0 is paused.
-        line: Who is next.
-
-    Attributes:
-        slots: Slot capacity.
-        nbytes: Byte capacity.
-        slots_in_use: Slots that live tickets hold.
-        bytes_in_use: Bytes that live tickets hold.
-        waiting: Tickets in line.
-        unresumed: Tickets in line, or granted there and not running again yet.
-            A newcomer that went straight in now would overtake those.
-        granted: Tickets ever granted.
-        released: Tickets ever given back.
-        withdrawn: Tickets that ever left the line ungranted of their own accord.
+    The two resources are written out: a loop over any number of them costs half
+    as much again for each admission. ``math.inf`` is unbounded and 0 is paused.
     """
 
-    __slots__ = (
-        "_account",
-        "bytes_in_use",
-        "granted",
-        "line",
-        "nbytes",
-        "released",
-        "slots",
-        "slots_in_use",
-        "unresumed",
-        "waiting",
-        "withdrawn",
-    )
-
-    def __init__(self, capacity: Sequence[float], line: Line) -> None:
-        self.slots, self.nbytes = capacity
+    def __init__(self, slots: float, nbytes: float) -> None:
+        self.slots, self.nbytes = slots, nbytes
         self.slots_in_use = self.bytes_in_use = 0
-        self.waiting = self.unresumed = 0
-        self.granted = self.released = self.withdrawn = 0
-        self.line = line
-        self._account = line if line.counts else None
+        self.waiting = self.admitted = self.released = self.withdrawn = 0
+        # A mark for each lease in line, or granted there while its task does not
+        # run again yet: a newcomer that went straight in would overtake it. The
+        # task takes its mark away on its own, hence no plain number.
+        self.ahead: deque[None] = deque()
+        # Highest priority first. A lane is a linked list with an index: leaving
+        # costs the same wherever one stands, and leaves nothing behind.
+        self._lanes: dict[int, OrderedDict[Lease, None]] = {}
 
-    def fits(self, cost: Cost) -> bool:
-        """Whether *cost* could be charged now; what costs nothing always fits."""
-        slots, nbytes = cost
+    def fits(self, lease: Lease) -> bool:
+        """Whether *lease* could be charged now; what costs nothing always fits."""
+        slots, nbytes = lease.slots, lease.bytes
         return not (
             (slots and self.slots_in_use + slots > self.slots)
             or (nbytes and self.bytes_in_use + nbytes > self.nbytes)
         )
 
-    def too_large(self, cost: Cost) -> bool:
-        """Whether *cost* can never fit. A paused resource refuses nobody."""
-        slots, nbytes = cost
-        return 0 < self.slots < slots or 0 < self.nbytes < nbytes
+    def too_large(self, lease: Lease) -> bool:
+        """Whether *lease* can never fit. A paused resource refuses nobody."""
+        return 0 < self.slots < lease.slots or 0 < self.nbytes < lease.bytes
 
-    def charge(self, ticket: Ticket) -> None:
-        """Let *ticket* hold what it costs, whether it fits or not."""
-        slots, nbytes = ticket.cost
+    def admit(self, lease: Lease, ahead: object) -> bool:
+        """Charge *lease* if it fits and nobody is *ahead*: check and charge are one."""
+        slots, nbytes = lease.slots, lease.bytes
+        # `fits` and `charge`, written out: every admission comes through here.
+        if (
+            ahead
+            or (slots and self.slots_in_use + slots > self.slots)
+            or (nbytes and self.bytes_in_use + nbytes > self.nbytes)
+        ):
+            return False
+        lease._state = HELD
         self.slots_in_use += slots
         self.bytes_in_use += nbytes
-        self.granted += 1
-        ticket.state = HELD
-        if self._account is not None:
-            self._account.granted(ticket)
+        self.admitted += 1
+        return True
 
-    def enqueue(self, ticket: Ticket) -> None:
-        """Put *ticket* in line, and grant it if its turn has come already."""
-        ticket.state = WAITING
-        ticket.queued = True
-        self.line.push(ticket)
-        self.waiting += 1
-        self.unresumed += 1
-        self.pump()
+    def charge(self, lease: Lease) -> None:
+        """Let *lease* hold what it costs, whether it fits or not."""
+        lease._state = HELD
+        self.slots_in_use += lease.slots
+        self.bytes_in_use += lease.bytes
+        self.admitted += 1
 
-    def resume(self, ticket: Ticket) -> None:
-        """Note that the waiter of *ticket* runs again, whatever it was told."""
-        if ticket.queued:
-            ticket.queued = False
-            self.unresumed -= 1
-
-    def release(self, ticket: Ticket) -> bool:
-        """Give back what *ticket* holds; ``False`` if it holds nothing."""
-        if ticket.state != HELD:
+    def release(self, lease: Lease) -> bool:
+        """Take back what *lease* holds; ``False`` if it holds nothing."""
+        if lease._state != HELD:
             return False
-        ticket.state = DONE
-        slots, nbytes = ticket.cost
-        self.slots_in_use -= slots
-        self.bytes_in_use -= nbytes
+        lease._state = DONE
+        self.slots_in_use -= lease.slots
+        self.bytes_in_use -= lease.bytes
         self.released += 1
-        if self._account is not None:
-            self._account.released(ticket)
         if self.waiting:
             self.pump()
         return True
 
-    def withdraw(self, ticket: Ticket) -> bool:
-        """Take *ticket* out of the line; ``False`` if it was not waiting."""
-        if ticket.state != WAITING:
-            return False
-        ticket.state = DONE
-        self.waiting -= 1
-        self.withdrawn += 1
-        self.line.bury(1)
+    def enqueue(self, lease: Lease) -> None:
+        """Put *lease* in line, and grant it if its turn has come already."""
+        self.push(lease)
+        lease._state = WAITING
+        self.waiting += 1
+        self.ahead.append(None)
+        self.pump()
+
+    def withdraw(self, lease: Lease) -> None:
+        """Let *lease* go out of the line, if it is there."""
+        if lease._state == WAITING:
+            self.withdrawn += 1
+            self.expel([lease])
+
+    def expel(self, leases: Iterable[Lease]) -> None:
+        """Take waiting *leases* out of the line."""
+        for lease in leases:
+            self.drop(lease)
+            self.waiting -= 1
+            lease._state = DONE
         # A large head may have left that kept smaller ones out.
         self.pump()
-        return True
 
-    def adjust(self, ticket: Ticket, cost: Cost) -> bool:
-        """Change what a held *ticket* costs; ``False`` if it is not held.
+    def adjust(self, lease: Lease, nbytes: int) -> None:
+        """Change what a held *lease* costs.
 
-        Growing never fails. It may take a resource over its capacity, and then
-        nothing that needs this resource is granted until it is back below.
+        Growing never fails. It may take the bytes over their limit, and then
+        nothing that needs bytes is granted until they are back below.
         """
-        if ticket.state != HELD:
-            return False
-        self.slots_in_use += cost[0] - ticket.cost[0]
-        self.bytes_in_use += cost[1] - ticket.cost[1]
-        ticket.cost = cost
+        self.bytes_in_use += nbytes - lease.bytes
+        lease.bytes = nbytes
         self.pump()
-        return True
-
-    def resize(self, capacity: Sequence[float]) -> list[Ticket]:
-        """Set new limits; return the waiters that can never fit them."""
-        self.slots, self.nbytes = capacity
-        misfits = self._send_away([t for t in self.line if self.too_large(t.cost)])
-        self.pump()
-        return misfits
-
-    def clear_line(self) -> list[Ticket]:
-        """Send everybody in line away, and return them."""
-        return self._send_away(list(self.line))
 
     def pump(self) -> None:
         """Grant whoever's turn has come."""
-        while self.waiting:
-            ticket = self.line.pick(self.fits)
-            if ticket is None:
-                return
+        while self.waiting and (lease := self.turn()) is not None:
             self.waiting -= 1
-            if ticket.granted():
-                self.charge(ticket)
-            else:
-                ticket.state = DONE
+            # Before the wake-up: in another thread the task may run at once.
+            lease._state = HELD
+            if lease._waiter.wake():
+                self.charge(lease)
+            else:  # it is on its way out already
+                lease._state = DONE
                 self.withdrawn += 1
 
-    def _send_away(self, tickets: list[Ticket]) -> list[Ticket]:
-        for ticket in tickets:
-            ticket.state = DONE
-        self.waiting -= len(tickets)
-        self.line.bury(len(tickets))
-        return tickets
+    # The order, which `Fair` replaces.
+
+    def line(self) -> list[Lease]:
+        """Those who wait, in no promised order."""
+        return [lease for lane in self._lanes.values() for lease in lane]
+
+    def push(self, lease: Lease) -> None:
+        """Put *lease* in line, or raise before anything is changed."""
+        priority: object = lease._priority
+        if priority not in self._lanes:
+            # One that cannot be sorted would stop all the others.
+            if not isinstance(priority, int):
+                what = type(priority).__name__
+                raise ValueError(f"priority must be a whole number, not {what}")
+            lanes = {**self._lanes, lease._priority: OrderedDict()}
+            self._lanes = {each: lanes[each] for each in sorted(lanes, reverse=True)}
+        self._lanes[lease._priority][lease] = None
+
+    def drop(self, lease: Lease) -> None:
+        """Take *lease* out, wherever it stands."""
+        del self._lanes[lease._priority][lease]
+
+    def turn(self) -> Lease | None:
+        """Take out whoever is to be granted now, if anybody is."""
+        for lane in self._lanes.values():
+            for head in lane:
+                if self.fits(head):
+                    del lane[head]
+                    return head
+                return None
+        return None

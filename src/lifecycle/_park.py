@@ -10,66 +10,54 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import sys
-from typing import TYPE_CHECKING, Protocol
+from threading import get_ident
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Generator
 
     from trio.lowlevel import Abort, RaiseCancelT, Task
 
 
-class Waiter(Protocol):
-    """Parks the task that made it until `wake`."""
+class _AsyncioWaiter:
+    __slots__ = ("_future", "_loop", "_thread")
+
+    def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
+        self._loop = loop
+        self._thread = get_ident()
+        self._future: asyncio.Future[None] = loop.create_future()
 
     def wake(self) -> bool:
         """Let the task run again; ``False`` if it is on its way out already.
 
         Any thread. Idempotent.
         """
-
-    async def park(self) -> None:
-        """Wait for `wake`; always yields to the scheduler at least once.
-
-        Cancellation:
-            Raises at once. A `wake` that came first is not undone: the caller
-            looks at what was decided for it.
-        """
-
-
-class _AsyncioWaiter:
-    __slots__ = ("_future", "_loop")
-
-    def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
-        self._loop = loop
-        self._future: asyncio.Future[None] = loop.create_future()
-
-    def wake(self) -> bool:
-        if self._future.done():
-            # Only this class sets results, and only once it was granted.
-            return not self._future.cancelled()
-        loop = self._loop
+        future, loop = self._future, self._loop
         # Outside of its tasks the loop may be asleep, and a signal handler that
-        # runs in the middle of that does not wake it.
-        if asyncio._get_running_loop() is loop and asyncio.current_task(loop):
-            self._set()
+        # runs in the middle of that does not wake it. (To ask for the running
+        # loop is a system call.)
+        if get_ident() == self._thread and asyncio.current_task(loop) is not None:
+            try:
+                future.set_result(None)
+            except asyncio.InvalidStateError:
+                # Only this class sets results, and only once it was granted.
+                return not future.cancelled()
         else:
             try:
                 loop.call_soon_threadsafe(self._set)
             except RuntimeError:  # the loop is closed, and its tasks with it
                 return False
-        return True
+        return not future.cancelled()
 
     def _set(self) -> None:
         if not self._future.done():
             self._future.set_result(None)
 
-    async def park(self) -> None:
-        if self._future.done():
-            # A done future would not yield, and whoever was granted before
-            # this task must run before it.
-            await asyncio.sleep(0)
-        else:
-            await self._future
+    def __await__(self) -> Generator[Any, Any, None]:
+        # A done future would not yield, and whoever was granted before this
+        # task must run before it.
+        future = self._future
+        return asyncio.sleep(0).__await__() if future.done() else future.__await__()
 
 
 class _TrioWaiter:
@@ -86,11 +74,11 @@ class _TrioWaiter:
         self._gone = False
 
     def wake(self) -> bool:
+        """As on asyncio."""
         if self._gone:
             return False
         self._woken = True
-        trio = sys.modules["trio"]
-        lowlevel = trio.lowlevel
+        lowlevel = sys.modules["trio"].lowlevel
         # Straight away only from other tasks: whoever interrupts the scheduler,
         # or the owner on its way to park, must wait until they are done.
         if (
@@ -102,7 +90,7 @@ class _TrioWaiter:
         else:
             try:
                 self._token.run_sync_soon(self._reschedule)
-            except trio.RunFinishedError:
+            except RuntimeError:  # trio's RunFinishedError is one
                 return False
         return True
 
@@ -116,21 +104,25 @@ class _TrioWaiter:
         self._gone = self._parked.pop(None, None) is not None
         return aborts.SUCCEEDED if self._gone else aborts.FAILED
 
-    async def park(self) -> None:
+    def __await__(self) -> Generator[Any, Any, None]:
         lowlevel = sys.modules["trio"].lowlevel
         if self._woken:
-            await lowlevel.checkpoint()
-            return
-        self._parked[None] = self._owner
-        await lowlevel.wait_task_rescheduled(self._abort)
+            waiting = lowlevel.checkpoint()
+        else:
+            self._parked[None] = self._owner
+            waiting = lowlevel.wait_task_rescheduled(self._abort)
+        steps: Generator[Any, Any, None] = waiting.__await__()
+        return steps
+
+
+# Parks the task that made it, when awaited, until `wake`; yields to the scheduler
+# at least once. Cancelled, it raises at once: a `wake` that came first is not
+# undone, and the caller looks at what was decided for it.
+Waiter = _AsyncioWaiter | _TrioWaiter
 
 
 def new_waiter() -> Waiter:
-    """A waiter for the running task.
-
-    Raises:
-        RuntimeError: No event loop runs in this thread.
-    """
+    """A waiter for the running task, in whatever event loop it runs."""
     loop = asyncio._get_running_loop()
     if loop is not None:
         return _AsyncioWaiter(loop)
@@ -148,20 +140,37 @@ async def park_until(waiter: Waiter, deadline: float) -> None:
     """
     loop = asyncio._get_running_loop()
     if loop is None:
-        with sys.modules["trio"].CancelScope(deadline=deadline):
-            await waiter.park()
+        await _park_on_trio(waiter, deadline)
         return
     timer = loop.call_at(deadline, waiter.wake)
     try:
-        await waiter.park()
+        await waiter
     finally:
         timer.cancel()
 
 
+async def _park_on_trio(waiter: Waiter, deadline: float) -> None:
+    trio, cut = sys.modules["trio"], None
+    try:
+        with trio.CancelScope(deadline=deadline):
+            try:
+                await waiter
+            except trio.Cancelled as error:
+                cut = error
+                raise
+        if cut is not None:
+            # Trio keeps it until the task's next step, and from CPython 3.12 its
+            # frames keep those of all callers.
+            cut.__traceback__ = None
+    finally:
+        del cut  # its traceback holds this frame
+
+
 def current_task() -> object | None:
     """The running task as an opaque identity, or ``None`` outside of any."""
-    if asyncio._get_running_loop() is not None:
-        return asyncio.current_task()
+    loop = asyncio._get_running_loop()
+    if loop is not None:
+        return asyncio.current_task(loop)
     trio = sys.modules.get("trio")
     if trio is not None and trio.lowlevel.in_trio_task():
         task: object = trio.lowlevel.current_task()
@@ -170,21 +179,17 @@ def current_task() -> object | None:
 
 
 def loop_post() -> Callable[[Callable[[], object]], None]:
-    """What runs a function in the running loop, soon, from any thread.
-
-    After the end of the loop it does nothing.
-    """
-    loop = asyncio._get_running_loop()
-    trio = sys.modules.get("trio")
+    """What runs a function in the running loop, soon, from any thread."""
     post: Callable[[Callable[[], object]], object]
+    loop = asyncio._get_running_loop()
     if loop is not None:
         post = loop.call_soon_threadsafe
     else:
-        assert trio is not None
-        post = trio.lowlevel.current_trio_token().run_sync_soon
+        post = sys.modules["trio"].lowlevel.current_trio_token().run_sync_soon
 
     def post_soon(call: Callable[[], object]) -> None:
-        # Trio's RunFinishedError is one, and asyncio raises it itself.
+        # After the end of the loop nothing is left to do. Trio's
+        # RunFinishedError is one of these, and asyncio raises it itself.
         with contextlib.suppress(RuntimeError):
             post(call)
 
@@ -198,3 +203,16 @@ def loop_clock() -> Callable[[], float]:
         return loop.time
     clock: Callable[[], float] = sys.modules["trio"].current_time
     return clock
+
+
+def readable(clock: Callable[[], float]) -> Callable[[], float]:
+    """What *clock* says or, in a thread that has no loop to ask, said last."""
+    read = 0.0
+
+    def now() -> float:
+        nonlocal read
+        with contextlib.suppress(RuntimeError):
+            read = clock()
+        return read
+
+    return now

@@ -14,13 +14,13 @@ from weakref import ref
 import anyio
 from anyio.lowlevel import checkpoint
 
+from ._amounts import whole
 from ._errors import SessionEnded
 from ._lease import Lease
 from ._outcome import OUTCOMES, outcome_of
 from ._payload import Payload, forget_frames
 from ._start import End, Open, Pairs, Start, begin, results
 from ._stream import Stream
-from ._ticket import whole
 from ._watchdog import Deadlines
 from .events import Event, Outcome, PayloadReleased, SessionClosed, StreamEnded
 

@@ -58,6 +58,7 @@ class Start(Generic[T]):
     how: How | None = None
     value: T | None = None
     error: Exception | None = None
+    wanted: bool = True
     closed: bool = False
     done: bool = False
     _scope: anyio.CancelScope | None = None
@@ -126,7 +127,7 @@ class Start(Generic[T]):
         if not self.closed:
             scope.deadline = math.inf
             self._over = new_waiter()
-            await self._over.park()
+            await self._over
         value, self.value, self.end = self.value, None, None
         scope.deadline = registry._now() + registry._end_timeout
         try:
@@ -151,7 +152,8 @@ class Start(Generic[T]):
             # Without this very frame, which refers to what refers to the error: it
             # may be that nobody ever asks for it.
             here = error.__traceback__
-            self.error = error.with_traceback(here and here.tb_next)
+            if self.wanted:
+                self.error = error.with_traceback(here and here.tb_next)
             del here
             # A client that is cancelled often says that it lost its connection.
             how = "unknown" if cut.cancel_called else "failed"
@@ -217,7 +219,13 @@ async def results(starts: list[Start[T]], session: Session) -> list[T]:
     if not starts:
         return []
     deadline = starts[0].began + starts[0].timeout + _MOMENT
-    await park_until(starts[0].told, deadline)
+    try:
+        await park_until(starts[0].told, deadline)
+    except BaseException:
+        # From CPython 3.12 an error that is kept keeps whoever awaited it, too.
+        for start in starts:
+            start.wanted, start.error = False, None
+        raise
     if session.outcome is None and all(start.how == "started" for start in starts):
         return [cast("T", start.value) for start in starts]
     for start in starts:

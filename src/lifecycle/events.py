@@ -1,6 +1,6 @@
 """What happened, as frozen facts, and the observer that is told.
 
-Fields are ids, counts, seconds, bytes and literal reasons. A field that could
+Fields are ids, counts, seconds, bytes and literal reasons: a field that could
 hold a prompt, an image or any other payload does not belong here.
 """
 
@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Literal, Protocol
+from typing import Literal, TypeAlias
 
 Outcome = Literal[
     "completed",
@@ -30,22 +30,23 @@ class Event:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class LeaseGranted(Event):
-    """A request was admitted after waiting *waited_s* seconds."""
-
+class _OfGate(Event):
     gate: str
     slots: int
     bytes: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LeaseGranted(_OfGate):
+    """A request was admitted after waiting *waited_s* seconds."""
+
     waited_s: float
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class LeaseReleased(Event):
+class LeaseReleased(_OfGate):
     """A lease gave back what it held; *lost* if only the collector found it."""
 
-    gate: str
-    slots: int
-    bytes: int
     lost: bool
 
 
@@ -59,23 +60,16 @@ class LeaseSettled(Event):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class AdmissionRefused(Event):
+class AdmissionRefused(_OfGate):
     """A request was not admitted."""
 
-    gate: str
-    slots: int
-    bytes: int
     reason: Literal["full", "timeout", "closed", "too_large"]
     retry_after: float | None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class AdmissionCancelled(Event):
+class AdmissionCancelled(_OfGate):
     """A request left the line by cancellation."""
-
-    gate: str
-    slots: int
-    bytes: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -88,48 +82,43 @@ class PayloadReleased(Event):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class SessionOpened(Event):
-    """A session was entered into its registry."""
-
+class _OfSession(Event):
     session: str
     generation: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class SessionClosed(Event):
+class SessionOpened(_OfSession):
+    """A session was entered into its registry."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SessionClosed(_OfSession):
     """A session got its one outcome."""
 
-    session: str
-    generation: int
     outcome: Outcome
     duration_s: float
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class StartSettled(Event):
+class StartSettled(_OfSession):
     """A supervised start came to its end, known or not."""
 
-    session: str
-    generation: int
     how: Literal["started", "failed", "withheld", "unknown"]
     duration_s: float
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class StreamEnded(Event):
+class StreamEnded(_OfSession):
     """A stream of a session gave its last item."""
 
-    session: str
-    generation: int
     items: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class EndFailed(Event):
+class EndFailed(_OfSession):
     """END of a session could not be completed; the engine may still hold it."""
 
-    session: str
-    generation: int
     error: str
 
 
@@ -148,19 +137,16 @@ class DrainFinished(Event):
     duration_s: float
 
 
-class Observer(Protocol):
-    """Called with each event, at once and synchronously, in whatever thread it is.
+Observer: TypeAlias = Callable[[Event], object]
+"""Called with each event, at once and synchronously, in whatever thread it is.
 
-    It must not block and must not await. An observer that raises is reported
-    once, to the logger ``lifecycle``, and never breaks a request.
-    """
-
-    def __call__(self, event: Event, /) -> None:
-        """Take note of *event*."""
+It must not block. One that raises is reported once, to the logger ``lifecycle``,
+and never breaks a request.
+"""
 
 
 def guarded(observer: Observer | None) -> Callable[[Event], None] | None:
-    """Called by gates and registries: keep errors of *observer* from requests."""
+    """Keep the errors of *observer* from requests."""
     if observer is None:
         return None
     reported = False

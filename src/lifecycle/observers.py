@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import dataclasses
 import re
-from typing import TYPE_CHECKING, Any
+from dataclasses import asdict
+from typing import Any
 
-if TYPE_CHECKING:
-    from .events import Event, Observer
+from .events import Event, Observer
 
 _QUIET = frozenset({"LeaseGranted", "LeaseReleased", "LeaseSettled", "PayloadReleased"})
-_LOUD = frozenset({"EndFailed"})
 
 
 def structlog_observer(logger: Any = None) -> Observer:
@@ -35,27 +33,15 @@ def structlog_observer(logger: Any = None) -> Observer:
         logger = structlog.get_logger("lifecycle")
 
     def observe(event: Event) -> None:
-        name = type(event).__name__
-        fields = {
-            field.name: _rounded(getattr(event, field.name))
-            for field in dataclasses.fields(event)
+        name, fields = type(event).__name__, asdict(event)
+        log = logger.debug if name in _QUIET else logger.info
+        if name == "EndFailed" or fields.get("lost"):
+            log = logger.warning
+        snake = re.sub(r"(?<!^)(?=[A-Z])", "_", name).lower()
+        rounded = {
+            key: round(value, 6) if isinstance(value, float) else value
+            for key, value in fields.items()
         }
-        lost = fields.get("lost") is True
-        level = (
-            logger.warning
-            if lost or name in _LOUD
-            else logger.debug
-            if name in _QUIET
-            else logger.info
-        )
-        level(f"lifecycle.{_snake(name)}", **fields)
+        log(f"lifecycle.{snake}", **rounded)
 
     return observe
-
-
-def _snake(name: str) -> str:
-    return re.sub(r"(?<!^)(?=[A-Z])", "_", name).lower()
-
-
-def _rounded(value: object) -> object:
-    return round(value, 6) if isinstance(value, float) else value

@@ -314,14 +314,17 @@ def test_leaves_once_when_sent_away_and_cancelled() -> None:
 @pytest.mark.anyio
 async def test_detects_a_task_that_waits_for_itself() -> None:
     """A lease holder that would have to wait behind its own lease is told (B18)."""
-    gate = Gate(slots=1, name="photos")
+    seen = RecordingObserver()
+    gate = Gate(slots=1, name="photos", observer=seen)
     with await gate.admit():
         with pytest.raises(RuntimeError, match="wait for itself at gate 'photos'"):
             await gate.admit()
-        assert gate.statistics().received == 1
+        now = gate.statistics()
+        assert (now.received, now.refused) == (2, 1)
     with await gate.admit():
         pass
     assert_quiescent(gate)
+    assert_told_as_booked(seen, gate)
 
 
 @pytest.mark.anyio

@@ -6,6 +6,7 @@ import os
 import signal
 import sys
 import threading
+import time
 import warnings
 from collections.abc import Awaitable, Callable, Iterator
 from contextlib import contextmanager
@@ -21,6 +22,7 @@ from anyio.lowlevel import checkpoint
 
 import lifecycle
 from lifecycle import Gate, GateFull, Lease, Refused
+from lifecycle.events import AdmissionRefused, Event, LeaseGranted
 from lifecycle.testing import RecordingObserver, assert_quiescent
 
 HOME = str(Path(lifecycle.__file__).parent)
@@ -40,6 +42,7 @@ class Interruption:
 
     def _enter(self, frame: FrameType, event: str, arg: Any) -> Any:
         if frame.f_code.co_filename.startswith(HOME):
+            frame.f_trace = self._step  # first, for CPython 3.13
             frame.f_trace_opcodes = True
             return self._step
         return None
@@ -68,6 +71,8 @@ def every_bytecode(
     """Run *scenario* for the first bytecode, the second, … until none is struck."""
 
     async def main() -> int:
+        # CPython 3.12 tells of bytecodes only after it was asked.
+        await scenario(sys.maxsize)
         at = 1
         while await scenario(at):
             at += stride
@@ -77,10 +82,14 @@ def every_bytecode(
 
 
 def test_answers_whoever_interrupts_it() -> None:
-    """Statistics and try_admit inside of a change return, or refuse, and never hang."""
-    gate = Gate(slots=3)
+    """Statistics and try_admit inside of a change return, or refuse, and never hang.
+
+    Who is refused there is counted like everybody else.
+    """
 
     async def scenario(at: int) -> bool:
+        seen = RecordingObserver()
+        gate = Gate(slots=3, observer=seen)
         got: list[Lease] = []
 
         def ask() -> None:
@@ -96,12 +105,14 @@ def test_answers_whoever_interrupts_it() -> None:
             lease.release()
         for extra in got:
             extra.release()
+        now = gate.statistics()
+        assert now.received == 1 + interruption.struck
+        assert now.admitted == 1 + len(got)
+        assert len(seen.of(AdmissionRefused)) == now.refused
         assert_quiescent(gate)
         return interruption.struck
 
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("lifecycle._books._PATIENCE", 0.001)
-        assert every_bytecode("asyncio", scenario) > 50
+    assert every_bytecode("asyncio", scenario) > 50
 
 
 @pytest.mark.parametrize("backend", ["asyncio", "trio"])
@@ -165,6 +176,38 @@ async def test_takes_releases_from_other_threads() -> None:
         with anyio.fail_after(5), await gate.admit():
             pass
         await anyio.to_thread.run_sync(thread.join)
+    assert_quiescent(gate)
+
+
+@pytest.mark.anyio
+async def test_passes_over_a_waiter_that_another_thread_finds_cancelled() -> None:
+    """Cancelled, but not run since, a waiter gets nothing from a thread (B1)."""
+    gate = Gate(slots=1)
+    holder = await gate.admit()
+    scope = anyio.CancelScope()
+    served = []
+
+    async def request(name: str) -> None:
+        with await gate.admit():
+            served.append(name)
+
+    async def leave() -> None:
+        with scope:
+            await request("cancelled")
+
+    with anyio.fail_after(5):
+        async with anyio.create_task_group() as tasks:
+            tasks.start_soon(leave)
+            await anyio.wait_all_tasks_blocked()
+            tasks.start_soon(request, "next")
+            await anyio.wait_all_tasks_blocked()
+            scope.cancel()
+            thread = threading.Thread(target=holder.release)
+            thread.start()
+            thread.join(5)  # while the loop stands still
+            now = gate.statistics()
+            assert (now.waiting, now.cancelled, now.slots_in_use) == (0, 1, 1)
+    assert served == ["next"]
     assert_quiescent(gate)
 
 
@@ -319,11 +362,8 @@ def test_makes_changes_that_come_in_the_middle_of_a_release() -> None:
     assert_quiescent(gate)
 
 
-def test_refuses_admission_in_the_middle_of_a_change(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_refuses_admission_in_the_middle_of_a_change() -> None:
     """Whoever interrupts a change may ask how it stands, and for nothing more."""
-    monkeypatch.setattr("lifecycle._books._PATIENCE", 0.001)
     clock = Interrupter()
     gate = Gate(slots=1, clock=clock)
     told: list[str] = []
@@ -339,6 +379,97 @@ def test_refuses_admission_in_the_middle_of_a_change(
             gate.try_admit()
     assert told == ["<Gate 'gate': 1 of 1 slots, 0 of None bytes, 0 waiting>"]
     assert_quiescent(gate)
+
+
+class Busy:
+    """A thread in the middle of a change of a gate, for as long as it is wanted.
+
+    The gate needs this as its clock: a refusal reads it half-way.
+    """
+
+    def __init__(self) -> None:
+        self.inside = threading.Event()
+        self.go_on: Callable[[], bool] = lambda: True
+        self.thread = threading.Thread()
+
+    def __call__(self) -> float:
+        if threading.current_thread() is self.thread:
+            self.inside.set()
+            deadline = time.monotonic() + 5
+            while not self.go_on() and time.monotonic() < deadline:
+                time.sleep(0.001)
+        return 0.0
+
+    def begin(self, gate: Gate, go_on: Callable[[], bool]) -> None:
+        self.go_on = go_on
+
+        def refuse() -> None:
+            with pytest.raises(GateFull):
+                gate.try_admit(slots=2)
+
+        self.thread = threading.Thread(target=refuse)
+        self.thread.start()
+        assert self.inside.wait(5)
+
+    def end(self) -> None:
+        self.thread.join(5)
+        assert not self.thread.is_alive()
+
+
+def test_waits_for_another_thread_however_slow_it_is() -> None:
+    """An admission and a look at the books are not refused because a thread sleeps."""
+    for ask in (Gate.try_admit, Gate.statistics):
+        busy = Busy()
+        gate = Gate(slots=2, clock=busy)
+        with gate.try_admit():
+            busy.begin(gate, go_on=lambda gate=gate: bool(gate._mail))
+            answer = ask(gate)
+            busy.end()
+        if isinstance(answer, Lease):
+            answer.release()
+        now = gate.statistics()
+        assert (now.refused, now.received - now.admitted) == (1, 1)
+        assert_quiescent(gate)
+
+
+def test_lets_an_observer_wait_for_another_thread() -> None:
+    """An observer is not in the middle of a change, and is not refused as if it were."""
+    busy = Busy()
+    extra: list[Lease] = []
+
+    def observe(event: Event) -> None:
+        if isinstance(event, LeaseGranted) and not busy.inside.is_set():
+            busy.begin(gate, go_on=lambda: bool(gate._mail))
+            extra.append(gate.try_admit())
+
+    gate = Gate(slots=2, clock=busy, observer=observe)
+    gate.try_admit().release()
+    busy.end()
+    extra.pop().release()
+    assert gate.statistics().refused == 1
+    assert_quiescent(gate)
+
+
+def test_waits_for_no_other_gate_in_the_middle_of_a_change() -> None:
+    """Two threads that did, each in the middle of the other's gate, would wait for ever."""
+    busy, clock = Busy(), Interrupter()
+    told: list[bool] = []
+    one, other = Gate(slots=1, clock=clock), Gate(slots=2, clock=busy)
+
+    def ask() -> None:
+        busy.begin(other, go_on=lambda: bool(told))
+        with pytest.raises(GateFull, match="by this very thread"):
+            other.try_admit()
+        told.append(True)
+
+    with one.try_admit(), other.try_admit():
+        clock.actions = [ask]
+        with pytest.raises(GateFull, match="no room now"):
+            one.try_admit()
+        busy.end()
+    now = other.statistics()
+    assert (now.admitted, now.refused) == (1, 2)
+    assert_quiescent(one, other)
 
 
 @pytest.mark.parametrize("order", ["fifo", "fair"])

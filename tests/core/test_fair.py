@@ -1,6 +1,10 @@
 """Fair order, priorities and shadow mode of a gate."""
 
 import gc
+import heapq
+import itertools
+import math
+import random
 from collections import Counter
 
 import anyio
@@ -104,6 +108,99 @@ async def test_lets_small_ones_pass_a_large_one_only_so_often() -> None:
         assert passed > 0
         while tenants.held:
             await tenants.serve(0.1)
+    assert_quiescent(gate)
+
+
+class Market:
+    """Keys that always have requests in line, each of its own sizes and hold times."""
+
+    def __init__(self, gate: Gate, clock: Clock, tasks: anyio.abc.TaskGroup) -> None:
+        self.gate = gate
+        self.clock = clock
+        self.tasks = tasks
+        self.wants: dict[str, itertools.cycle[tuple[int, float]]] = {}
+        self.had = Counter[str]()
+        self.granted: list[tuple[str, int]] = []
+        self.open = True
+        self._ends: list[tuple[float, int, float, str, Lease]] = []
+
+    async def ask(self, key: str, times: int = 1) -> None:
+        for _ in range(times):
+            self.tasks.start_soon(self._ask, key)
+            await checkpoint()
+        await anyio.wait_all_tasks_blocked()
+
+    async def _ask(self, key: str) -> None:
+        nbytes, hold_s = next(self.wants[key])
+        lease = await self.gate.admit(bytes=nbytes, key=key)
+        number, now = len(self.granted), self.clock.now
+        self.granted.append((key, nbytes))
+        heapq.heappush(self._ends, (now + hold_s, number, now, key, lease))
+
+    async def run(self, until: float) -> None:
+        """Let time pass; whoever leaves comes back at once while the market is open."""
+        while self._ends and self._ends[0][0] <= until:
+            self.clock.now, _, since, key, lease = heapq.heappop(self._ends)
+            self.had[key] += lease.bytes * (self.clock.now - since)
+            lease.release()
+            await anyio.wait_all_tasks_blocked()
+            if self.open:
+                await self.ask(key)
+
+
+async def test_gives_equal_byte_seconds_to_equal_tenants() -> None:
+    """Jain's index is 0.95 or more, however unequal their sizes and hold times."""
+    clock = Clock()
+    gate = Gate(bytes=100, order="fair", clock=clock)
+    async with anyio.create_task_group() as tasks:
+        market = Market(gate, clock, tasks)
+        market.wants = {
+            "small": itertools.cycle([(2, 0.5)]),
+            "long": itertools.cycle([(5, 9.0)]),
+            "large": itertools.cycle([(60, 1.0)]),
+            "mixed": itertools.cycle([(1, 4.0), (30, 0.2), (90, 1.5), (8, 3.0)]),
+        }
+        for key in market.wants:
+            await market.ask(key, times=12)
+        await market.run(until=300.0)
+        shares = [market.had[key] for key in market.wants]
+        assert sum(shares) ** 2 / (4 * sum(x * x for x in shares)) >= 0.95, shares
+        market.open = False
+        await market.run(until=math.inf)
+    assert_quiescent(gate)
+
+
+@pytest.mark.parametrize("anyio_backend", ["asyncio"])
+@pytest.mark.parametrize("seed", range(5))
+async def test_lets_others_pass_a_large_one_only_so_often(seed: int) -> None:
+    """Others overtake by as much as the large one asks for, and no more (B12).
+
+    New keys and old ones keep coming, in sizes and for times of all kinds. (Trio
+    runs those who are granted together in any order, and would mix them up.)
+    """
+    chance = random.Random(seed)
+    clock = Clock()
+    gate = Gate(bytes=100, order="fair", clock=clock)
+    async with anyio.create_task_group() as tasks:
+        market = Market(gate, clock, tasks)
+        odd = [(chance.randint(1, 30), chance.uniform(0.1, 3.0)) for _ in range(50)]
+        market.wants = {str(n): itertools.cycle(odd[n:]) for n in range(40)}
+        market.wants |= {
+            "base": itertools.cycle([(60, 10.0)]),
+            "large": itertools.cycle([(80, 1.0)]),
+        }
+        await market.ask("base")
+        await market.ask("large")
+        for step in range(40):
+            await market.ask(str(step), times=3)
+            await market.run(until=clock.now + 0.25)
+            clock.now += 0.25
+        market.open = False
+        await market.run(until=math.inf)
+        names = [key for key, _ in market.granted]
+        before = market.granted[1 : names.index("large")]
+        passed = sum(nbytes for _, nbytes in before)
+        assert 0 < passed <= 80, before
     assert_quiescent(gate)
 
 

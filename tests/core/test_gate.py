@@ -386,12 +386,16 @@ async def test_balances_its_books_at_every_moment() -> None:
 
     gate = Gate(slots=2, max_waiting=3, observer=compare)
 
+    scopes: list[anyio.CancelScope] = []
+
     async def request(kind: str) -> None:
         nonlocal asked
         asked += 1
         try:
-            with anyio.move_on_after(0.001 if kind == "cancelled" else math.inf):
-                wait = 0.001 if kind == "impatient" else None
+            with anyio.CancelScope() as scope:
+                if kind == "cancelled":
+                    scopes.append(scope)
+                wait = 0 if kind == "impatient" else None
                 with await gate.admit(max_wait=wait, slots=3 if kind == "huge" else 1):
                     compare()
                     for _ in range(3):
@@ -407,12 +411,17 @@ async def test_balances_its_books_at_every_moment() -> None:
             async with anyio.create_task_group() as first:
                 for kind in ("cancelled", "impatient"):
                     first.start_soon(request, kind)
+                await anyio.wait_all_tasks_blocked()
+                scopes.pop().cancel()
             for i in range(60):
                 tasks.start_soon(request, kinds[i % 4])
                 if i % 5 == 0:
                     await checkpoint()
                     compare()
-            await anyio.sleep(0.005)
+            await anyio.wait_all_tasks_blocked()
+            for scope in scopes:
+                scope.cancel()
+            await anyio.wait_all_tasks_blocked()
         compare()
     gate.close()
     await request("plain")

@@ -140,6 +140,23 @@ async def test_hurries_on_second_interrupt() -> None:
         assert await server.exit(within=3) == 0
 
 
+async def test_hurries_beside_an_engine_that_does_not_answer() -> None:
+    """Nobody ends a stream in an engine that is stopped: it is given up (fault-62)."""
+    async with served("--drain", "60") as server, server.client() as client:
+        stream = await begin_stream(client, 4000)
+        psutil.Process(server.process.pid).children()[0].suspend()
+        server.process.send_signal(signal.SIGINT)
+        async with asyncio.timeout(10):
+            while (await client._client.get(f"{server.address}/ready")).is_success:
+                pass
+        server.process.send_signal(signal.SIGINT)
+        with pytest.raises(openai.APIError):
+            async for _ in stream:
+                pass
+        # Before it is told stopped, which would take two seconds.
+        assert await server.exit(within=1.5) == 0
+
+
 async def test_is_killed_by_third_interrupt() -> None:
     """Not even an engine that is stopped keeps it then, nor outlives it (fault-62)."""
     async with served("--drain", "60") as server, server.client() as client:

@@ -2,10 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import torch
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoModelForImageTextToText,
+    GenerationConfig,
+)
 
 from lifecycle_engine.chat_processor import ChatProcessor
 from lifecycle_engine.checkpoint import Sizes, build
@@ -21,9 +28,18 @@ TEXT_ONLY = ("llama", "qwen3")
 class Kit:
     """One checkpoint: its processor, its model, and what `generate` makes of it."""
 
-    def __init__(self, folder: Path, family: str, sizes: Sizes | None = None) -> None:
+    def __init__(
+        self,
+        folder: Path,
+        family: str,
+        sizes: Sizes | None = None,
+        *,
+        change: Callable[[Any], Any] | None = None,
+    ) -> None:
         self.folder = build(folder, family, sizes=sizes)
         self.family = family
+        if change is not None:
+            rebuild(self.folder, change)
         self.processor = ChatProcessor(self.folder)
         self.model = load_model(self.folder, device="cpu", dtype="float32")
 
@@ -42,7 +58,7 @@ class Kit:
         return TransformersRunner(self.model, **options)
 
     def generate(self, prepared: Any, count: int = COUNT) -> list[int]:
-        """Greedy tokens by transformers' own `generate`."""
+        """Greedy tokens by transformers' own `generate`, up to what ends a text."""
         ids = torch.tensor([prepared.request["input_ids"]])
         extra = {name: torch.from_numpy(t) for name, t in prepared.tensors.items()}
         if "image_grid_thw" in extra:
@@ -57,7 +73,7 @@ class Kit:
         if hasattr(self.model.model, "rope_deltas"):
             self.model.model.rope_deltas = None
         tokens: list[int] = output[0, ids.shape[1] :].tolist()
-        return tokens
+        return [token for token in tokens if token not in prepared.request["stop_ids"]]
 
     def serve(self, prepared: list[Any], *, chunk: int, **options: Any) -> list[Any]:
         """Run all of them together, each joining a step after the one before it."""
@@ -72,6 +88,19 @@ class Kit:
             for output in scheduler.step():
                 tokens[output.key] += tokens_of(output)
         return [tokens[str(index)] for index in range(len(prepared))]
+
+
+def rebuild(folder: Path, change: Callable[[Any], Any]) -> None:
+    """Give a checkpoint another config, and random weights that fit it."""
+    config = AutoConfig.from_pretrained(folder)
+    config = change(config) or config
+    images = hasattr(config, "vision_config")
+    auto = AutoModelForImageTextToText if images else AutoModelForCausalLM
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        model = auto.from_config(config)
+    model.generation_config = GenerationConfig.from_pretrained(folder)
+    model.save_pretrained(folder)
 
 
 def tokens_of(output: Any) -> list[int]:

@@ -1,6 +1,8 @@
 from __future__ import annotations
 
+import heapq
 import itertools
+import random
 from collections.abc import Sequence
 from typing import Any
 
@@ -240,3 +242,34 @@ def test_chunk_of_nothing_raises() -> None:
     """A chunk without a token would never get anywhere."""
     with pytest.raises(ValueError, match="chunk is 0"):
         Scheduler(Noting(), chunk=0)
+
+
+def test_ten_thousand_requests_leave_nothing() -> None:
+    """Whoever comes, goes, is cancelled or runs out of time: all of it comes back."""
+    rng = random.Random(7)
+    clock = Clock()
+    runner = Noting(slots=8)
+    scheduler = Scheduler(runner, chunk=16, clock=clock)
+    ends: list[tuple[int, str]] = []
+    for number in range(10_000):
+        key = f"k{number}"
+        length, count = rng.randrange(1, 90), rng.randrange(1, 12)
+        timeout = rng.choice([None, None, 30.0])
+        share = rng.choice("abc")
+        fields = {"max_tokens": count, "timeout": timeout, "share": share}
+        start(scheduler, key, length, **fields)
+        if rng.random() < 0.4:
+            heapq.heappush(ends, (number + rng.randrange(40), key))
+        while ends and ends[0][0] <= number:
+            rng.choice([scheduler.cancel, scheduler.end])(heapq.heappop(ends)[1])
+        while scheduler.status()["waiting"] > 20 or rng.random() < 0.5:
+            clock.now += 1.0
+            scheduler.step()
+        runner.calls.clear()
+    while scheduler.busy:
+        scheduler.step()
+    status = scheduler.status()
+    assert status["started"] == 10_000 == sum(status["finished"].values())
+    assert all(count > 100 for count in status["finished"].values())
+    assert (status["slots_free"], status["payload_bytes"], runner.kv_bytes) == (8, 0, 0)
+    assert not (runner._next or runner._digest or runner._logprobs)

@@ -17,7 +17,7 @@ from engine_kit import COUNT, Kit, tokens_of  # noqa: E402
 from hypothesis import HealthCheck, given, settings, strategies as st  # noqa: E402
 
 from lifecycle_engine.checkpoint import FAMILIES, Sizes  # noqa: E402
-from lifecycle_engine.families import family_of  # noqa: E402
+from lifecycle_engine.families import family_of, load_model  # noqa: E402
 from lifecycle_engine.processor import BadChat  # noqa: E402
 from lifecycle_engine.runner import Prompt  # noqa: E402
 from lifecycle_engine.scheduler import Scheduler  # noqa: E402
@@ -167,6 +167,26 @@ def test_keep_list_is_all_that_decoding_needs(
     assert runner.needs_tensors_until(prompt) < len(prompt.input_ids)
 
 
+@pytest.mark.parametrize("stop", [5, 20, 30])
+@pytest.mark.parametrize("family", WITH_IMAGES)
+def test_prefill_can_begin_again_before_the_strip(
+    kits: Callable[[str], Kit], picture: Callable[..., bytes], family: str, stop: int
+) -> None:
+    """A prompt that was read in part is read anew, in the same slot or another."""
+    kit = kits(family)
+    runner = kit.runner()
+    each = kit.prepare("And now?", picture(90, 90), picture(60, 60))
+    prompt = Prompt(each.request["input_ids"], dict(each.tensors))
+    assert stop < runner.needs_tensors_until(prompt)
+    for slot in (0, 0, 1):
+        runner.prefill(slot, prompt, 0, stop)
+    length = len(prompt.input_ids)
+    tokens = [runner.prefill(1, prompt, stop, length).token]
+    while len(tokens) < COUNT:
+        tokens += [emitted.token for emitted in runner.decode([1])]
+    assert tokens == kit.generate(each)
+
+
 @pytest.mark.parametrize("family", ["qwen2_5_vl", "qwen3_vl"])
 def test_rope_deltas_stay_off_the_module(
     kits: Callable[[str], Kit], prompts: Callable[[str], Any], family: str
@@ -300,13 +320,124 @@ def test_check_refuses_what_does_not_fit(
             runner.check(Prompt(other_ids, dict(other)))
 
 
+def qwen2(config: Any) -> Any:
+    """The same text model as a Qwen2, with its biases."""
+    from transformers import Qwen2Config
+
+    return Qwen2Config(**sizes_of(config), eos_token_id=config.eos_token_id)
+
+
+def mistral(config: Any) -> Any:
+    """The same text model as a Mistral without a window."""
+    from transformers import MistralConfig
+
+    return MistralConfig(**sizes_of(config), sliding_window=None)
+
+
+def sizes_of(config: Any) -> dict[str, Any]:
+    """What all text configs have in common."""
+    names = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers")
+    names += ("num_attention_heads", "num_key_value_heads", "initializer_range")
+    return {name: getattr(config, name) for name in names}
+
+
+def one_kv_head(config: Any) -> None:
+    """All heads share their keys, which are wider than usual; a bias; tied ends."""
+    text = config.get_text_config()
+    text.num_key_value_heads, text.head_dim = 1, 32
+    text.attention_bias = True
+    config.tie_word_embeddings = text.tie_word_embeddings = True
+
+
+def scaled_rope(config: Any) -> None:
+    """Positions stretched as Llama 3 does it."""
+    config.rope_parameters = {
+        "rope_type": "llama3",
+        "rope_theta": 10000.0,
+        "factor": 4.0,
+        "low_freq_factor": 1.0,
+        "high_freq_factor": 4.0,
+        "original_max_position_embeddings": 64,
+    }
+
+
+def every_head(config: Any) -> None:
+    """As many key heads as heads; the tower looks at windows in all its layers."""
+    config.text_config.num_key_value_heads = config.text_config.num_attention_heads
+    config.vision_config.fullatt_block_indexes = []
+
+
+def plain_deep(config: Any) -> None:
+    """Features for one further layer, and patches merged three by three."""
+    config.vision_config.deepstack_visual_indexes = [1]
+    config.text_config.num_hidden_layers = 3
+
+
+def full_tower(config: Any) -> None:
+    """All tokens of the tower, of two of its layers, for another text model."""
+    config.vision_feature_select_strategy = "full"
+    config.vision_feature_layer = [-2, -1]
+    config.text_config = qwen2(config.text_config)
+
+
+@pytest.mark.parametrize(
+    ("family", "change"),
+    [
+        ("qwen3", qwen2),
+        ("llama", mistral),
+        ("llama", one_kv_head),
+        ("llama", scaled_rope),
+        ("qwen3", one_kv_head),
+        ("qwen2_5_vl", every_head),
+        ("qwen3_vl", plain_deep),
+        ("qwen3_vl", one_kv_head),
+        ("llava", full_tower),
+    ],
+)
+def test_other_options_match_generate(
+    tmp_path: Path, picture: Callable[..., bytes], family: str, change: Any
+) -> None:
+    """Checkpoints of a family with other options are read as they are."""
+    kit = Kit(tmp_path, family, change=change)
+    prepared = [kit.prepare("see"), kit.prepare("and what of a longer one?")]
+    if kit.images:
+        prepared += [kit.prepare("see", picture(99, 150), picture(40, 33))]
+    for graphs in ("off", "fake"):
+        served = kit.serve(prepared, chunk=13, graphs=graphs)
+        assert served == [kit.generate(each) for each in prepared]
+
+
+@pytest.mark.parametrize("dtype", ["float33", "nn", ""])
+def test_unknown_dtype_is_refused(kits: Callable[[str], Kit], dtype: str) -> None:
+    """What is no dtype is told with what is."""
+    with pytest.raises(ValueError, match="use auto, float32"):
+        load_model(kits("llama").folder, device="cpu", dtype=dtype)
+
+
 def test_unknown_families_are_refused() -> None:
-    """Sliding windows and unknown ways of taking images are told before loading."""
-    from transformers import LlamaConfig, LlavaNextConfig, Qwen2Config
+    """What cannot be served as `generate` would is told before it is loaded."""
+    from transformers import (
+        GPT2Config,
+        LlamaConfig,
+        LlavaConfig,
+        LlavaNextConfig,
+        MistralConfig,
+        PixtralVisionConfig,
+        Qwen2Config,
+    )
 
     assert family_of(LlamaConfig()).keep == ()
-    with pytest.raises(ValueError, match="llava_next takes images"):
-        family_of(LlavaNextConfig())
-    windowed = Qwen2Config(use_sliding_window=True, max_window_layers=0)
-    with pytest.raises(ValueError, match="sliding_attention"):
-        family_of(windowed)
+    growing = {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4}
+    for config, told in (
+        (LlavaNextConfig(), "llava_next; known are"),
+        (GPT2Config(), "gpt2; known are"),
+        (LlavaConfig(vision_config=PixtralVisionConfig()), "tower is a pixtral"),
+        (MistralConfig(sliding_window=64), "sliding_attention"),
+        (
+            Qwen2Config(use_sliding_window=True, max_window_layers=0),
+            "sliding_attention",
+        ),
+        (LlamaConfig(rope_parameters=growing), "positions are dynamic"),
+    ):
+        with pytest.raises(ValueError, match=told):
+            family_of(config)

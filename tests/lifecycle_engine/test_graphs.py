@@ -1,6 +1,7 @@
 from __future__ import annotations
 
-from collections.abc import Callable
+import contextlib
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -162,6 +163,104 @@ def test_row_of_a_prompt_in_prefill_is_left_alone(
             stream.append(emitted.token)
     assert both[0] == expected[4][:18]
     assert both[1] == expected[1][:23]
+
+
+def test_rows_are_not_packed_into_a_prompt_in_prefill(
+    model: Any, prepared: list[Any], expected: list[Any]
+) -> None:
+    """Where the only row in front is a half-read prompt's, the batch is run wider."""
+    runner = TransformersRunner(model, slots=4, max_length=512, graphs="fake")
+    half, whole = (
+        Prompt(prepared[index].request["input_ids"], dict(prepared[index].tensors))
+        for index in (4, 1)
+    )
+    length = len(half.input_ids)
+    runner.prefill(0, half, 0, 20)
+    tokens = [runner.prefill(1, whole, 0, len(whole.input_ids)).token]
+    for _ in range(5):
+        tokens += [emitted.token for emitted in runner.decode([1])]
+    last = [runner.prefill(0, half, 20, length).token]
+    for _ in range(5):
+        for stream, emitted in zip((last, tokens), runner.decode([0, 1]), strict=True):
+            stream.append(emitted.token)
+    assert last == expected[4][:6]
+    assert tokens == expected[1][:11]
+
+
+class Cuda:
+    """As much of torch.cuda as recording needs; a replay repeats what was recorded."""
+
+    def __init__(self) -> None:
+        self.recording: Cuda.CUDAGraph | None = None
+        self.side = 0
+        self.pools: list[Any] = []
+        self.waits = 0
+
+    class CUDAGraph:
+        """What was recorded."""
+
+        def __init__(self) -> None:
+            self.work: list[Callable[[], Any]] = []
+
+        def replay(self) -> None:
+            for each in self.work:
+                each()
+
+        def pool(self) -> str:
+            return "the pool"
+
+    def Stream(self) -> Cuda:  # noqa: N802  # as torch calls it
+        return self
+
+    def current_stream(self) -> Cuda:
+        return self
+
+    def wait_stream(self, other: Cuda) -> None:
+        self.waits += 1
+
+    @contextlib.contextmanager
+    def stream(self, stream: Cuda) -> Iterator[None]:
+        self.side += 1
+        yield
+
+    @contextlib.contextmanager
+    def graph(self, graph: Cuda.CUDAGraph, pool: Any) -> Iterator[None]:
+        self.recording = graph
+        self.pools.append(pool)
+        yield
+        self.recording = None
+
+
+def test_recorded_steps_are_replayed_on_new_inputs(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Each shape is warmed up aside, recorded once into one pool, and then replayed."""
+    cuda = Cuda()
+    monkeypatch.setattr(torch, "cuda", cuda)
+    forward, runs = Forward(), 0
+
+    def step(inputs: Inputs) -> Any:
+        nonlocal runs
+        runs += 1
+        output = forward(inputs)
+        if cuda.recording is not None:
+            cuda.recording.work.append(lambda: output.copy_(forward(inputs)))
+        return output
+
+    steps = fixed(step, capture=True)
+    assert steps.run([Lane(0, 7, 10, -3)], 1).tolist() == [[7, 0, 10, 7, 11]]
+    assert (runs, cuda.side, cuda.waits) == (3, 1, 2)
+    assert steps.run([Lane(0, 8, 11, -3)], 1).tolist() == [[8, 0, 11, 8, 12]]
+    assert runs == 3
+    steps.prepare()
+    assert runs == 3 * len(steps.shapes)
+    assert cuda.pools == [None, *["the pool"] * (len(steps.shapes) - 1)]
+    lanes = [Lane(0, 1, 300, 0), Lane(1, 2, 700, 5)]
+    assert steps.run(lanes, 2).tolist() == [
+        [1, 0, 300, 300, 301],
+        [2, 1, 700, 705, 701],
+    ]
+    assert runs == 3 * len(steps.shapes)
 
 
 def test_graphs_without_cuda_raise(model: Any) -> None:

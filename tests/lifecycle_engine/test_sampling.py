@@ -37,6 +37,35 @@ def test_seed_draws_the_same_in_any_company() -> None:
     assert draws(50, temperature=1.0) != draws(50, temperature=1.0)
 
 
+def test_company_with_a_cut_changes_no_draws() -> None:
+    """Neither a neighbour's top_p nor its log probabilities touch a request's draws."""
+    alone = draws(50, temperature=1.0, seed=3)
+    sampler = Sampler(Sampling(1.0, seed=3))
+    beside = [
+        Sampler(Sampling(1.0, 0.5, seed=4)),
+        Sampler(Sampling(logprobs=3)),
+        Sampler(Sampling(0.7, seed=9)),
+    ]
+    logits = LOGITS[[1, 1, 1, 0]]
+    drawn = [choose(logits, [*beside, sampler])[3] for _ in range(50)]
+    assert [each.token for each in drawn] == alone
+    assert drawn[0].item == [alone[0]]
+
+
+def test_impossible_tokens_are_never_drawn() -> None:
+    """A token without any probability is not drawn, at the edges of chance either."""
+    low = float("-inf")
+    logits = torch.tensor([[low, 0.0, low, 0.0, low]])
+    for top_p in (1.0, 0.9):
+        sampler = Sampler(Sampling(1.0, top_p, seed=1))
+        for chance in (0.0, 0.5, 1 - 1e-16):
+            Sampler.chance, kept = lambda _, it=chance: it, Sampler.chance
+            try:
+                assert choose(logits, [sampler])[0].token in (1, 3)
+            finally:
+                Sampler.chance = kept
+
+
 def test_draws_follow_the_logits() -> None:
     """Many draws are spread as softmax says."""
     counts = Counter(draws(4000, temperature=1.0, seed=1))

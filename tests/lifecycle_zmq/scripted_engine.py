@@ -3,23 +3,35 @@
 Request fields: ``count`` items (0, 1, 2, … as ``[n]``), or ``forever``; ``hold``
 gives no item, ``watch`` the number of tensors alive; ``reject`` and
 ``raise_in_start`` refuse; ``fail_at``, ``odd_item_at`` and ``raise_at`` go wrong at
-that item; ``exit`` leaves the process with that code; ``merge`` is
-how the items may merge; ``size`` and ``each`` give so many items of so many bytes,
-``distinct`` objects that are all different.
+that item; ``exit`` leaves the process with that code, ``signal`` by that signal.
+``sleep_at`` spends ``seconds`` of a step in a call that does not return, ``hold_at`` in
+one that keeps the interpreter lock, too. ``merge`` is how the items may merge; ``size``
+and ``each`` give so many items of so many bytes, ``distinct`` objects that are all
+different.
 """
 
 from __future__ import annotations
 
 import argparse
 import contextlib
+import ctypes
+import mmap
 import os
 import sys
+import threading
 import time
 import weakref
 from pathlib import Path
 from typing import Any
 
-from lifecycle_zmq import EngineServer, Finish, Merge, Output, RequestRejected
+from lifecycle_zmq import (
+    EngineServer,
+    Finish,
+    Merge,
+    Output,
+    RequestRejected,
+    exit_with_parent,
+)
 
 
 class ScriptedBackend:
@@ -47,6 +59,8 @@ class ScriptedBackend:
             self._seen.append([name, view.format, list(view.shape), sum(flat[:64])])
         if "exit" in request:
             os._exit(request["exit"])
+        if "signal" in request:
+            os.kill(os.getpid(), request["signal"])
         if "stderr" in request:
             os.write(2, b"x" * request["stderr"])
         if "reject" in request:
@@ -117,6 +131,11 @@ class ScriptedBackend:
         if at == it.get("count"):
             return self._close(key, Finish("completed"))
         it["at"] += 1
+        if at == it.get("sleep_at"):
+            time.sleep(it["seconds"])
+        if at == it.get("hold_at"):
+            # As C code does that never lets other threads run.
+            ctypes.PyDLL(None).usleep(int(it["seconds"] * 1e6))
         if "watch" in it:
             return Output(key, [[self._alive()]])
         if at == it.get("odd_item_at"):
@@ -140,15 +159,25 @@ def main() -> None:
     parser.add_argument("--incarnation", type=int, required=True)
     parser.add_argument("--step", type=float, default=0.001)
     parser.add_argument("--fail", default="")
+    parser.add_argument("--fail-while", type=Path)
     parser.add_argument("--never-ready", action="store_true")
+    parser.add_argument("--linger", action="store_true")
+    parser.add_argument("--ballast", type=int, default=0)
     parser.add_argument("--stay-without-parent", action="store_true")
     parser.add_argument("--hold", type=int, default=2**17)
     parser.add_argument("--stall", type=float, default=30.0)
     options = parser.parse_args()
     if options.fail:
         sys.exit(options.fail)
+    if options.fail_while and options.fail_while.exists():
+        sys.exit("not yet")
+    if not options.stay_without_parent:
+        exit_with_parent()
     if options.never_ready:
         time.sleep(600)
+    ballast = used_memory(options.ballast)
+    if options.linger:
+        threading.Thread(target=time.sleep, args=(600,)).start()
     EngineServer(
         options.endpoint,
         ScriptedBackend(options.step),
@@ -157,6 +186,18 @@ def main() -> None:
         hold=options.hold,
         stall=options.stall,
     ).run()
+    del ballast
+
+
+def used_memory(size: int) -> object:
+    """Memory in small pages, each written to, as a model on a CPU has."""
+    if not size:
+        return None
+    memory = mmap.mmap(-1, size)
+    memory.madvise(mmap.MADV_NOHUGEPAGE)
+    for at in range(0, size, mmap.PAGESIZE):
+        memory[at] = 1
+    return memory
 
 
 if __name__ == "__main__":

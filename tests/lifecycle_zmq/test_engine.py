@@ -327,26 +327,6 @@ async def test_engine_that_never_gets_ready_is_replaced(
         assert failed.value.reason == "start_timeout"
 
 
-async def test_restarts_back_off_and_recover(
-    make_engine: MakeEngine, eventually: Any
-) -> None:
-    """The delay doubles up to its limit, and begins anew after service (`fault-30`)."""
-    async with make_engine(backoff=0.25, max_backoff=1.0) as engine:
-        await engine.wait_ready()
-        delays = []
-        for _ in range(4):
-            delays.append(engine._delay())
-            engine._bury(engine._current)  # type: ignore[arg-type]
-        assert delays == [0.25, 0.5, 1.0, 1.0]
-        assert engine._current is not None
-        engine._current.served_seconds = 1.0
-        engine._bury(engine._current)
-        engine._current.served_seconds = 0.0
-        assert engine._delay() == 0.5
-        engine._deaths = 5000
-        assert engine._delay() == 1.0
-
-
 async def test_output_of_the_engine_never_blocks_it(make_engine: MakeEngine) -> None:
     """A megabyte on standard error is drained, its end kept (`fault-54`)."""
     async with make_engine() as engine:
@@ -419,14 +399,47 @@ async def test_closing_tells_the_streams_and_lets_the_engine_leave(
 async def test_closing_kills_an_engine_that_does_not_leave(
     make_engine: MakeEngine,
 ) -> None:
-    """A stopped engine gets its time to leave, then SIGKILL (`fault-61`)."""
+    """One that is in a step gets its time to leave, then SIGKILL (`fault-61`)."""
     with anyio.fail_after(20):
         async with make_engine(stop_timeout=0.1) as engine:
             await engine.wait_ready()
             pid = engine.pid
             assert pid is not None
-            os.kill(pid, signal.SIGSTOP)
+            stuck = {"forever": True, "sleep_at": 1, "seconds": 60}
+            assert await anext(await engine.start("a#1", stuck)) == [0]
     assert not psutil.pid_exists(pid)
+
+
+async def test_closing_does_not_wait_for_an_engine_that_is_stopped(
+    make_engine: MakeEngine,
+) -> None:
+    """What cannot leave is killed at once, however long it might take (`peers-74`)."""
+    async with make_engine(stop_timeout=60.0, stopped_after=60.0) as engine:
+        await engine.wait_ready()
+        pid = engine.pid
+        assert pid is not None
+        os.kill(pid, signal.SIGSTOP)
+        deadline = anyio.current_time() + 20
+    assert anyio.current_time() < deadline
+    assert not psutil.pid_exists(pid)
+
+
+async def test_close_tells_everybody_now_and_kills(make_engine: MakeEngine) -> None:
+    """Who cannot wait for an end in order gets one all the same (`fault-62`)."""
+    async with make_engine(stop_timeout=60.0) as engine:
+        await engine.wait_ready()
+        stuck = {"forever": True, "sleep_at": 1, "seconds": 60}
+        stream = await engine.start("a#1", stuck)
+        with anyio.fail_after(20):
+            engine.close()
+            engine.close()
+            with pytest.raises(EngineLost) as caught:
+                await collect(stream)
+            assert caught.value.reason == "closed"
+            await engine.end("a#1")
+            assert (engine.health, engine.ready) == ("closed", False)
+            deadline = anyio.current_time() + 20
+    assert anyio.current_time() < deadline
 
 
 async def test_cancelling_everything_leaves_nothing_behind(
@@ -447,19 +460,17 @@ async def test_closing_is_finished_when_its_task_is_cancelled(
     make_engine: MakeEngine,
 ) -> None:
     """A native cancel cuts the time to leave short, and leaves no process behind."""
+    engine = make_engine(stop_timeout=20.0)
 
     async def serve() -> None:
-        async with make_engine(stop_timeout=20.0) as engine:
+        async with engine:
             await engine.wait_ready()
-            assert engine.pid is not None
-            os.kill(engine.pid, signal.SIGSTOP)
+            stuck = {"forever": True, "sleep_at": 1, "seconds": 60}
+            assert await anext(await engine.start("a#1", stuck)) == [0]
 
     with anyio.fail_after(15):
         serving = asyncio.create_task(serve())
-        while not psutil.Process().children():
-            await asyncio.sleep(0.002)
-        child = psutil.Process().children()[0]
-        while child.status() != psutil.STATUS_STOPPED:
+        while engine.health != "closed":
             await asyncio.sleep(0.002)
         await asyncio.sleep(0)
         serving.cancel()

@@ -25,7 +25,7 @@ import scenarios
 import soak
 import world
 
-from lifecycle import _admission, _books, _gate, _lease, _ledger, _line
+from lifecycle import _books, _gate, _lease, _ledger, _monitor
 from lifecycle.testing import (
     cancel_everywhere,
     explore,
@@ -33,7 +33,7 @@ from lifecycle.testing import (
     reenter_everywhere,
 )
 
-_GATE = (_admission, _books, _gate, _lease, _ledger, _line)
+_GATE = (_books, _gate, _lease, _ledger, _monitor)
 
 Trial = tuple[str, Callable[[], object]]
 

@@ -9,7 +9,7 @@ import anyio.lowlevel
 import pytest
 import scenarios
 
-from lifecycle import Gate, _admission, _books, _gate, _lease, _ledger, _line
+from lifecycle import Gate, _books, _gate, _lease, _ledger, _monitor
 from lifecycle.testing import (
     Hang,
     cancel_everywhere,
@@ -55,7 +55,7 @@ def test_keeps_its_promise_at_every_cancellation(scenario):
 @pytest.mark.parametrize("scenario", scenarios.REENTERED, ids=lambda s: s.__name__)
 def test_keeps_its_promise_at_every_bytecode(scenario):
     """A finaliser may release a lease in the middle of any change of its gate."""
-    modules = (_admission, _books, _gate, _lease, _ledger, _line)
+    modules = (_books, _gate, _lease, _ledger, _monitor)
     assert reenter_everywhere(scenario, modules) > 100
 
 
@@ -141,14 +141,14 @@ def test_interrupts_every_bytecode():
         half_way = []
 
         def look():
-            half_way.append(gate._admission._lock.locked())
+            half_way.append(not gate._pen)
 
         arm(look)
         gate.try_admit().release()
         assert not any(half_way), "half-way"
 
     with pytest.raises(AssertionError, match=r"boundary \d+, .* line \d+.*half-way"):
-        reenter_everywhere(scenario, [_admission, _ledger])
+        reenter_everywhere(scenario, [_books, _ledger])
 
 
 def test_counts_the_boundaries_and_gives_up_beyond_its_limit():
@@ -158,7 +158,7 @@ def test_counts_the_boundaries_and_gives_up_beyond_its_limit():
         arm(lambda: None)
         Gate(slots=1).try_admit().release()
 
-    tried = reenter_everywhere(scenario, [_admission])
+    tried = reenter_everywhere(scenario, [_books])
     assert tried > 50
     with pytest.raises(AssertionError, match="more than 10 boundaries"):
-        reenter_everywhere(scenario, [_admission], most=10)
+        reenter_everywhere(scenario, [_books], most=10)

@@ -1,0 +1,44 @@
+"""What the kernel says of a process, read from ``/proc/<pid>/stat``."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+from pathlib import Path
+
+_PF_EXITING = 0x4
+# Counted from the field behind the name, which may hold blanks itself.
+_STATE, _FLAGS, _STATUS = 0, 6, 49
+
+
+@dataclass(frozen=True, slots=True)
+class ProcessState:
+    """A process as it was at one moment.
+
+    Attributes:
+        stopped: Whether a signal has stopped it.
+        exiting: Whether it is on its way out; its memory may still be there.
+        code: As of `subprocess`: the exit code, minus its signal; ``None`` while it
+            lives, and where the kernel does not tell.
+    """
+
+    stopped: bool = False
+    exiting: bool = False
+    code: int | None = None
+
+
+def look_at(pid: int) -> ProcessState:
+    """Return the state of a process; of one that runs, where there is no telling."""
+    try:
+        text = Path(f"/proc/{pid}/stat").read_text(encoding="ascii", errors="replace")
+    except OSError:
+        return ProcessState()
+    fields = text.rpartition(")")[2].split()
+    exiting = bool(int(fields[_FLAGS]) & _PF_EXITING)
+    # 0 is also what is shown to those who may not know.
+    status = int(fields[_STATUS]) & 0xFF7F if exiting else 0
+    return ProcessState(
+        stopped=fields[_STATE] == "T",
+        exiting=exiting,
+        code=os.waitstatus_to_exitcode(status) if status else None,
+    )

@@ -1,0 +1,156 @@
+"""One process after another: who is there now, and when the next one comes."""
+
+from __future__ import annotations
+
+import logging
+from typing import Literal
+
+import anyio
+
+from lifecycle import EngineLost
+
+from ._incarnation import Incarnation, Settings
+from ._restarts import Restarts
+from .client import EngineClient
+
+_log = logging.getLogger("lifecycle_zmq")
+
+Health = Literal[
+    "starting",
+    "serving",
+    "busy",
+    "stopped",
+    "stalled",
+    "restarting",
+    "broken",
+    "closed",
+]
+
+
+class Supervisor:
+    """Runs incarnations until it is told not to start another.
+
+    Args:
+        settings: How each is started.
+        restarts: When the next one may be.
+
+    Attributes:
+        number: Of the last process, from 1; 0 before the first.
+        current: The last process.
+        closing: Set when none is to be started any more.
+        broken: Whether none is started for a while, after a crash loop.
+        false_starts: How many processes ended before they ever served.
+        changed: Set, and replaced, whenever any of this may have changed.
+    """
+
+    changed: anyio.Event
+    _retry: anyio.Event
+
+    def __init__(self, settings: Settings, restarts: Restarts) -> None:
+        self._settings = settings
+        self._restarts = restarts
+        self.number = 0
+        self.current: Incarnation | None = None
+        self.closing = False
+        self.broken = False
+        self.false_starts = 0
+        # For how long requests will be refused: measured, not guessed, after a start.
+        self._start_seconds = 1.0
+        self._expected = 0.0
+
+    def begin(self) -> None:
+        """Call once in the event loop, before anything else."""
+        self.changed = anyio.Event()
+        self._retry = anyio.Event()
+        self._expected = anyio.current_time() + self._start_seconds
+
+    async def run(self) -> None:
+        """Start one process after another.
+
+        Cancellation: the ordinary way to stop; the process is killed and reaped.
+        """
+        while not self.closing:
+            self.number += 1
+            current = self.current = Incarnation(
+                self.number,
+                self._settings,
+                retry_after=_clamp(self._restarts.delay + self._start_seconds),
+                changed=self._announce,
+            )
+            await current.run()
+            self._retry = anyio.Event()
+            with anyio.move_on_after(self._bury(current)):
+                await self._retry.wait()
+            self.broken = False
+
+    def reset(self) -> None:
+        """Forget all deaths, and start the next process now if one is to come."""
+        self._restarts.reset()
+        self._retry.set()
+
+    @property
+    def client(self) -> EngineClient | None:
+        """The client of the process that is there, if one is."""
+        return self.current.client if self.current is not None else None
+
+    @property
+    def takes(self) -> bool:
+        """Whether requests are taken, as far as the last look at the process goes."""
+        # A look of its own would be too much for every request.
+        return not self.closing and self.current is not None and self.current.takes
+
+    @property
+    def health(self) -> Health:
+        """See `ZmqEngine.health`."""
+        if self.closing:
+            return "closed"
+        if self.broken:
+            return "broken"
+        current = self.current
+        if current is not None and current.health is not None:
+            return current.health
+        first = current is None or (self.number == 1 and current.why == "starting")
+        return "starting" if first else "restarting"
+
+    def loss(self, more: str = "") -> EngineLost:
+        """What to tell those who ask for an engine that is not there."""
+        if self.closing:
+            return EngineLost("the engine is closed", reason="closed")
+        reason = self.current.why if self.current is not None else "starting"
+        if self.broken:
+            reason = "broken"
+        retry_after = _clamp(self._expected - anyio.current_time())
+        return EngineLost(
+            f"engine {self.number} takes no requests: {reason}; "
+            f"retry in {retry_after:.0f} s{more}",
+            reason=reason,
+            retry_after=retry_after,
+        )
+
+    def _bury(self, ended: Incarnation) -> float:
+        if ended.start_seconds is None:
+            self.false_starts += 1
+        else:
+            self._start_seconds = ended.start_seconds
+        now = anyio.current_time()
+        delay, self.broken = self._restarts.bury(now, ended.served_seconds)
+        self._expected = now + delay + self._start_seconds
+        if not self.closing:
+            what = "is broken; tried again" if self.broken else "starts again"
+            _log.warning(
+                "engine %d ended: %s; it %s in %.1f s",
+                self.number,
+                ended.reason,
+                what,
+                delay,
+            )
+        self._announce()
+        return delay
+
+    def _announce(self) -> None:
+        self.changed.set()
+        self.changed = anyio.Event()
+
+
+def _clamp(seconds: float) -> float:
+    return min(60.0, max(1.0, seconds))

@@ -1,0 +1,116 @@
+"""What the death of a process costs: told, serving again, memory back."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+from gpu_memory import seconds_until
+
+Row = tuple[str, str]
+STREAMS = 8
+_BOUND = 120.0
+# A server of one stream, which prints the engine's process id and then waits.
+_PARENT = """
+import sys, anyio
+from lifecycle_zmq import ZmqEngine
+async def main():
+    async with ZmqEngine(sys.argv[1:]) as engine:
+        await engine.wait_ready()
+        print(engine.pid, flush=True)
+        await anyio.sleep_forever()
+anyio.run(main)
+"""
+
+
+def death(device: str) -> tuple[dict[str, Any], list[Row]]:
+    """Seconds from SIGKILL of the engine, and of its parent, to what must follow."""
+    missing = [
+        name
+        for name in ("zmq", "msgpack", "anyio")
+        if importlib.util.find_spec(name) is None
+    ]
+    if missing:
+        return {"skipped": missing}, [
+            ("death of the engine", f"left out: {', '.join(missing)} is not installed")
+        ]
+    import anyio
+
+    from lifecycle_engine.checkpoint import build
+
+    with tempfile.TemporaryDirectory() as folder:
+        command = [
+            *(sys.executable, "-m", "lifecycle_engine.worker"),
+            *("--checkpoint", str(build(folder)), "--device", device),
+            *("--max-batch", str(STREAMS), "--max-length", "2048"),
+        ]
+        seconds = anyio.run(_killed, command)
+        seconds["gone after the parent"] = _orphaned(command)
+    return dict(seconds), [
+        (f"SIGKILL, seconds until {what}", f"{value * 1e3:.1f} ms")
+        for what, value in seconds.items()
+    ]
+
+
+async def _killed(command: list[str]) -> dict[str, float]:
+    """Kill an engine under its streams; when are they told, when is it back."""
+    import anyio
+
+    from lifecycle import EngineLost
+    from lifecycle_zmq import ZmqEngine
+
+    request = {"input_ids": [70, 71, 72], "max_tokens": 2000}
+    told: list[float] = []
+
+    async def read(engine: ZmqEngine, key: str, begun: anyio.Event) -> None:
+        stream = await engine.start(key, request)
+        try:
+            async for _ in stream:
+                begun.set()
+        except EngineLost:
+            told.append(time.perf_counter())
+
+    with anyio.fail_after(_BOUND):
+        async with ZmqEngine(command) as engine:
+            await engine.wait_ready()
+            async with anyio.create_task_group() as tasks:
+                events = [anyio.Event() for _ in range(STREAMS)]
+                for number, begun in enumerate(events):
+                    tasks.start_soon(read, engine, f"k{number}", begun)
+                for begun in events:
+                    await begun.wait()
+                assert engine.pid is not None
+                killed = time.perf_counter()
+                os.kill(engine.pid, signal.SIGKILL)
+            await engine.wait_ready()
+            stream = await engine.start("next", request | {"max_tokens": 1})
+            async for _ in stream:
+                pass
+            served = time.perf_counter()
+    assert len(told) == STREAMS
+    return {
+        f"all {STREAMS} streams are told": max(told) - killed,
+        "the next engine has served": served - killed,
+    }
+
+
+def _orphaned(command: list[str]) -> float:
+    """Kill the parent; how long until the engine is gone, and its memory with it."""
+    parent = subprocess.Popen(
+        [sys.executable, "-c", _PARENT, *command], stdout=subprocess.PIPE, text=True
+    )
+    try:
+        assert parent.stdout is not None
+        engine = int(parent.stdout.readline())
+    finally:
+        parent.kill()
+    parent.wait()
+    # The driver gives a process's memory back before the process is gone.
+    return seconds_until(lambda: not Path(f"/proc/{engine}").exists(), within=_BOUND)

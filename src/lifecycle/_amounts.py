@@ -1,0 +1,49 @@
+"""Numbers that users give, checked before anything is done with them."""
+
+from __future__ import annotations
+
+import math
+import operator
+
+
+def whole(name: str, amount: object) -> int:
+    """Return *amount* if it is a whole number of 0 or more.
+
+    Raises:
+        ValueError: It is not. Fractions and NaN are refused because books that
+            add them up do not return to zero.
+    """
+    try:
+        number = operator.index(amount)  # type: ignore[arg-type]
+    except TypeError:
+        what = type(amount).__name__
+        raise ValueError(f"{name} must be a whole number, not {what}") from None
+    if number < 0:
+        raise ValueError(f"{name} must be 0 or more, not {number}")
+    return number
+
+
+def limit(name: str, amount: object) -> float:
+    """Return *amount* as a limit: a whole number, or infinity for ``None``."""
+    return math.inf if amount is None else whole(name, amount)
+
+
+def cost(slots: object, nbytes: object) -> tuple[int, int]:
+    """Return what a request costs; nothing is more often forgotten than wished."""
+    whole_cost = whole("slots", slots), whole("bytes", nbytes)
+    if whole_cost == (0, 0):
+        raise ValueError("a request must cost at least one slot or one byte")
+    return whole_cost
+
+
+def seconds(name: str, wait: float | None) -> float | None:
+    """Return *wait* if it is a number of seconds or ``None``."""
+    try:
+        if wait is None or not math.isnan(wait):
+            return wait
+    except TypeError:
+        what = type(wait).__name__
+        raise TypeError(
+            f"{name} must be a number of seconds or None, not {what}"
+        ) from None
+    raise ValueError(f"{name} must be a number of seconds or None, not NaN")

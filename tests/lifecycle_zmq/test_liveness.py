@@ -1,0 +1,344 @@
+"""Death, stop and hang of real engines: who is told what, and how soon."""
+
+from __future__ import annotations
+
+import os
+import select
+import signal
+import statistics
+import subprocess
+import time
+from collections import Counter
+from collections.abc import Callable
+from typing import Any
+
+import anyio
+import psutil
+import pytest
+
+from lifecycle import EngineLost
+from lifecycle_zmq import EngineFailed, ZmqEngine, _lock
+
+pytestmark = [pytest.mark.anyio, pytest.mark.usefixtures("no_leaks")]
+
+MakeEngine = Callable[..., ZmqEngine]
+MIB = 2**20
+
+
+class Waiters:
+    """Streams of one incarnation, and when each of them was told of its end."""
+
+    def __init__(self, engine: ZmqEngine, tasks: Any) -> None:
+        self.engine = engine
+        self.tasks = tasks
+        self.told: Counter[str] = Counter()
+        self.reasons: Counter[str] = Counter()
+        self.last = 0.0
+        self._live = 0
+
+    async def start(self, count: int, request: dict[str, Any]) -> None:
+        """Return once every stream has its first item."""
+        number = self.engine.incarnation
+        for index in range(count):
+            self.tasks.start_soon(self._read, f"{number}.{index}", request)
+        while self._live < count:
+            await anyio.sleep(0.001)
+
+    async def _read(self, key: str, request: dict[str, Any]) -> None:
+        try:
+            async for item in await self.engine.start(key, request):
+                self._live += item == [0]
+        except EngineLost as lost:
+            self.told[key] += 1
+            self.reasons[lost.reason] += 1
+            self.last = time.monotonic()
+
+    async def all_told(self, count: int) -> None:
+        """Wait until every one of them was told."""
+        while self.told.total() < count:
+            await anyio.sleep(0.001)
+        self._live = 0
+
+
+@pytest.fixture
+async def waiters_of(anyio_backend: Any) -> Any:
+    """A function that makes `Waiters` whose tasks end with the test."""
+    async with anyio.create_task_group() as tasks:
+        yield lambda engine: Waiters(engine, tasks)
+        tasks.cancel_scope.cancel()
+
+
+@pytest.fixture
+def bare_start(engine_argv: list[str], environment: dict[str, str]) -> float:
+    """How long an interpreter takes to import what an engine imports."""
+    seconds = []
+    argv = [*engine_argv, "--endpoint", "", "--incarnation", "0", "--fail", "as asked"]
+    for _ in range(5):
+        begin = time.monotonic()
+        subprocess.run(argv, env=environment, capture_output=True, check=False)
+        seconds.append(time.monotonic() - begin)
+    return statistics.median(seconds)
+
+
+async def _round_trip(engine: ZmqEngine) -> float:
+    """How long one question takes: what this machine can do right now."""
+    begin = time.monotonic()
+    await engine.status()
+    return time.monotonic() - begin
+
+
+async def test_kills_under_128_streams_are_told_in_milliseconds(
+    make_engine: MakeEngine, waiters_of: Any, bare_start: float
+) -> None:
+    """Everybody is told once; it serves again soon; 25 times on each backend (`fault-22`, `N4`, `N5`, `peers-72`)."""
+    kills, streams = 25, 128
+    options = {"backoff": 0.01, "max_backoff": 0.01, "max_crashes": None}
+    told, again, base = [], [], []
+    async with make_engine("--step", "0.01", **options) as engine:
+        await engine.wait_ready()
+        waiters = waiters_of(engine)
+        for number in range(kills):
+            with anyio.fail_after(20):
+                await waiters.start(streams, {"forever": True})
+                base.append(await _round_trip(engine))
+                pid = engine.pid
+                assert (engine.incarnation, engine.health) == (number + 1, "serving")
+                assert pid is not None
+                begin = time.monotonic()
+                os.kill(pid, signal.SIGKILL)
+                await waiters.all_told(streams * (number + 1))
+                told.append(waiters.last - begin)
+                await engine.wait_ready()
+                again.append(time.monotonic() - begin)
+    assert set(waiters.told.values()) == {1}
+    assert waiters.reasons == {"killed": kills * streams}
+    # A machine that is slow to answer is slow to tell.
+    assert statistics.median(told) < 0.05 + 2 * statistics.median(base)
+    assert statistics.median(again) < max(0.3, 3 * bare_start)
+
+
+async def test_death_is_told_before_the_memory_is_gone(
+    make_engine: MakeEngine, waiters_of: Any
+) -> None:
+    """With half a GiB in use, its waiters hear of it while it is still there to be freed."""
+    async with make_engine("--ballast", str(512 * MIB)) as engine:
+        with anyio.fail_after(60):
+            await engine.wait_ready()
+            waiters = waiters_of(engine)
+            await waiters.start(8, {"forever": True})
+            pid = engine.pid
+            assert pid is not None
+            descriptor = os.pidfd_open(pid)
+            os.kill(pid, signal.SIGKILL)
+            await waiters.all_told(8)
+            # The exit itself comes later by the time that takes.
+            ended = _is_readable(descriptor)
+            os.close(descriptor)
+            assert (waiters.reasons, ended) == ({"killed": 8}, False)
+            assert engine.health == "restarting"
+
+
+async def test_death_is_told_without_the_lock_too(
+    make_engine: MakeEngine, waiters_of: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where the kernel's notice is not to be had, the end of the process tells."""
+    monkeypatch.setattr(_lock, "_FUTEX", None)
+    async with make_engine() as engine:
+        with anyio.fail_after(20):
+            await engine.wait_ready()
+            waiters = waiters_of(engine)
+            await waiters.start(8, {"forever": True})
+            os.kill(engine.pid or 0, signal.SIGKILL)
+            await waiters.all_told(8)
+    assert waiters.reasons == {"killed": 8}
+
+
+@pytest.mark.parametrize(
+    ("request_", "reason", "detail"),
+    [
+        ({"signal": 11}, "segfault", "signal 11"),
+        ({"signal": 6}, "aborted", "signal 6"),
+        ({"exit": 3}, "exit", "exit code 3"),
+        ({"exit": 0}, "exit", "exit code 0"),
+    ],
+    ids=["segfault", "abort", "exit", "exit0"],
+)
+async def test_reason_is_told_with_its_detail(
+    make_engine: MakeEngine, request_: dict[str, Any], reason: str, detail: str
+) -> None:
+    """One word to go by, and the code in the message (`fault-26`, `fault-36`)."""
+    async with make_engine("--ballast", str(64 * MIB)) as engine:
+        await engine.wait_ready()
+        with anyio.fail_after(20), pytest.raises(EngineLost) as caught:
+            await engine.start("a#1", request_)
+        assert caught.value.reason == reason
+        assert detail in str(caught.value)
+
+
+async def test_stopped_engine_takes_no_requests_and_is_replaced(
+    make_engine: MakeEngine, waiters_of: Any, eventually: Any
+) -> None:
+    """SIGSTOP: not ready in 150 ms, told and replaced within its bound (`fault-23`, `N6`)."""
+    async with make_engine("--step", "0.01", stopped_after=0.5) as engine:
+        await engine.wait_ready()
+        waiters = waiters_of(engine)
+        with anyio.fail_after(20):
+            await waiters.start(8, {"forever": True})
+            pid = engine.pid
+            begin = time.monotonic()
+            os.kill(pid or 0, signal.SIGSTOP)
+            while psutil.Process(pid).status() != psutil.STATUS_STOPPED:
+                pass
+            # Whoever asks is told as it is; requests are refused a look later.
+            assert (engine.health, engine.ready) == ("stopped", False)
+            await eventually(lambda: not engine._supervisor.takes)
+            seen = time.monotonic() - begin
+            with pytest.raises(EngineLost) as refused:
+                await engine.start("late", {})
+            assert refused.value.reason == "stopped"
+            assert waiters.told == {}
+            await waiters.all_told(8)
+            assert 0.4 < time.monotonic() - begin < 5.0
+            assert waiters.reasons == {"stopped": 8}
+            await engine.wait_ready()
+        assert seen < 0.15 or seen < 3 * await _slowness()
+        assert engine.pid != pid
+        assert not psutil.pid_exists(pid or 0)
+
+
+async def _slowness() -> float:
+    """How long a sleep of 50 ms takes."""
+    begin = time.monotonic()
+    await anyio.sleep(0.05)
+    return time.monotonic() - begin
+
+
+async def test_engine_that_is_continued_in_time_loses_nothing(
+    make_engine: MakeEngine, eventually: Any
+) -> None:
+    """SIGCONT before the bound: the streams go on, requests are taken (`fault-23`)."""
+    async with make_engine(stopped_after=10.0) as engine:
+        await engine.wait_ready()
+        stream = await engine.start("a#1", {"count": 50})
+        with anyio.fail_after(20):
+            os.kill(engine.pid or 0, signal.SIGSTOP)
+            await eventually(lambda: not engine._supervisor.takes)
+            os.kill(engine.pid or 0, signal.SIGCONT)
+            assert [item async for item in stream] == [[n] for n in range(50)]
+            await eventually(lambda: engine.ready and engine._supervisor.takes)
+            assert await engine.status()
+    assert engine.incarnation == 1
+
+
+async def test_stop_of_an_idle_engine_is_found(make_engine: MakeEngine) -> None:
+    """Nobody waits for it, and it is replaced all the same (`peers-76`)."""
+    async with make_engine(stopped_after=0.5) as engine:
+        with anyio.fail_after(20):
+            await engine.wait_ready()
+            os.kill(engine.pid or 0, signal.SIGSTOP)
+            while engine.incarnation == 1:
+                await anyio.sleep(0.01)
+            await engine.wait_ready()
+
+
+@pytest.mark.parametrize(("how", "seconds"), [("hold_at", 5.0), ("sleep_at", 1.5)])
+async def test_five_seconds_without_a_turn_are_no_verdict(
+    make_engine: MakeEngine, eventually: Any, how: str, seconds: float
+) -> None:
+    """C code that holds the interpreter lock, or a long prefill, is busy (`fault-34`, `peers-77`, `N6`)."""
+    async with make_engine(stopped_after=0.5) as engine:
+        await engine.wait_ready()
+        request = {"count": 2, how: 1, "seconds": seconds}
+        stream = await engine.start("a#1", request)
+        assert await anext(stream) == [0]
+        with anyio.fail_after(30):
+            await eventually(lambda: engine.health == "busy")
+            assert engine.ready
+            # Taken: it waits its turn.
+            other = await engine.start("b#1", {"count": 1})
+            assert [item async for item in other] == [[0]]
+            assert [item async for item in stream] == [[1]]
+            assert (engine.health, engine.incarnation) == ("serving", 1)
+
+
+async def test_call_that_never_returns_is_stalled(
+    make_engine: MakeEngine, waiters_of: Any, eventually: Any
+) -> None:
+    """At its bound everybody is told so, and the engine is replaced (`fault-37`, `peers-76`)."""
+    async with make_engine(busy_after=0.1, stalled_after=0.5) as engine:
+        await engine.wait_ready()
+        waiters = waiters_of(engine)
+        with anyio.fail_after(20):
+            await waiters.start(4, {"forever": True})
+            begin = time.monotonic()
+            stuck = {"forever": True, "sleep_at": 0, "seconds": 600}
+            stream = await engine.start("stuck", stuck)
+            await eventually(lambda: engine.health == "busy")
+            with pytest.raises(EngineLost) as caught:
+                await anext(stream)
+            assert caught.value.reason == "stalled"
+            assert 0.4 < time.monotonic() - begin < 5.0
+            await waiters.all_told(4)
+            assert waiters.reasons == {"stalled": 4}
+            await engine.wait_ready()
+    assert engine.incarnation == 2
+
+
+async def test_engine_that_hangs_up_but_lives_is_replaced(
+    make_engine: MakeEngine,
+) -> None:
+    """Its loop broke, a thread keeps the process: its streams are told (`fault-28`)."""
+    async with make_engine("--linger") as engine:
+        await engine.wait_ready()
+        pid = engine.pid
+        broken = {"forever": True, "raise_at": 0}
+        with anyio.fail_after(20):
+            for key in ("a", "b"):
+                with pytest.raises(EngineFailed):
+                    await anext(await engine.start(key, broken))
+            stream = await engine.start("c", broken)
+            with pytest.raises(EngineLost) as caught:
+                await anext(stream)
+            assert caught.value.reason == "disconnected"
+            while engine.incarnation == 1:
+                await anyio.sleep(0.01)
+            await engine.wait_ready()
+    assert not psutil.pid_exists(pid or 0)
+
+
+async def test_engine_of_another_incarnation_is_not_blamed(
+    make_engine: MakeEngine, waiters_of: Any
+) -> None:
+    """A death is told to the streams of that process and to no others (`fault-48`)."""
+    async with make_engine() as engine:
+        await engine.wait_ready()
+        waiters = waiters_of(engine)
+        with anyio.fail_after(20):
+            await waiters.start(8, {"forever": True})
+            os.kill(engine.pid or 0, signal.SIGKILL)
+            await waiters.all_told(8)
+            await engine.wait_ready()
+            stream = await engine.start("new", {"count": 100})
+            assert len([item async for item in stream]) == 100
+    assert engine.incarnation == 2
+
+
+async def test_deaths_are_logged_once(
+    make_engine: MakeEngine, waiters_of: Any, caplog: pytest.LogCaptureFixture
+) -> None:
+    """128 streams, one death, one record; none for an orderly end."""
+    async with make_engine("--step", "0.01") as engine:
+        await engine.wait_ready()
+        waiters = waiters_of(engine)
+        with anyio.fail_after(20):
+            await waiters.start(128, {"forever": True})
+            os.kill(engine.pid or 0, signal.SIGKILL)
+            await waiters.all_told(128)
+            await engine.wait_ready()
+    assert [record.message for record in caplog.records] == [
+        "engine 1 ended: killed; it starts again in 0.0 s"
+    ]
+
+
+def _is_readable(descriptor: int) -> bool:
+    return bool(select.select([descriptor], [], [], 0)[0])

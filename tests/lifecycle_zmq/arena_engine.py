@@ -13,7 +13,7 @@ import time
 import zlib
 from typing import Any
 
-from lifecycle_zmq import EngineServer, Finish, Output, RequestRejected
+from lifecycle_zmq import EngineServer, Finish, Output, RequestRejected, _address
 
 
 class KeepingBackend:
@@ -97,7 +97,9 @@ def main() -> None:
     options = parser.parse_args()
     endpoint = options.endpoint
     if options.without_arena:
-        endpoint = endpoint.partition("?")[0]
+        address, inherited = _address.split(endpoint)
+        del inherited["arena"]
+        endpoint = _address.join(address, inherited)
     EngineServer(endpoint, KeepingBackend(), incarnation=options.incarnation).run()
 
 

@@ -177,8 +177,7 @@ class TransformersRunner:
                 try:
                     return self._prefill(self._seats[slot], prompt, start, stop)
                 finally:
-                    # From here on the caller may drop the prompt's tensors.
-                    self._uploads.finish()
+                    self._uploads.finish()  # now the tensors may be dropped
         except RuntimeError as error:
             self._raise_if_lost(error)
             raise

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import errno
 import math
-import sys
-import traceback
 from collections.abc import Mapping
 from itertools import pairwise
 from typing import Any, cast
@@ -18,7 +16,7 @@ from ._backend import Backend, Finish, Output
 from ._books import Books, Peer, ServedStream
 from ._delivery import Delivery
 from ._errors import EncodeError, ProtocolError, RequestRejected
-from ._hand_off import forget_frames
+from ._hand_off import complain, forget_frames
 from ._loans import Loans
 from ._page import Page
 from ._parent import exit_with_parent, leave_signals_to_parent
@@ -231,7 +229,7 @@ class EngineServer:
             self._reject(peer, generation, refusal.code, refusal.message)
         except Exception as error:  # noqa: BLE001
             # One request that the backend cannot take is no reason to stop the rest.
-            _complain("start", error)
+            complain("start", error)
             self._backend.end(key)
             told = f"start raised {type(error).__name__}"
             self._reject(peer, generation, "internal", told)
@@ -277,7 +275,7 @@ class EngineServer:
             outputs = self._backend.step()
             self._failed_steps = 0
         except Exception as error:
-            _complain("step", error)
+            complain("step", error)
             self._failed_steps += 1
             if self._failed_steps == _MAX_FAILED_STEPS:
                 raise
@@ -331,10 +329,3 @@ class EngineServer:
         for stream in self._books.forget(peer):
             self._backend.end(stream.key)
             self._delivery.forget(stream)
-
-
-def _complain(where: str, error: Exception) -> None:
-    # Without the message of the error and without locals, which may hold a prompt.
-    sys.stderr.write(f"{where} raised {type(error).__name__}\n")
-    traceback.print_tb(error.__traceback__)
-    forget_frames(error)

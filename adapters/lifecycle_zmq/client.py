@@ -82,10 +82,8 @@ class EngineClient:
         self._sender = Sender(self._link, self.lose)
         self._tasks = anyio.create_task_group()
         await self._tasks.__aenter__()
-        for scope, run in zip(
-            self._scopes, (self._link.pump, self._sender.run), strict=True
-        ):
-            self._tasks.start_soon(self._guard, scope, run)
+        self._tasks.start_soon(self._guard, self._scopes[0], self._link.pump)
+        self._tasks.start_soon(self._guard, self._scopes[1], self._sender.run)
         return self
 
     async def __aexit__(
@@ -207,8 +205,7 @@ class EngineClient:
         """
         if not self.ready:
             raise self._loss()
-        self._asked += 1
-        ask = self._asked
+        self._asked = ask = self._asked + 1
         report = self._table.reports[ask] = Report()
         self._sender.say(Kind.STATUS, {"ask": ask})
         try:
@@ -273,9 +270,9 @@ class EngineClient:
         self._generation += 1
         state = StreamState(key, self._generation, self._window)
         try:
+            packed = pack_request(dict(request))
             lodging = Lodging(self._arena)
             described, memory = wire.describe(taken, lodging.lodge)
-            packed = pack_request(dict(request))
             # Known before it is sent: from then on only END may forget it.
             self._table.add(state)
             self._table.lend(state, lodging.blocks)
@@ -305,8 +302,7 @@ class EngineClient:
         except ProtocolError as error:
             self._give_up("protocol", str(error))
             return False
-        if self._table.ready:
-            self._settled.set()
+        self._settled.set()
         return True
 
     def _give_up(self, reason: str, why: str) -> None:

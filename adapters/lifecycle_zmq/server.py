@@ -5,14 +5,13 @@ from __future__ import annotations
 import errno
 import math
 from collections.abc import Mapping
-from itertools import pairwise
 from typing import Any, cast
 
 import zmq
 
 from . import _address, wire
 from ._arena_view import ArenaView
-from ._backend import Backend, Finish, Output
+from ._backend import Backend
 from ._books import Books, Peer, ServedStream
 from ._delivery import Delivery
 from ._errors import EncodeError, ProtocolError, RequestRejected
@@ -157,21 +156,11 @@ class EngineServer:
         if message.sequence < peer.received:
             raise ProtocolError("a message came twice")
         # What is refused here leaves a gap, as what was lost does.
-        self._number(peer, message)
+        peer.number(message)
         if message.sequence > peer.received:
             self._mend(peer)
         peer.received = message.sequence + 1
         return peer
-
-    def _number(self, peer: Peer, message: Message) -> None:
-        numbers = [peer.generation]
-        if message.kind is Kind.START:
-            numbers.append(message.generation)
-        elif message.kind is Kind.CONTROL:
-            numbers += (start[0] for start in message.body["start"])
-        if any(one >= other for one, other in pairwise(numbers)):
-            raise ProtocolError("a stream came twice")
-        peer.generation = numbers[-1]
 
     def _welcome(self, address: bytes, sequence: int) -> Peer:
         peers = self._books.peers
@@ -279,15 +268,8 @@ class EngineServer:
             self._failed_steps += 1
             if self._failed_steps == _MAX_FAILED_STEPS:
                 raise
-            outputs = self._fail_all(f"a step raised {type(error).__name__}")
+            outputs = self._delivery.fail_all(f"a step raised {type(error).__name__}")
         self._delivery.publish(outputs)
-
-    def _fail_all(self, message: str) -> list[Output]:
-        finish = Finish("failed", "step_failed", message)
-        live = [key for key, it in self._books.streams.items() if not it.finished]
-        for key in live:
-            self._backend.end(key)
-        return [Output(key, (), finish) for key in live]
 
     def _report(self, peer: Peer, ask: int) -> None:
         status: dict[str, Any] = dict(self._books.counters())

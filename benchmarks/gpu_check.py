@@ -22,6 +22,7 @@ from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
+from arena_device import arena
 from engine_rig import Rig, Timed, agreement, best, picture, rig
 from gpu_memory import bandwidth, flatness
 from gpu_process import death
@@ -98,6 +99,7 @@ class Check:
                 for name, measure in on_rig.items():
                     self._say(report, name, functools.partial(measure, made))
         self._say(report, "copies", functools.partial(bandwidth, device))
+        self._say(report, "arena", functools.partial(arena, device))
         self._say(report, "death", functools.partial(death, device))
         return report
 

@@ -19,6 +19,7 @@ from .graphs import Eager, Fixed, GraphMode, Inputs, Lane
 from .kv import Chunk, SlotCache, Step
 from .runner import DeviceLost, Emitted, Prompt
 from .sampling import Sampler, choose
+from .uploads import TorchDevice, Uploads
 from .vision import images_of_chunk, needed_until
 
 _MAX_LENGTH = 8192
@@ -93,6 +94,7 @@ class TransformersRunner:
         self._text = getattr(model.model, "language_model", model.model)
         self._shared_heads = shared_heads(self._text)
         self._seats: dict[int, _Seat] = {}
+        self._uploads = Uploads(TorchDevice(model.device))
         self.cache = SlotCache.of(model, slots=slots, max_length=max_length)
         self._steps: Eager | Fixed
         if graphs == "off":
@@ -174,7 +176,10 @@ class TransformersRunner:
                     self.free(slot)
                     self._seats[slot] = self._seat(prompt)
                     self._family.begin(self.model, prompt)
-                return self._prefill(self._seats[slot], prompt, start, stop)
+                try:
+                    return self._prefill(self._seats[slot], prompt, start, stop)
+                finally:
+                    self._uploads.finish()  # now the tensors may be dropped
         except RuntimeError as error:
             self._raise_if_lost(error)
             raise
@@ -245,7 +250,9 @@ class TransformersRunner:
         ids = torch.tensor([prompt.input_ids[start:stop]], device=device)
         embeds = self._text.get_input_embeddings()(ids)
         extra: dict[str, Any] = {}
-        images = images_of_chunk(family, self.model, prompt, start, stop)
+        images = images_of_chunk(
+            family, self.model, prompt, start, stop, self._uploads.begin
+        )
         if images is not None:
             places = ids == family.image_token
             embeds[places] = images.features.to(embeds.dtype)

@@ -76,8 +76,8 @@ coverage-of-cases: .venv/.ready
 	@$(BIN)/python scripts/coverage_of_cases.py
 
 bench: .venv/.ready
-	@for file in benchmarks/core.py benchmarks/bench_*.py; do \
-	  echo "== $$file"; $(BIN)/python "$$file" || exit 1; done
+	@for file in core bench_payload link arena liveness engine; do \
+	  echo "== $$file"; $(BIN)/python "benchmarks/$$file.py" || exit 1; done
 
 bench-memory: .venv/.ready
 	@$(BIN)/python -c 'import matplotlib' 2>/dev/null || \
@@ -90,7 +90,7 @@ docs: .venv/.docs
 	@echo "docs/_build/html/index.html"
 
 gpu-check:
-	@PYTHONPATH=src:adapters $(PY) benchmarks/gpu_check.py
+	@PYTHONPATH=src:adapters $(PY) benchmarks/gpu_check.py $(ARGS)
 
 clean:
 	rm -rf .venv build dist docs/_build .coverage* \

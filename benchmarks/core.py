@@ -14,6 +14,8 @@ from time import thread_time
 
 import anyio
 from _measure import Chunk, Goal, in_turns, show
+from core_start import starts
+from core_streams import streams
 
 from lifecycle import Gate
 
@@ -30,6 +32,8 @@ async def main() -> None:
     await hand_off()
     await storm("cancel storm, 20,000 in line, each cancelled, in any order", mix=True)
     await storm("the same, whoever came first cancelled first", mix=False)
+    await streams()
+    await starts()
 
 
 def semaphores() -> dict[str, Pair]:

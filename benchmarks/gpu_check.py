@@ -22,6 +22,7 @@ from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
+from arena_device import arena
 from engine_rig import Rig, Timed, agreement, best, picture, rig
 from gpu_memory import bandwidth, flatness
 from gpu_process import death
@@ -29,6 +30,8 @@ from gpu_process import death
 RESULTS = Path(__file__).parent / "results"
 TOKENS = 48
 Row = tuple[str, str]
+Measured = tuple[dict[str, Any], list[Row]]
+_PARTS = ("identity", "decode", "prefill", "memory", "scheduler", "copies", "death")
 _NEEDED = ("torch", "transformers", "numpy", "PIL")
 _SIZES: dict[str, dict[str, int]] = {
     "tiny": {},
@@ -68,7 +71,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(json.dumps(report, indent=2) + "\n", encoding="utf-8")
     print(f"written to {path}")
-    return 0 if check.identical else 1
+    return 0 if check.identical or "identity" not in report else 1
 
 
 class Check:
@@ -83,18 +86,25 @@ class Check:
     def run(self) -> dict[str, Any]:
         """Measure everything, printing a line for each result."""
         report = self._machine()
+        device, options = self.options.device, self.options
         self._say(report, "identity", self.identity)
         self._say(report, "decode", self.decode)
-        with self._rig(graphs=self.modes[-1]) as made:
-            for name, measure in (
-                ("prefill", prefill),
-                ("memory", functools.partial(flatness, self.options)),
-                ("scheduler", functools.partial(scheduler, self.options.batch)),
-            ):
-                self._say(report, name, functools.partial(measure, made))
-        self._say(report, "copies", functools.partial(bandwidth, self.options.device))
-        self._say(report, "death", functools.partial(death, self.options.device))
+        on_rig: dict[str, Callable[[Rig], Measured]] = {
+            "prefill": prefill,
+            "memory": functools.partial(flatness, options),
+            "scheduler": functools.partial(scheduler, options.batch),
+        }
+        if any(self._wants(name) for name in on_rig):
+            with self._rig(graphs=self.modes[-1]) as made:
+                for name, measure in on_rig.items():
+                    self._say(report, name, functools.partial(measure, made))
+        self._say(report, "copies", functools.partial(bandwidth, device))
+        self._say(report, "arena", functools.partial(arena, device))
+        self._say(report, "death", functools.partial(death, device))
         return report
+
+    def _wants(self, name: str) -> bool:
+        return not self.options.only or name in self.options.only
 
     def identity(self) -> tuple[dict[str, Any], list[Row]]:
         """Greedy tokens of every family, alone and together, against `generate`."""
@@ -129,8 +139,10 @@ class Check:
         self,
         report: dict[str, Any],
         name: str,
-        measure: Callable[[], tuple[dict[str, Any], list[Row]]],
+        measure: Callable[[], Measured],
     ) -> None:
+        if not self._wants(name):
+            return
         begin = time.perf_counter()
         report[name], rows = measure()
         for label, value in rows:
@@ -276,6 +288,7 @@ def _parser() -> argparse.ArgumentParser:
     add("--batch", type=int, default=32, help="lanes of a full batch")
     add("--concurrent", type=int, default=64, help="image requests at a time")
     add("--requests", type=int, default=1000, help="image requests, for the memory")
+    add("--only", choices=_PARTS, action="append", help="a part; may be repeated")
     add("--out", type=Path, help="the JSON; default: beside this file")
     return parser
 

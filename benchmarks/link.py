@@ -10,6 +10,7 @@ Run it: python benchmarks/link.py [--rounds 3] [--seconds 4] [--only NAME ...]
 from __future__ import annotations
 
 import argparse
+import gc
 import json
 import os
 import statistics
@@ -166,6 +167,9 @@ def run_cell(cell: str, name: str, seconds: float) -> None:
 
     async def main() -> Figures:
         async with way(name) as transport:
+            # What was made so far is not looked through again while it measures.
+            gc.collect()
+            gc.freeze()
             return await CELLS[cell][0](transport, seconds)
 
     print(json.dumps(anyio.run(main, backend=BACKENDS.get(name, "asyncio"))))

@@ -157,7 +157,7 @@ class _Meter:
         try:
             self._lease = await self._gate.admit(bytes=size)
         except Refused as refusal:
-            await self._answer(refusal)
+            await self._answer(refusal)  # noqa: ASYNC120 - whoever is cancelled has left
             raise
 
     def release(self) -> None:

@@ -77,11 +77,12 @@ class request_scope:  # noqa: N801 - it reads as a function: `async with request
         # that wait would lose an error of the block.
         self._tasks.cancel_scope.shield = True
         try:
-            await self._request.close(self._grace)
+            # Shielded and bounded in there, for each thing that is closed.
+            await self._request.close(self._grace)  # noqa: ASYNC102
         finally:
             self._request.end()
             self._tasks.cancel_scope.cancel()
-            await self._tasks.__aexit__(None, None, None)
+            await self._tasks.__aexit__(None, None, None)  # noqa: ASYNC102 - cut above
         failure, self._failure = self._failure, None
         if swallowed and failure is not None:
             raise failure

@@ -13,20 +13,27 @@ from . import images
 from ._hf import hf
 from .detokenizer import ByteDetokenizer
 from .image_side import image_side_of
-from .processor import BadChat, Chat, Prepared, bare
+from .processor import BadChat, Chat, Empty, Prepared, bare
 from .token_bytes import token_bytes
 
 
 class ChatProcessor:
     """Chats to token ids, and images to what the checkpoint's family takes."""
 
-    def __init__(self, checkpoint: str | Path, *, max_pixels: int = 40_000_000) -> None:
+    def __init__(
+        self,
+        checkpoint: str | Path,
+        *,
+        max_pixels: int = 40_000_000,
+        empty: Empty | None = None,
+    ) -> None:
         """Load tokenizer and image processor of a local checkpoint.
 
         Args:
             checkpoint: The folder.
             max_pixels: An encoded image of more pixels is refused; a smaller one
                 is scaled to the checkpoint's own limits.
+            empty: Makes the buffers of pixels; ``None``: in ordinary memory.
 
         Raises:
             ValueError: A tokenizer or an image processor of an unknown kind.
@@ -39,6 +46,7 @@ class ChatProcessor:
             self._tokenizer.chat_template = _old_template(folder)
         self._images = image_side_of(folder)
         self._max_pixels = max_pixels
+        self._empty = empty
         self._pad: int | None = None
         if self._images is not None:
             self._pad = self._tokenizer.convert_tokens_to_ids(self._images.token)
@@ -119,11 +127,17 @@ class ChatProcessor:
             image = images.decode(data, at, max_pixels=self._max_pixels)
             parts.append(self._images.tensors(image, at))
             del image
-        if len(parts) == 1:
+        if len(parts) == 1 and self._empty is None:
             return parts[0]
-        return {
-            name: np.concatenate([part[name] for part in parts]) for name in parts[0]
-        }
+        return {name: self._join(name, parts) for name in list(parts[0])}
+
+    def _join(self, name: str, parts: Sequence[dict[str, np.ndarray]]) -> np.ndarray:
+        arrays = [part.pop(name) for part in parts]
+        if self._empty is None or name != "pixel_values":
+            return np.concatenate(arrays)
+        shape = (sum(map(len, arrays)), *arrays[0].shape[1:])
+        target: np.ndarray = self._empty(shape, arrays[0].dtype)
+        return np.concatenate(arrays, out=target)
 
     def _expand(self, ids: list[int], tensors: dict[str, np.ndarray]) -> list[int]:
         """Give every image as many tokens as it takes."""

@@ -22,7 +22,7 @@ from .hints import first_steps
 if TYPE_CHECKING:
     from lifecycle_metrics import Metrics
 
-    from .processor import Processor
+    from .processor import Empty, Processor
 
 cli = typer.Typer(
     add_completion=False,
@@ -67,6 +67,13 @@ def serve(
     payload_bytes: Annotated[
         int, typer.Option(help="Bytes of payloads that may be in the making.", min=1)
     ] = 2 * 2**30,
+    arena_bytes: Annotated[
+        int,
+        typer.Option(
+            help="Bytes of memory that the engine reads payloads in; 0 sends them.",
+            min=0,
+        ),
+    ] = 2**30,
     slots: Annotated[
         int,
         typer.Option(help="Requests that may be in flight; 0 is unbounded.", min=0),
@@ -110,6 +117,7 @@ def serve(
 
     from . import serve as server
     from .app import AppSettings, create_app
+    from .processor import in_arena
 
     folder = None
     if runner is RunnerName.torch:
@@ -125,6 +133,7 @@ def serve(
             dtype=dtype,
         ),
         stalled_after=stalled_after,
+        arena_bytes=arena_bytes,
     )
     name = model or (folder.name if folder is not None else "sim")
     line: dict[str, Any] = {"max_waiting": max_waiting, "max_wait": max_wait}
@@ -132,7 +141,7 @@ def serve(
     line |= {"observer": metrics}
     app = create_app(
         engine,
-        make_processor(folder),
+        make_processor(folder, in_arena(engine) if arena_bytes else None),
         gate=Gate(bytes=payload_bytes, name="payloads", **line),
         in_flight=Gate(slots=slots or None, name="in_flight", **line),
         bodies=Gate(bytes=8 * body_bytes, name="bodies", **line),
@@ -272,17 +281,22 @@ def worker_argv(
     return argv
 
 
-def make_processor(folder: Path | None) -> Processor:
-    """The processor of a checkpoint; of the simulated model if there is none."""
+def make_processor(folder: Path | None, empty: Empty | None = None) -> Processor:
+    """The processor of a checkpoint; of the simulated model if there is none.
+
+    Args:
+        folder: Of the checkpoint.
+        empty: Makes the buffers of pixels; ``None``: in ordinary memory.
+    """
     if folder is None:
         from .sim_processor import SimProcessor
 
-        return SimProcessor()
+        return SimProcessor(empty=empty)
     from ._hf import hf
     from .chat_processor import ChatProcessor
 
     hf("set_verbosity_error", "utils.logging")()
-    return ChatProcessor(folder)
+    return ChatProcessor(folder, empty=empty)
 
 
 def default_checkpoint(cache: Path | None = None) -> Path:

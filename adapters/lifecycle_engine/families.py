@@ -24,7 +24,7 @@ from .prompts import (
     square_tokens,
 )
 from .runner import Prompt
-from .vision import Encoded, Family, to_device
+from .vision import Encoded, Family, Upload, to_device
 
 
 class PlainText:
@@ -43,7 +43,9 @@ class PlainText:
         del tensors
         return []
 
-    def encode(self, model: Any, tensors: dict[str, Any], index: int) -> Encoded:
+    def encode(
+        self, model: Any, tensors: dict[str, Any], index: int, upload: Upload
+    ) -> Encoded:
         """There is nothing to encode."""
         raise NotImplementedError
 
@@ -79,12 +81,12 @@ class Llava(PlainText):
         """The same for each."""
         return [self._tokens] * int(np.asarray(tensors["pixel_values"]).shape[0])
 
-    def encode(self, model: Any, tensors: dict[str, Any], index: int) -> Encoded:
+    def encode(
+        self, model: Any, tensors: dict[str, Any], index: int, upload: Upload
+    ) -> Encoded:
         """Run one image through the tower and the projector."""
         pixels = np.asarray(tensors["pixel_values"])[index : index + 1]
-        output = model.model.get_image_features(
-            to_device(pixels, model.device), return_dict=True
-        )
+        output = model.model.get_image_features(upload(pixels), return_dict=True)
         return Encoded(output.pooler_output[0])
 
 
@@ -122,18 +124,24 @@ class QwenVL:
         """As many as the grid has merged patches."""
         return [grid.tokens for grid in self._grids(tensors)]
 
-    def encode(self, model: Any, tensors: dict[str, Any], index: int) -> Encoded:
+    def encode(
+        self, model: Any, tensors: dict[str, Any], index: int, upload: Upload
+    ) -> Encoded:
         """Run one image's patches through the tower."""
         grid = self._grids(tensors)[index]
         pixels = np.asarray(tensors["pixel_values"])[grid.first : grid.behind]
         grids = np.asarray(tensors["image_grid_thw"])[index : index + 1]
         output = model.model.get_image_features(
-            to_device(pixels, model.device),
-            to_device(grids, model.device),
+            upload(pixels),
+            upload(grids),
             return_dict=True,
         )
         deep = getattr(output, "deepstack_features", None) or ()
-        return Encoded(output.pooler_output[0], [layer[0] for layer in deep])
+        # Split by image in later releases, as one tensor in earlier ones.
+        whole = [
+            layer if isinstance(layer, torch.Tensor) else layer[0] for layer in deep
+        ]
+        return Encoded(output.pooler_output[0], whole)
 
     def begin(self, model: Any, prompt: Prompt) -> None:
         """Keep the prompt's positions until the strip, the delta to the end."""

@@ -55,7 +55,8 @@ class LiveView:
         """``GET /ready``: 200 if a request would be served now, else 503."""
         if self._service.ready:
             return JSONResponse({"status": "ready"})
-        why = "draining" if self._service.sessions.draining else "no engine"
+        health = getattr(self._service.engine, "health", "not there")
+        why = "draining" if self._service.sessions.draining else f"engine {health}"
         return JSONResponse({"status": why}, 503, {"retry-after": "1"})
 
     async def status(self, _: Request) -> Response:

@@ -11,8 +11,12 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
+from lifecycle import Refused
+
 if TYPE_CHECKING:
     import numpy as np
+
+    from lifecycle_zmq import ZmqEngine
 
 
 class BadChat(ValueError):
@@ -99,6 +103,10 @@ class Prepared:
         return sum(int(tensor.nbytes) for tensor in self.tensors.values())
 
 
+# Makes an array of a shape and a dtype to write into: `numpy.empty`, for one.
+Empty = Callable[[Any, Any], Any]
+
+
 class Detokenizer(Protocol):
     """Token ids of one stream in, text out, never half a character."""
 
@@ -130,6 +138,24 @@ class Processor(Protocol):
     def detokenizer(self) -> Detokenizer:
         """Return a fresh detokenizer for one stream."""
         ...
+
+
+def in_arena(engine: ZmqEngine) -> Empty:
+    """Return what makes arrays in the arena of an engine, while there is room.
+
+    Args:
+        engine: With an arena, which is there once the engine was entered.
+    """
+
+    def empty(shape: Any, dtype: Any) -> Any:
+        import numpy as np
+
+        try:
+            return engine.arena.empty(shape, dtype)
+        except Refused:  # handed over as a copy then
+            return np.empty(shape, dtype)
+
+    return empty
 
 
 S = TypeVar("S")

@@ -6,7 +6,7 @@ import numpy as np
 
 from . import images
 from .detokenizer import ByteDetokenizer
-from .processor import Chat, Prepared, bare
+from .processor import Chat, Empty, Prepared, bare
 from .sim_runner import BYTES_PER_PIXEL
 
 END = 256
@@ -17,9 +17,17 @@ _FLOATS = BYTES_PER_PIXEL // 4
 class SimProcessor:
     """Chats to UTF-8 bytes; images to 24 bytes a pixel, as a real model's are."""
 
-    def __init__(self, *, max_pixels: int = 40_000_000) -> None:
-        """Make a processor; an image of more pixels is refused."""
+    def __init__(
+        self, *, max_pixels: int = 40_000_000, empty: Empty | None = None
+    ) -> None:
+        """Make a processor.
+
+        Args:
+            max_pixels: An image of more pixels is refused.
+            empty: Makes the buffers of pixels; ``None``: in ordinary memory.
+        """
         self._max_pixels = max_pixels
+        self._empty = empty or np.empty
 
     @bare
     def prepare(self, chat: Chat) -> Prepared:
@@ -53,7 +61,8 @@ class SimProcessor:
             images.size(data, at, max_pixels=self._max_pixels)
             for at, data in enumerate(encoded, 1)
         ]
-        buffer = np.empty((sum(w * h for w, h in sizes), _FLOATS), np.float32)
+        pixels = sum(w * h for w, h in sizes)
+        buffer: np.ndarray = self._empty((pixels, _FLOATS), np.float32)
         row = 0
         for at, data in enumerate(encoded, 1):
             image = images.decode(data, at, max_pixels=self._max_pixels)

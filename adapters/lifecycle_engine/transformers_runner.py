@@ -13,11 +13,13 @@ from typing import Any
 
 import torch
 
+from .attention import shared_heads
 from .families import family_of, load_model
 from .graphs import Eager, Fixed, GraphMode, Inputs, Lane
 from .kv import Chunk, SlotCache, Step
 from .runner import DeviceLost, Emitted, Prompt
 from .sampling import Sampler, choose
+from .uploads import TorchDevice, Uploads
 from .vision import images_of_chunk, needed_until
 
 _MAX_LENGTH = 8192
@@ -90,7 +92,9 @@ class TransformersRunner:
         self._family = family_of(model.config)
         self.keep = self._family.keep
         self._text = getattr(model.model, "language_model", model.model)
+        self._shared_heads = shared_heads(self._text)
         self._seats: dict[int, _Seat] = {}
+        self._uploads = Uploads(TorchDevice(model.device))
         self.cache = SlotCache.of(model, slots=slots, max_length=max_length)
         self._steps: Eager | Fixed
         if graphs == "off":
@@ -172,7 +176,10 @@ class TransformersRunner:
                     self.free(slot)
                     self._seats[slot] = self._seat(prompt)
                     self._family.begin(self.model, prompt)
-                return self._prefill(self._seats[slot], prompt, start, stop)
+                try:
+                    return self._prefill(self._seats[slot], prompt, start, stop)
+                finally:
+                    self._uploads.finish()  # now the tensors may be dropped
         except RuntimeError as error:
             self._raise_if_lost(error)
             raise
@@ -243,7 +250,9 @@ class TransformersRunner:
         ids = torch.tensor([prompt.input_ids[start:stop]], device=device)
         embeds = self._text.get_input_embeddings()(ids)
         extra: dict[str, Any] = {}
-        images = images_of_chunk(family, self.model, prompt, start, stop)
+        images = images_of_chunk(
+            family, self.model, prompt, start, stop, self._uploads.begin
+        )
         if images is not None:
             places = ids == family.image_token
             embeds[places] = images.features.to(embeds.dtype)
@@ -275,13 +284,14 @@ class TransformersRunner:
         positions = inputs.rotary[:, None]
         if self._family.axes:
             positions = positions.expand(self._family.axes, -1, -1)
-        output = self._text(
-            input_ids=inputs.ids[:, None],
-            position_ids=positions,
-            attention_mask=inputs.mask,
-            past_key_values=self.cache,
-            use_cache=True,
-        )
+        with self._shared_heads():
+            output = self._text(
+                input_ids=inputs.ids[:, None],
+                position_ids=positions,
+                attention_mask=inputs.mask,
+                past_key_values=self.cache,
+                use_cache=True,
+            )
         logits: torch.Tensor = self.model.lm_head(output.last_hidden_state[:, -1])
         return logits
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import itertools
 import warnings
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -40,6 +40,10 @@ class Encoded:
         return Encoded(self.features[start:stop], deep)
 
 
+# Brings an array to the model's device, and keeps it as long as that takes.
+Upload = Callable[[np.ndarray], torch.Tensor]
+
+
 class Family(Protocol):
     """What differs between model families.
 
@@ -62,8 +66,10 @@ class Family(Protocol):
         """Return how many tokens each image takes, in order."""
         ...
 
-    def encode(self, model: Any, tensors: dict[str, Any], index: int) -> Encoded:
-        """Encode one image on the model's device."""
+    def encode(
+        self, model: Any, tensors: dict[str, Any], index: int, upload: Upload
+    ) -> Encoded:
+        """Encode one image on the model's device, brought there by `upload`."""
         ...
 
     def begin(self, model: Any, prompt: Prompt) -> None:
@@ -91,7 +97,7 @@ def needed_until(family: Family, prompt: Prompt) -> int:
 
 
 def images_of_chunk(
-    family: Family, model: Any, prompt: Prompt, start: int, stop: int
+    family: Family, model: Any, prompt: Prompt, start: int, stop: int, upload: Upload
 ) -> Encoded | None:
     """Return the features of a chunk's image tokens; ``None`` if it has none.
 
@@ -108,7 +114,7 @@ def images_of_chunk(
     ends = list(itertools.accumulate(family.tokens_of_images(prompt.tensors)))
     for index, (begin, end) in enumerate(zip([0, *ends], ends, strict=False)):
         if begin < last and first < end:
-            encoded = _encoded(family, model, prompt, index)
+            encoded = _encoded(family, model, prompt, index, upload)
             parts.append(encoded.part(max(first - begin, 0), last - begin))
             if end <= last:
                 del prompt.tensors[_ENCODED]
@@ -119,12 +125,14 @@ def _count(ids: Sequence[int], start: int, stop: int, token: int) -> int:
     return sum(each == token for each in itertools.islice(ids, start, stop))
 
 
-def _encoded(family: Family, model: Any, prompt: Prompt, index: int) -> Encoded:
+def _encoded(
+    family: Family, model: Any, prompt: Prompt, index: int, upload: Upload
+) -> Encoded:
     at, kept = prompt.tensors.get(_ENCODED, (None, None))
     if at == index:
         assert isinstance(kept, Encoded)
         return kept
-    encoded = family.encode(model, prompt.tensors, index)
+    encoded = family.encode(model, prompt.tensors, index, upload)
     prompt.tensors[_ENCODED] = (index, encoded)
     return encoded
 

@@ -12,7 +12,7 @@ import sys
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from lifecycle_zmq import EngineServer, exit_with_parent
+from lifecycle_zmq import ArenaView, EngineServer, exit_with_parent
 
 from .runner import EXIT_DEVICE_LOST, DeviceLost, Runner
 from .scheduler import Scheduler
@@ -30,9 +30,15 @@ def main(argv: Sequence[str] | None = None) -> int:
     options = _parser().parse_args(argv)
     try:
         scheduler = _build(options)
+        cuda = options.runner == "torch" and options.device == "cuda"
         server = EngineServer(
-            options.endpoint, scheduler, incarnation=options.incarnation
+            options.endpoint,
+            scheduler,
+            incarnation=options.incarnation,
+            writable_arena=cuda,
         )
+        if cuda and server.arena is not None:
+            _pin(server.arena)
         server.run()
     except DeviceLost as error:
         sys.stderr.write(f"lifecycle-engine: {error}\n")
@@ -84,6 +90,13 @@ def build_runner(options: argparse.Namespace) -> Runner:
         graphs=options.graphs or ("on" if cuda else "off"),
         buckets=options.bucket or (),
     )
+
+
+def _pin(arena: ArenaView) -> None:
+    from .uploads import pin
+
+    if not pin(arena):
+        sys.stderr.write("lifecycle-engine: the device refused to pin the arena\n")
 
 
 def _sim_cost(options: argparse.Namespace) -> SimCost:

@@ -8,16 +8,20 @@ process's side, around whatever implements `Backend`.
 # A map of the package; each line imports those above it.
 #
 #   _errors, _hand_off                    refusals; giving a payload away
+#   _regions, _memory, _views, _block
+#   arena                                 memory for payloads, as the client has it
 #   _plain, _items, _tensors              values, items and memory as bytes
+#   _arena_view                           the arena as the engine sees it
 #   _schema, wire                         messages
 #   _slot, _streams, _table, _outbox      what the client knows, without I/O
+#   _lodging                              tensors of a request into an arena
 #   _link, client                         the API process's end of one link
 #   _address, _rendezvous                 how the two processes find each other
 #   _page, _lock, _proc, _watch           how an engine is doing, without the link
 #   process, _liveness, _restarts         one process; what it shows; when the next
 #   _incarnation, _supervisor, engine     one process with all of this; all of them
 #   _backend, _held, _tick, _books        what the server knows, without a socket
-#   _delivery, _router                    who gets what when; the socket
+#   _delivery, _loans, _router            who gets what when; the socket
 #   _parent, _pulse                       what its process owes to its parent
 #   server                                the engine process's end
 
@@ -32,15 +36,21 @@ except ModuleNotFoundError as error:
         name=error.name,
     ) from None
 
+from ._arena_view import ArenaView
 from ._backend import Backend, Finish, Merge, Output
 from ._errors import EngineFailed, ProtocolError, RequestRejected
 from ._parent import exit_with_parent
 from ._supervisor import Health
+from .arena import Arena, ArenaFull, ArenaStatistics
 from .client import EngineClient
 from .engine import ZmqEngine
 from .server import EngineServer
 
 __all__ = (
+    "Arena",
+    "ArenaFull",
+    "ArenaStatistics",
+    "ArenaView",
     "Backend",
     "EngineClient",
     "EngineFailed",

@@ -64,8 +64,11 @@ class Backend(Protocol):
     ) -> Merge | None:
         """Take a request, or raise `RequestRejected`.
 
-        The tensors are writable memory that is the backend's alone; the server keeps
-        no reference to them.
+        The tensors are read-only and the backend's alone; the server keeps no reference
+        to them. Large ones lie in the arena, which the client writes and reuses: what
+        a tensor takes there is in use until the last reference to the tensor, or to
+        any array made over it, is gone. So let go of them when they were read, and
+        hold them while a device still copies.
 
         Returns:
             How the stream's items may be merged while its reader is behind; ``None``

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from dataclasses import dataclass, field
+from itertools import pairwise
 
 from ._backend import Finish, Merge
+from ._errors import ProtocolError
 from ._held import Held
 from ._tick import Tick
+from .wire import Kind, Message
 
 # Enough to tell a repeated END from one of a stream that was refused.
 _REMEMBERED = 4096
@@ -32,6 +35,21 @@ class Peer:
     generation: int = 0
     streams: dict[int, ServedStream] = field(default_factory=dict)
     tick: Tick = field(default_factory=Tick)
+
+    def number(self, message: Message) -> None:
+        """Note the streams that a message begins, whose numbers only go up.
+
+        Raises:
+            ProtocolError: One of them came before; none is noted.
+        """
+        numbers = [self.generation]
+        if message.kind is Kind.START:
+            numbers.append(message.generation)
+        elif message.kind is Kind.CONTROL:
+            numbers += (start[0] for start in message.body["start"])
+        if any(one >= other for one, other in pairwise(numbers)):
+            raise ProtocolError("a stream came twice")
+        self.generation = numbers[-1]
 
 
 @dataclass(slots=True, eq=False)

@@ -100,6 +100,14 @@ class Delivery:
         if running:
             self._backend.cancel(stream.key)
 
+    def fail_all(self, message: str) -> list[Output]:
+        """Make the backend forget every stream; return what their readers are told."""
+        finish = Finish("failed", "step_failed", message)
+        live = [key for key, it in self._books.streams.items() if not it.finished]
+        for key in live:
+            self._backend.end(key)
+        return [Output(key, (), finish) for key in live]
+
     def release(self, stream: ServedStream) -> None:
         """Drop what is held for a stream."""
         if stream.held is not None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import traceback
 from collections.abc import Mapping
 from pathlib import PurePath
@@ -36,3 +37,11 @@ def where(error: BaseException) -> str:
     """Say what was raised and where, without what it says, which may be content."""
     *_, (frame, line) = traceback.walk_tb(error.__traceback__)
     return f"{type(error).__name__} at {PurePath(frame.f_code.co_filename).name}:{line}"
+
+
+def complain(about: str, error: Exception) -> None:
+    """Say on standard error what was raised about what, and empty its frames."""
+    # Without the message of the error and without locals, which may hold a prompt.
+    sys.stderr.write(f"{about} raised {type(error).__name__}\n")
+    traceback.print_tb(error.__traceback__)
+    forget_frames(error)

@@ -14,6 +14,7 @@ from . import _address
 from ._liveness import LiveHealth, Liveness
 from ._rendezvous import Rendezvous
 from ._watch import Limits
+from .arena import Arena
 from .client import EngineClient
 from .process import EngineProcess
 
@@ -30,6 +31,7 @@ class Settings:
     directory: Path | None
     ready_timeout: float
     limits: Limits
+    arena: Callable[[], Arena | None]
 
 
 class Incarnation:
@@ -119,7 +121,10 @@ class Incarnation:
         place = Rendezvous(self._settings.directory)
         try:
             async with EngineClient(
-                place.address, incarnation=self._number, retry_after=self._retry_after
+                place.address,
+                incarnation=self._number,
+                retry_after=self._retry_after,
+                arena=self._settings.arena(),
             ) as client:
                 place.hide()
                 self.client = client
@@ -142,9 +147,19 @@ class Incarnation:
                 client.lose("closed")
                 await process.close()  # noqa: ASYNC102 - shielded and bounded in there
                 self.output = process.output
+                self._revoke(process)
+
+    def _revoke(self, process: EngineProcess) -> None:
+        # Not before: it may have been reading until it was reaped.
+        arena = self._settings.arena()
+        if arena is not None and process.reaped:
+            arena.take_back_all()
 
     def _spawn(self, place: Rendezvous, liveness: Liveness) -> EngineProcess:
         inherited = {"listener": place.listener.fileno(), **liveness.inherited}
+        arena = self._settings.arena()
+        if arena is not None and arena.descriptor is not None:
+            inherited["arena"] = arena.descriptor
         endpoint = _address.join(place.address, inherited)
         tail = ["--endpoint", endpoint, "--incarnation", str(self._number)]
         return EngineProcess(

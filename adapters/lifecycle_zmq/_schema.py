@@ -16,7 +16,7 @@ MAX_DIMENSIONS = 8
 MAX_LENGTH = 2**40
 REASONS = frozenset({"completed", "cancelled", "failed"})
 
-_TENSOR = [str, str, list]
+_TENSOR = ([str, str, list, type(None)], [str, str, list, int])
 _CHUNK = ([int, int, list, type(None)], [int, int, list, dict])
 
 Check = Callable[[Any], bool]
@@ -66,14 +66,15 @@ _are_generations = _list_of(_is_generation)
 
 
 def _is_tensor(value: Any) -> bool:
-    if type(value) is not list or list(map(type, value)) != _TENSOR:
+    if type(value) is not list or list(map(type, value)) not in _TENSOR:
         return False
-    name, letter, shape = value
+    name, letter, shape, offset = value
     return (
         is_key(name)
         and letter in ITEMSIZE
         and len(shape) <= MAX_DIMENSIONS
         and all(type(size) is int and 0 < size <= MAX_LENGTH for size in shape)
+        and (offset is None or _is_count(offset))
     )
 
 
@@ -161,6 +162,7 @@ TICK: Schema = {
     "rejected": _list_of(_is_rejection),
     "tokens": _is_bytes,
     "chunks": _list_of(_is_chunk),
+    "freed": _are_generations,
     "done": _are_generations,
 }
 REPORT: Schema = {"ask": _is_count, "status": is_map}

@@ -49,12 +49,12 @@ class Sender:
         described: list[list[Any]],
         memory: Sequence[memoryview],
     ) -> None:
-        """Ask for a stream; its memory was copied when this returns.
+        """Ask for a stream; the memory to be sent was copied when this returns.
 
         Raises:
             EncodeError: The message cannot be sent; nothing of it was.
         """
-        if not memory and len(request) <= SMALL_REQUEST:
+        if not described and len(request) <= SMALL_REQUEST:
             self.outbox.start(state.generation, state.key, state.window, request)
             return
         body = {

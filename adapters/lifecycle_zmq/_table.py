@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, ClassVar
 
 import anyio
 
+from ._block import Block
 from ._errors import EngineFailed, ProtocolError, RequestRejected
 from ._items import BASE_COST, MAX_TOKEN, TOKEN_COST, TokenList
 from ._streams import Error, StreamState
+from .arena import Arena
 from .wire import Kind, Message
 
 
@@ -32,24 +34,52 @@ class StreamTable:
 
     Args:
         incarnation: The number that every message must carry.
+        arena: What the engine gives loans back to.
+
+    Attributes:
+        loans: What the engine has of the arena: number of the loan by generation.
     """
 
-    def __init__(self, incarnation: int) -> None:
+    def __init__(self, incarnation: int, arena: Arena | None = None) -> None:
         self._incarnation = incarnation
+        self._arena = arena
         self._received = 0
         self.ready = False
         self.streams: dict[int, StreamState] = {}
         self.keys: dict[str, StreamState] = {}
         self.reports: dict[int, Report] = {}
+        self.loans: dict[int, int] = {}
 
     def add(self, state: StreamState) -> None:
         """Enter a stream that is about to be started."""
         self.streams[state.generation] = self.keys[state.key] = state
 
     def remove(self, state: StreamState) -> None:
-        """Forget a stream: it is over, or was never started."""
+        """Forget a stream that is over."""
         self.streams.pop(state.generation, None)
         self.keys.pop(state.key, None)
+
+    def withdraw(self, state: StreamState) -> None:
+        """Forget a stream that was never started."""
+        self.remove(state)
+        if state.generation in self.loans:
+            self.take_back(state.generation)
+
+    def lend(self, state: StreamState, blocks: Sequence[Block]) -> None:
+        """Keep blocks of the arena for a stream that is about to be started."""
+        if self._arena is not None and blocks:
+            self.loans[state.generation] = self._arena.lend(blocks)
+
+    def take_back(self, generation: int) -> None:
+        """End the loan of a stream.
+
+        Raises:
+            ProtocolError: It has none.
+        """
+        loan = self.loans.pop(generation, None)
+        if loan is None or self._arena is None:
+            raise ProtocolError("a loan that was never made, or has ended")
+        self._arena.take_back(loan)
 
     def lose(self, error: Error) -> None:
         """Tell everybody who waits, once, and forget them."""
@@ -86,6 +116,9 @@ class StreamTable:
             self._reject(self._unsettled(generation), code, message)
         self._take_tokens(body["tokens"])
         self._take_chunks(body["chunks"])
+        # Before the end of their streams is told: who waits for it finds room.
+        for generation in body["freed"]:
+            self.take_back(generation)
         for generation in body["done"]:
             self._complete(self._known(generation))
 

@@ -1,12 +1,13 @@
-"""The tensors beside a START: what its map says of them, and their memory."""
+"""The tensors of a START: what its map says of them, and where their memory is."""
 
 from __future__ import annotations
 
 import math
 import struct
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple
 
+from . import _views
 from ._errors import EncodeError, ProtocolError
 
 Buffer = bytes | bytearray | memoryview
@@ -18,11 +19,23 @@ MAX_TENSOR_BYTES = 4 * 2**30
 ITEMSIZE = {letter: struct.calcsize(letter) for letter in "?bBhHiIlLqQfd"}
 
 
-def describe(tensors: Mapping[str, Any]) -> tuple[list[list[Any]], list[memoryview]]:
-    """Return what START says of `tensors`, and their memory, not copied.
+class Place(NamedTuple):
+    """A tensor that lies in the arena."""
+
+    offset: int
+    letter: str
+    shape: list[int]
+
+
+def describe(
+    tensors: Mapping[str, Any],
+    lodge: Callable[[memoryview], int | None] = lambda _: None,
+) -> tuple[list[list[Any]], list[memoryview]]:
+    """Return what START says of `tensors`, and the memory to be sent, not copied.
 
     Args:
-        tensors: Name to any C-contiguous buffer of a plain native format.
+        tensors: Name to any C-contiguous buffer of a plain native format, or tensor.
+        lodge: Says where in the arena a buffer lies; ``None``: it has to be sent.
 
     Raises:
         EncodeError: A tensor has no such buffer, or there are too many or too large.
@@ -35,33 +48,49 @@ def describe(tensors: Mapping[str, Any]) -> tuple[list[list[Any]], list[memoryvi
     memory: list[memoryview] = []
     for name, value in tensors.items():
         view = _view(name, value)
-        described.append([name, view.format, list(view.shape or ())])
-        memory.append(view)
+        offset = lodge(view)
+        described.append([name, view.format, list(view.shape or ()), offset])
+        if offset is None:
+            memory.append(view)
     return described, memory
 
 
 def attach(
     described: list[list[Any]], memory: Sequence[Buffer]
-) -> dict[str, memoryview]:
-    """Return the tensors that were described, over `memory`, not copied.
+) -> dict[str, memoryview | Place]:
+    """Return the tensors that were described, over `memory`, read-only, not copied.
 
     Raises:
         ProtocolError: The memory is not what its description says.
     """
-    if len(described) != len(memory):
-        raise ProtocolError(f"{len(memory)} tensors, {len(described)} described")
-    attached: dict[str, memoryview] = {}
-    for (name, letter, shape), raw in zip(described, memory, strict=True):
-        view = memoryview(raw)
-        if name in attached or math.prod(shape) * ITEMSIZE[letter] != len(view):
+    sent = sum(offset is None for *_, offset in described)
+    if sent != len(memory) or len(described) > MAX_TENSORS:
+        raise ProtocolError(f"{len(memory)} tensors, {sent} described")
+    attached: dict[str, memoryview | Place] = {}
+    parts = iter(memory)
+    for name, letter, shape, offset in described:
+        if name in attached:
+            raise ProtocolError("two tensors have one name")
+        if offset is not None:
+            attached[name] = Place(offset, letter, shape)
+            continue
+        view = memoryview(next(parts))
+        if math.prod(shape) * ITEMSIZE[letter] != len(view):
             raise ProtocolError("a tensor is not what its description says")
-        attached[name] = view.cast(letter, shape)
+        attached[name] = view.cast(letter, shape).toreadonly()
     return attached
+
+
+def move(tensors: dict[str, memoryview | Place]) -> dict[str, memoryview]:
+    """Return the tensors that were found, and leave none behind."""
+    moved = {name: it for name, it in tensors.items() if not isinstance(it, Place)}
+    tensors.clear()
+    return moved
 
 
 def _view(name: str, value: Any) -> memoryview:
     try:
-        view = memoryview(value)
+        view = _views.buffer_of(value)
     except (TypeError, ValueError):  # no buffer, or a format that buffers lack
         raise EncodeError(
             "unencodable",

@@ -36,6 +36,7 @@ class Tick:
         "_chunked",
         "_chunks",
         "_done",
+        "_freed",
         "_rejected",
         "_used",
         "words",
@@ -50,6 +51,7 @@ class Tick:
         self._used = 0
         self._accepted: list[int] = []
         self._done: list[int] = []
+        self._freed: list[int] = []
         self._rejected: list[list[Any]] = []
         self._chunks: list[list[Any]] = []
         self._chunked: dict[int, ServedStream] = {}
@@ -87,6 +89,11 @@ class Tick:
         self._done.append(generation)
         self._used += _ITEM
 
+    def free(self, generation: int) -> None:
+        """Say that nobody here reads a stream's part of the arena any more."""
+        self._freed.append(generation)
+        self._used += _ITEM
+
     def reject(self, generation: int, code: str, message: str) -> None:
         """Say that a stream was not taken, and why."""
         code, message = code[: wire.MAX_CODE], message[: wire.MAX_TEXT]
@@ -115,6 +122,7 @@ class Tick:
             "rejected": self._rejected,
             "tokens": pack_tokens(self.words),
             "chunks": self._chunks,
+            "freed": self._freed,
             "done": self._done,
         }
         chunked = self._chunked.values()

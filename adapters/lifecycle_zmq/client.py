@@ -17,9 +17,11 @@ from ._errors import EncodeError, ProtocolError, RequestRejected
 from ._hand_off import Box, forget_frames, where
 from ._items import pack_request
 from ._link import Link
+from ._lodging import Lodging
 from ._sender import Sender
 from ._streams import EngineStream, StreamState
 from ._table import Report, StreamTable
+from .arena import Arena
 from .wire import Kind
 
 _log = logging.getLogger("lifecycle_zmq")
@@ -38,6 +40,7 @@ class EngineClient:
         retry_after: Seconds that waiters are told when the engine is lost.
         window: Credit of a stream: the bytes of items that it may have unread here,
             each counted with 64 more. One item may exceed it.
+        arena: Where payloads lie that are not sent; mapped by this engine alone.
     """
 
     _link: Link
@@ -53,11 +56,13 @@ class EngineClient:
         incarnation: int,
         retry_after: float | None = None,
         window: int = 64 * 2**10,
+        arena: Arena | None = None,
     ) -> None:
         self._endpoint = endpoint
         self._retry_after = retry_after
         self._incarnation = incarnation
-        self._table = StreamTable(incarnation)
+        self._arena = arena
+        self._table = StreamTable(incarnation, arena)
         self._window = window
         self._asked = 0
         self._generation = 0
@@ -77,10 +82,8 @@ class EngineClient:
         self._sender = Sender(self._link, self.lose)
         self._tasks = anyio.create_task_group()
         await self._tasks.__aenter__()
-        for scope, run in zip(
-            self._scopes, (self._link.pump, self._sender.run), strict=True
-        ):
-            self._tasks.start_soon(self._guard, scope, run)
+        self._tasks.start_soon(self._guard, self._scopes[0], self._link.pump)
+        self._tasks.start_soon(self._guard, self._scopes[1], self._sender.run)
         return self
 
     async def __aexit__(
@@ -143,13 +146,14 @@ class EngineClient:
     ) -> AsyncIterator[Any]:
         """Hand a request to the engine and return its items.
 
-        The tensors are taken, copied into the socket and dropped before this
-        coroutine first waits, whatever becomes of the request.
+        The tensors are taken and dropped before this coroutine first waits, whatever
+        becomes of the request. What lies in the arena stays there, larger ones are
+        copied into it while there is room, and the rest into the socket.
 
         Args:
             key: What the stream is called until `end`; not in use.
             request: Plain values, at most 1 MiB on the wire.
-            tensors: Box of name to C-contiguous buffer, at most seven.
+            tensors: Box of name to C-contiguous buffer or tensor, at most seven.
 
         Raises:
             EngineLost: The engine is gone, or not ready; the request may have run.
@@ -201,8 +205,7 @@ class EngineClient:
         """
         if not self.ready:
             raise self._loss()
-        self._asked += 1
-        ask = self._asked
+        self._asked = ask = self._asked + 1
         report = self._table.reports[ask] = Report()
         self._sender.say(Kind.STATUS, {"ask": ask})
         try:
@@ -267,13 +270,15 @@ class EngineClient:
         self._generation += 1
         state = StreamState(key, self._generation, self._window)
         try:
-            described, memory = wire.describe(taken)
             packed = pack_request(dict(request))
+            lodging = Lodging(self._arena)
+            described, memory = wire.describe(taken, lodging.lodge)
             # Known before it is sent: from then on only END may forget it.
             self._table.add(state)
+            self._table.lend(state, lodging.blocks)
             self._sender.start(state, packed, described, memory)
         except EncodeError as error:
-            self._table.remove(state)
+            self._table.withdraw(state)
             raise RequestRejected(error.code, str(error)) from None
         return state
 
@@ -297,8 +302,7 @@ class EngineClient:
         except ProtocolError as error:
             self._give_up("protocol", str(error))
             return False
-        if self._table.ready:
-            self._settled.set()
+        self._settled.set()
         return True
 
     def _give_up(self, reason: str, why: str) -> None:

@@ -11,10 +11,12 @@ import anyio
 
 from ._hand_off import Box
 from ._incarnation import Settings
+from ._memory import Kind
 from ._rendezvous import sweep
 from ._restarts import Restarts
 from ._supervisor import Health, Supervisor
 from ._watch import Limits
+from .arena import Arena
 from .client import EngineClient
 
 _LEAVE_LOOK_SECONDS = 0.05
@@ -54,6 +56,9 @@ class ZmqEngine:
             more, and the engine is broken. ``None`` is any number.
         crash_window: Seconds.
         broken_for: Seconds until a broken engine is tried again.
+        arena_bytes: Size of the arena, one for all incarnations, so that its pages
+            stay warm; 0 makes none, and payloads are sent.
+        arena: How it is shared, as for `Arena`; ``None`` takes the best there is.
     """
 
     _scope: anyio.CancelScope
@@ -75,8 +80,13 @@ class ZmqEngine:
         max_crashes: int | None = 3,
         crash_window: float = 60.0,
         broken_for: float = 60.0,
+        arena_bytes: int = 0,
+        arena: Kind | None = None,
     ) -> None:
         self._directory = directory
+        self._arena_bytes = arena_bytes
+        self._arena_kind = arena
+        self._arena: Arena | None = None
         self._stop_timeout = stop_timeout
         self._supervisor = Supervisor(
             Settings(
@@ -86,6 +96,8 @@ class ZmqEngine:
                 directory=directory,
                 ready_timeout=ready_timeout,
                 limits=Limits(busy_after, stalled_after, stopped_after),
+                # Made on entering, and the same for every incarnation.
+                arena=lambda: self._arena,
             ),
             Restarts(
                 backoff=backoff,
@@ -98,6 +110,8 @@ class ZmqEngine:
 
     async def __aenter__(self) -> Self:
         """Begin to start the engine; `wait_ready` tells when requests are taken."""
+        if self._arena_bytes:
+            self._arena = Arena(self._arena_bytes, kind=self._arena_kind)
         self._supervisor.begin()
         sweep(self._directory)
         # Shielded: while everything around is cancelled, sessions still end in order.
@@ -123,8 +137,12 @@ class ZmqEngine:
                     await self._left(client)
         finally:  # a native cancellation gets through the shield
             self._scope.cancel()
-            # Not given the exception of the block, which it would wrap in a group.
-            await self._tasks.__aexit__(None, None, None)  # noqa: ASYNC102 - cut above
+            try:
+                # Not given the exception of the block, which it would wrap in a group.
+                await self._tasks.__aexit__(None, None, None)  # noqa: ASYNC102 - cut
+            finally:
+                if self._arena is not None:
+                    self._arena.close()
 
     def close(self) -> None:
         """Give the engine up now, without its leave: it is killed, never restarted.
@@ -151,6 +169,17 @@ class ZmqEngine:
         ``broken`` while nothing is started after a crash loop; ``closed``.
         """
         return self._supervisor.health
+
+    @property
+    def arena(self) -> Arena:
+        """Where to write payloads that shall not be copied.
+
+        Raises:
+            RuntimeError: The engine has none, or was not entered yet.
+        """
+        if self._arena is None:
+            raise RuntimeError("there is no arena; pass arena_bytes= and enter first")
+        return self._arena
 
     @property
     def pid(self) -> int | None:

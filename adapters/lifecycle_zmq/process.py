@@ -76,6 +76,11 @@ class EngineProcess:
         _make_expendable(self.pid)
 
     @property
+    def reaped(self) -> bool:
+        """Whether it is gone, with all that it had mapped."""
+        return self._popen.returncode is not None
+
+    @property
     def output(self) -> str:
         """The end of what it wrote to standard output and error, at most 64 KiB."""
         return self._ring.decode(errors="replace")

@@ -4,25 +4,25 @@ from __future__ import annotations
 
 import errno
 import math
-import sys
-import traceback
 from collections.abc import Mapping
-from itertools import pairwise
 from typing import Any, cast
 
 import zmq
 
 from . import _address, wire
-from ._backend import Backend, Finish, Output
+from ._arena_view import ArenaView
+from ._backend import Backend
 from ._books import Books, Peer, ServedStream
 from ._delivery import Delivery
 from ._errors import EncodeError, ProtocolError, RequestRejected
-from ._hand_off import forget_frames
+from ._hand_off import complain, forget_frames
+from ._loans import Loans
 from ._page import Page
 from ._parent import exit_with_parent, leave_signals_to_parent
 from ._pulse import Pulse
 from ._router import listening, own
-from .wire import Kind, Message
+from ._tensors import move
+from .wire import Kind, Message, Place
 
 # Messages taken between two steps, so that a flood of them cannot stop the streams.
 _BURST = 1024
@@ -53,6 +53,10 @@ class EngineServer:
             ends as ``slow_client``.
         stall: Seconds that a reader may take nothing while something is held for it,
             before its stream ends as ``slow_client``.
+        writable_arena: Map the arena so that a device can be given it as pinned memory.
+
+    Attributes:
+        arena: Where large tensors lie, if the client has one.
     """
 
     def __init__(
@@ -64,12 +68,15 @@ class EngineServer:
         leave_with_parent: bool = True,
         hold: int = 128 * 2**10,
         stall: float = 30.0,
+        writable_arena: bool = False,
     ) -> None:
         self._endpoint, self._inherited = _address.split(endpoint)
+        self.arena = ArenaView.attach(self._inherited, writable=writable_arena)
         self._backend = backend
         self._incarnation = incarnation
         self._leave_with_parent = leave_with_parent
         self._books = Books()
+        self._loans = Loans(self.arena, self._books)
         self._delivery = Delivery(
             self._books, backend, self._flush, hold=hold, stall=stall
         )
@@ -117,7 +124,7 @@ class EngineServer:
 
     def _timeout(self) -> int | None:
         """Return the milliseconds that there is nothing to do; ``None``: no end."""
-        patience = self._delivery.patience()
+        patience = self._loans.patience(self._delivery.patience())
         return None if patience is None else max(0, math.ceil(1000 * patience))
 
     def _receive_all(self) -> None:
@@ -149,21 +156,11 @@ class EngineServer:
         if message.sequence < peer.received:
             raise ProtocolError("a message came twice")
         # What is refused here leaves a gap, as what was lost does.
-        self._number(peer, message)
+        peer.number(message)
         if message.sequence > peer.received:
             self._mend(peer)
         peer.received = message.sequence + 1
         return peer
-
-    def _number(self, peer: Peer, message: Message) -> None:
-        numbers = [peer.generation]
-        if message.kind is Kind.START:
-            numbers.append(message.generation)
-        elif message.kind is Kind.CONTROL:
-            numbers += (start[0] for start in message.body["start"])
-        if any(one >= other for one, other in pairwise(numbers)):
-            raise ProtocolError("a stream came twice")
-        peer.generation = numbers[-1]
 
     def _welcome(self, address: bytes, sequence: int) -> Peer:
         peers = self._books.peers
@@ -202,22 +199,26 @@ class EngineServer:
         peer: Peer,
         generation: int,
         body: Mapping[str, Any],
-        tensors: dict[str, memoryview],
+        tensors: dict[str, memoryview | Place],
     ) -> None:
         key = body["key"]
+        if not self._loans.lodge(peer, generation, tensors):
+            told = "a tensor is not where its description says"
+            self._reject(peer, generation, "invalid_tensors", told)
+            return
         if key in self._books.streams:
             told = "the key is in use; choose another"
             self._reject(peer, generation, "duplicate_key", told)
             return
         try:
             # As a temporary: from here on the backend alone holds the tensors.
-            merge = self._backend.start(key, body["request"], _move(tensors))
+            merge = self._backend.start(key, body["request"], move(tensors))
         except RequestRejected as refusal:
             forget_frames(refusal)
             self._reject(peer, generation, refusal.code, refusal.message)
         except Exception as error:  # noqa: BLE001
             # One request that the backend cannot take is no reason to stop the rest.
-            _complain("start", error)
+            complain("start", error)
             self._backend.end(key)
             told = f"start raised {type(error).__name__}"
             self._reject(peer, generation, "internal", told)
@@ -263,22 +264,16 @@ class EngineServer:
             outputs = self._backend.step()
             self._failed_steps = 0
         except Exception as error:
-            _complain("step", error)
+            complain("step", error)
             self._failed_steps += 1
             if self._failed_steps == _MAX_FAILED_STEPS:
                 raise
-            outputs = self._fail_all(f"a step raised {type(error).__name__}")
+            outputs = self._delivery.fail_all(f"a step raised {type(error).__name__}")
         self._delivery.publish(outputs)
-
-    def _fail_all(self, message: str) -> list[Output]:
-        finish = Finish("failed", "step_failed", message)
-        live = [key for key, it in self._books.streams.items() if not it.finished]
-        for key in live:
-            self._backend.end(key)
-        return [Output(key, (), finish) for key in live]
 
     def _report(self, peer: Peer, ask: int) -> None:
         status: dict[str, Any] = dict(self._books.counters())
+        status["loans"] = len(self._loans)
         # What was said before stays before.
         self._flush(peer)
         try:
@@ -293,6 +288,8 @@ class EngineServer:
             self._flush(peer)
 
     def _flush(self, peer: Peer) -> None:
+        # With the end of a stream, at the latest, its part of the arena is told free.
+        self._loans.give_back(self._flush)
         if peer.tick:
             self._send(peer, Kind.TICK, peer.tick.take())
 
@@ -314,16 +311,3 @@ class EngineServer:
         for stream in self._books.forget(peer):
             self._backend.end(stream.key)
             self._delivery.forget(stream)
-
-
-def _move(tensors: dict[str, memoryview]) -> dict[str, memoryview]:
-    moved = dict(tensors)
-    tensors.clear()
-    return moved
-
-
-def _complain(where: str, error: Exception) -> None:
-    # Without the message of the error and without locals, which may hold a prompt.
-    sys.stderr.write(f"{where} raised {type(error).__name__}\n")
-    traceback.print_tb(error.__traceback__)
-    forget_frames(error)

@@ -38,7 +38,7 @@ from . import _schema
 from ._errors import ProtocolError
 from ._items import BASE_COST, unpack_item, unpack_request, unpack_tokens
 from ._plain import pack, refuse, unpack
-from ._tensors import MAX_TENSOR_BYTES, MAX_TENSORS, Buffer, attach, describe
+from ._tensors import MAX_TENSOR_BYTES, MAX_TENSORS, Buffer, Place, attach, describe
 
 __all__ = (
     "FROM_CLIENT",
@@ -54,6 +54,7 @@ __all__ = (
     "Caps",
     "Kind",
     "Message",
+    "Place",
     "caps_of",
     "decode",
     "describe",
@@ -124,7 +125,8 @@ class Message:
         sequence: Its number in the sender's connection.
         body: The fields of its kind; requests and items in it are unpacked.
         generation: START only: the number of the stream.
-        tensors: START only: name to memory, with format and shape, not copied.
+        tensors: START only: name to memory, with format and shape, not copied; or to
+            its place in the arena.
     """
 
     kind: Kind
@@ -132,7 +134,7 @@ class Message:
     sequence: int
     body: dict[str, Any]
     generation: int = 0
-    tensors: dict[str, memoryview] = field(default_factory=dict)
+    tensors: dict[str, memoryview | Place] = field(default_factory=dict)
 
 
 def caps_of(kind: Kind) -> Caps:

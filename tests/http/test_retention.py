@@ -212,7 +212,7 @@ async def test_holds_nothing_where_engine_is_lost(large: Any) -> None:
     """A request that found no engine leaves nothing, while the 503 is being sent."""
     async with World() as world:
         world.processor.release.set()
-        world.service.engine._current.client.lose("killed")
+        world.service.engine._client.lose("killed")
         server, seen = ScriptedServer(body()), []
         server.on_send = lambda message: seen.append(large())
         await world.call(server)

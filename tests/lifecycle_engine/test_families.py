@@ -16,6 +16,8 @@ pytest.importorskip("transformers")
 from engine_kit import COUNT, Kit, tokens_of  # noqa: E402
 from hypothesis import HealthCheck, given, settings, strategies as st  # noqa: E402
 
+from lifecycle_engine import attention, transformers_runner  # noqa: E402
+from lifecycle_engine.attention import attend  # noqa: E402
 from lifecycle_engine.checkpoint import FAMILIES, Sizes  # noqa: E402
 from lifecycle_engine.families import family_of, load_model  # noqa: E402
 from lifecycle_engine.processor import BadChat  # noqa: E402
@@ -165,6 +167,31 @@ def test_keep_list_is_all_that_decoding_needs(
         tokens += [token for out in scheduler.step() for token in tokens_of(out)]
     assert tokens == kit.generate(each)
     assert runner.needs_tensors_until(prompt) < len(prompt.input_ids)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_shared_heads_are_attended_to_as_they_are(
+    kits: Callable[[str], Kit],
+    prompts: Callable[[str], Any],
+    family: str,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """What earlier releases of transformers are given in its place changes nothing."""
+    calls = []
+
+    def noting(module: Any, query: Any, *rest: Any, **more: Any) -> Any:
+        calls.append(query.shape)
+        return attend(module, query, *rest, **more)
+
+    monkeypatch.setattr(attention, "attend", noting)
+    monkeypatch.setattr(transformers_runner, "shared_heads", attention.register)
+    pairs = prompts(family)
+    kit = kits(family)
+    served = kit.serve([each for each, _ in pairs], chunk=32, graphs="fake")
+    assert served == [expected for _, expected in pairs]
+    assert calls
+    assert all(shape[2] == 1 for shape in calls)
+    assert kit.model.get_decoder().config._attn_implementation == "sdpa"
 
 
 @pytest.mark.parametrize("stop", [5, 20, 30])

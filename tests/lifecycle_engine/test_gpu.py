@@ -1,9 +1,11 @@
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 torch = pytest.importorskip("torch")
@@ -11,6 +13,9 @@ pytest.importorskip("transformers")
 
 from lifecycle_engine.scheduler import Scheduler  # noqa: E402
 from lifecycle_engine.transformers_runner import TransformersRunner  # noqa: E402
+from lifecycle_engine.uploads import TorchDevice, Uploads, pin  # noqa: E402
+from lifecycle_zmq import Arena, ArenaView  # noqa: E402
+from lifecycle_zmq.wire import Place  # noqa: E402
 
 pytestmark = [
     pytest.mark.gpu,
@@ -45,6 +50,27 @@ def test_cuda_matches_generate(
     """On CUDA, batched and padded, the tokens are those of `generate` on CUDA."""
     expected = [generate(each, 24, model=runner.model) for each in prepared]
     assert run_all(Scheduler(runner), prepared) == expected
+
+
+def test_cuda_reads_a_pinned_arena_and_tells_when_it_has() -> None:
+    """The device takes the arena as pinned memory; free means read (`design 4`)."""
+    uploads = Uploads(TorchDevice(torch.device("cuda")))
+    arena = Arena(64 * 2**20)
+    assert arena.descriptor is not None
+    view = ArenaView(os.dup(arena.descriptor), writable=True)
+    assert pin(view)
+    array = arena.empty(32 * 2**20, np.uint8)
+    for number in range(8):
+        array[:] = number
+        found: dict[str, Any] = {"x": Place(0, "B", [array.size])}
+        view.lodge((b"", number), found)
+        copy = uploads.begin(np.asarray(found.pop("x")))
+        assert view.loans == 1
+        uploads.finish()
+        assert view.ended() == [(b"", number)]
+        array[:] = 255  # as the next request would
+        assert bool((copy == number).all())
+    arena.close()
 
 
 def test_cuda_memory_returns(runner: TransformersRunner, prepared: list[Any]) -> None:

@@ -48,11 +48,13 @@ class Server:
 
     made: dict[str, Any]
 
-    def __init__(self, endpoint: str, backend: Any, *, incarnation: int) -> None:
+    arena: Any = None
+
+    def __init__(self, endpoint: str, backend: Any, **options: Any) -> None:
         type(self).made = {
             "endpoint": endpoint,
             "backend": backend,
-            "incarnation": incarnation,
+            **options,
         }
 
     def run(self) -> None:

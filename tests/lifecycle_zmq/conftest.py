@@ -27,6 +27,7 @@ EMPTY_TICK: dict[str, Any] = {
     "tokens": b"",
     "chunks": [],
     "done": [],
+    "freed": [],
 }
 
 

@@ -31,6 +31,7 @@ EMPTY_TICK: dict[str, Any] = {
     "rejected": [],
     "tokens": b"",
     "chunks": [],
+    "freed": [],
     "done": [],
 }
 CONTROL: dict[str, Any] = {"start": [], "cancel": [], "grant": [], "end": []}
@@ -69,7 +70,7 @@ def seeds() -> list[list[bytes]]:
         (Kind.READY, {}),
         (Kind.TICK, EMPTY_TICK | {"accepted": [1, 2], "rejected": [[3, "c", "m"]]}),
         (Kind.TICK, EMPTY_TICK | {"tokens": pack_tokens([1, 0, 1, 5, 2, 0, 2, 6, 7])}),
-        (Kind.TICK, EMPTY_TICK | {"tokens": pack_tokens(tokens)}),
+        (Kind.TICK, EMPTY_TICK | {"tokens": pack_tokens(tokens), "freed": [1, 2]}),
         (Kind.TICK, EMPTY_TICK | {"chunks": [*chunks, [3, 0, [], FAILED]]}),
         (Kind.REPORT, {"ask": 1, "status": {"live": 3, "backend": {"a": [1, "b"]}}}),
     ]
@@ -78,7 +79,10 @@ def seeds() -> list[list[bytes]]:
     bodies += [
         (Kind.START, start | {"request": msgpack.packb(fields)}) for fields in requests
     ]
-    described, memory = wire.describe({"x": memoryview(bytes(48)).cast("f", (3, 4))})
+    view = memoryview(bytes(48)).cast("f", (3, 4))
+    placed, _ = wire.describe({"x": view, "y": view}, lambda _: 4096)
+    bodies.append((Kind.START, start | {"request": request, "tensors": placed}))
+    described, memory = wire.describe({"x": view})
     tensors = start | {"request": request, "tensors": described}
     head = _encode(Kind.START, tensors, tensors=1)
     return [[_encode(kind, body)] for kind, body in bodies] + [

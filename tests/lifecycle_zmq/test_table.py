@@ -10,6 +10,7 @@ import pytest
 from lifecycle_zmq import EngineFailed, ProtocolError
 from lifecycle_zmq._streams import EngineStream, StreamState
 from lifecycle_zmq._table import Report, StreamTable
+from lifecycle_zmq.arena import Arena
 from lifecycle_zmq.wire import Kind, Message
 
 pytestmark = pytest.mark.anyio
@@ -38,8 +39,9 @@ def _random_tick(draw: random.Random) -> dict[str, Any]:
         "tokens": [(number, first, [1] * draw.randrange(1, 40))],
         "chunks": [[number, first, items, finish]],
         "done": [number],
+        "freed": [number],
     }
-    said = draw.choices(["chunks", "tokens", *tick], [9, 6, 2, 1, 1, 1, 2])
+    said = draw.choices(["chunks", "tokens", *tick], [9, 6, 2, 1, 1, 1, 2, 2])
     return {name: fields if name in said else [] for name, fields in tick.items()}
 
 
@@ -61,11 +63,16 @@ async def test_table_raises_nothing_but_protocol_errors() -> None:
     """4,000 random lives: a message is understood, or a fault and nothing else."""
     draw = random.Random(7)
     faults = 0
+    arena = Arena(8192)
+    array = arena.empty(8, "u1")
+    found = arena.find(memoryview(array))
+    assert found is not None
     for _ in range(4_000):
-        table = StreamTable(1)
+        table = StreamTable(1, arena)
         states = {it: StreamState(f"s#{it}", it, 200) for it in GENERATIONS}
         for state in states.values():
             table.add(state)
+        table.lend(states[1], [found[1]])
         report = table.reports[1] = Report()
         try:
             table.dispatch(Message(Kind.READY, 1, 0, {}))
@@ -78,6 +85,8 @@ async def test_table_raises_nothing_but_protocol_errors() -> None:
         except ProtocolError:
             faults += 1
         table.lose(lambda: EngineFailed("lost", ""))
+        assert arena.statistics().loans == len(table.loans)
+        arena.take_back_all()
         assert table.streams == table.keys == {}
         assert report.answered.is_set()
         for state in states.values():
@@ -87,3 +96,4 @@ async def test_table_raises_nothing_but_protocol_errors() -> None:
             assert len(items) <= state.received
             assert failures <= 1
     assert 1_000 < faults < 4_000
+    arena.close()

@@ -25,7 +25,7 @@ from lifecycle_zmq._items import (
     unpack_item,
     unpack_request,
 )
-from lifecycle_zmq.wire import FROM_CLIENT, FROM_ENGINE, Kind
+from lifecycle_zmq.wire import FROM_CLIENT, FROM_ENGINE, Kind, Place
 
 ALL = FROM_CLIENT | FROM_ENGINE
 REQUEST = {"ids": [1, 2, 3], "t": 0.5, "deep": {"x": [None, True, b"z"]}}
@@ -55,6 +55,7 @@ SAMPLES: dict[Kind, dict[str, Any]] = {
             [5, 0, [], {"reason": "failed", "error": {"code": "c", "message": ""}}],
         ],
         "done": [6],
+        "freed": [6, 2],
     },
     Kind.REPORT: {"ask": 1, "status": {"starts": 3, "backend": {}}},
 }
@@ -77,6 +78,7 @@ TICK: dict[str, Any] = {
     "tokens": b"",
     "chunks": [],
     "done": [],
+    "freed": [],
 }
 CONTROL: dict[str, Any] = {"start": [], "cancel": [], "grant": [], "end": []}
 START: dict[str, Any] = {"key": "a", "window": 1, "request": b"\x80", "tensors": []}
@@ -111,7 +113,7 @@ def _start(tensors: dict[str, Any]) -> list[Any]:
     described, memory = wire.describe(tensors)
     body = START | {"tensors": described}
     head = _encode(Kind.START, body, tensors=len(memory))
-    return [head, *map(bytes, memory)]
+    return [head, *map(bytearray, memory)]  # as writable as what is received
 
 
 @pytest.mark.parametrize("kind", list(Kind))
@@ -137,9 +139,13 @@ def test_decode_attaches_tensors_with_format_and_shape(letter: str) -> None:
     parts = _start({"x": view, "y": b"abc"})
     tensors = wire.decode(parts, accept=FROM_CLIENT).tensors
     assert list(tensors) == ["x", "y"]
-    assert (tensors["x"].format, tensors["x"].shape) == (letter, (2, 3))
-    assert tensors["x"].tobytes() == raw
-    assert tensors["y"].tobytes() == b"abc"
+    x, y = tensors["x"], tensors["y"]
+    assert isinstance(x, memoryview)
+    assert isinstance(y, memoryview)
+    assert (x.format, x.shape) == (letter, (2, 3))
+    assert (x.tobytes(), y.tobytes()) == (raw, b"abc")
+    assert x.readonly
+    assert y.readonly
 
 
 @pytest.mark.parametrize(
@@ -182,7 +188,7 @@ def test_decode_attaches_tensors_with_format_and_shape(letter: str) -> None:
         (Kind.CONTROL, CONTROL | {"start": [[1, "k", 0, b"\x80"]]}),
         (Kind.CONTROL, CONTROL | {"start": [[1, "k", 1]]}),
         (Kind.START, START | {"tensors": {}}),
-        (Kind.START, START | {"tensors": [["x", "f", [1]]]}),
+        (Kind.START, START | {"tensors": [["x", "f", [1], None]]}),
         (Kind.CONTROL, {"cancel": [], "grant": [], "end": []}),
         (Kind.CONTROL, CONTROL | {"cancel": ["a"]}),
         (Kind.CONTROL, CONTROL | {"end": [0]}),
@@ -289,30 +295,52 @@ def test_decode_refuses_wrong_parts(parts: list[bytes]) -> None:
 @pytest.mark.parametrize(
     "described",
     [
-        [["x", "f", [3]]],
-        [["x", "f", [2, 0]]],
-        [["x", "f", [-2]]],
-        [["x", "f", [1] * 9]],
-        [["x", "f", [2.0]]],
-        [["x", "f", [True, 2]]],
-        [["x", "e", [4]]],
-        [["x", "ff", [2]]],
-        [["x", ["f"], [2]]],
-        [["", "f", [2]]],
-        [["x", "f", [2]], ["x", "f", [2]]],
+        [["x", "f", [3], None]],
+        [["x", "f", [2, 0], None]],
+        [["x", "f", [-2], None]],
+        [["x", "f", [1] * 9, None]],
+        [["x", "f", [2.0], None]],
+        [["x", "f", [True, 2], None]],
+        [["x", "e", [4], None]],
+        [["x", "ff", [2], None]],
+        [["x", ["f"], [2], None]],
+        [["", "f", [2], None]],
+        [["x", "f", [2], None], ["x", "f", [2], None]],
         [["x", "f"]],
+        [["x", "f", [2]]],
+        [["x", "f", [2], 0]],
+        [["x", "f", [2], -1]],
+        [["x", "f", [2], 0.0]],
+        [["x", "f", [2], False]],
+        [["x", "f", [2], None, None]],
+        [["x", "f", [2], None], ["x", "f", [2], 0]],
+        [["x", "f", [2], None], *[[f"{n}", "f", [2], 0] for n in range(7)]],
         [],
-        [["x", "f", [2**39, 2**39]]],
+        [["x", "f", [2**39, 2**39], None]],
     ],
     ids=repr,
 )
 def test_decode_refuses_tensors_unlike_their_description(described: Any) -> None:
     """Shape, format, name and count must be those of the memory that came."""
     body = START | {"tensors": described}
-    memory = [bytes(8)] * max(1, len(described))
+    sent = [it for it in described if it[3:] != [0]]
+    memory = [bytes(8)] * max(1, len(sent))
     head = _frame(Kind.START, body, tensors=len(memory))
     with pytest.raises(ProtocolError):
         wire.decode([head, *memory], accept=FROM_CLIENT)
+
+
+def test_decode_tells_what_lies_in_the_arena() -> None:
+    """Each tensor is in its place or in the next part; the order is the sender's."""
+    body = START | {
+        "tensors": [["x", "f", [2], 8], ["y", "B", [3], None], ["z", "d", [1, 2], 0]]
+    }
+    parts = [_frame(Kind.START, body, tensors=1), b"abc"]
+    tensors = wire.decode(parts, accept=FROM_CLIENT).tensors
+    assert list(tensors) == ["x", "y", "z"]
+    assert tensors["x"] == Place(8, "f", [2])
+    assert tensors["z"] == Place(0, "d", [1, 2])
+    assert tensors["y"] == b"abc"
 
 
 def test_decode_refuses_tensors_beside_other_kinds() -> None:

@@ -53,11 +53,9 @@ def assert_quiescent(*holders: Gate | SessionRegistry) -> None:
 def _left_in(gate: Gate) -> Iterator[str]:
     now = gate.statistics()
     leases = now.admitted - now.released
-    if leases or now.slots_in_use or now.bytes_in_use:
-        yield (
-            f"{leases} live leases of {now.slots_in_use} slots and "
-            f"{now.bytes_in_use} bytes"
-        )
+    slots, nbytes = now.slots_in_use, now.bytes_in_use
+    if leases or slots or nbytes:
+        yield f"{leases} live leases of {slots} slots and {nbytes} bytes"
     if now.waiting:
         yield f"{now.waiting} requests waiting in line"
     if leases < 0 or now.cancelled < 0:

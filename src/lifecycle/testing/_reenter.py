@@ -36,10 +36,9 @@ def reenter_everywhere(
         AssertionError: A run failed; the message names the place.
     """
     files = {module.__file__ for module in modules}
-    # Once without a strike: CPython 3.12 tells of bytecodes only after it was asked.
-    _Strike(files, 0).run(scenario)
-    for at in range(1, most + 1):
-        if not _Strike(files, at).run(scenario):
+    # First without a strike: CPython 3.12 tells of bytecodes only after it was asked.
+    for at in range(most + 1):
+        if not _Strike(files, at).run(scenario) and at:
             return at - 1
     raise AssertionError(f"more than {most} boundaries; raise most= or do less")
 
@@ -72,8 +71,7 @@ class _Strike:  # pragma: no cover - it takes the tracer's place
         if frame.f_code.co_filename not in self._files or self._hook is None:
             return None
         # In this order: CPython 3.13 asks whether the frame is traced at all.
-        frame.f_trace = self._step
-        frame.f_trace_opcodes = True
+        frame.f_trace, frame.f_trace_opcodes = self._step, True
         return self._step
 
     def _step(self, frame: FrameType, event: str, _arg: object) -> Any:

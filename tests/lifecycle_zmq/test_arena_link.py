@@ -1,0 +1,367 @@
+"""Payloads through the arena of a real engine, however the arena is made."""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import os
+import random
+import signal
+import sys
+import weakref
+import zlib
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import anyio
+import numpy as np
+import pytest
+
+from lifecycle import Gate, Payload
+from lifecycle_zmq import Arena, EngineClient, RequestRejected, ZmqEngine
+from lifecycle_zmq._lodging import SENT_BELOW, Lodging
+
+with contextlib.suppress(ImportError):
+    import torch
+
+    torch.set_num_threads(1)  # threads of its own would look like a leak
+
+pytestmark = [pytest.mark.anyio, pytest.mark.usefixtures("no_leaks")]
+
+MIB = 2**20
+SIZE = 16 * MIB
+KINDS = ("memfd", "shm", "frames")
+
+
+@pytest.fixture(autouse=True)
+def no_collector() -> Iterator[None]:
+    """Nothing here may need the collector."""
+    gc.disable()
+    yield
+    gc.enable()
+
+
+@pytest.fixture(params=KINDS)
+def make(
+    request: pytest.FixtureRequest, environment: dict[str, str], tmp_path: Path
+) -> Callable[..., ZmqEngine]:
+    """An engine that keeps tensors as asked, with an arena of each kind."""
+    script = str(Path(__file__).with_name("arena_engine.py"))
+
+    def engine(*arguments: str, **options: Any) -> ZmqEngine:
+        settings = {"arena_bytes": SIZE, "arena": request.param, "backoff": 0.05}
+        return ZmqEngine(
+            [sys.executable, script, *arguments],
+            env=environment,
+            directory=tmp_path,
+            **(settings | options),
+        )
+
+    return engine
+
+
+def boxed(**tensors: Any) -> Payload[Any]:
+    """A box of tensors."""
+    return Payload(tensors)
+
+
+def used(arena: Arena) -> int:
+    """Bytes in use, of books that balance (`law 3`)."""
+    books = arena.statistics()
+    assert books.free + books.used == books.size == arena.capacity
+    return books.used
+
+
+def filled(arena: Arena, nbytes: int = MIB) -> Any:
+    """An array in the arena with something in it."""
+    array = arena.empty((2, nbytes // 8), np.int32)
+    array[:] = np.arange(nbytes // 8)
+    return array
+
+
+async def test_engine_sees_each_tensor_whole(make: Callable[..., ZmqEngine]) -> None:
+    """In place, copied in, inline and of torch: the same bytes, read-only, in order."""
+    pytest.importorskip("torch")
+    async with make() as engine:
+        await engine.wait_ready()
+        arena = engine.arena
+        tensors = {
+            "place": filled(arena),
+            "part": arena.put(np.arange(MIB, dtype=np.float32))[1000:-1000],
+            "copied": np.random.default_rng(1).random(MIB // 8),
+            "small": np.arange(10, dtype=np.int16),
+            "torch": arena.put(torch.arange(MIB // 4, dtype=torch.int32)),
+            "bytes": np.full(SENT_BELOW, 120, np.uint8),
+        }
+        expected = {
+            name: [True, view.format, list(view.shape or ()), zlib.crc32(view)]
+            for name, view in (
+                (name, memoryview(np.asarray(it))) for name, it in tensors.items()
+            )
+        }
+        box = boxed(**tensors)
+        tensors.clear()
+        stream = await engine.start("a", {"keep": "end"}, box)
+        lent = 0 if arena.kind == "frames" else 7 * MIB
+        assert used(arena) == lent
+        item = await anext(stream)
+        assert item == expected
+        assert list(item) == list(expected)
+        assert (await engine.status())["loans"] == (lent > 0)
+        await engine.end("a")
+        assert used(arena) == 0
+        assert (await engine.status())["loans"] == 0
+
+
+async def test_payload_is_dead_while_its_region_is_in_use(
+    make: Callable[..., ZmqEngine],
+) -> None:
+    """What the engine reads is not held here (`law 6`, `N10`)."""
+    async with make() as engine:
+        await engine.wait_ready()
+        array = filled(engine.arena)
+        watch = weakref.ref(array)
+        box = boxed(x=array)
+        del array
+        async with anyio.create_task_group() as tasks:
+            tasks.start_soon(engine.start, "a", {"keep": "end"}, box)
+            await anyio.wait_all_tasks_blocked()
+            assert watch() is None
+        await engine.end("a")
+        assert used(engine.arena) == 0
+
+
+@pytest.mark.parametrize("keep", ["start", 3, "thread"])
+async def test_region_is_free_when_the_engine_lets_go(
+    make: Callable[..., ZmqEngine], eventually: Callable[..., Any], keep: Any
+) -> None:
+    """While the stream goes on, and also if the engine sleeps and hears nothing."""
+    async with make() as engine:
+        await engine.wait_ready()
+        calls: list[int] = []
+        array = engine.arena.empty(MIB, np.uint8, freed=lambda: calls.append(1))
+        box = boxed(x=array)
+        del array
+        stream = await engine.start("a", {"keep": keep, "stay": True}, box)
+        await anext(stream)
+        await eventually(lambda: calls)
+        assert used(engine.arena) == 0
+        assert engine.streams == 1
+        await engine.end("a")
+        assert calls == [1]
+
+
+@pytest.mark.parametrize("how", ["refuse", "raise", "duplicate"])
+async def test_refused_request_frees_its_region(
+    make: Callable[..., ZmqEngine], eventually: Callable[..., Any], how: str
+) -> None:
+    """A refusal of the backend or of the server is a hand-off that ended."""
+    async with make() as engine:
+        await engine.wait_ready()
+        request = {"keep": how}
+        if how == "duplicate":
+            await engine.start("a", {"keep": "start", "stay": True})
+            request = {"keep": "end"}
+            # As if it were not known here, so that the engine is asked.
+            engine._client._table.keys.clear()  # type: ignore[union-attr]
+        with pytest.raises(RequestRejected):
+            await engine.start("a", request, boxed(x=filled(engine.arena)))
+        await eventually(lambda: used(engine.arena) == 0)
+        assert (await engine.status())["loans"] == 0
+
+
+async def test_request_that_is_not_sent_frees_its_region(
+    make: Callable[..., ZmqEngine],
+) -> None:
+    """Cancelled before hand-off, or unencodable: free at once, nothing was lent."""
+    async with make() as engine:
+        await engine.wait_ready()
+        box = boxed(x=filled(engine.arena))
+        assert used(engine.arena) == MIB
+        box.clear()
+        assert used(engine.arena) == 0
+        box = boxed(x=filled(engine.arena))
+        with pytest.raises(RequestRejected):
+            await engine.start("a", {"keep": object()}, box)
+        assert used(engine.arena) == 0
+        with pytest.raises(RequestRejected):  # found out when it was lent already
+            await engine.start("a", {}, Payload({"": filled(engine.arena)}))
+        assert used(engine.arena) == 0
+        assert engine.arena.statistics().loans == 0
+
+
+async def test_killed_engine_frees_everything_once_it_is_reaped(
+    make: Callable[..., ZmqEngine], eventually: Callable[..., Any]
+) -> None:
+    """The next incarnation has the whole arena, with warm pages (`fault-22`)."""
+    async with make() as engine:
+        for number in (1, 2, 3):
+            await eventually(lambda: engine.ready)
+            assert engine.incarnation == number
+            assert used(engine.arena) == 0
+            array = filled(engine.arena, 8 * MIB)
+            expected = zlib.crc32(array)
+            box = boxed(x=array)
+            del array
+            stream = await engine.start(f"a{number}", {"keep": "ever"}, box)
+            assert (await anext(stream))["x"][3] == expected
+            assert engine.pid is not None
+            os.kill(engine.pid, signal.SIGKILL)
+            await eventually(lambda: not engine.ready)
+        await eventually(lambda: used(engine.arena) == 0)
+
+
+async def test_full_arena_costs_time_and_no_request(
+    make: Callable[..., ZmqEngine],
+) -> None:
+    """A tensor that exists and finds no room is sent, and the books say so."""
+    async with make(arena_bytes=4 * MIB) as engine:
+        await engine.wait_ready()
+        arrays = [np.full(3 * MIB, number, np.uint8) for number in range(3)]
+        arrays.append(np.zeros(5 * MIB, np.uint8))
+        for number, array in enumerate(arrays):
+            expected = zlib.crc32(array)
+            stream = await engine.start(
+                f"a{number}", {"keep": "end", "stay": True}, boxed(x=array)
+            )
+            assert (await anext(stream))["x"][3] == expected
+        spilled = 0 if engine.arena.kind == "frames" else 3
+        assert engine.arena.statistics().spilled == spilled
+        for number in range(4):
+            await engine.end(f"a{number}")
+        assert used(engine.arena) == 0
+
+
+async def test_gate_waits_for_the_engine_to_let_go(
+    make: Callable[..., ZmqEngine],
+) -> None:
+    """With leases that end with their regions, the gate's bytes are the arena's."""
+    async with make(arena_bytes=4 * MIB) as engine:
+        await engine.wait_ready()
+        gate = Gate(bytes=engine.arena.capacity)
+        for number in range(12):
+            with anyio.fail_after(20):
+                lease = await gate.admit(bytes=engine.arena.cost(3 * MIB))
+            array = engine.arena.empty(3 * MIB, np.uint8, freed=lease.release)
+            box = boxed(x=array)
+            del array
+            await engine.start(f"a{number}", {"keep": 2, "stay": True}, box)
+        for number in range(12):
+            await engine.end(f"a{number}")
+        assert gate.statistics().bytes_in_use == used(engine.arena) == 0
+        assert engine.arena.statistics().refused == 0
+
+
+async def test_engine_refuses_places_that_are_none(
+    make: Callable[..., ZmqEngine],
+    monkeypatch: pytest.MonkeyPatch,
+    eventually: Callable[..., Any],
+) -> None:
+    """Out of range or unaligned: refused and counted, and all else goes on."""
+    async with make() as engine:
+        if not engine.arena.shared:
+            return
+        await engine.wait_ready()
+        other = await engine.start("b", {"keep": "end", "stay": True})
+        wrong = [SIZE, SIZE - 4, 2**62, 2]
+        lodge = Lodging.lodge
+        for number, offset in enumerate(wrong, 1):
+
+            def misplace(lodging: Lodging, view: memoryview, at: int = offset) -> int:
+                assert lodge(lodging, view) is not None
+                return at
+
+            monkeypatch.setattr(Lodging, "lodge", misplace)
+            with pytest.raises(RequestRejected, match="invalid_tensors") as caught:
+                await engine.start("a", {"keep": "end"}, boxed(x=filled(engine.arena)))
+            assert str(offset) not in str(caught.value) or offset == 2
+            status = await engine.status()
+            assert status["bad_frames"] == number
+            assert (status["loans"], status["live"]) == (0, 1)
+        await eventually(lambda: used(engine.arena) == 0)
+        assert await anext(other) == {}
+        await engine.end("b")
+
+
+async def test_engine_that_has_no_arena_refuses_and_gives_back(
+    make: Callable[..., ZmqEngine], eventually: Callable[..., Any]
+) -> None:
+    """A program that dropped the arena from its endpoint reads nothing wrong."""
+    async with make("--without-arena") as engine:
+        if not engine.arena.shared:
+            return
+        await engine.wait_ready()
+        with pytest.raises(RequestRejected, match="invalid_tensors"):
+            await engine.start("a", {"keep": "end"}, boxed(x=filled(engine.arena)))
+        await eventually(lambda: used(engine.arena) == 0)
+        assert (await engine.status())["bad_frames"] == 1
+
+
+async def test_loan_that_was_never_made_is_a_fault(fake_engine: Any) -> None:
+    """Freed without a loan, or twice: nothing that follows is believed (`law 9`)."""
+    arena = Arena(SIZE, kind="memfd")
+    async with EngineClient(fake_engine.endpoint, incarnation=7, arena=arena) as client:
+        await fake_engine.greet()
+        await client.wait_ready()
+        async with anyio.create_task_group() as tasks:
+            tasks.start_soon(client.start, "a", {}, boxed(x=filled(arena)))
+            await fake_engine.hear()
+            assert (arena.statistics().loans, used(arena)) == (1, MIB)
+            fake_engine.tick(accepted=[1], freed=[1])
+        assert used(arena) == 0
+        fake_engine.tick(freed=[1])
+        with anyio.fail_after(20):
+            await client.wait_lost()
+        assert client.lost == "protocol"
+    arena.close()
+
+
+async def test_storm_of_cancellations_leaves_nothing(
+    make: Callable[..., ZmqEngine], eventually: Callable[..., Any]
+) -> None:
+    """Clients that leave at any moment of a hand-off: both sides return to zero."""
+    chance = random.Random(3)
+    async with make() as engine:
+        await engine.wait_ready()
+
+        async def ask(key: str, wait: float, nbytes: int, keep: Any) -> None:
+            with anyio.move_on_after(wait):
+                try:
+                    box = boxed(x=engine.arena.empty(nbytes, np.uint8))
+                except Exception:  # noqa: BLE001 - full
+                    box = boxed(x=np.zeros(nbytes, np.uint8))
+                stream = await engine.start(key, {"keep": keep}, box)
+                async for _ in stream:
+                    pass
+            await engine.end(key)
+
+        for batch in range(10):
+            async with anyio.create_task_group() as tasks:
+                for number in range(30):
+                    tasks.start_soon(
+                        ask,
+                        f"{batch}.{number}",
+                        chance.random() * 0.01,
+                        chance.randrange(1, MIB),
+                        chance.choice(["start", "end", 1, 2]),
+                    )
+        await eventually(lambda: used(engine.arena) == 0)
+        status = await engine.status()
+        assert (status["loans"], status["live"], status["backend"]["kept"]) == (0, 0, 0)
+        assert engine.arena.statistics().loans == 0
+
+
+async def test_engine_without_an_arena_says_so(make: Callable[..., ZmqEngine]) -> None:
+    """The arena is there from entering on, if one was asked for."""
+    engine = make(arena_bytes=0)
+    with pytest.raises(RuntimeError, match="arena_bytes"):
+        _ = engine.arena
+    async with engine:
+        await engine.wait_ready()
+        with pytest.raises(RuntimeError, match="arena_bytes"):
+            _ = engine.arena
+        array = np.arange(MIB, dtype=np.uint8)
+        stream = await engine.start("a", {"keep": "end"}, boxed(x=array))
+        assert (await anext(stream))["x"][3] == zlib.crc32(array)
+        await engine.end("a")

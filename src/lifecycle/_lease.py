@@ -108,6 +108,8 @@ class Lease:
     def __enter__(self) -> Self:
         task = current_task() if self._state == HELD else None
         if task is not None:
+            if hasattr(self, "_holder"):  # the task of another block passed it on
+                self._gate._leave_block(self._holder, self)
             self._gate._enter_block(task, self)
             self._holder = task
         return self

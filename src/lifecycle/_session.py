@@ -252,6 +252,7 @@ class Session:
             raise RuntimeError(f"session {self.id!r} can be entered once")
         self._scope = anyio.CancelScope().__enter__()
         if self.outcome is not None:
+            self._stopped = True  # also by `close`: it was not this block
             self._scope.cancel()
         return self
 

@@ -327,6 +327,16 @@ class TestStopping:
             with pytest.raises(SessionEnded), session:
                 await anyio.sleep_forever()
 
+    @pytest.mark.parametrize("how", ["close", "stop"])
+    async def test_says_that_it_was_over_before_it_was_entered(self, how: str) -> None:
+        """A block of a closed session is left with an error, not with a cancellation."""
+        async with SessionRegistry() as sessions:
+            session = sessions.open("a")
+            getattr(session, how)("completed")
+            with pytest.raises(SessionEnded):
+                with session:
+                    await checkpoint()
+
     async def test_keeps_the_owners_own_error(self) -> None:
         """An error of the owner's goes on as it is, though the session was stopped."""
         async with SessionRegistry() as sessions:

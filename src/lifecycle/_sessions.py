@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 import logging
-import math
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -16,6 +15,7 @@ import anyio
 from anyio.abc import TaskGroup
 
 from . import events
+from ._amounts import seconds, whole
 from ._decorators import Decorator, managed
 from ._errors import GateClosed, SessionExists, SessionNotFound
 from ._outcome import OUTCOMES
@@ -69,7 +69,7 @@ class SessionRegistry:
         draining: Whether `drain` was called, or the registry is being left.
 
     Raises:
-        ValueError: *end_timeout* is NaN.
+        ValueError: *end_timeout* is NaN, or *max_quarantined* no whole number.
     """
 
     def __init__(
@@ -79,17 +79,15 @@ class SessionRegistry:
         max_quarantined: int = 1000,
         observer: Observer | None = None,
     ) -> None:
-        if math.isnan(end_timeout):
-            raise ValueError("end_timeout must be a number of seconds, not NaN")
         self.draining = False
-        self._end_timeout = end_timeout
+        self._end_timeout = seconds("end_timeout", end_timeout)
         self._emit = events.guarded(observer)
         # Weakly: whoever works on a session, or has to end it, refers to it.
         self._live: dict[str, ref[Session]] = {}
         self._closing: set[Session] = set()
         self._outcomes: dict[Outcome, int] = dict.fromkeys(OUTCOMES, 0)
         self._quarantined: dict[str, str] = {}
-        self._max_quarantined = max_quarantined
+        self._max_quarantined = whole("max_quarantined", max_quarantined)
         self._opened = self._ends_failed = 0
         self._changed: anyio.Event | None = None
         self._tasks: TaskGroup | None = None
@@ -222,10 +220,13 @@ class SessionRegistry:
         Returns:
             How many sessions had to be ended.
 
+        Raises:
+            ValueError: *deadline* is NaN.
+
         Cancellation:
             At any time. Nothing is opened any more all the same.
         """
-        began = self._now()
+        began, deadline = self._now(), seconds("deadline", deadline)
         self.draining = True
         if self._emit is not None:
             self._emit(events.DrainStarted(live=len(self._live)))

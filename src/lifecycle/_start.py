@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any, Final, Generic, Literal, TypeVar, cast
 
 import anyio
 
+from ._amounts import seconds
 from ._errors import StartTimeout
 from ._lease import Lease
 from ._park import Waiter, new_waiter, park_until
@@ -195,13 +196,11 @@ def begin(
 ) -> list[Start[T]]:
     """Begin the starts of *session*, each in a task of its registry."""
     registry, told = session._registry, new_waiter()
-    now = registry._now()
+    # Found out in a task of the registry, it would end all of its tasks.
+    timeout, now = seconds("timeout", timeout), registry._now()
     starts = [Start(open_, end, now, timeout, told) for open_, end in pairs]
     if not starts:
         return []
-    # Found out in a task of the registry, it would end all of these.
-    if math.isnan(timeout):
-        raise ValueError("timeout must be a number of seconds, not NaN")
     if session._starts:
         raise RuntimeError(f"session {session.id!r} was started before")
     session._confirm()

@@ -1,7 +1,9 @@
 """Mistakes that everybody makes once are answered with the remedy."""
 
 import logging
+import math
 import re
+from decimal import Decimal
 from typing import Any
 
 import anyio
@@ -9,6 +11,7 @@ import pytest
 
 import lifecycle
 from lifecycle import (
+    AdmissionTimeout,
     CostTooLarge,
     Gate,
     GateFull,
@@ -40,6 +43,82 @@ def test_names_wait_that_is_no_number() -> None:
     """A wait in words is refused where it is given, by its name."""
     with pytest.raises(TypeError, match="max_wait must be a number .*, not str"):
         Gate(max_wait="10")  # type: ignore[arg-type]
+
+
+async def test_names_seconds_that_are_no_number() -> None:
+    """Every span of time that is no number is refused by its name, and nothing runs."""
+
+    async def open_() -> None: ...
+
+    def words_of(name: str) -> Any:
+        return pytest.raises(TypeError, match=f"^{name} must be a number of seconds, ")
+
+    with words_of("end_timeout"):
+        SessionRegistry(end_timeout=None)  # type: ignore[arg-type]
+    with words_of("grace"):
+        Stream(words(), grace=None)  # type: ignore[arg-type]
+    async with SessionRegistry() as sessions:
+        with sessions.open("a") as session:
+            for odd in (None, "5"):
+                with words_of("timeout"):
+                    await session.start(open_, timeout=odd)  # type: ignore[arg-type]
+            with words_of("idle"):
+                session.stream(words(), idle="5")  # type: ignore[arg-type]
+        with words_of("deadline"):
+            await sessions.drain(None)  # type: ignore[arg-type]
+        with pytest.raises(ValueError, match="deadline must be .*, not NaN"):
+            await sessions.drain(math.nan)
+        assert not sessions.draining
+
+
+async def test_takes_seconds_of_every_kind_of_number() -> None:
+    """A decimal number stops neither the gate nor the registry and all its sessions."""
+
+    async def open_() -> str:
+        return "stream"
+
+    second: Any = Decimal(1)
+    gate = Gate(slots=1)
+    async with SessionRegistry(end_timeout=second) as sessions:
+        with sessions.open("a") as session:
+            assert await session.start(open_, timeout=second) == "stream"
+        with sessions.open("b") as session:
+            source = session.stream(words(), total=second, grace=second)
+            async with source as stream:
+                assert [word async for word in stream] == ["word"]
+        with await gate.admit():
+            other = create_other(gate)
+            with pytest.raises(AdmissionTimeout):
+                await other(Decimal("0.001"))
+        assert await sessions.drain(second) == 0
+
+
+def create_other(gate: Gate) -> Any:
+    """What waits at the gate in a task of its own."""
+
+    async def wait(max_wait: Any) -> None:
+        error: Exception | None = None
+
+        async def other() -> None:
+            nonlocal error
+            try:
+                await gate.admit(max_wait=max_wait)
+            except Exception as raised:  # noqa: BLE001 - raised below, in no group
+                error = raised
+
+        async with anyio.create_task_group() as group:
+            group.start_soon(other)
+        if error is not None:
+            raise error
+
+    return wait
+
+
+def test_refuses_bound_of_quarantine_that_is_no_whole_number() -> None:
+    """It is found out at once, and not by the first END that fails."""
+    for odd in (None, -1, 0.5):
+        with pytest.raises(ValueError, match="max_quarantined must be"):
+            SessionRegistry(max_quarantined=odd)  # type: ignore[arg-type]
 
 
 def test_names_no_payload_when_scrub_lacks_its_parentheses() -> None:

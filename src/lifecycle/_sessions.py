@@ -163,11 +163,12 @@ class SessionRegistry:
 
     def live(self) -> list[Session]:
         """The live sessions, oldest first."""
-        return [session for found in self._live.values() if (session := found())]
+        return [s for found in list(self._live.values()) if (s := found())]
 
     def statistics(self) -> SessionStatistics:
         """The registry as it is now."""
-        boxes = [box for s in self.live() for box in s._boxes.values()]
+        # Copied, each in one step: another thread may ask, as a scrape does.
+        boxes = [box for s in self.live() for box in list(s._boxes.values())]
         return SessionStatistics(
             opened=self._opened,
             live=len(self._live),

@@ -2,6 +2,7 @@
 
 import gc
 import math
+import threading
 import tracemalloc
 from collections.abc import AsyncGenerator
 from typing import Any, get_args
@@ -634,6 +635,32 @@ class TestRegistry:
                 while sessions.statistics().closing:
                     await checkpoint()
             assert_quiescent(sessions)
+
+    async def test_can_be_read_by_another_thread(self) -> None:
+        """A scrape from a thread is not broken off by sessions that come and go."""
+        errors = list[Exception]()
+        over = threading.Event()
+
+        def scrape() -> None:
+            while not over.is_set():
+                try:
+                    sessions.statistics()
+                except RuntimeError as error:
+                    errors.append(error)
+
+        async with SessionRegistry() as sessions:
+            kept = [sessions.open(f"kept {number}") for number in range(1000)]
+            thread = threading.Thread(target=scrape)
+            thread.start()
+            try:
+                for number in range(5000):
+                    with sessions.open(f"short {number}") as session:
+                        session.box(number)
+            finally:
+                over.set()
+                thread.join()
+            assert len(kept) == sessions.close_all()
+        assert not errors
 
     async def test_holds_ten_thousand_sessions(self) -> None:
         """10,000 sessions live at once; one that started takes < 8 KiB (fault-21)."""

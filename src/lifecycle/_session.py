@@ -143,7 +143,7 @@ class Session:
             opening = begin(starts, self, lease, timeout)
         except BaseException as error:
             forget_frames(error)
-            if lease is not None:
+            if isinstance(lease, Lease):
                 lease.release()
             raise
         finally:

@@ -191,6 +191,11 @@ class Start(Generic[T]):
             session._tell(StartSettled, how=how, duration_s=took)
 
 
+def _expect(there: bool, what: str, given: object) -> None:  # noqa: FBT001
+    if not there:
+        raise TypeError(f"a start takes {what}, not {type(given).__name__}")
+
+
 def begin(
     pairs: Pairs[T], session: Session, lease: Lease | None, timeout: float
 ) -> list[Start[T]]:
@@ -201,6 +206,10 @@ def begin(
     starts = [Start(open_, end, now, timeout, told) for open_, end in pairs]
     if not starts:
         return []
+    _expect(lease is None or isinstance(lease, Lease), "a lease, awaited", lease)
+    for start in starts:
+        whole = start.end is None or callable(start.end)
+        _expect(whole, "end, a function that is not called yet", start.end)
     if session._starts:
         raise RuntimeError(f"session {session.id!r} was started before")
     session._confirm()

@@ -176,6 +176,26 @@ async def test_says_what_opens_a_stream(open_: Any, remedy: str) -> None:
     assert gate.statistics().slots_in_use == 0
 
 
+async def test_refuses_lease_or_end_that_was_forgotten_to_be_one() -> None:
+    """An ``await`` too few or a call too many is told before anything begins."""
+    gate = Gate(slots=1)
+
+    async def open_() -> None: ...
+
+    async def end(_: object) -> None: ...
+
+    async with SessionRegistry() as sessions:
+        with sessions.open("a") as session:
+            for words_of, odd in (("a lease, awaited", "lease"), ("end, a", "end")):
+                called = gate.admit() if odd == "lease" else end(None)
+                with pytest.raises(TypeError, match=f"{words_of}.*, not coroutine"):
+                    await session.start(open_, **{odd: called})  # type: ignore[arg-type]
+                called.close()
+            assert session.phase == "open"
+            await session.start(open_, end=end, lease=await gate.admit())
+    assert gate.statistics().slots_in_use == 0
+
+
 def test_refuses_stream_of_what_is_no_asynchronous_iterator() -> None:
     """A list is refused where it is given, and not shown."""
     with pytest.raises(TypeError, match="asynchronous iterator, not list") as mistake:

@@ -139,6 +139,10 @@ class Lease:
                 source=self,
             )
 
+    def __reduce__(self) -> str | tuple[object, ...]:
+        # Two of them would give back twice what was granted once.
+        raise TypeError("a Lease cannot be pickled or copied; pass it on as it is")
+
     def __repr__(self) -> str:
         how = "held" if self.held else "not held"
         return f"<Lease {self.slots} slots, {self.bytes} bytes, {how}>"

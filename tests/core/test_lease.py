@@ -1,9 +1,12 @@
 """Lease: released once, by anybody, whatever happens."""
 
+import copy
 import gc
+import pickle
 import tracemalloc
 import warnings
 import weakref
+from collections.abc import Callable
 from contextlib import ExitStack
 
 import anyio
@@ -71,6 +74,15 @@ async def test_is_kept_by_no_block_when_two_tasks_enter_it() -> None:
     del lease
     gc.collect()
     assert known() is None
+
+
+@pytest.mark.parametrize("copied", [copy.copy, copy.deepcopy, pickle.dumps])
+def test_is_never_two(copied: Callable[[Lease], object]) -> None:
+    """A lease cannot be copied: each copy would give back what was granted once."""
+    gate = Gate(slots=1)
+    with gate.try_admit() as lease, pytest.raises(TypeError, match="pass it on"):
+        copied(lease)
+    assert_quiescent(gate)
 
 
 async def test_says_what_it_holds() -> None:

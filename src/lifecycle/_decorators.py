@@ -153,7 +153,7 @@ def managed(
                 if not streams:
                     source = await source
                     _give_up(held)
-                stream._source = source = aiter(source)
+                stream._source = source = _items(source, function)
                 return await anext(source)
 
             return _ManagedStream(first_item, held)
@@ -168,6 +168,13 @@ def _name(function: object) -> str:
     return getattr(function, "__qualname__", type(function).__name__)
 
 
+def _items(source: Any, function: object) -> AsyncIterator[Any]:
+    if not hasattr(type(source), "__aiter__"):
+        what = f"{_name(function)} returned {type(source).__name__}"
+        raise TypeError(f"{what}; return the stream, or make it yield")
+    return aiter(source)
+
+
 def _boxing(
     function: Callable[..., Any], names: tuple[str, ...], given: tuple[str, ...] = ()
 ) -> tuple[inspect.Signature, Callable[..., tuple[inspect.BoundArguments, _Held]]]:
@@ -177,13 +184,22 @@ def _boxing(
     visible = whole.replace(parameters=seen)
     of_kind = {p.kind: p.name for p in seen}
     rest = of_kind.get(inspect.Parameter.VAR_KEYWORD, "")
+    # What a caller leaves out travels in a box, too; most leave out `None`.
+    fill = any(
+        p.default is not None and p.default is not p.empty
+        for p in seen
+        if p.name in names
+    )
     collecting = (rest, of_kind.get(inspect.Parameter.VAR_POSITIONAL))
     for name in names:
         if name in collecting or not (rest or name in visible.parameters):
             raise TypeError(f"{_name(function)} has no parameter {name!r} to scrub")
 
     def bind(*args: Any, **kwargs: Any) -> tuple[inspect.BoundArguments, _Held]:
-        arguments = visible.bind(*args, **kwargs).arguments
+        bound = visible.bind(*args, **kwargs)
+        if fill:
+            bound.apply_defaults()
+        arguments = bound.arguments
         held: _Held = [arguments.clear]
         for values in (arguments, arguments.get(rest, {})):
             for name in names:

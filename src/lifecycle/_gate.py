@@ -4,6 +4,7 @@
 
 from __future__ import annotations
 
+import inspect
 import math
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final, Literal, final
@@ -250,7 +251,14 @@ class Gate(Books):
             slots: Slots to ask for.
 
         See `lifecycle.managed` for when the lease is released.
+
+        Raises:
+            TypeError: *cost* is an ``async def``.
         """
+        if inspect.iscoroutinefunction(cost) or inspect.isasyncgenfunction(cost):
+            raise TypeError(
+                "cost is a plain function; to decorate, write @gate.admits()"
+            )
         return managed(gate=self, cost=cost, slots=slots)
 
     def statistics(self) -> GateStatistics:

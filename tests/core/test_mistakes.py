@@ -149,6 +149,23 @@ async def test_names_function_that_does_not_stream() -> None:
         scrub("picture")(coroutine)  # type: ignore[arg-type]
 
 
+async def test_names_function_that_returns_no_stream() -> None:
+    """A ``return`` that was forgotten is told with the name of the function."""
+
+    @managed()
+    async def forgetful() -> Any: ...
+
+    with pytest.raises(TypeError, match=r"\.forgetful returned NoneType; return the"):
+        await anext(forgetful())
+
+
+def test_says_when_admits_lacks_its_parentheses() -> None:
+    """The function is not taken for the cost, which would be found out by a call."""
+    for function in (words, test_names_function_that_returns_no_stream):
+        with pytest.raises(TypeError, match=r"write @gate\.admits\(\)"):
+            Gate(slots=1).admits(function)  # type: ignore[arg-type]
+
+
 def test_refuses_one_path_to_keep_that_is_no_list() -> None:
     """A string is not taken for a list of its letters."""
     payload = {"a": {"b": 1}}

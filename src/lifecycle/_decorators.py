@@ -6,7 +6,7 @@ from __future__ import annotations
 import functools
 import inspect
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable
-from typing import TYPE_CHECKING, Any, Generic, ParamSpec, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, Generic, Protocol, TypeVar
 from weakref import ref
 
 from ._outcome import outcome_of
@@ -18,7 +18,6 @@ if TYPE_CHECKING:
     from ._session import Session
     from ._sessions import SessionRegistry
 
-P = ParamSpec("P")
 T = TypeVar("T")
 _First = Callable[[], Awaitable[T]]
 # What a stream gives up with its first item, the last one first.
@@ -28,14 +27,16 @@ _Held = list[Callable[[], object]]
 class Decorator(Protocol):
     """Turns a function that streams into one that returns a `Stream`."""
 
+    # Callers give no lease and no session, and a payload without its box; types
+    # have no word for a parameter that is taken away by its name.
     def __call__(
-        self, function: Callable[P, AsyncIterator[T] | Awaitable[AsyncIterator[T]]], /
-    ) -> Callable[P, Stream[T]]: ...
+        self, function: Callable[..., AsyncIterator[T] | Awaitable[AsyncIterator[T]]], /
+    ) -> Callable[..., Stream[T]]: ...
 
 
 def scrub(
     *names: str,
-) -> Callable[[Callable[P, AsyncGenerator[T, None]]], Callable[P, Scrubbed[T]]]:
+) -> Callable[[Callable[..., AsyncIterator[T]]], Callable[..., Scrubbed[T]]]:
     """Keep the named arguments of an async generator function out of its frames.
 
     They are put into `Payload` boxes at the call, which the body empties with
@@ -55,8 +56,8 @@ def scrub(
         raise TypeError('scrub takes names of parameters: write @scrub("picture")')
 
     def decorate(
-        function: Callable[P, AsyncGenerator[T, None]],
-    ) -> Callable[P, Scrubbed[T]]:
+        function: Callable[..., AsyncIterator[T]],
+    ) -> Callable[..., Scrubbed[T]]:
         if not inspect.isasyncgenfunction(function):
             raise TypeError(
                 f"{_name(function)} is not an async generator function; a coroutine "
@@ -66,7 +67,7 @@ def scrub(
 
         # A plain function: its frame is gone before iteration begins.
         @functools.wraps(function)
-        def call(*args: P.args, **kwargs: P.kwargs) -> Scrubbed[T]:
+        def call(*args: Any, **kwargs: Any) -> Scrubbed[T]:
             bound, held = bind(*args, **kwargs)
             generator = function(*bound.args, **bound.kwargs)
             return Scrubbed(generator, held, generator.__anext__)

@@ -166,7 +166,7 @@ class SessionRegistry:
         return [s for found in list(self._live.values()) if (s := found())]
 
     def statistics(self) -> SessionStatistics:
-        """The registry as it is now."""
+        """The registry as it is now. Any thread."""
         # Copied, each in one step: another thread may ask, as a scrape does.
         boxes = [box for s in self.live() for box in list(s._boxes.values())]
         return SessionStatistics(
@@ -268,7 +268,7 @@ class SessionRegistry:
 
     async def __aenter__(self) -> Self:
         if self.draining or self._tasks is not None:
-            raise RuntimeError("a SessionRegistry can be entered once")
+            raise RuntimeError("a SessionRegistry can be entered once; make a new one")
         self._now, self._post = loop_clock(), loop_post()
         self._watchdog = Watchdog(self._now)
         # A server that is cancelled may still drain, shielded.

@@ -21,7 +21,7 @@ async def main() -> None:
 
         @managed(
             gate=gate,
-            cost=lambda name, picture: picture.nbytes,
+            cost=lambda name, picture: len(picture),
             scrub="picture",
             sessions=sessions,
             key=lambda name, picture: name,
@@ -38,8 +38,7 @@ async def main() -> None:
 
         async def stay(name: str, size: int) -> None:
             try:
-                picture = Payload(bytes(size), nbytes=size)
-                async with describe(name, picture) as words:
+                async with describe(name, bytes(size)) as words:
                     print(*[word async for word in words])
             except Refused as refused:
                 print(f"{name} was refused: {refused.reason}")

@@ -26,8 +26,8 @@ ARROWS: dict[str, set[str]] = {
     "_books": {"_lease", "_ledger"} | FLOOR,
     # Payloads and streams know nothing of gates.
     "_payload": set(),
-    "_stream": set(),
-    "_watchdog": {"_stream", "_errors"},
+    "_stream": {"_amounts"},
+    "_watchdog": {"_stream", "_errors", "_amounts"},
     # Sessions know starts, a start knows its lease; nothing knows the registry.
     "_start": {"_lease", "_payload"} | FLOOR,
     "_outcome": {"_errors", "events"},

@@ -63,7 +63,7 @@ class BodyLimit:
         gate: Gate | None = None,
         answer: Answer | None = None,
     ) -> None:
-        if max_bytes < 0:
+        if not max_bytes >= 0:  # nor NaN, below which everything would be
             message = f"max_bytes must not be negative, got {max_bytes}"
             raise ValueError(message)
         self._app = app
@@ -202,7 +202,7 @@ def _declared(scope: Scope) -> int:
     for name, value in scope["headers"]:
         if name == b"content-length":
             with suppress(ValueError):
-                return int(value)
+                return max(int(value), 0)
     return 0
 
 

@@ -9,7 +9,7 @@ from typing import Any
 
 import anyio
 
-from lifecycle import SessionRegistry, managed
+from lifecycle import Session, SessionRegistry, managed
 
 sessions = SessionRegistry()  # made here, entered where the server starts
 
@@ -22,7 +22,7 @@ async def lifespan(_app: Any) -> AsyncIterator[None]:
 
 
 @managed(sessions=sessions, key=lambda _request: secrets.token_hex(8))
-async def words(request: Any, session: Any = None) -> AsyncIterator[bytes]:
+async def words(request: Any, session: Session) -> AsyncIterator[bytes]:
     """Say one word every ten milliseconds, for a minute."""
     request.attach(session)  # leaving counts as "client_gone"
     for number in range(6000):

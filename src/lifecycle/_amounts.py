@@ -36,14 +36,19 @@ def cost(slots: object, nbytes: object) -> tuple[int, int]:
     return whole_cost
 
 
-def seconds(name: str, wait: float | None) -> float | None:
-    """Return *wait* if it is a number of seconds or ``None``."""
+def seconds(name: str, wait: float, what: str = "a number of seconds") -> float:
+    """Return *wait* as what can be added to a clock, if it is a number."""
     try:
-        if wait is None or not math.isnan(wait):
-            return wait
+        if not math.isnan(wait):
+            return wait if isinstance(wait, int) else float(wait)
     except TypeError:
-        what = type(wait).__name__
-        raise TypeError(
-            f"{name} must be a number of seconds or None, not {what}"
-        ) from None
-    raise ValueError(f"{name} must be a number of seconds or None, not NaN")
+        given = type(wait).__name__
+        raise TypeError(f"{name} must be {what}, not {given}") from None
+    raise ValueError(f"{name} must be {what}, not NaN")
+
+
+def seconds_or_none(name: str, wait: float | None) -> float | None:
+    """Return *wait* if it is a number of seconds or ``None``."""
+    if wait is None:
+        return None
+    return seconds(name, wait, "a number of seconds or None")

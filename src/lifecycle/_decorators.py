@@ -6,7 +6,7 @@ from __future__ import annotations
 import functools
 import inspect
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable
-from typing import TYPE_CHECKING, Any, Generic, ParamSpec, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, Generic, Protocol, TypeVar
 from weakref import ref
 
 from ._outcome import outcome_of
@@ -18,7 +18,6 @@ if TYPE_CHECKING:
     from ._session import Session
     from ._sessions import SessionRegistry
 
-P = ParamSpec("P")
 T = TypeVar("T")
 _First = Callable[[], Awaitable[T]]
 # What a stream gives up with its first item, the last one first.
@@ -28,14 +27,16 @@ _Held = list[Callable[[], object]]
 class Decorator(Protocol):
     """Turns a function that streams into one that returns a `Stream`."""
 
+    # Callers give no lease and no session, and a payload without its box; types
+    # have no word for a parameter that is taken away by its name.
     def __call__(
-        self, function: Callable[P, AsyncIterator[T] | Awaitable[AsyncIterator[T]]], /
-    ) -> Callable[P, Stream[T]]: ...
+        self, function: Callable[..., AsyncIterator[T] | Awaitable[AsyncIterator[T]]], /
+    ) -> Callable[..., Stream[T]]: ...
 
 
 def scrub(
     *names: str,
-) -> Callable[[Callable[P, AsyncGenerator[T, None]]], Callable[P, Scrubbed[T]]]:
+) -> Callable[[Callable[..., AsyncIterator[T]]], Callable[..., Scrubbed[T]]]:
     """Keep the named arguments of an async generator function out of its frames.
 
     They are put into `Payload` boxes at the call, which the body empties with
@@ -55,8 +56,8 @@ def scrub(
         raise TypeError('scrub takes names of parameters: write @scrub("picture")')
 
     def decorate(
-        function: Callable[P, AsyncGenerator[T, None]],
-    ) -> Callable[P, Scrubbed[T]]:
+        function: Callable[..., AsyncIterator[T]],
+    ) -> Callable[..., Scrubbed[T]]:
         if not inspect.isasyncgenfunction(function):
             raise TypeError(
                 f"{_name(function)} is not an async generator function; a coroutine "
@@ -66,7 +67,7 @@ def scrub(
 
         # A plain function: its frame is gone before iteration begins.
         @functools.wraps(function)
-        def call(*args: P.args, **kwargs: P.kwargs) -> Scrubbed[T]:
+        def call(*args: Any, **kwargs: Any) -> Scrubbed[T]:
             bound, held = bind(*args, **kwargs)
             generator = function(*bound.args, **bound.kwargs)
             return Scrubbed(generator, held, generator.__anext__)
@@ -153,7 +154,7 @@ def managed(
                 if not streams:
                     source = await source
                     _give_up(held)
-                stream._source = source = aiter(source)
+                stream._source = source = _items(source, function)
                 return await anext(source)
 
             return _ManagedStream(first_item, held)
@@ -168,6 +169,13 @@ def _name(function: object) -> str:
     return getattr(function, "__qualname__", type(function).__name__)
 
 
+def _items(source: Any, function: object) -> AsyncIterator[Any]:
+    if not hasattr(type(source), "__aiter__"):
+        what = f"{_name(function)} returned {type(source).__name__}"
+        raise TypeError(f"{what}; return the stream, or make it yield")
+    return aiter(source)
+
+
 def _boxing(
     function: Callable[..., Any], names: tuple[str, ...], given: tuple[str, ...] = ()
 ) -> tuple[inspect.Signature, Callable[..., tuple[inspect.BoundArguments, _Held]]]:
@@ -177,13 +185,22 @@ def _boxing(
     visible = whole.replace(parameters=seen)
     of_kind = {p.kind: p.name for p in seen}
     rest = of_kind.get(inspect.Parameter.VAR_KEYWORD, "")
+    # What a caller leaves out travels in a box, too; most leave out `None`.
+    fill = any(
+        p.default is not None and p.default is not p.empty
+        for p in seen
+        if p.name in names
+    )
     collecting = (rest, of_kind.get(inspect.Parameter.VAR_POSITIONAL))
     for name in names:
         if name in collecting or not (rest or name in visible.parameters):
             raise TypeError(f"{_name(function)} has no parameter {name!r} to scrub")
 
     def bind(*args: Any, **kwargs: Any) -> tuple[inspect.BoundArguments, _Held]:
-        arguments = visible.bind(*args, **kwargs).arguments
+        bound = visible.bind(*args, **kwargs)
+        if fill:
+            bound.apply_defaults()
+        arguments = bound.arguments
         held: _Held = [arguments.clear]
         for values in (arguments, arguments.get(rest, {})):
             for name in names:

@@ -85,9 +85,9 @@ class Fair(Ledger):
         return True
 
     def charge(self, lease: Lease) -> None:
-        since, flow = self.clock(), self._flow(lease)  # may raise, hence first
+        # These may raise, the last one of an int beyond all floats: hence first.
+        since, flow, share = self.clock(), self._flow(lease), self._share(lease)
         super().charge(lease)
-        share = self._share(lease)
         charged = share * flow.hold_s
         self._now = max(self._now, flow.served)
         flow.served += charged
@@ -113,6 +113,7 @@ class Fair(Ledger):
         return [lease for lane in self._turns for lease in lane.queue]
 
     def push(self, lease: Lease) -> None:
+        self._share(lease)  # may raise, hence first
         flow = self._flow(lease)
         lane = flow.lane(lease)
         if not lane.queue:

@@ -4,13 +4,14 @@
 
 from __future__ import annotations
 
+import inspect
 import math
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final, Literal, final
 
 import anyio
 
-from ._amounts import cost, limit, seconds, whole
+from ._amounts import cost, limit, seconds_or_none, whole
 from ._books import Books
 from ._decorators import Decorator, managed
 from ._fair import Fair
@@ -129,7 +130,7 @@ class Gate(Books):
         ledger = Fair(*limits, now) if order == "fair" else Ledger(*limits)
         super().__init__(name, ledger, guarded(observer), now)
         self._enforce = enforce
-        self._max_wait = seconds("max_wait", max_wait)
+        self._max_wait = seconds_or_none("max_wait", max_wait)
         self._max_waiting = (
             None if max_waiting is None else whole("max_waiting", max_waiting)
         )
@@ -176,7 +177,7 @@ class Gate(Books):
             holding nothing; a lease granted in the same moment is passed on.
         """
         if max_wait is not _AS_BEFORE:
-            seconds("max_wait", max_wait)
+            max_wait = seconds_or_none("max_wait", max_wait)
         if type(slots) is not int or type(bytes) is not int or slots < 1 or bytes < 0:
             slots, bytes = cost(slots, bytes)  # noqa: A001
         lease = self._request(slots, bytes, key, priority, _MAY_WAIT)
@@ -250,7 +251,14 @@ class Gate(Books):
             slots: Slots to ask for.
 
         See `lifecycle.managed` for when the lease is released.
+
+        Raises:
+            TypeError: *cost* is an ``async def``.
         """
+        if inspect.iscoroutinefunction(cost) or inspect.isasyncgenfunction(cost):
+            raise TypeError(
+                "cost is a plain function; to decorate, write @gate.admits()"
+            )
         return managed(gate=self, cost=cost, slots=slots)
 
     def statistics(self) -> GateStatistics:

@@ -108,6 +108,8 @@ class Lease:
     def __enter__(self) -> Self:
         task = current_task() if self._state == HELD else None
         if task is not None:
+            if hasattr(self, "_holder"):  # the task of another block passed it on
+                self._gate._leave_block(self._holder, self)
             self._gate._enter_block(task, self)
             self._holder = task
         return self
@@ -136,6 +138,10 @@ class Lease:
                 stacklevel=2,
                 source=self,
             )
+
+    def __reduce__(self) -> str | tuple[object, ...]:
+        # Two of them would give back twice what was granted once.
+        raise TypeError("a Lease cannot be pickled or copied; pass it on as it is")
 
     def __repr__(self) -> str:
         how = "held" if self.held else "not held"

@@ -151,7 +151,9 @@ class Ledger:
             if not isinstance(priority, int):
                 what = type(priority).__name__
                 raise ValueError(f"priority must be a whole number, not {what}")
-            lanes = {**self._lanes, lease._priority: OrderedDict()}
+            # Where nobody stands any more it ends, or each priority would be kept.
+            lanes = {each: lane for each, lane in self._lanes.items() if lane}
+            lanes[lease._priority] = OrderedDict()
             self._lanes = {each: lanes[each] for each in sorted(lanes, reverse=True)}
         self._lanes[lease._priority][lease] = None
 

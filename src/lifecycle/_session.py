@@ -102,8 +102,8 @@ class Session:
 
         Args:
             open_: Hands the payload to the engine and returns the stream.
-            end: Ends what *open_* returned, and is given ``None`` where that is not
-                known. Not called where *open_* raised an error or never began.
+            end: An ``async def`` that ends what *open_* returned, and is given ``None``
+                where that is not known. Not called where *open_* raised or never began.
             lease: The start's from the call on, whatever happens; released the
                 moment that *open_* has settled: the hand-off.
             timeout: Seconds after which *open_* is cancelled; ``math.inf`` is no
@@ -114,6 +114,7 @@ class Session:
             StartTimeout: *timeout* went by; what was sent is ended by key.
             SessionEnded: The session was closed by somebody else.
             RuntimeError: The session was started before.
+            TypeError: *lease* is no lease, or *end* is not callable.
             ValueError: *timeout* is NaN.
             Exception: What *open_* raised; its frames have forgotten their locals.
 
@@ -143,7 +144,7 @@ class Session:
             opening = begin(starts, self, lease, timeout)
         except BaseException as error:
             forget_frames(error)
-            if lease is not None:
+            if isinstance(lease, Lease):
                 lease.release()
             raise
         finally:
@@ -252,6 +253,7 @@ class Session:
             raise RuntimeError(f"session {self.id!r} can be entered once")
         self._scope = anyio.CancelScope().__enter__()
         if self.outcome is not None:
+            self._stopped = True  # also by `close`: it was not this block
             self._scope.cancel()
         return self
 

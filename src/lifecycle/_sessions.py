@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 import logging
-import math
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -16,6 +15,7 @@ import anyio
 from anyio.abc import TaskGroup
 
 from . import events
+from ._amounts import seconds, whole
 from ._decorators import Decorator, managed
 from ._errors import GateClosed, SessionExists, SessionNotFound
 from ._outcome import OUTCOMES
@@ -69,7 +69,7 @@ class SessionRegistry:
         draining: Whether `drain` was called, or the registry is being left.
 
     Raises:
-        ValueError: *end_timeout* is NaN.
+        ValueError: *end_timeout* is NaN, or *max_quarantined* no whole number.
     """
 
     def __init__(
@@ -79,17 +79,15 @@ class SessionRegistry:
         max_quarantined: int = 1000,
         observer: Observer | None = None,
     ) -> None:
-        if math.isnan(end_timeout):
-            raise ValueError("end_timeout must be a number of seconds, not NaN")
         self.draining = False
-        self._end_timeout = end_timeout
+        self._end_timeout = seconds("end_timeout", end_timeout)
         self._emit = events.guarded(observer)
         # Weakly: whoever works on a session, or has to end it, refers to it.
         self._live: dict[str, ref[Session]] = {}
         self._closing: set[Session] = set()
         self._outcomes: dict[Outcome, int] = dict.fromkeys(OUTCOMES, 0)
         self._quarantined: dict[str, str] = {}
-        self._max_quarantined = max_quarantined
+        self._max_quarantined = whole("max_quarantined", max_quarantined)
         self._opened = self._ends_failed = 0
         self._changed: anyio.Event | None = None
         self._tasks: TaskGroup | None = None
@@ -165,11 +163,12 @@ class SessionRegistry:
 
     def live(self) -> list[Session]:
         """The live sessions, oldest first."""
-        return [session for found in self._live.values() if (session := found())]
+        return [s for found in list(self._live.values()) if (s := found())]
 
     def statistics(self) -> SessionStatistics:
-        """The registry as it is now."""
-        boxes = [box for s in self.live() for box in s._boxes.values()]
+        """The registry as it is now. Any thread."""
+        # Copied, each in one step: another thread may ask, as a scrape does.
+        boxes = [box for s in self.live() for box in list(s._boxes.values())]
         return SessionStatistics(
             opened=self._opened,
             live=len(self._live),
@@ -228,9 +227,7 @@ class SessionRegistry:
         Cancellation:
             At any time. Nothing is opened any more all the same.
         """
-        if math.isnan(deadline):
-            raise ValueError("deadline must be a number of seconds, not NaN")
-        began = self._now()
+        began, deadline = self._now(), seconds("deadline", deadline)
         self.draining = True
         if self._emit is not None:
             self._emit(events.DrainStarted(live=len(self._live)))
@@ -271,7 +268,7 @@ class SessionRegistry:
 
     async def __aenter__(self) -> Self:
         if self.draining or self._tasks is not None:
-            raise RuntimeError("a SessionRegistry can be entered once")
+            raise RuntimeError("a SessionRegistry can be entered once; make a new one")
         self._now, self._post = loop_clock(), loop_post()
         self._watchdog = Watchdog(self._now)
         # A server that is cancelled may still drain, shielded.

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any, Final, Generic, Literal, TypeVar, cast
 
 import anyio
 
+from ._amounts import seconds
 from ._errors import StartTimeout
 from ._lease import Lease
 from ._park import Waiter, new_waiter, park_until
@@ -194,18 +195,25 @@ class Start(Generic[T]):
             session._tell(StartSettled, how=how, duration_s=took)
 
 
+def _expect(there: bool, what: str, given: object) -> None:  # noqa: FBT001
+    if not there:
+        raise TypeError(f"a start takes {what}, not {type(given).__name__}")
+
+
 def begin(
     pairs: Pairs[T], session: Session, lease: Lease | None, timeout: float
 ) -> list[Start[T]]:
     """Begin the starts of *session*, each in a task of its registry."""
     registry, told = session._registry, new_waiter()
-    now = registry._now()
+    # Found out in a task of the registry, it would end all of its tasks.
+    timeout, now = seconds("timeout", timeout), registry._now()
     starts = [Start(open_, end, now, timeout, told) for open_, end in pairs]
     if not starts:
         return []
-    # Found out in a task of the registry, it would end all of these.
-    if math.isnan(timeout):
-        raise ValueError("timeout must be a number of seconds, not NaN")
+    _expect(lease is None or isinstance(lease, Lease), "a lease, awaited", lease)
+    for start in starts:
+        whole = start.end is None or callable(start.end)
+        _expect(whole, "end, a function that is not called yet", start.end)
     if session._starts:
         raise RuntimeError(f"session {session.id!r} was started before")
     session._confirm()

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import math
 import sys
 import warnings
 from collections.abc import AsyncIterator, Callable, Iterable, Iterator
@@ -12,6 +11,8 @@ from types import TracebackType
 from typing import Generic, Self, TypeVar
 
 import anyio
+
+from ._amounts import seconds
 
 T_co = TypeVar("T_co", covariant=True)
 
@@ -55,8 +56,6 @@ class Stream(Generic[T_co]):
         on_close: Iterable[Callable[[], object]] = (),
         grace: float = 5.0,
     ) -> None:
-        if math.isnan(grace):
-            raise ValueError("grace must be a number of seconds, not NaN")
         kind = type(source)
         if not hasattr(kind, "__anext__"):
             raise TypeError(
@@ -65,7 +64,7 @@ class Stream(Generic[T_co]):
             )
         self._source: AsyncIterator[T_co] | None = source
         self._on_close = list(on_close)
-        self._grace = grace
+        self._grace = seconds("grace", grace)
         self._stopped = self.closed = False
         self._errors: list[Exception] = []
         self._scope: anyio.CancelScope | None = None

@@ -17,6 +17,7 @@ from weakref import ref
 
 import anyio
 
+from ._amounts import seconds
 from ._errors import StreamTimeout
 from ._stream import Stream
 
@@ -33,9 +34,7 @@ class Deadlines(dict[str, float]):
     def __init__(self, **limits: float | None) -> None:
         for name, limit in limits.items():
             if limit is not None:
-                if math.isnan(limit):
-                    raise ValueError(f"{name} must be a number of seconds, not NaN")
-                self[name] = limit
+                self[name] = seconds(name, limit)
 
     def look(self, watched: ref[Stream[Any]], began: float, now: float) -> float:
         """Stop the stream if it is late; return when to look again, `inf` for never."""

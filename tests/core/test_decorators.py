@@ -161,7 +161,7 @@ class TestManaged:
                 assert gate.statistics().bytes_in_use == 0
                 yield session.id
 
-            async with stream() as items:  # type: ignore[call-arg]
+            async with stream() as items:
                 assert [item async for item in items] == ["a"]
             assert_quiescent(gate, sessions)
 

@@ -224,6 +224,20 @@ async def test_remembers_no_more_keys_than_it_needs() -> None:
     assert_quiescent(gate)
 
 
+@pytest.mark.parametrize("waits", [False, True])
+async def test_survives_a_size_beyond_all_floats(waits: bool) -> None:
+    """A request of more bytes than a share can tell is refused, and charged nothing."""
+    gate = Gate(slots=1, order="fair")
+    holder = gate.try_admit() if waits else None
+    with pytest.raises(OverflowError):
+        await gate.admit(slots=1, bytes=10**400)
+    if holder is not None:
+        holder.release()
+    assert_quiescent(gate)
+    with await gate.admit():
+        pass
+
+
 async def test_starts_those_who_come_back_where_the_others_are() -> None:
     """Nobody saves up turns by staying away."""
     clock = Clock()

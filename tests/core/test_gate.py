@@ -1,6 +1,8 @@
 """Gate: who gets in, in which order, and what the books say meanwhile."""
 
+import gc
 import math
+from collections import OrderedDict
 from typing import Any
 
 import anyio
@@ -456,6 +458,20 @@ async def test_tells_its_observer_what_its_books_say() -> None:
     assert (refused.reason, refused.slots, refused.bytes) == ("full", 1, 0)
     assert seen.events[0].waited_s == 0.0
     assert seen.events[3].waited_s >= 0.0
+
+
+async def test_remembers_no_priority_that_nobody_has() -> None:
+    """Priorities that never come again, such as times, do not pile up."""
+    gate = Gate(slots=1)
+    before = len([o for o in gc.get_objects() if type(o) is OrderedDict])
+    for priority in range(200):
+        with gate.try_admit():
+            async with anyio.create_task_group() as tasks:
+                await Crowd(gate, tasks).come(priority, priority=priority)
+                tasks.cancel_scope.cancel()
+    after = len([o for o in gc.get_objects() if type(o) is OrderedDict])
+    assert after - before < 100
+    assert_quiescent(gate)
 
 
 async def test_refuses_a_priority_that_cannot_be_sorted() -> None:

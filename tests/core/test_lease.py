@@ -1,11 +1,17 @@
 """Lease: released once, by anybody, whatever happens."""
 
+import copy
+import gc
+import pickle
 import tracemalloc
 import warnings
+import weakref
+from collections.abc import Callable
 from contextlib import ExitStack
 
 import anyio
 import pytest
+from anyio.lowlevel import checkpoint
 
 from lifecycle import Gate, GateFull, Lease
 from lifecycle.events import LeaseReleased, LeaseSettled
@@ -48,6 +54,34 @@ async def test_may_end_in_another_task() -> None:
 
     async with anyio.create_task_group() as tasks:
         tasks.start_soon(finish, await gate.admit())
+    assert_quiescent(gate)
+
+
+async def test_is_kept_by_no_block_when_two_tasks_enter_it() -> None:
+    """A lease that is passed on, and entered by both, is forgotten by the gate."""
+    gate = Gate(slots=1)
+    lease = await gate.admit()
+    known = weakref.ref(lease)
+
+    async def work(lease: Lease) -> None:
+        with lease:
+            await checkpoint()
+
+    async with anyio.create_task_group() as group:
+        with lease:
+            group.start_soon(work, lease)
+            await anyio.wait_all_tasks_blocked()
+    del lease
+    gc.collect()
+    assert known() is None
+
+
+@pytest.mark.parametrize("copied", [copy.copy, copy.deepcopy, pickle.dumps])
+def test_is_never_two(copied: Callable[[Lease], object]) -> None:
+    """A lease cannot be copied: each copy would give back what was granted once."""
+    gate = Gate(slots=1)
+    with gate.try_admit() as lease, pytest.raises(TypeError, match="pass it on"):
+        copied(lease)
     assert_quiescent(gate)
 
 

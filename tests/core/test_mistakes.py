@@ -1,7 +1,9 @@
 """Mistakes that everybody makes once are answered with the remedy."""
 
 import logging
+import math
 import re
+from decimal import Decimal
 from typing import Any
 
 import anyio
@@ -9,6 +11,7 @@ import pytest
 
 import lifecycle
 from lifecycle import (
+    AdmissionTimeout,
     CostTooLarge,
     Gate,
     GateFull,
@@ -42,6 +45,82 @@ def test_names_wait_that_is_no_number() -> None:
         Gate(max_wait="10")  # type: ignore[arg-type]
 
 
+async def test_names_seconds_that_are_no_number() -> None:
+    """Every span of time that is no number is refused by its name, and nothing runs."""
+
+    async def open_() -> None: ...
+
+    def words_of(name: str) -> Any:
+        return pytest.raises(TypeError, match=f"^{name} must be a number of seconds, ")
+
+    with words_of("end_timeout"):
+        SessionRegistry(end_timeout=None)  # type: ignore[arg-type]
+    with words_of("grace"):
+        Stream(words(), grace=None)  # type: ignore[arg-type]
+    async with SessionRegistry() as sessions:
+        with sessions.open("a") as session:
+            for odd in (None, "5"):
+                with words_of("timeout"):
+                    await session.start(open_, timeout=odd)  # type: ignore[arg-type]
+            with words_of("idle"):
+                session.stream(words(), idle="5")  # type: ignore[arg-type]
+        with words_of("deadline"):
+            await sessions.drain(None)  # type: ignore[arg-type]
+        with pytest.raises(ValueError, match="deadline must be .*, not NaN"):
+            await sessions.drain(math.nan)
+        assert not sessions.draining
+
+
+async def test_takes_seconds_of_every_kind_of_number() -> None:
+    """A decimal number stops neither the gate nor the registry and all its sessions."""
+
+    async def open_() -> str:
+        return "stream"
+
+    second: Any = Decimal(1)
+    gate = Gate(slots=1)
+    async with SessionRegistry(end_timeout=second) as sessions:
+        with sessions.open("a") as session:
+            assert await session.start(open_, timeout=second) == "stream"
+        with sessions.open("b") as session:
+            source = session.stream(words(), total=second, grace=second)
+            async with source as stream:
+                assert [word async for word in stream] == ["word"]
+        with await gate.admit():
+            other = create_other(gate)
+            with pytest.raises(AdmissionTimeout):
+                await other(Decimal("0.001"))
+        assert await sessions.drain(second) == 0
+
+
+def create_other(gate: Gate) -> Any:
+    """What waits at the gate in a task of its own."""
+
+    async def wait(max_wait: Any) -> None:
+        error: Exception | None = None
+
+        async def other() -> None:
+            nonlocal error
+            try:
+                await gate.admit(max_wait=max_wait)
+            except Exception as raised:  # noqa: BLE001 - raised below, in no group
+                error = raised
+
+        async with anyio.create_task_group() as group:
+            group.start_soon(other)
+        if error is not None:
+            raise error
+
+    return wait
+
+
+def test_refuses_bound_of_quarantine_that_is_no_whole_number() -> None:
+    """It is found out at once, and not by the first END that fails."""
+    for odd in (None, -1, 0.5):
+        with pytest.raises(ValueError, match="max_quarantined must be"):
+            SessionRegistry(max_quarantined=odd)  # type: ignore[arg-type]
+
+
 def test_names_no_payload_when_scrub_lacks_its_parentheses() -> None:
     """``@scrub`` without names is refused where it is written, not at the call."""
     with pytest.raises(TypeError, match=r'write @scrub\("picture"\)'):
@@ -70,6 +149,23 @@ async def test_names_function_that_does_not_stream() -> None:
         scrub("picture")(coroutine)  # type: ignore[arg-type]
 
 
+async def test_names_function_that_returns_no_stream() -> None:
+    """A ``return`` that was forgotten is told with the name of the function."""
+
+    @managed()
+    async def forgetful() -> Any: ...
+
+    with pytest.raises(TypeError, match=r"\.forgetful returned NoneType; return the"):
+        await anext(forgetful())
+
+
+def test_says_when_admits_lacks_its_parentheses() -> None:
+    """The function is not taken for the cost, which would be found out by a call."""
+    for function in (words, test_names_function_that_returns_no_stream):
+        with pytest.raises(TypeError, match=r"write @gate\.admits\(\)"):
+            Gate(slots=1).admits(function)  # type: ignore[arg-type]
+
+
 def test_refuses_one_path_to_keep_that_is_no_list() -> None:
     """A string is not taken for a list of its letters."""
     payload = {"a": {"b": 1}}
@@ -94,6 +190,26 @@ async def test_says_what_opens_a_stream(open_: Any, remedy: str) -> None:
             lease = await gate.admit()
             with pytest.raises(TypeError, match=remedy):
                 await session.start(open_, lease=lease)
+    assert gate.statistics().slots_in_use == 0
+
+
+async def test_refuses_lease_or_end_that_was_forgotten_to_be_one() -> None:
+    """An ``await`` too few or a call too many is told before anything begins."""
+    gate = Gate(slots=1)
+
+    async def open_() -> None: ...
+
+    async def end(_: object) -> None: ...
+
+    async with SessionRegistry() as sessions:
+        with sessions.open("a") as session:
+            for words_of, odd in (("a lease, awaited", "lease"), ("end, a", "end")):
+                called = gate.admit() if odd == "lease" else end(None)
+                with pytest.raises(TypeError, match=f"{words_of}.*, not coroutine"):
+                    await session.start(open_, **{odd: called})  # type: ignore[arg-type]
+                called.close()
+            assert session.phase == "open"
+            await session.start(open_, end=end, lease=await gate.admit())
     assert gate.statistics().slots_in_use == 0
 
 

@@ -118,6 +118,19 @@ class TestScrub:
         assert [item async for item in look(mask=1)] == [True, True]
         assert [item async for item in look(None, 1)] == [True, True]
 
+    async def test_boxes_what_is_left_out(self) -> None:
+        """A default is a payload as any other, and is there at every call."""
+
+        @scrub("image")
+        async def look(
+            size: int = 2, /, image: Any = b"blank", *, last: int = 3
+        ) -> AsyncGenerator[object, None]:
+            yield size, image.take(), last
+
+        for _ in range(2):
+            assert [item async for item in look()] == [(2, b"blank", 3)]
+        assert [item async for item in look(1, b"mine")] == [(1, b"mine", 3)]
+
     async def test_boxes_methods_and_free_keywords(self) -> None:
         """The receiver is not counted, and names may come by **kwargs."""
 

@@ -2,6 +2,7 @@
 
 import gc
 import math
+import threading
 import tracemalloc
 from collections.abc import AsyncGenerator
 from typing import Any, get_args
@@ -327,6 +328,16 @@ class TestStopping:
             with pytest.raises(SessionEnded), session:
                 await anyio.sleep_forever()
 
+    @pytest.mark.parametrize("how", ["close", "stop"])
+    async def test_says_that_it_was_over_before_it_was_entered(self, how: str) -> None:
+        """A block of a closed session is left with an error, not with a cancellation."""
+        async with SessionRegistry() as sessions:
+            session = sessions.open("a")
+            getattr(session, how)("completed")
+            with pytest.raises(SessionEnded):
+                with session:
+                    await checkpoint()
+
     async def test_keeps_the_owners_own_error(self) -> None:
         """An error of the owner's goes on as it is, though the session was stopped."""
         async with SessionRegistry() as sessions:
@@ -632,6 +643,32 @@ class TestRegistry:
                 while sessions.statistics().closing:
                     await checkpoint()
             assert_quiescent(sessions)
+
+    async def test_can_be_read_by_another_thread(self) -> None:
+        """A scrape from a thread is not broken off by sessions that come and go."""
+        errors = list[Exception]()
+        over = threading.Event()
+
+        def scrape() -> None:
+            while not over.is_set():
+                try:
+                    sessions.statistics()
+                except RuntimeError as error:
+                    errors.append(error)
+
+        async with SessionRegistry() as sessions:
+            kept = [sessions.open(f"kept {number}") for number in range(1000)]
+            thread = threading.Thread(target=scrape)
+            thread.start()
+            try:
+                for number in range(5000):
+                    with sessions.open(f"short {number}") as session:
+                        session.box(number)
+            finally:
+                over.set()
+                thread.join()
+            assert len(kept) == sessions.close_all()
+        assert not errors
 
     async def test_holds_ten_thousand_sessions(self) -> None:
         """10,000 sessions live at once; one that started takes < 8 KiB (fault-21)."""

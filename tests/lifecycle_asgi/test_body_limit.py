@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from typing import Any
 
 import anyio
@@ -14,6 +15,7 @@ from starlette.requests import Request
 from starlette.responses import PlainTextResponse
 from starlette.routing import Route
 
+from lifecycle import Gate
 from lifecycle_asgi import BodyLimit, BodyTooLarge, LifecycleMiddleware
 
 pytestmark = pytest.mark.anyio
@@ -143,6 +145,14 @@ async def test_ignores_length_that_is_no_number() -> None:
     assert server.body == b"3"
 
 
+async def test_meters_length_below_zero() -> None:
+    """A length that no body can have is no reason to fail, with a gate neither."""
+    server, gate = ScriptedServer(b"x" * 3), Gate(bytes=10)
+    await call(BodyLimit(APP, max_bytes=10, gate=gate), server, declared=-5)
+    assert server.body == b"3"
+    assert gate.statistics().bytes_in_use == 0
+
+
 async def test_passes_other_scopes_through() -> None:
     """Lifespan calls reach the application untouched."""
     seen: list[Any] = []
@@ -157,6 +167,8 @@ async def test_passes_other_scopes_through() -> None:
 
 
 async def test_refuses_negative_limit() -> None:
-    """A limit below zero is a mistake."""
+    """A limit below zero is a mistake, and so is one that bounds nothing."""
     with pytest.raises(ValueError, match="got -1"):
         BodyLimit(APP, max_bytes=-1)
+    with pytest.raises(ValueError, match="got nan"):
+        BodyLimit(APP, max_bytes=math.nan)  # type: ignore[arg-type]

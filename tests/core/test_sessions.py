@@ -481,14 +481,6 @@ class TestDrain:
         [finished] = seen.of(DrainFinished)
         assert (finished.cut, finished.duration_s) == (1, pytest.approx(11))
 
-    async def test_refuses_to_drain_by_no_number(self) -> None:
-        """A deadline of NaN is an error, and the registry stays open."""
-        async with SessionRegistry() as sessions:
-            with pytest.raises(ValueError, match="NaN"):
-                await sessions.drain(float("nan"))
-            assert not sessions.draining
-            sessions.open("a").close()
-
     async def test_drains_an_empty_registry_at_once(self) -> None:
         """With nobody there, a drain takes no time."""
         async with SessionRegistry() as sessions:

@@ -221,6 +221,9 @@ class SessionRegistry:
         Returns:
             How many sessions had to be ended.
 
+        Raises:
+            ValueError: *deadline* is NaN; the registry stays open.
+
         Cancellation:
             At any time. Nothing is opened any more all the same.
         """

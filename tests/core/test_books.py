@@ -390,8 +390,10 @@ def test_outlives_interrupts() -> None:
 
     def interrupt(signum: int, frame: FrameType | None) -> None:
         nonlocal struck
-        struck += 1
-        raise KeyboardInterrupt
+        # Nowhere else, or it would end the tests.
+        if frame is not None and frame.f_code.co_filename.startswith(HOME):
+            struck += 1
+            raise KeyboardInterrupt
 
     gate = Gate()
     before = signal.signal(signal.SIGVTALRM, interrupt)

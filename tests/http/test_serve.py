@@ -318,7 +318,7 @@ async def test_serves_images_with_torch(tmp_path: Path) -> None:
         chunks = [chunk async for chunk in stream]
         assert chunks[-1].usage.completion_tokens <= 5
         assert chunks[-2].choices[0].finish_reason in ("stop", "length")
-        assert await server.exit(signal.SIGTERM) == 0
+        assert await server.exit(signal.SIGTERM, within=20) == 0
 
 
 async def test_refuses_unknown_family(tmp_path: Path) -> None:

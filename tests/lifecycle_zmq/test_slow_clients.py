@@ -196,5 +196,6 @@ async def test_random_disconnects_leave_nothing_behind(
                 await script.disconnect(engine, sessions, count=count, seed=count)
         await script.check_nothing_left(engine)
         assert engine.incarnation == 1
-        assert process.num_fds() == own
-        assert psutil.Process(engine.pid).num_fds() == its
+        # One of the beginning, such as a handshake's, may be gone by now.
+        assert process.num_fds() <= own
+        assert psutil.Process(engine.pid).num_fds() <= its

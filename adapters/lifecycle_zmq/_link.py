@@ -8,6 +8,7 @@ there are none before anybody sleeps, and looked for after every send.
 from __future__ import annotations
 
 import asyncio
+import os
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from typing import Any, cast
@@ -22,6 +23,8 @@ from .wire import Kind
 
 # Messages handled before other tasks get a turn.
 _BURST = 256
+# What a context with one thread and one connection takes, and some more.
+_DESCRIPTORS = 16
 # As enumerations, they take longer than the socket does.
 _IN = int(zmq.POLLIN)
 _NOW = int(zmq.NOBLOCK)
@@ -35,6 +38,9 @@ class Link:
         incarnation: Its number, which every message carries.
         handle: Called with each message that came, also from within `say`; returns
             whether another is wanted.
+
+    Raises:
+        OSError: The system has too few descriptors left.
     """
 
     __slots__ = (
@@ -58,6 +64,7 @@ class Link:
         self._handle = handle
         self._sent = 0
         self._greeted = False
+        _ask_for_descriptors()
         # A context of its own: closing the link ends its I/O thread, and no other.
         self._context = zmq.Context()
         self._socket = self._context.socket(zmq.DEALER)
@@ -180,6 +187,17 @@ class Link:
     def _handle_next(self) -> bool:
         parts = self.receive()
         return parts is not None and self._handle(parts)
+
+
+def _ask_for_descriptors() -> None:
+    """Raise `OSError` where there are too few: libzmq would end the process."""
+    taken: list[int] = []
+    try:
+        for _ in range(_DESCRIPTORS):
+            taken += [os.open(os.devnull, os.O_RDONLY | os.O_CLOEXEC)]
+    finally:
+        for descriptor in taken:
+            os.close(descriptor)
 
 
 _OPTIONS: dict[int, int] = {

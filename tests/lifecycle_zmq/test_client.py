@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import gc
+import os
+import resource
 from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
+from pathlib import Path
 from typing import Any
 
 import anyio
@@ -15,6 +18,7 @@ import zmq
 from lifecycle import EngineLost
 from lifecycle_zmq import EngineClient, EngineFailed, RequestRejected, wire
 from lifecycle_zmq._items import pack_tokens
+from lifecycle_zmq._link import Link
 from lifecycle_zmq.wire import Kind
 
 pytestmark = [pytest.mark.anyio, pytest.mark.usefixtures("no_leaks")]
@@ -617,3 +621,21 @@ async def test_hang_up_of_the_engine_is_seen_at_the_next_send(
                 pass
         assert client.lost == "disconnected"
         gc.collect()
+
+
+async def test_refuses_to_connect_without_descriptors(tmp_path: Path) -> None:
+    """The socket library would end the process: whoever asks gets an error instead."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    hoard = [os.dup(0)]
+    try:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (hoard[0] + 8, hard))
+        with suppress(OSError):
+            while True:
+                hoard.append(os.dup(0))
+        os.close(hoard.pop())
+        with pytest.raises(OSError, match="open files"):
+            Link(f"ipc://{tmp_path}/e", incarnation=1, handle=lambda _: True)
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+        for descriptor in hoard:
+            os.close(descriptor)

@@ -420,6 +420,8 @@ class World:
                 c
                 for c in earlier
                 if not (c.struck or c.plan.patience or c.plan.cost > self.smallest)
+                # One whose session was ended wants nothing more, and is on its way.
+                and (c.session is None or c.session.outcome is None)
             ]
             assert not overtaken or self.closed, "overtaken in line"
 

@@ -79,12 +79,15 @@ class request_scope:  # noqa: N801 - it reads as a function: `async with request
         try:
             # Shielded and bounded in there, for each thing that is closed.
             await self._request.close(self._grace)  # noqa: ASYNC102
+        except Exception as error:  # noqa: BLE001 - raised below, if nothing else is
+            self._failure = self._failure or error
         finally:
             self._request.end()
             self._tasks.cancel_scope.cancel()
             await self._tasks.__aexit__(None, None, None)  # noqa: ASYNC102 - cut above
         failure, self._failure = self._failure, None
-        if swallowed and failure is not None:
+        # What the block raised, a cancellation above all, goes before it.
+        if failure is not None and (exc is None or swallowed):
             raise failure
         return swallowed
 

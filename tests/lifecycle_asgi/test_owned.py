@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from typing import Any
 
 import anyio
@@ -166,3 +167,23 @@ async def test_closes_what_a_request_scope_owns() -> None:
             await anext(stream)
     assert stream.closed
     assert words.closed_in == [anyio.get_current_task().id]
+
+
+@pytest.mark.parametrize("leaves", ["cancelled", "raises", "ends"])
+async def test_keeps_what_a_block_raised_before_an_error_of_closing(
+    leaves: str,
+) -> None:
+    """A cancellation is never lost to a clean-up that fails, nor is an error."""
+    words = Words(ValueError("closing"))
+    expected = {"raises": KeyError, "ends": ValueError}.get(leaves)
+    with anyio.fail_after(5), anyio.CancelScope() as outside:
+        with pytest.raises(expected) if expected else nullcontext():
+            async with request_scope(anyio.sleep_forever) as request:
+                await anext(request.own(words()))
+                if leaves == "raises":
+                    raise KeyError("mine")
+                if leaves == "cancelled":
+                    outside.cancel()
+                    await anyio.sleep_forever()
+    assert outside.cancelled_caught is (leaves == "cancelled")
+    assert words.closed_in

@@ -69,6 +69,7 @@ def create_app(
     gate: Gate,
     in_flight: Gate | None = None,
     bodies: Gate | None = None,
+    arena: bool = False,
     settings: AppSettings | None = None,
     observer: Observer | None = None,
     metrics: Metrics | None = None,
@@ -83,6 +84,8 @@ def create_app(
         in_flight: Over all requests, until their end; unbounded if left out.
         bodies: Over the bytes of bodies, until hand-off; by default room for eight of
             the largest.
+        arena: Whether *processor* makes payloads in the engine's arena: *gate* then
+            counts them until the engine has given them back.
         settings: The rest.
         observer: Told of sessions, starts, payloads and drains; *metrics* for one.
         metrics: What ``/metrics`` tells; it is made to watch gates and sessions.
@@ -107,6 +110,7 @@ def create_app(
         payloads=gate,
         in_flight=in_flight or Gate(name="in_flight"),
         threads=anyio.CapacityLimiter(settings.threads),
+        arena=arena,
         deadlines=settings.deadlines,
         new_sessions=partial(
             SessionRegistry, end_timeout=settings.end_timeout, observer=observer

@@ -28,6 +28,7 @@ from .processor import BadChat, BadImage, Chat
 from .replies import Reply
 from .service import Service
 from .shared import Shared
+from .tenure import Tenure
 from .texts import Texts
 
 Items = AsyncIterator[Any]
@@ -94,16 +95,20 @@ class Generate:
     async def _start(
         self, session: Session, box: Payload[Chat], incoming: Incoming, usage: Usage
     ) -> list[Stream[Any]]:
-        """Admit, preprocess and hand over; the lease ends with this call."""
+        """Admit, preprocess and hand over; a lease ends with this call, or later."""
         service = self._service
         lease: Lease | None = None
+        tenure: Tenure | None = None
         if incoming.estimate:  # text alone has none, and never waits for bytes
-            lease = await service.payloads.admit(bytes=incoming.estimate)
+            room = service.cost(incoming.estimate, copies=incoming.choices)
+            lease = await service.payloads.admit(bytes=room)
+        if lease is not None and service.arena:
+            tenure, lease = Tenure(lease), None
         shared = Shared(
-            partial(self._prepare, box, lease, usage, incoming.choices),
+            partial(self._prepare, box, lease, tenure, usage, incoming.choices),
             choices=incoming.choices,
         )
-        del box
+        del box, tenure
         starts = [
             self._one(session, shared, index, incoming.choices)
             for index in range(incoming.choices)
@@ -143,14 +148,22 @@ class Generate:
         return open_, end
 
     async def _prepare(
-        self, box: Payload[Chat], lease: Lease | None, usage: Usage, choices: int
+        self,
+        box: Payload[Chat],
+        lease: Lease | None,
+        tenure: Tenure | None,
+        usage: Usage,
+        choices: int,
     ) -> tuple[dict[str, Any], Payload[Mapping[str, Any]]]:
-        processor = self._service.processor
+        processor, cost = self._service.processor, self._service.cost
 
         def prepare() -> tuple[dict[str, Any], Payload[Mapping[str, Any]], int]:
             # In a box already here: a worker thread holds on to what it returned
             # until it runs again.
             made = processor.prepare(box.take())
+            if tenure is not None:  # one region, however many read it
+                arrays = made.tensors.values()
+                tenure.cover(arrays, nbytes=sum(cost(it.nbytes) for it in arrays))
             tensors = Payload[Mapping[str, Any]](made.tensors, nbytes=made.nbytes)
             return made.request, tensors, made.prompt_tokens
 

@@ -134,8 +134,14 @@ async def snapshot(service: Service) -> dict[str, Any]:
             "status": await service.engine_status() if ready else None,
             "rss_bytes": resident_bytes(pid),
         },
+        "arena": _arena(engine) if service.arena else None,
         "process": {"pid": os.getpid(), "rss_bytes": resident_bytes("self")},
     }
+
+
+def _arena(engine: Any) -> dict[str, Any]:
+    """The books of an engine's arena; only `ZmqEngine` has one."""
+    return asdict(engine.arena.statistics())
 
 
 def resident_bytes(pid: int | str | None) -> int | None:

@@ -11,6 +11,7 @@ from typing import Any, Protocol, Self
 import anyio
 
 from lifecycle import EngineLost, Gate, Payload, SessionRegistry
+from lifecycle_zmq import Arena
 
 from .incoming import Intake
 from .processor import Processor
@@ -99,11 +100,13 @@ class Service:
         processor: Turns chats into engine requests.
         intake: Reads and checks requests.
         bodies: Gate over the bytes of request bodies, until hand-off.
-        payloads: Gate over the bytes of payloads, until hand-off.
+        payloads: Gate over the bytes of payloads, until hand-off; with an arena, until
+            the engine has given them back.
         in_flight: Gate over requests, until their end.
         threads: Bounds preprocessing.
         deadlines: For the engine.
         new_sessions: Makes the registry of one run.
+        arena: Whether payloads are made in the engine's arena.
     """
 
     model: str
@@ -116,6 +119,7 @@ class Service:
     threads: anyio.CapacityLimiter
     deadlines: Deadlines
     new_sessions: Callable[[], SessionRegistry]
+    arena: bool = False
     _sessions: SessionRegistry | None = field(default=None, init=False)
 
     @asynccontextmanager
@@ -140,6 +144,10 @@ class Service:
             message = "the service does not run; serve its application with lifespan on"
             raise RuntimeError(message)
         return self._sessions
+
+    def cost(self, nbytes: int, *, copies: int = 1) -> int:
+        """What *nbytes* count at the gate: of an arena, the whole pages of one copy."""
+        return Arena.cost(nbytes // copies) if self.arena else nbytes
 
     @property
     def gates(self) -> tuple[Gate, Gate, Gate]:

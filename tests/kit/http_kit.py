@@ -176,6 +176,7 @@ async def running(
     settings: AppSettings | None = None,
     metrics: Any = None,
     engine: Any = None,
+    arena: bool = False,
     wait: bool = True,
 ) -> AsyncIterator[Server]:
     """A server over the simulated engine; *options* are the engine's."""
@@ -186,6 +187,7 @@ async def running(
         gate=gate or Gate(bytes=600_000_000, max_waiting=64, name="payloads"),
         in_flight=in_flight,
         bodies=bodies,
+        arena=arena,
         observer=metrics,
         metrics=metrics,
         settings=settings or AppSettings(model="sim"),

@@ -153,6 +153,7 @@ def _routes(service: Service, metrics: Metrics | None) -> list[Route]:
         Route(f"{response}/cancel", cancels.response, methods=["POST"]),
         Route(response, cancels.stored, methods=stored),
         Route(cancel, cancels.request, methods=["POST"]),
+        Route("/openapi.json", live.openapi),
         Route("/v1/models", live.models),
         Route("/v1/models/{model}", live.model),
         Route("/health", live.health),

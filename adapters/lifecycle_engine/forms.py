@@ -29,6 +29,20 @@ class Form(BaseModel):
     )
 
 
+def either(**fields: str) -> dict[str, Any]:
+    """What a schema says besides, where one of some *fields* has to be there.
+
+    Args:
+        fields: The JSON type of each.
+    """
+    return {
+        "anyOf": [
+            {"required": [name], "properties": {name: {"type": kind}}}
+            for name, kind in fields.items()
+        ]
+    }
+
+
 def checked(form: type[F], body: bytes, unsupported: Unsupported) -> F:
     """Check a body against a form.
 

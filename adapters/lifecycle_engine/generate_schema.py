@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
-from pydantic import Field
+from typing import Annotated
+
+from pydantic import ConfigDict, Field
 
 from .api_errors import bad_request
-from .forms import Unsupported, checked
+from .forms import Unsupported, checked, either
 from .openai_schema import (
     ANY_MODEL,
+    BASE64,
     MAX_MESSAGES,
     MAX_PARTS,
     ChatMessage,
@@ -25,8 +28,10 @@ _UNSUPPORTED: Unsupported = {}
 class GenerateRequest(Options):
     """The body of a request, with the limits of this server."""
 
+    model_config = ConfigDict(json_schema_extra=either(text="string", messages="array"))
+
     text: str | None = None
-    images: list[str] = Field(
+    images: list[Annotated[str, Field(json_schema_extra=BASE64)]] = Field(
         default_factory=list, max_length=MAX_PARTS - 1, fail_fast=True
     )
     messages: list[ChatMessage] | None = Field(

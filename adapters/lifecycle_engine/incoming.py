@@ -32,7 +32,8 @@ from .processor import Chat, Message
 
 Form = Callable[[bytes], ChatRequest]
 
-_ID = re.compile(rb"[A-Za-z0-9._-]{1,128}")
+ID_PATTERN = "[A-Za-z0-9._-]{1,128}"
+_ID = re.compile(ID_PATTERN.encode())
 # Shorter bodies are parsed where they are: a thread costs more than they do.
 _INLINE_BYTES = 4096
 

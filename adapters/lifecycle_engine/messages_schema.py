@@ -12,6 +12,7 @@ from pydantic import BeforeValidator, Field, model_validator
 
 from .forms import Form, Unsupported, checked
 from .openai_schema import (
+    BASE64,
     MAX_MESSAGES,
     MAX_PARTS,
     ChatMessage,
@@ -21,7 +22,7 @@ from .openai_schema import (
     images_by_users,
 )
 
-_UNSUPPORTED: Unsupported = {
+UNSUPPORTED: Unsupported = {
     "container": (),
     "mcp_servers": ([],),
     "output_config": ({},),
@@ -41,7 +42,7 @@ _UNSUPPORTED: Unsupported = {
 class _Source(Form):
     type: Literal["base64"]
     media_type: Literal["image/jpeg", "image/png", "image/gif", "image/webp"]
-    data: str
+    data: str = Field(json_schema_extra=BASE64)
 
 
 class _Text(Form):
@@ -59,14 +60,13 @@ def _as_blocks(content: Any) -> Any:
 
 
 _Block = Annotated[_Text | _Image, Field(discriminator="type")]
+_Blocks = Annotated[list[_Block], Field(max_length=MAX_PARTS, fail_fast=True)]
 
 
 class _Message(Form):
     role: Literal["user", "assistant"]
     content: Annotated[
-        list[_Block],
-        Field(max_length=MAX_PARTS, fail_fast=True),
-        BeforeValidator(_as_blocks, json_schema_input_type=str | list[_Block]),
+        _Blocks, BeforeValidator(_as_blocks, json_schema_input_type=str | _Blocks)
     ]
 
     @model_validator(mode="after")
@@ -121,7 +121,7 @@ def parse_messages(body: bytes) -> ChatRequest:
     Raises:
         ApiError: 400; it refers to nothing of the body.
     """
-    request = checked(MessagesRequest, body, _UNSUPPORTED)
+    request = checked(MessagesRequest, body, UNSUPPORTED)
     messages = [ChatMessage(role=m.role, content=_parts(m)) for m in request.messages]
     if request.system:
         parts = [Part(type="text", text=block.text) for block in request.system]

@@ -10,12 +10,12 @@ from __future__ import annotations
 from typing import Annotated, Any, Literal
 
 import pydantic_core
-from pydantic import BeforeValidator, Field, PrivateAttr, model_validator
+from pydantic import BeforeValidator, ConfigDict, Field, PrivateAttr, model_validator
 
 from .api_errors import ApiError, bad_request
-from .forms import Form, Unsupported, checked
+from .forms import Form, Unsupported, checked, either
 
-_UNSUPPORTED: Unsupported = {
+UNSUPPORTED: Unsupported = {
     "audio": (),
     "frequency_penalty": (0,),
     "function_call": ("none", "auto"),
@@ -39,10 +39,15 @@ _MAX_CHOICES = 16
 ANY_MODEL = ""
 
 
+# Said to those who read the schemas; what they are is checked where they are decoded.
+URI: dict[str, Any] = {"format": "uri"}
+BASE64: dict[str, Any] = {"format": "byte"}
+
+
 class ImageUrl(Form):
     """Where an image is: a data URL."""
 
-    url: str
+    url: str = Field(json_schema_extra=URI)
     detail: Literal["auto", "low", "high", "original"] | None = None
     _path: str = PrivateAttr("")
 
@@ -62,6 +67,10 @@ class ImageUrl(Form):
 class Part(Form):
     """One piece of a message: text or an image."""
 
+    model_config = ConfigDict(
+        json_schema_extra=either(text="string", image_url="object")
+    )
+
     type: Literal["text", "image_url"]
     text: str | None = None
     image_url: ImageUrl | None = None
@@ -72,6 +81,9 @@ class Part(Form):
             kind, context = "missing", {"field": self.type}
             raise pydantic_core.PydanticCustomError(kind, "{field} is missing", context)
         return self
+
+
+_Parts = Annotated[list[Part], Field(max_length=MAX_PARTS, fail_fast=True)]
 
 
 def _as_parts(content: Any) -> Any:
@@ -91,9 +103,7 @@ class ChatMessage(Form):
 
     role: Literal["system", "developer", "user", "assistant"]
     content: Annotated[
-        list[Part],
-        Field(max_length=MAX_PARTS, fail_fast=True),
-        BeforeValidator(_as_parts, json_schema_input_type=str | list[Part]),
+        _Parts, BeforeValidator(_as_parts, json_schema_input_type=str | _Parts)
     ]
     name: str | None = None
 
@@ -117,6 +127,10 @@ class StreamOptions(Form):
     include_obfuscation: bool | None = None
 
 
+_Stop = Annotated[str, Field(min_length=1, max_length=256)]
+_Stops = Annotated[list[_Stop], Field(max_length=4, fail_fast=True)]
+
+
 class Options(Form):
     """How an answer is made, in the terms of chat completions."""
 
@@ -125,9 +139,9 @@ class Options(Form):
     top_p: float | None = Field(default=None, ge=0, le=1)
     seed: int | None = Field(default=None, ge=0, lt=2**63)
     stop: Annotated[
-        list[Annotated[str, Field(min_length=1, max_length=256)]],
-        BeforeValidator(_as_strings, json_schema_input_type=str | list[str] | None),
-    ] = Field(default_factory=list, max_length=4, fail_fast=True)
+        _Stops,
+        BeforeValidator(_as_strings, json_schema_input_type=_Stop | _Stops | None),
+    ] = Field(default_factory=list)
     n: int | None = Field(default=None, ge=1, le=_MAX_CHOICES)
     logprobs: bool | None = None
     top_logprobs: int | None = Field(default=None, ge=0, le=20)
@@ -181,7 +195,7 @@ def parse_request(body: bytes) -> ChatRequest:
         ApiError: 400, with the path of the first offending field in ``param``.
             Neither it nor its context refers to the body.
     """
-    request = checked(ChatRequest, body, _UNSUPPORTED)
+    request = checked(ChatRequest, body, UNSUPPORTED)
     if request.stream_options is not None and not request.stream:
         message = "stream_options is only allowed with stream"
         raise bad_request(message, param="stream_options")

@@ -9,13 +9,14 @@ from __future__ import annotations
 from typing import Annotated, Any, Literal
 
 import pydantic_core
-from pydantic import BeforeValidator, Field, model_validator
+from pydantic import BeforeValidator, ConfigDict, Field, model_validator
 
 from .api_errors import bad_request
-from .forms import Form, Unsupported, checked
+from .forms import Form, Unsupported, checked, either
 from .openai_schema import (
     MAX_MESSAGES,
     MAX_PARTS,
+    URI,
     ChatMessage,
     ChatRequest,
     ImageUrl,
@@ -24,7 +25,7 @@ from .openai_schema import (
 )
 
 _LOGPROBS = "message.output_text.logprobs"
-_UNSUPPORTED: Unsupported = {
+UNSUPPORTED: Unsupported = {
     "background": (False,),
     "context_management": ([],),
     "conversation": (),
@@ -52,9 +53,13 @@ _UNSUPPORTED: Unsupported = {
 
 
 class _Content(Form):
+    model_config = ConfigDict(
+        json_schema_extra=either(text="string", image_url="string")
+    )
+
     type: Literal["input_text", "output_text", "input_image"]
     text: str | None = None
-    image_url: str | None = None
+    image_url: str | None = Field(default=None, json_schema_extra=URI)
     detail: Literal["auto", "low", "high", "original"] | None = None
 
     @model_validator(mode="after")
@@ -64,6 +69,9 @@ class _Content(Form):
             kind, context = "missing", {"field": field}
             raise pydantic_core.PydanticCustomError(kind, "{field} is missing", context)
         return self
+
+
+_Contents = Annotated[list[_Content], Field(max_length=MAX_PARTS, fail_fast=True)]
 
 
 def _as_content(content: Any) -> Any:
@@ -76,15 +84,19 @@ class _Item(Form):
     type: Literal["message"] = "message"
     role: Literal["system", "developer", "user", "assistant"]
     content: Annotated[
-        list[_Content],
-        Field(max_length=MAX_PARTS, fail_fast=True),
-        BeforeValidator(_as_content, json_schema_input_type=str | list[_Content]),
+        _Contents, BeforeValidator(_as_content, json_schema_input_type=str | _Contents)
     ]
 
     @model_validator(mode="after")
     def _images_by_users(self) -> _Item:
         images_by_users(self.role, [each.type for each in self.content])
         return self
+
+
+# One less than there may be: the instructions become one.
+_Items = Annotated[
+    list[_Item], Field(min_length=1, max_length=MAX_MESSAGES - 1, fail_fast=True)
+]
 
 
 def _as_items(asked: Any) -> Any:
@@ -99,11 +111,8 @@ class ResponsesRequest(Form):
     """The body of a response request, with the limits of this server."""
 
     model: str = Field(min_length=1, max_length=256)
-    # One less than there may be: the instructions become one.
     input: Annotated[
-        list[_Item],
-        Field(min_length=1, max_length=MAX_MESSAGES - 1, fail_fast=True),
-        BeforeValidator(_as_items, json_schema_input_type=str | list[_Item]),
+        _Items, BeforeValidator(_as_items, json_schema_input_type=str | _Items)
     ]
     instructions: str | None = None
     max_output_tokens: int | None = Field(default=None, ge=1, lt=2**31)
@@ -150,7 +159,7 @@ def parse_responses(body: bytes) -> ChatRequest:
     Raises:
         ApiError: 400; it refers to nothing of the body.
     """
-    request = checked(ResponsesRequest, body, _UNSUPPORTED)
+    request = checked(ResponsesRequest, body, UNSUPPORTED)
     logprobs = _LOGPROBS in (request.include or ())
     if request.top_logprobs and not logprobs:
         message = f"top_logprobs is only allowed with include of {_LOGPROBS}"

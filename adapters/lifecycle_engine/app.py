@@ -25,12 +25,14 @@ from .cancels import Cancels
 from .dialect import Dialect, dump
 from .generate import Generate
 from .generate_dialect import PLAIN
+from .https_get import HttpsGet
 from .incoming import ChatDefaults, Intake
 from .live import LiveView
 from .media import MediaLimits
 from .messages_wire import ANTHROPIC
 from .openai_dialect import OPENAI
 from .processor import Processor
+from .remote_images import RemoteImages
 from .responses_dialect import RESPONSES
 from .service import Deadlines, Engine, Service
 
@@ -52,6 +54,7 @@ class AppSettings:
         deadlines: For the engine.
         threads: Requests that are preprocessed at a time, and parsed at a time.
         end_timeout: Seconds that the END of one request may take.
+        fetch: Brings images that requests name by https URLs; ``None`` refuses them.
     """
 
     model: str = "lifecycle"
@@ -63,6 +66,7 @@ class AppSettings:
     deadlines: Deadlines = field(default_factory=Deadlines)
     threads: int = 2
     end_timeout: float = 10.0
+    fetch: HttpsGet | None = None
 
 
 def create_app(
@@ -94,6 +98,8 @@ def create_app(
         The application; ``app.state.service`` is its `Service`.
     """
     settings = settings or AppSettings()
+    bodies = bodies or Gate(bytes=8 * settings.body_bytes, name="bodies")
+    threads = anyio.CapacityLimiter(settings.threads)
     service = Service(
         model=settings.model,
         engine=engine,
@@ -105,15 +111,17 @@ def create_app(
             limiter=anyio.CapacityLimiter(settings.threads),
             text_chars=settings.text_chars,
             body_idle=settings.body_idle,
+            remote_images=settings.fetch is not None,
         ),
-        bodies=bodies or Gate(bytes=8 * settings.body_bytes, name="bodies"),
+        bodies=bodies,
         payloads=gate,
         in_flight=in_flight or Gate(name="in_flight"),
-        threads=anyio.CapacityLimiter(settings.threads),
+        threads=threads,
         deadlines=settings.deadlines,
         new_sessions=partial(
             SessionRegistry, end_timeout=settings.end_timeout, observer=observer
         ),
+        remote=_remote(settings, bodies, threads),
     )
     app = Starlette(
         routes=_routes(service, metrics),
@@ -131,6 +139,15 @@ def create_app(
     )
     app.state.service = service
     return app
+
+
+def _remote(
+    settings: AppSettings, gate: Gate, threads: anyio.CapacityLimiter
+) -> RemoteImages | None:
+    if settings.fetch is None:
+        return None
+    get, media = settings.fetch, settings.media
+    return RemoteImages(get=get, media=media, gate=gate, threads=threads)
 
 
 @asynccontextmanager

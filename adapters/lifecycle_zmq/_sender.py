@@ -48,9 +48,12 @@ class Sender:
             await self.outbox.wait()
             self._flush()
 
-    def greet(self) -> bool:
-        """Say the first message; False where nobody is there to hear it yet."""
-        return self._put(Kind.STATUS, {"ask": 0})
+    async def listen(self) -> None:
+        """Greet the engine once it is there, and handle what it says, for ever.
+
+        Cancellation: no message is lost, none is taken while this waits.
+        """
+        await self._link.pump(lambda: self._put(Kind.STATUS, {"ask": 0}))
 
     def start(
         self,

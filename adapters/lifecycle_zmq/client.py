@@ -23,7 +23,7 @@ from ._sender import Sender
 from ._streams import EngineStream, StreamState
 from ._table import Report, StreamTable
 from .arena import Arena
-from .transport import ClientTransport, Connect
+from .transport import Connect
 from .wire import Buffer, Kind
 
 _log = logging.getLogger("lifecycle_zmq")
@@ -37,8 +37,7 @@ class EngineClient:
     another.
 
     Args:
-        endpoint: The ``ipc://`` address that this incarnation alone listens on; or
-            what makes another transport to it.
+        endpoint: The ``ipc://`` address of this incarnation alone, or how to reach it.
         incarnation: Its number; what another number says is not believed.
         retry_after: Seconds that waiters are told when the engine is lost.
         window: Credit of a stream: the bytes of items that it may have unread here,
@@ -46,7 +45,6 @@ class EngineClient:
         arena: Where payloads lie that are not sent; mapped by this engine alone.
     """
 
-    _link: ClientTransport
     _sender: Sender
     _scopes: tuple[anyio.CancelScope, anyio.CancelScope]
     _settled: anyio.Event
@@ -84,8 +82,7 @@ class EngineClient:
         self._sender = Sender(self._link, self._incarnation, self.lose)
         self._tasks = anyio.create_task_group()
         await self._tasks.__aenter__()
-        pump = partial(self._link.pump, self._sender.greet)
-        self._tasks.start_soon(self._guard, self._scopes[0], pump)
+        self._tasks.start_soon(self._guard, self._scopes[0], self._sender.listen)
         self._tasks.start_soon(self._guard, self._scopes[1], self._sender.run)
         return self
 

@@ -41,7 +41,7 @@ async def test_counts_a_payload_until_its_first_token() -> None:
     """Handed off and not yet read is still in memory; with the first token it is not."""
     async with running(*BUSY) as server:
         _, first = await post(server.port, body(max_tokens=2000))
-        await server.until(lambda: server.service.sessions.live())
+        await server.until(server.service.sessions.live)
         await server.until(lambda: admitted(server) == 0)
         reader, second = await post(server.port, body(max_tokens=100))
         await in_line(server, 1)
@@ -58,7 +58,7 @@ async def test_gives_the_bytes_back_when_a_client_leaves_the_line() -> None:
     """Who hangs up in the engine's line leaves room for the next payload."""
     async with running(*BUSY) as server:
         _, first = await post(server.port, body(max_tokens=2000))
-        await server.until(lambda: server.service.sessions.live())
+        await server.until(server.service.sessions.live)
         await server.until(lambda: admitted(server) == 0)
         _, second = await post(server.port, body(max_tokens=100))
         await in_line(server, 1)

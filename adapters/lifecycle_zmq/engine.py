@@ -27,7 +27,8 @@ class ZmqEngine:
 
     Each process is an *incarnation* with a number, a socket in a fresh directory and a
     client of its own, so nothing that was meant for one ever reaches another. All
-    methods belong to the event loop that entered it, whose thread must outlive it.
+    methods belong to the event loop that entered it, whose thread must outlive it;
+    in another thread they raise `RuntimeError`.
 
     While it lives it is watched. One that is stopped takes no requests, and is
     replaced when it stays stopped; one that is silent within a step is busy, until it
@@ -150,9 +151,10 @@ class ZmqEngine:
         Everybody who waits for it is told ``closed``. For whoever cannot wait until
         streams have ended in order; leaving the block does the rest.
         """
+        client = self._client
         self._supervisor.closing = True
-        if self._client is not None:
-            self._client.lose("closed")
+        if client is not None:
+            client.lose("closed")
 
     @property
     def ready(self) -> bool:
@@ -217,6 +219,7 @@ class ZmqEngine:
         Cancellation: nothing changes.
         """
         it = self._supervisor
+        it.check_thread()
         seen = it.false_starts
         while not self.ready:
             if it.false_starts != seen:

@@ -87,6 +87,9 @@ def serve(
     stalled_after: Annotated[
         float, typer.Option(help="Seconds that one step of the engine may take.", min=1)
     ] = 30.0,
+    max_connections: Annotated[
+        int, typer.Option(help="Connections at a time; others get 503.", min=1)
+    ] = 16384,
     drain: Annotated[
         float, typer.Option(help="Seconds that streams get at the end.", min=0)
     ] = 10.0,
@@ -100,6 +103,7 @@ def serve(
 
     from . import serve as server
     from .app import AppSettings, create_app
+    from .connections import ConnectionLimits
     from .processor import in_arena
 
     folder = None
@@ -116,6 +120,7 @@ def serve(
             dtype=dtype,
         ),
         stalled_after=stalled_after,
+        stop_timeout=1.0,  # clients are gone by then, and it has nothing to save
         arena_bytes=arena_bytes,
     )
     name = model or (folder.name if folder is not None else "sim")
@@ -140,7 +145,14 @@ def serve(
         sys.stdout.flush()
 
     try:
-        server.run(app, host=host, port=port, drain=drain, announce=announce)
+        server.run(
+            app,
+            host=host,
+            port=port,
+            drain=drain,
+            limits=ConnectionLimits(connections=max_connections),
+            announce=announce,
+        )
     except OSError as error:
         typer.echo(
             f"cannot listen on {host} port {port}: {error.strerror}; "

@@ -26,6 +26,7 @@ process's side, around whatever implements `Backend`.
 #   _delivery, _loans                     who gets what when
 #   _parent, _pulse                       what its process owes to its parent
 #   loop, _router, server                 its loop; its socket; its process's end
+#   bell, queued, thread                  the same in a thread: no socket, no process
 
 from __future__ import annotations
 
@@ -50,6 +51,7 @@ from .engine import ZmqEngine
 from .loop import EngineLoop
 from .server import EngineServer
 from .supervised import SupervisedEngine
+from .thread import ThreadEngine
 
 __all__ = (
     "Arena",
@@ -71,6 +73,7 @@ __all__ = (
     "Restarts",
     "SupervisedEngine",
     "Supervisor",
+    "ThreadEngine",
     "ZmqEngine",
     "exit_with_parent",
 )

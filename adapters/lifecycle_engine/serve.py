@@ -19,6 +19,7 @@ from starlette.applications import Starlette
 from lifecycle import EngineLost
 
 from .connections import ConnectionLimits, http_protocol
+from .heap import give_large_back
 from .service import Service
 
 _SIGNALS = (signal.SIGINT, signal.SIGTERM)
@@ -177,6 +178,7 @@ def run(
     """
     # Of what is wrong in clients' pictures: a line of the log for each of their tags.
     warnings.filterwarnings("ignore", module=r"PIL\.")
+    give_large_back()
     config = uvicorn.Config(
         app,
         http=http_protocol(_affordable(limits or ConnectionLimits())),

@@ -78,8 +78,8 @@ def create_app(
     Args:
         engine: Not entered yet; started and stopped by the lifespan.
         processor: For the engine's model.
-        gate: Over the bytes of payloads, until hand-off. Requests of text alone
-            do not pass it.
+        gate: Over the bytes of payloads, until the engine has read them. Requests
+            of text alone do not pass it.
         in_flight: Over all requests, until their end; unbounded if left out.
         bodies: Over the bytes of bodies, until hand-off; by default room for eight of
             the largest.

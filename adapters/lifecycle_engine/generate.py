@@ -29,6 +29,7 @@ from .replies import Reply
 from .service import Service
 from .shared import Shared
 from .texts import Texts
+from .unread import Unread
 
 Items = AsyncIterator[Any]
 Opening = tuple[
@@ -84,32 +85,41 @@ class Generate:
             held.enter_context(await service.in_flight.admit())
             usage = Usage()
             try:
-                streams = await self._start(session, box, incoming, usage)
+                unread = await self._admit(incoming)
+                held.callback(unread.abandon)
+                streams = await self._start(session, box, incoming, usage, unread)
             except _NOT_RUN:
                 session.close("refused")
                 raise
             request.release_body()
             await self._answer(streams, incoming, usage, reply)
 
-    async def _start(
-        self, session: Session, box: Payload[Chat], incoming: Incoming, usage: Usage
-    ) -> list[Stream[Any]]:
-        """Admit, preprocess and hand over; the lease ends with this call."""
-        service = self._service
+    async def _admit(self, incoming: Incoming) -> Unread:
         lease: Lease | None = None
         if incoming.estimate:  # text alone has none, and never waits for bytes
-            lease = await service.payloads.admit(bytes=incoming.estimate)
+            lease = await self._service.payloads.admit(bytes=incoming.estimate)
+        return Unread(lease, incoming.choices)
+
+    async def _start(
+        self,
+        session: Session,
+        box: Payload[Chat],
+        incoming: Incoming,
+        usage: Usage,
+        unread: Unread,
+    ) -> list[Stream[Any]]:
+        """Preprocess and hand over."""
         shared = Shared(
-            partial(self._prepare, box, lease, usage, incoming.choices),
+            partial(self._prepare, box, unread, usage, incoming.choices),
             choices=incoming.choices,
         )
         del box
         starts = [
-            self._one(session, shared, index, incoming.choices)
+            self._one(session, shared, index, incoming.choices, unread)
             for index in range(incoming.choices)
         ]
-        limits = service.deadlines
-        sources = await session.start_all(starts, lease=lease, timeout=limits.start)
+        limits = self._service.deadlines
+        sources = await session.start_all(starts, timeout=limits.start)
         return [
             session.stream(
                 source,
@@ -121,13 +131,26 @@ class Generate:
         ]
 
     def _one(
-        self, session: Session, shared: Shared, index: int, choices: int
+        self,
+        session: Session,
+        shared: Shared,
+        index: int,
+        choices: int,
+        unread: Unread,
     ) -> Opening:
         """How one of the choices is opened and ended."""
         engine = self._service.engine
         key = session.key if choices == 1 else f"{session.key}-{index}"
 
         async def open_() -> AsyncIterator[Any]:
+            unread.begin(index)
+            try:
+                return unread.until_first(index, await hand_over())
+            except Exception:
+                unread.done(index)
+                raise
+
+        async def hand_over() -> AsyncIterator[Any]:
             request, tensors = await shared.take(index)
             if session.outcome is not None:
                 # Closed meanwhile: what raises here is not started, so not ended.
@@ -138,12 +161,15 @@ class Generate:
             return await engine.start(key, request, handed)
 
         async def end(_: AsyncIterator[Any] | None) -> None:
-            await engine.end(key)
+            try:
+                await engine.end(key)
+            finally:
+                unread.done(index)
 
         return open_, end
 
     async def _prepare(
-        self, box: Payload[Chat], lease: Lease | None, usage: Usage, choices: int
+        self, box: Payload[Chat], unread: Unread, usage: Usage, choices: int
     ) -> tuple[dict[str, Any], Payload[Mapping[str, Any]]]:
         processor = self._service.processor
 
@@ -157,8 +183,7 @@ class Generate:
         request, tensors, usage.prompt_tokens = await anyio.to_thread.run_sync(
             prepare, limiter=self._service.threads
         )
-        if lease is not None:
-            lease.settle(bytes=tensors.nbytes * choices)
+        unread.settle(tensors.nbytes * choices)
         return request, tensors
 
     async def _answer(

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import resource
 import signal
 import socket
 import warnings
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from types import FrameType
-from typing import Any
 
 import anyio
 import uvicorn
@@ -17,47 +18,18 @@ from starlette.applications import Starlette
 
 from lifecycle import EngineLost
 
+from .connections import ConnectionLimits, http_protocol
+from .heap import give_large_back
 from .service import Service
 
 _SIGNALS = (signal.SIGINT, signal.SIGTERM)
 _POLL = 0.05
-# Requests on one connection that are read while another one runs.
-_PIPELINED = 8
-
-
-def _http_protocol() -> type[asyncio.Protocol] | str:
-    try:
-        from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
-    except ImportError:  # h11 reads one request at a time
-        return "auto"
-
-    class Protocol(HttpToolsProtocol):
-        """Tells every request of a lost connection, and starts no further one.
-
-        uvicorn tells the request that was read last, and stops reading behind it.
-        The one that runs meanwhile would not hear that its client left.
-        """
-
-        def __init__(self, *args: Any, **kwargs: Any) -> None:
-            super().__init__(*args, **kwargs)
-            self._cycles: list[Any] = []
-
-        def on_headers_complete(self) -> None:
-            super().on_headers_complete()
-            self._cycles = [it for it in self._cycles if not it.response_complete]
-            self._cycles.append(self.cycle)
-            if len(self.pipeline) <= _PIPELINED:
-                self.flow.resume_reading()
-
-        def connection_lost(self, exc: Exception | None) -> None:
-            self.pipeline.clear()
-            for cycle in self._cycles:
-                if not cycle.response_complete:
-                    cycle.disconnected = True
-                    cycle.message_event.set()
-            super().connection_lost(exc)
-
-    return Protocol
+# Seconds, once the drain is over: for the engine to end what was cut, and for clients
+# to read what waits for them. Together they stay below the two that an exit may take.
+_ENDS = 0.5
+_LAST_WORDS = 0.5
+# Descriptors that are not for clients: the engine's, files, and what comes up.
+_RESERVED = 256
 
 
 class DrainingServer(uvicorn.Server):
@@ -121,13 +93,22 @@ class DrainingServer(uvicorn.Server):
             gate.close()
         async with anyio.create_task_group() as tasks:
             tasks.start_soon(self._hurry, tasks.cancel_scope)
-            await service.sessions.drain(self._drain)
+            with anyio.move_on_after(self._drain + _ENDS):
+                await service.sessions.drain(self._drain)
             tasks.cancel_scope.cancel()
         service.sessions.close_all("shutdown")
-        if self._hurried:
+        if self._hurried or service.sessions.statistics().closing:
             # It would be asked to end every stream, and may be slow, or stopped.
             service.engine.close()
+        asyncio.get_running_loop().call_later(_LAST_WORDS, self._drop_who_reads_nothing)
         await super().shutdown(sockets)
+
+    def _drop_who_reads_nothing(self) -> None:
+        # Where nothing waits for its reader, a task may still be about to say it.
+        for connection in list(self.server_state.connections):
+            transport = connection.transport
+            if transport.get_write_buffer_size():
+                transport.abort()
 
     async def _hurry(self, scope: anyio.CancelScope) -> None:
         # uvicorn sets a flag from its signal handler; there is nothing to wait on.
@@ -162,6 +143,7 @@ def run(
     host: str,
     port: int,
     drain: float = 10.0,
+    limits: ConnectionLimits | None = None,
     announce: Callable[[str], None] = print,
 ) -> None:
     """Serve *app* until SIGTERM or SIGINT; must be called on the main thread.
@@ -171,6 +153,8 @@ def run(
         host: Address to listen on.
         port: Port to listen on; 0 takes a free one.
         drain: Seconds that running streams get at the end.
+        limits: On each connection, and on how many there are; as many as there are
+            descriptors for, at most.
         announce: Given the server's address, once, when it is ready.
 
     Raises:
@@ -179,13 +163,15 @@ def run(
     """
     # Of what is wrong in clients' pictures: a line of the log for each of their tags.
     warnings.filterwarnings("ignore", module=r"PIL\.")
+    give_large_back()
     config = uvicorn.Config(
         app,
-        http=_http_protocol(),
+        http=http_protocol(_affordable(limits or ConnectionLimits())),
+        ws="none",
         lifespan="on",  # without it there is no engine: say so, and do not serve
-        log_level="warning",
+        log_level="error",  # what is no HTTP is no line of the log
         access_log=False,
-        timeout_graceful_shutdown=2,
+        timeout_graceful_shutdown=1,
         server_header=False,
     )
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
@@ -200,6 +186,19 @@ def run(
         server.run(sockets=[listener])
     if server.failure is not None:
         raise server.failure
+
+
+def _affordable(limits: ConnectionLimits) -> ConnectionLimits:
+    """As many connections as there are descriptors for, having asked for more."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    wanted = limits.connections + _RESERVED
+    if soft in range(wanted):
+        most = wanted if hard == resource.RLIM_INFINITY else min(wanted, hard)
+        with contextlib.suppress(OSError, ValueError):  # some systems want it lower
+            resource.setrlimit(resource.RLIMIT_NOFILE, (most, hard))
+            soft = most
+        wanted = min(wanted, soft)
+    return replace(limits, connections=max(wanted - _RESERVED, 1))
 
 
 def _address(host: str, port: int) -> str:

@@ -99,7 +99,7 @@ class Service:
         processor: Turns chats into engine requests.
         intake: Reads and checks requests.
         bodies: Gate over the bytes of request bodies, until hand-off.
-        payloads: Gate over the bytes of payloads, until hand-off.
+        payloads: Gate over the bytes of payloads, until the engine has read them.
         in_flight: Gate over requests, until their end.
         threads: Bounds preprocessing.
         deadlines: For the engine.

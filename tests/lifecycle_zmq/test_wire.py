@@ -243,7 +243,7 @@ def test_decode_attaches_tensors_with_format_and_shape(letter: str) -> None:
     ],
 )
 def test_decode_refuses_foreign_fields(kind: Kind, body: Any) -> None:
-    """A missing, unknown or wrongly typed field is a `ProtocolError` (`fault-43`)."""
+    """A missing, unknown or wrongly typed field is a `ProtocolError` (`fault-43`, `S3`)."""
     with pytest.raises(ProtocolError):
         wire.decode([_frame(kind, body)], accept=ALL)
 
@@ -272,7 +272,7 @@ def test_decode_refuses_foreign_fields(kind: Kind, body: Any) -> None:
     ids=repr,
 )
 def test_decode_refuses_malformed_frames(changes: dict[str, Any]) -> None:
-    """A broken header or map is a `ProtocolError`, extension types too (`fault-43`)."""
+    """A broken header or map is a `ProtocolError`, extension types too (`fault-43`, `S3`)."""
     with pytest.raises(ProtocolError):
         wire.decode([_frame(Kind.STATUS, {"ask": 1}, **changes)], accept=ALL)
 
@@ -405,7 +405,7 @@ def test_decode_refuses_the_same_claims_in_an_item() -> None:
     ids=["object", "set", "int", "surrogate", "int-key", "bytes", "array", "inner"],
 )
 def test_encode_refuses_what_the_other_side_would(body: Any, code: str) -> None:
-    """The sender checks the limits; no error text shows content (`fault-44`)."""
+    """The sender checks the limits; no error text shows content (`fault-44`, `S4`)."""
     with pytest.raises(EncodeError) as caught:
         pack_request(body)
     assert caught.value.code == code
@@ -573,7 +573,7 @@ def test_repr_of_a_message_tells_no_content() -> None:
 
 
 def test_package_imports_no_pickle() -> None:
-    """No module of the link can unpickle or run what a peer sent (`S1`)."""
+    """No module of the link can unpickle or run what a peer sent (`S1`, `peers-88`)."""
     banned = {"pickle", "marshal", "dill", "shelve", "cloudpickle"}
     calls = {"recv_pyobj", "send_pyobj", "eval", "exec"}
     for path in Path(lifecycle_zmq.__file__).parent.glob("*.py"):

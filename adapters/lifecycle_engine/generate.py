@@ -22,14 +22,15 @@ from lifecycle_zmq import RequestRejected
 from .answers import Answer
 from .api_errors import describe
 from .dialect import Dialect
+from .early import refuse_when_full
 from .incoming import ClientLeft, Incoming, request_id
 from .openai_wire import Usage
 from .processor import BadChat, BadImage, Chat
 from .replies import Reply
 from .service import Service
 from .shared import Shared
-from .tenure import Tenure
 from .texts import Texts
+from .unread import Unread
 
 Items = AsyncIterator[Any]
 Opening = tuple[
@@ -60,6 +61,7 @@ class Generate:
         reply = Reply(send, self._dialect)
         try:
             reply.request_id = request_id(scope)
+            refuse_when_full(self._service.in_flight)
             incoming = await self._service.intake.read(receive, self._dialect.parse)
             await self._serve(scope, incoming, reply)
         except ClientLeft:
@@ -79,10 +81,14 @@ class Generate:
         with (
             service.sessions.open(str(reply.request_id)) as session,
             ExitStack() as held,
+            ExitStack() as fetched,
         ):
             request.attach(session)
             box = session.box(incoming.chat.take(), nbytes=incoming.chat.nbytes)
             held.enter_context(await service.in_flight.admit())
+            if incoming.remote and service.remote is not None:
+                bring = service.remote.bring
+                incoming, box = await bring(session, box, incoming, fetched)
             usage = Usage()
             try:
                 streams = await self._start(session, box, incoming, usage)
@@ -90,31 +96,30 @@ class Generate:
                 session.close("refused")
                 raise
             request.release_body()
+            fetched.close()
             await self._answer(streams, incoming, usage, reply)
 
     async def _start(
         self, session: Session, box: Payload[Chat], incoming: Incoming, usage: Usage
     ) -> list[Stream[Any]]:
-        """Admit, preprocess and hand over; a lease ends with this call, or later."""
+        """Admit, preprocess and hand over; the lease ends when that was read."""
         service = self._service
         lease: Lease | None = None
-        tenure: Tenure | None = None
         if incoming.estimate:  # text alone has none, and never waits for bytes
-            room = service.cost(incoming.estimate, copies=incoming.choices)
-            lease = await service.payloads.admit(bytes=room)
-        if lease is not None and service.arena:
-            tenure, lease = Tenure(lease), None
+            lease = await service.payloads.admit(bytes=incoming.estimate)
         shared = Shared(
-            partial(self._prepare, box, lease, tenure, usage, incoming.choices),
+            partial(self._prepare, box, lease, usage, incoming.choices),
             choices=incoming.choices,
         )
-        del box, tenure
+        del box
+        unread = Unread(lease, incoming.choices)
         starts = [
-            self._one(session, shared, index, incoming.choices)
+            unread.starts(index, *self._one(session, shared, index, incoming.choices))
             for index in range(incoming.choices)
         ]
         limits = service.deadlines
-        sources = await session.start_all(starts, lease=lease, timeout=limits.start)
+        with unread:
+            sources = await session.start_all(starts, timeout=limits.start)
         return [
             session.stream(
                 source,
@@ -148,22 +153,14 @@ class Generate:
         return open_, end
 
     async def _prepare(
-        self,
-        box: Payload[Chat],
-        lease: Lease | None,
-        tenure: Tenure | None,
-        usage: Usage,
-        choices: int,
+        self, box: Payload[Chat], lease: Lease | None, usage: Usage, choices: int
     ) -> tuple[dict[str, Any], Payload[Mapping[str, Any]]]:
-        processor, cost = self._service.processor, self._service.cost
+        processor = self._service.processor
 
         def prepare() -> tuple[dict[str, Any], Payload[Mapping[str, Any]], int]:
             # In a box already here: a worker thread holds on to what it returned
             # until it runs again.
             made = processor.prepare(box.take())
-            if tenure is not None:  # one region, however many read it
-                arrays = made.tensors.values()
-                tenure.cover(arrays, nbytes=sum(cost(it.nbytes) for it in arrays))
             tensors = Payload[Mapping[str, Any]](made.tensors, nbytes=made.nbytes)
             return made.request, tensors, made.prompt_tokens
 

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 from lifecycle import CostTooLarge
-from lifecycle_zmq import ArenaFull
+from lifecycle_zmq import Arena, ArenaFull
 
 if TYPE_CHECKING:
     import numpy as np
@@ -22,6 +22,7 @@ if TYPE_CHECKING:
 
 
 _LOOK_SECONDS = 0.005
+_ROOM = 2 * 2**30
 
 
 class BadChat(ValueError):
@@ -143,6 +144,19 @@ class Processor(Protocol):
     def detokenizer(self) -> Detokenizer:
         """Return a fresh detokenizer for one stream."""
         ...
+
+
+def room(payload_bytes: int | None, arena_bytes: int) -> int:
+    """Return the bytes of a gate over payloads: never more than the arena has.
+
+    Args:
+        payload_bytes: As wanted; ``None``: all that there is.
+        arena_bytes: Of the arena; 0 if there is none.
+    """
+    if not arena_bytes:
+        return payload_bytes or _ROOM
+    arena_bytes = Arena.cost(arena_bytes)
+    return min(payload_bytes or arena_bytes, arena_bytes)
 
 
 def in_arena(engine: ZmqEngine, *, patience: float = 2.0) -> Empty:

@@ -11,10 +11,10 @@ from typing import Any, Protocol, Self
 import anyio
 
 from lifecycle import EngineLost, Gate, Payload, SessionRegistry
-from lifecycle_zmq import Arena
 
 from .incoming import Intake
 from .processor import Processor
+from .remote_images import RemoteImages
 
 
 class Engine(Protocol):
@@ -100,13 +100,12 @@ class Service:
         processor: Turns chats into engine requests.
         intake: Reads and checks requests.
         bodies: Gate over the bytes of request bodies, until hand-off.
-        payloads: Gate over the bytes of payloads, until hand-off; with an arena, until
-            the engine has given them back.
+        payloads: Gate over the bytes of payloads, until the engine has read them.
         in_flight: Gate over requests, until their end.
         threads: Bounds preprocessing.
         deadlines: For the engine.
         new_sessions: Makes the registry of one run.
-        arena: Whether payloads are made in the engine's arena.
+        remote: Fetches images; ``None`` fetches none.
     """
 
     model: str
@@ -119,7 +118,7 @@ class Service:
     threads: anyio.CapacityLimiter
     deadlines: Deadlines
     new_sessions: Callable[[], SessionRegistry]
-    arena: bool = False
+    remote: RemoteImages | None = None
     _sessions: SessionRegistry | None = field(default=None, init=False)
 
     @asynccontextmanager
@@ -144,10 +143,6 @@ class Service:
             message = "the service does not run; serve its application with lifespan on"
             raise RuntimeError(message)
         return self._sessions
-
-    def cost(self, nbytes: int, *, copies: int = 1) -> int:
-        """What *nbytes* count at the gate: of an arena, the whole pages of one copy."""
-        return Arena.cost(nbytes // copies) if self.arena else nbytes
 
     @property
     def gates(self) -> tuple[Gate, Gate, Gate]:

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import logging
 import threading
-from typing import Literal
+from collections.abc import Callable
+from typing import Generic, Literal, Protocol, TypeVar
 
 import anyio
 
 from lifecycle import EngineLost
 
-from ._incarnation import Incarnation, Settings
+from ._liveness import LiveHealth
 from ._restarts import Restarts
 from .client import EngineClient
 
@@ -28,11 +29,55 @@ Health = Literal[
 ]
 
 
-class Supervisor:
+class Life(Protocol):
+    """One incarnation of an engine, from its start until nothing is left of it.
+
+    Attributes:
+        client: The client, while there is one.
+        reason: Why it ended, in one word.
+        start_seconds: How long it took until it served; ``None`` if it never did.
+        served_seconds: For how long it served.
+    """
+
+    client: EngineClient | None
+    reason: str
+    start_seconds: float | None
+    served_seconds: float
+
+    @property
+    def why(self) -> str:
+        """Why it takes no requests, in one word, from the moment that it does not."""
+        ...
+
+    @property
+    def takes(self) -> bool:
+        """Whether requests are taken, as far as the last looks have shown."""
+        ...
+
+    @property
+    def health(self) -> LiveHealth | None:
+        """How it is doing, as of now; ``None`` if it does not serve."""
+        ...
+
+    async def run(self) -> None:
+        """Start, serve, end; an error of any of it is a reason, never raised.
+
+        Cancellation: nothing is left of it, its waiters are told.
+        """
+        ...
+
+
+L = TypeVar("L", bound=Life)
+Spawn = Callable[[int, float, Callable[[], None]], L]
+"""Makes an incarnation of its number, the seconds that its waiters are told when it
+dies, and what to call when it began to serve and when it is given up."""
+
+
+class Supervisor(Generic[L]):
     """Runs incarnations until it is told not to start another.
 
     Args:
-        settings: How each is started.
+        spawn: Makes each.
         restarts: When the next one may be.
 
     Attributes:
@@ -47,11 +92,11 @@ class Supervisor:
     changed: anyio.Event
     _retry: anyio.Event
 
-    def __init__(self, settings: Settings, restarts: Restarts) -> None:
-        self._settings = settings
+    def __init__(self, spawn: Spawn[L], restarts: Restarts) -> None:
+        self._spawn = spawn
         self._restarts = restarts
         self.number = 0
-        self.current: Incarnation | None = None
+        self.current: L | None = None
         self.closing = False
         self.broken = False
         self.false_starts = 0
@@ -74,12 +119,9 @@ class Supervisor:
         """
         while not self.closing:
             self.number += 1
-            current = self.current = Incarnation(
-                self.number,
-                self._settings,
-                retry_after=_clamp(self._restarts.delay + self._start_seconds),
-                changed=self._announce,
-            )
+            retry_after = _clamp(self._restarts.delay + self._start_seconds)
+            current = self._spawn(self.number, retry_after, self._announce)
+            self.current = current
             await current.run()
             self._retry = anyio.Event()
             with anyio.move_on_after(self._bury(current)):
@@ -141,7 +183,7 @@ class Supervisor:
             retry_after=retry_after,
         )
 
-    def _bury(self, ended: Incarnation) -> float:
+    def _bury(self, ended: L) -> float:
         if ended.start_seconds is None:
             self.false_starts += 1
         else:

@@ -278,6 +278,19 @@ async def test_admits_as_much_as_the_arena_has() -> None:
         assert await server.exit(signal.SIGTERM) == 0
 
 
+@pytest.mark.parametrize(
+    "said", [b"hello\r\n\r\n", b"GET / HTTP/1.1\r\na b: c\r\n\r\n"]
+)
+async def test_says_nothing_about_what_is_no_http(said: bytes) -> None:
+    """Whoever can connect could otherwise fill the log (fault-19)."""
+    async with served() as server:
+        reader, writer = await asyncio.open_connection("127.0.0.1", server.port)
+        writer.write(said)
+        assert (await reader.read()).startswith(b"HTTP/1.1 400 ")
+        writer.close()
+        assert await server.exit(signal.SIGTERM) == 0
+
+
 async def test_says_nothing_about_odd_pictures() -> None:
     """What a picture's tags are like is not the log's business."""
     odd = b"Exif\0\0II*\0\x08\0\0\0" + struct.pack("<H", 50)

@@ -176,8 +176,8 @@ async def running(
     settings: AppSettings | None = None,
     metrics: Any = None,
     engine: Any = None,
-    arena: bool = False,
     wait: bool = True,
+    **uvicorn: Any,
 ) -> AsyncIterator[Server]:
     """A server over the simulated engine; *options* are the engine's."""
     engine = engine or make_engine(*options)
@@ -187,12 +187,11 @@ async def running(
         gate=gate or Gate(bytes=600_000_000, max_waiting=64, name="payloads"),
         in_flight=in_flight,
         bodies=bodies,
-        arena=arena,
         observer=metrics,
         metrics=metrics,
         settings=settings or AppSettings(model="sim"),
     )
-    async with serving(app) as port:
+    async with serving(app, **uvicorn) as port:
         if wait:
             await engine.wait_ready()
         yield Server(port, app.state.service, app)

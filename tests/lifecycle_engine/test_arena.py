@@ -16,9 +16,8 @@ import pytest
 import lifecycle
 import lifecycle_zmq
 from lifecycle import Payload
-from lifecycle_engine.processor import Chat, Message, in_arena
+from lifecycle_engine.processor import Chat, Message, in_arena, room
 from lifecycle_engine.sim_processor import SimProcessor
-from lifecycle_engine.tenure import room
 from lifecycle_zmq import Arena, ZmqEngine
 
 SIZE = 4 * 2**20

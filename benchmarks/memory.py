@@ -77,7 +77,9 @@ def cases() -> dict[str, list[Case]]:
     long = Case(name="", together=True, tokens=3000, prefill=0.01, step=0.03)
     short = Case(name="", arena=2**30)
     kept = {"api": False, "engine": False}
-    many = replace(short, pixels=2**21, bytes=LARGE_BUDGET, prefill=0.04)
+    many = replace(
+        short, pixels=2**21, bytes=LARGE_BUDGET, prefill=0.04
+    )
     return {
         "halves": [
             replace(long, name="neither", **kept),
@@ -218,12 +220,7 @@ def main() -> None:
         out.print(table(name, rows))
     for line in goals(book.found):
         out.print(line)
-    if any(
-        run["failed"]
-        for rows in book.found["series"].values()
-        for row in rows
-        for run in row["runs"]
-    ):
+    if any(run["failed"] for rows in book.found["series"].values() for row in rows for run in row["runs"]):
         sys.exit("some requests got no answer")
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -90,6 +91,13 @@ def serve(
     max_connections: Annotated[
         int, typer.Option(help="Connections at a time; others get 503.", min=1)
     ] = 16384,
+    remote_images: Annotated[
+        bool,
+        typer.Option(
+            "--remote-images",
+            help="Fetch images that requests name by https, from public addresses.",
+        ),
+    ] = False,
     drain: Annotated[
         float, typer.Option(help="Seconds that streams get at the end.", min=0)
     ] = 10.0,
@@ -97,13 +105,14 @@ def serve(
         bool, typer.Option("--hints", help="Print what to try once it is ready.")
     ] = False,
 ) -> None:
-    """Serve the OpenAI API until SIGTERM or SIGINT."""
+    """Serve the APIs of OpenAI and Anthropic until SIGTERM or SIGINT."""
     from lifecycle import EngineLost, Gate
     from lifecycle_zmq import ZmqEngine
 
     from . import serve as server
     from .app import AppSettings, create_app
     from .connections import ConnectionLimits
+    from .https_get import FetchLimits, HttpsGet
     from .processor import in_arena
 
     folder = None
@@ -135,7 +144,12 @@ def serve(
         bodies=Gate(bytes=8 * body_bytes, name="bodies", **line),
         observer=metrics,
         metrics=metrics,
-        settings=AppSettings(model=name, body_bytes=body_bytes, threads=threads),
+        settings=AppSettings(
+            model=name,
+            body_bytes=body_bytes,
+            threads=threads,
+            fetch=HttpsGet(FetchLimits()) if remote_images else None,
+        ),
     )
 
     def announce(address: str) -> None:
@@ -163,6 +177,9 @@ def serve(
     except EngineLost as error:
         typer.echo(f"the engine did not start: {error}", err=True)
         raise typer.Exit(1) from None
+    # All is done, and nothing left that a signal could cut short.
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
 
 
 for _command in (commands.demo, commands.checkpoint, commands.doctor):

@@ -55,6 +55,7 @@ class Peer:
         # Not by `communicate`, which flushes an input that a test has closed.
         with self.process:
             self.process.kill()
+            self.process.wait(20)
 
 
 @pytest.fixture(params=SHARED)

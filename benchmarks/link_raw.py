@@ -69,6 +69,7 @@ class Raw:
         self._received = bytearray()
         self._streams: dict[int, Direct] = {}
         self._started = 0
+        self._writing = asyncio.Lock()
         asyncio.get_running_loop().add_reader(self._socket, self._read)
         await self.cpu()
         return self
@@ -97,7 +98,8 @@ class Raw:
         self._started += 1
         stream = self._streams[self._started] = Direct()
         line = json.dumps(request | {"number": self._started}).encode() + b"\n"
-        await asyncio.get_running_loop().sock_sendall(self._socket, line)
+        async with self._writing:
+            await asyncio.get_running_loop().sock_sendall(self._socket, line)
         return stream
 
     async def start(self, key: str, request: dict[str, Any]) -> AsyncIterator[Any]:
@@ -116,16 +118,17 @@ class Raw:
 
 def _serve(sock: socket.socket) -> None:
     steps = Steps()
-    lines = sock.makefile("rb", buffering=0)
     words = array("I")
+    part = b""
     while True:
         while not steps.busy or select.select([sock], [], [], 0)[0]:
-            request = json.loads(lines.readline())
-            if "count" in request:
-                steps.start(request["number"], request, {})
-            else:
-                used = int(time.process_time() * 1e6)
-                sock.sendall(array("I", (request["number"], used)))
+            *lines, part = (part + sock.recv(2**16)).split(b"\n")
+            for request in map(json.loads, lines):
+                if "count" in request:
+                    steps.start(request["number"], request, {})
+                else:
+                    used = int(time.process_time() * 1e6)
+                    sock.sendall(array("I", (request["number"], used)))
         for key, items, finish in steps.step():
             words += array("I", (int(key), items[0][0] if finish is None else _FINISH))
         sock.sendall(words)

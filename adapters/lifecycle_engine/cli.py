@@ -49,15 +49,16 @@ def serve(
         str | None, typer.Option(help="Name that clients ask for.")
     ] = None,
     payload_bytes: Annotated[
-        int, typer.Option(help="Bytes of payloads that may be in the making.", min=1)
-    ] = 2 * 2**30,
+        int | None,
+        typer.Option(help="Bytes of payloads at a time; all of the arena.", min=1),
+    ] = None,
     arena_bytes: Annotated[
         int,
         typer.Option(
             help="Bytes of memory that the engine reads payloads in; 0 sends them.",
             min=0,
         ),
-    ] = 2**30,
+    ] = 2 * 2**30,
     slots: Annotated[
         int,
         typer.Option(help="Requests that may be in flight; 0 is unbounded.", min=0),
@@ -113,7 +114,7 @@ def serve(
     from .app import AppSettings, create_app
     from .connections import ConnectionLimits
     from .https_get import FetchLimits, HttpsGet
-    from .processor import in_arena
+    from .processor import in_arena, room
 
     folder = None
     if runner is RunnerName.torch:
@@ -139,7 +140,7 @@ def serve(
     app = create_app(
         engine,
         make_processor(folder, in_arena(engine) if arena_bytes else None),
-        gate=Gate(bytes=payload_bytes, name="payloads", **line),
+        gate=Gate(bytes=room(payload_bytes, arena_bytes), name="payloads", **line),
         in_flight=Gate(slots=slots or None, name="in_flight", **line),
         bodies=Gate(bytes=8 * body_bytes, name="bodies", **line),
         observer=metrics,

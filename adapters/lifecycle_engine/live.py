@@ -140,8 +140,17 @@ async def snapshot(service: Service) -> dict[str, Any]:
             "status": await service.engine_status() if ready else None,
             "rss_bytes": resident_bytes(pid),
         },
+        "arena": _arena(engine),
         "process": {"pid": os.getpid(), "rss_bytes": resident_bytes("self")},
     }
+
+
+def _arena(engine: Any) -> dict[str, Any] | None:
+    """The books of an engine's arena, where it is one that has one."""
+    try:
+        return asdict(engine.arena.statistics())
+    except (AttributeError, RuntimeError):
+        return None
 
 
 def resident_bytes(pid: int | str | None) -> int | None:

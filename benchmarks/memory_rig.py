@@ -6,8 +6,11 @@ import argparse
 import json
 import sys
 from collections.abc import AsyncIterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
-from typing import Any
+from dataclasses import asdict, dataclass, replace
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from lifecycle_engine.sim_runner import SimRunner
 
 BYTES_PER_PIXEL = 24
 
@@ -25,7 +28,10 @@ class Case:
         arena: Bytes of the memory that payloads lie in; 0 sends them.
         clients: How many ask at a time, once each.
         pixels: Of each picture.
-        tokens: Of each answer.
+        tokens: Of each answer, at least.
+        together: Whether no answer ends before all have begun, as long ones do not.
+        prefill: Seconds that the engine takes for a payload.
+        step: Seconds that it takes for a token of everybody.
     """
 
     name: str
@@ -36,7 +42,10 @@ class Case:
     arena: int = 0
     clients: int = 128
     pixels: int = 512_000
-    tokens: int = 160
+    tokens: int = 8
+    together: bool = False
+    prefill: float = 0.03
+    step: float = 0.002
 
     @property
     def payload(self) -> int:
@@ -88,25 +97,46 @@ def serve(case: Case) -> None:
 
 
 def work(case: Case, rest: list[str]) -> None:
-    """Be the engine process.
-
-    Its prefill takes longer than the API process needs for a payload, and its steps so
-    little that the first streams are still alive when the last one begins.
-    """
+    """Be the engine process."""
     from lifecycle_engine.scheduler import Scheduler
-    from lifecycle_engine.sim_runner import SimCost, SimRunner
     from lifecycle_zmq import EngineServer
 
     parser = argparse.ArgumentParser()
     parser.add_argument("--endpoint", required=True)
     parser.add_argument("--incarnation", type=int, required=True)
     options, _ = parser.parse_known_args(rest)
-    cost = SimCost(0.0, 2e-8, decode_step=30e-3, decode_lane=0.0)
-    runner = SimRunner(slots=case.clients, max_length=4096, cost=cost)
+    runner = _runner(case)
     if not case.engine:
         runner.keep = ("pixels",)  # nothing is stripped before the stream ends
     scheduler = Scheduler(runner, merge="concatenate")
     EngineServer(options.endpoint, scheduler, incarnation=options.incarnation).run()
+
+
+def _runner(case: Case) -> SimRunner:
+    from lifecycle_engine.runner import Emitted, Prompt
+    from lifecycle_engine.sim_runner import SimCost, SimRunner
+
+    class Together(SimRunner):
+        """Ends its answers when the last of them has begun, by the clock of none."""
+
+        waited_for = case.clients + 1  # and the one that warms the server up
+
+        def prefill(
+            self, slot: int, prompt: Prompt, start: int, stop: int
+        ) -> Emitted | None:
+            emitted = super().prefill(slot, prompt, start, stop)
+            self.waited_for -= emitted is not None
+            return emitted
+
+        def decode(self, slots: Sequence[int]) -> list[Emitted]:
+            over = self.waited_for <= 0
+            return [replace(each, last=over) for each in super().decode(slots)]
+
+    cost = SimCost(
+        0.0, case.prefill / case.pixels, decode_step=case.step, decode_lane=0.0
+    )
+    kind = Together if case.together else SimRunner
+    return kind(slots=case.clients, max_length=4096, cost=cost)
 
 
 if __name__ == "__main__":

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -176,6 +177,9 @@ def serve(
     except EngineLost as error:
         typer.echo(f"the engine did not start: {error}", err=True)
         raise typer.Exit(1) from None
+    # All is done, and nothing left that a signal could cut short.
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
 
 
 for _command in (commands.demo, commands.checkpoint, commands.doctor):

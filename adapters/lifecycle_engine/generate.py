@@ -22,6 +22,7 @@ from lifecycle_zmq import RequestRejected
 from .answers import Answer
 from .api_errors import describe
 from .dialect import Dialect
+from .early import refuse_when_full
 from .incoming import ClientLeft, Incoming, request_id
 from .openai_wire import Usage
 from .processor import BadChat, BadImage, Chat
@@ -60,6 +61,7 @@ class Generate:
         reply = Reply(send, self._dialect)
         try:
             reply.request_id = request_id(scope)
+            refuse_when_full(self._service.in_flight)
             incoming = await self._service.intake.read(receive, self._dialect.parse)
             await self._serve(scope, incoming, reply)
         except ClientLeft:
@@ -89,9 +91,7 @@ class Generate:
                 incoming, box = await bring(session, box, incoming, fetched)
             usage = Usage()
             try:
-                unread = await self._admit(incoming)
-                held.callback(unread.abandon)
-                streams = await self._start(session, box, incoming, usage, unread)
+                streams = await self._start(session, box, incoming, usage)
             except _NOT_RUN:
                 session.close("refused")
                 raise
@@ -99,32 +99,27 @@ class Generate:
             fetched.close()
             await self._answer(streams, incoming, usage, reply)
 
-    async def _admit(self, incoming: Incoming) -> Unread:
+    async def _start(
+        self, session: Session, box: Payload[Chat], incoming: Incoming, usage: Usage
+    ) -> list[Stream[Any]]:
+        """Admit, preprocess and hand over; the lease ends when that was read."""
+        service = self._service
         lease: Lease | None = None
         if incoming.estimate:  # text alone has none, and never waits for bytes
-            lease = await self._service.payloads.admit(bytes=incoming.estimate)
-        return Unread(lease, incoming.choices)
-
-    async def _start(
-        self,
-        session: Session,
-        box: Payload[Chat],
-        incoming: Incoming,
-        usage: Usage,
-        unread: Unread,
-    ) -> list[Stream[Any]]:
-        """Preprocess and hand over."""
+            lease = await service.payloads.admit(bytes=incoming.estimate)
         shared = Shared(
-            partial(self._prepare, box, unread, usage, incoming.choices),
+            partial(self._prepare, box, lease, usage, incoming.choices),
             choices=incoming.choices,
         )
         del box
+        unread = Unread(lease, incoming.choices)
         starts = [
-            self._one(session, shared, index, incoming.choices, unread)
+            unread.starts(index, *self._one(session, shared, index, incoming.choices))
             for index in range(incoming.choices)
         ]
-        limits = self._service.deadlines
-        sources = await session.start_all(starts, timeout=limits.start)
+        limits = service.deadlines
+        with unread:
+            sources = await session.start_all(starts, timeout=limits.start)
         return [
             session.stream(
                 source,
@@ -136,26 +131,13 @@ class Generate:
         ]
 
     def _one(
-        self,
-        session: Session,
-        shared: Shared,
-        index: int,
-        choices: int,
-        unread: Unread,
+        self, session: Session, shared: Shared, index: int, choices: int
     ) -> Opening:
         """How one of the choices is opened and ended."""
         engine = self._service.engine
         key = session.key if choices == 1 else f"{session.key}-{index}"
 
         async def open_() -> AsyncIterator[Any]:
-            unread.begin(index)
-            try:
-                return unread.until_first(index, await hand_over())
-            except Exception:
-                unread.done(index)
-                raise
-
-        async def hand_over() -> AsyncIterator[Any]:
             request, tensors = await shared.take(index)
             if session.outcome is not None:
                 # Closed meanwhile: what raises here is not started, so not ended.
@@ -166,15 +148,12 @@ class Generate:
             return await engine.start(key, request, handed)
 
         async def end(_: AsyncIterator[Any] | None) -> None:
-            try:
-                await engine.end(key)
-            finally:
-                unread.done(index)
+            await engine.end(key)
 
         return open_, end
 
     async def _prepare(
-        self, box: Payload[Chat], unread: Unread, usage: Usage, choices: int
+        self, box: Payload[Chat], lease: Lease | None, usage: Usage, choices: int
     ) -> tuple[dict[str, Any], Payload[Mapping[str, Any]]]:
         processor = self._service.processor
 
@@ -188,7 +167,8 @@ class Generate:
         request, tensors, usage.prompt_tokens = await anyio.to_thread.run_sync(
             prepare, limiter=self._service.threads
         )
-        unread.settle(tensors.nbytes * choices)
+        if lease is not None:
+            lease.settle(bytes=tensors.nbytes * choices)
         return request, tensors
 
     async def _answer(

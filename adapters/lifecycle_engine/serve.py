@@ -26,8 +26,8 @@ _SIGNALS = (signal.SIGINT, signal.SIGTERM)
 _POLL = 0.05
 # Seconds, once the drain is over: for the engine to end what was cut, and for clients
 # to read what waits for them. Together they stay below the two that an exit may take.
-_ENDS = 0.5
-_LAST_WORDS = 0.5
+_ENDS = 0.3
+_LAST_WORDS = 0.3
 # Descriptors that are not for clients: the engine's, files, and what comes up.
 _RESERVED = 256
 
@@ -65,6 +65,7 @@ class DrainingServer(uvicorn.Server):
         self._on_ready = on_ready
         self._awaiting: asyncio.Task[None] | None = None
         self._hurried = False
+        self._draining: anyio.CancelScope | None = None
         self.failure: EngineLost | None = None
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
@@ -92,16 +93,17 @@ class DrainingServer(uvicorn.Server):
         for gate in service.gates:
             gate.close()
         async with anyio.create_task_group() as tasks:
-            tasks.start_soon(self._hurry, tasks.cancel_scope)
-            with anyio.move_on_after(self._drain + _ENDS):
+            tasks.start_soon(self._hurry)
+            with anyio.move_on_after(self._drain + _ENDS) as self._draining:
                 await service.sessions.drain(self._drain)
+            service.sessions.close_all("shutdown")
+            if service.sessions.statistics().closing:
+                # It is to end every stream, and may be slow, or stopped.
+                service.engine.close()
+            loop = asyncio.get_running_loop()
+            loop.call_later(_LAST_WORDS, self._drop_who_reads_nothing)
+            await super().shutdown(sockets)
             tasks.cancel_scope.cancel()
-        service.sessions.close_all("shutdown")
-        if self._hurried or service.sessions.statistics().closing:
-            # It would be asked to end every stream, and may be slow, or stopped.
-            service.engine.close()
-        asyncio.get_running_loop().call_later(_LAST_WORDS, self._drop_who_reads_nothing)
-        await super().shutdown(sockets)
 
     def _drop_who_reads_nothing(self) -> None:
         # Where nothing waits for its reader, a task may still be about to say it.
@@ -110,18 +112,31 @@ class DrainingServer(uvicorn.Server):
             if transport.get_write_buffer_size():
                 transport.abort()
 
-    async def _hurry(self, scope: anyio.CancelScope) -> None:
-        # uvicorn sets a flag from its signal handler; there is nothing to wait on.
-        while not self.force_exit:  # noqa: ASYNC110
+    async def _hurry(self) -> None:
+        # A signal handler sets a flag; there is nothing to wait on.
+        while not self._hurried:  # noqa: ASYNC110
             await anyio.sleep(_POLL)
-        # Left set, uvicorn would drop its tasks and skip the lifespan's end.
-        self.force_exit = False
-        self._hurried = True
-        scope.cancel()
+        if self._draining is not None:
+            self._draining.cancel()
+        self._service.sessions.close_all("shutdown")
+        self._service.engine.close()
+
+    def handle_exit(self, sig: int, frame: FrameType | None) -> None:
+        """Note a signal."""
+        if self.should_exit and sig == signal.SIGINT:
+            # Not uvicorn's own flag: that skips the end of the lifespan.
+            self._hurried = True
+        else:
+            super().handle_exit(sig, frame)
 
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
-        """Handle the signals while the server runs, and leave none behind."""
+        """Leave the signals to `heeding_signals`: uvicorn lets go of them too early."""
+        yield
+
+    @contextlib.contextmanager
+    def heeding_signals(self) -> Iterator[None]:
+        """Handle the signals meanwhile, and leave no handler behind."""
 
         def handle(number: int, frame: FrameType | None) -> None:
             if number == signal.SIGINT and self.should_exit:
@@ -183,7 +198,8 @@ def run(
             drain=drain,
             on_ready=lambda: announce(address),
         )
-        server.run(sockets=[listener])
+        with server.heeding_signals():
+            server.run(sockets=[listener])
     if server.failure is not None:
         raise server.failure
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import itertools
 import json
 import socket
 from collections.abc import AsyncIterator
@@ -245,7 +246,7 @@ async def test_ignores_offers_of_another_protocol(cuts: tuple[int, ...]) -> None
     """`Upgrade: h2c` with a body is an ordinary request, whatever packets it is in."""
     whole = HELLO % OFFER
     ends = [0, *(cut % len(whole) for cut in cuts), len(whole)]
-    parts = [whole[a:b] for a, b in zip(ends, ends[1:], strict=False)]
+    parts = [whole[a:b] for a, b in itertools.pairwise(ends)]
     async with echoing() as port, peer(port) as client:
         for _ in range(2):  # and the connection goes on
             await client.say(*parts)

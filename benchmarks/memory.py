@@ -75,7 +75,7 @@ class Run:
 def cases() -> dict[str, list[Case]]:
     """All series."""
     long = Case(name="", together=True, tokens=3000, prefill=0.01, step=0.015)
-    short = Case(name="", prefill=0.02, arena=2**30)
+    short = Case(name="", prefill=0.02, arena=2**30, stall=1.0)
     many = replace(
         short,
         pixels=2_800_000,

@@ -68,6 +68,7 @@ def serve(case: Case) -> None:
     from lifecycle_engine.app import AppSettings, create_app
     from lifecycle_engine.processor import in_arena
     from lifecycle_engine.serve import run
+    from lifecycle_engine.service import Deadlines
     from lifecycle_engine.sim_processor import SimProcessor
     from lifecycle_zmq import ZmqEngine
 
@@ -88,6 +89,8 @@ def serve(case: Case) -> None:
             self._kept.pop(key, None)
             await super().end(key)
 
+    # On a slow machine the last of so many waits for minutes, and is to be served.
+    patient = Deadlines(start=600.0, first_token=600.0, idle=600.0)
     work = [sys.executable, __file__, "work", json.dumps(asdict(case))]
     kind = ZmqEngine if case.api else Keeping
     engine = kind(work, arena_bytes=case.arena)
@@ -95,7 +98,7 @@ def serve(case: Case) -> None:
         engine,
         SimProcessor(empty=in_arena(engine) if case.arena else None),
         gate=Gate(slots=case.slots or None, bytes=case.bytes or None, name="payloads"),
-        settings=AppSettings(model="sim", threads=2),
+        settings=AppSettings(model="sim", threads=2, deadlines=patient),
     )
     run(app, host="127.0.0.1", port=0, announce=lambda at: print(at, flush=True))
 

@@ -1,11 +1,11 @@
 """What a server does when ten times as many ask as it can serve.
 
-    python benchmarks/overload.py [--quick] [--repeat 3] [--seconds 8] [--json FILE]
+    python benchmarks/overload.py [--quick] [--repeat 3] [--seconds 12] [--json FILE]
           [--resume]
 
 Requests about a picture come in an open loop: at times that are drawn beforehand and do
 not wait for answers, at 0.5 to 10 times of what the server can do. Each client hangs up
-a second after its time. The bundled server with its simulated engine does this three
+two seconds after its time. The bundled server with its simulated engine does this three
 times: behind a gate that refuses whom it has no room for, with nothing in front of the
 engine, and with the semaphore in a middleware that is often written instead.
 
@@ -33,7 +33,7 @@ from rich.progress import Progress
 
 LOADS = (0.5, 1.0, 2.0, 5.0, 10.0)
 # Until then the server fills up; what was asked then is not counted.
-_WARM = 1.5
+_WARM = 2.0
 _LOAD = Path(__file__).with_name("overload_load.py")
 
 
@@ -120,7 +120,7 @@ def main() -> None:
     """Run the command line."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--repeat", type=int, default=3)
-    parser.add_argument("--seconds", type=float, default=8.0, help="of each run")
+    parser.add_argument("--seconds", type=float, default=12.0, help="of each run")
     parser.add_argument("--quick", action="store_true", help="ten seconds, to try it")
     parser.add_argument("--resume", action="store_true")
     parser.add_argument("--json", type=Path)

@@ -9,12 +9,12 @@ from typing import Any
 WAYS = ("gate", "none", "semaphore")
 
 # Requests that run at a time in the engine, tokens of each, and seconds of a step:
-# some forty requests a second, whatever machine this is.
+# some twenty requests a second, whatever machine this is.
 BATCH = 10
 TOKENS = 12
-STEP = 0.02
+STEP = 0.04
 # Seconds that a client waits for the end of its answer.
-DEADLINE = 1.0
+DEADLINE = 2.0
 # A few more than the engine runs, so that it never waits for the next one.
 SLOTS = 12
 LINE = 4

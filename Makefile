@@ -15,8 +15,8 @@ MAKEFLAGS += --no-print-directory
 .NOTPARALLEL:
 export PYTHON
 
-.PHONY: help demo test serve bench bench-memory bench-overload docs lint types pytest wheel soak coverage-of-cases \
-  gpu-check clean
+.PHONY: help demo test serve bench bench-memory bench-overload docs lint types pytest wheel attack soak \
+  coverage-of-cases gpu-check clean
 
 help:
 	@echo 'make demo       run the server, a real engine and 32 unreliable clients; show that nothing leaks'
@@ -26,6 +26,7 @@ help:
 	@echo 'make types      mypy, strict'
 	@echo 'make pytest     the tests with coverage; make pytest ARGS="-k gate" runs some of them'
 	@echo 'make wheel      build the wheel and import it with anyio alone installed'
+	@echo 'make attack     a thousand made-up requests to each HTTP endpoint; make attack ARGS=100 for fewer'
 	@echo 'make soak       a million seeded schedules of the core; make soak ARGS=5000 for fewer'
 	@echo 'make coverage-of-cases  which known failures of such servers have a test, or a reason why not'
 	@echo 'make bench      every figure in the documentation, measured again'
@@ -74,6 +75,9 @@ wheel: .venv/.ready
 	@echo '== wheel'
 	@sh scripts/check-wheel.sh
 
+attack: .venv/.ready
+	@$(BIN)/python tests/http/attack.py $(or $(ARGS),1000)
+
 soak: .venv/.ready
 	@$(BIN)/python tests/sim/soak.py $(or $(ARGS),1000000)
 
@@ -85,11 +89,11 @@ bench: .venv/.ready
 	  echo "== $$file"; $(BIN)/python "benchmarks/$$file.py" || exit 1; done
 
 bench-memory: .venv/.ready
-	@$(BIN)/python benchmarks/memory.py --json benchmarks/results/memory.json $(ARGS)
+	@$(BIN)/python benchmarks/memory.py $(ARGS)
 	@$(BIN)/python benchmarks/draw.py memory
 
 bench-overload: .venv/.ready
-	@$(BIN)/python benchmarks/overload.py --json benchmarks/results/overload.json $(ARGS)
+	@$(BIN)/python benchmarks/overload.py $(ARGS)
 	@$(BIN)/python benchmarks/draw.py overload
 
 docs: .venv/.docs

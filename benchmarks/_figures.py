@@ -9,6 +9,8 @@ import re
 from pathlib import Path
 from typing import Any
 
+RESULTS = Path(__file__).with_name("results")
+
 
 def machine() -> dict[str, Any]:
     """What figures depend on, and nothing that tells machines of a kind apart."""

@@ -34,7 +34,7 @@ from pathlib import Path
 from typing import Any
 
 from _client import Server, about_picture, ask
-from _figures import machine, write
+from _figures import RESULTS, machine, write
 from _memory_of import Watch
 from memory_rig import Case, argv
 from memory_told import failed, goals, table
@@ -209,8 +209,10 @@ def main() -> None:
     parser.add_argument("--only", choices=("halves", "gates", "clients"))
     parser.add_argument("--quick", action="store_true", help="a minute, to try it out")
     parser.add_argument("--resume", action="store_true")
-    parser.add_argument("--json", type=Path)
+    parser.add_argument("--json", type=Path, help="by default, that of the picture")
     options = parser.parse_args()
+    if options.json is None and not options.quick:
+        options.json = RESULTS / "memory.json"
     series = quick(cases()) if options.quick else cases()
     if options.only:
         series = {options.only: series[options.only]}

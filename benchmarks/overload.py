@@ -25,7 +25,7 @@ from pathlib import Path
 from typing import Any
 
 from _client import Server
-from _figures import machine, write
+from _figures import RESULTS, machine, write
 from overload_rig import BATCH, DEADLINE, STEP, TOKENS, WAYS, argv
 from overload_told import goals, quantile, table
 from rich.console import Console
@@ -123,8 +123,10 @@ def main() -> None:
     parser.add_argument("--seconds", type=float, default=12.0, help="of each run")
     parser.add_argument("--quick", action="store_true", help="ten seconds, to try it")
     parser.add_argument("--resume", action="store_true")
-    parser.add_argument("--json", type=Path)
+    parser.add_argument("--json", type=Path, help="by default, that of the picture")
     options = parser.parse_args()
+    if options.json is None and not options.quick:
+        options.json = RESULTS / "overload.json"
     capacity = BATCH / (TOKENS * STEP)
     settings = {"capacity": round(capacity, 2), "deadline": DEADLINE, "slots": BATCH}
     found: dict[str, Any] = {"machine": machine(), "settings": settings, "rows": rows()}

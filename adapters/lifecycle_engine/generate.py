@@ -81,10 +81,14 @@ class Generate:
         with (
             service.sessions.open(str(reply.request_id)) as session,
             ExitStack() as held,
+            ExitStack() as fetched,
         ):
             request.attach(session)
             box = session.box(incoming.chat.take(), nbytes=incoming.chat.nbytes)
             held.enter_context(await service.in_flight.admit())
+            if incoming.remote and service.remote is not None:
+                bring = service.remote.bring
+                incoming, box = await bring(session, box, incoming, fetched)
             usage = Usage()
             try:
                 streams = await self._start(session, box, incoming, usage)
@@ -92,6 +96,7 @@ class Generate:
                 session.close("refused")
                 raise
             request.release_body()
+            fetched.close()
             await self._answer(streams, incoming, usage, reply)
 
     async def _start(

@@ -14,6 +14,7 @@ from lifecycle import EngineLost, Gate, Payload, SessionRegistry
 
 from .incoming import Intake
 from .processor import Processor
+from .remote_images import RemoteImages
 
 
 class Engine(Protocol):
@@ -104,6 +105,7 @@ class Service:
         threads: Bounds preprocessing.
         deadlines: For the engine.
         new_sessions: Makes the registry of one run.
+        remote: Fetches images; ``None`` fetches none.
     """
 
     model: str
@@ -116,6 +118,7 @@ class Service:
     threads: anyio.CapacityLimiter
     deadlines: Deadlines
     new_sessions: Callable[[], SessionRegistry]
+    remote: RemoteImages | None = None
     _sessions: SessionRegistry | None = field(default=None, init=False)
 
     @asynccontextmanager

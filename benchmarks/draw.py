@@ -88,7 +88,10 @@ def _over_time(rows: list[Row]) -> Panel:
 
 def _halves(rows: list[Row]) -> Panel:
     panel = Panel(500, 10, 440, 300, left=132)
-    panel.titles("Who lets go of payloads", "peak of both above rest, five runs each")
+    runs = len(rows[0]["runs"])
+    panel.titles(
+        "Who lets go of payloads", f"peak of both above rest; median, range of {runs}"
+    )
     peaks = [_extra(row["runs"], _GIB) for row in rows]
     x = panel.widths(ticks(max(high for _, _, high in peaks)), " GiB")
     for i, (row, peak) in enumerate(zip(rows, peaks, strict=True)):
@@ -137,7 +140,11 @@ def _small(x: float, y: float, words: str) -> str:
 
 def _clients(rows: list[Row], budget: int) -> Panel:
     panel = Panel(500, 326, 440, 300, left=48)
-    panel.titles("Any number of clients behind a gate", "peak above rest")
+    size = rows[0]["case"]["pixels"] * 24 / _MIB
+    panel.titles(
+        "Any number of clients behind a gate",
+        f"peak above rest, payloads of {size:.0f} MiB",
+    )
     peaks = [_extra(row["runs"], _GIB) for row in rows]
     most = max(budget / _GIB, *(high for _, _, high in peaks))
     y = panel.heights(ticks(most * 1.1), " GiB")

@@ -63,9 +63,16 @@ KNOWS_EVENT_LOOPS = {"_park"}
 PICKLES = {"pickle", "marshal", "shelve", "dill", "cloudpickle", "joblib"}
 # Public like the adapters, and above the core like them.
 TESTING = {"testing", "pytest_plugin"}
-# Only the bundled engine stands above other adapters.
+# Only the bundled engine stands above other adapters; observers know their events.
 MAY_USE = {
-    "lifecycle_engine": {"lifecycle_asgi", "lifecycle_metrics", "lifecycle_zmq"},
+    "lifecycle_engine": {
+        "lifecycle_asgi",
+        "lifecycle_metrics",
+        "lifecycle_otel",
+        "lifecycle_zmq",
+    },
+    "lifecycle_metrics": {"lifecycle_asgi"},
+    "lifecycle_otel": {"lifecycle_asgi"},
 }
 
 

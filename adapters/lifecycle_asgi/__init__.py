@@ -3,7 +3,11 @@
 Map of the package::
 
     _types       the ASGI callables, as types                 (floor)
+    events       what becomes of requests, for an observer  (floor)
     _owned       sources of a response that are closed with the request
+    _places      where an exception came from, without its words
+    _record      Record: what is told of one request
+    _log         request_log: an observer that writes one line a request
     _request     RequestScope: what a request knows of its client
     _inbox       Inbox: what was read and not yet asked for
     _progress    Progress: how far the answer has come
@@ -18,6 +22,7 @@ Nothing here imports a web framework or a server.
 from __future__ import annotations
 
 from lifecycle_asgi._body import BodyLimit, BodyTooLarge
+from lifecycle_asgi._log import request_log
 from lifecycle_asgi._middleware import LifecycleMiddleware
 from lifecycle_asgi._request import RequestScope, request_of
 from lifecycle_asgi._scope import request_scope
@@ -27,6 +32,7 @@ __all__ = (
     "BodyTooLarge",
     "LifecycleMiddleware",
     "RequestScope",
+    "request_log",
     "request_of",
     "request_scope",
 )

@@ -92,11 +92,13 @@ class BodyLimit:
 
         meter = _Meter(receive, send, refuse, self._max_bytes, self._gate)
         request = scope.get(KEY)
-        if isinstance(request, RequestScope):
-            request.body = meter
+        if not isinstance(request, RequestScope):
+            request = RequestScope()  # of nobody
+        request.body = meter
         try:
             if declared:
-                await meter.admit(declared)
+                with request.phase("queue"):
+                    await meter.admit(declared)
             await self._app(scope, meter.receive, meter.send)
         except _REFUSALS:
             if not meter.refused:

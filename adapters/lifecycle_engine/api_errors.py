@@ -79,6 +79,10 @@ class ApiError(Exception):
         return headers
 
 
+INTERNAL = ApiError(500, "The server failed; see its log", code="internal_error")
+"""For a mistake of ours: a client learns nothing of it."""
+
+
 def bad_request(
     message: str, *, param: str | None = None, code: str = "invalid_value"
 ) -> ApiError:

@@ -20,13 +20,14 @@ from lifecycle import Gate, Refused, SessionRegistry
 from lifecycle.events import Observer
 from lifecycle_asgi import BodyLimit, BodyTooLarge, LifecycleMiddleware
 
-from .api_errors import ApiError, describe
+from .api_errors import INTERNAL, ApiError, describe
 from .dialect import Dialect, dump
 from .generate import Generate
 from .incoming import ChatDefaults, Intake
 from .live import LiveView
 from .media import MediaLimits
 from .messages_wire import ANTHROPIC
+from .observing import log_failures, operation_of, together
 from .openai_dialect import OPENAI
 from .processor import Processor
 from .service import Deadlines, Engine, Service
@@ -72,6 +73,7 @@ def create_app(
     settings: AppSettings | None = None,
     observer: Observer | None = None,
     metrics: Metrics | None = None,
+    log: Observer = log_failures,
 ) -> Starlette:
     """Make the application; its lifespan runs the engine and the sessions.
 
@@ -84,8 +86,10 @@ def create_app(
         bodies: Over the bytes of bodies, until hand-off; by default room for eight of
             the largest.
         settings: The rest.
-        observer: Told of sessions, starts, payloads and drains; *metrics* for one.
+        observer: Told of requests, sessions, starts, payloads and drains; *metrics* for
+            one.
         metrics: What ``/metrics`` tells; it is made to watch gates and sessions.
+        log: Told of requests, too. By default it logs those that failed.
 
     Returns:
         The application; ``app.state.service`` is its `Service`.
@@ -116,7 +120,11 @@ def create_app(
         routes=_routes(service, metrics),
         lifespan=lambda _: _running(service, metrics),
         middleware=[
-            Middleware(LifecycleMiddleware),
+            Middleware(
+                LifecycleMiddleware,
+                observer=together(observer, log),
+                operation=operation_of,
+            ),
             Middleware(
                 BodyLimit,
                 max_bytes=settings.body_bytes,
@@ -161,7 +169,7 @@ def _refusal(
     scope: Any, refusal: BodyTooLarge | Refused
 ) -> tuple[int, list[tuple[bytes, bytes]], bytes]:
     """What `BodyLimit` answers, in the form of the API that was asked."""
-    response = _response(scope["path"], describe(refusal) or _INTERNAL)
+    response = _response(scope["path"], describe(refusal) or INTERNAL)
     return response.status_code, response.raw_headers, bytes(response.body)
 
 
@@ -176,7 +184,7 @@ async def _http_error(request: Request, error: Exception) -> Response:
 
 async def _internal_error(request: Request, error: Exception) -> Response:
     del error  # logged by the server; a client learns nothing of it
-    return _response(request.url.path, _INTERNAL)
+    return _response(request.url.path, INTERNAL)
 
 
 def _response(path: str, error: ApiError) -> Response:
@@ -184,6 +192,3 @@ def _response(path: str, error: ApiError) -> Response:
     response = Response(dump(document), status, media_type="application/json")
     response.raw_headers += error.headers
     return response
-
-
-_INTERNAL = ApiError(500, "The server failed; see its log", code="internal_error")

@@ -16,13 +16,14 @@ import anyio
 import anyio.to_thread
 
 from lifecycle import Lease, Payload, Session, SessionEnded, Stream
-from lifecycle_asgi import request_of
+from lifecycle_asgi import RequestScope, request_of
 from lifecycle_zmq import RequestRejected
 
 from .answers import Answer
-from .api_errors import describe
+from .api_errors import INTERNAL, describe
 from .dialect import Dialect
 from .incoming import ClientLeft, Incoming, request_id
+from .observing import Observed, count
 from .openai_wire import Usage
 from .processor import BadChat, BadImage, Chat
 from .replies import Reply
@@ -56,56 +57,67 @@ class Generate:
             At any time: the session is closed at once and the registry ends what
             the engine holds. It always propagates.
         """
-        reply = Reply(send, self._dialect)
+        reply, request = Reply(send, self._dialect), request_of(scope)
         try:
             reply.request_id = request_id(scope)
-            incoming = await self._service.intake.read(receive, self._dialect.parse)
-            await self._serve(scope, incoming, reply)
+            with request.phase("read"):
+                incoming = await self._service.intake.read(receive, self._dialect.parse)
+            await self._serve(request, incoming, reply)
         except ClientLeft:
             return
-        except Exception as error:
-            problem = describe(error)
-            if problem is None:  # a mistake of ours: logged, and a stream is cut
-                raise
+        except Exception as error:  # noqa: BLE001 - a server that raised would log its words
+            problem = describe(error) or INTERNAL
+            if problem.status == INTERNAL.status:
+                request.fail(error)
         else:
             return
         # Outside of the handler: its exception holds the frames it came through,
         # and the client may take its time to read.
         await reply.error(problem)
 
-    async def _serve(self, scope: Any, incoming: Incoming, reply: Reply) -> None:
-        service, request = self._service, request_of(scope)
+    async def _serve(
+        self, request: RequestScope, incoming: Incoming, reply: Reply
+    ) -> None:
+        service, usage = self._service, Usage()
         with (
             service.sessions.open(str(reply.request_id)) as session,
             ExitStack() as held,
         ):
             request.attach(session)
             box = session.box(incoming.chat.take(), nbytes=incoming.chat.nbytes)
-            held.enter_context(await service.in_flight.admit())
-            usage = Usage()
+            with request.phase("queue"):
+                held.enter_context(await service.in_flight.admit())
+            held.callback(count, request, incoming, usage)
             try:
-                streams = await self._start(session, box, incoming, usage)
+                streams = await self._start(session, box, incoming, usage, request)
             except _NOT_RUN:
                 session.close("refused")
                 raise
             request.release_body()
-            await self._answer(streams, incoming, usage, reply)
+            with request.phase("stream"):
+                await self._answer(streams, incoming, usage, reply, request)
 
     async def _start(
-        self, session: Session, box: Payload[Chat], incoming: Incoming, usage: Usage
+        self,
+        session: Session,
+        box: Payload[Chat],
+        incoming: Incoming,
+        usage: Usage,
+        request: RequestScope,
     ) -> list[Stream[Any]]:
         """Admit, preprocess and hand over; the lease ends with this call."""
         service = self._service
         lease: Lease | None = None
         if incoming.estimate:  # text alone has none, and never waits for bytes
-            lease = await service.payloads.admit(bytes=incoming.estimate)
+            with request.phase("queue"):
+                lease = await service.payloads.admit(bytes=incoming.estimate)
         shared = Shared(
-            partial(self._prepare, box, lease, usage, incoming.choices),
+            partial(self._prepare, box, lease, usage, incoming.choices, request),
             choices=incoming.choices,
         )
         del box
         starts = [
-            self._one(session, shared, index, incoming.choices)
+            self._one(session, shared, index, incoming.choices, request)
             for index in range(incoming.choices)
         ]
         limits = service.deadlines
@@ -121,9 +133,15 @@ class Generate:
         ]
 
     def _one(
-        self, session: Session, shared: Shared, index: int, choices: int
+        self,
+        session: Session,
+        shared: Shared,
+        index: int,
+        choices: int,
+        scope: RequestScope,
     ) -> Opening:
         """How one of the choices is opened and ended."""
+        hand_off, cleanup = scope.phase("hand_off"), scope.phase("cleanup")
         engine = self._service.engine
         key = session.key if choices == 1 else f"{session.key}-{index}"
 
@@ -135,15 +153,22 @@ class Generate:
             nbytes = sum(int(tensor.nbytes) for tensor in tensors.values())
             handed = session.box(tensors, nbytes=nbytes)
             del tensors
-            return await engine.start(key, request, handed)
+            with hand_off:
+                return await engine.start(key, request, handed)
 
         async def end(_: AsyncIterator[Any] | None) -> None:
-            await engine.end(key)
+            with cleanup:
+                await engine.end(key)
 
         return open_, end
 
     async def _prepare(
-        self, box: Payload[Chat], lease: Lease | None, usage: Usage, choices: int
+        self,
+        box: Payload[Chat],
+        lease: Lease | None,
+        usage: Usage,
+        choices: int,
+        scope: RequestScope,
     ) -> tuple[dict[str, Any], Payload[Mapping[str, Any]]]:
         processor = self._service.processor
 
@@ -154,9 +179,10 @@ class Generate:
             tensors = Payload[Mapping[str, Any]](made.tensors, nbytes=made.nbytes)
             return made.request, tensors, made.prompt_tokens
 
-        request, tensors, usage.prompt_tokens = await anyio.to_thread.run_sync(
-            prepare, limiter=self._service.threads
-        )
+        with scope.phase("prepare"):
+            request, tensors, usage.prompt_tokens = await anyio.to_thread.run_sync(
+                prepare, limiter=self._service.threads
+            )
         if lease is not None:
             lease.settle(bytes=tensors.nbytes * choices)
         return request, tensors
@@ -167,8 +193,10 @@ class Generate:
         incoming: Incoming,
         usage: Usage,
         reply: Reply,
+        request: RequestScope,
     ) -> None:
-        answer = self._dialect.answer(reply, incoming, self._service.model, usage)
+        made = self._dialect.answer(reply, incoming, self._service.model, usage)
+        answer = Observed(made, request)
         if len(streams) == 1:
             await self._read(streams[0], 0, incoming.stop, usage, answer)
         else:

@@ -28,7 +28,7 @@ _TRACEPARENT = re.compile(
 
 
 class Record:
-    """Tells an observer of one request; the end is told once.
+    """Tells an observer of one request.
 
     Args:
         emit: Told of each event; it never raises.
@@ -40,7 +40,6 @@ class Record:
         "_began",
         "_counts",
         "_emit",
-        "_ended",
         "_error",
         "_first",
         "_operation",
@@ -61,7 +60,7 @@ class Record:
         self._counts: dict[str, int] = {}
         self._error: str | None = None
         self._places: tuple[str, ...] = ()
-        self._first = self._ended = False
+        self._first = False
         trace = _traceparent(scope)
         self._tell(RequestStarted, traceparent=trace)
 
@@ -81,10 +80,7 @@ class Record:
             self._tell(FirstItem, after_s=anyio.current_time() - self._began)
 
     def end(self, outcome: Outcome, status: int | None, session: str | None) -> None:
-        """The request is over. Idempotent."""
-        if self._ended:
-            return
-        self._ended = True
+        """The request is over; called once."""
         self._tell(
             RequestEnded,
             outcome=outcome,

@@ -18,6 +18,7 @@ except ModuleNotFoundError as error:
     ) from None
 
 from .hints import first_steps
+from .observing import LogName, log_of, spans_of, together
 
 if TYPE_CHECKING:
     from lifecycle_metrics import Metrics
@@ -107,6 +108,9 @@ def serve(
     drain: Annotated[
         float, typer.Option(help="Seconds that streams get at the end.", min=0)
     ] = 10.0,
+    log: Annotated[
+        LogName, typer.Option(help="A line for each failure, or for each request.")
+    ] = LogName.failures,
     hints: Annotated[
         bool, typer.Option("--hints", help="Print what to try once it is ready.")
     ] = False,
@@ -147,6 +151,7 @@ def serve(
         bodies=Gate(bytes=8 * body_bytes, name="bodies", **line),
         observer=metrics,
         metrics=metrics,
+        log=together(log_of(log), spans_of(name)),
         settings=AppSettings(model=name, body_bytes=body_bytes, threads=threads),
     )
 

@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import logging
-from typing import Any, Final
+import sys
+from enum import StrEnum
+from typing import TYPE_CHECKING, Any, Final
 
 from lifecycle.events import Event, Observer, guarded
-from lifecycle_asgi import RequestScope
+from lifecycle_asgi import RequestScope, request_log
 from lifecycle_asgi.events import RequestEnded
 
-from .answers import Answer
-from .incoming import Incoming
-from .openai_wire import Usage
-from .texts import Piece
+if TYPE_CHECKING:
+    from .answers import Answer
+    from .incoming import Incoming
+    from .openai_wire import Usage
+    from .texts import Piece
 
 OPERATIONS: Final = {
     "/v1/chat/completions": "chat",
@@ -21,6 +24,21 @@ OPERATIONS: Final = {
     "/generate": "generate",
 }
 """Words for metrics and logs, by path; no other path is told of."""
+
+GEN_AI: Final = {
+    "messages": "chat",
+    "responses": "chat",
+    "generate": "text_completion",
+}
+"""What OpenTelemetry's conventions call them, where it is another word."""
+
+
+class LogName(StrEnum):
+    """What the server logs on its standard error."""
+
+    failures = "failures"
+    json = "json"
+    console = "console"
 
 
 def operation_of(scope: Any) -> str | None:
@@ -52,6 +70,40 @@ def log_failures(event: Event) -> None:
             event.error,
             "\n  ".join(event.traceback),
         )
+
+
+def log_of(name: LogName) -> Observer:
+    """The log of that name; nothing is configured for the process.
+
+    Raises:
+        ImportError: structlog is needed and not installed.
+    """
+    if name is LogName.failures:
+        return log_failures
+    try:
+        import structlog
+    except ImportError:
+        return request_log()  # which says what to install
+    render: Any = structlog.processors.JSONRenderer()
+    if name is LogName.console:
+        render = structlog.dev.ConsoleRenderer(colors=sys.stderr.isatty())
+    stamp = structlog.processors.TimeStamper(fmt="iso", utc=True)
+    return request_log(
+        structlog.wrap_logger(
+            structlog.PrintLogger(sys.stderr),
+            processors=[structlog.processors.add_log_level, stamp, render],
+        )
+    )
+
+
+def spans_of(model: str) -> Observer | None:
+    """Spans for the tracer of the process; ``None`` without OpenTelemetry."""
+    try:
+        from lifecycle_otel import Spans
+    except ImportError:  # the server runs without its extra
+        return None
+    attributes = {"gen_ai.provider.name": "lifecycle", "gen_ai.request.model": model}
+    return Spans(attributes, operations=GEN_AI)
 
 
 def count(request: RequestScope, incoming: Incoming, usage: Usage) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator, Sequence
 
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
@@ -10,6 +11,7 @@ from prometheus_client.registry import Collector
 from lifecycle import Gate, GateStatistics, SessionRegistry, SessionStatistics
 
 _TRIES = 1000
+_PAUSE = 1e-4
 
 
 class Counts(Collector):
@@ -45,6 +47,7 @@ def _balanced(registry: SessionRegistry) -> SessionStatistics:
         now = registry.statistics()
         if now.opened == now.live + sum(now.outcomes.values()):
             break
+        time.sleep(_PAUSE)  # whoever writes has to run
     return now
 
 

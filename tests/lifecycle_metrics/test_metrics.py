@@ -5,6 +5,10 @@ from __future__ import annotations
 import json
 import random
 import re
+import sys
+import threading
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +21,7 @@ from prometheus_client import CollectorRegistry
 from prometheus_client.parser import text_string_to_metric_families
 
 from lifecycle import Gate, GateFull, SessionRegistry
+from lifecycle_asgi.events import RequestEnded, RequestStarted
 from lifecycle_metrics import Metrics
 
 pytestmark = pytest.mark.anyio
@@ -132,6 +137,61 @@ async def test_has_few_series_however_many_requests() -> None:
             sizes.append(len(told(metrics)))
         assert sizes[-1] == sizes[0]
         assert b"secret" not in metrics.text()
+
+
+@pytest.fixture
+def hasty() -> Iterator[None]:
+    """Threads that take turns all the time."""
+    before = sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)
+    yield
+    sys.setswitchinterval(before)
+
+
+def scraped(
+    metrics: Metrics, kind: str, started: str, done: threading.Event
+) -> list[Any]:
+    """Scrape until *done*; returns every scrape that does not balance."""
+    wrong = []
+    while not done.is_set():
+        now: dict[str, float] = {}
+        for family in metrics.registry.collect():
+            for sample in family.samples:
+                now[sample.name] = now.get(sample.name, 0) + sample.value
+        name = f"lifecycle_{kind}"
+        begun = now.get(f"{name}_{started}_total", 0)
+        ended = now.get(f"{name}_ended_total", 0)
+        if begun != ended + now.get(f"{name}_live", 0):
+            wrong.append(now)
+    return wrong
+
+
+async def test_balances_sessions_for_another_thread(hasty: None) -> None:
+    """A scrape in a thread never sees a session half opened or half closed."""
+    metrics, done = Metrics(), threading.Event()
+    async with SessionRegistry() as sessions:
+        metrics.watch(sessions)
+        with ThreadPoolExecutor(1) as pool:
+            wrong = pool.submit(scraped, metrics, "sessions", "opened", done)
+            for number in range(30_000):
+                with sessions.open(str(number)):
+                    pass
+            done.set()
+    assert wrong.result(20) == []
+
+
+def test_balances_requests_for_another_thread(hasty: None) -> None:
+    """A scrape in a thread never sees a request between started and ended."""
+    metrics, done = Metrics(), threading.Event()
+    facts: Any = {"outcome": "completed", "status": 200, "duration_s": 0.1}
+    with ThreadPoolExecutor(1) as pool:
+        wrong = pool.submit(scraped, metrics, "requests", "started", done)
+        for number in range(20_000):
+            of: Any = {"request": str(number), "operation": f"o{number % 3}"}
+            metrics(RequestStarted(**of))
+            metrics(RequestEnded(**of, **facts))
+        done.set()
+    assert wrong.result(20) == []
 
 
 def test_dashboard_asks_for_metrics_that_exist() -> None:

@@ -14,6 +14,7 @@ Map of the package::
     _exchange    Exchange: one request and its response, the one reader of both
     _middleware  LifecycleMiddleware: an exchange around every call
     _scope       request_scope: the same for servers that do not speak ASGI
+    media        find_media: what of a request is no text
     _body        BodyLimit: 413 before a body is buffered
 
 Nothing here imports a web framework or a server.

@@ -1,11 +1,8 @@
-"""``lifecycle-engine``: run the server, build a checkpoint to run it on."""
+"""``lifecycle-engine``: run the server, and what helps with it."""
 
 from __future__ import annotations
 
-import shutil
 import sys
-import tempfile
-from enum import StrEnum
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -17,13 +14,13 @@ except ModuleNotFoundError as error:
         name=error.name,
     ) from None
 
+from . import commands
 from .hints import first_steps
+from .launch import Device, RunnerName, default_checkpoint, make_processor, worker_argv
 from .observing import LogName, log_of, spans_of, together
 
 if TYPE_CHECKING:
     from lifecycle_metrics import Metrics
-
-    from .processor import Empty, Processor
 
 cli = typer.Typer(
     add_completion=False,
@@ -31,20 +28,6 @@ cli = typer.Typer(
     pretty_exceptions_show_locals=False,
     help="A vision-language model server with a lifecycle for every request.",
 )
-
-
-class RunnerName(StrEnum):
-    """What runs the requests."""
-
-    torch = "torch"
-    sim = "sim"
-
-
-class Device(StrEnum):
-    """Where torch computes."""
-
-    cpu = "cpu"
-    cuda = "cuda"
 
 
 @cli.command()
@@ -175,74 +158,8 @@ def serve(
         raise typer.Exit(1) from None
 
 
-@cli.command()
-def demo(
-    *,
-    runner: Annotated[
-        RunnerName, typer.Option(help="torch runs a model, sim needs no torch.")
-    ] = RunnerName.torch,
-    clients: Annotated[int, typer.Option(help="How many ask at a time.")] = 32,
-    requests: Annotated[int, typer.Option(help="How many they send in all.")] = 160,
-    seed: Annotated[int, typer.Option(help="Of pictures, requests, manners.")] = 1,
-) -> None:
-    """Run a server under unreliable clients, kill its engine, look what is left."""
-    import anyio
-
-    try:
-        from .demo.run import run
-        from .demo.server import ServerFailed
-    except ModuleNotFoundError as error:
-        typer.echo(f"{error}; pip install 'anyio-lifecycle[demo]'", err=True)
-        raise typer.Exit(2) from None
-    if runner is RunnerName.torch:
-        default_checkpoint()  # built once, and not while the server is waited for
-    # Less than the clients bring, so that the gates have something to do.
-    arguments = ["--runner", runner.value, "--slots", "24", "--payload-bytes"]
-    arguments.append(str(512 * 2**20))
-
-    async def main() -> int:
-        return await run(
-            arguments=arguments, clients=clients, requests=requests, seed=seed
-        )
-
-    try:
-        status = anyio.run(main)
-    except ServerFailed as error:
-        typer.echo(f"demo: {error}", err=True)
-        status = 1
-    raise typer.Exit(status)
-
-
-@cli.command()
-def checkpoint(
-    out: Annotated[Path, typer.Argument(help="Folder to write.")],
-    *,
-    family: Annotated[str, typer.Option(help="Model family.")] = "qwen2_5_vl",
-    seed: Annotated[int, typer.Option(help="Of the random weights.")] = 0,
-) -> None:
-    """Build a tiny random checkpoint, offline."""
-    from .checkpoint import build
-
-    try:
-        build(out, family, seed)
-    except ValueError as error:
-        raise typer.BadParameter(str(error)) from None
-    typer.echo(f"{out}")
-
-
-@cli.command()
-def doctor() -> None:
-    """Say what is wrong with this machine, or could be better, and what to do."""
-    from .doctor import examine
-
-    marks = {"fine": "  ok", "note": "note", "bad": " BAD"}
-    bad = 0
-    for finding in examine():
-        typer.echo(f"{marks[finding.state]}  {finding.what}: {finding.found}")
-        if finding.remedy:
-            typer.echo(f"      -> {finding.remedy}")
-        bad += finding.state == "bad"
-    raise typer.Exit(1 if bad else 0)
+for _command in (commands.demo, commands.checkpoint, commands.doctor):
+    cli.command()(_command)
 
 
 def _metrics() -> Metrics | None:
@@ -261,69 +178,6 @@ def _existing(folder: Path) -> Path:
         f"`lifecycle-engine checkpoint {folder}` builds a tiny checkpoint there",
         param_hint="--checkpoint",
     )
-
-
-def worker_argv(
-    runner: RunnerName,
-    folder: Path | None,
-    *,
-    device: Device = Device.cpu,
-    max_batch: int = 8,
-    max_length: int | None = None,
-    chunk: int = 512,
-    dtype: str | None = None,
-) -> list[str]:
-    """The command line of the engine process."""
-    argv = [sys.executable, "-m", "lifecycle_engine.worker"]
-    argv += ["--runner", runner.value, "--max-batch", str(max_batch)]
-    argv += ["--chunk", str(chunk)]
-    if max_length is not None:
-        argv += ["--max-length", str(max_length)]
-    if dtype is not None:
-        argv += ["--dtype", dtype]
-    if folder is not None:
-        argv += ["--checkpoint", str(folder), "--device", device.value]
-    return argv
-
-
-def make_processor(folder: Path | None, empty: Empty | None = None) -> Processor:
-    """The processor of a checkpoint; of the simulated model if there is none.
-
-    Args:
-        folder: Of the checkpoint.
-        empty: Makes the buffers of pixels; ``None``: in ordinary memory.
-    """
-    if folder is None:
-        from .sim_processor import SimProcessor
-
-        return SimProcessor(empty=empty)
-    from ._hf import hf
-    from .chat_processor import ChatProcessor
-
-    hf("set_verbosity_error", "utils.logging")()
-    return ChatProcessor(folder, empty=empty)
-
-
-def default_checkpoint(cache: Path | None = None) -> Path:
-    """The tiny checkpoint in the cache folder, built there if it is missing.
-
-    Args:
-        cache: Defaults to ``~/.cache/anyio-lifecycle``.
-    """
-    from .checkpoint import build
-
-    cache = cache or Path.home() / ".cache" / "anyio-lifecycle"
-    folder = cache / "tiny-qwen2_5_vl"
-    if not (folder / "config.json").exists():
-        cache.mkdir(parents=True, exist_ok=True)
-        # Built beside it and moved, so that nobody ever loads half of one.
-        fresh = Path(tempfile.mkdtemp(dir=cache))
-        try:
-            build(fresh / "checkpoint")
-            (fresh / "checkpoint").replace(folder)
-        finally:
-            shutil.rmtree(fresh, ignore_errors=True)
-    return folder
 
 
 def main() -> None:

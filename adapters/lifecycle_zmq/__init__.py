@@ -13,6 +13,7 @@ process's side, around whatever implements `Backend`.
 #   _plain, _items, _tensors              values, items and memory as bytes
 #   _arena_view                           the arena as the engine sees it
 #   _schema, wire                         messages
+#   transport                             what carries messages, for both ends
 #   _slot, _streams, _table, _outbox      what the client knows, without I/O
 #   _lodging                              tensors of a request into an arena
 #   _link, client                         the API process's end of one link
@@ -21,9 +22,9 @@ process's side, around whatever implements `Backend`.
 #   process, _liveness, _restarts         one process; what it shows; when the next
 #   _incarnation, _supervisor, engine     one process with all of this; all of them
 #   _backend, _held, _tick, _books        what the server knows, without a socket
-#   _delivery, _loans, _router            who gets what when; the socket
+#   _delivery, _loans                     who gets what when
 #   _parent, _pulse                       what its process owes to its parent
-#   server                                the engine process's end
+#   loop, _router, server                 its loop; its socket; its process's end
 
 from __future__ import annotations
 
@@ -44,6 +45,7 @@ from ._supervisor import Health
 from .arena import Arena, ArenaFull, ArenaStatistics
 from .client import EngineClient
 from .engine import ZmqEngine
+from .loop import EngineLoop
 from .server import EngineServer
 
 __all__ = (
@@ -54,6 +56,7 @@ __all__ = (
     "Backend",
     "EngineClient",
     "EngineFailed",
+    "EngineLoop",
     "EngineServer",
     "Finish",
     "Health",

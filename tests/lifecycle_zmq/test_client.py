@@ -634,7 +634,7 @@ async def test_refuses_to_connect_without_descriptors(tmp_path: Path) -> None:
                 hoard.append(os.dup(0))
         os.close(hoard.pop())
         with pytest.raises(OSError, match="open files"):
-            Link(f"ipc://{tmp_path}/e", incarnation=1, handle=lambda _: True)
+            Link(f"ipc://{tmp_path}/e", lambda _: True)
     finally:
         resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
         for descriptor in hoard:

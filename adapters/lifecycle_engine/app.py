@@ -21,8 +21,10 @@ from lifecycle.events import Observer
 from lifecycle_asgi import BodyLimit, BodyTooLarge, LifecycleMiddleware
 
 from .api_errors import INTERNAL, ApiError, describe
+from .cancels import Cancels
 from .dialect import Dialect, dump
 from .generate import Generate
+from .generate_dialect import PLAIN
 from .incoming import ChatDefaults, Intake
 from .live import LiveView
 from .media import MediaLimits
@@ -30,6 +32,7 @@ from .messages_wire import ANTHROPIC
 from .observing import log_failures, operation_of, together
 from .openai_dialect import OPENAI
 from .processor import Processor
+from .responses_dialect import RESPONSES
 from .service import Deadlines, Engine, Service
 
 if TYPE_CHECKING:
@@ -147,10 +150,18 @@ async def _running(service: Service, metrics: Metrics | None) -> AsyncIterator[N
 
 
 def _routes(service: Service, metrics: Metrics | None) -> list[Route]:
-    live = LiveView(service, metrics)
+    live, cancels = LiveView(service, metrics), Cancels(service)
+    response, stored = "/v1/responses/{id}", ["GET", "DELETE"]
+    cancel = "/_lifecycle/requests/{id}/cancel"
     return [
-        Route("/v1/chat/completions", Generate(service, OPENAI), methods=["POST"]),
-        Route("/v1/messages", Generate(service, ANTHROPIC), methods=["POST"]),
+        *(
+            Route(path, Generate(service, dialect), methods=["POST"])
+            for path, dialect in _DIALECTS.items()
+        ),
+        Route(f"{response}/cancel", cancels.response, methods=["POST"]),
+        Route(response, cancels.stored, methods=stored),
+        Route(cancel, cancels.request, methods=["POST"]),
+        Route("/openapi.json", live.openapi),
         Route("/v1/models", live.models),
         Route("/v1/models/{model}", live.model),
         Route("/health", live.health),
@@ -159,6 +170,14 @@ def _routes(service: Service, metrics: Metrics | None) -> list[Route]:
         Route("/_lifecycle/status", live.status),
         Route("/_lifecycle/requests", live.requests),
     ]
+
+
+_DIALECTS = {
+    "/v1/chat/completions": OPENAI,
+    "/v1/responses": RESPONSES,
+    "/v1/messages": ANTHROPIC,
+    "/generate": PLAIN,
+}
 
 
 def _dialect(path: str) -> Dialect:

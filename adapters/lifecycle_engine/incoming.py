@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import re
 import secrets
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -27,12 +27,13 @@ from .media import (
     estimate_bytes,
     measure,
 )
-from .openai_schema import ChatRequest, parse_request, unknown_model
+from .openai_schema import ANY_MODEL, ChatRequest, parse_request, unknown_model
 from .processor import Chat, Message
 
 Form = Callable[[bytes], ChatRequest]
 
-_ID = re.compile(rb"[A-Za-z0-9._-]{1,128}")
+ID_PATTERN = "[A-Za-z0-9._-]{1,128}"
+_ID = re.compile(ID_PATTERN.encode())
 # Shorter bodies are parsed where they are: a thread costs more than they do.
 _INLINE_BYTES = 4096
 
@@ -63,6 +64,7 @@ class Incoming:
         include_usage: Whether the stream ends with a usage chunk.
         choices: How many answers are to be given.
         stop: Strings that end an answer.
+        echo: What the answer repeats of the request.
     """
 
     chat: Payload[Chat] = field(repr=False)
@@ -72,6 +74,7 @@ class Incoming:
     include_usage: bool
     choices: int = 1
     stop: tuple[str, ...] = field(default=(), repr=False)
+    echo: Mapping[str, Any] = field(default_factory=dict, repr=False)
 
 
 class ClientLeft(Exception):
@@ -157,7 +160,7 @@ class Intake:
         """
         request = form(body)
         del body
-        if request.model != self._model:
+        if request.model not in (self._model, ANY_MODEL):
             raise unknown_model(self._model)
         self._check_text(request)
         measures: list[Measure] = []
@@ -185,6 +188,7 @@ class Intake:
             bool(options and options.include_usage),
             choices,
             tuple(request.stop),
+            request.echo,
         )
 
     async def _read_body(self, receive: Any) -> bytes:
@@ -234,7 +238,8 @@ class Intake:
                 if part.image_url is None or part.type == "text":
                     content.append(part.text or "")
                     continue
-                param = f"messages[{i}].content[{j}].image_url.url"
+                chat = f"messages[{i}].content[{j}].image_url.url"
+                param = part.image_url.path or chat
                 image = decode_data_url(part.image_url.url, param=param)
                 part.image_url.url = ""  # one copy at a time is enough
                 measures.append(measure(image, self._limits, param=param))

@@ -18,7 +18,13 @@ from starlette.routing import Route
 
 from lifecycle import Gate, Refused, SessionRegistry
 from lifecycle.events import Observer
-from lifecycle_asgi import BodyLimit, BodyTooLarge, LifecycleMiddleware
+from lifecycle_asgi import (
+    BodyLimit,
+    BodyTooLarge,
+    ClientLimit,
+    LifecycleMiddleware,
+    client_key,
+)
 
 from .api_errors import INTERNAL, ApiError, describe
 from .cancels import Cancels
@@ -53,6 +59,7 @@ class AppSettings:
         deadlines: For the engine.
         threads: Requests that are preprocessed at a time, and parsed at a time.
         end_timeout: Seconds that the END of one request may take.
+        per_client: Requests of one client at a time; ``None`` is unbounded.
     """
 
     model: str = "lifecycle"
@@ -64,6 +71,7 @@ class AppSettings:
     deadlines: Deadlines = field(default_factory=Deadlines)
     threads: int = 2
     end_timeout: float = 10.0
+    per_client: int | None = None
 
 
 def create_app(
@@ -128,6 +136,7 @@ def create_app(
                 observer=together(observer, log),
                 operation=operation_of,
             ),
+            *_per_client(settings.per_client, observer),
             Middleware(
                 BodyLimit,
                 max_bytes=settings.body_bytes,
@@ -139,6 +148,20 @@ def create_app(
     )
     app.state.service = service
     return app
+
+
+def _per_client(slots: int | None, observer: Observer | None) -> list[Middleware]:
+    if slots is None:
+        return []
+    limit = Middleware(
+        ClientLimit, slots=slots, key=_client, answer=_refusal, observer=observer
+    )
+    return [limit]
+
+
+def _client(scope: Any) -> bytes | None:
+    """Whose a request is; what only looks at the server is nobody's."""
+    return client_key(scope) if operation_of(scope) else None
 
 
 @asynccontextmanager

@@ -68,6 +68,10 @@ def serve(
     max_wait: Annotated[
         float, typer.Option(help="Seconds that a request may wait at a gate.", min=0)
     ] = 60.0,
+    per_client: Annotated[
+        int,
+        typer.Option(help="Requests of one API key at a time; 0 is unbounded.", min=0),
+    ] = 0,
     max_batch: Annotated[int, typer.Option(help="Requests in one step.", min=1)] = 8,
     max_length: Annotated[
         int | None, typer.Option(help="Tokens of prompt and answer together.", min=1)
@@ -135,7 +139,12 @@ def serve(
         observer=metrics,
         metrics=metrics,
         log=together(log_of(log), spans_of(name)),
-        settings=AppSettings(model=name, body_bytes=body_bytes, threads=threads),
+        settings=AppSettings(
+            model=name,
+            body_bytes=body_bytes,
+            threads=threads,
+            per_client=per_client or None,
+        ),
     )
 
     def announce(address: str) -> None:

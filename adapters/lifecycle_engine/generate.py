@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from contextlib import ExitStack
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
@@ -25,6 +26,7 @@ from .dialect import Dialect
 from .incoming import ClientLeft, Incoming, request_id
 from .observing import Observed, count
 from .openai_wire import Usage
+from .patience import patience
 from .processor import BadChat, BadImage, Chat
 from .replies import Reply
 from .service import Service
@@ -36,6 +38,16 @@ Opening = tuple[
     Callable[[], Awaitable[Items]], Callable[[Items | None], Awaitable[None]]
 ]
 _NOT_RUN = (BadChat, BadImage, RequestRejected)
+
+
+@dataclass(frozen=True, slots=True)
+class _Asked:
+    """What one request asks for, and until when its client waits."""
+
+    request: RequestScope
+    incoming: Incoming
+    until: float
+    usage: Usage = field(default_factory=Usage)
 
 
 class Generate:
@@ -62,10 +74,11 @@ class Generate:
             reply.request_id = request_id(scope)
             with request.phase("read"):
                 incoming = await self._service.intake.read(receive, self._dialect.parse)
-            await self._serve(request, incoming, reply)
+            until = anyio.current_time() + patience(scope)
+            await self._serve(_Asked(request, incoming, until), reply)
         except ClientLeft:
             return
-        except Exception as error:  # noqa: BLE001 - a server that raised would log its words
+        except Exception as error:  # noqa: BLE001 - uvicorn would log its words
             problem = describe(error) or INTERNAL
             if problem.status == INTERNAL.status:
                 request.fail(error)
@@ -75,51 +88,42 @@ class Generate:
         # and the client may take its time to read.
         await reply.error(problem)
 
-    async def _serve(
-        self, request: RequestScope, incoming: Incoming, reply: Reply
-    ) -> None:
-        service, usage = self._service, Usage()
+    async def _serve(self, asked: _Asked, reply: Reply) -> None:
+        service, request, incoming = self._service, asked.request, asked.incoming
         with (
             service.sessions.open(str(reply.request_id)) as session,
             ExitStack() as held,
         ):
             request.attach(session)
             box = session.box(incoming.chat.take(), nbytes=incoming.chat.nbytes)
+            held.callback(count, request, incoming, asked.usage)
             with request.phase("queue"):
-                held.enter_context(await service.in_flight.admit())
-            held.callback(count, request, incoming, usage)
+                lease = await service.admit(service.in_flight, until=asked.until)
+            held.enter_context(lease)
             try:
-                streams = await self._start(session, box, incoming, usage, request)
+                streams = await self._start(session, box, asked)
             except _NOT_RUN:
                 session.close("refused")
                 raise
             request.release_body()
             with request.phase("stream"):
-                await self._answer(streams, incoming, usage, reply, request)
+                await self._answer(streams, asked, reply)
 
     async def _start(
-        self,
-        session: Session,
-        box: Payload[Chat],
-        incoming: Incoming,
-        usage: Usage,
-        request: RequestScope,
+        self, session: Session, box: Payload[Chat], asked: _Asked
     ) -> list[Stream[Any]]:
         """Admit, preprocess and hand over; the lease ends with this call."""
-        service = self._service
+        service, choices = self._service, asked.incoming.choices
         lease: Lease | None = None
-        if incoming.estimate:  # text alone has none, and never waits for bytes
-            with request.phase("queue"):
-                lease = await service.payloads.admit(bytes=incoming.estimate)
-        shared = Shared(
-            partial(self._prepare, box, lease, usage, incoming.choices, request),
-            choices=incoming.choices,
-        )
+        if asked.incoming.images:  # text alone never waits for bytes
+            size = service.correction.bytes(asked.incoming.weight, choices)
+            with asked.request.phase("queue"):
+                lease = await service.admit(
+                    service.payloads, until=asked.until, size=size
+                )
+        shared = Shared(partial(self._prepare, box, lease, asked), choices=choices)
         del box
-        starts = [
-            self._one(session, shared, index, incoming.choices, request)
-            for index in range(incoming.choices)
-        ]
+        starts = [self._one(session, shared, index, asked) for index in range(choices)]
         limits = service.deadlines
         sources = await session.start_all(starts, lease=lease, timeout=limits.start)
         return [
@@ -133,15 +137,11 @@ class Generate:
         ]
 
     def _one(
-        self,
-        session: Session,
-        shared: Shared,
-        index: int,
-        choices: int,
-        scope: RequestScope,
+        self, session: Session, shared: Shared, index: int, asked: _Asked
     ) -> Opening:
         """How one of the choices is opened and ended."""
-        hand_off, cleanup = scope.phase("hand_off"), scope.phase("cleanup")
+        phase, choices = asked.request.phase, asked.incoming.choices
+        hand_off, cleanup = phase("hand_off"), phase("cleanup")
         engine = self._service.engine
         key = session.key if choices == 1 else f"{session.key}-{index}"
 
@@ -163,12 +163,7 @@ class Generate:
         return open_, end
 
     async def _prepare(
-        self,
-        box: Payload[Chat],
-        lease: Lease | None,
-        usage: Usage,
-        choices: int,
-        scope: RequestScope,
+        self, box: Payload[Chat], lease: Lease | None, asked: _Asked
     ) -> tuple[dict[str, Any], Payload[Mapping[str, Any]]]:
         processor = self._service.processor
 
@@ -179,24 +174,22 @@ class Generate:
             tensors = Payload[Mapping[str, Any]](made.tensors, nbytes=made.nbytes)
             return made.request, tensors, made.prompt_tokens
 
-        with scope.phase("prepare"):
+        incoming, usage = asked.incoming, asked.usage
+        with asked.request.phase("prepare"):
             request, tensors, usage.prompt_tokens = await anyio.to_thread.run_sync(
                 prepare, limiter=self._service.threads
             )
         if lease is not None:
-            lease.settle(bytes=tensors.nbytes * choices)
+            lease.settle(bytes=tensors.nbytes * incoming.choices)
+            self._service.correction.learn(incoming.weight, tensors.nbytes)
         return request, tensors
 
     async def _answer(
-        self,
-        streams: Sequence[Stream[Any]],
-        incoming: Incoming,
-        usage: Usage,
-        reply: Reply,
-        request: RequestScope,
+        self, streams: Sequence[Stream[Any]], asked: _Asked, reply: Reply
     ) -> None:
+        incoming, usage = asked.incoming, asked.usage
         made = self._dialect.answer(reply, incoming, self._service.model, usage)
-        answer = Observed(made, request)
+        answer = Observed(made, asked.request)
         if len(streams) == 1:
             await self._read(streams[0], 0, incoming.stop, usage, answer)
         else:

@@ -173,7 +173,22 @@ def test_refuses_what_is_too_deep_or_too_much() -> None:
 
 ATOMS = st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=8)
 WORDS = st.sampled_from(
-    ["type", "text", "image_url", "image", "content", "url", "source", "data", "images", "messages", "role", "media_type", "input_audio", "x"]
+    [
+        "type",
+        "text",
+        "image_url",
+        "image",
+        "content",
+        "url",
+        "source",
+        "data",
+        "images",
+        "messages",
+        "role",
+        "media_type",
+        "input_audio",
+        "x",
+    ]
 )
 VALUES = st.sampled_from(
     ["text", "image_url", "image", "input_audio", "image/png", URL]

@@ -90,6 +90,6 @@ def client_key(scope: Scope) -> bytes | None:
     """What tells a client from others: its API key, or else its address."""
     for name, value in scope["headers"]:
         if name in _KEYS:
-            return bytes(value)
+            return bytes(value).rpartition(b" ")[2]  # without "Bearer"
     client = scope.get("client")
     return str(client[0]).encode() if client else b""

@@ -32,6 +32,10 @@ class Form(BaseModel):
         strict=True, extra="ignore", allow_inf_nan=False, hide_input_in_errors=True
     )
 
+    def __repr_args__(self) -> list[tuple[str, Any]]:
+        """Show nothing: a request is what its client said."""
+        return []
+
 
 def either(**fields: str) -> dict[str, Any]:
     """What a schema says besides, where one of some *fields* has to be there.

@@ -300,7 +300,7 @@ class Caller:
         fields, _, document = answer.partition(b"\r\n\r\n")
         self.witness.tell(f"head {status}", fields.decode("latin-1"))
         # Answers of a model and what an API repeats in them are the client's own.
-        if status >= 400 or b'"error"' in document or method == "GET":
+        if status >= 400 or b'"error":{' in document or method == "GET":
             self.witness.tell(f"body {status}", document.decode(errors="replace"))
         return status
 

@@ -13,7 +13,7 @@ from typing import Literal
 
 from lifecycle.events import Event, Outcome
 
-Phase = Literal["read", "queue", "prepare", "hand_off", "stream", "cleanup"]
+Phase = Literal["read", "queue", "fetch", "prepare", "hand_off", "stream", "cleanup"]
 """What a request is doing. ``cleanup`` may go on when the request has ended."""
 
 

@@ -31,6 +31,7 @@ from .cancels import Cancels
 from .dialect import Dialect, dump
 from .generate import Generate
 from .generate_dialect import PLAIN
+from .https_get import HttpsGet
 from .incoming import ChatDefaults, Intake
 from .live import LiveView
 from .media import MediaLimits
@@ -38,6 +39,7 @@ from .messages_wire import ANTHROPIC
 from .observing import log_failures, operation_of, together
 from .openai_dialect import OPENAI
 from .processor import Processor
+from .remote_images import RemoteImages
 from .responses_dialect import RESPONSES
 from .service import Deadlines, Engine, Service
 
@@ -60,6 +62,7 @@ class AppSettings:
         threads: Requests that are preprocessed at a time, and parsed at a time.
         end_timeout: Seconds that the END of one request may take.
         per_client: Requests of one client at a time; ``None`` is unbounded.
+        fetch: Brings images that requests name by https URLs; ``None`` refuses them.
     """
 
     model: str = "lifecycle"
@@ -72,6 +75,7 @@ class AppSettings:
     threads: int = 2
     end_timeout: float = 10.0
     per_client: int | None = None
+    fetch: HttpsGet | None = None
 
 
 def create_app(
@@ -91,8 +95,8 @@ def create_app(
     Args:
         engine: Not entered yet; started and stopped by the lifespan.
         processor: For the engine's model.
-        gate: Over the bytes of payloads, until hand-off. Requests of text alone
-            do not pass it.
+        gate: Over the bytes of payloads, until the engine has read them. Requests
+            of text alone do not pass it.
         in_flight: Over all requests, until their end; unbounded if left out.
         bodies: Over the bytes of bodies, until hand-off; by default room for eight of
             the largest.
@@ -106,6 +110,8 @@ def create_app(
         The application; ``app.state.service`` is its `Service`.
     """
     settings = settings or AppSettings()
+    bodies = bodies or Gate(bytes=8 * settings.body_bytes, name="bodies")
+    threads = anyio.CapacityLimiter(settings.threads)
     service = Service(
         model=settings.model,
         engine=engine,
@@ -117,15 +123,17 @@ def create_app(
             limiter=anyio.CapacityLimiter(settings.threads),
             text_chars=settings.text_chars,
             body_idle=settings.body_idle,
+            remote_images=settings.fetch is not None,
         ),
-        bodies=bodies or Gate(bytes=8 * settings.body_bytes, name="bodies"),
+        bodies=bodies,
         payloads=gate,
         in_flight=in_flight or Gate(name="in_flight"),
-        threads=anyio.CapacityLimiter(settings.threads),
+        threads=threads,
         deadlines=settings.deadlines,
         new_sessions=partial(
             SessionRegistry, end_timeout=settings.end_timeout, observer=observer
         ),
+        remote=_remote(settings, bodies, threads),
     )
     app = Starlette(
         routes=_routes(service, metrics),
@@ -162,6 +170,15 @@ def _per_client(slots: int | None, observer: Observer | None) -> list[Middleware
 def _client(scope: Any) -> bytes | None:
     """Whose a request is; what only looks at the server is nobody's."""
     return client_key(scope) if operation_of(scope) else None
+
+
+def _remote(
+    settings: AppSettings, gate: Gate, threads: anyio.CapacityLimiter
+) -> RemoteImages | None:
+    if settings.fetch is None:
+        return None
+    get, media = settings.fetch, settings.media
+    return RemoteImages(get=get, media=media, gate=gate, threads=threads)
 
 
 @asynccontextmanager

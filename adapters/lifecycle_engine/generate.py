@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
@@ -23,6 +23,7 @@ from lifecycle_zmq import RequestRejected
 from .answers import Answer
 from .api_errors import INTERNAL, describe
 from .dialect import Dialect
+from .early import refuse_when_full
 from .incoming import ClientLeft, Incoming, request_id
 from .observing import Observed, count
 from .openai_wire import Usage
@@ -32,6 +33,7 @@ from .replies import Reply
 from .service import Service
 from .shared import Shared
 from .texts import Texts
+from .unread import Unread
 
 Items = AsyncIterator[Any]
 Opening = tuple[
@@ -72,6 +74,7 @@ class Generate:
         reply, request = Reply(send, self._dialect), request_of(scope)
         try:
             reply.request_id = request_id(scope)
+            refuse_when_full(self._service.in_flight)
             with request.phase("read"):
                 incoming = await self._service.intake.read(receive, self._dialect.parse)
             until = anyio.current_time() + patience(scope)
@@ -93,6 +96,7 @@ class Generate:
         with (
             service.sessions.open(str(reply.request_id)) as session,
             ExitStack() as held,
+            ExitStack() as fetched,
         ):
             request.attach(session)
             box = session.box(incoming.chat.take(), nbytes=incoming.chat.nbytes)
@@ -100,19 +104,25 @@ class Generate:
             with request.phase("queue"):
                 lease = await service.admit(service.in_flight, until=asked.until)
             held.enter_context(lease)
+            if incoming.remote and service.remote is not None:
+                bring = service.remote.bring
+                with request.phase("fetch"):
+                    incoming, box = await bring(session, box, incoming, fetched)
+                asked = replace(asked, incoming=incoming)
             try:
                 streams = await self._start(session, box, asked)
             except _NOT_RUN:
                 session.close("refused")
                 raise
             request.release_body()
+            fetched.close()
             with request.phase("stream"):
                 await self._answer(streams, asked, reply)
 
     async def _start(
         self, session: Session, box: Payload[Chat], asked: _Asked
     ) -> list[Stream[Any]]:
-        """Admit, preprocess and hand over; the lease ends with this call."""
+        """Admit, preprocess and hand over; the lease ends when that was read."""
         service, choices = self._service, asked.incoming.choices
         lease: Lease | None = None
         if asked.incoming.images:  # text alone never waits for bytes
@@ -123,9 +133,14 @@ class Generate:
                 )
         shared = Shared(partial(self._prepare, box, lease, asked), choices=choices)
         del box
-        starts = [self._one(session, shared, index, asked) for index in range(choices)]
+        unread = Unread(lease, choices)
+        starts = [
+            unread.starts(index, *self._one(session, shared, index, asked))
+            for index in range(choices)
+        ]
         limits = service.deadlines
-        sources = await session.start_all(starts, lease=lease, timeout=limits.start)
+        with unread:
+            sources = await session.start_all(starts, timeout=limits.start)
         return [
             session.stream(
                 source,

@@ -55,6 +55,23 @@ class ChatDefaults:
 
 
 @dataclass(frozen=True, slots=True)
+class Remote:
+    """An image that is elsewhere.
+
+    Attributes:
+        url: Where.
+        message: The index of the message that it belongs to.
+        part: The index of its place there.
+        param: Path of the field, for errors.
+    """
+
+    url: str = field(repr=False)
+    message: int
+    part: int
+    param: str
+
+
+@dataclass(frozen=True, slots=True)
 class Incoming:
     """A checked request, its heavy part in a box.
 
@@ -67,6 +84,8 @@ class Incoming:
         choices: How many answers are to be given.
         stop: Strings that end an answer.
         echo: What the answer repeats of the request.
+        measures: Of its images, as far as it brought them.
+        remote: Images that it names instead, to be fetched.
     """
 
     chat: Payload[Chat] = field(repr=False)
@@ -77,6 +96,8 @@ class Incoming:
     choices: int = 1
     stop: tuple[str, ...] = field(default=(), repr=False)
     echo: Mapping[str, Any] = field(default_factory=dict, repr=False)
+    measures: tuple[Measure, ...] = ()
+    remote: tuple[Remote, ...] = ()
 
     @property
     def estimate(self) -> int:
@@ -98,6 +119,7 @@ class Intake:
         limiter: Bounds the threads, and so the copies, that parse at a time.
         text_chars: The most text of one request, all messages together.
         body_idle: Seconds that a body may stand still.
+        remote_images: Whether images may be named by https URLs.
     """
 
     def __init__(
@@ -109,8 +131,10 @@ class Intake:
         limiter: anyio.CapacityLimiter,
         text_chars: int = 2**20,
         body_idle: float = 10.0,
+        remote_images: bool = False,
     ) -> None:
         self._model = model
+        self._remote_images = remote_images
         self._text_chars = text_chars
         self._body_idle = body_idle
         self._limits = limits
@@ -173,7 +197,8 @@ class Intake:
         images = len(find_media(request.messages))
         check_count(images, self._limits)
         measures: list[Measure] = []
-        messages = self._messages(request, measures)
+        remote: list[Remote] = []
+        messages = self._messages(request, measures, remote)
         limit = request.max_completion_tokens or request.max_tokens
         temperature = request.temperature
         options = request.stream_options
@@ -198,6 +223,8 @@ class Intake:
             choices,
             tuple(request.stop),
             request.echo,
+            tuple(measures),
+            tuple(remote),
         )
 
     async def _read_body(self, receive: Any) -> bytes:
@@ -239,7 +266,9 @@ class Intake:
                 code="context_length_exceeded",
             )
 
-    def _messages(self, request: ChatRequest, measures: list[Measure]) -> list[Message]:
+    def _messages(
+        self, request: ChatRequest, measures: list[Measure], remote: list[Remote]
+    ) -> list[Message]:
         messages = []
         for i, message in enumerate(request.messages):
             content: list[str | bytes] = []
@@ -249,7 +278,13 @@ class Intake:
                     continue
                 chat = f"messages[{i}].content[{j}].image_url.url"
                 param = part.image_url.path or chat
-                image = decode_data_url(part.image_url.url, param=param)
+                url = part.image_url.url
+                if self._remote_images and url[:8].lower() == "https://":
+                    remote.append(Remote(url, i, len(content), param))
+                    content.append(b"")  # its place
+                    continue
+                image = decode_data_url(url, param=param)
+                del url
                 part.image_url.url = ""  # one copy at a time is enough
                 measures.append(measure(image, self._limits, param=param))
                 check_total(measures, self._limits)

@@ -15,6 +15,7 @@ from .openai_schema import (
     BASE64,
     MAX_MESSAGES,
     MAX_PARTS,
+    URI,
     ChatMessage,
     ChatRequest,
     ImageUrl,
@@ -45,6 +46,11 @@ class _Source(Form):
     data: str = Field(json_schema_extra=BASE64)
 
 
+class _Elsewhere(Form):
+    type: Literal["url"]
+    url: str = Field(json_schema_extra=URI)
+
+
 class _Text(Form):
     type: Literal["text"]
     text: str
@@ -52,7 +58,7 @@ class _Text(Form):
 
 class _Image(Form):
     type: Literal["image"]
-    source: _Source
+    source: Annotated[_Source | _Elsewhere, Field(discriminator="type")]
 
 
 def _as_blocks(content: Any) -> Any:
@@ -144,7 +150,11 @@ def _parts(message: _Message) -> list[Part]:
         if isinstance(block, _Text):
             parts.append(Part(type="text", text=block.text))
             continue
-        url = f"data:{block.source.media_type};base64,{block.source.data}"
-        block.source.data = ""  # one copy at a time is enough
+        source = block.source
+        if isinstance(source, _Elsewhere):
+            url, source.url = source.url, ""  # one copy at a time is enough
+        else:
+            url = f"data:{source.media_type};base64,{source.data}"
+            source.data = ""
         parts.append(Part(type="image_url", image_url=ImageUrl(url=url)))
     return parts

@@ -92,7 +92,7 @@ def _generating(path: str) -> Document:
     error = "AnthropicError" if path == "/v1/messages" else "Error"
     whole = {
         "application/json": {"schema": _object(names)},
-        streamed: {"schema": {"type": "string"}},
+        streamed: {"schema": _EVENT if "event" in streamed else {"type": "object"}},
     }
     statuses = dict(_STATUSES)
     if path == "/v1/messages":
@@ -164,6 +164,10 @@ def _ref(name: str) -> Document:
     return {"$ref": _REFS.format(model=name)}
 
 
+_EVENT = {
+    **_object(["data"]),
+    "properties": {"data": {"type": "string"}, "event": {"type": "string"}},
+}
 _ID = {"type": "string", "pattern": f"^{ID_PATTERN}$"}
 _IDS = [_parameter("id", "path", {"type": "string", "minLength": 1})]
 _NULLABLE: Any = {"type": ["string", "null"]}

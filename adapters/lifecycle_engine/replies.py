@@ -29,13 +29,15 @@ class Reply:
             error would not be enough.
     """
 
-    __slots__ = ("_dialect", "_send", "failure", "request_id", "started")
+    __slots__ = ("_dialect", "_owed", "_send", "failure", "request_id", "started")
 
     failure: Callable[[ApiError], Sequence[Document]] | None
 
     def __init__(self, send: Any, dialect: Dialect) -> None:
         self._send = send
         self._dialect = dialect
+        # The body of a document whose head is out.
+        self._owed: bytes | None = None
         self.request_id: str | None = None
         self.failure = None
         self.started = False
@@ -51,9 +53,15 @@ class Reply:
     async def error(self, error: ApiError) -> None:
         """Tell the client of *error*: as the response, or as the stream's last event.
 
+        Where a document was cut behind its head, the rest of it is sent instead: the
+        head has said how long it is.
+
         Cancellation:
             As for `json`.
         """
+        if self._owed is not None:
+            await self._pay()
+            return
         status, document = self._dialect.error(error, self.request_id)
         if not self.started:
             await self._whole(status, dump(document), error.headers)
@@ -90,8 +98,13 @@ class Reply:
         self, status: int, body: bytes, headers: list[tuple[bytes, bytes]]
     ) -> None:
         length = (b"content-length", str(len(body)).encode())
+        self._owed = body
         await self._start(status, [_JSON, length, *headers])
-        await self._send({"type": "http.response.body", "body": body})
+        await self._pay()
+
+    async def _pay(self) -> None:
+        await self._send({"type": "http.response.body", "body": self._owed})
+        self._owed = None
 
     async def _start(self, status: int, headers: list[tuple[bytes, bytes]]) -> None:
         self.started = True

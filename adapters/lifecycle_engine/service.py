@@ -16,6 +16,7 @@ from .correction import Correction
 from .incoming import Intake
 from .patience import Forecast
 from .processor import Processor
+from .remote_images import RemoteImages
 
 
 class Engine(Protocol):
@@ -101,12 +102,13 @@ class Service:
         processor: Turns chats into engine requests.
         intake: Reads and checks requests.
         bodies: Gate over the bytes of request bodies, until hand-off.
-        payloads: Gate over the bytes of payloads, until hand-off.
+        payloads: Gate over the bytes of payloads, until the engine has read them.
         in_flight: Gate over requests, until their end.
         threads: Bounds preprocessing.
         deadlines: For the engine.
         new_sessions: Makes the registry of one run.
         correction: Of what payloads are estimated to weigh.
+        remote: Fetches images; ``None`` fetches none.
     """
 
     model: str
@@ -121,6 +123,7 @@ class Service:
     new_sessions: Callable[[], SessionRegistry]
     correction: Correction = field(default_factory=Correction)
     _forecasts: dict[str, Forecast] = field(default_factory=dict, init=False)
+    remote: RemoteImages | None = None
     _sessions: SessionRegistry | None = field(default=None, init=False)
 
     @asynccontextmanager

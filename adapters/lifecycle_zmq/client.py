@@ -6,7 +6,6 @@ import logging
 import sys
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from functools import partial
-from types import TracebackType
 from typing import Any, Self
 
 import anyio
@@ -86,12 +85,7 @@ class EngineClient:
         self._tasks.start_soon(self._guard, self._scopes[1], self._sender.run)
         return self
 
-    async def __aexit__(
-        self,
-        exc_type: type[BaseException] | None,
-        exc: BaseException | None,
-        tb: TracebackType | None,
-    ) -> None:
+    async def __aexit__(self, *exc_info: object) -> None:
         """Tell every waiter ``closed`` and close the link without lingering."""
         self.lose("closed")
         for scope in self._scopes:
@@ -116,6 +110,10 @@ class EngineClient:
     def streams(self) -> int:
         """How many streams were started and are not done."""
         return len(self._table.streams)
+
+    def __contains__(self, key: str) -> bool:
+        """Whether a stream of that key was started and is not done."""
+        return key in self._table.keys
 
     @property
     def waiters(self) -> int:

@@ -59,7 +59,7 @@ class EngineLoop:
         self._delivery = Delivery(
             self._books, backend, self._flush, hold=hold, stall=stall
         )
-        self._running = False
+        self._running = True
         self._failed_steps = 0
 
     def run(self, transport: ServerTransport, pulse: Pulse | None = None) -> None:
@@ -71,9 +71,12 @@ class EngineLoop:
         """
         self._transport = transport
         self._pulse = pulse or Pulse(None)
-        self._running = True
         while self._running:
             self._turn()
+
+    def stop(self) -> None:
+        """Let `run` return at its next turn; any thread may call this."""
+        self._running = False
 
     def _turn(self) -> None:
         idle = not self._backend.busy

@@ -178,6 +178,7 @@ async def running(
     log: Any = None,
     engine: Any = None,
     wait: bool = True,
+    **uvicorn: Any,
 ) -> AsyncIterator[Server]:
     """A server over the simulated engine; *options* are the engine's."""
     engine = engine or make_engine(*options)
@@ -192,7 +193,7 @@ async def running(
         **({} if log is None else {"log": log}),
         settings=settings or AppSettings(model="sim"),
     )
-    async with serving(app) as port:
+    async with serving(app, **uvicorn) as port:
         if wait:
             await engine.wait_ready()
         yield Server(port, app.state.service, app)

@@ -18,6 +18,7 @@ except ModuleNotFoundError as error:
 from . import commands
 from .hints import first_steps
 from .launch import Device, RunnerName, default_checkpoint, make_processor, worker_argv
+from .observing import LogName, log_of, spans_of, together
 
 if TYPE_CHECKING:
     from lifecycle_metrics import Metrics
@@ -69,6 +70,10 @@ def serve(
     max_wait: Annotated[
         float, typer.Option(help="Seconds that a request may wait at a gate.", min=0)
     ] = 60.0,
+    per_client: Annotated[
+        int,
+        typer.Option(help="Requests of one API key at a time; 0 is unbounded.", min=0),
+    ] = 0,
     max_batch: Annotated[int, typer.Option(help="Requests in one step.", min=1)] = 8,
     max_length: Annotated[
         int | None, typer.Option(help="Tokens of prompt and answer together.", min=1)
@@ -102,6 +107,9 @@ def serve(
     drain: Annotated[
         float, typer.Option(help="Seconds that streams get at the end.", min=0)
     ] = 10.0,
+    log: Annotated[
+        LogName, typer.Option(help="A line for each failure, or for each request.")
+    ] = LogName.failures,
     hints: Annotated[
         bool, typer.Option("--hints", help="Print what to try once it is ready.")
     ] = False,
@@ -145,10 +153,12 @@ def serve(
         bodies=Gate(bytes=8 * body_bytes, name="bodies", **line),
         observer=metrics,
         metrics=metrics,
+        log=together(log_of(log), spans_of(name)),
         settings=AppSettings(
             model=name,
             body_bytes=body_bytes,
             threads=threads,
+            per_client=per_client or None,
             fetch=HttpsGet(FetchLimits()) if remote_images else None,
         ),
     )

@@ -73,6 +73,7 @@ class EngineActor:
         self._owner_timeout = owner_timeout
         self._pulled = time.monotonic()
         self._pulling = False
+        self._forgotten = False
         self._built = threading.Event()
         self._failure: Exception | None = None
         self._transport.join(_OWNER, self._say)
@@ -95,8 +96,14 @@ class EngineActor:
 
     @ray.method(concurrency_group="pull")
     def pull(self, seconds: float) -> Served:
-        """Return what was said since the last pull; wait for it, but not longer."""
+        """Return what was said since the last pull; wait for it, but not longer.
+
+        Raises:
+            RuntimeError: There was none for so long that the owner's streams are ended.
+        """
         self._pulling = True
+        if self._forgotten:
+            raise RuntimeError("the owner came back too late; its streams are ended")
         try:
             with self._news:
                 self._news.wait_for(lambda: self._said, seconds)
@@ -132,6 +139,7 @@ class EngineActor:
             time.sleep(self._owner_timeout / 4)
             silent = time.monotonic() - self._pulled
             if not self._pulling and silent > self._owner_timeout:
+                self._forgotten = True
                 self._transport.leave(_OWNER)
 
 

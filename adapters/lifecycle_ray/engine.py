@@ -240,7 +240,7 @@ class RayEngine:
             await replica.end(key)
 
     async def status(self) -> dict[str, Any]:
-        """Return the counters of all replicas, and their sums.
+        """Return the counters of the replica; of several, all of them and their sums.
 
         Raises:
             EngineLost: No replica serves.
@@ -263,6 +263,8 @@ class RayEngine:
                 tasks.start_soon(ask, name, replica)
         if len(lost) == len(told):
             raise lost[0]
+        if len(told) == 1:
+            return told["0"]
         return _sums(list(told.values())) | {"replicas": told}
 
     def reset(self) -> None:

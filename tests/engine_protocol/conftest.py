@@ -67,19 +67,19 @@ def load(name: str) -> ModuleType:
     return module
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="module")
 def scripted() -> ModuleType:
     """The scripted engine, as a module."""
     return load("scripted_engine")
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="module")
 def disconnects() -> ModuleType:
     """Clients that leave at random moments."""
     return load("disconnects")
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="module")
 def cluster(scripted: ModuleType) -> Iterator[Any]:
     """A Ray of one node, to which a test may add others; started once."""
     with warnings.catch_warnings():
@@ -105,6 +105,12 @@ def cluster(scripted: ModuleType) -> Iterator[Any]:
                 "object_store_memory": 128 * 2**20,
                 "include_dashboard": False,
                 "temp_dir": at,
+                # A node that is killed is known to be dead in five seconds.
+                "_system_config": {
+                    "health_check_initial_delay_ms": 0,
+                    "health_check_period_ms": 500,
+                    "health_check_failure_threshold": 10,
+                },
             },
         )
         ray.init(address=made.address, log_to_driver=False, logging_level="ERROR")

@@ -15,7 +15,7 @@ MAKEFLAGS += --no-print-directory
 .NOTPARALLEL:
 export PYTHON
 
-.PHONY: help demo test serve bench bench-memory docs lint types pytest wheel soak coverage-of-cases \
+.PHONY: help demo test serve bench bench-memory docs lint types pytest wheel attack soak coverage-of-cases \
   gpu-check clean
 
 help:
@@ -26,6 +26,7 @@ help:
 	@echo 'make types      mypy, strict'
 	@echo 'make pytest     the tests with coverage; make pytest ARGS="-k gate" runs some of them'
 	@echo 'make wheel      build the wheel and import it with anyio alone installed'
+	@echo 'make attack     a thousand made-up requests to each HTTP endpoint; make attack ARGS=100 for fewer'
 	@echo 'make soak       a million seeded schedules of the core; make soak ARGS=5000 for fewer'
 	@echo 'make coverage-of-cases  which known failures of such servers have a test, or a reason why not'
 	@echo 'make bench      every figure in the documentation, measured again'
@@ -72,6 +73,9 @@ endif
 wheel: .venv/.ready
 	@echo '== wheel'
 	@sh scripts/check-wheel.sh
+
+attack: .venv/.ready
+	@$(BIN)/python tests/http/attack.py $(or $(ARGS),1000)
 
 soak: .venv/.ready
 	@$(BIN)/python tests/sim/soak.py $(or $(ARGS),1000000)

@@ -11,13 +11,19 @@ from contextlib import asynccontextmanager
 from typing import Any
 
 from link_load import Pace, Steps, Transport
+from link_ray import Ray
 from link_rivals import Grpc, Queues
 from link_today import Today
 
 from lifecycle import SessionRegistry
 from lifecycle_zmq import EngineServer, ZmqEngine
 
-OTHERS: dict[str, Any] = {"today": Today, "queue": Queues, "grpc": Grpc}
+OTHERS: dict[str, Any] = {
+    "today": Today,
+    "queue": Queues,
+    "grpc": Grpc,
+    "ray": Ray,
+}
 
 
 class Link:
@@ -35,12 +41,15 @@ class Link:
         return used
 
 
-class Sessions(Link):
-    """The link under sessions of the core, each with its barrier."""
+class Sessions:
+    """A way under sessions of the core, each with its barrier."""
 
-    def __init__(self, engine: ZmqEngine, sessions: SessionRegistry) -> None:
-        super().__init__(engine)
+    def __init__(self, engine: Transport, sessions: SessionRegistry) -> None:
+        self._engine = engine
         self._sessions = sessions
+        self.start = engine.start
+        self.end = engine.end
+        self.cpu = engine.cpu
 
     async def whole(self, key: str, request: dict[str, Any]) -> None:
         """Run one session from its opening to its end."""
@@ -120,10 +129,11 @@ class _Direct:
 @asynccontextmanager
 async def way(name: str) -> AsyncIterator[Transport]:
     """Start the engine of one design."""
-    if name == "floor":
+    if name in {"floor", "session-floor"}:
         floor = Floor()
         task = asyncio.create_task(floor.run())
-        yield floor
+        async with SessionRegistry() as sessions:
+            yield floor if name == "floor" else Sessions(floor, sessions)
         task.cancel()
     elif name in OTHERS:
         async with OTHERS[name]() as other:
@@ -132,7 +142,8 @@ async def way(name: str) -> AsyncIterator[Transport]:
         argv = [sys.executable, __file__]
         async with ZmqEngine(argv) as engine, SessionRegistry() as sessions:
             await engine.wait_ready()
-            yield Sessions(engine, sessions) if name == "session" else Link(engine)
+            link = Link(engine)
+            yield Sessions(link, sessions) if name == "session" else link
 
 
 def _serve() -> None:

@@ -204,6 +204,19 @@ def test_pickles_nothing(path: Path) -> None:
     assert called & {"recv_pyobj", "send_pyobj"} == set()
 
 
+@pytest.mark.parametrize("path", PRODUCT_FILES, ids=ids(PRODUCT_FILES))
+def test_forks_nothing(path: Path) -> None:
+    """Whatever is started is a new program: no thread or device is copied (fault-38, S6)."""
+    modules = {module.partition(".")[0] for module, _ in imports(path)}
+    assert modules & {"multiprocessing", "pty"} == set()
+    words = {
+        getattr(node, "attr", getattr(node, "arg", ""))
+        for node in ast.walk(ast.parse(path.read_text()))
+        if isinstance(node, ast.Attribute | ast.keyword)
+    }
+    assert words & {"fork", "forkpty", "preexec_fn"} == set()
+
+
 def test_keeps_adapters_a_folder() -> None:
     """`adapters` is never importable: the name belongs to another distribution."""
     assert not (ADAPTERS / "__init__.py").exists()

@@ -131,6 +131,18 @@ def test_names_every_extra_in_the_readme() -> None:
         assert f"[{extra}]" in readme, extra
 
 
+def test_says_what_it_depends_on_and_what_it_defends() -> None:
+    """The core needs anyio; all that is needed has a least version (S10)."""
+    (core,) = PROJECT["project"]["dependencies"]
+    assert core.startswith("anyio>=4.14.2")
+    for wanted in PROJECT["project"]["optional-dependencies"].values():
+        for each in wanted:
+            assert ">=" in each or each.startswith("anyio-lifecycle["), each
+    threats = (ROOT / "SECURITY.md").read_text()
+    for who in ("another user on the machine | yes", "of the same user | no"):
+        assert who in threats
+
+
 def test_parses_on_the_oldest_python() -> None:
     """Every file of the product is Python 3.11."""
     for package in PACKAGES:

@@ -21,14 +21,19 @@ from lifecycle.events import Observer
 from lifecycle_asgi import BodyLimit, BodyTooLarge, LifecycleMiddleware
 
 from .api_errors import ApiError, describe
+from .cancels import Cancels
 from .dialect import Dialect, dump
 from .generate import Generate
+from .generate_dialect import PLAIN
+from .https_get import HttpsGet
 from .incoming import ChatDefaults, Intake
 from .live import LiveView
 from .media import MediaLimits
 from .messages_wire import ANTHROPIC
 from .openai_dialect import OPENAI
 from .processor import Processor
+from .remote_images import RemoteImages
+from .responses_dialect import RESPONSES
 from .service import Deadlines, Engine, Service
 
 if TYPE_CHECKING:
@@ -49,6 +54,7 @@ class AppSettings:
         deadlines: For the engine.
         threads: Requests that are preprocessed at a time, and parsed at a time.
         end_timeout: Seconds that the END of one request may take.
+        fetch: Brings images that requests name by https URLs; ``None`` refuses them.
     """
 
     model: str = "lifecycle"
@@ -60,6 +66,7 @@ class AppSettings:
     deadlines: Deadlines = field(default_factory=Deadlines)
     threads: int = 2
     end_timeout: float = 10.0
+    fetch: HttpsGet | None = None
 
 
 def create_app(
@@ -78,8 +85,8 @@ def create_app(
     Args:
         engine: Not entered yet; started and stopped by the lifespan.
         processor: For the engine's model.
-        gate: Over the bytes of payloads, until hand-off. Requests of text alone
-            do not pass it.
+        gate: Over the bytes of payloads, until the engine has read them. Requests
+            of text alone do not pass it.
         in_flight: Over all requests, until their end; unbounded if left out.
         bodies: Over the bytes of bodies, until hand-off; by default room for eight of
             the largest.
@@ -91,6 +98,8 @@ def create_app(
         The application; ``app.state.service`` is its `Service`.
     """
     settings = settings or AppSettings()
+    bodies = bodies or Gate(bytes=8 * settings.body_bytes, name="bodies")
+    threads = anyio.CapacityLimiter(settings.threads)
     service = Service(
         model=settings.model,
         engine=engine,
@@ -102,15 +111,17 @@ def create_app(
             limiter=anyio.CapacityLimiter(settings.threads),
             text_chars=settings.text_chars,
             body_idle=settings.body_idle,
+            remote_images=settings.fetch is not None,
         ),
-        bodies=bodies or Gate(bytes=8 * settings.body_bytes, name="bodies"),
+        bodies=bodies,
         payloads=gate,
         in_flight=in_flight or Gate(name="in_flight"),
-        threads=anyio.CapacityLimiter(settings.threads),
+        threads=threads,
         deadlines=settings.deadlines,
         new_sessions=partial(
             SessionRegistry, end_timeout=settings.end_timeout, observer=observer
         ),
+        remote=_remote(settings, bodies, threads),
     )
     app = Starlette(
         routes=_routes(service, metrics),
@@ -130,6 +141,15 @@ def create_app(
     return app
 
 
+def _remote(
+    settings: AppSettings, gate: Gate, threads: anyio.CapacityLimiter
+) -> RemoteImages | None:
+    if settings.fetch is None:
+        return None
+    get, media = settings.fetch, settings.media
+    return RemoteImages(get=get, media=media, gate=gate, threads=threads)
+
+
 @asynccontextmanager
 async def _running(service: Service, metrics: Metrics | None) -> AsyncIterator[None]:
     async with service.running():
@@ -139,10 +159,18 @@ async def _running(service: Service, metrics: Metrics | None) -> AsyncIterator[N
 
 
 def _routes(service: Service, metrics: Metrics | None) -> list[Route]:
-    live = LiveView(service, metrics)
+    live, cancels = LiveView(service, metrics), Cancels(service)
+    response, stored = "/v1/responses/{id}", ["GET", "DELETE"]
+    cancel = "/_lifecycle/requests/{id}/cancel"
     return [
-        Route("/v1/chat/completions", Generate(service, OPENAI), methods=["POST"]),
-        Route("/v1/messages", Generate(service, ANTHROPIC), methods=["POST"]),
+        *(
+            Route(path, Generate(service, dialect), methods=["POST"])
+            for path, dialect in _DIALECTS.items()
+        ),
+        Route(f"{response}/cancel", cancels.response, methods=["POST"]),
+        Route(response, cancels.stored, methods=stored),
+        Route(cancel, cancels.request, methods=["POST"]),
+        Route("/openapi.json", live.openapi),
         Route("/v1/models", live.models),
         Route("/v1/models/{model}", live.model),
         Route("/health", live.health),
@@ -151,6 +179,14 @@ def _routes(service: Service, metrics: Metrics | None) -> list[Route]:
         Route("/_lifecycle/status", live.status),
         Route("/_lifecycle/requests", live.requests),
     ]
+
+
+_DIALECTS = {
+    "/v1/chat/completions": OPENAI,
+    "/v1/responses": RESPONSES,
+    "/v1/messages": ANTHROPIC,
+    "/generate": PLAIN,
+}
 
 
 def _dialect(path: str) -> Dialect:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -87,6 +88,16 @@ def serve(
     stalled_after: Annotated[
         float, typer.Option(help="Seconds that one step of the engine may take.", min=1)
     ] = 30.0,
+    max_connections: Annotated[
+        int, typer.Option(help="Connections at a time; others get 503.", min=1)
+    ] = 16384,
+    remote_images: Annotated[
+        bool,
+        typer.Option(
+            "--remote-images",
+            help="Fetch images that requests name by https, from public addresses.",
+        ),
+    ] = False,
     drain: Annotated[
         float, typer.Option(help="Seconds that streams get at the end.", min=0)
     ] = 10.0,
@@ -94,12 +105,14 @@ def serve(
         bool, typer.Option("--hints", help="Print what to try once it is ready.")
     ] = False,
 ) -> None:
-    """Serve the OpenAI API until SIGTERM or SIGINT."""
+    """Serve the APIs of OpenAI and Anthropic until SIGTERM or SIGINT."""
     from lifecycle import EngineLost, Gate
     from lifecycle_zmq import ZmqEngine
 
     from . import serve as server
     from .app import AppSettings, create_app
+    from .connections import ConnectionLimits
+    from .https_get import FetchLimits, HttpsGet
     from .processor import in_arena
 
     folder = None
@@ -116,6 +129,7 @@ def serve(
             dtype=dtype,
         ),
         stalled_after=stalled_after,
+        stop_timeout=1.0,  # clients are gone by then, and it has nothing to save
         arena_bytes=arena_bytes,
     )
     name = model or (folder.name if folder is not None else "sim")
@@ -130,7 +144,12 @@ def serve(
         bodies=Gate(bytes=8 * body_bytes, name="bodies", **line),
         observer=metrics,
         metrics=metrics,
-        settings=AppSettings(model=name, body_bytes=body_bytes, threads=threads),
+        settings=AppSettings(
+            model=name,
+            body_bytes=body_bytes,
+            threads=threads,
+            fetch=HttpsGet(FetchLimits()) if remote_images else None,
+        ),
     )
 
     def announce(address: str) -> None:
@@ -140,7 +159,14 @@ def serve(
         sys.stdout.flush()
 
     try:
-        server.run(app, host=host, port=port, drain=drain, announce=announce)
+        server.run(
+            app,
+            host=host,
+            port=port,
+            drain=drain,
+            limits=ConnectionLimits(connections=max_connections),
+            announce=announce,
+        )
     except OSError as error:
         typer.echo(
             f"cannot listen on {host} port {port}: {error.strerror}; "
@@ -151,6 +177,9 @@ def serve(
     except EngineLost as error:
         typer.echo(f"the engine did not start: {error}", err=True)
         raise typer.Exit(1) from None
+    # All is done, and nothing left that a signal could cut short.
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
 
 
 for _command in (commands.demo, commands.checkpoint, commands.doctor):

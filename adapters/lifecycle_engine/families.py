@@ -43,6 +43,10 @@ class PlainText:
         del tensors
         return []
 
+    def arrays(self, tensors: dict[str, Any], index: int) -> Sequence[np.ndarray]:
+        """There is nothing."""
+        raise NotImplementedError
+
     def encode(
         self, model: Any, tensors: dict[str, Any], index: int, upload: Upload
     ) -> Encoded:
@@ -81,11 +85,15 @@ class Llava(PlainText):
         """The same for each."""
         return [self._tokens] * int(np.asarray(tensors["pixel_values"]).shape[0])
 
+    def arrays(self, tensors: dict[str, Any], index: int) -> Sequence[np.ndarray]:
+        """Its pixels."""
+        return (np.asarray(tensors["pixel_values"])[index : index + 1],)
+
     def encode(
         self, model: Any, tensors: dict[str, Any], index: int, upload: Upload
     ) -> Encoded:
         """Run one image through the tower and the projector."""
-        pixels = np.asarray(tensors["pixel_values"])[index : index + 1]
+        (pixels,) = self.arrays(tensors, index)
         output = model.model.get_image_features(upload(pixels), return_dict=True)
         return Encoded(output.pooler_output[0])
 
@@ -124,16 +132,22 @@ class QwenVL:
         """As many as the grid has merged patches."""
         return [grid.tokens for grid in self._grids(tensors)]
 
+    def arrays(self, tensors: dict[str, Any], index: int) -> Sequence[np.ndarray]:
+        """Its patches, and how they lie."""
+        grid = self._grids(tensors)[index]
+        return (
+            np.asarray(tensors["pixel_values"])[grid.first : grid.behind],
+            np.asarray(tensors["image_grid_thw"])[index : index + 1],
+        )
+
     def encode(
         self, model: Any, tensors: dict[str, Any], index: int, upload: Upload
     ) -> Encoded:
         """Run one image's patches through the tower."""
-        grid = self._grids(tensors)[index]
-        pixels = np.asarray(tensors["pixel_values"])[grid.first : grid.behind]
-        grids = np.asarray(tensors["image_grid_thw"])[index : index + 1]
+        pixels, grid = self.arrays(tensors, index)
         output = model.model.get_image_features(
             upload(pixels),
-            upload(grids),
+            upload(grid),
             return_dict=True,
         )
         deep = getattr(output, "deepstack_features", None) or ()

@@ -22,6 +22,7 @@ from lifecycle_zmq import RequestRejected
 from .answers import Answer
 from .api_errors import describe
 from .dialect import Dialect
+from .early import refuse_when_full
 from .incoming import ClientLeft, Incoming, request_id
 from .openai_wire import Usage
 from .processor import BadChat, BadImage, Chat
@@ -29,6 +30,7 @@ from .replies import Reply
 from .service import Service
 from .shared import Shared
 from .texts import Texts
+from .unread import Unread
 
 Items = AsyncIterator[Any]
 Opening = tuple[
@@ -59,6 +61,7 @@ class Generate:
         reply = Reply(send, self._dialect)
         try:
             reply.request_id = request_id(scope)
+            refuse_when_full(self._service.in_flight)
             incoming = await self._service.intake.read(receive, self._dialect.parse)
             await self._serve(scope, incoming, reply)
         except ClientLeft:
@@ -78,10 +81,14 @@ class Generate:
         with (
             service.sessions.open(str(reply.request_id)) as session,
             ExitStack() as held,
+            ExitStack() as fetched,
         ):
             request.attach(session)
             box = session.box(incoming.chat.take(), nbytes=incoming.chat.nbytes)
             held.enter_context(await service.in_flight.admit())
+            if incoming.remote and service.remote is not None:
+                bring = service.remote.bring
+                incoming, box = await bring(session, box, incoming, fetched)
             usage = Usage()
             try:
                 streams = await self._start(session, box, incoming, usage)
@@ -89,12 +96,13 @@ class Generate:
                 session.close("refused")
                 raise
             request.release_body()
+            fetched.close()
             await self._answer(streams, incoming, usage, reply)
 
     async def _start(
         self, session: Session, box: Payload[Chat], incoming: Incoming, usage: Usage
     ) -> list[Stream[Any]]:
-        """Admit, preprocess and hand over; the lease ends with this call."""
+        """Admit, preprocess and hand over; the lease ends when that was read."""
         service = self._service
         lease: Lease | None = None
         if incoming.estimate:  # text alone has none, and never waits for bytes
@@ -104,12 +112,14 @@ class Generate:
             choices=incoming.choices,
         )
         del box
+        unread = Unread(lease, incoming.choices)
         starts = [
-            self._one(session, shared, index, incoming.choices)
+            unread.starts(index, *self._one(session, shared, index, incoming.choices))
             for index in range(incoming.choices)
         ]
         limits = service.deadlines
-        sources = await session.start_all(starts, lease=lease, timeout=limits.start)
+        with unread:
+            sources = await session.start_all(starts, timeout=limits.start)
         return [
             session.stream(
                 source,

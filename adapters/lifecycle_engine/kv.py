@@ -6,7 +6,7 @@ rows and positions a forward pass means is a `Window` set before it.
 
 A decode step reads the rows ``0 .. width - 1`` where they lie. Picking the lanes'
 rows out would copy every key and value of the batch in every layer of every step;
-keeping the rows of a batch together costs one `move` when a request leaves.
+keeping the rows of a batch together costs one `swap` when a request leaves.
 """
 
 from __future__ import annotations
@@ -163,15 +163,16 @@ class SlotCache(_Cache):  # type: ignore[misc]  # a base of type Any
         """Device memory of all rows, the reserved one included."""
         return sum(layer.keys.nbytes + layer.values.nbytes for layer in self.layers)
 
-    def clear(self, row: int, length: int) -> None:
+    def clear(self, row: int, start: int, stop: int) -> None:
         """Zero what a request wrote: a NaN or secret must not outlive its request."""
         for layer in self.layers:
-            layer.keys[row, :, :length] = 0
-            layer.values[row, :, :length] = 0
+            layer.keys[row, :, start:stop] = 0
+            layer.values[row, :, start:stop] = 0
 
-    def move(self, row: int, to: int, length: int) -> None:
-        """Carry what a request wrote over to another row, and zero where it was."""
+    def swap(self, row: int, other: int, length: int) -> None:
+        """Exchange what two rows hold in their first positions."""
         for layer in self.layers:
             for store in (layer.keys, layer.values):
-                store[to, :, :length] = store[row, :, :length]
-        self.clear(row, length)
+                kept = store[other, :, :length].clone()
+                store[other, :, :length] = store[row, :, :length]
+                store[row, :, :length] = kept

@@ -43,6 +43,16 @@ class Line(Generic[T]):
         self._of[key] = share
         self._shares.setdefault(share, {})[key] = item
 
+    def rejoin(self, key: str, share: str, item: T) -> None:
+        """Stand at the head of a share's own line: its turn had come before.
+
+        Raises:
+            ValueError: The key is in line already.
+        """
+        self.join(key, share, item)
+        line = self._shares[share]
+        self._shares[share] = {key: line.pop(key), **line}
+
     def leave(self, key: str) -> T | None:
         """Leave from wherever in the line; ``None`` if the key is not in it."""
         share = self._of.pop(key, None)
@@ -54,15 +64,23 @@ class Line(Generic[T]):
             del self._shares[share]
         return item
 
-    def take(self) -> T:
-        """Take the first of the share whose turn it is; then it is another's turn.
+    @property
+    def shares(self) -> list[str]:
+        """Those in line, the one whose turn it is first."""
+        return list(self._shares)
+
+    def take(self, share: str | None = None) -> T:
+        """Take the first of a share; then it is the other shares' turn.
+
+        Args:
+            share: One that is in line; ``None`` is the one whose turn it is.
 
         Raises:
-            LookupError: Nobody is in line.
+            LookupError: Nobody is in line, or nobody of that share.
         """
         if not self._shares:
             raise LookupError("nobody is in line")
-        share = next(iter(self._shares))
+        share = next(iter(self._shares)) if share is None else share
         line = self._shares.pop(share)
         key = next(iter(line))
         item = line.pop(key)

@@ -15,6 +15,7 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
 from .openai_schema import unknown_model
+from .openapi import describe
 from .service import Service
 
 if TYPE_CHECKING:
@@ -46,6 +47,10 @@ class LiveView:
             return JSONResponse(self._model())
         error = unknown_model(self._service.model)
         return JSONResponse({"error": error.fields}, error.status)
+
+    async def openapi(self, _: Request) -> Response:
+        """``GET /openapi.json``: all that this server has, described for programs."""
+        return JSONResponse(describe(self._service.model))
 
     async def health(self, _: Request) -> Response:
         """``GET /health``: this process answers."""
@@ -79,7 +84,8 @@ class LiveView:
     async def metrics(self, _: Request) -> Response:
         """``GET /metrics``: gates and sessions, and the engine's own numbers."""
         if self._metrics is None:
-            return Response("metrics need prometheus-client on the server\n", 404)
+            told = "metrics need prometheus-client on the server\n"
+            return Response(told, 404, media_type="text/plain")
         status = await self._service.engine_status() or {}
         text = self._metrics.text() + engine_numbers(status).encode()
         return Response(text, media_type="text/plain; version=0.0.4")

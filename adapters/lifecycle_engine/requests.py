@@ -17,9 +17,11 @@ from .runner import Prompt, Runner, Sampling
 _FIELDS = frozenset(
     {
         "input_ids",
+        "last_turn",
         "logprobs",
         "max_tokens",
         "seed",
+        "session",
         "share",
         "stop_ids",
         "temperature",
@@ -30,7 +32,7 @@ _FIELDS = frozenset(
 _MAX_STOP_IDS = 256
 _MAX_TEMPERATURE = 100.0
 _MAX_LOGPROBS = 20
-_MAX_SHARE = 256
+_MAX_NAME = 256
 _MAX_TIMEOUT = 86400.0
 
 
@@ -46,6 +48,10 @@ class Request:
         share: Whose request it is: shares get free slots in turn.
         timeout: Seconds from its start until it has to be done; ``None`` is as
             long as it takes.
+        tensors: Names of the tensors that it came with.
+        session: Which of its share's conversations it is a turn of: the next turn
+            of the same one may go on from this one's slot.
+        last_turn: No turn follows: nothing is kept for one.
     """
 
     prompt: Prompt
@@ -54,6 +60,9 @@ class Request:
     nbytes: int
     share: str = field(default="", repr=False)
     timeout: float | None = None
+    tensors: tuple[str, ...] = ()
+    session: str | None = field(default=None, repr=False)
+    last_turn: bool = False
 
 
 def parse(
@@ -67,7 +76,7 @@ def parse(
 
     Args:
         request: ``input_ids`` and ``max_tokens``; optionally ``stop_ids``, what
-            `Sampling` has, ``share`` and ``timeout``.
+            `Sampling` has, ``share``, ``timeout``, ``session`` and ``last_turn``.
         tensors: Buffers by name. The mapping is copied, the buffers are not.
         runner: Whose limits hold.
         max_tokens: The most that a request may ask for; ``None``: what fits.
@@ -92,15 +101,30 @@ def parse(
             f"{len(ids)} prompt tokens and {count} max_tokens are {len(ids) + count}; "
             f"the limit is {runner.max_length}: shorten the prompt or max_tokens",
         )
-    share, timeout = _share(request), _timeout(request)
-    prompt = Prompt(ids, dict(tensors), _sampling(request))
+    share, timeout = _name(request, "share"), _timeout(request)
+    session = None
+    if request.get("session") is not None:
+        session = _name(request, "session")
+    last = _last_turn(request)
+    kept = session is not None and not last
+    prompt = Prompt(ids, dict(tensors), _sampling(request), session=kept)
     try:
         runner.check(prompt)
     except ValueError as error:
         prompt.tensors.clear()
         raise RequestRejected("invalid_tensors", str(error)) from None
     nbytes = sum(memoryview(tensor).nbytes for tensor in tensors.values())
-    return Request(prompt, count, frozenset(stop_ids), nbytes, share, timeout)
+    return Request(
+        prompt,
+        count,
+        frozenset(stop_ids),
+        nbytes,
+        share,
+        timeout,
+        tuple(tensors),
+        session,
+        last,
+    )
 
 
 def _known() -> str:
@@ -158,12 +182,19 @@ def _timeout(request: Mapping[str, Any]) -> float | None:
     return seconds
 
 
-def _share(request: Mapping[str, Any]) -> str:
-    value = request.get("share", "")
+def _name(request: Mapping[str, Any], name: str) -> str:
+    value = request.get(name, "")
     if type(value) is not str:
-        raise _invalid(f"share is a {type(value).__name__}; expected a str")
-    if len(value) > _MAX_SHARE:
-        raise _invalid(f"share has {len(value)} characters; at most {_MAX_SHARE}")
+        raise _invalid(f"{name} is a {type(value).__name__}; expected a str")
+    if len(value) > _MAX_NAME:
+        raise _invalid(f"{name} has {len(value)} characters; at most {_MAX_NAME}")
+    return value
+
+
+def _last_turn(request: Mapping[str, Any]) -> bool:
+    value = request.get("last_turn", False)
+    if type(value) is not bool:
+        raise _invalid(f"last_turn is a {type(value).__name__}; expected a bool")
     return value
 
 

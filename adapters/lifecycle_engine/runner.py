@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 
 class DeviceLost(BaseException):
@@ -55,11 +55,13 @@ class Prompt:
             it, down to `Runner.keep`, after the last chunk that needs it, so a
             runner must not copy references out of it.
         sampling: How tokens are drawn.
+        session: Whether a further prompt may go on from the slot; see `Resumes`.
     """
 
     input_ids: Sequence[int] = field(repr=False)
     tensors: dict[str, Any] = field(repr=False)
     sampling: Sampling = Sampling()
+    session: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,8 +109,9 @@ class Runner(Protocol):
         """Return the position in ``input_ids`` from which on no tensor is needed.
 
         The scheduler strips the prompt after the chunk that reaches it; 0 is
-        after the first one. Before that, a prefill that begins again at 0 has all
-        it needs.
+        after the first one. Before that a prefill may begin again at 0, in this
+        slot or another, and has all it needs; a prompt that came without tensors
+        may do so until its last chunk.
         """
         ...
 
@@ -144,4 +147,26 @@ class Runner(Protocol):
 
     def status(self) -> dict[str, Any]:
         """Return counters of the runner's own, of plain values; may be empty."""
+        ...
+
+
+@runtime_checkable
+class Resumes(Protocol):
+    """What a runner has beside `Runner` if turns of a conversation share a slot.
+
+    After the last item of a prompt with `Prompt.session` its slot is then not freed
+    until the scheduler needs it: it is either freed later, or resumed.
+    """
+
+    def resume(self, slot: int, prompt: Prompt) -> int:
+        """Keep what a slot holds of a further prompt, and forget the rest.
+
+        Returns:
+            How many of the prompt's first tokens need not be read again, less than
+            all: the first chunk begins there, and at 0 begins anew.
+
+        Raises:
+            DeviceLost: The process has to end. Any other exception fails this
+                request alone; the scheduler then calls `free`.
+        """
         ...

@@ -15,11 +15,13 @@ from typing import Any
 from lifecycle import strip
 
 from .backend import Finish, Merge, Output, RequestRejected
+from .fairness import Turns, giving_way
 from .line import Line
 from .meter import Meter
 from .requests import parse
+from .retained import Slots
 from .runner import Emitted, Runner
-from .slots import SlotPool
+from .tally import End, Tally
 from .task import Task
 from .traces import release, where
 
@@ -72,21 +74,17 @@ class Scheduler:
         self._chunk = chunk
         self._merge = merge
         self._clock = clock
-        self._pool = SlotPool(runner.slots)
+        self._slots = Slots(runner)
         self._waiting: Line[Task] = Line()
         # Dicts for their order; leaving from the middle costs nothing.
         self._prefilling: dict[str, Task] = {}
         self._running: dict[str, Task] = {}
         self._timed: dict[str, Task] = {}
         self._told: dict[str, Output] = {}
-        self._oldest_next = True
+        self._turns = Turns()
         self._meter = Meter(clock)
-        self._steps = 0
-        self._tokens = 0
-        self._started = 0
-        self._rejected = 0
+        self._tally = Tally()
         self._payload_bytes = 0
-        self._finished = dict.fromkeys(("completed", "cancelled", "failed", "ended"), 0)
 
     @property
     def busy(self) -> bool:
@@ -106,15 +104,14 @@ class Scheduler:
             self._refuse_unless_free(key)
             parsed = parse(request, tensors, self._runner, max_tokens=self._max_tokens)
         except RequestRejected:
-            self._rejected += 1
+            self._tally.rejected += 1
             raise
-        timed = parsed.timeout is not None
         deadline = self._clock() + parsed.timeout if parsed.timeout else None
         task = Task(key, parsed, parsed.nbytes, deadline)
         self._waiting.join(key, parsed.share, task)
-        if timed:
+        if deadline is not None:
             self._timed[key] = task
-        self._started += 1
+        self._tally.started += 1
         self._payload_bytes += parsed.nbytes
         return self._merge
 
@@ -123,16 +120,16 @@ class Scheduler:
 
         Its slot and tensors are free when this returns.
         """
-        task = self._leave(key)
-        if task is not None:
-            self._finished["cancelled"] += 1
+        if self._leave(key, "cancelled"):
             self._told[key] = Output(key, finish=Finish("cancelled"))
 
     def end(self, key: str) -> None:
-        """Forget a stream and free all it holds; nothing is told. Unknown: no-op."""
+        """Forget a stream and free all it holds; nothing is told. Unknown: no-op.
+
+        What a turn that was done left for the next one stays.
+        """
         self._told.pop(key, None)
-        if self._leave(key) is not None:
-            self._finished["ended"] += 1
+        self._leave(key, "ended")
 
     def step(self) -> list[Output]:
         """Run one tick for all streams.
@@ -140,7 +137,7 @@ class Scheduler:
         Raises:
             DeviceLost: The process has to end.
         """
-        self._steps += 1
+        self._tally.steps += 1
         with self._meter.step():
             if self._timed:
                 self._expire()
@@ -148,9 +145,9 @@ class Scheduler:
             self._told.clear()
             if self._running:
                 outputs += self._decode()
-            self._admit()
+            outputs += self._admit()
             if self._prefilling:
-                outputs += self._prefill(self._next_prompt())
+                outputs += self._prefill(self._turns.next(self._prefilling.values()))
         return outputs
 
     def status(self) -> dict[str, Any]:
@@ -161,15 +158,10 @@ class Scheduler:
             "waiting": len(self._waiting),
             "prefilling": len(self._prefilling),
             "running": len(self._running),
-            "slots": self._pool.size,
-            "slots_free": self._pool.free_slots,
+            **self._slots.report(),
             "kv_used": held / (self._runner.slots * self._runner.max_length),
             "payload_bytes": self._payload_bytes,
-            "steps": self._steps,
-            "tokens": self._tokens,
-            "started": self._started,
-            "rejected": self._rejected,
-            "finished": dict(self._finished),
+            **self._tally.report(),
             "times": self._meter.report(),
             "runner": self._runner.status(),
         }
@@ -185,24 +177,23 @@ class Scheduler:
                 f"{self._max_waiting}: retry later",
             )
 
-    def _leave(self, key: str) -> Task | None:
-        """Take a task out of wherever it is, with all that it holds."""
+    def _leave(self, key: str, end: End) -> bool:
+        """Take a task out of wherever it is; whether it was anywhere."""
         task = (
             self._running.pop(key, None)
             or self._prefilling.pop(key, None)
             or self._waiting.leave(key)
         )
-        if task is not None:
-            self._drop(task)
-        return task
+        if task is None:
+            return False
+        self._tally.finished[end] += 1
+        self._drop(task, keep=end == "completed" and not task.request.last_turn)
+        return True
 
-    def _drop(self, task: Task) -> None:
+    def _drop(self, task: Task, *, keep: bool = False) -> None:
         self._timed.pop(task.key, None)
         self._strip(task, keep=())
-        if task.slot is not None:
-            slot, task.slot = task.slot, None
-            self._pool.free(slot)
-            self._runner.free(slot)
+        self._slots.leave(task, keep=keep)
 
     def _strip(self, task: Task, keep: Any) -> None:
         strip(task.request.prompt.tensors, keep=keep)
@@ -218,34 +209,46 @@ class Scheduler:
             if task.deadline is not None and task.deadline <= now
         ]
         for task in late:
-            self._leave(task.key)
-            self._finished["failed"] += 1
+            self._leave(task.key, "failed")
             message = f"not done in its {task.request.timeout:g} s; ask for less"
             finish = Finish("failed", "deadline_exceeded", message)
             self._told[task.key] = Output(task.key, finish=finish)
 
-    def _admit(self) -> None:
+    def _admit(self) -> list[Output]:
         """Give free slots to the first in line."""
-        while self._waiting and self._seated < self._max_batch:
-            task = self._waiting.take()
-            task.slot = self._pool.allocate()
+        failed = []
+        while self._waiting:
+            share = None
+            if self._seated >= self._max_batch:
+                prefilling = list(self._prefilling.values())
+                change = giving_way(
+                    self._waiting.shares, prefilling, self._running.values()
+                )
+                if change is None:
+                    break
+                victim, share = change
+                self._put_back(victim)
+            task = self._waiting.take(share)
             self._prefilling[task.key] = task
+            try:
+                self._slots.take(task)
+            except Exception as error:  # noqa: BLE001  # fails alone, whatever it is
+                failed.append(self._fail(task, "prefill_failed", error))
+        return failed
+
+    def _put_back(self, task: Task) -> None:
+        """Let a prompt wait for another slot, and be read anew in it."""
+        del self._prefilling[task.key]
+        self._waiting.rejoin(task.key, task.request.share, task)
+        self._tally.preempted += 1
+        task.read, task.stripped = 0, False
+        # What was made of it meanwhile is made again.
+        strip(task.request.prompt.tensors, keep=task.request.tensors)
+        self._slots.leave(task)
 
     @property
     def _seated(self) -> int:
         return len(self._prefilling) + len(self._running)
-
-    def _next_prompt(self) -> Task:
-        """Whose chunk is next: in turn the oldest and the one that is soonest done.
-
-        The oldest alone would let a short prompt wait for all of a long one, the
-        shortest alone a long prompt for ever.
-        """
-        prompts = self._prefilling.values()
-        oldest, self._oldest_next = self._oldest_next, not self._oldest_next
-        if oldest:
-            return next(iter(prompts))
-        return min(prompts, key=lambda task: task.left)
 
     def _prefill(self, task: Task) -> list[Output]:
         """Run one chunk of a prompt; the last one makes the first token."""
@@ -291,7 +294,7 @@ class Scheduler:
         reason = "stop" if emitted.token in task.request.stop_ids else None
         if reason is None:
             task.made += 1
-            self._tokens += 1
+            self._tally.tokens += 1
             items.append(emitted.item)
             if emitted.last:
                 reason = "stop"
@@ -299,8 +302,7 @@ class Scheduler:
                 reason = "length"
         if reason is None:
             return Output(task.key, items)
-        self._leave(task.key)
-        self._finished["completed"] += 1
+        self._leave(task.key, "completed")
         items.append({"finish_reason": reason})
         return Output(task.key, items, Finish("completed"))
 
@@ -312,6 +314,6 @@ class Scheduler:
         # One by one: should a clean-up fail as well, END still finds the others.
         self._running.pop(task.key, None)
         self._prefilling.pop(task.key, None)
-        self._finished["failed"] += 1
+        self._tally.finished["failed"] += 1
         self._drop(task)
         return Output(task.key, finish=Finish("failed", code, message))

@@ -14,6 +14,7 @@ from lifecycle import EngineLost, Gate, Payload, SessionRegistry
 
 from .incoming import Intake
 from .processor import Processor
+from .remote_images import RemoteImages
 
 
 class Engine(Protocol):
@@ -99,11 +100,12 @@ class Service:
         processor: Turns chats into engine requests.
         intake: Reads and checks requests.
         bodies: Gate over the bytes of request bodies, until hand-off.
-        payloads: Gate over the bytes of payloads, until hand-off.
+        payloads: Gate over the bytes of payloads, until the engine has read them.
         in_flight: Gate over requests, until their end.
         threads: Bounds preprocessing.
         deadlines: For the engine.
         new_sessions: Makes the registry of one run.
+        remote: Fetches images; ``None`` fetches none.
     """
 
     model: str
@@ -116,6 +118,7 @@ class Service:
     threads: anyio.CapacityLimiter
     deadlines: Deadlines
     new_sessions: Callable[[], SessionRegistry]
+    remote: RemoteImages | None = None
     _sessions: SessionRegistry | None = field(default=None, init=False)
 
     @asynccontextmanager

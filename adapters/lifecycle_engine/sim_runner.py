@@ -14,6 +14,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from .held import Held, Picture
 from .runner import Emitted, Prompt
 
 BYTES_PER_PIXEL = 24
@@ -70,6 +71,7 @@ class SimRunner:
         self._next: dict[int, int] = {}
         self._digest: dict[int, int] = {}
         self._logprobs: dict[int, int | None] = {}
+        self._held: dict[int, Held] = {}
 
     @property
     def kv_bytes(self) -> int:
@@ -100,12 +102,10 @@ class SimRunner:
     ) -> Emitted | None:
         """Copy and read a chunk as a device would; the last one begins the text."""
         if not start:
-            self._kv[slot] = bytearray()
-            self._logprobs[slot] = prompt.sampling.logprobs
-            self._digest[slot] = self._read_pixels(prompt)
+            self._begin(slot, prompt, 0)
+            self._read_pixels(prompt)
         ids = prompt.input_ids[start:stop]
-        text = b"".join(b"%d," % token for token in ids)
-        self._digest[slot] = zlib.crc32(text, self._digest[slot])
+        self._digest[slot] = _digest(ids, self._digest[slot])
         # Touched, because pages that nobody wrote to take no memory.
         self._kv[slot] += b"\1" * (len(ids) * self._kv_bytes_per_token)
         self._sleep(len(ids) * self._cost.prefill_token)
@@ -113,6 +113,15 @@ class SimRunner:
             return None
         self._next[slot] = self._digest.pop(slot) % len(_TEXT)
         return self._emit(slot)
+
+    def resume(self, slot: int, prompt: Prompt) -> int:
+        """Keep what is the same of a further prompt; return how much."""
+        held = self._held[slot]
+        # The last one drawn was never read.
+        read = Held(held.ids[:-1], held.pictures)
+        shared = min(read.shared(_held(prompt)), len(prompt.input_ids) - 1)
+        self._begin(slot, prompt, shared)
+        return shared
 
     def decode(self, slots: Sequence[int]) -> list[Emitted]:
         """Take a step's time; return the next byte of each text."""
@@ -125,25 +134,50 @@ class SimRunner:
         self._next.pop(slot, None)
         self._digest.pop(slot, None)
         self._logprobs.pop(slot, None)
+        self._held.pop(slot, None)
 
     def status(self) -> dict[str, Any]:
         """Return the memory that the running requests hold."""
         return {"kv_bytes": self.kv_bytes}
 
-    def _read_pixels(self, prompt: Prompt) -> int:
-        if not prompt.tensors:
-            return 0
-        view = memoryview(prompt.tensors["pixels"]).cast("B")
-        device_copy = bytearray(view)
-        self._sleep(view.nbytes // BYTES_PER_PIXEL * self._cost.prefill_pixel)
-        return zlib.crc32(device_copy)
+    def _begin(self, slot: int, prompt: Prompt, read: int) -> None:
+        self._kv[slot] = bytearray(b"\1") * (read * self._kv_bytes_per_token)
+        self._logprobs[slot] = prompt.sampling.logprobs
+        self._digest[slot] = _digest(prompt.input_ids[:read], _pixels(prompt))
+        self._next.pop(slot, None)
+        self._held.pop(slot, None)
+        if prompt.session:
+            self._held[slot] = _held(prompt)
+
+    def _read_pixels(self, prompt: Prompt) -> None:
+        if prompt.tensors:
+            device_copy = bytearray(memoryview(prompt.tensors["pixels"]).cast("B"))
+            pixels = len(device_copy) // BYTES_PER_PIXEL
+            self._sleep(pixels * self._cost.prefill_pixel)
 
     def _emit(self, slot: int) -> Emitted:
         index = self._next[slot]
         self._next[slot] = (index + 1) % len(_TEXT)
         token = _TEXT[index]
+        if slot in self._held:
+            self._held[slot].ids.append(token)
         if (count := self._logprobs[slot]) is None:
             return Emitted([token], token)
         # As sure of everything as it is.
         top = [[token, 0.0]][:count]
         return Emitted({"token": token, "logprob": 0.0, "top": top}, token)
+
+
+def _digest(ids: Sequence[int], so_far: int) -> int:
+    return zlib.crc32(b"".join(b"%d," % token for token in ids), so_far)
+
+
+def _pixels(prompt: Prompt) -> int:
+    if not prompt.tensors:
+        return 0
+    return zlib.crc32(memoryview(prompt.tensors["pixels"]).cast("B"))
+
+
+def _held(prompt: Prompt) -> Held:
+    pictures = [Picture(0, b"%d" % _pixels(prompt))] if prompt.tensors else []
+    return Held(list(prompt.input_ids), pictures)

@@ -6,6 +6,9 @@ from dataclasses import dataclass
 
 from .requests import Request
 
+# Whose conversation it is, and what that one calls it.
+Session = tuple[str, str]
+
 
 @dataclass(slots=True, eq=False)
 class Task:
@@ -33,3 +36,15 @@ class Task:
     def left(self) -> int:
         """Prompt tokens that are not in the slot yet."""
         return len(self.request.prompt.input_ids) - self.read
+
+    @property
+    def session(self) -> Session | None:
+        """Of which conversation it is a turn."""
+        if self.request.session is None:
+            return None
+        return self.request.share, self.request.session
+
+    @property
+    def replayable(self) -> bool:
+        """Whether all is there that reading its prompt from the start needs."""
+        return not (self.stripped and self.request.tensors)

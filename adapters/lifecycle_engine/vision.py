@@ -7,6 +7,7 @@ of one image, and one encoded image is alive at a time.
 
 from __future__ import annotations
 
+import hashlib
 import itertools
 import warnings
 from collections.abc import Callable, Sequence
@@ -16,6 +17,7 @@ from typing import Any, Protocol
 import numpy as np
 import torch
 
+from .held import Picture
 from .runner import Prompt
 
 # Where an encoded image is kept between chunks; the strip takes it.
@@ -66,6 +68,10 @@ class Family(Protocol):
         """Return how many tokens each image takes, in order."""
         ...
 
+    def arrays(self, tensors: dict[str, Any], index: int) -> Sequence[np.ndarray]:
+        """Return what one image consists of."""
+        ...
+
     def encode(
         self, model: Any, tensors: dict[str, Any], index: int, upload: Upload
     ) -> Encoded:
@@ -94,6 +100,29 @@ def needed_until(family: Family, prompt: Prompt) -> int:
     while behind and ids[behind - 1] != family.image_token:
         behind -= 1
     return behind
+
+
+def pictures_of(family: Family, prompt: Prompt) -> list[Picture]:
+    """Return where each image of a prompt begins, and a digest of it."""
+    if family.image_token is None or not prompt.tensors:
+        return []
+    places = [
+        at for at, token in enumerate(prompt.input_ids) if token == family.image_token
+    ]
+    counts = family.tokens_of_images(prompt.tensors)
+    firsts = itertools.accumulate(counts[:-1], initial=0)
+    return [
+        Picture(places[first], _digest(family.arrays(prompt.tensors, index)))
+        for index, first in enumerate(firsts)
+    ]
+
+
+def _digest(arrays: Sequence[np.ndarray]) -> bytes:
+    digest = hashlib.blake2b(digest_size=16)
+    for array in arrays:
+        digest.update(repr((array.shape, array.dtype.str)).encode())
+        digest.update(np.ascontiguousarray(array).data)
+    return digest.digest()
 
 
 def images_of_chunk(

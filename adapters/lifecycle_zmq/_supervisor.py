@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import threading
 from collections.abc import Callable
 from typing import Generic, Literal, Protocol, TypeVar
 
@@ -102,9 +103,11 @@ class Supervisor(Generic[L]):
         # For how long requests will be refused: measured, not guessed, after a start.
         self._start_seconds = 1.0
         self._expected = 0.0
+        self._thread = 0
 
     def begin(self) -> None:
         """Call once in the event loop, before anything else."""
+        self._thread = threading.get_ident()
         self.changed = anyio.Event()
         self._retry = anyio.Event()
         self._expected = anyio.current_time() + self._start_seconds
@@ -125,14 +128,25 @@ class Supervisor(Generic[L]):
                 await self._retry.wait()
             self.broken = False
 
+    def check_thread(self) -> None:
+        """Raise `RuntimeError` in any thread but that of the event loop."""
+        # What wakes a task from elsewhere breaks the link, for all who wait at it.
+        if self._thread not in {0, threading.get_ident()}:
+            raise RuntimeError(
+                "the engine belongs to the event loop that entered it; call it there, "
+                "such as by anyio.from_thread.run"
+            )
+
     def reset(self) -> None:
         """Forget all deaths, and start the next process now if one is to come."""
+        self.check_thread()
         self._restarts.reset()
         self._retry.set()
 
     @property
     def client(self) -> EngineClient | None:
-        """The client of the process that is there, if one is."""
+        """The client of the process that is there, if one is; in its thread only."""
+        self.check_thread()
         return self.current.client if self.current is not None else None
 
     @property

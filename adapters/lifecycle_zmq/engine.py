@@ -28,7 +28,8 @@ class ZmqEngine(SupervisedEngine[Incarnation]):
 
     Each process is an *incarnation* with a number, a socket in a fresh directory and a
     client of its own, so nothing that was meant for one ever reaches another. All
-    methods belong to the event loop that entered it, whose thread must outlive it.
+    methods belong to the event loop that entered it, whose thread must outlive it;
+    in another thread they raise `RuntimeError`.
 
     While it lives it is watched. One that is stopped takes no requests, and is
     replaced when it stays stopped; one that is silent within a step is busy, until it

@@ -17,7 +17,8 @@ class SupervisedEngine(Generic[L]):
     """One engine after another, each an *incarnation* with a client of its own.
 
     Nothing that was meant for one ever reaches another. All methods belong to the event
-    loop that entered it, whose thread must outlive it.
+    loop that entered it, whose thread must outlive it; in another thread they raise
+    `RuntimeError`.
 
     Args:
         supervisor: Starts them.
@@ -56,9 +57,10 @@ class SupervisedEngine(Generic[L]):
         Everybody who waits for it is told ``closed``. For whoever cannot wait until
         streams have ended in order; leaving the block does the rest.
         """
+        client = self._client
         self._supervisor.closing = True
-        if self._client is not None:
-            self._client.lose("closed")
+        if client is not None:
+            client.lose("closed")
 
     @property
     def ready(self) -> bool:
@@ -96,6 +98,7 @@ class SupervisedEngine(Generic[L]):
         Cancellation: nothing changes.
         """
         it = self._supervisor
+        it.check_thread()
         seen = it.false_starts
         while not self.ready:
             if it.false_starts != seen:

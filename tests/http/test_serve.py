@@ -95,7 +95,7 @@ def ask() -> bytes:
 
 
 async def test_lets_streams_finish_and_takes_no_new_ones() -> None:
-    """SIGTERM: newcomers are sent away, the stream ends whole (fault-61)."""
+    """SIGTERM: newcomers are sent away, the stream ends whole (fault-24, fault-61)."""
     async with served("--drain", "20") as server, server.client() as client:
         stream = await begin_stream(client, 200)
         server.process.send_signal(signal.SIGTERM)
@@ -114,7 +114,7 @@ async def test_lets_streams_finish_and_takes_no_new_ones() -> None:
 
 
 async def test_tells_streams_that_outlive_the_drain() -> None:
-    """When the time is up, streams are told, and the process exits (fault-61)."""
+    """When the time is up, streams are told, and it exits (fault-61, peers-81, peers-82)."""
     async with served("--drain", "0.2") as server, server.client() as client:
         stream = await begin_stream(client, 4000)
         server.process.send_signal(signal.SIGTERM)
@@ -254,6 +254,19 @@ async def test_hears_who_leaves_with_requests_in_the_pipe(
                 pass
         after = await sessions()
         assert (after["opened"], after["outcomes"]["client_gone"]) == (1, 1)
+        assert await server.exit(signal.SIGTERM) == 0
+
+
+@pytest.mark.parametrize(
+    "said", [b"hello\r\n\r\n", b"GET / HTTP/1.1\r\na b: c\r\n\r\n"]
+)
+async def test_says_nothing_about_what_is_no_http(said: bytes) -> None:
+    """Whoever can connect could otherwise fill the log (fault-19)."""
+    async with served() as server:
+        reader, writer = await asyncio.open_connection("127.0.0.1", server.port)
+        writer.write(said)
+        assert (await reader.read()).startswith(b"HTTP/1.1 400 ")
+        writer.close()
         assert await server.exit(signal.SIGTERM) == 0
 
 

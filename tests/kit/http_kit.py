@@ -177,6 +177,7 @@ async def running(
     metrics: Any = None,
     engine: Any = None,
     wait: bool = True,
+    **uvicorn: Any,
 ) -> AsyncIterator[Server]:
     """A server over the simulated engine; *options* are the engine's."""
     engine = engine or make_engine(*options)
@@ -190,7 +191,7 @@ async def running(
         metrics=metrics,
         settings=settings or AppSettings(model="sim"),
     )
-    async with serving(app) as port:
+    async with serving(app, **uvicorn) as port:
         if wait:
             await engine.wait_ready()
         yield Server(port, app.state.service, app)

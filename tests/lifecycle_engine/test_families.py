@@ -16,7 +16,7 @@ pytest.importorskip("transformers")
 from engine_kit import COUNT, Kit, tokens_of  # noqa: E402
 from hypothesis import HealthCheck, given, settings, strategies as st  # noqa: E402
 
-from lifecycle_engine import attention, transformers_runner  # noqa: E402
+from lifecycle_engine import attention, passes  # noqa: E402
 from lifecycle_engine.attention import attend  # noqa: E402
 from lifecycle_engine.checkpoint import FAMILIES, Sizes  # noqa: E402
 from lifecycle_engine.families import family_of, load_model  # noqa: E402
@@ -184,7 +184,7 @@ def test_shared_heads_are_attended_to_as_they_are(
         return attend(module, query, *rest, **more)
 
     monkeypatch.setattr(attention, "attend", noting)
-    monkeypatch.setattr(transformers_runner, "shared_heads", attention.register)
+    monkeypatch.setattr(passes, "shared_heads", attention.register)
     pairs = prompts(family)
     kit = kits(family)
     served = kit.serve([each for each, _ in pairs], chunk=32, graphs="fake")

@@ -305,6 +305,9 @@ def test_status_is_plain_and_balances(scheduler: Scheduler, runner: Doctored) ->
         "running": 2,
         "slots": 2,
         "slots_free": 0,
+        "slots_kept": 0,
+        "slots_evicted": 0,
+        "tokens_resumed": 0,
         "kv_used": 7 / 200,
         "runner": {"kv_bytes": 4 * 1024},
         "payload_bytes": PIXELS,
@@ -312,6 +315,7 @@ def test_status_is_plain_and_balances(scheduler: Scheduler, runner: Doctored) ->
         "tokens": 3,
         "started": 3,
         "rejected": 0,
+        "preempted": 0,
         "finished": {"completed": 0, "cancelled": 0, "failed": 0, "ended": 0},
     }
 

@@ -10,6 +10,7 @@ import pytest
 torch = pytest.importorskip("torch")
 pytest.importorskip("transformers")
 
+from lifecycle_engine.device import told_if_lost  # noqa: E402
 from lifecycle_engine.runner import DeviceLost, Emitted, Prompt, Sampling  # noqa: E402
 from lifecycle_engine.scheduler import Scheduler  # noqa: E402
 from lifecycle_engine.transformers_runner import TransformersRunner  # noqa: E402
@@ -320,23 +321,14 @@ class _Errors:
     ids=["sticky", "ordinary", "memory"],
 )
 def test_only_an_error_that_stays_is_a_lost_device(
-    model: Any,
-    monkeypatch: pytest.MonkeyPatch,
-    error: RuntimeError,
-    sticky: bool,
-    lost: bool,
+    monkeypatch: pytest.MonkeyPatch, error: RuntimeError, sticky: bool, lost: bool
 ) -> None:
     """A CUDA error ends the process only where the next call fails as well."""
-    runner = TransformersRunner(model, slots=1, max_length=64)
-    device = types.SimpleNamespace(type="cuda")
-    monkeypatch.setattr(runner, "model", types.SimpleNamespace(device=device))
     monkeypatch.setattr(torch, "cuda", _Errors(sticky=sticky))
     monkeypatch.setattr(torch, "zeros", lambda *_, **__: torch.tensor([0.0]))
-    if lost:
-        with pytest.raises(DeviceLost):
-            runner._raise_if_lost(error)
-    else:
-        runner._raise_if_lost(error)
+    with pytest.raises(DeviceLost if lost else type(error)):
+        with told_if_lost(types.SimpleNamespace(type="cuda")):
+            raise error
 
 
 def test_max_length_beyond_the_model_raises(model: Any) -> None:

@@ -310,7 +310,7 @@ def test_views_outlive_the_arena_itself() -> None:
 
 
 def test_full_shared_memory_is_an_error_and_no_signal() -> None:
-    """More than there is: told when the arena is made, and nothing left (`fault-51`)."""
+    """More than there is: told when the arena is made, and nothing left (`fault-51`, `peers-65`)."""
     there = os.statvfs("/dev/shm")
     before = _left()
     with pytest.raises(OSError, match="space"):

@@ -603,7 +603,7 @@ async def test_send_that_swallows_the_news_of_a_message_handles_it(
 async def test_hang_up_of_the_engine_is_seen_at_the_next_send(
     fake_engine: Any, eventually: Any
 ) -> None:
-    """Without a connection nothing is queued for another engine (`fault-47`)."""
+    """Without a connection nothing is queued for another engine (`fault-47`, `S4`)."""
     async with connected(fake_engine) as client:
         await started(client, fake_engine)
         fake_engine.close()

@@ -121,8 +121,13 @@ class EngineActor:
     def _run(self) -> None:
         try:
             loop = EngineLoop(_build(self._factory), **self._options)
-        except Exception as error:  # noqa: BLE001 - raised where it is waited for
+        except Exception as error:  # noqa: BLE001 - raised in `hello`
             self._failure = error
+            self._built.set()
+            return
+        except SystemExit as error:
+            # Raised there as it is, it would end this actor as if it were to.
+            self._failure = RuntimeError(str(error))
             self._built.set()
             return
         self._built.set()

@@ -24,12 +24,11 @@ pytestmark = pytest.mark.anyio
 BOUND = 40.0
 
 
-async def ready(engine: Any, eventually: Any) -> Any:
+async def ready(engine: Any) -> None:
     """Wait until every replica serves."""
     with anyio.fail_after(BOUND):
-        await engine.wait_ready()
-    await eventually(lambda: all(engine.places))
-    return engine
+        await engine.wait_ready(len(engine.places))
+    assert all(engine.places)
 
 
 def holder(engine: Any, key: str) -> int:
@@ -74,7 +73,7 @@ async def test_killed_actor_is_told_to_its_own_streams_only(
 ) -> None:
     """SIGKILL of one replica: its readers are told within a second, others read on."""
     async with make_ray(replicas=2) as engine:
-        await ready(engine, eventually)
+        await ready(engine)
         streams = {n: [] for n in range(2)}
         for n in range(6):
             stream = await engine.start(f"s#{n}", {"forever": True})
@@ -116,7 +115,7 @@ async def test_killed_node_is_told_and_its_replica_comes_back(
     head = ray.get_runtime_context().get_node_id()
     try:
         async with make_ray(replicas=2, placement={"placement_group": group}) as engine:
-            await ready(engine, eventually)
+            await ready(engine)
             away = [it["node"] for it in engine.places].index(
                 *({it["node"] for it in engine.places} - {head})
             )
@@ -150,7 +149,7 @@ async def test_killed_node_is_told_and_its_replica_comes_back(
 async def test_object_store_is_empty_again(make_ray: Any, eventually: Any) -> None:
     """Payloads of streams that run, end and were cancelled in their start: none stays."""
     async with make_ray() as engine:
-        await ready(engine, eventually)
+        await ready(engine)
         objects, references = in_store(), referenced()
         for n in range(6):
             box = Payload({"x": np.ones(2**20, np.uint8), "y": np.ones(2**19)})
@@ -175,7 +174,7 @@ async def test_requests_go_where_least_is_to_do(make_ray: Any, eventually: Any) 
     async with make_ray(
         replicas=2, conversation=lambda it: it.get("conversation")
     ) as engine:
-        await ready(engine, eventually)
+        await ready(engine)
         hold = {"hold": True}
         await engine.start("long", hold | {"max_tokens": 1000})
         first = holder(engine, "long")
@@ -231,7 +230,7 @@ async def test_step_that_hangs_is_stalled_and_the_actor_replaced(
 ) -> None:
     """A loop that makes no turn for too long is given up, and its process is gone."""
     async with make_ray(stalled_after=1.0, busy_after=0.5) as engine:
-        await ready(engine, eventually)
+        await ready(engine)
         pid = engine.places[0]["pid"]
         stream = await engine.start("a", {"count": 9, "sleep_at": 0, "seconds": 600})
         await eventually(lambda: engine.health == "busy")
@@ -246,7 +245,7 @@ async def test_actor_that_is_stopped_is_silent_and_replaced(
 ) -> None:
     """A stopped process is not life: its readers are told, it is killed."""
     async with make_ray(silent_after=2.0) as engine:
-        await ready(engine, eventually)
+        await ready(engine)
         pid = engine.places[0]["pid"]
         stream = await engine.start("a", {"forever": True})
         os.kill(pid, signal.SIGSTOP)
@@ -296,7 +295,7 @@ async def test_clients_leave_while_actors_die(
     async with make_ray(
         replicas=2, restarts=lambda: Restarts(backoff=0.01, max_crashes=None)
     ) as engine:
-        await ready(engine, eventually)
+        await ready(engine)
         objects = in_store()
         ends: Counter[str] = Counter()
         async with SessionRegistry() as sessions:

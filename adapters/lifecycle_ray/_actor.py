@@ -71,7 +71,8 @@ class EngineActor:
         self._news = threading.Condition()
         self._order = _Order(self._transport)
         self._owner_timeout = owner_timeout
-        self._pulled = time.monotonic()
+        # Not before its first pull: until then the backend is being made.
+        self._pulled: float | None = None
         self._pulling = False
         self._forgotten = False
         self._built = threading.Event()
@@ -142,8 +143,9 @@ class EngineActor:
         # not see: stopped, or cut off.
         while True:
             time.sleep(self._owner_timeout / 4)
-            silent = time.monotonic() - self._pulled
-            if not self._pulling and silent > self._owner_timeout:
+            if self._pulling or self._pulled is None:
+                continue
+            if time.monotonic() - self._pulled > self._owner_timeout:
                 self._forgotten = True
                 self._transport.leave(_OWNER)
 

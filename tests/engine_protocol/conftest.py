@@ -8,7 +8,7 @@ import sys
 import tempfile
 import warnings
 from collections.abc import Callable, Iterator
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from functools import partial
 from pathlib import Path
 from types import ModuleType
@@ -29,6 +29,9 @@ RAY_ON_TRIO = {
     "test_cancel_during_start_leaves_nothing",
     "test_death_is_told_to_everybody_once_and_another_engine_comes",
 }
+
+
+_RUNNING = ExitStack()
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
@@ -67,59 +70,78 @@ def load(name: str) -> ModuleType:
     return module
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="session")
 def scripted() -> ModuleType:
     """The scripted engine, as a module."""
     return load("scripted_engine")
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="session")
 def disconnects() -> ModuleType:
     """Clients that leave at random moments."""
     return load("disconnects")
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="session")
 def cluster(scripted: ModuleType) -> Iterator[Any]:
-    """A Ray of one node, to which a test may add others; started once."""
+    """A Ray of one node, to which a test may add others; one for this folder."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        ray = pytest.importorskip("ray", reason="Ray is not installed")
-        from ray.cluster_utils import Cluster
-    os.environ["PYTHONPATH"] = os.pathsep.join(
-        sorted(
-            {
-                str(Path(lifecycle_zmq.__file__).parents[1]),
-                str(Path(sys.modules["lifecycle"].__file__ or "").parents[1]),
-            }
-        )
-    )
-    # Its sockets' names must be short, which those of pytest's folders are not.
-    with tempfile.TemporaryDirectory(
-        prefix="lc-ray-", ignore_cleanup_errors=True
-    ) as at:
-        made = Cluster(
-            initialize_head=True,
-            head_node_args={
-                "num_cpus": 8,
-                "object_store_memory": 128 * 2**20,
-                "include_dashboard": False,
-                "temp_dir": at,
-                # A node that is killed is known to be dead in five seconds.
-                "_system_config": {
-                    "health_check_initial_delay_ms": 0,
-                    "health_check_period_ms": 500,
-                    "health_check_failure_threshold": 10,
-                },
-            },
-        )
-        ray.init(address=made.address, log_to_driver=False, logging_level="ERROR")
+        pytest.importorskip("ray", reason="Ray is not installed")
+    with ExitStack() as stack:
+        made = start_ray(stack)
+        import ray
+
         ray.cloudpickle.register_pickle_by_value(scripted)
-        try:
-            yield made
-        finally:
-            ray.shutdown()
-            made.shutdown()
+        _RUNNING.enter_context(stack.pop_all())
+        yield made
+        _RUNNING.close()
+
+
+def start_ray(stack: ExitStack) -> Any:
+    """Start a cluster of one node and join it; `stack` ends both."""
+    import ray
+    from ray.cluster_utils import Cluster
+
+    path = os.pathsep.join(
+        {
+            str(Path(lifecycle_zmq.__file__).parents[1]),
+            str(Path(sys.modules["lifecycle"].__file__ or "").parents[1]),
+        }
+    )
+    environment = pytest.MonkeyPatch()
+    stack.callback(environment.undo)
+    environment.setenv("PYTHONPATH", path)
+    # A busy machine takes its time.
+    environment.setenv("RAY_raylet_start_wait_time_s", "120")
+    # Its sockets' names must be short, which those of pytest's folders are not.
+    folder = tempfile.TemporaryDirectory(prefix="lc-ray-", ignore_cleanup_errors=True)
+    made = Cluster(
+        initialize_head=True,
+        head_node_args={
+            "num_cpus": 8,
+            "object_store_memory": 128 * 2**20,
+            "include_dashboard": False,
+            "temp_dir": stack.enter_context(folder),
+            # A node that is killed is known to be dead in five seconds.
+            "_system_config": {
+                "health_check_initial_delay_ms": 0,
+                "health_check_period_ms": 500,
+                "health_check_failure_threshold": 10,
+            },
+        },
+    )
+    stack.callback(made.shutdown)
+    ray.init(address=made.address, log_to_driver=False, logging_level="ERROR")
+    stack.callback(ray.shutdown)
+    return made
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_runtest_teardown(item: pytest.Item, nextitem: pytest.Item | None) -> None:
+    """End Ray with the last test of this folder: others measure times."""
+    if nextitem is None or nextitem.path.parent != item.path.parent:
+        _RUNNING.close()
 
 
 @pytest.fixture

@@ -225,6 +225,24 @@ async def test_backend_that_cannot_be_made_says_why(make_ray: Any, quick: Any) -
         assert caught.value.reason == "broken"
 
 
+async def test_backend_may_take_its_time_to_be_made(
+    make_ray: Any, scripted: Any
+) -> None:
+    """An owner counts as gone when it has pulled and does not any more, not before."""
+
+    def factory() -> Any:
+        time.sleep(1.5)
+        return scripted.ScriptedBackend(0.001)
+
+    async with make_ray(factory=factory, owner_timeout=0.4) as engine:
+        await ready(engine)
+        stream = await engine.start("a", {"hold": True})
+        with anyio.move_on_after(2):
+            await anext(stream)
+        assert engine.incarnation == 1
+        await engine.end("a")
+
+
 async def test_step_that_hangs_is_stalled_and_the_actor_replaced(
     make_ray: Any, eventually: Any
 ) -> None:

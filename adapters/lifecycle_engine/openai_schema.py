@@ -130,6 +130,7 @@ class ChatRequest(Form):
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     user: str | None = Field(default=None, max_length=256)
+    prompt_cache_key: str | None = Field(default=None, max_length=256)
     ignore_eos: bool | None = None
     n: int | None = Field(default=None, ge=1, le=_MAX_CHOICES)
     stop: Annotated[

@@ -2,7 +2,6 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -85,7 +84,7 @@ def test_each_turn_is_what_generate_makes_of_the_whole(
     kit = kits(family)
     scheduler = Scheduler(kit.runner(max_length=1024, graphs=graphs), chunk=chunk)
     talk = Talk(kit, "s")
-    read = 0
+    read = before = 0
     for number in range(4):
         pictures = [picture(40, 60 + n, seed=9 * number + n) for n in range(number)]
         each = talk.ask(f"What now, {number}?", *pictures if kit.images else ())
@@ -94,7 +93,7 @@ def test_each_turn_is_what_generate_makes_of_the_whole(
         talk.hear(tokens)
         resumed = scheduler.status()["tokens_resumed"]
         # All of what was asked before, and what is alike of the answer.
-        assert resumed - read >= (before if number else 0)
+        assert resumed - read >= before
         read, before = resumed, each.prompt_tokens - 8
 
 

@@ -159,8 +159,7 @@ def problems(report: dict[str, Any]) -> list[str]:
         if last[name] > first[name]:
             told.append(f"{name} were {first[name]} and are {last[name]}")
     for name, value in _memory(last):
-        # Whatever grows with the requests does so from the first part to the last.
-        grown = value - min(dict(_memory(seen))[name] for seen in report["seen"])
+        grown = value - first[name]
         if grown > max(_SLACK, 0.02 * value):
             told.append(f"{name} grew by {grown / 1e6:.1f} MB to {value / 1e6:.1f} MB")
     return told

@@ -212,20 +212,20 @@ def plot(report: dict[str, Any], path: Path) -> None:
     mpl.use("svg")
     from matplotlib import pyplot as plt
 
-    figure, (left, right) = plt.subplots(1, 2, figsize=(10, 4))
+    figure, (left, middle, right) = plt.subplots(1, 3, figsize=(14, 4))
     figures = report["first_token"]
     loads = [100 * load for load in figures["load"]["share"]]
     for label, each in figures.items():
         if label != "load":
-            (line,) = left.plot(loads, each["p99"], label=f"{label}, 99th percentile")
-            color = line.get_color()
-            left.plot(
-                loads, each["median"], "--", color=color, label=f"{label}, median"
-            )
-    left.set_xlabel("load, % of what the simulated model can do")
-    left.set_ylabel("seconds to the first token, short prompts")
-    left.set_yscale("log")
-    left.legend()
+            (line,) = left.plot(loads, each["first_p99"], label=f"{label}, p99")
+            color, median = line.get_color(), each["first_median"]
+            left.plot(loads, median, "--", color=color, label=f"{label}, median")
+            middle.plot(loads, each["gap_p99"], label=f"{label}, p99")
+    for axes, what in ((left, "to the first token"), (middle, "between two tokens")):
+        axes.set_xlabel("load, % of what the simulated model can do")
+        axes.set_ylabel(f"seconds {what}")
+        axes.set_yscale("log")
+        axes.legend()
     for label, name in (("slot free", "free"), ("stream told", "told")):
         right.step(range(40), report["cancel"][name], where="mid", label=label)
     right.axhline(2, color="grey", linewidth=0.5)

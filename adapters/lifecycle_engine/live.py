@@ -98,6 +98,7 @@ class LiveView:
             return Response(told, 404, media_type="text/plain")
         status = await self._service.engine_status() or {}
         text = self._metrics.text() + engine_numbers(status).encode()
+        text += _ratios(self._service.correction.ratios).encode()
         return Response(text, media_type="text/plain; version=0.0.4")
 
     def _model_info(self) -> dict[str, Any]:
@@ -117,6 +118,14 @@ class LiveView:
             "created": self._created,
             "owned_by": "lifecycle",
         }
+
+
+def _ratios(ratios: Mapping[int, float]) -> str:
+    name = "lifecycle_estimate_ratio"
+    lines = [
+        f'{name}{{below_bytes="{size}"}} {each}\n' for size, each in ratios.items()
+    ]
+    return "".join([f"# TYPE {name} gauge\n", *lines])
 
 
 def engine_numbers(status: Mapping[str, Any], path: str = "lifecycle_engine") -> str:
@@ -160,8 +169,17 @@ async def snapshot(service: Service) -> dict[str, Any]:
             "status": await service.engine_status() if ready else None,
             "rss_bytes": resident_bytes(pid),
         },
+        "arena": _arena(engine),
         "process": {"pid": os.getpid(), "rss_bytes": resident_bytes("self")},
     }
+
+
+def _arena(engine: Any) -> dict[str, Any] | None:
+    """The books of an engine's arena, where it is one that has one."""
+    try:
+        return asdict(engine.arena.statistics())
+    except (AttributeError, RuntimeError):
+        return None
 
 
 def resident_bytes(pid: int | str | None) -> int | None:

@@ -85,7 +85,7 @@ coverage-of-cases: .venv/.ready
 	@$(BIN)/python scripts/coverage_of_cases.py
 
 bench: .venv/.ready
-	@for file in core bench_payload link arena liveness engine; do \
+	@for file in core bench_payload link arena liveness engine on_ray; do \
 	  echo "== $$file"; $(BIN)/python "benchmarks/$$file.py" || exit 1; done
 
 bench-memory: .venv/.ready

@@ -55,6 +55,7 @@ def test_imports_core_without_any_extra() -> None:
     [
         ("lifecycle_zmq", "msgpack", "zmq"),
         ("lifecycle_zmq", "zmq", "zmq"),
+        ("lifecycle_ray", "ray", "ray"),
         ("lifecycle_engine.cli", "typer", "engine"),
     ],
 )

@@ -7,16 +7,23 @@ import base64
 import contextlib
 import io
 import json
-from typing import Any
+import random
+from typing import Any, Self
 
 
-def picture_url(pixels: int) -> str:
-    """A PNG of so many pixels, all of one colour, as a data URL."""
+def picture_url(pixels: int, *, noise: bool = False) -> str:
+    """A PNG as a data URL: of one colour, or of noise, with three bytes a pixel."""
     from PIL import Image
 
     side = int(pixels**0.5)
+    size = side, pixels // side
+    if noise:
+        data = random.Random(1).randbytes(3 * size[0] * size[1])
+        image = Image.frombytes("RGB", size, data)
+    else:
+        image = Image.new("RGB", size, (10, 200, 30))
     out = io.BytesIO()
-    Image.new("RGB", (side, pixels // side), (10, 200, 30)).save(out, "PNG")
+    image.save(out, "PNG")
     return f"data:image/png;base64,{base64.b64encode(out.getvalue()).decode()}"
 
 
@@ -38,9 +45,10 @@ def question(content: Any, max_tokens: int) -> bytes:
     return head.encode() + body
 
 
-def about_picture(pixels: int, max_tokens: int) -> bytes:
+def about_picture(pixels: int, max_tokens: int, *, noise: bool = False) -> bytes:
     """A request about a picture, as it is sent."""
-    image = {"type": "image_url", "image_url": {"url": picture_url(pixels)}}
+    url = picture_url(pixels, noise=noise)
+    image = {"type": "image_url", "image_url": {"url": url}}
     return question([image], max_tokens)
 
 
@@ -97,7 +105,7 @@ class Server:
     def __init__(self, argv: list[str]) -> None:
         self._argv = argv
 
-    async def __aenter__(self) -> Server:
+    async def __aenter__(self) -> Self:
         """Start it and wait until it is ready.
 
         Raises:

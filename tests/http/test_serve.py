@@ -276,6 +276,27 @@ async def test_hears_who_leaves_with_requests_in_the_pipe(
         assert await server.exit(signal.SIGTERM) == 0
 
 
+async def test_admits_as_much_as_the_arena_has() -> None:
+    """The gate's bytes are the arena's: who finds it full waits, and nothing is sent."""
+    size = 2 * 2**20
+    options = ("--arena-bytes", str(size), "--max-batch", "1")
+    async with served(*options) as server, server.client() as client:
+        url = f"{server.address}/_lifecycle/status"
+        requests = [
+            client.chat.completions.create(
+                model="sim", messages=user("see", encoded(150, 150)), max_tokens=1
+            )
+            for _ in range(24)
+        ]
+        answers = await asyncio.gather(*requests)
+        assert len(answers) == 24
+        status = (await client._client.get(url)).json()
+        assert status["payloads"]["bytes"] == status["arena"]["size"] == size
+        assert status["payloads"]["bytes_in_use"] == status["arena"]["used"] == 0
+        assert (status["arena"]["refused"], status["arena"]["spilled"]) == (0, 0)
+        assert await server.exit(signal.SIGTERM) == 0
+
+
 @pytest.mark.parametrize(
     "said", [b"hello\r\n\r\n", b"GET / HTTP/1.1\r\na b: c\r\n\r\n"]
 )

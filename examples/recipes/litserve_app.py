@@ -36,4 +36,5 @@ class Speak(LitAPI):
 def main(port: int) -> None:
     server.StreamingRequestHandler, api = Handler, Speak(stream=True)
     api.wanted = Manager().dict()
-    LitServer(api, middlewares=[LifecycleMiddleware]).run(port=port)
+    litserver = LitServer(api, middlewares=[LifecycleMiddleware])
+    litserver.run(port=port, generate_client_file=False)

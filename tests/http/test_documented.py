@@ -14,7 +14,9 @@ from sdk_contract import EVENTS, WHOLE, events, mistakes, mistakes_of_event
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 PAGE = Path(__file__).parents[2] / "docs" / "reference" / "http.md"
-COMMANDS = re.findall(r"^```sh\n(curl .*?)^```$", PAGE.read_text(), re.MULTILINE | re.DOTALL)
+COMMANDS = re.findall(
+    r"^```sh\n(curl .*?)^```$", PAGE.read_text(), re.MULTILINE | re.DOTALL
+)
 ADDRESS = "http://127.0.0.1:8000"
 
 

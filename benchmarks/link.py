@@ -143,15 +143,15 @@ Cell = Callable[[Transport, float], Awaitable[Figures]]
 CELLS: dict[str, tuple[Cell, str]] = {
     "128 x 50/s": (
         lambda it, s: paced(it, streams=128, rate=50, seconds=s),
-        "link link-trio today floor queue grpc ray",
+        "link link-trio today floor raw queue grpc ray",
     ),
     "512 x 20/s": (
         lambda it, s: paced(it, streams=512, rate=20, seconds=s),
-        "link today floor",
+        "link today floor raw",
     ),
     "128 x 160/s": (
         lambda it, s: paced(it, streams=128, rate=160, seconds=s),
-        "link today floor",
+        "link today floor raw",
     ),
     "flood, 128": (lambda it, s: flood(it, streams=128, seconds=s), "link today floor"),
     "starts, 64": (

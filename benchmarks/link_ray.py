@@ -68,7 +68,8 @@ class Ray:
             configure_logging=False,
             _temp_dir=self._directory.name,
         )
-        self._actor = ray.remote(_Actor).options(max_concurrency=_AT_ONCE).remote()
+        actor: Any = ray.remote(_Actor).options(max_concurrency=_AT_ONCE)
+        self._actor = actor.remote()
         async for _ in await self.start("warm", {"count": 1, "rate": 0}):
             pass
         self._processes = psutil.Process().children(recursive=True)

@@ -5,12 +5,12 @@ from __future__ import annotations
 import argparse
 import asyncio
 import sys
-from collections import deque
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from typing import Any
 
 from link_load import Pace, Steps, Transport
+from link_raw import Direct, Raw
 from link_ray import Ray
 from link_rivals import Grpc, Queues
 from link_today import Today
@@ -23,6 +23,7 @@ OTHERS: dict[str, Any] = {
     "queue": Queues,
     "grpc": Grpc,
     "ray": Ray,
+    "raw": Raw,
 }
 
 
@@ -69,7 +70,7 @@ class Floor:
     def __init__(self) -> None:
         self._steps = Steps()
         self._pace = Pace()
-        self._streams: dict[str, _Direct] = {}
+        self._streams: dict[str, Direct] = {}
         self._work = asyncio.Event()
 
     async def run(self) -> None:
@@ -86,7 +87,7 @@ class Floor:
         """Begin a stream."""
         self._steps.start(key, request, {})
         self._work.set()
-        stream = self._streams[key] = _Direct()
+        stream = self._streams[key] = Direct()
         return stream
 
     async def end(self, key: str) -> None:
@@ -97,33 +98,6 @@ class Floor:
     async def cpu(self) -> float:
         """Return nothing: there is no other process."""
         return 0.0
-
-
-class _Direct:
-    """Items by a future of the reader, which is the least that a loop can do."""
-
-    def __init__(self) -> None:
-        self._items: deque[Any] = deque()
-        self._waiter: asyncio.Future[None] | None = None
-        self._loop = asyncio.get_running_loop()
-
-    def put(self, item: Any) -> None:
-        self._items.append(item)
-        waiter, self._waiter = self._waiter, None
-        if waiter is not None:
-            waiter.set_result(None)
-
-    def __aiter__(self) -> _Direct:
-        return self
-
-    async def __anext__(self) -> Any:
-        while not self._items:
-            self._waiter = self._loop.create_future()
-            await self._waiter
-        item = self._items[0]
-        if item is None:
-            raise StopAsyncIteration
-        return self._items.popleft()
 
 
 @asynccontextmanager

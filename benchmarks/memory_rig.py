@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 import sys
+import time
 from collections.abc import AsyncIterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import TYPE_CHECKING, Any
@@ -32,6 +33,8 @@ class Case:
         together: Whether no answer ends before all have begun, as long ones do not.
         prefill: Seconds that the engine takes for a payload.
         step: Seconds that it takes for a token of everybody.
+        stall: Seconds that it stands still before the first payload, so that as many
+            pile up as may.
     """
 
     name: str
@@ -46,6 +49,7 @@ class Case:
     together: bool = False
     prefill: float = 0.03
     step: float = 0.002
+    stall: float = 0.0
 
     @property
     def payload(self) -> int:
@@ -54,7 +58,7 @@ class Case:
 
 
 def argv(case: Case) -> list[str]:
-    """The command line of a server."""
+    """The command line of its server."""
     return [sys.executable, __file__, "serve", json.dumps(asdict(case))]
 
 
@@ -64,6 +68,7 @@ def serve(case: Case) -> None:
     from lifecycle_engine.app import AppSettings, create_app
     from lifecycle_engine.processor import in_arena
     from lifecycle_engine.serve import run
+    from lifecycle_engine.service import Deadlines
     from lifecycle_engine.sim_processor import SimProcessor
     from lifecycle_zmq import ZmqEngine
 
@@ -84,6 +89,8 @@ def serve(case: Case) -> None:
             self._kept.pop(key, None)
             await super().end(key)
 
+    # On a slow machine the last of so many waits for minutes, and is to be served.
+    patient = Deadlines(start=600.0, first_token=600.0, idle=600.0)
     work = [sys.executable, __file__, "work", json.dumps(asdict(case))]
     kind = ZmqEngine if case.api else Keeping
     engine = kind(work, arena_bytes=case.arena)
@@ -91,7 +98,7 @@ def serve(case: Case) -> None:
         engine,
         SimProcessor(empty=in_arena(engine) if case.arena else None),
         gate=Gate(slots=case.slots or None, bytes=case.bytes or None, name="payloads"),
-        settings=AppSettings(model="sim", threads=2),
+        settings=AppSettings(model="sim", threads=2, deadlines=patient),
     )
     run(app, host="127.0.0.1", port=0, announce=lambda at: print(at, flush=True))
 
@@ -116,27 +123,30 @@ def _runner(case: Case) -> SimRunner:
     from lifecycle_engine.runner import Emitted, Prompt
     from lifecycle_engine.sim_runner import SimCost, SimRunner
 
-    class Together(SimRunner):
-        """Ends its answers when the last of them has begun, by the clock of none."""
+    class Crowded(SimRunner):
+        """Ends its answers, if told so, when the last of them has begun."""
 
         waited_for = case.clients + 1  # and the one that warms the server up
+        stall = case.stall
 
         def prefill(
             self, slot: int, prompt: Prompt, start: int, stop: int
         ) -> Emitted | None:
+            if self.waited_for == case.clients:
+                time.sleep(self.stall)
+                self.stall = 0.0
             emitted = super().prefill(slot, prompt, start, stop)
             self.waited_for -= emitted is not None
             return emitted
 
         def decode(self, slots: Sequence[int]) -> list[Emitted]:
-            over = self.waited_for <= 0
+            over = case.together and self.waited_for <= 0
             return [replace(each, last=over) for each in super().decode(slots)]
 
     cost = SimCost(
         0.0, case.prefill / case.pixels, decode_step=case.step, decode_lane=0.0
     )
-    kind = Together if case.together else SimRunner
-    return kind(slots=case.clients, max_length=4096, cost=cost)
+    return Crowded(slots=case.clients, max_length=4096, cost=cost)
 
 
 if __name__ == "__main__":

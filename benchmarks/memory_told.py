@@ -6,6 +6,7 @@ import statistics
 from collections.abc import Callable, Iterator
 from typing import Any
 
+from rich.box import SIMPLE
 from rich.table import Table
 
 _MIB = 2**20
@@ -17,9 +18,15 @@ def extra(run: dict[str, Any]) -> int:
     return int(run["peak"] - run["before"])
 
 
+def failed(found: dict[str, Any]) -> int:
+    """How many requests got no whole answer."""
+    rows = [row for rows in found["series"].values() for row in rows]
+    return sum(int(run["failed"]) for row in rows for run in row["runs"])
+
+
 def median(row: Row, of: Callable[[dict[str, Any]], float]) -> float:
     """The median over the runs of a row."""
-    return statistics.median(of(run) for run in row["runs"])
+    return float(statistics.median(of(run) for run in row["runs"]))
 
 
 def named(rows: list[Row], name: str) -> Row | None:
@@ -27,27 +34,26 @@ def named(rows: list[Row], name: str) -> Row | None:
     return next((row for row in rows if row["case"]["name"] == name), None)
 
 
-def against(rows: list[Row], row: Row, other: Row) -> float:
+def against(row: Row, other: Row) -> float:
     """Throughput of one row beside another's: the median over the turns of both.
 
     Both sides of each ratio met the same minute of the machine.
     """
-    del rows
     rates = {run["turn"]: run["rate"] for run in other["runs"]}
     pairs = [
         run["rate"] / rates[run["turn"]] for run in row["runs"] if run["turn"] in rates
     ]
-    return statistics.median(pairs)
+    return float(statistics.median(pairs))
 
 
 def table(name: str, rows: list[Row]) -> Table:
     """A series, one line a case: the median, and from the least to the most."""
     case = rows[0]["case"]
     payload = case["pixels"] * 24 / _MIB
-    shown = Table(title=f"{name}: payloads of {payload:.0f} MiB")
-    shown.add_column(name)
-    for head in ("peak above rest, MiB", "API, MiB", "engine, MiB", "req/s", "failed"):
-        shown.add_column(head, justify="right")
+    shown = Table(title=f"{name}: payloads of {payload:.0f} MiB", box=SIMPLE)
+    shown.add_column("", no_wrap=True)
+    for head in ("above rest, MiB", "API, MiB", "engine, MiB", "requests/s", "failed"):
+        shown.add_column(head, justify="right", no_wrap=True)
     for row in rows:
         if row["runs"]:
             shown.add_row(
@@ -64,7 +70,7 @@ def table(name: str, rows: list[Row]) -> Table:
 def _spread(values: list[float], digits: int = 0) -> str:
     low, high = min(values), max(values)
     middle = statistics.median(values)
-    return f"{middle:.{digits}f} ({low:.{digits}f} to {high:.{digits}f})"
+    return f"{middle:.{digits}f} ({low:.{digits}f}-{high:.{digits}f})"
 
 
 def goals(found: dict[str, Any]) -> Iterator[str]:
@@ -78,7 +84,7 @@ def goals(found: dict[str, Any]) -> Iterator[str]:
     gates = series.get("gates", [])
     off, by_bytes = named(gates, "off"), named(gates, "256 MiB")
     if off and by_bytes and off["runs"]:
-        lost = 1 - against(gates, by_bytes, off)
+        lost = 1 - against(by_bytes, off)
         yield _goal("throughput lost to the gate over bytes", lost, 0.02)
     clients = [row for row in series.get("clients", []) if row["runs"]]
     if clients:

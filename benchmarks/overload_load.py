@@ -17,9 +17,10 @@ import random
 import sys
 import time
 
-from _client import question
+from _client import about_picture
+from overload_rig import TOKENS
 
-_TEXT = "Tell me what you see, and leave nothing out. " * 8
+_PIXELS = 40_000
 _END = b"data: [DONE]"
 
 
@@ -99,7 +100,7 @@ async def load(
     """Ask at *rate* for so many *seconds*; return when the last one has an end."""
     loop = asyncio.get_running_loop()
     draw = random.Random(seed)
-    request = question(_TEXT, 12)
+    request = about_picture(_PIXELS, TOKENS, noise=True)
     asks: list[Ask] = []
     tasks: set[asyncio.Task[None]] = set()
     due = begin = loop.time() + 0.05

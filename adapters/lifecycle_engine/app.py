@@ -18,9 +18,15 @@ from starlette.routing import Route
 
 from lifecycle import Gate, Refused, SessionRegistry
 from lifecycle.events import Observer
-from lifecycle_asgi import BodyLimit, BodyTooLarge, LifecycleMiddleware
+from lifecycle_asgi import (
+    BodyLimit,
+    BodyTooLarge,
+    ClientLimit,
+    LifecycleMiddleware,
+    client_key,
+)
 
-from .api_errors import ApiError, describe
+from .api_errors import INTERNAL, ApiError, describe
 from .cancels import Cancels
 from .dialect import Dialect, dump
 from .generate import Generate
@@ -30,6 +36,7 @@ from .incoming import ChatDefaults, Intake
 from .live import LiveView
 from .media import MediaLimits
 from .messages_wire import ANTHROPIC
+from .observing import log_failures, operation_of, together
 from .openai_dialect import OPENAI
 from .processor import Processor
 from .remote_images import RemoteImages
@@ -54,6 +61,7 @@ class AppSettings:
         deadlines: For the engine.
         threads: Requests that are preprocessed at a time, and parsed at a time.
         end_timeout: Seconds that the END of one request may take.
+        per_client: Requests of one client at a time; ``None`` is unbounded.
         fetch: Brings images that requests name by https URLs; ``None`` refuses them.
     """
 
@@ -66,6 +74,7 @@ class AppSettings:
     deadlines: Deadlines = field(default_factory=Deadlines)
     threads: int = 2
     end_timeout: float = 10.0
+    per_client: int | None = None
     fetch: HttpsGet | None = None
 
 
@@ -79,6 +88,7 @@ def create_app(
     settings: AppSettings | None = None,
     observer: Observer | None = None,
     metrics: Metrics | None = None,
+    log: Observer = log_failures,
 ) -> Starlette:
     """Make the application; its lifespan runs the engine and the sessions.
 
@@ -91,8 +101,10 @@ def create_app(
         bodies: Over the bytes of bodies, until hand-off; by default room for eight of
             the largest.
         settings: The rest.
-        observer: Told of sessions, starts, payloads and drains; *metrics* for one.
+        observer: Told of requests, sessions, starts, payloads and drains; *metrics* for
+            one.
         metrics: What ``/metrics`` tells; it is made to watch gates and sessions.
+        log: Told of requests, too. By default it logs those that failed.
 
     Returns:
         The application; ``app.state.service`` is its `Service`.
@@ -127,7 +139,12 @@ def create_app(
         routes=_routes(service, metrics),
         lifespan=lambda _: _running(service, metrics),
         middleware=[
-            Middleware(LifecycleMiddleware),
+            Middleware(
+                LifecycleMiddleware,
+                observer=together(observer, log),
+                operation=operation_of,
+            ),
+            *_per_client(settings.per_client, observer),
             Middleware(
                 BodyLimit,
                 max_bytes=settings.body_bytes,
@@ -139,6 +156,20 @@ def create_app(
     )
     app.state.service = service
     return app
+
+
+def _per_client(slots: int | None, observer: Observer | None) -> list[Middleware]:
+    if slots is None:
+        return []
+    limit = Middleware(
+        ClientLimit, slots=slots, key=_client, answer=_refusal, observer=observer
+    )
+    return [limit]
+
+
+def _client(scope: Any) -> bytes | None:
+    """Whose a request is; what only looks at the server is nobody's."""
+    return client_key(scope) if operation_of(scope) else None
 
 
 def _remote(
@@ -197,7 +228,7 @@ def _refusal(
     scope: Any, refusal: BodyTooLarge | Refused
 ) -> tuple[int, list[tuple[bytes, bytes]], bytes]:
     """What `BodyLimit` answers, in the form of the API that was asked."""
-    response = _response(scope["path"], describe(refusal) or _INTERNAL)
+    response = _response(scope["path"], describe(refusal) or INTERNAL)
     return response.status_code, response.raw_headers, bytes(response.body)
 
 
@@ -212,7 +243,7 @@ async def _http_error(request: Request, error: Exception) -> Response:
 
 async def _internal_error(request: Request, error: Exception) -> Response:
     del error  # logged by the server; a client learns nothing of it
-    return _response(request.url.path, _INTERNAL)
+    return _response(request.url.path, INTERNAL)
 
 
 def _response(path: str, error: ApiError) -> Response:
@@ -220,6 +251,3 @@ def _response(path: str, error: ApiError) -> Response:
     response = Response(dump(document), status, media_type="application/json")
     response.raw_headers += error.headers
     return response
-
-
-_INTERNAL = ApiError(500, "The server failed; see its log", code="internal_error")

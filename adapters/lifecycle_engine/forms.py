@@ -8,7 +8,9 @@ from typing import Any, TypeVar
 import pydantic_core
 from pydantic import BaseModel, ConfigDict, ValidationError
 
-from .api_errors import bad_request
+from lifecycle_asgi.media import TooDeep, find_media
+
+from .api_errors import ApiError, bad_request
 
 F = TypeVar("F", bound="Form")
 # Fields, each with the values that change nothing.
@@ -17,6 +19,8 @@ Unsupported = Mapping[str, tuple[Any, ...]]
 # Each costs a hundred bytes and a microsecond in which nothing else runs. A text
 # that has more commas and brackets than this has more tokens than the wire takes.
 _MAX_VALUES = 2**18
+# Of a body that is wrong anyway, to say better why.
+_MAX_LOOKED_AT = 2**12
 # Objects whose keys a client makes up.
 _KEYS_OF_CLIENTS = ("metadata",)
 
@@ -27,6 +31,10 @@ class Form(BaseModel):
     model_config = ConfigDict(
         strict=True, extra="ignore", allow_inf_nan=False, hide_input_in_errors=True
     )
+
+    def __repr_args__(self) -> list[tuple[str, Any]]:
+        """Show nothing: a request is what its client said."""
+        return []
 
 
 def either(**fields: str) -> dict[str, Any]:
@@ -61,9 +69,12 @@ def checked(form: type[F], body: bytes, unsupported: Unsupported) -> F:
         request = form.model_validate(document)
     except ValidationError as error:
         mistake = error.errors(include_input=False, include_url=False)[0]
+        foreign = _foreign(document)
     else:
         _refuse_unsupported(request, unsupported)
         return request
+    if foreign is not None:
+        raise foreign
     param = _param(mistake["loc"], unsupported)
     words = mistake["msg"]
     if mistake["type"] == "union_tag_invalid":  # whose words are the client's own
@@ -86,6 +97,20 @@ def _parse_json(body: bytes) -> object:
     except ValueError as error:
         message = str(error)
     raise bad_request(f"The body is not valid JSON: {message}", code="invalid_json")
+
+
+def _foreign(document: object) -> ApiError | None:
+    """What to say of video, audio and files, which no form here has a place for."""
+    try:
+        found = find_media(document, max_values=_MAX_LOOKED_AT)
+    except TooDeep:
+        return None
+    for media in found:
+        if media.kind != "image":
+            problem = f"Input of {media.kind} is not supported; send text and images"
+            param = f"{media.path}.type"
+            return bad_request(problem, param=param, code="unsupported_media")
+    return None
 
 
 def _refuse_unsupported(request: Form, unsupported: Unsupported) -> None:

@@ -17,15 +17,18 @@ import anyio
 import anyio.to_thread
 
 from lifecycle import GateClosed, Payload
+from lifecycle_asgi.media import find_media
 
 from .api_errors import ApiError, bad_request
 from .media import (
     Measure,
     MediaLimits,
+    Weight,
+    check_count,
     check_total,
     decode_data_url,
-    estimate_bytes,
     measure,
+    weigh,
 )
 from .openai_schema import ANY_MODEL, ChatRequest, parse_request, unknown_model
 from .processor import Chat, Message
@@ -74,9 +77,8 @@ class Incoming:
 
     Attributes:
         chat: For the processor; take it once.
-        estimate: Bytes that it will need until hand-off, a copy for each choice;
-            0 for text alone, which never waits for bytes.
-        images: How many images it has.
+        weight: What its images need until hand-off.
+        images: How many images it has; with none, it never waits for bytes.
         stream: Whether the answer is to be streamed.
         include_usage: Whether the stream ends with a usage chunk.
         choices: How many answers are to be given.
@@ -87,7 +89,7 @@ class Incoming:
     """
 
     chat: Payload[Chat] = field(repr=False)
-    estimate: int
+    weight: Weight
     images: int
     stream: bool
     include_usage: bool
@@ -96,6 +98,11 @@ class Incoming:
     echo: Mapping[str, Any] = field(default_factory=dict, repr=False)
     measures: tuple[Measure, ...] = ()
     remote: tuple[Remote, ...] = ()
+
+    @property
+    def estimate(self) -> int:
+        """Bytes that it will need until hand-off, tensors for each choice."""
+        return self.weight.work + self.choices * self.weight.tensors
 
 
 class ClientLeft(Exception):
@@ -187,6 +194,8 @@ class Intake:
         if request.model not in (self._model, ANY_MODEL):
             raise unknown_model(self._model)
         self._check_text(request)
+        images = len(find_media(request.messages))
+        check_count(images, self._limits)
         measures: list[Measure] = []
         remote: list[Remote] = []
         messages = self._messages(request, measures, remote)
@@ -202,13 +211,14 @@ class Intake:
             1.0 if request.top_p is None else request.top_p,
             (request.top_logprobs or 0) if request.logprobs else None,
             request.user or "",
+            request.prompt_cache_key,
         )
         choices = request.n or 1
-        weight = sum(one.encoded for one in measures)
+        encoded = sum(one.encoded for one in measures)
         return Incoming(
-            Payload(chat, nbytes=weight),
-            estimate_bytes(measures) * choices,
-            len(measures),
+            Payload(chat, nbytes=encoded),
+            weigh(measures),
+            images,
             bool(request.stream),
             bool(options and options.include_usage),
             choices,
@@ -264,7 +274,7 @@ class Intake:
         for i, message in enumerate(request.messages):
             content: list[str | bytes] = []
             for j, part in enumerate(message.content):
-                if part.image_url is None or part.type == "text":
+                if part.image_url is None or not find_media(part):
                     content.append(part.text or "")
                     continue
                 chat = f"messages[{i}].content[{j}].image_url.url"

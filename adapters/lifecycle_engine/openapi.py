@@ -54,7 +54,7 @@ _STATUSES = {
     504: "The engine took too long",
 }
 _OBJECTS = {
-    "/v1/models": ["object", "data"],
+    "/v1/models": ["data"],
     "/health": ["status"],
     "/openapi.json": ["openapi", "paths"],
     "/_lifecycle/status": ["ready", "sessions", "engine", "process"],
@@ -119,7 +119,7 @@ def _others(model: str) -> Document:
     plain = {"text/plain": {"schema": {"type": "string"}}}
     metrics = {"200": {"description": "For Prometheus", "content": plain}}
     metrics["404"] = {"description": "There are none", "content": plain}
-    one = _getting(["id", "object", "created", "owned_by"], 404)
+    one = _getting(["id"], 404)
     one["parameters"] = [_parameter("model", "path", {"type": "string"}, model)]
     stored = {"responses": {"404": _failing(404, "There are none")}, "parameters": _IDS}
     cancelled = _getting(["id", "status"], 404) | {"parameters": _IDS}

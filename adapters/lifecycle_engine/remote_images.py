@@ -14,7 +14,7 @@ from lifecycle import Gate, Payload, Session
 from .api_errors import ApiError
 from .https_get import HttpsGet, NotFetched
 from .incoming import Incoming, Remote
-from .media import Measure, MediaLimits, check_total, estimate_bytes, measure
+from .media import Measure, MediaLimits, check_total, measure, weigh
 from .processor import Chat
 
 
@@ -46,7 +46,7 @@ class RemoteImages:
             held: Takes the lease over the bytes; close it at hand-off.
 
         Returns:
-            The request with its images counted, and the box of its chat.
+            The request with its images weighed, and the box of its chat.
 
         Raises:
             ApiError: 400, 413 or 504; no word of a URL is in it.
@@ -71,8 +71,7 @@ class RemoteImages:
             content[one.part] = file
         brought = replace(
             incoming,
-            estimate=estimate_bytes(measures) * incoming.choices,
-            images=len(measures),
+            weight=weigh(measures),
             measures=tuple(measures),
             remote=(),
         )

@@ -42,7 +42,7 @@ def where(error: BaseException) -> str:
     return f"{type(error).__name__} at {PurePath(frame.f_code.co_filename).name}:{line}"
 
 
-def complain(about: str, error: Exception) -> None:
+def complain(about: str, error: BaseException) -> None:
     """Say on standard error what was raised about what, and empty its frames."""
     # Without the message of the error and without locals, which may hold a prompt.
     sys.stderr.write(f"{about} raised {type(error).__name__}\n")

@@ -25,7 +25,8 @@ from lifecycle_metrics import Metrics
 
 # Busy for a while is the one failure of the server that is none.
 BUSY = (503, 529)
-SLOW = 10.0
+# On a machine with many other things to do.
+SLOW = 30.0
 NAMES = [
     "status_code_conformance",
     "content_type_conformance",
@@ -85,7 +86,8 @@ def attack(url: str, operation: Any, *, cases: int, seed: int) -> Tally:
             tally.cases += 1
             tally.slowest = max(tally.slowest, took)
             tally.statuses[response.status_code] += 1
-            assert response.status_code < 500 or response.status_code in BUSY
+            told = response.status_code, response.text
+            assert response.status_code < 500 or response.status_code in BUSY, told
             assert took < SLOW
             case.validate_response(response, checks=checks)
 

@@ -6,6 +6,7 @@ a field that a model does not have is a mistake, and so is one that it needs.
 
 from __future__ import annotations
 
+import datetime as dt
 import json
 import types
 import typing
@@ -19,7 +20,8 @@ from openai.types import chat
 from openai.types.shared import ErrorObject
 from pydantic import BaseModel
 
-_PLAIN = {str: str, bool: bool, type(None): type(None)}
+# JSON has no time of its own.
+_PLAIN = {str: str, bool: bool, type(None): type(None), dt.datetime: str}
 
 
 def mistakes(kind: Any, value: Any, path: str = "$") -> list[str]:

@@ -18,8 +18,8 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[1]
 TESTS = ROOT / "tests"
 
-# `peers-17`, `fault-22` and `B4`; also several after one another.
-NAME = re.compile(r"\b(?:(peers|fault)-|(B))(\d+)\b")
+# `peers-17`, `fault-22`, `B4`, `N4` and `S4`; also several after one another.
+NAME = re.compile(r"\b(?:(peers|fault)-|([BNS]))(\d+)\b")
 
 Case = tuple[str, int]
 
@@ -85,7 +85,7 @@ def docstrings(tree: ast.Module) -> Iterator[tuple[str, str]]:
 def label(case: Case) -> str:
     """Return a case as tests name it."""
     kind, number = case
-    return f"{kind}{number}" if kind == "B" else f"{kind}-{number}"
+    return f"{kind}{number}" if len(kind) == 1 else f"{kind}-{number}"
 
 
 if __name__ == "__main__":

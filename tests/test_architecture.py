@@ -63,9 +63,19 @@ KNOWS_EVENT_LOOPS = {"_park"}
 PICKLES = {"pickle", "marshal", "shelve", "dill", "cloudpickle", "joblib"}
 # Public like the adapters, and above the core like them.
 TESTING = {"testing", "pytest_plugin"}
-# Only the bundled engine stands above other adapters.
+# The bundled engine stands above all others; engines on Ray speak over another
+# transport what those in a process speak over sockets; observers know the events.
 MAY_USE = {
-    "lifecycle_engine": {"lifecycle_asgi", "lifecycle_metrics", "lifecycle_zmq"},
+    "lifecycle_ray": {"lifecycle_zmq"},
+    "lifecycle_metrics": {"lifecycle_asgi"},
+    "lifecycle_otel": {"lifecycle_asgi"},
+    "lifecycle_engine": {
+        "lifecycle_asgi",
+        "lifecycle_metrics",
+        "lifecycle_otel",
+        "lifecycle_zmq",
+        "lifecycle_ray",
+    },
 }
 
 
@@ -195,6 +205,19 @@ def test_pickles_nothing(path: Path) -> None:
         if isinstance(node, ast.Attribute)
     }
     assert called & {"recv_pyobj", "send_pyobj"} == set()
+
+
+@pytest.mark.parametrize("path", PRODUCT_FILES, ids=ids(PRODUCT_FILES))
+def test_forks_nothing(path: Path) -> None:
+    """Whatever is started is a new program: no thread or device is copied (fault-38, S6)."""
+    modules = {module.partition(".")[0] for module, _ in imports(path)}
+    assert modules & {"multiprocessing", "pty"} == set()
+    words = {
+        getattr(node, "attr", getattr(node, "arg", ""))
+        for node in ast.walk(ast.parse(path.read_text()))
+        if isinstance(node, ast.Attribute | ast.keyword)
+    }
+    assert words & {"fork", "forkpty", "preexec_fn"} == set()
 
 
 def test_keeps_adapters_a_folder() -> None:

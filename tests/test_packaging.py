@@ -2,6 +2,7 @@
 
 import ast
 import importlib
+import importlib.util
 import inspect
 import subprocess
 import sys
@@ -19,6 +20,8 @@ NAMES = [Path(package).name for package in PACKAGES]
 # The bundled engine is an application: its package imports nothing, so that
 # neither of its processes pays for what the other one needs.
 LIBRARIES = [name for name in NAMES if name != "lifecycle_engine"]
+if importlib.util.find_spec("ray") is None:
+    LIBRARIES.remove("lifecycle_ray")
 
 # Runs in a fresh interpreter: fails on the import of anything but anyio, what
 # anyio needs, and the standard library.
@@ -55,6 +58,7 @@ def test_imports_core_without_any_extra() -> None:
     [
         ("lifecycle_zmq", "msgpack", "zmq"),
         ("lifecycle_zmq", "zmq", "zmq"),
+        ("lifecycle_ray", "ray", "ray"),
         ("lifecycle_engine.cli", "typer", "engine"),
     ],
 )
@@ -129,6 +133,18 @@ def test_names_every_extra_in_the_readme() -> None:
     readme = (ROOT / "README.md").read_text()
     for extra in PROJECT["project"]["optional-dependencies"]:
         assert f"[{extra}]" in readme, extra
+
+
+def test_says_what_it_depends_on_and_what_it_defends() -> None:
+    """The core needs anyio; all that is needed has a least version (S10)."""
+    (core,) = PROJECT["project"]["dependencies"]
+    assert core.startswith("anyio>=4.14.2")
+    for wanted in PROJECT["project"]["optional-dependencies"].values():
+        for each in wanted:
+            assert ">=" in each or each.startswith("anyio-lifecycle["), each
+    threats = (ROOT / "SECURITY.md").read_text()
+    for who in ("another user on the machine | yes", "of the same user | no"):
+        assert who in threats
 
 
 def test_parses_on_the_oldest_python() -> None:

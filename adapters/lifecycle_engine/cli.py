@@ -1,11 +1,9 @@
-"""``lifecycle-engine``: run the server, build a checkpoint to run it on."""
+"""``lifecycle-engine``: run the server, and what helps with it."""
 
 from __future__ import annotations
 
-import shutil
+import signal
 import sys
-import tempfile
-from enum import StrEnum
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -17,12 +15,21 @@ except ModuleNotFoundError as error:
         name=error.name,
     ) from None
 
+from . import commands
 from .hints import first_steps
+from .launch import (
+    Device,
+    EngineOn,
+    RunnerName,
+    default_checkpoint,
+    make_processor,
+    on_ray,
+    worker_argv,
+)
+from .observing import LogName, log_of, spans_of, together
 
 if TYPE_CHECKING:
     from lifecycle_metrics import Metrics
-
-    from .processor import Empty, Processor
 
 cli = typer.Typer(
     add_completion=False,
@@ -30,20 +37,6 @@ cli = typer.Typer(
     pretty_exceptions_show_locals=False,
     help="A vision-language model server with a lifecycle for every request.",
 )
-
-
-class RunnerName(StrEnum):
-    """What runs the requests."""
-
-    torch = "torch"
-    sim = "sim"
-
-
-class Device(StrEnum):
-    """Where torch computes."""
-
-    cpu = "cpu"
-    cuda = "cuda"
 
 
 @cli.command()
@@ -61,19 +54,32 @@ def serve(
         typer.Option(help="Checkpoint folder; a tiny random one if left out."),
     ] = None,
     device: Annotated[Device, typer.Option(help="For torch.")] = Device.cpu,
+    engine_on: Annotated[
+        EngineOn, typer.Option("--engine", help="Where it runs; ray: on a cluster.")
+    ] = EngineOn.process,
+    ray_address: Annotated[
+        str | None,
+        typer.Option(help="Of the Ray cluster; one is started here if left out."),
+    ] = None,
+    replicas: Annotated[int, typer.Option(help="Engines on Ray.", min=1)] = 1,
+    gpus: Annotated[
+        float | None,
+        typer.Option(help="GPUs of each engine on Ray; 1 on cuda.", min=0),
+    ] = None,
     model: Annotated[
         str | None, typer.Option(help="Name that clients ask for.")
     ] = None,
     payload_bytes: Annotated[
-        int, typer.Option(help="Bytes of payloads that may be in the making.", min=1)
-    ] = 2 * 2**30,
+        int | None,
+        typer.Option(help="Bytes of payloads at a time; all of the arena.", min=1),
+    ] = None,
     arena_bytes: Annotated[
         int,
         typer.Option(
             help="Bytes of memory that the engine reads payloads in; 0 sends them.",
             min=0,
         ),
-    ] = 2**30,
+    ] = 2 * 2**30,
     slots: Annotated[
         int,
         typer.Option(help="Requests that may be in flight; 0 is unbounded.", min=0),
@@ -84,6 +90,10 @@ def serve(
     max_wait: Annotated[
         float, typer.Option(help="Seconds that a request may wait at a gate.", min=0)
     ] = 60.0,
+    per_client: Annotated[
+        int,
+        typer.Option(help="Requests of one API key at a time; 0 is unbounded.", min=0),
+    ] = 0,
     max_batch: Annotated[int, typer.Option(help="Requests in one step.", min=1)] = 8,
     max_length: Annotated[
         int | None, typer.Option(help="Tokens of prompt and answer together.", min=1)
@@ -104,50 +114,90 @@ def serve(
     stalled_after: Annotated[
         float, typer.Option(help="Seconds that one step of the engine may take.", min=1)
     ] = 30.0,
+    max_connections: Annotated[
+        int, typer.Option(help="Connections at a time; others get 503.", min=1)
+    ] = 16384,
+    remote_images: Annotated[
+        bool,
+        typer.Option(
+            "--remote-images",
+            help="Fetch images that requests name by https, from public addresses.",
+        ),
+    ] = False,
     drain: Annotated[
         float, typer.Option(help="Seconds that streams get at the end.", min=0)
     ] = 10.0,
+    log: Annotated[
+        LogName, typer.Option(help="A line for each failure, or for each request.")
+    ] = LogName.failures,
     hints: Annotated[
         bool, typer.Option("--hints", help="Print what to try once it is ready.")
     ] = False,
 ) -> None:
-    """Serve the OpenAI API until SIGTERM or SIGINT."""
+    """Serve the APIs of OpenAI and Anthropic until SIGTERM or SIGINT."""
     from lifecycle import EngineLost, Gate
     from lifecycle_zmq import ZmqEngine
 
     from . import serve as server
     from .app import AppSettings, create_app
-    from .processor import in_arena
+    from .connections import ConnectionLimits
+    from .https_get import FetchLimits, HttpsGet
+    from .processor import in_arena, room
+    from .service import Engine
 
     folder = None
     if runner is RunnerName.torch:
         folder = _existing(checkpoint) if checkpoint else default_checkpoint()
-    engine = ZmqEngine(
-        worker_argv(
-            runner,
-            folder,
-            device=device,
-            max_batch=max_batch,
-            max_length=max_length,
-            chunk=chunk,
-            dtype=dtype,
-        ),
-        stalled_after=stalled_after,
-        arena_bytes=arena_bytes,
+    argv = worker_argv(
+        runner,
+        folder,
+        device=device,
+        max_batch=max_batch,
+        max_length=max_length,
+        chunk=chunk,
+        dtype=dtype,
     )
+    engine: Engine
+    empty, capacity = None, room(payload_bytes, 0)
+    if engine_on is EngineOn.ray:
+        if arena_bytes:
+            raise typer.BadParameter("an arena is memory of one machine; not on Ray")
+        engine = on_ray(
+            argv,
+            address=ray_address,
+            replicas=replicas,
+            gpus=float(device is Device.cuda) if gpus is None else gpus,
+            stalled_after=stalled_after,
+        )
+    else:
+        engine = local = ZmqEngine(
+            argv,
+            stalled_after=stalled_after,
+            stop_timeout=1.0,  # clients are gone by then, and it has nothing to save
+            arena_bytes=arena_bytes,
+        )
+        empty = in_arena(local) if arena_bytes else None
+        capacity = room(payload_bytes, arena_bytes)
     name = model or (folder.name if folder is not None else "sim")
     line: dict[str, Any] = {"max_waiting": max_waiting, "max_wait": max_wait}
     metrics = _metrics()
     line |= {"observer": metrics}
     app = create_app(
         engine,
-        make_processor(folder, in_arena(engine) if arena_bytes else None),
-        gate=Gate(bytes=payload_bytes, name="payloads", **line),
+        make_processor(folder, empty),
+        gate=Gate(bytes=capacity, name="payloads", **line),
         in_flight=Gate(slots=slots or None, name="in_flight", **line),
         bodies=Gate(bytes=8 * body_bytes, name="bodies", **line),
         observer=metrics,
         metrics=metrics,
-        settings=AppSettings(model=name, body_bytes=body_bytes, threads=threads),
+        log=together(log_of(log), spans_of(name)),
+        settings=AppSettings(
+            model=name,
+            body_bytes=body_bytes,
+            threads=threads,
+            per_client=per_client or None,
+            fetch=HttpsGet(FetchLimits()) if remote_images else None,
+        ),
     )
 
     def announce(address: str) -> None:
@@ -157,7 +207,14 @@ def serve(
         sys.stdout.flush()
 
     try:
-        server.run(app, host=host, port=port, drain=drain, announce=announce)
+        server.run(
+            app,
+            host=host,
+            port=port,
+            drain=drain,
+            limits=ConnectionLimits(connections=max_connections),
+            announce=announce,
+        )
     except OSError as error:
         typer.echo(
             f"cannot listen on {host} port {port}: {error.strerror}; "
@@ -168,76 +225,13 @@ def serve(
     except EngineLost as error:
         typer.echo(f"the engine did not start: {error}", err=True)
         raise typer.Exit(1) from None
+    # All is done, and nothing left that a signal could cut short.
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
 
 
-@cli.command()
-def demo(
-    *,
-    runner: Annotated[
-        RunnerName, typer.Option(help="torch runs a model, sim needs no torch.")
-    ] = RunnerName.torch,
-    clients: Annotated[int, typer.Option(help="How many ask at a time.")] = 32,
-    requests: Annotated[int, typer.Option(help="How many they send in all.")] = 160,
-    seed: Annotated[int, typer.Option(help="Of pictures, requests, manners.")] = 1,
-) -> None:
-    """Run a server under unreliable clients, kill its engine, look what is left."""
-    import anyio
-
-    try:
-        from .demo.run import run
-        from .demo.server import ServerFailed
-    except ModuleNotFoundError as error:
-        typer.echo(f"{error}; pip install 'anyio-lifecycle[demo]'", err=True)
-        raise typer.Exit(2) from None
-    if runner is RunnerName.torch:
-        default_checkpoint()  # built once, and not while the server is waited for
-    # Less than the clients bring, so that the gates have something to do.
-    arguments = ["--runner", runner.value, "--slots", "24", "--payload-bytes"]
-    arguments.append(str(512 * 2**20))
-
-    async def main() -> int:
-        return await run(
-            arguments=arguments, clients=clients, requests=requests, seed=seed
-        )
-
-    try:
-        status = anyio.run(main)
-    except ServerFailed as error:
-        typer.echo(f"demo: {error}", err=True)
-        status = 1
-    raise typer.Exit(status)
-
-
-@cli.command()
-def checkpoint(
-    out: Annotated[Path, typer.Argument(help="Folder to write.")],
-    *,
-    family: Annotated[str, typer.Option(help="Model family.")] = "qwen2_5_vl",
-    seed: Annotated[int, typer.Option(help="Of the random weights.")] = 0,
-) -> None:
-    """Build a tiny random checkpoint, offline."""
-    from .checkpoint import build
-
-    try:
-        build(out, family, seed)
-    except ValueError as error:
-        raise typer.BadParameter(str(error)) from None
-    typer.echo(f"{out}")
-
-
-@cli.command()
-def doctor() -> None:
-    """Say what is wrong with this machine, or could be better, and what to do."""
-    from .doctor import examine
-
-    marks = {"fine": "  ok", "note": "note", "bad": " BAD"}
-    bad = 0
-    for finding in examine():
-        typer.echo(f"{marks[finding.state]}  {finding.what}: {finding.found}")
-        if finding.remedy:
-            typer.echo(f"      -> {finding.remedy}")
-        bad += finding.state == "bad"
-    raise typer.Exit(1 if bad else 0)
+for _command in (commands.demo, commands.checkpoint, commands.doctor):
+    cli.command()(_command)
 
 
 def _metrics() -> Metrics | None:
@@ -256,69 +250,6 @@ def _existing(folder: Path) -> Path:
         f"`lifecycle-engine checkpoint {folder}` builds a tiny checkpoint there",
         param_hint="--checkpoint",
     )
-
-
-def worker_argv(
-    runner: RunnerName,
-    folder: Path | None,
-    *,
-    device: Device = Device.cpu,
-    max_batch: int = 8,
-    max_length: int | None = None,
-    chunk: int = 512,
-    dtype: str | None = None,
-) -> list[str]:
-    """The command line of the engine process."""
-    argv = [sys.executable, "-m", "lifecycle_engine.worker"]
-    argv += ["--runner", runner.value, "--max-batch", str(max_batch)]
-    argv += ["--chunk", str(chunk)]
-    if max_length is not None:
-        argv += ["--max-length", str(max_length)]
-    if dtype is not None:
-        argv += ["--dtype", dtype]
-    if folder is not None:
-        argv += ["--checkpoint", str(folder), "--device", device.value]
-    return argv
-
-
-def make_processor(folder: Path | None, empty: Empty | None = None) -> Processor:
-    """The processor of a checkpoint; of the simulated model if there is none.
-
-    Args:
-        folder: Of the checkpoint.
-        empty: Makes the buffers of pixels; ``None``: in ordinary memory.
-    """
-    if folder is None:
-        from .sim_processor import SimProcessor
-
-        return SimProcessor(empty=empty)
-    from ._hf import hf
-    from .chat_processor import ChatProcessor
-
-    hf("set_verbosity_error", "utils.logging")()
-    return ChatProcessor(folder, empty=empty)
-
-
-def default_checkpoint(cache: Path | None = None) -> Path:
-    """The tiny checkpoint in the cache folder, built there if it is missing.
-
-    Args:
-        cache: Defaults to ``~/.cache/anyio-lifecycle``.
-    """
-    from .checkpoint import build
-
-    cache = cache or Path.home() / ".cache" / "anyio-lifecycle"
-    folder = cache / "tiny-qwen2_5_vl"
-    if not (folder / "config.json").exists():
-        cache.mkdir(parents=True, exist_ok=True)
-        # Built beside it and moved, so that nobody ever loads half of one.
-        fresh = Path(tempfile.mkdtemp(dir=cache))
-        try:
-            build(fresh / "checkpoint")
-            (fresh / "checkpoint").replace(folder)
-        finally:
-            shutil.rmtree(fresh, ignore_errors=True)
-    return folder
 
 
 def main() -> None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from contextlib import ExitStack
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
@@ -16,25 +17,39 @@ import anyio
 import anyio.to_thread
 
 from lifecycle import Lease, Payload, Session, SessionEnded, Stream
-from lifecycle_asgi import request_of
+from lifecycle_asgi import RequestScope, request_of
 from lifecycle_zmq import RequestRejected
 
 from .answers import Answer
-from .api_errors import describe
+from .api_errors import INTERNAL, describe
 from .dialect import Dialect
+from .early import refuse_when_full
 from .incoming import ClientLeft, Incoming, request_id
+from .observing import Observed, count
 from .openai_wire import Usage
+from .patience import patience
 from .processor import BadChat, BadImage, Chat
 from .replies import Reply
 from .service import Service
 from .shared import Shared
 from .texts import Texts
+from .unread import Unread
 
 Items = AsyncIterator[Any]
 Opening = tuple[
     Callable[[], Awaitable[Items]], Callable[[Items | None], Awaitable[None]]
 ]
 _NOT_RUN = (BadChat, BadImage, RequestRejected)
+
+
+@dataclass(frozen=True, slots=True)
+class _Asked:
+    """What one request asks for, and until when its client waits."""
+
+    request: RequestScope
+    incoming: Incoming
+    until: float
+    usage: Usage = field(default_factory=Usage)
 
 
 class Generate:
@@ -56,60 +71,76 @@ class Generate:
             At any time: the session is closed at once and the registry ends what
             the engine holds. It always propagates.
         """
-        reply = Reply(send, self._dialect)
+        reply, request = Reply(send, self._dialect), request_of(scope)
         try:
             reply.request_id = request_id(scope)
-            incoming = await self._service.intake.read(receive, self._dialect.parse)
-            await self._serve(scope, incoming, reply)
+            refuse_when_full(self._service.in_flight)
+            with request.phase("read"):
+                incoming = await self._service.intake.read(receive, self._dialect.parse)
+            until = anyio.current_time() + patience(scope)
+            await self._serve(_Asked(request, incoming, until), reply)
         except ClientLeft:
             return
-        except Exception as error:
-            problem = describe(error)
-            if problem is None:  # a mistake of ours: logged, and a stream is cut
-                raise
+        except Exception as error:  # noqa: BLE001 - uvicorn would log its words
+            problem = describe(error) or INTERNAL
+            if problem.status == INTERNAL.status:
+                request.fail(error)
         else:
             return
         # Outside of the handler: its exception holds the frames it came through,
         # and the client may take its time to read.
         await reply.error(problem)
 
-    async def _serve(self, scope: Any, incoming: Incoming, reply: Reply) -> None:
-        service, request = self._service, request_of(scope)
+    async def _serve(self, asked: _Asked, reply: Reply) -> None:
+        service, request, incoming = self._service, asked.request, asked.incoming
         with (
             service.sessions.open(str(reply.request_id)) as session,
             ExitStack() as held,
+            ExitStack() as fetched,
         ):
             request.attach(session)
             box = session.box(incoming.chat.take(), nbytes=incoming.chat.nbytes)
-            held.enter_context(await service.in_flight.admit())
-            usage = Usage()
+            held.callback(count, request, incoming, asked.usage)
+            with request.phase("queue"):
+                lease = await service.admit(service.in_flight, until=asked.until)
+            held.enter_context(lease)
+            if incoming.remote and service.remote is not None:
+                bring = service.remote.bring
+                with request.phase("fetch"):
+                    incoming, box = await bring(session, box, incoming, fetched)
+                asked = replace(asked, incoming=incoming)
             try:
-                streams = await self._start(session, box, incoming, usage)
+                streams = await self._start(session, box, asked)
             except _NOT_RUN:
                 session.close("refused")
                 raise
             request.release_body()
-            await self._answer(streams, incoming, usage, reply)
+            fetched.close()
+            with request.phase("stream"):
+                await self._answer(streams, asked, reply)
 
     async def _start(
-        self, session: Session, box: Payload[Chat], incoming: Incoming, usage: Usage
+        self, session: Session, box: Payload[Chat], asked: _Asked
     ) -> list[Stream[Any]]:
-        """Admit, preprocess and hand over; the lease ends with this call."""
-        service = self._service
+        """Admit, preprocess and hand over; the lease ends when that was read."""
+        service, choices = self._service, asked.incoming.choices
         lease: Lease | None = None
-        if incoming.estimate:  # text alone has none, and never waits for bytes
-            lease = await service.payloads.admit(bytes=incoming.estimate)
-        shared = Shared(
-            partial(self._prepare, box, lease, usage, incoming.choices),
-            choices=incoming.choices,
-        )
+        if asked.incoming.images:  # text alone never waits for bytes
+            size = service.correction.bytes(asked.incoming.weight, choices)
+            with asked.request.phase("queue"):
+                lease = await service.admit(
+                    service.payloads, until=asked.until, size=size
+                )
+        shared = Shared(partial(self._prepare, box, lease, asked), choices=choices)
         del box
+        unread = Unread(lease, choices)
         starts = [
-            self._one(session, shared, index, incoming.choices)
-            for index in range(incoming.choices)
+            unread.starts(index, *self._one(session, shared, index, asked))
+            for index in range(choices)
         ]
         limits = service.deadlines
-        sources = await session.start_all(starts, lease=lease, timeout=limits.start)
+        with unread:
+            sources = await session.start_all(starts, timeout=limits.start)
         return [
             session.stream(
                 source,
@@ -121,9 +152,11 @@ class Generate:
         ]
 
     def _one(
-        self, session: Session, shared: Shared, index: int, choices: int
+        self, session: Session, shared: Shared, index: int, asked: _Asked
     ) -> Opening:
         """How one of the choices is opened and ended."""
+        phase, choices = asked.request.phase, asked.incoming.choices
+        hand_off, cleanup = phase("hand_off"), phase("cleanup")
         engine = self._service.engine
         key = session.key if choices == 1 else f"{session.key}-{index}"
 
@@ -135,15 +168,17 @@ class Generate:
             nbytes = sum(int(tensor.nbytes) for tensor in tensors.values())
             handed = session.box(tensors, nbytes=nbytes)
             del tensors
-            return await engine.start(key, request, handed)
+            with hand_off:
+                return await engine.start(key, request, handed)
 
         async def end(_: AsyncIterator[Any] | None) -> None:
-            await engine.end(key)
+            with cleanup:
+                await engine.end(key)
 
         return open_, end
 
     async def _prepare(
-        self, box: Payload[Chat], lease: Lease | None, usage: Usage, choices: int
+        self, box: Payload[Chat], lease: Lease | None, asked: _Asked
     ) -> tuple[dict[str, Any], Payload[Mapping[str, Any]]]:
         processor = self._service.processor
 
@@ -154,21 +189,22 @@ class Generate:
             tensors = Payload[Mapping[str, Any]](made.tensors, nbytes=made.nbytes)
             return made.request, tensors, made.prompt_tokens
 
-        request, tensors, usage.prompt_tokens = await anyio.to_thread.run_sync(
-            prepare, limiter=self._service.threads
-        )
+        incoming, usage = asked.incoming, asked.usage
+        with asked.request.phase("prepare"):
+            request, tensors, usage.prompt_tokens = await anyio.to_thread.run_sync(
+                prepare, limiter=self._service.threads
+            )
         if lease is not None:
-            lease.settle(bytes=tensors.nbytes * choices)
+            lease.settle(bytes=tensors.nbytes * incoming.choices)
+            self._service.correction.learn(incoming.weight, tensors.nbytes)
         return request, tensors
 
     async def _answer(
-        self,
-        streams: Sequence[Stream[Any]],
-        incoming: Incoming,
-        usage: Usage,
-        reply: Reply,
+        self, streams: Sequence[Stream[Any]], asked: _Asked, reply: Reply
     ) -> None:
-        answer = self._dialect.answer(reply, incoming, self._service.model, usage)
+        incoming, usage = asked.incoming, asked.usage
+        made = self._dialect.answer(reply, incoming, self._service.model, usage)
+        answer = Observed(made, asked.request)
         if len(streams) == 1:
             await self._read(streams[0], 0, incoming.stop, usage, answer)
         else:

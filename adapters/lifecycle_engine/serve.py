@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import resource
 import signal
 import socket
 import warnings
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from types import FrameType
-from typing import Any
 
 import anyio
 import uvicorn
@@ -17,47 +18,18 @@ from starlette.applications import Starlette
 
 from lifecycle import EngineLost
 
+from .connections import ConnectionLimits, http_protocol
+from .heap import give_large_back
 from .service import Service
 
 _SIGNALS = (signal.SIGINT, signal.SIGTERM)
 _POLL = 0.05
-# Requests on one connection that are read while another one runs.
-_PIPELINED = 8
-
-
-def _http_protocol() -> type[asyncio.Protocol] | str:
-    try:
-        from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
-    except ImportError:  # h11 reads one request at a time
-        return "auto"
-
-    class Protocol(HttpToolsProtocol):
-        """Tells every request of a lost connection, and starts no further one.
-
-        uvicorn tells the request that was read last, and stops reading behind it.
-        The one that runs meanwhile would not hear that its client left.
-        """
-
-        def __init__(self, *args: Any, **kwargs: Any) -> None:
-            super().__init__(*args, **kwargs)
-            self._cycles: list[Any] = []
-
-        def on_headers_complete(self) -> None:
-            super().on_headers_complete()
-            self._cycles = [it for it in self._cycles if not it.response_complete]
-            self._cycles.append(self.cycle)
-            if len(self.pipeline) <= _PIPELINED:
-                self.flow.resume_reading()
-
-        def connection_lost(self, exc: Exception | None) -> None:
-            self.pipeline.clear()
-            for cycle in self._cycles:
-                if not cycle.response_complete:
-                    cycle.disconnected = True
-                    cycle.message_event.set()
-            super().connection_lost(exc)
-
-    return Protocol
+# Seconds, once the drain is over: for the engine to end what was cut, and for clients
+# to read what waits for them. Together they stay below the two that an exit may take.
+_ENDS = 0.3
+_LAST_WORDS = 0.3
+# Descriptors that are not for clients: the engine's, files, and what comes up.
+_RESERVED = 256
 
 
 class DrainingServer(uvicorn.Server):
@@ -93,6 +65,7 @@ class DrainingServer(uvicorn.Server):
         self._on_ready = on_ready
         self._awaiting: asyncio.Task[None] | None = None
         self._hurried = False
+        self._draining: anyio.CancelScope | None = None
         self.failure: EngineLost | None = None
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
@@ -120,27 +93,50 @@ class DrainingServer(uvicorn.Server):
         for gate in service.gates:
             gate.close()
         async with anyio.create_task_group() as tasks:
-            tasks.start_soon(self._hurry, tasks.cancel_scope)
-            await service.sessions.drain(self._drain)
+            tasks.start_soon(self._hurry)
+            with anyio.move_on_after(self._drain + _ENDS) as self._draining:
+                await service.sessions.drain(self._drain)
+            service.sessions.close_all("shutdown")
+            if service.sessions.statistics().closing:
+                # It is to end every stream, and may be slow, or stopped.
+                service.engine.close()
+            loop = asyncio.get_running_loop()
+            loop.call_later(_LAST_WORDS, self._drop_who_reads_nothing)
+            await super().shutdown(sockets)
             tasks.cancel_scope.cancel()
-        service.sessions.close_all("shutdown")
-        if self._hurried:
-            # It would be asked to end every stream, and may be slow, or stopped.
-            service.engine.close()
-        await super().shutdown(sockets)
 
-    async def _hurry(self, scope: anyio.CancelScope) -> None:
-        # uvicorn sets a flag from its signal handler; there is nothing to wait on.
-        while not self.force_exit:  # noqa: ASYNC110
+    def _drop_who_reads_nothing(self) -> None:
+        # Where nothing waits for its reader, a task may still be about to say it.
+        for connection in list(self.server_state.connections):
+            transport = connection.transport
+            if transport.get_write_buffer_size():
+                transport.abort()
+
+    async def _hurry(self) -> None:
+        # A signal handler sets a flag; there is nothing to wait on.
+        while not self._hurried:  # noqa: ASYNC110
             await anyio.sleep(_POLL)
-        # Left set, uvicorn would drop its tasks and skip the lifespan's end.
-        self.force_exit = False
-        self._hurried = True
-        scope.cancel()
+        if self._draining is not None:
+            self._draining.cancel()
+        self._service.sessions.close_all("shutdown")
+        self._service.engine.close()
+
+    def handle_exit(self, sig: int, frame: FrameType | None) -> None:
+        """Note a signal."""
+        if self.should_exit and sig == signal.SIGINT:
+            # Not uvicorn's own flag: that skips the end of the lifespan.
+            self._hurried = True
+        else:
+            super().handle_exit(sig, frame)
 
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
-        """Handle the signals while the server runs, and leave none behind."""
+        """Leave the signals to `heeding_signals`: uvicorn lets go of them too early."""
+        yield
+
+    @contextlib.contextmanager
+    def heeding_signals(self) -> Iterator[None]:
+        """Handle the signals meanwhile, and leave no handler behind."""
 
         def handle(number: int, frame: FrameType | None) -> None:
             if number == signal.SIGINT and self.should_exit:
@@ -162,6 +158,7 @@ def run(
     host: str,
     port: int,
     drain: float = 10.0,
+    limits: ConnectionLimits | None = None,
     announce: Callable[[str], None] = print,
 ) -> None:
     """Serve *app* until SIGTERM or SIGINT; must be called on the main thread.
@@ -171,6 +168,8 @@ def run(
         host: Address to listen on.
         port: Port to listen on; 0 takes a free one.
         drain: Seconds that running streams get at the end.
+        limits: On each connection, and on how many there are; as many as there are
+            descriptors for, at most.
         announce: Given the server's address, once, when it is ready.
 
     Raises:
@@ -179,13 +178,15 @@ def run(
     """
     # Of what is wrong in clients' pictures: a line of the log for each of their tags.
     warnings.filterwarnings("ignore", module=r"PIL\.")
+    give_large_back()
     config = uvicorn.Config(
         app,
-        http=_http_protocol(),
+        http=http_protocol(_affordable(limits or ConnectionLimits())),
+        ws="none",
         lifespan="on",  # without it there is no engine: say so, and do not serve
-        log_level="warning",
+        log_level="error",  # what is no HTTP is no line of the log
         access_log=False,
-        timeout_graceful_shutdown=2,
+        timeout_graceful_shutdown=1,
         server_header=False,
     )
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
@@ -197,9 +198,23 @@ def run(
             drain=drain,
             on_ready=lambda: announce(address),
         )
-        server.run(sockets=[listener])
+        with server.heeding_signals():
+            server.run(sockets=[listener])
     if server.failure is not None:
         raise server.failure
+
+
+def _affordable(limits: ConnectionLimits) -> ConnectionLimits:
+    """As many connections as there are descriptors for, having asked for more."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    wanted = limits.connections + _RESERVED
+    if soft in range(wanted):
+        most = wanted if hard == resource.RLIM_INFINITY else min(wanted, hard)
+        with contextlib.suppress(OSError, ValueError):  # some systems want it lower
+            resource.setrlimit(resource.RLIMIT_NOFILE, (most, hard))
+            soft = most
+        wanted = min(wanted, soft)
+    return replace(limits, connections=max(wanted - _RESERVED, 1))
 
 
 def _address(host: str, port: int) -> str:

@@ -12,18 +12,21 @@ process's side, around whatever implements `Backend`.
 #   arena                                 memory for payloads, as the client has it
 #   _plain, _items, _tensors              values, items and memory as bytes
 #   _arena_view                           the arena as the engine sees it
-#   _schema, wire                         messages
+#   _schema, _tick_form, wire             messages
+#   transport                             what carries messages, for both ends
 #   _slot, _streams, _table, _outbox      what the client knows, without I/O
 #   _lodging                              tensors of a request into an arena
 #   _link, client                         the API process's end of one link
 #   _address, _rendezvous                 how the two processes find each other
 #   _page, _lock, _proc, _watch           how an engine is doing, without the link
-#   process, _liveness, _restarts         one process; what it shows; when the next
-#   _incarnation, _supervisor, engine     one process with all of this; all of them
+#   process, _liveness, _incarnation      one process; what it shows; all of it
+#   _restarts, _supervisor, supervised    one incarnation after another, of any kind
+#   engine                                of processes
 #   _backend, _held, _tick, _books        what the server knows, without a socket
-#   _delivery, _loans, _router            who gets what when; the socket
+#   _delivery, _loans                     who gets what when
 #   _parent, _pulse                       what its process owes to its parent
-#   server                                the engine process's end
+#   loop, _router, server                 its loop; its socket; its process's end
+#   bell, queued, thread                  the same in a thread: no socket, no process
 
 from __future__ import annotations
 
@@ -38,13 +41,17 @@ except ModuleNotFoundError as error:
 
 from ._arena_view import ArenaView
 from ._backend import Backend, Finish, Merge, Output
-from ._errors import EngineFailed, ProtocolError, RequestRejected
+from ._errors import EncodeError, EngineFailed, ProtocolError, RequestRejected
 from ._parent import exit_with_parent
-from ._supervisor import Health
+from ._restarts import Restarts
+from ._supervisor import Health, Supervisor
 from .arena import Arena, ArenaFull, ArenaStatistics
 from .client import EngineClient
 from .engine import ZmqEngine
+from .loop import EngineLoop
 from .server import EngineServer
+from .supervised import SupervisedEngine
+from .thread import ThreadEngine
 
 __all__ = (
     "Arena",
@@ -52,8 +59,10 @@ __all__ = (
     "ArenaStatistics",
     "ArenaView",
     "Backend",
+    "EncodeError",
     "EngineClient",
     "EngineFailed",
+    "EngineLoop",
     "EngineServer",
     "Finish",
     "Health",
@@ -61,6 +70,10 @@ __all__ = (
     "Output",
     "ProtocolError",
     "RequestRejected",
+    "Restarts",
+    "SupervisedEngine",
+    "Supervisor",
+    "ThreadEngine",
     "ZmqEngine",
     "exit_with_parent",
 )

@@ -38,8 +38,8 @@ class Incarnation:
     """Runs one process to its end.
 
     Args:
-        number: What every message of it carries.
         settings: How to start it.
+        number: What every message of it carries.
         retry_after: Seconds that its waiters are told when it dies.
         changed: Called when it began to serve, and when it is given up.
 
@@ -55,9 +55,8 @@ class Incarnation:
 
     def __init__(
         self,
-        number: int,
         settings: Settings,
-        *,
+        number: int,
         retry_after: float,
         changed: Callable[[], None],
     ) -> None:

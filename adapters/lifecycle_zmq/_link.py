@@ -9,9 +9,9 @@ from __future__ import annotations
 
 import asyncio
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
-from typing import Any, cast
+from typing import cast
 
 import anyio
 import anyio.lowlevel
@@ -19,7 +19,7 @@ import zmq
 
 from . import wire
 from ._slot import running_asyncio_loop
-from .wire import Kind
+from .transport import Handle
 
 # Messages handled before other tasks get a turn.
 _BURST = 256
@@ -28,6 +28,7 @@ _DESCRIPTORS = 16
 # As enumerations, they take longer than the socket does.
 _IN = int(zmq.POLLIN)
 _NOW = int(zmq.NOBLOCK)
+_MORE = int(zmq.RCVMORE)
 
 
 class Link:
@@ -35,9 +36,7 @@ class Link:
 
     Args:
         endpoint: The ``ipc://`` address of one incarnation.
-        incarnation: Its number, which every message carries.
-        handle: Called with each message that came, also from within `say`; returns
-            whether another is wanted.
+        handle: Called with each message that came.
 
     Raises:
         OSError: The system has too few descriptors left.
@@ -46,24 +45,14 @@ class Link:
     __slots__ = (
         "_context",
         "_descriptor",
-        "_greeted",
+        "_greet",
         "_handle",
-        "_incarnation",
-        "_sent",
         "_socket",
     )
 
-    def __init__(
-        self,
-        endpoint: str,
-        *,
-        incarnation: int,
-        handle: Callable[[list[bytes]], bool],
-    ) -> None:
-        self._incarnation = incarnation
+    def __init__(self, endpoint: str, handle: Handle) -> None:
         self._handle = handle
-        self._sent = 0
-        self._greeted = False
+        self._greet: Callable[[], bool] | None = None
         _ask_for_descriptors()
         # A context of its own: closing the link ends its I/O thread, and no other.
         self._context = zmq.Context()
@@ -76,34 +65,6 @@ class Link:
             self.close()
             raise
         self._descriptor = cast("int", self._socket.get(zmq.FD))
-
-    def say(
-        self,
-        kind: Kind,
-        body: Mapping[str, Any],
-        *,
-        generation: int = 0,
-        memory: Sequence[memoryview] = (),
-    ) -> bool:
-        """Copy one message into the socket; False when there is no connection.
-
-        Raises:
-            EncodeError: The message cannot be sent; nothing has changed.
-        """
-        head = wire.encode(
-            kind,
-            body,
-            incarnation=self._incarnation,
-            sequence=self._sent,
-            generation=generation,
-            tensors=len(memory),
-        )
-        if not self.send([head, *memory]):
-            return False
-        self._sent += 1
-        # The descriptor may not tell of it again.
-        self.drain()
-        return True
 
     def send(self, parts: Sequence[wire.Buffer]) -> bool:
         """Copy `parts` into the socket; False when there is no connection."""
@@ -121,18 +82,22 @@ class Link:
         # Asked first: an attempt that fails costs three times as much.
         if not cast("int", self._socket.get(zmq.EVENTS)) & _IN:
             return None
-        return self._socket.recv_multipart(_NOW, copy=True)
+        parts = [self._socket.recv(_NOW)]
+        while self._socket.get(_MORE):
+            parts.append(self._socket.recv(_NOW))
+        return parts
 
     def drain(self) -> None:
         """Handle every message that has arrived."""
         while self._handle_next():
             pass
 
-    async def pump(self) -> None:
+    async def pump(self, greet: Callable[[], bool]) -> None:
         """Greet the engine as soon as it is there, and handle what it says, for ever.
 
         Cancellation: no message is lost, none is taken while this waits.
         """
+        self._greet = greet
         loop = running_asyncio_loop()
         if loop is not None:
             with suppress(NotImplementedError):
@@ -175,10 +140,10 @@ class Link:
             return True
         # The first message, refused until the connection stands. Tried after the
         # receive, so that no news of the connection is left unseen.
-        if not self._greeted:
-            self._greeted = self.say(Kind.STATUS, {"ask": 0})
-            return self._greeted
-        return False
+        if self._greet is None or not self._greet():
+            return False
+        self._greet = None
+        return True
 
     def close(self) -> None:
         """Close at once; what was not sent yet is dropped."""

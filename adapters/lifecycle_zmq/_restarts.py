@@ -28,11 +28,11 @@ class Restarts:
     def __init__(
         self,
         *,
-        backoff: float,
-        max_backoff: float,
-        max_crashes: int | None,
-        crash_window: float,
-        broken_for: float,
+        backoff: float = 0.5,
+        max_backoff: float = 30.0,
+        max_crashes: int | None = 3,
+        crash_window: float = 60.0,
+        broken_for: float = 60.0,
     ) -> None:
         self._backoff = backoff
         self._max_backoff = max_backoff

@@ -5,10 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+from . import wire
 from ._errors import EncodeError
-from ._link import Link
 from ._outbox import SMALL_REQUEST, Outbox
 from ._streams import StreamState
+from .transport import ClientTransport
 from .wire import Kind
 
 
@@ -18,18 +19,23 @@ class Sender:
     Made in the event loop that it belongs to.
 
     Args:
-        link: The socket.
+        link: What carries it.
+        incarnation: Of the engine, which every message names.
         lose: Told in one word why nothing can be said any more.
 
     Attributes:
         outbox: What will be said at the end of this turn.
     """
 
-    __slots__ = ("_link", "_lose", "_silent", "outbox")
+    __slots__ = ("_incarnation", "_link", "_lose", "_sent", "_silent", "outbox")
 
-    def __init__(self, link: Link, lose: Callable[[str], None]) -> None:
+    def __init__(
+        self, link: ClientTransport, incarnation: int, lose: Callable[[str], None]
+    ) -> None:
         self._link = link
+        self._incarnation = incarnation
         self._lose = lose
+        self._sent = 0
         self._silent = False
         self.outbox = Outbox()
 
@@ -41,6 +47,13 @@ class Sender:
         while True:
             await self.outbox.wait()
             self._flush()
+
+    async def listen(self) -> None:
+        """Greet the engine once it is there, and handle what it says, for ever.
+
+        Cancellation: no message is lost, none is taken while this waits.
+        """
+        await self._link.pump(lambda: self._put(Kind.STATUS, {"ask": 0}))
 
     def start(
         self,
@@ -96,7 +109,7 @@ class Sender:
         if self._silent:
             return
         try:
-            sent = self._link.say(kind, body, generation=generation, memory=memory)
+            sent = self._put(kind, body, generation, memory)
         except EncodeError:
             raise
         except BaseException:
@@ -105,6 +118,28 @@ class Sender:
             raise
         if not sent:
             self._fall_silent("disconnected")
+
+    def _put(
+        self,
+        kind: Kind,
+        body: Mapping[str, Any],
+        generation: int = 0,
+        memory: Sequence[memoryview] = (),
+    ) -> bool:
+        head = wire.encode(
+            kind,
+            body,
+            incarnation=self._incarnation,
+            sequence=self._sent,
+            generation=generation,
+            tensors=len(memory),
+        )
+        if not self._link.send([head, *memory]):
+            return False
+        self._sent += 1
+        # What came meanwhile may not be told of again.
+        self._link.drain()
+        return True
 
     def _fall_silent(self, reason: str) -> None:
         self._silent = True

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import logging
-from typing import Literal
+import threading
+from collections.abc import Callable
+from typing import Generic, Literal, Protocol, TypeVar
 
 import anyio
 
 from lifecycle import EngineLost
 
-from ._incarnation import Incarnation, Settings
+from ._liveness import LiveHealth
 from ._restarts import Restarts
 from .client import EngineClient
 
@@ -27,11 +29,55 @@ Health = Literal[
 ]
 
 
-class Supervisor:
+class Life(Protocol):
+    """One incarnation of an engine, from its start until nothing is left of it.
+
+    Attributes:
+        client: The client, while there is one.
+        reason: Why it ended, in one word.
+        start_seconds: How long it took until it served; ``None`` if it never did.
+        served_seconds: For how long it served.
+    """
+
+    client: EngineClient | None
+    reason: str
+    start_seconds: float | None
+    served_seconds: float
+
+    @property
+    def why(self) -> str:
+        """Why it takes no requests, in one word, from the moment that it does not."""
+        ...
+
+    @property
+    def takes(self) -> bool:
+        """Whether requests are taken, as far as the last looks have shown."""
+        ...
+
+    @property
+    def health(self) -> LiveHealth | None:
+        """How it is doing, as of now; ``None`` if it does not serve."""
+        ...
+
+    async def run(self) -> None:
+        """Start, serve, end; an error of any of it is a reason, never raised.
+
+        Cancellation: nothing is left of it, its waiters are told.
+        """
+        ...
+
+
+L = TypeVar("L", bound=Life)
+Spawn = Callable[[int, float, Callable[[], None]], L]
+"""Makes an incarnation of its number, the seconds that its waiters are told when it
+dies, and what to call when it began to serve and when it is given up."""
+
+
+class Supervisor(Generic[L]):
     """Runs incarnations until it is told not to start another.
 
     Args:
-        settings: How each is started.
+        spawn: Makes each.
         restarts: When the next one may be.
 
     Attributes:
@@ -46,20 +92,22 @@ class Supervisor:
     changed: anyio.Event
     _retry: anyio.Event
 
-    def __init__(self, settings: Settings, restarts: Restarts) -> None:
-        self._settings = settings
+    def __init__(self, spawn: Spawn[L], restarts: Restarts) -> None:
+        self._spawn = spawn
         self._restarts = restarts
         self.number = 0
-        self.current: Incarnation | None = None
+        self.current: L | None = None
         self.closing = False
         self.broken = False
         self.false_starts = 0
         # For how long requests will be refused: measured, not guessed, after a start.
         self._start_seconds = 1.0
         self._expected = 0.0
+        self._thread = 0
 
     def begin(self) -> None:
         """Call once in the event loop, before anything else."""
+        self._thread = threading.get_ident()
         self.changed = anyio.Event()
         self._retry = anyio.Event()
         self._expected = anyio.current_time() + self._start_seconds
@@ -71,26 +119,34 @@ class Supervisor:
         """
         while not self.closing:
             self.number += 1
-            current = self.current = Incarnation(
-                self.number,
-                self._settings,
-                retry_after=_clamp(self._restarts.delay + self._start_seconds),
-                changed=self._announce,
-            )
+            retry_after = _clamp(self._restarts.delay + self._start_seconds)
+            current = self._spawn(self.number, retry_after, self._announce)
+            self.current = current
             await current.run()
             self._retry = anyio.Event()
             with anyio.move_on_after(self._bury(current)):
                 await self._retry.wait()
             self.broken = False
 
+    def check_thread(self) -> None:
+        """Raise `RuntimeError` in any thread but that of the event loop."""
+        # What wakes a task from elsewhere breaks the link, for all who wait at it.
+        if self._thread not in {0, threading.get_ident()}:
+            raise RuntimeError(
+                "the engine belongs to the event loop that entered it; call it there, "
+                "such as by anyio.from_thread.run"
+            )
+
     def reset(self) -> None:
         """Forget all deaths, and start the next process now if one is to come."""
+        self.check_thread()
         self._restarts.reset()
         self._retry.set()
 
     @property
     def client(self) -> EngineClient | None:
-        """The client of the process that is there, if one is."""
+        """The client of the process that is there, if one is; in its thread only."""
+        self.check_thread()
         return self.current.client if self.current is not None else None
 
     @property
@@ -127,7 +183,7 @@ class Supervisor:
             retry_after=retry_after,
         )
 
-    def _bury(self, ended: Incarnation) -> float:
+    def _bury(self, ended: L) -> float:
         if ended.start_seconds is None:
             self.false_starts += 1
         else:

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import logging
 import sys
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
-from types import TracebackType
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
+from functools import partial
 from typing import Any, Self
 
 import anyio
@@ -22,7 +22,8 @@ from ._sender import Sender
 from ._streams import EngineStream, StreamState
 from ._table import Report, StreamTable
 from .arena import Arena
-from .wire import Kind
+from .transport import Connect
+from .wire import Buffer, Kind
 
 _log = logging.getLogger("lifecycle_zmq")
 
@@ -35,7 +36,7 @@ class EngineClient:
     another.
 
     Args:
-        endpoint: The ``ipc://`` address that this incarnation alone listens on.
+        endpoint: The ``ipc://`` address of this incarnation alone, or how to reach it.
         incarnation: Its number; what another number says is not believed.
         retry_after: Seconds that waiters are told when the engine is lost.
         window: Credit of a stream: the bytes of items that it may have unread here,
@@ -43,7 +44,6 @@ class EngineClient:
         arena: Where payloads lie that are not sent; mapped by this engine alone.
     """
 
-    _link: Link
     _sender: Sender
     _scopes: tuple[anyio.CancelScope, anyio.CancelScope]
     _settled: anyio.Event
@@ -51,14 +51,15 @@ class EngineClient:
 
     def __init__(
         self,
-        endpoint: str,
+        endpoint: str | Connect,
         *,
         incarnation: int,
         retry_after: float | None = None,
         window: int = 64 * 2**10,
         arena: Arena | None = None,
     ) -> None:
-        self._endpoint = endpoint
+        connect = partial(Link, endpoint) if isinstance(endpoint, str) else endpoint
+        self._connect: Connect = connect
         self._retry_after = retry_after
         self._incarnation = incarnation
         self._arena = arena
@@ -76,23 +77,16 @@ class EngineClient:
         # Shielded: whoever cleans up while everything around is cancelled still
         # waits for DONE, and somebody must read it.
         self._scopes = anyio.CancelScope(shield=True), anyio.CancelScope(shield=True)
-        self._link = Link(
-            self._endpoint, incarnation=self._incarnation, handle=self._handle
-        )
-        self._sender = Sender(self._link, self.lose)
+        self._link = self._connect(self._handle)
+        self._sender = Sender(self._link, self._incarnation, self.lose)
         self._tasks = anyio.create_task_group()
         await self._tasks.__aenter__()
-        self._tasks.start_soon(self._guard, self._scopes[0], self._link.pump)
+        self._tasks.start_soon(self._guard, self._scopes[0], self._sender.listen)
         self._tasks.start_soon(self._guard, self._scopes[1], self._sender.run)
         return self
 
-    async def __aexit__(
-        self,
-        exc_type: type[BaseException] | None,
-        exc: BaseException | None,
-        tb: TracebackType | None,
-    ) -> None:
-        """Tell every waiter ``closed`` and close the socket without lingering."""
+    async def __aexit__(self, *exc_info: object) -> None:
+        """Tell every waiter ``closed`` and close the link without lingering."""
         self.lose("closed")
         for scope in self._scopes:
             scope.cancel()
@@ -116,6 +110,10 @@ class EngineClient:
     def streams(self) -> int:
         """How many streams were started and are not done."""
         return len(self._table.streams)
+
+    def __contains__(self, key: str) -> bool:
+        """Whether a stream of that key was started and is not done."""
+        return key in self._table.keys
 
     @property
     def waiters(self) -> int:
@@ -294,7 +292,7 @@ class EngineClient:
             finally:
                 self.lose("closed")
 
-    def _handle(self, parts: list[bytes]) -> bool:
+    def _handle(self, parts: Sequence[Buffer]) -> bool:
         if self._lost is not None:
             return False
         try:

@@ -2,32 +2,34 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Self
+from typing import Self
 
 import anyio
 
-from ._hand_off import Box
-from ._incarnation import Settings
+from ._incarnation import Incarnation, Settings
 from ._memory import Kind
 from ._rendezvous import sweep
 from ._restarts import Restarts
-from ._supervisor import Health, Supervisor
+from ._supervisor import Supervisor
 from ._watch import Limits
 from .arena import Arena
 from .client import EngineClient
+from .supervised import SupervisedEngine
 
 _LEAVE_LOOK_SECONDS = 0.05
 
 
-class ZmqEngine:
+class ZmqEngine(SupervisedEngine[Incarnation]):
     """An engine process, its client, and its replacement when it dies.
 
     Each process is an *incarnation* with a number, a socket in a fresh directory and a
     client of its own, so nothing that was meant for one ever reaches another. All
-    methods belong to the event loop that entered it, whose thread must outlive it.
+    methods belong to the event loop that entered it, whose thread must outlive it;
+    in another thread they raise `RuntimeError`.
 
     While it lives it is watched. One that is stopped takes no requests, and is
     replaced when it stays stopped; one that is silent within a step is busy, until it
@@ -61,8 +63,6 @@ class ZmqEngine:
         arena: How it is shared, as for `Arena`; ``None`` takes the best there is.
     """
 
-    _scope: anyio.CancelScope
-
     def __init__(
         self,
         argv: Sequence[str],
@@ -88,38 +88,31 @@ class ZmqEngine:
         self._arena_kind = arena
         self._arena: Arena | None = None
         self._stop_timeout = stop_timeout
-        self._supervisor = Supervisor(
-            Settings(
-                argv=tuple(argv),
-                env=env,
-                pass_fds=tuple(pass_fds),
-                directory=directory,
-                ready_timeout=ready_timeout,
-                limits=Limits(busy_after, stalled_after, stopped_after),
-                # Made on entering, and the same for every incarnation.
-                arena=lambda: self._arena,
-            ),
-            Restarts(
-                backoff=backoff,
-                max_backoff=max_backoff,
-                max_crashes=max_crashes,
-                crash_window=crash_window,
-                broken_for=broken_for,
-            ),
+        settings = Settings(
+            argv=tuple(argv),
+            env=env,
+            pass_fds=tuple(pass_fds),
+            directory=directory,
+            ready_timeout=ready_timeout,
+            limits=Limits(busy_after, stalled_after, stopped_after),
+            # Made on entering, and the same for every incarnation.
+            arena=lambda: self._arena,
         )
+        restarts = Restarts(
+            backoff=backoff,
+            max_backoff=max_backoff,
+            max_crashes=max_crashes,
+            crash_window=crash_window,
+            broken_for=broken_for,
+        )
+        super().__init__(Supervisor(partial(Incarnation, settings), restarts))
 
     async def __aenter__(self) -> Self:
         """Begin to start the engine; `wait_ready` tells when requests are taken."""
         if self._arena_bytes:
             self._arena = Arena(self._arena_bytes, kind=self._arena_kind)
-        self._supervisor.begin()
         sweep(self._directory)
-        # Shielded: while everything around is cancelled, sessions still end in order.
-        self._scope = anyio.CancelScope(shield=True)
-        self._tasks = anyio.create_task_group()
-        await self._tasks.__aenter__()
-        self._tasks.start_soon(self._run)
-        return self
+        return await super().__aenter__()
 
     async def __aexit__(
         self,
@@ -136,39 +129,11 @@ class ZmqEngine:
                 with anyio.move_on_after(self._stop_timeout, shield=True):
                     await self._left(client)
         finally:  # a native cancellation gets through the shield
-            self._scope.cancel()
             try:
-                # Not given the exception of the block, which it would wrap in a group.
-                await self._tasks.__aexit__(None, None, None)  # noqa: ASYNC102 - cut
+                await super().__aexit__(exc_type, exc, tb)  # noqa: ASYNC102 - cut
             finally:
                 if self._arena is not None:
                     self._arena.close()
-
-    def close(self) -> None:
-        """Give the engine up now, without its leave: it is killed, never restarted.
-
-        Everybody who waits for it is told ``closed``. For whoever cannot wait until
-        streams have ended in order; leaving the block does the rest.
-        """
-        self._supervisor.closing = True
-        if self._client is not None:
-            self._client.lose("closed")
-
-    @property
-    def ready(self) -> bool:
-        """Whether requests are taken now."""
-        return self._supervisor.takes and self.health != "stopped"
-
-    @property
-    def health(self) -> Health:
-        """How the engine is doing, as of now.
-
-        ``starting`` until it first serves; ``serving``; ``busy`` while one turn of its
-        loop takes long, during which requests are taken and wait; ``stopped`` by a
-        signal; ``stalled`` from the verdict until the process is gone; ``restarting``;
-        ``broken`` while nothing is started after a crash loop; ``closed``.
-        """
-        return self._supervisor.health
 
     @property
     def arena(self) -> Arena:
@@ -190,103 +155,12 @@ class ZmqEngine:
         return current.process.pid
 
     @property
-    def incarnation(self) -> int:
-        """The number of the last process, from 1; 0 before the first."""
-        return self._supervisor.number
-
-    @property
-    def streams(self) -> int:
-        """How many streams were started in the live process and are not done."""
-        return self._client.streams if self._client is not None else 0
-
-    @property
     def output(self) -> str:
         """The end of what the last process wrote to its standard output and error."""
         current = self._supervisor.current
         if current is None:
             return ""
         return current.output or (current.process.output if current.process else "")
-
-    async def wait_ready(self) -> None:
-        """Wait until requests are taken.
-
-        Raises:
-            EngineLost: The engine ended before it ever served, with its last words; or
-                it is broken, or this object was closed.
-
-        Cancellation: nothing changes.
-        """
-        it = self._supervisor
-        seen = it.false_starts
-        while not self.ready:
-            if it.false_starts != seen:
-                raise it.loss(f"; its last words were:\n{self.output[-2000:].strip()}")
-            if it.closing or it.broken:
-                raise it.loss()
-            await it.changed.wait()
-
-    async def start(
-        self, key: str, request: Mapping[str, Any], tensors: Box | None = None
-    ) -> AsyncIterator[Any]:
-        """Hand a request to the engine and return its items.
-
-        As `EngineClient.start`; while no engine serves, the tensors are dropped and
-        `EngineLost` says at once when to try again.
-
-        Args:
-            key: What the stream is called until `end`; not in use.
-            request: Plain values, at most 1 MiB on the wire.
-            tensors: Box of name to C-contiguous buffer, at most seven.
-
-        Raises:
-            EngineLost: No engine serves, or it died; the request may have run.
-            RequestRejected: The engine, or a limit of the wire, refused it.
-            ValueError: The key is in use, empty or too long.
-
-        Cancellation: the engine may run the request; `end` of its key stops it.
-        """
-        client = self._client
-        if client is None or not self._supervisor.takes:
-            if tensors is not None:
-                tensors.take()
-            raise self._supervisor.loss()
-        starting = client.start(key, request, tensors)
-        del request, tensors
-        self._look_closely()
-        return await starting
-
-    def cancel(self, key: str) -> None:
-        """Ask the engine to stop a stream at its next step; unknown keys are fine."""
-        if self._client is not None:
-            self._client.cancel(key)
-
-    async def end(self, key: str) -> None:
-        """Make the engine forget a stream; return when it has released everything.
-
-        As `EngineClient.end`. Streams of an incarnation that is gone are over already.
-
-        Cancellation: END is on its way all the same; call again to wait for the rest.
-        """
-        if self._client is not None:
-            await self._client.end(key)
-
-    async def status(self) -> dict[str, Any]:
-        """Return the counters of the engine and, under ``backend``, of its backend.
-
-        Raises:
-            EngineLost: No engine serves, or it died.
-
-        Cancellation: the answer is dropped when it comes.
-        """
-        client = self._client
-        if client is None or not self._supervisor.takes:
-            raise self._supervisor.loss()
-        self._look_closely()
-        return await client.status()
-
-    def reset(self) -> None:
-        """Forget all deaths: an engine that is broken, or backs off, starts now."""
-        self._supervisor.reset()
 
     async def _left(self, client: EngineClient) -> None:
         current = self._supervisor.current
@@ -295,15 +169,10 @@ class ZmqEngine:
             with anyio.move_on_after(_LEAVE_LOOK_SECONDS):
                 await client.wait_lost()
 
-    async def _run(self) -> None:
-        with self._scope:
-            await self._supervisor.run()
-
-    @property
-    def _client(self) -> EngineClient | None:
-        return self._supervisor.client
-
     def _look_closely(self) -> None:
         current = self._supervisor.current
         if current is not None and current.liveness is not None:
             current.liveness.needed()
+
+    def _last_words(self) -> str:
+        return f"; its last words were:\n{self.output[-2000:].strip()}"

@@ -202,12 +202,18 @@ def _make_expendable(pid: int) -> None:
 def _count_oom_kills() -> int:
     """Return how often the kernel ran out of memory for our cgroup; 0 if unknown."""
     try:
-        group = re.search(
-            r"^0::(\S+)", Path("/proc/self/cgroup").read_text(), re.MULTILINE
-        )
-        path = Path("/sys/fs/cgroup", group[1].lstrip("/") if group else "")
-        events = (path / "memory.events").read_text()
+        groups = Path("/proc/self/cgroup").read_text()
+        counts = _memory_file(groups).read_text()
     except OSError:
         return 0
-    found = re.search(r"^oom_kill (\d+)", events, re.MULTILINE)
+    found = re.search(r"^oom_kill (\d+)", counts, re.MULTILINE)
     return int(found[1]) if found else 0
+
+
+def _memory_file(groups: str) -> Path:
+    # Where the first version of cgroups has the controller, the second one has not.
+    first = re.search(r"^\d+:(?:\w+,)*memory(?:,\w+)*:/(\S*)", groups, re.MULTILINE)
+    if first is not None:
+        return Path("/sys/fs/cgroup", "memory", first[1], "memory.oom_control")
+    second = re.search(r"^0::/(\S*)", groups, re.MULTILINE)
+    return Path("/sys/fs/cgroup", second[1] if second else "", "memory.events")

@@ -2,37 +2,14 @@
 
 from __future__ import annotations
 
-import errno
-import math
-from collections.abc import Mapping
-from typing import Any, cast
-
-import zmq
-
-from . import _address, wire
+from . import _address
 from ._arena_view import ArenaView
 from ._backend import Backend
-from ._books import Books, Peer, ServedStream
-from ._delivery import Delivery
-from ._errors import EncodeError, ProtocolError, RequestRejected
-from ._hand_off import complain, forget_frames
-from ._loans import Loans
 from ._page import Page
 from ._parent import exit_with_parent, leave_signals_to_parent
 from ._pulse import Pulse
-from ._router import listening, own
-from ._tensors import move
-from .wire import Kind, Message, Place
-
-# Messages taken between two steps, so that a flood of them cannot stop the streams.
-_BURST = 1024
-_MAX_PEERS = 64
-# A backend whose every step raises will not get well; a new process may.
-_MAX_FAILED_STEPS = 3
-# As enumerations, they take longer than the socket does.
-_IN = int(zmq.POLLIN)
-_NOW = int(zmq.NOBLOCK)
-_MORE = int(zmq.NOBLOCK | zmq.SNDMORE)
+from ._router import Router
+from .loop import EngineLoop
 
 
 class EngineServer:
@@ -72,18 +49,14 @@ class EngineServer:
     ) -> None:
         self._endpoint, self._inherited = _address.split(endpoint)
         self.arena = ArenaView.attach(self._inherited, writable=writable_arena)
-        self._backend = backend
-        self._incarnation = incarnation
         self._leave_with_parent = leave_with_parent
-        self._books = Books()
-        self._loans = Loans(self.arena, self._books)
-        self._delivery = Delivery(
-            self._books, backend, self._flush, hold=hold, stall=stall
+        self._loop = EngineLoop(
+            backend,
+            incarnation=incarnation,
+            hold=hold,
+            stall=stall,
+            arena=self.arena,
         )
-        self._running = False
-        self._failed_steps = 0
-        self._socket: zmq.Socket[bytes]
-        self._pulse: Pulse
 
     def run(self) -> None:
         """Serve until SHUTDOWN; blocks the calling thread."""
@@ -91,223 +64,9 @@ class EngineServer:
             exit_with_parent()
             leave_signals_to_parent()
         # From here on this thread's death is told at once.
-        self._pulse = Pulse(Page.attach(self._inherited.get("liveness")))
+        pulse = Pulse(Page.attach(self._inherited.get("liveness")))
         try:
-            self._serve()
+            with Router(self._endpoint, self._inherited.get("listener")) as router:
+                self._loop.run(router, pulse)
         finally:
-            self._pulse.leave()
-
-    def _serve(self) -> None:
-        listener = self._inherited.get("listener")
-        with (
-            zmq.Context() as context,
-            listening(context, self._endpoint, listener) as socket,
-        ):
-            self._socket = socket
-            self._running = True
-            while self._running:
-                self._turn()
-
-    def _turn(self) -> None:
-        idle = not self._backend.busy
-        self._pulse.turn(idle=idle)
-        if idle:
-            self._socket.poll(self._timeout())
-            self._pulse.turn(idle=False)
-        self._receive_all()
-        self._delivery.expire()
-        # Before the step: who has just been accepted need not wait for it.
-        self._flush_all()
-        if self._running and self._backend.busy:
-            self._step()
-            self._flush_all()
-
-    def _timeout(self) -> int | None:
-        """Return the milliseconds that there is nothing to do; ``None``: no end."""
-        patience = self._loans.patience(self._delivery.patience())
-        return None if patience is None else max(0, math.ceil(1000 * patience))
-
-    def _receive_all(self) -> None:
-        for _ in range(_BURST):
-            # Asked first: an attempt that fails costs three times as much.
-            if not (self._running and cast("int", self._socket.get(zmq.EVENTS)) & _IN):
-                return
-            self._receive()
-
-    def _receive(self) -> None:
-        # The parts must not outlive this call: they are the tensors of a request.
-        frames = self._socket.recv_multipart(zmq.NOBLOCK, copy=False)
-        address = frames[0].bytes
-        try:
-            message = wire.decode(own(frames[1:]), accept=wire.FROM_CLIENT)
-            del frames
-            peer = self._check(address, message)
-        except ProtocolError:
-            self._books.bad_frames += 1
-            return
-        self._handle(peer, message)
-
-    def _check(self, address: bytes, message: Message) -> Peer:
-        if message.incarnation != self._incarnation:
-            raise ProtocolError(f"incarnation {message.incarnation}")
-        peer = self._books.peers.get(address)
-        if peer is None:
-            peer = self._welcome(address, message.sequence)
-        if message.sequence < peer.received:
-            raise ProtocolError("a message came twice")
-        # What is refused here leaves a gap, as what was lost does.
-        peer.number(message)
-        if message.sequence > peer.received:
-            self._mend(peer)
-        peer.received = message.sequence + 1
-        return peer
-
-    def _welcome(self, address: bytes, sequence: int) -> Peer:
-        peers = self._books.peers
-        if len(peers) >= _MAX_PEERS:
-            # Without streams it loses nothing by being forgotten but its numbering.
-            idle = next((peer for peer in peers.values() if not peer.streams), None)
-            if idle is None:
-                raise ProtocolError(f"more than {_MAX_PEERS} clients")
-            del peers[idle.address]
-        peer = peers[address] = Peer(address, received=sequence)
-        self._send(peer, Kind.READY, {})
-        return peer
-
-    def _mend(self, peer: Peer) -> None:
-        """End the streams of a client of which a message was lost or refused.
-
-        It may have begun, cancelled, ended or granted; nobody knows whose.
-        """
-        self._books.bad_frames += 1
-        for stream in list(peer.streams.values()):
-            if not stream.finished:
-                self._delivery.fail(stream, "gap", "a message of its client was lost")
-
-    def _handle(self, peer: Peer, message: Message) -> None:
-        if message.kind is Kind.CONTROL:
-            self._control(peer, message.body)
-        elif message.kind is Kind.START:
-            self._start(peer, message.generation, message.body, message.tensors)
-        elif message.kind is Kind.STATUS:
-            self._report(peer, message.body["ask"])
-        else:
-            self._running = False
-
-    def _start(
-        self,
-        peer: Peer,
-        generation: int,
-        body: Mapping[str, Any],
-        tensors: dict[str, memoryview | Place],
-    ) -> None:
-        key = body["key"]
-        if not self._loans.lodge(peer, generation, tensors):
-            told = "a tensor is not where its description says"
-            self._reject(peer, generation, "invalid_tensors", told)
-            return
-        if key in self._books.streams:
-            told = "the key is in use; choose another"
-            self._reject(peer, generation, "duplicate_key", told)
-            return
-        try:
-            # As a temporary: from here on the backend alone holds the tensors.
-            merge = self._backend.start(key, body["request"], move(tensors))
-        except RequestRejected as refusal:
-            forget_frames(refusal)
-            self._reject(peer, generation, refusal.code, refusal.message)
-        except Exception as error:  # noqa: BLE001
-            # One request that the backend cannot take is no reason to stop the rest.
-            complain("start", error)
-            self._backend.end(key)
-            told = f"start raised {type(error).__name__}"
-            self._reject(peer, generation, "internal", told)
-        else:
-            stream = ServedStream(
-                key, generation, peer, body["window"], merge or "never"
-            )
-            self._books.started(stream)
-            peer.tick.accept(stream)
-            if peer.tick.full:
-                self._flush(peer)
-
-    def _reject(self, peer: Peer, generation: int, code: str, message: str) -> None:
-        self._books.refused(peer, generation)
-        peer.tick.reject(generation, code, message)
-        if peer.tick.full:
-            self._flush(peer)
-
-    def _control(self, peer: Peer, body: dict[str, Any]) -> None:
-        for generation, key, window, request in body["start"]:
-            start = {"key": key, "window": window, "request": request}
-            self._start(peer, generation, start, {})
-        # What names a stream that is over was said before its end was heard of.
-        for generation in body["cancel"]:
-            stream = peer.streams.get(generation)
-            if stream is not None:
-                self._delivery.cancel(stream)
-        for generation, credit in body["grant"]:
-            stream = peer.streams.get(generation)
-            if stream is not None:
-                self._delivery.grant(stream, credit)
-        for generation in body["end"]:
-            stream = self._books.ended(peer, generation)
-            if stream is not None:
-                self._backend.end(stream.key)
-                self._delivery.forget(stream)
-            peer.tick.finish(generation)
-            if peer.tick.full:
-                self._flush(peer)
-
-    def _step(self) -> None:
-        try:
-            outputs = self._backend.step()
-            self._failed_steps = 0
-        except Exception as error:
-            complain("step", error)
-            self._failed_steps += 1
-            if self._failed_steps == _MAX_FAILED_STEPS:
-                raise
-            outputs = self._delivery.fail_all(f"a step raised {type(error).__name__}")
-        self._delivery.publish(outputs)
-
-    def _report(self, peer: Peer, ask: int) -> None:
-        status: dict[str, Any] = dict(self._books.counters())
-        status["loans"] = len(self._loans)
-        # What was said before stays before.
-        self._flush(peer)
-        try:
-            status["backend"] = self._backend.status()
-            self._send(peer, Kind.REPORT, {"ask": ask, "status": status})
-        except EncodeError as error:
-            status["backend"] = {"error": error.code}
-            self._send(peer, Kind.REPORT, {"ask": ask, "status": status})
-
-    def _flush_all(self) -> None:
-        for peer in list(self._books.peers.values()):
-            self._flush(peer)
-
-    def _flush(self, peer: Peer) -> None:
-        # With the end of a stream, at the latest, its part of the arena is told free.
-        self._loans.give_back(self._flush)
-        if peer.tick:
-            self._send(peer, Kind.TICK, peer.tick.take())
-
-    def _send(self, peer: Peer, kind: Kind, body: Mapping[str, Any]) -> None:
-        head = wire.encode(
-            kind, body, incarnation=self._incarnation, sequence=peer.sent
-        )
-        peer.sent += 1
-        try:
-            # The address tells whether there is anybody; what follows always goes.
-            self._socket.send(peer.address, _MORE)
-            self._socket.send(head, _NOW)
-        except zmq.ZMQError as error:
-            if error.errno not in {errno.EHOSTUNREACH, errno.EAGAIN}:
-                raise
-            self._forget(peer)
-
-    def _forget(self, peer: Peer) -> None:
-        for stream in self._books.forget(peer):
-            self._backend.end(stream.key)
-            self._delivery.forget(stream)
+            pulse.leave()

@@ -145,4 +145,5 @@ class Lease:
 
     def __repr__(self) -> str:
         how = "held" if self.held else "not held"
-        return f"<Lease {self.slots} slots, {self.bytes} bytes, {how}>"
+        what = f"{self.slots} slots, {self.bytes} bytes"
+        return f"<Lease of gate {self._gate.name!r}: {what}, {how}>"

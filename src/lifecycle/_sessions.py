@@ -54,11 +54,11 @@ class SessionStatistics:
 class SessionRegistry:
     """Opens sessions, and finishes what their owners left behind.
 
-    ``async with SessionRegistry() as sessions:`` lives as long as the server, once,
-    and all else belongs to its event loop. It can be made before any loop runs,
-    for decorators to refer to. Starts and ENDs run in its task group, so no
-    cancellation of a request can tear them. Leaving ends every session with
-    ``"shutdown"`` and waits until each END is done or its time is up.
+    ``async with SessionRegistry() as sessions:`` lives as long as the server, and all
+    else belongs to its event loop. It can be made before any loop runs, for decorators
+    to refer to, and be entered again once it was left. Starts and ENDs run in its task
+    group, so no cancellation of a request can tear them. Leaving ends every session
+    with ``"shutdown"`` and waits until each END is done or its time is up.
 
     Args:
         end_timeout: Seconds that the END of one session may take.
@@ -267,8 +267,9 @@ class SessionRegistry:
         session._tell(events.EndFailed, error=kind)
 
     async def __aenter__(self) -> Self:
-        if self.draining or self._tasks is not None:
-            raise RuntimeError("a SessionRegistry can be entered once; make a new one")
+        if self._tasks is not None:
+            raise RuntimeError("a SessionRegistry has one block at a time; make two")
+        self.draining, self._changed = False, None
         self._now, self._post = loop_clock(), loop_post()
         self._watchdog = Watchdog(self._now)
         # A server that is cancelled may still drain, shielded.
@@ -278,9 +279,8 @@ class SessionRegistry:
         return self
 
     async def __aexit__(self, *_: object) -> None:
-        tasks, self._tasks = self._tasks, None
+        tasks, self.draining = self._tasks, True
         assert tasks is not None
-        self.draining = True
         try:
             try:
                 self.close_all("shutdown")
@@ -296,6 +296,7 @@ class SessionRegistry:
             for session in list(self._closing):
                 for start in session._starts:  # whose task never ran
                     start.abort(session)
+            self._tasks = None
 
     async def _watch(self) -> None:
         with self._watching:

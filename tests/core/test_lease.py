@@ -90,10 +90,10 @@ async def test_says_what_it_holds() -> None:
     gate = Gate()
     lease = await gate.admit(bytes=7, slots=2)
     assert (lease.slots, lease.bytes, lease.held) == (2, 7, True)
-    assert repr(lease) == "<Lease 2 slots, 7 bytes, held>"
+    assert repr(lease) == "<Lease of gate 'gate': 2 slots, 7 bytes, held>"
     lease.release()
     assert not lease.held
-    assert repr(lease) == "<Lease 2 slots, 7 bytes, not held>"
+    assert repr(lease) == "<Lease of gate 'gate': 2 slots, 7 bytes, not held>"
 
 
 async def test_settles_down_and_wakes_who_fits() -> None:

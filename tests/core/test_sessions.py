@@ -4,7 +4,7 @@ import gc
 import math
 import threading
 import tracemalloc
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, AsyncIterator
 from typing import Any, get_args
 
 import anyio
@@ -579,6 +579,38 @@ class TestDrain:
         assert_quiescent(sessions)
 
 
+@pytest.mark.parametrize("backends", [("asyncio", "asyncio"), ("asyncio", "trio")])
+def test_a_registry_serves_one_event_loop_after_another(
+    backends: tuple[str, ...],
+) -> None:
+    """As one does that a module holds and that each test of an application enters."""
+    sessions = SessionRegistry()
+    outcomes: list[object] = []
+
+    async def serve() -> None:
+        async def open_() -> AsyncIterator[int]:
+            return numbers()
+
+        async def numbers() -> AsyncIterator[int]:
+            yield 1
+            await anyio.sleep_forever()
+
+        async with sessions:
+            session = sessions.open("a")
+            with pytest.raises(SessionEnded), session:
+                items = await session.start(open_)
+                async with session.stream(items, idle=0.0) as stream:
+                    async for _ in stream:
+                        session.stop("client_gone")
+            outcomes.append(session.outcome)
+            await session.quiet()
+
+    for backend in backends:
+        anyio.run(serve, backend=backend)
+    assert outcomes == ["client_gone", "client_gone"]
+    assert_quiescent(sessions)
+
+
 @pytest.mark.anyio
 class TestRegistry:
     async def test_refuses_an_end_timeout_that_is_no_number(self) -> None:
@@ -586,20 +618,66 @@ class TestRegistry:
         with pytest.raises(ValueError, match="end_timeout"):
             SessionRegistry(end_timeout=math.nan)
 
-    async def test_is_entered_once(self) -> None:
-        """A registry has one life."""
+    async def test_serves_one_block_at_a_time(self) -> None:
+        """And nothing outside of it."""
         sessions = SessionRegistry()
         with pytest.raises(RuntimeError, match="async with first"):
             sessions.open("a")
         async with sessions:
-            with pytest.raises(RuntimeError, match="entered once"):
+            with pytest.raises(RuntimeError, match="one block at a time"):
                 async with sessions:
                     pass
-        with pytest.raises(RuntimeError, match="entered once"):
-            async with sessions:
-                pass
-        with pytest.raises(RuntimeError):
+            sessions.open("a").close()
+        with pytest.raises(RuntimeError, match="async with first"):
             sessions.open("a")
+
+    async def test_can_be_entered_again_once_it_was_left(self) -> None:
+        """One that a module holds serves each of its tests, and a server that reloads."""
+        sessions = SessionRegistry()
+        ended: list[object] = []
+
+        async def open_() -> str:
+            return "stream"
+
+        async def end(stream: object) -> None:
+            ended.append(stream)
+
+        for _ in range(2):
+            async with sessions:
+                with sessions.open("a") as session:
+                    await session.start(open_, end=end)
+                assert await sessions.drain(1.0) == 0
+                with pytest.raises(GateClosed):
+                    sessions.open("b")
+        assert ended == ["stream", "stream"]
+        assert session.generation == 2
+        assert_quiescent(sessions)
+
+    async def test_opens_nothing_while_it_is_being_left(self) -> None:
+        """Whoever still runs then is told to go elsewhere."""
+        refused: list[type[Exception]] = []
+        sessions = SessionRegistry()
+        ending = anyio.Event()
+
+        async def end(_: object) -> None:
+            ending.set()
+            await checkpoint()
+
+        async def try_later() -> None:
+            await ending.wait()
+            try:
+                sessions.open("late")
+            except GateClosed as error:
+                refused.append(type(error))
+
+        async def open_() -> str:
+            return "stream"
+
+        async with anyio.create_task_group() as tasks:
+            tasks.start_soon(try_later)
+            async with sessions:
+                await sessions.open("a").start(open_, end=end)
+        assert refused == [GateClosed]
 
     async def test_balances_at_every_moment(self) -> None:
         """Opened are the live + the sum of the outcomes, whenever one looks."""

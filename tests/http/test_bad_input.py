@@ -236,7 +236,7 @@ async def test_refuses_more_pixels_than_allowed(server: Any, client: Any) -> Non
     [b"\xff\xfe", b"a b", b"../../x", b"x" * 129, b"", b"caf\xc3\xa9", b"a;b"],
 )
 async def test_refuses_id_that_is_no_name(server: Any, client: Any, name: Any) -> None:
-    """Ids that could not be logged or sent back are refused (fault-19)."""
+    """Ids that could not be logged or sent back are refused (fault-19, S7)."""
     status, headers, document = await answer_to(
         server.port, ask(), b"x-request-id: " + name
     )
@@ -270,7 +270,7 @@ async def test_returns_id_that_is_a_name(server: Any) -> None:
 async def test_refuses_body_of_200_megabytes(
     server: Any, client: Any, declared: bool
 ) -> None:
-    """A 200 MB body is 413 and is never in memory (fault-16)."""
+    """A 200 MB body is 413 and is never in memory (fault-16, S7)."""
     piece = b"x" * 2**20
 
     async def pieces() -> Any:

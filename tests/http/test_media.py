@@ -31,7 +31,7 @@ LIMITS = MediaLimits()
 
 @pytest.mark.parametrize("kind", ["PNG", "JPEG", "WEBP", "GIF", "BMP", "TIFF"])
 def test_reads_size_of_every_format(kind: str) -> None:
-    """Width times height comes from the header of each known format."""
+    """Width times height comes from the header of each known format (S8)."""
     image = encoded(37, 21, kind)
     assert measure(image, LIMITS, param="x") == Measure(len(image), 37 * 21, 1)
 

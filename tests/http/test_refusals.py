@@ -34,7 +34,7 @@ def weight(image: bytes) -> int:
 
 
 async def test_charges_decoded_weight_before_decoding() -> None:
-    """A 70 KiB PNG of 12 megapixels is charged as 12 megapixels, before a decode."""
+    """A 70 KiB PNG of 12 megapixels is charged as 12 megapixels, before a decode (S8)."""
     image, processor = png(3000, 4000), GatedProcessor()
     assert len(image) < 70 * 1024
     async with running(processor=processor) as server:
@@ -223,7 +223,7 @@ async def test_tells_client_that_engine_is_too_slow(stream: bool) -> None:
 
 
 async def test_refuses_body_that_stands_still() -> None:
-    """A body that stops arriving is 408; there never was a session (fault-15)."""
+    """A body that stops arriving is 408; there never was a session (fault-15, S7)."""
     settings = AppSettings(model="sim", body_idle=0.05)
     async with running(settings=settings) as server:
         reader, writer = await asyncio.open_connection("127.0.0.1", server.port)
@@ -302,7 +302,7 @@ async def test_shows_itself_live() -> None:
 async def test_keeps_canaries_out_of_errors_and_logs(
     caplog: pytest.LogCaptureFixture, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    """No prompt, image, id or user name is in an error body or a log (law 12)."""
+    """No prompt, image, id or user name is in an error body or a log (law 12, S9, N11)."""
     canary = "canary-7f3a"
     image = data_url(png(64, 64)[:-30] + canary.encode())
     messages = user(canary)

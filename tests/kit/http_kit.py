@@ -175,8 +175,10 @@ async def running(
     bodies: Gate | None = None,
     settings: AppSettings | None = None,
     metrics: Any = None,
+    log: Any = None,
     engine: Any = None,
     wait: bool = True,
+    **uvicorn: Any,
 ) -> AsyncIterator[Server]:
     """A server over the simulated engine; *options* are the engine's."""
     engine = engine or make_engine(*options)
@@ -188,9 +190,10 @@ async def running(
         bodies=bodies,
         observer=metrics,
         metrics=metrics,
+        **({} if log is None else {"log": log}),
         settings=settings or AppSettings(model="sim"),
     )
-    async with serving(app) as port:
+    async with serving(app, **uvicorn) as port:
         if wait:
             await engine.wait_ready()
         yield Server(port, app.state.service, app)

@@ -75,7 +75,7 @@ def lent() -> Iterator[tuple[ArenaView, list[np.ndarray]]]:
 def test_memory_is_held_until_its_copy_is_done(
     lent: tuple[ArenaView, list[np.ndarray]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The loan ends when the stream is past the copy, not when the copy was begun."""
+    """The loan ends when the stream is past the copy, not when it was begun (`peers-68`)."""
     view, tensors = lent
     stream = Stream()
     uploads = Uploads(stream)

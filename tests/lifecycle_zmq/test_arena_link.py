@@ -18,7 +18,7 @@ import anyio
 import numpy as np
 import pytest
 
-from lifecycle import Gate, Payload
+from lifecycle import EngineLost, Gate, Payload, Refused
 from lifecycle_zmq import Arena, EngineClient, RequestRejected, ZmqEngine
 from lifecycle_zmq._lodging import SENT_BELOW, Lodging
 
@@ -212,10 +212,88 @@ async def test_killed_engine_frees_everything_once_it_is_reaped(
         await eventually(lambda: used(engine.arena) == 0)
 
 
+async def test_kills_in_the_middle_of_hand_offs_leave_nothing(
+    make: Callable[..., ZmqEngine], eventually: Callable[..., Any]
+) -> None:
+    """Senders go on making payloads while engine after engine dies (`peers-64`, `fault-22`)."""
+    before = _names()
+    taken, told, number, over = 0, 0, 0, False
+
+    async def send() -> None:
+        nonlocal taken, told, number
+        while not over:
+            number += 1
+            try:
+                array = filled(engine.arena)
+            except Refused:
+                array = np.zeros(MIB, np.uint8)
+            box = boxed(x=array)
+            del array
+            try:
+                await engine.start(f"a{number}", {"keep": "ever", "stay": True}, box)
+                taken += 1
+            except EngineLost:
+                told += 1
+                await anyio.sleep(0.002)
+
+    options = {"max_crashes": None, "backoff": 0.01, "max_backoff": 0.01}
+    async with make(**options) as engine:
+        await engine.wait_ready()
+        descriptors = _descriptors()
+        async with anyio.create_task_group() as tasks:
+            for _ in range(4):
+                tasks.start_soon(send)
+            for incarnation in range(1, 6):
+                goal = taken + 8
+                await eventually(lambda goal=goal: taken > goal)
+                assert engine.incarnation == incarnation
+                os.kill(engine.pid or 0, signal.SIGKILL)
+                await eventually(lambda seen=incarnation: engine.incarnation > seen)
+                await eventually(lambda: engine.ready)
+            over = True
+        os.kill(engine.pid or 0, signal.SIGKILL)
+        await eventually(lambda: engine.incarnation == 7 and engine.ready)
+        assert told
+        assert used(engine.arena) == 0
+        assert _descriptors() <= descriptors
+    assert _names() == before
+
+
+def _names() -> list[str]:
+    return sorted(path.name for path in Path("/dev/shm").glob("lifecycle-*"))
+
+
+def _descriptors() -> int:
+    return len(list(Path("/proc/self/fd").iterdir()))
+
+
+async def test_tensor_of_several_requests_lives_until_the_last(
+    make: Callable[..., ZmqEngine],
+) -> None:
+    """Whoever is done first takes nothing from the others (`peers-66`)."""
+    async with make() as engine:
+        await engine.wait_ready()
+        array = filled(engine.arena)
+        expected = zlib.crc32(array)
+        boxes = [boxed(x=array) for _ in range(3)]
+        del array
+        for number, box in enumerate(boxes):
+            request = {"keep": "end", "stay": True}
+            stream = await engine.start(f"a{number}", request, box)
+            assert (await anext(stream))["x"][3] == expected
+            if number < 2:
+                await engine.end(f"a{number}")
+        shared = engine.arena.shared
+        assert used(engine.arena) == (MIB if shared else 0)
+        assert engine.arena.statistics().loans == (1 if shared else 0)
+        await engine.end("a2")
+        assert used(engine.arena) == 0
+
+
 async def test_full_arena_costs_time_and_no_request(
     make: Callable[..., ZmqEngine],
 ) -> None:
-    """A tensor that exists and finds no room is sent, and the books say so."""
+    """A tensor that exists and finds no room is sent, and the books say so (`peers-69`)."""
     async with make(arena_bytes=4 * MIB) as engine:
         await engine.wait_ready()
         arrays = [np.full(3 * MIB, number, np.uint8) for number in range(3)]

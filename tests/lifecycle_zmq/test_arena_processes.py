@@ -52,8 +52,10 @@ class Peer:
 
     def close(self) -> None:
         """Kill and reap it."""
-        self.process.kill()
-        self.process.communicate(timeout=20)
+        # Not by `communicate`, which flushes an input that a test has closed.
+        with self.process:
+            self.process.kill()
+            self.process.wait(20)
 
 
 @pytest.fixture(params=SHARED)
@@ -117,7 +119,7 @@ def test_peer_sees_what_is_written_without_a_copy(
 
 
 def test_peer_checks_every_place(arena: Arena, spawn: Callable[..., Peer]) -> None:
-    """Out of range, unaligned or begun twice: ProtocolError, and nothing is held."""
+    """Out of range, unaligned or begun twice: ProtocolError, and nothing is held (`S5`)."""
     peer = spawn()
     for number, where in enumerate(
         [
@@ -147,7 +149,7 @@ def test_what_is_no_memory_is_not_mapped(spawn: Callable[..., Peer]) -> None:
 
 
 def test_memory_cannot_be_cut_off(environment: dict[str, str]) -> None:
-    """Sealed: nobody with the descriptor can shrink what the other is reading."""
+    """Sealed: nobody with the descriptor can shrink what the other is reading (`S5`)."""
     arena = Arena(SIZE, kind="memfd")
     descriptor = arena.descriptor
     assert descriptor is not None
@@ -174,9 +176,25 @@ def test_killed_peer_gives_everything_back_once_reaped(
         assert arena.statistics().free == SIZE
 
 
+def test_peer_that_leaves_takes_nothing_along(
+    arena: Arena, spawn: Callable[..., Peer]
+) -> None:
+    """No tracker of resources: whoever only looked does not end it (`peers-67`)."""
+    array = arena.put(np.ones(PAGE, np.uint8))
+    for _ in range(2):
+        peer = spawn()
+        loan, offset = place(arena, array)
+        assert peer("take", loan, "a", offset, "B", [PAGE])[3] == 64
+        assert peer.process.stdin is not None
+        peer.process.stdin.close()
+        assert peer.process.wait(20) == 0
+        arena.take_back(loan)
+    assert array.sum() == PAGE
+
+
 @pytest.mark.parametrize("kind", SHARED)
 def test_killed_owner_leaves_nothing(kind: str, environment: dict[str, str]) -> None:
-    """SIGKILL of the API process: no name, no memory, no process (`fault-31`)."""
+    """SIGKILL of the API process: no name, no memory, no process (`fault-31`, `peers-71`)."""
     before = names()
     with subprocess.Popen(
         [sys.executable, str(HERE / "arena_owner.py"), kind],

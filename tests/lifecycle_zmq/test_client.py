@@ -603,7 +603,7 @@ async def test_send_that_swallows_the_news_of_a_message_handles_it(
 async def test_hang_up_of_the_engine_is_seen_at_the_next_send(
     fake_engine: Any, eventually: Any
 ) -> None:
-    """Without a connection nothing is queued for another engine (`fault-47`)."""
+    """Without a connection nothing is queued for another engine (`fault-47`, `S4`)."""
     async with connected(fake_engine) as client:
         await started(client, fake_engine)
         fake_engine.close()
@@ -634,7 +634,7 @@ async def test_refuses_to_connect_without_descriptors(tmp_path: Path) -> None:
                 hoard.append(os.dup(0))
         os.close(hoard.pop())
         with pytest.raises(OSError, match="open files"):
-            Link(f"ipc://{tmp_path}/e", incarnation=1, handle=lambda _: True)
+            Link(f"ipc://{tmp_path}/e", lambda _: True)
     finally:
         resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
         for descriptor in hoard:

@@ -88,7 +88,7 @@ async def test_end_forgets_a_running_stream(make_engine: MakeEngine) -> None:
 
 
 async def test_start_tells_why_the_backend_refused(make_engine: MakeEngine) -> None:
-    """A refusal keeps its code, a crash its type; others go on (`fault-27`)."""
+    """A refusal keeps its code, a crash its type, not its words (`fault-27`, `S9`)."""
     async with make_engine() as engine:
         await engine.wait_ready()
         with pytest.raises(RequestRejected) as refused:
@@ -316,7 +316,7 @@ async def test_directory_whose_path_is_too_long_is_reported(
 async def test_engine_that_never_gets_ready_is_replaced(
     make_engine: MakeEngine,
 ) -> None:
-    """The time to get ready is bounded; a start meanwhile fails at once."""
+    """The time to get ready is bounded; a start meanwhile fails at once (`fault-29`, `peers-79`)."""
     async with make_engine("--never-ready", ready_timeout=0.3) as engine:
         with anyio.fail_after(1), pytest.raises(EngineLost) as caught:
             await engine.start("a#1", {})

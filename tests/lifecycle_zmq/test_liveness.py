@@ -90,7 +90,7 @@ async def _round_trip(engine: ZmqEngine) -> float:
 async def test_kills_under_128_streams_are_told_in_milliseconds(
     make_engine: MakeEngine, waiters_of: Any, bare_start: float
 ) -> None:
-    """Everybody is told once; it serves again soon; 25 times on each backend (`fault-22`, `N4`, `N5`, `peers-72`)."""
+    """Everybody is told once; it serves again soon; 25 times on each backend (`fault-22`, `N4`, `N5`, `peers-72`, `peers-75`)."""
     kills, streams = 25, 128
     options = {"backoff": 0.01, "max_backoff": 0.01, "max_crashes": None}
     told, again, base = [], [], []

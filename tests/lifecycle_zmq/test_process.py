@@ -120,24 +120,6 @@ async def test_reason_is_oom_when_the_kernel_ran_out_of_memory(
     assert await process.close() == "oom"
 
 
-def test_oom_kills_are_read_from_the_group(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    """The counter of our own cgroup is read; without one it is 0 (`fault-25`)."""
-    (tmp_path / "unit").mkdir()
-    (tmp_path / "unit" / "memory.events").write_text("oom 3\noom_kill 2\n")
-    (tmp_path / "cgroup").write_text("0::/unit\n")
-    places = {"/proc/self/cgroup": tmp_path / "cgroup", "/sys/fs/cgroup": tmp_path}
-
-    def place(first: str, *rest: str) -> Path:
-        return Path(places[first], *rest)
-
-    monkeypatch.setattr(process_module, "Path", place)
-    assert process_module._count_oom_kills() == 2
-    (tmp_path / "cgroup").write_text("1:cpu:/unit\n")
-    assert process_module._count_oom_kills() == 0
-
-
 async def test_close_ends_the_whole_session_of_the_engine() -> None:
     """What the engine has spawned in its session goes with it."""
     spawn = (

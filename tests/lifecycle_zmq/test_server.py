@@ -237,7 +237,7 @@ BAD: dict[str, list[bytes]] = {
 
 @pytest.mark.parametrize("bad", BAD)
 def test_server_counts_bad_frames_and_serves_on(served: Served, bad: str) -> None:
-    """No frame of a client kills or confuses the engine (`fault-43`, `fault-46`)."""
+    """No frame of a client kills or confuses the engine (`fault-43`, `fault-46`, `peers-88`)."""
     good = served.client()
     good.start("a")
     other = served.client()
@@ -362,7 +362,7 @@ def test_server_keeps_clients_apart(served: Served) -> None:
 
 
 def test_server_ends_the_streams_of_a_client_that_left(served: Served) -> None:
-    """The first message that cannot be delivered releases all of that client's."""
+    """The first message that cannot be delivered releases all of that client's (`S4`)."""
     gone, stays = served.client(), served.client()
     gone.start("a")
     gone.start("b")
@@ -500,6 +500,25 @@ def test_server_forgets_idle_clients_for_new_ones(served: Served) -> None:
         passing.socket.close(0)
     kept.start("b")
     assert kept.status()["live"] == 2
+
+
+def test_server_leaves_an_address_to_whoever_had_it_first(served: Served) -> None:
+    """A second client under the name of the first is not heard, nor told (`fault-49`)."""
+    first, second = served.client(), served.client()
+    endpoint = served.endpoint
+    for client in (first, second):
+        client.socket.disconnect(endpoint)
+        client.socket.setsockopt(zmq.ROUTING_ID, b"same")
+    first.socket.connect(endpoint)
+    first.start("a")
+    second.socket.connect(endpoint)
+    second.ask("b")
+    second.control("end", "a")
+    assert not second.socket.poll(200)
+    first.start("c")
+    status = first.status()
+    assert (status["live"], status["starts"], status["bad_frames"]) == (2, 2, 0)
+    assert not second.socket.poll(0)
 
 
 def test_server_refuses_clients_beyond_its_limit(served: Served) -> None:

@@ -60,7 +60,7 @@ async def test_wait_for_readiness_ends_when_the_engine_breaks(
 async def test_broken_engine_is_tried_again_later(
     make_engine: MakeEngine, eventually: Any, tmp_path: Path
 ) -> None:
-    """Half open: after its rest one process is tried; here it serves."""
+    """Half open: after its rest one process is tried; here it serves (`peers-75`)."""
     obstacle = tmp_path / "obstacle"
     obstacle.touch()
     options = {"backoff": 0.01, "max_crashes": 1, "broken_for": 0.3}
@@ -148,7 +148,7 @@ def _take(hoard: list[int]) -> None:
 async def test_engine_leaves_signals_to_its_parent(
     make_engine: MakeEngine, number: int
 ) -> None:
-    """A signal to every process of the service does not cut its streams (`peers-80`, `fault-62`)."""
+    """A signal to every process of the service does not cut its streams (`peers-80`, `fault-24`, `fault-62`)."""
     async with make_engine() as engine:
         await engine.wait_ready()
         stream = await engine.start("a#1", {"count": 100})

@@ -1,0 +1,77 @@
+"""The commands of ``lifecycle-engine`` beside ``serve``."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from .launch import RunnerName, default_checkpoint
+
+
+def demo(
+    *,
+    runner: Annotated[
+        RunnerName, typer.Option(help="torch runs a model, sim needs no torch.")
+    ] = RunnerName.torch,
+    clients: Annotated[int, typer.Option(help="How many ask at a time.")] = 32,
+    requests: Annotated[int, typer.Option(help="How many they send in all.")] = 160,
+    seed: Annotated[int, typer.Option(help="Of pictures, requests, manners.")] = 1,
+) -> None:
+    """Run a server under unreliable clients, kill its engine, look what is left."""
+    import anyio
+
+    try:
+        from .demo.run import run
+        from .demo.server import ServerFailed
+    except ModuleNotFoundError as error:
+        typer.echo(f"{error}; pip install 'anyio-lifecycle[demo]'", err=True)
+        raise typer.Exit(2) from None
+    if runner is RunnerName.torch:
+        default_checkpoint()  # built once, and not while the server is waited for
+    # Less than the clients bring, so that the gates have something to do.
+    arguments = ["--runner", runner.value, "--slots", "24", "--payload-bytes"]
+    arguments.append(str(512 * 2**20))
+
+    async def main() -> int:
+        return await run(
+            arguments=arguments, clients=clients, requests=requests, seed=seed
+        )
+
+    try:
+        status = anyio.run(main)
+    except ServerFailed as error:
+        typer.echo(f"demo: {error}", err=True)
+        status = 1
+    raise typer.Exit(status)
+
+
+def checkpoint(
+    out: Annotated[Path, typer.Argument(help="Folder to write.")],
+    *,
+    family: Annotated[str, typer.Option(help="Model family.")] = "qwen2_5_vl",
+    seed: Annotated[int, typer.Option(help="Of the random weights.")] = 0,
+) -> None:
+    """Build a tiny random checkpoint, offline."""
+    from .checkpoint import build
+
+    try:
+        build(out, family, seed)
+    except ValueError as error:
+        raise typer.BadParameter(str(error)) from None
+    typer.echo(f"{out}")
+
+
+def doctor() -> None:
+    """Say what is wrong with this machine, or could be better, and what to do."""
+    from .doctor import examine
+
+    marks = {"fine": "  ok", "note": "note", "bad": " BAD"}
+    bad = 0
+    for finding in examine():
+        typer.echo(f"{marks[finding.state]}  {finding.what}: {finding.found}")
+        if finding.remedy:
+            typer.echo(f"      -> {finding.remedy}")
+        bad += finding.state == "bad"
+    raise typer.Exit(1 if bad else 0)

@@ -1,0 +1,189 @@
+"""One HTTP connection: bounds on what uvicorn lets a client do for ever."""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+from dataclasses import dataclass
+from typing import Any, cast
+
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
+
+from .http_parser import Parser
+
+# Requests on one connection that are read while another one runs.
+_PIPELINED = 8
+# What a client has to read of an answer in the time that it gets.
+_READER_BYTES = 65536
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ConnectionLimits:
+    """What a client may make a server wait for, and keep.
+
+    Attributes:
+        head: Seconds until the head of a request is complete, from the connection on,
+            or from the first byte behind the last request.
+        head_bytes: The longest head.
+        rest: Seconds for what is left of a body behind an early answer.
+        reader: Seconds in which 64 KiB of an answer, or what is left of it, have to be
+            read, once the system takes no more of it.
+        connections: Of all clients together; further ones get 503 at once.
+    """
+
+    head: float = 10.0
+    head_bytes: int = 32768
+    rest: float = 30.0
+    reader: float = 30.0
+    connections: int = 16384
+
+
+def http_protocol(limits: ConnectionLimits | None = None) -> type[asyncio.Protocol]:
+    """What ``uvicorn.Config(http=...)`` takes, for a server of one's own.
+
+    Args:
+        limits: On each connection.
+    """
+    made = functools.partial(Connection, limits=limits or ConnectionLimits())
+    return cast("type[asyncio.Protocol]", made)
+
+
+class Connection(HttpToolsProtocol):
+    """uvicorn's, with limits, and with an ear for whoever leaves.
+
+    uvicorn tells a lost connection to the request that was read last, and stops
+    reading behind it. Here every request is told, and no further one is begun.
+
+    Offers of another protocol are ignored, see `Parser`.
+    """
+
+    def __init__(self, *args: Any, limits: ConnectionLimits, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.parser = Parser(self)  # type: ignore[assignment]
+        self._limits = limits
+        self._cycles: list[Any] = []
+        self._in_head = self._in_body = False
+        self._message_ended = False
+        self._head_bytes = 0
+        self._to_send: asyncio.TimerHandle | None = None
+        self._to_read: asyncio.TimerHandle | None = None
+        self._unread = 0
+
+    # The connection -------------------------------------------------------------
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        """Take the connection, or say that there are too many."""
+        super().connection_made(transport)
+        # What waits here waits for the reader alone, the system's buffer being full.
+        transport.set_write_buffer_limits(high=0)
+        if len(self.connections) > self._limits.connections:
+            self._close(b"503 Service Unavailable\r\nretry-after: 1")
+        else:
+            self._watch_sender()
+
+    def data_received(self, data: bytes) -> None:
+        """Read on, within the limits."""
+        self._message_ended = False
+        super().data_received(data)
+        if self._in_head and not self._message_ended:
+            self._head_bytes += len(data)
+            if self._head_bytes > self._limits.head_bytes:
+                self._close(b"431 Request Header Fields Too Large")
+        self._watch_sender()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        """Tell every request that its client left."""
+        for timer in (self._to_send, self._to_read):
+            if timer is not None:
+                timer.cancel()
+        self.pipeline.clear()
+        for cycle in self._cycles:
+            if not cycle.response_complete:
+                cycle.disconnected = True
+                cycle.message_event.set()
+        super().connection_lost(exc)
+
+    def _close(self, answer: bytes) -> None:
+        if not (self._busy or self.transport.is_closing()):
+            tail = b"\r\nconnection: close\r\ncontent-length: 0\r\n\r\n"
+            self.transport.write(b"HTTP/1.1 " + answer + tail)
+        self.transport.close()
+
+    # Requests -------------------------------------------------------------------
+
+    def on_message_begin(self) -> None:
+        """A head begins."""
+        super().on_message_begin()
+        self._in_head, self._head_bytes = True, 0
+
+    def on_headers_complete(self) -> None:
+        """A head has been read."""
+        if self.parser.should_upgrade():
+            return
+        self._in_head, self._in_body = False, True
+        super().on_headers_complete()
+        self._cycles = [it for it in self._cycles if not it.response_complete]
+        self._cycles.append(self.cycle)
+        if len(self.pipeline) <= _PIPELINED:
+            self.flow.resume_reading()
+
+    def on_message_complete(self) -> None:
+        """A body has been read."""
+        if self.parser.should_upgrade():
+            return
+        self._in_body, self._message_ended = False, True
+        self._stop_watching_sender()
+        super().on_message_complete()
+
+    # Clients that send slowly ---------------------------------------------------
+
+    @property
+    def _busy(self) -> bool:
+        """Whether a request is served: then its application looks after its body."""
+        cycle: Any = self.cycle  # None before the first one, whatever its type says
+        return cycle is not None and not cycle.response_complete
+
+    def _watch_sender(self) -> None:
+        if self._busy or self.transport.is_closing():
+            self._stop_watching_sender()
+        elif self._to_send is None:
+            limit = self._limits.rest if self._in_body else self._limits.head
+            self._to_send = self.loop.call_later(limit, self._sent_too_slowly)
+
+    def _stop_watching_sender(self) -> None:
+        if self._to_send is not None:
+            self._to_send.cancel()
+            self._to_send = None
+
+    def _sent_too_slowly(self) -> None:
+        self._to_send = None
+        if self._in_head:
+            self._close(b"408 Request Timeout")
+        else:
+            self.transport.close()
+
+    # Clients that read slowly ---------------------------------------------------
+
+    def pause_writing(self) -> None:
+        """The system takes no more: the client has to read."""
+        super().pause_writing()
+        self._unread = self.transport.get_write_buffer_size()
+        self._to_read = self.loop.call_later(self._limits.reader, self._look_at_reader)
+
+    def resume_writing(self) -> None:
+        """The client has read."""
+        super().resume_writing()
+        if self._to_read is not None:
+            self._to_read.cancel()
+            self._to_read = None
+
+    def _look_at_reader(self) -> None:
+        self._to_read = None
+        left = self.transport.get_write_buffer_size()
+        if self._unread - left < _READER_BYTES:
+            self.transport.abort()
+        else:
+            self._unread = left
+            self._to_read = self.loop.call_later(
+                self._limits.reader, self._look_at_reader
+            )

@@ -1,0 +1,30 @@
+"""The heap of the server's process: what is large goes back when it is freed."""
+
+from __future__ import annotations
+
+import ctypes
+
+# The names are glibc's.
+_M_TRIM_THRESHOLD = -1
+_M_MMAP_THRESHOLD = -3
+# Above, a block has pages of its own. Up to here they would cost more than they give.
+_LARGE = 4 * 2**20
+# The end of a heap is kept up to here, so that one picture after another is decoded in
+# the same pages.
+_KEPT = 16 * 2**20
+
+
+def give_large_back() -> bool:
+    """Make ``free`` of large blocks give their pages back; False where it is unknown.
+
+    Left alone, glibc puts blocks on the heap that are as large as the largest that was
+    ever freed, up to 32 MiB. After a burst of pictures many small blocks lie between
+    large holes, and a process holds for ever what it once needed for a moment.
+    """
+    try:
+        mallopt = ctypes.CDLL(None).mallopt
+    except (OSError, AttributeError):
+        return False
+    wishes = ((_M_MMAP_THRESHOLD, _LARGE), (_M_TRIM_THRESHOLD, _KEPT))
+    done = [mallopt(name, value) for name, value in wishes]
+    return all(done)

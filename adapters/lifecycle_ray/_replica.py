@@ -1,0 +1,224 @@
+"""One actor with its client, from its creation until it is killed; and the next one."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import anyio
+import anyio.to_thread
+import ray
+from ray.exceptions import (
+    ActorUnavailableError,
+    OutOfMemoryError,
+    RayActorError,
+    RayError,
+)
+
+from lifecycle import EngineLost
+from lifecycle_zmq import EngineClient, SupervisedEngine
+
+from ._actor import EngineActor, Factory, Served
+from ._link import RayLink
+from ._placement import Placement
+from ._results import result
+
+_CONCURRENCY = {"pull": 1, "control": 4}
+_LOOK_SECONDS = 0.25
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Settings:
+    """What every actor of one replica is made with; see `RayEngine`."""
+
+    factory: Factory | str
+    replica: int
+    placement: Placement
+    hold: int
+    stall: float
+    ready_timeout: float
+    busy_after: float
+    stalled_after: float
+    silent_after: float
+    owner_timeout: float
+
+
+class Replica(SupervisedEngine["Actor"]):
+    """One of the replicas of a `RayEngine`: an actor, and its replacement."""
+
+    def _last_words(self) -> str:
+        current = self._supervisor.current
+        return f"; {current.output}" if current is not None and current.output else ""
+
+    @property
+    def place(self) -> Mapping[str, Any]:
+        """Process and node of the actor that is there; empty without one."""
+        current = self._supervisor.current
+        return current.place if current is not None and self.ready else {}
+
+    def holds(self, key: str) -> bool:
+        """Whether a stream of that key was started here and is not done."""
+        return self._client is not None and key in self._client
+
+
+class Actor:
+    """One actor with its client: an incarnation of a replica.
+
+    An actor is never restarted as what it was. Ray would, but it tells of the death
+    only when that is done; a new one is told in milliseconds, and nothing that was
+    meant for one can reach the other. Where it runs is Ray's to choose, again.
+    """
+
+    def __init__(
+        self,
+        settings: Settings,
+        number: int,
+        retry_after: float,
+        changed: Callable[[], None],
+    ) -> None:
+        self._settings = settings
+        self._number = number
+        self._retry_after = retry_after
+        self._changed = changed
+        self._began = anyio.current_time()
+        self._actor: Any = None
+        self._heard = self._began
+        self._turns = 0
+        self._turned = self._began
+        self.client: EngineClient | None = None
+        self.place: Mapping[str, Any] = {}
+        self.reason = "starting"
+        self.output = ""
+        self.start_seconds: float | None = None
+        self.served_seconds = 0.0
+
+    @property
+    def why(self) -> str:
+        """Why it takes no requests, in one word."""
+        return (self.client.lost if self.client is not None else None) or self.reason
+
+    @property
+    def takes(self) -> bool:
+        """Whether requests are taken."""
+        return self.client is not None and self.client.ready
+
+    @property
+    def health(self) -> Literal["serving", "busy", "stalled"] | None:
+        """How it is doing, as far as the last pull has shown."""
+        if self.client is None:
+            return None
+        if not self.client.ready:
+            return "stalled" if self.client.lost == "stalled" else None
+        busy = anyio.current_time() - self._turned > self._settings.busy_after
+        return "busy" if busy else "serving"
+
+    async def run(self) -> None:
+        """Make the actor, serve, kill it; an error of any of it is a reason.
+
+        Cancellation: the actor is killed, its waiters are told.
+        """
+        try:
+            await self._run()
+        except Exception as error:  # noqa: BLE001 - told by whoever waits for it
+            self.reason, detail = told(error, "start_failed")
+            self.output = detail or str(error)[-2000:]
+        finally:
+            self._kill()
+        if self.start_seconds is not None:
+            life = anyio.current_time() - self._began
+            self.served_seconds = life - self.start_seconds
+
+    async def _run(self) -> None:
+        await anyio.to_thread.run_sync(self._make)
+        with anyio.move_on_after(self._settings.ready_timeout) as waiting:
+            self.place = await result(self._actor.hello.remote())
+        if waiting.cancelled_caught:
+            self.reason = "start_timeout"
+            return
+        async with EngineClient(
+            lambda handle: RayLink(
+                self._actor, handle, served=self._look, failed=self._fail
+            ),
+            incarnation=self._number,
+            retry_after=self._retry_after,
+        ) as client:
+            self.client = client
+            try:
+                await self._serve(client)
+            finally:
+                client.lose("closed")
+                self.reason = client.lost or "closed"
+                self.client = None
+
+    async def _serve(self, client: EngineClient) -> None:
+        async with anyio.create_task_group() as tasks:
+            tasks.start_soon(self._await_ready, client)
+            tasks.start_soon(self._watch, client)
+            await client.wait_lost()
+            tasks.cancel_scope.cancel()
+        self._changed()
+
+    async def _await_ready(self, client: EngineClient) -> None:
+        try:
+            await client.wait_ready()
+        except EngineLost:
+            return
+        self.start_seconds = anyio.current_time() - self._began
+        self._changed()
+
+    async def _watch(self, client: EngineClient) -> None:
+        self._heard = self._turned = anyio.current_time()
+        limits = self._settings
+        while True:
+            await anyio.sleep(_LOOK_SECONDS)
+            now = anyio.current_time()
+            if now - self._heard > limits.silent_after:
+                client.lose("silent")
+            elif now - self._turned > limits.stalled_after:
+                client.lose("stalled")
+
+    def _look(self, served: Served) -> None:
+        self._heard = anyio.current_time()
+        if served.turns != self._turns or not served.working:
+            self._turns = served.turns
+            self._turned = self._heard
+
+    def _fail(self, error: RayError) -> None:
+        if self.client is not None:
+            self.client.lose(*told(error, "ray_failed"))
+
+    def _make(self) -> None:
+        it = self._settings
+        remote: Any = ray.remote
+        make = remote(concurrency_groups=_CONCURRENCY)(EngineActor)
+        self._actor = make.options(
+            max_restarts=0,
+            max_task_retries=0,
+            **it.placement.options(it.replica),
+        ).remote(
+            it.factory,
+            incarnation=self._number,
+            hold=it.hold,
+            stall=it.stall,
+            owner_timeout=it.owner_timeout,
+        )
+
+    def _kill(self) -> None:
+        # Whatever may run there for us ends with it, known to us or not.
+        actor, self._actor = self._actor, None
+        if actor is not None and ray.is_initialized():
+            ray.kill(actor)
+
+
+def told(error: Exception, otherwise: str) -> tuple[str, str]:
+    """Return what became of an actor, in one word, and what more there is to say."""
+    text = str(error)
+    if isinstance(error, OutOfMemoryError):
+        return "out_of_memory", ""
+    if isinstance(error, ActorUnavailableError):
+        return "unreachable", ""
+    if isinstance(error, RayActorError):
+        # Ray has no other way to say it.
+        return ("node_died" if "its node has died" in text else "died"), ""
+    return otherwise, ""

@@ -1,0 +1,283 @@
+"""What serves the streams of one backend: one thread, one transport, one loop."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import Any
+
+from . import wire
+from ._arena_view import ArenaView
+from ._backend import Backend
+from ._books import Books, Peer, ServedStream
+from ._delivery import Delivery
+from ._errors import EncodeError, ProtocolError, RequestRejected
+from ._hand_off import complain, forget_frames
+from ._loans import Loans
+from ._pulse import Pulse
+from ._tensors import move
+from .transport import ServerTransport
+from .wire import Kind, Message, Place
+
+# Messages taken between two steps, so that a flood of them cannot stop the streams.
+_BURST = 1024
+_MAX_PEERS = 64
+# A backend whose every step raises will not get well; a new process may.
+_MAX_FAILED_STEPS = 3
+
+
+class EngineLoop:
+    """Serves one backend to the clients of one transport until told to stop.
+
+    A message that breaks the protocol is counted and dropped, whoever sent it. A client
+    that is gone loses its streams at the first message that cannot reach it.
+
+    Args:
+        backend: What runs the requests.
+        incarnation: The number of this engine, given by whoever started it.
+        hold: As for `EngineServer`.
+        stall: As for `EngineServer`.
+        arena: Where large tensors lie, if the clients have one.
+    """
+
+    _transport: ServerTransport
+    _pulse: Pulse
+
+    def __init__(
+        self,
+        backend: Backend,
+        *,
+        incarnation: int,
+        hold: int = 128 * 2**10,
+        stall: float = 30.0,
+        arena: ArenaView | None = None,
+    ) -> None:
+        self._backend = backend
+        self._incarnation = incarnation
+        self._books = Books()
+        self._loans = Loans(arena, self._books)
+        self._delivery = Delivery(
+            self._books, backend, self._flush, hold=hold, stall=stall
+        )
+        self._running = True
+        self._failed_steps = 0
+
+    def run(self, transport: ServerTransport, pulse: Pulse | None = None) -> None:
+        """Serve until SHUTDOWN; blocks the calling thread.
+
+        Args:
+            transport: Carries the messages.
+            pulse: Where each turn is shown; ``None`` shows nothing.
+        """
+        self._transport = transport
+        self._pulse = pulse or Pulse(None)
+        while self._running:
+            self._turn()
+
+    def stop(self) -> None:
+        """Let `run` return at its next turn; any thread may call this."""
+        self._running = False
+
+    def _turn(self) -> None:
+        idle = not self._backend.busy
+        self._pulse.turn(idle=idle)
+        if idle:
+            self._transport.poll(self._timeout())
+            self._pulse.turn(idle=False)
+        self._receive_all()
+        self._delivery.expire()
+        # Before the step: who has just been accepted need not wait for it.
+        self._flush_all()
+        if self._running and self._backend.busy:
+            self._step()
+            self._flush_all()
+
+    def _timeout(self) -> int | None:
+        """Return the milliseconds that there is nothing to do; ``None``: no end."""
+        patience = self._loans.patience(self._delivery.patience())
+        return None if patience is None else max(0, math.ceil(1000 * patience))
+
+    def _receive_all(self) -> None:
+        for _ in range(_BURST):
+            if not (self._running and self._receive()):
+                return
+
+    def _receive(self) -> bool:
+        arrived = self._transport.receive()
+        if arrived is None:
+            return False
+        address, parts = arrived
+        # Nothing of this frame may outlive it: the parts are a request's tensors.
+        del arrived
+        if parts is None:
+            self._forget(address)
+            return True
+        try:
+            message = wire.decode(parts, accept=wire.FROM_CLIENT)
+            del parts
+            peer = self._check(address, message)
+        except ProtocolError:
+            self._books.bad_frames += 1
+        else:
+            self._handle(peer, message)
+        return True
+
+    def _check(self, address: bytes, message: Message) -> Peer:
+        if message.incarnation != self._incarnation:
+            raise ProtocolError(f"incarnation {message.incarnation}")
+        peer = self._books.peers.get(address)
+        if peer is None:
+            peer = self._welcome(address, message.sequence)
+        if message.sequence < peer.received:
+            raise ProtocolError("a message came twice")
+        # What is refused here leaves a gap, as what was lost does.
+        peer.number(message)
+        if message.sequence > peer.received:
+            self._mend(peer)
+        peer.received = message.sequence + 1
+        return peer
+
+    def _welcome(self, address: bytes, sequence: int) -> Peer:
+        peers = self._books.peers
+        if len(peers) >= _MAX_PEERS:
+            # Without streams it loses nothing by being forgotten but its numbering.
+            idle = next((peer for peer in peers.values() if not peer.streams), None)
+            if idle is None:
+                raise ProtocolError(f"more than {_MAX_PEERS} clients")
+            del peers[idle.address]
+        peer = peers[address] = Peer(address, received=sequence)
+        self._send(peer, Kind.READY, {})
+        return peer
+
+    def _mend(self, peer: Peer) -> None:
+        """End the streams of a client of which a message was lost or refused.
+
+        It may have begun, cancelled, ended or granted; nobody knows whose.
+        """
+        self._books.bad_frames += 1
+        for stream in list(peer.streams.values()):
+            if not stream.finished:
+                self._delivery.fail(stream, "gap", "a message of its client was lost")
+
+    def _handle(self, peer: Peer, message: Message) -> None:
+        if message.kind is Kind.CONTROL:
+            self._control(peer, message.body)
+        elif message.kind is Kind.START:
+            self._start(peer, message.generation, message.body, message.tensors)
+        elif message.kind is Kind.STATUS:
+            self._report(peer, message.body["ask"])
+        else:
+            self._running = False
+
+    def _start(
+        self,
+        peer: Peer,
+        generation: int,
+        body: Mapping[str, Any],
+        tensors: dict[str, memoryview | Place],
+    ) -> None:
+        key = body["key"]
+        if not self._loans.lodge(peer, generation, tensors):
+            told = "a tensor is not where its description says"
+            self._reject(peer, generation, "invalid_tensors", told)
+            return
+        if key in self._books.streams:
+            told = "the key is in use; choose another"
+            self._reject(peer, generation, "duplicate_key", told)
+            return
+        try:
+            # As a temporary: from here on the backend alone holds the tensors.
+            merge = self._backend.start(key, body["request"], move(tensors))
+        except RequestRejected as refusal:
+            forget_frames(refusal)
+            self._reject(peer, generation, refusal.code, refusal.message)
+        except Exception as error:  # noqa: BLE001
+            # One request that the backend cannot take is no reason to stop the rest.
+            complain("start", error)
+            self._backend.end(key)
+            told = f"start raised {type(error).__name__}"
+            self._reject(peer, generation, "internal", told)
+        else:
+            stream = ServedStream(
+                key, generation, peer, body["window"], merge or "never"
+            )
+            self._books.started(stream)
+            peer.tick.accept(stream)
+            if peer.tick.full:
+                self._flush(peer)
+
+    def _reject(self, peer: Peer, generation: int, code: str, message: str) -> None:
+        self._books.refused(peer, generation)
+        peer.tick.reject(generation, code, message)
+        if peer.tick.full:
+            self._flush(peer)
+
+    def _control(self, peer: Peer, body: dict[str, Any]) -> None:
+        for generation, key, window, request in body["start"]:
+            start = {"key": key, "window": window, "request": request}
+            self._start(peer, generation, start, {})
+        # What names a stream that is over was said before its end was heard of.
+        for generation in body["cancel"]:
+            stream = peer.streams.get(generation)
+            if stream is not None:
+                self._delivery.cancel(stream)
+        for generation, credit in body["grant"]:
+            stream = peer.streams.get(generation)
+            if stream is not None:
+                self._delivery.grant(stream, credit)
+        for generation in body["end"]:
+            stream = self._books.ended(peer, generation)
+            if stream is not None:
+                self._backend.end(stream.key)
+                self._delivery.forget(stream)
+            peer.tick.finish(generation)
+            if peer.tick.full:
+                self._flush(peer)
+
+    def _step(self) -> None:
+        try:
+            outputs = self._backend.step()
+            self._failed_steps = 0
+        except Exception as error:
+            complain("step", error)
+            self._failed_steps += 1
+            if self._failed_steps == _MAX_FAILED_STEPS:
+                raise
+            outputs = self._delivery.fail_all(f"a step raised {type(error).__name__}")
+        self._delivery.publish(outputs)
+
+    def _report(self, peer: Peer, ask: int) -> None:
+        status: dict[str, Any] = dict(self._books.counters())
+        status["loans"] = len(self._loans)
+        # What was said before stays before.
+        self._flush(peer)
+        try:
+            status["backend"] = self._backend.status()
+            self._send(peer, Kind.REPORT, {"ask": ask, "status": status})
+        except EncodeError as error:
+            status["backend"] = {"error": error.code}
+            self._send(peer, Kind.REPORT, {"ask": ask, "status": status})
+
+    def _flush_all(self) -> None:
+        for peer in list(self._books.peers.values()):
+            self._flush(peer)
+
+    def _flush(self, peer: Peer) -> None:
+        # With the end of a stream, at the latest, its part of the arena is told free.
+        self._loans.give_back(self._flush)
+        if peer.tick:
+            self._send(peer, Kind.TICK, peer.tick.take())
+
+    def _send(self, peer: Peer, kind: Kind, body: Mapping[str, Any]) -> None:
+        head = wire.encode(
+            kind, body, incarnation=self._incarnation, sequence=peer.sent
+        )
+        peer.sent += 1
+        if not self._transport.send(peer.address, head):
+            self._forget(peer.address)
+
+    def _forget(self, address: bytes) -> None:
+        peer = self._books.peers.get(address)
+        for stream in self._books.forget(peer) if peer is not None else ():
+            self._backend.end(stream.key)
+            self._delivery.forget(stream)

@@ -1,0 +1,244 @@
+"""An engine in a thread of this process: for tests, and for what needs no process."""
+
+from __future__ import annotations
+
+import threading
+from collections import deque
+from collections.abc import Callable, Sequence
+
+import anyio
+import anyio.lowlevel
+
+from lifecycle import EngineLost
+
+from ._backend import Backend
+from ._hand_off import complain
+from ._liveness import LiveHealth
+from ._restarts import Restarts
+from ._supervisor import Supervisor
+from .bell import Bell
+from .client import EngineClient
+from .loop import EngineLoop
+from .queued import QueuedTransport
+from .supervised import SupervisedEngine
+from .transport import Handle
+from .wire import Buffer
+
+_ADDRESS = b"owner"
+_BURST = 256
+
+
+class ThreadEngine(SupervisedEngine["Thread"]):
+    """Runs a backend in a thread, and another one when that has failed.
+
+    The same promises as a process gives, but for what only a process can: a crash of C
+    code takes the server with it, a step that hangs cannot be killed, and what is
+    handed over is the caller's own memory, not copied, until the backend lets go.
+
+    Args:
+        factory: Makes the backend, in its thread.
+        hold: As for `EngineServer`.
+        stall: As for `EngineServer`.
+        stop_timeout: Seconds that a step may take to end when the engine is to; then
+            its thread is left to itself.
+        restarts: When another backend is made; ``None``: after half a second, doubled
+            up to thirty, and not after four ends in a minute.
+    """
+
+    def __init__(
+        self,
+        factory: Callable[[], Backend],
+        *,
+        hold: int = 128 * 2**10,
+        stall: float = 30.0,
+        stop_timeout: float = 5.0,
+        restarts: Restarts | None = None,
+    ) -> None:
+        def spawn(
+            number: int, retry_after: float, changed: Callable[[], None]
+        ) -> Thread:
+            loop = _Loop(factory, number, hold, stall)
+            return Thread(loop, number, retry_after, changed, stop_timeout)
+
+        super().__init__(Supervisor(spawn, restarts or Restarts()))
+
+
+class _Loop:
+    """The thread, and what it ended with."""
+
+    def __init__(
+        self, factory: Callable[[], Backend], number: int, hold: int, stall: float
+    ) -> None:
+        self._factory = factory
+        self._number = number
+        self._hold = hold
+        self._stall = stall
+        self._loop: EngineLoop | None = None
+        self._stopped = False
+        self.transport = QueuedTransport()
+        self.failure: BaseException | None = None
+        self.over = threading.Event()
+
+    def start(self, done: Callable[[], None]) -> None:
+        threading.Thread(
+            target=self._run, args=(done,), name="lifecycle-engine", daemon=True
+        ).start()
+
+    def stop(self) -> None:
+        self._stopped = True
+        if self._loop is not None:
+            self._loop.stop()
+        # The last thing that comes; it wakes the loop, too.
+        self.transport.leave(_ADDRESS)
+
+    def _run(self, done: Callable[[], None]) -> None:
+        try:
+            self._loop = loop = EngineLoop(
+                self._factory(),
+                incarnation=self._number,
+                hold=self._hold,
+                stall=self._stall,
+            )
+            if not self._stopped:
+                loop.run(self.transport)
+        except (Exception, SystemExit) as error:  # noqa: BLE001 - told to who waits
+            complain("the engine's thread", error)
+            self.failure = error.with_traceback(None)
+        finally:
+            self.over.set()
+            done()
+
+
+class Thread:
+    """One thread with its client: an incarnation of a `ThreadEngine`."""
+
+    def __init__(
+        self,
+        loop: _Loop,
+        number: int,
+        retry_after: float,
+        changed: Callable[[], None],
+        stop_timeout: float,
+    ) -> None:
+        self._loop = loop
+        self._number = number
+        self._retry_after = retry_after
+        self._changed = changed
+        self._stop_timeout = stop_timeout
+        self._began = anyio.current_time()
+        self.client: EngineClient | None = None
+        self.reason = "starting"
+        self.start_seconds: float | None = None
+        self.served_seconds = 0.0
+
+    @property
+    def why(self) -> str:
+        """Why it takes no requests, in one word."""
+        return (self.client.lost if self.client is not None else None) or self.reason
+
+    @property
+    def takes(self) -> bool:
+        """Whether requests are taken."""
+        return self.client is not None and self.client.ready
+
+    @property
+    def health(self) -> LiveHealth | None:
+        """``serving``, or ``None``."""
+        return "serving" if self.takes else None
+
+    async def run(self) -> None:
+        """Start the thread, serve until it ends.
+
+        Cancellation: the thread is told to end, and given its time to.
+        """
+        over = Bell()
+        self._loop.start(over.ring)
+        try:
+            async with EngineClient(
+                lambda handle: _LocalLink(self._loop.transport, handle),
+                incarnation=self._number,
+                retry_after=self._retry_after,
+            ) as client:
+                self.client = client
+                await self._watch(client, over)
+        finally:
+            self.client = None
+            if self.start_seconds is not None:
+                life = anyio.current_time() - self._began
+                self.served_seconds = life - self.start_seconds
+
+    async def _watch(self, client: EngineClient, over: Bell) -> None:
+        try:
+            async with anyio.create_task_group() as tasks:
+                tasks.start_soon(self._await_ready, client)
+                tasks.start_soon(self._give_up, client)
+                while not self._loop.over.is_set():
+                    await over.wait()
+                tasks.cancel_scope.cancel()
+        finally:
+            client.drain()
+            failure = self._loop.failure
+            client.lose("exit" if failure is None else type(failure).__name__)
+            self.reason = client.lost or "exit"
+            self._changed()
+            self._loop.stop()
+            with anyio.move_on_after(self._stop_timeout, shield=True):
+                while not self._loop.over.is_set():
+                    await over.wait()
+
+    async def _await_ready(self, client: EngineClient) -> None:
+        try:
+            await client.wait_ready()
+        except EngineLost:
+            return
+        self.start_seconds = anyio.current_time() - self._began
+        self._changed()
+
+    async def _give_up(self, client: EngineClient) -> None:
+        await client.wait_lost()
+        self._changed()
+        self._loop.stop()
+
+
+class _LocalLink:
+    """A `ClientTransport` to a `QueuedTransport` of the same process."""
+
+    def __init__(self, transport: QueuedTransport, handle: Handle) -> None:
+        self._transport = transport
+        self._handle = handle
+        self._arrived: deque[bytes] = deque()
+        self._bell = Bell()
+        transport.join(_ADDRESS, self._deliver)
+
+    def _deliver(self, head: bytes) -> None:
+        self._arrived.append(head)
+        self._bell.ring()
+
+    def send(self, parts: Sequence[Buffer]) -> bool:
+        head, *memory = parts
+        # Plain bytes, as they come from a socket.
+        self._transport.put(
+            _ADDRESS, [head, *(memoryview(it).cast("B") for it in memory)]
+        )
+        return True
+
+    def drain(self) -> None:
+        while self._handle_next():
+            pass
+
+    async def pump(self, greet: Callable[[], bool]) -> None:
+        greet()
+        while True:
+            await self._bell.wait()
+            for _ in range(_BURST):
+                if not self._handle_next():
+                    break
+            else:
+                self._bell.ring()
+                await anyio.lowlevel.checkpoint()
+
+    def close(self) -> None:
+        self._transport.leave(_ADDRESS)
+
+    def _handle_next(self) -> bool:
+        return bool(self._arrived) and self._handle([self._arrived.popleft()])

@@ -1,0 +1,75 @@
+"""What a client and a server need of whatever carries their messages.
+
+Both keep all books themselves: numbers of messages, credit, who waits for what. So
+another transport is these few methods, and every promise holds on it as on sockets.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Protocol
+
+from .wire import Buffer
+
+
+class ClientTransport(Protocol):
+    """Carries the messages of one client, to and from one incarnation of an engine.
+
+    Made in the event loop that it belongs to, and called there alone.
+    """
+
+    def send(self, parts: Sequence[Buffer]) -> bool:
+        """Take one message; False when the engine cannot be reached.
+
+        The first part is the header with its map, each further one the memory of a
+        tensor. All of it is the caller's again when this returns.
+
+        Raises:
+            EncodeError: There is no room for it; nothing of it was sent.
+        """
+        ...
+
+    def drain(self) -> None:
+        """Handle every message that has arrived."""
+        ...
+
+    async def pump(self, greet: Callable[[], bool]) -> None:
+        """Handle what the engine says, in order, for ever.
+
+        Args:
+            greet: Sends the first message, as soon as the engine may be there; called
+                again and again until it returns True.
+
+        Cancellation: no message is lost, none is taken while this waits.
+        """
+        ...
+
+    def close(self) -> None:
+        """Close at once; what was not sent yet is dropped."""
+        ...
+
+
+Handle = Callable[[Sequence[Buffer]], bool]
+"""Takes the parts of a message that came; returns whether another is wanted."""
+
+Connect = Callable[[Handle], ClientTransport]
+"""Makes the transport of one client."""
+
+
+class ServerTransport(Protocol):
+    """Carries the messages of all clients of one engine, on the engine's thread."""
+
+    def poll(self, milliseconds: int | None) -> None:
+        """Wait until there is something to receive, or as long; ``None``: no end."""
+        ...
+
+    def receive(self) -> tuple[bytes, Sequence[Buffer] | None] | None:
+        """Return who sent the next message and its parts; None when there is none.
+
+        The parts are the receiver's alone. Without any, that client is gone.
+        """
+        ...
+
+    def send(self, address: bytes, head: bytes) -> bool:
+        """Take a message for a client; False when that client is gone."""
+        ...

@@ -7,6 +7,7 @@ import base64
 import contextlib
 import datetime as dt
 import ipaddress
+import json
 import ssl
 from collections.abc import AsyncIterator
 from pathlib import Path
@@ -387,13 +388,29 @@ async def test_counts_them_like_those_that_were_sent(site: Site) -> None:
     async with fetching(site, processor=processor, app=app) as server:
         got, told = await post(server, chat, ask(chat, url, url))
         assert (got, told["error"]["code"]) == (413, "image_too_large")
-        asking = asyncio.create_task(post(server, chat, ask(chat, url)))
+        body = ask(chat, url)
+        asking = asyncio.create_task(post(server, chat, body))
         payloads, bodies = server.service.payloads, server.service.bodies
         await server.until(lambda: payloads.statistics().bytes_in_use)
         assert payloads.statistics().bytes_in_use == len(IMAGE) + 64 * 48 * 39
-        assert bodies.statistics().bytes_in_use >= len(IMAGE)
+        held = bodies.statistics().bytes_in_use
+        assert held == len(json.dumps(body)) + len(IMAGE)
         processor.release.set()
         assert (await asking)[0] == 200
+        await server.quiet()
+
+
+async def test_gives_their_bytes_back_at_hand_off(site: Site) -> None:
+    """While an answer streams, no gate is charged for the files any more."""
+    chat = PATHS[0]
+    async with fetching(site) as server:
+        body = ask(chat, f"https://{HOST}/image.png")
+        body |= {"stream": True, "max_tokens": 3000}
+        url = f"http://127.0.0.1:{server.port}{chat}"
+        async with aiohttp.ClientSession() as http, http.post(url, json=body) as told:
+            await told.content.readany()
+            assert server.service.sessions.live()
+            assert server.service.bodies.statistics().bytes_in_use == 0
         await server.quiet()
 
 

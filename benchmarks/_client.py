@@ -8,6 +8,9 @@ import contextlib
 import io
 import json
 import random
+import re
+import signal
+import sys
 from typing import Any, Self
 
 
@@ -52,20 +55,23 @@ def about_picture(pixels: int, max_tokens: int, *, noise: bool = False) -> bytes
     return question([image], max_tokens)
 
 
-async def ask(port: int, request: bytes) -> bool:
-    """Send a request; return whether its stream came whole."""
+async def ask(port: int, request: bytes) -> str:
+    """Send a request; return a word for what was wrong, or nothing."""
     try:
         reader, writer = await asyncio.open_connection("127.0.0.1", port)
     except OSError:
-        return False
+        return "unconnected"
     try:
         writer.write(request)
         answer = await reader.read()
     except OSError:
-        return False
+        return "reset"
     finally:
         writer.close()
-    return b"data: [DONE]" in answer
+    if b"data: [DONE]" in answer:
+        return ""
+    code = re.search(rb'"code": ?"(\w+)"', answer[-1000:])
+    return code[1].decode() if code else "cut"
 
 
 async def get(port: int, path: str) -> bytes:
@@ -83,6 +89,15 @@ async def status(port: int) -> dict[str, Any]:
     answer = await get(port, "/_lifecycle/status")
     found: dict[str, Any] = json.loads(answer.partition(b"\r\n\r\n")[2])
     return found
+
+
+def unwind_when_terminated() -> None:
+    """Make SIGTERM leave through every block, so that no server is left behind."""
+
+    def leave(number: int, _frame: object) -> None:
+        sys.exit(128 + number)
+
+    signal.signal(signal.SIGTERM, leave)
 
 
 class Server:

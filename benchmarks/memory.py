@@ -33,7 +33,7 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from _client import Server, about_picture, ask
+from _client import Server, about_picture, ask, unwind_when_terminated
 from _figures import RESULTS, machine, write
 from _memory_of import Watch
 from memory_rig import Case, argv
@@ -59,6 +59,7 @@ class Run:
         engine: The most of the engine that was resident.
         rate: Requests a second.
         failed: Requests that got no whole answer.
+        why: What was wrong with them, each thing once.
         series: ``[seconds, resident and then proportional size of each process]``.
     """
 
@@ -69,6 +70,7 @@ class Run:
     engine: int
     rate: float
     failed: int
+    why: list[str]
     series: list[list[float]]
 
 
@@ -82,7 +84,7 @@ def cases() -> dict[str, list[Case]]:
         bytes=LARGE_BUDGET,
         arena=LARGE_BUDGET + 256 * _MIB,
         prefill=0.0,
-        stall=2.0,
+        stall=3.0,
     )
     return {
         "halves": [
@@ -136,7 +138,8 @@ async def measure(case: Case, turn: int) -> Run:
         api=watch.peaks[0],
         engine=watch.peaks[1],
         rate=round(case.clients / (took - case.stall), 2),
-        failed=answers.count(False),
+        failed=sum(map(bool, answers)),
+        why=sorted(set(filter(None, answers))),
         series=watch.series,
     )
 
@@ -204,6 +207,7 @@ def run_all(book: Book, repeat: int) -> None:
 
 def main() -> None:
     """Run the command line."""
+    unwind_when_terminated()
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--repeat", type=int, default=5)
     parser.add_argument("--only", choices=("halves", "gates", "clients"))

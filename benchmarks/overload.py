@@ -24,7 +24,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from _client import Server
+from _client import Server, unwind_when_terminated
 from _figures import RESULTS, machine, write
 from overload_rig import BATCH, DEADLINE, STEP, TOKENS, WAYS, argv
 from overload_told import goals, quantile, table
@@ -118,6 +118,7 @@ def missing(found: list[dict[str, Any]], repeat: int) -> Iterator[tuple[Any, int
 
 def main() -> None:
     """Run the command line."""
+    unwind_when_terminated()
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--repeat", type=int, default=3)
     parser.add_argument("--seconds", type=float, default=12.0, help="of each run")

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import os
 import signal
+import time
 from collections.abc import Iterator
 from typing import Any
 
@@ -16,7 +17,7 @@ import anyio
 import numpy as np
 
 from lifecycle import EngineLost, Payload, SessionRegistry
-from lifecycle_ray import Placement, RayEngine
+from lifecycle_ray import RayEngine
 from lifecycle_zmq import Finish, Output
 
 
@@ -44,7 +45,8 @@ class Counting:
         return bool(self.streams)
 
     def step(self) -> list[Output]:
-        """One number for each stream."""
+        """One number for each stream, at the pace of a model."""
+        time.sleep(0.001)
         outputs = []
         for key, numbers in list(self.streams.items()):
             items = [[number] for number in [next(numbers, None)] if number is not None]
@@ -78,20 +80,14 @@ async def ask(engine: RayEngine, sessions: SessionRegistry, name: str, n: int) -
 async def main() -> None:
     """Spread requests over two engines, kill one of them, look what is left."""
     local = {"num_cpus": 2, "object_store_memory": 128 * 2**20}
-    async with RayEngine(
-        Counting, replicas=2, placement=Placement(num_cpus=1), local=local
-    ) as engine:
+    async with RayEngine(Counting, replicas=2, local=local) as engine:
         await engine.wait_ready(replicas=2)
         async with SessionRegistry() as sessions, anyio.create_task_group() as tasks:
-            for number in range(4):
-                tasks.start_soon(ask, engine, sessions, f"r{number}", 100)
-            for number in range(2):
-                tasks.start_soon(ask, engine, sessions, f"long{number}", 10**7)
-            await anyio.sleep(1)
+            for number, n in enumerate((50, 100, 1500, 1500)):
+                tasks.start_soon(ask, engine, sessions, f"r{number}", n)
+                await anyio.sleep(0.1)
             os.kill(int(engine.places[0]["pid"]), signal.SIGKILL)
-            await anyio.sleep(1)
-            sessions.close_all("shutdown")
-        await engine.wait_ready()
+        await engine.wait_ready(replicas=2)
         left = (await engine.status())["backend"]["sessions"]
         print(f"actors made: {engine.incarnation}; sessions left: {left}")
 

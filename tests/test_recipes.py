@@ -2,17 +2,26 @@
 
 from __future__ import annotations
 
+import contextlib
+import http.client
+import json
 import os
+import signal
 import socket
 import subprocess
 import sys
+import tempfile
 import time
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 RECIPES = Path(__file__).resolve().parents[1] / "examples" / "recipes"
-NAMES = sorted(path.stem for path in RECIPES.glob("*_app.py"))
+# Their work is done in other processes: tested apart.
+APART = {"litserve_app", "ray_serve_app"}
+NAMES = sorted({path.stem for path in RECIPES.glob("*_app.py")} - APART)
 REQUEST = b"GET / HTTP/1.1\r\nhost: localhost\r\n\r\n"
 # Serves one recipe and tells what became of its sessions when its input ends.
 SERVE = """
@@ -45,22 +54,42 @@ def test_ends_work_of_client_who_left(name: str) -> None:
     """One session, counted as client_gone, and nothing left of it."""
     framework = {"grpc_app": "grpc"}.get(name, name.removesuffix("_app"))
     pytest.importorskip(framework)
-    with socket.create_server(("127.0.0.1", 0)) as probe:
-        port = probe.getsockname()[1]
+    port = free_port()
+    with running(SERVE, name, port) as process:
+        (leave_grpc if framework == "grpc" else leave_http)(port, process)
+        assert outcome(process) == "0 0 {'client_gone': 1}\n"
+
+
+@contextlib.contextmanager
+def running(code: str, *arguments: object) -> Iterator[subprocess.Popen[str]]:
+    """Run *code* with the recipes, and leave nothing of it."""
+    paths = [str(RECIPES), os.environ.get("PYTHONPATH", "")]
     process = subprocess.Popen(
-        [sys.executable, "-c", SERVE, RECIPES, name, str(port)],
+        [sys.executable, "-c", code, RECIPES, *map(str, arguments)],
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
-        env={**os.environ, "PYTHONWARNINGS": "ignore"},
+        start_new_session=True,
+        env={
+            **os.environ,
+            "PYTHONPATH": os.pathsep.join(paths),
+            "PYTHONWARNINGS": "ignore",
+            "OMP_NUM_THREADS": "1",
+        },
     )
     try:
-        (leave_grpc if framework == "grpc" else leave_http)(port, process)
-        assert outcome(process) == "0 0 {'client_gone': 1}\n"
+        yield process
     finally:
-        process.kill()
+        os.killpg(process.pid, signal.SIGKILL)
         process.communicate(timeout=10)
+
+
+def free_port() -> int:
+    """Return a port that nobody listens on."""
+    with socket.create_server(("127.0.0.1", 0)) as probe:
+        port: int = probe.getsockname()[1]
+    return port
 
 
 def outcome(process: subprocess.Popen[str]) -> str:
@@ -108,3 +137,149 @@ def connected(port: int, process: subprocess.Popen[str]) -> socket.socket:
     raise AssertionError(
         process.stderr.read() if process.poll() is not None else "slow"
     )
+
+
+# Recipes whose work is done elsewhere --------------------------------------------
+
+
+def ask(
+    port: int, path: str, document: object = None, timeout: float = 60
+) -> http.client.HTTPConnection:
+    """Send a request and return the connection, as soon as there is a server."""
+    until = time.monotonic() + 100
+    while True:
+        peer = http.client.HTTPConnection("127.0.0.1", port, timeout=timeout)
+        method, body = "GET", None
+        if document is not None:
+            method, body = "POST", json.dumps(document)
+        try:
+            peer.request(method, path, body, {"content-type": "application/json"})
+        except OSError:
+            assert time.monotonic() < until, "no server"
+            time.sleep(0.1)
+        else:
+            return peer
+
+
+def wait_healthy(port: int, path: str = "/health") -> None:
+    """Wait until the server says that it is well."""
+    until = time.monotonic() + 100
+    while time.monotonic() < until:
+        with contextlib.closing(ask(port, path)) as peer:
+            if peer.getresponse().status == 200:
+                return
+        time.sleep(0.1)
+    raise AssertionError("not healthy")
+
+
+BARE = (
+    "from contextlib import AsyncExitStack\nr.LifecycleMiddleware = lambda app: app\n"
+)
+LITSERVE = "import sys, litserve_app as r\n{bare}r.main(int(sys.argv[2]))"
+# Without the middleware nobody owns anything.
+NOBODY = "r.request_of = lambda _: type('Nobody', (), {'own': lambda _, it: it})()\n"
+
+
+@pytest.mark.parametrize("bare", [False, True], ids=["with", "without"])
+def test_frees_worker_of_litserve_when_client_leaves(bare: bool) -> None:
+    """Its only worker serves the next one at once; without us, the one who left."""
+    pytest.importorskip("litserve")
+    port = free_port()
+    code = LITSERVE.format(bare=BARE + NOBODY if bare else "")
+    with running(code, port):
+        wait_healthy(port)
+        first = ask(port, "/predict", {})
+        assert first.getresponse().read(5) == b"word\n"
+        first.close()
+        second = ask(port, "/predict", {}, timeout=3 if bare else 30)
+        if bare:
+            with pytest.raises(TimeoutError):
+                second.getresponse().read(5)
+        else:
+            assert second.getresponse().read(5) == b"word\n"
+        second.close()
+
+
+TRANSFORMERS = """
+import sys, torch, transformers_serve as r
+torch.set_num_threads(1)
+{bare}r.main(sys.argv[3], int(sys.argv[2]))
+"""
+
+
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("bare", [False, True], ids=["with", "without"])
+def test_stops_transformers_serve_when_client_leaves(
+    tmp_path: Path, bare: bool
+) -> None:
+    """A model that nobody waits for uses no processor; without us, it goes on."""
+    pytest.importorskip("torch")
+    pytest.importorskip("accelerate")
+    import psutil
+
+    from lifecycle_engine.checkpoint import build
+
+    folder = build(tmp_path / "tiny", "qwen3")
+    port = free_port()
+    code = TRANSFORMERS.format(bare=BARE if bare else "")
+    with running(code, port, folder) as process:
+        wait_healthy(port)
+        family = psutil.Process(process.pid)
+        idle = used(family)
+        endless = {"max_new_tokens": 10**6, "eos_token_id": [10**6]}
+        body = {"model": str(folder), "generation_config": json.dumps(endless)}
+        messages = [{"role": "user", "content": "hello"}]
+        peer = ask(port, "/v1/chat/completions", {**body, "messages": messages})
+        while used(family) < idle + 0.5:
+            time.sleep(0.05)
+        peer.close()
+        time.sleep(1)
+        left = used(family)
+        time.sleep(2)
+        assert (used(family) - left > 0.15) == bare
+
+
+def used(process: Any) -> float:
+    """Return the seconds of processor time that *process* has used."""
+    times = process.cpu_times()
+    return float(times.user + times.system)
+
+
+RAY = """
+import sys, ray, ray_serve_app as r, words
+@r.app.get("/told")
+async def told():
+    now = words.sessions.statistics()
+    return [now.live, now.closing, {n: c for n, c in now.outcomes.items() if c}]
+ray.init(
+    num_cpus=2,
+    object_store_memory=128 * 2**20,
+    include_dashboard=False,
+    log_to_driver=False,
+    _temp_dir=sys.argv[3],
+)
+r.main(int(sys.argv[2]))
+"""
+
+
+@pytest.mark.timeout(300)
+def test_ends_work_in_replica_of_ray_serve() -> None:
+    """The stream ends where it is made, in another process than the HTTP proxy's."""
+    pytest.importorskip("ray")
+    port = free_port()
+    # Its sockets need a short path.
+    with (
+        tempfile.TemporaryDirectory(dir="/tmp", ignore_cleanup_errors=True) as folder,
+        running(RAY, port, folder) as process,
+    ):
+        wait_healthy(port, "/told")
+        with contextlib.closing(ask(port, "/")) as peer:
+            assert peer.getresponse().read(7) == b"word 0\n"
+        until, said = time.monotonic() + 20, None
+        while said != [0, 0, {"client_gone": 1}] and time.monotonic() < until:
+            with contextlib.closing(ask(port, "/told")) as peer:
+                said = json.loads(peer.getresponse().read())
+        assert said == [0, 0, {"client_gone": 1}]
+        # It ends its cluster where it is interrupted, and not where it is killed.
+        process.send_signal(signal.SIGINT)
+        process.wait(30)

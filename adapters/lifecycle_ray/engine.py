@@ -15,7 +15,7 @@ import ray
 from lifecycle import EngineLost
 from lifecycle_zmq import Backend, Health, Restarts, Supervisor
 
-from ._placement import Placement, join_cluster
+from ._placement import Placement, join_cluster, take_back_sigterm
 from ._replica import Actor, Replica, Settings
 from ._routes import Routes, weigh
 
@@ -116,6 +116,7 @@ class RayEngine:
             join = partial(join_cluster, self._address, self._local)
             if await anyio.to_thread.run_sync(join):
                 stack.callback(ray.shutdown)
+                take_back_sigterm()
             for replica in self._replicas:
                 await stack.enter_async_context(replica)
             self._stack = stack.pop_all()

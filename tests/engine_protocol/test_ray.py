@@ -146,6 +146,29 @@ async def test_killed_node_is_told_and_its_replica_comes_back(
         remove_placement_group(group)
 
 
+async def test_each_replica_has_a_gpu_of_its_own(
+    make_ray: Any, cluster: Any, scripted: Any
+) -> None:
+    """Ray gives each actor what `Placement` asks for, and shows it no other device."""
+    node = cluster.add_node(num_cpus=1, num_gpus=2, object_store_memory=80 * 2**20)
+
+    def factory() -> Any:
+        class Seeing(scripted.ScriptedBackend):
+            def status(self) -> dict[str, Any]:
+                return {"sees": os.environ["CUDA_VISIBLE_DEVICES"]}
+
+        return Seeing(0.001)
+
+    placement = {"num_gpus": 1, "num_cpus": 0}
+    try:
+        async with make_ray(factory=factory, replicas=2, placement=placement) as engine:
+            await ready(engine)
+            told = (await engine.status())["replicas"].values()
+            assert {it["backend"]["sees"] for it in told} == {"0", "1"}
+    finally:
+        await anyio.to_thread.run_sync(cluster.remove_node, node)
+
+
 async def test_object_store_is_empty_again(make_ray: Any, eventually: Any) -> None:
     """Payloads of streams that run, end and were cancelled in their start: none stays."""
     async with make_ray() as engine:

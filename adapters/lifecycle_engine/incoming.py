@@ -211,6 +211,7 @@ class Intake:
             1.0 if request.top_p is None else request.top_p,
             (request.top_logprobs or 0) if request.logprobs else None,
             request.user or "",
+            request.prompt_cache_key,
         )
         choices = request.n or 1
         encoded = sum(one.encoded for one in measures)

@@ -63,15 +63,15 @@ class LiveView:
         return JSONResponse(describe(self._service.model))
 
     async def health(self, _: Request) -> Response:
-        """``GET /health``: this process answers."""
-        return JSONResponse({"status": "ok"})
+        """``GET /health``: this process answers, and says how its engine gets on."""
+        return JSONResponse({"status": "ok", "engine": self._health})
 
     async def ready(self, _: Request) -> Response:
         """``GET /ready``: 200 if a request would be served now, else 503."""
         if self._service.ready:
             return JSONResponse({"status": "ready"})
-        health = getattr(self._service.engine, "health", "not there")
-        why = "draining" if self._service.sessions.draining else f"engine {health}"
+        draining = self._service.sessions.draining
+        why = "draining" if draining else f"engine {self._health}"
         return JSONResponse({"status": why}, 503, {"retry-after": "1"})
 
     async def status(self, _: Request) -> Response:
@@ -100,6 +100,10 @@ class LiveView:
         text = self._metrics.text() + engine_numbers(status).encode()
         text += _ratios(self._service.correction.ratios).encode()
         return Response(text, media_type="text/plain; version=0.0.4")
+
+    @property
+    def _health(self) -> str:
+        return str(getattr(self._service.engine, "health", "not there"))
 
     def _model_info(self) -> dict[str, Any]:
         created = datetime.fromtimestamp(self._created, UTC)

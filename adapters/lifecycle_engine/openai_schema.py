@@ -159,6 +159,7 @@ class ChatRequest(Options):
     )
     max_completion_tokens: int | None = Field(default=None, ge=1, lt=2**31)
     stream_options: StreamOptions | None = None
+    prompt_cache_key: str | None = Field(default=None, max_length=256)
 
     # Typed although unsupported, so that a wrong type is told as such; not what is
     # inside, as pydantic makes an error of each and a request may have many.

@@ -64,6 +64,8 @@ class Chat:
         logprobs: How many of the likeliest tokens to tell with each; ``None``
             tells nothing, not even the token's own.
         share: Whose request it is; the engine's slots go to shares in turn.
+        session: Which of its share's conversations it is a turn of: the engine may
+            go on from what it holds of the turn before.
     """
 
     messages: Sequence[Message] = field(repr=False)
@@ -74,6 +76,7 @@ class Chat:
     top_p: float = 1.0
     logprobs: int | None = None
     share: str = field(default="", repr=False)
+    session: str | None = field(default=None, repr=False)
 
     def request(self, input_ids: list[int], stop_ids: Sequence[int]) -> dict[str, Any]:
         """Return the engine's request map of this chat as tokens."""
@@ -86,6 +89,7 @@ class Chat:
             "seed": self.seed,
             "logprobs": self.logprobs,
             "share": self.share,
+            "session": self.session,
         }
 
 

@@ -127,6 +127,7 @@ class ResponsesRequest(Form):
     )
     store: bool | None = None
     user: str | None = Field(default=None, max_length=256)
+    prompt_cache_key: str | None = Field(default=None, max_length=256)
     ignore_eos: bool | None = None
 
     background: bool | None = None
@@ -181,6 +182,7 @@ def parse_responses(body: bytes) -> ChatRequest:
         top_logprobs=request.top_logprobs,
         stream=request.stream,
         user=request.user,
+        prompt_cache_key=request.prompt_cache_key,
         ignore_eos=request.ignore_eos,
     ).echoing(
         max_output_tokens=request.max_output_tokens,

@@ -117,9 +117,11 @@ async def test_never_repeats_what_a_client_says(attacked: Server, path: str) -> 
         {"input": [{"type": canary, "role": "user", "content": canary}]},
         {"images": [canary], "text": canary},
     ]
+    chat = {"messages": [{"role": "user", "content": "x"}], "max_tokens": 2}
+    right = {"/v1/responses": {"input": "x"}, "/generate": {"text": "x"}}
     async with aiohttp.ClientSession() as http:
         for fields in wrong:
-            body = {"model": "sim", "max_tokens": 2, **fields}
+            body = {"model": "sim", **right.get(path, chat), **fields}
             async with http.post(url_of(attacked) + path, json=body) as answer:
                 told = await answer.text()
                 assert canary not in told, fields

@@ -86,7 +86,8 @@ def attack(url: str, operation: Any, *, cases: int, seed: int) -> Tally:
             tally.cases += 1
             tally.slowest = max(tally.slowest, took)
             tally.statuses[response.status_code] += 1
-            assert response.status_code < 500 or response.status_code in BUSY
+            told = response.status_code, response.text
+            assert response.status_code < 500 or response.status_code in BUSY, told
             assert took < SLOW
             case.validate_response(response, checks=checks)
 

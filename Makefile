@@ -15,8 +15,8 @@ MAKEFLAGS += --no-print-directory
 .NOTPARALLEL:
 export PYTHON
 
-.PHONY: help demo test serve bench bench-memory docs lint types pytest wheel soak coverage-of-cases \
-  gpu-check clean
+.PHONY: help demo test serve bench bench-memory bench-overload docs lint types pytest wheel attack soak \
+  coverage-of-cases gpu-check clean
 
 help:
 	@echo 'make demo       run the server, a real engine and 32 unreliable clients; show that nothing leaks'
@@ -26,10 +26,12 @@ help:
 	@echo 'make types      mypy, strict'
 	@echo 'make pytest     the tests with coverage; make pytest ARGS="-k gate" runs some of them'
 	@echo 'make wheel      build the wheel and import it with anyio alone installed'
+	@echo 'make attack     a thousand made-up requests to each HTTP endpoint; make attack ARGS=100 for fewer'
 	@echo 'make soak       a million seeded schedules of the core; make soak ARGS=5000 for fewer'
 	@echo 'make coverage-of-cases  which known failures of such servers have a test, or a reason why not'
 	@echo 'make bench      every figure in the documentation, measured again'
-	@echo 'make bench-memory  what bounds the memory: gate, scrubbing, or both; with a picture'
+	@echo 'make bench-memory  what bounds the memory: a gate, letting go, or both; a quarter of an hour'
+	@echo 'make bench-overload  what becomes of ten times too many requests; ten minutes'
 	@echo 'make docs       the documentation, as HTML under docs/_build/html'
 	@echo 'make gpu-check  the engine on a CUDA device, with the Python that is there (PY=...)'
 	@echo 'make clean      remove .venv and everything built'
@@ -73,6 +75,9 @@ wheel: .venv/.ready
 	@echo '== wheel'
 	@sh scripts/check-wheel.sh
 
+attack: .venv/.ready
+	@$(BIN)/python tests/http/attack.py $(or $(ARGS),1000)
+
 soak: .venv/.ready
 	@$(BIN)/python tests/sim/soak.py $(or $(ARGS),1000000)
 
@@ -80,14 +85,16 @@ coverage-of-cases: .venv/.ready
 	@$(BIN)/python scripts/coverage_of_cases.py
 
 bench: .venv/.ready
-	@for file in core bench_payload link arena liveness engine; do \
+	@for file in core bench_payload link arena liveness engine on_ray; do \
 	  echo "== $$file"; $(BIN)/python "benchmarks/$$file.py" || exit 1; done
 
 bench-memory: .venv/.ready
-	@$(BIN)/python -c 'import matplotlib' 2>/dev/null || \
-	  $(BIN)/python -m pip install --quiet --group bench
-	@$(BIN)/python benchmarks/memory.py --json benchmarks/results/memory.json \
-	  --plot docs/memory.svg $(ARGS)
+	@$(BIN)/python benchmarks/memory.py $(ARGS)
+	@$(BIN)/python benchmarks/draw.py memory
+
+bench-overload: .venv/.ready
+	@$(BIN)/python benchmarks/overload.py $(ARGS)
+	@$(BIN)/python benchmarks/draw.py overload
 
 docs: .venv/.docs
 	@$(BIN)/sphinx-build -q -W -n docs docs/_build/html

@@ -7,16 +7,26 @@ import base64
 import contextlib
 import io
 import json
-from typing import Any
+import random
+import re
+import signal
+import sys
+from typing import Any, Self
 
 
-def picture_url(pixels: int) -> str:
-    """A PNG of so many pixels, all of one colour, as a data URL."""
+def picture_url(pixels: int, *, noise: bool = False) -> str:
+    """A PNG as a data URL: of one colour, or of noise, with three bytes a pixel."""
     from PIL import Image
 
     side = int(pixels**0.5)
+    size = side, pixels // side
+    if noise:
+        data = random.Random(1).randbytes(3 * size[0] * size[1])
+        image = Image.frombytes("RGB", size, data)
+    else:
+        image = Image.new("RGB", size, (10, 200, 30))
     out = io.BytesIO()
-    Image.new("RGB", (side, pixels // side), (10, 200, 30)).save(out, "PNG")
+    image.save(out, "PNG")
     return f"data:image/png;base64,{base64.b64encode(out.getvalue()).decode()}"
 
 
@@ -38,26 +48,30 @@ def question(content: Any, max_tokens: int) -> bytes:
     return head.encode() + body
 
 
-def about_picture(pixels: int, max_tokens: int) -> bytes:
+def about_picture(pixels: int, max_tokens: int, *, noise: bool = False) -> bytes:
     """A request about a picture, as it is sent."""
-    image = {"type": "image_url", "image_url": {"url": picture_url(pixels)}}
+    url = picture_url(pixels, noise=noise)
+    image = {"type": "image_url", "image_url": {"url": url}}
     return question([image], max_tokens)
 
 
-async def ask(port: int, request: bytes) -> bool:
-    """Send a request; return whether its stream came whole."""
+async def ask(port: int, request: bytes) -> str:
+    """Send a request; return a word for what was wrong, or nothing."""
     try:
         reader, writer = await asyncio.open_connection("127.0.0.1", port)
     except OSError:
-        return False
+        return "unconnected"
     try:
         writer.write(request)
         answer = await reader.read()
     except OSError:
-        return False
+        return "reset"
     finally:
         writer.close()
-    return b"data: [DONE]" in answer
+    if b"data: [DONE]" in answer:
+        return ""
+    code = re.search(rb'"code": ?"(\w+)"', answer[-1000:])
+    return code[1].decode() if code else "cut"
 
 
 async def get(port: int, path: str) -> bytes:
@@ -75,6 +89,15 @@ async def status(port: int) -> dict[str, Any]:
     answer = await get(port, "/_lifecycle/status")
     found: dict[str, Any] = json.loads(answer.partition(b"\r\n\r\n")[2])
     return found
+
+
+def unwind_when_terminated() -> None:
+    """Make SIGTERM leave through every block, so that no server is left behind."""
+
+    def leave(number: int, _frame: object) -> None:
+        sys.exit(128 + number)
+
+    signal.signal(signal.SIGTERM, leave)
 
 
 class Server:
@@ -97,7 +120,7 @@ class Server:
     def __init__(self, argv: list[str]) -> None:
         self._argv = argv
 
-    async def __aenter__(self) -> Server:
+    async def __aenter__(self) -> Self:
         """Start it and wait until it is ready.
 
         Raises:

@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-import os
-import platform
 import re
-import sys
 import threading
 import time
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Self
 
 _EVERY = 0.02
 # Of the proportional size the kernel makes a sum over all pages at each look.
@@ -63,7 +60,7 @@ class Watch:
         self.peaks = [0] * len(pids)
         self.series: list[list[float]] = []
 
-    def __enter__(self) -> Watch:
+    def __enter__(self) -> Self:
         self._began = time.monotonic()
         self._thread.start()
         return self
@@ -86,18 +83,3 @@ class Watch:
                     looked = now
             except (OSError, KeyError):  # a process that has ended holds nothing
                 return
-
-
-def machine() -> dict[str, Any]:
-    """What figures depend on, and nothing that tells machines of a kind apart."""
-    info = Path("/proc/cpuinfo").read_text()
-    model = re.search(r"^model name\s*: (.+)$", info, re.MULTILINE)
-    memory = _fields("/proc/meminfo")["MemTotal"]
-    return {
-        "cpu": model[1] if model else platform.machine(),
-        "cores": len(os.sched_getaffinity(0)),
-        "memory_gib": round(memory / 2**30, 1),
-        "system": f"{platform.system()} {platform.release().partition('-')[0]}",
-        "python": platform.python_version(),
-        "argv": sys.argv[1:],
-    }

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import io
+import os
+import platform
 import random
 import tempfile
 import time
@@ -234,6 +237,16 @@ class Timed:
                 self.seconds += time.perf_counter() - begin
 
         return timed
+
+
+def machine() -> str:
+    """Name the processor and how many of its cores there are."""
+    name = platform.processor() or platform.machine()
+    with contextlib.suppress(OSError):
+        for line in Path("/proc/cpuinfo").read_text("utf-8").splitlines():
+            if line.startswith("model name"):
+                name = line.split(":")[1].strip()
+    return f"{name}, {os.cpu_count()} cores"
 
 
 def agreement(streams: list[list[int]], wanted: list[list[int]]) -> float:

@@ -90,6 +90,7 @@ async def starts(it: Transport, *, at_once: int, seconds: float) -> Figures:
     """Start, read to the end and end streams without items, many at a time."""
     done = 0
     request = {"count": 0, "rate": 0}
+    engine, api = await it.cpu(), time.process_time()
     until = time.perf_counter() + seconds
 
     async def one(worker: int) -> None:
@@ -109,7 +110,8 @@ async def starts(it: Transport, *, at_once: int, seconds: float) -> Figures:
     async with anyio.create_task_group() as tasks:
         for worker in range(at_once):
             tasks.start_soon(one, worker)
-    return {"starts/s": done / seconds}
+    used = time.process_time() - api + await it.cpu() - engine
+    return {"starts/s": done / seconds, "CPU us / start": used * 1e6 / done}
 
 
 async def distinct(it: Transport) -> Figures:
@@ -141,22 +143,25 @@ Cell = Callable[[Transport, float], Awaitable[Figures]]
 CELLS: dict[str, tuple[Cell, str]] = {
     "128 x 50/s": (
         lambda it, s: paced(it, streams=128, rate=50, seconds=s),
-        "link link-trio today floor queue grpc",
+        "link link-trio today floor raw queue grpc ray",
     ),
     "512 x 20/s": (
         lambda it, s: paced(it, streams=512, rate=20, seconds=s),
-        "link today floor",
+        "link today floor raw",
     ),
     "128 x 160/s": (
         lambda it, s: paced(it, streams=128, rate=160, seconds=s),
-        "link today floor",
+        "link today floor raw",
     ),
     "flood, 128": (lambda it, s: flood(it, streams=128, seconds=s), "link today floor"),
     "starts, 64": (
         lambda it, s: starts(it, at_once=64, seconds=s),
-        "link session today",
+        "link session today floor session-floor",
     ),
-    "starts, 1": (lambda it, s: starts(it, at_once=1, seconds=s), "link session today"),
+    "starts, 1": (
+        lambda it, s: starts(it, at_once=1, seconds=s),
+        "link session today floor session-floor",
+    ),
     "256 objects": (lambda it, _: distinct(it), "link today"),
     "idle": (lambda it, s: idle(it, seconds=s), "link today"),
 }
@@ -218,8 +223,6 @@ def main() -> None:
     missing = {it for it in ("grpc", "ray") if find_spec(it) is None}
     for name in sorted(missing):
         print(f"{name}: skipped, not installed")
-    if "ray" not in missing:
-        print("ray: skipped, its daemons would run beside all that is measured")
     print(f"{os.cpu_count()} cores, load {os.getloadavg()[0]:.1f}")
     for cell in options.only:
         rounds: dict[str, list[Figures]] = {}

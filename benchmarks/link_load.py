@@ -151,7 +151,8 @@ class Readings:
             self.items += 1
             self.tokens += len(item)
             if self.measuring:
-                self.ages.append(age(item[-1]))
+                # Of all, for the first of those that were merged has waited longest.
+                self.ages += map(age, item)
         assert seen == count, f"{seen} of {count} tokens"
         try:
             await anext(source)

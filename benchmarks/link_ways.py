@@ -5,19 +5,26 @@ from __future__ import annotations
 import argparse
 import asyncio
 import sys
-from collections import deque
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from typing import Any
 
 from link_load import Pace, Steps, Transport
+from link_raw import Direct, Raw
+from link_ray import Ray
 from link_rivals import Grpc, Queues
 from link_today import Today
 
 from lifecycle import SessionRegistry
 from lifecycle_zmq import EngineServer, ZmqEngine
 
-OTHERS: dict[str, Any] = {"today": Today, "queue": Queues, "grpc": Grpc}
+OTHERS: dict[str, Any] = {
+    "today": Today,
+    "queue": Queues,
+    "grpc": Grpc,
+    "ray": Ray,
+    "raw": Raw,
+}
 
 
 class Link:
@@ -35,12 +42,15 @@ class Link:
         return used
 
 
-class Sessions(Link):
-    """The link under sessions of the core, each with its barrier."""
+class Sessions:
+    """A way under sessions of the core, each with its barrier."""
 
-    def __init__(self, engine: ZmqEngine, sessions: SessionRegistry) -> None:
-        super().__init__(engine)
+    def __init__(self, engine: Transport, sessions: SessionRegistry) -> None:
+        self._engine = engine
         self._sessions = sessions
+        self.start = engine.start
+        self.end = engine.end
+        self.cpu = engine.cpu
 
     async def whole(self, key: str, request: dict[str, Any]) -> None:
         """Run one session from its opening to its end."""
@@ -60,7 +70,7 @@ class Floor:
     def __init__(self) -> None:
         self._steps = Steps()
         self._pace = Pace()
-        self._streams: dict[str, _Direct] = {}
+        self._streams: dict[str, Direct] = {}
         self._work = asyncio.Event()
 
     async def run(self) -> None:
@@ -77,7 +87,7 @@ class Floor:
         """Begin a stream."""
         self._steps.start(key, request, {})
         self._work.set()
-        stream = self._streams[key] = _Direct()
+        stream = self._streams[key] = Direct()
         return stream
 
     async def end(self, key: str) -> None:
@@ -90,40 +100,14 @@ class Floor:
         return 0.0
 
 
-class _Direct:
-    """Items by a future of the reader, which is the least that a loop can do."""
-
-    def __init__(self) -> None:
-        self._items: deque[Any] = deque()
-        self._waiter: asyncio.Future[None] | None = None
-        self._loop = asyncio.get_running_loop()
-
-    def put(self, item: Any) -> None:
-        self._items.append(item)
-        waiter, self._waiter = self._waiter, None
-        if waiter is not None:
-            waiter.set_result(None)
-
-    def __aiter__(self) -> _Direct:
-        return self
-
-    async def __anext__(self) -> Any:
-        while not self._items:
-            self._waiter = self._loop.create_future()
-            await self._waiter
-        item = self._items[0]
-        if item is None:
-            raise StopAsyncIteration
-        return self._items.popleft()
-
-
 @asynccontextmanager
 async def way(name: str) -> AsyncIterator[Transport]:
     """Start the engine of one design."""
-    if name == "floor":
+    if name in {"floor", "session-floor"}:
         floor = Floor()
         task = asyncio.create_task(floor.run())
-        yield floor
+        async with SessionRegistry() as sessions:
+            yield floor if name == "floor" else Sessions(floor, sessions)
         task.cancel()
     elif name in OTHERS:
         async with OTHERS[name]() as other:
@@ -132,7 +116,8 @@ async def way(name: str) -> AsyncIterator[Transport]:
         argv = [sys.executable, __file__]
         async with ZmqEngine(argv) as engine, SessionRegistry() as sessions:
             await engine.wait_ready()
-            yield Sessions(engine, sessions) if name == "session" else Link(engine)
+            link = Link(engine)
+            yield Sessions(link, sessions) if name == "session" else link
 
 
 def _serve() -> None:

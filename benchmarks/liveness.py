@@ -3,7 +3,7 @@
 Deaths are told in two ways, in turns: by the lock that the kernel marks before it takes
 the memory back, and by the end of the process alone, as where there is no such lock.
 
-    python benchmarks/liveness.py [--rounds 9] [--gib 4]
+    python benchmarks/liveness.py [--rounds 9] [--gib 4] [--starts 200] [--only NAME]
 """
 
 from __future__ import annotations
@@ -18,7 +18,8 @@ import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import Any, Self
 
@@ -175,6 +176,28 @@ async def stop(rounds: int) -> None:
     show("SIGSTOP until no requests are taken", seconds)
 
 
+async def start(count: int) -> None:
+    """Start engines while every core is busy with something else."""
+    seconds = []
+    busy = [sys.executable, "-c", "while True: pass"]
+    cores = os.cpu_count() or 1
+    with ExitStack() as burners:
+        for _ in range(cores):
+            burner = burners.enter_context(subprocess.Popen(busy))  # noqa: ASYNC220
+            burners.callback(burner.kill)
+        for _ in range(count):
+            begin = time.monotonic()
+            with suppress(EngineLost, TimeoutError):
+                async with engine() as it:
+                    with anyio.fail_after(30):
+                        await it.wait_ready()
+                        assert it.incarnation == 1
+                        await anext(await it.start("one", {}))
+                        seconds.append(time.monotonic() - begin)
+    what = f"{cores} cores busy: {len(seconds)} of {count} starts"
+    show(f"{what}, until the first item", seconds)
+
+
 async def idle() -> None:
     """CPU time of both processes while nothing is asked, and while streams hold."""
     async with engine() as it:
@@ -231,11 +254,30 @@ def show(what: str, seconds: Sequence[float]) -> None:
     )
 
 
+def run(options: argparse.Namespace) -> None:
+    """Measure what was asked for."""
+    cases: dict[str, Callable[[], object]] = {
+        "kill": lambda: [
+            anyio.run(kill, gib, options.rounds) for gib in (0.0, 0.2, options.gib)
+        ],
+        "stop": lambda: anyio.run(stop, options.rounds),
+        "orphan": lambda: orphan(options.rounds),
+        "start": lambda: anyio.run(start, options.starts),
+        "idle": lambda: anyio.run(idle),
+    }
+    for name in options.only:
+        cases[name]()
+
+
 def main() -> None:
     """Run as a benchmark, as a server or as its engine."""
     parser = argparse.ArgumentParser()
     parser.add_argument("--rounds", type=int, default=9)
     parser.add_argument("--gib", type=float, default=4.0, help="the larger engine")
+    parser.add_argument("--starts", type=int, default=200)
+    parser.add_argument(
+        "--only", nargs="*", default=("kill", "stop", "orphan", "start", "idle")
+    )
     parser.add_argument("--server", action="store_true")
     parser.add_argument("--engine", action="store_true")
     parser.add_argument("--ballast", type=float, default=0.0)
@@ -247,11 +289,7 @@ def main() -> None:
     elif options.server:
         anyio.run(run_server)
     else:
-        for gib in (0.0, 0.2, options.gib):
-            anyio.run(kill, gib, options.rounds)
-        anyio.run(stop, options.rounds)
-        orphan(options.rounds)
-        anyio.run(idle)
+        run(options)
 
 
 if __name__ == "__main__":

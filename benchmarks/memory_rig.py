@@ -5,9 +5,13 @@ from __future__ import annotations
 import argparse
 import json
 import sys
+import time
 from collections.abc import AsyncIterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
-from typing import Any
+from dataclasses import asdict, dataclass, replace
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from lifecycle_engine.sim_runner import SimRunner
 
 BYTES_PER_PIXEL = 24
 
@@ -25,7 +29,12 @@ class Case:
         arena: Bytes of the memory that payloads lie in; 0 sends them.
         clients: How many ask at a time, once each.
         pixels: Of each picture.
-        tokens: Of each answer.
+        tokens: Of each answer, at least.
+        together: Whether no answer ends before all have begun, as long ones do not.
+        prefill: Seconds that the engine takes for a payload.
+        step: Seconds that it takes for a token of everybody.
+        stall: Seconds that it stands still before the first payload, so that as many
+            pile up as may.
     """
 
     name: str
@@ -36,7 +45,11 @@ class Case:
     arena: int = 0
     clients: int = 128
     pixels: int = 512_000
-    tokens: int = 160
+    tokens: int = 8
+    together: bool = False
+    prefill: float = 0.03
+    step: float = 0.002
+    stall: float = 0.0
 
     @property
     def payload(self) -> int:
@@ -45,7 +58,7 @@ class Case:
 
 
 def argv(case: Case) -> list[str]:
-    """The command line of a server."""
+    """The command line of its server."""
     return [sys.executable, __file__, "serve", json.dumps(asdict(case))]
 
 
@@ -55,6 +68,7 @@ def serve(case: Case) -> None:
     from lifecycle_engine.app import AppSettings, create_app
     from lifecycle_engine.processor import in_arena
     from lifecycle_engine.serve import run
+    from lifecycle_engine.service import Deadlines
     from lifecycle_engine.sim_processor import SimProcessor
     from lifecycle_zmq import ZmqEngine
 
@@ -75,6 +89,8 @@ def serve(case: Case) -> None:
             self._kept.pop(key, None)
             await super().end(key)
 
+    # On a slow machine the last of so many waits for minutes, and is to be served.
+    patient = Deadlines(start=600.0, first_token=600.0, idle=600.0)
     work = [sys.executable, __file__, "work", json.dumps(asdict(case))]
     kind = ZmqEngine if case.api else Keeping
     engine = kind(work, arena_bytes=case.arena)
@@ -82,31 +98,55 @@ def serve(case: Case) -> None:
         engine,
         SimProcessor(empty=in_arena(engine) if case.arena else None),
         gate=Gate(slots=case.slots or None, bytes=case.bytes or None, name="payloads"),
-        settings=AppSettings(model="sim", threads=2),
+        settings=AppSettings(model="sim", threads=2, deadlines=patient),
     )
     run(app, host="127.0.0.1", port=0, announce=lambda at: print(at, flush=True))
 
 
 def work(case: Case, rest: list[str]) -> None:
-    """Be the engine process.
-
-    Its prefill takes longer than the API process needs for a payload, and its steps so
-    little that the first streams are still alive when the last one begins.
-    """
+    """Be the engine process."""
     from lifecycle_engine.scheduler import Scheduler
-    from lifecycle_engine.sim_runner import SimCost, SimRunner
     from lifecycle_zmq import EngineServer
 
     parser = argparse.ArgumentParser()
     parser.add_argument("--endpoint", required=True)
     parser.add_argument("--incarnation", type=int, required=True)
     options, _ = parser.parse_known_args(rest)
-    cost = SimCost(0.0, 2e-8, decode_step=30e-3, decode_lane=0.0)
-    runner = SimRunner(slots=case.clients, max_length=4096, cost=cost)
+    runner = _runner(case)
     if not case.engine:
         runner.keep = ("pixels",)  # nothing is stripped before the stream ends
     scheduler = Scheduler(runner, merge="concatenate")
     EngineServer(options.endpoint, scheduler, incarnation=options.incarnation).run()
+
+
+def _runner(case: Case) -> SimRunner:
+    from lifecycle_engine.runner import Emitted, Prompt
+    from lifecycle_engine.sim_runner import SimCost, SimRunner
+
+    class Crowded(SimRunner):
+        """Ends its answers, if told so, when the last of them has begun."""
+
+        waited_for = case.clients + 1  # and the one that warms the server up
+        stall = case.stall
+
+        def prefill(
+            self, slot: int, prompt: Prompt, start: int, stop: int
+        ) -> Emitted | None:
+            if self.waited_for == case.clients:
+                time.sleep(self.stall)
+                self.stall = 0.0
+            emitted = super().prefill(slot, prompt, start, stop)
+            self.waited_for -= emitted is not None
+            return emitted
+
+        def decode(self, slots: Sequence[int]) -> list[Emitted]:
+            over = case.together and self.waited_for <= 0
+            return [replace(each, last=over) for each in super().decode(slots)]
+
+    cost = SimCost(
+        0.0, case.prefill / case.pixels, decode_step=case.step, decode_lane=0.0
+    )
+    return Crowded(slots=case.clients, max_length=4096, cost=cost)
 
 
 if __name__ == "__main__":

@@ -64,12 +64,15 @@ PICKLES = {"pickle", "marshal", "shelve", "dill", "cloudpickle", "joblib"}
 # Public like the adapters, and above the core like them.
 TESTING = {"testing", "pytest_plugin"}
 # The bundled engine stands above all others; engines on Ray speak over another
-# transport what those in a process speak over sockets.
+# transport what those in a process speak over sockets; observers know the events.
 MAY_USE = {
     "lifecycle_ray": {"lifecycle_zmq"},
+    "lifecycle_metrics": {"lifecycle_asgi"},
+    "lifecycle_otel": {"lifecycle_asgi"},
     "lifecycle_engine": {
         "lifecycle_asgi",
         "lifecycle_metrics",
+        "lifecycle_otel",
         "lifecycle_zmq",
         "lifecycle_ray",
     },

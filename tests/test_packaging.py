@@ -2,6 +2,7 @@
 
 import ast
 import importlib
+import importlib.util
 import inspect
 import subprocess
 import sys
@@ -19,6 +20,8 @@ NAMES = [Path(package).name for package in PACKAGES]
 # The bundled engine is an application: its package imports nothing, so that
 # neither of its processes pays for what the other one needs.
 LIBRARIES = [name for name in NAMES if name != "lifecycle_engine"]
+if importlib.util.find_spec("ray") is None:
+    LIBRARIES.remove("lifecycle_ray")
 
 # Runs in a fresh interpreter: fails on the import of anything but anyio, what
 # anyio needs, and the standard library.
@@ -55,6 +58,7 @@ def test_imports_core_without_any_extra() -> None:
     [
         ("lifecycle_zmq", "msgpack", "zmq"),
         ("lifecycle_zmq", "zmq", "zmq"),
+        ("lifecycle_ray", "ray", "ray"),
         ("lifecycle_engine.cli", "typer", "engine"),
     ],
 )

@@ -2,31 +2,15 @@
 
 from __future__ import annotations
 
-import json
-import math
 from collections.abc import Awaitable, Callable
 from contextlib import suppress
 
-from lifecycle import CostTooLarge, Gate, GateClosed, Lease, Refused
+from lifecycle import Gate, Lease, Refused
+from lifecycle_asgi._refusals import Answer, BodyTooLarge, openai_answer, say
 from lifecycle_asgi._request import KEY, RequestScope
 from lifecycle_asgi._types import App, Message, Receive, Scope, Send
 
-
-class BodyTooLarge(Exception):
-    """Raised by ``receive`` under `BodyLimit` when a body passes the limit.
-
-    Attributes:
-        limit: Bytes that were allowed.
-    """
-
-    def __init__(self, limit: int) -> None:
-        super().__init__(f"the request body is larger than {limit} bytes")
-        self.limit = limit
-
-
 _REFUSALS = (BodyTooLarge, Refused)
-Headers = list[tuple[bytes, bytes]]
-Answer = Callable[[Scope, BodyTooLarge | Refused], tuple[int, Headers, bytes]]
 
 
 class BodyLimit:
@@ -80,7 +64,7 @@ class BodyLimit:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
         elif (declared := _declared(scope)) > self._max_bytes:
-            await _say(send, self._answer(scope, BodyTooLarge(self._max_bytes)))
+            await say(send, self._answer(scope, BodyTooLarge(self._max_bytes)))
         else:
             await self._metered(scope, receive, send, declared)
 
@@ -88,15 +72,17 @@ class BodyLimit:
         self, scope: Scope, receive: Receive, send: Send, declared: int
     ) -> None:
         async def refuse(refusal: BodyTooLarge | Refused) -> None:
-            await _say(send, self._answer(scope, refusal))
+            await say(send, self._answer(scope, refusal))
 
         meter = _Meter(receive, send, refuse, self._max_bytes, self._gate)
         request = scope.get(KEY)
-        if isinstance(request, RequestScope):
-            request.body = meter
+        if not isinstance(request, RequestScope):
+            request = RequestScope()  # of nobody
+        request.body = meter
         try:
             if declared:
-                await meter.admit(declared)
+                with request.phase("queue"):
+                    await meter.admit(declared)
             await self._app(scope, meter.receive, meter.send)
         except _REFUSALS:
             if not meter.refused:
@@ -204,45 +190,3 @@ def _declared(scope: Scope) -> int:
             with suppress(ValueError):
                 return max(int(value), 0)
     return 0
-
-
-async def _say(send: Send, answer: tuple[int, Headers, bytes]) -> None:
-    status, headers, body = answer
-    await send({"type": "http.response.start", "status": status, "headers": headers})
-    await send({"type": "http.response.body", "body": body})
-
-
-def openai_answer(
-    _scope: Scope, refusal: BodyTooLarge | Refused
-) -> tuple[int, Headers, bytes]:
-    """Return status, headers and body of a refusal, in the form of OpenAI's API."""
-    status, code, message, headers = _told(refusal)
-    kind = "invalid_request_error" if status == 413 else "server_error"
-    error = {"message": message, "type": kind, "param": None, "code": code}
-    body = json.dumps({"error": error}).encode()
-    headers += [
-        (b"content-type", b"application/json"),
-        (b"content-length", str(len(body)).encode()),
-    ]
-    return status, headers, body
-
-
-def _told(
-    refusal: BodyTooLarge | Refused,
-) -> tuple[int, str, str, Headers]:
-    if isinstance(refusal, BodyTooLarge):
-        message = f"The request body is larger than {refusal.limit} bytes; send less"
-        return 413, "request_too_large", message, []
-    if isinstance(refusal, CostTooLarge):
-        message = "The request body is larger than this server can hold; send less"
-        return 413, "request_too_large", message, []
-    if isinstance(refusal, GateClosed):
-        gone = [(b"x-should-retry", b"false")]
-        return 503, "shutting_down", "The server is shutting down", gone
-    after = min(max(refusal.retry_after or 1.0, 0.001), 60.0)
-    headers = [
-        (b"retry-after", str(math.ceil(after)).encode()),
-        (b"retry-after-ms", str(math.ceil(1000 * after)).encode()),
-    ]
-    message = f"The server is full; try again in {math.ceil(after)} s"
-    return 503, "server_overloaded", message, headers

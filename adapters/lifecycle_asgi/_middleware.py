@@ -2,15 +2,22 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from contextlib import suppress
 
 import anyio
 
+from lifecycle.events import Observer, guarded
 from lifecycle_asgi._exchange import Exchange
+from lifecycle_asgi._record import Record
 from lifecycle_asgi._request import KEY, RequestScope
 from lifecycle_asgi._types import App, Receive, Scope, Send
 
 CLIENT_CLOSED_REQUEST = 499
+
+
+def _http(_: Scope) -> str:
+    return "http"
 
 
 class LifecycleMiddleware:
@@ -39,10 +46,19 @@ class LifecycleMiddleware:
         app: The application to wrap.
         read_ahead: Bytes of request body to read before the application asks.
         grace: Seconds that each thing that a request owns may take to close.
+        observer: Told of requests, as in `lifecycle_asgi.events`.
+        operation: What kind of request a scope is, as a fixed word; ``None`` where the
+            observer need not be told. By default every one is ``"http"``.
     """
 
     def __init__(
-        self, app: App, *, read_ahead: int = 65536, grace: float = 5.0
+        self,
+        app: App,
+        *,
+        read_ahead: int = 65536,
+        grace: float = 5.0,
+        observer: Observer | None = None,
+        operation: Callable[[Scope], str | None] = _http,
     ) -> None:
         if read_ahead < 1:
             message = f"read_ahead must be at least 1 byte, got {read_ahead}"
@@ -50,6 +66,8 @@ class LifecycleMiddleware:
         self._app = app
         self._read_ahead = read_ahead
         self._grace = grace
+        self._emit = guarded(observer)
+        self._operation = operation
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Serve one connection.
@@ -63,14 +81,28 @@ class LifecycleMiddleware:
             return
         exchange = Exchange(receive, send, read_ahead=self._read_ahead)
         scope[KEY] = exchange.request
+        self._begin_record(scope, exchange.request)
+        error: BaseException | None = None
         try:
             await self._run(scope, exchange)
+        except BaseException as raised:
+            error = raised
+            raise
         finally:
-            exchange.request.end()
+            exchange.request.end(exchange.progress.status, error)
+            del error  # a frame that names what it raised would be a cycle
         if exchange.request.client_gone and not exchange.progress.started:
             # The client cannot read this; a server that minds is right, too.
             with suppress(OSError):
                 await _answer_closed(send)
+
+    def _begin_record(self, scope: Scope, request: RequestScope) -> None:
+        if self._emit is None:
+            return
+        operation = self._operation(scope)
+        if operation is not None:
+            record = Record(self._emit, operation, scope)
+            request.begin_record(record)
 
     async def _run(self, scope: Scope, exchange: Exchange) -> None:
         failure: BaseException | None = None

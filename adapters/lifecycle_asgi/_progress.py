@@ -11,14 +11,16 @@ class Progress:
     Attributes:
         started: The response has begun: there is no other status to send.
         complete: Its last message has been handed to the server.
+        status: That it began with.
     """
 
-    __slots__ = ("_trailers", "complete", "started")
+    __slots__ = ("_trailers", "complete", "started", "status")
 
     def __init__(self) -> None:
         self._trailers = False
         self.started = False
         self.complete = False
+        self.status: int | None = None
 
     def note(self, message: Message) -> None:
         """Take *message* into account, before it is sent.
@@ -30,6 +32,7 @@ class Progress:
         kind = message["type"]
         if kind == "http.response.start":
             self.started = True
+            self.status = message.get("status")
             self._trailers = bool(message.get("trailers", False))
         elif kind in ("http.response.body", "http.response.zerocopysend"):
             last = not message.get("more_body", False)

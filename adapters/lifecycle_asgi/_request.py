@@ -6,6 +6,8 @@ from collections.abc import AsyncIterator
 from typing import Any, Literal, Protocol, TypeVar
 
 from lifecycle_asgi._owned import Begun, Closable, begun, close_all
+from lifecycle_asgi._record import InPhase, Record, outcome_of
+from lifecycle_asgi.events import Phase
 
 S = TypeVar("S", bound=Closable)
 T = TypeVar("T")
@@ -49,6 +51,7 @@ class RequestScope:
         "_client_gone",
         "_live",
         "_owned",
+        "_record",
         "body",
     )
 
@@ -57,6 +60,7 @@ class RequestScope:
         self._attached: list[Attachable] = []
         self._owned: list[Closable] = []
         self.body: Body | None = None
+        self._record: Record | None = None
         self._client_gone = False
         self._live = True
 
@@ -120,6 +124,33 @@ class RequestScope:
         self.own(Begun([], source))
         return await begun(source)
 
+    def phase(self, phase: Phase) -> InPhase:
+        """A ``with`` block that is one phase of the request, for the observer.
+
+        What is made of it may be entered when the request has ended, as the END of
+        an engine's session is.
+        """
+        return InPhase(self._record, phase)
+
+    def count(self, **counts: int) -> None:
+        """Have *counts*, by fixed words, told to the observer when the request ends."""
+        if self._record is not None:
+            self._record.count(**counts)
+
+    def first_item(self) -> None:
+        """Tell the observer that the first item of the answer is there. Idempotent."""
+        if self._record is not None:
+            self._record.first_item()
+
+    def fail(self, error: BaseException) -> None:
+        """Have the observer told that *error* made the request fail, without its words.
+
+        For applications that answer the error themselves; one that propagates is told
+        anyway.
+        """
+        if self._record is not None:
+            self._record.fail(error)
+
     def release_body(self) -> None:
         """Say that the request's body is gone: the next one may come in. Idempotent.
 
@@ -145,14 +176,40 @@ class RequestScope:
         for session in self._attached:
             session.cancelled_as = "client_gone"
 
-    def end(self) -> None:
+    def begin_record(self, record: Record) -> None:
+        """Called by the middleware: tell what becomes of the request."""
+        self._record = record
+
+    def end(
+        self, status: int | None = None, error: BaseException | None = None
+    ) -> None:
         """Called by the middleware at the end: let go of what is attached.
 
         Servers keep the ASGI scope of an idle connection until its next request.
+
+        Args:
+            status: That was answered.
+            error: What the application raised.
         """
         self._live = False
         self.body = None
-        self._attached.clear()
+        sessions, self._attached = self._attached, []
+        record, self._record = self._record, None
+        if record is None:
+            return
+        if isinstance(error, Exception):
+            record.fail(error)
+        ended = [each for each in sessions if getattr(each, "outcome", None)]
+        # Of several, one that went wrong says more.
+        session: Any = min(ended, key=_completed, default=None)
+        if session is None:
+            record.end(outcome_of(status, error, gone=self._client_gone), status, None)
+        else:
+            record.end(session.outcome, status, getattr(session, "id", None))
+
+
+def _completed(session: Any) -> bool:
+    return bool(session.outcome == "completed")
 
 
 def request_of(scope: Any) -> RequestScope:

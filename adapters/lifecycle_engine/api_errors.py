@@ -15,7 +15,7 @@ from lifecycle import (
     StartTimeout,
     StreamTimeout,
 )
-from lifecycle_asgi import BodyTooLarge
+from lifecycle_asgi import BodyTooLarge, ShareUsedUp
 from lifecycle_zmq import EngineFailed, RequestRejected
 
 from .processor import BadChat, BadImage
@@ -79,6 +79,10 @@ class ApiError(Exception):
         return headers
 
 
+INTERNAL = ApiError(500, "The server failed; see its log", code="internal_error")
+"""For a mistake of ours: a client learns nothing of it."""
+
+
 def bad_request(
     message: str, *, param: str | None = None, code: str = "invalid_value"
 ) -> ApiError:
@@ -125,6 +129,8 @@ def _refused(error: Refused | BodyTooLarge) -> ApiError:
         message = "The server is shutting down"
         return ApiError(503, message, code="shutting_down", retry=False)
     after = 1.0 if error.retry_after is None else error.retry_after
+    if isinstance(error, ShareUsedUp):
+        return ApiError(429, str(error), code="rate_limit_exceeded", retry_after=after)
     message = f"The server is full; try again in {math.ceil(after)} s"
     return ApiError(503, message, code="server_overloaded", retry_after=after)
 

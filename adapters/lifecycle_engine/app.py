@@ -18,17 +18,29 @@ from starlette.routing import Route
 
 from lifecycle import Gate, Refused, SessionRegistry
 from lifecycle.events import Observer
-from lifecycle_asgi import BodyLimit, BodyTooLarge, LifecycleMiddleware
+from lifecycle_asgi import (
+    BodyLimit,
+    BodyTooLarge,
+    ClientLimit,
+    LifecycleMiddleware,
+    client_key,
+)
 
-from .api_errors import ApiError, describe
+from .api_errors import INTERNAL, ApiError, describe
+from .cancels import Cancels
 from .dialect import Dialect, dump
 from .generate import Generate
+from .generate_dialect import PLAIN
+from .https_get import HttpsGet
 from .incoming import ChatDefaults, Intake
 from .live import LiveView
 from .media import MediaLimits
 from .messages_wire import ANTHROPIC
+from .observing import log_failures, operation_of, together
 from .openai_dialect import OPENAI
 from .processor import Processor
+from .remote_images import RemoteImages
+from .responses_dialect import RESPONSES
 from .service import Deadlines, Engine, Service
 
 if TYPE_CHECKING:
@@ -49,6 +61,8 @@ class AppSettings:
         deadlines: For the engine.
         threads: Requests that are preprocessed at a time, and parsed at a time.
         end_timeout: Seconds that the END of one request may take.
+        per_client: Requests of one client at a time; ``None`` is unbounded.
+        fetch: Brings images that requests name by https URLs; ``None`` refuses them.
     """
 
     model: str = "lifecycle"
@@ -60,6 +74,8 @@ class AppSettings:
     deadlines: Deadlines = field(default_factory=Deadlines)
     threads: int = 2
     end_timeout: float = 10.0
+    per_client: int | None = None
+    fetch: HttpsGet | None = None
 
 
 def create_app(
@@ -72,6 +88,7 @@ def create_app(
     settings: AppSettings | None = None,
     observer: Observer | None = None,
     metrics: Metrics | None = None,
+    log: Observer = log_failures,
 ) -> Starlette:
     """Make the application; its lifespan runs the engine and the sessions.
 
@@ -84,13 +101,17 @@ def create_app(
         bodies: Over the bytes of bodies, until hand-off; by default room for eight of
             the largest.
         settings: The rest.
-        observer: Told of sessions, starts, payloads and drains; *metrics* for one.
+        observer: Told of requests, sessions, starts, payloads and drains; *metrics* for
+            one.
         metrics: What ``/metrics`` tells; it is made to watch gates and sessions.
+        log: Told of requests, too. By default it logs those that failed.
 
     Returns:
         The application; ``app.state.service`` is its `Service`.
     """
     settings = settings or AppSettings()
+    bodies = bodies or Gate(bytes=8 * settings.body_bytes, name="bodies")
+    threads = anyio.CapacityLimiter(settings.threads)
     service = Service(
         model=settings.model,
         engine=engine,
@@ -102,21 +123,28 @@ def create_app(
             limiter=anyio.CapacityLimiter(settings.threads),
             text_chars=settings.text_chars,
             body_idle=settings.body_idle,
+            remote_images=settings.fetch is not None,
         ),
-        bodies=bodies or Gate(bytes=8 * settings.body_bytes, name="bodies"),
+        bodies=bodies,
         payloads=gate,
         in_flight=in_flight or Gate(name="in_flight"),
-        threads=anyio.CapacityLimiter(settings.threads),
+        threads=threads,
         deadlines=settings.deadlines,
         new_sessions=partial(
             SessionRegistry, end_timeout=settings.end_timeout, observer=observer
         ),
+        remote=_remote(settings, bodies, threads),
     )
     app = Starlette(
         routes=_routes(service, metrics),
         lifespan=lambda _: _running(service, metrics),
         middleware=[
-            Middleware(LifecycleMiddleware),
+            Middleware(
+                LifecycleMiddleware,
+                observer=together(observer, log),
+                operation=operation_of,
+            ),
+            *_per_client(settings.per_client, observer),
             Middleware(
                 BodyLimit,
                 max_bytes=settings.body_bytes,
@@ -130,6 +158,29 @@ def create_app(
     return app
 
 
+def _per_client(slots: int | None, observer: Observer | None) -> list[Middleware]:
+    if slots is None:
+        return []
+    limit = Middleware(
+        ClientLimit, slots=slots, key=_client, answer=_refusal, observer=observer
+    )
+    return [limit]
+
+
+def _client(scope: Any) -> bytes | None:
+    """Whose a request is; what only looks at the server is nobody's."""
+    return client_key(scope) if operation_of(scope) else None
+
+
+def _remote(
+    settings: AppSettings, gate: Gate, threads: anyio.CapacityLimiter
+) -> RemoteImages | None:
+    if settings.fetch is None:
+        return None
+    get, media = settings.fetch, settings.media
+    return RemoteImages(get=get, media=media, gate=gate, threads=threads)
+
+
 @asynccontextmanager
 async def _running(service: Service, metrics: Metrics | None) -> AsyncIterator[None]:
     async with service.running():
@@ -139,10 +190,18 @@ async def _running(service: Service, metrics: Metrics | None) -> AsyncIterator[N
 
 
 def _routes(service: Service, metrics: Metrics | None) -> list[Route]:
-    live = LiveView(service, metrics)
+    live, cancels = LiveView(service, metrics), Cancels(service)
+    response, stored = "/v1/responses/{id}", ["GET", "DELETE"]
+    cancel = "/_lifecycle/requests/{id}/cancel"
     return [
-        Route("/v1/chat/completions", Generate(service, OPENAI), methods=["POST"]),
-        Route("/v1/messages", Generate(service, ANTHROPIC), methods=["POST"]),
+        *(
+            Route(path, Generate(service, dialect), methods=["POST"])
+            for path, dialect in _DIALECTS.items()
+        ),
+        Route(f"{response}/cancel", cancels.response, methods=["POST"]),
+        Route(response, cancels.stored, methods=stored),
+        Route(cancel, cancels.request, methods=["POST"]),
+        Route("/openapi.json", live.openapi),
         Route("/v1/models", live.models),
         Route("/v1/models/{model}", live.model),
         Route("/health", live.health),
@@ -153,6 +212,14 @@ def _routes(service: Service, metrics: Metrics | None) -> list[Route]:
     ]
 
 
+_DIALECTS = {
+    "/v1/chat/completions": OPENAI,
+    "/v1/responses": RESPONSES,
+    "/v1/messages": ANTHROPIC,
+    "/generate": PLAIN,
+}
+
+
 def _dialect(path: str) -> Dialect:
     return ANTHROPIC if path.startswith("/v1/messages") else OPENAI
 
@@ -161,7 +228,7 @@ def _refusal(
     scope: Any, refusal: BodyTooLarge | Refused
 ) -> tuple[int, list[tuple[bytes, bytes]], bytes]:
     """What `BodyLimit` answers, in the form of the API that was asked."""
-    response = _response(scope["path"], describe(refusal) or _INTERNAL)
+    response = _response(scope["path"], describe(refusal) or INTERNAL)
     return response.status_code, response.raw_headers, bytes(response.body)
 
 
@@ -176,7 +243,7 @@ async def _http_error(request: Request, error: Exception) -> Response:
 
 async def _internal_error(request: Request, error: Exception) -> Response:
     del error  # logged by the server; a client learns nothing of it
-    return _response(request.url.path, _INTERNAL)
+    return _response(request.url.path, INTERNAL)
 
 
 def _response(path: str, error: ApiError) -> Response:
@@ -184,6 +251,3 @@ def _response(path: str, error: ApiError) -> Response:
     response = Response(dump(document), status, media_type="application/json")
     response.raw_headers += error.headers
     return response
-
-
-_INTERNAL = ApiError(500, "The server failed; see its log", code="internal_error")

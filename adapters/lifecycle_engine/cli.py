@@ -17,7 +17,16 @@ except ModuleNotFoundError as error:
 
 from . import commands
 from .hints import first_steps
-from .launch import Device, RunnerName, default_checkpoint, make_processor, worker_argv
+from .launch import (
+    Device,
+    EngineOn,
+    RunnerName,
+    default_checkpoint,
+    make_processor,
+    on_ray,
+    worker_argv,
+)
+from .observing import LogName, log_of, spans_of, together
 
 if TYPE_CHECKING:
     from lifecycle_metrics import Metrics
@@ -45,19 +54,32 @@ def serve(
         typer.Option(help="Checkpoint folder; a tiny random one if left out."),
     ] = None,
     device: Annotated[Device, typer.Option(help="For torch.")] = Device.cpu,
+    engine_on: Annotated[
+        EngineOn, typer.Option("--engine", help="Where it runs; ray: on a cluster.")
+    ] = EngineOn.process,
+    ray_address: Annotated[
+        str | None,
+        typer.Option(help="Of the Ray cluster; one is started here if left out."),
+    ] = None,
+    replicas: Annotated[int, typer.Option(help="Engines on Ray.", min=1)] = 1,
+    gpus: Annotated[
+        float | None,
+        typer.Option(help="GPUs of each engine on Ray; 1 on cuda.", min=0),
+    ] = None,
     model: Annotated[
         str | None, typer.Option(help="Name that clients ask for.")
     ] = None,
     payload_bytes: Annotated[
-        int, typer.Option(help="Bytes of payloads that may be in the making.", min=1)
-    ] = 2 * 2**30,
+        int | None,
+        typer.Option(help="Bytes of payloads at a time; all of the arena.", min=1),
+    ] = None,
     arena_bytes: Annotated[
         int,
         typer.Option(
             help="Bytes of memory that the engine reads payloads in; 0 sends them.",
             min=0,
         ),
-    ] = 2**30,
+    ] = 2 * 2**30,
     slots: Annotated[
         int,
         typer.Option(help="Requests that may be in flight; 0 is unbounded.", min=0),
@@ -68,6 +90,10 @@ def serve(
     max_wait: Annotated[
         float, typer.Option(help="Seconds that a request may wait at a gate.", min=0)
     ] = 60.0,
+    per_client: Annotated[
+        int,
+        typer.Option(help="Requests of one API key at a time; 0 is unbounded.", min=0),
+    ] = 0,
     max_batch: Annotated[int, typer.Option(help="Requests in one step.", min=1)] = 8,
     max_length: Annotated[
         int | None, typer.Option(help="Tokens of prompt and answer together.", min=1)
@@ -91,52 +117,87 @@ def serve(
     max_connections: Annotated[
         int, typer.Option(help="Connections at a time; others get 503.", min=1)
     ] = 16384,
+    remote_images: Annotated[
+        bool,
+        typer.Option(
+            "--remote-images",
+            help="Fetch images that requests name by https, from public addresses.",
+        ),
+    ] = False,
     drain: Annotated[
         float, typer.Option(help="Seconds that streams get at the end.", min=0)
     ] = 10.0,
+    log: Annotated[
+        LogName, typer.Option(help="A line for each failure, or for each request.")
+    ] = LogName.failures,
     hints: Annotated[
         bool, typer.Option("--hints", help="Print what to try once it is ready.")
     ] = False,
 ) -> None:
-    """Serve the OpenAI API until SIGTERM or SIGINT."""
+    """Serve the APIs of OpenAI and Anthropic until SIGTERM or SIGINT."""
     from lifecycle import EngineLost, Gate
     from lifecycle_zmq import ZmqEngine
 
     from . import serve as server
     from .app import AppSettings, create_app
     from .connections import ConnectionLimits
-    from .processor import in_arena
+    from .https_get import FetchLimits, HttpsGet
+    from .processor import in_arena, room
+    from .service import Engine
 
     folder = None
     if runner is RunnerName.torch:
         folder = _existing(checkpoint) if checkpoint else default_checkpoint()
-    engine = ZmqEngine(
-        worker_argv(
-            runner,
-            folder,
-            device=device,
-            max_batch=max_batch,
-            max_length=max_length,
-            chunk=chunk,
-            dtype=dtype,
-        ),
-        stalled_after=stalled_after,
-        stop_timeout=1.0,  # clients are gone by then, and it has nothing to save
-        arena_bytes=arena_bytes,
+    argv = worker_argv(
+        runner,
+        folder,
+        device=device,
+        max_batch=max_batch,
+        max_length=max_length,
+        chunk=chunk,
+        dtype=dtype,
     )
+    engine: Engine
+    empty, capacity = None, room(payload_bytes, 0)
+    if engine_on is EngineOn.ray:
+        if arena_bytes:
+            raise typer.BadParameter("an arena is memory of one machine; not on Ray")
+        engine = on_ray(
+            argv,
+            address=ray_address,
+            replicas=replicas,
+            gpus=float(device is Device.cuda) if gpus is None else gpus,
+            stalled_after=stalled_after,
+        )
+    else:
+        engine = local = ZmqEngine(
+            argv,
+            stalled_after=stalled_after,
+            stop_timeout=1.0,  # clients are gone by then, and it has nothing to save
+            arena_bytes=arena_bytes,
+        )
+        empty = in_arena(local) if arena_bytes else None
+        capacity = room(payload_bytes, arena_bytes)
     name = model or (folder.name if folder is not None else "sim")
     line: dict[str, Any] = {"max_waiting": max_waiting, "max_wait": max_wait}
     metrics = _metrics()
     line |= {"observer": metrics}
     app = create_app(
         engine,
-        make_processor(folder, in_arena(engine) if arena_bytes else None),
-        gate=Gate(bytes=payload_bytes, name="payloads", **line),
+        make_processor(folder, empty),
+        gate=Gate(bytes=capacity, name="payloads", **line),
         in_flight=Gate(slots=slots or None, name="in_flight", **line),
         bodies=Gate(bytes=8 * body_bytes, name="bodies", **line),
         observer=metrics,
         metrics=metrics,
-        settings=AppSettings(model=name, body_bytes=body_bytes, threads=threads),
+        log=together(log_of(log), spans_of(name)),
+        settings=AppSettings(
+            model=name,
+            body_bytes=body_bytes,
+            threads=threads,
+            per_client=per_client or None,
+            fetch=HttpsGet(FetchLimits()) if remote_images else None,
+        ),
     )
 
     def announce(address: str) -> None:

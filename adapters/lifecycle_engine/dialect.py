@@ -28,6 +28,7 @@ class Dialect:
             name of the model, and the usage, which is counted meanwhile.
         frame: A document to the bytes of one server-sent event.
         end: What follows the last event of a stream.
+        stream_type: Of the content that is streamed.
         error: An error, and the id of its request, to a status and a document.
         id_header: The header in which the id of a request comes back.
     """
@@ -38,8 +39,14 @@ class Dialect:
     end: bytes
     error: Callable[[ApiError, str | None], tuple[int, Document]]
     id_header: bytes
+    stream_type: bytes = b"text/event-stream; charset=utf-8"
 
 
 def dump(document: Document) -> bytes:
     """A document as JSON."""
     return json.dumps(document, separators=(",", ":"), ensure_ascii=False).encode()
+
+
+def named_event(document: Document) -> bytes:
+    """A document as a server-sent event that bears the name of its type."""
+    return b"event: %b\ndata: %b\n\n" % (document["type"].encode(), dump(document))

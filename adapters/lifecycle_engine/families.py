@@ -213,8 +213,8 @@ def family_of(config: Any) -> Family:
     """Return the family of a model.
 
     Raises:
-        ValueError: One that is not known here, or whose layers look at a part of
-            the positions only.
+        ValueError: One that is not known here, or around a text model that is not,
+            or whose layers look at a part of the positions only.
     """
     known = {**_FAMILIES, **dict.fromkeys(_TEXT, _plain)}
     make = known.get(config.model_type)
@@ -222,7 +222,12 @@ def family_of(config: Any) -> Family:
         raise ValueError(
             f"the model is a {config.model_type}; known are {', '.join(sorted(known))}"
         )
-    _refuse_windows(config.get_text_config())
+    text = config.get_text_config()
+    if make is Llava and text.model_type not in _TEXT:
+        raise ValueError(
+            f"the text model is a {text.model_type}; known are {', '.join(_TEXT)}"
+        )
+    _refuse_windows(text)
     return make(config)
 
 

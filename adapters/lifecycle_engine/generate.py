@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from contextlib import ExitStack
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
@@ -16,14 +17,17 @@ import anyio
 import anyio.to_thread
 
 from lifecycle import Lease, Payload, Session, SessionEnded, Stream
-from lifecycle_asgi import request_of
+from lifecycle_asgi import RequestScope, request_of
 from lifecycle_zmq import RequestRejected
 
 from .answers import Answer
-from .api_errors import describe
+from .api_errors import INTERNAL, describe
 from .dialect import Dialect
+from .early import refuse_when_full
 from .incoming import ClientLeft, Incoming, request_id
+from .observing import Observed, count
 from .openai_wire import Usage
+from .patience import patience
 from .processor import BadChat, BadImage, Chat
 from .replies import Reply
 from .service import Service
@@ -36,6 +40,16 @@ Opening = tuple[
     Callable[[], Awaitable[Items]], Callable[[Items | None], Awaitable[None]]
 ]
 _NOT_RUN = (BadChat, BadImage, RequestRejected)
+
+
+@dataclass(frozen=True, slots=True)
+class _Asked:
+    """What one request asks for, and until when its client waits."""
+
+    request: RequestScope
+    incoming: Incoming
+    until: float
+    usage: Usage = field(default_factory=Usage)
 
 
 class Generate:
@@ -57,69 +71,76 @@ class Generate:
             At any time: the session is closed at once and the registry ends what
             the engine holds. It always propagates.
         """
-        reply = Reply(send, self._dialect)
+        reply, request = Reply(send, self._dialect), request_of(scope)
         try:
             reply.request_id = request_id(scope)
-            incoming = await self._service.intake.read(receive, self._dialect.parse)
-            await self._serve(scope, incoming, reply)
+            refuse_when_full(self._service.in_flight)
+            with request.phase("read"):
+                incoming = await self._service.intake.read(receive, self._dialect.parse)
+            until = anyio.current_time() + patience(scope)
+            await self._serve(_Asked(request, incoming, until), reply)
         except ClientLeft:
             return
-        except Exception as error:
-            problem = describe(error)
-            if problem is None:  # a mistake of ours: logged, and a stream is cut
-                raise
+        except Exception as error:  # noqa: BLE001 - uvicorn would log its words
+            problem = describe(error) or INTERNAL
+            if problem.status == INTERNAL.status:
+                request.fail(error)
         else:
             return
         # Outside of the handler: its exception holds the frames it came through,
         # and the client may take its time to read.
         await reply.error(problem)
 
-    async def _serve(self, scope: Any, incoming: Incoming, reply: Reply) -> None:
-        service, request = self._service, request_of(scope)
+    async def _serve(self, asked: _Asked, reply: Reply) -> None:
+        service, request, incoming = self._service, asked.request, asked.incoming
         with (
             service.sessions.open(str(reply.request_id)) as session,
             ExitStack() as held,
+            ExitStack() as fetched,
         ):
             request.attach(session)
             box = session.box(incoming.chat.take(), nbytes=incoming.chat.nbytes)
-            held.enter_context(await service.in_flight.admit())
-            usage = Usage()
+            held.callback(count, request, incoming, asked.usage)
+            with request.phase("queue"):
+                lease = await service.admit(service.in_flight, until=asked.until)
+            held.enter_context(lease)
+            if incoming.remote and service.remote is not None:
+                bring = service.remote.bring
+                with request.phase("fetch"):
+                    incoming, box = await bring(session, box, incoming, fetched)
+                asked = replace(asked, incoming=incoming)
             try:
-                unread = await self._admit(incoming)
-                held.callback(unread.abandon)
-                streams = await self._start(session, box, incoming, usage, unread)
+                streams = await self._start(session, box, asked)
             except _NOT_RUN:
                 session.close("refused")
                 raise
             request.release_body()
-            await self._answer(streams, incoming, usage, reply)
-
-    async def _admit(self, incoming: Incoming) -> Unread:
-        lease: Lease | None = None
-        if incoming.estimate:  # text alone has none, and never waits for bytes
-            lease = await self._service.payloads.admit(bytes=incoming.estimate)
-        return Unread(lease, incoming.choices)
+            fetched.close()
+            with request.phase("stream"):
+                await self._answer(streams, asked, reply)
 
     async def _start(
-        self,
-        session: Session,
-        box: Payload[Chat],
-        incoming: Incoming,
-        usage: Usage,
-        unread: Unread,
+        self, session: Session, box: Payload[Chat], asked: _Asked
     ) -> list[Stream[Any]]:
-        """Preprocess and hand over."""
-        shared = Shared(
-            partial(self._prepare, box, unread, usage, incoming.choices),
-            choices=incoming.choices,
-        )
+        """Admit, preprocess and hand over; the lease ends when that was read."""
+        service, choices = self._service, asked.incoming.choices
+        lease: Lease | None = None
+        if asked.incoming.images:  # text alone never waits for bytes
+            size = service.correction.bytes(asked.incoming.weight, choices)
+            with asked.request.phase("queue"):
+                lease = await service.admit(
+                    service.payloads, until=asked.until, size=size
+                )
+        shared = Shared(partial(self._prepare, box, lease, asked), choices=choices)
         del box
+        unread = Unread(lease, choices)
         starts = [
-            self._one(session, shared, index, incoming.choices, unread)
-            for index in range(incoming.choices)
+            unread.starts(index, *self._one(session, shared, index, asked))
+            for index in range(choices)
         ]
-        limits = self._service.deadlines
-        sources = await session.start_all(starts, timeout=limits.start)
+        limits = service.deadlines
+        with unread:
+            sources = await session.start_all(starts, timeout=limits.start)
         return [
             session.stream(
                 source,
@@ -131,26 +152,15 @@ class Generate:
         ]
 
     def _one(
-        self,
-        session: Session,
-        shared: Shared,
-        index: int,
-        choices: int,
-        unread: Unread,
+        self, session: Session, shared: Shared, index: int, asked: _Asked
     ) -> Opening:
         """How one of the choices is opened and ended."""
+        phase, choices = asked.request.phase, asked.incoming.choices
+        hand_off, cleanup = phase("hand_off"), phase("cleanup")
         engine = self._service.engine
         key = session.key if choices == 1 else f"{session.key}-{index}"
 
         async def open_() -> AsyncIterator[Any]:
-            unread.begin(index)
-            try:
-                return unread.until_first(index, await hand_over())
-            except Exception:
-                unread.done(index)
-                raise
-
-        async def hand_over() -> AsyncIterator[Any]:
             request, tensors = await shared.take(index)
             if session.outcome is not None:
                 # Closed meanwhile: what raises here is not started, so not ended.
@@ -158,18 +168,17 @@ class Generate:
             nbytes = sum(int(tensor.nbytes) for tensor in tensors.values())
             handed = session.box(tensors, nbytes=nbytes)
             del tensors
-            return await engine.start(key, request, handed)
+            with hand_off:
+                return await engine.start(key, request, handed)
 
         async def end(_: AsyncIterator[Any] | None) -> None:
-            try:
+            with cleanup:
                 await engine.end(key)
-            finally:
-                unread.done(index)
 
         return open_, end
 
     async def _prepare(
-        self, box: Payload[Chat], unread: Unread, usage: Usage, choices: int
+        self, box: Payload[Chat], lease: Lease | None, asked: _Asked
     ) -> tuple[dict[str, Any], Payload[Mapping[str, Any]]]:
         processor = self._service.processor
 
@@ -180,20 +189,22 @@ class Generate:
             tensors = Payload[Mapping[str, Any]](made.tensors, nbytes=made.nbytes)
             return made.request, tensors, made.prompt_tokens
 
-        request, tensors, usage.prompt_tokens = await anyio.to_thread.run_sync(
-            prepare, limiter=self._service.threads
-        )
-        unread.settle(tensors.nbytes * choices)
+        incoming, usage = asked.incoming, asked.usage
+        with asked.request.phase("prepare"):
+            request, tensors, usage.prompt_tokens = await anyio.to_thread.run_sync(
+                prepare, limiter=self._service.threads
+            )
+        if lease is not None:
+            lease.settle(bytes=tensors.nbytes * incoming.choices)
+            self._service.correction.learn(incoming.weight, tensors.nbytes)
         return request, tensors
 
     async def _answer(
-        self,
-        streams: Sequence[Stream[Any]],
-        incoming: Incoming,
-        usage: Usage,
-        reply: Reply,
+        self, streams: Sequence[Stream[Any]], asked: _Asked, reply: Reply
     ) -> None:
-        answer = self._dialect.answer(reply, incoming, self._service.model, usage)
+        incoming, usage = asked.incoming, asked.usage
+        made = self._dialect.answer(reply, incoming, self._service.model, usage)
+        answer = Observed(made, asked.request)
         if len(streams) == 1:
             await self._read(streams[0], 0, incoming.stop, usage, answer)
         else:

@@ -7,15 +7,19 @@ padded up to the next shape; its padded lanes write to the reserved row.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 
 GraphMode = Literal["off", "fake", "on"]
 # Fewer positions than this are not worth a graph of their own.
 _SHORTEST = 256
+# Kernels are chosen and workspaces made by the first steps of a shape.
+_WARM_UPS = 3
+_log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,7 +110,11 @@ class Fixed:
         max_length: Positions of a row.
         widths: Batch sizes; none are the powers of two up to the slots.
         capture: Record the kernels of each shape once; without it each step runs
-            the same shapes through the same memory.
+            the same shapes through the same memory. If the device refuses to, it is
+            logged and the rest goes on without.
+
+    Attributes:
+        captured: Shapes that are replayed as a graph.
     """
 
     def __init__(
@@ -125,7 +133,9 @@ class Fixed:
         self._forward, self._slots, self._device = forward, slots, device
         self._capture = capture
         self._shapes: dict[tuple[int, int], _Shape] = {}
-        self._pool: object = None
+        self._logits: torch.Tensor | None = None
+        self._recording: tuple[Any, Any] | None = None
+        self.captured = 0
 
     @property
     def shapes(self) -> list[tuple[int, int]]:
@@ -156,22 +166,49 @@ class Fixed:
     def _make(self, width: int, stop: int) -> _Shape:
         # All of it padding: recording a step must not write to anybody's row.
         inputs = Inputs(width, stop, reserved=self._slots, device=self._device)
-        if not self._capture:
-            output = self._forward(inputs).clone()
-            return _Shape(inputs, lambda: output.copy_(self._forward(inputs)))
-        return self._record(inputs)
+        if self._capture:
+            try:
+                return self._record(inputs)
+            except RuntimeError as error:
+                # What one shape refuses the next would, too: memory, or a kernel.
+                self._capture = False
+                _log.warning(
+                    "a step of %d lanes over %d positions cannot be captured: %s: %s; "
+                    "steps run without CUDA graphs from here on, and so slower",
+                    width,
+                    stop,
+                    type(error).__name__,
+                    str(error).partition("\n")[0],
+                )
+        self._step(inputs)
+        return _Shape(inputs, lambda: self._step(inputs))
+
+    def _step(self, inputs: Inputs) -> torch.Tensor:
+        """Run a step into the memory that the logits of all shapes share.
+
+        Left where each graph made them, those of every shape would stay allocated.
+        """
+        made = self._forward(inputs)
+        if self._logits is None:
+            self._logits = made.new_empty((self._slots, made.shape[1]))
+        return self._logits[: made.shape[0]].copy_(made)
 
     def _record(self, inputs: Inputs) -> _Shape:
-        side = torch.cuda.Stream()
-        side.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(side):
-            for _ in range(2):  # kernels are chosen and workspaces made
-                self._forward(inputs)
-        torch.cuda.current_stream().wait_stream(side)
+        if self._recording is None:
+            self._recording = torch.cuda.graph_pool_handle(), torch.cuda.Stream()
+        # One stream for all of it: what libraries set aside for a stream is made by
+        # the first step on it, and not once more inside of each graph.
+        pool, side = self._recording
+        current = torch.cuda.current_stream()
+        side.wait_stream(current)
         graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, pool=self._pool):
-            output = self._forward(inputs)
-        self._pool = self._pool or graph.pool()
+        with torch.cuda.stream(side):  # left also by a capture that fails
+            for _ in range(_WARM_UPS):
+                self._step(inputs)
+            with torch.cuda.graph(graph, pool=pool, stream=side):
+                output = self._step(inputs)
+        current.wait_stream(side)
+        self.captured += 1
 
         def replay() -> torch.Tensor:
             graph.replay()

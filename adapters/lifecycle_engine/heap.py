@@ -26,4 +26,5 @@ def give_large_back() -> bool:
     except (OSError, AttributeError):
         return False
     wishes = ((_M_MMAP_THRESHOLD, _LARGE), (_M_TRIM_THRESHOLD, _KEPT))
-    return all([mallopt(name, value) == 1 for name, value in wishes])
+    done = [mallopt(name, value) for name, value in wishes]
+    return all(done)

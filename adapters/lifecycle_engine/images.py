@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import logging
 from collections.abc import Callable
 from typing import TypeVar
 
@@ -15,6 +16,9 @@ from .traces import release
 FORMATS = ("PNG", "JPEG", "WEBP", "GIF", "BMP", "TIFF")
 _BOMBS = (Image.DecompressionBombError, Image.DecompressionBombWarning)
 T = TypeVar("T")
+
+# At debug it tells the words in pictures, whoever asked all loggers to tell everything.
+logging.getLogger("PIL").setLevel(logging.INFO)
 
 
 def guarded(position: int, step: Callable[[], T]) -> T:

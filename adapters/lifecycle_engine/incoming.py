@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import re
 import secrets
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -17,22 +17,26 @@ import anyio
 import anyio.to_thread
 
 from lifecycle import GateClosed, Payload
+from lifecycle_asgi.media import find_media
 
 from .api_errors import ApiError, bad_request
 from .media import (
     Measure,
     MediaLimits,
+    Weight,
+    check_count,
     check_total,
     decode_data_url,
-    estimate_bytes,
     measure,
+    weigh,
 )
-from .openai_schema import ChatRequest, parse_request, unknown_model
+from .openai_schema import ANY_MODEL, ChatRequest, parse_request, unknown_model
 from .processor import Chat, Message
 
 Form = Callable[[bytes], ChatRequest]
 
-_ID = re.compile(rb"[A-Za-z0-9._-]{1,128}")
+ID_PATTERN = "[A-Za-z0-9._-]{1,128}"
+_ID = re.compile(ID_PATTERN.encode())
 # Shorter bodies are parsed where they are: a thread costs more than they do.
 _INLINE_BYTES = 4096
 
@@ -51,27 +55,54 @@ class ChatDefaults:
 
 
 @dataclass(frozen=True, slots=True)
+class Remote:
+    """An image that is elsewhere.
+
+    Attributes:
+        url: Where.
+        message: The index of the message that it belongs to.
+        part: The index of its place there.
+        param: Path of the field, for errors.
+    """
+
+    url: str = field(repr=False)
+    message: int
+    part: int
+    param: str
+
+
+@dataclass(frozen=True, slots=True)
 class Incoming:
     """A checked request, its heavy part in a box.
 
     Attributes:
         chat: For the processor; take it once.
-        estimate: Bytes that it will need until hand-off, a copy for each choice;
-            0 for text alone, which never waits for bytes.
-        images: How many images it has.
+        weight: What its images need until hand-off.
+        images: How many images it has; with none, it never waits for bytes.
         stream: Whether the answer is to be streamed.
         include_usage: Whether the stream ends with a usage chunk.
         choices: How many answers are to be given.
         stop: Strings that end an answer.
+        echo: What the answer repeats of the request.
+        measures: Of its images, as far as it brought them.
+        remote: Images that it names instead, to be fetched.
     """
 
     chat: Payload[Chat] = field(repr=False)
-    estimate: int
+    weight: Weight
     images: int
     stream: bool
     include_usage: bool
     choices: int = 1
     stop: tuple[str, ...] = field(default=(), repr=False)
+    echo: Mapping[str, Any] = field(default_factory=dict, repr=False)
+    measures: tuple[Measure, ...] = ()
+    remote: tuple[Remote, ...] = ()
+
+    @property
+    def estimate(self) -> int:
+        """Bytes that it will need until hand-off, tensors for each choice."""
+        return self.weight.work + self.choices * self.weight.tensors
 
 
 class ClientLeft(Exception):
@@ -88,6 +119,7 @@ class Intake:
         limiter: Bounds the threads, and so the copies, that parse at a time.
         text_chars: The most text of one request, all messages together.
         body_idle: Seconds that a body may stand still.
+        remote_images: Whether images may be named by https URLs.
     """
 
     def __init__(
@@ -99,8 +131,10 @@ class Intake:
         limiter: anyio.CapacityLimiter,
         text_chars: int = 2**20,
         body_idle: float = 10.0,
+        remote_images: bool = False,
     ) -> None:
         self._model = model
+        self._remote_images = remote_images
         self._text_chars = text_chars
         self._body_idle = body_idle
         self._limits = limits
@@ -157,11 +191,14 @@ class Intake:
         """
         request = form(body)
         del body
-        if request.model != self._model:
+        if request.model not in (self._model, ANY_MODEL):
             raise unknown_model(self._model)
         self._check_text(request)
+        images = len(find_media(request.messages))
+        check_count(images, self._limits)
         measures: list[Measure] = []
-        messages = self._messages(request, measures)
+        remote: list[Remote] = []
+        messages = self._messages(request, measures, remote)
         limit = request.max_completion_tokens or request.max_tokens
         temperature = request.temperature
         options = request.stream_options
@@ -174,17 +211,21 @@ class Intake:
             1.0 if request.top_p is None else request.top_p,
             (request.top_logprobs or 0) if request.logprobs else None,
             request.user or "",
+            request.prompt_cache_key,
         )
         choices = request.n or 1
-        weight = sum(one.encoded for one in measures)
+        encoded = sum(one.encoded for one in measures)
         return Incoming(
-            Payload(chat, nbytes=weight),
-            estimate_bytes(measures) * choices,
-            len(measures),
+            Payload(chat, nbytes=encoded),
+            weigh(measures),
+            images,
             bool(request.stream),
             bool(options and options.include_usage),
             choices,
             tuple(request.stop),
+            request.echo,
+            tuple(measures),
+            tuple(remote),
         )
 
     async def _read_body(self, receive: Any) -> bytes:
@@ -226,16 +267,25 @@ class Intake:
                 code="context_length_exceeded",
             )
 
-    def _messages(self, request: ChatRequest, measures: list[Measure]) -> list[Message]:
+    def _messages(
+        self, request: ChatRequest, measures: list[Measure], remote: list[Remote]
+    ) -> list[Message]:
         messages = []
         for i, message in enumerate(request.messages):
             content: list[str | bytes] = []
             for j, part in enumerate(message.content):
-                if part.image_url is None or part.type == "text":
+                if part.image_url is None or not find_media(part):
                     content.append(part.text or "")
                     continue
-                param = f"messages[{i}].content[{j}].image_url.url"
-                image = decode_data_url(part.image_url.url, param=param)
+                chat = f"messages[{i}].content[{j}].image_url.url"
+                param = part.image_url.path or chat
+                url = part.image_url.url
+                if self._remote_images and url[:8].lower() == "https://":
+                    remote.append(Remote(url, i, len(content), param))
+                    content.append(b"")  # its place
+                    continue
+                image = decode_data_url(url, param=param)
+                del url
                 part.image_url.url = ""  # one copy at a time is enough
                 measures.append(measure(image, self._limits, param=param))
                 check_total(measures, self._limits)

@@ -5,11 +5,15 @@ from __future__ import annotations
 import shutil
 import sys
 import tempfile
+from collections.abc import Sequence
 from enum import StrEnum
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from lifecycle_ray import RayEngine
+
     from .processor import Empty, Processor
 
 
@@ -25,6 +29,13 @@ class Device(StrEnum):
 
     cpu = "cpu"
     cuda = "cuda"
+
+
+class EngineOn(StrEnum):
+    """Where the engine runs."""
+
+    process = "process"
+    ray = "ray"
 
 
 def worker_argv(
@@ -48,6 +59,37 @@ def worker_argv(
     if folder is not None:
         argv += ["--checkpoint", str(folder), "--device", device.value]
     return argv
+
+
+def on_ray(
+    argv: Sequence[str],
+    *,
+    address: str | None,
+    replicas: int,
+    gpus: float,
+    stalled_after: float,
+) -> RayEngine:
+    """The engine of a command line, on actors of a Ray cluster.
+
+    Args:
+        argv: As of `worker_argv`.
+        address: Of the cluster; ``None`` starts one on this machine.
+        replicas: How many engines.
+        gpus: Of each.
+        stalled_after: Seconds that one step may take.
+    """
+    from lifecycle_ray import Placement, RayEngine
+
+    from .worker import make_backend
+
+    _python, _m, _module, *arguments = argv
+    return RayEngine(
+        partial(make_backend, arguments),
+        replicas=replicas,
+        placement=Placement(num_gpus=gpus),
+        address=address,
+        stalled_after=stalled_after,
+    )
 
 
 def make_processor(folder: Path | None, empty: Empty | None = None) -> Processor:

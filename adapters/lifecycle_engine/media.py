@@ -33,14 +33,22 @@ class MediaLimits:
     Attributes:
         image_pixels: Of one image, all its frames together.
         request_pixels: Of all images of a request together.
+        images: Of a request, whatever they show.
         frames: Of all images of a request together.
         min_side: Pixels of the shorter side; models fail on thinner ones.
+        video_frames: Frames that are taken of a video; see `estimate`.
+        frame_pixels: Of each of them.
+        audio_seconds: Of one piece of audio.
     """
 
     image_pixels: int = 40_000_000
     request_pixels: int = 160_000_000
+    images: int = 64
     frames: int = 64
     min_side: int = 2
+    video_frames: int = 64
+    frame_pixels: int = 1_003_520
+    audio_seconds: int = 600
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,6 +64,27 @@ class Measure:
     encoded: int
     pixels: int
     frames: int
+
+
+@dataclass(frozen=True, slots=True)
+class Weight:
+    """Bytes that the media of a request need in this process until hand-off.
+
+    Attributes:
+        work: Of the files, and of their pixels while they are worked on.
+        tensors: Of what is made of them; for each answer, if there are several.
+    """
+
+    work: int = 0
+    tensors: int = 0
+
+    def __add__(self, other: Weight) -> Weight:
+        return Weight(self.work + other.work, self.tensors + other.tensors)
+
+    @property
+    def total(self) -> int:
+        """All of it, for one answer."""
+        return self.work + self.tensors
 
 
 def decode_data_url(url: str, *, param: str) -> bytes:
@@ -155,15 +184,26 @@ def _too_large(message: str, param: str) -> ApiError:
     return ApiError(413, message, code="image_too_large", param=param)
 
 
+def check_count(images: int, limits: MediaLimits) -> None:
+    """Refuse a request of too many images, before any is looked at.
+
+    Raises:
+        ApiError: 413.
+    """
+    if images > limits.images:
+        message = f"The request has {images} images; the limit is {limits.images}"
+        raise _too_large(message, "messages")
+
+
 def check_total(measures: Sequence[Measure], limits: MediaLimits) -> None:
-    """Refuse a request whose images are too many together.
+    """Refuse a request whose images are too much together.
 
     Raises:
         ApiError: 413.
     """
     frames = sum(one.frames for one in measures)
     if frames > limits.frames:
-        message = f"The request has {frames} images; the limit is {limits.frames}"
+        message = f"The images have {frames} frames; the limit is {limits.frames}"
         raise _too_large(message, "messages")
     pixels = sum(one.pixels for one in measures)
     if pixels > limits.request_pixels:
@@ -173,11 +213,18 @@ def check_total(measures: Sequence[Measure], limits: MediaLimits) -> None:
         raise _too_large(message, "messages")
 
 
-def estimate_bytes(measures: Sequence[Measure]) -> int:
-    """Bytes that a request's images need in this process until hand-off.
+def weigh(measures: Sequence[Measure]) -> Weight:
+    """What a request's images need in this process until hand-off.
 
     The files themselves, the decoded pixels and the tensors made of them, all at
     a time: an upper bound, to be settled when the tensors exist.
     """
-    per_pixel = TENSOR_BYTES_PER_PIXEL + WORK_BYTES_PER_PIXEL
-    return sum(one.encoded + one.pixels * per_pixel for one in measures)
+    encoded = sum(one.encoded for one in measures)
+    pixels = sum(one.pixels for one in measures)
+    work = encoded + WORK_BYTES_PER_PIXEL * pixels
+    return Weight(work, TENSOR_BYTES_PER_PIXEL * pixels)
+
+
+def estimate_bytes(measures: Sequence[Measure]) -> int:
+    """All that `weigh` says, for one answer."""
+    return weigh(measures).total

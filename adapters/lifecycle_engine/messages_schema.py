@@ -8,25 +8,47 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
-from pydantic import BeforeValidator, Field
+from pydantic import BeforeValidator, Field, model_validator
 
-from .openai_schema import ChatMessage, ChatRequest, Form, ImageUrl, Part, checked
+from .forms import Form, Unsupported, checked
+from .openai_schema import (
+    BASE64,
+    MAX_MESSAGES,
+    MAX_PARTS,
+    URI,
+    ChatMessage,
+    ChatRequest,
+    ImageUrl,
+    Part,
+    images_by_users,
+)
 
-_MAX_BLOCKS = 4096
-_UNSUPPORTED: dict[str, tuple[Any, ...]] = {
+UNSUPPORTED: Unsupported = {
     "container": (),
     "mcp_servers": ([],),
+    "output_config": ({},),
     "thinking": ({"type": "disabled"},),
     "tool_choice": ({"type": "none"}, {"type": "auto"}),
     "tools": ([],),
     "top_k": (),
+    # Of OpenAI's API, not of this one: whoever sends them counts on them.
+    "logprobs": (False,),
+    "n": (1,),
+    "seed": (),
+    "stop": ([],),
+    "top_logprobs": (0,),
 }
 
 
 class _Source(Form):
     type: Literal["base64"]
     media_type: Literal["image/jpeg", "image/png", "image/gif", "image/webp"]
-    data: str
+    data: str = Field(json_schema_extra=BASE64)
+
+
+class _Elsewhere(Form):
+    type: Literal["url"]
+    url: str = Field(json_schema_extra=URI)
 
 
 class _Text(Form):
@@ -36,7 +58,7 @@ class _Text(Form):
 
 class _Image(Form):
     type: Literal["image"]
-    source: _Source
+    source: Annotated[_Source | _Elsewhere, Field(discriminator="type")]
 
 
 def _as_blocks(content: Any) -> Any:
@@ -44,15 +66,19 @@ def _as_blocks(content: Any) -> Any:
 
 
 _Block = Annotated[_Text | _Image, Field(discriminator="type")]
+_Blocks = Annotated[list[_Block], Field(max_length=MAX_PARTS, fail_fast=True)]
 
 
 class _Message(Form):
     role: Literal["user", "assistant"]
     content: Annotated[
-        list[_Block],
-        Field(max_length=_MAX_BLOCKS, fail_fast=True),
-        BeforeValidator(_as_blocks),
+        _Blocks, BeforeValidator(_as_blocks, json_schema_input_type=str | _Blocks)
     ]
+
+    @model_validator(mode="after")
+    def _images_by_users(self) -> _Message:
+        images_by_users(self.role, [block.type for block in self.content])
+        return self
 
 
 class _Metadata(Form):
@@ -63,12 +89,15 @@ class MessagesRequest(Form):
     """The body of a message request, with the limits of this server."""
 
     model: str = Field(min_length=1, max_length=256)
-    messages: list[_Message] = Field(min_length=1, max_length=4096, fail_fast=True)
+    # One less than there may be: the system prompt becomes one.
+    messages: list[_Message] = Field(
+        min_length=1, max_length=MAX_MESSAGES - 1, fail_fast=True
+    )
     max_tokens: int = Field(ge=1, lt=2**31)
     system: Annotated[
         list[_Text],
-        Field(max_length=_MAX_BLOCKS, fail_fast=True),
-        BeforeValidator(_as_blocks),
+        Field(max_length=MAX_PARTS, fail_fast=True),
+        BeforeValidator(_as_blocks, json_schema_input_type=str | list[_Text]),
     ] = Field(default_factory=list)
     stop_sequences: list[Annotated[str, Field(min_length=1, max_length=256)]] = Field(
         default_factory=list, max_length=4, fail_fast=True
@@ -84,6 +113,12 @@ class MessagesRequest(Form):
     thinking: dict[str, Any] | None = None
     mcp_servers: list[Any] | None = None
     container: Any = None
+    output_config: dict[str, Any] | None = None
+    logprobs: Any = None
+    n: Any = None
+    seed: Any = None
+    stop: Any = None
+    top_logprobs: Any = None
 
 
 def parse_messages(body: bytes) -> ChatRequest:
@@ -92,7 +127,7 @@ def parse_messages(body: bytes) -> ChatRequest:
     Raises:
         ApiError: 400; it refers to nothing of the body.
     """
-    request = checked(MessagesRequest, body, _UNSUPPORTED)
+    request = checked(MessagesRequest, body, UNSUPPORTED)
     messages = [ChatMessage(role=m.role, content=_parts(m)) for m in request.messages]
     if request.system:
         parts = [Part(type="text", text=block.text) for block in request.system]
@@ -115,7 +150,11 @@ def _parts(message: _Message) -> list[Part]:
         if isinstance(block, _Text):
             parts.append(Part(type="text", text=block.text))
             continue
-        url = f"data:{block.source.media_type};base64,{block.source.data}"
-        block.source.data = ""  # one copy at a time is enough
+        source = block.source
+        if isinstance(source, _Elsewhere):
+            url, source.url = source.url, ""  # one copy at a time is enough
+        else:
+            url = f"data:{source.media_type};base64,{source.data}"
+            source.data = ""
         parts.append(Part(type="image_url", image_url=ImageUrl(url=url)))
     return parts

@@ -5,19 +5,18 @@ from __future__ import annotations
 from typing import Any
 
 from .api_errors import ApiError
-from .dialect import Dialect, Document, dump
+from .dialect import Dialect, Document, named_event
 from .incoming import Incoming
 from .messages_schema import parse_messages
 from .openai_wire import Usage
 from .replies import Reply
 from .texts import Piece
 
+# Only what the SDK's own model of an error knows; statuses say the rest.
 _KINDS = {
     401: "authentication_error",
     403: "permission_error",
     404: "not_found_error",
-    409: "conflict_error",
-    413: "request_too_large",
     429: "rate_limit_error",
     504: "timeout_error",
 }
@@ -119,10 +118,6 @@ def _answer(reply: Reply, incoming: Incoming, model: str, usage: Usage) -> Messa
     return Message(reply, model, usage, stream=incoming.stream)
 
 
-def _frame(document: Document) -> bytes:
-    return b"event: %b\ndata: %b\n\n" % (document["type"].encode(), dump(document))
-
-
 def _error(error: ApiError, request_id: str | None) -> tuple[int, Document]:
     status = _OVERLOADED if error.status == 503 else error.status
     kind = "invalid_request_error" if status < 500 else "api_error"
@@ -134,7 +129,7 @@ def _error(error: ApiError, request_id: str | None) -> tuple[int, Document]:
 ANTHROPIC = Dialect(
     parse=parse_messages,
     answer=_answer,
-    frame=_frame,
+    frame=named_event,
     end=b"",
     error=_error,
     id_header=b"request-id",

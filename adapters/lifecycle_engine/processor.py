@@ -7,16 +7,22 @@ state per request; whatever it makes is in the returned `Prepared`.
 from __future__ import annotations
 
 import functools
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
-from lifecycle import Refused
+from lifecycle import CostTooLarge
+from lifecycle_zmq import Arena, ArenaFull
 
 if TYPE_CHECKING:
     import numpy as np
 
     from lifecycle_zmq import ZmqEngine
+
+
+_LOOK_SECONDS = 0.005
+_ROOM = 2 * 2**30
 
 
 class BadChat(ValueError):
@@ -58,6 +64,8 @@ class Chat:
         logprobs: How many of the likeliest tokens to tell with each; ``None``
             tells nothing, not even the token's own.
         share: Whose request it is; the engine's slots go to shares in turn.
+        session: Which of its share's conversations it is a turn of: the engine may
+            go on from what it holds of the turn before.
     """
 
     messages: Sequence[Message] = field(repr=False)
@@ -68,6 +76,7 @@ class Chat:
     top_p: float = 1.0
     logprobs: int | None = None
     share: str = field(default="", repr=False)
+    session: str | None = field(default=None, repr=False)
 
     def request(self, input_ids: list[int], stop_ids: Sequence[int]) -> dict[str, Any]:
         """Return the engine's request map of this chat as tokens."""
@@ -80,6 +89,7 @@ class Chat:
             "seed": self.seed,
             "logprobs": self.logprobs,
             "share": self.share,
+            "session": self.session,
         }
 
 
@@ -140,20 +150,42 @@ class Processor(Protocol):
         ...
 
 
-def in_arena(engine: ZmqEngine) -> Empty:
+def room(payload_bytes: int | None, arena_bytes: int) -> int:
+    """Return the bytes of a gate over payloads: never more than the arena has.
+
+    Args:
+        payload_bytes: As wanted; ``None``: all that there is.
+        arena_bytes: Of the arena; 0 if there is none.
+    """
+    if not arena_bytes:
+        return payload_bytes or _ROOM
+    arena_bytes = Arena.cost(arena_bytes)
+    return min(payload_bytes or arena_bytes, arena_bytes)
+
+
+def in_arena(engine: ZmqEngine, *, patience: float = 2.0) -> Empty:
     """Return what makes arrays in the arena of an engine, while there is room.
 
     Args:
         engine: With an arena, which is there once the engine was entered.
+        patience: Seconds to wait, in the worker thread, for a hole that is long
+            enough; then the array is made elsewhere, and copied at hand-off.
     """
 
     def empty(shape: Any, dtype: Any) -> Any:
         import numpy as np
 
-        try:
-            return engine.arena.empty(shape, dtype)
-        except Refused:  # handed over as a copy then
-            return np.empty(shape, dtype)
+        until = time.monotonic() + patience
+        while True:
+            try:
+                return engine.arena.empty(shape, dtype)
+            except ArenaFull:
+                # The gate sees to it that the sum fits; it may be in pieces.
+                if time.monotonic() >= until:
+                    return np.empty(shape, dtype)
+            except CostTooLarge:
+                return np.empty(shape, dtype)
+            time.sleep(_LOOK_SECONDS)
 
     return empty
 

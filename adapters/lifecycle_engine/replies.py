@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from .api_errors import ApiError
-from .dialect import Dialect, dump
+from .dialect import Dialect, Document, dump
 
 _JSON = (b"content-type", b"application/json")
 _EVENTS = (
-    (b"content-type", b"text/event-stream; charset=utf-8"),
     (b"cache-control", b"no-cache"),
     (b"x-accel-buffering", b"no"),
 )
@@ -25,9 +25,13 @@ class Reply:
     Attributes:
         request_id: Comes back as a header once it is known.
         started: The status has been sent; from here on there is only the stream.
+        failure: Makes the last events of a stream that fails, where the dialect's
+            error would not be enough.
     """
 
-    __slots__ = ("_dialect", "_owed", "_send", "request_id", "started")
+    __slots__ = ("_dialect", "_owed", "_send", "failure", "request_id", "started")
+
+    failure: Callable[[ApiError], Sequence[Document]] | None
 
     def __init__(self, send: Any, dialect: Dialect) -> None:
         self._send = send
@@ -35,6 +39,7 @@ class Reply:
         # The body of a document whose head is out.
         self._owed: bytes | None = None
         self.request_id: str | None = None
+        self.failure = None
         self.started = False
 
     async def json(self, status: int, document: Any) -> None:
@@ -58,30 +63,33 @@ class Reply:
             await self._pay()
             return
         status, document = self._dialect.error(error, self.request_id)
-        if self.started:
-            await self._part(self._dialect.frame(document), more=False)
-        else:
+        if not self.started:
             await self._whole(status, dump(document), error.headers)
+            return
+        last = [document] if self.failure is None else self.failure(error)
+        await self._part(b"".join(map(self._dialect.frame, last)), more=False)
 
-    async def event(self, document: Any) -> None:
-        """Stream *document* as one event, beginning the stream if need be.
-
-        Cancellation:
-            As for `json`.
-        """
-        await self._part(self._dialect.frame(document), more=True)
-
-    async def done(self) -> None:
-        """End the stream.
+    async def event(self, *documents: Document) -> None:
+        """Stream *documents*, an event each, beginning the stream if need be.
 
         Cancellation:
             As for `json`.
         """
-        await self._part(self._dialect.end, more=False)
+        await self._part(b"".join(map(self._dialect.frame, documents)), more=True)
+
+    async def done(self, *documents: Document) -> None:
+        """End the stream, with *documents* as its last events, if any.
+
+        Cancellation:
+            As for `json`.
+        """
+        last = b"".join(map(self._dialect.frame, documents))
+        await self._part(last + self._dialect.end, more=False)
 
     async def _part(self, body: bytes, *, more: bool) -> None:
         if not self.started:
-            await self._start(200, list(_EVENTS))
+            kind = (b"content-type", self._dialect.stream_type)
+            await self._start(200, [kind, *_EVENTS])
         await self._send(
             {"type": "http.response.body", "body": body, "more_body": more}
         )

@@ -10,10 +10,13 @@ from typing import Any, Protocol, Self
 
 import anyio
 
-from lifecycle import EngineLost, Gate, Payload, SessionRegistry
+from lifecycle import EngineLost, Gate, Lease, Payload, SessionRegistry
 
+from .correction import Correction
 from .incoming import Intake
+from .patience import Forecast
 from .processor import Processor
+from .remote_images import RemoteImages
 
 
 class Engine(Protocol):
@@ -104,6 +107,8 @@ class Service:
         threads: Bounds preprocessing.
         deadlines: For the engine.
         new_sessions: Makes the registry of one run.
+        correction: Of what payloads are estimated to weigh.
+        remote: Fetches images; ``None`` fetches none.
     """
 
     model: str
@@ -116,6 +121,9 @@ class Service:
     threads: anyio.CapacityLimiter
     deadlines: Deadlines
     new_sessions: Callable[[], SessionRegistry]
+    correction: Correction = field(default_factory=Correction)
+    _forecasts: dict[str, Forecast] = field(default_factory=dict, init=False)
+    remote: RemoteImages | None = None
     _sessions: SessionRegistry | None = field(default=None, init=False)
 
     @asynccontextmanager
@@ -140,6 +148,25 @@ class Service:
             message = "the service does not run; serve its application with lifespan on"
             raise RuntimeError(message)
         return self._sessions
+
+    async def admit(self, gate: Gate, *, until: float, size: int = 0) -> Lease:
+        """Admit a request whose client gives up at *until*, by the loop's clock.
+
+        One whose turn would come too late does not wait for it: it gets in now or is
+        refused.
+
+        Raises:
+            Refused: As from `Gate.admit`.
+
+        Cancellation:
+            As for `Gate.admit`.
+        """
+        forecast = self._forecasts.get(gate.name)
+        if forecast is None:
+            forecast = self._forecasts[gate.name] = Forecast(gate)
+        if anyio.current_time() + forecast.wait() > until:
+            return await gate.admit(bytes=size, max_wait=0)
+        return await gate.admit(bytes=size)
 
     @property
     def gates(self) -> tuple[Gate, Gate, Gate]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+from collections.abc import Mapping
 from typing import Any
 
 from .detokenizer import byte_alphabet
@@ -29,7 +30,7 @@ def token_bytes(tokenizer: Any) -> tuple[dict[int, bytes], bool]:
     if kinds == ["ByteLevel"]:
         letters = byte_alphabet()
         table = {
-            id_: bytes([letters[letter] for letter in token])
+            id_: _letters(token, letters)
             for token, id_ in tokenizer.get_vocab().items()
             if id_ not in added
         }
@@ -48,6 +49,13 @@ def token_bytes(tokenizer: Any) -> tuple[dict[int, bytes], bool]:
     for id_, token in added.items():
         table[id_] = b"" if token.special else token.content.encode()
     return table, kinds[3:] == ["Strip"]
+
+
+def _letters(token: str, letters: Mapping[str, int]) -> bytes:
+    try:
+        return bytes([letters[letter] for letter in token])
+    except KeyError:  # the decoder, too, takes such a one as it is
+        return token.encode()
 
 
 def _word(token: str) -> bytes:

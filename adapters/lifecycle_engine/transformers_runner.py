@@ -185,8 +185,10 @@ class TransformersRunner:
             self._seats.free(slot)
 
     def status(self) -> dict[str, Any]:
-        """Return the memory of the KV rows, and of the device where it is CUDA."""
+        """Return the memory of the KV rows, graphs, and what the device has in use."""
         counters: dict[str, Any] = {"kv_bytes": self.cache.nbytes}
+        if isinstance(self._steps, Fixed):
+            counters["graphs"] = self._steps.captured
         if self.model.device.type == "cuda":
             counters["device_bytes"] = torch.cuda.memory_allocated()
             counters["device_bytes_reserved"] = torch.cuda.memory_reserved()

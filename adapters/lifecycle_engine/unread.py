@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Awaitable, Callable
 from typing import Any
 
 from lifecycle import Lease
+
+Items = AsyncIterator[Any]
+Open = Callable[[], Awaitable[Items]]
+End = Callable[[Items | None], Awaitable[None]]
 
 
 class Unread:
@@ -13,7 +17,8 @@ class Unread:
 
     At hand-off a payload has left this process and lies in the engine's line, where
     nothing else would bound it. It is gone with the first item of each answer, or when
-    the engine has been told of its end.
+    the engine has been told of its end. Enter it around the starts: whichever of them
+    has not begun when they fail never will.
 
     Args:
         lease: Released when it is gone for all of them; ``None`` is for text alone.
@@ -27,14 +32,34 @@ class Unread:
         self._waiting = set(range(answers))
         self._begun: set[int] = set()
 
-    def settle(self, nbytes: int) -> None:
-        """Correct the estimate, now that the payload exists."""
-        if self._lease is not None:
-            self._lease.settle(bytes=nbytes)
+    def __enter__(self) -> None:
+        pass
 
-    def begin(self, index: int) -> None:
-        """One answer begins: somebody will say that it is `done`."""
-        self._begun.add(index)
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        if kind is not None:
+            for index in self._waiting - self._begun:
+                self.done(index)
+
+    def starts(self, index: int, open_: Open, end: End) -> tuple[Open, End]:
+        """How one answer is opened and ended, and this told of it."""
+        if self._lease is None:
+            return open_, end
+
+        async def opened() -> Items:
+            self._begun.add(index)
+            try:
+                return _Items(self, index, await open_())
+            except Exception:
+                self.done(index)
+                raise
+
+        async def ended(items: Items | None) -> None:
+            try:
+                await end(items)
+            finally:
+                self.done(index)
+
+        return opened, ended
 
     def done(self, index: int) -> None:
         """The payload is gone for one answer. Idempotent."""
@@ -42,22 +67,13 @@ class Unread:
         if self._lease is not None and not self._waiting:
             self._lease.release()
 
-    def abandon(self) -> None:
-        """No further answer begins; what has begun goes on."""
-        for index in self._waiting - self._begun:
-            self.done(index)
-
-    def until_first(self, index: int, items: AsyncIterator[Any]) -> AsyncIterator[Any]:
-        """The *items* of one answer, the first of which says that it is `done`."""
-        return items if self._lease is None else _Items(self, index, items)
-
 
 class _Items:
-    """An iterator and not a generator, which would have to be closed by its task."""
+    """The items of an answer. No generator: its own task would have to close it."""
 
     __slots__ = ("_index", "_items", "_unread")
 
-    def __init__(self, unread: Unread, index: int, items: AsyncIterator[Any]) -> None:
+    def __init__(self, unread: Unread, index: int, items: Items) -> None:
         self._unread: Unread | None = unread
         self._index = index
         self._items = items

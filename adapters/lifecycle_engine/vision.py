@@ -104,11 +104,11 @@ def needed_until(family: Family, prompt: Prompt) -> int:
 
 def pictures_of(family: Family, prompt: Prompt) -> list[Picture]:
     """Return where each image of a prompt begins, and a digest of it."""
-    if family.image_token is None or not prompt.tensors:
-        return []
     places = [
         at for at, token in enumerate(prompt.input_ids) if token == family.image_token
     ]
+    if not places:
+        return []
     counts = family.tokens_of_images(prompt.tensors)
     firsts = itertools.accumulate(counts[:-1], initial=0)
     return [

@@ -47,6 +47,15 @@ def main(argv: Sequence[str] | None = None) -> int:
     return 0
 
 
+def make_backend(argv: Sequence[str]) -> Scheduler:
+    """Make what an engine process of that command line would serve.
+
+    Raises:
+        SystemExit: It cannot be made.
+    """
+    return _build(_parser().parse_args([*argv, "--endpoint=", "--incarnation=1"]))
+
+
 def _build(options: argparse.Namespace) -> Scheduler:
     try:
         return Scheduler(

@@ -3,6 +3,7 @@
 Map of the package::
 
     _counts    what gates and registries hold, read at each scrape
+    _requests  what became of requests, counted
     _metrics   Metrics: that, and how long things took, told by events
 
 Labels are names of gates and fixed words, so there are few series however many

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator, Sequence
 
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
 from lifecycle import Gate, GateStatistics, SessionRegistry, SessionStatistics
+
+_TRIES = 1000
+_PAUSE = 1e-4
 
 
 class Counts(Collector):
@@ -31,7 +35,20 @@ class Counts(Collector):
         """Yield the metrics; called by the registry of prometheus_client."""
         now = [(gate.name, gate.statistics()) for gate in self._gates]
         yield from _of_gates(now)
-        yield from _of_sessions([each.statistics() for each in self._registries])
+        yield from _of_sessions([_balanced(each) for each in self._registries])
+
+
+def _balanced(registry: SessionRegistry) -> SessionStatistics:
+    """The books of a registry between two changes.
+
+    They are written in its event loop, and a scrape may come from another thread.
+    """
+    for _ in range(_TRIES):
+        now = registry.statistics()
+        if now.opened == now.live + sum(now.outcomes.values()):
+            break
+        time.sleep(_PAUSE)  # whoever writes has to run
+    return now
 
 
 def _of_gates(now: list[tuple[str, GateStatistics]]) -> Iterator[Metric]:

@@ -10,12 +10,15 @@ from lifecycle import Gate, SessionRegistry
 from lifecycle.events import (
     AdmissionRefused,
     LeaseGranted,
+    LeaseSettled,
     SessionClosed,
     StartSettled,
     StreamEnded,
 )
+from lifecycle_asgi.events import FirstItem, PhaseEnded, RequestEnded, RequestStarted
 
 from ._counts import Counts
+from ._requests import Requests
 
 if TYPE_CHECKING:
     from lifecycle.events import Event
@@ -23,13 +26,15 @@ if TYPE_CHECKING:
 # Doubling, as the server histograms of OpenTelemetry's GenAI conventions do.
 _SECONDS: Final = tuple(0.01 * 2**i for i in range(14))
 _ITEMS: Final = tuple(4**i for i in range(8))
+_RATIOS: Final = (0.1, 0.25, 0.5, 0.8, 0.9, 1.0, 1.1, 1.25, 2.0)
 
 
 class Metrics:
-    """The metrics of some gates and registries.
+    """The metrics of some gates, registries and requests.
 
     An instance is an observer: give it to gates and registries when they are made,
-    and `watch` them, so that what they hold is read at each scrape.
+    and `watch` them, so that what they hold is read at each scrape. A
+    `lifecycle_asgi.LifecycleMiddleware` tells it of requests.
 
     Args:
         registry: Where the metrics are entered; by default a new one. One registry
@@ -44,9 +49,23 @@ class Metrics:
         self._gates: list[Gate] = []
         self._registries: list[SessionRegistry] = []
         self.registry.register(Counts(self._gates, self._registries))
+        self._requests = Requests()
+        self.registry.register(self._requests)
         self._waits = self._histogram("gate_wait_seconds", "Wait in line", "gate")
         self._lives = self._histogram("session_seconds", "Life of sessions", "outcome")
         self._starts = self._histogram("start_seconds", "Time to start", "how")
+        self._phases = self._histogram("phase_seconds", "Phases of requests", "phase")
+        self._took = self._histogram("request_seconds", "Requests", "operation")
+        self._firsts = self._histogram(
+            "first_item_seconds", "Arrival to first item", "operation"
+        )
+        self._settled = Histogram(
+            "lifecycle_settled_ratio",
+            "Actual bytes by estimated ones",
+            ("gate",),
+            buckets=_RATIOS,
+            registry=self.registry,
+        )
         self._items = Histogram(
             "lifecycle_stream_items",
             "Items of streams",
@@ -96,6 +115,23 @@ class Metrics:
                 self._starts.labels(event.how).observe(event.duration_s)
             case StreamEnded():
                 self._items.observe(event.items)
+            case LeaseSettled() if event.estimated_bytes:
+                ratio = event.actual_bytes / event.estimated_bytes
+                self._settled.labels(event.gate).observe(ratio)
+            case _:
+                self._note_request(event)
+
+    def _note_request(self, event: Event) -> None:
+        match event:
+            case PhaseEnded():
+                self._phases.labels(event.phase).observe(event.duration_s)
+            case FirstItem():
+                self._firsts.labels(event.operation).observe(event.after_s)
+            case RequestStarted():
+                self._requests.note(event)
+            case RequestEnded():
+                self._requests.note(event)
+                self._took.labels(event.operation).observe(event.duration_s)
             case _:
                 pass
 

@@ -71,8 +71,10 @@ class EngineActor:
         self._news = threading.Condition()
         self._order = _Order(self._transport)
         self._owner_timeout = owner_timeout
-        self._pulled = time.monotonic()
+        # Not before its first pull: until then the backend is being made.
+        self._pulled: float | None = None
         self._pulling = False
+        self._forgotten = False
         self._built = threading.Event()
         self._failure: Exception | None = None
         self._transport.join(_OWNER, self._say)
@@ -95,8 +97,14 @@ class EngineActor:
 
     @ray.method(concurrency_group="pull")
     def pull(self, seconds: float) -> Served:
-        """Return what was said since the last pull; wait for it, but not longer."""
+        """Return what was said since the last pull; wait for it, but not longer.
+
+        Raises:
+            RuntimeError: There was none for so long that the owner's streams are ended.
+        """
         self._pulling = True
+        if self._forgotten:
+            raise RuntimeError("the owner came back too late; its streams are ended")
         try:
             with self._news:
                 self._news.wait_for(lambda: self._said, seconds)
@@ -114,8 +122,13 @@ class EngineActor:
     def _run(self) -> None:
         try:
             loop = EngineLoop(_build(self._factory), **self._options)
-        except Exception as error:  # noqa: BLE001 - raised where it is waited for
+        except Exception as error:  # noqa: BLE001 - raised in `hello`
             self._failure = error
+            self._built.set()
+            return
+        except SystemExit as error:
+            # Raised there as it is, it would end this actor as if it were to.
+            self._failure = RuntimeError(str(error))
             self._built.set()
             return
         self._built.set()
@@ -130,8 +143,10 @@ class EngineActor:
         # not see: stopped, or cut off.
         while True:
             time.sleep(self._owner_timeout / 4)
-            silent = time.monotonic() - self._pulled
-            if not self._pulling and silent > self._owner_timeout:
+            if self._pulling or self._pulled is None:
+                continue
+            if time.monotonic() - self._pulled > self._owner_timeout:
+                self._forgotten = True
                 self._transport.leave(_OWNER)
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import signal
+import threading
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -63,3 +65,14 @@ def join_cluster(address: str | None, local: Mapping[str, Any]) -> bool:
     else:
         ray.init(**{"include_dashboard": False, "log_to_driver": False, **local})
     return True
+
+
+def take_back_sigterm() -> None:
+    """Let SIGTERM do again what it did before Ray was joined.
+
+    Ray lets it end the process with a crash report. Only the main thread can undo
+    that; elsewhere nothing changes.
+    """
+    handler = signal.getsignal(signal.SIGTERM)
+    if threading.current_thread() is threading.main_thread() and handler is not None:
+        signal.signal(signal.SIGTERM, handler)

@@ -190,7 +190,8 @@ class Actor:
 
     def _make(self) -> None:
         it = self._settings
-        make: Any = ray.remote(concurrency_groups=_CONCURRENCY)(EngineActor)
+        remote: Any = ray.remote
+        make = remote(concurrency_groups=_CONCURRENCY)(EngineActor)
         self._actor = make.options(
             max_restarts=0,
             max_task_retries=0,

@@ -15,7 +15,7 @@ import ray
 from lifecycle import EngineLost
 from lifecycle_zmq import Backend, Health, Restarts, Supervisor
 
-from ._placement import Placement, join_cluster
+from ._placement import Placement, join_cluster, take_back_sigterm
 from ._replica import Actor, Replica, Settings
 from ._routes import Routes, weigh
 
@@ -116,6 +116,7 @@ class RayEngine:
             join = partial(join_cluster, self._address, self._local)
             if await anyio.to_thread.run_sync(join):
                 stack.callback(ray.shutdown)
+                take_back_sigterm()
             for replica in self._replicas:
                 await stack.enter_async_context(replica)
             self._stack = stack.pop_all()
@@ -172,28 +173,32 @@ class RayEngine:
         """Live tokens and bytes of each replica, as requests are given to them."""
         return self._routes.loads()
 
-    async def wait_ready(self) -> None:
-        """Wait until a replica takes requests.
+    async def wait_ready(self, replicas: int = 1) -> None:
+        """Wait until so many replicas take requests.
 
         Raises:
-            EngineLost: Each of them ended before it ever served, or is broken.
+            EngineLost: Too many of them ended before they ever served, or are broken.
 
         Cancellation: nothing changes.
         """
+        ready = 0
         failures: list[EngineLost] = []
         async with anyio.create_task_group() as tasks:
 
             async def wait(replica: Replica) -> None:
+                nonlocal ready
                 try:
                     await replica.wait_ready()
                 except EngineLost as error:
                     failures.append(error)
                 else:
+                    ready += 1
+                if ready == replicas or len(failures) > len(self._replicas) - replicas:
                     tasks.cancel_scope.cancel()
 
             for replica in self._replicas:
                 tasks.start_soon(wait, replica)
-        if len(failures) == len(self._replicas):
+        if ready < replicas:
             raise failures[0]
 
     async def start(
@@ -240,7 +245,7 @@ class RayEngine:
             await replica.end(key)
 
     async def status(self) -> dict[str, Any]:
-        """Return the counters of all replicas, and their sums.
+        """Return the counters of the replica; of several, all of them and their sums.
 
         Raises:
             EngineLost: No replica serves.
@@ -263,6 +268,8 @@ class RayEngine:
                 tasks.start_soon(ask, name, replica)
         if len(lost) == len(told):
             raise lost[0]
+        if len(told) == 1:
+            return told["0"]
         return _sums(list(told.values())) | {"replicas": told}
 
     def reset(self) -> None:

@@ -12,7 +12,7 @@ process's side, around whatever implements `Backend`.
 #   arena                                 memory for payloads, as the client has it
 #   _plain, _items, _tensors              values, items and memory as bytes
 #   _arena_view                           the arena as the engine sees it
-#   _schema, wire                         messages
+#   _schema, _tick_form, wire             messages
 #   transport                             what carries messages, for both ends
 #   _slot, _streams, _table, _outbox      what the client knows, without I/O
 #   _lodging                              tensors of a request into an arena

@@ -72,8 +72,7 @@ class ArenaView:
     """
 
     def __init__(self, descriptor: int, *, writable: bool = False) -> None:
-        import numpy as np
-
+        np = _views.numpy()
         self._root = np.frombuffer(
             _memory.map_inherited(descriptor, writable=writable), np.uint8
         )

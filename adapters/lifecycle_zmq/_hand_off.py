@@ -8,6 +8,8 @@ from collections.abc import Mapping
 from pathlib import PurePath
 from typing import Any, Protocol
 
+from lifecycle import Payload
+
 
 class Box(Protocol):
     """What holds the tensors until the hand-off, such as a `lifecycle.Payload`."""
@@ -18,19 +20,20 @@ class Box(Protocol):
 
 
 def forget_frames(error: BaseException, *, until: BaseException | None = None) -> None:
-    """Empty the finished frames behind `error`; its line numbers stay.
-
-    Frames keep their locals, here a payload, for as long as somebody keeps the
-    exception, and a frame that stored its own exception does so until a collection.
+    """Empty the finished frames behind `error`, as `Payload.forget` does.
 
     Args:
         error: The exception on its way out.
         until: What was already being handled outside, which is not ours to empty.
     """
-    seen: BaseException | None = error
-    while seen is not None and seen is not until:
-        traceback.clear_frames(seen.__traceback__)
-        seen = seen.__cause__ or seen.__context__
+    last = error
+    while last.__context__ is not None and last.__context__ is not until:
+        last = last.__context__
+    outside, last.__context__ = last.__context__, None
+    try:
+        Payload.forget(error)
+    finally:
+        last.__context__ = outside
 
 
 def where(error: BaseException) -> str:
@@ -39,7 +42,7 @@ def where(error: BaseException) -> str:
     return f"{type(error).__name__} at {PurePath(frame.f_code.co_filename).name}:{line}"
 
 
-def complain(about: str, error: Exception) -> None:
+def complain(about: str, error: BaseException) -> None:
     """Say on standard error what was raised about what, and empty its frames."""
     # Without the message of the error and without locals, which may hold a prompt.
     sys.stderr.write(f"{about} raised {type(error).__name__}\n")

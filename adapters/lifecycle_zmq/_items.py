@@ -142,17 +142,11 @@ def unpack_tokens(block: bytes) -> list[TokenList]:
     packed = array("I", block)
     if _SWAPS:
         packed.byteswap()
-    words = packed.tolist()
-    counts = words[2::4]
-    if len(words) % 4 == 0 and counts.count(1) == len(counts):
+    if len(packed) % 4 == 0 and packed[2::4].count(1) == len(packed) // 4:
         # Nearly every tick: one token for each stream.
-        return [
-            (stream, item, [it])
-            for stream, item, it in zip(
-                words[::4], words[1::4], words[3::4], strict=True
-            )
-        ]
-    return _walk(words)
+        tokens = [[token] for token in packed[3::4]]
+        return list(zip(packed[::4], packed[1::4], tokens, strict=True))
+    return _walk(packed.tolist())
 
 
 def _walk(words: list[int]) -> list[TokenList]:

@@ -28,6 +28,7 @@ _DESCRIPTORS = 16
 # As enumerations, they take longer than the socket does.
 _IN = int(zmq.POLLIN)
 _NOW = int(zmq.NOBLOCK)
+_MORE = int(zmq.RCVMORE)
 
 
 class Link:
@@ -81,7 +82,10 @@ class Link:
         # Asked first: an attempt that fails costs three times as much.
         if not cast("int", self._socket.get(zmq.EVENTS)) & _IN:
             return None
-        return self._socket.recv_multipart(_NOW, copy=True)
+        parts = [self._socket.recv(_NOW)]
+        while self._socket.get(_MORE):
+            parts.append(self._socket.recv(_NOW))
+        return parts
 
     def drain(self) -> None:
         """Handle every message that has arrived."""

@@ -15,7 +15,7 @@ from .client import EngineClient
 from .process import EngineProcess
 
 # While somebody waits for the engine, and while nobody does.
-_LOOK_SECONDS = 0.04
+_LOOK_SECONDS = 0.08
 _IDLE_LOOK_SECONDS = 1.0
 # What the engine sent before it died is handed over by a thread of libzmq.
 _LAST_WORDS_SECONDS = 0.002

@@ -6,7 +6,7 @@ from collections import deque
 from itertools import islice
 from typing import Any
 
-from ._slot import new_slot
+from ._slot import Slot
 
 # So many of each kind, beside so many bytes of starts and the largest start that
 # goes here, fit into a message.
@@ -30,7 +30,7 @@ class Outbox:
         self._cancel: dict[int, None] = {}
         self._grant: dict[int, int] = {}
         self._end: dict[int, None] = {}
-        self._slot = new_slot()
+        self._slot = Slot()
         self._posted = False
 
     def start(self, generation: int, key: str, window: int, request: bytes) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import msgpack
@@ -32,14 +32,15 @@ def is_plain(value: Any, depth: int = MAX_DEPTH) -> bool:
 
 def is_map(value: Any, depth: int = MAX_DEPTH) -> bool:
     """Whether `value` is a map with text keys and plain values."""
-    return (
-        type(value) is dict
-        and len(value) <= MAX_MAP
-        and all(
-            type(key) is str and is_plain(item, depth - 1)
-            for key, item in value.items()
-        )
+    if type(value) is not dict or len(value) > MAX_MAP or not _are_text(value):
+        return False
+    return _SCALARS.issuperset(map(type, value.values())) or all(
+        is_plain(item, depth - 1) for item in value.values()
     )
+
+
+def _are_text(keys: Iterable[Any]) -> bool:
+    return set(map(type, keys)) <= {str}
 
 
 def pack(value: Any, what: str, *, size: int, array: int) -> bytes:

@@ -3,7 +3,12 @@
 The API process listens itself, connects, takes the name away and only then spawns
 the engine, which inherits the listening end. Nobody else can find it afterwards, and
 whoever is killed later leaves nothing in the file system. What a process leaves that
-is killed between these three steps, the next one sweeps up.
+is killed between these three steps, less than a millisecond, the next one sweeps up:
+an empty directory, or one with a socket that nobody listens on.
+
+That moment cannot be closed. libzmq connects by a name alone, so there has to be one;
+a name without a file is an abstract one, which has no owner and lets other users
+connect; and whoever could remove it for us is started only once it is gone.
 """
 
 from __future__ import annotations

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
+from itertools import chain
 from typing import Any
 
 from ._items import MAX_ITEM, MAX_REQUEST
@@ -17,7 +18,6 @@ MAX_LENGTH = 2**40
 REASONS = frozenset({"completed", "cancelled", "failed"})
 
 _TENSOR = ([str, str, list, type(None)], [str, str, list, int])
-_CHUNK = ([int, int, list, type(None)], [int, int, list, dict])
 
 Check = Callable[[Any], bool]
 Schema = Mapping[str, Check]
@@ -60,9 +60,44 @@ def _is_generation(value: Any) -> bool:
     return type(value) is int and 0 < value < 2**63
 
 
+# What there is many of is looked at by columns: a call for each takes longer than all
+# that is done with it.
+def _columns(rows: Any, width: int) -> Sequence[Sequence[Any]] | None:
+    """Return the columns of a list of lists, if it is one and all are as wide."""
+    if type(rows) is not list:
+        return None
+    if not rows:
+        return ((),) * width
+    if set(map(type, rows)) != {list} or set(map(len, rows)) != {width}:
+        return None
+    return tuple(zip(*rows, strict=True))
+
+
+def _are(kind: type, values: Sequence[Any]) -> bool:
+    return set(map(type, values)) <= {kind}
+
+
+def _are_whole(values: Sequence[Any], least: int) -> bool:
+    return not values or (
+        _are(int, values) and min(values) >= least and max(values) < 2**63
+    )
+
+
+def _are_long(kind: type, values: Sequence[Any], most: int) -> bool:
+    """Whether all are of that kind, none is empty, and none longer than `most`."""
+    return not values or (
+        _are(kind, values)
+        and min(map(len, values)) > 0
+        and max(map(len, values)) <= most
+    )
+
+
+def _are_generations(value: Any) -> bool:
+    return type(value) is list and _are_whole(value, 1)
+
+
 _is_code = _text(MAX_CODE)
 _is_message = _text(MAX_TEXT)
-_are_generations = _list_of(_is_generation)
 
 
 def _is_tensor(value: Any) -> bool:
@@ -95,19 +130,17 @@ def _is_error(value: Any) -> bool:
     return type(value) is dict and fits(value, _ERROR)
 
 
-def _is_packed_item(value: Any) -> bool:
-    return type(value) is bytes and 0 < len(value) <= MAX_ITEM
-
-
-def _is_chunk(value: Any) -> bool:
-    if type(value) is not list or list(map(type, value)) not in _CHUNK:
+def _are_chunks(value: Any) -> bool:
+    columns = _columns(value, 4)
+    if columns is None:
         return False
-    generation, first, items, finish = value
+    generations, firsts, lists, finishes = columns
     return (
-        _is_generation(generation)
-        and _is_count(first)
-        and all(map(_is_packed_item, items))
-        and _is_finish(finish)
+        _are_whole(generations, 1)
+        and _are_whole(firsts, 0)
+        and _are(list, lists)
+        and _are_long(bytes, [*chain.from_iterable(lists)], MAX_ITEM)
+        and all(map(_is_finish, finishes))
     )
 
 
@@ -118,19 +151,21 @@ def _is_rejection(value: Any) -> bool:
     return _is_generation(generation) and _is_code(code) and _is_message(message)
 
 
-def _is_grant(value: Any) -> bool:
-    return type(value) is list and len(value) == 2 and all(map(_is_generation, value))
+def _are_grants(value: Any) -> bool:
+    columns = _columns(value, 2)
+    return columns is not None and all(_are_whole(it, 1) for it in columns)
 
 
-def _is_start(value: Any) -> bool:
-    if type(value) is not list or len(value) != 4:
+def _are_starts(value: Any) -> bool:
+    columns = _columns(value, 4)
+    if columns is None:
         return False
-    generation, key, window, request = value
+    generations, keys, windows, requests = columns
     return (
-        _is_generation(generation)
-        and is_key(key)
-        and _is_generation(window)
-        and _is_packed_request(request)
+        _are_whole(generations, 1)
+        and _are_long(str, keys, MAX_KEY)
+        and _are_whole(windows, 1)
+        and _are_long(bytes, requests, MAX_REQUEST)
     )
 
 
@@ -151,9 +186,9 @@ START: Schema = {
     "tensors": _list_of(_is_tensor),
 }
 CONTROL: Schema = {
-    "start": _list_of(_is_start),
+    "start": _are_starts,
     "cancel": _are_generations,
-    "grant": _list_of(_is_grant),
+    "grant": _are_grants,
     "end": _are_generations,
 }
 STATUS: Schema = {"ask": _is_count}
@@ -161,7 +196,7 @@ TICK: Schema = {
     "accepted": _are_generations,
     "rejected": _list_of(_is_rejection),
     "tokens": _is_bytes,
-    "chunks": _list_of(_is_chunk),
+    "chunks": _are_chunks,
     "freed": _are_generations,
     "done": _are_generations,
 }

@@ -6,16 +6,18 @@ from collections import deque
 from collections.abc import Callable
 from typing import Any
 
-from ._slot import Slot, new_slot
+from ._slot import Slot
 
 Error = Callable[[], Exception]
+_NEVER = float("-inf")
 
 
-class StreamState:
+class StreamState(Slot):
     """One stream of one incarnation, from START to DONE. Every step is synchronous.
 
-    Waiters get an exception of their own each, built where it is raised: a shared one
-    would collect the traceback, and with it the frames, of all of them.
+    It is the slot of whoever starts it, and then of its reader. Each waiter gets an
+    exception of its own, built where it is raised: a shared one would collect the
+    traceback, and with it the frames, of all of them.
 
     Args:
         key: What its owner calls it.
@@ -25,9 +27,8 @@ class StreamState:
 
     __slots__ = (
         "_enders",
-        "_starter",
+        "_owed",
         "cancel_sent",
-        "costs",
         "credit",
         "discarding",
         "done",
@@ -36,37 +37,34 @@ class StreamState:
         "finish_seen",
         "finished",
         "generation",
-        "half",
         "items",
         "key",
+        "low",
+        "mark",
         "received",
         "refusal",
         "settled",
-        "spent",
-        "wait",
-        "wake_reader",
         "window",
     )
 
     def __init__(self, key: str, generation: int, window: int) -> None:
+        super().__init__()
         self.key = key
         self.generation = generation
         self.window = window
-        self.half = window / 2
-        self._starter = new_slot()
-        reader = new_slot()
-        self.wait = reader.wait
-        self.wake_reader = reader.wake
         self._enders: list[Slot] = []
         self.settled = False
         self.done = False
         self.refusal: Error | None = None
         # Bounded by the window and one item: the engine sends none without credit.
         self.items: deque[Any] = deque()
-        self.costs: deque[int] = deque()
-        self.credit = window
-        self.spent = 0
         self.received = 0
+        # A mark is set where half a window was used up. When all before it was read,
+        # what that had cost is granted: no item's own cost need be kept.
+        self.credit = window
+        self.low: float = window / 2
+        self.mark = 0
+        self._owed = 0
         self.finish_seen = False
         self.finished = False
         self.error: Error | None = None
@@ -78,23 +76,32 @@ class StreamState:
         """Let `start` return, or raise `refusal`."""
         self.refusal = refusal
         self.settled = True
-        self._starter.wake()
+        self.wake()
 
     def push(self, item: Any, cost: int) -> None:
         """Append one item that the engine produced."""
         self.received += 1
         self.credit -= cost
+        if self.credit <= self.low:
+            self.set_mark()
         if not self.discarding:
             self.items.append(item)
-            self.costs.append(cost)
-            self.wake_reader()
+            self.wake()
+
+    def set_mark(self) -> None:
+        """Owe what was used of the window by now, until the reader comes to here."""
+        self.mark, self.low = self.received, _NEVER
+        self._owed = self.window - self.credit
 
     def regain(self) -> int:
-        """Return the credit to grant, once the reader has used up half a window."""
+        """Return the credit to grant, of which the mark was reached."""
         if self.finish_seen or self.end_sent:
             return 0
-        credit, self.spent = self.spent, 0
+        credit = self._owed
         self.credit += credit
+        self.mark, self.low = 0, self.window / 2
+        if self.credit <= self.low:
+            self.set_mark()
         return credit
 
     def conclude(self, error: Error | None) -> None:
@@ -108,13 +115,12 @@ class StreamState:
         if not self.finished:
             self.finished = True
             self.error = error
-            self.wake_reader()
+            self.wake()
 
     def discard(self) -> None:
         """Keep nothing more: nobody will read it. Any thread may call this."""
         self.discarding = True
         self.items.clear()
-        self.costs.clear()
 
     def complete(self) -> None:
         """Let everybody know that the engine has forgotten the stream."""
@@ -133,12 +139,12 @@ class StreamState:
     async def wait_settled(self) -> None:
         """Wait until the engine has taken or refused the stream, or is lost."""
         while not self.settled:
-            await self._starter.wait()
+            await self.wait()
 
     async def wait_done(self) -> None:
         """Wait until the engine has forgotten the stream, or is lost."""
         if not self.done:
-            slot = new_slot()
+            slot = Slot()
             self._enders.append(slot)
             await slot.wait()
 
@@ -190,10 +196,14 @@ class EngineStream:
                 error, state.error = state.error, None
                 raise StopAsyncIteration if error is None else error()
             await state.wait()
-        state.spent += state.costs.popleft()
-        if state.spent >= state.half and (credit := state.regain()):
+        item = items.popleft()
+        if (
+            state.mark
+            and state.received - len(items) >= state.mark
+            and (credit := state.regain())
+        ):
             self._grant(state.generation, credit)
-        return items.popleft()
+        return item
 
     async def aclose(self) -> None:
         """Stop reading and ask the engine to stop producing. Does not wait.

@@ -133,13 +133,13 @@ class StreamTable:
                 or state.credit <= 0
             ):
                 raise ProtocolError("tokens out of order, or without credit")
-            cost = BASE_COST + TOKEN_COST * len(tokens)
             state.received += 1
-            state.credit -= cost
+            state.credit -= BASE_COST + TOKEN_COST * len(tokens)
+            if state.credit <= state.low:
+                state.set_mark()
             if not state.discarding:
                 state.items.append(tokens)
-                state.costs.append(cost)
-                state.wake_reader()
+                state.wake()
 
     def _take_chunks(self, chunks: list[list[Any]]) -> None:
         for generation, first, items, finish in chunks:

@@ -67,7 +67,7 @@ class Tick:
     @property
     def full(self) -> bool:
         """Whether it has to be sent before anything else is added."""
-        return self.room <= 0
+        return self._used + 4 * len(self.words) >= _ROOM
 
     def fits(self, piece: Piece) -> bool:
         """Whether there is room for one more item."""

@@ -15,6 +15,23 @@ if TYPE_CHECKING:
 Shape = int | Sequence[int]
 
 
+def numpy() -> Any:
+    """Return numpy, which an arena cannot do without.
+
+    Raises:
+        ModuleNotFoundError: It is not installed; with the extra that brings it.
+    """
+    try:
+        import numpy as np
+    except ModuleNotFoundError as error:
+        raise ModuleNotFoundError(
+            'an arena needs numpy; pip install "anyio-lifecycle[arena]", or pass '
+            "arena_bytes=0 and payloads are sent",
+            name=error.name,
+        ) from None
+    return np
+
+
 def is_torch(value: object) -> bool:
     """Whether `value` is a dtype or a tensor of torch."""
     return type(value).__module__.partition(".")[0] == "torch"

@@ -63,6 +63,7 @@ class Arena:
             ``None`` takes the best that the system has.
 
     Raises:
+        ModuleNotFoundError: numpy is not installed.
         OSError: The system has no such memory, or not enough of it.
 
     Attributes:
@@ -70,8 +71,7 @@ class Arena:
     """
 
     def __init__(self, size: int, *, kind: Kind | None = None) -> None:
-        import numpy as np
-
+        np = _views.numpy()
         self._regions = Regions(rounded(size))
         memory = _memory.create(self._regions.size, kind)
         self._mapping: mmap | None = memory.mapping

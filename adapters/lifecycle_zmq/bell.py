@@ -6,7 +6,7 @@ import sys
 from collections.abc import Callable
 from typing import Any
 
-from ._slot import new_slot, running_asyncio_loop
+from ._slot import Slot, running_asyncio_loop
 
 
 class Bell:
@@ -19,7 +19,7 @@ class Bell:
     __slots__ = ("_post", "_rung", "_slot")
 
     def __init__(self) -> None:
-        self._slot = new_slot()
+        self._slot = Slot()
         self._post = _poster()
         self._rung = False
 

@@ -149,8 +149,9 @@ class SupervisedEngine(Generic[L]):
 
         Cancellation: END is on its way all the same; call again to wait for the rest.
         """
-        if self._client is not None:
-            await self._client.end(key)
+        client = self._client
+        if client is not None:
+            await client.end(key)
 
     async def status(self) -> dict[str, Any]:
         """Return the counters of the engine and, under ``backend``, of its backend.

@@ -76,7 +76,7 @@ class _Loop:
         self._loop: EngineLoop | None = None
         self._stopped = False
         self.transport = QueuedTransport()
-        self.failure: Exception | None = None
+        self.failure: BaseException | None = None
         self.over = threading.Event()
 
     def start(self, done: Callable[[], None]) -> None:
@@ -101,7 +101,7 @@ class _Loop:
             )
             if not self._stopped:
                 loop.run(self.transport)
-        except Exception as error:  # noqa: BLE001 - told to whoever waits for it
+        except (Exception, SystemExit) as error:  # noqa: BLE001 - told to who waits
             complain("the engine's thread", error)
             self.failure = error.with_traceback(None)
         finally:
@@ -215,7 +215,11 @@ class _LocalLink:
         self._bell.ring()
 
     def send(self, parts: Sequence[Buffer]) -> bool:
-        self._transport.put(_ADDRESS, list(parts))
+        head, *memory = parts
+        # Plain bytes, as they come from a socket.
+        self._transport.put(
+            _ADDRESS, [head, *(memoryview(it).cast("B") for it in memory)]
+        )
         return True
 
     def drain(self) -> None:

@@ -30,15 +30,16 @@ from __future__ import annotations
 
 import struct
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from enum import IntEnum
-from typing import Any
+from typing import Any, NamedTuple
 
 from . import _schema
 from ._errors import ProtocolError
 from ._items import BASE_COST, unpack_item, unpack_request, unpack_tokens
 from ._plain import pack, refuse, unpack
 from ._tensors import MAX_TENSOR_BYTES, MAX_TENSORS, Buffer, Place, attach, describe
+from ._tick_form import pack_block, unpack_block
 
 __all__ = (
     "FROM_CLIENT",
@@ -115,8 +116,7 @@ _SCHEMAS: dict[Kind, _schema.Schema] = {
 }
 
 
-@dataclass(frozen=True, slots=True, repr=False)
-class Message:
+class Message(NamedTuple):
     """A message that passed every check.
 
     Attributes:
@@ -134,7 +134,12 @@ class Message:
     sequence: int
     body: dict[str, Any]
     generation: int = 0
-    tensors: dict[str, memoryview | Place] = field(default_factory=dict)
+    # Nobody changes this one: only a START, which has its own, is taken from.
+    tensors: dict[str, memoryview | Place] = {}  # noqa: RUF012
+
+    def __repr__(self) -> str:
+        """Show what it is, never what it says."""
+        return f"<{self.kind.name} {self.sequence}>"
 
 
 def caps_of(kind: Kind) -> Caps:
@@ -169,15 +174,21 @@ def encode(
     Raises:
         EncodeError: The body does not fit the schema or the caps of `kind`.
     """
-    what = f"a {kind.name} message"
-    if not _schema.fits(body, _SCHEMAS[kind]):
-        raise refuse(what)
-    caps = caps_of(kind)
-    packed = pack(body, what, size=caps.body, array=caps.array)
+    packed = pack_block(body) if kind is Kind.TICK else None
+    if packed is None:
+        packed = _pack(kind, body)
     head = HEADER.pack(
         MAGIC, VERSION, kind, tensors, len(packed), incarnation, generation, sequence
     )
     return head + packed
+
+
+def _pack(kind: Kind, body: Mapping[str, Any]) -> bytes:
+    what = f"a {kind.name} message"
+    if not _schema.fits(body, _SCHEMAS[kind]):
+        raise refuse(what)
+    caps = caps_of(kind)
+    return pack(body, what, size=caps.body, array=caps.array)
 
 
 def decode(parts: Sequence[Buffer], *, accept: frozenset[Kind]) -> Message:
@@ -226,6 +237,8 @@ def _read_header(
 
 
 def _unpack(kind: Kind, packed: memoryview) -> dict[str, Any]:
+    if kind is Kind.TICK and (body := unpack_block(packed)) is not None:
+        return body
     caps = caps_of(kind)
     if len(packed) > caps.body:
         raise ProtocolError(f"a {kind.name} map of {len(packed)} > {caps.body} bytes")

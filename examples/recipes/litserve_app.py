@@ -1,7 +1,4 @@
-"""LitServe: a worker that stops when its client leaves.
-
-Run it: python -c 'import litserve_app; litserve_app.main(8000)'
-"""
+"""LitServe: a worker stops when its client leaves. Start it with `main(8000)`."""
 
 from contextlib import AsyncExitStack
 from multiprocessing import Manager
@@ -16,8 +13,8 @@ class Handler(server.StreamingRequestHandler):
     """Has an entry in `wanted` for each request, until it is over."""
 
     async def _prepare_request(self, request: Any, kind: Any) -> Any:
-        entry, wanted = f"{id(request)}", self.lit_api.wanted
-        wanted[entry] = True
+        wanted = self.lit_api.wanted
+        wanted[entry := str(id(request))] = True
         request_of(request.scope).own(AsyncExitStack()).callback(wanted.pop, entry)
         return {**await super()._prepare_request(request, kind), "entry": entry}
 
@@ -36,4 +33,5 @@ class Speak(LitAPI):
 def main(port: int) -> None:
     server.StreamingRequestHandler, api = Handler, Speak(stream=True)
     api.wanted = Manager().dict()
-    LitServer(api, middlewares=[LifecycleMiddleware]).run(port=port)
+    run = LitServer(api, middlewares=[LifecycleMiddleware]).run
+    run(port=port, generate_client_file=False)

@@ -47,6 +47,7 @@ class GateStatistics:
         bytes_in_use: Bytes held by live leases; above capacity after an
             estimate was settled upwards.
         waiting: Requests in line.
+        max_waiting: Longest line, or ``None`` if unbounded.
         admitted: Leases granted.
         refused: Requests turned away for any reason.
         cancelled: Requests whose task was cancelled before it had its lease.
@@ -61,6 +62,7 @@ class GateStatistics:
     bytes: int | None
     bytes_in_use: int
     waiting: int
+    max_waiting: int | None
     admitted: int
     refused: int
     cancelled: int
@@ -274,6 +276,7 @@ class Gate(Books):
             bytes=None if nbytes == math.inf else int(nbytes),
             bytes_in_use=ledger.bytes_in_use,
             waiting=ledger.waiting,
+            max_waiting=self._max_waiting,
             admitted=ledger.admitted,
             refused=self._refused,
             cancelled=ledger.withdrawn - self._timed_out,

@@ -104,7 +104,7 @@ async def peer(port: int) -> AsyncIterator[Peer]:
     ids=["nothing", "blank", "a-method", "half-a-head"],
 )
 async def test_closes_on_who_never_finishes_a_head(said: Any) -> None:
-    """A head has its time, from the connection on (fault-15)."""
+    """A head has its time, from the connection on (fault-15, S7)."""
     async with echoing() as port, peer(port) as client:
         await client.say(*said)
         ends = await client.rest()
@@ -221,7 +221,7 @@ async def test_lets_slow_reader_read() -> None:
 
 
 async def test_refuses_one_connection_too_many() -> None:
-    """Beyond the limit it is 503 at once; whoever is there is served all the same."""
+    """Beyond the limit it is 503 at once; whoever is there is served all the same (S7)."""
     async with echoing(ConnectionLimits(connections=20)) as port:
         async with contextlib.AsyncExitStack() as stack:
             idle = [await stack.enter_async_context(peer(port)) for _ in range(20)]

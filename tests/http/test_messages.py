@@ -11,7 +11,10 @@ from typing import Any
 
 import anthropic
 import pytest
+from anthropic.types import ModelInfo
+from anthropic.types.shared import ErrorResponse
 from http_kit import Server, answer_to, encoded, running
+from sdk_contract import mistakes
 
 from lifecycle import Gate
 from lifecycle_engine.app import AppSettings
@@ -144,6 +147,26 @@ async def test_says_overloaded_so_that_the_sdk_retries() -> None:
             "invalid_request_error",
         ),
         ({"tools": [{"name": "t"}]}, 400, "invalid_request_error"),
+        ({"tool_choice": {"type": "any"}}, 400, "invalid_request_error"),
+        ({"n": 2}, 400, "invalid_request_error"),
+        ({"logprobs": True}, 400, "invalid_request_error"),
+        ({"stop": ["x"]}, 400, "invalid_request_error"),
+        ({"seed": 1}, 400, "invalid_request_error"),
+        (
+            {"messages": [{**user(b"")[0], "role": "assistant"}]},
+            400,
+            "invalid_request_error",
+        ),
+        (
+            {"system": "S", "messages": user("") * 4096},
+            400,
+            "invalid_request_error",
+        ),
+        (
+            {"system": "S", "messages": user("") * 4095},
+            400,
+            "invalid_request_error",
+        ),
         ({"temperature": 1.5}, 400, "invalid_request_error"),
         ({"messages": user(b"no picture")}, 400, "invalid_request_error"),
     ],
@@ -169,7 +192,7 @@ async def test_refuses_large_body_in_its_own_form() -> None:
             with pytest.raises(anthropic.APIStatusError) as caught:
                 await sdk.messages.create(**{**ASK, "messages": user("x" * 2000)})
             assert caught.value.status_code == 413
-            assert caught.value.body["error"]["type"] == "request_too_large"
+            assert caught.value.body["error"]["type"] == "invalid_request_error"
 
 
 async def test_tells_engine_death_in_the_stream() -> None:
@@ -193,3 +216,15 @@ async def test_leaves_openai_errors_as_they_are() -> None:
         status, _, document = await answer_to(server.port, body)
         assert status == 400
         assert document["error"]["code"] == "missing_required_parameter"
+
+
+async def test_lists_models_to_the_sdk() -> None:
+    """The SDK finds the one model, in the form that it has for models."""
+    async with asyncio.timeout(60), running() as server, client(server) as sdk:
+        found = [model async for model in await sdk.models.list()]
+        [one] = found
+        assert one.created_at == (await sdk.models.retrieve("sim")).created_at
+        assert mistakes(ModelInfo, json.loads(one.to_json())) == []
+        with pytest.raises(anthropic.NotFoundError) as caught:
+            await sdk.models.retrieve("other")
+        assert mistakes(ErrorResponse, caught.value.body) == []

@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import asyncio
 import json
+import re
 import urllib.request
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 pytest.importorskip("prometheus_client")
 
-from http_kit import answer_to, encoded, running, user
+from http_kit import answer_to, encoded, make_engine, running, user
 from prometheus_client.parser import text_string_to_metric_families
 
 from lifecycle import Gate
@@ -72,6 +74,70 @@ async def test_counts_each_request_once() -> None:
         assert ended["client_gone",] + ended["completed",] == 12
         assert now["lifecycle_engine_backend_slots"][()] > 0
         assert b"canary" not in metrics.text()
+
+
+async def test_dashboard_of_the_engine_asks_for_metrics_that_exist() -> None:
+    """Each of its panels shows something; of device memory only where there is CUDA."""
+    page = Path(__file__).parents[2] / "docs" / "grafana-engine.json"
+    panels = json.loads(page.read_text())["panels"]
+    async with asyncio.timeout(60), running(metrics=Metrics()) as server:
+        known = set(await scrape(server.port))
+    for panel in panels:
+        asked = set(re.findall(r"lifecycle_\w+", json.dumps(panel["targets"])))
+        asked -= {name for name in asked if "_runner_device_bytes" in name}
+        assert asked
+        assert asked <= known
+
+
+async def test_figures_of_the_engine_follow_its_work() -> None:
+    """Steps, batch and tokens, prefill and decode apart, as they were run."""
+    async with (
+        asyncio.timeout(60),
+        running("--sim-decode-step", "0.005", metrics=Metrics()) as server,
+        server.client() as client,
+    ):
+        options: dict[str, Any] = {"model": "sim", "max_tokens": 12}
+        answer = await client.chat.completions.create(
+            messages=user("hello"), extra_body={"ignore_eos": True}, **options
+        )
+        await server.quiet()
+        now = {
+            name: values[()]
+            for name, values in (await scrape(server.port)).items()
+            if () in values
+        }
+        at = "lifecycle_engine_backend_"
+        assert answer.usage is not None
+        assert now[at + "times_prefill_tokens"] == answer.usage.prompt_tokens
+        assert now[at + "tokens"] == 12
+        assert now[at + "times_decode_runs"] == 11
+        assert now[at + "times_decode_recent_tokens_per_run"] == 1
+        # What the simulated model takes by its costs, at least.
+        assert now[at + "times_decode_recent_run_seconds"] >= 0.005
+        assert 0 < now[at + "times_decode_recent_tokens_per_second"] < 200
+        assert now[at + "times_recent_step_seconds"] > 0
+        assert now[at + "kv_used"] == 0
+
+
+async def test_health_follows_the_steps_of_the_engine() -> None:
+    """A chunk that takes long is told as busy, and it is served all the same."""
+    engine = make_engine("--sim-prefill-token", "0.1", busy_after=0.2)
+    async with (
+        asyncio.timeout(60),
+        running(engine=engine) as server,
+        server.client() as client,
+        asyncio.TaskGroup() as tasks,
+    ):
+        url = f"http://127.0.0.1:{server.port}/health"
+        assert (await client._client.get(url)).json()["engine"] == "serving"
+        options: dict[str, Any] = {"model": "sim", "max_tokens": 2}
+        asked = tasks.create_task(
+            client.chat.completions.create(messages=user("hello " * 4), **options)
+        )
+        while (await client._client.get(url)).json()["engine"] != "busy":
+            assert not asked.done()
+        await asked
+        assert (await client._client.get(url)).json()["engine"] == "serving"
 
 
 async def test_says_where_metrics_are_missing() -> None:

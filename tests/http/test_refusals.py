@@ -294,7 +294,8 @@ async def test_shows_itself_live() -> None:
         assert "canary" not in text
         processor.release.set()
         await asking
-        assert (await client._client.get(f"{url}/health")).json() == {"status": "ok"}
+        health = (await client._client.get(f"{url}/health")).json()
+        assert health == {"status": "ok", "engine": "serving"}
         await server.quiet()
 
 

@@ -175,6 +175,7 @@ async def running(
     bodies: Gate | None = None,
     settings: AppSettings | None = None,
     metrics: Any = None,
+    log: Any = None,
     engine: Any = None,
     wait: bool = True,
     **uvicorn: Any,
@@ -189,6 +190,7 @@ async def running(
         bodies=bodies,
         observer=metrics,
         metrics=metrics,
+        **({} if log is None else {"log": log}),
         settings=settings or AppSettings(model="sim"),
     )
     async with serving(app, **uvicorn) as port:

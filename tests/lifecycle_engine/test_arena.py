@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
+import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -15,7 +16,7 @@ import pytest
 import lifecycle
 import lifecycle_zmq
 from lifecycle import Payload
-from lifecycle_engine.processor import Chat, Message, in_arena
+from lifecycle_engine.processor import Chat, Message, in_arena, room
 from lifecycle_engine.sim_processor import SimProcessor
 from lifecycle_zmq import Arena, ZmqEngine
 
@@ -34,7 +35,7 @@ class Holder:
 def processors(request: pytest.FixtureRequest) -> Any:
     """A processor in ordinary memory, one in an arena, and the arena."""
     holder = Holder()
-    empty = in_arena(holder)  # type: ignore[arg-type]
+    empty = in_arena(holder, patience=0.05)  # type: ignore[arg-type]
     if request.param == "sim":
         yield SimProcessor(), SimProcessor(empty=empty), holder.arena
     else:
@@ -82,8 +83,38 @@ def test_pixels_find_room_elsewhere_when_the_arena_is_full(
     expected, prepared = plain.prepare(chat(one)), placed.prepare(chat(one))
     for name, tensor in expected.tensors.items():
         assert np.array_equal(prepared.tensors[name], tensor)
-    assert arena.statistics().refused == 1
+    assert arena.statistics().refused
     del taken
+
+
+def test_pixels_wait_a_while_for_a_hole(picture: Callable[..., bytes]) -> None:
+    """The sum fits, as the gate sees to, and only the hole is not there yet."""
+    holder = Holder()
+    placed = SimProcessor(empty=in_arena(holder))  # type: ignore[arg-type]
+    taken = [holder.arena.empty(SIZE, np.uint8)]
+    threading.Timer(0.1, taken.clear).start()
+    prepared = placed.prepare(chat(picture(200, 200)))
+    assert holder.arena.find(memoryview(prepared.tensors["pixels"])) is not None
+    assert holder.arena.statistics().refused
+    del prepared
+    holder.arena.close()
+
+
+@pytest.mark.parametrize(
+    ("payload_bytes", "arena_bytes", "expected"),
+    [
+        (None, 0, 2 * 2**30),
+        (1000, 0, 1000),
+        (None, 5000, 8192),
+        (5000, 8192, 5000),
+        (9000, 8192, 8192),
+    ],
+)
+def test_gate_has_no_more_than_the_arena(
+    payload_bytes: int | None, arena_bytes: int, expected: int
+) -> None:
+    """Less may be asked for; with an arena, more would be a promise about nothing."""
+    assert room(payload_bytes, arena_bytes) == expected
 
 
 @pytest.mark.anyio

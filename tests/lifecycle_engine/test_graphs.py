@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -9,6 +10,8 @@ import pytest
 torch = pytest.importorskip("torch")
 pytest.importorskip("transformers")
 
+from lifecycle_engine.checkpoint import FAMILIES, build  # noqa: E402
+from lifecycle_engine.families import load_model  # noqa: E402
 from lifecycle_engine.graphs import Fixed, Inputs, Lane  # noqa: E402
 from lifecycle_engine.runner import Prompt  # noqa: E402
 from lifecycle_engine.scheduler import Scheduler  # noqa: E402
@@ -192,7 +195,9 @@ class Cuda:
 
     def __init__(self) -> None:
         self.recording: Cuda.CUDAGraph | None = None
-        self.side = 0
+        self.refuses: Exception | None = None
+        self.inside = 0
+        self.streams = 0
         self.pools: list[Any] = []
         self.waits = 0
 
@@ -206,10 +211,11 @@ class Cuda:
             for each in self.work:
                 each()
 
-        def pool(self) -> str:
-            return "the pool"
+    def graph_pool_handle(self) -> str:
+        return "the pool"
 
     def Stream(self) -> Cuda:  # noqa: N802  # as torch calls it
+        self.streams += 1
         return self
 
     def current_stream(self) -> Cuda:
@@ -220,15 +226,51 @@ class Cuda:
 
     @contextlib.contextmanager
     def stream(self, stream: Cuda) -> Iterator[None]:
-        self.side += 1
-        yield
+        self.inside += 1
+        try:
+            yield
+        finally:
+            self.inside -= 1
 
     @contextlib.contextmanager
-    def graph(self, graph: Cuda.CUDAGraph, pool: Any) -> Iterator[None]:
+    def graph(self, graph: Cuda.CUDAGraph, pool: Any, stream: Cuda) -> Iterator[None]:
         self.recording = graph
         self.pools.append(pool)
         yield
         self.recording = None
+        if self.refuses is not None:
+            raise self.refuses
+
+
+class Recorded(Forward):
+    """A step that does as a captured one: what it read then, it reads at each replay."""
+
+    def __init__(self, cuda: Cuda) -> None:
+        super().__init__()
+        self.cuda = cuda
+
+    def __call__(self, inputs: Inputs) -> Any:
+        assert self.cuda.inside, "the step was warmed up on another stream"
+        output = super().__call__(inputs)
+        if self.cuda.recording is not None:
+            again = super().__call__
+            self.cuda.recording.work.append(lambda: output.copy_(again(inputs)))
+        return output
+
+
+def recording(steps: Fixed, cuda: Cuda) -> None:
+    """Let a replay copy to where the logits are, as the captured copy would."""
+    plain = steps._step
+
+    def step(inputs: Inputs) -> Any:
+        output = plain(inputs)
+        if cuda.recording is not None:
+            made = cuda.recording.work
+            (rerun,) = made
+            made[:] = [lambda: output.copy_(rerun())]
+        return output
+
+    steps._step = step
 
 
 def test_recorded_steps_are_replayed_on_new_inputs(
@@ -237,30 +279,62 @@ def test_recorded_steps_are_replayed_on_new_inputs(
     """Each shape is warmed up aside, recorded once into one pool, and then replayed."""
     cuda = Cuda()
     monkeypatch.setattr(torch, "cuda", cuda)
-    forward, runs = Forward(), 0
-
-    def step(inputs: Inputs) -> Any:
-        nonlocal runs
-        runs += 1
-        output = forward(inputs)
-        if cuda.recording is not None:
-            cuda.recording.work.append(lambda: output.copy_(forward(inputs)))
-        return output
-
-    steps = fixed(step, capture=True)
-    assert steps.run([Lane(0, 7, 10, -3)], 1).tolist() == [[7, 0, 10, 7, 11]]
-    assert (runs, cuda.side, cuda.waits) == (3, 1, 2)
-    assert steps.run([Lane(0, 8, 11, -3)], 1).tolist() == [[8, 0, 11, 8, 12]]
-    assert runs == 3
+    forward = Recorded(cuda)
+    steps = fixed(forward, capture=True)
+    recording(steps, cuda)
+    first = steps.run([Lane(0, 7, 10, -3)], 1)
+    assert first.tolist() == [[7, 0, 10, 7, 11]]
+    assert (len(forward.seen), cuda.waits) == (5, 2)
+    second = steps.run([Lane(0, 8, 11, -3)], 1)
+    assert second.tolist() == [[8, 0, 11, 8, 12]]
+    assert first.data_ptr() == second.data_ptr()
     steps.prepare()
-    assert runs == 3 * len(steps.shapes)
-    assert cuda.pools == [None, *["the pool"] * (len(steps.shapes) - 1)]
+    assert steps.captured == len(steps.shapes)
+    assert cuda.pools == ["the pool"] * len(steps.shapes)
+    assert cuda.streams == 1
+    seen = len(forward.seen)
+    lanes = [Lane(0, 1, 300, 0), Lane(1, 2, 700, 5)]
+    made = steps.run(lanes, 2)
+    assert made.tolist() == [[1, 0, 300, 300, 301], [2, 1, 700, 705, 701]]
+    # The logits of all shapes lie in the same place.
+    assert made.data_ptr() == first.data_ptr()
+    assert len(forward.seen) == seen + 1
+
+
+def test_capture_that_is_refused_is_logged_and_done_without(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """What was captured goes on as a graph, the rest as it comes; nobody's step fails."""
+    cuda = Cuda()
+    monkeypatch.setattr(torch, "cuda", cuda)
+    steps = fixed(Recorded(cuda), capture=True)
+    recording(steps, cuda)
+    steps.run([Lane(0, 7, 10, -3)], 1)
+    cuda.refuses = RuntimeError("CUDA error: operation not permitted\nmore of it")
+    cuda.inside = 1  # as it comes, on the stream that everything is on
+    steps.prepare()
+    steps.prepare()
+    assert cuda.inside == 1
+    assert steps.captured == 1
+    (record,) = caplog.records
+    assert "operation not permitted; steps run without CUDA graphs" in record.message
     lanes = [Lane(0, 1, 300, 0), Lane(1, 2, 700, 5)]
     assert steps.run(lanes, 2).tolist() == [
         [1, 0, 300, 300, 301],
         [2, 1, 700, 705, 701],
     ]
-    assert runs == 3 * len(steps.shapes)
+    assert steps.run([Lane(0, 8, 11, -3)], 1).tolist() == [[8, 0, 11, 8, 12]]
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_decode_step_asks_nothing_of_the_device(tmp_path: Path, family: str) -> None:
+    """On a device without data every question raises; a capture would fail by one."""
+    model = load_model(build(tmp_path, family), device="cpu", dtype="float32")
+    runner = TransformersRunner(
+        model.to("meta"), slots=3, max_length=600, graphs="fake"
+    )
+    runner.capture()
+    assert runner.status() == {"kv_bytes": runner.cache.nbytes, "graphs": 0}
 
 
 def test_graphs_without_cuda_raise(model: Any) -> None:

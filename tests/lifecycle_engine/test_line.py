@@ -38,6 +38,24 @@ def test_leave_from_the_middle() -> None:
     assert len(line) == 0
 
 
+def test_who_comes_back_is_first_of_his_share() -> None:
+    """Of his own share's line; the turns of the shares stay as they were."""
+    line = line_of(("a", "1"), ("b", "3"), ("a", "2"))
+    assert line.shares == ["a", "b"]
+    line.rejoin("0", "a", "0")
+    line.rejoin("4", "c", "4")
+    assert [line.take() for _ in range(len(line))] == ["0", "3", "4", "1", "2"]
+
+
+def test_share_can_be_taken_out_of_turn() -> None:
+    """Its first is taken, and its next turn is after everybody's."""
+    line = line_of(("a", "1"), ("b", "2"), ("b", "3"))
+    assert line.take("b") == "2"
+    assert line.shares == ["a", "b"]
+    with pytest.raises(LookupError):
+        line.take("c")
+
+
 def test_same_key_twice_raises() -> None:
     """A key is in line once."""
     line = line_of(("a", "1"))

@@ -225,6 +225,7 @@ def test_request_map_has_exact_types(either: Any) -> None:
         "logprobs",
         "max_tokens",
         "seed",
+        "session",
         "share",
         "stop_ids",
         "temperature",

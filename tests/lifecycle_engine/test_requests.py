@@ -23,6 +23,7 @@ GOOD: dict[str, Any] = {
     "logprobs": 2,
     "share": "somebody",
     "timeout": 30.0,
+    "session": "talk",
 }
 
 
@@ -35,6 +36,17 @@ def test_parse_complete_request() -> None:
     assert request.prompt.sampling == Sampling(0.5, 0.9, 7, 2)
     assert (request.share, request.timeout) == ("somebody", 30.0)
     assert request.nbytes == 48
+    assert request.tensors == ("pixels",)
+    assert (request.session, request.last_turn) == ("talk", False)
+    assert request.prompt.session
+
+
+def test_last_turn_leaves_no_slot_for_another() -> None:
+    """The runner is told of a conversation only if a turn may follow."""
+    last = parse(GOOD | {"last_turn": True}, {}, RUNNER)
+    assert (last.session, last.last_turn) == ("talk", True)
+    assert not last.prompt.session
+    assert not parse(GOOD | {"session": None}, {}, RUNNER).prompt.session
 
 
 def test_parse_applies_defaults() -> None:
@@ -43,6 +55,7 @@ def test_parse_applies_defaults() -> None:
     assert request.stop_ids == frozenset()
     assert request.prompt.sampling == Sampling()
     assert (request.share, request.timeout) == ("", None)
+    assert (request.session, request.last_turn) == (None, False)
 
 
 @pytest.mark.parametrize(
@@ -81,6 +94,10 @@ def test_parse_applies_defaults() -> None:
         ("logprobs", True),
         ("share", 1),
         ("share", "x" * 257),
+        ("session", 1),
+        ("session", "x" * 257),
+        ("last_turn", 1),
+        ("last_turn", None),
         ("timeout", 5),
         ("timeout", 0.0),
         ("timeout", -1.0),

@@ -27,8 +27,9 @@ class Choking(SimRunner):
         self, slot: int, prompt: Prompt, start: int, stop: int
     ) -> Emitted | None:
         assert start < stop <= len(prompt.input_ids)
-        read = len(self._kv.get(slot, b"")) // 1024
-        assert read == start, "a chunk is missing, or a slot was handed out twice"
+        if start:
+            read = len(self._kv[slot]) // 1024
+            assert read == start, "a chunk is missing, or a slot was handed out twice"
         emitted = super().prefill(slot, prompt, start, stop)
         if 255 in prompt.input_ids[start:stop]:
             raise ValueError("choked")
@@ -42,14 +43,27 @@ class Choking(SimRunner):
         return super().decode(slots)
 
 
+def whole(request: dict[str, Any], pixels: bytes) -> list[int]:
+    """What a request streams that is read at once, alone, into a new slot."""
+    runner = SimRunner(slots=1, max_length=60, sleep=lambda _: None)
+    tensors = {"pixels": memoryview(pixels).cast("f")} if pixels else {}
+    ids = request["input_ids"]
+    emitted = runner.prefill(0, Prompt(ids, tensors), 0, len(ids))
+    assert emitted is not None
+    tokens = [emitted.item[0]]
+    while len(tokens) < request["max_tokens"]:
+        tokens += runner.decode([0])[0].item
+    return tokens
+
+
 class SchedulerMachine(RuleBasedStateMachine):
-    """Any order of starts, cancels, ENDs, steps and failures."""
+    """Any order of starts, cancels, ENDs, steps and failures, in conversations or not."""
 
     keys = Bundle("keys")
 
     @initialize(slots=st.integers(1, 4), data=st.data())
     def make(self, slots: int, data: st.DataObject) -> None:
-        self.runner = Choking(slots=slots, max_length=40, sleep=lambda _: None)
+        self.runner = Choking(slots=slots, max_length=60, sleep=lambda _: None)
         self.scheduler = Scheduler(
             self.runner,
             max_batch=data.draw(st.integers(1, slots)),
@@ -59,8 +73,11 @@ class SchedulerMachine(RuleBasedStateMachine):
         self.now = 0.0
         self.number = 0
         # What each live stream was promised, what it got, and how it must end.
-        self.owed: dict[str, int] = {}
-        self.got: dict[str, int] = {}
+        self.owed: dict[str, list[int]] = {}
+        self.got: dict[str, list[int]] = {}
+        # The last prompt of each conversation, and of which one each stream is.
+        self.said: dict[str, list[int]] = {}
+        self.turns: dict[str, str] = {}
         self.cancelled: set[str] = set()
         self.finished: dict[str, str] = {}
 
@@ -72,6 +89,9 @@ class SchedulerMachine(RuleBasedStateMachine):
         size=st.integers(0, 3),
         share=st.sampled_from(["", "a", "b"]),
         timeout=st.none() | st.floats(0.5, 3.0),
+        session=st.sampled_from([None, None, "x", "y", "z"]),
+        last=st.booleans(),
+        anew=st.integers(0, 99),
     )
     def start(
         self,
@@ -81,15 +101,23 @@ class SchedulerMachine(RuleBasedStateMachine):
         size: int,
         share: str,
         timeout: float | None,
+        session: str | None,
+        last: bool,
+        anew: int,
     ) -> str:
         self.number += 1
         key = f"k{self.number}"
         ids = [1] * length + [255 if bad else 1]
+        if session is not None:
+            before = self.said.get(session, [])[:anew]
+            ids = [*(before if len(before) < 16 else []), *ids]
+            ids = [2 if token == 255 and not bad else token for token in ids]
+            self.said[session], self.turns[key] = ids, session
         request = {"input_ids": ids, "max_tokens": count, "share": share}
-        request |= {"timeout": timeout}
+        request |= {"timeout": timeout, "session": session, "last_turn": last}
         tensors = {"pixels": memoryview(bytes(24 * size)).cast("f")} if size else {}
         self.scheduler.start(key, request, tensors)
-        self.owed[key], self.got[key] = count, 0
+        self.owed[key], self.got[key] = whole(request, bytes(24 * size)), []
         return key
 
     @rule(key=keys)
@@ -119,7 +147,8 @@ class SchedulerMachine(RuleBasedStateMachine):
         key = output.key
         assert key in self.owed, "a stream spoke after its END"
         assert key not in self.finished, "a stream spoke after its finish"
-        self.got[key] += sum(type(item) is list for item in output.items)
+        self.got[key] += [i[0] for i in output.items if type(i) is list]
+        assert self.got[key] == self.owed[key][: len(self.got[key])]
         if output.finish is None:
             assert key not in self.cancelled
             return
@@ -128,6 +157,9 @@ class SchedulerMachine(RuleBasedStateMachine):
         assert (reason == "cancelled") == (key in self.cancelled)
         if reason == "completed":
             assert self.got[key] == self.owed[key]
+            if key in self.turns:
+                session = self.turns[key]
+                self.said[session] = [*self.said[session], *self.got[key]]
             assert output.items[-1] == {"finish_reason": "length"}
 
     @invariant()
@@ -138,8 +170,10 @@ class SchedulerMachine(RuleBasedStateMachine):
         seated = status["prefilling"] + status["running"]
         live = status["waiting"] + seated
         assert status["started"] == live + sum(status["finished"].values())
-        assert status["slots_free"] == status["slots"] - seated
-        assert status["running"] <= len(self.runner._kv) <= seated
+        kept = status["slots_kept"]
+        assert status["slots_free"] == status["slots"] - seated - kept
+        held = len(self.runner._kv)
+        assert status["running"] + kept <= held <= seated + kept
         untold = set(self.owed) - set(self.finished)
         assert live == len(untold - self.cancelled)
         assert self.scheduler.busy == bool(untold)
@@ -150,17 +184,17 @@ class SchedulerMachine(RuleBasedStateMachine):
         """Whatever happened, a bounded number of steps ends everybody."""
         if not hasattr(self, "scheduler"):
             return
-        for _ in range(19 * self.number + 1):
+        for _ in range(36 * self.number + 1):
             if not self.scheduler.busy:
                 break
             self.step(choke=False)
         self.books_balance()
         assert not self.scheduler.busy
         assert set(self.owed) <= set(self.finished)
-        assert self.runner.kv_bytes == 0
+        assert len(self.runner._kv) == self.scheduler.status()["slots_kept"]
 
 
 TestScheduler = SchedulerMachine.TestCase
 TestScheduler.settings = settings(
-    max_examples=150, stateful_step_count=40, deadline=None
+    max_examples=100, stateful_step_count=40, deadline=None
 )

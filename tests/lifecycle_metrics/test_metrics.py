@@ -5,6 +5,10 @@ from __future__ import annotations
 import json
 import random
 import re
+import sys
+import threading
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +21,7 @@ from prometheus_client import CollectorRegistry
 from prometheus_client.parser import text_string_to_metric_families
 
 from lifecycle import Gate, GateFull, SessionRegistry
+from lifecycle_asgi.events import FirstItem, PhaseEnded, RequestEnded, RequestStarted
 from lifecycle_metrics import Metrics
 
 pytestmark = pytest.mark.anyio
@@ -134,17 +139,174 @@ async def test_has_few_series_however_many_requests() -> None:
         assert b"secret" not in metrics.text()
 
 
-def test_dashboard_asks_for_metrics_that_exist() -> None:
-    """Each panel of the dashboard shows something."""
+@pytest.fixture
+def hasty() -> Iterator[None]:
+    """Threads that take turns all the time."""
+    before = sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)
+    yield
+    sys.setswitchinterval(before)
+
+
+def scraped(
+    metrics: Metrics, kind: str, started: str, done: threading.Event
+) -> list[Any]:
+    """Scrape until *done*; returns every scrape that does not balance."""
+    wrong = []
+    while not done.is_set():
+        now: dict[str, float] = {}
+        for family in metrics.registry.collect():
+            for sample in family.samples:
+                now[sample.name] = now.get(sample.name, 0) + sample.value
+        name = f"lifecycle_{kind}"
+        begun = now.get(f"{name}_{started}_total", 0)
+        ended = now.get(f"{name}_ended_total", 0)
+        if begun != ended + now.get(f"{name}_live", 0):
+            wrong.append(now)
+    return wrong
+
+
+async def test_balances_sessions_for_another_thread(hasty: None) -> None:
+    """A scrape in a thread never sees a session half opened or half closed."""
+    metrics, done = Metrics(), threading.Event()
+    async with SessionRegistry() as sessions:
+        metrics.watch(sessions)
+        with ThreadPoolExecutor(1) as pool:
+            wrong = pool.submit(scraped, metrics, "sessions", "opened", done)
+            for number in range(30_000):
+                with sessions.open(str(number)):
+                    pass
+            done.set()
+    assert wrong.result(20) == []
+
+
+def test_balances_requests_for_another_thread(hasty: None) -> None:
+    """A scrape in a thread never sees a request between started and ended."""
+    metrics, done = Metrics(), threading.Event()
+    facts: Any = {"outcome": "completed", "status": 200, "duration_s": 0.1}
+    with ThreadPoolExecutor(1) as pool:
+        wrong = pool.submit(scraped, metrics, "requests", "started", done)
+        for number in range(20_000):
+            of: Any = {"request": str(number), "operation": f"o{number % 3}"}
+            metrics(RequestStarted(**of))
+            metrics(RequestEnded(**of, **facts))
+        done.set()
+    assert wrong.result(20) == []
+
+
+async def test_dashboard_asks_for_series_that_exist() -> None:
+    """Each panel's query finds series by their names and by labels that they have."""
+    series = await all_series()
+    for panel in dashboard()["panels"]:
+        for target in panel["targets"]:
+            asked = SELECTOR.findall(target["expr"])
+            assert asked, panel["title"]
+            for name, matchers in asked:
+                wanted = dict(re.findall(r'(\w+)="([^"]*)"', matchers))
+                found = [
+                    labels
+                    for labels in series[name]
+                    if wanted.items() <= labels.items()
+                ]
+                assert found, target["expr"]
+                used = re.findall(r"by \(([^)]*)\)", target["expr"])
+                named = {label.strip() for each in used for label in each.split(",")}
+                told = re.findall(r"\{\{(\w+)\}\}", target["legendFormat"])
+                assert (named or set(told)) <= found[0].keys(), target["expr"]
+                assert set(told) <= (named or found[0].keys()), target["legendFormat"]
+
+
+def test_dashboard_can_be_loaded() -> None:
+    """What Grafana asks of a page is there: ids, places, and a source to choose."""
+    page = dashboard()
+    (source,) = page["templating"]["list"]
+    assert (source["type"], source["query"]) == ("datasource", "prometheus")
+    panels = page["panels"]
+    assert len(panels) == 16
+    assert len({panel["id"] for panel in panels}) == 16
+    places = set()
+    for panel in panels:
+        assert panel["datasource"]["uid"] == "${source}"
+        at = panel["gridPos"]
+        assert at["x"] >= 0 and at["x"] + at["w"] <= 24
+        cells = {
+            (at["x"] + i, at["y"] + j) for i in range(at["w"]) for j in range(at["h"])
+        }
+        assert not places & cells, panel["title"]
+        places |= cells
+        refs = [target["refId"] for target in panel["targets"]]
+        assert len(set(refs)) == len(refs)
+        for target in panel["targets"]:
+            assert target["expr"].count("(") == target["expr"].count(")")
+
+
+async def test_names_follow_the_rules_of_prometheus() -> None:
+    """One prefix, no colon, base units, `_total` for counters alone, few labels."""
+    metrics = await busy()
+    for family in metrics.registry.collect():
+        assert re.fullmatch(r"lifecycle_[a-z_]+[a-z]", family.name), family.name
+        assert family.type == "counter" or not family.name.endswith("_total")
+        assert not family.name.endswith(("_ms", "_milliseconds", "_kb", "_mb"))
+        assert family.documentation
+        for sample in family.samples:
+            assert set(sample.labels) <= LABELS | {"le"}, sample
+            if sample.name.endswith("_created"):
+                continue
+            assert (family.type == "counter") == sample.name.endswith("_total")
+
+
+LABELS = {
+    "gate",
+    "state",
+    "result",
+    "how",
+    "outcome",
+    "reason",
+    "operation",
+    "phase",
+} | {"what"}
+SELECTOR = re.compile(r"(lifecycle_\w+)(\{[^}]*\})?")
+
+
+def dashboard() -> Any:
+    """The page for Grafana."""
+    return json.loads((Path(__file__).parents[2] / "docs" / "grafana.json").read_text())
+
+
+async def busy() -> Metrics:
+    """Metrics of which every series has a sample."""
     metrics = Metrics()
-    metrics.watch(Gate(slots=1))
-    families = text_string_to_metric_families(metrics.text().decode())
-    known = {f"{family.name}{end}" for family in families for end in ENDS}
-    page = Path(__file__).parents[2] / "docs" / "grafana.json"
-    panels = json.loads(page.read_text())["panels"]
-    asked = re.findall(r"lifecycle_\w+", json.dumps(panels))
-    assert len(panels) == 10
-    assert set(asked) <= known
+    gate = Gate(slots=1, bytes=9, max_waiting=0, observer=metrics)
+    async with SessionRegistry(observer=metrics) as sessions:
+        metrics.watch(gate, sessions)
+
+        async def open_() -> Any:
+            return items()
+
+        async def items() -> Any:
+            yield 1
+
+        with sessions.open("x") as session:
+            lease = gate.try_admit(bytes=4)
+            lease.settle(bytes=3)
+            with pytest.raises(GateFull):
+                gate.try_admit()
+            async with session.stream(await session.start(open_)) as stream:
+                assert [item async for item in stream] == [1]
+            lease.release()
+    of: Any = {"request": "r", "operation": "chat"}
+    metrics(RequestStarted(**of))
+    metrics(FirstItem(**of, after_s=0.1))
+    metrics(PhaseEnded(**of, phase="queue", began_s=0.0, duration_s=0.1))
+    ended: Any = {"outcome": "completed", "status": 200, "duration_s": 1.0}
+    metrics(RequestEnded(**of, **ended, counts={"output_tokens": 3}))
+    return metrics
 
 
-ENDS = ("", "_total", "_bucket")
+async def all_series() -> dict[str, list[dict[str, str]]]:
+    """The labels of every series, by its name."""
+    found: dict[str, list[dict[str, str]]] = {}
+    for family in text_string_to_metric_families((await busy()).text().decode()):
+        for sample in family.samples:
+            found.setdefault(sample.name, []).append(dict(sample.labels))
+    return found

@@ -3,8 +3,9 @@
 Request fields: ``count`` items (0, 1, 2, … as ``[n]``), or ``forever``; ``hold``
 gives no item, ``watch`` the number of tensors alive; ``reject`` and
 ``raise_in_start`` refuse; ``fail_at``, ``odd_item_at`` and ``raise_at`` go wrong at
-that item; ``exit`` leaves the process with that code, ``signal`` by that signal,
-``eat`` takes so many bytes of memory first.
+that item, and ``leave_at`` leaves the loop; ``exit`` leaves the process with that code,
+``signal`` by that signal, ``eat`` takes so many bytes of memory first.
+``start_seconds`` is how long its start takes,
 ``sleep_at`` spends ``seconds`` of a step in a call that does not return, ``hold_at`` in
 one that keeps the interpreter lock, too. ``merge`` is how the items may merge; ``size``
 and ``each`` give so many items of so many bytes, ``distinct`` objects that are all
@@ -64,6 +65,7 @@ class ScriptedBackend:
             os._exit(request["exit"])
         if "signal" in request:
             os.kill(os.getpid(), request["signal"])
+        time.sleep(request.get("start_seconds", 0))
         if "stderr" in request:
             os.write(2, b"x" * request["stderr"])
         if "reject" in request:
@@ -129,6 +131,8 @@ class ScriptedBackend:
             return None
         if at == it.get("raise_at"):
             raise RuntimeError("as asked")
+        if at == it.get("leave_at"):
+            raise SystemExit(3)
         if at == it.get("fail_at"):
             return self._close(key, Finish("failed", "asked", "as asked"))
         if at == it.get("count"):

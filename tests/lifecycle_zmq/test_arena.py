@@ -221,6 +221,28 @@ def test_view_across_regions_is_refused(arena: Arena) -> None:
         assert str(start.ctypes.data) not in str(caught.value)
 
 
+def test_errors_name_no_place(arena: Arena) -> None:
+    """Sizes alone: no offset, no address, no descriptor, no name (`S5`)."""
+    kept = arena.empty(37 * PAGE, np.uint8)
+    secrets = {str(arena._base), hex(arena._base), str(37 * PAGE), "/dev", "memfd"}
+    secrets |= {f"fd {arena.descriptor}", f"descriptor {arena.descriptor}"}
+    told = []
+    for nbytes in (SIZE, 2 * SIZE, 28 * PAGE):
+        with pytest.raises(Refused) as refused:
+            arena.empty(nbytes, np.uint8)
+        told.append(str(refused.value))
+    if arena.shared:
+        raw = (ctypes.c_ubyte * SIZE).from_address(kept.ctypes.data)
+        with pytest.raises(EncodeError) as caught:
+            arena.find(memoryview(raw).cast("B"))
+        told.append(str(caught.value))
+    arena.close()
+    with pytest.raises(RuntimeError) as closed:
+        arena.empty(1, np.uint8)
+    told.append(str(closed.value))
+    assert [text for text in told if any(it in text for it in secrets)] == []
+
+
 def test_fragments_are_joined_again(arena: Arena) -> None:
     """Whatever the order of 2000 arrivals and departures, all is free in the end."""
     chance = random.Random(5)

@@ -52,8 +52,10 @@ class Peer:
 
     def close(self) -> None:
         """Kill and reap it."""
-        self.process.kill()
-        self.process.communicate(timeout=20)
+        # Not by `communicate`, which flushes an input that a test has closed.
+        with self.process:
+            self.process.kill()
+            self.process.wait(20)
 
 
 @pytest.fixture(params=SHARED)

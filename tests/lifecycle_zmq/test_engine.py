@@ -88,7 +88,7 @@ async def test_end_forgets_a_running_stream(make_engine: MakeEngine) -> None:
 
 
 async def test_start_tells_why_the_backend_refused(make_engine: MakeEngine) -> None:
-    """A refusal keeps its code, a crash its type; others go on (`fault-27`)."""
+    """A refusal keeps its code, a crash its type, not its words (`fault-27`, `S9`)."""
     async with make_engine() as engine:
         await engine.wait_ready()
         with pytest.raises(RequestRejected) as refused:

@@ -1,0 +1,22 @@
+"""Saying no before a body is read: reading and parsing it is most of what it costs."""
+
+from __future__ import annotations
+
+from lifecycle import Gate
+
+
+def refuse_when_full(gate: Gate) -> None:
+    """Refuse now who would be refused on arrival at a gate over requests.
+
+    A request that may wait, or that there is room for, passes: whether it gets in is
+    only decided when it is there, with its body.
+
+    Raises:
+        GateFull: There is no room, and the line is full; it counts as refused.
+        GateClosed: The gate is closed.
+    """
+    now = gate.statistics()
+    if now.max_waiting is None or now.waiting < now.max_waiting:
+        return
+    if now.waiting or (now.slots is not None and now.slots_in_use >= now.slots):
+        gate.try_admit().release()  # which refuses, and says when to come back

@@ -1,0 +1,203 @@
+"""Draw the experiments: ``docs/memory.svg`` and ``docs/overload.svg``.
+
+    python benchmarks/draw.py [--check] [memory] [overload]
+
+The figures are those in ``benchmarks/results``. With ``--check`` nothing is written,
+and the exit status tells whether the files are what this script draws.
+"""
+
+from __future__ import annotations
+
+import json
+import statistics
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+from _charts import AMBER, BLUE, GREEN, GREY, RED, Panel, key, picture, text, ticks
+
+_ROOT = Path(__file__).resolve().parents[1]
+_GIB = 2**30
+_MIB = 2**20
+_HALVES = (RED, AMBER, AMBER, BLUE, GREY, GREEN)
+_WAYS = {"gate": GREEN, "none": GREY, "semaphore": AMBER}
+_SAID = {"gate": "a gate", "none": "nothing", "semaphore": "a semaphore"}
+Row = dict[str, Any]
+
+
+def main() -> int:
+    """Run the command line."""
+    arguments = sys.argv[1:]
+    names = [name for name in _PICTURES if name in arguments] or list(_PICTURES)
+    stale = 0
+    for name in names:
+        found = json.loads((_ROOT / "benchmarks/results" / f"{name}.json").read_text())
+        drawn, out = _PICTURES[name](found), _ROOT / "docs" / f"{name}.svg"
+        if "--check" in arguments:
+            stale += not out.exists() or out.read_text() != drawn
+        else:
+            out.write_text(drawn)
+    return int(stale > 0)
+
+
+def memory(found: dict[str, Any]) -> str:
+    """What both processes hold, with and without."""
+    series = found["series"]
+    panels = [
+        _over_time(series["halves"]),
+        _halves(series["halves"]),
+        _gates(series["gates"]),
+        _clients(series["clients"], found["budget"]["clients"]),
+    ]
+    parts = [part for panel in panels for part in panel.parts]
+    label = "Memory of the server by gate and by who lets go of payloads"
+    return picture(960, 640, label, parts)
+
+
+def _of(runs: Sequence[dict[str, Any]], name: str) -> tuple[float, float, float]:
+    """Least, median and most of a figure."""
+    values = [run[name] for run in runs if run[name] is not None]
+    return min(values), statistics.median(values), max(values)
+
+
+def _extra(runs: Sequence[dict[str, Any]], unit: float) -> tuple[float, float, float]:
+    """Least, median and most of what was held above what is always held."""
+    values = [(run["peak"] - run["before"]) / unit for run in runs]
+    return min(values), statistics.median(values), max(values)
+
+
+def _over_time(rows: list[Row]) -> Panel:
+    panel = Panel(24, 10, 452, 300, left=40)
+    shown = [(row, colour) for row, colour in zip(rows, _HALVES, strict=False)]
+    lines = [
+        [(at, sum(sizes[2:]) / _GIB) for at, *sizes in row["runs"][0]["series"]]
+        for row, _ in shown
+    ]
+    count, size = rows[0]["case"]["clients"], rows[0]["case"]["pixels"] * 24 / _MIB
+    panel.titles(
+        f"{count} long streams about pictures of {size:.0f} MiB",
+        "proportional size of both processes, over time",
+    )
+    y = panel.heights(ticks(max(v for line in lines for _, v in line)), " GiB")
+    x = panel.widths(ticks(max(at for line in lines for at, _ in line)), " s")
+    for (_, colour), line in zip(shown, lines, strict=True):
+        panel.line(((x(at), y(value)) for at, value in line), colour)
+    return panel
+
+
+def _halves(rows: list[Row]) -> Panel:
+    panel = Panel(500, 10, 440, 300, left=132)
+    runs = len(rows[0]["runs"])
+    panel.titles(
+        "Who lets go of payloads", f"peak of both above rest; median, range of {runs}"
+    )
+    peaks = [_extra(row["runs"], _GIB) for row in rows]
+    x = panel.widths(ticks(max(high for _, _, high in peaks)), " GiB")
+    for i, (row, peak) in enumerate(zip(rows, peaks, strict=True)):
+        _row(panel, x, i, len(rows), row["case"]["name"], peak, _HALVES[i])
+    return panel
+
+
+def _row(
+    panel: Panel,
+    x: Callable[[float], float],
+    place: int,
+    places: int,
+    name: str,
+    values: tuple[float, float, float],
+    colour: str,
+) -> None:
+    """A bar that lies, its name before it."""
+    span = (panel.foot - panel.top) / places
+    y = panel.top + span * place
+    low, middle, high = values
+    panel.bar(panel.left, y + 5, x(middle) - panel.left, span - 10, colour)
+    panel.across(y + span / 2, x(low), x(high))
+    panel.parts.append(text(panel.left - 8, y + span / 2 + 4, name, "end"))
+
+
+def _gates(rows: list[Row]) -> Panel:
+    panel = Panel(24, 326, 452, 300, left=48)
+    panel.titles(
+        "Both let go: payloads that a gate admits",
+        "peak above rest; below, requests a second",
+    )
+    peaks = [_extra(row["runs"], _MIB) for row in rows]
+    y = panel.heights(ticks(max(high for _, _, high in peaks)), " MiB")
+    places = panel.steps([row["case"]["name"] for row in rows], "")
+    for row, place, (low, middle, high) in zip(rows, places, peaks, strict=True):
+        panel.bar(place - 18, y(middle), 36, panel.foot - y(middle), BLUE)
+        panel.upright(place, y(low), y(high))
+        rate = _of(row["runs"], "rate")[1]
+        panel.parts.append(_small(place, panel.foot + 31, f"{rate:.1f}/s"))
+    return panel
+
+
+def _small(x: float, y: float, words: str) -> str:
+    return text(x, y, words, "small middle")
+
+
+def _clients(rows: list[Row], budget: int) -> Panel:
+    panel = Panel(500, 326, 440, 300, left=48)
+    size = rows[0]["case"]["pixels"] * 24 / _MIB
+    panel.titles(
+        "Any number of clients behind a gate",
+        f"peak above rest, payloads of {size:.0f} MiB",
+    )
+    peaks = [_extra(row["runs"], _GIB) for row in rows]
+    most = max(budget / _GIB, *(high for _, _, high in peaks))
+    y = panel.heights(ticks(most * 1.1), " GiB")
+    panel.limit(y(budget / _GIB), "what the gate admits")
+    names = [str(row["case"]["clients"]) for row in rows]
+    places = panel.steps(names, "clients at a time")
+    middles = [middle for _, middle, _ in peaks]
+    panel.line(zip(places, map(y, middles), strict=True), GREEN)
+    for place, (low, middle, high) in zip(places, peaks, strict=True):
+        panel.upright(place, y(low), y(high))
+        panel.dot(place, y(middle), GREEN)
+    return panel
+
+
+def overload(found: dict[str, Any]) -> str:
+    """What becomes of the answers when too many ask."""
+    settings, rows = found["settings"], found["rows"]
+    figures = (
+        ("goodput", "Answers in time", "a second", GREEN),
+        ("p99", "How long an answer takes", "99 of 100 are sooner, ms", GREEN),
+        ("refusal_p99", "How long a refusal takes", "99 of 100 are sooner, ms", GREEN),
+    )
+    parts = key(24, 342, [(_SAID[way], colour) for way, colour in _WAYS.items()])
+    for i, (name, title, about, _) in enumerate(figures):
+        panel = Panel(24 + 312 * i, 10, 300, 310, left=42)
+        panel.titles(title, about)
+        _lines(panel, rows, name)
+        parts += panel.parts
+    label = f"Overload of a server of {settings['capacity']:.0f} requests a second"
+    return picture(960, 362, label, parts)
+
+
+def _lines(panel: Panel, rows: list[Row], name: str) -> None:
+    loads = sorted({row["load"] for row in rows})
+    values = [run[name] for row in rows for run in row["runs"] if run[name] is not None]
+    y = panel.heights(ticks(max(values, default=1.0)), "")
+    places = panel.steps(
+        [f"{load:g}" for load in loads], "asked, of what can be served"
+    )
+    at = dict(zip(loads, places, strict=True))
+    for way, colour in _WAYS.items():
+        found = [
+            (at[row["load"]], _of(row["runs"], name))
+            for row in rows
+            if row["way"] == way and any(run[name] is not None for run in row["runs"])
+        ]
+        panel.line(((x, y(middle)) for x, (_, middle, _) in found), colour)
+        for x, (low, middle, high) in found:
+            panel.upright(x, y(low), y(high))
+            panel.dot(x, y(middle), colour)
+
+
+_PICTURES = {"memory": memory, "overload": overload}
+
+if __name__ == "__main__":
+    sys.exit(main())

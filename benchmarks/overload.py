@@ -1,0 +1,158 @@
+"""What a server does when ten times as many ask as it can serve.
+
+    python benchmarks/overload.py [--quick] [--repeat 3] [--seconds 12] [--json FILE]
+          [--resume]
+
+Requests about a picture come in an open loop: at times that are drawn beforehand and do
+not wait for answers, at 0.5 to 10 times of what the server can do. Each client hangs up
+two seconds after its time. The bundled server with its simulated engine does this three
+times: behind a gate that refuses whom it has no room for, with nothing in front of the
+engine, and with the semaphore in a middleware that is often written instead.
+
+Goodput is whole answers in time, a second. Every run is a server of its own, and the
+runs of all cases take turns.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import sys
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from _client import Server, unwind_when_terminated
+from _figures import RESULTS, machine, write
+from overload_rig import BATCH, DEADLINE, STEP, TOKENS, WAYS, argv
+from overload_told import goals, quantile, table
+from rich.console import Console
+from rich.progress import Progress
+
+LOADS = (0.5, 1.0, 2.0, 5.0, 10.0)
+# Until then the server fills up; what was asked then is not counted.
+_WARM = 2.0
+_LOAD = Path(__file__).with_name("overload_load.py")
+
+
+@dataclass(frozen=True, slots=True)
+class Run:
+    """What came of one run; times in milliseconds, from the time that was drawn.
+
+    Attributes:
+        turn: Which of the repeated runs it is.
+        offered: Requests a second that came.
+        goodput: Whole answers in time, a second.
+        refused: Refusals a second.
+        late: Clients a second that hung up.
+        failed: Requests a second that met anything else.
+        p50: Of the whole answers.
+        p99: Of the whole answers.
+        refusal_p50: Of the refusals.
+        refusal_p99: Of the refusals.
+        load: Share of a processor that the clients took.
+    """
+
+    turn: int
+    offered: float
+    goodput: float
+    refused: float
+    late: float
+    failed: float
+    p50: float | None
+    p99: float | None
+    refusal_p50: float | None
+    refusal_p99: float | None
+    load: float
+
+
+async def ask(port: int, rate: float, seconds: float, seed: int) -> dict[str, Any]:
+    """Let the clients loose on a server; return what they tell."""
+    arguments = [port, rate, seconds, DEADLINE, seed]
+    process = await asyncio.create_subprocess_exec(
+        sys.executable, _LOAD, *map(str, arguments), stdout=asyncio.subprocess.PIPE
+    )
+    told, _ = await asyncio.wait_for(process.communicate(), seconds + 60)
+    found: dict[str, Any] = json.loads(told)
+    return found
+
+
+async def measure(way: str, rate: float, seconds: float, turn: int) -> Run:
+    """Start a server, overload it, and end it."""
+    async with Server(argv(way)) as server:
+        found = await ask(server.port, rate, seconds, turn)
+    counted = [entry for entry in found["asks"] if entry[0] >= _WARM]
+    times: dict[str, list[float]] = {"ok": [], "refused": [], "late": [], "failed": []}
+    for _, what, took in counted:
+        times[what].append(took)
+    span = seconds - _WARM
+    return Run(
+        turn=turn,
+        offered=round(len(counted) / span, 2),
+        goodput=round(len(times["ok"]) / span, 2),
+        refused=round(len(times["refused"]) / span, 2),
+        late=round(len(times["late"]) / span, 2),
+        failed=round(len(times["failed"]) / span, 2),
+        p50=quantile(times["ok"], 0.5),
+        p99=quantile(times["ok"], 0.99),
+        refusal_p50=quantile(times["refused"], 0.5),
+        refusal_p99=quantile(times["refused"], 0.99),
+        load=round(found["cpu"] / seconds, 3),
+    )
+
+
+def rows() -> list[dict[str, Any]]:
+    """All cases, without runs."""
+    return [{"way": way, "load": load, "runs": []} for load in LOADS for way in WAYS]
+
+
+def missing(found: list[dict[str, Any]], repeat: int) -> Iterator[tuple[Any, int]]:
+    """The runs that are to be made, in turns."""
+    for turn in range(repeat):
+        for row in found:
+            if all(run["turn"] != turn for run in row["runs"]):
+                yield row, turn
+
+
+def main() -> None:
+    """Run the command line."""
+    unwind_when_terminated()
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument("--repeat", type=int, default=3)
+    parser.add_argument("--seconds", type=float, default=12.0, help="of each run")
+    parser.add_argument("--quick", action="store_true", help="ten seconds, to try it")
+    parser.add_argument("--resume", action="store_true")
+    parser.add_argument("--json", type=Path, help="by default, that of the picture")
+    options = parser.parse_args()
+    if options.json is None and not options.quick:
+        options.json = RESULTS / "overload.json"
+    capacity = BATCH / (TOKENS * STEP)
+    settings = {"capacity": round(capacity, 2), "deadline": DEADLINE, "slots": BATCH}
+    found: dict[str, Any] = {"machine": machine(), "settings": settings, "rows": rows()}
+    if options.quick:
+        options.repeat, options.seconds = 1, _WARM + 0.5
+        found["rows"] = [row for row in rows() if row["load"] == LOADS[-1]]
+    elif options.resume and options.json.exists():
+        found["rows"] = json.loads(options.json.read_text())["rows"]
+    todo = list(missing(found["rows"], options.repeat))
+    with Progress(console=Console(stderr=True)) as progress:
+        bar = progress.add_task("", total=len(todo))
+        for row, turn in todo:
+            what = f"{row['way']}, {row['load']} times, {turn + 1}"
+            progress.update(bar, description=what)
+            rate = capacity * row["load"]
+            run = asyncio.run(measure(row["way"], rate, options.seconds, turn))
+            row["runs"].append(asdict(run))
+            write(options.json, found)
+            progress.advance(bar)
+    out = Console(width=130)
+    out.print(table(found))
+    if not options.quick:
+        for line in goals(found):
+            out.print(line)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,93 @@
+"""The overload experiment as a table, and whether it reached its goals."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+from rich.box import SIMPLE
+from rich.table import Table
+
+Row = dict[str, Any]
+
+
+def quantile(values: Sequence[float], share: float) -> float | None:
+    """The value that so many of them are not above; ``None`` of nothing."""
+    ordered = sorted(values)
+    return (
+        ordered[min(int(share * len(ordered)), len(ordered) - 1)] if ordered else None
+    )
+
+
+def figures(row: Row, name: str) -> list[float]:
+    """One figure of each run of a row that has it."""
+    return [run[name] for run in row["runs"] if run[name] is not None]
+
+
+def median(row: Row, name: str) -> float:
+    """The median of a figure over the runs of a row; NaN where no run has it."""
+    found = figures(row, name)
+    return float(statistics.median(found)) if found else float("nan")
+
+
+def of_way(found: dict[str, Any], way: str) -> list[Row]:
+    """The rows of one server that were measured, by rising load."""
+    return [row for row in found["rows"] if row["way"] == way and row["runs"]]
+
+
+def table(found: dict[str, Any]) -> Table:
+    """A line a case: the median over the runs, and from the least to the most."""
+    settings = found["settings"]
+    shown = Table(
+        title=f"{settings['capacity']:.0f} requests/s are served, "
+        f"clients wait {settings['deadline']:g} s",
+        box=SIMPLE,
+    )
+    columns = {
+        "goodput": "goodput/s",
+        "refused": "refused/s",
+        "late": "left/s",
+        "p99": "p99 of answers, ms",
+        "refusal_p99": "p99 of refusals, ms",
+        "load": "CPU of clients",
+    }
+    for head in ("", "load", *columns.values()):
+        shown.add_column(head, justify="right")
+    for row in found["rows"]:
+        if row["runs"]:
+            cells = [_spread(row, name) for name in columns]
+            shown.add_row(row["way"], f"{row['load']:g}", *cells)
+    return shown
+
+
+def _spread(row: Row, name: str) -> str:
+    values = figures(row, name)
+    if not values:
+        return "-"
+    digits = 2 if name == "load" else 1 if name == "refusal_p99" else 0
+    low, high = min(values), max(values)
+    middle = statistics.median(values)
+    return f"{middle:.{digits}f} ({low:.{digits}f}-{high:.{digits}f})"
+
+
+def goals(found: dict[str, Any]) -> Iterator[str]:
+    """Each goal of the gate, what came of it, and whether that is enough."""
+    gate = {row["load"]: row for row in of_way(found, "gate")}
+    if not {1.0, 10.0} <= set(gate):
+        return
+    most = max(median(row, "goodput") for row in gate.values())
+    share = median(gate[10.0], "goodput") / most
+    yield _goal("goodput at 10 times, of the peak", share, least=0.95)
+    times = median(gate[10.0], "p99") / median(gate[1.0], "p99")
+    yield _goal("p99 of answers at 10 times, over that at once", times, most=1.3)
+    slowest = median(gate[10.0], "refusal_p99")
+    yield _goal("p99 of refusals at 10 times, ms", slowest, most=5.0)
+
+
+def _goal(
+    what: str, value: float, *, least: float = 0.0, most: float = float("inf")
+) -> str:
+    verdict = "reached" if least <= value <= most else "MISSED"
+    limit = f"at least {least:g}" if least else f"at most {most:g}"
+    return f"{what}: {value:.3f}, {limit}: {verdict}"

@@ -1,0 +1,326 @@
+"""Who is admitted, and how the others are told: each API, each reason, on a socket."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import math
+from typing import Any
+
+import anthropic
+import openai
+import pytest
+from http_kit import GatedProcessor, answer_to, encoded, running, user
+
+from lifecycle import Gate
+from lifecycle_asgi import ClientLimit
+from lifecycle_engine.app import AppSettings
+from lifecycle_engine.patience import Forecast, patience
+
+pytestmark = pytest.mark.asyncio
+SLOW = ("--sim-decode-step=0.02",)
+
+
+def body(*content: str | bytes, **fields: Any) -> bytes:
+    """A request as bytes."""
+    ask = {"model": "sim", "messages": user(*content), "max_tokens": 4, **fields}
+    return json.dumps(ask).encode()
+
+
+def full(name: str) -> Gate:
+    """A gate that has one slot and no line."""
+    return Gate(bytes=10**9, slots=1, max_waiting=0, name=name)
+
+
+async def test_serves_text_while_no_payload_gets_in() -> None:
+    """With the payload gate full and its line long, text is answered all the same."""
+    gate = Gate(bytes=10**9, slots=1, max_waiting=8, name="payloads")
+    async with asyncio.timeout(60), running(gate=gate) as server:
+        with gate.try_admit():
+            waiting = [
+                asyncio.create_task(answer_to(server.port, body("x", encoded())))
+                for _ in range(3)
+            ]
+            await server.until(lambda: gate.statistics().waiting == 3)
+            parts = [{"role": "user", "content": [{"type": "text", "text": "data:"}]}]
+            for text in (body("x"), body("x", messages=parts), body("x", n=3)):
+                assert (await answer_to(server.port, text))[0] == 200
+            assert gate.statistics().waiting == 3
+            assert gate.statistics().admitted == 1
+        assert [status for status, _, _ in await asyncio.gather(*waiting)] == [200] * 3
+        await server.quiet()
+
+
+async def test_gives_each_key_its_share() -> None:
+    """A key with its share in flight is 429 with a time to retry; others are served."""
+    settings = AppSettings(model="sim", per_client=1)
+    processor = GatedProcessor()
+    mine, yours = b"authorization: Bearer mine", b"x-api-key: yours"
+    async with (
+        asyncio.timeout(60),
+        running(processor=processor, settings=settings) as server,
+    ):
+        first = asyncio.create_task(answer_to(server.port, body("x"), mine))
+        other = asyncio.create_task(answer_to(server.port, body("x"), yours))
+        await server.until(lambda: processor.entered.acquire(blocking=False))
+        await server.until(lambda: processor.entered.acquire(blocking=False))
+        status, headers, document = await answer_to(server.port, body("x"), mine)
+        assert (status, document["error"]["type"]) == (429, "rate_limit_error")
+        assert 1 <= int(headers["retry-after"]) <= 60
+        assert 0 < int(headers["retry-after-ms"]) <= 60_000
+        processor.release.set()
+        assert [(await first)[0], (await other)[0]] == [200, 200]
+        assert (await answer_to(server.port, body("x"), mine))[0] == 200
+        await server.quiet()
+
+
+async def test_is_retried_by_both_sdks_where_a_share_is_used_up() -> None:
+    """Both SDKs know the refusal for what it is, and come back when they may."""
+    settings = AppSettings(model="sim", per_client=1)
+    processor = GatedProcessor()
+    async with (
+        asyncio.timeout(60),
+        running(processor=processor, settings=settings) as server,
+        server.client() as patient,
+        anthropic.AsyncAnthropic(
+            base_url=f"http://127.0.0.1:{server.port}", api_key="a", max_retries=0
+        ) as other,
+    ):
+        root = f"http://127.0.0.1:{server.port}"
+        head = b"authorization: Bearer none", b"x-api-key: a"
+        busy = [
+            asyncio.create_task(answer_to(server.port, body("x"), key)) for key in head
+        ]
+        for _ in busy:
+            await server.until(lambda: processor.entered.acquire(blocking=False))
+        ask: Any = {"model": "sim", "messages": user("x"), "max_tokens": 2}
+        with pytest.raises(openai.RateLimitError):
+            await patient.chat.completions.create(**ask)
+        with pytest.raises(anthropic.RateLimitError):
+            await other.messages.create(**ask)
+        async with anthropic.AsyncAnthropic(base_url=root, api_key="a") as again:
+            retried = asyncio.create_task(again.messages.create(**ask))
+            await asyncio.sleep(0.1)
+            processor.release.set()
+            assert (await retried).usage.output_tokens == 2
+        await asyncio.gather(*busy)
+        await server.quiet()
+
+
+async def test_counts_no_look_at_the_server() -> None:
+    """Health, metrics and models are asked without a share."""
+    settings = AppSettings(model="sim", per_client=1)
+    async with asyncio.timeout(60), running(*SLOW, settings=settings) as server:
+        asking = asyncio.create_task(
+            answer_to(server.port, body("x", max_tokens=40, ignore_eos=True))
+        )
+        await server.until(server.service.sessions.live)
+        async with server.client() as client:
+            for path in ("health", "ready", "v1/models", "_lifecycle/status"):
+                answer = await client._client.get(
+                    f"http://127.0.0.1:{server.port}/{path}"
+                )
+                assert answer.status_code == 200
+        assert (await asking)[0] == 200
+
+
+REFUSALS = {
+    "too large": (413, None, None),
+    "share": (429, True, None),
+    "full": (503, True, None),
+    "draining": (503, False, "false"),
+}
+
+
+ASKS: dict[str, dict[str, Any]] = {
+    "/v1/chat/completions": {"model": "sim", "messages": user("x")},
+    "/v1/responses": {"model": "sim", "input": "x"},
+    "/v1/messages": {"model": "sim", "messages": user("x"), "max_tokens": 1},
+    "/generate": {"text": "x"},
+}
+
+
+@pytest.mark.parametrize("path", ASKS)
+@pytest.mark.parametrize("why", REFUSALS)
+async def test_says_no_in_each_api(path: str, why: str) -> None:
+    """Each reason has its status, and only where it helps a time to come back."""
+    status, comes_back, should = REFUSALS[why]
+    in_flight = full("in_flight")
+    settings = AppSettings(model="sim", body_bytes=2000, per_client=1)
+    async with (
+        asyncio.timeout(60),
+        running(in_flight=in_flight, settings=settings) as server,
+    ):
+        if why == "draining":
+            server.service.intake.close()
+            for gate in server.service.gates:
+                gate.close()
+        held = in_flight.try_admit() if why == "full" else None
+        ask = dict(ASKS[path])
+        if why == "too large":
+            ask["padding"] = "x" * 3000
+        answer = await raw(server, path, json.dumps(ask).encode(), why == "share")
+        if held is not None:
+            held.release()
+    head, _, document = answer.partition(b"\r\n\r\n")
+    expected = 529 if (path, status) == ("/v1/messages", 503) else status
+    assert head.startswith(b"HTTP/1.1 %d" % expected), answer
+    lines = head.decode().lower().split("\r\n")[1:]
+    fields = dict(line.split(": ", 1) for line in lines)
+    assert ("retry-after" in fields) == ("retry-after-ms" in fields) == bool(comes_back)
+    if comes_back:
+        assert 0 < int(fields["retry-after-ms"]) <= 60_000
+        assert int(fields["retry-after"]) == math.ceil(
+            int(fields["retry-after-ms"]) / 1000
+        )
+    assert fields.get("x-should-retry") == should
+    assert json.loads(document)["error"]["message"]
+
+
+async def raw(server: Any, path: str, ask: bytes, used_up: bool) -> bytes:
+    """Send *ask*; behind another one of the same client where the share is to be used up."""
+    limit = next(m for m in server.app.user_middleware if m.cls is ClientLimit)
+    assert limit.kwargs["slots"] == 1
+    head = f"POST {path} HTTP/1.1\r\nhost: here\r\nconnection: close\r\n"
+    head += f"content-length: {len(ask)}\r\n\r\n"
+    first = None
+    if used_up:
+        first = await asyncio.open_connection("127.0.0.1", server.port)
+        first[1].write(head.encode())  # and no body: it is being read
+        await asyncio.sleep(0.1)
+    reader, writer = await asyncio.open_connection("127.0.0.1", server.port)
+    writer.write(head.encode() + ask)
+    answer = await reader.read()
+    for each in (writer, *([first[1]] if first else [])):
+        each.close()
+        await each.wait_closed()
+    return answer
+
+
+# The client's own deadline ---------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("headers", "seconds"),
+    [
+        ([], math.inf),
+        ([(b"x-stainless-read-timeout", b"600")], 600),
+        ([(b"x-stainless-timeout", b"2.5")], 2.5),
+        ([(b"x-stainless-timeout", b"9"), (b"x-stainless-read-timeout", b"3")], 3),
+        ([(b"x-stainless-read-timeout", b"NOT_GIVEN")], math.inf),
+        ([(b"x-stainless-read-timeout", b"nan")], math.inf),
+        ([(b"x-stainless-read-timeout", b"-1")], math.inf),
+        ([(b"x-stainless-read-timeout", b"0")], math.inf),
+    ],
+)
+async def test_reads_how_long_a_client_waits(headers: Any, seconds: float) -> None:
+    """The SDKs say it in headers; what is no time is none."""
+    assert patience({"headers": headers}) == seconds
+
+
+class Clock:
+    """Seconds that stand still until told otherwise."""
+
+    now = 0.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+async def test_forecasts_by_how_fast_a_gate_drains() -> None:
+    """With two released a second and five in line, a newcomer waits three seconds."""
+    clock = Clock()
+    gate = Gate(slots=1, name="line", clock=clock)
+    forecast = Forecast(gate, clock)
+    assert forecast.wait() == 0
+    lease = gate.try_admit()
+    tasks = [asyncio.create_task(gate.admit()) for _ in range(9)]
+    await asyncio.sleep(0)
+    assert forecast.wait() == 0
+    for left in range(8, 4, -1):
+        clock.now += 0.5
+        lease.release()
+        lease = await tasks[8 - left]
+        assert gate.statistics().waiting == left
+    assert forecast.wait() == pytest.approx(3)
+    clock.now += 10
+    assert forecast.wait() == pytest.approx(60)
+    lease.release()
+    for task in tasks[4:]:
+        (await task).release()
+    assert forecast.wait() == 0
+
+
+async def test_refuses_at_once_what_would_come_too_late() -> None:
+    """Behind a long line, a client that waits a second is told now, a patient one waits."""
+    in_flight = Gate(slots=1, max_waiting=64, name="in_flight")
+    slow = body("x", max_tokens=30, ignore_eos=True)
+    async with (
+        asyncio.timeout(100),
+        running("--sim-decode-step=0.02", in_flight=in_flight) as server,
+    ):
+        line = [asyncio.create_task(answer_to(server.port, slow)) for _ in range(12)]
+        hasty = b"x-stainless-read-timeout: 1"
+        patient = b"x-stainless-read-timeout: 600"
+        await server.until(lambda: in_flight.statistics().waiting == 11)
+        # These teach it how fast the line moves.
+        await server.until(lambda: in_flight.statistics().released >= 1)
+        line += [asyncio.create_task(answer_to(server.port, slow, patient))]
+        await server.until(lambda: in_flight.statistics().released >= 4)
+        line += [asyncio.create_task(answer_to(server.port, slow, patient))]
+        await server.until(lambda: in_flight.statistics().waiting >= 8)
+        began = asyncio.get_running_loop().time()
+        status, headers, document = await answer_to(server.port, slow, hasty)
+        took = asyncio.get_running_loop().time() - began
+        assert (status, document["error"]["code"]) == (503, "server_overloaded")
+        assert "retry-after" in headers
+        assert took < 0.9
+        assert [answer[0] for answer in await asyncio.gather(*line)] == [200] * 14
+        await server.quiet()
+        assert server.service.sessions.statistics().outcomes["refused"] == 1
+        status, _, _ = await answer_to(server.port, body("x"), hasty)
+        assert status == 200
+
+
+@pytest.mark.parametrize("kind", ["input_audio", "video_url", "file"])
+async def test_refuses_media_that_it_has_no_use_for(kind: str) -> None:
+    """Audio, video and files are refused by name, with the place where they stand."""
+    part = {"type": kind, kind: {"data": "canary", "url": "canary", "format": "wav"}}
+    messages = [{"role": "user", "content": [{"type": "text", "text": "x"}, part]}]
+    async with asyncio.timeout(60), running() as server:
+        status, _, document = await answer_to(server.port, body("x", messages=messages))
+        error = document["error"]
+        assert (status, error["code"]) == (400, "unsupported_media")
+        assert error["param"] == "messages[0].content[1].type"
+        assert "send text and images" in error["message"]
+        assert "canary" not in json.dumps(document)
+
+
+async def test_learns_what_images_become_and_tells() -> None:
+    """The ratio of tensors to their estimate is a metric, and moves what is asked for."""
+    pytest.importorskip("prometheus_client")
+    from lifecycle_metrics import Metrics
+
+    class Small(GatedProcessor):
+        def prepare(self, chat: Any) -> Any:
+            made = super().prepare(chat)
+            made.tensors["pixels"] = made.tensors["pixels"][:1].copy()
+            return made
+
+    processor = Small()
+    processor.release.set()
+    metrics = Metrics()
+    gate = Gate(bytes=10**8, name="payloads", observer=metrics)
+    async with (
+        asyncio.timeout(60),
+        running(processor=processor, gate=gate, metrics=metrics) as server,
+        server.client() as client,
+    ):
+        for _ in range(3):
+            await answer_to(server.port, body("x", encoded(64, 64)))
+        url = f"http://127.0.0.1:{server.port}/metrics"
+        text = (await client._client.get(url)).text
+    (ratio,) = server.service.correction.ratios.values()
+    assert 0.8 < ratio < 0.9
+    assert f'lifecycle_estimate_ratio{{below_bytes="262144"}} {ratio}' in text
+    assert 'lifecycle_settled_ratio_bucket{gate="payloads",le="0.1"} 3.0' in text

@@ -1,0 +1,428 @@
+"""Images by URL: off by default; when on, from public addresses only, within limits."""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+import contextlib
+import datetime as dt
+import ipaddress
+import ssl
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+import pytest
+from cryptography import x509
+from cryptography.hazmat.primitives import hashes, serialization
+from cryptography.hazmat.primitives.asymmetric import ec
+from http_kit import GatedProcessor, Server, data_url, encoded, png, running
+
+from lifecycle_engine.app import AppSettings
+from lifecycle_engine.https_get import (
+    FetchLimits,
+    HttpsGet,
+    NotFetched,
+    connect,
+    public,
+)
+from lifecycle_engine.media import MediaLimits
+
+pytestmark = pytest.mark.asyncio
+HOST, PUBLIC = "pictures.example", "93.184.216.34"
+OTHER, INSIDE = "other.example", "inside.example"
+IMAGE = encoded(64, 48)
+
+
+def certificate(folder: Path, *names: str) -> Path:
+    """A file of a key and a certificate for some names, signed by itself."""
+    key = ec.generate_private_key(ec.SECP256R1())
+    name = x509.Name([x509.NameAttribute(x509.NameOID.COMMON_NAME, "test")])
+    now = dt.datetime.now(dt.UTC)
+    made = (
+        x509.CertificateBuilder()
+        .subject_name(name)
+        .issuer_name(name)
+        .public_key(key.public_key())
+        .serial_number(x509.random_serial_number())
+        .not_valid_before(now - dt.timedelta(days=1))
+        .not_valid_after(now + dt.timedelta(days=1))
+        .add_extension(
+            x509.SubjectAlternativeName([x509.DNSName(each) for each in names]), False
+        )
+        .add_extension(x509.BasicConstraints(ca=True, path_length=None), True)
+        .sign(key, hashes.SHA256())
+    )
+    path = folder / "both.pem"
+    private = key.private_bytes(
+        serialization.Encoding.PEM,
+        serialization.PrivateFormat.PKCS8,
+        serialization.NoEncryption(),
+    )
+    path.write_bytes(private + made.public_bytes(serialization.Encoding.PEM))
+    return path
+
+
+def answer(status: int, body: bytes = b"", *headers: str) -> bytes:
+    """An HTTP response."""
+    lines = [f"HTTP/1.1 {status} x", f"content-length: {len(body)}", *headers]
+    return "\r\n".join([*lines, "", ""]).encode() + body
+
+
+def to(url: str) -> bytes:
+    """A redirect."""
+    return answer(302, b"", f"location: {url}")
+
+
+PAGES: dict[str, bytes] = {
+    "/image.png": answer(200, IMAGE),
+    "/image.png?size=1": answer(200, IMAGE),
+    "/chunked": b"HTTP/1.1 200 x\r\ntransfer-encoding: chunked\r\n\r\n"
+    + b"%x\r\n%b\r\n0\r\n\r\n" % (len(IMAGE), IMAGE),
+    "/moved": to("/image.png"),
+    "/moved-abroad": to(f"https://{OTHER}/image.png"),
+    "/moved-inside": to(f"https://{INSIDE}/image.png"),
+    "/moved-to-http": to(f"http://{HOST}/image.png"),
+    "/moved-to-loopback": to("https://127.0.0.1/image.png"),
+    "/moved-nowhere": to("https://[::1/"),
+    "/round": to("/round"),
+    "/text": answer(200, b"this is no picture"),
+    "/missing": answer(404),
+    "/gzip": answer(200, IMAGE, "content-encoding: gzip"),
+    "/large": answer(200, b"x" * 30_000),
+    "/large-chunked": b"HTTP/1.1 200 x\r\ntransfer-encoding: chunked\r\n\r\n"
+    + b"fff\r\n%b\r\n" % (b"x" * 0xFFF) * 9,
+    "/cut": answer(200, IMAGE)[:-5],
+    "/other-protocol": b"HTTP/1.1 101 x\r\nupgrade: x\r\nconnection: upgrade\r\n\r\n",
+    "/garbage": b"hello there\r\n\r\n",
+    "/headers": b"HTTP/1.1 200 x\r\n" + b"x-a: %b\r\n" % (b"b" * 90_000) + b"\r\n",
+    "/nothing": b"",
+}
+
+
+class Site:
+    """A server of pictures at any address, and who was asked for what."""
+
+    def __init__(self, path: Path) -> None:
+        self.path, self.port = path, 0
+        self.names = {HOST: [PUBLIC], OTHER: [PUBLIC], INSIDE: ["10.0.0.7"]}
+        self.connected: list[str] = []
+        self.asked: list[str] = []
+
+    async def resolve(self, host: str) -> list[str]:
+        """What a name server says; a list of several is one for each question."""
+        if host not in self.names:
+            try:
+                ipaddress.ip_address(host)
+            except ValueError:
+                raise OSError(f"no such name {host}") from None
+            return [host]
+        return self.names[host]
+
+    async def connect(self, address: str, host: str) -> Any:
+        """The connection of production, to this server instead of *address*."""
+        self.connected.append(address)
+        context = ssl.create_default_context(cafile=str(self.path))
+        return await connect("127.0.0.1", host, port=self.port, context=context)
+
+    async def serve(self, reader: Any, writer: Any) -> None:
+        """Answer one request."""
+        with contextlib.suppress(OSError, asyncio.IncompleteReadError):
+            head = await reader.readuntil(b"\r\n\r\n")
+            path = head.split()[1].decode()
+            self.asked.append(path)
+            if path == "/slow":
+                await reader.read()
+            writer.write(PAGES.get(path, b""))
+            await writer.drain()
+            writer.close()
+            await writer.wait_closed()
+
+    @contextlib.asynccontextmanager
+    async def open(self) -> AsyncIterator[Site]:
+        """Serve."""
+        context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+        context.load_cert_chain(self.path)
+        server = await asyncio.start_server(self.serve, "127.0.0.1", 0, ssl=context)
+        async with server:
+            self.port = server.sockets[0].getsockname()[1]
+            yield self
+
+    def get(self, **limits: Any) -> HttpsGet:
+        """What fetches from it."""
+        limits = {"file_bytes": 20_000, "seconds": 10, **limits}
+        settings = FetchLimits(**limits)
+        return HttpsGet(settings, resolve=self.resolve, connect=self.connect)
+
+
+@pytest.fixture(scope="module")
+def site(tmp_path_factory: Any) -> Site:
+    """A site whose certificate is for two names, and for no third one."""
+    return Site(certificate(tmp_path_factory.mktemp("tls"), HOST, OTHER, INSIDE))
+
+
+@pytest.mark.parametrize(
+    "path",
+    ["/image.png", "/image.png?size=1", "/chunked", "/moved", "/moved-abroad"],
+)
+async def test_fetches_a_file(site: Site, path: str) -> None:
+    """Whole or in chunks, also where it was moved to, from the address it checked."""
+    async with asyncio.timeout(20), site.open():
+        site.connected.clear()
+        assert await site.get()(f"https://{HOST}{path}") == IMAGE
+        assert set(site.connected) == {PUBLIC}
+
+
+REFUSED = {
+    f"http://{HOST}/image.png": "not at an https URL",
+    f"https://{HOST}:8443/image.png": "of port 443",
+    f"https://user:word@{HOST}/image.png": "name or password",
+    f"https://{INSIDE}/image.png": "not at a public address",
+    "https://127.0.0.1/image.png": "not at a public address",
+    "https://169.254.169.254/latest/meta-data": "not at a public address",
+    "https://[::1]/image.png": "no valid URL",
+    "https://unknown.example/x": "could not be fetched",
+    "https:///x": "no valid URL",
+    "https://a..b/x": "no valid URL",
+    "https://" + "a" * 300 + "/x": "no valid URL",
+    f"https://{HOST}/\x01": "no valid URL",
+    f"https://{HOST}/\u00e9": "no valid URL",
+    "https://\x00/": "no valid URL",
+    f"https://{HOST}/moved-inside": "not at a public address",
+    f"https://{HOST}/moved-to-http": "not at an https URL",
+    f"https://{HOST}/moved-to-loopback": "not at a public address",
+    f"https://{HOST}/moved-nowhere": "no valid URL",
+    f"https://{HOST}/round": "redirects more than 3 times",
+    f"https://{HOST}/missing": "status 404",
+    f"https://{HOST}/gzip": "comes compressed",
+    f"https://{HOST}/large": "larger than 20000 bytes",
+    f"https://{HOST}/large-chunked": "larger than 20000 bytes",
+    f"https://{HOST}/cut": "could not be fetched",
+    f"https://{HOST}/other-protocol": "could not be fetched",
+    f"https://{HOST}/garbage": "could not be fetched",
+    f"https://{HOST}/headers": "could not be fetched",
+    f"https://{HOST}/nothing": "could not be fetched",
+    "https://third.example/image.png": "could not be fetched",
+}
+
+
+@pytest.mark.parametrize("url", REFUSED, ids=ascii)
+async def test_fetches_nothing_else(site: Site, url: str) -> None:
+    """Each refusal says why, and no word of the URL."""
+    async with asyncio.timeout(20), site.open():
+        site.names["third.example"] = [PUBLIC]
+        site.connected.clear()
+        with pytest.raises(NotFetched, match=REFUSED[url]) as caught:
+            await site.get()(url)
+        assert "example" not in str(caught.value)
+        assert set(site.connected) <= {PUBLIC}
+        assert caught.value.__context__ is None
+
+
+async def test_needs_every_address_to_be_public(site: Site) -> None:
+    """A name that also has an address inside is refused, whichever comes first."""
+    async with asyncio.timeout(20), site.open():
+        site.connected.clear()
+        for addresses in ([PUBLIC, "10.0.0.1"], ["::1", PUBLIC], []):
+            site.names["mixed.example"] = addresses
+            with pytest.raises(NotFetched, match="public"):
+                await site.get()("https://mixed.example/image.png")
+        assert site.connected == []
+
+
+INSIDE_ADDRESSES = [
+    "0.0.0.0",
+    "10.1.2.3",
+    "100.64.0.1",
+    "127.0.0.1",
+    "127.1.2.3",
+    "169.254.169.254",
+    "172.16.0.1",
+    "192.0.0.1",
+    "192.0.2.1",
+    "192.168.1.1",
+    "198.18.0.1",
+    "198.51.100.1",
+    "203.0.113.1",
+    "224.0.0.1",
+    "239.1.1.1",
+    "240.0.0.1",
+    "255.255.255.255",
+    "::",
+    "::1",
+    "::ffff:127.0.0.1",
+    "::ffff:10.0.0.1",
+    "::127.0.0.1",
+    "64:ff9b::10.0.0.1",
+    "64:ff9b:1::1",
+    "100::1",
+    "2001::1",
+    "2001:db8::1",
+    "2002:a00:1::",
+    "fc00::1",
+    "fd00:ec2::254",
+    "fe80::1",
+    "fe80::1%1",
+    "fec0::1",
+    "ff02::1",
+]
+
+
+@pytest.mark.parametrize("address", INSIDE_ADDRESSES)
+async def test_knows_addresses_of_ones_own(address: str) -> None:
+    """Private, loopback, link-local, shared, reserved, and those in disguise."""
+    assert not public(address)
+
+
+@pytest.mark.parametrize(
+    "address",
+    [PUBLIC, "8.8.8.8", "2606:4700::1111", "::ffff:8.8.8.8", "64:ff9b::808:808"],
+)
+async def test_knows_addresses_of_everybody(address: str) -> None:
+    """All others."""
+    assert public(address)
+
+
+def ask(path: str, *urls: str) -> dict[str, Any]:
+    """A request with pictures by URL, in the form of an endpoint."""
+    body: dict[str, Any] = {"model": "sim", "max_tokens": 3}
+    if path == "/v1/responses":
+        items = [{"type": "input_image", "image_url": url} for url in urls]
+        return {"model": "sim", "input": [{"role": "user", "content": items}]}
+    if path == "/generate":
+        return body | {"text": "", "images": list(urls)}
+    parts: list[Any] = [
+        {"type": "image_url", "image_url": {"url": url}}
+        if path == "/v1/chat/completions"
+        else {"type": "image", "source": {"type": "url", "url": url}}
+        for url in urls
+    ]
+    return body | {"messages": [{"role": "user", "content": parts}]}
+
+
+PATHS = ["/v1/chat/completions", "/v1/responses", "/v1/messages", "/generate"]
+
+
+async def post(server: Server, path: str, body: Any) -> tuple[int, Any]:
+    """Status and document."""
+    url = f"http://127.0.0.1:{server.port}{path}"
+    async with aiohttp.ClientSession() as http, http.post(url, json=body) as told:
+        return told.status, await told.json()
+
+
+@contextlib.asynccontextmanager
+async def fetching(site: Site, **more: Any) -> AsyncIterator[Server]:
+    """A server that fetches from a site."""
+    limits = more.pop("limits", {})
+    settings = AppSettings(model="sim", fetch=site.get(**limits), **more.pop("app", {}))
+    async with (
+        asyncio.timeout(60),
+        site.open(),
+        running(settings=settings, **more) as it,
+    ):
+        yield it
+
+
+@pytest.mark.parametrize("path", PATHS)
+async def test_refuses_them_by_default(path: str) -> None:
+    """Nothing is fetched unless it was switched on."""
+    async with asyncio.timeout(60), running() as server:
+        body = ask(path, f"https://{HOST}/image.png")
+        status, told = await post(server, path, body)
+        assert status == 400
+        assert "not fetched by this server" in told["error"]["message"]
+        await server.quiet()
+
+
+@pytest.mark.parametrize("path", PATHS)
+async def test_answers_as_if_they_had_been_sent(site: Site, path: str) -> None:
+    """A picture by URL is the same as by data, among others in its place."""
+    other = data_url(png(8, 8))
+    async with fetching(site) as server:
+        url = f"https://{HOST}/image.png"
+        status, by_url = await post(server, path, ask(path, url))
+        assert status == 200, by_url
+        if path != "/v1/messages":
+            sent = ask(path, other, data_url(IMAGE), other)
+            named = ask(path, other, url, other)
+            _, by_data = await post(server, path, sent)
+            _, mixed = await post(server, path, named)
+            assert mixed["usage"] == by_data["usage"]
+            for name in ("outputs", "choices"):
+                assert mixed.get(name) == by_data.get(name)
+        await server.quiet()
+
+
+async def test_says_which_one_and_why(site: Site) -> None:
+    """The field is named; what is no picture, too large or too slow is told as such."""
+    chat = PATHS[0]
+    limits = {"seconds": 0.3, "files": 3}
+    async with fetching(site, limits=limits) as server:
+        for name, status, code in [
+            ("/missing", 400, "remote_image_refused"),
+            ("/moved-inside", 400, "remote_image_refused"),
+            ("/text", 400, "invalid_image"),
+            ("/large", 413, "image_too_large"),
+            ("/slow", 504, "image_timeout"),
+        ]:
+            good, bad = f"https://{HOST}/image.png", f"https://{HOST}{name}"
+            got, told = await post(server, chat, ask(chat, good, bad))
+            assert (got, told["error"]["code"]) == (status, code)
+            assert HOST not in str(told)
+            place = "messages[0].content[1].image_url.url"
+            assert told["error"]["param"] == (None if status == 504 else place)
+        many = ask(chat, *[f"https://{HOST}/image.png"] * 4)
+        got, told = await post(server, chat, many)
+        assert (got, told["error"]["code"]) == (400, "too_many_images")
+        await server.quiet()
+
+
+async def test_counts_them_like_those_that_were_sent(site: Site) -> None:
+    """Pixels of all pictures together are limited, and are charged at the gates."""
+    chat, media = PATHS[0], MediaLimits(request_pixels=64 * 48)
+    url = f"https://{HOST}/image.png"
+    processor = GatedProcessor()
+    app = {"media": media}
+    async with fetching(site, processor=processor, app=app) as server:
+        got, told = await post(server, chat, ask(chat, url, url))
+        assert (got, told["error"]["code"]) == (413, "image_too_large")
+        asking = asyncio.create_task(post(server, chat, ask(chat, url)))
+        payloads, bodies = server.service.payloads, server.service.bodies
+        await server.until(lambda: payloads.statistics().bytes_in_use)
+        assert payloads.statistics().bytes_in_use == len(IMAGE) + 64 * 48 * 39
+        assert bodies.statistics().bytes_in_use >= len(IMAGE)
+        processor.release.set()
+        assert (await asking)[0] == 200
+        await server.quiet()
+
+
+@pytest.mark.parametrize("how", ["leave", "cancel"])
+async def test_stops_fetching_for_nobody(site: Site, how: str) -> None:
+    """Who leaves, or is cancelled by id, ends the fetch as well."""
+    chat = PATHS[0]
+    async with fetching(site) as server:
+        site.asked.clear()
+        body = ask(chat, f"https://{HOST}/slow")
+        asking = asyncio.create_task(post(server, chat, body))
+        await server.until(lambda: site.asked == ["/slow"])
+        if how == "leave":
+            asking.cancel()
+            await asyncio.wait([asking])
+        else:
+            [session] = server.service.sessions.live()
+            path = f"/_lifecycle/requests/{session.id}/cancel"
+            assert (await post(server, path, {}))[0] == 200
+            assert (await asking)[0] == 499
+        await server.quiet()
+
+
+async def test_takes_base64_only_where_it_is_base64() -> None:
+    """The plain endpoint tells base64 from URLs, and refuses what is neither."""
+    async with asyncio.timeout(60), running() as server:
+        plain = base64.b64encode(IMAGE).decode()
+        assert (await post(server, "/generate", ask("/generate", plain)))[0] == 200
+        for wrong in ("ftp://x/y", "data:text/plain,x", "????", "javascript:x"):
+            got, told = await post(server, "/generate", ask("/generate", wrong))
+            assert (got, told["error"]["param"]) == (400, "images[0]")
+        await server.quiet()

@@ -1,0 +1,212 @@
+"""The real SDKs, with and without asyncio, where the server is full, closing or dead."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import time
+from collections.abc import AsyncIterator
+from typing import Any
+
+import anthropic
+import openai
+import pytest
+from http_kit import GatedProcessor, Server, running
+
+from lifecycle import Gate
+
+pytestmark = pytest.mark.asyncio
+TEXT = [{"role": "user", "content": "hello"}]
+ASKS = ["chat", "responses", "messages"]
+KINDS = pytest.mark.parametrize("blocking", [False, True], ids=["async", "sync"])
+EACH = pytest.mark.parametrize("ask", ASKS)
+
+
+def sdk(server: Server, ask: str, *, blocking: bool, **settings: Any) -> Any:
+    """A client of the SDK that belongs to what is asked."""
+    url = f"http://127.0.0.1:{server.port}"
+    settings = {"api_key": "none", "max_retries": 2, "timeout": 20, **settings}
+    if ask == "messages":
+        make = anthropic.Anthropic if blocking else anthropic.AsyncAnthropic
+        return make(base_url=url, **settings)
+    made = openai.OpenAI if blocking else openai.AsyncOpenAI
+    return made(base_url=f"{url}/v1", **settings)
+
+
+def create(client: Any, ask: str, tokens: int = 5, **options: Any) -> Any:
+    """Call the SDK: an answer, or something to await for one."""
+    if ask == "responses":
+        options |= {"input": "hello", "max_output_tokens": tokens}
+        return client.responses.create(model="sim", **options)
+    resource = client.messages if ask == "messages" else client.chat.completions
+    options |= {"messages": TEXT, "max_tokens": tokens}
+    return resource.create(model="sim", **options)
+
+
+def text_of(ask: str, answer: Any) -> str:
+    """The text of an answer."""
+    if ask == "responses":
+        return answer.output_text
+    if ask == "messages":
+        return answer.content[0].text
+    return answer.choices[0].message.content
+
+
+async def whole(
+    server: Server, ask: str, *, blocking: bool, tokens: int = 5, **settings: Any
+) -> str:
+    """The text of one answer."""
+    client = sdk(server, ask, blocking=blocking, **settings)
+    if not blocking:
+        async with client:
+            return text_of(ask, await create(client, ask, tokens))
+
+    def call() -> str:
+        with client:
+            return text_of(ask, create(client, ask, tokens))
+
+    return await asyncio.to_thread(call)
+
+
+async def stream(
+    server: Server, ask: str, *, blocking: bool, **settings: Any
+) -> AsyncIterator[Any]:
+    """The events of a long stream."""
+    client = sdk(server, ask, blocking=blocking, **settings)
+    if not blocking:
+        async with client:
+            async for event in await create(client, ask, 3900, stream=True):
+                yield event
+        return
+    with client:
+        answer = await asyncio.to_thread(create, client, ask, 3900, stream=True)
+        while True:
+            event = await asyncio.to_thread(next, iter(answer), None)
+            if event is None:
+                return
+            yield event
+
+
+def busy() -> Gate:
+    """A gate of one slot and no line."""
+    return Gate(slots=1, max_waiting=0, name="in_flight")
+
+
+@KINDS
+@EACH
+async def test_comes_back_when_it_was_told_to(ask: str, blocking: bool) -> None:
+    """A full server names a time; the SDK waits as long, asks again and is served."""
+    gate = busy()
+    async with asyncio.timeout(60), running(in_flight=gate) as server:
+        lease = gate.try_admit()
+        began = time.monotonic()
+        asking = asyncio.create_task(whole(server, ask, blocking=blocking))
+        await server.until(lambda: gate.statistics().refused == 1)
+        lease.release()
+        assert len(await asking) == 5
+        assert gate.statistics().refused == 1
+        assert 0.001 <= time.monotonic() - began < 30
+        await server.quiet()
+
+
+@KINDS
+@EACH
+async def test_gives_up_after_its_retries(ask: str, blocking: bool) -> None:
+    """A server that stays full is asked three times, and its last word is raised."""
+    gate = busy()
+    async with asyncio.timeout(60), running(in_flight=gate) as server:
+        with gate.try_admit():
+            with pytest.raises((openai.APIStatusError, anthropic.APIStatusError)) as no:
+                await whole(server, ask, blocking=blocking)
+        assert gate.statistics().refused == 3
+        assert no.value.status_code == (529 if ask == "messages" else 503)
+        assert 1 <= int(no.value.response.headers["retry-after"]) <= 60
+        await server.quiet()
+
+
+@KINDS
+@EACH
+async def test_goes_elsewhere_where_the_server_closes(ask: str, blocking: bool) -> None:
+    """While draining for good, nobody is made to come back."""
+    async with asyncio.timeout(60), running() as server:
+        server.service.in_flight.close()
+        with pytest.raises((openai.APIStatusError, anthropic.APIStatusError)) as no:
+            await whole(server, ask, blocking=blocking)
+        assert no.value.response.headers["x-should-retry"] == "false"
+        assert server.service.sessions.statistics().opened == 1
+        await server.quiet()
+
+
+@KINDS
+@EACH
+async def test_asks_again_where_the_engine_died(ask: str, blocking: bool) -> None:
+    """Whoever waits for a whole answer gets it from the next engine."""
+    async with asyncio.timeout(60), running("--sim-decode-step=0.05") as server:
+        service = server.service
+        task = whole(server, ask, blocking=blocking, tokens=40, max_retries=5)
+        asking = asyncio.create_task(task)
+        await server.until(
+            lambda: any(s.phase == "started" for s in service.sessions.live())
+        )
+        assert service.engine.pid is not None
+        os.kill(service.engine.pid, signal.SIGKILL)
+        assert len(await asking) == 40
+        assert service.engine.incarnation > 1
+        assert service.sessions.statistics().outcomes["engine_lost"] >= 1
+        await server.quiet()
+
+
+@KINDS
+@EACH
+async def test_raises_where_the_engine_dies_in_the_stream(
+    ask: str, blocking: bool
+) -> None:
+    """A stream that fails raises the SDK's own error, after what it had."""
+    async with asyncio.timeout(60), running() as server:
+        seen = 0
+        with pytest.raises((openai.APIError, anthropic.APIStatusError)) as caught:
+            async for _ in stream(server, ask, blocking=blocking):
+                seen += 1
+                if seen == 8:
+                    assert server.service.engine.pid is not None
+                    os.kill(server.service.engine.pid, signal.SIGKILL)
+        assert seen >= 8
+        assert "engine" in str(caught.value)
+        assert server.service.sessions.statistics().opened == 1
+
+
+@KINDS
+@EACH
+async def test_leaves_nothing_where_it_lost_patience(ask: str, blocking: bool) -> None:
+    """A client that times out has hung up: its request ends with it."""
+    processor = GatedProcessor()
+    async with asyncio.timeout(60), running(processor=processor) as server:
+        with pytest.raises((openai.APITimeoutError, anthropic.APITimeoutError)):
+            await whole(server, ask, blocking=blocking, timeout=0.3, max_retries=0)
+        await server.until(lambda: not server.service.sessions.live())
+        processor.release.set()
+        status = await server.quiet()
+        outcomes = server.service.sessions.statistics().outcomes
+        assert outcomes["client_gone"] == 1
+        assert status["starts"] == 0
+
+
+@KINDS
+@EACH
+async def test_ends_what_it_no_longer_reads(ask: str, blocking: bool) -> None:
+    """A stream that is closed early ends its request."""
+    async with asyncio.timeout(60), running() as server:
+        client = sdk(server, ask, blocking=blocking)
+        if blocking:
+            answer = await asyncio.to_thread(create, client, ask, 3900, stream=True)
+            await asyncio.to_thread(next, iter(answer))
+            await asyncio.to_thread(answer.close)
+            client.close()
+        else:
+            async with client, await create(client, ask, 3900, stream=True) as answer:
+                async for _ in answer:
+                    break
+        await server.quiet()
+        outcomes = server.service.sessions.statistics().outcomes
+        assert outcomes["client_gone"] == 1

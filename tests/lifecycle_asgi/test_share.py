@@ -1,0 +1,186 @@
+"""One client has at most its share in flight, whatever becomes of its requests."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import anyio
+import pytest
+from asgi_kit import ScriptedServer, http_scope
+
+from lifecycle_asgi import BodyLimit, ClientLimit
+from lifecycle_metrics import Metrics
+
+pytestmark = pytest.mark.anyio
+
+
+class Busy:
+    """An application that answers when it is let, and fails if it is told to."""
+
+    def __init__(self) -> None:
+        self.inside = 0
+        self.go = anyio.Event()
+        self.error: Exception | None = None
+
+    async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
+        self.inside += 1
+        await self.go.wait()
+        if self.error is not None:
+            raise self.error
+        await send({"type": "http.response.start", "status": 200, "headers": []})
+        await send({"type": "http.response.body", "body": b"fine"})
+
+
+def by(key: str, name: str = "authorization", **changes: Any) -> dict[str, Any]:
+    """A request with an API key."""
+    return http_scope(headers=[(name.encode(), key.encode())], **changes)
+
+
+async def call(app: Any, scope: Any) -> ScriptedServer:
+    """Serve one request."""
+    server = ScriptedServer()
+    await app(scope, server.receive, server.send)
+    return server
+
+
+async def test_refuses_one_more_than_the_share_and_nobody_else() -> None:
+    """The third of a key with two in flight is 429; another key is served."""
+    busy = Busy()
+    app = ClientLimit(busy, slots=2)
+    with anyio.fail_after(5):
+        async with anyio.create_task_group() as tasks:
+            for _ in range(2):
+                tasks.start_soon(call, app, by("canary-key"))
+            tasks.start_soon(call, app, by("other"))
+            await anyio.wait_all_tasks_blocked()
+            assert busy.inside == 3
+            refused = await call(app, by("canary-key"))
+            tasks.start_soon(call, app, by("other"))
+            await anyio.wait_all_tasks_blocked()
+            assert busy.inside == 4
+            busy.go.set()
+    assert refused.status == 429
+    headers = dict(refused.sent[0]["headers"])
+    assert 1 <= int(headers[b"retry-after"]) <= 60
+    assert 0 < int(headers[b"retry-after-ms"]) <= 60_000
+    error = json.loads(refused.body)["error"]
+    assert (error["type"], error["code"]) == ("rate_limit_error", "rate_limit_exceeded")
+    assert "canary" not in error["message"]
+
+
+@pytest.mark.parametrize("end", ["answer", "failure", "cancellation"])
+async def test_gives_the_share_back_however_a_request_ends(end: str) -> None:
+    """An answer, an error and a cancellation all let the next one in."""
+    busy = Busy()
+    app = ClientLimit(busy, slots=1)
+    if end == "failure":
+        busy.error = OSError()
+    with anyio.fail_after(5):
+        for _ in range(3):
+            async with anyio.create_task_group() as tasks:
+
+                async def one() -> None:
+                    with anyio.CancelScope() as scope:
+                        if end == "cancellation":
+                            scope.cancel()
+                        try:
+                            await call(app, by("mine"))
+                        except OSError:
+                            pass
+
+                busy.go.set()
+                tasks.start_soon(one)
+            busy.error = None
+    assert busy.inside == 3
+    assert app._gates == {}
+
+
+async def test_keeps_no_key_and_nothing_of_clients_that_left() -> None:
+    """Ten thousand keys leave nothing, and no object holds one while it is served."""
+    busy = Busy()
+    app = ClientLimit(busy, slots=1)
+    key = "canary-key"
+    with anyio.fail_after(20):
+        async with anyio.create_task_group() as tasks:
+            tasks.start_soon(call, app, by(key))
+            await anyio.wait_all_tasks_blocked()
+            assert key.encode() not in app._gates
+            assert key not in repr(app._gates) + repr(vars(app))
+            busy.go.set()
+        for number in range(10_000):
+            await call(app, by(str(number)))
+    assert app._gates == {}
+
+
+@pytest.mark.parametrize(
+    ("first", "second", "same"),
+    [
+        (by("a"), by("a"), True),
+        (by("a"), by("b"), False),
+        (by("a", "x-api-key"), by("a", "x-api-key"), True),
+        (by("Bearer a"), by("a", "x-api-key"), True),
+        (http_scope(), http_scope(), True),
+        (http_scope(), http_scope(client=("10.0.0.2", 1)), False),
+        (http_scope(), http_scope(client=("127.0.0.1", 9)), True),
+        (by("a"), by("a", client=("10.0.0.2", 1)), True),
+        (http_scope(client=None), http_scope(client=None), True),
+    ],
+)
+async def test_tells_clients_by_key_or_else_by_address(
+    first: Any, second: Any, same: bool
+) -> None:
+    """A key is a client wherever it comes from; without one, the address is."""
+    busy = Busy()
+    app = ClientLimit(busy, slots=1)
+    with anyio.fail_after(5):
+        async with anyio.create_task_group() as tasks:
+            tasks.start_soon(call, app, first)
+            await anyio.wait_all_tasks_blocked()
+            busy.go.set()
+            assert ((await call(app, second)).status == 429) is same
+
+
+async def test_counts_nobody_whom_it_is_told_not_to() -> None:
+    """Without a key a request passes: a look at the server's health is nobody's."""
+    busy = Busy()
+    busy.go.set()
+    app = ClientLimit(busy, slots=1, key=lambda scope: None)
+    assert (await call(app, http_scope())).status == 200
+    assert (await call(app, {"type": "lifespan"})).status == 200
+
+
+async def test_asks_before_anything_is_read() -> None:
+    """Of whoever has its share in flight, no body is read."""
+    busy = Busy()
+    app = ClientLimit(BodyLimit(busy, max_bytes=10), slots=1)
+    with anyio.fail_after(5):
+        async with anyio.create_task_group() as tasks:
+            tasks.start_soon(call, app, by("a"))
+            await anyio.wait_all_tasks_blocked()
+            refused = ScriptedServer(b"x" * 100)
+            await app(by("a"), refused.receive, refused.send)
+            busy.go.set()
+    assert refused.status == 429
+    assert len(refused.messages) == 2
+
+
+async def test_tells_an_observer_by_one_name() -> None:
+    """However many clients: one gate in the metrics, with its refusals."""
+    metrics, busy = Metrics(), Busy()
+    app = ClientLimit(busy, slots=1, observer=metrics)
+    with anyio.fail_after(5):
+        async with anyio.create_task_group() as tasks:
+            for key in ("canary-a", "canary-a", "canary-b", "canary-b"):
+                tasks.start_soon(call, app, by(key))
+            await anyio.wait_all_tasks_blocked()
+            busy.go.set()
+    text = metrics.text().decode()
+    assert 'lifecycle_refusals_total{gate="client",reason="full"} 2.0' in text
+    assert "canary" not in text
+
+
+def test_refuses_a_share_of_nothing() -> None:
+    """A share of none would serve nobody."""
+    with pytest.raises(ValueError, match="at least 1"):
+        ClientLimit(Busy(), slots=0)

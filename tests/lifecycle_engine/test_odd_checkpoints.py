@@ -1,0 +1,62 @@
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+
+torch = pytest.importorskip("torch")
+pytest.importorskip("transformers")
+
+from engine_kit import Kit  # noqa: E402
+from odd_configs import change_for  # noqa: E402
+from tokenizers import decoders  # noqa: E402
+
+from lifecycle_engine.checkpoint import FAMILIES  # noqa: E402
+from lifecycle_engine.families import family_of  # noqa: E402
+from lifecycle_engine.token_bytes import token_bytes  # noqa: E402
+
+
+@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("family", FAMILIES)
+def test_checkpoint_that_nobody_released_matches_generate(
+    tmp_path: Path, picture: Callable[..., bytes], family: str, seed: int
+) -> None:
+    """Any sizes and options of a family, text and odd pictures: the oracle's tokens."""
+    torch.set_num_threads(1)
+    rng = random.Random(seed)
+    kit = Kit(tmp_path, family, change=change_for(family, tmp_path, seed))
+    prepared = [kit.prepare("see"), kit.prepare("and what of a longer one?")]
+    if kit.images:
+        odd = picture(rng.randint(20, 200), rng.randint(20, 200))
+        prepared += [kit.prepare("see", odd, picture(40, 33)), kit.prepare("", odd)]
+    wanted = [kit.generate(each) for each in prepared]
+    for graphs in ("off", "fake"):
+        chunk = rng.choice([1, 7, 13, 50])
+        assert kit.serve(prepared, chunk=chunk, graphs=graphs) == wanted
+
+
+def test_llava_around_an_unknown_text_model_is_refused() -> None:
+    """What its text model does to the logits is nothing that is known here."""
+    from transformers import Gemma2Config, LlavaConfig, Qwen2Config
+
+    assert family_of(LlavaConfig(text_config=Qwen2Config())).image_token is not None
+    with pytest.raises(ValueError, match="text model is a gemma2; known are llama"):
+        family_of(LlavaConfig(text_config=Gemma2Config()))
+
+
+def test_token_outside_of_the_byte_alphabet_is_its_own_text() -> None:
+    """As the tokenizer's own decoder has it."""
+    text = '{"decoder": {"type": "ByteLevel"}}'
+    vocab = {"a": 0, "\u2581b": 1, "\u0120c": 2}
+    tokenizer = SimpleNamespace(
+        added_tokens_decoder={},
+        backend_tokenizer=SimpleNamespace(to_str=lambda: text),
+        get_vocab=lambda: vocab,
+    )
+    table, _ = token_bytes(tokenizer)
+    oracle = decoders.ByteLevel()
+    for token, id_ in vocab.items():
+        assert table[id_].decode() == oracle.decode([token])

@@ -16,7 +16,7 @@ MAKEFLAGS += --no-print-directory
 export PYTHON
 
 .PHONY: help demo test serve bench bench-memory bench-overload docs lint types pytest wheel attack soak \
-  coverage-of-cases gpu-check clean
+  faults coverage-of-cases gpu-check clean
 
 help:
 	@echo 'make demo       run the server, a real engine and 32 unreliable clients; show that nothing leaks'
@@ -28,6 +28,7 @@ help:
 	@echo 'make wheel      build the wheel and import it with anyio alone installed'
 	@echo 'make attack     a thousand made-up requests to each HTTP endpoint; make attack ARGS=100 for fewer'
 	@echo 'make soak       a million seeded schedules of the core; make soak ARGS=5000 for fewer'
+	@echo 'make faults     the engine link under kills, stops, leavers and mutated frames; make faults ARGS=50 for fewer kills'
 	@echo 'make coverage-of-cases  which known failures of such servers have a test, or a reason why not'
 	@echo 'make bench      every figure in the documentation, measured again'
 	@echo 'make bench-memory  what bounds the memory: a gate, letting go, or both; a quarter of an hour'
@@ -80,6 +81,14 @@ attack: .venv/.ready
 
 soak: .venv/.ready
 	@$(BIN)/python tests/sim/soak.py $(or $(ARGS),1000000)
+
+faults: .venv/.ready
+	@$(BIN)/python tests/lifecycle_zmq/fuzz.py
+	@$(BIN)/python tests/lifecycle_zmq/disconnects.py
+	@$(BIN)/python tests/lifecycle_zmq/disconnects.py --trio
+	@for what in kills orphans stops; do \
+	  $(BIN)/python tests/lifecycle_zmq/endurance.py $$what --count $(or $(ARGS),500) || exit 1; done
+	@$(BIN)/python tests/lifecycle_zmq/endurance.py holds --minutes 5 --engines 12
 
 coverage-of-cases: .venv/.ready
 	@$(BIN)/python scripts/coverage_of_cases.py

@@ -33,8 +33,6 @@ from lifecycle_zmq import ZmqEngine
 # Of the clients, and of what a prompt may be answered with.
 _LEAVE = 0.4
 _TOKENS = 12
-# A page here and there; what a request holds is far more when it stays.
-_SLACK = 4 * 2**20
 
 
 class Churn:
@@ -143,8 +141,8 @@ async def measure(options: argparse.Namespace, checkpoint: Path) -> dict[str, An
     }
 
 
-def problems(report: dict[str, Any]) -> list[str]:
-    """Say what is not as it was."""
+def problems(report: dict[str, Any], *, slack: float) -> list[str]:
+    """Say what is not as it was, but for so many bytes of memory."""
     first, *rest = report["seen"]
     told = []
     if report["wrong"] or report["incarnations"] != 1:
@@ -160,7 +158,7 @@ def problems(report: dict[str, Any]) -> list[str]:
             told.append(f"{name} were {first[name]} and are {last[name]}")
     for name, value in _memory(last):
         grown = value - first[name]
-        if grown > max(_SLACK, 0.02 * value):
+        if grown > slack:
             told.append(f"{name} grew by {grown / 1e6:.1f} MB to {value / 1e6:.1f} MB")
     return told
 
@@ -177,7 +175,7 @@ async def _look(engine: ZmqEngine) -> dict[str, Any]:
         while (status := await engine.status())["live"] or status["loans"]:  # noqa: ASYNC110
             await anyio.sleep(0.01)
     backend, pid = status["backend"], engine.pid
-    lost = backend["slots"] - backend["slots_free"] - backend["slots_kept"]
+    lost = backend["slots"] - backend["slots_free"]
     return {
         "held_streams": engine.streams,
         "held_arena": engine.arena.statistics().used,
@@ -237,7 +235,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         subprocess.run(build, check=True, stdout=subprocess.DEVNULL)
         report = anyio.run(measure, options, Path(folder))
     report["machine"] = machine()
-    told = problems(report)
+    told = problems(report, slack=options.slack * 2**20)
     rate = report["requests"] / report["seconds"]
     print(f"{report['requests']} requests, {rate:.0f} a second: ", end="")
     print("; ".join(told) or "everything came back")
@@ -255,6 +253,7 @@ def _parser() -> argparse.ArgumentParser:
     add("--clients", type=int, default=24)
     add("--parts", type=int, default=10, help="looks at the memory on the way")
     add("--graphs", choices=("off", "fake"), default="fake")
+    add("--slack", type=float, default=4, help="MiB that a process may have grown by")
     add("--seed", type=int, default=0)
     add("--json", type=Path, help="where to write what was seen")
     return parser

@@ -156,6 +156,24 @@ class Rig:
             self.runner.free(slot)
         return streams
 
+    def resume(self, prepared: Any) -> list[int]:
+        """Run a prompt, and the same one again as the next turn in its slot."""
+        from lifecycle_engine.runner import Prompt
+
+        ids = prepared.request["input_ids"]
+        self.prefill(0, Prompt(ids, dict(prepared.tensors), session=True))
+        self.decode([0])
+        again = Prompt(ids, dict(prepared.tensors), session=True)
+        start = self.runner.resume(0, again)
+        assert start == len(ids) - 1
+        made = self.runner.prefill(0, again, start, len(ids))
+        assert made is not None
+        tokens = list(made.item)
+        while len(tokens) < self.tokens:
+            tokens += self.decode([0])
+        self.runner.free(0)
+        return tokens
+
     def _open(self, streams: list[list[int]]) -> Iterator[int]:
         return (at for at, made in enumerate(streams) if len(made) < self.tokens)
 

@@ -243,7 +243,8 @@ def _identity(on: Rig, family: str) -> float:
     wanted = [on.generate(each) for each in prepared]
     single = [on.stream([each])[0] for each in prepared]
     chunked = on.stream(prepared, chunk=24)
-    return min(agreement(single, wanted), agreement(chunked, wanted))
+    resumed = [on.resume(each) for each in prepared]
+    return min(agreement(each, wanted) for each in (single, chunked, resumed))
 
 
 def _decode_rate(on: Rig, lanes: int) -> float:

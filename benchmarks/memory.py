@@ -42,9 +42,9 @@ from rich.console import Console
 from rich.progress import Progress
 
 _MIB = 2**20
-BUDGET = 256 * _MIB
+BUDGET = 512 * _MIB
 LARGE_BUDGET = 1024 * _MIB
-_LIMIT = 300.0
+_LIMIT = 900.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,7 +76,7 @@ class Run:
 
 def cases() -> dict[str, list[Case]]:
     """All series."""
-    long = Case(name="", together=True, tokens=3000, prefill=0.01, step=0.015)
+    long = Case(name="", together=True, tokens=30_000, prefill=0.01, step=0.015)
     short = Case(name="", prefill=0.02, arena=2**30, stall=1.0)
     many = replace(
         short,
@@ -98,7 +98,7 @@ def cases() -> dict[str, list[Case]]:
         "gates": [
             replace(short, name="off"),
             *(replace(short, name=str(n), slots=n) for n in (1, 2, 4, 8)),
-            replace(short, name="256 MiB", bytes=BUDGET),
+            replace(short, name="512 MiB", bytes=BUDGET),
         ],
         "clients": [replace(many, name=str(n), clients=n) for n in (16, 64, 256, 512)],
     }

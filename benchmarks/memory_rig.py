@@ -146,7 +146,7 @@ def _runner(case: Case) -> SimRunner:
     cost = SimCost(
         0.0, case.prefill / case.pixels, decode_step=case.step, decode_lane=0.0
     )
-    return Crowded(slots=case.clients, max_length=4096, cost=cost)
+    return Crowded(slots=case.clients, max_length=2**15, cost=cost)
 
 
 if __name__ == "__main__":

@@ -76,13 +76,13 @@ def _spread(values: list[float], digits: int = 0) -> str:
 def goals(found: dict[str, Any]) -> Iterator[str]:
     """Each goal, what came of it, and whether that is enough."""
     series, budget = found["series"], found["budget"]
-    for name, case in (("halves", "both, and a gate"), ("gates", "256 MiB")):
+    for name, case in (("halves", "both, and a gate"), ("gates", "512 MiB")):
         row = named(series.get(name, []), case)
         if row and row["runs"]:
             share = max(map(extra, row["runs"])) / budget[name]
             yield _goal(f"{name}, {case}: peak over budget", share, 1.15)
     gates = series.get("gates", [])
-    off, by_bytes = named(gates, "off"), named(gates, "256 MiB")
+    off, by_bytes = named(gates, "off"), named(gates, "512 MiB")
     if off and by_bytes and off["runs"]:
         lost = 1 - against(by_bytes, off)
         yield _goal("throughput lost to the gate over bytes", lost, 0.02)

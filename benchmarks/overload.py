@@ -1,6 +1,6 @@
 """What a server does when ten times as many ask as it can serve.
 
-    python benchmarks/overload.py [--quick] [--repeat 3] [--seconds 12] [--json FILE]
+    python benchmarks/overload.py [--quick] [--repeat 3] [--seconds 8] [--json FILE]
           [--resume]
 
 Requests about a picture come in an open loop: at times that are drawn beforehand and do
@@ -121,7 +121,7 @@ def main() -> None:
     unwind_when_terminated()
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--repeat", type=int, default=3)
-    parser.add_argument("--seconds", type=float, default=12.0, help="of each run")
+    parser.add_argument("--seconds", type=float, default=8.0, help="of each run")
     parser.add_argument("--quick", action="store_true", help="ten seconds, to try it")
     parser.add_argument("--resume", action="store_true")
     parser.add_argument("--json", type=Path, help="by default, that of the picture")

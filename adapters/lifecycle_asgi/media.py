@@ -93,63 +93,91 @@ def find_media(
     fields = _fields(request)
     if fields is not None and not _ENTRIES.isdisjoint(fields):
         fields = {name: value for name, value in fields.items() if name in _ENTRIES}
-        walk.fields(fields, "", max_depth)
+        walk.fields(fields, None, max_depth)
     else:
-        walk.value(request, "", max_depth)
+        walk.value(request, None, max_depth)
     return walk.found
 
 
+# Where something stands: a name or an index, below where the next one stands.
+_At = tuple["_At | None", object] | None
+
+
 class _Walk:
-    """Looks through one request."""
+    """Looks through one request; written for speed, as most of it is text."""
 
     def __init__(self, max_depth: int, max_values: int) -> None:
         self._max_depth = max_depth
         self._max_values = max_values
         self._left = max_values
+        self._hows: dict[type, str] = dict.fromkeys((list, tuple), "items")
+        self._hows |= dict.fromkeys(_ATOMS, "atom") | {dict: "fields"}
         self.found: list[Media] = []
 
-    def value(self, value: object, path: str, depth: int) -> None:
-        self._spend(depth)
-        if isinstance(value, _ATOMS):
+    def value(self, value: Any, at: _At, depth: int) -> None:
+        how = self._hows.get(type(value)) or self._look_at(type(value))
+        if how == "atom":
             return
-        if isinstance(value, bytes | bytearray | memoryview):
-            self.found.append(Media("image", path, value))
-        elif _is_array(value):
-            self.found.append(Media("image", path))
-        elif isinstance(value, Sequence):
+        self._spend(depth, 1)
+        if how == "items":
+            self._spend(depth, len(value))
             for index, each in enumerate(value):
-                self.value(each, f"{path}[{index}]", depth - 1)
-        elif (fields := _fields(value)) is not None:
-            self.fields(fields, path, depth)
+                self.value(each, (at, index), depth - 1)
+        elif how == "fields":
+            self.fields(_fields(value) or {}, at, depth)
+        else:
+            self._find("image", at, value if how == "bytes" else None)
 
-    def fields(self, fields: Mapping[Any, Any], path: str, depth: int) -> None:
+    def _look_at(self, kind: type) -> str:
+        """How values of a type are looked at; asked once, as it takes long."""
+        how = "fields"
+        if issubclass(kind, _ATOMS):
+            how = "atom"
+        elif issubclass(kind, bytes | bytearray | memoryview):
+            how = "bytes"
+        # Of a picture, this attribute is a copy of its pixels: asked of the type.
+        elif hasattr(kind, "__array_interface__") or hasattr(kind, "__array__"):
+            how = "array"
+        elif issubclass(kind, Sequence):
+            how = "items"
+        self._hows[kind] = how
+        return how
+
+    def fields(self, fields: Mapping[Any, Any], at: _At, depth: int) -> None:
         word = fields.get("type")
-        if isinstance(word, str) and word in _TEXTS:
-            return
-        kind = _TYPES.get(word) if isinstance(word, str) else None
-        kind = kind or _mime_kind(fields)
+        if isinstance(word, str):
+            if word in _TEXTS:
+                return
+            kind = _TYPES.get(word)
+            if kind is not None:
+                self._find(kind, at, _data(fields))
+                return
+        kind = _mime_kind(fields)
         if kind is not None:
-            self.found.append(Media(kind, path, _data(fields)))
+            self._find(kind, at, _data(fields))
             return
+        self._spend(depth, len(fields))
         for name, value in fields.items():
-            inner = _step(path, name)
             named = _KEYS.get(name) if isinstance(name, str) else None
-            if named is None:
-                self.value(value, inner, depth - 1)
+            if named is not None:
+                self._named(named, value, (at, name), depth - 1)
             else:
-                self._named(named, value, inner, depth - 1)
+                self.value(value, (at, name), depth - 1)
 
-    def _named(self, kind: Kind, value: object, path: str, depth: int) -> None:
+    def _named(self, kind: Kind, value: object, at: _At, depth: int) -> None:
         """What stands under a name that says what it is."""
-        self._spend(depth)
+        self._spend(depth, 1)
         if isinstance(value, list | tuple):
             for index, each in enumerate(value):
-                self._named(kind, each, f"{path}[{index}]", depth - 1)
+                self._named(kind, each, (at, index), depth - 1)
         elif value is not None and value is not False and not _empty(value):
-            self.found.append(Media(kind, path, _data(value)))
+            self._find(kind, at, _data(value))
 
-    def _spend(self, depth: int) -> None:
-        self._left -= 1
+    def _find(self, kind: Kind, at: _At, data: Data | None) -> None:
+        self.found.append(Media(kind, _path(at), data))
+
+    def _spend(self, depth: int, values: int) -> None:
+        self._left -= values
         if self._left < 0 or depth < 0:
             raise TooDeep(
                 f"the request is nested more than {self._max_depth} deep or has more "
@@ -159,24 +187,28 @@ class _Walk:
 
 def _fields(value: object) -> Mapping[Any, Any] | None:
     """The fields of whatever has fields."""
+    if type(value) is dict:
+        return value
+    own: Mapping[Any, Any] | None = getattr(value, "__dict__", None)
     if isinstance(value, Mapping):
         return value
-    names = getattr(type(value), "__struct_fields__", None)  # of msgspec
-    if names is None and dataclasses.is_dataclass(value):
-        names = [each.name for each in dataclasses.fields(value)]
-    if names is not None:
-        return {name: getattr(value, name, None) for name in names}
-    own = getattr(value, "__dict__", None)
-    if own is None or isinstance(value, type):
+    if own is None:  # it has slots
+        names = getattr(value, "__struct_fields__", None)  # of msgspec
+        if dataclasses.is_dataclass(value):
+            names = [each.name for each in dataclasses.fields(value)]
+        return names and {name: getattr(value, name, None) for name in names}
+    if isinstance(value, type):
         return None
-    return {**own, **(getattr(value, "__pydantic_extra__", None) or {})}
+    extra = getattr(value, "__pydantic_extra__", None)
+    return {**own, **extra} if extra else own
 
 
 def _mime_kind(fields: Mapping[Any, Any]) -> Kind | None:
     for name in _MIME:
-        kind = str(fields.get(name) or "").partition("/")[0]
-        if kind in ("image", "video", "audio"):
-            return kind  # type: ignore[return-value]
+        if name in fields:
+            kind = str(fields[name]).partition("/")[0]
+            if kind in ("image", "video", "audio"):
+                return kind  # type: ignore[return-value]
     return None
 
 
@@ -198,13 +230,13 @@ def _empty(value: object) -> bool:
     return isinstance(value, str | bytes | bytearray | dict) and not value
 
 
-def _is_array(value: object) -> bool:
-    # Asked of the type: of a picture, the attribute is a copy of its pixels.
-    return hasattr(type(value), "__array_interface__") or hasattr(
-        type(value), "__array__"
-    )
-
-
-def _step(path: str, name: object) -> str:
-    known = name if isinstance(name, str) and name in _NAMES else "*"
-    return f"{path}.{known}" if path else known
+def _path(at: _At) -> str:
+    steps = []
+    while at is not None:
+        at, step = at
+        if isinstance(step, int):
+            steps.append(f"[{step}]")
+        else:
+            known = isinstance(step, str) and step in _NAMES
+            steps.append(f".{step}" if known else ".*")
+    return "".join(reversed(steps)).removeprefix(".")

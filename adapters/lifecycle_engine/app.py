@@ -110,7 +110,6 @@ def create_app(
         The application; ``app.state.service`` is its `Service`.
     """
     settings = settings or AppSettings()
-    bodies = bodies or Gate(bytes=8 * settings.body_bytes, name="bodies")
     threads = anyio.CapacityLimiter(settings.threads)
     service = Service(
         model=settings.model,
@@ -125,7 +124,7 @@ def create_app(
             body_idle=settings.body_idle,
             remote_images=settings.fetch is not None,
         ),
-        bodies=bodies,
+        bodies=bodies or Gate(bytes=8 * settings.body_bytes, name="bodies"),
         payloads=gate,
         in_flight=in_flight or Gate(name="in_flight"),
         threads=threads,
@@ -133,7 +132,7 @@ def create_app(
         new_sessions=partial(
             SessionRegistry, end_timeout=settings.end_timeout, observer=observer
         ),
-        remote=_remote(settings, bodies, threads),
+        remote=_remote(settings, threads),
     )
     app = Starlette(
         routes=_routes(service, metrics),
@@ -173,11 +172,12 @@ def _client(scope: Any) -> bytes | None:
 
 
 def _remote(
-    settings: AppSettings, gate: Gate, threads: anyio.CapacityLimiter
+    settings: AppSettings, threads: anyio.CapacityLimiter
 ) -> RemoteImages | None:
     if settings.fetch is None:
         return None
     get, media = settings.fetch, settings.media
+    gate = Gate(bytes=get.limits.bytes, name="fetched")
     return RemoteImages(get=get, media=media, gate=gate, threads=threads)
 
 

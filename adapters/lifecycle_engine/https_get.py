@@ -56,12 +56,14 @@ class FetchLimits:
         file_bytes: Of each file.
         seconds: For all files of a request together.
         redirects: Of each file, each checked like the first URL.
+        bytes: Of the files of all requests together, until hand-off.
     """
 
     files: int = 8
     file_bytes: int = 20 * 2**20
     seconds: float = 10.0
     redirects: int = 3
+    bytes: int = 256 * 2**20
 
 
 async def resolve(host: str) -> list[str]:

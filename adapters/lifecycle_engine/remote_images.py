@@ -25,7 +25,8 @@ class RemoteImages:
     Attributes:
         get: Fetches one file.
         media: What an image may be.
-        gate: Over the bytes of files, until hand-off; bodies are, too.
+        gate: Over the bytes of files, until hand-off. One of its own: who waits for it
+            holds a body, and who has passed it waits for no body.
         threads: Bounds the threads that read headers of images.
     """
 

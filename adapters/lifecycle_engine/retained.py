@@ -31,7 +31,8 @@ class Slots:
         """Counts: slots as they are now, and what keeping them has saved so far."""
         return {
             "slots": self._pool.size,
-            "slots_free": self._pool.free_slots,
+            # Whoever needs one takes a kept one as well.
+            "slots_free": self._pool.free_slots + len(self._kept),
             "slots_kept": len(self._kept),
             "slots_evicted": self._evicted,
             "tokens_resumed": self._resumed,

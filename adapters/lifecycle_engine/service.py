@@ -169,9 +169,10 @@ class Service:
         return await gate.admit(bytes=size)
 
     @property
-    def gates(self) -> tuple[Gate, Gate, Gate]:
-        """All three, in the order in which a request passes them."""
-        return self.bodies, self.in_flight, self.payloads
+    def gates(self) -> tuple[Gate, ...]:
+        """All that there are, in the order in which a request passes them."""
+        fetched = (self.remote.gate,) if self.remote is not None else ()
+        return self.bodies, self.in_flight, *fetched, self.payloads
 
     @property
     def ready(self) -> bool:

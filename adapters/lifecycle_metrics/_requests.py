@@ -38,7 +38,8 @@ class Requests(Collector):
                 self._started[event.operation] += 1
                 self._live[event.request] = event.operation
             elif isinstance(event, RequestEnded):
-                del self._live[event.request]
+                if self._live.pop(event.request, None) is None:
+                    return  # its start was never told, or its end was
                 self._ended[event.operation, event.outcome] += 1
                 self._counts.update(event.counts)
 

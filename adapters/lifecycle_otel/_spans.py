@@ -66,9 +66,7 @@ class Spans:
                 case PhaseEnded():
                     self._phase(event)
                 case FirstItem():
-                    one = self._live[event.request]
-                    at = one.began_ns + _ns(event.after_s)
-                    one.span.add_event("first_item", timestamp=at)
+                    self._first(event)
                 case RequestEnded():
                     self._end(event)
                 case _:
@@ -91,6 +89,12 @@ class Spans:
         )
         self._live[event.request] = _Open(span, now)
 
+    def _first(self, event: FirstItem) -> None:
+        one = self._live.get(event.request)
+        if one is not None:
+            at = one.began_ns + _ns(event.after_s)
+            one.span.add_event("first_item", timestamp=at)
+
     def _phase(self, event: PhaseEnded) -> None:
         one = self._live.get(event.request) or self._ended.get(event.request)
         if one is None:  # so late that it was forgotten
@@ -106,7 +110,9 @@ class Spans:
         span.end(began + _ns(event.duration_s))
 
     def _end(self, event: RequestEnded) -> None:
-        one = self._live.pop(event.request)
+        one = self._live.pop(event.request, None)
+        if one is None:  # its start was never told
+            return
         one.span.set_attributes(of_end(event))
         if event.outcome in FAILURES:
             one.span.set_status(trace.StatusCode.ERROR)

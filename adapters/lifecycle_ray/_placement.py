@@ -57,7 +57,12 @@ def join_cluster(address: str | None, local: Mapping[str, Any]) -> bool:
 
     Returns:
         Whether it was done here, and so is to be undone here.
+
+    Raises:
+        ValueError: That address is of a Ray client's server.
     """
+    if address is not None and address.startswith("ray://"):
+        raise ValueError(f"{address} is for clients; run this on a node of the cluster")
     if ray.is_initialized():
         return False
     if address is not None:

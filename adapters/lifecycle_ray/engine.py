@@ -111,6 +111,7 @@ class RayEngine:
 
         Raises:
             ConnectionError: There is no cluster at that address.
+            ValueError: It is one for Ray's client, ``ray://``, which is no member.
         """
         async with AsyncExitStack() as stack:
             join = partial(join_cluster, self._address, self._local)

@@ -199,6 +199,12 @@ async def test_refuses_odd_limits(limit: float) -> None:
     assert (gate.statistics().slots, gate.statistics().bytes) == (1, 1)
 
 
+def test_tells_its_limits() -> None:
+    """Statistics say how long the line may get, so that a full one can be told."""
+    assert Gate(slots=2, max_waiting=3).statistics().max_waiting == 3
+    assert Gate().statistics().max_waiting is None
+
+
 async def test_refuses_a_wait_that_is_no_number() -> None:
     """NaN is a mistake, not a deadline, and would upset the loop's timers (B14)."""
     with pytest.raises(ValueError, match="max_wait must be"):

@@ -374,6 +374,13 @@ async def test_clients_leave_while_actors_die(
         await eventually(lambda: in_store() == objects)
 
 
+async def test_address_of_a_client_is_refused(make_ray: Any) -> None:
+    """A process that is no member of the cluster has no object store."""
+    with pytest.raises(ValueError, match="run this on a node"):
+        async with make_ray(address="ray://127.0.0.1:10001"):
+            pass
+
+
 def test_calls_that_overtook_others_wait_for_them() -> None:
     """Pushes run in threads: the engine gets them in the order in which they were sent."""
     pytest.importorskip("ray", reason="Ray is not installed")

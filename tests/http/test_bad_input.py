@@ -114,10 +114,16 @@ BODIES: dict[str, tuple[bytes, int, str | None, str]] = {
         "invalid_type",
     ),
     "part-type": (
-        ask(messages=[{"role": "user", "content": [{"type": "input_audio"}]}]),
+        ask(messages=[{"role": "user", "content": [{"type": "odd"}]}]),
         400,
         "messages[0].content[0].type",
         "invalid_value",
+    ),
+    "part-audio": (
+        ask(messages=[{"role": "user", "content": [{"type": "input_audio"}]}]),
+        400,
+        "messages[0].content[0].type",
+        "unsupported_media",
     ),
     "part-empty": (
         ask(messages=[{"role": "user", "content": [{"type": "text"}]}]),

@@ -178,19 +178,20 @@ async def test_refuses_as_the_models_say(server: Server, path: str) -> None:
 @pytest.mark.parametrize("path", PATHS)
 async def test_turns_away_as_the_models_say(path: str) -> None:
     """Full, too large, the same id twice, and closing."""
-    gate = Gate(slots=1, max_waiting=0, name="in_flight")
+    gate = Gate(slots=1, max_waiting=1, name="in_flight")
     settings, processor = AppSettings(model="sim", body_bytes=2000), GatedProcessor()
     full = 529 if path == MESSAGES else 503
     async with running(in_flight=gate, settings=settings, processor=processor) as it:
         busy = asyncio.create_task(raw(it, path, ask(path), x_request_id="one"))
         await it.until(lambda: gate.statistics().slots_in_use)
-        refused = [
-            (await raw(it, path, ask(path)), full),
-            (await raw(it, path, ask(path), x_request_id="one"), 409),
-            (await raw(it, path, b"x" * 3000), 413),
-        ]
+        refused = [(await raw(it, path, ask(path), x_request_id="one"), 409)]
+        waits = asyncio.create_task(raw(it, path, ask(path)))
+        await it.until(lambda: gate.statistics().waiting)
+        refused.append((await raw(it, path, ask(path)), full))
         processor.release.set()
-        check_whole(path, (await busy)[2])
+        for served in (busy, waits):
+            check_whole(path, (await served)[2])
+        refused.append((await raw(it, path, b"x" * 3000), 413))
         it.service.in_flight.close()
         refused.append((await raw(it, path, ask(path)), full))
         for (status, _, told), expected in refused:

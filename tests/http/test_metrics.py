@@ -119,6 +119,35 @@ async def test_figures_of_the_engine_follow_its_work() -> None:
         assert now[at + "kv_used"] == 0
 
 
+async def test_next_turn_of_a_conversation_goes_on_from_its_slot() -> None:
+    """Named by prompt_cache_key, of one user; the answers are what they are without."""
+    async with (
+        asyncio.timeout(60),
+        running(metrics=Metrics()) as server,
+        server.client() as client,
+    ):
+
+        async def ask(text: str, **more: Any) -> str:
+            answer = await client.chat.completions.create(
+                model="sim", messages=user(text), max_tokens=5, **more
+            )
+            await server.quiet()
+            return str(answer.choices[0].message.content)
+
+        async def figure(name: str) -> float:
+            return (await scrape(server.port))[f"lifecycle_engine_backend_{name}"][()]
+
+        await ask("hello", prompt_cache_key="talk", user="me")
+        assert await figure("slots_kept") == 1
+        assert await figure("tokens_resumed") == 0
+        again = await ask("hello there", prompt_cache_key="talk", user="me")
+        resumed = await figure("tokens_resumed")
+        assert resumed >= len("hello")
+        other = await ask("hello there", prompt_cache_key="talk", user="you")
+        assert again == other == await ask("hello there")
+        assert await figure("tokens_resumed") == resumed
+
+
 async def test_health_follows_the_steps_of_the_engine() -> None:
     """A chunk that takes long is told as busy, and it is served all the same."""
     engine = make_engine("--sim-prefill-token", "0.1", busy_after=0.2)

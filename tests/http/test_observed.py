@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
+import signal
 import sys
 import threading
 from collections.abc import Iterator
@@ -26,7 +28,9 @@ from structlog.testing import LogCapture
 
 from lifecycle import Gate
 from lifecycle_asgi import request_log
+from lifecycle_engine.app import AppSettings
 from lifecycle_engine.observing import GEN_AI, together
+from lifecycle_engine.service import Deadlines
 from lifecycle_metrics import Metrics
 from lifecycle_otel import Spans
 
@@ -339,3 +343,44 @@ async def test_balances_at_every_scrape_from_another_thread(hasty: None) -> None
     assert now["lifecycle_requests_ended_total"] == 60
     assert now["lifecycle_sessions_opened_total"] == 40
     assert now["lifecycle_request_seconds_count"] == 60
+
+
+@pytest.mark.parametrize(
+    "outcome", ["cancelled", "engine_lost", "deadline", "shutdown"]
+)
+async def test_tells_of_streams_that_were_cut(told: Observed, outcome: str) -> None:
+    """Whoever cuts a stream, its request has that outcome, in its span as in its line."""
+    deadlines = Deadlines(total=0.3 if outcome == "deadline" else None)
+    settings = AppSettings(model="sim", deadlines=deadlines)
+    async with (
+        asyncio.timeout(60),
+        running(
+            "--sim-decode-step=0.05", log=told.observer, settings=settings
+        ) as server,
+    ):
+        reader, writer = await post(
+            server.port,
+            body("x", stream=True, max_tokens=4000, ignore_eos=True),
+            b"x-request-id: mine",
+        )
+        await reader.readuntil(b"data: ")
+        service = server.service
+        if outcome == "cancelled":
+            await service.sessions.cancel("mine")
+        elif outcome == "engine_lost":
+            os.kill(service.engine.pid, signal.SIGKILL)
+        elif outcome == "shutdown":
+            await service.sessions.drain(0)
+        last = await reader.read()
+        writer.close()
+        await server.until(lambda: told.lines)
+    assert b'"error":{' in last
+    root = told.root()
+    assert root.attributes["lifecycle.outcome"] == outcome
+    wrong = outcome in ("engine_lost", "deadline")
+    assert (root.status.status_code is StatusCode.ERROR) is wrong
+    assert ("error.type" in root.attributes) is wrong
+    assert "stream" in told.phases()
+    (line,) = told.lines
+    assert (line["outcome"], line["session"]) == (outcome, "mine")
+    assert line["log_level"] == ("warning" if wrong else "info")

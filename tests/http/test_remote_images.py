@@ -387,13 +387,51 @@ async def test_counts_them_like_those_that_were_sent(site: Site) -> None:
     async with fetching(site, processor=processor, app=app) as server:
         got, told = await post(server, chat, ask(chat, url, url))
         assert (got, told["error"]["code"]) == (413, "image_too_large")
-        asking = asyncio.create_task(post(server, chat, ask(chat, url)))
-        payloads, bodies = server.service.payloads, server.service.bodies
+        body = ask(chat, url)
+        asking = asyncio.create_task(post(server, chat, body))
+        payloads = server.service.payloads
+        [fetched] = [gate for gate in server.service.gates if gate.name == "fetched"]
         await server.until(lambda: payloads.statistics().bytes_in_use)
         assert payloads.statistics().bytes_in_use == len(IMAGE) + 64 * 48 * 39
-        assert bodies.statistics().bytes_in_use >= len(IMAGE)
+        assert fetched.statistics().bytes_in_use == len(IMAGE)
         processor.release.set()
         assert (await asking)[0] == 200
+        await server.quiet()
+
+
+async def test_gives_their_bytes_back_at_hand_off(site: Site) -> None:
+    """While an answer streams, no gate is charged for the files any more."""
+    chat = PATHS[0]
+    async with fetching(site) as server:
+        body = ask(chat, f"https://{HOST}/image.png")
+        body |= {"stream": True, "max_tokens": 3000}
+        url = f"http://127.0.0.1:{server.port}{chat}"
+        async with aiohttp.ClientSession() as http, http.post(url, json=body) as told:
+            await told.content.readany()
+            assert server.service.sessions.live()
+            names = [gate.name for gate in server.service.gates]
+            assert names == ["bodies", "in_flight", "fetched", "payloads"]
+            held = [gate.statistics().bytes_in_use for gate in server.service.gates]
+            assert held[0] == held[2] == 0
+        await server.quiet()
+
+
+async def test_fetches_no_more_than_there_is_room_for(site: Site) -> None:
+    """All requests together are bounded; the next one waits, and holds nobody up."""
+    chat, url = PATHS[0], f"https://{HOST}/image.png"
+    limits = {"bytes": 30_000}
+    async with fetching(site, limits=limits) as server:
+        site.asked.clear()
+        body = ask(chat, f"https://{HOST}/slow")
+        slow = asyncio.create_task(post(server, chat, body))
+        await server.until(lambda: site.asked == ["/slow"])
+        next_ = asyncio.create_task(post(server, chat, ask(chat, url)))
+        [gate] = [gate for gate in server.service.gates if gate.name == "fetched"]
+        await server.until(lambda: gate.statistics().waiting == 1)
+        assert (await post(server, chat, ask(chat, data_url(IMAGE))))[0] == 200
+        assert site.asked == ["/slow"]
+        slow.cancel()
+        assert (await next_)[0] == 200
         await server.quiet()
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import os
 import signal
 import time
@@ -15,6 +16,7 @@ import pytest
 from http_kit import GatedProcessor, Server, running
 
 from lifecycle import Gate
+from lifecycle_engine.app import AppSettings
 
 pytestmark = pytest.mark.asyncio
 TEXT = [{"role": "user", "content": "hello"}]
@@ -23,15 +25,54 @@ KINDS = pytest.mark.parametrize("blocking", [False, True], ids=["async", "sync"]
 EACH = pytest.mark.parametrize("ask", ASKS)
 
 
-def sdk(server: Server, ask: str, *, blocking: bool, **settings: Any) -> Any:
+class Seen:
+    """The answers that a client got, and when."""
+
+    def __init__(self) -> None:
+        self.answers: list[tuple[int, Any, float]] = []
+
+    def note(self, answer: Any) -> None:
+        """For a client without asyncio."""
+        now = time.monotonic()
+        self.answers.append((answer.status_code, answer.headers, now))
+
+    async def anote(self, answer: Any) -> None:
+        """For a client with asyncio."""
+        self.note(answer)
+
+    @property
+    def statuses(self) -> list[int]:
+        """In their order."""
+        return [status for status, _, _ in self.answers]
+
+    def obeyed(self) -> bool:
+        """Whether each try came no sooner than the answer before it had said."""
+        return all(
+            next_[2] - last[2] >= int(last[1]["retry-after-ms"]) / 1000
+            for last, next_ in itertools.pairwise(self.answers)
+        )
+
+
+def sdk(
+    server: Server,
+    ask: str,
+    *,
+    blocking: bool,
+    seen: Seen | None = None,
+    **settings: Any,
+) -> Any:
     """A client of the SDK that belongs to what is asked."""
     url = f"http://127.0.0.1:{server.port}"
     settings = {"api_key": "none", "max_retries": 2, "timeout": 20, **settings}
     if ask == "messages":
-        make = anthropic.Anthropic if blocking else anthropic.AsyncAnthropic
-        return make(base_url=url, **settings)
-    made = openai.OpenAI if blocking else openai.AsyncOpenAI
-    return made(base_url=f"{url}/v1", **settings)
+        make: Any = anthropic.Anthropic if blocking else anthropic.AsyncAnthropic
+    else:
+        make, url = openai.OpenAI if blocking else openai.AsyncOpenAI, f"{url}/v1"
+    client = make(base_url=url, **settings)
+    if seen is not None:
+        note: Any = seen.note if blocking else seen.anote
+        client._client.event_hooks = {"response": [note]}
+    return client
 
 
 def create(client: Any, ask: str, tokens: int = 5, **options: Any) -> Any:
@@ -97,16 +138,37 @@ def busy() -> Gate:
 @EACH
 async def test_comes_back_when_it_was_told_to(ask: str, blocking: bool) -> None:
     """A full server names a time; the SDK waits as long, asks again and is served."""
-    gate = busy()
+    gate, seen = busy(), Seen()
     async with asyncio.timeout(60), running(in_flight=gate) as server:
         lease = gate.try_admit()
-        began = time.monotonic()
-        asking = asyncio.create_task(whole(server, ask, blocking=blocking))
-        await server.until(lambda: gate.statistics().refused == 1)
+        task = whole(server, ask, blocking=blocking, seen=seen)
+        asking = asyncio.create_task(task)
+        await server.until(lambda: len(seen.answers) == 1)
         lease.release()
         assert len(await asking) == 5
-        assert gate.statistics().refused == 1
-        assert 0.001 <= time.monotonic() - began < 30
+        assert seen.statuses == [529 if ask == "messages" else 503, 200]
+        assert seen.obeyed()
+        await server.quiet()
+
+
+@KINDS
+@EACH
+async def test_comes_back_when_its_share_is_free(ask: str, blocking: bool) -> None:
+    """So it does where the client has its share in flight."""
+    processor, seen = GatedProcessor(), Seen()
+    settings = AppSettings(model="sim", per_client=1)
+    options = {"processor": processor, "settings": settings}
+    async with asyncio.timeout(60), running(**options) as server:
+        first = asyncio.create_task(whole(server, ask, blocking=blocking))
+        await server.until(lambda: processor.entered.acquire(blocking=False))
+        task = whole(server, ask, blocking=blocking, seen=seen)
+        second = asyncio.create_task(task)
+        await server.until(lambda: len(seen.answers) == 1)
+        processor.release.set()
+        assert [len(await first), len(await second)] == [5, 5]
+        assert seen.statuses[0] == 429
+        assert seen.statuses[-1] == 200
+        assert seen.obeyed()
         await server.quiet()
 
 
@@ -114,12 +176,13 @@ async def test_comes_back_when_it_was_told_to(ask: str, blocking: bool) -> None:
 @EACH
 async def test_gives_up_after_its_retries(ask: str, blocking: bool) -> None:
     """A server that stays full is asked three times, and its last word is raised."""
-    gate = busy()
+    gate, seen = busy(), Seen()
     async with asyncio.timeout(60), running(in_flight=gate) as server:
         with gate.try_admit():
             with pytest.raises((openai.APIStatusError, anthropic.APIStatusError)) as no:
-                await whole(server, ask, blocking=blocking)
-        assert gate.statistics().refused == 3
+                await whole(server, ask, blocking=blocking, seen=seen)
+        assert len(seen.answers) == 3
+        assert seen.obeyed()
         assert no.value.status_code == (529 if ask == "messages" else 503)
         assert 1 <= int(no.value.response.headers["retry-after"]) <= 60
         await server.quiet()
@@ -129,12 +192,13 @@ async def test_gives_up_after_its_retries(ask: str, blocking: bool) -> None:
 @EACH
 async def test_goes_elsewhere_where_the_server_closes(ask: str, blocking: bool) -> None:
     """While draining for good, nobody is made to come back."""
+    seen = Seen()
     async with asyncio.timeout(60), running() as server:
         server.service.in_flight.close()
         with pytest.raises((openai.APIStatusError, anthropic.APIStatusError)) as no:
-            await whole(server, ask, blocking=blocking)
+            await whole(server, ask, blocking=blocking, seen=seen)
         assert no.value.response.headers["x-should-retry"] == "false"
-        assert server.service.sessions.statistics().opened == 1
+        assert len(seen.answers) == 1
         await server.quiet()
 
 

@@ -4,6 +4,7 @@ import random
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
@@ -36,6 +37,28 @@ def test_checkpoint_that_nobody_released_matches_generate(
     for graphs in ("off", "fake"):
         chunk = rng.choice([1, 7, 13, 50])
         assert kit.serve(prepared, chunk=chunk, graphs=graphs) == wanted
+
+
+@pytest.mark.parametrize("family", ["qwen3", "qwen2_5_vl"])
+def test_model_without_any_state_to_cache_matches_generate(
+    tmp_path: Path, picture: Callable[..., bytes], family: str
+) -> None:
+    """A cache of no layers has rows all the same, packed, kept and freed as any."""
+
+    def empty(config: Any) -> None:
+        text = config.get_text_config()
+        text.num_hidden_layers = 0
+        if getattr(text, "layer_types", None):
+            text.layer_types = []
+
+    kit = Kit(tmp_path, family, change=empty)
+    prepared = [kit.prepare("see"), kit.prepare("and what?")]
+    if kit.images:
+        prepared.append(kit.prepare("see", picture(50, 60)))
+    assert kit.runner().cache.nbytes == 0
+    for graphs in ("off", "fake"):
+        served = kit.serve(prepared, chunk=5, graphs=graphs)
+        assert served == [kit.generate(each) for each in prepared]
 
 
 def test_llava_around_an_unknown_text_model_is_refused() -> None:

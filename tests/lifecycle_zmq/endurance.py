@@ -108,15 +108,13 @@ async def _kill(engine: ZmqEngine) -> tuple[float, float]:
     return begin, last
 
 
-def orphans(
-    count: int, *, longest: float = 2.0, seed: int = 1
-) -> tuple[list[float], list[float], int]:
-    """Kill that many API processes at any moment of so many seconds of their lives.
+def orphans(count: int, *, seed: int = 1) -> tuple[list[float], list[float], int]:
+    """Kill that many API processes at any moment until a little after they serve.
 
     Returns:
         Seconds until the engine was gone, where its own code ran already, and where the
-        interpreter still began; and how often an empty socket directory was left, for
-        the next start to sweep.
+        interpreter still began; and how often an empty directory or file was left: of a
+        socket, for the next start to sweep, or of Python's search for a place for such.
     """
     draw = random.Random(seed)
     bound: list[float] = []
@@ -124,26 +122,47 @@ def orphans(
     left = 0
     with tempfile.TemporaryDirectory() as folder:
         before = sorted(Path("/dev/shm").glob("lifecycle-*"))
+        longest = 1.5 * _start_seconds(Path(folder))
         for _ in range(count):
             _orphan(Path(folder), draw.uniform(0.0, longest), bound, loose)
-            names = list(Path(folder).iterdir())
-            assert all(path.name.startswith("lifecycle-zmq-") for path in names), names
-            left += len(names)
-            for path in names:
-                (path / "engine").unlink(missing_ok=True)
-                path.rmdir()
+            left += _swept(Path(folder))
         assert sorted(Path("/dev/shm").glob("lifecycle-*")) == before
     return bound, loose, left
+
+
+def _start_seconds(folder: Path) -> float:
+    """How long an API process takes until its engine serves, here and now."""
+    begin = time.monotonic()
+    with _api(folder) as api:
+        assert api.stdout is not None
+        api.stdout.readline()
+        api.kill()
+    return time.monotonic() - begin
+
+
+def _api(folder: Path) -> subprocess.Popen[bytes]:
+    env = {**os.environ, "TMPDIR": str(folder)}
+    return subprocess.Popen([*API, *ENGINE], env=env, stdout=subprocess.PIPE)
+
+
+def _swept(folder: Path) -> int:
+    """Remove what was left, which is never more than an empty file; say how often."""
+    names = list(folder.iterdir())
+    for path in names:
+        if path.is_dir():
+            assert path.name.startswith("lifecycle-zmq-")
+            (path / "engine").unlink(missing_ok=True)
+            path.rmdir()
+        else:
+            assert not path.stat().st_size
+            path.unlink()
+    return len(names)
 
 
 def _orphan(
     folder: Path, moment: float, bound: list[float], loose: list[float]
 ) -> None:
-    with subprocess.Popen(
-        [*API, *ENGINE],
-        env={**os.environ, "TMPDIR": str(folder)},
-        stdout=subprocess.DEVNULL,
-    ) as api:
+    with _api(folder) as api:
         time.sleep(moment)
         for engine in psutil.Process(api.pid).children():
             descriptor = os.pidfd_open(engine.pid)
@@ -259,7 +278,7 @@ def main() -> None:
         bound, loose, left = orphans(options.count)
         report("SIGKILL of the server, engine gone", bound, 0.1)
         report("likewise while its interpreter began", loose, 1.0)
-        print(f"{left} of {options.count} left an empty directory")
+        print(f"{left} of {options.count} left an empty file or directory")
     elif options.what == "stops":
         seen, again = anyio.run(stops, options.count)
         report("SIGSTOP, no requests taken", seen, 0.15)

@@ -25,6 +25,8 @@ ALL = FROM_CLIENT | FROM_ENGINE
 Parts = list[bytearray]
 # One frame in so many is decoded under a tracer, which slows it down.
 TRACED = 50
+# And one in so many is timed.
+TIMED = 16
 FAILED = {"reason": "failed", "error": {"code": "c", "message": "m"}}
 EMPTY_TICK: dict[str, Any] = {
     "accepted": [],
@@ -140,7 +142,7 @@ class Result:
     Attributes:
         frames: Decoded.
         refused: Of them, by `ProtocolError`.
-        seconds: Of a sample of decodes, each.
+        seconds: Of processor time, of a sample of decodes, each.
         peak: The most bytes that one traced decode took.
     """
 
@@ -183,20 +185,25 @@ def fuzz(*, seed: int, frames: int | None = None, seconds: float = 1e9) -> Resul
 
 
 def _decode(result: Result, parts: Parts) -> None:
-    traced = not result.frames % TRACED
-    if traced:
+    if not result.frames % TRACED:
         tracemalloc.start()
-    begin = time.perf_counter()
+        _attempt(result, parts)
+        result.peak = max(result.peak, tracemalloc.get_traced_memory()[1])
+        tracemalloc.stop()
+    elif result.frames % TIMED:
+        _attempt(result, parts)
+    else:
+        # Of processor time: what a busy machine does meanwhile is not the decoder's.
+        begin = time.thread_time()
+        _attempt(result, parts)
+        result.seconds.append(time.thread_time() - begin)
+
+
+def _attempt(result: Result, parts: Parts) -> None:
     try:
         wire.decode(parts, accept=ALL)
     except ProtocolError:
         result.refused += 1
-    taken = time.perf_counter() - begin
-    if traced:
-        result.peak = max(result.peak, tracemalloc.get_traced_memory()[1])
-        tracemalloc.stop()
-    elif not result.frames % 16:
-        result.seconds.append(taken)
 
 
 def main() -> None:
@@ -207,7 +214,7 @@ def main() -> None:
     options = parser.parse_args()
     result = fuzz(seed=options.seed, frames=options.frames)
     print(result)
-    sys.exit(result.peak >= 2**20 or result.median() >= 1e-3)
+    sys.exit(result.peak >= 2**20 or max(result.seconds) >= 1e-3)
 
 
 if __name__ == "__main__":

@@ -185,9 +185,8 @@ def test_peer_that_leaves_takes_nothing_along(
         peer = spawn()
         loan, offset = place(arena, array)
         assert peer("take", loan, "a", offset, "B", [PAGE])[3] == 64
-        assert peer.process.stdin is not None
-        peer.process.stdin.close()
-        assert peer.process.wait(20) == 0
+        peer.process.communicate(timeout=20)
+        assert peer.process.returncode == 0
         arena.take_back(loan)
     assert array.sum() == PAGE
 

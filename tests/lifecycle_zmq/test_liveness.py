@@ -296,7 +296,7 @@ async def test_engine_that_hangs_up_but_lives_is_replaced(
             for key in ("a", "b"):
                 with pytest.raises(EngineFailed):
                     await anext(await engine.start(key, broken))
-            # At its start or at its first item: it may not be read before the end is.
+            # Before or after it was taken: last words may be lost.
             with pytest.raises(EngineLost) as caught:
                 await anext(await engine.start("c", broken))
             assert caught.value.reason == "disconnected"

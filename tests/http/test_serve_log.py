@@ -1,0 +1,90 @@
+"""What `lifecycle-engine serve` writes on its outputs, as a process of its own."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import signal
+import sys
+from typing import Any
+
+import pytest
+from http_kit import ENV, answer_to, encoded, post, user
+
+pytestmark = pytest.mark.asyncio
+CLI = [sys.executable, "-m", "lifecycle_engine.cli", "serve", "--runner", "sim"]
+CANARY = "canary-7f3a"
+KEY = f"authorization: Bearer {CANARY}".encode()
+
+
+def body(**fields: Any) -> bytes:
+    """A request with an image."""
+    ask = {"model": "sim", "messages": user(CANARY, encoded()), "max_tokens": 2}
+    return json.dumps({**ask, **fields}).encode()
+
+
+async def outputs(*options: str, ask: Any) -> tuple[str, str]:
+    """Run the command, *ask* its port, stop it; returns what it wrote on both outputs."""
+    pipe = asyncio.subprocess.PIPE
+    process = await asyncio.create_subprocess_exec(
+        *CLI, "--port", "0", *options, stdout=pipe, stderr=pipe, env=ENV
+    )
+    assert process.stdout is not None
+    try:
+        async with asyncio.timeout(60):
+            line = (await process.stdout.readline()).decode()
+            await ask(int(line.rpartition(":")[2]))
+            process.send_signal(signal.SIGTERM)
+            rest, errors = await process.communicate()
+    finally:
+        if process.returncode is None:
+            process.kill()
+            await process.wait()
+    assert process.returncode == 0
+    return line + rest.decode(), errors.decode()
+
+
+async def test_logs_each_request_as_a_line_of_json() -> None:
+    """With `--log json` each request is one line, with its outcome and nothing it said."""
+    pytest.importorskip("structlog")
+
+    async def ask(port: int) -> None:
+        assert (await answer_to(port, body(), KEY))[0] == 200
+        assert (await answer_to(port, body(model=CANARY), KEY))[0] == 404
+        long = {"stream": True, "max_tokens": 4000, "ignore_eos": True}
+        reader, writer = await post(port, body(**long), KEY)
+        await reader.readuntil(b"data: ")
+        status, headers, _ = await answer_to(port, body(), KEY)
+        assert status == 429
+        assert int(headers["retry-after"]) >= 1
+        writer.close()
+        while (await answer_to(port, body(), KEY))[0] == 429:
+            await asyncio.sleep(0.02)
+
+    told, errors = await outputs("--log", "json", "--per-client", "1", ask=ask)
+    lines = [json.loads(line) for line in errors.splitlines()]
+    kept = [line for line in lines if line["status"] != 429]
+    assert [line["outcome"] for line in kept] == [
+        "completed",
+        "refused",
+        "client_gone",
+        "completed",
+    ]
+    assert {line["level"] for line in lines} == {"info"}
+    assert [line["status"] for line in kept][:2] == [200, 404]
+    assert (kept[0]["images"], kept[0]["output_tokens"]) == (1, 2)
+    assert all(line["timestamp"].endswith("Z") for line in lines)
+    assert len(lines) > len(kept)
+    assert CANARY not in told + errors
+
+
+async def test_is_silent_while_nothing_fails() -> None:
+    """By default only failures are logged; a refusal is none."""
+
+    async def ask(port: int) -> None:
+        assert (await answer_to(port, body(), KEY))[0] == 200
+        assert (await answer_to(port, b"{", KEY))[0] == 400
+
+    told, errors = await outputs(ask=ask)
+    assert errors == ""
+    assert CANARY not in told

@@ -1,0 +1,34 @@
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("torch")
+pytest.importorskip("transformers")
+
+CHURN = Path(__file__).parents[2] / "benchmarks" / "engine_churn.py"
+
+
+@pytest.mark.skipif(not Path("/proc/self/smaps_rollup").exists(), reason="needs /proc")
+@pytest.mark.timeout(400)
+def test_everything_comes_back_after_clients_that_leave(tmp_path: Path) -> None:
+    """A share of the ten thousand: slots, arena, payloads, descriptors, threads, memory."""
+    out = tmp_path / "seen.json"
+    # So few requests are still part of the warm-up of the allocators.
+    options = ["--requests=160", "--warm-up=80", "--parts=2", "--slack=24"]
+    done = subprocess.run(
+        [sys.executable, CHURN, *options, f"--json={out}"],
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=380,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    report = json.loads(out.read_text())
+    assert report["completed"] + report["given_up"] == 240
+    assert report["given_up"] > 40
+    assert report["seen"][-1]["resumed"] > 0

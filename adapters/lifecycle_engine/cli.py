@@ -77,7 +77,8 @@ def serve(
     arena_bytes: Annotated[
         int,
         typer.Option(
-            help="Bytes of memory that the engine reads payloads in; 0 sends them.",
+            help="Bytes of memory that an engine on this machine reads payloads in; "
+            "0 sends them.",
             min=0,
         ),
     ] = 2 * 2**30,
@@ -161,8 +162,6 @@ def serve(
     engine: Engine
     empty, capacity = None, room(payload_bytes, 0)
     if engine_on is EngineOn.ray:
-        if arena_bytes:
-            raise typer.BadParameter("an arena is memory of one machine; not on Ray")
         engine = on_ray(
             argv,
             address=ray_address,

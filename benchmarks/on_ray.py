@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import ctypes
 import logging
 import statistics
 import threading
@@ -32,6 +33,7 @@ from lifecycle_ray import Placement, RayEngine
 RATE = 50
 WARM = 2.0
 MIB = 2**20
+_M_MMAP_THRESHOLD = -3
 Figures = dict[str, float]
 
 
@@ -304,6 +306,9 @@ def main() -> None:
     parser.add_argument("--seconds", type=float, default=4)
     parser.add_argument("--streams", type=int, default=128)
     options = parser.parse_args()
+    # Else the allocator learns, from copies that the plain call makes, to keep freed
+    # memory of that size, and what is kept could not be told from what is held.
+    ctypes.CDLL(None).mallopt(_M_MMAP_THRESHOLD, MIB)
     ray.init(
         num_cpus=2,
         object_store_memory=512 * MIB,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import signal
 import sys
 from pathlib import Path
@@ -230,7 +231,12 @@ def serve(
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
 
 
-for _command in (commands.demo, commands.checkpoint, commands.doctor):
+for _command in (
+    commands.demo,
+    commands.checkpoint,
+    commands.bench,
+    commands.doctor,
+):
     cli.command()(_command)
 
 
@@ -254,7 +260,15 @@ def _existing(folder: Path) -> Path:
 
 def main() -> None:
     """Run the command line."""
-    cli()
+    try:
+        cli()
+    except SystemExit as end:
+        if not isinstance(end.code, int | None):
+            raise
+        sys.stdout.flush()
+        sys.stderr.flush()
+        # As in the worker: by now everything has been closed in order.
+        os._exit(end.code or 0)
 
 
 if __name__ == "__main__":

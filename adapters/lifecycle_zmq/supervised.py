@@ -49,7 +49,7 @@ class SupervisedEngine(Generic[L]):
         self._supervisor.closing = True
         self._scope.cancel()
         # Not given the exception of the block, which it would wrap in a group.
-        await self._tasks.__aexit__(None, None, None)
+        await self._tasks.__aexit__(None, None, None)  # noqa: ASYNC102 - cut above
 
     def close(self) -> None:
         """Give the engine up now, without its leave: it is killed, never restarted.

@@ -275,11 +275,13 @@ def test_ends_work_in_replica_of_ray_serve() -> None:
         wait_healthy(port, "/told")
         with contextlib.closing(ask(port, "/")) as peer:
             assert peer.getresponse().read(7) == b"word 0\n"
+        # Ray cancels the request's task, too: whichever it hears first.
+        ends: list[Any] = [[0, 0, {"client_gone": 1}], [0, 0, {"cancelled": 1}]]
         until, said = time.monotonic() + 20, None
-        while said != [0, 0, {"client_gone": 1}] and time.monotonic() < until:
+        while said not in ends and time.monotonic() < until:
             with contextlib.closing(ask(port, "/told")) as peer:
                 said = json.loads(peer.getresponse().read())
-        assert said == [0, 0, {"client_gone": 1}]
+        assert said in ends
         # It ends its cluster where it is interrupted, and not where it is killed.
         process.send_signal(signal.SIGINT)
         process.wait(30)

@@ -110,8 +110,8 @@ class _Walk:
         self._max_depth = max_depth
         self._max_values = max_values
         self._left = max_values
-        self._hows: dict[type, str] = dict.fromkeys((list, tuple), "items")
-        self._hows |= dict.fromkeys(_ATOMS, "atom") | {dict: "fields"}
+        self._hows: dict[type, str] = {list: "items", tuple: "items", dict: "fields"}
+        self._hows.update((atom, "atom") for atom in _ATOMS)
         self.found: list[Media] = []
 
     def value(self, value: Any, at: _At, depth: int) -> None:

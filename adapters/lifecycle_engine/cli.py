@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import signal
 import sys
 from pathlib import Path
@@ -76,7 +77,8 @@ def serve(
     arena_bytes: Annotated[
         int,
         typer.Option(
-            help="Bytes of memory that the engine reads payloads in; 0 sends them.",
+            help="Bytes of memory that an engine on this machine reads payloads in; "
+            "0 sends them.",
             min=0,
         ),
     ] = 2 * 2**30,
@@ -160,8 +162,6 @@ def serve(
     engine: Engine
     empty, capacity = None, room(payload_bytes, 0)
     if engine_on is EngineOn.ray:
-        if arena_bytes:
-            raise typer.BadParameter("an arena is memory of one machine; not on Ray")
         engine = on_ray(
             argv,
             address=ray_address,
@@ -230,7 +230,12 @@ def serve(
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
 
 
-for _command in (commands.demo, commands.checkpoint, commands.doctor):
+for _command in (
+    commands.demo,
+    commands.checkpoint,
+    commands.bench,
+    commands.doctor,
+):
     cli.command()(_command)
 
 
@@ -254,7 +259,15 @@ def _existing(folder: Path) -> Path:
 
 def main() -> None:
     """Run the command line."""
-    cli()
+    try:
+        cli()
+    except SystemExit as end:
+        if not isinstance(end.code, int | None):
+            raise
+        sys.stdout.flush()
+        sys.stderr.flush()
+        # As in the worker: by now everything has been closed in order.
+        os._exit(end.code or 0)
 
 
 if __name__ == "__main__":

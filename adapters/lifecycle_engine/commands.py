@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
 from typing import Annotated
 
@@ -45,6 +46,55 @@ def demo(
         typer.echo(f"demo: {error}", err=True)
         status = 1
     raise typer.Exit(status)
+
+
+def bench(
+    *,
+    url: Annotated[
+        str | None,
+        typer.Option(help="Of a running server; one of its own if left out."),
+    ] = None,
+    requests: Annotated[int, typer.Option(help="How many in all.", min=1)] = 200,
+    clients: Annotated[int, typer.Option(help="How many at a time.", min=1)] = 16,
+    tokens: Annotated[int, typer.Option(help="Of each answer.", min=1)] = 32,
+) -> None:
+    """Load a server a little: throughput, time to the first token, refusals."""
+    import anyio
+
+    try:
+        import openai
+
+        from . import load
+        from .demo.server import ServerFailed, running
+    except ModuleNotFoundError as error:
+        typer.echo(f"{error}; pip install 'anyio-lifecycle[demo]'", err=True)
+        raise typer.Exit(2) from None
+
+    async def measure(url: str) -> load.Load:
+        with typer.progressbar(
+            length=requests, label=f"{clients} clients", file=sys.stderr
+        ) as bar:
+            return await load.run(
+                url,
+                requests=requests,
+                clients=clients,
+                tokens=tokens,
+                advance=lambda: bar.update(1),
+            )
+
+    async def main() -> load.Load:
+        if url is not None:
+            return await measure(url.rstrip("/"))
+        async with running(["--runner", "sim"]) as server:
+            await server.wait_ready()
+            return await measure(server.url)
+
+    try:
+        result = anyio.run(main)
+    except (ServerFailed, openai.APIConnectionError) as error:
+        typer.echo(f"bench: {error}; is a server running at {url}?", err=True)
+        raise typer.Exit(1) from None
+    typer.echo("\n".join(result.lines()))
 
 
 def checkpoint(

@@ -178,4 +178,8 @@ def _positive(text: str) -> int:
 
 if __name__ == "__main__":
     exit_with_parent()  # at once: loading a model takes long
-    sys.exit(main())
+    _status = main()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    # Taking an interpreter with torch apart takes longer than a server has to leave.
+    os._exit(_status)

@@ -131,7 +131,7 @@ class RayEngine:
     ) -> None:
         """Kill the actors, and leave the cluster if this joined it."""
         self.close()
-        await self._stack.__aexit__(None, None, None)  # noqa: ASYNC102 - bounded: killed, not waited for
+        await self._stack.__aexit__(None, None, None)  # noqa: ASYNC102 - cut above
 
     def close(self) -> None:
         """Give all replicas up now; everybody who waits is told ``closed``."""

@@ -63,7 +63,9 @@ async def _stalled_body(port: int) -> None:
 
 
 async def _never_reads(port: int) -> None:
-    await ask_and_never_read(port, _PATH, body_of(random.Random(1), _PATH, 4000, stream=True))
+    await ask_and_never_read(
+        port, _PATH, body_of(random.Random(1), _PATH, 4000, stream=True)
+    )
 
 
 def _sends(whole: bytes) -> Hostile:
@@ -183,7 +185,9 @@ def p99(taken: list[float]) -> float:
     return 1000 * statistics.quantiles(taken, n=100, method="inclusive")[98]
 
 
-async def run(idle: int, each: int, seconds: float, names: list[str]) -> dict[str, tuple[float, float, float, float]]:
+async def run(
+    idle: int, each: int, seconds: float, names: list[str]
+) -> dict[str, tuple[float, float, float, float]]:
     """MiB before and at most, and p99 before and beside, by kind."""
     found = {}
     chosen: dict[str, tuple[Hostile, int]] = {"idle connections": (_idle, idle)}

@@ -12,6 +12,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import contextlib
+import os
 import random
 import signal
 import statistics
@@ -171,7 +172,9 @@ async def _end(run: Run, process: Any, children: list[psutil.Process]) -> None:
     if run.again is not None and not run.early:
         await asyncio.wait([exits], timeout=run.again)
         if not exits.done():
-            process.send_signal(signal.SIGINT)
+            # Not by the process object: that would reap it, unseen by the loop.
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(process.pid, signal.SIGINT)
             last = time.monotonic()
     # It is waited for in vain only so long that its lateness can be told.
     await asyncio.wait([exits], timeout=run.drain + 30)

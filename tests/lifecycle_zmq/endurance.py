@@ -235,7 +235,7 @@ async def holds(seconds: float, engines: int, *, hold: float = HOLD_SECONDS) -> 
         async with ZmqEngine(ENGINE, stopped_after=0.5) as engine:
             await engine.wait_ready()
             number = 0
-            while time.monotonic() < until:
+            while not number or time.monotonic() < until:
                 number += 1
                 request = {"count": 3, "hold_at": 1, "seconds": hold}
                 stream = await engine.start(f"held{number}", request)

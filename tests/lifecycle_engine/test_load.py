@@ -1,0 +1,42 @@
+"""`lifecycle-engine bench`: it tells what it saw, or that there is nobody."""
+
+from __future__ import annotations
+
+import socket
+import subprocess
+import sys
+
+from http_kit import ENV
+
+BENCH = [sys.executable, "-m", "lifecycle_engine.cli", "bench"]
+
+
+def bench(*options: str) -> subprocess.CompletedProcess[str]:
+    """Run the command to its end."""
+    return subprocess.run(
+        [*BENCH, *options],
+        capture_output=True,
+        check=False,
+        text=True,
+        env=ENV,
+        timeout=100,
+    )
+
+
+def test_measures_server_of_its_own() -> None:
+    """Without a URL it starts one, and every request is accounted for."""
+    done = bench("--requests", "12", "--clients", "3", "--tokens", "4")
+    assert done.returncode == 0, done.stderr
+    assert "answered   12 of 12" in done.stdout
+    for name in ("throughput", "first token p50", "whole      p50"):
+        assert name in done.stdout
+
+
+def test_says_that_nobody_is_there() -> None:
+    """One line and status 1, where nothing listens."""
+    with socket.create_server(("127.0.0.1", 0)) as probe:
+        port = probe.getsockname()[1]
+    done = bench("--url", f"http://127.0.0.1:{port}")
+    assert done.returncode == 1
+    assert "is a server running" in done.stderr
+    assert "Traceback" not in done.stderr

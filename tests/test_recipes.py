@@ -81,7 +81,8 @@ def running(code: str, *arguments: object) -> Iterator[subprocess.Popen[str]]:
     try:
         yield process
     finally:
-        os.killpg(process.pid, signal.SIGKILL)
+        with contextlib.suppress(ProcessLookupError):  # all of it has ended
+            os.killpg(process.pid, signal.SIGKILL)
         process.communicate(timeout=10)
 
 

@@ -12,6 +12,7 @@ import socket
 import ssl
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
+from functools import partial
 from urllib.parse import urljoin, urlsplit
 
 import anyio
@@ -120,13 +121,19 @@ def public(address: str) -> bool:
     return ip.is_global and not (ip.is_multicast or ip.is_reserved)
 
 
+def _trusting_the_system() -> Connect:
+    # Reading all certificates takes tens of milliseconds, for which nothing else runs.
+    return partial(connect, context=ssl.create_default_context())
+
+
 class HttpsGet:
     """Fetches files.
 
     Args:
         limits: What a file may be.
         resolve: Finds the addresses of a name.
-        connect: Makes a connection to an address, for a name.
+        connect: Makes a connection to an address, for a name; by default `connect`,
+            which trusts whom the system trusts when this is made.
     """
 
     def __init__(
@@ -134,11 +141,11 @@ class HttpsGet:
         limits: FetchLimits,
         *,
         resolve: Resolve = resolve,
-        connect: Connect = connect,
+        connect: Connect | None = None,
     ) -> None:
         self.limits = limits
         self._resolve = resolve
-        self._connect = connect
+        self._connect = connect or _trusting_the_system()
 
     async def __call__(self, url: str) -> bytes:
         """Fetch one file.

@@ -464,3 +464,31 @@ async def test_takes_base64_only_where_it_is_base64() -> None:
             got, told = await post(server, "/generate", ask("/generate", wrong))
             assert (got, told["error"]["param"]) == (400, "images[0]")
         await server.quiet()
+
+
+async def test_reads_the_certificates_of_the_system_once(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """They take tens of milliseconds, in which no other request gets on."""
+    read = []
+    real = ssl.create_default_context
+
+    def counted(**_: Any) -> ssl.SSLContext:
+        read.append(1)
+        return real()
+
+    async def refuse(*_: Any, ssl_context: ssl.SSLContext, **__: Any) -> Any:
+        assert ssl_context.verify_mode is ssl.CERT_REQUIRED
+        assert ssl_context.check_hostname
+        raise OSError
+
+    async def resolve(_: str) -> list[str]:
+        return [PUBLIC]
+
+    monkeypatch.setattr(ssl, "create_default_context", counted)
+    monkeypatch.setattr("anyio.connect_tcp", refuse)
+    get = HttpsGet(FetchLimits(), resolve=resolve)
+    for _ in range(3):
+        with pytest.raises(NotFetched, match="OSError"):
+            await get(f"https://{HOST}/image.png")
+    assert len(read) == 1

@@ -176,6 +176,9 @@ class EngineLoop:
         body: Mapping[str, Any],
         tensors: dict[str, memoryview | Place],
     ) -> None:
+        if self._books.peers.get(peer.address) is not peer:
+            # It was found gone a moment ago: nobody would ever end the stream.
+            return
         key = body["key"]
         if not self._loans.lodge(peer, generation, tensors):
             told = "a tensor is not where its description says"

@@ -126,8 +126,9 @@ class EngineActor:
             self._failure = error
             self._built.set()
             return
-        except SystemExit as error:
-            # Raised there as it is, it would end this actor as if it were to.
+        except BaseException as error:  # noqa: BLE001
+            # Such as of a device that is lost. Raised there as it is, it would end
+            # this actor as if it were to.
             self._failure = RuntimeError(str(error))
             self._built.set()
             return

@@ -228,11 +228,14 @@ async def test_requests_go_where_least_is_to_do(make_ray: Any, eventually: Any) 
         await engine.end("bytes")
 
 
-async def test_backend_that_cannot_be_made_says_why(make_ray: Any, quick: Any) -> None:
+@pytest.mark.parametrize("kind", [ValueError, SystemExit, BaseException])
+async def test_backend_that_cannot_be_made_says_why(
+    make_ray: Any, kind: type[BaseException]
+) -> None:
     """An error of the factory is the last word; again and again it is a breaker's case."""
 
     def factory() -> Any:
-        raise ValueError("no such checkpoint")
+        raise kind("no such checkpoint")
 
     async with make_ray(
         factory=factory,

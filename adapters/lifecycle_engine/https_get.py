@@ -24,6 +24,13 @@ _HOST_CHARS = 253
 _CHUNK = 65536
 _REDIRECTS = (301, 302, 303, 307, 308)
 _HOST = re.compile(r"[a-z0-9_-]+(\.[a-z0-9_-]+)*\.?")
+# The end of a stream is what a connection that ends in its handshake raises.
+_BROKEN = (
+    OSError,
+    h11.RemoteProtocolError,
+    anyio.BrokenResourceError,
+    anyio.EndOfStream,
+)
 # Where IPv6 addresses have an IPv4 address in their last bytes.
 _NAT64 = ipaddress.ip_network("64:ff9b::/96")
 # Where they lead to who knows whom: local NAT64, Teredo, 6to4, site-local.
@@ -97,6 +104,7 @@ async def connect(
 
     Raises:
         OSError: Nobody listens, or the certificate is not good.
+        anyio.EndOfStream: The connection ended in the handshake.
 
     Cancellation:
         At any time.
@@ -170,7 +178,7 @@ class HttpsGet:
             address = await self._address(target.host)
             async with await self._connect(address, target.host) as stream:
                 return await _Exchange(stream, self.limits).run(target)
-        except (OSError, h11.RemoteProtocolError, anyio.BrokenResourceError) as error:
+        except _BROKEN as error:
             # Without its words, which may be the address.
             problem = f"could not be fetched ({type(error).__name__})"
         raise NotFetched(problem)

@@ -492,3 +492,25 @@ async def test_reads_the_certificates_of_the_system_once(
         with pytest.raises(NotFetched, match="OSError"):
             await get(f"https://{HOST}/image.png")
     assert len(read) == 1
+
+
+@pytest.mark.parametrize("how", ["close", "abort"])
+async def test_refuses_what_ends_in_the_handshake(how: str) -> None:
+    """A server that hangs up is the client's mistake, and not one of ours."""
+
+    async def hang_up(reader: Any, writer: Any) -> None:
+        await reader.read(10)
+        getattr(writer.transport, how)()
+
+    async def resolve(_: str) -> list[str]:
+        return [PUBLIC]
+
+    async def connected(_: str, host: str) -> Any:
+        return await connect("127.0.0.1", host, port=port)
+
+    server = await asyncio.start_server(hang_up, "127.0.0.1", 0)
+    async with asyncio.timeout(20), server:
+        port = server.sockets[0].getsockname()[1]
+        get = HttpsGet(FetchLimits(), resolve=resolve, connect=connected)
+        with pytest.raises(NotFetched, match="could not be fetched"):
+            await get(f"https://{HOST}/image.png")

@@ -86,6 +86,5 @@ def test_starts_nothing_for_a_client_that_is_gone(reached: int) -> None:
     for generation in range(1, 5):
         script.bring(Kind.START, start(f"key-{generation}"), generation=generation)
     loop.run(script)
-    loop._turn()
     assert backend.live == set()
     assert loop._books.counters()["live"] == 0

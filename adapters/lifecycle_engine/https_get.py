@@ -62,7 +62,7 @@ class FetchLimits:
     Attributes:
         files: Of one request.
         file_bytes: Of each file.
-        seconds: For all files of a request together.
+        seconds: For all files of a request together; and before, for its turn.
         redirects: Of each file, each checked like the first URL.
         bytes: Of the files of all requests together, until hand-off.
     """

@@ -514,3 +514,15 @@ async def test_refuses_what_ends_in_the_handshake(how: str) -> None:
         get = HttpsGet(FetchLimits(), resolve=resolve, connect=connected)
         with pytest.raises(NotFetched, match="could not be fetched"):
             await get(f"https://{HOST}/image.png")
+
+
+async def test_waits_for_other_files_no_longer_than_for_its_own(site: Site) -> None:
+    """Who names slow servers would else keep every place in flight."""
+    async with fetching(site, limits={"seconds": 0.1}) as server:
+        remote = server.service.remote
+        with remote.gate.try_admit(bytes=remote.get.limits.bytes):
+            body = ask(PATHS[0], f"https://{HOST}/image.png")
+            status, told = await post(server, PATHS[0], body)
+        assert status == 503
+        assert told["error"]["code"] == "server_overloaded"
+        await server.quiet()

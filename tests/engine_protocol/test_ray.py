@@ -194,9 +194,7 @@ async def test_object_store_is_empty_again(make_ray: Any, eventually: Any) -> No
 
 async def test_requests_go_where_least_is_to_do(make_ray: Any, eventually: Any) -> None:
     """Tokens and bytes count until the end of a stream; a conversation stays."""
-    async with make_ray(
-        replicas=2, conversation=lambda it: it.get("conversation")
-    ) as engine:
+    async with make_ray(replicas=2) as engine:
         await ready(engine)
         hold = {"hold": True}
         await engine.start("long", hold | {"max_tokens": 1000})
@@ -211,7 +209,7 @@ async def test_requests_go_where_least_is_to_do(make_ray: Any, eventually: Any) 
         # Its place was chosen when the conversation began.
         for n in range(4):
             key = f"talk#{n}"
-            await engine.start(key, hold | {"conversation": 7, "max_tokens": 10**6})
+            await engine.start(key, hold | {"session": "talk", "max_tokens": 10**6})
             assert holder(engine, key) == holder(engine, "talk#0")
         for key in (
             "next",

@@ -180,9 +180,12 @@ class RayEngine:
 
         Raises:
             EngineLost: Too many of them ended before they ever served, or are broken.
+            ValueError: There are not so many.
 
         Cancellation: nothing changes.
         """
+        if replicas > len(self._replicas):
+            raise ValueError(f"{replicas} replicas of {len(self._replicas)}; ask fewer")
         ready = 0
         failures: list[EngineLost] = []
         async with anyio.create_task_group() as tasks:

@@ -206,7 +206,10 @@ def _percentile(values: Sequence[float], percent: int) -> float:
 
 
 def plot(report: dict[str, Any], path: Path) -> None:
-    """Draw time to the first token by load, and steps of a cancel by its phase."""
+    """Draw time to the first token by load, and steps of a cancel by its phase.
+
+    Needs matplotlib: ``pip install --group bench``.
+    """
     import matplotlib as mpl
 
     mpl.use("svg")

@@ -51,9 +51,13 @@ def find_by_last_part(app: Sphinx, env: Any, node: Any, contnode: Any) -> Any:
 
 
 def skip_inner(*about: Any) -> bool | None:
-    """Leave out what only other modules of ours call, as its docstring says."""
+    """Leave out what only other modules of ours call, as its docstring says.
+
+    And the fields of named tuples, which the docstrings of their classes describe.
+    """
     _app, _what, _name, member, *_ = about
-    return True if (member.__doc__ or "").startswith("Called by ") else None
+    inner = (member.__doc__ or "").startswith(("Called by ", "Alias for field number"))
+    return True if inner else None
 
 
 def setup(app: Sphinx) -> None:

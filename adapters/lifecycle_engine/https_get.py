@@ -12,6 +12,7 @@ import socket
 import ssl
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
+from functools import partial
 from urllib.parse import urljoin, urlsplit
 
 import anyio
@@ -23,6 +24,13 @@ _HOST_CHARS = 253
 _CHUNK = 65536
 _REDIRECTS = (301, 302, 303, 307, 308)
 _HOST = re.compile(r"[a-z0-9_-]+(\.[a-z0-9_-]+)*\.?")
+# The end of a stream is what a connection that ends in its handshake raises.
+_BROKEN = (
+    OSError,
+    h11.RemoteProtocolError,
+    anyio.BrokenResourceError,
+    anyio.EndOfStream,
+)
 # Where IPv6 addresses have an IPv4 address in their last bytes.
 _NAT64 = ipaddress.ip_network("64:ff9b::/96")
 # Where they lead to who knows whom: local NAT64, Teredo, 6to4, site-local.
@@ -54,7 +62,7 @@ class FetchLimits:
     Attributes:
         files: Of one request.
         file_bytes: Of each file.
-        seconds: For all files of a request together.
+        seconds: For all files of a request together; and before, for its turn.
         redirects: Of each file, each checked like the first URL.
         bytes: Of the files of all requests together, until hand-off.
     """
@@ -96,6 +104,7 @@ async def connect(
 
     Raises:
         OSError: Nobody listens, or the certificate is not good.
+        anyio.EndOfStream: The connection ended in the handshake.
 
     Cancellation:
         At any time.
@@ -120,13 +129,19 @@ def public(address: str) -> bool:
     return ip.is_global and not (ip.is_multicast or ip.is_reserved)
 
 
+def _trusting_the_system() -> Connect:
+    # Reading all certificates takes tens of milliseconds, for which nothing else runs.
+    return partial(connect, context=ssl.create_default_context())
+
+
 class HttpsGet:
     """Fetches files.
 
     Args:
         limits: What a file may be.
         resolve: Finds the addresses of a name.
-        connect: Makes a connection to an address, for a name.
+        connect: Makes a connection to an address, for a name; by default `connect`,
+            which trusts whom the system trusts when this is made.
     """
 
     def __init__(
@@ -134,11 +149,11 @@ class HttpsGet:
         limits: FetchLimits,
         *,
         resolve: Resolve = resolve,
-        connect: Connect = connect,
+        connect: Connect | None = None,
     ) -> None:
         self.limits = limits
         self._resolve = resolve
-        self._connect = connect
+        self._connect = connect or _trusting_the_system()
 
     async def __call__(self, url: str) -> bytes:
         """Fetch one file.
@@ -163,7 +178,7 @@ class HttpsGet:
             address = await self._address(target.host)
             async with await self._connect(address, target.host) as stream:
                 return await _Exchange(stream, self.limits).run(target)
-        except (OSError, h11.RemoteProtocolError, anyio.BrokenResourceError) as error:
+        except _BROKEN as error:
             # Without its words, which may be the address.
             problem = f"could not be fetched ({type(error).__name__})"
         raise NotFetched(problem)

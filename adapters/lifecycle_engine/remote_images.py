@@ -51,6 +51,8 @@ class RemoteImages:
 
         Raises:
             ApiError: 400, 413 or 504; no word of a URL is in it.
+            Refused: As from `Gate.admit`; at the latest after the seconds that the
+                files themselves may take.
 
         Cancellation:
             At any time; connections are closed.
@@ -59,7 +61,9 @@ class RemoteImages:
         if len(remote) > limits.files:
             message = f"{len(remote)} images by URL; the limit is {limits.files}"
             raise ApiError(400, message, code="too_many_images", param=remote[0].param)
-        lease = await self.gate.admit(bytes=limits.file_bytes * len(remote))
+        # It holds a place in flight meanwhile, which is not for ever.
+        size = limits.file_bytes * len(remote)
+        lease = await self.gate.admit(bytes=size, max_wait=limits.seconds)
         held.enter_context(lease)
         files = await self._fetch(remote)
         lease.settle(bytes=sum(map(len, files)))

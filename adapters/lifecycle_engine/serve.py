@@ -121,13 +121,13 @@ class DrainingServer(uvicorn.Server):
         self._service.sessions.close_all("shutdown")
         self._service.engine.close()
 
-    def handle_exit(self, sig: int, frame: FrameType | None) -> None:
+    def handle_exit(self, sig: int, frame: FrameType | None) -> None:  # noqa: ARG002
         """Note a signal."""
+        # Not uvicorn's own: it would skip the end of the lifespan after a second one,
+        # also after one that interrupts the first.
         if self.should_exit and sig == signal.SIGINT:
-            # Not uvicorn's own flag: that skips the end of the lifespan.
             self._hurried = True
-        else:
-            super().handle_exit(sig, frame)
+        self.should_exit = True
 
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:

@@ -122,7 +122,7 @@ class Service:
     deadlines: Deadlines
     new_sessions: Callable[[], SessionRegistry]
     correction: Correction = field(default_factory=Correction)
-    _forecasts: dict[str, Forecast] = field(default_factory=dict, init=False)
+    _forecasts: dict[Gate, Forecast] = field(default_factory=dict, init=False)
     remote: RemoteImages | None = None
     _sessions: SessionRegistry | None = field(default=None, init=False)
 
@@ -161,9 +161,9 @@ class Service:
         Cancellation:
             As for `Gate.admit`.
         """
-        forecast = self._forecasts.get(gate.name)
+        forecast = self._forecasts.get(gate)
         if forecast is None:
-            forecast = self._forecasts[gate.name] = Forecast(gate)
+            forecast = self._forecasts[gate] = Forecast(gate)
         if anyio.current_time() + forecast.wait() > until:
             return await gate.admit(bytes=size, max_wait=0)
         return await gate.admit(bytes=size)

@@ -53,7 +53,9 @@ class Spans:
         self._operations = dict(operations or {})
         self._tracer = trace.get_tracer("lifecycle", tracer_provider=tracer_provider)
         self._callers = TraceContextTextMapPropagator()
-        self._lock = threading.Lock()
+        # A lost lease is told by the garbage collector, which may come at any
+        # allocation of the thread that is in here already.
+        self._lock = threading.RLock()
         self._live: dict[str, _Open] = {}
         self._ended: OrderedDict[str, _Open] = OrderedDict()
 

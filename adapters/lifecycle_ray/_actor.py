@@ -126,11 +126,12 @@ class EngineActor:
             self._failure = error
             self._built.set()
             return
-        except SystemExit as error:
-            # Raised there as it is, it would end this actor as if it were to.
+        except BaseException as error:  # noqa: ASYNC103, BLE001 - no loop runs here
+            # Such as of a device that is lost. Raised there as it is, it would end
+            # this actor as if it were to.
             self._failure = RuntimeError(str(error))
             self._built.set()
-            return
+            return  # noqa: ASYNC104 - as above
         self._built.set()
         try:
             loop.run(self._transport)

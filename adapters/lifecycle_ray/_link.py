@@ -9,7 +9,7 @@ from typing import Any
 import anyio
 import numpy as np
 import ray
-from ray.exceptions import ObjectStoreFullError, RayError
+from ray.exceptions import ObjectStoreFullError, OutOfDiskError, RayError
 
 from lifecycle_zmq import EncodeError
 from lifecycle_zmq.bell import Bell
@@ -68,7 +68,7 @@ class RayLink:
         head, *memory = parts
         try:
             tensors = [ray.put(np.frombuffer(it, np.uint8)) for it in memory]
-        except ObjectStoreFullError:
+        except (ObjectStoreFullError, OutOfDiskError):
             raise EncodeError(
                 "no_memory", "the object store is full; admit fewer bytes at a time"
             ) from None

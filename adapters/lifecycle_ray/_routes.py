@@ -90,3 +90,9 @@ def weigh(request: Mapping[str, Any]) -> int:
     prompt, asked = request.get("input_ids"), request.get("max_tokens")
     known = len(prompt) if isinstance(prompt, list | tuple) else 0
     return 1 + known + (asked if isinstance(asked, int) else 0)
+
+
+def conversation(request: Mapping[str, Any]) -> Hashable | None:
+    """Return what a request of the bundled engine is a turn of, if of anything."""
+    session, share = request.get("session"), request.get("share")
+    return (share, session) if isinstance(session, str) else None

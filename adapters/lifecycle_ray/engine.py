@@ -17,7 +17,7 @@ from lifecycle_zmq import Backend, Health, Restarts, Supervisor
 
 from ._placement import Placement, join_cluster, take_back_sigterm
 from ._replica import Actor, Replica, Settings
-from ._routes import Routes, weigh
+from ._routes import Routes, conversation, weigh
 
 
 class Box(Protocol):
@@ -61,7 +61,8 @@ class RayEngine:
         weigh: How many tokens a request may take, to choose the replica with the least
             to do.
         conversation: What a request belongs to: what belongs together goes to one
-            replica; ``None`` is nothing.
+            replica; ``None`` is nothing. By default its ``session`` of that ``share``,
+            as the bundled engine has them.
     """
 
     def __init__(
@@ -81,7 +82,7 @@ class RayEngine:
         owner_timeout: float = 10.0,
         restarts: Callable[[], Restarts] = Restarts,
         weigh: Callable[[Mapping[str, Any]], int] = weigh,
-        conversation: Callable[[Mapping[str, Any]], Hashable | None] = lambda _: None,
+        conversation: Callable[[Mapping[str, Any]], Hashable | None] = conversation,
     ) -> None:
         self._address = address
         self._local = dict(local or {})
@@ -179,9 +180,12 @@ class RayEngine:
 
         Raises:
             EngineLost: Too many of them ended before they ever served, or are broken.
+            ValueError: There are not so many.
 
         Cancellation: nothing changes.
         """
+        if replicas > len(self._replicas):
+            raise ValueError(f"{replicas} replicas of {len(self._replicas)}; ask fewer")
         ready = 0
         failures: list[EngineLost] = []
         async with anyio.create_task_group() as tasks:

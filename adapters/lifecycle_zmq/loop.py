@@ -63,7 +63,7 @@ class EngineLoop:
         self._failed_steps = 0
 
     def run(self, transport: ServerTransport, pulse: Pulse | None = None) -> None:
-        """Serve until SHUTDOWN; blocks the calling thread.
+        """Serve until SHUTDOWN, once; blocks the calling thread.
 
         Args:
             transport: Carries the messages.
@@ -71,8 +71,13 @@ class EngineLoop:
         """
         self._transport = transport
         self._pulse = pulse or Pulse(None)
-        while self._running:
-            self._turn()
+        try:
+            while self._running:
+                self._turn()
+        finally:
+            # It refers to this: only a collection would find the backend, and all
+            # that was handed over to it.
+            del self._delivery
 
     def stop(self) -> None:
         """Let `run` return at its next turn; any thread may call this."""
@@ -176,6 +181,9 @@ class EngineLoop:
         body: Mapping[str, Any],
         tensors: dict[str, memoryview | Place],
     ) -> None:
+        if self._books.peers.get(peer.address) is not peer:
+            # It was found gone a moment ago: nobody would ever end the stream.
+            return
         key = body["key"]
         if not self._loans.lodge(peer, generation, tensors):
             told = "a tensor is not where its description says"

@@ -163,6 +163,8 @@ class Thread:
                 await self._watch(client, over)
         finally:
             self.client = None
+            # The backend, and what was handed over to it, go with the thread.
+            del self._loop
             if self.start_seconds is not None:
                 life = anyio.current_time() - self._began
                 self.served_seconds = life - self.start_seconds

@@ -194,9 +194,7 @@ async def test_object_store_is_empty_again(make_ray: Any, eventually: Any) -> No
 
 async def test_requests_go_where_least_is_to_do(make_ray: Any, eventually: Any) -> None:
     """Tokens and bytes count until the end of a stream; a conversation stays."""
-    async with make_ray(
-        replicas=2, conversation=lambda it: it.get("conversation")
-    ) as engine:
+    async with make_ray(replicas=2) as engine:
         await ready(engine)
         hold = {"hold": True}
         await engine.start("long", hold | {"max_tokens": 1000})
@@ -211,7 +209,7 @@ async def test_requests_go_where_least_is_to_do(make_ray: Any, eventually: Any) 
         # Its place was chosen when the conversation began.
         for n in range(4):
             key = f"talk#{n}"
-            await engine.start(key, hold | {"conversation": 7, "max_tokens": 10**6})
+            await engine.start(key, hold | {"session": "talk", "max_tokens": 10**6})
             assert holder(engine, key) == holder(engine, "talk#0")
         for key in (
             "next",
@@ -228,11 +226,14 @@ async def test_requests_go_where_least_is_to_do(make_ray: Any, eventually: Any) 
         await engine.end("bytes")
 
 
-async def test_backend_that_cannot_be_made_says_why(make_ray: Any, quick: Any) -> None:
+@pytest.mark.parametrize("kind", [ValueError, SystemExit, BaseException])
+async def test_backend_that_cannot_be_made_says_why(
+    make_ray: Any, kind: type[BaseException]
+) -> None:
     """An error of the factory is the last word; again and again it is a breaker's case."""
 
     def factory() -> Any:
-        raise ValueError("no such checkpoint")
+        raise kind("no such checkpoint")
 
     async with make_ray(
         factory=factory,
@@ -395,3 +396,32 @@ def test_calls_that_overtook_others_wait_for_them() -> None:
     while (arrived := transport.receive()) is not None:
         got.append(arrived[1])
     assert got == [[bytes([n])] for n in range(5)]
+
+
+@pytest.mark.parametrize("error", ["ObjectStoreFullError", "OutOfDiskError"])
+async def test_no_room_for_a_payload_is_a_refusal(
+    error: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nothing of it was sent, so nobody else loses the engine."""
+    ray = pytest.importorskip("ray", reason="Ray is not installed")
+    from lifecycle_ray._link import RayLink
+    from lifecycle_zmq import EncodeError
+
+    def full(_: Any) -> None:
+        raise getattr(ray.exceptions, error)("full")
+
+    monkeypatch.setattr(ray, "put", full)
+    link = RayLink(None, list, served=list, failed=list)  # type: ignore[arg-type]
+    with pytest.raises(EncodeError) as caught:
+        link.send([b"head", b"tensor"])
+    assert caught.value.code == "no_memory"
+    link.close()
+
+
+async def test_waits_for_no_more_replicas_than_there_are() -> None:
+    """It would wait for ever, or fail for no reason that anybody could tell."""
+    pytest.importorskip("ray", reason="Ray is not installed")
+    from lifecycle_ray import RayEngine
+
+    with pytest.raises(ValueError, match="2 replicas of 1"):
+        await RayEngine("a:b").wait_ready(2)

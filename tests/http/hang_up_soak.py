@@ -109,10 +109,16 @@ class Soak:
             await asyncio.sleep(_EVERY)
 
     def sample(self) -> dict[str, int]:
-        """Memory and descriptors of both processes."""
+        """Memory and descriptors of both processes; of the arena, what was ever used.
+
+        Its pages are shared, and stay: as many of them as payloads ever lay beside each
+        other, at most those of the gate.
+        """
         seen = {}
         for name, process in (("api", self._api), ("engine", self._engine)):
-            seen[f"{name} MiB"] = process.memory_info().rss >> 20
+            memory = process.memory_info()
+            seen[f"{name} own MiB"] = (memory.rss - memory.shared) >> 20
+            seen[f"{name} shared MiB"] = memory.shared >> 20
             seen[f"{name} descriptors"] = process.num_fds()
         return seen
 

@@ -118,7 +118,9 @@ async def shut_down(seed: int) -> Run:
 
 
 def _names(folder: str) -> set[str]:
-    return {path.name for path in Path(folder).iterdir()}
+    # Semaphores of multiprocessing, which we do not use, are somebody else's.
+    names = {path.name for path in Path(folder).iterdir()}
+    return {name for name in names if not name.startswith("sem.mp-")}
 
 
 @contextlib.asynccontextmanager

@@ -200,12 +200,13 @@ async def test_tells_engine_death_in_the_stream() -> None:
     async with asyncio.timeout(60), running() as server, client(server) as sdk:
         ask = {**ASK, "max_tokens": 4000}
         stream = await sdk.messages.create(**ask, stream=True)
+        pid = server.service.engine.pid
+        assert pid is not None
         with pytest.raises(anthropic.APIStatusError) as caught:
             async for event in stream:
-                if event.type == "content_block_delta":
-                    pid = server.service.engine.pid
-                    assert pid is not None
+                if event.type == "content_block_delta" and pid:
                     os.kill(pid, signal.SIGKILL)
+                    pid = 0
         assert caught.value.body["error"]["type"] == "overloaded_error"
 
 

@@ -464,3 +464,65 @@ async def test_takes_base64_only_where_it_is_base64() -> None:
             got, told = await post(server, "/generate", ask("/generate", wrong))
             assert (got, told["error"]["param"]) == (400, "images[0]")
         await server.quiet()
+
+
+async def test_reads_the_certificates_of_the_system_once(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """They take tens of milliseconds, in which no other request gets on."""
+    read = []
+    real = ssl.create_default_context
+
+    def counted(**_: Any) -> ssl.SSLContext:
+        read.append(1)
+        return real()
+
+    async def refuse(*_: Any, ssl_context: ssl.SSLContext, **__: Any) -> Any:
+        assert ssl_context.verify_mode is ssl.CERT_REQUIRED
+        assert ssl_context.check_hostname
+        raise OSError
+
+    async def resolve(_: str) -> list[str]:
+        return [PUBLIC]
+
+    monkeypatch.setattr(ssl, "create_default_context", counted)
+    monkeypatch.setattr("anyio.connect_tcp", refuse)
+    get = HttpsGet(FetchLimits(), resolve=resolve)
+    for _ in range(3):
+        with pytest.raises(NotFetched, match="OSError"):
+            await get(f"https://{HOST}/image.png")
+    assert len(read) == 1
+
+
+@pytest.mark.parametrize("how", ["close", "abort"])
+async def test_refuses_what_ends_in_the_handshake(how: str) -> None:
+    """A server that hangs up is the client's mistake, and not one of ours."""
+
+    async def hang_up(reader: Any, writer: Any) -> None:
+        await reader.read(10)
+        getattr(writer.transport, how)()
+
+    async def resolve(_: str) -> list[str]:
+        return [PUBLIC]
+
+    async def connected(_: str, host: str) -> Any:
+        return await connect("127.0.0.1", host, port=port)
+
+    server = await asyncio.start_server(hang_up, "127.0.0.1", 0)
+    async with asyncio.timeout(20), server:
+        port = server.sockets[0].getsockname()[1]
+        get = HttpsGet(FetchLimits(), resolve=resolve, connect=connected)
+        with pytest.raises(NotFetched, match="could not be fetched"):
+            await get(f"https://{HOST}/image.png")
+
+
+async def test_waits_for_other_files_no_longer_than_for_its_own(site: Site) -> None:
+    """Who names slow servers would else keep every place in flight."""
+    async with fetching(site, limits={"seconds": 0.1}) as server:
+        remote = server.service.remote
+        with remote.gate.try_admit(bytes=remote.get.limits.bytes):
+            body = ask(PATHS[0], f"https://{HOST}/image.png")
+            status, told = await post(server, PATHS[0], body)
+        assert status == 503
+        assert told["error"]["code"] == "server_overloaded"
+        await server.quiet()

@@ -148,6 +148,6 @@ async def test_lets_no_line_break_into_an_id(attacked: Server, path: str) -> Non
         answer = await asyncio.wait_for(reader.read(), 20)
         writer.close()
         status = int(answer.split()[1])
-        assert status == (404 if "cancel" in path else 400), answer
+        assert status in ({400, 404} if "cancel" in path else {400}), answer
         assert b"set-cookie" not in answer
     await attacked.quiet()

@@ -53,9 +53,11 @@ def body_of(draw: random.Random, path: str, tokens: int, *, stream: bool) -> byt
     return json.dumps({**fields, "messages": user(*content)}).encode()
 
 
-def request_of(path: str, body: bytes) -> bytes:
+def request_of(path: str, body: bytes, key: str | None = None) -> bytes:
     """The whole request, the only one on its connection."""
     head = f"POST {path} HTTP/1.1\r\nhost: here\r\nconnection: close\r\n"
+    if key is not None:
+        head += f"authorization: Bearer {key}\r\n"
     return f"{head}content-length: {len(body)}\r\n\r\n".encode() + body
 
 
@@ -97,10 +99,12 @@ async def read_answer(reader: asyncio.StreamReader, into: Answer) -> None:
         into.whole = True
 
 
-async def ask(port: int, path: str, body: bytes, into: Answer) -> None:
+async def ask(
+    port: int, path: str, body: bytes, into: Answer, *, key: str | None = None
+) -> None:
     """A good client: asks, and reads all."""
     async with connected(port) as (reader, writer):
-        writer.write(request_of(path, body))
+        writer.write(request_of(path, body, key))
         await writer.drain()
         await read_answer(reader, into)
 

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import threading
 from typing import Any
 
 import pytest
 
 pytest.importorskip("opentelemetry.sdk")
 
-from opentelemetry.sdk.trace import TracerProvider
+from opentelemetry.sdk.trace import SpanProcessor, TracerProvider
 from opentelemetry.sdk.trace.export import SimpleSpanProcessor
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 
@@ -99,3 +100,21 @@ def test_records_nothing_where_nobody_has_set_up_an_sdk() -> None:
     for event in (started(), cleanup(), ended(error="E", traceback=("a:1 in b", "E"))):
         spans(event)
     assert not spans._live
+
+
+def test_takes_an_event_of_a_finaliser_while_it_makes_a_span() -> None:
+    """A lease that is collected in the midst of a start is told to the same observer."""
+
+    class Collects(SpanProcessor):
+        """Where the garbage collector may come, too."""
+
+        def on_start(self, span: Any, parent_context: Any = None) -> None:
+            spans(DrainStarted(live=0))
+
+    provider = TracerProvider()
+    provider.add_span_processor(Collects())
+    spans = Spans(tracer_provider=provider)
+    thread = threading.Thread(target=spans, args=(started(),), daemon=True)
+    thread.start()
+    thread.join(10)
+    assert not thread.is_alive()

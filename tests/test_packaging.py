@@ -58,6 +58,9 @@ def test_imports_core_without_any_extra() -> None:
     [
         ("lifecycle_zmq", "msgpack", "zmq"),
         ("lifecycle_zmq", "zmq", "zmq"),
+        ("lifecycle_ray", "numpy", "ray"),
+        ("lifecycle_otel", "opentelemetry", "otel"),
+        ("lifecycle_metrics", "prometheus_client", "metrics"),
         ("lifecycle_ray", "ray", "ray"),
         ("lifecycle_engine.cli", "typer", "engine"),
     ],

@@ -54,7 +54,7 @@ class AppSettings:
     Attributes:
         model: The name that clients ask for.
         body_bytes: The largest request body.
-        body_idle: Seconds that a body may stand still.
+        body_idle: Seconds that a body may stand still, or take for 64 KiB.
         text_chars: The most text of one request.
         media: Limits on images.
         defaults: For requests that do not say.

@@ -22,7 +22,6 @@ from .launch import (
     Device,
     EngineOn,
     RunnerName,
-    default_checkpoint,
     make_processor,
     on_ray,
     worker_argv,
@@ -149,7 +148,7 @@ def serve(
 
     folder = None
     if runner is RunnerName.torch:
-        folder = _existing(checkpoint) if checkpoint else default_checkpoint()
+        folder = _existing(checkpoint) if checkpoint else commands.tiny()
     argv = worker_argv(
         runner,
         folder,
@@ -217,8 +216,8 @@ def serve(
         )
     except OSError as error:
         typer.echo(
-            f"cannot listen on {host} port {port}: {error.strerror}; "
-            f"choose another --port, or 0 for a free one",
+            f"cannot listen on {host} port {port}: {error.strerror or error}; "
+            f"choose another --port, 0 for a free one, or another --host",
             err=True,
         )
         raise typer.Exit(1) from None
@@ -261,6 +260,14 @@ def main() -> None:
     """Run the command line."""
     try:
         cli()
+    except ImportError as error:
+        if error.name is not None and error.name.startswith("lifecycle"):
+            raise
+        words = str(error)
+        if "install" not in words:
+            words += '; pip install "anyio-lifecycle[engine]"'
+        typer.echo(words, err=True)
+        sys.exit(2)
     except SystemExit as end:
         if not isinstance(end.code, int | None):
             raise

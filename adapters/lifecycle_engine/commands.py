@@ -11,6 +11,16 @@ import typer
 from .launch import RunnerName, default_checkpoint
 
 
+def tiny() -> Path:
+    """The tiny checkpoint, or an end that says why there is none."""
+    try:
+        return default_checkpoint()
+    except OSError as error:
+        remedy = "name one with --checkpoint, or use --runner sim"
+        typer.echo(f"no tiny checkpoint: {error}; {remedy}", err=True)
+        raise typer.Exit(1) from None
+
+
 def demo(
     *,
     runner: Annotated[
@@ -30,7 +40,7 @@ def demo(
         typer.echo(f"{error}; pip install 'anyio-lifecycle[demo]'", err=True)
         raise typer.Exit(2) from None
     if runner is RunnerName.torch:
-        default_checkpoint()  # built once, and not while the server is waited for
+        tiny()  # built once, and not while the server is waited for
     # Less than the clients bring, so that the gates have something to do.
     arguments = ["--runner", runner.value, "--slots", "24", "--payload-bytes"]
     arguments.append(str(512 * 2**20))
@@ -91,8 +101,12 @@ def bench(
 
     try:
         result = anyio.run(main)
-    except (ServerFailed, openai.APIConnectionError) as error:
-        typer.echo(f"bench: {error}; is a server running at {url}?", err=True)
+    except ServerFailed as error:
+        typer.echo(f"bench: {error}", err=True)
+        raise typer.Exit(1) from None
+    except openai.APIError as error:
+        remedy = f"is a server running at {url}? Name it without a path"
+        typer.echo(f"bench: {error}; {remedy}", err=True)
         raise typer.Exit(1) from None
     typer.echo("\n".join(result.lines()))
 
@@ -110,6 +124,9 @@ def checkpoint(
         build(out, family, seed)
     except ValueError as error:
         raise typer.BadParameter(str(error)) from None
+    except OSError as error:
+        typer.echo(f"{out} cannot be written: {error}; name another folder", err=True)
+        raise typer.Exit(1) from None
     typer.echo(f"{out}")
 
 

@@ -28,9 +28,12 @@ _SHARED_BYTES = 2**30
 # Distributions by the extra that brings them.
 _EXTRAS = {
     "zmq": ("pyzmq", "msgpack"),
+    "arena": ("numpy",),
+    "ray": ("ray",),
     "engine": ("torch", "transformers", "starlette", "uvicorn", "pillow", "numpy"),
     "structlog": ("structlog",),
     "metrics": ("prometheus-client",),
+    "otel": ("opentelemetry-api",),
     "demo": ("openai",),
 }
 _FASTER = {"httptools": "parses requests faster", "uvloop": "is a faster event loop"}

@@ -2,7 +2,26 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from lifecycle import Gate
+
+from .api_errors import bad_request
+
+
+def refuse_encoded(scope: Any) -> None:
+    """Refuse a body that its client has compressed: no bound here looks inside it.
+
+    Raises:
+        ApiError: 400 for any ``content-encoding`` but ``identity``.
+    """
+    for name, value in scope["headers"]:
+        if name == b"content-encoding" and value.strip().lower() != b"identity":
+            raise bad_request(
+                "Compressed bodies are not read; send it without content-encoding",
+                param="content-encoding",
+                code="unsupported_encoding",
+            )
 
 
 def refuse_when_full(gate: Gate) -> None:

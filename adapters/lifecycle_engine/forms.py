@@ -76,7 +76,7 @@ def checked(form: type[F], body: bytes, unsupported: Unsupported) -> F:
     if foreign is not None:
         raise foreign
     param = _param(mistake["loc"], unsupported)
-    words = mistake["msg"]
+    words = mistake["msg"] if param else "The body has to be a JSON object"
     if mistake["type"] == "union_tag_invalid":  # whose words are the client's own
         words = f"type should be one of {mistake['ctx']['expected_tags']}"
     raise bad_request(

@@ -23,7 +23,7 @@ from lifecycle_zmq import RequestRejected
 from .answers import Answer
 from .api_errors import INTERNAL, describe
 from .dialect import Dialect
-from .early import refuse_when_full
+from .early import refuse_encoded, refuse_when_full
 from .incoming import ClientLeft, Incoming, request_id
 from .observing import Observed, count
 from .openai_wire import Usage
@@ -74,6 +74,7 @@ class Generate:
         reply, request = Reply(send, self._dialect), request_of(scope)
         try:
             reply.request_id = request_id(scope)
+            refuse_encoded(scope)
             refuse_when_full(self._service.in_flight)
             with request.phase("read"):
                 incoming = await self._service.intake.read(receive, self._dialect.parse)

@@ -39,6 +39,9 @@ ID_PATTERN = "[A-Za-z0-9._-]{1,128}"
 _ID = re.compile(ID_PATTERN.encode())
 # Shorter bodies are parsed where they are: a thread costs more than they do.
 _INLINE_BYTES = 4096
+# What has to come of a body, on average, in the time that it may stand still: it is
+# admitted whole when it begins, and keeps others out for as long as it takes.
+_PACE = 65536
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -118,7 +121,7 @@ class Intake:
         defaults: For requests that do not say.
         limiter: Bounds the threads, and so the copies, that parse at a time.
         text_chars: The most text of one request, all messages together.
-        body_idle: Seconds that a body may stand still.
+        body_idle: Seconds that a body may stand still, or take for 64 KiB.
         remote_images: Whether images may be named by https URLs.
     """
 
@@ -230,17 +233,20 @@ class Intake:
 
     async def _read_body(self, receive: Any) -> bytes:
         chunks: list[bytes] = []
+        last = anyio.current_time() + self._body_idle
         while True:
-            message = await self._read_message(receive)
+            until = min(last, anyio.current_time() + self._body_idle)
+            message = await self._read_message(receive, until)
             if message["type"] == "http.disconnect":
                 raise ClientLeft
             chunks.append(message.get("body", b""))
+            last += self._body_idle * len(chunks[-1]) / _PACE
             if not message.get("more_body", False):
                 return b"".join(chunks)
 
-    async def _read_message(self, receive: Any) -> Any:
+    async def _read_message(self, receive: Any, until: float) -> Any:
         message = None
-        with anyio.move_on_after(self._body_idle) as scope:
+        with anyio.CancelScope(deadline=until) as scope:
             if self._closed:
                 scope.cancel()
             self._reading.add(scope)
@@ -252,7 +258,7 @@ class Intake:
             return message
         if self._closed:
             raise GateClosed("the server is shutting down; ask another one")
-        problem = f"The body stood still for {self._body_idle:g} s; send it again"
+        problem = f"64 KiB of the body took over {self._body_idle:g} s; send it faster"
         raise ApiError(408, problem, code="body_timeout")
 
     def _check_text(self, request: ChatRequest) -> None:

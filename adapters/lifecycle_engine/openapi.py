@@ -44,7 +44,7 @@ _FORMS: dict[str, tuple[type[Form], Unsupported, str, list[str]]] = {
 _STATUSES = {
     400: "The request is wrong",
     404: "There is no such model, or no such path",
-    408: "The body stood still",
+    408: "The body stood still, or came too slowly",
     409: "A live request has this id",
     413: "It can never fit, or breaks a limit",
     429: "Its share is used up; come back later",

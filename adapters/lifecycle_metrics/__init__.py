@@ -12,6 +12,14 @@ requests there are, and none can hold anything of a request.
 
 from __future__ import annotations
 
+try:
+    import prometheus_client as _prometheus_client  # noqa: F401
+except ModuleNotFoundError as error:
+    raise ModuleNotFoundError(
+        f'lifecycle_metrics needs {error.name}; pip install "anyio-lifecycle[metrics]"',
+        name=error.name,
+    ) from None
+
 from lifecycle_metrics._metrics import Metrics
 
 __all__ = ("Metrics",)

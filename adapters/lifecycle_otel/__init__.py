@@ -11,6 +11,14 @@ nothing is recorded.
 
 from __future__ import annotations
 
+try:
+    import opentelemetry as _opentelemetry  # noqa: F401
+except ModuleNotFoundError as error:
+    raise ModuleNotFoundError(
+        f'lifecycle_otel needs {error.name}; pip install "anyio-lifecycle[otel]"',
+        name=error.name,
+    ) from None
+
 from lifecycle_otel._spans import Spans
 
 __all__ = ("Spans",)

@@ -16,6 +16,7 @@ promises, each replica an actor that runs any `lifecycle_zmq.Backend`.
 from __future__ import annotations
 
 try:
+    import numpy as _numpy  # noqa: F401, ICN001
     import ray as _ray  # noqa: F401
 except ModuleNotFoundError as error:
     raise ModuleNotFoundError(

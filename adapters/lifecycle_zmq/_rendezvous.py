@@ -143,5 +143,5 @@ def _check_length(path: Path) -> None:
     if length > _MAX_PATH:
         raise OSError(
             f"the path of the engine's socket has {length} bytes, the system takes "
-            f"{_MAX_PATH}; pass a shorter directory="
+            f"{_MAX_PATH}; set TMPDIR to a shorter path, or pass a shorter directory="
         )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gzip
 import json
 import struct
 from typing import Any
@@ -319,6 +320,35 @@ async def test_ignores_fields_it_does_not_know(server: Any, client: Any) -> None
         extra_body={"unheard_of": {"deep": [1, 2]}},
     )
     assert answer.usage.completion_tokens == 2
+    await server.quiet()
+
+
+@pytest.mark.parametrize("encoding", ["gzip", "br", "x-odd"])
+@pytest.mark.parametrize("path", ["/v1/chat/completions", "/generate"])
+async def test_refuses_compressed_body(
+    server: Any, client: Any, path: str, encoding: str
+) -> None:
+    """What to do about it is said, not that the body is no JSON."""
+    answer = await client._client.post(
+        f"http://127.0.0.1:{server.port}{path}",
+        content=gzip.compress(b"{}"),
+        headers={"content-encoding": encoding},
+    )
+    assert answer.status_code == 400
+    assert is_error(answer.json(), "content-encoding", "unsupported_encoding")
+    assert "without content-encoding" in answer.text
+    await server.quiet()
+
+
+@pytest.mark.parametrize("body", [b"null", b"[]", b"1", b'"text"'])
+async def test_says_that_a_body_is_an_object(
+    server: Any, client: Any, body: bytes
+) -> None:
+    """A body that is no object is told so, in words that are no names of ours."""
+    url = f"http://127.0.0.1:{server.port}/generate"
+    answer = await client._client.post(url, content=body)
+    assert answer.status_code == 400
+    assert answer.json()["error"]["message"] == "The body has to be a JSON object"
     await server.quiet()
 
 

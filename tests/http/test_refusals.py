@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import os
 import resource
@@ -236,6 +237,46 @@ async def test_refuses_body_that_stands_still() -> None:
         await writer.wait_closed()
         await server.quiet()
         assert server.service.sessions.statistics().opened == 0
+
+
+async def test_refuses_body_that_trickles() -> None:
+    """Who sends a byte now and then does not keep others out for hours."""
+    settings = AppSettings(model="sim", body_idle=0.4)
+    async with running(settings=settings) as server:
+        reader, writer = await asyncio.open_connection("127.0.0.1", server.port)
+        head = b"POST /v1/chat/completions HTTP/1.1\r\nhost: here\r\n"
+        writer.write(head + b"content-length: 60000000\r\n\r\n{")
+
+        async def trickle() -> None:
+            with contextlib.suppress(OSError):
+                while True:
+                    writer.write(b" ")
+                    await asyncio.sleep(0.05)
+
+        trickling = asyncio.create_task(trickle())
+        async with asyncio.timeout(10):
+            answer = await reader.readuntil(b"\r\n\r\n")
+        assert answer.startswith(b"HTTP/1.1 408")
+        trickling.cancel()
+        writer.close()
+        await server.quiet()
+
+
+async def test_reads_body_that_takes_its_time() -> None:
+    """A large body may take longer than a small one."""
+    settings = AppSettings(model="sim", body_idle=1.0)
+    async with running(settings=settings) as server:
+        reader, writer = await asyncio.open_connection("127.0.0.1", server.port)
+        head = b"POST /v1/chat/completions HTTP/1.1\r\nhost: here\r\n"
+        writer.write(head + b"content-length: %d\r\n\r\n" % (6 * 65536))
+        for _ in range(6):
+            writer.write(b" " * 65536)
+            await asyncio.sleep(0.25)
+        async with asyncio.timeout(10):
+            answer = await reader.readuntil(b"\r\n\r\n")
+        assert answer.startswith(b"HTTP/1.1 400")  # it says nothing, but was read
+        writer.close()
+        await writer.wait_closed()
 
 
 async def test_tells_stream_that_is_cancelled_by_id() -> None:

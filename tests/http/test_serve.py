@@ -374,6 +374,43 @@ async def test_serves_images_with_torch(tmp_path: Path) -> None:
         assert await server.exit(signal.SIGTERM, within=20) == 0
 
 
+@pytest.mark.parametrize(
+    ("code", "argv", "words"),
+    [
+        ("sys.modules['starlette'] = None", ["--runner", "sim"], b"pip install"),
+        ("os.environ['HOME'] = '/dev/null'", ["--runner", "torch"], b"--checkpoint"),
+    ],
+    ids=["module", "cache"],
+)
+async def test_says_in_a_line_what_is_missing(
+    code: str, argv: list[str], words: bytes
+) -> None:
+    """No module, or no place for a checkpoint: what to do, and no traceback."""
+    code = f"import os, sys; {code}; from lifecycle_engine import cli; cli.main()"
+    process = await asyncio.create_subprocess_exec(
+        *[sys.executable, "-c", code, "serve", "--port", "0", *argv],
+        stderr=asyncio.subprocess.PIPE,
+        env=ENV,
+    )
+    async with asyncio.timeout(60):
+        _, errors = await process.communicate()
+    assert process.returncode
+    assert words in errors
+    assert errors.count(b"\n") == 1, errors
+
+
+async def test_says_that_no_checkpoint_can_be_written() -> None:
+    """A folder that cannot be made is named, without a traceback."""
+    argv = [*CLI, "checkpoint", "/dev/null/x"]
+    process = await asyncio.create_subprocess_exec(
+        *argv, stderr=asyncio.subprocess.PIPE, env=ENV
+    )
+    _, errors = await process.communicate()
+    assert process.returncode == 1
+    assert b"name another folder" in errors
+    assert b"Traceback" not in errors
+
+
 async def test_refuses_unknown_family(tmp_path: Path) -> None:
     """An unknown family is refused with those that are known."""
     argv = [*CLI, "checkpoint", str(tmp_path / "x"), "--family", "nope"]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import resource
 import subprocess
 import sys
+import tomllib
 from importlib import metadata
 from pathlib import Path
 
@@ -38,6 +39,14 @@ def test_finds_an_extra_that_is_missing(monkeypatch: pytest.MonkeyPatch) -> None
     assert finding.state == "note"
     assert "msgpack" in finding.found
     assert 'pip install "anyio-lifecycle[zmq]"' in finding.remedy
+
+
+def test_knows_every_extra() -> None:
+    """Whatever may be installed besides is looked for."""
+    document = Path(__file__).parents[2] / "pyproject.toml"
+    extras = tomllib.loads(document.read_text())["project"]["optional-dependencies"]
+    found = {finding.what for finding in doctor.examine()}
+    assert found >= {f"extra {name}" for name in extras}
 
 
 def test_finds_the_other_distribution_of_our_name(

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import http.server
 import socket
 import subprocess
 import sys
+import threading
 
 from http_kit import ENV
 
@@ -30,6 +32,18 @@ def test_measures_server_of_its_own() -> None:
     assert "answered   12 of 12" in done.stdout
     for name in ("throughput", "first token p50", "whole      p50"):
         assert name in done.stdout
+
+
+def test_says_that_it_is_somebody_else() -> None:
+    """One line and status 1, where what answers is no server of models."""
+    handler = http.server.BaseHTTPRequestHandler  # 501, whatever it is asked
+    with http.server.HTTPServer(("127.0.0.1", 0), handler) as other:
+        threading.Thread(target=other.serve_forever, daemon=True).start()
+        done = bench("--url", f"http://127.0.0.1:{other.server_port}/health")
+        other.shutdown()
+    assert done.returncode == 1
+    assert "without a path" in done.stderr
+    assert "Traceback" not in done.stderr
 
 
 def test_says_that_nobody_is_there() -> None:

@@ -153,6 +153,8 @@ def create_app(
         ],
         exception_handlers={HTTPException: _http_error, Exception: _internal_error},
     )
+    # A redirect would name the scheme and the host that this process sees.
+    app.router.redirect_slashes = False
     app.state.service = service
     return app
 

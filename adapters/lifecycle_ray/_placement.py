@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import signal
+import socket
 import threading
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -10,6 +11,8 @@ from typing import Any
 
 import ray
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+
+_KNOCK_SECONDS = 5.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -59,10 +62,13 @@ def join_cluster(address: str | None, local: Mapping[str, Any]) -> bool:
         Whether it was done here, and so is to be undone here.
 
     Raises:
+        ConnectionError: Nobody listens at that address.
         ValueError: That address is of a Ray client's server.
     """
     if address is not None and address.startswith("ray://"):
         raise ValueError(f"{address} is for clients; run this on a node of the cluster")
+    if address is not None:
+        _knock(address)
     if ray.is_initialized():
         return False
     if address is not None:
@@ -70,6 +76,20 @@ def join_cluster(address: str | None, local: Mapping[str, Any]) -> bool:
     else:
         ray.init(**{"include_dashboard": False, "log_to_driver": False, **local})
     return True
+
+
+def _knock(address: str) -> None:
+    """Find out at once that nobody is there, which ``ray.init`` takes minutes for."""
+    host, _, port = address.rpartition(":")
+    if not (host and port.isdigit()):  # "auto", or "local"
+        return
+    try:
+        socket.create_connection((host.strip("[]"), int(port)), _KNOCK_SECONDS).close()
+    except OSError as error:
+        raise ConnectionError(
+            f"no Ray cluster answers at {address} ({type(error).__name__}); name "
+            f"another address, or start one there with: ray start --head"
+        ) from None
 
 
 def take_back_sigterm() -> None:

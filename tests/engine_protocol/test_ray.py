@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import random
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -425,3 +426,14 @@ async def test_waits_for_no_more_replicas_than_there_are() -> None:
 
     with pytest.raises(ValueError, match="2 replicas of 1"):
         await RayEngine("a:b").wait_ready(2)
+
+
+async def test_says_at_once_that_nobody_listens_at_an_address() -> None:
+    """Ray itself would be silent for ten minutes."""
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        address = f"127.0.0.1:{taken.getsockname()[1]}"
+    from lifecycle_ray import RayEngine
+
+    with pytest.raises(ConnectionError, match="ray start --head"):
+        async with RayEngine("nothing:here", address=address):
+            pass

@@ -140,3 +140,9 @@ async def test_cancels_any_request_by_its_id(stream: bool) -> None:
         assert (status, told["error"]["code"]) == (404, "not_found")
         assert sessions.statistics().outcomes["cancelled"] == 4
         await server.quiet()
+
+
+async def test_redirects_nobody_who_adds_a_slash(server: Server) -> None:
+    """Behind TLS it would send them to http."""
+    status, told = await post(server, ASK, "/generate/")
+    assert (status, told["error"]["code"]) == (404, "not_found")

@@ -270,7 +270,7 @@ r.main(int(sys.argv[2]))
 @pytest.mark.timeout(300)
 def test_ends_work_in_replica_of_ray_serve() -> None:
     """The stream ends where it is made, in another process than the HTTP proxy's."""
-    pytest.importorskip("ray")
+    pytest.importorskip("ray.serve", exc_type=ImportError)
     port = free_port()
     # Its sockets need a short path.
     with (

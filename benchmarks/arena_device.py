@@ -52,7 +52,7 @@ def arena(name: str) -> tuple[dict[str, Any], list[Row]]:
     import numpy as np
     import torch
 
-    from lifecycle_engine.uploads import pin
+    from lifecycle_engine.models.uploads import pin
 
     device = torch.device(name)
     cuda = device.type == "cuda"
@@ -77,7 +77,7 @@ def arena(name: str) -> tuple[dict[str, Any], list[Row]]:
 
 def _copy(device: torch.device, source: np.ndarray) -> tuple[float, float, bool]:
     """Return milliseconds until the call returns and until the copy is done."""
-    from lifecycle_engine.uploads import TorchDevice, Uploads
+    from lifecycle_engine.models.uploads import TorchDevice, Uploads
 
     uploads = Uploads(TorchDevice(device))
     called, done, whole = [], [], True

@@ -208,7 +208,7 @@ def _count(pid: int | None, what: str) -> int:
 
 def _prompts(checkpoint: Path) -> list[Any]:
     """Texts, pictures and conversations, of some shares."""
-    from lifecycle_engine.chat_processor import ChatProcessor
+    from lifecycle_engine.chats.chat_processor import ChatProcessor
     from lifecycle_engine.processor import Chat, Message
 
     processor = ChatProcessor(checkpoint)

@@ -37,9 +37,9 @@ class Rig:
         graphs: str = "off",
         max_length: int = 4096,
     ) -> None:
-        from lifecycle_engine.chat_processor import ChatProcessor
-        from lifecycle_engine.checkpoint import Sizes, build
-        from lifecycle_engine.transformers_runner import TransformersRunner
+        from lifecycle_engine.chats.chat_processor import ChatProcessor
+        from lifecycle_engine.models.checkpoint import Sizes, build
+        from lifecycle_engine.models.transformers_runner import TransformersRunner
 
         if not (folder / "config.json").exists():
             build(folder, family, sizes=Sizes(**sizes), dtype=dtype)

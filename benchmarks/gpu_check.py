@@ -108,7 +108,7 @@ class Check:
 
     def identity(self) -> tuple[dict[str, Any], list[Row]]:
         """Greedy tokens of every family, alone and together, against `generate`."""
-        from lifecycle_engine.checkpoint import FAMILIES
+        from lifecycle_engine.models.checkpoint import FAMILIES
 
         shares = {}
         for family in FAMILIES:

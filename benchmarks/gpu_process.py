@@ -43,7 +43,7 @@ def death(device: str) -> tuple[dict[str, Any], list[Row]]:
         ]
     import anyio
 
-    from lifecycle_engine.checkpoint import build
+    from lifecycle_engine.models.checkpoint import build
 
     with tempfile.TemporaryDirectory() as folder:
         command = [

@@ -66,10 +66,10 @@ def serve(case: Case) -> None:
     """Be the API process."""
     from lifecycle import Gate, Payload
     from lifecycle_engine.app import AppSettings, create_app
+    from lifecycle_engine.chats.sim_processor import SimProcessor
+    from lifecycle_engine.http.serve import run
     from lifecycle_engine.processor import in_arena
-    from lifecycle_engine.serve import run
     from lifecycle_engine.service import Deadlines
-    from lifecycle_engine.sim_processor import SimProcessor
     from lifecycle_zmq import ZmqEngine
 
     class Keeping(ZmqEngine):

@@ -50,8 +50,8 @@ def serve(way: str) -> None:
     """Be the API process."""
     from lifecycle import Gate
     from lifecycle_engine.app import AppSettings, create_app
-    from lifecycle_engine.serve import run
-    from lifecycle_engine.sim_processor import SimProcessor
+    from lifecycle_engine.chats.sim_processor import SimProcessor
+    from lifecycle_engine.http.serve import run
     from lifecycle_zmq import ZmqEngine
 
     work = [sys.executable, "-m", "lifecycle_engine.worker", "--runner", "sim"]

@@ -222,7 +222,7 @@ def test_stops_transformers_serve_when_client_leaves(
     pytest.importorskip("accelerate")
     import psutil
 
-    from lifecycle_engine.checkpoint import build
+    from lifecycle_engine.models.checkpoint import build
 
     folder = build(tmp_path / "tiny", "qwen3")
     port = free_port()

@@ -27,20 +27,20 @@ from lifecycle_asgi import (
 )
 
 from .api_errors import INTERNAL, ApiError, describe
-from .cancels import Cancels
-from .dialect import Dialect, dump
-from .generate import Generate
-from .generate_dialect import PLAIN
-from .https_get import HttpsGet
+from .dialects.dialect import Dialect, dump
+from .dialects.generate_dialect import PLAIN
+from .dialects.messages_wire import ANTHROPIC
+from .dialects.openai_dialect import OPENAI
+from .dialects.responses_dialect import RESPONSES
+from .http.https_get import HttpsGet
+from .images.media import MediaLimits
+from .images.remote_images import RemoteImages
 from .incoming import ChatDefaults, Intake
-from .live import LiveView
-from .media import MediaLimits
-from .messages_wire import ANTHROPIC
-from .observing import log_failures, operation_of, together
-from .openai_dialect import OPENAI
 from .processor import Processor
-from .remote_images import RemoteImages
-from .responses_dialect import RESPONSES
+from .routes.cancels import Cancels
+from .routes.generate import Generate
+from .routes.live import LiveView
+from .routes.observing import log_failures, operation_of, together
 from .service import Deadlines, Engine, Service
 
 if TYPE_CHECKING:

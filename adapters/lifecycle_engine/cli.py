@@ -17,7 +17,6 @@ except ModuleNotFoundError as error:
     ) from None
 
 from . import commands
-from .hints import first_steps
 from .launch import (
     Device,
     EngineOn,
@@ -26,7 +25,8 @@ from .launch import (
     on_ray,
     worker_argv,
 )
-from .observing import LogName, log_of, spans_of, together
+from .routes.hints import first_steps
+from .routes.observing import LogName, log_of, spans_of, together
 
 if TYPE_CHECKING:
     from lifecycle_metrics import Metrics
@@ -139,10 +139,10 @@ def serve(
     from lifecycle import EngineLost, Gate
     from lifecycle_zmq import ZmqEngine
 
-    from . import serve as server
     from .app import AppSettings, create_app
-    from .connections import ConnectionLimits
-    from .https_get import FetchLimits, HttpsGet
+    from .http import serve as server
+    from .http.connections import ConnectionLimits
+    from .http.https_get import FetchLimits, HttpsGet
     from .processor import in_arena, room
     from .service import Engine
 

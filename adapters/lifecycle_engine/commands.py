@@ -118,7 +118,7 @@ def checkpoint(
     seed: Annotated[int, typer.Option(help="Of the random weights.")] = 0,
 ) -> None:
     """Build a tiny random checkpoint, offline."""
-    from .checkpoint import build
+    from .models.checkpoint import build
 
     try:
         build(out, family, seed)

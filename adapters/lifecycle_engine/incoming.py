@@ -20,7 +20,8 @@ from lifecycle import GateClosed, Payload
 from lifecycle_asgi.media import find_media
 
 from .api_errors import ApiError, bad_request
-from .media import (
+from .dialects.openai_schema import ANY_MODEL, ChatRequest, parse_request, unknown_model
+from .images.media import (
     Measure,
     MediaLimits,
     Weight,
@@ -30,7 +31,6 @@ from .media import (
     measure,
     weigh,
 )
-from .openai_schema import ANY_MODEL, ChatRequest, parse_request, unknown_model
 from .processor import Chat, Message
 
 Form = Callable[[bytes], ChatRequest]

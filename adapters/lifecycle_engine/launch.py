@@ -100,11 +100,11 @@ def make_processor(folder: Path | None, empty: Empty | None = None) -> Processor
         empty: Makes the buffers of pixels; ``None``: in ordinary memory.
     """
     if folder is None:
-        from .sim_processor import SimProcessor
+        from .chats.sim_processor import SimProcessor
 
         return SimProcessor(empty=empty)
-    from ._hf import hf
-    from .chat_processor import ChatProcessor
+    from .chats.chat_processor import ChatProcessor
+    from .models._hf import hf
 
     hf("set_verbosity_error", "utils.logging")()
     return ChatProcessor(folder, empty=empty)
@@ -116,7 +116,7 @@ def default_checkpoint(cache: Path | None = None) -> Path:
     Args:
         cache: Defaults to ``~/.cache/anyio-lifecycle``.
     """
-    from .checkpoint import build
+    from .models.checkpoint import build
 
     cache = cache or Path.home() / ".cache" / "anyio-lifecycle"
     folder = cache / "tiny-qwen2_5_vl"

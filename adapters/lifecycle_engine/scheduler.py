@@ -14,16 +14,16 @@ from typing import Any
 
 from lifecycle import strip
 
-from .backend import Finish, Merge, Output, RequestRejected
-from .fairness import Turns, giving_way
-from .line import Line
-from .meter import Meter
-from .requests import parse
-from .retained import Slots
 from .runner import Emitted, Runner
-from .tally import End, Tally
-from .task import Task
-from .traces import release, where
+from .scheduling.backend import Finish, Merge, Output, RequestRejected
+from .scheduling.fairness import Turns, giving_way
+from .scheduling.line import Line
+from .scheduling.meter import Meter
+from .scheduling.requests import parse
+from .scheduling.retained import Slots
+from .scheduling.tally import End, Tally
+from .scheduling.task import Task
+from .scheduling.traces import release, where
 
 _log = logging.getLogger(__name__)
 

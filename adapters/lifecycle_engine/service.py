@@ -12,11 +12,11 @@ import anyio
 
 from lifecycle import EngineLost, Gate, Lease, Payload, SessionRegistry
 
-from .correction import Correction
+from .images.correction import Correction
+from .images.remote_images import RemoteImages
 from .incoming import Intake
-from .patience import Forecast
 from .processor import Processor
-from .remote_images import RemoteImages
+from .routes.patience import Forecast
 
 
 class Engine(Protocol):

@@ -14,7 +14,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from .held import Held, Picture
+from .models.held import Held, Picture
 from .runner import Emitted, Prompt
 
 BYTES_PER_PIXEL = 24

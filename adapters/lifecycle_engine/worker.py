@@ -86,7 +86,7 @@ def build_runner(options: argparse.Namespace) -> Runner:
             "--runner torch needs --checkpoint DIR; "
             "`lifecycle-engine checkpoint DIR` builds a tiny one"
         )
-    from .transformers_runner import TransformersRunner
+    from .models.transformers_runner import TransformersRunner
 
     cuda = options.device == "cuda"
     return TransformersRunner.load(
@@ -102,7 +102,7 @@ def build_runner(options: argparse.Namespace) -> Runner:
 
 
 def _pin(arena: ArenaView) -> None:
-    from .uploads import pin
+    from .models.uploads import pin
 
     if not pin(arena):
         sys.stderr.write("lifecycle-engine: the device refused to pin the arena\n")

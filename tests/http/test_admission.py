@@ -15,7 +15,7 @@ from http_kit import GatedProcessor, answer_to, encoded, running, user
 from lifecycle import Gate
 from lifecycle_asgi import ClientLimit
 from lifecycle_engine.app import AppSettings
-from lifecycle_engine.patience import Forecast, patience
+from lifecycle_engine.routes.patience import Forecast, patience
 
 pytestmark = pytest.mark.asyncio
 SLOW = ("--sim-decode-step=0.02",)

@@ -27,11 +27,11 @@ from lifecycle import (
 from lifecycle_asgi import RequestScope
 from lifecycle_engine.api_errors import ApiError, describe
 from lifecycle_engine.app import AppSettings, create_app
-from lifecycle_engine.generate import Generate
-from lifecycle_engine.openai_dialect import OPENAI
+from lifecycle_engine.chats.sim_processor import SimProcessor
+from lifecycle_engine.dialects.openai_dialect import OPENAI
 from lifecycle_engine.processor import BadChat, BadImage
+from lifecycle_engine.routes.generate import Generate
 from lifecycle_engine.service import Deadlines
-from lifecycle_engine.sim_processor import SimProcessor
 from lifecycle_zmq import EngineFailed, RequestRejected
 
 pytestmark = pytest.mark.anyio

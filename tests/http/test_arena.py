@@ -25,9 +25,9 @@ from http_kit import (
 )
 
 from lifecycle import Gate
-from lifecycle_engine.media import MediaLimits, estimate_bytes, measure
+from lifecycle_engine.chats.sim_processor import SimProcessor
+from lifecycle_engine.images.media import MediaLimits, estimate_bytes, measure
 from lifecycle_engine.processor import in_arena
-from lifecycle_engine.sim_processor import SimProcessor
 
 pytestmark = pytest.mark.asyncio
 

@@ -38,12 +38,12 @@ from structlog.testing import LogCapture
 from lifecycle.observers import structlog_observer
 from lifecycle_asgi import request_log
 from lifecycle_engine.app import AppSettings
-from lifecycle_engine.generate_schema import parse_generate
-from lifecycle_engine.messages_schema import parse_messages
-from lifecycle_engine.observing import GEN_AI, log_failures, together
-from lifecycle_engine.openai_schema import parse_request
-from lifecycle_engine.responses_schema import parse_responses
-from lifecycle_engine.sim_processor import SimProcessor
+from lifecycle_engine.chats.sim_processor import SimProcessor
+from lifecycle_engine.dialects.generate_schema import parse_generate
+from lifecycle_engine.dialects.messages_schema import parse_messages
+from lifecycle_engine.dialects.openai_schema import parse_request
+from lifecycle_engine.dialects.responses_schema import parse_responses
+from lifecycle_engine.routes.observing import GEN_AI, log_failures, together
 from lifecycle_metrics import Metrics
 from lifecycle_otel import Spans
 from lifecycle_zmq import ZmqEngine

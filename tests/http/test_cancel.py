@@ -18,7 +18,7 @@ from http_kit import Quiet, make_engine, png, user
 
 from lifecycle import Gate
 from lifecycle_engine.app import AppSettings, create_app
-from lifecycle_engine.sim_processor import SimProcessor
+from lifecycle_engine.chats.sim_processor import SimProcessor
 
 TOKENS = 3
 

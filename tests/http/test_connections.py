@@ -15,7 +15,7 @@ from asgi_kit import serving
 from http_kit import Server, make_engine, running
 
 from lifecycle_asgi import LifecycleMiddleware
-from lifecycle_engine.connections import ConnectionLimits, http_protocol
+from lifecycle_engine.http.connections import ConnectionLimits, http_protocol
 
 pytestmark = pytest.mark.asyncio
 QUICK = ConnectionLimits(

@@ -15,8 +15,8 @@ from http_kit import data_url, encoded, png, png_chunk
 from hypothesis import given, settings, strategies as st
 
 from lifecycle_engine.api_errors import ApiError
-from lifecycle_engine.incoming import ChatDefaults, Intake
-from lifecycle_engine.media import (
+from lifecycle_engine.dialects.openai_schema import parse_request
+from lifecycle_engine.images.media import (
     Measure,
     MediaLimits,
     check_total,
@@ -24,7 +24,7 @@ from lifecycle_engine.media import (
     estimate_bytes,
     measure,
 )
-from lifecycle_engine.openai_schema import parse_request
+from lifecycle_engine.incoming import ChatDefaults, Intake
 
 LIMITS = MediaLimits()
 

@@ -29,7 +29,7 @@ from structlog.testing import LogCapture
 from lifecycle import Gate
 from lifecycle_asgi import request_log
 from lifecycle_engine.app import AppSettings
-from lifecycle_engine.observing import GEN_AI, together
+from lifecycle_engine.routes.observing import GEN_AI, together
 from lifecycle_engine.service import Deadlines
 from lifecycle_metrics import Metrics
 from lifecycle_otel import Spans

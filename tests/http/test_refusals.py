@@ -16,7 +16,7 @@ from http_kit import GatedProcessor, Quiet, answer_to, data_url, png, running, u
 
 from lifecycle import Gate
 from lifecycle_engine.app import AppSettings
-from lifecycle_engine.media import MediaLimits, estimate_bytes, measure
+from lifecycle_engine.images.media import MediaLimits, estimate_bytes, measure
 from lifecycle_engine.service import Deadlines
 
 pytestmark = pytest.mark.asyncio

@@ -20,14 +20,14 @@ from cryptography.hazmat.primitives.asymmetric import ec
 from http_kit import GatedProcessor, Server, data_url, encoded, png, running
 
 from lifecycle_engine.app import AppSettings
-from lifecycle_engine.https_get import (
+from lifecycle_engine.http.https_get import (
     FetchLimits,
     HttpsGet,
     NotFetched,
     connect,
     public,
 )
-from lifecycle_engine.media import MediaLimits
+from lifecycle_engine.images.media import MediaLimits
 
 pytestmark = pytest.mark.asyncio
 HOST, PUBLIC = "pictures.example", "93.184.216.34"

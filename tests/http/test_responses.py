@@ -11,8 +11,8 @@ import openai
 import pytest
 from http_kit import Server, data_url, encoded, running
 
+from lifecycle_engine.chats.sim_processor import SimProcessor
 from lifecycle_engine.processor import Chat, Prepared
-from lifecycle_engine.sim_processor import SimProcessor
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 ASK: dict[str, Any] = {"model": "sim", "input": "hello", "max_output_tokens": 20}

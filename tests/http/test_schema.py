@@ -14,7 +14,7 @@ import pytest_asyncio
 from http_kit import Server
 from schema_cases import attack, operations, target
 
-from lifecycle_engine.openapi import describe
+from lifecycle_engine.dialects.openapi import describe
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 CASES = 60

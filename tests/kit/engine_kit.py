@@ -14,12 +14,12 @@ from transformers import (
     GenerationConfig,
 )
 
-from lifecycle_engine.chat_processor import ChatProcessor
-from lifecycle_engine.checkpoint import Sizes, build
-from lifecycle_engine.families import load_model
+from lifecycle_engine.chats.chat_processor import ChatProcessor
+from lifecycle_engine.models.checkpoint import Sizes, build
+from lifecycle_engine.models.families import load_model
+from lifecycle_engine.models.transformers_runner import TransformersRunner
 from lifecycle_engine.processor import Chat, Message
 from lifecycle_engine.scheduler import Scheduler
-from lifecycle_engine.transformers_runner import TransformersRunner
 
 COUNT = 16
 TEXT_ONLY = ("llama", "qwen3")

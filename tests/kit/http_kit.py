@@ -24,9 +24,9 @@ from PIL import Image
 
 from lifecycle import Gate
 from lifecycle_engine.app import AppSettings, create_app
+from lifecycle_engine.chats.sim_processor import SimProcessor
 from lifecycle_engine.processor import Chat, Prepared
 from lifecycle_engine.service import Service
-from lifecycle_engine.sim_processor import SimProcessor
 from lifecycle_zmq import ZmqEngine
 
 FAST = (

@@ -19,7 +19,7 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A tiny random checkpoint, built once."""
     pytest.importorskip("torch").set_num_threads(1)
     pytest.importorskip("transformers")
-    from lifecycle_engine.checkpoint import build
+    from lifecycle_engine.models.checkpoint import build
 
     return build(tmp_path_factory.mktemp("checkpoint"))
 
@@ -27,7 +27,7 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="session")
 def model(checkpoint: Path) -> Any:
     """The model of that checkpoint; runners of one test share nothing else."""
-    from lifecycle_engine.transformers_runner import TransformersRunner
+    from lifecycle_engine.models.transformers_runner import TransformersRunner
 
     return TransformersRunner.load(checkpoint, slots=1, max_length=64).model
 
@@ -35,7 +35,7 @@ def model(checkpoint: Path) -> Any:
 @pytest.fixture(scope="session")
 def processor(checkpoint: Path) -> Any:
     """Tokenizer and image processor of that checkpoint."""
-    from lifecycle_engine.chat_processor import ChatProcessor
+    from lifecycle_engine.chats.chat_processor import ChatProcessor
 
     return ChatProcessor(checkpoint)
 

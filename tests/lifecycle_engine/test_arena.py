@@ -16,8 +16,8 @@ import pytest
 import lifecycle
 import lifecycle_zmq
 from lifecycle import Payload
+from lifecycle_engine.chats.sim_processor import SimProcessor
 from lifecycle_engine.processor import Chat, Message, in_arena, room
-from lifecycle_engine.sim_processor import SimProcessor
 from lifecycle_zmq import Arena, ZmqEngine
 
 SIZE = 4 * 2**20
@@ -39,7 +39,7 @@ def processors(request: pytest.FixtureRequest) -> Any:
     if request.param == "sim":
         yield SimProcessor(), SimProcessor(empty=empty), holder.arena
     else:
-        from lifecycle_engine.chat_processor import ChatProcessor
+        from lifecycle_engine.chats.chat_processor import ChatProcessor
 
         plain = request.getfixturevalue("processor")
         checkpoint = request.getfixturevalue("checkpoint")

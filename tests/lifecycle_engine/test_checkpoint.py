@@ -8,11 +8,11 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
-from lifecycle_engine.chat_processor import ChatProcessor  # noqa: E402
-from lifecycle_engine.checkpoint import FAMILIES, Sizes, build  # noqa: E402
+from lifecycle_engine.chats.chat_processor import ChatProcessor  # noqa: E402
+from lifecycle_engine.models.checkpoint import FAMILIES, Sizes, build  # noqa: E402
+from lifecycle_engine.models.transformers_runner import TransformersRunner  # noqa: E402
 from lifecycle_engine.processor import Chat, Message  # noqa: E402
 from lifecycle_engine.runner import Prompt  # noqa: E402
-from lifecycle_engine.transformers_runner import TransformersRunner  # noqa: E402
 
 SMALL = Sizes(vocab_size=420, hidden_size=32, layers=1, heads=2)
 

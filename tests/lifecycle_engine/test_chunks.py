@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 
-from lifecycle_engine.backend import Output
 from lifecycle_engine.runner import Emitted, Prompt
 from lifecycle_engine.scheduler import Scheduler
+from lifecycle_engine.scheduling.backend import Output
 from lifecycle_engine.sim_runner import SimRunner
 
 

@@ -11,7 +11,7 @@ pytest.importorskip("transformers")
 
 from engine_kit import COUNT, Kit, tokens_of  # noqa: E402
 
-from lifecycle_engine.checkpoint import FAMILIES  # noqa: E402
+from lifecycle_engine.models.checkpoint import FAMILIES  # noqa: E402
 from lifecycle_engine.processor import Chat, Message  # noqa: E402
 from lifecycle_engine.scheduler import Scheduler  # noqa: E402
 

@@ -7,8 +7,8 @@ import math
 import pytest
 from hypothesis import given, strategies as st
 
-from lifecycle_engine.correction import Correction
-from lifecycle_engine.media import Weight
+from lifecycle_engine.images.correction import Correction
+from lifecycle_engine.images.media import Weight
 
 LARGE = Weight(1000, 24_000_000)
 

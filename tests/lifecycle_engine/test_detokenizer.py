@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 from hypothesis import given, settings, strategies as st
 
-from lifecycle_engine.detokenizer import ByteDetokenizer, byte_alphabet
+from lifecycle_engine.chats.detokenizer import ByteDetokenizer, byte_alphabet
 
 BYTES = {byte: bytes([byte]) for byte in range(256)}
 

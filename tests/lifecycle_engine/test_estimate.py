@@ -10,10 +10,10 @@ import pytest
 from hypothesis import given, settings, strategies as st
 from PIL import Image
 
-from lifecycle_engine import images
 from lifecycle_engine.api_errors import ApiError
-from lifecycle_engine.estimate import estimate
-from lifecycle_engine.media import MediaLimits, Weight, measure
+from lifecycle_engine.images import images
+from lifecycle_engine.images.estimate import estimate
+from lifecycle_engine.images.media import MediaLimits, Weight, measure
 from lifecycle_engine.processor import BadImage
 
 LIMITS = MediaLimits(image_pixels=10_000)

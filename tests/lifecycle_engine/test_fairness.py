@@ -6,12 +6,12 @@ from typing import Any
 
 import pytest
 
-from lifecycle_engine.fairness import giving_way
-from lifecycle_engine.requests import Request
 from lifecycle_engine.runner import Emitted, Prompt
 from lifecycle_engine.scheduler import Scheduler
+from lifecycle_engine.scheduling.fairness import giving_way
+from lifecycle_engine.scheduling.requests import Request
+from lifecycle_engine.scheduling.task import Task
 from lifecycle_engine.sim_runner import SimRunner
-from lifecycle_engine.task import Task
 
 PIXELS = 24
 

@@ -16,10 +16,10 @@ pytest.importorskip("transformers")
 from engine_kit import COUNT, Kit, tokens_of  # noqa: E402
 from hypothesis import HealthCheck, given, settings, strategies as st  # noqa: E402
 
-from lifecycle_engine import attention, passes  # noqa: E402
-from lifecycle_engine.attention import attend  # noqa: E402
-from lifecycle_engine.checkpoint import FAMILIES, Sizes  # noqa: E402
-from lifecycle_engine.families import family_of, load_model  # noqa: E402
+from lifecycle_engine.models import attention, passes  # noqa: E402
+from lifecycle_engine.models.attention import attend  # noqa: E402
+from lifecycle_engine.models.checkpoint import FAMILIES, Sizes  # noqa: E402
+from lifecycle_engine.models.families import family_of, load_model  # noqa: E402
 from lifecycle_engine.processor import BadChat  # noqa: E402
 from lifecycle_engine.runner import Prompt  # noqa: E402
 from lifecycle_engine.scheduler import Scheduler  # noqa: E402

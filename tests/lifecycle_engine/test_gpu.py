@@ -11,9 +11,9 @@ import pytest
 torch = pytest.importorskip("torch")
 pytest.importorskip("transformers")
 
+from lifecycle_engine.models.transformers_runner import TransformersRunner  # noqa: E402
+from lifecycle_engine.models.uploads import TorchDevice, Uploads, pin  # noqa: E402
 from lifecycle_engine.scheduler import Scheduler  # noqa: E402
-from lifecycle_engine.transformers_runner import TransformersRunner  # noqa: E402
-from lifecycle_engine.uploads import TorchDevice, Uploads, pin  # noqa: E402
 from lifecycle_zmq import Arena, ArenaView  # noqa: E402
 from lifecycle_zmq.wire import Place  # noqa: E402
 

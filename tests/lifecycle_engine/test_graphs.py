@@ -10,12 +10,12 @@ import pytest
 torch = pytest.importorskip("torch")
 pytest.importorskip("transformers")
 
-from lifecycle_engine.checkpoint import FAMILIES, build  # noqa: E402
-from lifecycle_engine.families import load_model  # noqa: E402
-from lifecycle_engine.graphs import Fixed, Inputs, Lane  # noqa: E402
+from lifecycle_engine.models.checkpoint import FAMILIES, build  # noqa: E402
+from lifecycle_engine.models.families import load_model  # noqa: E402
+from lifecycle_engine.models.graphs import Fixed, Inputs, Lane  # noqa: E402
+from lifecycle_engine.models.transformers_runner import TransformersRunner  # noqa: E402
 from lifecycle_engine.runner import Prompt  # noqa: E402
 from lifecycle_engine.scheduler import Scheduler  # noqa: E402
-from lifecycle_engine.transformers_runner import TransformersRunner  # noqa: E402
 
 CPU = torch.device("cpu")
 

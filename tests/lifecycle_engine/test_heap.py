@@ -11,7 +11,7 @@ import pytest
 # Payloads of all sizes in several threads, each with a small thing that stays.
 BURST = """
 import os, sys, threading
-from lifecycle_engine.heap import give_large_back
+from lifecycle_engine.http.heap import give_large_back
 
 if "before" not in sys.argv:
     assert give_large_back()

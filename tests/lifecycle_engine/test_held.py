@@ -2,7 +2,7 @@ from __future__ import annotations
 
 from hypothesis import given, strategies as st
 
-from lifecycle_engine.held import Held, Picture
+from lifecycle_engine.models.held import Held, Picture
 
 # A prompt as pieces: words, or images of one to three tokens each.
 IMAGE = 99

@@ -3,7 +3,7 @@ from __future__ import annotations
 import pytest
 from hypothesis import given, strategies as st
 
-from lifecycle_engine.line import Line
+from lifecycle_engine.scheduling.line import Line
 
 
 def line_of(*pairs: tuple[str, str]) -> Line[str]:

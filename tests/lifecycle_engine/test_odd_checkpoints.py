@@ -15,9 +15,9 @@ from engine_kit import Kit  # noqa: E402
 from odd_configs import change_for  # noqa: E402
 from tokenizers import decoders  # noqa: E402
 
-from lifecycle_engine.checkpoint import FAMILIES  # noqa: E402
-from lifecycle_engine.families import family_of  # noqa: E402
-from lifecycle_engine.token_bytes import token_bytes  # noqa: E402
+from lifecycle_engine.chats.token_bytes import token_bytes  # noqa: E402
+from lifecycle_engine.models.checkpoint import FAMILIES  # noqa: E402
+from lifecycle_engine.models.families import family_of  # noqa: E402
 
 
 @pytest.mark.parametrize("seed", range(3))

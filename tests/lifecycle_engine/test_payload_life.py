@@ -70,7 +70,7 @@ def tower(model: Any) -> Iterator[Recorder]:
 @pytest.fixture
 def torch_scheduler(model: Any) -> Scheduler:
     """A scheduler over the real model."""
-    from lifecycle_engine.transformers_runner import TransformersRunner
+    from lifecycle_engine.models.transformers_runner import TransformersRunner
 
     return Scheduler(TransformersRunner(model, slots=2, max_length=512))
 
@@ -107,7 +107,7 @@ def test_strip_keeps_only_the_position_deltas(
     model: Any, prepared: list[Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """What is left of a request's tensors after prefill is one number."""
-    from lifecycle_engine.transformers_runner import TransformersRunner
+    from lifecycle_engine.models.transformers_runner import TransformersRunner
 
     seen: list[Prompt] = []
 
@@ -130,7 +130,7 @@ def test_payload_lives_as_long_as_a_chunk_needs_it(
     model: Any, prepare: Callable[..., Any], picture: Any
 ) -> None:
     """Pixels go with the last image's last token; an image's features with its own."""
-    from lifecycle_engine.transformers_runner import TransformersRunner
+    from lifecycle_engine.models.transformers_runner import TransformersRunner
 
     runner = TransformersRunner(model, slots=1, max_length=512)
     encode, encoded = runner._family.encode, []
@@ -168,7 +168,7 @@ def test_payload_is_dead_when_leaving_in_prefill(
     chunks: int,
 ) -> None:
     """Who leaves between two chunks takes pixels and encoder outputs along."""
-    from lifecycle_engine.transformers_runner import TransformersRunner
+    from lifecycle_engine.models.transformers_runner import TransformersRunner
 
     runner = TransformersRunner(model, slots=1, max_length=512)
     scheduler = Scheduler(runner, chunk=5)

@@ -20,9 +20,9 @@ import pytest
 from hypothesis import HealthCheck, given, settings, strategies as st
 from PIL import Image
 
-from lifecycle_engine import images
+from lifecycle_engine.chats.sim_processor import SimProcessor
+from lifecycle_engine.images import images
 from lifecycle_engine.processor import BadChat, BadImage, Chat, Message
-from lifecycle_engine.sim_processor import SimProcessor
 from lifecycle_engine.sim_runner import SimRunner
 
 
@@ -268,7 +268,7 @@ def test_sim_prompt_is_its_text() -> None:
 def test_sim_side_needs_no_torch() -> None:
     """The simulated engine and its processor import neither torch nor transformers."""
     code = (
-        "import sys; import lifecycle_engine.sim_processor, lifecycle_engine.scheduler,"
+        "import sys; import lifecycle_engine.chats.sim_processor, lifecycle_engine.scheduler,"
         "lifecycle_engine.sim_runner, lifecycle_engine.worker;"
         "print([m for m in ('torch', 'transformers') if m in sys.modules])"
     )
@@ -287,7 +287,7 @@ def test_qwen_side_needs_no_torch(
         "import sys; sys.modules['torch'] = None\n"
         "from pathlib import Path\n"
         "from lifecycle_engine.processor import Chat, Message\n"
-        "from lifecycle_engine.chat_processor import ChatProcessor\n"
+        "from lifecycle_engine.chats.chat_processor import ChatProcessor\n"
         "content = [Path(sys.argv[2]).read_bytes(), 'hi']\n"
         "chat = Chat([Message('user', content)], max_tokens=1)\n"
         "print(ChatProcessor(sys.argv[1]).prepare(chat).nbytes)\n"
@@ -409,7 +409,7 @@ def test_qwen_stop_ids_come_from_the_checkpoint(processor: Any) -> None:
 
 def test_qwen_runs_without_generation_config(checkpoint: Path, tmp_path: Path) -> None:
     """Where a checkpoint has no generation config, the tokenizer's end counts."""
-    from lifecycle_engine.chat_processor import ChatProcessor
+    from lifecycle_engine.chats.chat_processor import ChatProcessor
 
     for file in checkpoint.iterdir():
         if file.name not in ("generation_config.json", "model.safetensors"):

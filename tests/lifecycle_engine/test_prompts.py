@@ -5,7 +5,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from lifecycle_engine.prompts import VisionShape, check_images
+from lifecycle_engine.chats.prompts import VisionShape, check_images
 
 SHAPE = VisionShape(image_token=9, merge=2, patch_dim=6)
 

@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 
 from lifecycle_engine.api_errors import ApiError
-from lifecycle_engine.openai_dialect import OPENAI
-from lifecycle_engine.replies import Reply
+from lifecycle_engine.dialects.openai_dialect import OPENAI
+from lifecycle_engine.dialects.replies import Reply
 
 pytestmark = pytest.mark.anyio
 ERROR = ApiError(503, "The server is shutting down", code="shutting_down")

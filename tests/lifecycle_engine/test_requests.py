@@ -7,9 +7,9 @@ from typing import Any
 import pytest
 from hypothesis import given, strategies as st
 
-from lifecycle_engine.backend import RequestRejected
-from lifecycle_engine.requests import parse
 from lifecycle_engine.runner import Sampling
+from lifecycle_engine.scheduling.backend import RequestRejected
+from lifecycle_engine.scheduling.requests import parse
 from lifecycle_engine.sim_runner import SimRunner
 
 RUNNER = SimRunner(max_length=64)

@@ -8,8 +8,8 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
+from lifecycle_engine.models.sampling import Sampler, choose  # noqa: E402
 from lifecycle_engine.runner import Sampling  # noqa: E402
-from lifecycle_engine.sampling import Sampler, choose  # noqa: E402
 
 LOGITS = torch.tensor([[0.0, 2.0, 1.0, -1.0], [3.0, 0.0, 0.0, 3.5]])
 

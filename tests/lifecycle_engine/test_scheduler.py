@@ -5,9 +5,9 @@ from typing import Any
 
 import pytest
 
-from lifecycle_engine.backend import Output, RequestRejected
 from lifecycle_engine.runner import DeviceLost, Emitted, Prompt
 from lifecycle_engine.scheduler import Scheduler
+from lifecycle_engine.scheduling.backend import Output, RequestRejected
 from lifecycle_engine.sim_runner import SimRunner
 
 PIXELS = 24

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from lifecycle import Payload
-from lifecycle_engine.shared import Shared, SiblingFailed
+from lifecycle_engine.routes.shared import Shared, SiblingFailed
 
 pytestmark = pytest.mark.anyio
 

@@ -10,7 +10,7 @@ from hypothesis.stateful import (
     rule,
 )
 
-from lifecycle_engine.slots import NoFreeSlot, SlotPool
+from lifecycle_engine.scheduling.slots import NoFreeSlot, SlotPool
 
 
 class SlotPoolMachine(RuleBasedStateMachine):

@@ -12,9 +12,9 @@ import pytest
 from hypothesis import given, settings, strategies as st
 from PIL import Image
 
-from lifecycle_engine import images
+from lifecycle_engine.images import images
+from lifecycle_engine.images.structure import objection
 from lifecycle_engine.processor import BadImage
-from lifecycle_engine.structure import objection
 
 FORMATS = ("PNG", "JPEG", "WEBP", "GIF", "BMP", "TIFF")
 MANY = 2**18 + 1

@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 from hypothesis import given, strategies as st
 
-from lifecycle_engine.texts import StopStrings
+from lifecycle_engine.dialects.texts import StopStrings
 
 
 def cut(pieces: list[str], stops: list[str]) -> tuple[str, bool]:

@@ -10,10 +10,10 @@ import pytest
 torch = pytest.importorskip("torch")
 pytest.importorskip("transformers")
 
-from lifecycle_engine.device import told_if_lost  # noqa: E402
+from lifecycle_engine.models.device import told_if_lost  # noqa: E402
+from lifecycle_engine.models.transformers_runner import TransformersRunner  # noqa: E402
 from lifecycle_engine.runner import DeviceLost, Emitted, Prompt, Sampling  # noqa: E402
 from lifecycle_engine.scheduler import Scheduler  # noqa: E402
-from lifecycle_engine.transformers_runner import TransformersRunner  # noqa: E402
 
 COUNT = 24
 

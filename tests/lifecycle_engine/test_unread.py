@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from lifecycle import Gate
-from lifecycle_engine.unread import Unread
+from lifecycle_engine.routes.unread import Unread
 
 pytestmark = pytest.mark.asyncio
 

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from lifecycle_engine.uploads import TorchDevice, Uploads
+from lifecycle_engine.models.uploads import TorchDevice, Uploads
 from lifecycle_zmq import Arena, ArenaView
 from lifecycle_zmq.wire import Place
 

@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 
 from PIL import Image, ImageDraw
 
-from lifecycle_engine.media import Measure, estimate_bytes
+from lifecycle_engine.images.media import Measure, estimate_bytes
 
 # name, width, height, format, how many of a hundred requests send it
 SIZES = (

@@ -1,0 +1,76 @@
+"""The processor beside `SimRunner`: byte tokens and raw pixels, no transformers."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from lifecycle_engine.images import images
+from lifecycle_engine.processor import Chat, Empty, Prepared, bare
+from lifecycle_engine.sim_runner import BYTES_PER_PIXEL
+
+from .detokenizer import ByteDetokenizer
+
+END = 256
+_BYTES = {byte: bytes([byte]) for byte in range(256)}
+_FLOATS = BYTES_PER_PIXEL // 4
+
+
+class SimProcessor:
+    """Chats to UTF-8 bytes; images to 24 bytes a pixel, as a real model's are."""
+
+    def __init__(
+        self, *, max_pixels: int = 40_000_000, empty: Empty | None = None
+    ) -> None:
+        """Make a processor.
+
+        Args:
+            max_pixels: An image of more pixels is refused.
+            empty: Makes the buffers of pixels; ``None``: in ordinary memory.
+        """
+        self._max_pixels = max_pixels
+        self._empty = empty or np.empty
+
+    @bare
+    def prepare(self, chat: Chat) -> Prepared:
+        """Build the prompt and a float32 buffer ``(pixels, 6)`` of all images.
+
+        Raises:
+            BadImage: An image cannot be decoded or is too large.
+        """
+        text: list[str] = []
+        encoded: list[bytes] = []
+        for message in chat.messages:
+            text.append(f"{message.role}: ")
+            for part in message.content:
+                if isinstance(part, str):
+                    text.append(part)
+                else:
+                    text.append("[image]")
+                    encoded.append(part)
+            text.append("\n")
+        ids = list("".join(text).encode("utf-8", "replace"))
+        request = chat.request(ids, [] if chat.ignore_eos else [END])
+        tensors = {"pixels": self._pixels(encoded)} if encoded else {}
+        return Prepared(request, tensors, len(ids))
+
+    def detokenizer(self) -> ByteDetokenizer:
+        """Return a fresh detokenizer for one stream."""
+        return ByteDetokenizer(_BYTES)
+
+    def _pixels(self, encoded: list[bytes]) -> np.ndarray:
+        sizes = [
+            images.size(data, at, max_pixels=self._max_pixels)
+            for at, data in enumerate(encoded, 1)
+        ]
+        pixels = sum(w * h for w, h in sizes)
+        buffer: np.ndarray = self._empty((pixels, _FLOATS), np.float32)
+        row = 0
+        for at, data in enumerate(encoded, 1):
+            image = images.decode(data, at, max_pixels=self._max_pixels)
+            count = image.width * image.height
+            rgb = np.asarray(image, np.uint8).reshape(count, 3)
+            target = buffer[row : row + count]
+            np.divide(rgb, np.float32(255), out=target[:, :3])
+            target[:, 3:] = target[:, :3]
+            row += count
+        return buffer

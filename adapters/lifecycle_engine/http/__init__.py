@@ -1,0 +1,1 @@
+"""The socket side: uvicorn with limits on connections, and fetching over https."""

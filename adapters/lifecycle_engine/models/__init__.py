@@ -1,0 +1,1 @@
+"""Checkpoints under transformers: loading, KV cache, graphs, sampling, copies."""

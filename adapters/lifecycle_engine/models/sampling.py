@@ -1,0 +1,124 @@
+"""Choosing the next token from logits, for a whole batch where the logits are."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from lifecycle_engine.runner import Emitted, Sampling
+
+
+class Sampler:
+    """How one request draws its tokens; greedy at temperature 0.
+
+    Chance is one number a token, from the request's own generator on the CPU, so
+    that a seed gives the same tokens on every device and whoever else is in the
+    batch.
+    """
+
+    __slots__ = ("_generator", "sampling")
+
+    def __init__(self, sampling: Sampling) -> None:
+        self.sampling = sampling
+        self._generator: torch.Generator | None = None
+        if sampling.temperature > 0:
+            self._generator = torch.Generator()
+            if sampling.seed is None:
+                self._generator.seed()
+            else:
+                self._generator.manual_seed(sampling.seed)
+
+    @property
+    def greedy(self) -> bool:
+        """Whether the largest logit decides."""
+        return self._generator is None
+
+    def chance(self) -> float:
+        """Return the next number of the request, from 0 up to 1."""
+        draw = torch.rand((), generator=self._generator, dtype=torch.float64)
+        return float(draw)
+
+
+def choose(logits: torch.Tensor, samplers: Sequence[Sampler]) -> list[Emitted]:
+    """Return a token for each lane of ``(lanes, vocab)``."""
+    tokens: list[int] = logits.argmax(dim=-1).tolist()
+    # Lanes with and without a cut are drawn in different orders of the tokens, so
+    # each kind apart: what a lane draws must not depend on who is beside it.
+    for cut in (False, True):
+        lanes = [
+            lane
+            for lane, sampler in enumerate(samplers)
+            if not sampler.greedy and (sampler.sampling.top_p < 1) == cut
+        ]
+        if lanes:
+            drawn = _draw(logits[lanes], [samplers[lane] for lane in lanes], cut=cut)
+            for lane, token in zip(lanes, drawn, strict=True):
+                tokens[lane] = token
+    told = _logprobs(logits, tokens, samplers)
+    return [
+        Emitted(told.get(lane, [token]), token) for lane, token in enumerate(tokens)
+    ]
+
+
+def _draw(logits: torch.Tensor, samplers: Sequence[Sampler], *, cut: bool) -> list[int]:
+    """Draw where the summed probability passes each request's own chance."""
+    chances, temperatures, shares = _column(
+        [
+            (each.chance(), each.sampling.temperature, each.sampling.top_p)
+            for each in samplers
+        ],
+        logits.device,
+    )
+    weights = torch.softmax(logits.double() / temperatures, dim=-1)
+    order = None
+    if cut:
+        weights, order = weights.sort(dim=-1, descending=True, stable=True)
+        before = weights.cumsum(dim=-1) - weights
+        before[:, 0] = -1  # the likeliest stays, however small the share
+        weights = weights.masked_fill(before >= shares, 0)
+    sums = weights.cumsum(dim=-1)
+    # Strictly above the chance, so that a token without weight is never drawn.
+    places = torch.searchsorted(sums, chances * sums[:, -1:], right=True)
+    places = places.clamp_max(logits.shape[1] - 1)
+    drawn = places if order is None else order.gather(1, places)
+    tokens: list[int] = drawn[:, 0].tolist()
+    return tokens
+
+
+def _column(
+    rows: Sequence[tuple[float, ...]], device: torch.device
+) -> list[torch.Tensor]:
+    table = torch.tensor(rows, dtype=torch.float64).to(device)
+    return [column[:, None] for column in table.T]
+
+
+def _logprobs(
+    logits: torch.Tensor, tokens: Sequence[int], samplers: Sequence[Sampler]
+) -> dict[int, dict[str, Any]]:
+    """The items of the lanes that asked for log probabilities."""
+    counts = {
+        lane: sampler.sampling.logprobs
+        for lane, sampler in enumerate(samplers)
+        if sampler.sampling.logprobs is not None
+    }
+    if not counts:
+        return {}
+    lanes = list(counts)
+    logprobs = torch.log_softmax(logits[lanes].float(), dim=-1)
+    drawn = torch.tensor([[tokens[lane]] for lane in lanes], device=logits.device)
+    own = logprobs.gather(1, drawn)[:, 0].tolist()
+    size = min(max(counts.values()), logits.shape[1])
+    top, likeliest = (each.tolist() for each in logprobs.topk(size, dim=-1))
+    return {
+        lane: {
+            "token": tokens[lane],
+            "logprob": own[at],
+            "top": [
+                [token, logprob]
+                for token, logprob in zip(likeliest[at], top[at], strict=True)
+            ][: counts[lane]],
+        }
+        for at, lane in enumerate(lanes)
+    }

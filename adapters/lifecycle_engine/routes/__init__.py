@@ -1,0 +1,1 @@
+"""What a request goes through between its parsing and its answer."""

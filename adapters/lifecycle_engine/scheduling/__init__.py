@@ -1,0 +1,1 @@
+"""The parts of the scheduler: its line, its slots, its books."""

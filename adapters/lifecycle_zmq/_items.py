@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import sys
 from array import array
+from collections.abc import Mapping
 from typing import Any, Final
 
 from ._errors import ProtocolError
@@ -75,6 +76,8 @@ def pack_request(request: Any) -> bytes:
     Raises:
         EncodeError: It is no map of plain values, or too large.
     """
+    if type(request) is not dict and isinstance(request, Mapping):
+        request = dict(request)
     if not is_map(request):
         raise refuse("a request")
     return pack(request, "a request", size=MAX_REQUEST, array=_MAX_REQUEST_ARRAY)

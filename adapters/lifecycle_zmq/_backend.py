@@ -73,8 +73,9 @@ class Backend(Protocol):
         hold them while a device still copies.
 
         Returns:
-            How the stream's items may be merged while its reader is behind; ``None``
-            stands for ``"never"``.
+            How the stream's items may be merged while its reader is behind:
+            ``"concatenate"`` joins neighbours that are lists, ``"replace"`` keeps the
+            latest item only, ``"never"``, or ``None``, keeps each apart.
         """
         ...
 

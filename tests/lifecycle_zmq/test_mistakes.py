@@ -11,6 +11,7 @@ import pytest
 
 from lifecycle import Payload
 from lifecycle_zmq import (
+    EngineFailed,
     EngineLoop,
     Finish,
     Output,
@@ -121,3 +122,20 @@ async def test_says_what_of_a_start_is_wrong() -> None:
             with pytest.raises(RequestRejected, match=words):
                 await engine.start("a", {"merge": "join"})
             assert (await engine.status())["backend"] == {"keys": 0}
+
+
+async def test_says_what_an_item_may_be() -> None:
+    """Whoever streams a number of numpy's is told what to stream instead."""
+
+    class Odd(Once):
+        def step(self) -> list[Output]:
+            keys, self.keys = self.keys, []
+            return [Output(key, [object()]) for key in keys]
+
+    with anyio.fail_after(20):
+        async with ThreadEngine(Odd) as engine:
+            await engine.wait_ready()
+            stream = await engine.start("a", {})
+            with pytest.raises(EngineFailed, match="an item takes plain values only"):
+                await anext(stream)
+            await engine.end("a")

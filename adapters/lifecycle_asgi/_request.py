@@ -94,7 +94,7 @@ class RequestScope:
         """
         if not hasattr(session, "cancelled_as"):
             kind = type(session).__name__
-            raise TypeError(f"a session is attached, as sessions.open gives, not {kind}")
+            raise TypeError(f"a session is attached, from sessions.open, not {kind}")
         self._attached.append(session)
         if self._client_gone or self._cancelled_when_gone:
             session.cancelled_as = "client_gone"

@@ -114,7 +114,7 @@ async def test_says_what_of_a_start_is_wrong() -> None:
             await engine.wait_ready()
             with pytest.raises(TypeError, match="travel in a Payload, not dict: give"):
                 await engine.start("a", {}, box)
-            with pytest.raises(RequestRejected, match="a request takes plain values"):
+            with pytest.raises(TypeError, match="a map of plain values, not str"):
                 await engine.start("a", odd)
             with pytest.raises(RequestRejected, match="map of names, not int"):
                 await engine.start("a", {}, Payload(5))  # type: ignore[arg-type]

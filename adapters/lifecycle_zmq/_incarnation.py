@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,7 +17,7 @@ from ._rendezvous import Rendezvous
 from ._watch import Limits
 from .arena import Arena
 from .client import EngineClient
-from .process import EngineProcess
+from .process import EngineProcess, open_pidfd
 
 _VERDICTS: tuple[LiveHealth, ...] = ("stopped", "stalled")
 
@@ -159,13 +160,20 @@ class Incarnation:
         arena = self._settings.arena()
         if arena is not None and arena.descriptor is not None:
             inherited["arena"] = arena.descriptor
+        ours = open_pidfd(os.getpid())
+        if ours is not None:
+            inherited["parent"] = ours
         endpoint = _address.join(place.address, inherited)
         tail = ["--endpoint", endpoint, "--incarnation", str(self._number)]
-        return EngineProcess(
-            [*self._settings.argv, *tail],
-            env=self._settings.env,
-            pass_fds=[*self._settings.pass_fds, *inherited.values()],
-        )
+        try:
+            return EngineProcess(
+                [*self._settings.argv, *tail],
+                env=self._settings.env,
+                pass_fds=[*self._settings.pass_fds, *inherited.values()],
+            )
+        finally:
+            if ours is not None:
+                os.close(ours)
 
     async def _watch(
         self, process: EngineProcess, client: EngineClient, liveness: Liveness

@@ -100,7 +100,7 @@ async def test_reason_tells_how_a_process_ended(
 ) -> None:
     """One word for each way to go, with and without process descriptors."""
     if not descriptors:
-        monkeypatch.setattr(process_module, "_open_pidfd", lambda _: None)
+        monkeypatch.setattr(process_module, "open_pidfd", lambda _: None)
     process = EngineProcess([sys.executable, "-S", "-c", end])
     with anyio.fail_after(20):
         await process.wait()

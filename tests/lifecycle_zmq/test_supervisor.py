@@ -167,6 +167,7 @@ def _api(
     with subprocess.Popen(
         [sys.executable, str(API), *arguments],
         env=environment | {"TMPDIR": str(place)},
+        stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
     ) as api:
         try:
@@ -212,6 +213,24 @@ async def test_engine_goes_with_its_killed_parent(
             assert _seconds_until_gone(descriptor, api) < 0.1 + 5 * await _slowness()
     assert list(tmp_path.iterdir()) == []
     assert _shared_memory() == before
+
+
+@pytest.mark.parametrize("anyio_backend", ["asyncio"])
+async def test_engine_goes_although_a_fork_of_its_parent_lives(
+    engine_argv: list[str], environment: dict[str, str], tmp_path: Path
+) -> None:
+    """Orphaned before its own code began, its pipe held by a worker of the server (`fault-33`, `N7`)."""
+    begin = tmp_path / "begin"
+    arguments = ["--early", "--forked", *engine_argv, "--begin-when", str(begin)]
+    with _api(*arguments, environment=environment, place=tmp_path) as api:
+        assert api.stdout is not None
+        with _watched(int(api.stdout.readline())) as descriptor:
+            api.kill()
+            api.wait()
+            assert not select.select([descriptor], [], [], 0)[0]
+            begin.touch()
+            assert select.select([descriptor], [], [], 20)[0]
+    # The end of the block is also that of the fork, by its standard input.
 
 
 async def _slowness() -> float:

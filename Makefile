@@ -15,7 +15,7 @@ MAKEFLAGS += --no-print-directory
 .NOTPARALLEL:
 export PYTHON
 
-.PHONY: help demo test serve bench bench-memory bench-overload docs lint types pytest wheel attack soak \
+.PHONY: help demo test serve bench bench-memory bench-overload docs lint types pytest wheel sbom attack soak \
   faults coverage-of-cases gpu-check clean
 
 help:
@@ -26,6 +26,7 @@ help:
 	@echo 'make types      mypy, strict'
 	@echo 'make pytest     the tests with coverage; make pytest ARGS="-k gate" runs some of them'
 	@echo 'make wheel      build the wheel and import it with anyio alone installed'
+	@echo 'make sbom       what the wheel brings along with all its extras, as CycloneDX'
 	@echo 'make attack     a thousand made-up requests to each HTTP endpoint; make attack ARGS=100 for fewer'
 	@echo 'make soak       a million seeded schedules of the core; make soak ARGS=5000 for fewer'
 	@echo 'make faults     the engine link under kills, stops, leavers and mutated frames; make faults ARGS=50 for fewer kills'
@@ -75,6 +76,11 @@ endif
 wheel: .venv/.ready
 	@echo '== wheel'
 	@sh scripts/check-wheel.sh
+
+sbom: .venv/.ready
+	@mkdir -p build
+	@$(BIN)/python scripts/sbom.py >build/sbom.json
+	@echo build/sbom.json
 
 attack: .venv/.ready
 	@$(BIN)/python tests/http/attack.py $(or $(ARGS),1000)

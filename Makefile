@@ -21,7 +21,7 @@ export PYTHON
 help:
 	@echo 'make demo       run the server, a real engine and 32 unreliable clients; show that nothing leaks'
 	@echo 'make serve      start the server and leave it running, with a curl line to try'
-	@echo 'make test       everything that must pass: lint, types, tests, coverage, examples, wheel'
+	@echo 'make test       everything that must pass: lint, types, docs, tests, coverage, examples, wheel'
 	@echo 'make lint       ruff and flake8-async'
 	@echo 'make types      mypy, strict'
 	@echo 'make pytest     the tests with coverage; make pytest ARGS="-k gate" runs some of them'
@@ -44,7 +44,7 @@ demo: .venv/.ready
 serve: .venv/.ready
 	@$(BIN)/lifecycle-engine serve --hints $(ARGS)
 
-test: lint types pytest wheel
+test: lint types docs pytest wheel
 
 lint: .venv/.ready
 	@echo '== lint'
@@ -112,6 +112,7 @@ bench-overload: .venv/.ready
 	@$(BIN)/python benchmarks/draw.py overload
 
 docs: .venv/.docs
+	@echo '== docs'
 	@$(BIN)/sphinx-build -q -W -n docs docs/_build/html
 	@echo "docs/_build/html/index.html"
 

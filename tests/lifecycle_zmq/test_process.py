@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
 import shutil
+import signal
 import subprocess
 import sys
 import time
@@ -30,6 +32,9 @@ async def _gone(pid: int) -> None:
         with anyio.fail_after(20):
             await anyio.wait_readable(descriptor)
     finally:
+        # One that stayed fails the test, and is not left to the machine.
+        with contextlib.suppress(ProcessLookupError):
+            signal.pidfd_send_signal(descriptor, signal.SIGKILL)
         os.close(descriptor)
 
 

@@ -182,6 +182,9 @@ def _watched(pid: int) -> Iterator[int]:
     try:
         yield descriptor
     finally:
+        # One that stayed fails the test, and is not left to the machine.
+        with suppress(ProcessLookupError):
+            signal.pidfd_send_signal(descriptor, signal.SIGKILL)
         os.close(descriptor)
 
 
@@ -256,16 +259,22 @@ async def test_parent_killed_at_any_moment_leaves_nothing(
     for number in range(10):
         with _api(*engine_argv, environment=environment, place=tmp_path):
             await anyio.sleep(0.1 + 0.04 * number)
-        with anyio.fail_after(20):
-            while _of(tmp_path):
-                await anyio.sleep(0.01)
+        try:
+            with anyio.fail_after(20):
+                while _of(tmp_path):
+                    await anyio.sleep(0.01)
+        finally:
+            for stayed in _of(tmp_path):
+                os.kill(stayed, signal.SIGKILL)
     assert list(tmp_path.iterdir()) == []
 
 
 def _of(place: Path) -> list[int]:
-    """The engines whose endpoint is in a place."""
-    return [
-        process.pid
-        for process in psutil.process_iter(["cmdline"])
-        if any(str(place) in word for word in process.info["cmdline"] or ())
-    ]
+    """The engines of servers that were given a place for their files."""
+    found = []
+    for process in psutil.process_iter(["cmdline"]):
+        if "--endpoint" in (process.info["cmdline"] or ()):
+            with suppress(psutil.Error):
+                if process.environ().get("TMPDIR") == str(place):
+                    found.append(process.pid)
+    return found

@@ -19,8 +19,9 @@ process's side, around whatever implements `Backend`.
 #   _link, client                         the API process's end of one link
 #   _address, _rendezvous                 how the two processes find each other
 #   _page, _lock, _proc, _watch           how an engine is doing, without the link
-#   process, _liveness, _incarnation      one process; what it shows; all of it
-#   _restarts, _supervisor, supervised    one incarnation after another, of any kind
+#   process, _liveness                    one process; what it shows
+#   life, _incarnation                    one incarnation, of any kind; of processes
+#   _restarts, _supervisor, supervised    one incarnation after another
 #   engine                                of processes
 #   _backend, _held, _tick, _books        what the server knows, without a socket
 #   _delivery, _loans                     who gets what when

@@ -6,7 +6,7 @@ from . import _address
 from ._arena_view import ArenaView
 from ._backend import Backend
 from ._page import Page
-from ._parent import exit_with_parent, leave_signals_to_parent
+from ._parent import exit_with_parent, exit_with_process, leave_signals_to_parent
 from ._pulse import Pulse
 from ._router import Router
 from .loop import EngineLoop
@@ -65,6 +65,7 @@ class EngineServer:
         """Serve until SHUTDOWN; blocks the calling thread."""
         if self._leave_with_parent:
             exit_with_parent()
+            exit_with_process(self._inherited.get("parent"))
             leave_signals_to_parent()
         # From here on this thread's death is told at once.
         pulse = Pulse(Page.attach(self._inherited.get("liveness")))

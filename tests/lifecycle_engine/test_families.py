@@ -29,20 +29,6 @@ WITH_IMAGES = [name for name in FAMILIES if name not in ("llama", "qwen3")]
 
 
 @pytest.fixture(scope="module")
-def kits(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Kit]:
-    """A function that gives the kit of a family, built once."""
-    torch.set_num_threads(1)
-    made: dict[str, Kit] = {}
-
-    def kit(family: str) -> Kit:
-        if family not in made:
-            made[family] = Kit(tmp_path_factory.mktemp(family), family)
-        return made[family]
-
-    return kit
-
-
-@pytest.fixture(scope="module")
 def prompts(
     kits: Callable[[str], Kit], picture: Callable[..., bytes]
 ) -> Callable[[str], list[tuple[Any, list[int]]]]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
 import signal
 import subprocess
@@ -505,6 +506,8 @@ async def test_engine_goes_away_with_a_killed_api_process(
             with anyio.fail_after(20):
                 await anyio.wait_readable(descriptor)
         finally:
+            with contextlib.suppress(ProcessLookupError):
+                signal.pidfd_send_signal(descriptor, signal.SIGKILL)
             os.close(descriptor)
     assert list(tmp_path.iterdir()) == []
 

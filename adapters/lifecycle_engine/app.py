@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import AsyncIterator
-from contextlib import AbstractAsyncContextManager, asynccontextmanager
+from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -40,7 +40,7 @@ from .processor import Processor
 from .routes.cancels import Cancels
 from .routes.generate import Generate
 from .routes.live import LiveView
-from .routes.measuring import measured
+from .routes.measuring import Measuring
 from .routes.observing import log_failures, operation_of, together
 from .service import Deadlines, Engine, Service
 
@@ -140,7 +140,9 @@ def create_app(
     app = Starlette(
         routes=_routes(service, metrics),
         lifespan=lambda _: _running(
-            service, metrics, measured(service, observer, settings.measured_every)
+            service,
+            metrics,
+            Measuring(service, observer, every=settings.measured_every),
         ),
         middleware=[
             Middleware(
@@ -192,7 +194,7 @@ def _remote(
 async def _running(
     service: Service,
     metrics: Metrics | None,
-    measuring: AbstractAsyncContextManager[None],
+    measuring: Measuring,
 ) -> AsyncIterator[None]:
     async with service.running():
         if metrics is not None:

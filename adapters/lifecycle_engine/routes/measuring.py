@@ -3,53 +3,69 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from types import TracebackType
+from typing import Self
 
 import anyio
+from anyio.abc import TaskGroup
 
 from lifecycle.events import Observer, guarded
 from lifecycle_engine.events import Measures
 from lifecycle_engine.service import Service
 
 
-@asynccontextmanager
-async def measured(
-    service: Service, observer: Observer | None, every: float
-) -> AsyncIterator[None]:
-    """Tell *observer* of the engine every so many seconds, while there are requests.
+class Measuring:
+    """Tells an observer of the engine for as long as it is entered.
 
-    Cancellation:
-        At any time.
+    Args:
+        service: Whose engine; it runs.
+        observer: ``None``: nobody is told, and nothing asked.
+        every: Seconds from one event to the next, while there are requests.
     """
-    if observer is None:
-        yield
-        return
-    async with anyio.create_task_group() as tasks:
-        tasks.start_soon(_measure, service, observer, every)
-        yield
-        tasks.cancel_scope.cancel()
 
+    def __init__(
+        self, service: Service, observer: Observer | None, *, every: float
+    ) -> None:
+        self._service, self._every = service, every
+        self._tell = guarded(observer)
+        self._tasks: TaskGroup | None = None
 
-async def _measure(service: Service, observer: Observer, every: float) -> None:
-    try:
-        await _ask_for_ever(service, observer, every)
-    except Exception:
-        # Requests are served all the same.
-        logging.getLogger("lifecycle").exception("the engine is not measured any more")
+    async def __aenter__(self) -> Self:
+        if self._tell is not None:
+            self._tasks = await anyio.create_task_group().__aenter__()
+            self._tasks.start_soon(self._measure)
+        return self
 
+    async def __aexit__(
+        self,
+        exc_type: type[BaseException] | None,
+        exc: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> bool | None:
+        if self._tasks is None:
+            return None
+        self._tasks.cancel_scope.cancel()
+        return await self._tasks.__aexit__(exc_type, exc, traceback)
 
-async def _ask_for_ever(service: Service, observer: Observer, every: float) -> None:
-    tell, measures = guarded(observer), Measures()
-    assert tell is not None
-    seen: int | None = None
-    while True:
-        now = service.sessions.statistics()
-        if not now.live and now.opened == seen:
-            measures.idle(anyio.current_time())
-        elif (status := await service.engine_status(patience=every)) is not None:
-            for event in measures.events(status, anyio.current_time()):
-                tell(event)
-            # It is asked once more when the last request has left, to tell that.
-            seen = None if now.live else now.opened
-        await anyio.sleep(every)
+    async def _measure(self) -> None:
+        try:
+            await self._ask_for_ever()
+        except Exception:
+            # Requests are served all the same.
+            log = logging.getLogger("lifecycle")
+            log.exception("the engine is not measured any more")
+
+    async def _ask_for_ever(self) -> None:
+        service, measures = self._service, Measures()
+        assert self._tell is not None
+        seen: int | None = None
+        while True:
+            now = service.sessions.statistics()
+            if not now.live and now.opened == seen:
+                measures.idle(anyio.current_time())
+            elif (status := await service.engine_status(self._every)) is not None:
+                for event in measures.events(status, anyio.current_time()):
+                    self._tell(event)
+                # It is asked once more when the last request has left, to tell that.
+                seen = None if now.live else now.opened
+            await anyio.sleep(self._every)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-from types import TracebackType
 from typing import Self
 
 import anyio
@@ -36,16 +35,10 @@ class Measuring:
             self._tasks.start_soon(self._measure)
         return self
 
-    async def __aexit__(
-        self,
-        exc_type: type[BaseException] | None,
-        exc: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> bool | None:
-        if self._tasks is None:
-            return None
-        self._tasks.cancel_scope.cancel()
-        return await self._tasks.__aexit__(exc_type, exc, traceback)
+    async def __aexit__(self, *_: object) -> None:
+        if self._tasks is not None:
+            self._tasks.cancel_scope.cancel()
+            await self._tasks.__aexit__(None, None, None)  # noqa: ASYNC102 - cut above
 
     async def _measure(self) -> None:
         try:

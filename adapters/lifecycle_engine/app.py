@@ -40,6 +40,7 @@ from .processor import Processor
 from .routes.cancels import Cancels
 from .routes.generate import Generate
 from .routes.live import LiveView
+from .routes.measuring import Measuring
 from .routes.observing import log_failures, operation_of, together
 from .service import Deadlines, Engine, Service
 
@@ -63,6 +64,7 @@ class AppSettings:
         end_timeout: Seconds that the END of one request may take.
         per_client: Requests of one client at a time; ``None`` is unbounded.
         fetch: Brings images that requests name by https URLs; ``None`` refuses them.
+        measured_every: Seconds from one `events.EngineMeasured` to the next.
     """
 
     model: str = "lifecycle"
@@ -76,6 +78,7 @@ class AppSettings:
     end_timeout: float = 10.0
     per_client: int | None = None
     fetch: HttpsGet | None = None
+    measured_every: float = 1.0
 
 
 def create_app(
@@ -101,8 +104,8 @@ def create_app(
         bodies: Over the bytes of bodies, until hand-off; by default room for eight of
             the largest.
         settings: The rest.
-        observer: Told of requests, sessions, starts, payloads and drains; *metrics* for
-            one.
+        observer: Told of requests, sessions, starts, payloads and drains, and of what
+            the engine does; *metrics* for one.
         metrics: What ``/metrics`` tells; it is made to watch gates and sessions.
         log: Told of requests, too. By default it logs those that failed.
 
@@ -136,7 +139,11 @@ def create_app(
     )
     app = Starlette(
         routes=_routes(service, metrics),
-        lifespan=lambda _: _running(service, metrics),
+        lifespan=lambda _: _running(
+            service,
+            metrics,
+            Measuring(service, observer, every=settings.measured_every),
+        ),
         middleware=[
             Middleware(
                 LifecycleMiddleware,
@@ -184,11 +191,16 @@ def _remote(
 
 
 @asynccontextmanager
-async def _running(service: Service, metrics: Metrics | None) -> AsyncIterator[None]:
+async def _running(
+    service: Service,
+    metrics: Metrics | None,
+    measuring: Measuring,
+) -> AsyncIterator[None]:
     async with service.running():
         if metrics is not None:
             metrics.watch(*service.gates, service.sessions)
-        yield
+        async with measuring:
+            yield
 
 
 def _routes(service: Service, metrics: Metrics | None) -> list[Route]:

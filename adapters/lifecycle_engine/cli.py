@@ -96,6 +96,16 @@ def serve(
         typer.Option(help="Requests of one API key at a time; 0 is unbounded.", min=0),
     ] = 0,
     max_batch: Annotated[int, typer.Option(help="Requests in one step.", min=1)] = 8,
+    kv_slots: Annotated[
+        int | None,
+        typer.Option(
+            help="Requests whose KV is held, those in a step and conversations that "
+            "rest between two turns (prompt_cache_key); each takes the memory of "
+            "--max-length tokens. As many as --max-batch if left out: set it higher "
+            "where many talk in turns.",
+            min=1,
+        ),
+    ] = None,
     max_length: Annotated[
         int | None, typer.Option(help="Tokens of prompt and answer together.", min=1)
     ] = None,
@@ -154,6 +164,7 @@ def serve(
         folder,
         device=device,
         max_batch=max_batch,
+        kv_slots=_enough(kv_slots, max_batch),
         max_length=max_length,
         chunk=chunk,
         dtype=dtype,
@@ -244,6 +255,16 @@ def _metrics() -> Metrics | None:
     except ImportError:  # the server runs without its extra
         return None
     return Metrics()
+
+
+def _enough(kv_slots: int | None, max_batch: int) -> int | None:
+    if kv_slots is None or kv_slots >= max_batch:
+        return kv_slots
+    raise typer.BadParameter(
+        f"{kv_slots} cannot hold a batch of {max_batch}; give more, or a smaller "
+        f"--max-batch",
+        param_hint="--kv-slots",
+    )
 
 
 def _existing(folder: Path) -> Path:

@@ -15,6 +15,7 @@ pytest.importorskip("transformers")
 
 from engine_kit import COUNT, Kit, tokens_of  # noqa: E402
 from hypothesis import HealthCheck, given, settings, strategies as st  # noqa: E402
+from more_examples import TIMES  # noqa: E402
 
 from lifecycle_engine.models import attention, passes  # noqa: E402
 from lifecycle_engine.models.attention import attend  # noqa: E402
@@ -264,7 +265,7 @@ def test_llava_is_prepared_as_by_transformers(
 
 
 @settings(
-    max_examples=12,
+    max_examples=TIMES * 12,
     deadline=None,
     suppress_health_check=[HealthCheck.function_scoped_fixture],
 )

@@ -148,6 +148,7 @@ class Options(Form):
     top_logprobs: int | None = Field(default=None, ge=0, le=20)
     stream: bool | None = None
     user: str | None = Field(default=None, max_length=256)
+    prompt_cache_key: str | None = Field(default=None, max_length=256)
     ignore_eos: bool | None = None
 
 
@@ -160,7 +161,6 @@ class ChatRequest(Options):
     )
     max_completion_tokens: int | None = Field(default=None, ge=1, lt=2**31)
     stream_options: StreamOptions | None = None
-    prompt_cache_key: str | None = Field(default=None, max_length=256)
 
     # Typed although unsupported, so that a wrong type is told as such; not what is
     # inside, as pydantic makes an error of each and a request may have many.

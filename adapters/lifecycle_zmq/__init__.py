@@ -16,7 +16,8 @@ process's side, around whatever implements `Backend`.
 #   transport                             what carries messages, for both ends
 #   _slot, _streams, _table, _outbox      what the client knows, without I/O
 #   _lodging                              tensors of a request into an arena
-#   _link, client                         the API process's end of one link
+#   _frames, _pair                        a pair of sockets: both ends
+#   _link, client                         ZeroMQ's end here; the end of any link here
 #   _address, _rendezvous                 how the two processes find each other
 #   _page, _lock, _proc, _watch           how an engine is doing, without the link
 #   process, _liveness, _incarnation      one process; what it shows; all of it
@@ -32,7 +33,6 @@ from __future__ import annotations
 
 try:
     import msgpack as _msgpack  # noqa: F401
-    import zmq as _zmq  # noqa: F401
 except ModuleNotFoundError as error:
     raise ModuleNotFoundError(
         f'lifecycle_zmq needs {error.name}; pip install "anyio-lifecycle[zmq]"',

@@ -16,7 +16,6 @@ from . import wire
 from ._errors import EncodeError, ProtocolError, RequestRejected
 from ._hand_off import Box, forget_frames, where
 from ._items import pack_request
-from ._link import Link
 from ._lodging import Lodging
 from ._sender import Sender
 from ._streams import EngineStream, StreamState
@@ -58,8 +57,7 @@ class EngineClient:
         window: int = 64 * 2**10,
         arena: Arena | None = None,
     ) -> None:
-        connect = partial(Link, endpoint) if isinstance(endpoint, str) else endpoint
-        self._connect: Connect = connect
+        self._connect = connect_to(endpoint) if isinstance(endpoint, str) else endpoint
         self._retry_after = retry_after
         self._incarnation = incarnation
         self._arena = arena
@@ -239,7 +237,10 @@ class EngineClient:
 
     def drain(self) -> None:
         """Handle every message that has arrived; a fault of the engine loses it."""
-        self._link.drain()
+        try:
+            self._link.drain()
+        except ProtocolError as error:
+            self._give_up("protocol", str(error))
 
     def _begin(
         self, key: str, request: Mapping[str, Any], tensors: Box | None
@@ -286,6 +287,10 @@ class EngineClient:
         with scope:
             try:
                 await run()
+            except EncodeError as error:
+                self._give_up("client_fault", where(error))
+            except ProtocolError as error:
+                self._give_up("protocol", str(error))
             except Exception as error:  # noqa: BLE001
                 # A fault of ours ends the waiters, never the server around us.
                 self._give_up("client_fault", where(error))
@@ -316,3 +321,15 @@ class EngineClient:
             reason=reason,
             retry_after=self._retry_after,
         )
+
+
+def connect_to(endpoint: str) -> Connect:
+    """Return what makes a link of ZeroMQ, which is asked for nowhere else."""
+    try:
+        from ._link import Link
+    except ModuleNotFoundError as error:
+        raise ModuleNotFoundError(
+            f'an ipc:// link needs {error.name}; pip install "anyio-lifecycle[zmq]"',
+            name=error.name,
+        ) from None
+    return partial(Link, endpoint)

@@ -1,4 +1,4 @@
-"""Engines in another process, over ZeroMQ.
+"""Engines in another process.
 
 `ZmqEngine` is the API process's side: it spawns the engine, hands requests to it,
 streams their items and replaces it when it dies. `EngineServer` is the engine

@@ -18,7 +18,7 @@ import pytest
 
 from lifecycle import EngineLost, Payload, SessionRegistry
 from lifecycle_zmq import EngineFailed, RequestRejected, ZmqEngine
-from lifecycle_zmq._link import Link
+from lifecycle_zmq._frames import FrameReader
 
 pytestmark = [pytest.mark.anyio, pytest.mark.usefixtures("no_leaks")]
 
@@ -260,13 +260,13 @@ async def test_engine_that_breaks_the_protocol_is_replaced(
         pid = engine.pid
         stream = await engine.start("a#1", {"forever": True})
         await anext(stream)
-        original = Link.receive
+        original = FrameReader.take
         bad = [b"\x80\x04noise"]
 
-        def receive(link: Link) -> Any:
-            return [bad.pop()] if bad else original(link)
+        def take(reader: FrameReader) -> Any:
+            return [bad.pop()] if bad else original(reader)
 
-        monkeypatch.setattr(Link, "receive", receive)
+        monkeypatch.setattr(FrameReader, "take", take)
         with anyio.fail_after(20):
             with pytest.raises(EngineLost) as caught:
                 await collect(stream)
@@ -307,7 +307,7 @@ async def test_directory_whose_path_is_too_long_is_reported(
     """The limit of a socket's path is told with its remedy."""
     long = tmp_path / ("d" * 90)
     long.mkdir()
-    async with make_engine(directory=long) as engine:
+    async with make_engine(directory=long, transport="ipc") as engine:
         with anyio.fail_after(20), pytest.raises(EngineLost, match="directory="):
             await engine.wait_ready()
     assert list(long.iterdir()) == []

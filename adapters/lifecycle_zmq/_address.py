@@ -1,8 +1,9 @@
 """What an engine is told of its link, in the one word after ``--endpoint``.
 
 The address, and behind a question mark the descriptors that were passed on:
-``pair:?link=5&liveness=6``, ``ipc:///run/x/engine?listener=5``. So a program that hands its endpoint to
-`EngineServer` as it came needs not know what the link consists of.
+``pair:?link=5&liveness=6``, ``ipc:///run/x/engine?listener=5&liveness=6``. So a program
+that hands its endpoint to `EngineServer` as it came needs not know what the link
+consists of.
 """
 
 from __future__ import annotations

@@ -19,10 +19,17 @@ import pytest
 from lifecycle import EngineLost, Payload, SessionRegistry
 from lifecycle_zmq import EngineFailed, RequestRejected, ZmqEngine
 from lifecycle_zmq._frames import FrameReader
+from lifecycle_zmq._link import Link
 
 pytestmark = [pytest.mark.anyio, pytest.mark.usefixtures("no_leaks")]
 
 MakeEngine = Callable[..., ZmqEngine]
+
+
+@pytest.fixture(params=["pair", "ipc"])
+def transport(request: pytest.FixtureRequest) -> Any:
+    """Run every test of this file over both."""
+    return request.param
 
 
 async def collect(stream: Any) -> list[Any]:
@@ -260,13 +267,13 @@ async def test_engine_that_breaks_the_protocol_is_replaced(
         pid = engine.pid
         stream = await engine.start("a#1", {"forever": True})
         await anext(stream)
-        original = FrameReader.take
         bad = [b"\x80\x04noise"]
 
-        def take(reader: FrameReader) -> Any:
-            return [bad.pop()] if bad else original(reader)
+        def instead_of(original: Callable[[Any], Any]) -> Callable[[Any], Any]:
+            return lambda it: [bad.pop()] if bad else original(it)
 
-        monkeypatch.setattr(FrameReader, "take", take)
+        monkeypatch.setattr(FrameReader, "take", instead_of(FrameReader.take))
+        monkeypatch.setattr(Link, "receive", instead_of(Link.receive))
         with anyio.fail_after(20):
             with pytest.raises(EngineLost) as caught:
                 await collect(stream)

@@ -16,9 +16,9 @@ process's side, around whatever implements `Backend`.
 #   transport                             what carries messages, for both ends
 #   _slot, _streams, _table, _outbox      what the client knows, without I/O
 #   _lodging                              tensors of a request into an arena
-#   _frames, _pair                        a pair of sockets: both ends
-#   _link, client                         ZeroMQ's end here; the end of any link here
-#   _address, _rendezvous                 how the two processes find each other
+#   _link, _address                       ZeroMQ's end here; what an engine is told
+#   client                                the API process's end of any link
+#   _frames, _pair, _rendezvous           how the two processes meet; a pair, both ends
 #   _page, _lock, _proc, _watch           how an engine is doing, without the link
 #   process, _liveness, _incarnation      one process; what it shows; all of it
 #   _restarts, _supervisor, supervised    one incarnation after another, of any kind

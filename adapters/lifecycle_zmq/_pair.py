@@ -200,6 +200,8 @@ class PairServer:
             tensors=wire.MAX_TENSORS,
         )
         self._writer = FrameWriter(self._socket)
+        # Whether more than the socket's news is to be looked at: messages read ahead.
+        self._ahead = False
         self._news = select.poll()
         self._news.register(descriptor, select.POLLIN)
         self._any = select.poll()
@@ -222,7 +224,8 @@ class PairServer:
 
     def poll(self, milliseconds: int | None) -> None:
         """Wait until there is something to receive, or as long; ``None``: no end."""
-        (self._any if self._writer.waiting else self._news).poll(milliseconds)
+        if not self._ahead:
+            (self._any if self._writer.waiting else self._news).poll(milliseconds)
 
     def receive(self) -> tuple[bytes, Sequence[Buffer] | None] | None:
         """Return who sent the next message and its parts; None when there is none.
@@ -233,6 +236,7 @@ class PairServer:
         if self._writer.waiting:
             with suppress(OSError):
                 self._writer.flush()
+        self._ahead = True
         for _ in range(_READS):
             parts = self._reader.take()
             if parts is not None:
@@ -240,6 +244,7 @@ class PairServer:
             if not self._reader.read() and not self._waits_for_rest():
                 break
         if not self._reader.over:
+            self._ahead = False
             return None
         self._leave()
         return _ADDRESS, None

@@ -22,7 +22,7 @@ import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
-from .client import connect_to
+from ._address import connect_to
 
 _PREFIX = "lifecycle-zmq-"
 _NAME = "engine"

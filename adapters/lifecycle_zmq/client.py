@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 import sys
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
-from functools import partial
 from typing import Any, Self
 
 import anyio
@@ -13,6 +12,7 @@ import anyio
 from lifecycle import EngineLost
 
 from . import wire
+from ._address import connect_to
 from ._errors import EncodeError, ProtocolError, RequestRejected
 from ._hand_off import Box, forget_frames, where
 from ._items import pack_request
@@ -30,9 +30,8 @@ _log = logging.getLogger("lifecycle_zmq")
 class EngineClient:
     """A client of one engine process, on asyncio and trio alike.
 
-    All methods belong to the event loop that entered it. The client chooses the keys,
-    so START, CANCEL and END of a stream travel one ordered pipe and none overtakes
-    another.
+    All methods belong to the event loop that entered it. It chooses the keys, so START,
+    CANCEL and END of a stream travel one ordered pipe and none overtakes another.
 
     Args:
         endpoint: The ``ipc://`` address of this incarnation alone, or how to reach it.
@@ -287,8 +286,6 @@ class EngineClient:
         with scope:
             try:
                 await run()
-            except EncodeError as error:
-                self._give_up("client_fault", where(error))
             except ProtocolError as error:
                 self._give_up("protocol", str(error))
             except Exception as error:  # noqa: BLE001
@@ -321,15 +318,3 @@ class EngineClient:
             reason=reason,
             retry_after=self._retry_after,
         )
-
-
-def connect_to(endpoint: str) -> Connect:
-    """Return what makes a link of ZeroMQ, which is asked for nowhere else."""
-    try:
-        from ._link import Link
-    except ModuleNotFoundError as error:
-        raise ModuleNotFoundError(
-            f'an ipc:// link needs {error.name}; pip install "anyio-lifecycle[zmq]"',
-            name=error.name,
-        ) from None
-    return partial(Link, endpoint)

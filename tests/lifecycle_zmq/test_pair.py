@@ -18,6 +18,7 @@ from typing import Any
 import anyio
 import pytest
 
+import lifecycle_zmq
 from lifecycle import EngineLost
 from lifecycle_zmq import (
     EncodeError,
@@ -144,6 +145,18 @@ def test_noise_is_refused_and_never_more_than_that(ends: Ends) -> None:
                 ended += 1
             assert it.receive() is None
     assert ended > 0
+
+
+def test_messages_that_were_read_ahead_are_not_slept_over(ends: Ends) -> None:
+    """Whoever took some of what came in one read finds the rest without news."""
+    ends.client.sendall(framed(b"first") + framed(b"second"))
+    assert ends.receive() == [b"first"]
+    begin = time.monotonic()
+    ends.server.poll(10_000)
+    assert time.monotonic() - begin < 5
+    assert ends.receive() == [b"second"]
+    assert ends.server.receive() is None
+    ends.server.poll(1)
 
 
 def test_tensor_is_the_receivers_alone() -> None:
@@ -305,6 +318,17 @@ def test_transport_that_is_none_is_refused() -> None:
     """By its name, and with those that there are."""
     with pytest.raises(ValueError, match="pair, ipc"):
         ZmqEngine(["x"], transport="tcp")  # type: ignore[arg-type]
+
+
+def test_transport_without_its_package_names_the_extra(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Only who asks for ZeroMQ needs it."""
+    monkeypatch.delitem(sys.modules, "lifecycle_zmq._link", raising=False)
+    monkeypatch.delattr(lifecycle_zmq, "_link", raising=False)
+    monkeypatch.setitem(sys.modules, "zmq", None)
+    with pytest.raises(ModuleNotFoundError, match=r"needs zmq; pip .*\[zmq\]"):
+        EngineClient("ipc:///nowhere", incarnation=1)
 
 
 PROGRAM = """

@@ -59,7 +59,6 @@ def test_imports_core_without_any_extra() -> None:
     ("module", "missing", "extra"),
     [
         ("lifecycle_zmq", "msgpack", "zmq"),
-        ("lifecycle_zmq", "zmq", "zmq"),
         ("lifecycle_ray", "numpy", "ray"),
         ("lifecycle_otel", "opentelemetry", "otel"),
         ("lifecycle_metrics", "prometheus_client", "metrics"),

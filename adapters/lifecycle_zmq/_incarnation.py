@@ -5,12 +5,12 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 
 import anyio
 
 from . import _address
 from ._liveness import LiveHealth, Liveness
+from ._pair import Pair
 from ._rendezvous import Rendezvous
 from ._watch import Limits
 from .arena import Arena
@@ -28,7 +28,7 @@ class Settings:
     argv: Sequence[str]
     env: Mapping[str, str] | None
     pass_fds: Sequence[int]
-    directory: Path | None
+    place: Callable[[], Pair | Rendezvous]
     ready_timeout: float
     limits: Limits
     arena: Callable[[], Arena | None]
@@ -101,10 +101,10 @@ class Incarnation(Life):
             self.output += f"{type(error).__name__}: {error}"
 
     async def _run(self) -> None:
-        place = Rendezvous(self._settings.directory)
+        place = self._settings.place()
         try:
             async with EngineClient(
-                place.address,
+                place.connect,
                 incarnation=self._number,
                 retry_after=self._retry_after,
                 arena=self._settings.arena(),
@@ -118,7 +118,9 @@ class Incarnation(Life):
         finally:
             place.close()
 
-    async def _run_process(self, place: Rendezvous, client: EngineClient) -> None:
+    async def _run_process(
+        self, place: Pair | Rendezvous, client: EngineClient
+    ) -> None:
         with Liveness(self._settings.limits) as liveness:
             process = self._spawn(place, liveness)
             self.process, self.liveness = process, liveness
@@ -138,8 +140,8 @@ class Incarnation(Life):
         if arena is not None and process.reaped:
             arena.take_back_all()
 
-    def _spawn(self, place: Rendezvous, liveness: Liveness) -> EngineProcess:
-        inherited = {"listener": place.listener.fileno(), **liveness.inherited}
+    def _spawn(self, place: Pair | Rendezvous, liveness: Liveness) -> EngineProcess:
+        inherited = {**place.inherited, **liveness.inherited}
         arena = self._settings.arena()
         if arena is not None and arena.descriptor is not None:
             inherited["arena"] = arena.descriptor

@@ -151,11 +151,17 @@ def _read_out(peer: socket.socket, patience: float) -> None:
             pass
 
 
+def free_port() -> int:
+    """Return a port that nobody listens on."""
+    with socket.create_server(("127.0.0.1", 0)) as probe:
+        port: int = probe.getsockname()[1]
+    return port
+
+
 @contextlib.contextmanager
 def running(kind: Kind, stack: str) -> Iterator[Server]:
     """Start *kind* with one stack of middleware, and end it."""
-    with socket.create_server(("127.0.0.1", 0)) as probe:
-        port = probe.getsockname()[1]
+    port = free_port()
     with tempfile.TemporaryDirectory() as directory:
         log = Path(directory, "log")
         log.touch()

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import AsyncIterator
 from typing import Any, Literal, Protocol, TypeVar
 
+from lifecycle.events import Outcome
 from lifecycle_asgi._copies import drop_copies
 from lifecycle_asgi._owned import Begun, Closable, begun, close_all
 from lifecycle_asgi._record import InPhase, Record, outcome_of
@@ -193,7 +194,11 @@ class RequestScope:
         self._record = record
 
     def end(
-        self, status: int | None = None, error: BaseException | None = None
+        self,
+        status: int | None = None,
+        error: BaseException | None = None,
+        *,
+        outcome: Outcome | None = None,
     ) -> None:
         """Called by the middleware at the end: let go of what is attached.
 
@@ -202,6 +207,7 @@ class RequestScope:
         Args:
             status: That was answered.
             error: What the application raised.
+            outcome: Of a request without a session; by default what the status says.
         """
         self._live = False
         self.body = None
@@ -215,7 +221,8 @@ class RequestScope:
         # Of several, one that went wrong says more.
         session: Any = min(ended, key=_completed, default=None)
         if session is None:
-            record.end(outcome_of(status, error, gone=self._client_gone), status, None)
+            outcome = outcome or outcome_of(status, error, gone=self._client_gone)
+            record.end(outcome, status, None)
         else:
             record.end(session.outcome, status, getattr(session, "id", None))
 

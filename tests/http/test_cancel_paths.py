@@ -24,6 +24,19 @@ from lifecycle_engine.http.https_get import FetchLimits, HttpsGet
 PICTURE, REMOTE = data_url(png(40, 30)), "https://pictures.example/image.png"
 
 
+class Steps:
+    """Counts what a fetch waits for, which is in tasks of its own, and leaves there."""
+
+    count, at, gone = 0, 0, staticmethod(lambda: None)
+
+    @classmethod
+    async def next(cls) -> None:
+        cls.count += 1
+        if cls.count == cls.at:
+            cls.gone()
+        await anyio.lowlevel.checkpoint()
+
+
 class Site(ByteStream):
     """A connection to a site with one picture; every step suspends."""
 
@@ -36,13 +49,13 @@ class Site(ByteStream):
         Site.open += 1
 
     async def send(self, item: bytes) -> None:
-        await anyio.lowlevel.checkpoint()
+        await Steps.next()
 
     async def send_eof(self) -> None:
         raise NotImplementedError
 
     async def receive(self, max_bytes: int = 65536) -> bytes:
-        await anyio.lowlevel.checkpoint()
+        await Steps.next()
         return self.parts.pop(0)
 
     async def aclose(self) -> None:
@@ -51,13 +64,13 @@ class Site(ByteStream):
 
 async def resolve(_: str) -> list[str]:
     """A public address."""
-    await anyio.lowlevel.checkpoint()
+    await Steps.next()
     return ["93.184.216.34"]
 
 
 async def connect(*_: Any) -> Any:
     """A connection."""
-    await anyio.lowlevel.checkpoint()
+    await Steps.next()
     return Site()
 
 
@@ -70,12 +83,52 @@ def ask(path: str, url: str) -> dict[str, Any]:
     return {"model": "sim", "input": items, "max_output_tokens": 3}
 
 
+def fetching_app(gate: Gate) -> Any:
+    """An application that fetches from a `Site`."""
+    fetch = HttpsGet(FetchLimits(), resolve=resolve, connect=connect)
+    settings = AppSettings(model="sim", fetch=fetch)
+    return create_app(make_engine(), SimProcessor(), gate=gate, settings=settings)
+
+
+async def every_step(path: str) -> int:
+    """Leave at each step of a fetch; returns how many there were."""
+    gate = Gate(bytes=10**9, slots=1, name="payloads")
+    app, document = fetching_app(gate), ask(path, REMOTE)
+    body = json.dumps(document).encode()
+    async with app.router.lifespan_context(app), anyio.create_task_group() as tasks:
+        world = World(app, gate, tasks)
+        await world.service.engine.wait_ready()
+        for at in range(1, 100):
+            run = Cancelled(0, "leave", "early")
+            Steps.count, Steps.at = 0, at
+            leaver = anyio.Event()
+            Steps.gone = staticmethod(leaver.set)
+            server, _ = await world.once(run, path=path, body=body, leaver=leaver)
+            assert Site.open == 0
+            if Steps.count < at:
+                assert server.status == 200, server.body
+                return at - 1
+            assert server.status == 499
+    raise AssertionError("no end of steps")
+
+
+@pytest.mark.timeout(100)
+@pytest.mark.parametrize("backend", ["asyncio", "trio"])
+@pytest.mark.parametrize("path", ["/v1/responses", "/generate"])
+def test_closes_connections_wherever_a_fetch_is_left(backend: str, path: str) -> None:
+    """A client that leaves while a picture is fetched leaves no connection."""
+
+    async def main() -> int:
+        with anyio.fail_after(80):
+            return await every_step(path)
+
+    assert anyio.run(main, backend=backend) >= 5
+
+
 async def every_point(kind: str, when: str, path: str, body: bytes) -> int:
     """Go through all points in one world; returns how many there were."""
     gate = Gate(bytes=10**9, slots=1, name="payloads")
-    fetch = HttpsGet(FetchLimits(), resolve=resolve, connect=connect)
-    settings = AppSettings(model="sim", fetch=fetch)
-    app = create_app(make_engine(), SimProcessor(), gate=gate, settings=settings)
+    app = fetching_app(gate)
     async with app.router.lifespan_context(app), anyio.create_task_group() as tasks:
         world = World(app, gate, tasks)
         await world.service.engine.wait_ready()
@@ -85,7 +138,6 @@ async def every_point(kind: str, when: str, path: str, body: bytes) -> int:
             run = Cancelled(at, kind, when)
             server, _ = await world.once(run, path=path, body=body)
             assert descriptors_open() == descriptors
-            assert Site.open == 0
             if not run.hit:
                 assert server.status == 200, server.body
                 return at - 1
@@ -104,7 +156,7 @@ KINDS = [("asyncio", "native", "late"), ("trio", "scope", "early")]
 def test_leaves_nothing_of_other_endpoints(
     backend: str, kind: str, when: str, path: str, url: str, stream: bool
 ) -> None:
-    """No lease, session, payload, task, connection or descriptor is left."""
+    """No lease, session, payload, task or descriptor is left."""
     body = json.dumps({**ask(path, url), "stream": stream}).encode()
 
     async def main() -> int:

@@ -37,10 +37,13 @@ class World:
         queued: bool = False,
         path: str = "/v1/chat/completions",
         body: bytes | None = None,
+        leaver: anyio.Event | None = None,
     ) -> Any:
         """One request, cancelled or left as *run* says; then all must be quiet."""
         body = request(stream=stream) if body is None else body
         server = ScriptedServer(body[:3000], body[3000:], waits=True)
+        if leaver is not None:
+            server.gone = leaver
         if run.kind == "leave":
             run.cancel = server.gone.set
         scope = http_scope(path)

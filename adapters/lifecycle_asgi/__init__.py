@@ -5,6 +5,7 @@ Map of the package::
     _types       the ASGI callables, as types                 (floor)
     events       what becomes of requests, for an observer  (floor)
     _owned       sources of a response that are closed with the request
+    _copies      bodies that a framework keeps, dropped at hand-off
     _places      where an exception came from, without its words
     _record      Record: what is told of one request
     _log         request_log: an observer that writes one line a request

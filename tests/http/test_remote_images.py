@@ -378,6 +378,17 @@ async def test_says_which_one_and_why(site: Site) -> None:
         await server.quiet()
 
 
+async def test_waits_for_all_of_a_request_together(site: Site) -> None:
+    """The limit is neither each file's own nor another one than was set."""
+    async with fetching(site, limits={"seconds": 1.0}) as server:
+        slow, began = f"https://{HOST}/slow", asyncio.get_running_loop().time()
+        status, told = await post(server, PATHS[0], ask(PATHS[0], *[slow] * 8))
+        took = asyncio.get_running_loop().time() - began
+        assert (status, told["error"]["code"]) == (504, "image_timeout")
+        assert 1.0 <= took < 4.0
+        await server.quiet()
+
+
 async def test_counts_them_like_those_that_were_sent(site: Site) -> None:
     """Pixels of all pictures together are limited, and are charged at the gates."""
     chat, media = PATHS[0], MediaLimits(request_pixels=64 * 48)

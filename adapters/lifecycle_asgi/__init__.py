@@ -30,16 +30,17 @@ from lifecycle_asgi._middleware import LifecycleMiddleware
 from lifecycle_asgi._refusals import BodyTooLarge, ShareUsedUp
 from lifecycle_asgi._request import RequestScope, request_of
 from lifecycle_asgi._scope import request_scope
-from lifecycle_asgi._share import ClientLimit, client_key
+from lifecycle_asgi._share import ClientLimit, KnownKeys, client_address
 
 __all__ = (
     "BodyLimit",
     "BodyTooLarge",
     "ClientLimit",
+    "KnownKeys",
     "LifecycleMiddleware",
     "RequestScope",
     "ShareUsedUp",
-    "client_key",
+    "client_address",
     "request_log",
     "request_of",
     "request_scope",

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from functools import partial
@@ -23,7 +23,7 @@ from lifecycle_asgi import (
     BodyTooLarge,
     ClientLimit,
     LifecycleMiddleware,
-    client_key,
+    client_address,
 )
 
 from .api_errors import INTERNAL, ApiError, describe
@@ -41,6 +41,7 @@ from .routes.cancels import Cancels
 from .routes.generate import Generate
 from .routes.live import LiveView
 from .routes.observing import log_failures, operation_of, together
+from .routes.turns import Turns
 from .service import Deadlines, Engine, Service
 
 if TYPE_CHECKING:
@@ -62,6 +63,7 @@ class AppSettings:
         threads: Requests that are preprocessed at a time, and parsed at a time.
         end_timeout: Seconds that the END of one request may take.
         per_client: Requests of one client at a time; ``None`` is unbounded.
+        client: Whose a request is.
         fetch: Brings images that requests name by https URLs; ``None`` refuses them.
     """
 
@@ -75,6 +77,7 @@ class AppSettings:
     threads: int = 2
     end_timeout: float = 10.0
     per_client: int | None = None
+    client: Callable[[Any], bytes] = client_address
     fetch: HttpsGet | None = None
 
 
@@ -138,12 +141,13 @@ def create_app(
         routes=_routes(service, metrics),
         lifespan=lambda _: _running(service, metrics),
         middleware=[
+            Middleware(Turns),
             Middleware(
                 LifecycleMiddleware,
                 observer=together(observer, log),
                 operation=operation_of,
             ),
-            *_per_client(settings.per_client, observer),
+            *_per_client(settings, observer),
             Middleware(
                 BodyLimit,
                 max_bytes=settings.body_bytes,
@@ -159,18 +163,22 @@ def create_app(
     return app
 
 
-def _per_client(slots: int | None, observer: Observer | None) -> list[Middleware]:
-    if slots is None:
+def _per_client(settings: AppSettings, observer: Observer | None) -> list[Middleware]:
+    if settings.per_client is None:
         return []
+
+    def client(scope: Any) -> bytes | None:
+        """Whose a request is; what only looks at the server is nobody's."""
+        return settings.client(scope) if operation_of(scope) else None
+
     limit = Middleware(
-        ClientLimit, slots=slots, key=_client, answer=_refusal, observer=observer
+        ClientLimit,
+        slots=settings.per_client,
+        key=client,
+        answer=_refusal,
+        observer=observer,
     )
     return [limit]
-
-
-def _client(scope: Any) -> bytes | None:
-    """Whose a request is; what only looks at the server is nobody's."""
-    return client_key(scope) if operation_of(scope) else None
 
 
 def _remote(

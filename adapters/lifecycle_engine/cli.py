@@ -93,8 +93,22 @@ def serve(
     ] = 60.0,
     per_client: Annotated[
         int,
-        typer.Option(help="Requests of one API key at a time; 0 is unbounded.", min=0),
+        typer.Option(help="Requests of one client at a time; 0 is unbounded.", min=0),
     ] = 0,
+    client_keys: Annotated[
+        typer.FileText | None,
+        typer.Option(
+            help="A file of API keys, one a line: each is a client, whatever its "
+            "address. Other clients are told by their address."
+        ),
+    ] = None,
+    proxy: Annotated[
+        list[str] | None,
+        typer.Option(
+            help="Address or network of a proxy whose X-Forwarded-For is believed; "
+            "may be repeated."
+        ),
+    ] = None,
     max_batch: Annotated[int, typer.Option(help="Requests in one step.", min=1)] = 8,
     max_length: Annotated[
         int | None, typer.Option(help="Tokens of prompt and answer together.", min=1)
@@ -137,6 +151,7 @@ def serve(
 ) -> None:
     """Serve the APIs of OpenAI and Anthropic until SIGTERM or SIGINT."""
     from lifecycle import EngineLost, Gate
+    from lifecycle_asgi import KnownKeys, client_address
     from lifecycle_zmq import ZmqEngine
 
     from .app import AppSettings, create_app
@@ -195,6 +210,7 @@ def serve(
             body_bytes=body_bytes,
             threads=threads,
             per_client=per_client or None,
+            client=KnownKeys(client_keys.read().split()) if client_keys else client_address,
             fetch=HttpsGet(FetchLimits()) if remote_images else None,
         ),
     )
@@ -212,6 +228,7 @@ def serve(
             port=port,
             drain=drain,
             limits=ConnectionLimits(connections=max_connections),
+            proxies=proxy or (),
             announce=announce,
         )
     except OSError as error:

@@ -8,7 +8,7 @@ import resource
 import signal
 import socket
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from types import FrameType
 
@@ -20,7 +20,7 @@ from lifecycle import EngineLost
 from lifecycle_engine.service import Service
 
 from .connections import ConnectionLimits, http_protocol
-from .heap import give_large_back
+from .heap import give_large_back, loaded_set_apart
 
 _SIGNALS = (signal.SIGINT, signal.SIGTERM)
 _POLL = 0.05
@@ -160,6 +160,7 @@ def run(
     drain: float = 10.0,
     limits: ConnectionLimits | None = None,
     announce: Callable[[str], None] = print,
+    proxies: Sequence[str] = (),
 ) -> None:
     """Serve *app* until SIGTERM or SIGINT; must be called on the main thread.
 
@@ -171,6 +172,8 @@ def run(
         limits: On each connection, and on how many there are; as many as there are
             descriptors for, at most.
         announce: Given the server's address, once, when it is ready.
+        proxies: Addresses and networks whose ``X-Forwarded-For`` is believed; nobody's
+            else, the loopback's included.
 
     Raises:
         OSError: The address cannot be listened on.
@@ -188,6 +191,8 @@ def run(
         access_log=False,
         timeout_graceful_shutdown=1,
         server_header=False,
+        proxy_headers=bool(proxies),
+        forwarded_allow_ips=list(proxies),
     )
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     with socket.create_server((host, port), family=family, backlog=2048) as listener:
@@ -198,7 +203,7 @@ def run(
             drain=drain,
             on_ready=lambda: announce(address),
         )
-        with server.heeding_signals():
+        with loaded_set_apart(), server.heeding_signals():
             server.run(sockets=[listener])
     if server.failure is not None:
         raise server.failure

@@ -27,7 +27,7 @@ from __future__ import annotations
 from lifecycle_asgi._body import BodyLimit
 from lifecycle_asgi._log import request_log
 from lifecycle_asgi._middleware import LifecycleMiddleware
-from lifecycle_asgi._refusals import BodyTooLarge, ShareUsedUp
+from lifecycle_asgi._refusals import BodyTooLarge, BodyTooSlow, ShareUsedUp
 from lifecycle_asgi._request import RequestScope, request_of
 from lifecycle_asgi._scope import request_scope
 from lifecycle_asgi._share import ClientLimit, KnownKeys, client_address
@@ -35,6 +35,7 @@ from lifecycle_asgi._share import ClientLimit, KnownKeys, client_address
 __all__ = (
     "BodyLimit",
     "BodyTooLarge",
+    "BodyTooSlow",
     "ClientLimit",
     "KnownKeys",
     "LifecycleMiddleware",

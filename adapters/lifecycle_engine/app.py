@@ -21,6 +21,7 @@ from lifecycle.events import Observer
 from lifecycle_asgi import (
     BodyLimit,
     BodyTooLarge,
+    BodyTooSlow,
     ClientLimit,
     LifecycleMiddleware,
     client_address,
@@ -37,6 +38,7 @@ from .images.media import MediaLimits
 from .images.remote_images import RemoteImages
 from .incoming import ChatDefaults, Intake
 from .processor import Processor
+from .routes.bodies import BodyReader
 from .routes.cancels import Cancels
 from .routes.generate import Generate
 from .routes.live import LiveView
@@ -56,6 +58,7 @@ class AppSettings:
         model: The name that clients ask for.
         body_bytes: The largest request body.
         body_idle: Seconds that a body may stand still, or take for 64 KiB.
+        body_patience: Seconds that a body may take while others wait for its room.
         text_chars: The most text of one request.
         media: Limits on images.
         defaults: For requests that do not say.
@@ -70,6 +73,7 @@ class AppSettings:
     model: str = "lifecycle"
     body_bytes: int = 64 * 2**20
     body_idle: float = 10.0
+    body_patience: float = 30.0
     text_chars: int = 2**20
     media: MediaLimits = field(default_factory=MediaLimits)
     defaults: ChatDefaults = field(default_factory=ChatDefaults)
@@ -114,6 +118,7 @@ def create_app(
     """
     settings = settings or AppSettings()
     threads = anyio.CapacityLimiter(settings.threads)
+    bodies = bodies or Gate(bytes=8 * settings.body_bytes, name="bodies")
     service = Service(
         model=settings.model,
         engine=engine,
@@ -124,10 +129,10 @@ def create_app(
             defaults=settings.defaults,
             limiter=anyio.CapacityLimiter(settings.threads),
             text_chars=settings.text_chars,
-            body_idle=settings.body_idle,
+            bodies=_reader(settings, bodies),
             remote_images=settings.fetch is not None,
         ),
-        bodies=bodies or Gate(bytes=8 * settings.body_bytes, name="bodies"),
+        bodies=bodies,
         payloads=gate,
         in_flight=in_flight or Gate(name="in_flight"),
         threads=threads,
@@ -161,6 +166,14 @@ def create_app(
     app.router.redirect_slashes = False
     app.state.service = service
     return app
+
+
+def _reader(settings: AppSettings, gate: Gate) -> BodyReader:
+    return BodyReader(
+        idle=settings.body_idle,
+        patience=settings.body_patience,
+        awaited=lambda: gate.statistics().waiting > 0,
+    )
 
 
 def _per_client(settings: AppSettings, observer: Observer | None) -> list[Middleware]:
@@ -235,7 +248,7 @@ def _dialect(path: str) -> Dialect:
 
 
 def _refusal(
-    scope: Any, refusal: BodyTooLarge | Refused
+    scope: Any, refusal: BodyTooLarge | BodyTooSlow | Refused
 ) -> tuple[int, list[tuple[bytes, bytes]], bytes]:
     """What `BodyLimit` answers, in the form of the API that was asked."""
     response = _response(scope["path"], describe(refusal) or INTERNAL)

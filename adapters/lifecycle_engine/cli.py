@@ -123,6 +123,12 @@ def serve(
     body_bytes: Annotated[
         int, typer.Option(help="The largest request body.", min=1)
     ] = 64 * 2**20,
+    body_patience: Annotated[
+        float,
+        typer.Option(
+            help="Seconds that a body may take while others wait for its room.", min=0
+        ),
+    ] = 30.0,
     threads: Annotated[
         int, typer.Option(help="Requests that are preprocessed at a time.", min=1)
     ] = 2,
@@ -192,6 +198,7 @@ def serve(
         )
         empty = in_arena(local) if arena_bytes else None
         capacity = room(payload_bytes, arena_bytes)
+    clients = KnownKeys(client_keys.read().split()) if client_keys else client_address
     name = model or (folder.name if folder is not None else "sim")
     line: dict[str, Any] = {"max_waiting": max_waiting, "max_wait": max_wait}
     metrics = _metrics()
@@ -208,9 +215,10 @@ def serve(
         settings=AppSettings(
             model=name,
             body_bytes=body_bytes,
+            body_patience=body_patience,
             threads=threads,
             per_client=per_client or None,
-            client=KnownKeys(client_keys.read().split()) if client_keys else client_address,
+            client=clients,
             fetch=HttpsGet(FetchLimits()) if remote_images else None,
         ),
     )

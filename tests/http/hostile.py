@@ -27,13 +27,13 @@ from pathlib import Path
 
 import psutil
 
-KIT = Path(__file__).parents[1] / "kit"
-sys.path.insert(0, str(KIT))
+sys.path.insert(0, str(Path(__file__).parents[1] / "kit"))
 
 from hostile_clients import KINDS
 from http_kit import ENV
 from rough_clients import PATHS, body_of
 
+KIT = Path(__file__).parents[1] / "kit"
 _PATH = PATHS[0]
 _GOOD = 4
 _TOKENS = 16
@@ -131,9 +131,7 @@ class Pack:
             own.cancel()
         return seen
 
-    async def beside(
-        self, attack: Attack, seconds: float
-    ) -> tuple[float, Times]:
+    async def beside(self, attack: Attack, seconds: float) -> tuple[float, Times]:
         """Most MiB, and what good clients see, beside hostile ones."""
         most = self.memory()
 
@@ -230,13 +228,22 @@ def p99(taken: list[float]) -> float:
 
 
 _HEAD = ("kind", "done/s", "MiB before", "most", "gap p99 alone", "beside", "ratio")
-_HEAD += ("request p99 alone", "beside", "ratio", "loop lag p99", "longest step", "clients'")
+_HEAD += (
+    "request p99 alone",
+    "beside",
+    "ratio",
+    "loop lag p99",
+    "longest step",
+    "clients'",
+)
 _WIDTHS = [24, *itertools.repeat(0, len(_HEAD) - 1)]
 
 
 def _row(cells: list[str]) -> str:
     widths = [max(len(head), width) for head, width in zip(_HEAD, _WIDTHS, strict=True)]
-    return " | ".join(cell.rjust(width) for cell, width in zip(cells, widths, strict=True))
+    return " | ".join(
+        cell.rjust(width) for cell, width in zip(cells, widths, strict=True)
+    )
 
 
 async def run(options: argparse.Namespace) -> list[str]:

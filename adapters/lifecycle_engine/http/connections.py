@@ -9,10 +9,12 @@ from typing import Any, cast
 
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
+from .http10 import undivided
 from .http_parser import Parser
 
-# Requests on one connection that are read while another one runs.
-_PIPELINED = 8
+# Requests on one connection that are read while another one runs: no gate knows of
+# their bodies yet. Behind it nothing is read, so that nobody is heard to leave.
+_PIPELINED = 1
 # What a client has to read of an answer in the time that it gets.
 _READER_BYTES = 65536
 
@@ -126,6 +128,11 @@ class Connection(HttpToolsProtocol):
         self._cycles.append(self.cycle)
         if len(self.pipeline) <= _PIPELINED:
             self.flow.resume_reading()
+
+    def _start_asgi_task(self, cycle: Any, app: Any) -> None:
+        if cycle.scope["http_version"] == "1.0":
+            app = undivided(app, cycle)
+        super()._start_asgi_task(cycle, app)
 
     def on_message_complete(self) -> None:
         """A body has been read."""

@@ -1,4 +1,4 @@
-"""The heap of the server's process: what goes back, and what is never looked at again."""
+"""The heap of the server's process: what goes back, and what is left in peace."""
 
 from __future__ import annotations
 

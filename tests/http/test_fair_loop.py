@@ -12,16 +12,20 @@ import json
 import selectors
 import socket
 import time
+from collections import Counter
 from collections.abc import Awaitable, Callable
 from functools import partial
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import uvicorn
 from http_kit import answer_to, png, running, user
 from rough_clients import PATHS, request_of
 
 from lifecycle_engine.app import AppSettings
 from lifecycle_engine.http.connections import http_protocol
+from lifecycle_engine.http.serve import DrainingServer
 
 COUNT = 200
 # As much as so many requests take on average, with all that they pass through. Without
@@ -113,7 +117,41 @@ def test_works_in_short_steps_whatever_comes_at_once(kind: str) -> None:
             assert {answer[9:] for answer in answers} == {status}
             # One may have had a page fault, or the machine's own work, in it.
             longest, each = sorted(steps.seen)[-2], sum(steps.seen) / COUNT
-            print(kind, longest / each, each)
             assert longest < MOST * each
 
     steps_of(scenario)
+
+
+def test_takes_connections_one_by_one() -> None:
+    """However many wait, whoever is there has its turn between two of them (N12)."""
+    taken: list[int] = []
+
+    async def scenario(steps: Steps) -> None:
+        class Taken(asyncio.Protocol):
+            def connection_made(self, transport: Any) -> None:
+                taken.append(len(steps.seen))
+                transport.abort()
+
+        config = uvicorn.Config(echo, http=lambda **_: Taken(), lifespan="off")  # type: ignore[arg-type]
+        engine = SimpleNamespace(wait_ready=asyncio.Event().wait)
+        service: Any = SimpleNamespace(engine=engine)
+        server = DrainingServer(config, service, drain=0)
+        config.load()
+        server.lifespan = config.lifespan_class(config)
+        with socket.create_server(("127.0.0.1", 0), backlog=2048) as listener:
+            peers = [socket.socket() for _ in range(COUNT)]
+            for peer in peers:
+                peer.setblocking(False)
+                peer.connect_ex(listener.getsockname())
+            await server.startup([listener])
+            while len(taken) < COUNT:
+                await asyncio.sleep(0)
+            for each in [*peers, *server.servers]:
+                each.close()
+
+    steps_of(scenario)
+    assert max(Counter(taken).values()) <= 2  # of asyncio in 3.12 and later
+
+
+async def echo(scope: Any, receive: Any, send: Any) -> None:
+    """Never called."""

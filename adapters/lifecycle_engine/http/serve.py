@@ -26,6 +26,9 @@ from .heap import give_large_back, loaded_set_apart
 _SIGNALS = (signal.SIGINT, signal.SIGTERM)
 _POLL = 0.05
 _SWITCH = 0.001
+# Connections that wait in the system, and those that asyncio takes before anything else
+# runs; uvloop takes one. It has one name for both.
+_BACKLOG, _TAKEN = 2048, 1
 # Seconds, once the drain is over: for the engine to end what was cut, and for clients
 # to read what waits for them. Together they stay below the two that an exit may take.
 _ENDS = 0.3
@@ -61,6 +64,7 @@ class DrainingServer(uvicorn.Server):
         drain: float,
         on_ready: Callable[[], None] = lambda: None,
     ) -> None:
+        config.backlog = _TAKEN
         super().__init__(config)
         self._service = service
         self._drain = drain
@@ -73,6 +77,8 @@ class DrainingServer(uvicorn.Server):
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         """Listen at once, and announce the server when the engine is there, too."""
         await super().startup(sockets)
+        for each in sockets or ():
+            each.listen(_BACKLOG)
         if not self.should_exit:
             self._awaiting = asyncio.create_task(self._await_engine())
 
@@ -200,7 +206,9 @@ def run(
         forwarded_allow_ips=list(proxies),
     )
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    with socket.create_server((host, port), family=family, backlog=2048) as listener:
+    with socket.create_server(
+        (host, port), family=family, backlog=_BACKLOG
+    ) as listener:
         address = _address(host, listener.getsockname()[1])
         server = DrainingServer(
             config,

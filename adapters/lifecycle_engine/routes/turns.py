@@ -9,6 +9,8 @@ import anyio.lowlevel
 from lifecycle import Gate
 from lifecycle_asgi import client_address
 
+_LINES = 64
+
 
 class Turns:
     """Lets one request begin at a time, and whatever else is ready run before the next.
@@ -17,7 +19,9 @@ class Turns:
     requests that come in at once, the beginnings alone would be one step of tens of
     milliseconds, even where each of them is only told to go away, and every stream
     would stand still meanwhile. Addresses take turns, so that many requests from one of
-    them delay the others' by one.
+    them delay the others' by one. A turn costs the more the more lines there are, so
+    that some addresses share one; which ones, nobody can know (stochastic fair queueing,
+    McKenney 1990).
 
     Args:
         app: The application to wrap; each request counts as begun when it first waits.
@@ -34,7 +38,7 @@ class Turns:
             Passes through; whoever waits for its turn leaves the line.
         """
         if scope["type"] == "http":
-            with await self._gate.admit(key=client_address(scope).hex()):
+            line = hash(client_address(scope)) % _LINES
+            with await self._gate.admit(key=str(line)):
                 await anyio.lowlevel.checkpoint()
         await self._app(scope, receive, send)
-

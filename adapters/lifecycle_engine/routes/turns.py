@@ -20,7 +20,7 @@ class Turns:
     milliseconds, even where each of them is only told to go away, and every stream
     would stand still meanwhile. Addresses take turns, so that many requests from one of
     them delay the others' by one. A turn costs the more the more lines there are, so
-    that some addresses share one; which ones, nobody can know (stochastic fair queueing,
+    that some addresses share one, and nobody can know which (stochastic fair queueing,
     McKenney 1990).
 
     Args:

@@ -50,7 +50,7 @@ async def test_answers_http_1_0_without_chunks(stream: bool) -> None:
         await server.quiet()
 
 
-async def test_keeps_one_request_behind_the_one_that_runs() -> None:
+async def test_keeps_one_body_behind_the_one_that_is_read() -> None:
     """Of what is piped no more is read: no gate knows of it yet (N12)."""
     begun, go = asyncio.Event(), asyncio.Event()
     sizes = []

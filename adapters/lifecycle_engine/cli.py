@@ -93,8 +93,22 @@ def serve(
     ] = 60.0,
     per_client: Annotated[
         int,
-        typer.Option(help="Requests of one API key at a time; 0 is unbounded.", min=0),
+        typer.Option(help="Requests of one client at a time; 0 is unbounded.", min=0),
     ] = 0,
+    client_keys: Annotated[
+        typer.FileText | None,
+        typer.Option(
+            help="A file of API keys, one a line: each is a client, whatever its "
+            "address. Other clients are told by their address."
+        ),
+    ] = None,
+    proxy: Annotated[
+        list[str] | None,
+        typer.Option(
+            help="Address or network of a proxy whose X-Forwarded-For is believed; "
+            "may be repeated."
+        ),
+    ] = None,
     max_batch: Annotated[int, typer.Option(help="Requests in one step.", min=1)] = 8,
     kv_slots: Annotated[
         int | None,
@@ -119,6 +133,12 @@ def serve(
     body_bytes: Annotated[
         int, typer.Option(help="The largest request body.", min=1)
     ] = 64 * 2**20,
+    body_patience: Annotated[
+        float,
+        typer.Option(
+            help="Seconds that a body may take while others wait for its room.", min=0
+        ),
+    ] = 30.0,
     threads: Annotated[
         int, typer.Option(help="Requests that are preprocessed at a time.", min=1)
     ] = 2,
@@ -147,6 +167,7 @@ def serve(
 ) -> None:
     """Serve the APIs of OpenAI and Anthropic until SIGTERM or SIGINT."""
     from lifecycle import EngineLost, Gate
+    from lifecycle_asgi import KnownKeys, client_address
     from lifecycle_zmq import ZmqEngine
 
     from .app import AppSettings, create_app
@@ -188,6 +209,7 @@ def serve(
         )
         empty = in_arena(local) if arena_bytes else None
         capacity = room(payload_bytes, arena_bytes)
+    clients = KnownKeys(client_keys.read().split()) if client_keys else client_address
     name = model or (folder.name if folder is not None else "sim")
     line: dict[str, Any] = {"max_waiting": max_waiting, "max_wait": max_wait}
     metrics = _metrics()
@@ -204,8 +226,10 @@ def serve(
         settings=AppSettings(
             model=name,
             body_bytes=body_bytes,
+            body_patience=body_patience,
             threads=threads,
             per_client=per_client or None,
+            client=clients,
             fetch=HttpsGet(FetchLimits()) if remote_images else None,
         ),
     )
@@ -223,6 +247,7 @@ def serve(
             port=port,
             drain=drain,
             limits=ConnectionLimits(connections=max_connections),
+            proxies=proxy or (),
             announce=announce,
         )
     except OSError as error:

@@ -7,7 +7,7 @@ change the answer and is not supported here. What is harmless is accepted.
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, NamedTuple
 
 import pydantic_core
 from pydantic import BeforeValidator, ConfigDict, Field, PrivateAttr, model_validator
@@ -152,6 +152,18 @@ class Options(Form):
     ignore_eos: bool | None = None
 
 
+class Fields(NamedTuple):
+    """The fields of a body that hold what is asked, for errors.
+
+    Attributes:
+        text: All that was said.
+        images: All that is shown.
+    """
+
+    text: str = "messages"
+    images: str = "messages"
+
+
 class ChatRequest(Options):
     """The body of a chat completion, with the limits of this server."""
 
@@ -178,6 +190,17 @@ class ChatRequest(Options):
     web_search_options: dict[str, Any] | None = None
 
     _echo: dict[str, Any] = PrivateAttr(default_factory=dict)
+    _fields: Fields = PrivateAttr(Fields())
+
+    @property
+    def fields(self) -> Fields:
+        """Where in the body its content stood."""
+        return self._fields
+
+    def of(self, **fields: str) -> ChatRequest:
+        """This request, whose content stood in other `Fields`."""
+        self._fields = Fields(**fields)
+        return self
 
     @property
     def echo(self) -> dict[str, Any]:

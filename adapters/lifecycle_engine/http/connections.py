@@ -9,10 +9,12 @@ from typing import Any, cast
 
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
+from .http10 import undivided
 from .http_parser import Parser
 
-# Requests on one connection that are read while another one runs.
-_PIPELINED = 8
+# Requests on one connection that are read while another one runs, and bytes of their
+# bodies, of which no gate knows yet. Behind them nobody is heard to leave.
+_PIPELINED, _PIPELINED_BYTES = 8, 16384
 # What a client has to read of an answer in the time that it gets.
 _READER_BYTES = 65536
 
@@ -124,8 +126,14 @@ class Connection(HttpToolsProtocol):
         super().on_headers_complete()
         self._cycles = [it for it in self._cycles if not it.response_complete]
         self._cycles.append(self.cycle)
-        if len(self.pipeline) <= _PIPELINED:
+        piped = sum(len(cycle.body) for cycle, _ in self.pipeline)
+        if len(self.pipeline) <= _PIPELINED and piped <= _PIPELINED_BYTES:
             self.flow.resume_reading()
+
+    def _start_asgi_task(self, cycle: Any, app: Any) -> None:
+        if cycle.scope["http_version"] == "1.0":
+            app = undivided(app, cycle)
+        super()._start_asgi_task(cycle, app)
 
     def on_message_complete(self) -> None:
         """A body has been read."""

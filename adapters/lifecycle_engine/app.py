@@ -50,6 +50,9 @@ from .service import Deadlines, Engine, Service
 if TYPE_CHECKING:
     from lifecycle_metrics import Metrics
 
+# Of a body that waits to be let in. It is what many clients cost that wait at a time.
+_READ_AHEAD = 8192
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AppSettings:
@@ -156,6 +159,7 @@ def create_app(
             Middleware(Turns),
             Middleware(
                 LifecycleMiddleware,
+                read_ahead=_READ_AHEAD,
                 observer=together(observer, log),
                 operation=operation_of,
             ),

@@ -83,8 +83,9 @@ class Connection(HttpToolsProtocol):
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         """Take the connection, or say that there are too many."""
         super().connection_made(transport)
-        # What waits here waits for the reader alone, the system's buffer being full.
-        transport.set_write_buffer_limits(high=0)
+        # What waits here waits for the reader alone, the system's buffer being full. Of
+        # 0 asyncio's TLS makes that nothing waits, and never lets anybody write.
+        transport.set_write_buffer_limits(high=1)
         if len(self.connections) > self._limits.connections:
             self._close(b"503 Service Unavailable\r\nretry-after: 1")
         else:

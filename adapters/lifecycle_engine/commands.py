@@ -21,6 +21,17 @@ def tiny() -> Path:
         raise typer.Exit(1) from None
 
 
+def existing(folder: Path) -> Path:
+    """The folder of a checkpoint, or an end that says how to get one."""
+    if (folder / "config.json").exists():
+        return folder
+    raise typer.BadParameter(
+        f"{folder} holds no config.json; "
+        f"`lifecycle-engine checkpoint {folder}` builds a tiny checkpoint there",
+        param_hint="--checkpoint",
+    )
+
+
 def demo(
     *,
     runner: Annotated[

@@ -97,8 +97,9 @@ class Connection(HttpToolsProtocol):
         A request that waits to be let in does not take as many, see `create_app`.
         """
         cycle: Any = self.cycle  # None before the first one, whatever its type says
-        unread = len(cycle.body) if cycle is not None else 0
-        return _GULP if self._body_bytes - unread > 2 * _SIP else _SIP
+        if cycle is None or not self._in_body:  # next is a head, and a body that waits
+            return _SIP
+        return _GULP if self._body_bytes - len(cycle.body) > 2 * _SIP else _SIP
 
     def data_received(self, data: bytes | memoryview) -> None:
         """Read on, within the limits."""

@@ -177,7 +177,7 @@ def serve(
     from .processor import in_arena, room
     from .service import Engine
 
-    folder = None
+    folder, believed = None, commands.networks(proxy or ())
     if runner is RunnerName.torch:
         folder = commands.existing(checkpoint) if checkpoint else commands.tiny()
     argv = worker_argv(
@@ -247,7 +247,7 @@ def serve(
             port=port,
             drain=drain,
             limits=ConnectionLimits(connections=max_connections),
-            proxies=proxy or (),
+            proxies=believed,
             announce=announce,
         )
     except OSError as error:

@@ -251,7 +251,7 @@ class Session:
     def __enter__(self) -> Self:
         if self._scope is not None:
             raise RuntimeError(f"session {self.id!r} can be entered once")
-        self._scope = anyio.CancelScope().__enter__()
+        self._scope = self._registry._new_scope().__enter__()
         if self.outcome is not None:
             self._stopped = True  # also by `close`: it was not this block
             self._scope.cancel()

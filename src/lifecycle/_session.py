@@ -169,10 +169,11 @@ class Session:
             ValueError: One of them is NaN.
         """
         limits = Deadlines(first_item=first_item, idle=idle, total=total)
-        stream = _SessionStream(source, grace=grace)
+        stream, registry = _SessionStream(source, grace=grace), self._registry
         stream.session = self
+        stream._new_scope, stream._now = registry._new_scope, registry._now
         if limits:
-            self._registry._watchdog.add(stream, limits)
+            registry._watchdog.add(stream, limits)
         return stream
 
     def close(self, outcome: Outcome = "completed") -> bool:

@@ -1,21 +1,21 @@
 """A model that is not a language model, behind the engine's scheduler.
 
-A toy of a diffusion model: a prompt and a small picture go in; a step takes some
-noise out of all pictures of the batch; each request streams how far it is, and at
-last its picture. Batching, chunked prompts, cancelling and clean-up are the
-scheduler's. The scheduler is a backend: examples/engine.py gives one its process.
+A toy of diffusion: a prompt and a small picture go in, a step takes some noise out of
+all pictures. Batching, chunked prompts, cancelling and clean-up are the scheduler's.
 
-Install: pip install "anyio-lifecycle[engine]"
-Run it:  python examples/own_runner.py
+Run it: pip install "anyio-lifecycle[engine]"; python examples/own_runner.py
 """
 
 from collections.abc import Sequence
 from typing import Any
 
+import anyio
 import numpy as np
 
+from lifecycle import Payload
 from lifecycle_engine.runner import Emitted, Prompt
 from lifecycle_engine.scheduler import Scheduler
+from lifecycle_zmq import ThreadEngine
 
 SIDE, STEPS = 16, 8
 
@@ -27,9 +27,8 @@ class Diffusion:
     keep: Sequence[str] = ()
 
     def __init__(self) -> None:
-        shape = (2, self.slots, SIDE, SIDE)
-        self.wanted, self.pictures = np.zeros(shape, np.float32)
-        self.steps = np.zeros(self.slots, int)
+        self.wanted, self.pictures = np.zeros((2, self.slots, SIDE, SIDE), "f4")
+        self.steps = [0] * self.slots
 
     def check(self, prompt: Prompt) -> None:
         """Refuse what prefill could not run."""
@@ -40,9 +39,7 @@ class Diffusion:
         """The first chunk reads the picture; after it the payload is dropped."""
         return 0
 
-    def prefill(
-        self, slot: int, prompt: Prompt, start: int, stop: int
-    ) -> Emitted | None:
+    def prefill(self, slot: int, prompt: Prompt, start: int, stop: int) -> Any:
         """Read a part of the prompt; the last part begins the picture."""
         if start == 0:
             self.wanted[slot] = prompt.tensors["picture"]
@@ -53,17 +50,17 @@ class Diffusion:
         chance = np.random.default_rng(prompt.sampling.seed)
         self.pictures[slot] = chance.standard_normal((SIDE, SIDE))
         self.steps[slot] = 0
-        return Emitted({"done": 0})
+        return Emitted(0)
 
     def decode(self, slots: Sequence[int]) -> list[Emitted]:
         """Take some noise out of all pictures at once; give those that are done."""
-        at = list(slots)
-        self.pictures[at] += (self.wanted[at] - self.pictures[at]) / 2
-        self.steps[at] += 1
+        for slot in slots:
+            self.pictures[slot] += (self.wanted[slot] - self.pictures[slot]) / 2
+            self.steps[slot] += 1
         return [
-            Emitted({"done": self.steps[slot] / STEPS})
-            if self.steps[slot] < STEPS
-            else Emitted({"picture": self.pictures[slot].tobytes()}, last=True)
+            Emitted(self.pictures[slot].tobytes(), last=True)
+            if self.steps[slot] == STEPS
+            else Emitted(self.steps[slot] / STEPS)
             for slot in slots
         ]
 
@@ -76,24 +73,27 @@ class Diffusion:
         return {}
 
 
-def main() -> None:
+async def paint(engine: ThreadEngine, name: str) -> None:
+    """Ask for a picture; whoever is impatient leaves when it is half done."""
+    request = {"input_ids": list(name.encode()), "max_tokens": 100, "seed": 1}
+    picture = Payload({"picture": np.full((SIDE, SIDE), len(name), np.float32)})
+    async for item in await engine.start(name, request, picture):
+        if isinstance(item, bytes):
+            print(f"{name}: {len(item)} bytes of a picture")
+        elif item == 0.5 and name == "impatient":
+            break
+    await engine.end(name)
+
+
+async def main() -> None:
     """Paint three pictures together, one of which nobody waits for."""
-    scheduler = Scheduler(Diffusion(), chunk=8)
-    for name in ("cat", "impatient", "a long poem about the sea"):
-        request = {"input_ids": list(name.encode()), "max_tokens": 100, "seed": 1}
-        picture = np.full((SIDE, SIDE), len(name), np.float32)
-        scheduler.start(name, request, {"picture": picture.data})
-    while scheduler.busy:
-        for output in scheduler.step():
-            for item in output.items:
-                if "picture" in item:
-                    print(f"{output.key}: {len(item['picture'])} bytes of a picture")
-                elif item.get("done", 0) >= 0.5 and output.key == "impatient":
-                    scheduler.cancel(output.key)
-            if output.finish:
-                print(f"{output.key}: {output.finish.reason}")
-    print(f"slots free: {scheduler.status()['slots_free']} of {Diffusion.slots}")
+    async with ThreadEngine(lambda: Scheduler(Diffusion(), chunk=8)) as engine:
+        await engine.wait_ready()
+        async with anyio.create_task_group() as clients:
+            for name in ("cat", "impatient", "a long poem about the sea"):
+                clients.start_soon(paint, engine, name)
+        print("slots free:", (await engine.status())["backend"]["slots_free"], "of 4")
 
 
 if __name__ == "__main__":
-    main()
+    anyio.run(main)

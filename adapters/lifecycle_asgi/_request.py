@@ -88,7 +88,13 @@ class RequestScope:
         Args:
             session: Anything with a settable ``cancelled_as``. If the client
                 has left already it is told at once.
+
+        Raises:
+            TypeError: It has none; the client's leaving would be told to nobody.
         """
+        if not hasattr(session, "cancelled_as"):
+            kind = type(session).__name__
+            raise TypeError(f"a session is attached, from sessions.open, not {kind}")
         self._attached.append(session)
         if self._client_gone or self._cancelled_when_gone:
             session.cancelled_as = "client_gone"

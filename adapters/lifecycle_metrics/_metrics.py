@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Any, Final
 
 from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
 
@@ -84,6 +84,7 @@ class Metrics:
 
         Raises:
             ValueError: Another gate of that name is watched already.
+            TypeError: It is neither a gate nor a registry.
         """
         for part in parts:
             if part in self._gates or part in self._registries:
@@ -91,6 +92,10 @@ class Metrics:
             if isinstance(part, SessionRegistry):
                 self._registries.append(part)
                 continue
+            given: Any = part
+            if not isinstance(given, Gate):  # else every scrape would fail
+                kind = type(given).__name__
+                raise TypeError(f"gates and registries are watched, not {kind}")
             if any(gate.name == part.name for gate in self._gates):
                 raise ValueError(
                     f"a gate named {part.name!r} is watched already; series are told "

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, NamedTuple, Protocol
+from typing import Any, Final, Literal, NamedTuple, Protocol, get_args
 
 # What becomes of the items of a stream whose reader has no credit for them:
 # "concatenate" joins neighbours that are lists, "replace" keeps the latest item only,
 # "never" keeps each apart. All of it up to a number of bytes.
 Merge = Literal["concatenate", "replace", "never"]
+MERGES: Final = (None, *get_args(Merge))
+_METHODS: Final = ("start", "cancel", "end", "step", "status")
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,8 +73,9 @@ class Backend(Protocol):
         hold them while a device still copies.
 
         Returns:
-            How the stream's items may be merged while its reader is behind; ``None``
-            stands for ``"never"``.
+            How the stream's items may be merged while its reader is behind:
+            ``"concatenate"`` joins neighbours that are lists, ``"replace"`` keeps the
+            latest item only, ``"never"``, or ``None``, keeps each apart.
         """
         ...
 
@@ -96,3 +99,20 @@ class Backend(Protocol):
     def status(self) -> dict[str, Any]:
         """Return counters, of plain values."""
         ...
+
+
+def check(backend: object) -> None:
+    """Raise `TypeError` where something of a `Backend` is missing or misspelt."""
+    name = getattr(backend, "__name__", type(backend).__name__)
+    what = ""
+    for method in _METHODS:
+        if not callable(getattr(backend, method, None)):
+            what = f"it has no method {method}"
+    if isinstance(backend, type):
+        what = f"it is a class; make one: {name}()"
+    elif "busy" not in dir(backend):
+        what = what or "it has no property busy"
+    elif callable(getattr(type(backend), "busy", None)):
+        what = "busy is a method, which is always true; make it a property"
+    if what:
+        raise TypeError(f"{name} is no Backend: {what}")

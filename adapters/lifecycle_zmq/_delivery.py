@@ -166,7 +166,7 @@ class Delivery:
         try:
             piece: Piece = item if is_token_list(item) else pack_item(item)
         except EncodeError as error:
-            self.fail(stream, error.code, "an item cannot be sent")
+            self.fail(stream, error.code, str(error))
             return False
         if stream.held is None and stream.credit > 0:
             self._put(stream, piece)

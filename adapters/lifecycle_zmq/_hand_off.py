@@ -19,6 +19,20 @@ class Box(Protocol):
         ...
 
 
+def take(box: Box | None) -> Mapping[str, Any]:
+    """Return what is in `box`, which is empty then.
+
+    Raises:
+        TypeError: It is no box; a plain map would go on holding the tensors.
+    """
+    if box is None:
+        return {}
+    if not hasattr(box, "take"):
+        kind = type(box).__name__
+        raise TypeError(f"tensors travel in a Payload, not {kind}: give Payload({{…}})")
+    return box.take()
+
+
 def forget_frames(error: BaseException, *, until: BaseException | None = None) -> None:
     """Empty the finished frames behind `error`, as `Payload.forget` does.
 

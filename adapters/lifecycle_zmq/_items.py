@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import sys
 from array import array
+from collections.abc import Mapping
 from typing import Any, Final
 
 from ._errors import ProtocolError
@@ -73,8 +74,13 @@ def pack_request(request: Any) -> bytes:
     """Return a request as START and CONTROL carry it.
 
     Raises:
-        EncodeError: It is no map of plain values, or too large.
+        EncodeError: It has other than plain values, or is too large.
+        TypeError: It is no map.
     """
+    if not isinstance(request, Mapping):
+        kind = type(request).__name__
+        raise TypeError(f"a request is a map of plain values, not {kind}")
+    request = dict(request)
     if not is_map(request):
         raise refuse("a request")
     return pack(request, "a request", size=MAX_REQUEST, array=_MAX_REQUEST_ARRAY)

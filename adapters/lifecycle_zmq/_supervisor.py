@@ -137,6 +137,11 @@ class Supervisor(Generic[L]):
                 "such as by anyio.from_thread.run"
             )
 
+    def check_entered(self) -> None:
+        """Raise `RuntimeError` before `begin`: nothing would ever come."""
+        if self._thread == 0:
+            raise RuntimeError("enter the engine with async with first")
+
     def reset(self) -> None:
         """Forget all deaths, and start the next process now if one is to come."""
         self.check_thread()
@@ -172,12 +177,14 @@ class Supervisor(Generic[L]):
         """What to tell those who ask for an engine that is not there."""
         if self.closing:
             return EngineLost("the engine is closed", reason="closed")
+        self.check_entered()
         reason = self.current.why if self.current is not None else "starting"
+        words = reason
         if self.broken:
-            reason = "broken"
+            reason, words = "broken", f"broken after {reason}"
         retry_after = _clamp(self._expected - anyio.current_time())
         return EngineLost(
-            f"engine {self.number} takes no requests: {reason}; "
+            f"engine {self.number} takes no requests: {words}; "
             f"retry in {retry_after:.0f} s{more}",
             reason=reason,
             retry_after=retry_after,

@@ -40,6 +40,9 @@ def describe(
     Raises:
         EncodeError: A tensor has no such buffer, or there are too many or too large.
     """
+    if not hasattr(tensors, "items"):
+        told = f"tensors must be a map of names, not {type(tensors).__name__}"
+        raise EncodeError("unencodable", told)
     if len(tensors) > MAX_TENSORS:
         raise EncodeError(
             "too_large", f"{len(tensors)} tensors, at most {MAX_TENSORS}; join some"

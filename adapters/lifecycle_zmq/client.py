@@ -14,7 +14,7 @@ from lifecycle import EngineLost
 
 from . import wire
 from ._errors import EncodeError, ProtocolError, RequestRejected
-from ._hand_off import Box, forget_frames, where
+from ._hand_off import Box, forget_frames, take, where
 from ._items import pack_request
 from ._link import Link
 from ._lodging import Lodging
@@ -257,7 +257,7 @@ class EngineClient:
         self, key: str, request: Mapping[str, Any], tensors: Box | None
     ) -> StreamState:
         # Taken first: a refusal must drop it as surely as a hand-off does.
-        taken = {} if tensors is None else tensors.take()
+        taken = take(tensors)
         if not self.ready:
             raise self._loss()
         if not wire.is_key(key) or key in self._table.keys:
@@ -268,7 +268,7 @@ class EngineClient:
         self._generation += 1
         state = StreamState(key, self._generation, self._window)
         try:
-            packed = pack_request(dict(request))
+            packed = pack_request(request)
             lodging = Lodging(self._arena)
             described, memory = wire.describe(taken, lodging.lodge)
             # Known before it is sent: from then on only END may forget it.

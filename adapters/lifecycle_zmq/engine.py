@@ -83,6 +83,9 @@ class ZmqEngine(SupervisedEngine[Incarnation]):
         arena_bytes: int = 0,
         arena: Kind | None = None,
     ) -> None:
+        if isinstance(argv, str | bytes):  # each letter would be an argument
+            kind = type(argv).__name__
+            raise TypeError(f"argv must be a list, not {kind}; shlex.split() makes one")
         self._directory = directory
         self._arena_bytes = arena_bytes
         self._arena_kind = arena
@@ -175,4 +178,5 @@ class ZmqEngine(SupervisedEngine[Incarnation]):
             current.liveness.needed()
 
     def _last_words(self) -> str:
-        return f"; its last words were:\n{self.output[-2000:].strip()}"
+        words = self.output[-2000:].strip()
+        return f"; its last words were:\n{words}" if words else ""

@@ -8,7 +8,7 @@ from typing import Any
 
 from . import wire
 from ._arena_view import ArenaView
-from ._backend import Backend
+from ._backend import MERGES, Backend, check
 from ._books import Books, Peer, ServedStream
 from ._delivery import Delivery
 from ._errors import EncodeError, ProtocolError, RequestRejected
@@ -38,6 +38,9 @@ class EngineLoop:
         hold: As for `EngineServer`.
         stall: As for `EngineServer`.
         arena: Where large tensors lie, if the clients have one.
+
+    Raises:
+        TypeError: *backend* is no `Backend`, or *incarnation* no whole number.
     """
 
     _transport: ServerTransport
@@ -52,6 +55,10 @@ class EngineLoop:
         stall: float = 30.0,
         arena: ArenaView | None = None,
     ) -> None:
+        check(backend)
+        if type(incarnation) is not int:  # it would wait for messages to another one
+            kind = type(incarnation).__name__
+            raise TypeError(f"incarnation must be an int, not {kind}; give int() of it")
         self._backend = backend
         self._incarnation = incarnation
         self._books = Books()
@@ -206,6 +213,11 @@ class EngineLoop:
             told = f"start raised {type(error).__name__}"
             self._reject(peer, generation, "internal", told)
         else:
+            if merge not in MERGES:  # such as what an `async def` returns
+                self._backend.end(key)
+                told = f"start returned {type(merge).__name__}, not None or a Merge"
+                self._reject(peer, generation, "internal", told)
+                return
             stream = ServedStream(
                 key, generation, peer, body["window"], merge or "never"
             )

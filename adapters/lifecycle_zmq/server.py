@@ -32,6 +32,9 @@ class EngineServer:
             before its stream ends as ``slow_client``.
         writable_arena: Map the arena so that a device can be given it as pinned memory.
 
+    Raises:
+        TypeError: *backend* is no `Backend`, or *incarnation* no whole number.
+
     Attributes:
         arena: Where large tensors lie, if the client has one.
     """

@@ -98,6 +98,7 @@ class SupervisedEngine(Generic[L]):
         Cancellation: nothing changes.
         """
         it = self._supervisor
+        it.check_entered()
         it.check_thread()
         seen = it.false_starts
         while not self.ready:

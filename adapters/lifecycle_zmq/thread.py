@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 from collections import deque
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import anyio
 import anyio.lowlevel
@@ -54,6 +55,11 @@ class ThreadEngine(SupervisedEngine["Thread"]):
         stop_timeout: float = 5.0,
         restarts: Restarts | None = None,
     ) -> None:
+        given: Any = factory
+        if not callable(given):
+            kind = type(given).__name__
+            raise TypeError(f"factory must make a backend, not be one: give {kind}")
+
         def spawn(
             number: int, retry_after: float, changed: Callable[[], None]
         ) -> Thread:

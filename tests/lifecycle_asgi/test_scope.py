@@ -169,3 +169,10 @@ async def test_keeps_nothing_alive() -> None:
         assert seen[0]() is None
     finally:
         gc.enable()
+
+
+async def test_refuses_to_attach_what_is_no_session() -> None:
+    """Whoever gives the id would else never hear that the client left."""
+    async with request_scope(Left()) as request:
+        with pytest.raises(TypeError, match="a session is attached, .*, not str"):
+            request.attach("request-1")  # type: ignore[arg-type]

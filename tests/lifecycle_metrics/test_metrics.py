@@ -310,3 +310,11 @@ async def all_series() -> dict[str, list[dict[str, str]]]:
         for sample in family.samples:
             found.setdefault(sample.name, []).append(dict(sample.labels))
     return found
+
+
+def test_refuses_to_watch_what_is_neither_gate_nor_registry() -> None:
+    """It is told where it is given, and not by every scrape that fails."""
+    metrics = Metrics()
+    with pytest.raises(TypeError, match="gates and registries are watched, not dict"):
+        metrics.watch({})  # type: ignore[arg-type]
+    assert metrics.text()

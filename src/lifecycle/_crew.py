@@ -4,6 +4,7 @@ anyio gives each task of a group a handle, an event and a scope, which cost seve
 times what the task does. A start brings the one scope that it needs.
 """
 
+# ruff: noqa: SLF001 - what asks for a loop that may not be there has an underscore
 from __future__ import annotations
 
 import asyncio

@@ -13,8 +13,6 @@ import sys
 from threading import get_ident
 from typing import TYPE_CHECKING, Any
 
-import anyio
-
 if TYPE_CHECKING:
     from collections.abc import Callable, Generator
 
@@ -218,8 +216,3 @@ def readable(clock: Callable[[], float]) -> Callable[[], float]:
         return read
 
     return now
-
-
-def loop_scopes() -> type[anyio.CancelScope]:
-    """The class of the running loop's scopes, without anyio's look-up at each."""
-    return type(anyio.CancelScope())

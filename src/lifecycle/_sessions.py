@@ -20,7 +20,7 @@ from ._crew import Crew
 from ._decorators import Decorator, managed
 from ._errors import GateClosed, SessionExists, SessionNotFound
 from ._outcome import OUTCOMES
-from ._park import loop_clock, loop_post, loop_scopes
+from ._park import loop_clock, loop_post
 from ._session import Session
 from ._watchdog import Watchdog
 from .events import Observer, Outcome
@@ -276,7 +276,8 @@ class SessionRegistry:
         # A server that is cancelled may still drain, shielded.
         self._watching = anyio.CancelScope(shield=True)
         self._tasks = await anyio.create_task_group().__aenter__()
-        self._crew, self._new_scope = Crew(self._tasks), loop_scopes()
+        # The loop's own class: anyio looks for the loop at each scope.
+        self._crew, self._new_scope = Crew(self._tasks), type(self._watching)
         self._tasks.start_soon(self._watch)
         return self
 

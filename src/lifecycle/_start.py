@@ -145,7 +145,7 @@ class Start(Generic[T]):
             raise
 
     def _bound(self, session: Session, due: float) -> None:
-        # A timer of its own would be twice as dear, and most are never due.
+        # A timer of its own would be dearer, and most are never due.
         self._due = due
         session._registry._watchdog.at(due, self._look)
 

@@ -136,9 +136,6 @@ class Stream(Generic[T_co]):
         Cancellation:
             Shielded for as long as *grace* seconds: the source gets its time.
         """
-        await self._close(None)
-
-    async def _close(self, mine: anyio.CancelScope | None) -> None:
         if self._since is not None:
             self.stop()
             return
@@ -148,15 +145,10 @@ class Stream(Generic[T_co]):
         self._stopped = True
         try:
             close = getattr(source, "aclose", None)
-            if close is None:
-                return
-            due = self._now() + self._grace
-            if mine is None or mine.cancel_called:
+            if close is not None:
+                due = self._now() + self._grace
                 with self._new_scope(deadline=due, shield=True):
                     await close()
-            else:
-                mine.shield, mine.deadline = True, due
-                await close()
         finally:
             self._finish(None)
 
@@ -187,14 +179,11 @@ class Stream(Generic[T_co]):
         try:
             # A task that still waits for an item can only be one that the body
             # left behind; it was told to stop, and closes for itself.
-            # In the block's own scope, if it can: another one costs microseconds.
             with _NeverInsteadOf(exc):
-                await self._close(scope)
+                await self.aclose()
         except BaseException as error:
-            if not scope.__exit__(type(error), error, error.__traceback__):
-                raise
-            return False  # the source has had its time
-        scope.shield = False  # else it would swallow a cancellation from without
+            scope.__exit__(type(error), error, error.__traceback__)
+            raise
         swallowed = bool(scope.__exit__(exc_type, exc, traceback))
         if swallowed and self._errors:
             raise self._errors.pop()
@@ -234,8 +223,8 @@ class _NeverInsteadOf:
 
     def __enter__(self) -> None: ...
 
-    def __exit__(self, kind: type | None, error: object, _traceback: object) -> bool:
+    def __exit__(self, _kind: object, error: object, _traceback: object) -> bool:
         logged = self._cancelled and isinstance(error, Exception)
-        if logged and kind is not None:
-            _log.warning("closing a cancelled stream failed: %s", kind.__name__)
+        if logged:
+            _log.warning("closing a cancelled stream failed: %s", type(error).__name__)
         return logged

@@ -78,7 +78,7 @@ class Watchdog:
         self.at(look(now), look)
 
     def at(self, due: float, look: Callable[[float], float]) -> None:
-        """Call *look* when it is *due*, with the time; it returns when to do so again."""
+        """Call *look* with the time when it is *due*; it says when to do so again."""
         if len(self._heap) >= self._sweep_at:
             # Most of what is watched ends long before its deadline would find it.
             swept, self._heap, now = self._heap, [], self._clock()

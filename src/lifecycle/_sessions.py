@@ -289,11 +289,13 @@ class SessionRegistry:
                 self.close_all("shutdown")
             finally:
                 self._crew.end(self._watching.cancel)
-                # Without the error of the block, which it would put in a group.
-                # Every task in it has a deadline, for which it is watched.
-                await tasks.__aexit__(None, None, None)  # noqa: ASYNC102
-            if self._crew.errors:
-                raise BaseExceptionGroup("starts were aborted", self._crew.errors)
+                try:
+                    # Without the error of the block, which it would put in a group.
+                    # Every task in it has a deadline, for which it is watched.
+                    await tasks.__aexit__(None, None, None)  # noqa: ASYNC102
+                finally:  # also where this task is cancelled meanwhile
+                    if self._crew.errors:
+                        raise BaseExceptionGroup("aborted", self._crew.errors)
         except BaseExceptionGroup as group:
             # One failure must never reach anybody as a group of one.
             raise group.exceptions[0] if not group.exceptions[1:] else group from None

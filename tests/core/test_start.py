@@ -295,6 +295,39 @@ async def test_raises_several_aborts_as_a_group() -> None:
 
 
 @pytest.mark.anyio
+async def test_raises_an_abort_though_it_is_cancelled_itself() -> None:
+    """What stops the program is not lost where the server is cancelled as well."""
+    opening, go_on = anyio.Event(), anyio.Event()
+
+    async def open_() -> str:
+        opening.set()
+        with anyio.CancelScope(shield=True):
+            await go_on.wait()
+        raise Abort
+
+    async def serve() -> None:
+        with anyio.CancelScope() as scope:
+            async with SessionRegistry() as sessions:
+                tasks.start_soon(request, sessions)
+                await opening.wait()
+                tasks.start_soon(cancel, scope)
+
+    async def request(sessions: SessionRegistry) -> None:
+        with pytest.raises(SessionEnded), sessions.open("a") as session:
+            await session.start(open_)
+
+    async def cancel(scope: anyio.CancelScope) -> None:
+        scope.cancel()
+        await anyio.wait_all_tasks_blocked()
+        go_on.set()
+
+    with pytest.raises(BaseExceptionGroup) as caught:
+        async with anyio.create_task_group() as tasks:
+            tasks.start_soon(serve)
+    assert caught.group_contains(Abort)
+
+
+@pytest.mark.anyio
 async def test_ends_what_was_aborted() -> None:
     """An exception that stops the program stops the registry, after one END."""
     engine = Engine()

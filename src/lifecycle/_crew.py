@@ -4,16 +4,15 @@ anyio gives each task of a group a handle, an event and a scope, which cost seve
 times what the task does. A start brings the one scope that it needs.
 """
 
-# ruff: noqa: SLF001 - what asks for a loop that may not be there has an underscore
 from __future__ import annotations
 
-import asyncio
-import sys
 from collections.abc import Callable, Coroutine
 from functools import partial
 from typing import Any
 
 from anyio.abc import TaskGroup
+
+from ._park import innermost_nursery, task_factory
 
 Run = Callable[..., Coroutine[Any, Any, None]]
 
@@ -36,12 +35,11 @@ class Crew:
         self._group = group
         self._running: set[object] = set()
         self._then: Callable[[], object] | None = None
-        loop = asyncio._get_running_loop()
-        if loop is None:
-            task = sys.modules["trio"].lowlevel.current_task()
-            spawn = partial(self._in_nursery, task.child_nurseries[-1])
+        create = task_factory()
+        if create is None:
+            spawn = partial(self._in_nursery, innermost_nursery())
         else:
-            spawn = partial(self._in_loop, _lazily(loop))
+            spawn = partial(self._in_loop, create)
         self.spawn: Callable[..., None] = spawn
 
     def end(self, then: Callable[[], object]) -> None:
@@ -50,11 +48,11 @@ class Crew:
         self._left(None)
 
     def _in_loop(self, create: Callable[..., Any], run: Run, *args: object) -> None:
-        task: asyncio.Task[None] = create(run(*args), name=run.__qualname__)
+        task = create(run(*args), name=run.__qualname__)
         self._running.add(task)
         task.add_done_callback(self._done)
 
-    def _done(self, task: asyncio.Task[None]) -> None:
+    def _done(self, task: Any) -> None:
         # One that is cancelled was so before its first step: the rest catch it.
         error = None if task.cancelled() else task.exception()
         if error is not None:
@@ -77,12 +75,3 @@ class Crew:
         self._running.discard(whoever)
         if self._then is not None and not self._running:
             self._then()
-
-
-def _lazily(loop: asyncio.AbstractEventLoop) -> Callable[..., Any]:
-    # An eager factory would run the start within its caller.
-    eager = getattr(asyncio, "eager_task_factory", None)
-    code = getattr(loop.get_task_factory(), "__code__", None)
-    if code is not None and code is getattr(eager, "__code__", None):
-        return partial(asyncio.Task, loop=loop)
-    return loop.create_task

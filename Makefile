@@ -15,17 +15,18 @@ MAKEFLAGS += --no-print-directory
 .NOTPARALLEL:
 export PYTHON
 
-.PHONY: help demo test serve bench bench-memory bench-overload docs lint types pytest wheel attack soak \
+.PHONY: help demo test serve bench bench-memory bench-overload docs lint types pytest wheel sbom attack soak \
   faults coverage-of-cases gpu-check clean
 
 help:
 	@echo 'make demo       run the server, a real engine and 32 unreliable clients; show that nothing leaks'
 	@echo 'make serve      start the server and leave it running, with a curl line to try'
-	@echo 'make test       everything that must pass: lint, types, tests, coverage, examples, wheel'
+	@echo 'make test       everything that must pass: lint, types, docs, tests, coverage, examples, wheel'
 	@echo 'make lint       ruff and flake8-async'
 	@echo 'make types      mypy, strict'
 	@echo 'make pytest     the tests with coverage; make pytest ARGS="-k gate" runs some of them'
 	@echo 'make wheel      build the wheel and import it with anyio alone installed'
+	@echo 'make sbom       what the wheel brings along with all its extras, as CycloneDX'
 	@echo 'make attack     a thousand made-up requests to each HTTP endpoint; make attack ARGS=100 for fewer'
 	@echo 'make soak       a million seeded schedules of the core; make soak ARGS=5000 for fewer'
 	@echo 'make faults     the engine link under kills, stops, leavers and mutated frames; make faults ARGS=50 for fewer kills'
@@ -43,7 +44,7 @@ demo: .venv/.ready
 serve: .venv/.ready
 	@$(BIN)/lifecycle-engine serve --hints $(ARGS)
 
-test: lint types pytest wheel
+test: lint types docs pytest wheel
 
 lint: .venv/.ready
 	@echo '== lint'
@@ -76,6 +77,11 @@ wheel: .venv/.ready
 	@echo '== wheel'
 	@sh scripts/check-wheel.sh
 
+sbom: .venv/.ready
+	@mkdir -p build
+	@$(BIN)/python scripts/sbom.py >build/sbom.json
+	@echo build/sbom.json
+
 attack: .venv/.ready
 	@$(BIN)/python tests/http/attack.py $(or $(ARGS),1000)
 
@@ -106,6 +112,7 @@ bench-overload: .venv/.ready
 	@$(BIN)/python benchmarks/draw.py overload
 
 docs: .venv/.docs
+	@echo '== docs'
 	@$(BIN)/sphinx-build -q -W -n docs docs/_build/html
 	@echo "docs/_build/html/index.html"
 

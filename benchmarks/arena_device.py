@@ -52,7 +52,7 @@ def arena(name: str) -> tuple[dict[str, Any], list[Row]]:
     import numpy as np
     import torch
 
-    from lifecycle_engine.models.uploads import pin
+    from lifecycle_engine.models.uploads import pin, unpin
 
     device = torch.device(name)
     cuda = device.type == "cuda"
@@ -72,6 +72,8 @@ def arena(name: str) -> tuple[dict[str, Any], list[Row]]:
         told = f"call {called:.2f} ms, done {done:.2f} ms"
         same = "identical" if whole else "DIFFERENT"
         rows.append((f"32 MiB from {where}", f"{told}, {same}"))
+    if pinned:
+        unpin(cast("Any", shared))
     return figures, rows
 
 

@@ -1,9 +1,13 @@
 """Check the engine on a CUDA device: identity, speed, memory, death.
 
 Builds random checkpoints in a temporary folder and needs nothing that is not
-there: torch, transformers, numpy and pillow; what needs pyzmq is left out without
-it. Run by ``make gpu-check``; without a CUDA device it says so and succeeds.
-``--device cpu`` walks the same lines, with the graphs' shapes but no capture.
+there: torch, transformers, numpy, pillow and anyio; what needs pyzmq is left out
+without it, or finds it in wheels that were carried along (``--wheels``). Run by
+``make gpu-check``; without a CUDA device it says so and succeeds. ``--device cpu``
+walks the same lines, with the graphs' shapes but no capture.
+
+The parts come in the order of their weight, and none begins when the budget is
+spent. The report is written after each, so that one that is killed leaves the rest.
 """
 
 from __future__ import annotations
@@ -12,27 +16,30 @@ import argparse
 import functools
 import importlib.util
 import json
+import os
 import platform
 import re
 import sys
 import tempfile
 import time
+import zipfile
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, ExitStack
 from pathlib import Path
 from typing import Any
 
 from arena_device import arena
-from engine_rig import Rig, Timed, agreement, best, picture, rig
+from engine_rig import Rig, rig
 from gpu_memory import bandwidth, flatness
+from gpu_model import Measured, decode, identity, prefill, scheduler
 from gpu_process import death
 
 RESULTS = Path(__file__).parent / "results"
 TOKENS = 48
-Row = tuple[str, str]
-Measured = tuple[dict[str, Any], list[Row]]
-_PARTS = ("identity", "decode", "prefill", "memory", "scheduler", "copies", "death")
-_NEEDED = ("torch", "transformers", "numpy", "PIL")
+_NEEDED = ("torch", "transformers", "numpy", "PIL", "anyio")
+# In the order in which they are run; the last three share a model.
+_PARTS: tuple[str, ...] = ("identity", "decode", "copies", "arena", "death")
+_PARTS += ("memory", "prefill", "scheduler")
 _SIZES: dict[str, dict[str, int]] = {
     "tiny": {},
     # About 1.7 B parameters.
@@ -49,29 +56,25 @@ _SIZES: dict[str, dict[str, int]] = {
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the check; exit status 1 if a stream is not what `generate` makes of it."""
     options = _parser().parse_args(argv)
-    missing = [name for name in _NEEDED if importlib.util.find_spec(name) is None]
-    if missing:
-        print(f"gpu-check: skipped, {', '.join(missing)} is not installed")
-        return 0
-    import torch
-
-    if options.device == "cuda" and not torch.cuda.is_available():
-        print(
-            f"gpu-check: skipped, torch {torch.__version__} sees no CUDA device; "
-            "--device cpu walks the same lines on the CPU"
-        )
-        return 0
-    if options.device == "cpu":
-        torch.set_num_threads(1)
-    _fill_in(options)
     with tempfile.TemporaryDirectory() as folder:
-        check = Check(options, Path(folder))
-        report = check.run()
-    path = options.out or RESULTS / f"gpu_check-{_slug(report['device'])}.json"
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(json.dumps(report, indent=2) + "\n", encoding="utf-8")
-    print(f"written to {path}")
-    return 0 if check.identical or "identity" not in report else 1
+        if options.wheels is not None:
+            _unpack(options.wheels, Path(folder, "unpacked"))
+        missing = [name for name in _NEEDED if importlib.util.find_spec(name) is None]
+        if missing:
+            print(f"gpu-check: skipped, {', '.join(missing)} is not installed")
+            return 0
+        import torch
+
+        if options.device == "cuda" and not torch.cuda.is_available():
+            print(
+                f"gpu-check: skipped, torch {torch.__version__} sees no CUDA device; "
+                "--device cpu walks the same lines on the CPU"
+            )
+            return 0
+        if options.device == "cpu":
+            torch.set_num_threads(1)
+        _fill_in(options)
+        return Check(options, Path(folder)).run()
 
 
 class Check:
@@ -79,75 +82,98 @@ class Check:
 
     def __init__(self, options: argparse.Namespace, folder: Path) -> None:
         self.options, self.folder = options, folder
-        self.identical = False
+        self.began = time.monotonic()
+        self.identical = True
         self.cuda = options.device == "cuda"
         self.modes = ("off", "fake", "on") if self.cuda else ("off", "fake")
+        self.report = self._machine()
+        name = f"gpu_check-{_slug(self.report['device'])}.json"
+        self.out: Path = options.out or RESULTS / name
 
-    def run(self) -> dict[str, Any]:
+    def run(self) -> int:
         """Measure everything, printing a line for each result."""
-        report = self._machine()
+        left_out = []
+        with ExitStack() as stack:
+            shared: list[Rig] = []
+
+            def on(measure: Callable[[Rig], Measured]) -> Measured:
+                if not shared:
+                    shared.append(stack.enter_context(self._rig(graphs=self.modes[-1])))
+                return measure(shared[0])
+
+            parts = self._parts(on)
+            for name in filter(self._wants, _PARTS):
+                if self._spent < self.options.budget:
+                    self._measure(name, parts[name])
+                else:
+                    left_out.append(name)
+        if left_out:
+            self.report["left_out"] = left_out
+            self._write()
+            budget = f"the budget of {self.options.budget:g} s is spent"
+            again = " ".join(f"--only {name}" for name in left_out)
+            print(f"left out, as {budget}: {', '.join(left_out)}; run {again}")
+        print(f"{self._spent:.0f} s in all; written to {self.out}")
+        return 0 if self.identical else 1
+
+    def _parts(
+        self, on: Callable[[Callable[[Rig], Measured]], Measured]
+    ) -> dict[str, Callable[[], Measured]]:
         device, options = self.options.device, self.options
-        self._say(report, "identity", self.identity)
-        self._say(report, "decode", self.decode)
-        on_rig: dict[str, Callable[[Rig], Measured]] = {
-            "prefill": prefill,
-            "memory": functools.partial(flatness, options),
-            "scheduler": functools.partial(scheduler, options.batch),
+        make = functools.partial(self._rig, family="qwen2_5_vl")
+        return {
+            "identity": self._identity,
+            "decode": lambda: decode(
+                lambda mode: make(graphs=mode), self.modes, options.batch
+            ),
+            "copies": lambda: bandwidth(device),
+            "arena": lambda: arena(device),
+            "death": lambda: death(device),
+            "memory": lambda: on(functools.partial(flatness, options)),
+            "prefill": lambda: on(prefill),
+            "scheduler": lambda: on(functools.partial(scheduler, options.batch)),
         }
-        if any(self._wants(name) for name in on_rig):
-            with self._rig(graphs=self.modes[-1]) as made:
-                for name, measure in on_rig.items():
-                    self._say(report, name, functools.partial(measure, made))
-        self._say(report, "copies", functools.partial(bandwidth, device))
-        self._say(report, "arena", functools.partial(arena, device))
-        self._say(report, "death", functools.partial(death, device))
-        return report
 
-    def _wants(self, name: str) -> bool:
-        return not self.options.only or name in self.options.only
-
-    def identity(self) -> tuple[dict[str, Any], list[Row]]:
+    def _identity(self) -> Measured:
         """Greedy tokens of every family, alone and together, against `generate`."""
         from lifecycle_engine.models.checkpoint import FAMILIES
 
-        shares = {}
+        shares: dict[str, Any] = {}
         for family in FAMILIES:
             for mode in self.modes:
                 with self._rig(family=family, tiny=True, graphs=mode) as made:
-                    shares[f"{family}, graphs {mode}"] = _identity(made, family)
+                    shares[f"{family}, graphs {mode}"] = identity(made, family)
+            self._progress(f"identity of {family} is known")
         self.identical = all(share == 1 for share in shares.values())
         return shares, [
             (f"tokens as of generate(), {how}", f"{share:.1%}")
             for how, share in shares.items()
         ]
 
-    def decode(self) -> tuple[dict[str, Any], list[Row]]:
-        """Tokens a second in one lane and in a full batch, for each way of graphs."""
-        rates: dict[str, dict[int, float]] = {}
-        for mode in self.modes:
-            with self._rig(graphs=mode) as made:
-                lanes = (1, self.options.batch)
-                rates[mode] = {count: _decode_rate(made, count) for count in lanes}
-        rows = [
-            (f"decode, graphs {mode}, {lanes} lanes", f"{rate:.0f} tokens/s")
-            for mode, each in rates.items()
-            for lanes, rate in each.items()
-        ]
-        return rates, rows
+    def _wants(self, name: str) -> bool:
+        options = self.options
+        return name not in options.skip and (not options.only or name in options.only)
 
-    def _say(
-        self,
-        report: dict[str, Any],
-        name: str,
-        measure: Callable[[], Measured],
-    ) -> None:
-        if not self._wants(name):
-            return
-        begin = time.perf_counter()
-        report[name], rows = measure()
+    def _measure(self, name: str, measure: Callable[[], Measured]) -> None:
+        self._progress(name)
+        begin = self._spent
+        figures, rows = measure()
         for label, value in rows:
             print(f"  {label:<58} {value}", flush=True)
-        report[name]["took_seconds"] = time.perf_counter() - begin
+        self.report[name] = {**figures, "took_seconds": self._spent - begin}
+        self._write()
+
+    def _write(self) -> None:
+        self.out.parent.mkdir(parents=True, exist_ok=True)
+        text = json.dumps(self.report, indent=2)
+        self.out.write_text(text + "\n", encoding="utf-8")
+
+    @property
+    def _spent(self) -> float:
+        return time.monotonic() - self.began
+
+    def _progress(self, what: str) -> None:
+        print(f"[{self._spent:5.0f} s] {what}", flush=True)
 
     def _rig(
         self, *, graphs: str, family: str = "qwen2_5_vl", tiny: bool = False
@@ -190,83 +216,18 @@ class Check:
         return facts
 
 
-def prefill(on: Rig) -> tuple[dict[str, Any], list[Row]]:
-    """Seconds until the first token of a text and of a large picture."""
-    seconds: dict[str, float] = {"parameters": on.parameters}
-    rows = [("parameters", f"{on.parameters / 1e9:.2f} B")]
-    for label, each in (
-        ("text", on.prepare("word " * 400)),
-        ("picture", on.prepare("?", picture(1280, 784))),
-    ):
-        value = best(functools.partial(_prefill_once, on, each))
-        name = f"{label} of {each.prompt_tokens} tokens"
-        seconds[name] = value
-        rows.append((f"prefill, {name}", f"{value * 1e3:.1f} ms"))
-    return seconds, rows
+def _unpack(wheels: Path, folder: Path) -> None:
+    """Make packages of wheels importable, here and in processes that are started.
 
-
-def scheduler(batch: int, on: Rig) -> tuple[dict[str, Any], list[Row]]:
-    """What the scheduler adds to a decode step."""
-    if importlib.util.find_spec("zmq") is None:
-        return {"skipped": "pyzmq"}, [
-            ("scheduler", "left out: pyzmq is not installed (pip install pyzmq)")
-        ]
-    from lifecycle_engine.scheduler import Scheduler
-
-    runner: Any = Timed(on.runner)
-    serving = Scheduler(runner)
-    request = on.prepare("Hello there.").request | {"max_tokens": 100}
-    for lane in range(batch):
-        serving.start(str(lane), request, {})
-    begin = time.perf_counter()
-    steps = 0
-    while serving.busy:
-        serving.step()
-        steps += 1
-    added = (time.perf_counter() - begin - runner.seconds) / steps
-    return {"seconds_per_step": added, "lanes": batch}, [
-        (f"scheduler, a step of {batch} lanes", f"{added * 1e6:.0f} us")
-    ]
-
-
-def _identity(on: Rig, family: str) -> float:
-    prepared = [
-        on.prepare("Hello there."),
-        on.prepare("Tell a long story about a heap, a queue and a stack."),
-    ]
-    if family not in ("llama", "qwen3"):
-        prepared += [
-            on.prepare("What is this?", picture(90, 120, seed=1)),
-            on.prepare("And this?", picture(320, 240, seed=2)),
-            on.prepare("Compare.", picture(64, 64), picture(130, 90, seed=4)),
-        ]
-    wanted = [on.generate(each) for each in prepared]
-    single = [on.stream([each])[0] for each in prepared]
-    chunked = on.stream(prepared, chunk=24)
-    resumed = [on.resume(each) for each in prepared]
-    return min(agreement(each, wanted) for each in (single, chunked, resumed))
-
-
-def _decode_rate(on: Rig, lanes: int) -> float:
-    each = on.prepare("Hello there.")
-    slots = list(range(lanes))
-    for slot in slots:
-        on.prefill(slot, on.prompt(each))
-    steps = 100
-
-    def run() -> None:
-        for _ in range(steps):
-            on.decode(slots)
-
-    rate = lanes * steps / best(run)
-    for slot in slots:
-        on.runner.free(slot)
-    return rate
-
-
-def _prefill_once(on: Rig, prepared: Any) -> None:
-    on.prefill(0, on.prompt(prepared))
-    on.runner.free(0)
+    Where nothing may be installed; what is installed goes before them.
+    """
+    for wheel in sorted(wheels.glob("*.whl")):
+        with zipfile.ZipFile(wheel) as packed:
+            packed.extractall(folder)
+    sys.path.append(str(folder))
+    importlib.invalidate_caches()
+    paths = [*filter(None, [os.environ.get("PYTHONPATH")]), str(folder)]
+    os.environ["PYTHONPATH"] = os.pathsep.join(paths)
 
 
 def _fill_in(options: argparse.Namespace) -> None:
@@ -274,6 +235,8 @@ def _fill_in(options: argparse.Namespace) -> None:
     cuda = options.device == "cuda"
     options.model = options.model or ("mid" if cuda else "tiny")
     options.dtype = options.dtype or ("bfloat16" if cuda else "float32")
+    options.concurrent = options.concurrent or (64 if cuda else 16)
+    options.requests = options.requests or (1000 if cuda else 160)
 
 
 def _slug(name: str) -> str:
@@ -287,9 +250,19 @@ def _parser() -> argparse.ArgumentParser:
     add("--model", choices=sorted(_SIZES), help="for speed; default: mid on cuda")
     add("--dtype", help="torch dtype, for speed; default: bfloat16 on cuda")
     add("--batch", type=int, default=32, help="lanes of a full batch")
-    add("--concurrent", type=int, default=64, help="image requests at a time")
-    add("--requests", type=int, default=1000, help="image requests, for the memory")
-    add("--only", choices=_PARTS, action="append", help="a part; may be repeated")
+    add("--concurrent", type=int, help="image requests at a time; 64 on cuda")
+    add("--requests", type=int, help="image requests, for the memory; 1000 on cuda")
+    repeated: dict[str, Any] = {"choices": _PARTS, "action": "append", "default": []}
+    add("--only", help="a part; may be repeated", **repeated)
+    add("--skip", help="leave a part out; may be repeated", **repeated)
+    add(
+        "--budget",
+        type=float,
+        default=420,
+        metavar="SECONDS",
+        help="no further part begins after so many; default: 420",
+    )
+    add("--wheels", type=Path, metavar="DIR", help="of what cannot be installed here")
     add("--out", type=Path, help="the JSON; default: beside this file")
     return parser
 

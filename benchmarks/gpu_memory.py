@@ -5,13 +5,13 @@ from __future__ import annotations
 import argparse
 import gc
 import mmap
-import os
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
+from arena_device import Shared
 from engine_rig import Rig, best, picture
 
 Row = tuple[str, str]
@@ -40,11 +40,16 @@ def bandwidth(device: str) -> tuple[dict[str, Any], list[Row]]:
     """Bytes a second to the device: pageable, pinned by torch, a registered memfd."""
     import torch
 
+    from lifecycle_engine.models.uploads import pin, unpin
+
     cuda = device == "cuda"
     sources: dict[str, Any] = {"pageable": torch.ones(_COPY_BYTES, dtype=torch.uint8)}
     if cuda:
         sources["pinned by torch"] = sources["pageable"].pin_memory()
-    sources["registered memfd" if cuda else "memfd"] = _shared(pinned=cuda)
+    shared = Shared.make(_COPY_BYTES)
+    shared.array[:] = 1
+    pinned = cuda and pin(cast("Any", shared))
+    sources["registered memfd" if pinned else "memfd"] = torch.from_numpy(shared.array)
     target = torch.empty(_COPY_BYTES, dtype=torch.uint8, device=device)
     rates = {}
     for name, source in sources.items():
@@ -55,29 +60,12 @@ def bandwidth(device: str) -> tuple[dict[str, Any], list[Row]]:
                 torch.cuda.synchronize()
 
         rates[name] = _COPY_BYTES / best(copy)
+    if pinned:
+        unpin(cast("Any", shared))
     return dict(rates), [
         (f"copy to the device, {name}", f"{rate / 1e9:.1f} GB/s")
         for name, rate in rates.items()
     ]
-
-
-def _shared(*, pinned: bool) -> Any:
-    """Memory of the kind that the arena is made of."""
-    import torch
-
-    descriptor = os.memfd_create("gpu-check") if hasattr(os, "memfd_create") else -1
-    if descriptor >= 0:
-        os.ftruncate(descriptor, _COPY_BYTES)
-    memory = mmap.mmap(descriptor, _COPY_BYTES)
-    if descriptor >= 0:
-        os.close(descriptor)
-    array = np.frombuffer(memory, np.uint8)
-    array[:] = 1
-    if pinned:
-        code = torch.cuda.cudart().cudaHostRegister(array.ctypes.data, _COPY_BYTES, 0)
-        if int(code):
-            raise RuntimeError(f"cudaHostRegister returned {int(code)}")
-    return torch.from_numpy(array)
 
 
 def _serve(
@@ -121,6 +109,7 @@ def _memory(rig: Rig) -> dict[str, float]:
     if rig.runner.model.device.type == "cuda":
         torch.cuda.synchronize()
         memory["device"] = float(torch.cuda.memory_allocated())
+        memory["device, with what torch keeps"] = float(torch.cuda.memory_reserved())
     return memory
 
 

@@ -143,24 +143,27 @@ Cell = Callable[[Transport, float], Awaitable[Figures]]
 CELLS: dict[str, tuple[Cell, str]] = {
     "128 x 50/s": (
         lambda it, s: paced(it, streams=128, rate=50, seconds=s),
-        "link link-trio today floor raw queue grpc ray",
+        "link link-ipc link-trio today floor raw queue grpc ray",
     ),
     "512 x 20/s": (
         lambda it, s: paced(it, streams=512, rate=20, seconds=s),
-        "link today floor raw",
+        "link link-ipc today floor raw",
     ),
     "128 x 160/s": (
         lambda it, s: paced(it, streams=128, rate=160, seconds=s),
-        "link today floor raw",
+        "link link-ipc today floor raw",
     ),
-    "flood, 128": (lambda it, s: flood(it, streams=128, seconds=s), "link today floor"),
+    "flood, 128": (
+        lambda it, s: flood(it, streams=128, seconds=s),
+        "link link-ipc today floor",
+    ),
     "starts, 64": (
         lambda it, s: starts(it, at_once=64, seconds=s),
-        "link session today floor session-floor",
+        "link link-ipc session today floor session-floor",
     ),
     "starts, 1": (
         lambda it, s: starts(it, at_once=1, seconds=s),
-        "link session today floor session-floor",
+        "link link-ipc session today floor session-floor",
     ),
     "256 objects": (lambda it, _: distinct(it), "link today"),
     "idle": (lambda it, s: idle(it, seconds=s), "link today"),

@@ -12,43 +12,24 @@ from types import TracebackType
 from typing import Any, Self
 
 import psutil
-from link_load import Pace, Steps
-from link_rivals import Items
+from link_rivals import Stepper
 
 _STORE = 128 * 2**20
 # Of streams at once in the actor, beyond what any cell starts.
 _AT_ONCE = 1000
 
 
-class _Actor:
+class _Actor(Stepper):
     """The step engine behind one generator for each request."""
 
-    def __init__(self) -> None:
-        self._steps = Steps()
-        self._pace = Pace()
-        self._streams: dict[str, Items] = {}
-        self._work = asyncio.Event()
-        self._running: asyncio.Task[None] | None = None
+    _running: asyncio.Task[None] | None = None
 
     async def stream(self, key: str, request: dict[str, Any]) -> AsyncIterator[Any]:
         """Yield the items of one request."""
         if self._running is None:
-            self._running = asyncio.create_task(self._run())
-        stream = self._streams[key] = Items()
-        self._steps.start(key, request, {})
-        self._work.set()
-        async for item in stream:
+            self._running = asyncio.create_task(self.run())
+        async for item in self.start(key, request):
             yield item
-        del self._streams[key]
-
-    async def _run(self) -> None:
-        while True:
-            while not self._steps.busy:
-                self._work.clear()
-                await self._work.wait()
-            await asyncio.sleep(max(0.0, self._pace.until_next(self._steps.rate)))
-            for key, items, finish in self._steps.produce():
-                self._streams[key].queue.put_nowait(None if finish else items[0])
 
 
 class Ray:

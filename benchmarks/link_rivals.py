@@ -30,6 +30,35 @@ class Items:
             yield item
 
 
+class Stepper:
+    """The step engine in a task of the event loop that its streams are read in."""
+
+    def __init__(self) -> None:
+        self._steps = Steps()
+        self._pace = Pace()
+        self._streams: dict[str, Items] = {}
+        self._work = asyncio.Event()
+
+    async def run(self) -> None:
+        """Step for ever."""
+        while True:
+            while not self._steps.busy:
+                self._work.clear()
+                await self._work.wait()
+            await asyncio.sleep(max(0.0, self._pace.until_next(self._steps.rate)))
+            for key, items, finish in self._steps.produce():
+                self._streams[key].queue.put_nowait(None if finish else items[0])
+                if finish:
+                    del self._streams[key]
+
+    def start(self, key: str, request: dict[str, Any]) -> Items:
+        """Begin a request; its items come until the end of what this returns."""
+        stream = self._streams[key] = Items()
+        self._steps.start(key, request, {})
+        self._work.set()
+        return stream
+
+
 def _run_steps(requests: Any, items: Any) -> None:
     """Be the engine process behind the queues."""
     steps = Steps()
@@ -145,34 +174,15 @@ class Grpc:
 _METHOD = "/engine/stream"
 
 
-class _Servicer:
-    def __init__(self) -> None:
-        self._steps = Steps()
-        self._pace = Pace()
-        self._streams: dict[str, Items] = {}
-        self._work = asyncio.Event()
-
-    async def run(self) -> None:
-        while True:
-            while not self._steps.busy:
-                self._work.clear()
-                await self._work.wait()
-            await asyncio.sleep(max(0.0, self._pace.until_next(self._steps.rate)))
-            for key, items, finish in self._steps.produce():
-                self._streams[key].queue.put_nowait(None if finish else items[0])
-
+class _Servicer(Stepper):
     async def stream(self, packed: bytes, _context: Any) -> AsyncIterator[bytes]:
         if not packed:
             yield struct.pack("<d", time.process_time())
             return
         count, rate = struct.unpack_from("<II", packed)
-        key = packed[8:].decode()
-        stream = self._streams[key] = Items()
-        self._steps.start(key, {"count": count, "rate": rate}, {})
-        self._work.set()
-        async for item in stream:
+        request = {"count": count, "rate": rate}
+        async for item in self.start(packed[8:].decode(), request):
             yield struct.pack(f"<{len(item)}I", *item)
-        del self._streams[key]
 
 
 async def _serve_grpc(address: str) -> None:

@@ -7,7 +7,7 @@ import asyncio
 import sys
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
-from typing import Any
+from typing import Any, Literal
 
 from link_load import Pace, Steps, Transport
 from link_raw import Direct, Raw
@@ -114,7 +114,11 @@ async def way(name: str) -> AsyncIterator[Transport]:
             yield other
     else:
         argv = [sys.executable, __file__]
-        async with ZmqEngine(argv) as engine, SessionRegistry() as sessions:
+        transport: Literal["pair", "ipc"] = "ipc" if name == "link-ipc" else "pair"
+        async with (
+            ZmqEngine(argv, transport=transport) as engine,
+            SessionRegistry() as sessions,
+        ):
             await engine.wait_ready()
             link = Link(engine)
             yield Sessions(link, sessions) if name == "session" else link

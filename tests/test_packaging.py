@@ -2,8 +2,10 @@
 
 import ast
 import importlib
+import importlib.metadata
 import importlib.util
 import inspect
+import json
 import subprocess
 import sys
 import tomllib
@@ -57,7 +59,6 @@ def test_imports_core_without_any_extra() -> None:
     ("module", "missing", "extra"),
     [
         ("lifecycle_zmq", "msgpack", "zmq"),
-        ("lifecycle_zmq", "zmq", "zmq"),
         ("lifecycle_ray", "numpy", "ray"),
         ("lifecycle_otel", "opentelemetry", "otel"),
         ("lifecycle_metrics", "prometheus_client", "metrics"),
@@ -148,6 +149,28 @@ def test_says_what_it_depends_on_and_what_it_defends() -> None:
     threats = (ROOT / "SECURITY.md").read_text()
     for who in ("another user on the machine | yes", "of the same user | no"):
         assert who in threats
+
+
+def test_lists_what_it_brings_along_and_no_tool_of_ours() -> None:
+    """`make sbom` has all that the extras need, in versions, and nothing else (S10)."""
+    done = subprocess.run(
+        [sys.executable, ROOT / "scripts" / "sbom.py"],
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    bill = json.loads(done.stdout)
+    versions = {it["name"]: it["version"] for it in bill["components"]}
+    assert {"anyio", "idna", "pyzmq", "torch", "openai"} <= set(versions)
+    assert not {"pytest", "ruff", "anyio-lifecycle"} & set(versions)
+    assert versions["anyio"] == importlib.metadata.version("anyio")
+    known = {it["bom-ref"] for it in bill["components"]}
+    known.add(bill["metadata"]["component"]["bom-ref"])
+    needs = {it["ref"]: it["dependsOn"] for it in bill["dependencies"]}
+    assert set(needs) == known
+    assert known == known.union(*needs.values())
 
 
 def test_parses_on_the_oldest_python() -> None:

@@ -19,6 +19,7 @@ from typing import Any
 import pytest
 
 RECIPES = Path(__file__).resolve().parents[1] / "examples" / "recipes"
+KIT = Path(__file__).resolve().parent / "kit"
 # Their work is done in other processes: tested apart.
 APART = {"litserve_app", "ray_serve_app"}
 NAMES = sorted({path.stem for path in RECIPES.glob("*_app.py")} - APART)
@@ -63,7 +64,7 @@ def test_ends_work_of_client_who_left(name: str) -> None:
 @contextlib.contextmanager
 def running(code: str, *arguments: object) -> Iterator[subprocess.Popen[str]]:
     """Run *code* with the recipes, and leave nothing of it."""
-    paths = [str(RECIPES), os.environ.get("PYTHONPATH", "")]
+    paths = [str(RECIPES), str(KIT), os.environ.get("PYTHONPATH", "")]
     process = subprocess.Popen(
         [sys.executable, "-c", code, RECIPES, *map(str, arguments)],
         stdin=subprocess.PIPE,
@@ -180,8 +181,11 @@ def wait_healthy(port: int, path: str = "/health") -> None:
 BARE = (
     "from contextlib import AsyncExitStack\nr.LifecycleMiddleware = lambda app: app\n"
 )
-LITSERVE = "import sys, litserve_app as r\n{bare}r.main(int(sys.argv[2]))"
-# Without the middleware nobody owns anything.
+LITSERVE = """
+import sys, litserve_app as r, counting_api as c
+{bare}r.main({api}, port=int(sys.argv[2]), generate_client_file=False)
+"""
+# Without the middleware nobody owns anything, and all is wanted for ever.
 NOBODY = "r.request_of = lambda _: type('Nobody', (), {'own': lambda _, it: it})()\n"
 
 
@@ -190,7 +194,9 @@ def test_frees_worker_of_litserve_when_client_leaves(bare: bool) -> None:
     """Its only worker serves the next one at once; without us, the one who left."""
     pytest.importorskip("litserve")
     port = free_port()
-    code = LITSERVE.format(bare=BARE + NOBODY if bare else "")
+    code = LITSERVE.format(
+        bare=BARE + NOBODY if bare else "", api="r.Speak(stream=True)"
+    )
     with running(code, port):
         wait_healthy(port)
         first = ask(port, "/predict", {})
@@ -205,49 +211,93 @@ def test_frees_worker_of_litserve_when_client_leaves(bare: bool) -> None:
         second.close()
 
 
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize(
+    "api", ["r.Speak(stream=True)", "c.Count()"], ids=["stream", "whole"]
+)
+@pytest.mark.parametrize("bare", [False, True], ids=["with", "without"])
+def test_stops_prediction_of_litserve_when_client_leaves(bare: bool, api: str) -> None:
+    """A worker that nobody waits for uses no processor; without us, it goes on."""
+    pytest.importorskip("litserve")
+    port = free_port()
+    code = LITSERVE.format(bare=BARE + NOBODY if bare else "", api=api)
+    with running(code, port) as process:
+        wait_healthy(port)
+        leave_working(process, ask(port, "/predict", {}))
+        assert goes_on(process) == bare
+
+
+CHAT = "/v1/chat/completions"
+BATCHED = {
+    "continuous_batching": True,
+    "cb_num_blocks": 1024,
+    "cb_max_batch_tokens": 256,
+}
 TRANSFORMERS = """
 import sys, torch, transformers_serve as r
 torch.set_num_threads(1)
-{bare}r.main(sys.argv[3], int(sys.argv[2]))
+{bare}r.main(sys.argv[3], port=int(sys.argv[2]), **{options})
 """
 
 
 @pytest.mark.timeout(300)
+@pytest.mark.parametrize("batched", [False, True], ids=["alone", "batched"])
 @pytest.mark.parametrize("bare", [False, True], ids=["with", "without"])
 def test_stops_transformers_serve_when_client_leaves(
-    tmp_path: Path, bare: bool
+    tmp_path: Path, bare: bool, batched: bool
 ) -> None:
     """A model that nobody waits for uses no processor; without us, it goes on."""
     pytest.importorskip("torch")
     pytest.importorskip("accelerate")
-    import psutil
-
     from lifecycle_engine.models.checkpoint import build
 
     folder = build(tmp_path / "tiny", "qwen3")
     port = free_port()
-    code = TRANSFORMERS.format(bare=BARE if bare else "")
+    # By default its batches are as large as the memory allows.
+    options = BATCHED if batched else {}
+    code = TRANSFORMERS.format(bare=BARE if bare else "", options=options)
     with running(code, port, folder) as process:
         wait_healthy(port)
-        family = psutil.Process(process.pid)
-        idle = used(family)
+        body = {"model": str(folder)}
+        body["messages"] = [{"role": "user", "content": "hello"}]
+        with contextlib.closing(ask(port, CHAT, {**body, "max_tokens": 2})) as peer:
+            assert peer.getresponse().status == 200
         endless = {"max_new_tokens": 10**6, "eos_token_id": [10**6]}
-        body = {"model": str(folder), "generation_config": json.dumps(endless)}
-        messages = [{"role": "user", "content": "hello"}]
-        peer = ask(port, "/v1/chat/completions", {**body, "messages": messages})
-        while used(family) < idle + 0.5:
-            time.sleep(0.05)
-        peer.close()
-        time.sleep(1)
-        left = used(family)
+        body["generation_config"] = json.dumps(endless)
+        leave_working(process, ask(port, CHAT, body))
+        assert goes_on(process) == bare
+
+
+def leave_working(
+    process: subprocess.Popen[str], peer: http.client.HTTPConnection
+) -> None:
+    """Leave when the work has taken half a second of processor time."""
+    idle, until = used(process), time.monotonic() + 60
+    while used(process) < idle + 0.5:
+        assert time.monotonic() < until, "no work"
+        time.sleep(0.05)
+    peer.close()
+
+
+def goes_on(process: subprocess.Popen[str]) -> bool:
+    """Whether it takes three seconds more of processor time before two idle ones."""
+    left = before = used(process)
+    while before - left < 3:
         time.sleep(2)
-        assert (used(family) - left > 0.15) == bare
+        now = used(process)
+        if now - before < 0.15:
+            return False
+        before = now
+    return True
 
 
-def used(process: Any) -> float:
-    """Return the seconds of processor time that *process* has used."""
-    times = process.cpu_times()
-    return float(times.user + times.system)
+def used(process: subprocess.Popen[str]) -> float:
+    """Return the seconds of processor time of a process and all below it."""
+    import psutil
+
+    above = psutil.Process(process.pid)
+    times = [each.cpu_times() for each in (above, *above.children(recursive=True))]
+    return float(sum(each.user + each.system for each in times))
 
 
 RAY = """

@@ -5,6 +5,7 @@ Map of the package::
     _types       the ASGI callables, as types                 (floor)
     events       what becomes of requests, for an observer  (floor)
     _owned       sources of a response that are closed with the request
+    _copies      bodies that a framework keeps, dropped at hand-off
     _places      where an exception came from, without its words
     _record      Record: what is told of one request
     _log         request_log: an observer that writes one line a request
@@ -27,19 +28,21 @@ from __future__ import annotations
 from lifecycle_asgi._body import BodyLimit
 from lifecycle_asgi._log import request_log
 from lifecycle_asgi._middleware import LifecycleMiddleware
-from lifecycle_asgi._refusals import BodyTooLarge, ShareUsedUp
+from lifecycle_asgi._refusals import BodyTooLarge, BodyTooSlow, ShareUsedUp
 from lifecycle_asgi._request import RequestScope, request_of
 from lifecycle_asgi._scope import request_scope
-from lifecycle_asgi._share import ClientLimit, client_key
+from lifecycle_asgi._share import ClientLimit, KnownKeys, client_address
 
 __all__ = (
     "BodyLimit",
     "BodyTooLarge",
+    "BodyTooSlow",
     "ClientLimit",
+    "KnownKeys",
     "LifecycleMiddleware",
     "RequestScope",
     "ShareUsedUp",
-    "client_key",
+    "client_address",
     "request_log",
     "request_of",
     "request_scope",

@@ -5,12 +5,21 @@ from __future__ import annotations
 from collections.abc import Awaitable, Callable
 from contextlib import suppress
 
+import anyio
+
 from lifecycle import Gate, Lease, Refused
-from lifecycle_asgi._refusals import Answer, BodyTooLarge, openai_answer, say
+from lifecycle_asgi._refusals import (
+    Answer,
+    BodyTooLarge,
+    BodyTooSlow,
+    Refusal,
+    openai_answer,
+    say,
+)
 from lifecycle_asgi._request import KEY, RequestScope
 from lifecycle_asgi._types import App, Message, Receive, Scope, Send
 
-_REFUSALS = (BodyTooLarge, Refused)
+_REFUSALS = (BodyTooLarge, BodyTooSlow, Refused)
 
 
 class BodyLimit:
@@ -27,6 +36,9 @@ class BodyLimit:
     body. Whoever is refused gets 503 with ``Retry-After``. The lease lasts as long
     as the request, or until `RequestScope.release_body`: frameworks keep bodies.
 
+    A body that trickles keeps its room for as long as it likes, unless there is a
+    *timeout*. Then 408 is answered, and ``receive`` raises `BodyTooSlow`.
+
     The connection is not closed: a client that is still sending would be reset
     and might never read the answer, so the server is left to read and drop the
     rest.
@@ -35,6 +47,8 @@ class BodyLimit:
         app: The application to wrap.
         max_bytes: The largest body to let through.
         gate: Admits the bytes of bodies.
+        timeout: Seconds for all of a body, from when the application first asks for
+            it; by default there is no bound but the server's own.
         answer: Says no in the form of the application's own errors, given the scope
             and why. By default it is JSON in the form of OpenAI's.
     """
@@ -45,12 +59,16 @@ class BodyLimit:
         *,
         max_bytes: int,
         gate: Gate | None = None,
+        timeout: float | None = None,
         answer: Answer | None = None,
     ) -> None:
         if not max_bytes >= 0:  # nor NaN, below which everything would be
             message = f"max_bytes must not be negative, got {max_bytes}"
             raise ValueError(message)
+        if timeout is not None and not timeout > 0:
+            raise ValueError(f"timeout must be above 0 s or None, got {timeout}")
         self._app = app
+        self._timeout = timeout
         self._max_bytes = max_bytes
         self._gate = gate
         self._answer = answer or openai_answer
@@ -71,10 +89,11 @@ class BodyLimit:
     async def _metered(
         self, scope: Scope, receive: Receive, send: Send, declared: int
     ) -> None:
-        async def refuse(refusal: BodyTooLarge | Refused) -> None:
+        async def refuse(refusal: Refusal) -> None:
             await say(send, self._answer(scope, refusal))
 
-        meter = _Meter(receive, send, refuse, self._max_bytes, self._gate)
+        clock = _Clock(receive, self._timeout)
+        meter = _Meter(clock.receive, send, refuse, self._max_bytes, self._gate)
         request = scope.get(KEY)
         if not isinstance(request, RequestScope):
             request = RequestScope()  # of nobody
@@ -97,6 +116,30 @@ class BodyLimit:
             meter.release()
 
 
+class _Clock:
+    """Times one body."""
+
+    __slots__ = ("_receive", "_timeout", "_until")
+
+    def __init__(self, receive: Receive, timeout: float | None) -> None:
+        self._receive = receive
+        self._timeout = timeout
+        self._until: float | None = None
+
+    async def receive(self) -> Message:
+        limit = self._timeout
+        if limit is None:
+            return await self._receive()
+        if self._until is None:
+            self._until = anyio.current_time() + limit
+        with anyio.CancelScope(deadline=self._until):
+            message = await self._receive()
+            if not message.get("more_body", False):
+                self._timeout = None  # it is there, and what comes next may take long
+            return message
+        raise BodyTooSlow(limit)
+
+
 class _Meter:
     """Counts one body, and takes the response over if it is refused."""
 
@@ -117,7 +160,7 @@ class _Meter:
         self,
         receive: Receive,
         send: Send,
-        refuse: Callable[[BodyTooLarge | Refused], Awaitable[None]],
+        refuse: Callable[[Refusal], Awaitable[None]],
         limit: int,
         gate: Gate | None,
     ) -> None:
@@ -157,7 +200,11 @@ class _Meter:
     async def receive(self) -> Message:
         if self._over:
             raise BodyTooLarge(self._limit)
-        message = await self._receive()
+        try:
+            message = await self._receive()
+        except BodyTooSlow as late:
+            await self._answer(late)  # noqa: ASYNC120 - whoever is cancelled has left
+            raise
         self._read += len(message.get("body", b""))
         if self._read > self._limit:
             del message
@@ -177,7 +224,7 @@ class _Meter:
         self._started = True
         await self._send(message)
 
-    async def _answer(self, refusal: BodyTooLarge | Refused) -> None:
+    async def _answer(self, refusal: Refusal) -> None:
         if not self._started:
             self._started = self.refused = True
             await self._refuse(refusal)

@@ -69,8 +69,10 @@ class Exchange:
                 self._disconnect()
                 return
             self._inbox.put(message)
+            more = message.get("more_body", False)
             del message  # the next wait may last as long as the response
-            await self._inbox.room()
+            if more:  # behind the last part nothing comes but the client's leaving
+                await self._inbox.room()
 
     def _disconnect(self) -> None:
         if not self.progress.complete:

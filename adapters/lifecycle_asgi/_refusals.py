@@ -22,12 +22,25 @@ class BodyTooLarge(Exception):
         self.limit = limit
 
 
+class BodyTooSlow(Exception):
+    """Raised by ``receive`` under `BodyLimit` when a body is not there in time.
+
+    Attributes:
+        limit: Seconds that were allowed.
+    """
+
+    def __init__(self, limit: float) -> None:
+        super().__init__(f"the request body took longer than {limit:g} s")
+        self.limit = limit
+
+
 class ShareUsedUp(Refused):
     """A client has as many requests in flight as one client may have."""
 
 
 Headers = list[tuple[bytes, bytes]]
-Answer = Callable[[Scope, BodyTooLarge | Refused], tuple[int, Headers, bytes]]
+Refusal = BodyTooLarge | BodyTooSlow | Refused
+Answer = Callable[[Scope, Refusal], tuple[int, Headers, bytes]]
 
 
 async def say(send: Send, answer: tuple[int, Headers, bytes]) -> None:
@@ -41,13 +54,11 @@ async def say(send: Send, answer: tuple[int, Headers, bytes]) -> None:
     await send({"type": "http.response.body", "body": body})
 
 
-def openai_answer(
-    _scope: Scope, refusal: BodyTooLarge | Refused
-) -> tuple[int, Headers, bytes]:
+def openai_answer(_scope: Scope, refusal: Refusal) -> tuple[int, Headers, bytes]:
     """Return status, headers and body of a refusal, in the form of OpenAI's API."""
     status, code, message, headers = _told(refusal)
-    kinds = {413: "invalid_request_error", 429: "rate_limit_error"}
-    kind = kinds.get(status, "server_error")
+    kind = "invalid_request_error" if status < 500 else "server_error"
+    kind = "rate_limit_error" if status == 429 else kind
     error = {"message": message, "type": kind, "param": None, "code": code}
     body = json.dumps({"error": error}).encode()
     headers += [
@@ -57,12 +68,13 @@ def openai_answer(
     return status, headers, body
 
 
-def _told(
-    refusal: BodyTooLarge | Refused,
-) -> tuple[int, str, str, Headers]:
+def _told(refusal: Refusal) -> tuple[int, str, str, Headers]:
     if isinstance(refusal, BodyTooLarge):
         message = f"The request body is larger than {refusal.limit} bytes; send less"
         return 413, "request_too_large", message, []
+    if isinstance(refusal, BodyTooSlow):
+        message = f"The request body took over {refusal.limit:g} s; send it faster"
+        return 408, "body_timeout", message, []
     if isinstance(refusal, CostTooLarge):
         message = "The request body is larger than this server can hold; send less"
         return 413, "request_too_large", message, []

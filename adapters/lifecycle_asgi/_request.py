@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import AsyncIterator
 from typing import Any, Literal, Protocol, TypeVar
 
+from lifecycle.events import Outcome
+from lifecycle_asgi._copies import drop_copies
 from lifecycle_asgi._owned import Begun, Closable, begun, close_all
 from lifecycle_asgi._record import InPhase, Record, outcome_of
 from lifecycle_asgi.events import Phase
@@ -157,12 +159,23 @@ class RequestScope:
         if self._record is not None:
             self._record.fail(error)
 
-    def release_body(self) -> None:
+    def release_body(self, request: object = None) -> None:
         """Say that the request's body is gone: the next one may come in. Idempotent.
 
-        Call it at hand-off, where nothing refers to the body any more. Without a
-        `BodyLimit` with a gate it does nothing.
+        Call it at hand-off, where nothing else refers to the body any more. Whoever
+        asks a framework for a body again has an error or nothing.
+
+        Args:
+            request: The request object of the framework, where that has read the
+                body: it keeps a copy, and what it parsed from it, for as long as the
+                answer lasts. They are dropped. Of Starlette and FastAPI, Litestar,
+                Quart, Django, BlackSheep, or aiohttp.
+
+        Raises:
+            TypeError: *request* is of no framework that is known here.
         """
+        if request is not None:
+            drop_copies(request)
         body, self.body = self.body, None
         if body is not None:
             body.release()
@@ -187,7 +200,11 @@ class RequestScope:
         self._record = record
 
     def end(
-        self, status: int | None = None, error: BaseException | None = None
+        self,
+        status: int | None = None,
+        error: BaseException | None = None,
+        *,
+        outcome: Outcome | None = None,
     ) -> None:
         """Called by the middleware at the end: let go of what is attached.
 
@@ -196,6 +213,7 @@ class RequestScope:
         Args:
             status: That was answered.
             error: What the application raised.
+            outcome: Of a request without a session; by default what the status says.
         """
         self._live = False
         self.body = None
@@ -209,7 +227,8 @@ class RequestScope:
         # Of several, one that went wrong says more.
         session: Any = min(ended, key=_completed, default=None)
         if session is None:
-            record.end(outcome_of(status, error, gone=self._client_gone), status, None)
+            outcome = outcome or outcome_of(status, error, gone=self._client_gone)
+            record.end(outcome, status, None)
         else:
             record.end(session.outcome, status, getattr(session, "id", None))
 

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Iterable
 from typing import TYPE_CHECKING, final
 
 import anyio
 
+from lifecycle.events import Observer, guarded
+from lifecycle_asgi._record import Record, outcome_of
 from lifecycle_asgi._request import RequestScope
 
 if TYPE_CHECKING:
@@ -30,18 +32,39 @@ class request_scope:  # noqa: N801 - it reads as a function: `async with request
             does, and aiohttp with ``handler_cancellation``. Then every cancellation
             from outside counts as leaving, and propagates.
         grace: Seconds that each thing that the request owns may take to close.
+        observer: Told of the request, as in `lifecycle_asgi.events`. A block that ends
+            by itself has ``completed``; one that raises has ``failed``.
+        operation: What kind of request it is: a fixed word.
+        headers: Raw ones, as ``request.raw_headers`` of aiohttp: the caller's trace is
+            told of them, and nothing else.
     """
 
-    __slots__ = ("_failure", "_gone", "_grace", "_request", "_tasks", "_work")
+    __slots__ = (
+        "_emit",
+        "_failure",
+        "_gone",
+        "_grace",
+        "_headers",
+        "_operation",
+        "_request",
+        "_tasks",
+        "_work",
+    )
 
     def __init__(
         self,
         gone: Callable[[], Awaitable[object]] | None = None,
         *,
         grace: float = 5.0,
+        observer: Observer | None = None,
+        operation: str = "request",
+        headers: Iterable[tuple[bytes, bytes]] = (),
     ) -> None:
         self._gone = gone
         self._grace = grace
+        self._emit = guarded(observer)
+        self._operation = operation
+        self._headers = headers
         self._failure: Exception | None = None
         self._request = RequestScope(cancelled_when_gone=gone is None)
         self._work = anyio.CancelScope()
@@ -52,6 +75,10 @@ class request_scope:  # noqa: N801 - it reads as a function: `async with request
         Cancellation:
             Never raised here: this is no checkpoint.
         """
+        if self._emit is not None:
+            named = [(name.lower(), value) for name, value in self._headers]
+            record = Record(self._emit, self._operation, {"headers": named})
+            self._request.begin_record(record)
         self._tasks = anyio.create_task_group()
         await self._tasks.__aenter__()
         if self._gone is not None:
@@ -82,14 +109,19 @@ class request_scope:  # noqa: N801 - it reads as a function: `async with request
         except Exception as error:  # noqa: BLE001 - raised below, if nothing else is
             self._failure = self._failure or error
         finally:
-            self._request.end()
+            # What the block raised, a cancellation above all, goes before a failure.
+            self._end(self._failure if exc is None or swallowed else exc)
             self._tasks.cancel_scope.cancel()
             await self._tasks.__aexit__(None, None, None)  # noqa: ASYNC102 - cut above
         failure, self._failure = self._failure, None
-        # What the block raised, a cancellation above all, goes before it.
         if failure is not None and (exc is None or swallowed):
             raise failure
         return swallowed
+
+    def _end(self, error: BaseException | None) -> None:
+        # A block has no status: one that ends has answered.
+        outcome = outcome_of(200, error, gone=self._request.client_gone)
+        self._request.end(error=error, outcome=outcome)
 
     async def _watch(self, gone: Callable[[], Awaitable[object]]) -> None:
         try:

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import hashlib
+import ipaddress
 import secrets
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from functools import partial
 
 from lifecycle import Gate, GateFull
@@ -25,7 +26,8 @@ class ClientLimit:
     Args:
         app: The application to wrap.
         slots: Requests of one client at a time.
-        key: Whose a request is; ``None`` where nobody is to be counted.
+        key: Whose a request is; ``None`` where nobody is to be counted. By default it
+            is `client_address`.
         answer: Says no in the form of the application's own errors, given the scope
             and why. By default it is JSON in the form of OpenAI's.
         observer: Told of each grant and refusal, of a gate named ``"client"``.
@@ -47,7 +49,7 @@ class ClientLimit:
             raise ValueError(f"slots must be at least 1, got {slots}")
         self._app = app
         self._slots = slots
-        self._key = key or client_key
+        self._key = key or client_address
         self._answer = answer or openai_answer
         self._new_gate = partial(
             Gate, slots=slots, max_waiting=0, name="client", observer=observer
@@ -86,10 +88,51 @@ class ClientLimit:
         await say(send, self._answer(scope, refusal))
 
 
-def client_key(scope: Scope) -> bytes | None:
-    """What tells a client from others: its API key, or else its address."""
-    for name, value in scope["headers"]:
-        if name in _KEYS:
-            return bytes(value).rpartition(b" ")[2]  # without "Bearer"
+def client_address(scope: Scope) -> bytes:
+    """The network that a client is in: its IPv4 address, or the /64 of an IPv6 one.
+
+    It is the address of the connection. Behind a proxy that is the proxy's, unless the
+    server is told to believe what that proxy says (uvicorn's ``forwarded_allow_ips``).
+    Whoever may name its own address, or has a /64 of them, has no share that ends.
+    """
     client = scope.get("client")
-    return str(client[0]).encode() if client else b""
+    if not client:
+        return b""
+    host = str(client[0])
+    if ":" not in host:
+        return host.encode()
+    try:
+        address = ipaddress.IPv6Address(host.partition("%")[0])
+    except ValueError:  # whatever a server writes there
+        return host.encode()
+    if address.ipv4_mapped is not None:
+        return str(address.ipv4_mapped).encode()
+    return address.packed[:8]
+
+
+class KnownKeys:
+    """Tells clients by the API keys that you gave out, and all others by address.
+
+    A key is looked for as ``Authorization: Bearer`` and as ``x-api-key``. One that is
+    not known is as good as none: anybody can make up another for each request. Nobody
+    is refused for it either; that is for what stands in front of the server.
+
+    Args:
+        keys: Those that you gave out. Salted hashes of them are kept.
+    """
+
+    def __init__(self, keys: Iterable[str]) -> None:
+        self._salt = secrets.token_bytes(16)
+        self._known = frozenset(self._hash(key.encode()) for key in keys)
+
+    def __call__(self, scope: Scope) -> bytes:
+        """Whose a request is, for `ClientLimit`."""
+        for name, value in scope["headers"]:
+            if name in _KEYS:
+                found = self._hash(bytes(value).rpartition(b" ")[2])  # no "Bearer"
+                if found in self._known:
+                    return found
+        return client_address(scope)
+
+    def _hash(self, key: bytes) -> bytes:
+        return hashlib.blake2b(key, key=self._salt, digest_size=16).digest()

@@ -15,7 +15,7 @@ from lifecycle import (
     StartTimeout,
     StreamTimeout,
 )
-from lifecycle_asgi import BodyTooLarge, ShareUsedUp
+from lifecycle_asgi import BodyTooLarge, BodyTooSlow, ShareUsedUp
 from lifecycle_zmq import EngineFailed, RequestRejected
 
 from .processor import BadChat, BadImage
@@ -94,7 +94,7 @@ def describe(error: Exception) -> ApiError | None:
     """What a client is told about *error*; ``None`` if it is a mistake of ours."""
     if isinstance(error, ApiError):
         return error
-    if isinstance(error, (Refused, BodyTooLarge)):
+    if isinstance(error, (Refused, BodyTooLarge, BodyTooSlow)):
         return _refused(error)
     if isinstance(error, EngineLost):
         message = f"The engine is not there ({error.reason}); try again later"
@@ -118,7 +118,10 @@ def describe(error: Exception) -> ApiError | None:
     return None
 
 
-def _refused(error: Refused | BodyTooLarge) -> ApiError:
+def _refused(error: Refused | BodyTooLarge | BodyTooSlow) -> ApiError:
+    if isinstance(error, BodyTooSlow):
+        message = f"The request body took over {error.limit:g} s; send it faster"
+        return ApiError(408, message, code="body_timeout")
     if isinstance(error, BodyTooLarge):
         message = f"The request body is larger than {error.limit} bytes; send less"
         return ApiError(413, message, code="request_too_large")

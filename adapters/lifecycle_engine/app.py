@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from functools import partial
@@ -21,9 +21,10 @@ from lifecycle.events import Observer
 from lifecycle_asgi import (
     BodyLimit,
     BodyTooLarge,
+    BodyTooSlow,
     ClientLimit,
     LifecycleMiddleware,
-    client_key,
+    client_address,
 )
 
 from .api_errors import INTERNAL, ApiError, describe
@@ -37,14 +38,20 @@ from .images.media import MediaLimits
 from .images.remote_images import RemoteImages
 from .incoming import ChatDefaults, Intake
 from .processor import Processor
+from .routes.bodies import BodyReader
 from .routes.cancels import Cancels
 from .routes.generate import Generate
 from .routes.live import LiveView
+from .routes.measuring import Measuring
 from .routes.observing import log_failures, operation_of, together
+from .routes.turns import Turns
 from .service import Deadlines, Engine, Service
 
 if TYPE_CHECKING:
     from lifecycle_metrics import Metrics
+
+# Of a body that waits to be let in. It is what many clients cost that wait at a time.
+_READ_AHEAD = 8192
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -55,6 +62,7 @@ class AppSettings:
         model: The name that clients ask for.
         body_bytes: The largest request body.
         body_idle: Seconds that a body may stand still, or take for 64 KiB.
+        body_patience: Seconds that a body may take while others wait for its room.
         text_chars: The most text of one request.
         media: Limits on images.
         defaults: For requests that do not say.
@@ -62,12 +70,15 @@ class AppSettings:
         threads: Requests that are preprocessed at a time, and parsed at a time.
         end_timeout: Seconds that the END of one request may take.
         per_client: Requests of one client at a time; ``None`` is unbounded.
+        client: Whose a request is.
         fetch: Brings images that requests name by https URLs; ``None`` refuses them.
+        measured_every: Seconds from one `events.EngineMeasured` to the next.
     """
 
     model: str = "lifecycle"
     body_bytes: int = 64 * 2**20
     body_idle: float = 10.0
+    body_patience: float = 30.0
     text_chars: int = 2**20
     media: MediaLimits = field(default_factory=MediaLimits)
     defaults: ChatDefaults = field(default_factory=ChatDefaults)
@@ -75,7 +86,9 @@ class AppSettings:
     threads: int = 2
     end_timeout: float = 10.0
     per_client: int | None = None
+    client: Callable[[Any], bytes] = client_address
     fetch: HttpsGet | None = None
+    measured_every: float = 1.0
 
 
 def create_app(
@@ -101,8 +114,8 @@ def create_app(
         bodies: Over the bytes of bodies, until hand-off; by default room for eight of
             the largest.
         settings: The rest.
-        observer: Told of requests, sessions, starts, payloads and drains; *metrics* for
-            one.
+        observer: Told of requests, sessions, starts, payloads and drains, and of what
+            the engine does; *metrics* for one.
         metrics: What ``/metrics`` tells; it is made to watch gates and sessions.
         log: Told of requests, too. By default it logs those that failed.
 
@@ -111,6 +124,7 @@ def create_app(
     """
     settings = settings or AppSettings()
     threads = anyio.CapacityLimiter(settings.threads)
+    bodies = bodies or Gate(bytes=8 * settings.body_bytes, name="bodies")
     service = Service(
         model=settings.model,
         engine=engine,
@@ -121,10 +135,10 @@ def create_app(
             defaults=settings.defaults,
             limiter=anyio.CapacityLimiter(settings.threads),
             text_chars=settings.text_chars,
-            body_idle=settings.body_idle,
+            bodies=_reader(settings, bodies),
             remote_images=settings.fetch is not None,
         ),
-        bodies=bodies or Gate(bytes=8 * settings.body_bytes, name="bodies"),
+        bodies=bodies,
         payloads=gate,
         in_flight=in_flight or Gate(name="in_flight"),
         threads=threads,
@@ -136,14 +150,20 @@ def create_app(
     )
     app = Starlette(
         routes=_routes(service, metrics),
-        lifespan=lambda _: _running(service, metrics),
+        lifespan=lambda _: _running(
+            service,
+            metrics,
+            Measuring(service, observer, every=settings.measured_every),
+        ),
         middleware=[
+            Middleware(Turns),
             Middleware(
                 LifecycleMiddleware,
+                read_ahead=_READ_AHEAD,
                 observer=together(observer, log),
                 operation=operation_of,
             ),
-            *_per_client(settings.per_client, observer),
+            *_per_client(settings, observer),
             Middleware(
                 BodyLimit,
                 max_bytes=settings.body_bytes,
@@ -159,18 +179,30 @@ def create_app(
     return app
 
 
-def _per_client(slots: int | None, observer: Observer | None) -> list[Middleware]:
-    if slots is None:
+def _reader(settings: AppSettings, gate: Gate) -> BodyReader:
+    return BodyReader(
+        idle=settings.body_idle,
+        patience=settings.body_patience,
+        awaited=lambda: gate.statistics().waiting > 0,
+    )
+
+
+def _per_client(settings: AppSettings, observer: Observer | None) -> list[Middleware]:
+    if settings.per_client is None:
         return []
+
+    def client(scope: Any) -> bytes | None:
+        """Whose a request is; what only looks at the server is nobody's."""
+        return settings.client(scope) if operation_of(scope) else None
+
     limit = Middleware(
-        ClientLimit, slots=slots, key=_client, answer=_refusal, observer=observer
+        ClientLimit,
+        slots=settings.per_client,
+        key=client,
+        answer=_refusal,
+        observer=observer,
     )
     return [limit]
-
-
-def _client(scope: Any) -> bytes | None:
-    """Whose a request is; what only looks at the server is nobody's."""
-    return client_key(scope) if operation_of(scope) else None
 
 
 def _remote(
@@ -184,11 +216,16 @@ def _remote(
 
 
 @asynccontextmanager
-async def _running(service: Service, metrics: Metrics | None) -> AsyncIterator[None]:
+async def _running(
+    service: Service,
+    metrics: Metrics | None,
+    measuring: Measuring,
+) -> AsyncIterator[None]:
     async with service.running():
         if metrics is not None:
             metrics.watch(*service.gates, service.sessions)
-        yield
+        async with measuring:
+            yield
 
 
 def _routes(service: Service, metrics: Metrics | None) -> list[Route]:
@@ -227,7 +264,7 @@ def _dialect(path: str) -> Dialect:
 
 
 def _refusal(
-    scope: Any, refusal: BodyTooLarge | Refused
+    scope: Any, refusal: BodyTooLarge | BodyTooSlow | Refused
 ) -> tuple[int, list[tuple[bytes, bytes]], bytes]:
     """What `BodyLimit` answers, in the form of the API that was asked."""
     response = _response(scope["path"], describe(refusal) or INTERNAL)

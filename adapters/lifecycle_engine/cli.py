@@ -93,9 +93,33 @@ def serve(
     ] = 60.0,
     per_client: Annotated[
         int,
-        typer.Option(help="Requests of one API key at a time; 0 is unbounded.", min=0),
+        typer.Option(help="Requests of one client at a time; 0 is unbounded.", min=0),
     ] = 0,
+    client_keys: Annotated[
+        typer.FileText | None,
+        typer.Option(
+            help="A file of API keys, one a line: each is a client, whatever its "
+            "address. Other clients are told by their address."
+        ),
+    ] = None,
+    proxy: Annotated[
+        list[str] | None,
+        typer.Option(
+            help="Address or network of a proxy whose X-Forwarded-For is believed; "
+            "may be repeated."
+        ),
+    ] = None,
     max_batch: Annotated[int, typer.Option(help="Requests in one step.", min=1)] = 8,
+    kv_slots: Annotated[
+        int | None,
+        typer.Option(
+            help="Requests whose KV is held, those in a step and conversations that "
+            "rest between two turns (prompt_cache_key); each takes the memory of "
+            "--max-length tokens. As many as --max-batch if left out: set it higher "
+            "where many talk in turns.",
+            min=1,
+        ),
+    ] = None,
     max_length: Annotated[
         int | None, typer.Option(help="Tokens of prompt and answer together.", min=1)
     ] = None,
@@ -109,6 +133,12 @@ def serve(
     body_bytes: Annotated[
         int, typer.Option(help="The largest request body.", min=1)
     ] = 64 * 2**20,
+    body_patience: Annotated[
+        float,
+        typer.Option(
+            help="Seconds that a body may take while others wait for its room.", min=0
+        ),
+    ] = 30.0,
     threads: Annotated[
         int, typer.Option(help="Requests that are preprocessed at a time.", min=1)
     ] = 2,
@@ -137,6 +167,7 @@ def serve(
 ) -> None:
     """Serve the APIs of OpenAI and Anthropic until SIGTERM or SIGINT."""
     from lifecycle import EngineLost, Gate
+    from lifecycle_asgi import KnownKeys, client_address
     from lifecycle_zmq import ZmqEngine
 
     from .app import AppSettings, create_app
@@ -154,6 +185,7 @@ def serve(
         folder,
         device=device,
         max_batch=max_batch,
+        kv_slots=_enough(kv_slots, max_batch),
         max_length=max_length,
         chunk=chunk,
         dtype=dtype,
@@ -177,6 +209,7 @@ def serve(
         )
         empty = in_arena(local) if arena_bytes else None
         capacity = room(payload_bytes, arena_bytes)
+    clients = KnownKeys(client_keys.read().split()) if client_keys else client_address
     name = model or (folder.name if folder is not None else "sim")
     line: dict[str, Any] = {"max_waiting": max_waiting, "max_wait": max_wait}
     metrics = _metrics()
@@ -193,8 +226,10 @@ def serve(
         settings=AppSettings(
             model=name,
             body_bytes=body_bytes,
+            body_patience=body_patience,
             threads=threads,
             per_client=per_client or None,
+            client=clients,
             fetch=HttpsGet(FetchLimits()) if remote_images else None,
         ),
     )
@@ -212,6 +247,7 @@ def serve(
             port=port,
             drain=drain,
             limits=ConnectionLimits(connections=max_connections),
+            proxies=proxy or (),
             announce=announce,
         )
     except OSError as error:
@@ -244,6 +280,16 @@ def _metrics() -> Metrics | None:
     except ImportError:  # the server runs without its extra
         return None
     return Metrics()
+
+
+def _enough(kv_slots: int | None, max_batch: int) -> int | None:
+    if kv_slots is None or kv_slots >= max_batch:
+        return kv_slots
+    raise typer.BadParameter(
+        f"{kv_slots} cannot hold a batch of {max_batch}; give more, or a smaller "
+        f"--max-batch",
+        param_hint="--kv-slots",
+    )
 
 
 def _existing(folder: Path) -> Path:

@@ -16,11 +16,17 @@ from typing import Any
 import anyio
 import anyio.to_thread
 
-from lifecycle import GateClosed, Payload
+from lifecycle import Payload
 from lifecycle_asgi.media import find_media
 
 from .api_errors import ApiError, bad_request
-from .dialects.openai_schema import ANY_MODEL, ChatRequest, parse_request, unknown_model
+from .dialects.openai_schema import (
+    ANY_MODEL,
+    ChatRequest,
+    Fields,
+    parse_request,
+    unknown_model,
+)
 from .images.media import (
     Measure,
     MediaLimits,
@@ -32,6 +38,7 @@ from .images.media import (
     weigh,
 )
 from .processor import Chat, Message
+from .routes.bodies import BodyReader
 
 Form = Callable[[bytes], ChatRequest]
 
@@ -39,9 +46,6 @@ ID_PATTERN = "[A-Za-z0-9._-]{1,128}"
 _ID = re.compile(ID_PATTERN.encode())
 # Shorter bodies are parsed where they are: a thread costs more than they do.
 _INLINE_BYTES = 4096
-# What has to come of a body, on average, in the time that it may stand still: it is
-# admitted whole when it begins, and keeps others out for as long as it takes.
-_PACE = 65536
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -89,6 +93,7 @@ class Incoming:
         echo: What the answer repeats of the request.
         measures: Of its images, as far as it brought them.
         remote: Images that it names instead, to be fetched.
+        fields: Where in the body its content stood, for errors.
     """
 
     chat: Payload[Chat] = field(repr=False)
@@ -101,15 +106,12 @@ class Incoming:
     echo: Mapping[str, Any] = field(default_factory=dict, repr=False)
     measures: tuple[Measure, ...] = ()
     remote: tuple[Remote, ...] = ()
+    fields: Fields = field(default_factory=Fields)
 
     @property
     def estimate(self) -> int:
         """Bytes that it will need until hand-off, tensors for each choice."""
         return self.weight.work + self.choices * self.weight.tensors
-
-
-class ClientLeft(Exception):
-    """The client left while its request was being read; nobody waits for more."""
 
 
 class Intake:
@@ -121,7 +123,7 @@ class Intake:
         defaults: For requests that do not say.
         limiter: Bounds the threads, and so the copies, that parse at a time.
         text_chars: The most text of one request, all messages together.
-        body_idle: Seconds that a body may stand still, or take for 64 KiB.
+        bodies: Reads their bodies.
         remote_images: Whether images may be named by https URLs.
     """
 
@@ -133,24 +135,20 @@ class Intake:
         defaults: ChatDefaults,
         limiter: anyio.CapacityLimiter,
         text_chars: int = 2**20,
-        body_idle: float = 10.0,
+        bodies: BodyReader | None = None,
         remote_images: bool = False,
     ) -> None:
         self._model = model
         self._remote_images = remote_images
         self._text_chars = text_chars
-        self._body_idle = body_idle
+        self._bodies = bodies or BodyReader()
         self._limits = limits
         self._defaults = defaults
         self._limiter = limiter
-        self._closed = False
-        self._reading: set[anyio.CancelScope] = set()
 
     def close(self) -> None:
         """Read no more: whoever is still sending a body is told to go elsewhere."""
-        self._closed = True
-        for scope in self._reading:
-            scope.cancel()
+        self._bodies.close()
 
     async def read(self, receive: Any, form: Form = parse_request) -> Incoming:
         """Read one request body and return what it asks for.
@@ -167,15 +165,16 @@ class Intake:
         Cancellation:
             At any time; a thread that parses is waited for.
         """
-        body = await self._read_body(receive)
-        if len(body) <= _INLINE_BYTES:
-            return self.parse(body, form)
-        box = Payload(body, nbytes=len(body))
-        del body
+        chunks = await self._bodies.read(receive)
+        size = sum(map(len, chunks))
+        if size <= _INLINE_BYTES:
+            return self.parse(b"".join(chunks), form)
+        box = Payload(chunks, nbytes=size)
+        del chunks
 
         def parse() -> Incoming | ApiError:
             try:
-                return self.parse(box.take(), form)
+                return self.parse(b"".join(box.take()), form)
             except ApiError as error:
                 # A traceback holds the body's frames, and a worker thread holds
                 # on to what it raised until it runs again.
@@ -198,7 +197,7 @@ class Intake:
             raise unknown_model(self._model)
         self._check_text(request)
         images = len(find_media(request.messages))
-        check_count(images, self._limits)
+        check_count(images, self._limits, param=request.fields.images)
         measures: list[Measure] = []
         remote: list[Remote] = []
         messages = self._messages(request, measures, remote)
@@ -229,37 +228,8 @@ class Intake:
             request.echo,
             tuple(measures),
             tuple(remote),
+            request.fields,
         )
-
-    async def _read_body(self, receive: Any) -> bytes:
-        chunks: list[bytes] = []
-        last = anyio.current_time() + self._body_idle
-        while True:
-            until = min(last, anyio.current_time() + self._body_idle)
-            message = await self._read_message(receive, until)
-            if message["type"] == "http.disconnect":
-                raise ClientLeft
-            chunks.append(message.get("body", b""))
-            last += self._body_idle * len(chunks[-1]) / _PACE
-            if not message.get("more_body", False):
-                return b"".join(chunks)
-
-    async def _read_message(self, receive: Any, until: float) -> Any:
-        message = None
-        with anyio.CancelScope(deadline=until) as scope:
-            if self._closed:
-                scope.cancel()
-            self._reading.add(scope)
-            try:
-                message = await receive()
-            finally:
-                self._reading.discard(scope)
-        if message is not None:
-            return message
-        if self._closed:
-            raise GateClosed("the server is shutting down; ask another one")
-        problem = f"64 KiB of the body took over {self._body_idle:g} s; send it faster"
-        raise ApiError(408, problem, code="body_timeout")
 
     def _check_text(self, request: ChatRequest) -> None:
         """Refuse more text than a tokenizer should be made to read."""
@@ -269,7 +239,7 @@ class Intake:
             raise bad_request(
                 f"The messages have {chars} characters of text; the limit is "
                 f"{self._text_chars}: shorten them",
-                param="messages",
+                param=request.fields.text,
                 code="context_length_exceeded",
             )
 
@@ -294,7 +264,7 @@ class Intake:
                 del url
                 part.image_url.url = ""  # one copy at a time is enough
                 measures.append(measure(image, self._limits, param=param))
-                check_total(measures, self._limits)
+                check_total(measures, self._limits, param=request.fields.images)
                 content.append(image)
             role = "system" if message.role == "developer" else message.role
             messages.append(Message(role, content))

@@ -44,6 +44,7 @@ def worker_argv(
     *,
     device: Device = Device.cpu,
     max_batch: int = 8,
+    kv_slots: int | None = None,
     max_length: int | None = None,
     chunk: int = 512,
     dtype: str | None = None,
@@ -52,6 +53,8 @@ def worker_argv(
     argv = [sys.executable, "-m", "lifecycle_engine.worker"]
     argv += ["--runner", runner.value, "--max-batch", str(max_batch)]
     argv += ["--chunk", str(chunk)]
+    if kv_slots is not None:
+        argv += ["--slots", str(kv_slots)]
     if max_length is not None:
         argv += ["--max-length", str(max_length)]
     if dtype is not None:

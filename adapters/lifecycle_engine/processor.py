@@ -13,7 +13,6 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 from lifecycle import CostTooLarge
-from lifecycle_zmq import Arena, ArenaFull
 
 if TYPE_CHECKING:
     import numpy as np
@@ -159,6 +158,8 @@ def room(payload_bytes: int | None, arena_bytes: int) -> int:
     """
     if not arena_bytes:
         return payload_bytes or _ROOM
+    from lifecycle_zmq import Arena  # a processor alone needs no link
+
     arena_bytes = Arena.cost(arena_bytes)
     return min(payload_bytes or arena_bytes, arena_bytes)
 
@@ -171,6 +172,7 @@ def in_arena(engine: ZmqEngine, *, patience: float = 2.0) -> Empty:
         patience: Seconds to wait, in the worker thread, for a hole that is long
             enough; then the array is made elsewhere, and copied at hand-off.
     """
+    from lifecycle_zmq import ArenaFull
 
     def empty(shape: Any, dtype: Any) -> Any:
         import numpy as np

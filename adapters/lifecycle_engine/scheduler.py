@@ -158,6 +158,7 @@ class Scheduler:
             "waiting": len(self._waiting),
             "prefilling": len(self._prefilling),
             "running": len(self._running),
+            "max_batch": self._max_batch,
             **self._slots.report(),
             "kv_used": held / (self._runner.slots * self._runner.max_length),
             "payload_bytes": self._payload_bytes,
@@ -241,7 +242,7 @@ class Scheduler:
         del self._prefilling[task.key]
         self._waiting.rejoin(task.key, task.request.share, task)
         self._tally.preempted += 1
-        task.read, task.stripped = 0, False
+        task.begin_again()
         # What was made of it meanwhile is made again.
         strip(task.request.prompt.tensors, keep=task.request.tensors)
         self._slots.leave(task)
@@ -290,7 +291,7 @@ class Scheduler:
 
     def _advance(self, task: Task, emitted: Emitted) -> Output:
         """Book an item; a finished task leaves at once, before it is told."""
-        items: list[Any] = []
+        items = task.first_items()
         reason = "stop" if emitted.token in task.request.stop_ids else None
         if reason is None:
             task.made += 1

@@ -133,7 +133,11 @@ def _parser() -> argparse.ArgumentParser:
         "float32 on cpu",
     )
     add("--threads", type=_positive, default=1, help="CPU threads of torch")
-    add("--slots", type=_positive, help="KV slots; default: --max-batch")
+    add(
+        "--slots",
+        type=_positive,
+        help="requests whose KV is held; default: --max-batch",
+    )
     add("--max-batch", type=_positive, default=8, help="requests that run at a time")
     add("--max-waiting", type=_positive, help="requests in line; default: any number")
     add("--max-tokens", type=_positive, help="the most that a request may ask for")

@@ -16,8 +16,8 @@ from ray.exceptions import (
     RayError,
 )
 
-from lifecycle import EngineLost
 from lifecycle_zmq import EngineClient, SupervisedEngine
+from lifecycle_zmq.life import Life
 
 from ._actor import EngineActor, Factory, Served
 from ._link import RayLink
@@ -62,7 +62,7 @@ class Replica(SupervisedEngine["Actor"]):
         return self._client is not None and key in self._client
 
 
-class Actor:
+class Actor(Life):
     """One actor with its client: an incarnation of a replica.
 
     An actor is never restarted as what it was. Ray would, but it tells of the death
@@ -77,31 +77,14 @@ class Actor:
         retry_after: float,
         changed: Callable[[], None],
     ) -> None:
+        super().__init__(number, retry_after, changed)
         self._settings = settings
-        self._number = number
-        self._retry_after = retry_after
-        self._changed = changed
-        self._began = anyio.current_time()
         self._actor: Any = None
         self._heard = self._began
         self._turns = 0
         self._turned = self._began
-        self.client: EngineClient | None = None
         self.place: Mapping[str, Any] = {}
-        self.reason = "starting"
         self.output = ""
-        self.start_seconds: float | None = None
-        self.served_seconds = 0.0
-
-    @property
-    def why(self) -> str:
-        """Why it takes no requests, in one word."""
-        return (self.client.lost if self.client is not None else None) or self.reason
-
-    @property
-    def takes(self) -> bool:
-        """Whether requests are taken."""
-        return self.client is not None and self.client.ready
 
     @property
     def health(self) -> Literal["serving", "busy", "stalled"] | None:
@@ -125,9 +108,6 @@ class Actor:
             self.output = detail or str(error)[-2000:]
         finally:
             self._kill()
-        if self.start_seconds is not None:
-            life = anyio.current_time() - self._began
-            self.served_seconds = life - self.start_seconds
 
     async def _run(self) -> None:
         await anyio.to_thread.run_sync(self._make)
@@ -157,14 +137,6 @@ class Actor:
             tasks.start_soon(self._watch, client)
             await client.wait_lost()
             tasks.cancel_scope.cancel()
-        self._changed()
-
-    async def _await_ready(self, client: EngineClient) -> None:
-        try:
-            await client.wait_ready()
-        except EngineLost:
-            return
-        self.start_seconds = anyio.current_time() - self._began
         self._changed()
 
     async def _watch(self, client: EngineClient) -> None:

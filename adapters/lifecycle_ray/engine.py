@@ -42,7 +42,8 @@ class RayEngine:
         replicas: How many.
         placement: What each takes, and where.
         address: Of a Ray cluster, as for ``ray.init``. ``None`` uses the one that this
-            process has joined already, or starts one on this machine and ends it again.
+            process has joined already, or starts one on this machine and ends it again,
+            for all who use it: for several engines call ``ray.init`` before them.
         local: Options of ``ray.init`` for that one.
         ready_timeout: Seconds that an actor may take until it serves, the wait for a
             place included.
@@ -117,7 +118,7 @@ class RayEngine:
         async with AsyncExitStack() as stack:
             join = partial(join_cluster, self._address, self._local)
             if await anyio.to_thread.run_sync(join):
-                stack.callback(ray.shutdown)
+                stack.push_async_callback(_leave_cluster)
                 take_back_sigterm()
             for replica in self._replicas:
                 await stack.enter_async_context(replica)
@@ -130,7 +131,10 @@ class RayEngine:
         exc: BaseException | None,
         tb: TracebackType | None,
     ) -> None:
-        """Kill the actors, and leave the cluster if this joined it."""
+        """Kill the actors, and leave the cluster if this joined it.
+
+        Cancellation: shielded; to leave takes seconds, in which the loop goes on.
+        """
         self.close()
         await self._stack.__aexit__(None, None, None)  # noqa: ASYNC102 - cut above
 
@@ -281,6 +285,12 @@ class RayEngine:
         """Forget all deaths: a replica that is broken, or backs off, starts now."""
         for replica in self._replicas:
             replica.reset()
+
+
+async def _leave_cluster() -> None:
+    # It ends one process after another, and waits for each.
+    with anyio.CancelScope(shield=True):
+        await anyio.to_thread.run_sync(ray.shutdown)
 
 
 _BEST_FIRST: tuple[Health, ...] = (

@@ -1,4 +1,4 @@
-"""Engines in another process, over ZeroMQ.
+"""Engines in another process.
 
 `ZmqEngine` is the API process's side: it spawns the engine, hands requests to it,
 streams their items and replaces it when it dies. `EngineServer` is the engine
@@ -16,11 +16,13 @@ process's side, around whatever implements `Backend`.
 #   transport                             what carries messages, for both ends
 #   _slot, _streams, _table, _outbox      what the client knows, without I/O
 #   _lodging                              tensors of a request into an arena
-#   _link, client                         the API process's end of one link
-#   _address, _rendezvous                 how the two processes find each other
+#   _link, _address                       ZeroMQ's end here; what an engine is told
+#   client                                the API process's end of any link
+#   _frames, _pair, _rendezvous           how the two processes meet; a pair, both ends
 #   _page, _lock, _proc, _watch           how an engine is doing, without the link
-#   process, _liveness, _incarnation      one process; what it shows; all of it
-#   _restarts, _supervisor, supervised    one incarnation after another, of any kind
+#   process, _liveness                    one process; what it shows
+#   life, _incarnation                    one incarnation, of any kind; of processes
+#   _restarts, _supervisor, supervised    one incarnation after another
 #   engine                                of processes
 #   _backend, _held, _tick, _books        what the server knows, without a socket
 #   _delivery, _loans                     who gets what when
@@ -32,7 +34,6 @@ from __future__ import annotations
 
 try:
     import msgpack as _msgpack  # noqa: F401
-    import zmq as _zmq  # noqa: F401
 except ModuleNotFoundError as error:
     raise ModuleNotFoundError(
         f'lifecycle_zmq needs {error.name}; pip install "anyio-lifecycle[zmq]"',

@@ -2,21 +2,21 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 
 import anyio
 
-from lifecycle import EngineLost
-
 from . import _address
 from ._liveness import LiveHealth, Liveness
+from ._pair import Pair
 from ._rendezvous import Rendezvous
 from ._watch import Limits
 from .arena import Arena
 from .client import EngineClient
-from .process import EngineProcess
+from .life import Life
+from .process import EngineProcess, open_pidfd
 
 _VERDICTS: tuple[LiveHealth, ...] = ("stopped", "stalled")
 
@@ -28,29 +28,25 @@ class Settings:
     argv: Sequence[str]
     env: Mapping[str, str] | None
     pass_fds: Sequence[int]
-    directory: Path | None
+    place: Callable[[], Pair | Rendezvous]
     ready_timeout: float
     limits: Limits
     arena: Callable[[], Arena | None]
 
 
-class Incarnation:
+class Incarnation(Life):
     """Runs one process to its end.
 
     Args:
         settings: How to start it.
-        number: What every message of it carries.
-        retry_after: Seconds that its waiters are told when it dies.
-        changed: Called when it began to serve, and when it is given up.
+        number: As for `Life`, like all that follows.
+        retry_after: See there.
+        changed: See there.
 
     Attributes:
         process: The process, once spawned.
-        client: The client, while there is one.
         liveness: How the process is doing, once spawned.
-        reason: Why it ended, in one word.
         output: The end of what it wrote.
-        start_seconds: How long it took until it served; ``None`` if it never did.
-        served_seconds: For how long it served.
     """
 
     def __init__(
@@ -60,26 +56,17 @@ class Incarnation:
         retry_after: float,
         changed: Callable[[], None],
     ) -> None:
-        self._number = number
+        super().__init__(number, retry_after, changed)
         self._settings = settings
-        self._retry_after = retry_after
-        self._changed = changed
-        self._began = anyio.current_time()
         self.process: EngineProcess | None = None
-        self.client: EngineClient | None = None
         self.liveness: Liveness | None = None
-        self.reason = "starting"
         self.output = ""
-        self.start_seconds: float | None = None
-        self.served_seconds = 0.0
 
     @property
     def why(self) -> str:
         """Why it takes no requests, in one word, from the moment that it does not."""
         lost = self.client.lost if self.client is not None else None
-        if lost is None and self.stopped:
-            return "stopped"
-        return lost or self.reason
+        return "stopped" if lost is None and self.stopped else super().why
 
     @property
     def stopped(self) -> bool:
@@ -89,7 +76,7 @@ class Incarnation:
     @property
     def takes(self) -> bool:
         """Whether requests are taken, as far as the last looks have shown."""
-        return self.client is not None and self.client.ready and not self.stopped
+        return super().takes and not self.stopped
 
     @property
     def health(self) -> LiveHealth | None:
@@ -112,15 +99,12 @@ class Incarnation:
         except Exception as error:  # noqa: BLE001
             self.reason = "spawn_failed" if self.process is None else "link_fault"
             self.output += f"{type(error).__name__}: {error}"
-        if self.start_seconds is not None:
-            life = anyio.current_time() - self._began
-            self.served_seconds = life - self.start_seconds
 
     async def _run(self) -> None:
-        place = Rendezvous(self._settings.directory)
+        place = self._settings.place()
         try:
             async with EngineClient(
-                place.address,
+                place.connect,
                 incarnation=self._number,
                 retry_after=self._retry_after,
                 arena=self._settings.arena(),
@@ -134,7 +118,9 @@ class Incarnation:
         finally:
             place.close()
 
-    async def _run_process(self, place: Rendezvous, client: EngineClient) -> None:
+    async def _run_process(
+        self, place: Pair | Rendezvous, client: EngineClient
+    ) -> None:
         with Liveness(self._settings.limits) as liveness:
             process = self._spawn(place, liveness)
             self.process, self.liveness = process, liveness
@@ -154,25 +140,32 @@ class Incarnation:
         if arena is not None and process.reaped:
             arena.take_back_all()
 
-    def _spawn(self, place: Rendezvous, liveness: Liveness) -> EngineProcess:
-        inherited = {"listener": place.listener.fileno(), **liveness.inherited}
+    def _spawn(self, place: Pair | Rendezvous, liveness: Liveness) -> EngineProcess:
+        inherited = {**place.inherited, **liveness.inherited}
         arena = self._settings.arena()
         if arena is not None and arena.descriptor is not None:
             inherited["arena"] = arena.descriptor
+        ours = open_pidfd(os.getpid())
+        if ours is not None:
+            inherited["parent"] = ours
         endpoint = _address.join(place.address, inherited)
         tail = ["--endpoint", endpoint, "--incarnation", str(self._number)]
-        return EngineProcess(
-            [*self._settings.argv, *tail],
-            env=self._settings.env,
-            pass_fds=[*self._settings.pass_fds, *inherited.values()],
-        )
+        try:
+            return EngineProcess(
+                [*self._settings.argv, *tail],
+                env=self._settings.env,
+                pass_fds=[*self._settings.pass_fds, *inherited.values()],
+            )
+        finally:
+            if ours is not None:
+                os.close(ours)
 
     async def _watch(
         self, process: EngineProcess, client: EngineClient, liveness: Liveness
     ) -> None:
         async with anyio.create_task_group() as tasks:
             tasks.start_soon(process.drain)
-            tasks.start_soon(self._await_ready, client, liveness)
+            tasks.start_soon(self._bring_up, client, liveness)
             tasks.start_soon(self._kill_when_lost, process, client)
             tasks.start_soon(liveness.look_after, client)
             await process.wait()
@@ -183,18 +176,13 @@ class Incarnation:
             self.reason = client.lost or "exit"
             tasks.cancel_scope.cancel()
 
-    async def _await_ready(self, client: EngineClient, liveness: Liveness) -> None:
-        try:
-            with anyio.fail_after(self._settings.ready_timeout):
-                await client.wait_ready()
-        except EngineLost:
-            return
-        except TimeoutError:
+    async def _bring_up(self, client: EngineClient, liveness: Liveness) -> None:
+        with anyio.move_on_after(self._settings.ready_timeout) as waiting:
+            await self._await_ready(client)
+        if waiting.cancelled_caught:
             client.lose("start_timeout")
-            return
-        self.start_seconds = anyio.current_time() - self._began
-        self._changed()
-        await liveness.tell_death(client)
+        elif client.ready:
+            await liveness.tell_death(client)
 
     async def _kill_when_lost(
         self, process: EngineProcess, client: EngineClient

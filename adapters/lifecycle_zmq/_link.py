@@ -75,6 +75,8 @@ class Link:
                 self._socket.send_multipart(parts, _NOW, copy=True)
         except zmq.ZMQError:
             return False
+        # What came meanwhile may not be told of again.
+        self.drain()
         return True
 
     def receive(self) -> list[bytes] | None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import os
+import select
 import signal
 import sys
 import threading
@@ -29,7 +30,8 @@ def exit_with_parent() -> None:
         libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
     if any(it.name == _WATCHER for it in threading.enumerate()):
         return
-    # A parent that died before the prctl is seen here: its end of the pipe is closed.
+    # A parent that died before the prctl is seen here: its end of the pipe is closed,
+    # unless it had forked; then `exit_with_process` sees it.
     threading.Thread(target=_leave_at_eof, name=_WATCHER, daemon=True).start()
 
 
@@ -37,6 +39,30 @@ def _leave_at_eof() -> None:
     try:
         while os.read(0, 4096):
             pass
+    finally:
+        os._exit(_EXIT_ORPHANED)
+
+
+def exit_with_process(descriptor: int | None) -> None:
+    """End this process when that of a process descriptor has ended, or had before.
+
+    A process that the parent forked, as a pool of workers does, keeps the pipe open
+    after the parent is gone. The kernel kills only whoever had asked for it by then.
+
+    Args:
+        descriptor: Of the parent; ``None`` where the system has no such descriptors.
+    """
+    if descriptor is not None:
+        threading.Thread(
+            target=_leave_after, args=(descriptor,), name=_WATCHER, daemon=True
+        ).start()
+
+
+def _leave_after(descriptor: int) -> None:
+    try:
+        ended = select.poll()
+        ended.register(descriptor, select.POLLIN)
+        ended.poll()
     finally:
         os._exit(_EXIT_ORPHANED)
 

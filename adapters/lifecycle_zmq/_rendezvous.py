@@ -22,6 +22,8 @@ import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
+from ._address import connect_to
+
 _PREFIX = "lifecycle-zmq-"
 _NAME = "engine"
 # sockaddr_un takes 108 bytes with the final zero.
@@ -39,6 +41,8 @@ class Rendezvous:
     Attributes:
         address: Where to connect, as long as the name is there.
         listener: The listening end; the engine inherits it.
+        inherited: Its descriptor, by name.
+        connect: How a client gets there.
 
     Raises:
         OSError: There is no such place, or its path is too long for a socket.
@@ -54,6 +58,8 @@ class Rendezvous:
             self.listener.bind(str(path))
             self.listener.listen()
             self.listener.setblocking(False)
+            self.inherited = {"listener": self.listener.fileno()}
+            self.connect = connect_to(self.address)
         except BaseException:
             self.close()
             raise

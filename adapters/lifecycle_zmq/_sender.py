@@ -49,11 +49,12 @@ class Sender:
             self._flush()
 
     async def listen(self) -> None:
-        """Greet the engine once it is there, and handle what it says, for ever.
+        """Greet the engine once it is there, handle what it says until it hangs up.
 
         Cancellation: no message is lost, none is taken while this waits.
         """
         await self._link.pump(lambda: self._put(Kind.STATUS, {"ask": 0}))
+        self._fall_silent("disconnected")
 
     def start(
         self,
@@ -137,8 +138,6 @@ class Sender:
         if not self._link.send([head, *memory]):
             return False
         self._sent += 1
-        # What came meanwhile may not be told of again.
-        self._link.drain()
         return True
 
     def _fall_silent(self, reason: str) -> None:

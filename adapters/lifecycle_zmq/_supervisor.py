@@ -5,15 +5,15 @@ from __future__ import annotations
 import logging
 import threading
 from collections.abc import Callable
-from typing import Generic, Literal, Protocol, TypeVar
+from typing import Generic, Literal, TypeVar
 
 import anyio
 
 from lifecycle import EngineLost
 
-from ._liveness import LiveHealth
 from ._restarts import Restarts
 from .client import EngineClient
+from .life import Life
 
 _log = logging.getLogger("lifecycle_zmq")
 
@@ -27,44 +27,6 @@ Health = Literal[
     "broken",
     "closed",
 ]
-
-
-class Life(Protocol):
-    """One incarnation of an engine, from its start until nothing is left of it.
-
-    Attributes:
-        client: The client, while there is one.
-        reason: Why it ended, in one word.
-        start_seconds: How long it took until it served; ``None`` if it never did.
-        served_seconds: For how long it served.
-    """
-
-    client: EngineClient | None
-    reason: str
-    start_seconds: float | None
-    served_seconds: float
-
-    @property
-    def why(self) -> str:
-        """Why it takes no requests, in one word, from the moment that it does not."""
-        ...
-
-    @property
-    def takes(self) -> bool:
-        """Whether requests are taken, as far as the last looks have shown."""
-        ...
-
-    @property
-    def health(self) -> LiveHealth | None:
-        """How it is doing, as of now; ``None`` if it does not serve."""
-        ...
-
-    async def run(self) -> None:
-        """Start, serve, end; an error of any of it is a reason, never raised.
-
-        Cancellation: nothing is left of it, its waiters are told.
-        """
-        ...
 
 
 L = TypeVar("L", bound=Life)
@@ -120,11 +82,13 @@ class Supervisor(Generic[L]):
         while not self.closing:
             self.number += 1
             retry_after = _clamp(self._restarts.delay + self._start_seconds)
+            began = anyio.current_time()
             current = self._spawn(self.number, retry_after, self._announce)
             self.current = current
             await current.run()
+            lived = anyio.current_time() - began
             self._retry = anyio.Event()
-            with anyio.move_on_after(self._bury(current)):
+            with anyio.move_on_after(self._bury(current, lived)):
                 await self._retry.wait()
             self.broken = False
 
@@ -190,13 +154,15 @@ class Supervisor(Generic[L]):
             retry_after=retry_after,
         )
 
-    def _bury(self, ended: L) -> float:
+    def _bury(self, ended: L, lived: float) -> float:
+        served = 0.0
         if ended.start_seconds is None:
             self.false_starts += 1
         else:
             self._start_seconds = ended.start_seconds
+            served = lived - ended.start_seconds
         now = anyio.current_time()
-        delay, self.broken = self._restarts.bury(now, ended.served_seconds)
+        delay, self.broken = self._restarts.bury(now, served)
         self._expected = now + delay + self._start_seconds
         if not self.closing:
             what = "is broken; tried again" if self.broken else "starts again"

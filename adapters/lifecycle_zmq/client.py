@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 import sys
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
-from functools import partial
 from typing import Any, Self
 
 import anyio
@@ -13,10 +12,10 @@ import anyio
 from lifecycle import EngineLost
 
 from . import wire
+from ._address import connect_to
 from ._errors import EncodeError, ProtocolError, RequestRejected
 from ._hand_off import Box, forget_frames, take, where
 from ._items import pack_request
-from ._link import Link
 from ._lodging import Lodging
 from ._sender import Sender
 from ._streams import EngineStream, StreamState
@@ -31,9 +30,8 @@ _log = logging.getLogger("lifecycle_zmq")
 class EngineClient:
     """A client of one engine process, on asyncio and trio alike.
 
-    All methods belong to the event loop that entered it. The client chooses the keys,
-    so START, CANCEL and END of a stream travel one ordered pipe and none overtakes
-    another.
+    All methods belong to the event loop that entered it. It chooses the keys, so START,
+    CANCEL and END of a stream travel one ordered pipe and none overtakes another.
 
     Args:
         endpoint: The ``ipc://`` address of this incarnation alone, or how to reach it.
@@ -58,8 +56,7 @@ class EngineClient:
         window: int = 64 * 2**10,
         arena: Arena | None = None,
     ) -> None:
-        connect = partial(Link, endpoint) if isinstance(endpoint, str) else endpoint
-        self._connect: Connect = connect
+        self._connect = connect_to(endpoint) if isinstance(endpoint, str) else endpoint
         self._retry_after = retry_after
         self._incarnation = incarnation
         self._arena = arena
@@ -239,7 +236,10 @@ class EngineClient:
 
     def drain(self) -> None:
         """Handle every message that has arrived; a fault of the engine loses it."""
-        self._link.drain()
+        try:
+            self._link.drain()
+        except ProtocolError as error:
+            self._give_up("protocol", str(error))
 
     def _begin(
         self, key: str, request: Mapping[str, Any], tensors: Box | None
@@ -286,6 +286,8 @@ class EngineClient:
         with scope:
             try:
                 await run()
+            except ProtocolError as error:
+                self._give_up("protocol", str(error))
             except Exception as error:  # noqa: BLE001
                 # A fault of ours ends the waiters, never the server around us.
                 self._give_up("client_fault", where(error))

@@ -6,13 +6,14 @@ from collections.abc import Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from types import TracebackType
-from typing import Self
+from typing import Literal, Self
 
 import anyio
 
 from ._incarnation import Incarnation, Settings
 from ._memory import Kind
-from ._rendezvous import sweep
+from ._pair import Pair
+from ._rendezvous import Rendezvous, sweep
 from ._restarts import Restarts
 from ._supervisor import Supervisor
 from ._watch import Limits
@@ -20,16 +21,17 @@ from .arena import Arena
 from .client import EngineClient
 from .supervised import SupervisedEngine
 
+_TRANSPORTS = ("pair", "ipc")
 _LEAVE_LOOK_SECONDS = 0.05
 
 
 class ZmqEngine(SupervisedEngine[Incarnation]):
     """An engine process, its client, and its replacement when it dies.
 
-    Each process is an *incarnation* with a number, a socket in a fresh directory and a
-    client of its own, so nothing that was meant for one ever reaches another. All
-    methods belong to the event loop that entered it, whose thread must outlive it;
-    in another thread they raise `RuntimeError`.
+    Each process is an *incarnation* with a number, a link and a client of its own, so
+    nothing that was meant for one ever reaches another. All methods belong to the event
+    loop that entered it, whose thread must outlive it; in another thread they raise
+    `RuntimeError`.
 
     While it lives it is watched. One that is stopped takes no requests, and is
     replaced when it stays stopped; one that is silent within a step is busy, until it
@@ -41,8 +43,10 @@ class ZmqEngine(SupervisedEngine[Incarnation]):
             appended.
         env: Its environment; ``None`` inherits ours.
         pass_fds: Descriptors that it inherits.
-        directory: Where the socket directories are made; ``None`` is the system's
-            place for temporary files.
+        transport: ``"pair"``, two connected sockets of which the engine inherits
+            one; or ``"ipc"``, ZeroMQ over a socket in a directory of its own.
+        directory: Where the directories of ``"ipc"`` are made; ``None`` is the
+            system's place for temporary files.
         ready_timeout: Seconds that an incarnation may take until it serves.
         backoff: Seconds before a restart, doubled for each further one in a row, until
             an incarnation has served for `max_backoff` seconds. The first restart of
@@ -69,6 +73,7 @@ class ZmqEngine(SupervisedEngine[Incarnation]):
         *,
         env: Mapping[str, str] | None = None,
         pass_fds: Sequence[int] = (),
+        transport: Literal["pair", "ipc"] = "pair",
         directory: Path | None = None,
         ready_timeout: float = 300.0,
         backoff: float = 0.5,
@@ -86,6 +91,11 @@ class ZmqEngine(SupervisedEngine[Incarnation]):
         if isinstance(argv, str | bytes):  # each letter would be an argument
             kind = type(argv).__name__
             raise TypeError(f"argv must be a list, not {kind}; shlex.split() makes one")
+        if transport not in _TRANSPORTS:
+            raise ValueError(
+                f"transport {transport!r} is none of {', '.join(_TRANSPORTS)}"
+            )
+        self._swept = transport == "ipc"
         self._directory = directory
         self._arena_bytes = arena_bytes
         self._arena_kind = arena
@@ -95,7 +105,7 @@ class ZmqEngine(SupervisedEngine[Incarnation]):
             argv=tuple(argv),
             env=env,
             pass_fds=tuple(pass_fds),
-            directory=directory,
+            place=partial(Rendezvous, directory) if transport == "ipc" else Pair,
             ready_timeout=ready_timeout,
             limits=Limits(busy_after, stalled_after, stopped_after),
             # Made on entering, and the same for every incarnation.
@@ -114,7 +124,8 @@ class ZmqEngine(SupervisedEngine[Incarnation]):
         """Begin to start the engine; `wait_ready` tells when requests are taken."""
         if self._arena_bytes:
             self._arena = Arena(self._arena_bytes, kind=self._arena_kind)
-        sweep(self._directory)
+        if self._swept:
+            sweep(self._directory)
         return await super().__aenter__()
 
     async def __aexit__(

@@ -115,7 +115,11 @@ class EngineLoop:
                 return
 
     def _receive(self) -> bool:
-        arrived = self._transport.receive()
+        try:
+            arrived = self._transport.receive()
+        except ProtocolError:
+            self._books.bad_frames += 1
+            return True
         if arrived is None:
             return False
         address, parts = arrived

@@ -69,7 +69,7 @@ class EngineProcess:
             start_new_session=True,
         )
         self.pid = self._popen.pid
-        self._pidfd = _open_pidfd(self.pid)
+        self._pidfd = open_pidfd(self.pid)
         assert self._popen.stdout is not None
         self._output_fd = self._popen.stdout.fileno()
         os.set_blocking(self._output_fd, False)
@@ -182,7 +182,8 @@ class EngineProcess:
         return "oom" if _count_oom_kills() > self._oom_kills else "killed"
 
 
-def _open_pidfd(pid: int) -> int | None:
+def open_pidfd(pid: int) -> int | None:
+    """Return a descriptor that is readable once a process ended; None if impossible."""
     try:
         return os.pidfd_open(pid)
     except (AttributeError, OSError):

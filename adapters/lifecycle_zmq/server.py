@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 from . import _address
 from ._arena_view import ArenaView
 from ._backend import Backend
 from ._page import Page
-from ._parent import exit_with_parent, leave_signals_to_parent
+from ._pair import PairServer
+from ._parent import exit_with_parent, exit_with_process, leave_signals_to_parent
 from ._pulse import Pulse
-from ._router import Router
 from .loop import EngineLoop
+
+if TYPE_CHECKING:
+    from ._router import Router
 
 
 class EngineServer:
@@ -62,14 +67,26 @@ class EngineServer:
         )
 
     def run(self) -> None:
-        """Serve until SHUTDOWN; blocks the calling thread."""
+        """Serve until SHUTDOWN, or until its only client has hung up.
+
+        Blocks the calling thread.
+        """
         if self._leave_with_parent:
             exit_with_parent()
+            exit_with_process(self._inherited.get("parent"))
             leave_signals_to_parent()
         # From here on this thread's death is told at once.
         pulse = Pulse(Page.attach(self._inherited.get("liveness")))
         try:
-            with Router(self._endpoint, self._inherited.get("listener")) as router:
-                self._loop.run(router, pulse)
+            with self._connect() as transport:
+                self._loop.run(transport, pulse)
         finally:
             pulse.leave()
+
+    def _connect(self) -> Router | PairServer:
+        pair = self._inherited.get("link")
+        if pair is not None:
+            return PairServer(pair, self._loop.stop)
+        from ._router import Router
+
+        return Router(self._endpoint, self._inherited.get("listener"))

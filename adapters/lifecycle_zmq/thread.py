@@ -10,15 +10,13 @@ from typing import Any
 import anyio
 import anyio.lowlevel
 
-from lifecycle import EngineLost
-
 from ._backend import Backend
 from ._hand_off import complain
-from ._liveness import LiveHealth
 from ._restarts import Restarts
 from ._supervisor import Supervisor
 from .bell import Bell
 from .client import EngineClient
+from .life import Life
 from .loop import EngineLoop
 from .queued import QueuedTransport
 from .supervised import SupervisedEngine
@@ -115,7 +113,7 @@ class _Loop:
             done()
 
 
-class Thread:
+class Thread(Life):
     """One thread with its client: an incarnation of a `ThreadEngine`."""
 
     def __init__(
@@ -126,31 +124,9 @@ class Thread:
         changed: Callable[[], None],
         stop_timeout: float,
     ) -> None:
+        super().__init__(number, retry_after, changed)
         self._loop = loop
-        self._number = number
-        self._retry_after = retry_after
-        self._changed = changed
         self._stop_timeout = stop_timeout
-        self._began = anyio.current_time()
-        self.client: EngineClient | None = None
-        self.reason = "starting"
-        self.start_seconds: float | None = None
-        self.served_seconds = 0.0
-
-    @property
-    def why(self) -> str:
-        """Why it takes no requests, in one word."""
-        return (self.client.lost if self.client is not None else None) or self.reason
-
-    @property
-    def takes(self) -> bool:
-        """Whether requests are taken."""
-        return self.client is not None and self.client.ready
-
-    @property
-    def health(self) -> LiveHealth | None:
-        """``serving``, or ``None``."""
-        return "serving" if self.takes else None
 
     async def run(self) -> None:
         """Start the thread, serve until it ends.
@@ -171,9 +147,6 @@ class Thread:
             self.client = None
             # The backend, and what was handed over to it, go with the thread.
             del self._loop
-            if self.start_seconds is not None:
-                life = anyio.current_time() - self._began
-                self.served_seconds = life - self.start_seconds
 
     async def _watch(self, client: EngineClient, over: Bell) -> None:
         try:
@@ -193,14 +166,6 @@ class Thread:
             with anyio.move_on_after(self._stop_timeout, shield=True):
                 while not self._loop.over.is_set():
                     await over.wait()
-
-    async def _await_ready(self, client: EngineClient) -> None:
-        try:
-            await client.wait_ready()
-        except EngineLost:
-            return
-        self.start_seconds = anyio.current_time() - self._began
-        self._changed()
 
     async def _give_up(self, client: EngineClient) -> None:
         await client.wait_lost()

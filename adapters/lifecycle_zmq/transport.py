@@ -30,15 +30,22 @@ class ClientTransport(Protocol):
         ...
 
     def drain(self) -> None:
-        """Handle every message that has arrived."""
+        """Handle every message that has arrived.
+
+        Raises:
+            ProtocolError: What arrived is no message.
+        """
         ...
 
     async def pump(self, greet: Callable[[], bool]) -> None:
-        """Handle what the engine says, in order, for ever.
+        """Handle what the engine says, in order, until it is seen to have hung up.
 
         Args:
             greet: Sends the first message, as soon as the engine may be there; called
                 again and again until it returns True.
+
+        Raises:
+            ProtocolError: What arrived is no message.
 
         Cancellation: no message is lost, none is taken while this waits.
         """
@@ -50,7 +57,8 @@ class ClientTransport(Protocol):
 
 
 Handle = Callable[[Sequence[Buffer]], bool]
-"""Takes the parts of a message that came; returns whether another is wanted."""
+"""Takes the parts of a message that came, and keeps nothing of them; returns whether
+another is wanted."""
 
 Connect = Callable[[Handle], ClientTransport]
 """Makes the transport of one client."""
@@ -66,7 +74,11 @@ class ServerTransport(Protocol):
     def receive(self) -> tuple[bytes, Sequence[Buffer] | None] | None:
         """Return who sent the next message and its parts; None when there is none.
 
-        The parts are the receiver's alone. Without any, that client is gone.
+        The parts are the receiver's alone, but for one that came alone: that may be
+        gone with the next call. Without any, that client is gone.
+
+        Raises:
+            ProtocolError: What came is no message.
         """
         ...
 

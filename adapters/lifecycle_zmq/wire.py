@@ -1,8 +1,8 @@
 """Frames on the wire: a fixed header, one capped msgpack map, raw tensors.
 
-A message is one ZMQ message of one to eight parts. The first part is the header
-followed by the map; each further part is the memory of one tensor, described by the
-map. Numbers in the header are big-endian:
+A message has one to eight parts. The first part is the header followed by the map;
+each further part is the memory of one tensor, described by the map. Numbers in the
+header are big-endian:
 
 ====== ==== =========================================================
 offset size field

@@ -1,4 +1,4 @@
-"""LitServe: a worker stops when its client leaves. Start it with `main(8000)`."""
+"""LitServe: a worker stops when its client leaves: `main(Speak(stream=True))`."""
 
 from contextlib import AsyncExitStack
 from multiprocessing import Manager
@@ -9,19 +9,21 @@ from litserve import LitAPI, LitServer, server
 from lifecycle_asgi import LifecycleMiddleware, request_of
 
 
-class Handler(server.StreamingRequestHandler):
-    """Has an entry in `wanted` for each request, until it is over."""
+class Leavable(server.BaseRequestHandler):  # an entry in `wanted`, until it is over
+    async def _prepare_request(self: Any, request: Any, kind: Any) -> Any:
+        more = {"entry": str(id(request)), "of": request_of(request.scope)}
+        return {**await super()._prepare_request(request, kind), **more}
 
-    async def _prepare_request(self, request: Any, kind: Any) -> Any:
-        wanted = self.lit_api.wanted
-        wanted[entry := str(id(request))] = True
-        request_of(request.scope).own(AsyncExitStack()).callback(wanted.pop, entry)
-        return {**await super()._prepare_request(request, kind), "entry": entry}
+    async def _submit_request(self: Any, document: Any) -> Any:
+        over, wanted = document.pop("of").own(AsyncExitStack()), self.lit_api.wanted
+        wanted[document["entry"]] = True
+        over.callback(wanted.pop, document["entry"])
+        told = await super()._submit_request(document)
+        over.callback(self.server.response_buffer.pop, told[0], None)
+        return told
 
 
-class Speak(LitAPI):
-    """Speaks for as long as it is wanted, in a process that knows no clients."""
-
+class Speak(LitAPI):  # speaks while it is wanted, in a process that knows no clients
     def predict(self, request: Any) -> Any:
         while request["entry"] in self.wanted:
             yield "word\n"
@@ -30,8 +32,8 @@ class Speak(LitAPI):
         yield from output
 
 
-def main(port: int) -> None:
-    server.StreamingRequestHandler, api = Handler, Speak(stream=True)
+def main(api: Any, **options: Any) -> None:
+    for name in ("StreamingRequestHandler", "RegularRequestHandler"):
+        setattr(server, name, type(name, (Leavable, getattr(server, name)), {}))
     api.wanted = Manager().dict()
-    run = LitServer(api, middlewares=[LifecycleMiddleware]).run
-    run(port=port, generate_client_file=False)
+    LitServer(api, middlewares=[LifecycleMiddleware]).run(**options)

@@ -1,38 +1,39 @@
-"""transformers serve: a model that stops when its client leaves, streamed or not.
-
-Run it: python -c 'import transformers_serve as it; it.main("some/model", 8000)'
-"""
+"""transformers serve that stops for whoever left. Start it with `main("a/model")`."""
 
 import asyncio
 from typing import Any
 
-import torch
 from transformers.cli.serve import Serve
 from transformers.cli.serving import server, utils
 
 from lifecycle_asgi import LifecycleMiddleware
 
-build, generate = server.build_server, utils.GenerateManager.generate_non_streaming
+build, Alone, Many = server.build_server, utils.GenerateManager, utils.CBGenerateManager
+alone, many = Alone.generate_non_streaming, Many.generate_non_streaming
 
 
-async def stoppable(
-    self: Any, model: Any, of: Any, inputs: Any, *a: Any, **k: Any
-) -> Any:
-    """Generate until nobody waits for it."""
+async def one(self: Any, model: Any, of: Any, inputs: Any, *a: Any, **k: Any) -> Any:
     left = asyncio.Event()
 
-    def stop(ids: Any, _scores: Any, **_: Any) -> torch.Tensor:
-        return torch.full(ids.shape[:1], left.is_set(), device=ids.device)
+    def stop(ids: Any, *_: Any, **__: Any) -> Any:
+        return ids.new_full(ids.shape[:1], left.is_set()).bool()
 
     inputs = {**inputs, "stopping_criteria": [stop]}
     try:  # Shielded: its thread tells a future that must not have been cancelled.
-        return await asyncio.shield(generate(self, model, of, inputs, *a, **k))
+        return await asyncio.shield(alone(self, model, of, inputs, *a, **k))
     finally:
         left.set()
 
 
-def main(model: str, port: int) -> None:
-    """Serve until interrupted."""
-    utils.GenerateManager.generate_non_streaming = stoppable
+async def batched(self: Any, *a: Any, request_id: str) -> Any:
+    try:
+        return await many(self, *a, request_id=request_id)
+    except asyncio.CancelledError:
+        self._cb.cancel_request(request_id)
+        raise
+
+
+def main(model: str, **options: Any) -> None:
+    Alone.generate_non_streaming, Many.generate_non_streaming = one, batched
     server.build_server = lambda *a, **k: LifecycleMiddleware(build(*a, **k))
-    Serve(force_model=model, port=port)
+    Serve(force_model=model, **options)

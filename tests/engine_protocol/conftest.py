@@ -1,4 +1,4 @@
-"""One engine in a thread, one in a process, one on Ray: the same backend in each."""
+"""An engine in a thread, in a process by either transport, on Ray: one backend."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from lifecycle_zmq import Restarts, ThreadEngine, ZmqEngine
 
 BOUND = 15.0
 SCRIPTS = Path(__file__).parents[1] / "lifecycle_zmq"
-KINDS = ("thread", "zmq", "ray")
+KINDS = ("thread", "pair", "ipc", "ray")
 # What goes through other code on trio than on asyncio; an actor takes a second each.
 RAY_ON_TRIO = {
     "test_streams_items_in_order_and_ends",
@@ -198,7 +198,9 @@ def make_engine(
             }
         )
         env = {**os.environ, "PYTHONPATH": path}
-        return ZmqEngine(argv, env=env, directory=tmp_path, backoff=0.05)
+        return ZmqEngine(
+            argv, env=env, transport=kind, directory=tmp_path, backoff=0.05
+        )
 
     return make_thread if kind == "thread" else make_zmq
 

@@ -8,6 +8,7 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
 import time
 from collections import Counter
 from pathlib import Path
@@ -430,6 +431,7 @@ async def test_waits_for_no_more_replicas_than_there_are() -> None:
 
 async def test_says_at_once_that_nobody_listens_at_an_address() -> None:
     """Ray itself would be silent for ten minutes."""
+    pytest.importorskip("ray", reason="Ray is not installed")
     with socket.create_server(("127.0.0.1", 0)) as taken:
         address = f"127.0.0.1:{taken.getsockname()[1]}"
     from lifecycle_ray import RayEngine
@@ -437,3 +439,35 @@ async def test_says_at_once_that_nobody_listens_at_an_address() -> None:
     with pytest.raises(ConnectionError, match="ray start --head"):
         async with RayEngine("nothing:here", address=address):
             pass
+
+
+@pytest.mark.parametrize("cancelled", [False, True])
+async def test_loop_goes_on_while_the_cluster_is_left(
+    monkeypatch: pytest.MonkeyPatch, cancelled: bool
+) -> None:
+    """Ray takes seconds to end, in which this process may have others to serve."""
+    ray = pytest.importorskip("ray", reason="Ray is not installed")
+    from lifecycle_ray import RayEngine
+
+    leaving, served = threading.Event(), threading.Event()
+    left: list[bool] = []
+
+    def shutdown() -> None:
+        leaving.set()
+        left.append(served.wait(20))
+
+    async def serve() -> None:
+        while not leaving.is_set():
+            await anyio.sleep(0.001)
+        served.set()
+
+    monkeypatch.setattr(ray, "is_initialized", lambda: False)
+    monkeypatch.setattr(ray, "init", lambda **_: None)
+    monkeypatch.setattr(ray, "shutdown", shutdown)
+    async with anyio.create_task_group() as tasks:
+        tasks.start_soon(serve)
+        with anyio.CancelScope() as scope:
+            async with RayEngine("nothing:here", replicas=0):
+                if cancelled:
+                    scope.cancel()
+    assert left == [True]

@@ -13,7 +13,7 @@ import pytest
 from http_kit import GatedProcessor, answer_to, encoded, running, user
 
 from lifecycle import Gate
-from lifecycle_asgi import ClientLimit
+from lifecycle_asgi import ClientLimit, KnownKeys
 from lifecycle_engine.app import AppSettings
 from lifecycle_engine.routes.patience import Forecast, patience
 
@@ -53,7 +53,8 @@ async def test_serves_text_while_no_payload_gets_in() -> None:
 
 async def test_gives_each_key_its_share() -> None:
     """A key with its share in flight is 429 with a time to retry; others are served."""
-    settings = AppSettings(model="sim", per_client=1)
+    known = KnownKeys(["mine", "yours"])
+    settings = AppSettings(model="sim", per_client=1, client=known)
     processor = GatedProcessor()
     mine, yours = b"authorization: Bearer mine", b"x-api-key: yours"
     async with (
@@ -76,7 +77,8 @@ async def test_gives_each_key_its_share() -> None:
 
 async def test_is_retried_by_both_sdks_where_a_share_is_used_up() -> None:
     """Both SDKs know the refusal for what it is, and come back when they may."""
-    settings = AppSettings(model="sim", per_client=1)
+    known = KnownKeys(["none", "a"])
+    settings = AppSettings(model="sim", per_client=1, client=known)
     processor = GatedProcessor()
     async with (
         asyncio.timeout(60),

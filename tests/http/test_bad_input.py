@@ -8,9 +8,13 @@ import json
 import struct
 from typing import Any
 
+import httpx
 import openai
 import pytest
-from http_kit import answer_to, data_url, encoded, png, png_chunk, user
+from http_kit import answer_to, data_url, encoded, png, png_chunk, running, user
+
+from lifecycle_engine.app import AppSettings
+from lifecycle_engine.images.media import MediaLimits
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 TEXT = [{"role": "user", "content": "hello"}]
@@ -363,3 +367,44 @@ async def test_answers_wrong_paths_in_shape(
     answer = await client._client.get(f"http://127.0.0.1:{server.port}{path}")
     assert answer.status_code == status
     assert answer.json()["error"]["type"] == "invalid_request_error"
+
+
+LONG = {
+    "/v1/chat/completions": ({"messages": user("x" * 60)}, "messages"),
+    "/v1/responses": ({"input": "x" * 60}, "input"),
+    "/generate": ({"text": "x" * 60}, "text"),
+    "/generate-chat": ({"messages": user("x" * 60)}, "messages"),
+}
+PICTURES = {
+    "/v1/chat/completions": ({"messages": user(png(8, 8), png(8, 8))}, "messages"),
+    "/v1/responses": (
+        {
+            "input": [
+                {
+                    "role": "user",
+                    "content": [
+                        {"type": "input_image", "image_url": data_url(png(8, 8))}
+                    ]
+                    * 2,
+                }
+            ]
+        },
+        "input",
+    ),
+    "/generate": ({"text": "", "images": [data_url(png(8, 8))] * 2}, "images"),
+}
+
+
+@pytest.mark.parametrize("asked", ["text", "pictures"])
+async def test_names_the_field_of_its_own_api(asked: str) -> None:
+    """What is too much is told of by the field that it stood in."""
+    cases = LONG if asked == "text" else PICTURES
+    limits = MediaLimits(images=1)
+    settings = AppSettings(model="sim", text_chars=50, media=limits)
+    async with asyncio.timeout(60), running(settings=settings) as server:
+        for path, (ask, field) in cases.items():
+            url = f"http://127.0.0.1:{server.port}{path.removesuffix('-chat')}"
+            async with httpx.AsyncClient() as http:
+                told = await http.post(url, json={"model": "sim", **ask})
+            assert told.status_code == (400 if asked == "text" else 413)
+            assert told.json()["error"]["param"] == field

@@ -7,67 +7,15 @@ cancelled request left behind would be seen by all that follow.
 
 from __future__ import annotations
 
-import json
-from pathlib import Path
-from typing import Any
-
 import anyio
 import pytest
-from asgi_kit import KINDS, Cancelled, ScriptedServer, http_scope
-from http_kit import Quiet, make_engine, png, user
+from asgi_kit import KINDS, Cancelled, ScriptedServer
+from cancel_kit import World, descriptors_open
+from http_kit import make_engine
 
 from lifecycle import Gate
 from lifecycle_engine.app import AppSettings, create_app
 from lifecycle_engine.chats.sim_processor import SimProcessor
-
-TOKENS = 3
-
-
-def request(*, stream: bool) -> bytes:
-    """The request whose every await is cancelled: an image, parsed in a thread."""
-    ask = {"model": "sim", "messages": user("go" * 3000, png(40, 30)), "stream": stream}
-    return json.dumps({**ask, "max_tokens": TOKENS}).encode()
-
-
-class World:
-    """A running application without a server, and one call of it at a time."""
-
-    def __init__(self, app: Any, gate: Gate, tasks: Any) -> None:
-        self.app, self.gate, self.tasks = app, gate, tasks
-        self.service = app.state.service
-        self.outcomes: dict[str, int] = {}
-
-    async def once(self, run: Cancelled, *, stream: bool, queued: bool) -> Any:
-        """One request, cancelled or left as *run* says; then all must be quiet."""
-        body = request(stream=stream)
-        server = ScriptedServer(body[:3000], body[3000:], waits=True)
-        if run.kind == "leave":
-            run.cancel = server.gone.set
-        scope = http_scope("/v1/chat/completions")
-        known = {task.id for task in anyio.get_running_tasks()}
-        lease = self.gate.try_admit() if queued else None
-        if lease is not None:
-            self.tasks.start_soon(self._release_when_awaited, lease, run)
-        await run.run(self.app(scope, server.receive, server.send))
-        run.done = True
-        status = await Quiet(self.service).reached()
-        for _ in range(50):
-            left = [t for t in anyio.get_running_tasks() if t.id not in known]
-            if not left:
-                break
-            await anyio.lowlevel.checkpoint()
-        assert not left, left
-        return server, status
-
-    async def _release_when_awaited(self, lease: Any, run: Cancelled) -> None:
-        with lease:
-            while not (self.gate.statistics().waiting or getattr(run, "done", False)):
-                await anyio.lowlevel.checkpoint()
-
-
-def descriptors_open() -> int:
-    """How many descriptors this process has."""
-    return len(list(Path("/proc/self/fd").iterdir()))
 
 
 async def every_point(kind: str, when: str, *, stream: bool, queued: bool) -> int:

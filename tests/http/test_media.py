@@ -90,10 +90,10 @@ def test_refuses_one_pixel_too_many() -> None:
     with pytest.raises(ApiError) as caught:
         measure(encoded(10, 11), limits, param="x")
     assert caught.value.status == 413
-    check_total([Measure(1, 100, 1), Measure(1, 50, 1)], limits)
+    check_total([Measure(1, 100, 1), Measure(1, 50, 1)], limits, param="x")
     for over in ([Measure(1, 100, 1), Measure(1, 51, 1)], [Measure(1, 1, 1)] * 3):
         with pytest.raises(ApiError) as caught:
-            check_total(over, limits)
+            check_total(over, limits, param="x")
         assert caught.value.status == 413
 
 
@@ -126,6 +126,19 @@ def test_decodes_strict_base64_only(data: bytes) -> None:
     text = base64.b64encode(data).decode()
     assert decode_data_url(f"data:image/png;base64,{text}", param="x") == data
     for wrong in (f"{text} ", f"{text}\n", f"{text}=", f"{text}====", f"-{text}"):
+        with pytest.raises(ApiError) as caught:
+            decode_data_url(f"data:image/png;base64,{wrong}", param="x")
+        assert caught.value.code == "invalid_base64"
+
+
+@pytest.mark.parametrize("size", [3 * 2**20, 3 * 2**20 + 1, 8 * 2**20])
+def test_decodes_long_base64_in_slices(size: int) -> None:
+    """As strictly as short one: padding ends it, wherever a slice ends."""
+    data = bytes(size)
+    text = base64.b64encode(data).decode()
+    assert decode_data_url(f"data:image/png;base64,{text}", param="x") == data
+    whole, rest = text[: 4 * 2**20], text[4 * 2**20 :]
+    for wrong in (f"{whole[:-1]}={rest}AAAA", f"{whole[:-2]}=={rest}AAAA"):
         with pytest.raises(ApiError) as caught:
             decode_data_url(f"data:image/png;base64,{wrong}", param="x")
         assert caught.value.code == "invalid_base64"

@@ -262,6 +262,33 @@ async def test_refuses_body_that_trickles() -> None:
         await server.quiet()
 
 
+@pytest.mark.parametrize("awaited", [True, False])
+async def test_refuses_body_that_takes_long_while_others_wait(awaited: bool) -> None:
+    """A body may trickle at its pace while there is room, and no longer."""
+    settings = AppSettings(model="sim", body_bytes=10**6, body_patience=0.3)
+    gate = Gate(bytes=10**6, name="bodies")
+    async with running(settings=settings, bodies=gate) as server:
+        _, writer = await asyncio.open_connection("127.0.0.1", server.port)
+        head = b"POST /v1/chat/completions HTTP/1.1\r\nhost: here\r\n"
+        writer.write(head + b"content-length: 900000\r\n\r\n{")
+        await server.until(lambda: gate.statistics().bytes_in_use)
+        waiting = None
+        if awaited:
+            filled = body("in line", padding="x" * 200_000)
+            waiting = asyncio.create_task(answer_to(server.port, filled))
+            await server.until(lambda: gate.statistics().waiting)
+        for _ in range(12):
+            writer.write(b" " * 10_000)
+            await asyncio.sleep(0.1)
+        if waiting is None:
+            assert gate.statistics().bytes_in_use == 900_000
+        else:
+            async with asyncio.timeout(6):
+                assert (await waiting)[0] == 200
+        writer.close()
+        await server.quiet()
+
+
 async def test_reads_body_that_takes_its_time() -> None:
     """A large body may take longer than a small one."""
     settings = AppSettings(model="sim", body_idle=1.0)

@@ -31,6 +31,7 @@ from lifecycle_engine.images.media import MediaLimits
 
 pytestmark = pytest.mark.asyncio
 HOST, PUBLIC = "pictures.example", "93.184.216.34"
+PUBLIC6 = "2606:4700::1111"
 OTHER, INSIDE = "other.example", "inside.example"
 IMAGE = encoded(64, 48)
 
@@ -49,7 +50,7 @@ def certificate(folder: Path, *names: str) -> Path:
         .not_valid_before(now - dt.timedelta(days=1))
         .not_valid_after(now + dt.timedelta(days=1))
         .add_extension(
-            x509.SubjectAlternativeName([x509.DNSName(each) for each in names]), False
+            x509.SubjectAlternativeName([_general(each) for each in names]), False
         )
         .add_extension(x509.BasicConstraints(ca=True, path_length=None), True)
         .sign(key, hashes.SHA256())
@@ -62,6 +63,12 @@ def certificate(folder: Path, *names: str) -> Path:
     )
     path.write_bytes(private + made.public_bytes(serialization.Encoding.PEM))
     return path
+
+
+def _general(name: str) -> Any:
+    with contextlib.suppress(ValueError):
+        return x509.IPAddress(ipaddress.ip_address(name))
+    return x509.DNSName(name)
 
 
 def answer(status: int, body: bytes = b"", *headers: str) -> bytes:
@@ -109,6 +116,7 @@ class Site:
         self.names = {HOST: [PUBLIC], OTHER: [PUBLIC], INSIDE: ["10.0.0.7"]}
         self.connected: list[str] = []
         self.asked: list[str] = []
+        self.hosts: list[str] = []
 
     async def resolve(self, host: str) -> list[str]:
         """What a name server says; a list of several is one for each question."""
@@ -132,6 +140,7 @@ class Site:
             head = await reader.readuntil(b"\r\n\r\n")
             path = head.split()[1].decode()
             self.asked.append(path)
+            self.hosts.append(head.decode().partition("host: ")[2].split()[0])
             if path == "/slow":
                 await reader.read()
             writer.write(PAGES.get(path, b""))
@@ -159,7 +168,9 @@ class Site:
 @pytest.fixture(scope="module")
 def site(tmp_path_factory: Any) -> Site:
     """A site whose certificate is for two names, and for no third one."""
-    return Site(certificate(tmp_path_factory.mktemp("tls"), HOST, OTHER, INSIDE))
+    return Site(
+        certificate(tmp_path_factory.mktemp("tls"), HOST, OTHER, INSIDE, PUBLIC6)
+    )
 
 
 @pytest.mark.parametrize(
@@ -174,6 +185,15 @@ async def test_fetches_a_file(site: Site, path: str) -> None:
         assert set(site.connected) == {PUBLIC}
 
 
+async def test_fetches_from_a_literal_address(site: Site) -> None:
+    """A public IPv6 address is asked as a name is, and certified as itself."""
+    async with asyncio.timeout(20), site.open():
+        site.connected.clear()
+        assert await site.get()(f"https://[{PUBLIC6}]/image.png") == IMAGE
+        assert site.connected == [PUBLIC6]
+        assert site.hosts[-1] == f"[{PUBLIC6}]"
+
+
 REFUSED = {
     f"http://{HOST}/image.png": "not at an https URL",
     f"https://{HOST}:8443/image.png": "of port 443",
@@ -181,7 +201,16 @@ REFUSED = {
     f"https://{INSIDE}/image.png": "not at a public address",
     "https://127.0.0.1/image.png": "not at a public address",
     "https://169.254.169.254/latest/meta-data": "not at a public address",
-    "https://[::1]/image.png": "no valid URL",
+    "https://[::1]/image.png": "not at a public address",
+    "https://[fd00::1]/image.png": "not at a public address",
+    "https://[::ffff:10.0.0.7]/image.png": "not at a public address",
+    "https://[::ffff:7f00:1]/image.png": "not at a public address",
+    "https://[64:ff9b::10.0.0.7]/image.png": "not at a public address",
+    "https://[fe80::1%25eth0]/image.png": "no valid URL",
+    "https://[fe80::1%eth0]/image.png": "no valid URL",
+    "https://[v1.x]/image.png": "no valid URL",
+    "https://2606:4700::1111/image.png": "no valid URL",
+    "https://[2606:4700::1111]:8443/image.png": "of port 443",
     "https://unknown.example/x": "could not be fetched",
     "https:///x": "no valid URL",
     "https://a..b/x": "no valid URL",
@@ -375,6 +404,17 @@ async def test_says_which_one_and_why(site: Site) -> None:
         many = ask(chat, *[f"https://{HOST}/image.png"] * 4)
         got, told = await post(server, chat, many)
         assert (got, told["error"]["code"]) == (400, "too_many_images")
+        await server.quiet()
+
+
+async def test_waits_for_all_of_a_request_together(site: Site) -> None:
+    """The limit is neither each file's own nor another one than was set."""
+    async with fetching(site, limits={"seconds": 1.0}) as server:
+        slow, began = f"https://{HOST}/slow", asyncio.get_running_loop().time()
+        status, told = await post(server, PATHS[0], ask(PATHS[0], *[slow] * 8))
+        took = asyncio.get_running_loop().time() - began
+        assert (status, told["error"]["code"]) == (504, "image_timeout")
+        assert 1.0 <= took < 4.0
         await server.quiet()
 
 

@@ -276,6 +276,29 @@ async def test_hears_who_leaves_with_requests_in_the_pipe(
         assert await server.exit(signal.SIGTERM) == 0
 
 
+async def test_more_slots_than_the_batch_has_let_conversations_rest() -> None:
+    """With a batch of one, three people who talk in turns each find their slot again."""
+    options = ("--max-batch", "1", "--kv-slots", "3")
+    async with served(*options) as server, server.client() as client:
+        read = []
+        for turn in range(2):
+            for name in ("a", "b", "c"):
+                answer = await client.chat.completions.create(
+                    model="sim",
+                    messages=user("hello" + " again" * turn),
+                    max_tokens=2,
+                    prompt_cache_key=name,
+                )
+                read.append(answer.usage.prompt_tokens_details.cached_tokens)
+        assert read[:3] == [0, 0, 0]
+        assert min(read[3:]) >= len("user: hello")
+        url = f"{server.address}/_lifecycle/status"
+        engine = (await client._client.get(url)).json()["engine"]["status"]["backend"]
+        assert (engine["max_batch"], engine["slots"]) == (1, 3)
+        assert engine["slots_evicted"] == 0
+        assert await server.exit(signal.SIGTERM) == 0
+
+
 async def test_admits_as_much_as_the_arena_has() -> None:
     """The gate's bytes are the arena's: who finds it full waits, and nothing is sent."""
     size = 2 * 2**20
@@ -427,11 +450,13 @@ async def test_refuses_unknown_family(tmp_path: Path) -> None:
     ("options", "words"),
     [
         (["--checkpoint", "nowhere"], b"lifecycle-engine checkpoint nowhere"),
+        (["--kv-slots", "7"], b"7 cannot hold a batch of 8"),
         *(
             (["--runner", "sim", f"--{name}", value], b"--" + name.encode())
             for name, value in [
                 ("body-bytes", "-1"),
                 ("drain", "-1"),
+                ("kv-slots", "0"),
                 ("max-batch", "0"),
                 ("max-length", "-1"),
                 ("max-wait", "-1"),

@@ -21,15 +21,23 @@ _LOG = os.environ["PROBE_LOG"]
 _OK = {"type": "http.response.start", "status": 200, "headers": []}
 
 
-def _note(what: str, **more: Any) -> None:
+def _note(what: str, scope: Any) -> None:
+    gone = "lifecycle" not in scope or request_of(scope).client_gone
+    of = scope["query_string"].decode()
+    note = {"what": what, "of": of, "at": time.monotonic(), "gone": gone}
     with open(_LOG, "a") as log:  # noqa: PTH123 - one write, appended whole
-        log.write(json.dumps({"what": what, "at": time.monotonic(), **more}) + "\n")
+        log.write(json.dumps(note) + "\n")
 
 
 async def _parts(form: str) -> AsyncIterator[bytes]:
     yield b"x" * 1000
     if form == "stream":
         await anyio.sleep(60)
+    if form == "long":
+        # More than all buffers between here and a client who does not read.
+        for _ in range(32):
+            yield b"x" * 1_000_000
+        return
     end = time.monotonic() + 20
     while time.monotonic() < end:
         yield b"x" * 100_000
@@ -40,13 +48,13 @@ async def _work(scope: Any, receive: Any, send: Any) -> None:
     while (await receive()).get("more_body"):
         pass
     if form == "handler":
-        _note("works")
+        _note("works", scope)
         await anyio.sleep(60)
     await send(_OK)
     async for part in _parts(form):
         await send({"type": "http.response.body", "body": part, "more_body": True})
         if form != "fast":
-            _note("works")
+            _note("works", scope)
     await send({"type": "http.response.body", "body": b""})
 
 
@@ -64,7 +72,7 @@ async def _probe(scope: Any, receive: Any, send: Any) -> None:
     try:
         await _work(scope, receive, send)
     finally:
-        _note("ended", gone="lifecycle" in scope and request_of(scope).client_gone)
+        _note("ended", scope)
 
 
 async def _dispatch(request: Any, call_next: Any) -> Any:

@@ -1,11 +1,11 @@
-"""How soon an application hears that its client left: every server, every case.
+"""Whether an application hears that its client left: every server, every case.
 
     python tests/kit/servers.py [--repeat 5] [--write docs/reference/servers.md]
 
 Starts each server that is installed, with `probe_app`, and lets real clients leave. The
-table tells the median of the milliseconds from the client's close to the end of the
-application's work, without the middleware and with it. The tests hold the latter to
-a bound.
+table tells what becomes of the work, without the middleware and with it, and the
+milliseconds from the client's close to its end. The tests hold the words of the table
+to what they see.
 """
 
 from __future__ import annotations
@@ -22,25 +22,33 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from importlib import metadata, util
 from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).parents[2]
-STACKS = ("plain", "above", "below")
+# Where the middleware is, of `probe_app`, and what the table calls it.
+STACKS = {
+    "bare": "without",
+    "plain": "with",
+    "above": "above `BaseHTTPMiddleware`",
+    "below": "below it",
+}
+# What never waits is last: without the middleware it keeps the server busy.
 FORMS = {
     "stream": "stream that waits",
-    "fast": "stream that never waits",
     "handler": "handler, no stream",
+    "fast": "stream that never waits",
 }
 LEAVES = ("close", "reset", "half-close")
+STOPS, GOES_ON, ENDS_BEFORE = "stops", "goes on", "ends before"
 MARKS = ("<!-- measured -->\n", "<!-- /measured -->")
 _PATIENCE = 20.0
 # Without the middleware much never ends, and somebody waits for the table.
-_BARE_PATIENCE = 2.0
-_REQUEST = "POST /{form} HTTP/1.1\r\nhost: here\r\ncontent-length: 4\r\n\r\nbody"
+_BARE_PATIENCE = 1.0
+_REQUEST = "POST /{} HTTP/1.1\r\nhost: here\r\ncontent-length: 4\r\n\r\nbody"
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,13 +59,11 @@ class Kind:
         name: What the table calls it.
         package: Distribution that has to be installed.
         argv: Arguments of the interpreter.
-        deaf: Forms that it does not tell the end of before they have ended.
     """
 
     name: str
     package: str
     argv: tuple[str, ...]
-    deaf: frozenset[str] = frozenset()
 
     @property
     def installed(self) -> bool:
@@ -92,14 +98,16 @@ KINDS = (
         "granian",
         ("-m", "granian", "--interface", "asgi", "--port", "{port}", "probe_app:{app}"),
     ),
-    Kind(
-        "daphne",
-        "daphne",
-        ("-m", "daphne", "-p", "{port}", "probe_app:{app}"),
-        # It takes all there is into memory first, so the work ends before.
-        deaf=frozenset({"fast"}),
-    ),
+    Kind("daphne", "daphne", ("-m", "daphne", "-p", "{port}", "probe_app:{app}")),
 )
+
+
+@dataclass(frozen=True, slots=True)
+class Seen:
+    """What became of work, and the seconds that it took to stop."""
+
+    verdict: str
+    taken_s: tuple[float, ...] = ()
 
 
 class Server:
@@ -108,40 +116,73 @@ class Server:
     def __init__(self, port: int, log: Path) -> None:
         self.port = port
         self._log = log
+        self._asked = 0
 
-    def leave(
-        self, form: str, how: str, patience: float = _PATIENCE
-    ) -> tuple[float, bool]:
-        """Ask for work, leave, and return the seconds until it ended, and `gone`.
+    def verdict(self, form: str, ways: Sequence[str], patience: float) -> Seen:
+        """Ask for work, leave, and tell what becomes of it.
 
-        Raises:
-            TimeoutError: The work did not end.
+        Args:
+            form: Of the work.
+            ways: To leave, one after the other.
+            patience: Seconds until it counts as going on.
         """
-        self._log.write_text("")
-        with socket.create_connection(("127.0.0.1", self.port), 5) as peer:
-            peer.sendall(_REQUEST.format(form=form).encode())
+        if form == "fast" and self._takes_all():
+            return Seen(ENDS_BEFORE)
+        taken: list[float] = []
+        for way in ways:
+            try:
+                taken.append(self._leave(form, way, patience))
+            except TimeoutError:
+                return Seen(GOES_ON)
+        return Seen(STOPS, tuple(taken))
+
+    def _takes_all(self) -> bool:
+        """Whether it takes a long answer into memory, with a client who reads none."""
+        with self._ask("long"):
+            size = -1
+            while not self._notes("ended"):
+                # It writes a note for each part: no more of them, no more taken.
+                if size == (size := self._log.stat().st_size):
+                    return False
+                time.sleep(0.5)
+        return True
+
+    def _leave(self, form: str, way: str, patience: float) -> float:
+        with self._ask(form) as peer:
             if form == "handler":
                 self._wait("works", _PATIENCE)
             else:
                 peer.recv(1000)
             left = time.monotonic()
-            if how == "half-close":
+            if way == "half-close":
                 peer.shutdown(socket.SHUT_WR)
                 _read_out(peer, patience)
-            elif how == "reset":
+            elif way == "reset":
                 linger = struct.pack("ii", 1, 0)
                 peer.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, linger)
         ended = self._wait("ended", patience)
-        return ended["at"] - left, ended["gone"]
+        assert ended["gone"], (form, way)
+        return float(ended["at"] - left)
+
+    def _ask(self, form: str) -> socket.socket:
+        self._asked += 1
+        peer = socket.create_connection(("127.0.0.1", self.port), 5)
+        peer.sendall(_REQUEST.format(f"{form}?{self._asked}").encode())
+        return peer
 
     def _wait(self, what: str, patience: float) -> dict[str, Any]:
         until = time.monotonic() + patience
         while time.monotonic() < until:
-            for line in self._log.read_text().splitlines(keepends=True):
-                if line.endswith("\n") and (note := json.loads(line))["what"] == what:
-                    return note
+            for note in self._notes(what):
+                return note
             time.sleep(0.001)
         raise TimeoutError(what)
+
+    def _notes(self, what: str) -> list[dict[str, Any]]:
+        lines = self._log.read_text().splitlines(keepends=True)
+        notes = [json.loads(line) for line in lines if line.endswith("\n")]
+        mine = [note for note in notes if note["of"] == str(self._asked)]
+        return [note for note in mine if note["what"] == what]
 
 
 def _read_out(peer: socket.socket, patience: float) -> None:
@@ -151,11 +192,17 @@ def _read_out(peer: socket.socket, patience: float) -> None:
             pass
 
 
+def free_port() -> int:
+    """Return a port that nobody listens on."""
+    with socket.create_server(("127.0.0.1", 0)) as probe:
+        port: int = probe.getsockname()[1]
+    return port
+
+
 @contextlib.contextmanager
 def running(kind: Kind, stack: str) -> Iterator[Server]:
     """Start *kind* with one stack of middleware, and end it."""
-    with socket.create_server(("127.0.0.1", 0)) as probe:
-        port = probe.getsockname()[1]
+    port = free_port()
     with tempfile.TemporaryDirectory() as directory:
         log = Path(directory, "log")
         log.touch()
@@ -198,43 +245,60 @@ def _wait_up(port: int, process: subprocess.Popen[bytes], said: Path) -> None:
     raise RuntimeError(f"the server does not come up: {said.read_text()[-2000:]}")
 
 
-def measure(kind: Kind, form: str, repeat: int) -> str:
-    """Return the median of the milliseconds over all stacks and ways to leave."""
-    if form in kind.deaf:
-        return "ends before"
-    taken: list[float] = []
-    for stack in STACKS:
-        with running(kind, stack) as server:
-            for how in LEAVES * repeat:
-                seconds, gone = server.leave(form, how)
-                assert gone, (kind.name, stack, form, how)
-                taken.append(1000 * seconds)
-    return f"{statistics.median(taken):.1f} ms, at most {max(taken):.1f}"
-
-
-def measure_bare(kind: Kind, form: str) -> str:
-    """Return the milliseconds without the middleware, once."""
-    with running(kind, "bare") as server:
-        try:
-            seconds, _ = server.leave(form, "close", _BARE_PATIENCE)
-        except TimeoutError:
-            return f"not within {_BARE_PATIENCE:g} s"
-    return f"{1000 * seconds:.1f} ms"
+def measure(kind: Kind, stack: str, repeat: int = 1) -> dict[str, Seen]:
+    """Return what becomes of each form of work on one server with one stack."""
+    bare = stack == "bare"
+    ways, patience = LEAVES * repeat, _PATIENCE
+    if bare:
+        ways, patience = LEAVES[:1], _BARE_PATIENCE
+    with running(kind, stack) as server:
+        return {form: server.verdict(form, ways, patience) for form in FORMS}
 
 
 def table(repeat: int) -> str:
     """Return the table as Markdown, with the versions that it is about."""
-    lines = ["| server | work | without | with |", "| --- | --- | ---: | ---: |"]
+    columns = ["server", "work", *STACKS.values(), "time to stop"]
+    lines = [_row(columns), _row(["---"] * (len(columns) - 1) + ["---:"])]
     versions = {"Python": platform.python_version()}
     for kind in filter(lambda each: each.installed, KINDS):
         package = kind.package if kind.package != "httptools" else "uvicorn"
         versions[package] = metadata.version(package)
+        print(kind.name, file=sys.stderr)
+        seen = {stack: measure(kind, stack, repeat) for stack in STACKS}
         for form, words in FORMS.items():
-            print(f"{kind.name}: {words}", file=sys.stderr)
-            bare, heard = measure_bare(kind, form), measure(kind, form, repeat)
-            lines.append(f"| {kind.name} | {words} | {bare} | {heard} |")
-    seen = ", ".join(f"{name} {version}" for name, version in versions.items())
-    return "\n".join([*lines, "", f"Measured with {seen}.", ""])
+            verdicts = [seen[stack][form].verdict for stack in STACKS]
+            taken = [
+                s
+                for stack in STACKS
+                if stack != "bare"
+                for s in seen[stack][form].taken_s
+            ]
+            lines.append(_row([kind.name, words, *verdicts, _times(taken)]))
+    found = ", ".join(f"{name} {version}" for name, version in versions.items())
+    return "\n".join([*lines, "", f"Measured with {found}.", ""])
+
+
+def _row(cells: Iterable[str]) -> str:
+    return f"| {' | '.join(cells)} |"
+
+
+def _times(taken_s: list[float]) -> str:
+    if not taken_s:
+        return ""
+    middle, most = statistics.median(taken_s), max(taken_s)
+    return f"{1000 * middle:.1f} ms, at most {1000 * most:.1f}"
+
+
+def documented(page: Path) -> dict[tuple[str, str, str], str]:
+    """Return what the table of *page* says of each server, form and stack."""
+    rows = page.read_text().split(MARKS[0])[1].split(MARKS[1])[0].splitlines()
+    forms = {words: form for form, words in FORMS.items()}
+    said = {}
+    for row in filter(lambda line: line.startswith("| "), rows[2:]):
+        name, words, *verdicts, _ = (cell.strip() for cell in row.split("|")[1:-1])
+        for stack, verdict in zip(STACKS, verdicts, strict=True):
+            said[name, forms[words], stack] = verdict
+    return said
 
 
 def main() -> None:

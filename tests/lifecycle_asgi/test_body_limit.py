@@ -172,3 +172,44 @@ async def test_refuses_negative_limit() -> None:
         BodyLimit(APP, max_bytes=-1)
     with pytest.raises(ValueError, match="got nan"):
         BodyLimit(APP, max_bytes=math.nan)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("stack", ["limit-inside", "limit-outside", "limit"])
+async def test_refuses_body_that_is_not_there_in_time(stack: str) -> None:
+    """A body that stands still is 408, and gives its room back (fault-15)."""
+    gate = Gate(bytes=100)
+    limited: Any = BodyLimit(APP, max_bytes=100, gate=gate, timeout=0.05)
+    if stack == "limit-inside":
+        limited = LifecycleMiddleware(limited)
+    elif stack == "limit-outside":
+        app = LifecycleMiddleware(APP)
+        limited = BodyLimit(app, max_bytes=100, gate=gate, timeout=0.05)
+    server = ScriptedServer(b"x", b"x")
+    del server.messages[-1]  # its end never comes
+    await call(limited, server, declared=50)
+    assert server.status == 408
+    error = json.loads(server.body)["error"]
+    assert (error["type"], error["code"]) == ("invalid_request_error", "body_timeout")
+    assert gate.statistics().bytes_in_use == 0
+
+
+async def test_times_no_more_than_the_body() -> None:
+    """An answer that takes longer than a body may is given all the same."""
+
+    async def app(scope: Any, receive: Any, send: Any) -> None:
+        while (await receive())["more_body"]:
+            pass
+        with anyio.move_on_after(0.2):
+            await receive()  # hears of the disconnect
+        await PlainTextResponse("late")(scope, receive, send)
+
+    server = ScriptedServer(b"x")
+    await call(BodyLimit(app, max_bytes=9, timeout=0.1), server)
+    assert (server.status, server.body) == (200, b"late")
+
+
+@pytest.mark.parametrize("timeout", [0, -1.0, math.nan])
+def test_refuses_a_timeout_that_is_none(timeout: float) -> None:
+    """No time at all would refuse every body."""
+    with pytest.raises(ValueError, match="timeout"):
+        BodyLimit(APP, max_bytes=9, timeout=timeout)

@@ -12,6 +12,7 @@ import pytest
 
 from lifecycle import SessionRegistry
 from lifecycle_asgi import request_scope
+from lifecycle_asgi.events import RequestEnded, RequestStarted
 
 pytestmark = pytest.mark.anyio
 
@@ -176,3 +177,81 @@ async def test_refuses_to_attach_what_is_no_session() -> None:
     async with request_scope(Left()) as request:
         with pytest.raises(TypeError, match="a session is attached, .*, not str"):
             request.attach("request-1")  # type: ignore[arg-type]
+
+
+TRACE = b"00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01"
+
+
+class Watched:
+    """Scopes whose events are kept."""
+
+    def __init__(self) -> None:
+        self.events: list[Any] = []
+
+    def scope(self, gone: Any = None) -> request_scope:
+        """One that is told of."""
+        headers = [(b"TraceParent", TRACE), (b"x", b"secret")]
+        told = self.events.append
+        return request_scope(gone, observer=told, operation="say", headers=headers)
+
+    def outcome(self) -> tuple[str, str | None]:
+        """How the one request ended, and what it failed with."""
+        first, last = self.events[0], self.events[-1]
+        ends = [each for each in self.events if isinstance(each, RequestEnded)]
+        assert isinstance(first, RequestStarted)
+        assert ends == [last]
+        assert first.request == last.request
+        assert (first.operation, first.traceparent) == ("say", TRACE.decode())
+        assert "secret" not in str(self.events)
+        return last.outcome, last.error
+
+
+async def test_tells_observer_how_a_request_ended() -> None:
+    """By itself, by an error, by a client who left, or by a cancellation."""
+    watched = Watched()
+    async with watched.scope(Left()) as request:
+        with request.phase("stream"):
+            request.first_item()
+        request.count(tokens=2)
+    assert watched.outcome() == ("completed", None)
+    kinds = [type(each).__name__ for each in watched.events]
+    assert kinds == ["RequestStarted", "FirstItem", "PhaseEnded", "RequestEnded"]
+    assert watched.events[-1].counts == {"tokens": 2}
+    watched = Watched()
+    with pytest.raises(ValueError, match="mine"):
+        async with watched.scope(Left()):
+            raise ValueError("mine")
+    assert watched.outcome() == ("failed", "ValueError")
+    watched, left = Watched(), Left()
+    left.leave.set()
+    async with watched.scope(left):
+        await anyio.sleep_forever()
+    assert watched.outcome() == ("client_gone", None)
+    for gone, outcome in [(Left(), "cancelled"), (None, "client_gone")]:
+        watched = Watched()
+        with anyio.CancelScope() as server:
+            async with watched.scope(gone):
+                server.cancel()
+                await anyio.sleep_forever()
+        assert watched.outcome() == (outcome, None)
+
+
+async def test_tells_observer_what_kept_it_from_listening() -> None:
+    """A request that fails for a deaf server has failed, once."""
+    watched, left = Watched(), Left(RuntimeError("deaf"))
+    left.leave.set()
+    with pytest.raises(RuntimeError, match="deaf"):
+        async with watched.scope(left):
+            await anyio.sleep_forever()
+    assert watched.outcome() == ("failed", "RuntimeError")
+
+
+async def test_tells_observer_the_outcome_of_its_session() -> None:
+    """A session that is attached knows better."""
+    watched = Watched()
+    async with SessionRegistry() as sessions, watched.scope(Left()) as request:
+        with sessions.open("a") as session:
+            request.attach(session)
+            session.close("deadline")
+    assert watched.outcome() == ("deadline", None)
+    assert watched.events[-1].session == session.id

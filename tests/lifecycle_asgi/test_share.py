@@ -9,10 +9,12 @@ import anyio
 import pytest
 from asgi_kit import ScriptedServer, http_scope
 
-from lifecycle_asgi import BodyLimit, ClientLimit
+from lifecycle_asgi import BodyLimit, ClientLimit, KnownKeys
 from lifecycle_metrics import Metrics
 
 pytestmark = pytest.mark.anyio
+# Those that were given out.
+KEYS = KnownKeys(["a", "b", "mine", "other", "canary-key", "canary-a", "canary-b"])
 
 
 class Busy:
@@ -37,6 +39,11 @@ def by(key: str, name: str = "authorization", **changes: Any) -> dict[str, Any]:
     return http_scope(headers=[(name.encode(), key.encode())], **changes)
 
 
+def at(host: str) -> dict[str, Any]:
+    """A request from an address, with a key that nobody gave out."""
+    return by("made up", client=(host, 1))
+
+
 async def call(app: Any, scope: Any) -> ScriptedServer:
     """Serve one request."""
     server = ScriptedServer()
@@ -47,7 +54,7 @@ async def call(app: Any, scope: Any) -> ScriptedServer:
 async def test_refuses_one_more_than_the_share_and_nobody_else() -> None:
     """The third of a key with two in flight is 429; another key is served."""
     busy = Busy()
-    app = ClientLimit(busy, slots=2)
+    app = ClientLimit(busy, slots=2, key=KEYS)
     with anyio.fail_after(5):
         async with anyio.create_task_group() as tasks:
             for _ in range(2):
@@ -99,14 +106,15 @@ async def test_gives_the_share_back_however_a_request_ends(end: str) -> None:
 async def test_keeps_no_key_and_nothing_of_clients_that_left() -> None:
     """Ten thousand keys leave nothing, and no object holds one while it is served."""
     busy = Busy()
-    app = ClientLimit(busy, slots=1)
     key = "canary-key"
+    clients = KnownKeys([key, *map(str, range(10_000))])
+    app = ClientLimit(busy, slots=1, key=clients)
     with anyio.fail_after(20):
         async with anyio.create_task_group() as tasks:
             tasks.start_soon(call, app, by(key))
             await anyio.wait_all_tasks_blocked()
             assert key.encode() not in app._gates
-            assert key not in repr(app._gates) + repr(vars(app))
+            assert key not in repr(app._gates) + repr(vars(app)) + repr(vars(clients))
             busy.go.set()
         for number in range(10_000):
             await call(app, by(str(number)))
@@ -124,21 +132,46 @@ async def test_keeps_no_key_and_nothing_of_clients_that_left() -> None:
         (http_scope(), http_scope(client=("10.0.0.2", 1)), False),
         (http_scope(), http_scope(client=("127.0.0.1", 9)), True),
         (by("a"), by("a", client=("10.0.0.2", 1)), True),
+        (by("a"), http_scope(), False),
+        (by("made up"), by("made up again"), True),
+        (by("made up"), http_scope(), True),
+        (by("made up"), by("made up", client=("10.0.0.2", 1)), False),
         (http_scope(client=None), http_scope(client=None), True),
+        (at("2001:db8:1:2::3"), at("2001:db8:1:2:ffff::9"), True),
+        (at("2001:db8:1:2::3"), at("2001:db8:1:3::3"), False),
+        (at("::ffff:10.0.0.2"), at("10.0.0.2"), True),
+        (at("fe80::1%eth0"), at("fe80::2"), True),
+        (at("a:socket"), at("a:socket"), True),
+        (at("a:socket"), at("b:socket"), False),
     ],
 )
 async def test_tells_clients_by_key_or_else_by_address(
     first: Any, second: Any, same: bool
 ) -> None:
-    """A key is a client wherever it comes from; without one, the address is."""
+    """A key that was given out is a client wherever it is; else the address is one."""
     busy = Busy()
-    app = ClientLimit(busy, slots=1)
+    app = ClientLimit(busy, slots=1, key=KEYS)
     with anyio.fail_after(5):
         async with anyio.create_task_group() as tasks:
             tasks.start_soon(call, app, first)
             await anyio.wait_all_tasks_blocked()
             busy.go.set()
             assert ((await call(app, second)).status == 429) is same
+
+
+async def test_made_up_keys_are_no_share_of_their_own() -> None:
+    """Without keys that were given out, a new one each time gets nobody any further."""
+    busy = Busy()
+    app = ClientLimit(busy, slots=2)
+    with anyio.fail_after(5):
+        async with anyio.create_task_group() as tasks:
+            for number in range(2):
+                tasks.start_soon(call, app, by(f"Bearer made-up-{number}"))
+            await anyio.wait_all_tasks_blocked()
+            for number in range(2, 9):
+                refused = await call(app, by(f"Bearer made-up-{number}", "x-api-key"))
+                assert refused.status == 429
+            busy.go.set()
 
 
 async def test_counts_nobody_whom_it_is_told_not_to() -> None:
@@ -153,7 +186,7 @@ async def test_counts_nobody_whom_it_is_told_not_to() -> None:
 async def test_asks_before_anything_is_read() -> None:
     """Of whoever has its share in flight, no body is read."""
     busy = Busy()
-    app = ClientLimit(BodyLimit(busy, max_bytes=10), slots=1)
+    app = ClientLimit(BodyLimit(busy, max_bytes=10), slots=1, key=KEYS)
     with anyio.fail_after(5):
         async with anyio.create_task_group() as tasks:
             tasks.start_soon(call, app, by("a"))
@@ -168,7 +201,7 @@ async def test_asks_before_anything_is_read() -> None:
 async def test_tells_an_observer_by_one_name() -> None:
     """However many clients: one gate in the metrics, with its refusals."""
     metrics, busy = Metrics(), Busy()
-    app = ClientLimit(busy, slots=1, observer=metrics)
+    app = ClientLimit(busy, slots=1, key=KEYS, observer=metrics)
     with anyio.fail_after(5):
         async with anyio.create_task_group() as tasks:
             for key in ("canary-a", "canary-a", "canary-b", "canary-b"):

@@ -40,6 +40,22 @@ def processor(checkpoint: Path) -> Any:
     return ChatProcessor(checkpoint)
 
 
+@pytest.fixture(scope="module")
+def kits(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Any]:
+    """A function that gives the kit of a family, built once."""
+    pytest.importorskip("torch").set_num_threads(1)
+    from engine_kit import Kit
+
+    made: dict[str, Kit] = {}
+
+    def kit(family: str) -> Kit:
+        if family not in made:
+            made[family] = Kit(tmp_path_factory.mktemp(family), family)
+        return made[family]
+
+    return kit
+
+
 @pytest.fixture(scope="session")
 def picture() -> Callable[..., bytes]:
     """A function that encodes a noisy picture; the same arguments, the same bytes."""

@@ -20,20 +20,6 @@ SHARES: dict[str | None, str] = {"x": "a", "y": "a", "z": "c"}
 WITH_IMAGES = [name for name in FAMILIES if name not in ("llama", "qwen3")]
 
 
-@pytest.fixture(scope="module")
-def kits(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Kit]:
-    """A function that gives the kit of a family, built once."""
-    torch.set_num_threads(1)
-    made: dict[str, Kit] = {}
-
-    def kit(family: str) -> Kit:
-        if family not in made:
-            made[family] = Kit(tmp_path_factory.mktemp(family), family)
-        return made[family]
-
-    return kit
-
-
 class Talk:
     """A conversation: all that was said so far, as a client sends it each time."""
 

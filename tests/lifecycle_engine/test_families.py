@@ -15,6 +15,7 @@ pytest.importorskip("transformers")
 
 from engine_kit import COUNT, Kit, tokens_of  # noqa: E402
 from hypothesis import HealthCheck, given, settings, strategies as st  # noqa: E402
+from more_examples import TIMES  # noqa: E402
 
 from lifecycle_engine.models import attention, passes  # noqa: E402
 from lifecycle_engine.models.attention import attend  # noqa: E402
@@ -26,20 +27,6 @@ from lifecycle_engine.scheduler import Scheduler  # noqa: E402
 
 SEE = {"type": "text", "text": "see"}
 WITH_IMAGES = [name for name in FAMILIES if name not in ("llama", "qwen3")]
-
-
-@pytest.fixture(scope="module")
-def kits(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Kit]:
-    """A function that gives the kit of a family, built once."""
-    torch.set_num_threads(1)
-    made: dict[str, Kit] = {}
-
-    def kit(family: str) -> Kit:
-        if family not in made:
-            made[family] = Kit(tmp_path_factory.mktemp(family), family)
-        return made[family]
-
-    return kit
 
 
 @pytest.fixture(scope="module")
@@ -278,7 +265,7 @@ def test_llava_is_prepared_as_by_transformers(
 
 
 @settings(
-    max_examples=12,
+    max_examples=TIMES * 12,
     deadline=None,
     suppress_health_check=[HealthCheck.function_scoped_fixture],
 )

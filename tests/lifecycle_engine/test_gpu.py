@@ -12,7 +12,12 @@ torch = pytest.importorskip("torch")
 pytest.importorskip("transformers")
 
 from lifecycle_engine.models.transformers_runner import TransformersRunner  # noqa: E402
-from lifecycle_engine.models.uploads import TorchDevice, Uploads, pin  # noqa: E402
+from lifecycle_engine.models.uploads import (  # noqa: E402
+    TorchDevice,
+    Uploads,
+    pin,
+    unpin,
+)
 from lifecycle_engine.scheduler import Scheduler  # noqa: E402
 from lifecycle_zmq import Arena, ArenaView  # noqa: E402
 from lifecycle_zmq.wire import Place  # noqa: E402
@@ -70,6 +75,7 @@ def test_cuda_reads_a_pinned_arena_and_tells_when_it_has() -> None:
         assert view.ended() == [(b"", number)]
         array[:] = 255  # as the next request would
         assert bool((copy == number).all())
+    unpin(view)
     arena.close()
 
 

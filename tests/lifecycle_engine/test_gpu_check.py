@@ -1,9 +1,12 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
+import zipfile
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -13,26 +16,87 @@ pytest.importorskip("transformers")
 CHECK = Path(__file__).parents[2] / "benchmarks" / "gpu_check.py"
 
 
-@pytest.mark.timeout(300)
-def test_gpu_check_walks_its_lines_on_the_cpu(tmp_path: Path) -> None:
-    """All but the CUDA calls runs here, so that nothing else fails where there is one."""
-    parts = ("decode", "prefill", "memory", "scheduler", "copies")
-    options = ["--device", "cpu", "--batch", "2", "--concurrent", "2"]
-    options += ["--requests", "4", "--out", str(tmp_path / "report.json")]
-    for part in parts:
-        options += ["--only", part]
+# A finder that has never heard of pyzmq, for every process that is started.
+WITHOUT = """
+import sys
+class Finder:
+    def __init__(self, finder): self.finder = finder
+    def find_spec(self, name, path=None, target=None):
+        if name.partition(".")[0] != "zmq":
+            return self.finder.find_spec(name, path, target)
+    def __getattr__(self, name): return getattr(self.finder, name)
+sys.meta_path[:] = [Finder(each) for each in sys.meta_path]
+"""
+
+
+def check(tmp_path: Path, *options: str, path: Path | None = None) -> tuple[str, Any]:
+    """Run it on the CPU; what it printed, and its report."""
+    out = tmp_path / "report.json"
+    argv = [sys.executable, CHECK, "--device", "cpu", "--out", out, *options]
+    paths = [*([str(path)] if path else []), os.environ.get("PYTHONPATH", "")]
     done = subprocess.run(
-        [sys.executable, CHECK, *options],
+        argv,
         capture_output=True,
         text=True,
         check=False,
         timeout=280,
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(paths)},
     )
     assert done.returncode == 0, done.stderr
-    report = json.loads((tmp_path / "report.json").read_text())
-    assert set(parts) <= set(report)
+    return done.stdout, json.loads(out.read_text())
+
+
+@pytest.mark.timeout(300)
+def test_gpu_check_walks_its_lines_on_the_cpu(tmp_path: Path) -> None:
+    """All but the CUDA calls runs here, so that nothing else fails where there is one."""
+    options = ["--batch", "2", "--concurrent", "2", "--requests", "4"]
+    _, report = check(tmp_path, *options, "--skip", "identity", "--skip", "death")
+    parts = {"decode", "copies", "arena", "memory", "prefill", "scheduler"}
+    assert parts <= set(report)
+    assert "left_out" not in report
     assert set(report["decode"]) == {"off", "fake", "took_seconds"}
     assert set(report["memory"]) == {"strip_on", "strip_off", "took_seconds"}
+
+
+@pytest.mark.timeout(300)
+def test_gpu_check_runs_without_pyzmq(tmp_path: Path) -> None:
+    """What needs it is left out and says so; the rest runs."""
+    (tmp_path / "sitecustomize.py").write_text(WITHOUT)
+    only = [f"--only={part}" for part in ("prefill", "scheduler", "death")]
+    told, report = check(tmp_path, *only, path=tmp_path)
+    assert report["prefill"]["parameters"] > 0
+    assert report["scheduler"]["skipped"] == "pyzmq"
+    assert report["death"]["skipped"] == ["zmq"]
+    assert told.count("left out: ") == 2
+
+
+def test_gpu_check_finds_modules_in_wheels(tmp_path: Path) -> None:
+    """Where nothing can be installed; behind what is, and in processes of its own."""
+    (tmp_path / "wheels").mkdir()
+    with zipfile.ZipFile(tmp_path / "wheels" / "some-1-py3-none-any.whl", "w") as wheel:
+        wheel.writestr("lifecycle_carried.py", "")
+        wheel.writestr("torch.py", "raise RuntimeError")
+    script = (
+        "import subprocess, sys, pathlib, gpu_check\n"
+        "gpu_check._unpack(*map(pathlib.Path, sys.argv[1:]))\n"
+        "import lifecycle_carried, torch\n"
+        "code = 'import lifecycle_carried'\n"
+        "subprocess.run([sys.executable, '-c', code], check=True)\n"
+    )
+    subprocess.run(
+        [sys.executable, "-c", script, tmp_path / "wheels", tmp_path / "unpacked"],
+        check=True,
+        timeout=100,
+        cwd=CHECK.parent,
+    )
+
+
+def test_gpu_check_tells_what_its_budget_left_out(tmp_path: Path) -> None:
+    """The parts that would have begun too late, and how to run them."""
+    told, report = check(tmp_path, "--budget", "0", "--skip", "memory")
+    assert report["left_out"][:2] == ["identity", "decode"]
+    assert "memory" not in report["left_out"]
+    assert "--only identity --only decode --only copies" in told
 
 
 def test_gpu_check_without_a_device_is_skipped() -> None:

@@ -233,7 +233,14 @@ class Cuda:
             self.inside -= 1
 
     @contextlib.contextmanager
-    def graph(self, graph: Cuda.CUDAGraph, pool: Any, stream: Cuda) -> Iterator[None]:
+    def graph(
+        self,
+        graph: Cuda.CUDAGraph,
+        pool: Any,
+        stream: Cuda,
+        capture_error_mode: str = "global",
+    ) -> Iterator[None]:
+        assert capture_error_mode == "thread_local", "other threads may use the device"
         self.recording = graph
         self.pools.append(pool)
         yield
@@ -312,9 +319,11 @@ def test_capture_that_is_refused_is_logged_and_done_without(
     steps.run([Lane(0, 7, 10, -3)], 1)
     cuda.refuses = RuntimeError("CUDA error: operation not permitted\nmore of it")
     cuda.inside = 1  # as it comes, on the stream that everything is on
+    cuda.waits = 0
     steps.prepare()
     steps.prepare()
-    assert cuda.inside == 1
+    # What was begun aside comes before what runs as it comes.
+    assert (cuda.inside, cuda.waits) == (1, 2)
     assert steps.captured == 1
     (record,) = caplog.records
     assert "operation not permitted; steps run without CUDA graphs" in record.message

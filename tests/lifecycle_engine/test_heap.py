@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import gc
 import platform
 import subprocess
 import sys
 
 import pytest
+
+from lifecycle_engine.http.heap import loaded_set_apart
 
 # Payloads of all sizes in several threads, each with a small thing that stays.
 BURST = """
@@ -54,3 +57,12 @@ def left(*argv: str) -> int:
 def test_gives_large_blocks_back() -> None:
     """After a burst next to nothing is left, where it would be most of it."""
     assert left() < 24
+
+
+def test_collector_looks_at_no_module_while_a_server_runs() -> None:
+    """What is loaded is set apart meanwhile, and back with the rest afterwards."""
+    before = gc.get_freeze_count()
+    with loaded_set_apart():
+        assert gc.get_freeze_count() > 10_000
+        assert not any(each is gc.__dict__ for each in gc.get_objects())
+    assert gc.get_freeze_count() <= before

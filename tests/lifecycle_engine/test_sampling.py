@@ -100,3 +100,22 @@ def test_no_likeliest_are_told_unless_asked() -> None:
     (emitted,) = choose(LOGITS[:1], [Sampler(Sampling(logprobs=0))])
     assert emitted.item["top"] == []
     assert emitted.item["logprob"] < 0
+
+
+def test_step_reads_the_device_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """However its requests draw: each question would wait for the device once more."""
+    read: list[int] = []
+    plain = torch.Tensor.tolist
+
+    def tolist(tensor: Any) -> Any:
+        read.append(tensor.numel())
+        return plain(tensor)
+
+    monkeypatch.setattr(torch.Tensor, "tolist", tolist)
+    samplers = [
+        Sampler(Sampling()),
+        Sampler(Sampling(1.0, seed=3)),
+        Sampler(Sampling(1.0, 0.5, seed=4)),
+    ]
+    assert len(choose(LOGITS[[0, 1, 0]], samplers)) == 3
+    assert read == [3]

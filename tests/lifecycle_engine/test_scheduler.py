@@ -303,6 +303,7 @@ def test_status_is_plain_and_balances(scheduler: Scheduler, runner: Doctored) ->
         "waiting": 1,
         "prefilling": 0,
         "running": 2,
+        "max_batch": 2,
         "slots": 2,
         "slots_free": 0,
         "slots_kept": 0,

@@ -12,6 +12,7 @@ from hypothesis.stateful import (
     invariant,
     rule,
 )
+from more_examples import TIMES
 
 from lifecycle_engine.runner import Emitted, Prompt
 from lifecycle_engine.scheduler import Scheduler
@@ -196,5 +197,5 @@ class SchedulerMachine(RuleBasedStateMachine):
 
 TestScheduler = SchedulerMachine.TestCase
 TestScheduler.settings = settings(
-    max_examples=100, stateful_step_count=40, deadline=None
+    max_examples=TIMES * 100, stateful_step_count=40, deadline=None
 )

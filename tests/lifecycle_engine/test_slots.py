@@ -9,6 +9,7 @@ from hypothesis.stateful import (
     precondition,
     rule,
 )
+from more_examples import TIMES
 
 from lifecycle_engine.scheduling.slots import NoFreeSlot, SlotPool
 
@@ -56,7 +57,9 @@ class SlotPoolMachine(RuleBasedStateMachine):
 
 
 TestSlotPool = SlotPoolMachine.TestCase
-TestSlotPool.settings = settings(max_examples=60, stateful_step_count=40, deadline=None)
+TestSlotPool.settings = settings(
+    max_examples=TIMES * 60, stateful_step_count=40, deadline=None
+)
 
 
 def test_free_twice_raises() -> None:

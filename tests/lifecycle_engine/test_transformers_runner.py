@@ -10,8 +10,10 @@ import pytest
 torch = pytest.importorskip("torch")
 pytest.importorskip("transformers")
 
+from lifecycle_engine.models import passes  # noqa: E402
 from lifecycle_engine.models.device import told_if_lost  # noqa: E402
 from lifecycle_engine.models.transformers_runner import TransformersRunner  # noqa: E402
+from lifecycle_engine.models.uploads import TorchDevice  # noqa: E402
 from lifecycle_engine.runner import DeviceLost, Emitted, Prompt, Sampling  # noqa: E402
 from lifecycle_engine.scheduler import Scheduler  # noqa: E402
 
@@ -301,34 +303,87 @@ def test_random_checkpoint_writes_readable_text(
 
 
 class _Errors:
-    """A CUDA runtime that fails every call, or none."""
+    """A CUDA runtime that fails every call with an error, or none."""
 
-    def __init__(self, *, sticky: bool) -> None:
-        self.sticky = sticky
+    def __init__(self, error: RuntimeError | None) -> None:
+        self.error = error
 
     def synchronize(self) -> None:
-        if self.sticky:
-            raise RuntimeError("CUDA error: device-side assert triggered")
+        if self.error is not None:
+            raise self.error
 
 
 @pytest.mark.parametrize(
-    ("error", "sticky", "lost"),
+    ("error", "then", "lost"),
     [
-        (RuntimeError("CUDA error: illegal address"), True, True),
-        (RuntimeError("shapes do not match"), False, False),
-        (torch.OutOfMemoryError("CUDA out of memory"), True, False),
+        (RuntimeError("CUDA error: illegal address"), RuntimeError("assert"), True),
+        (RuntimeError("shapes do not match"), None, False),
+        (torch.OutOfMemoryError("CUDA out of memory"), RuntimeError("assert"), False),
+        (RuntimeError("cublas: ALLOC_FAILED"), torch.OutOfMemoryError("full"), False),
     ],
-    ids=["sticky", "ordinary", "memory"],
+    ids=["sticky", "ordinary", "memory", "memory of a library"],
 )
 def test_only_an_error_that_stays_is_a_lost_device(
-    monkeypatch: pytest.MonkeyPatch, error: RuntimeError, sticky: bool, lost: bool
+    monkeypatch: pytest.MonkeyPatch,
+    error: RuntimeError,
+    then: RuntimeError | None,
+    lost: bool,
 ) -> None:
     """A CUDA error ends the process only where the next call fails as well."""
-    monkeypatch.setattr(torch, "cuda", _Errors(sticky=sticky))
+    monkeypatch.setattr(torch, "cuda", _Errors(then))
     monkeypatch.setattr(torch, "zeros", lambda *_, **__: torch.tensor([0.0]))
     with pytest.raises(DeviceLost if lost else type(error)):
         with told_if_lost(types.SimpleNamespace(type="cuda")):
             raise error
+
+
+def test_rows_that_do_not_fit_are_told_as_such(
+    monkeypatch: pytest.MonkeyPatch, model: Any
+) -> None:
+    """Too many slots for the device are a mistake in the configuration, too."""
+
+    def full(*_: Any, **__: Any) -> Any:
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    monkeypatch.setattr(torch, "zeros", full)
+    with pytest.raises(ValueError, match="7 KV slots of 64 positions do not fit"):
+        TransformersRunner(model, slots=7, max_length=64)
+
+
+def test_chunk_is_over_when_the_device_is_done_with_it(
+    monkeypatch: pytest.MonkeyPatch, model: Any, prepared: list[Any]
+) -> None:
+    """Copies are waited for first, then the pass: each chunk's time is its own."""
+    begun: list[str] = []
+    waited: list[str] = []
+
+    class Device(TorchDevice):
+        """Writes down what was begun last before each mark that is waited for."""
+
+        def copy(self, source: Any) -> Any:
+            begun.append("copy")
+            return super().copy(source)
+
+        def mark(self) -> Any:
+            last = begun[-1]
+            return types.SimpleNamespace(synchronize=lambda: waited.append(last))
+
+    text = model.model.language_model
+    forward = text.forward
+
+    def run(*args: Any, **options: Any) -> Any:
+        begun.append("pass")
+        return forward(*args, **options)
+
+    monkeypatch.setattr(passes, "TorchDevice", Device)
+    monkeypatch.setattr(text, "forward", run)
+    runner = TransformersRunner(model, slots=1, max_length=512)
+    prompt = prompt_of(prepared[2])
+    whole = len(prompt.input_ids)
+    runner.prefill(0, prompt, 0, whole - 1)
+    assert waited == ["copy", "copy", "pass"]
+    runner.prefill(0, prompt, whole - 1, whole)
+    assert waited[3:] == ["pass"]
 
 
 def test_max_length_beyond_the_model_raises(model: Any) -> None:

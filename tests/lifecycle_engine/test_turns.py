@@ -77,6 +77,36 @@ def test_next_turn_reads_what_is_new_alone() -> None:
     assert scheduler.status()["tokens_resumed"] == 23
 
 
+def test_turn_tells_first_and_once_what_was_there_already() -> None:
+    """A turn that had to begin again, in another slot, tells nothing of it."""
+    scheduler = Scheduler(Watched(1), chunk=2, max_batch=1)
+    said = [1] * 8 + turn(scheduler, [1] * 8)
+    request = {"input_ids": [*said, 2], "max_tokens": 2, "session": "s"}
+    scheduler.start("a", request, {})
+    items = [i for _ in range(9) for output in scheduler.step() for i in output.items]
+    assert items[0] == {"cached_tokens": 11}
+    assert [type(item) for item in items] == [dict, list, list, dict]
+
+
+def test_turn_that_had_to_begin_anew_tells_nothing_of_it() -> None:
+    """Its slot went to a share that had none; in the next one it was read whole."""
+    scheduler = Scheduler(Watched(2), chunk=2)
+    said = [1] * 8 + turn(scheduler, [1] * 8)
+    other = {"input_ids": [5], "max_tokens": 20}
+    scheduler.start("other", other, {})
+    request = {"input_ids": [*said, *([2] * 9)], "max_tokens": 2, "session": "s"}
+    scheduler.start("turn", request, {})
+    scheduler.step()
+    scheduler.start("guest", other | {"share": "guest", "max_tokens": 1}, {})
+    told = []
+    while scheduler.busy:
+        for output in scheduler.step():
+            told += [output.items[0]] if output.key == "turn" else []
+    assert scheduler.status()["preempted"] == 1
+    assert scheduler.status()["tokens_resumed"] > 0
+    assert {type(item) for item in told} == {list}
+
+
 def test_same_prompt_again_reads_its_last_token() -> None:
     """A whole prompt that is there already still needs a pass that draws."""
     runner = Watched(1)

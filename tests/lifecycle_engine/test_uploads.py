@@ -6,12 +6,13 @@ import gc
 import os
 import weakref
 from collections.abc import Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
 
-from lifecycle_engine.models.uploads import TorchDevice, Uploads
+from lifecycle_engine.models.uploads import TorchDevice, Uploads, pin, small, unpin
 from lifecycle_zmq import Arena, ArenaView
 from lifecycle_zmq.wire import Place
 
@@ -134,3 +135,59 @@ def test_cpu_looks_at_the_same_memory() -> None:
     assert watch() is not None
     del tensor
     assert watch() is None
+
+
+@pytest.mark.parametrize("kind", ["cpu", "cuda"])
+def test_small_tensor_waits_for_nothing_on_its_way(
+    monkeypatch: pytest.MonkeyPatch, kind: str
+) -> None:
+    """Pinned where there is a device, which then copies it in its own time."""
+    torch = pytest.importorskip("torch")
+    asked: list[Any] = []
+
+    class Made:
+        """A tensor, as far as it is asked."""
+
+        def to(self, device: Any, *, non_blocking: bool) -> Any:
+            asked.append((device.type, non_blocking))
+            return self
+
+    def make(values: Any, *, dtype: Any, pin_memory: bool) -> Made:
+        asked.append((values, dtype, pin_memory))
+        return Made()
+
+    monkeypatch.setattr(torch, "tensor", make)
+    small([1, 2], torch.device(kind), torch.float64)
+    assert asked == [([1, 2], torch.float64, kind == "cuda"), (kind, True)]
+
+
+@pytest.mark.parametrize("refused", [False, True])
+def test_pinned_arena_is_taken_back(
+    monkeypatch: pytest.MonkeyPatch, refused: bool
+) -> None:
+    """By the address that it was pinned at; a refusal is cleared and told."""
+    torch = pytest.importorskip("torch")
+    calls: list[Any] = []
+
+    def register(address: int, size: int, flags: int) -> int:
+        calls.append(("register", address, size, flags))
+        return 712 if refused else 0
+
+    def unregister(address: int) -> int:
+        calls.append(("unregister", address))
+        return 0
+
+    runtime = SimpleNamespace(cudaHostRegister=register, cudaHostUnregister=unregister)
+
+    def probe(*_: Any, **options: Any) -> Any:
+        calls.append(("probe", options["device"]))
+        raise RuntimeError("CUDA error: part or all of the memory is mapped already")
+
+    monkeypatch.setattr(torch.cuda, "cudart", lambda: runtime)
+    monkeypatch.setattr(torch, "zeros", probe)
+    arena: Any = SimpleNamespace(address=4096, size=8192)
+    assert pin(arena) is not refused
+    unpin(arena)
+    cleared = [("probe", "cuda")] if refused else []
+    first = ("register", 4096, 8192, 0)
+    assert calls == [first, *cleared, ("unregister", 4096)]

@@ -52,13 +52,20 @@ def engine_argv() -> list[str]:
 
 
 @pytest.fixture
+def transport() -> str:
+    """What carries the messages of `make_engine`, unless a file says otherwise."""
+    return "pair"
+
+
+@pytest.fixture
 def make_engine(
-    engine_argv: list[str], environment: dict[str, str], tmp_path: Path
+    engine_argv: list[str], environment: dict[str, str], tmp_path: Path, transport: str
 ) -> Callable[..., ZmqEngine]:
     """A scripted engine whose restarts are quick; arguments go to the script."""
 
     def make(*arguments: str, **options: Any) -> ZmqEngine:
         settings = {"backoff": 0.05, "env": environment, "directory": tmp_path}
+        settings["transport"] = transport
         return ZmqEngine([*engine_argv, *arguments], **(settings | options))
 
     return make

@@ -167,10 +167,10 @@ def main() -> None:
     parser.add_argument("--step", type=float, default=0.001)
     parser.add_argument("--fail", default="")
     parser.add_argument("--fail-while", type=Path)
+    parser.add_argument("--begin-when", type=Path)
     parser.add_argument("--never-ready", action="store_true")
     parser.add_argument("--linger", action="store_true")
     parser.add_argument("--ballast", type=int, default=0)
-    parser.add_argument("--stay-without-parent", action="store_true")
     parser.add_argument("--hold", type=int, default=2**17)
     parser.add_argument("--stall", type=float, default=30.0)
     options = parser.parse_args()
@@ -178,8 +178,9 @@ def main() -> None:
         sys.exit(options.fail)
     if options.fail_while and options.fail_while.exists():
         sys.exit("not yet")
-    if not options.stay_without_parent:
-        exit_with_parent()
+    while options.begin_when and not options.begin_when.exists():
+        time.sleep(0.005)
+    exit_with_parent()
     if options.never_ready:
         time.sleep(600)
     ballast = used_memory(options.ballast)
@@ -189,7 +190,6 @@ def main() -> None:
         options.endpoint,
         ScriptedBackend(options.step),
         incarnation=options.incarnation,
-        leave_with_parent=not options.stay_without_parent,
         hold=options.hold,
         stall=options.stall,
     ).run()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
 import signal
 import subprocess
@@ -18,11 +19,18 @@ import pytest
 
 from lifecycle import EngineLost, Payload, SessionRegistry
 from lifecycle_zmq import EngineFailed, RequestRejected, ZmqEngine
+from lifecycle_zmq._frames import FrameReader
 from lifecycle_zmq._link import Link
 
 pytestmark = [pytest.mark.anyio, pytest.mark.usefixtures("no_leaks")]
 
 MakeEngine = Callable[..., ZmqEngine]
+
+
+@pytest.fixture(params=["pair", "ipc"])
+def transport(request: pytest.FixtureRequest) -> Any:
+    """Run every test of this file over both."""
+    return request.param
 
 
 async def collect(stream: Any) -> list[Any]:
@@ -260,13 +268,13 @@ async def test_engine_that_breaks_the_protocol_is_replaced(
         pid = engine.pid
         stream = await engine.start("a#1", {"forever": True})
         await anext(stream)
-        original = Link.receive
         bad = [b"\x80\x04noise"]
 
-        def receive(link: Link) -> Any:
-            return [bad.pop()] if bad else original(link)
+        def instead_of(original: Callable[[Any], Any]) -> Callable[[Any], Any]:
+            return lambda it: [bad.pop()] if bad else original(it)
 
-        monkeypatch.setattr(Link, "receive", receive)
+        monkeypatch.setattr(FrameReader, "take", instead_of(FrameReader.take))
+        monkeypatch.setattr(Link, "receive", instead_of(Link.receive))
         with anyio.fail_after(20):
             with pytest.raises(EngineLost) as caught:
                 await collect(stream)
@@ -307,7 +315,7 @@ async def test_directory_whose_path_is_too_long_is_reported(
     """The limit of a socket's path is told with its remedy."""
     long = tmp_path / ("d" * 90)
     long.mkdir()
-    async with make_engine(directory=long) as engine:
+    async with make_engine(directory=long, transport="ipc") as engine:
         with anyio.fail_after(20), pytest.raises(EngineLost, match="directory="):
             await engine.wait_ready()
     assert list(long.iterdir()) == []
@@ -505,6 +513,8 @@ async def test_engine_goes_away_with_a_killed_api_process(
             with anyio.fail_after(20):
                 await anyio.wait_readable(descriptor)
         finally:
+            with contextlib.suppress(ProcessLookupError):
+                signal.pidfd_send_signal(descriptor, signal.SIGKILL)
             os.close(descriptor)
     assert list(tmp_path.iterdir()) == []
 

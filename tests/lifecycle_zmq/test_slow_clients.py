@@ -29,13 +29,11 @@ DISCONNECTS = {"asyncio": 90_000, "trio": 10_000}
 async def engine_for_two(
     engine_argv: list[str], environment: dict[str, str], folder: Path, *arguments: str
 ) -> AsyncIterator[tuple[str, EngineClient]]:
-    """An engine that does not belong to this process, and a client of it."""
+    """An engine that any process may connect to, and a client of it."""
     endpoint = f"ipc://{folder}/shared"
     argv = [*engine_argv, "--endpoint", endpoint, "--incarnation", "1"]
     with subprocess.Popen(  # noqa: ASYNC220
-        [*argv, "--stay-without-parent", *arguments],
-        env=environment,
-        stdin=subprocess.PIPE,
+        [*argv, *arguments], env=environment, stdin=subprocess.PIPE
     ) as process:
         try:
             with anyio.fail_after(20):

@@ -167,6 +167,7 @@ def _api(
     with subprocess.Popen(
         [sys.executable, str(API), *arguments],
         env=environment | {"TMPDIR": str(place)},
+        stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
     ) as api:
         try:
@@ -181,6 +182,9 @@ def _watched(pid: int) -> Iterator[int]:
     try:
         yield descriptor
     finally:
+        # One that stayed fails the test, and is not left to the machine.
+        with suppress(ProcessLookupError):
+            signal.pidfd_send_signal(descriptor, signal.SIGKILL)
         os.close(descriptor)
 
 
@@ -214,6 +218,24 @@ async def test_engine_goes_with_its_killed_parent(
     assert _shared_memory() == before
 
 
+@pytest.mark.parametrize("anyio_backend", ["asyncio"])
+async def test_engine_goes_although_a_fork_of_its_parent_lives(
+    engine_argv: list[str], environment: dict[str, str], tmp_path: Path
+) -> None:
+    """Orphaned before its own code began, its pipe held by a worker of the server (`fault-33`, `N7`)."""
+    begin = tmp_path / "begin"
+    arguments = ["--early", "--forked", *engine_argv, "--begin-when", str(begin)]
+    with _api(*arguments, environment=environment, place=tmp_path) as api:
+        assert api.stdout is not None
+        with _watched(int(api.stdout.readline())) as descriptor:
+            api.kill()
+            api.wait()
+            assert not select.select([descriptor], [], [], 0)[0]
+            begin.touch()
+            assert select.select([descriptor], [], [], 20)[0]
+    # The end of the block is also that of the fork, by its standard input.
+
+
 async def _slowness() -> float:
     """By how much a sleep of 10 ms takes longer than that."""
     begin = time.monotonic()
@@ -237,16 +259,22 @@ async def test_parent_killed_at_any_moment_leaves_nothing(
     for number in range(10):
         with _api(*engine_argv, environment=environment, place=tmp_path):
             await anyio.sleep(0.1 + 0.04 * number)
-        with anyio.fail_after(20):
-            while _of(tmp_path):
-                await anyio.sleep(0.01)
+        try:
+            with anyio.fail_after(20):
+                while _of(tmp_path):
+                    await anyio.sleep(0.01)
+        finally:
+            for stayed in _of(tmp_path):
+                os.kill(stayed, signal.SIGKILL)
     assert list(tmp_path.iterdir()) == []
 
 
 def _of(place: Path) -> list[int]:
-    """The engines whose endpoint is in a place."""
-    return [
-        process.pid
-        for process in psutil.process_iter(["cmdline"])
-        if any(str(place) in word for word in process.info["cmdline"] or ())
-    ]
+    """The engines of servers that were given a place for their files."""
+    found = []
+    for process in psutil.process_iter(["cmdline"]):
+        if "--endpoint" in (process.info["cmdline"] or ()):
+            with suppress(psutil.Error):
+                if process.environ().get("TMPDIR") == str(place):
+                    found.append(process.pid)
+    return found

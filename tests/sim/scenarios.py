@@ -18,6 +18,7 @@ from lifecycle import (
     CostTooLarge,
     Gate,
     GateClosed,
+    Refused,
     Session,
     SessionEnded,
     SessionRegistry,
@@ -460,6 +461,28 @@ async def managed_call_empties_its_boxes() -> None:
     _assert_empty(gate)
 
 
+async def refused_managed_call_forgets_its_arguments() -> None:
+    """What is refused holds nothing that it was called with, however long it lives."""
+    gate = Gate(slots=1, max_waiting=0)
+    lease = gate.try_admit()
+
+    @managed(gate=gate)
+    async def unserved(image: object) -> AsyncIterator[int]:
+        yield 1
+
+    payload = Blob()
+    seen = ref(payload)
+    stream = unserved(payload)
+    del payload
+    with suppress(Refused):
+        await anext(stream)
+    assert seen() is None, "kept by a refused call"
+    await stream.aclose()
+    if lease is not None:
+        lease.release()
+    _assert_empty(gate)
+
+
 async def later_item_is_late() -> None:
     """The limit of later items is shorter than that of the first, and is kept."""
     engine = ScriptedEngine(Script(items=(0, 1), item_delay=2.0))
@@ -511,6 +534,7 @@ EXPLORED: tuple[Scenario, ...] = (
     shutdown_cuts_a_start,
     failed_child_ends_its_siblings,
     managed_call_empties_its_boxes,
+    refused_managed_call_forgets_its_arguments,
     later_item_is_late,
     source_fails_while_it_is_cancelled,
 )

@@ -61,7 +61,8 @@ def parse_generate(body: bytes) -> ChatRequest:
         messages = [ChatMessage(role="user", content=content)]
     options = {name: getattr(request, name) for name in Options.model_fields}
     chat = ChatRequest(model="any", messages=messages, **options)
-    return chat.model_copy(update={"model": request.model or ANY_MODEL})
+    chat = chat.model_copy(update={"model": request.model or ANY_MODEL})
+    return chat if request.text is None else chat.of(text="text", images="images")
 
 
 def _pictures(request: GenerateRequest) -> list[Part]:

@@ -106,6 +106,8 @@ class MessagesRequest(Form):
     top_p: float | None = Field(default=None, ge=0, le=1)
     stream: bool | None = None
     metadata: _Metadata | None = None
+    # As in chat completions: this API has no name for a conversation.
+    prompt_cache_key: str | None = Field(default=None, max_length=256)
 
     top_k: int | None = None
     tools: list[Any] | None = None
@@ -141,6 +143,7 @@ def parse_messages(body: bytes) -> ChatRequest:
         stop=request.stop_sequences,
         stream=request.stream,
         user=request.metadata.user_id if request.metadata else None,
+        prompt_cache_key=request.prompt_cache_key,
     )
 
 

@@ -100,6 +100,7 @@ class Message:
         await self._reply.event({"type": kind, **fields})
 
     def _message(self, content: list[Document]) -> Document:
+        usage = self._usage
         return {
             "id": f"msg_{self._reply.request_id}",
             "type": "message",
@@ -109,8 +110,10 @@ class Message:
             "stop_reason": self._reason,
             "stop_sequence": self._stop,
             "usage": {
-                "input_tokens": self._usage.prompt_tokens,
-                "output_tokens": self._usage.completion_tokens,
+                # This API counts what was cached beside the input, not in it.
+                "input_tokens": usage.prompt_tokens - usage.cached_tokens,
+                "cache_read_input_tokens": usage.cached_tokens,
+                "output_tokens": usage.completion_tokens,
             },
         }
 

@@ -7,7 +7,7 @@ change the answer and is not supported here. What is harmless is accepted.
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, NamedTuple
 
 import pydantic_core
 from pydantic import BeforeValidator, ConfigDict, Field, PrivateAttr, model_validator
@@ -148,7 +148,20 @@ class Options(Form):
     top_logprobs: int | None = Field(default=None, ge=0, le=20)
     stream: bool | None = None
     user: str | None = Field(default=None, max_length=256)
+    prompt_cache_key: str | None = Field(default=None, max_length=256)
     ignore_eos: bool | None = None
+
+
+class Fields(NamedTuple):
+    """The fields of a body that hold what is asked, for errors.
+
+    Attributes:
+        text: All that was said.
+        images: All that is shown.
+    """
+
+    text: str = "messages"
+    images: str = "messages"
 
 
 class ChatRequest(Options):
@@ -160,7 +173,6 @@ class ChatRequest(Options):
     )
     max_completion_tokens: int | None = Field(default=None, ge=1, lt=2**31)
     stream_options: StreamOptions | None = None
-    prompt_cache_key: str | None = Field(default=None, max_length=256)
 
     # Typed although unsupported, so that a wrong type is told as such; not what is
     # inside, as pydantic makes an error of each and a request may have many.
@@ -178,6 +190,17 @@ class ChatRequest(Options):
     web_search_options: dict[str, Any] | None = None
 
     _echo: dict[str, Any] = PrivateAttr(default_factory=dict)
+    _fields: Fields = PrivateAttr(Fields())
+
+    @property
+    def fields(self) -> Fields:
+        """Where in the body its content stood."""
+        return self._fields
+
+    def of(self, **fields: str) -> ChatRequest:
+        """This request, whose content stood in other `Fields`."""
+        self._fields = Fields(**fields)
+        return self
 
     @property
     def echo(self) -> dict[str, Any]:

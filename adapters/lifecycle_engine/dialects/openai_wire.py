@@ -9,17 +9,26 @@ from typing import Any
 
 @dataclass(slots=True)
 class Usage:
-    """Tokens of one request so far."""
+    """Tokens of one request so far.
+
+    Attributes:
+        prompt_tokens: Of the prompt, once, however many answers it gets.
+        completion_tokens: Of all answers.
+        cached_tokens: Those of the prompt that the engine still held from an earlier
+            turn of the conversation, and so did not read again.
+    """
 
     prompt_tokens: int = 0
     completion_tokens: int = 0
+    cached_tokens: int = 0
 
-    def document(self) -> dict[str, int]:
+    def document(self) -> dict[str, Any]:
         """As the API tells it."""
         return {
             "prompt_tokens": self.prompt_tokens,
             "completion_tokens": self.completion_tokens,
             "total_tokens": self.prompt_tokens + self.completion_tokens,
+            "prompt_tokens_details": {"cached_tokens": self.cached_tokens},
         }
 
 

@@ -173,7 +173,7 @@ def parse_responses(body: bytes) -> ChatRequest:
     if request.instructions is not None:
         part = Part(type="text", text=request.instructions)
         messages.insert(0, ChatMessage(role="system", content=[part]))
-    return ChatRequest(
+    chat = ChatRequest(
         model=request.model,
         messages=messages,
         max_tokens=request.max_output_tokens,
@@ -185,7 +185,8 @@ def parse_responses(body: bytes) -> ChatRequest:
         user=request.user,
         prompt_cache_key=request.prompt_cache_key,
         ignore_eos=request.ignore_eos,
-    ).echoing(
+    )
+    return chat.of(text="input", images="input").echoing(
         max_output_tokens=request.max_output_tokens,
         metadata=request.metadata or {},
         temperature=request.temperature,

@@ -136,7 +136,10 @@ class ResponseText:
         told = self.usage.document()
         return {
             "input_tokens": told["prompt_tokens"],
-            "input_tokens_details": {"cached_tokens": 0, "cache_write_tokens": 0},
+            "input_tokens_details": {
+                "cached_tokens": self.usage.cached_tokens,
+                "cache_write_tokens": 0,
+            },
             "output_tokens": told["completion_tokens"],
             "output_tokens_details": {"reasoning_tokens": 0},
             "total_tokens": told["total_tokens"],

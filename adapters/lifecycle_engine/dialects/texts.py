@@ -113,6 +113,11 @@ class Texts:
             if isinstance(item, dict) and "finish_reason" in item:
                 self.finish_reason = str(item["finish_reason"])
                 continue
+            if isinstance(item, dict) and "cached_tokens" in item:
+                # Of several answers, the one that went on from the slot.
+                cached = max(self._usage.cached_tokens, int(item["cached_tokens"]))
+                self._usage.cached_tokens = cached
+                continue
             tokens = [item["token"]] if isinstance(item, dict) else item
             self._usage.completion_tokens += len(tokens)
             text = self._stops.push(self._detokenizer.push(tokens))

@@ -3,18 +3,22 @@
 from __future__ import annotations
 
 import asyncio
-import functools
 from dataclasses import dataclass
 from typing import Any, cast
 
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
+from .http10 import undivided
 from .http_parser import Parser
+from .reading import Reading
 
-# Requests on one connection that are read while another one runs.
-_PIPELINED = 8
+# Requests on one connection that are read while another one runs, and bytes of their
+# bodies, of which no gate knows yet. Behind them nobody is heard to leave.
+_PIPELINED, _PIPELINED_BYTES = 8, 16384
 # What a client has to read of an answer in the time that it gets.
 _READER_BYTES = 65536
+# What is read at a time of a body that nobody asks for, and of one that somebody does.
+_SIP, _GULP = 16384, 262144
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -44,7 +48,12 @@ def http_protocol(limits: ConnectionLimits | None = None) -> type[asyncio.Protoc
     Args:
         limits: On each connection.
     """
-    made = functools.partial(Connection, limits=limits or ConnectionLimits())
+    limits = limits or ConnectionLimits()
+
+    def made(*args: Any, **kwargs: Any) -> Reading:
+        connection = Connection(*args, limits=limits, **kwargs)
+        return Reading(connection, connection.appetite)
+
     return cast("type[asyncio.Protocol]", made)
 
 
@@ -64,7 +73,7 @@ class Connection(HttpToolsProtocol):
         self._cycles: list[Any] = []
         self._in_head = self._in_body = False
         self._message_ended = False
-        self._head_bytes = 0
+        self._head_bytes = self._body_bytes = 0
         self._to_send: asyncio.TimerHandle | None = None
         self._to_read: asyncio.TimerHandle | None = None
         self._unread = 0
@@ -81,10 +90,21 @@ class Connection(HttpToolsProtocol):
         else:
             self._watch_sender()
 
-    def data_received(self, data: bytes) -> None:
+    def appetite(self) -> int:
+        """Bytes to read at a time: many once a few sips of the body were taken.
+
+        A request that waits to be let in does not take as many, see `create_app`.
+        """
+        cycle: Any = self.cycle  # None before the first one, whatever its type says
+        unread = len(cycle.body) if cycle is not None else 0
+        return _GULP if self._body_bytes - unread > 2 * _SIP else _SIP
+
+    def data_received(self, data: bytes | memoryview) -> None:
         """Read on, within the limits."""
         self._message_ended = False
-        super().data_received(data)
+        super().data_received(data)  # type: ignore[arg-type]
+        if self._in_body and self._busy and len(self.cycle.body) >= self.appetite():
+            self.flow.pause_reading()  # until the application asks for more
         if self._in_head and not self._message_ended:
             self._head_bytes += len(data)
             if self._head_bytes > self._limits.head_bytes:
@@ -114,7 +134,7 @@ class Connection(HttpToolsProtocol):
     def on_message_begin(self) -> None:
         """A head begins."""
         super().on_message_begin()
-        self._in_head, self._head_bytes = True, 0
+        self._in_head, self._head_bytes, self._body_bytes = True, 0, 0
 
     def on_headers_complete(self) -> None:
         """A head has been read."""
@@ -124,8 +144,19 @@ class Connection(HttpToolsProtocol):
         super().on_headers_complete()
         self._cycles = [it for it in self._cycles if not it.response_complete]
         self._cycles.append(self.cycle)
-        if len(self.pipeline) <= _PIPELINED:
+        piped = sum(len(cycle.body) for cycle, _ in self.pipeline)
+        if len(self.pipeline) <= _PIPELINED and piped <= _PIPELINED_BYTES:
             self.flow.resume_reading()
+
+    def _start_asgi_task(self, cycle: Any, app: Any) -> None:
+        if cycle.scope["http_version"] == "1.0":
+            app = undivided(app, cycle)
+        super()._start_asgi_task(cycle, app)
+
+    def on_body(self, body: bytes) -> None:
+        """Some of a body has been read."""
+        self._body_bytes += len(body)
+        super().on_body(body)
 
     def on_message_complete(self) -> None:
         """A body has been read."""

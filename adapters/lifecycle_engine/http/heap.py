@@ -1,8 +1,11 @@
-"""The heap of the server's process: what is large goes back when it is freed."""
+"""The heap of the server's process: what goes back, and what is left in peace."""
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
+import gc
+from collections.abc import Iterator
 
 # The names are glibc's.
 _M_TRIM_THRESHOLD = -1
@@ -28,3 +31,19 @@ def give_large_back() -> bool:
     wishes = ((_M_MMAP_THRESHOLD, _LARGE), (_M_TRIM_THRESHOLD, _KEPT))
     done = [mallopt(name, value) for name, value in wishes]
     return all(done)
+
+
+@contextlib.contextmanager
+def loaded_set_apart() -> Iterator[None]:
+    """Keep the collector away from what is there now, until the end of the block.
+
+    A full collection looks at every object there is, and nothing else runs meanwhile.
+    The modules of a server are some hundred thousand that never become garbage: 30 to
+    80 ms, each time that connections or requests have come and gone.
+    """
+    gc.collect()
+    gc.freeze()
+    try:
+        yield
+    finally:
+        gc.unfreeze()

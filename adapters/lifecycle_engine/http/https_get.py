@@ -202,11 +202,12 @@ class _Target:
     def of(cls, url: str) -> _Target:
         try:
             parts = urlsplit(url)
-            port = parts.port
+            bracketed, port = "[" in parts.netloc, parts.port
             host = (parts.hostname or "").encode("idna").decode("ascii")
         except ValueError:  # UnicodeError, too
-            host, port = "", None
-        if len(host) > _HOST_CHARS or _HOST.fullmatch(host) is None:
+            host, bracketed, port = "", False, None
+        valid = _is_ipv6(host) if bracketed else _HOST.fullmatch(host) is not None
+        if len(host) > _HOST_CHARS or not valid:
             raise NotFetched("has no valid URL")
         if parts.scheme != "https" or port not in (None, _PORT):
             raise NotFetched(f"is not at an https URL of port {_PORT}")
@@ -223,6 +224,14 @@ class _Target:
             return ""  # which is refused like any other
 
 
+def _is_ipv6(host: str) -> bool:
+    """Whether it is an address, and one that means the same on every machine."""
+    try:
+        return ipaddress.IPv6Address(host).scope_id is None
+    except ValueError:
+        return False
+
+
 class _Exchange:
     """One GET on one connection."""
 
@@ -233,7 +242,7 @@ class _Exchange:
 
     async def run(self, target: _Target) -> bytes | str:
         headers = [
-            ("host", target.host),
+            ("host", f"[{target.host}]" if ":" in target.host else target.host),
             ("accept", "image/*"),
             ("accept-encoding", "identity"),
             ("connection", "close"),

@@ -24,6 +24,9 @@ TENSOR_BYTES_PER_PIXEL = 24
 WORK_BYTES_PER_PIXEL = 15
 """While they are made: RGB once, and once more as float32."""
 
+# Characters of base64 that are decoded at a stretch: nothing else runs meanwhile.
+_SLICE = 4 * 2**20
+
 _BOMBS = (Image.DecompressionBombError, Image.DecompressionBombWarning)
 
 
@@ -114,11 +117,22 @@ def decode_data_url(url: str, *, param: str) -> bytes:
     try:
         # Strict mode lets padding pass that pads nothing; no encoder writes it.
         if len(data) % 4 == 0 and not data.endswith("==="):
-            return binascii.a2b_base64(data, strict_mode=True)
+            return _decode(data)
     except ValueError:  # binascii.Error, or a character that is not ASCII
         pass
     message = "The image is not valid base64; send strict base64 without line breaks"
     raise bad_request(message, param=param, code="invalid_base64")
+
+
+def _decode(data: str) -> bytes:
+    if len(data) <= _SLICE:
+        return binascii.a2b_base64(data, strict_mode=True)
+    slices: list[bytes] = []
+    for at in range(0, len(data), _SLICE):
+        if at and len(slices[-1]) < _SLICE // 4 * 3:
+            raise ValueError("there is padding within")
+        slices.append(binascii.a2b_base64(data[at : at + _SLICE], strict_mode=True))
+    return b"".join(slices)
 
 
 def _not_a_data_url(param: str) -> ApiError:
@@ -185,19 +199,31 @@ def _too_large(message: str, param: str) -> ApiError:
     return ApiError(413, message, code="image_too_large", param=param)
 
 
-def check_count(images: int, limits: MediaLimits) -> None:
+def check_count(images: int, limits: MediaLimits, *, param: str) -> None:
     """Refuse a request of too many images, before any is looked at.
+
+    Args:
+        images: How many it has.
+        limits: How many it may have.
+        param: The field that they are in, for the error.
 
     Raises:
         ApiError: 413.
     """
     if images > limits.images:
         message = f"The request has {images} images; the limit is {limits.images}"
-        raise _too_large(message, "messages")
+        raise _too_large(message, param)
 
 
-def check_total(measures: Sequence[Measure], limits: MediaLimits) -> None:
+def check_total(
+    measures: Sequence[Measure], limits: MediaLimits, *, param: str
+) -> None:
     """Refuse a request whose images are too much together.
+
+    Args:
+        measures: Of all its images.
+        limits: What they may be together.
+        param: The field that they are in, for the error.
 
     Raises:
         ApiError: 413.
@@ -205,13 +231,13 @@ def check_total(measures: Sequence[Measure], limits: MediaLimits) -> None:
     frames = sum(one.frames for one in measures)
     if frames > limits.frames:
         message = f"The images have {frames} frames; the limit is {limits.frames}"
-        raise _too_large(message, "messages")
+        raise _too_large(message, param)
     pixels = sum(one.pixels for one in measures)
     if pixels > limits.request_pixels:
         message = (
             f"The images have {pixels} pixels; the limit is {limits.request_pixels}"
         )
-        raise _too_large(message, "messages")
+        raise _too_large(message, param)
 
 
 def weigh(measures: Sequence[Measure]) -> Weight:

@@ -68,7 +68,7 @@ class RemoteImages:
         files = await self._fetch(remote)
         lease.settle(bytes=sum(map(len, files)))
         measures = [*incoming.measures, *await self._measure(files, remote)]
-        check_total(measures, self.media)
+        check_total(measures, self.media, param=incoming.fields.images)
         chat = box.take()
         for one, file in zip(remote, files, strict=True):
             content = chat.messages[one.message].content

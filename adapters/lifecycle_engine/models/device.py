@@ -31,6 +31,8 @@ def _lost(device: torch.device, error: RuntimeError) -> bool:
     try:
         torch.cuda.synchronize()
         torch.zeros(1, device=device).item()
+    except torch.OutOfMemoryError:
+        return False  # full, as the first error may have said in a library's words
     except RuntimeError:
         return True
     return False

@@ -14,6 +14,8 @@ from typing import Any, Literal
 
 import torch
 
+from .uploads import small
+
 GraphMode = Literal["off", "fake", "on"]
 # Fewer positions than this are not worth a graph of their own.
 _SHORTEST = 256
@@ -76,7 +78,8 @@ class Inputs:
         for lane in lanes:
             rotary = lane.length + lane.delta
             columns[lane.row] = (lane.token, lane.row, lane.length, rotary)
-        self._table.copy_(torch.tensor(columns, dtype=torch.long).T)
+        table = list(zip(*columns, strict=True))
+        self._table.copy_(small(table, self._table.device), non_blocking=True)
         torch.le(self._seen, self.positions[:, None], out=self.mask[:, 0, 0])
 
 
@@ -202,12 +205,17 @@ class Fixed:
         current = torch.cuda.current_stream()
         side.wait_stream(current)
         graph = torch.cuda.CUDAGraph()
-        with torch.cuda.stream(side):  # left also by a capture that fails
-            for _ in range(_WARM_UPS):
-                self._step(inputs)
-            with torch.cuda.graph(graph, pool=pool, stream=side):
-                output = self._step(inputs)
-        current.wait_stream(side)
+        try:  # both are left also by a capture that fails
+            with torch.cuda.stream(side):
+                for _ in range(_WARM_UPS):
+                    self._step(inputs)
+                # Only what this thread does is recorded, so only that can spoil it.
+                with torch.cuda.graph(
+                    graph, pool=pool, stream=side, capture_error_mode="thread_local"
+                ):
+                    output = self._step(inputs)
+        finally:
+            current.wait_stream(side)
         self.captured += 1
 
         def replay() -> torch.Tensor:

@@ -145,18 +145,29 @@ class SlotCache(_Cache):  # type: ignore[misc]  # a base of type Any
 
     @classmethod
     def of(cls, model: Any, *, slots: int, max_length: int) -> SlotCache:
-        """Make the rows that a loaded model needs, on its device."""
+        """Make the rows that a loaded model needs, on its device.
+
+        Raises:
+            ValueError: They do not fit there.
+        """
         config = model.config.get_text_config()
-        return cls(
-            layers=config.num_hidden_layers,
-            slots=slots,
-            heads=config.num_key_value_heads,
-            max_length=max_length,
-            head_dim=getattr(config, "head_dim", None)
-            or config.hidden_size // config.num_attention_heads,
-            dtype=model.dtype,
-            device=model.device,
-        )
+        try:
+            return cls(
+                layers=config.num_hidden_layers,
+                slots=slots,
+                heads=config.num_key_value_heads,
+                max_length=max_length,
+                head_dim=getattr(config, "head_dim", None)
+                or config.hidden_size // config.num_attention_heads,
+                dtype=model.dtype,
+                device=model.device,
+            )
+        except torch.OutOfMemoryError:
+            raise ValueError(
+                f"{slots} KV slots of {max_length} positions do not fit beside the "
+                f"model on {model.device}; take fewer slots, or shorter ones by "
+                "max_length"
+            ) from None
 
     @property
     def nbytes(self) -> int:

@@ -11,7 +11,7 @@ from lifecycle_engine.runner import Prompt
 from .attention import shared_heads
 from .graphs import Inputs
 from .kv import Chunk, SlotCache, Step
-from .uploads import TorchDevice, Uploads
+from .uploads import TorchDevice, Uploads, small
 from .vision import Family, images_of_chunk
 
 
@@ -28,7 +28,8 @@ class Passes:
         self._model, self._family, self._cache = model, family, cache
         self._text = getattr(model.model, "language_model", model.model)
         self._shared_heads = shared_heads(self._text)
-        self._uploads = Uploads(TorchDevice(model.device))
+        self._device = TorchDevice(model.device)
+        self._uploads = Uploads(self._device)
 
     def chunk(self, row: int, prompt: Prompt, start: int, stop: int) -> torch.Tensor:
         """Read a chunk of a prompt into a row; return its hidden states.
@@ -36,9 +37,12 @@ class Passes:
         When it returns or raises, nothing reads the prompt's tensors any more.
         """
         try:
-            return self._chunk(row, prompt, start, stop)
+            hidden = self._chunk(row, prompt, start, stop)
         finally:
             self._uploads.finish()
+        # What a chunk takes would be told as the next decode step's otherwise.
+        self._device.mark().synchronize()
+        return hidden
 
     def head(self, hidden: torch.Tensor) -> torch.Tensor:
         """Return the logits ``(rows, vocab)`` behind the last token of each row."""
@@ -63,7 +67,7 @@ class Passes:
 
     def _chunk(self, row: int, prompt: Prompt, start: int, stop: int) -> torch.Tensor:
         device = self._model.device
-        ids = torch.tensor([prompt.input_ids[start:stop]], device=device)
+        ids = small([prompt.input_ids[start:stop]], device)
         embeds, extra = self._embed(ids, prompt, start, stop)
         mask = None
         if start:

@@ -9,6 +9,8 @@ import torch
 
 from lifecycle_engine.runner import Emitted, Sampling
 
+from .uploads import small
+
 
 class Sampler:
     """How one request draws its tokens; greedy at temperature 0.
@@ -43,7 +45,7 @@ class Sampler:
 
 def choose(logits: torch.Tensor, samplers: Sequence[Sampler]) -> list[Emitted]:
     """Return a token for each lane of ``(lanes, vocab)``."""
-    tokens: list[int] = logits.argmax(dim=-1).tolist()
+    drawn = logits.argmax(dim=-1)
     # Lanes with and without a cut are drawn in different orders of the tokens, so
     # each kind apart: what a lane draws must not depend on who is beside it.
     for cut in (False, True):
@@ -53,16 +55,19 @@ def choose(logits: torch.Tensor, samplers: Sequence[Sampler]) -> list[Emitted]:
             if not sampler.greedy and (sampler.sampling.top_p < 1) == cut
         ]
         if lanes:
-            drawn = _draw(logits[lanes], [samplers[lane] for lane in lanes], cut=cut)
-            for lane, token in zip(lanes, drawn, strict=True):
-                tokens[lane] = token
+            at = small(lanes, logits.device)
+            drawn[at] = _draw(logits[at], [samplers[lane] for lane in lanes], cut=cut)
+    # The one place where a step waits for the device, unless somebody is told more.
+    tokens: list[int] = drawn.tolist()
     told = _logprobs(logits, tokens, samplers)
     return [
         Emitted(told.get(lane, [token]), token) for lane, token in enumerate(tokens)
     ]
 
 
-def _draw(logits: torch.Tensor, samplers: Sequence[Sampler], *, cut: bool) -> list[int]:
+def _draw(
+    logits: torch.Tensor, samplers: Sequence[Sampler], *, cut: bool
+) -> torch.Tensor:
     """Draw where the summed probability passes each request's own chance."""
     chances, temperatures, shares = _column(
         [
@@ -83,14 +88,13 @@ def _draw(logits: torch.Tensor, samplers: Sequence[Sampler], *, cut: bool) -> li
     places = torch.searchsorted(sums, chances * sums[:, -1:], right=True)
     places = places.clamp_max(logits.shape[1] - 1)
     drawn = places if order is None else order.gather(1, places)
-    tokens: list[int] = drawn[:, 0].tolist()
-    return tokens
+    return drawn[:, 0]
 
 
 def _column(
     rows: Sequence[tuple[float, ...]], device: torch.device
 ) -> list[torch.Tensor]:
-    table = torch.tensor(rows, dtype=torch.float64).to(device)
+    table = small(rows, device, torch.float64)
     return [column[:, None] for column in table.T]
 
 
@@ -107,7 +111,7 @@ def _logprobs(
         return {}
     lanes = list(counts)
     logprobs = torch.log_softmax(logits[lanes].float(), dim=-1)
-    drawn = torch.tensor([[tokens[lane]] for lane in lanes], device=logits.device)
+    drawn = small([[tokens[lane]] for lane in lanes], logits.device)
     own = logprobs.gather(1, drawn)[:, 0].tolist()
     size = min(max(counts.values()), logits.shape[1])
     top, likeliest = (each.tolist() for each in logprobs.topk(size, dim=-1))

@@ -88,9 +88,12 @@ class Seating:
             width: Lanes that a batch of so many is run with.
         """
         batch = [self._seats[slot] for slot in slots]
-        front = width(len(batch))
-        fixed = {seat.row for seat in batch}
-        fixed |= {seat.row for seat in self._seats.values() if seat.token < 0}
+        reading = {seat.row for seat in self._seats.values() if seat.token < 0}
+        front, room = 0, width(len(batch))
+        while front < room:  # as wide as those who stay there make it
+            front = room
+            room = width(len(batch) + sum(row < front for row in reading))
+        fixed = {seat.row for seat in batch} | reading
         free = (row for row in range(front) if row not in fixed)
         for seat in batch:
             if seat.row >= front and (to := next(free, None)) is not None:

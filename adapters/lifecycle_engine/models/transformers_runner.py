@@ -22,6 +22,7 @@ from .kv import SlotCache
 from .passes import Passes
 from .sampling import Sampler, choose
 from .seating import Seat, Seating
+from .uploads import small
 from .vision import needed_until, pictures_of
 
 _MAX_LENGTH = 8192
@@ -172,9 +173,9 @@ class TransformersRunner:
             lanes = [
                 Lane(seat.row, seat.token, seat.length, seat.delta) for seat in seats
             ]
+            rows = small([seat.row for seat in seats], self.model.device)
             logits = self._steps.run(lanes, width)
-            picked = logits[[seat.row for seat in seats]]
-            emitted = choose(picked, [seat.sampler for seat in seats])
+            emitted = choose(logits[rows], [seat.sampler for seat in seats])
         for seat, made in zip(seats, emitted, strict=True):
             seat.length += 1
             self._draw(seat, made)

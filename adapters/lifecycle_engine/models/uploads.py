@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import warnings
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, Protocol
 
 if TYPE_CHECKING:
@@ -99,11 +100,31 @@ class _Past:
         """Return at once."""
 
 
+def small(values: Sequence[Any], device: torch.device, dtype: Any = None) -> Any:
+    """Return a small tensor on the device without waiting for what runs there.
+
+    From ordinary memory a copy waits for all that was begun before it. Pinned memory
+    that torch lends is not lent again before its copy is done.
+
+    Args:
+        values: Of one type, or sequences of them.
+        device: Where to.
+        dtype: By default that of the values.
+    """
+    import torch
+
+    pinned = device.type == "cuda"
+    tensor = torch.tensor(values, dtype=dtype, pin_memory=pinned)
+    return tensor.to(device, non_blocking=True)
+
+
 def pin(arena: ArenaView) -> bool:
     """Let the current CUDA device read an arena by itself; False: it refused.
 
     All of the arena's pages are made and kept in memory by this. Without it copies are
-    slower and hold the caller up, and nothing else changes.
+    slower and hold the caller up, and nothing else changes. `unpin` it before it is
+    unmapped, unless the process ends with it: the driver would take what is mapped
+    there next for the same memory.
     """
     import torch
 
@@ -114,3 +135,10 @@ def pin(arena: ArenaView) -> bool:
     with contextlib.suppress(RuntimeError):
         torch.zeros(1, device="cuda").item()
     return False
+
+
+def unpin(arena: ArenaView) -> None:
+    """Take back what `pin` did; nothing may be on its way from there any more."""
+    import torch
+
+    torch.cuda.cudart().cudaHostUnregister(arena.address)

@@ -21,14 +21,16 @@ from lifecycle_asgi import RequestScope, request_of
 from lifecycle_engine.api_errors import INTERNAL, describe
 from lifecycle_engine.dialects.answers import Answer
 from lifecycle_engine.dialects.dialect import Dialect
+from lifecycle_engine.dialects.openai_schema import Fields
 from lifecycle_engine.dialects.openai_wire import Usage
 from lifecycle_engine.dialects.replies import Reply
 from lifecycle_engine.dialects.texts import Texts
-from lifecycle_engine.incoming import ClientLeft, Incoming, request_id
+from lifecycle_engine.incoming import Incoming, request_id
 from lifecycle_engine.processor import BadChat, BadImage, Chat
 from lifecycle_engine.service import Service
 from lifecycle_zmq import RequestRejected
 
+from .bodies import ClientLeft
 from .early import refuse_encoded, refuse_when_full
 from .observing import Observed, count
 from .patience import patience
@@ -72,18 +74,23 @@ class Generate:
             the engine holds. It always propagates.
         """
         reply, request = Reply(send, self._dialect), request_of(scope)
+        fields = Fields()
         try:
             reply.request_id = request_id(scope)
             refuse_encoded(scope)
             refuse_when_full(self._service.in_flight)
             with request.phase("read"):
                 incoming = await self._service.intake.read(receive, self._dialect.parse)
+            fields = incoming.fields
             until = anyio.current_time() + patience(scope)
             await self._serve(_Asked(request, incoming, until), reply)
         except ClientLeft:
             return
         except Exception as error:  # noqa: BLE001 - uvicorn would log its words
             problem = describe(error) or INTERNAL
+            if isinstance(error, (BadChat, BadImage)):
+                bad = isinstance(error, BadImage)
+                problem.param = fields.images if bad else fields.text
             if problem.status == INTERNAL.status:
                 request.fail(error)
         else:

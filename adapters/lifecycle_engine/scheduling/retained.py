@@ -56,6 +56,7 @@ class Slots:
         task.slot = slot
         assert self._resumes is not None
         task.read = self._resumes.resume(slot, task.request.prompt)
+        task.resumed = task.read
         self._resumed += task.read
 
     def leave(self, task: Task, *, keep: bool = False) -> None:

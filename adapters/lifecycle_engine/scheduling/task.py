@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 from .requests import Request
 
@@ -19,6 +20,7 @@ class Task:
         deadline: When its time is over, on the scheduler's clock.
         slot: While it is in prefill or runs.
         read: Prompt tokens that are in the slot.
+        resumed: Those of them that the turn before had left there.
         stripped: No further chunk needs its tensors, and they are gone.
         made: Items emitted.
     """
@@ -29,6 +31,7 @@ class Task:
     deadline: float | None
     slot: int | None = None
     read: int = 0
+    resumed: int = 0
     stripped: bool = False
     made: int = 0
 
@@ -43,6 +46,16 @@ class Task:
         if self.request.session is None:
             return None
         return self.request.share, self.request.session
+
+    def begin_again(self) -> None:
+        """Have its prompt read from the start, in another slot."""
+        self.read, self.resumed, self.stripped = 0, 0, False
+
+    def first_items(self) -> list[Any]:
+        """What is told before its first item, and not again."""
+        if self.made or not self.resumed:
+            return []
+        return [{"cached_tokens": self.resumed}]
 
     @property
     def replayable(self) -> bool:

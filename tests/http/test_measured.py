@@ -1,0 +1,136 @@
+"""What an observer of the server is told of its engine."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+from typing import Any
+
+import anyio
+import pytest
+
+pytest.importorskip("prometheus_client")
+
+from http_kit import make_engine, running, user
+
+from lifecycle.events import Event
+from lifecycle_engine.app import AppSettings
+from lifecycle_engine.events import EngineMeasured
+from lifecycle_metrics import Metrics
+
+pytestmark = pytest.mark.asyncio
+QUICK = AppSettings(model="sim", measured_every=0.02)
+
+
+class Told(Metrics):
+    """An observer that keeps what it was told of the engine."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.events: list[EngineMeasured] = []
+
+    def __call__(self, event: Event, /) -> None:
+        super().__call__(event)
+        if isinstance(event, EngineMeasured):
+            self.events.append(event)
+
+
+async def ask(client: Any, tokens: int) -> Any:
+    """One answer of so many tokens."""
+    return await client.chat.completions.create(
+        model="sim",
+        messages=user("hello"),
+        max_tokens=tokens,
+        extra_body={"ignore_eos": True},
+    )
+
+
+async def test_events_add_up_to_what_was_answered() -> None:
+    """Told while there are requests, until nothing runs, and then no more."""
+    told, looked = Told(), asyncio.Event()
+    engine = make_engine("--sim-decode-step=0.005")
+    plain = engine.status
+
+    async def status() -> Any:
+        found = await plain()
+        looked.set()
+        return found
+
+    engine.status = status  # type: ignore[method-assign]
+    async with (
+        asyncio.timeout(60),
+        running(engine=engine, metrics=told, settings=QUICK) as server,
+        server.client() as client,
+    ):
+        await looked.wait()  # what is done from here on is told
+        answers = await asyncio.gather(*(ask(client, 60) for _ in range(3)))
+        while sum(event.decode_tokens for event in told.events) < 3 * 59:
+            await anyio.sleep(0.01)
+        await server.quiet()
+        prompts = sum(answer.usage.prompt_tokens for answer in answers)
+        assert sum(event.prefill_tokens for event in told.events) == prompts
+        assert sum(event.decode_tokens for event in told.events) == 3 * 59
+        busy = [event for event in told.events if event.running]
+        assert busy
+        assert max(event.batch for event in busy) <= 3
+        for event in busy:
+            assert event.decode_s * event.batch >= 0.0049 * event.decode_tokens
+        assert all(event.interval_s >= 0.02 for event in busy)
+        while told.events[-1].running:
+            await anyio.sleep(0.01)
+        count = len(told.events)
+        await anyio.sleep(0.3)
+        assert len(told.events) <= count + 2  # one on its way, and the last one
+
+
+async def test_engine_that_was_replaced_is_told_of_again() -> None:
+    """Its counters begin at zero, and so do those of the events."""
+    told = Told()
+    async with (
+        asyncio.timeout(60),
+        running(metrics=told, settings=QUICK) as server,
+        server.client() as client,
+    ):
+        await ask(client, 30)
+        assert server.service.engine.pid is not None
+        os.kill(server.service.engine.pid, signal.SIGKILL)
+        while server.service.engine.incarnation == 1 or not server.service.ready:
+            await anyio.sleep(0.01)
+        told.events.clear()
+        await ask(client, 20)
+        while sum(event.decode_tokens for event in told.events) < 19:
+            await anyio.sleep(0.01)
+        assert all(event.steps >= 0 for event in told.events)
+
+
+async def test_observer_that_raises_breaks_no_request(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """It is reported once; so is an engine that cannot be measured."""
+
+    class Broken(Told):
+        def __call__(self, event: Event, /) -> None:
+            super().__call__(event)
+            if self.events:
+                raise RuntimeError("no")
+
+    told = Broken()
+    async with (
+        asyncio.timeout(60),
+        running(metrics=told, settings=QUICK) as server,
+        server.client() as client,
+    ):
+        while len(told.events) < 2:
+            await ask(client, 2)
+
+        async def status() -> Any:
+            raise ValueError("none")
+
+        server.service.engine.status = status  # type: ignore[method-assign]
+        while "not measured any more" not in caplog.text:
+            await ask(client, 2)
+        assert (await ask(client, 2)).usage.completion_tokens == 2
+        del server.service.engine.status
+        await server.quiet()
+    assert caplog.text.count("observer failed on EngineMeasured") == 1

@@ -1,0 +1,117 @@
+"""What a client costs that waits to be let in, having sent as much as it may."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import sys
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+
+import psutil
+import pytest
+from http_kit import ENV, make_engine, running, user
+
+from lifecycle import Gate
+from lifecycle_engine.app import AppSettings
+
+pytestmark = pytest.mark.asyncio
+_LENGTH = 2**20
+_HEAD = b"POST /v1/chat/completions HTTP/1.1\r\nhost: x\r\ncontent-length: %d\r\n\r\n"
+_SERVER = """
+import sys
+from lifecycle import Gate
+from lifecycle_engine.app import create_app
+from lifecycle_engine.chats.sim_processor import SimProcessor
+from lifecycle_engine.http import serve
+from lifecycle_zmq import ZmqEngine
+
+config = serve.uvicorn.Config
+serve.uvicorn.Config = lambda *args, **named: config(*args, loop=sys.argv[1], **named)
+bodies = Gate(bytes=2**20, name="bodies")
+held = bodies.try_admit(bytes=2**20)
+work = [sys.executable, "-m", "lifecycle_engine.worker", "--runner", "sim"]
+gate = Gate(name="payloads")
+app = create_app(ZmqEngine(work), SimProcessor(), gate=gate, bodies=bodies)
+serve.run(app, host="127.0.0.1", port=0, announce=lambda at: print(at, flush=True))
+"""
+
+
+@asynccontextmanager
+async def full(loop: str) -> AsyncIterator[tuple[psutil.Process, int]]:
+    """A server whose room for bodies is taken, in a process, and its port."""
+    server = await asyncio.create_subprocess_exec(
+        sys.executable, "-c", _SERVER, loop, env=ENV, stdout=asyncio.subprocess.PIPE
+    )
+    try:
+        assert server.stdout is not None
+        line = await asyncio.wait_for(server.stdout.readline(), 60)
+        yield psutil.Process(server.pid), int(line.rpartition(b":")[2])
+    finally:
+        server.terminate()
+        await asyncio.wait_for(server.wait(), 20)
+
+
+async def pour(port: int, count: int) -> list[asyncio.StreamWriter]:
+    """Clients that send a body for as long as anybody takes some of it."""
+    made = []
+    for _ in range(count):
+        _, writer = await asyncio.open_connection("127.0.0.1", port)
+        writer.write(_HEAD % _LENGTH + b" " * _LENGTH)
+        made.append(writer)
+    return made
+
+
+async def resting(process: psutil.Process) -> int:
+    """Bytes of a process, once it has come to rest."""
+    seen = [-1]
+    async with asyncio.timeout(60):
+        while seen[-4:] != seen[-1:] * 4:
+            await asyncio.sleep(0.2)
+            times = process.cpu_times()
+            seen.append(round(10 * (times.user + times.system)))
+    return int(process.memory_info().rss)
+
+
+@pytest.mark.parametrize("loop", ["asyncio", "uvloop"])
+async def test_waits_with_little_of_each_body(loop: str) -> None:
+    """Who waits for room for its body has a few KiB of it taken, whatever it sends."""
+    async with full(loop) as (process, port):
+        writers = await pour(port, 32)
+        before = await resting(process)
+        writers += await pour(port, 128)
+        each = (await resting(process) - before) / 128
+        for writer in writers:
+            writer.transport.abort()
+    assert each < 120 * 1024
+
+
+async def test_reads_whole_body_once_it_is_let_in() -> None:
+    """What was left in the socket meanwhile comes when there is room for it."""
+    bodies = Gate(bytes=2 * _LENGTH, name="bodies")
+    settings = AppSettings(model="sim", text_chars=2 * _LENGTH)
+    async with running(
+        engine=make_engine(), bodies=bodies, settings=settings
+    ) as server:
+        held = bodies.try_admit(bytes=2 * _LENGTH)
+        document = {"model": "sim", "max_tokens": 1, "messages": user("a")}
+        body = json.dumps(document).encode().ljust(_LENGTH)
+        reader, writer = await asyncio.open_connection("127.0.0.1", server.port)
+        writer.write(_HEAD % _LENGTH + body)
+        await server.until(lambda: bodies.statistics().waiting)
+        held.release()
+        async with asyncio.timeout(20):
+            assert await reader.readuntil(b"\r\n") == b"HTTP/1.1 200 OK\r\n"
+        writer.transport.abort()
+
+
+async def test_hears_that_who_waits_with_short_body_left() -> None:
+    """A body that came whole is no reason to be deaf while it waits for room."""
+    bodies = Gate(bytes=_LENGTH, name="bodies")
+    async with running(engine=make_engine(), bodies=bodies) as server:
+        with bodies.try_admit(bytes=_LENGTH):
+            _, writer = await asyncio.open_connection("127.0.0.1", server.port)
+            writer.write(_HEAD % 12_000 + b" " * 12_000)
+            await server.until(lambda: bodies.statistics().waiting)
+            writer.transport.abort()
+            await server.until(lambda: not bodies.statistics().waiting)

@@ -1,6 +1,7 @@
 """The payload is dead in this process when hand-off returns, collector or not.
 
-Every block of memory above a quarter of a megabyte is looked for, whoever holds it:
+Every block of memory above 400,000 bytes is looked for, whoever holds it (the buffer
+of the link to the engine is smaller):
 request body, base64, image file, decoded pixels and tensors are all larger.
 """
 
@@ -25,7 +26,7 @@ from lifecycle import Gate
 from lifecycle_engine.app import AppSettings, create_app
 
 pytestmark = pytest.mark.asyncio
-LARGE = 250_000
+LARGE = 400_000
 SIDE = 400
 
 

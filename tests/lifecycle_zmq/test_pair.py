@@ -243,9 +243,11 @@ def test_server_that_nobody_reads_keeps_and_then_refuses(
     assert ends.left
 
 
-@pytest.fixture(params=["asyncio", "trio"])
+@pytest.fixture(params=["asyncio", "uvloop", "trio"])
 def anyio_backend(request: pytest.FixtureRequest) -> Any:
-    """Run the tests of the client on both loops."""
+    """Run the tests of the client on each loop."""
+    if request.param == "uvloop":
+        return "asyncio", {"use_uvloop": True}
     return request.param
 
 

@@ -36,7 +36,10 @@ ARROWS: dict[str, set[str]] = {
     "_decorators": {"_outcome", "_stream", "_payload"},
     # `Gate.admits` and `SessionRegistry.track` are decorators, hence the last arrows.
     "_gate": {"_books", "_fair", "_lease", "_ledger"} | FLOOR | {"_decorators"},
-    "_sessions": {"_outcome", "_session", "_watchdog"} | FLOOR | {"_decorators"},
+    "_crew": FLOOR,
+    "_sessions": {"_crew", "_outcome", "_session", "_watchdog"}
+    | FLOOR
+    | {"_decorators"},
     "observers": {"events"},
     # Diagnostics look at everything, and nothing knows of them.
     "_holders": set(),

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
 import sys
 from threading import get_ident
 from typing import TYPE_CHECKING, Any
@@ -216,3 +217,21 @@ def readable(clock: Callable[[], float]) -> Callable[[], float]:
         return read
 
     return now
+
+
+def task_factory() -> Callable[..., Any] | None:
+    """What makes a plain task of the running loop; ``None`` on trio, which has none."""
+    loop = asyncio._get_running_loop()
+    if loop is None:
+        return None
+    # An eager one would run the start within its caller.
+    eager = getattr(asyncio, "eager_task_factory", None)
+    code = getattr(loop.get_task_factory(), "__code__", None)
+    if code is not None and code is getattr(eager, "__code__", None):
+        return functools.partial(asyncio.Task, loop=loop)
+    return loop.create_task
+
+
+def innermost_nursery() -> Any:
+    """The nursery that this task opened last, on trio."""
+    return sys.modules["trio"].lowlevel.current_task().child_nurseries[-1]

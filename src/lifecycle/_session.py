@@ -169,10 +169,11 @@ class Session:
             ValueError: One of them is NaN.
         """
         limits = Deadlines(first_item=first_item, idle=idle, total=total)
-        stream = _SessionStream(source, grace=grace)
+        stream, registry = _SessionStream(source, grace=grace), self._registry
         stream.session = self
+        stream._new_scope, stream._now = registry._new_scope, registry._now
         if limits:
-            self._registry._watchdog.add(stream, limits)
+            registry._watchdog.add(stream, limits)
         return stream
 
     def close(self, outcome: Outcome = "completed") -> bool:
@@ -251,7 +252,7 @@ class Session:
     def __enter__(self) -> Self:
         if self._scope is not None:
             raise RuntimeError(f"session {self.id!r} can be entered once")
-        self._scope = anyio.CancelScope().__enter__()
+        self._scope = self._registry._new_scope().__enter__()
         if self.outcome is not None:
             self._stopped = True  # also by `close`: it was not this block
             self._scope.cancel()

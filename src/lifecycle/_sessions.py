@@ -16,6 +16,7 @@ from anyio.abc import TaskGroup
 
 from . import events
 from ._amounts import seconds, whole
+from ._crew import Crew
 from ._decorators import Decorator, managed
 from ._errors import GateClosed, SessionExists, SessionNotFound
 from ._outcome import OUTCOMES
@@ -275,6 +276,8 @@ class SessionRegistry:
         # A server that is cancelled may still drain, shielded.
         self._watching = anyio.CancelScope(shield=True)
         self._tasks = await anyio.create_task_group().__aenter__()
+        # The loop's own class: anyio looks for the loop at each scope.
+        self._crew, self._new_scope = Crew(self._tasks), type(self._watching)
         self._tasks.start_soon(self._watch)
         return self
 
@@ -285,10 +288,14 @@ class SessionRegistry:
             try:
                 self.close_all("shutdown")
             finally:
-                self._watching.cancel()
-                # Without the error of the block, which it would put in a group.
-                # Every task in it has a deadline.
-                await tasks.__aexit__(None, None, None)  # noqa: ASYNC102
+                self._crew.end(self._watching.cancel)
+                try:
+                    # Without the error of the block, which it would put in a group.
+                    # Every task in it has a deadline, for which it is watched.
+                    await tasks.__aexit__(None, None, None)  # noqa: ASYNC102
+                finally:  # also where this task is cancelled meanwhile
+                    if self._crew.errors:
+                        raise BaseExceptionGroup("aborted", self._crew.errors)
         except BaseExceptionGroup as group:
             # One failure must never reach anybody as a group of one.
             raise group.exceptions[0] if not group.exceptions[1:] else group from None
@@ -300,4 +307,10 @@ class SessionRegistry:
 
     async def _watch(self) -> None:
         with self._watching:
-            await self._watchdog.run()
+            while True:
+                try:
+                    await self._watchdog.run()
+                except anyio.get_cancelled_exc_class():  # noqa: ASYNC103
+                    # Not by a native one: what is left to do goes by its deadlines.
+                    if self._watching.cancel_called:
+                        raise

@@ -20,7 +20,7 @@ import anyio
 from ._amounts import seconds
 from ._errors import StartTimeout
 from ._lease import Lease
-from ._park import Waiter, new_waiter, park_until
+from ._park import Waiter, new_waiter
 from ._payload import forget_frames
 from .events import StartSettled
 
@@ -63,6 +63,7 @@ class Start(Generic[T]):
     closed: bool = False
     done: bool = False
     _scope: anyio.CancelScope | None = None
+    _due: float = math.inf
     _over: Waiter | None = None
 
     def close(self, *, cut: bool = False) -> None:
@@ -110,31 +111,30 @@ class Start(Generic[T]):
             self._leave(session)
 
     def _leave(self, session: Session) -> None:
-        self.done = True
+        self.done, self._scope, self._due = True, None, math.inf
         if self.closed:
             self.value = None
         session._registry._look_at(session)
 
     async def _live(self, session: Session) -> None:
         # One scope for all of it, if nothing goes wrong: each costs microseconds.
-        due = session._registry._now() + self.timeout if self.how is None else math.inf
-        with anyio.CancelScope(shield=True, deadline=due) as scope:
+        with session._registry._new_scope(shield=True) as self._scope:
             if self.how is None:
-                self._scope = scope
-                await self._open(session, scope)
-            if self.end is not None and not scope.cancel_called:
-                await self._finish(self.end, session, scope)
+                self._bound(session, self.began + self.timeout)
+                await self._open(session, self._scope)
+            if self.end is not None and not self._scope.cancel_called:
+                await self._finish(self.end, session, self._scope)
 
     async def _finish(
         self, end: End[T], session: Session, scope: anyio.CancelScope
     ) -> None:
         registry = session._registry
         if not self.closed:
-            scope.deadline = math.inf
+            self._due = math.inf
             self._over = new_waiter()
             await self._over
         value, self.value, self.end = self.value, None, None
-        scope.deadline = registry._now() + registry._end_timeout
+        self._bound(session, registry._now() + registry._end_timeout)
         try:
             await end(value)
         except Exception as error:  # noqa: BLE001 - the engine may have it still
@@ -143,6 +143,20 @@ class Start(Generic[T]):
             late = StartTimeout().with_traceback(error.__traceback__)
             registry._end_failed(session, late if scope.cancel_called else error)
             raise
+
+    def _bound(self, session: Session, due: float) -> None:
+        # A timer of its own would be dearer, and most are never due.
+        self._due = due
+        session._registry._watchdog.at(due, self._look)
+
+    def _look(self, now: float) -> float:
+        if now < self._due or self._scope is None:
+            return self._due
+        if self._scope.cancel_called:
+            self.told.wake()
+            return math.inf
+        self._scope.cancel()
+        return now + _MOMENT if self.how is None else math.inf
 
     async def _open(self, session: Session, cut: anyio.CancelScope) -> None:
         how: How = "unknown"
@@ -222,7 +236,7 @@ def begin(
     if lease is not None:
         lease._pass_on()
     for start in starts:
-        registry._tasks.start_soon(start.run, session)
+        registry._crew.spawn(start.run, session)
     return starts
 
 
@@ -230,9 +244,8 @@ async def results(starts: list[Start[T]], session: Session) -> list[T]:
     """Wait until all have opened, or one has not, or the session is closed."""
     if not starts:
         return []
-    deadline = starts[0].began + starts[0].timeout + _MOMENT
     try:
-        await park_until(starts[0].told, deadline)
+        await starts[0].told
     except BaseException:
         # From CPython 3.12 an error that is kept keeps whoever awaited it, too.
         for start in starts:

@@ -5,8 +5,8 @@ from __future__ import annotations
 import logging
 import sys
 import warnings
-from collections.abc import AsyncIterator, Callable, Iterable, Iterator
-from contextlib import ExitStack, contextmanager
+from collections.abc import AsyncIterator, Callable, Iterable
+from contextlib import ExitStack
 from types import TracebackType
 from typing import Generic, Self, TypeVar
 
@@ -48,6 +48,9 @@ class Stream(Generic[T_co]):
     """
 
     closed = True  # for the finaliser, should the stream not be made at all
+    # A registry knows its loop, and gives what needs no look-up.
+    _new_scope: Callable[..., anyio.CancelScope] = anyio.CancelScope
+    _now: Callable[[], float] = staticmethod(anyio.current_time)
 
     def __init__(
         self,
@@ -100,7 +103,7 @@ class Stream(Generic[T_co]):
         except BaseException as error:
             # The end, an error or a cancellation: the source is finished.
             self._since = None
-            with _never_instead_of(error):
+            with _NeverInsteadOf(error):
                 self._finish(error)
             raise
         self._since = None
@@ -143,7 +146,8 @@ class Stream(Generic[T_co]):
         try:
             close = getattr(source, "aclose", None)
             if close is not None:
-                with anyio.move_on_after(self._grace, shield=True):
+                due = self._now() + self._grace
+                with self._new_scope(deadline=due, shield=True):
                     await close()
         finally:
             self._finish(None)
@@ -151,17 +155,17 @@ class Stream(Generic[T_co]):
     def _finish(self, error: BaseException | None) -> None:  # noqa: ARG002 - a hook
         """Note the end, by *error* of the source or else by whoever closed."""
         self.closed = self._stopped = True
-        with ExitStack() as calls:  # each is made, also where another raises
-            while self._on_close:
-                calls.callback(self._on_close.pop())
+        if self._on_close:
+            with ExitStack() as calls:  # each is made, also where another raises
+                while self._on_close:
+                    calls.callback(self._on_close.pop())
 
     async def __aenter__(self) -> Self:
         if self._scope is not None:
             raise RuntimeError("a stream can be entered once")
         if self._stopped:
             await self._end_early()
-        self._scope = anyio.CancelScope()
-        self._scope.__enter__()
+        self._scope = self._new_scope().__enter__()
         return self
 
     async def __aexit__(
@@ -175,7 +179,7 @@ class Stream(Generic[T_co]):
         try:
             # A task that still waits for an item can only be one that the body
             # left behind; it was told to stop, and closes for itself.
-            with _never_instead_of(exc):
+            with _NeverInsteadOf(exc):
                 await self.aclose()
         except BaseException as error:
             scope.__exit__(type(error), error, error.__traceback__)
@@ -209,12 +213,18 @@ class Stream(Generic[T_co]):
         return f"<{type(self).__name__} {state}, {self.items} items>"
 
 
-@contextmanager
-def _never_instead_of(cancelled: BaseException | None) -> Iterator[None]:
-    """Log errors that would replace a cancellation or a like way out."""
-    try:
-        yield
-    except Exception as error:
-        if cancelled is None or isinstance(cancelled, Exception):
-            raise
-        _log.warning("closing a cancelled stream failed: %s", type(error).__name__)
+class _NeverInsteadOf:
+    """Logs errors that would replace a cancellation or a like way out."""
+
+    __slots__ = ("_cancelled",)
+
+    def __init__(self, error: BaseException | None) -> None:
+        self._cancelled = not (error is None or isinstance(error, Exception))
+
+    def __enter__(self) -> None: ...
+
+    def __exit__(self, _kind: object, error: object, _traceback: object) -> bool:
+        logged = self._cancelled and isinstance(error, Exception)
+        if logged:
+            _log.warning("closing a cancelled stream failed: %s", type(error).__name__)
+        return logged

@@ -1,4 +1,4 @@
-"""One watchdog for all streams of a registry.
+"""One watchdog for all streams and starts of a registry.
 
 A cancel scope around every item costs microseconds per item and can cut the
 consumer instead of the source. A watchdog costs one reading of the clock per
@@ -57,7 +57,7 @@ class Deadlines(dict[str, float]):
 
 
 class Watchdog:
-    """Stops streams that break their deadlines.
+    """Stops what breaks its deadlines.
 
     Args:
         clock: Monotonic seconds, the same that ``anyio.sleep_until`` goes by.
@@ -74,13 +74,18 @@ class Watchdog:
         """Watch *stream* until it is closed."""
         stream._clock = self._clock
         now = self._clock()
+        look = partial(limits.look, ref(stream), now)
+        self.at(look(now), look)
+
+    def at(self, due: float, look: Callable[[float], float]) -> None:
+        """Call *look* with the time when it is *due*; it says when to do so again."""
         if len(self._heap) >= self._sweep_at:
-            # Most streams end long before their deadline would find them.
-            swept, self._heap = self._heap, []
-            for _due, _serial, look in swept:
-                self._push(look, now)
+            # Most of what is watched ends long before its deadline would find it.
+            swept, self._heap, now = self._heap, [], self._clock()
+            for _due, _serial, each in swept:
+                self._push(each(now), each)
             self._sweep_at = max(_SWEEP_AT, 2 * len(self._heap))
-        self._push(partial(limits.look, ref(stream), now), now)
+        self._push(due, look)
 
     async def run(self) -> None:
         """Watch for ever.
@@ -96,12 +101,9 @@ class Watchdog:
             now = self._clock()
             while self._heap and self._heap[0][0] <= now:
                 _due, _serial, look = heapq.heappop(self._heap)
-                self._push(look, now, not_before=now + _SHORTEST)
+                self._push(max(look(now), now + _SHORTEST), look)
 
-    def _push(
-        self, look: Callable[[float], float], now: float, not_before: float = -math.inf
-    ) -> None:
-        due = max(look(now), not_before)
+    def _push(self, due: float, look: Callable[[float], float]) -> None:
         if due < math.inf:
             if not self._heap or due < self._heap[0][0]:
                 self._earlier.set()

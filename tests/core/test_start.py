@@ -226,6 +226,50 @@ def test_settles_each_of_several_where_one_task_never_ran() -> None:
     gc.collect()
 
 
+def test_watches_on_where_every_task_is_cancelled_natively() -> None:
+    """An END that hangs has its deadline also while a server is torn down."""
+
+    async def hang(_stream: object) -> None:
+        await anyio.sleep(1000)
+
+    async def main() -> None:
+        async with SessionRegistry(end_timeout=0.01) as sessions:
+            await asyncio.sleep(0)
+            for task in asyncio.all_tasks() - {asyncio.current_task()}:
+                task.cancel()
+            await asyncio.sleep(0)
+            with sessions.open("a") as session:
+                assert await session.start(Engine().open, end=hang) == "stream"
+            async with asyncio.timeout(5):
+                await session.quiet()
+            assert sessions.statistics().ends_failed == 1
+
+    asyncio.run(main())
+
+
+def test_asks_no_eager_factory_for_its_tasks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A start that began within its caller could not be withheld."""
+    asked: list[str] = []
+
+    def eager(loop: asyncio.AbstractEventLoop, coro: Any, **options: Any) -> Any:
+        asked.append(coro.__qualname__)
+        return asyncio.Task(coro, loop=loop, **options)
+
+    async def main() -> None:
+        asyncio.get_running_loop().set_task_factory(eager)
+        async with SessionRegistry() as sessions:
+            with sessions.open("a") as session:
+                assert await session.start(Engine().open) == "stream"
+
+    asyncio.run(main())
+    assert "Start.run" in asked
+    asked.clear()
+    monkeypatch.setattr(asyncio, "eager_task_factory", eager, raising=False)
+    asyncio.run(main())
+    assert asked
+    assert "Start.run" not in asked
+
+
 class Abort(BaseException):
     """Neither an error nor a cancellation, like KeyboardInterrupt."""
 
@@ -248,6 +292,39 @@ async def test_raises_several_aborts_as_a_group() -> None:
             await anyio.sleep_forever()
     assert caught.group_contains(Abort, depth=1)
     assert_quiescent(sessions)
+
+
+@pytest.mark.anyio
+async def test_raises_an_abort_though_it_is_cancelled_itself() -> None:
+    """What stops the program is not lost where the server is cancelled as well."""
+    opening, go_on = anyio.Event(), anyio.Event()
+
+    async def open_() -> str:
+        opening.set()
+        with anyio.CancelScope(shield=True):
+            await go_on.wait()
+        raise Abort
+
+    async def serve() -> None:
+        with anyio.CancelScope() as scope:
+            async with SessionRegistry() as sessions:
+                tasks.start_soon(request, sessions)
+                await opening.wait()
+                tasks.start_soon(cancel, scope)
+
+    async def request(sessions: SessionRegistry) -> None:
+        with pytest.raises(SessionEnded), sessions.open("a") as session:
+            await session.start(open_)
+
+    async def cancel(scope: anyio.CancelScope) -> None:
+        scope.cancel()
+        await anyio.wait_all_tasks_blocked()
+        go_on.set()
+
+    with pytest.raises(BaseExceptionGroup) as caught:
+        async with anyio.create_task_group() as tasks:
+            tasks.start_soon(serve)
+    assert caught.group_contains(Abort)
 
 
 @pytest.mark.anyio

@@ -1,6 +1,7 @@
 """Stream: whatever becomes of the loop, the source is closed here, and once."""
 
 import asyncio
+import contextlib
 import gc
 import math
 import threading
@@ -576,6 +577,48 @@ class TestDeadlines:
                 await checkpoint()
         assert anyio.current_time() - began == pytest.approx(3)
         assert log == ["on_close"]
+
+    @pytest.mark.parametrize("takes_it_well", [False, True])
+    async def test_raises_the_cancellation_after_the_grace(
+        self, takes_it_well: bool
+    ) -> None:
+        """A source that is cut swallows nothing that came from without."""
+
+        class Stuck:
+            async def __anext__(self) -> int:
+                return 1
+
+            async def aclose(self) -> None:
+                kinds = [anyio.get_cancelled_exc_class()] if takes_it_well else []
+                with contextlib.suppress(*kinds):
+                    await anyio.sleep(1000)
+
+        reached = []
+        began = anyio.current_time()
+        with anyio.CancelScope() as scope:
+            async with Stream(Stuck(), grace=3):  # type: ignore[arg-type]
+                scope.cancel()
+                await checkpoint()
+            reached.append("after the block")
+        assert anyio.current_time() - began == pytest.approx(3)
+        assert (scope.cancelled_caught, reached) == (True, [])
+
+    async def test_goes_on_after_a_grace_that_was_used_up(self) -> None:
+        """Only the source is cut, not who closed it; an error goes on its way."""
+
+        class Stuck:
+            async def __anext__(self) -> int:
+                return 1
+
+            async def aclose(self) -> None:
+                await anyio.sleep(1000)
+
+        async with Stream(Stuck(), grace=3):  # type: ignore[arg-type]
+            pass
+        await checkpoint()
+        with pytest.raises(LookupError):
+            async with Stream(Stuck(), grace=3):  # type: ignore[arg-type]
+                raise LookupError
 
     @pytest.mark.parametrize("limit", [0.0, -1.0, 1e-30])
     @pytest.mark.parametrize("name", ["first_item", "idle"])

@@ -189,7 +189,7 @@ class FrameWriter:
 
         Raises:
             EncodeError: There is no room for its tensors.
-            OSError: The other side has hung up.
+            OSError: The other side has hung up, or the system takes nothing.
         """
         lone = len(parts) == 1
         if lone and not self._kept:

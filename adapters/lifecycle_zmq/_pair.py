@@ -82,7 +82,7 @@ class PairLink:
     def send(self, parts: Sequence[Buffer]) -> bool:
         """Send or keep a message; False when the engine has left too many unread.
 
-        To one that has hung up it is lost, as what it had not read yet: `pump` tells.
+        What cannot be sent at all is lost, as what was not read yet: `pump` tells.
 
         Raises:
             EncodeError: There is no room for its tensors; nothing of it was sent.

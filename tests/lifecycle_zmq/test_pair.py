@@ -31,7 +31,9 @@ from lifecycle_zmq import (
     _pair,
     wire,
 )
+from lifecycle_zmq._liveness import Liveness
 from lifecycle_zmq._pair import Pair, PairLink, PairServer
+from lifecycle_zmq._watch import Limits
 from lifecycle_zmq.wire import Kind
 
 BOUND = 20.0
@@ -371,6 +373,37 @@ async def test_engine_that_hangs_up_is_told_to_all_who_wait() -> None:
 
 
 @pytest.mark.anyio
+async def test_what_an_engine_said_before_it_is_given_up_is_heard_first(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Also where it has left unread what was said to it, which resets the link."""
+    pair = Pair()
+    theirs = _theirs(pair)
+    async with EngineClient(pair.connect, incarnation=7) as client:
+        theirs.sendall(_said(Kind.READY, 0))
+        with anyio.fail_after(BOUND):
+            await client.wait_ready()
+            answers: list[Any] = []
+
+            async def ask() -> None:
+                answers.append(await client.status())
+
+            async with anyio.create_task_group() as tasks:
+                tasks.start_soon(ask)
+                await anyio.wait_all_tasks_blocked()
+                said = {"ask": 1, "status": {"streams": 3}}
+                theirs.sendall(_said(Kind.REPORT, 1, said) + _said(Kind.READY, 2)[:9])
+                theirs.close()
+                with Liveness(Limits(1, 1, 1)) as liveness:
+                    monkeypatch.setattr(liveness, "_look", lambda: "disconnected")
+                    # uvloop tells of a link that was reset once, and no more.
+                    await liveness.look_after(client)
+        assert answers == [{"streams": 3}]
+        assert client.lost == "disconnected"
+    pair.close()
+
+
+@pytest.mark.anyio
 async def test_engine_whose_stream_is_no_message_is_given_up() -> None:
     """A length that nothing has is a fault of the engine, like any other."""
     pair = Pair()
@@ -479,8 +512,8 @@ def test_neither_process_imports_zeromq_or_makes_a_directory(
     assert done.returncode == 0, done.stderr
 
 
-def _said(kind: Kind, sequence: int) -> bytes:
-    return framed(wire.encode(kind, {}, incarnation=7, sequence=sequence))
+def _said(kind: Kind, sequence: int, body: dict[str, Any] | None = None) -> bytes:
+    return framed(wire.encode(kind, body or {}, incarnation=7, sequence=sequence))
 
 
 def _theirs(pair: Pair) -> socket.socket:

@@ -20,10 +20,9 @@ def _of_starlette(request: Any) -> None:
 def _of_litestar(request: Any) -> None:
     from litestar.types import Empty
 
-    request._body = request._json = request._msgpack = Empty
+    _reset(request, Empty, "_body", "_json", "_msgpack")
     # Shared by all request objects of one scope.
-    state = request._connection_state
-    state.body = state.json = state.msgpack = Empty
+    _reset(request._connection_state, Empty, "body", "json", "msgpack")
 
 
 def _of_quart(request: Any) -> None:
@@ -41,7 +40,13 @@ def _of_blacksheep(request: Any) -> None:
 
 
 def _of_aiohttp(request: Any) -> None:
-    request._read_bytes = None
+    _reset(request, None, "_read_bytes")
+
+
+def _reset(holder: Any, value: object, *names: str) -> None:
+    for name in names:
+        getattr(holder, name)  # a version without it has the copy elsewhere
+        setattr(holder, name, value)
 
 
 _DROP: Mapping[str, Callable[[Any], None]] = MappingProxyType(
@@ -63,15 +68,25 @@ def drop_copies(request: object) -> None:
         request: The request object of a framework.
 
     Raises:
-        TypeError: It is of no framework that is known here.
+        TypeError: It is of no framework that is known here, or of no such version.
     """
     # Its own word and not its type: Quart's is a proxy.
     for base in request.__class__.__mro__:
-        drop = _DROP.get(base.__module__.partition(".")[0])
-        if drop is not None:
-            drop(request)
+        framework = base.__module__.partition(".")[0]
+        if framework in _DROP:
+            _drop(framework, request)
             return
     raise TypeError(
         f"release_body knows the requests of {', '.join(_DROP)}, not "
         f"{type(request).__qualname__}; read the body where nothing keeps it"
     )
+
+
+def _drop(framework: str, request: object) -> None:
+    try:
+        _DROP[framework](request)
+    except AttributeError as error:
+        raise TypeError(
+            f"release_body does not know the requests of this version of {framework}: "
+            f"no {error.name}; read the body where nothing keeps it"
+        ) from None

@@ -172,7 +172,8 @@ class RequestScope:
                 Quart, Django, BlackSheep, or aiohttp.
 
         Raises:
-            TypeError: *request* is of no framework that is known here.
+            TypeError: *request* is of no framework that is known here, or of a version
+                that keeps its copies elsewhere.
         """
         if request is not None:
             drop_copies(request)

@@ -177,9 +177,9 @@ def serve(
     from .processor import in_arena, room
     from .service import Engine
 
-    folder = None
+    folder, believed = None, commands.networks(proxy or ())
     if runner is RunnerName.torch:
-        folder = _existing(checkpoint) if checkpoint else commands.tiny()
+        folder = commands.existing(checkpoint) if checkpoint else commands.tiny()
     argv = worker_argv(
         runner,
         folder,
@@ -247,7 +247,7 @@ def serve(
             port=port,
             drain=drain,
             limits=ConnectionLimits(connections=max_connections),
-            proxies=proxy or (),
+            proxies=believed,
             announce=announce,
         )
     except OSError as error:
@@ -289,16 +289,6 @@ def _enough(kv_slots: int | None, max_batch: int) -> int | None:
         f"{kv_slots} cannot hold a batch of {max_batch}; give more, or a smaller "
         f"--max-batch",
         param_hint="--kv-slots",
-    )
-
-
-def _existing(folder: Path) -> Path:
-    if (folder / "config.json").exists():
-        return folder
-    raise typer.BadParameter(
-        f"{folder} holds no config.json; "
-        f"`lifecycle-engine checkpoint {folder}` builds a tiny checkpoint there",
-        param_hint="--checkpoint",
     )
 
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Sequence
+from ipaddress import ip_network
 from pathlib import Path
 from typing import Annotated
 
@@ -19,6 +21,28 @@ def tiny() -> Path:
         remedy = "name one with --checkpoint, or use --runner sim"
         typer.echo(f"no tiny checkpoint: {error}; {remedy}", err=True)
         raise typer.Exit(1) from None
+
+
+def existing(folder: Path) -> Path:
+    """The folder of a checkpoint, or an end that says how to get one."""
+    if (folder / "config.json").exists():
+        return folder
+    raise typer.BadParameter(
+        f"{folder} holds no config.json; "
+        f"`lifecycle-engine checkpoint {folder}` builds a tiny checkpoint there",
+        param_hint="--checkpoint",
+    )
+
+
+def networks(proxies: Sequence[str]) -> Sequence[str]:
+    """Addresses and networks of proxies, or an end that says which is none."""
+    for each in proxies:
+        try:
+            ip_network(each)
+        except ValueError as error:
+            # Taken for a name it would never be anybody's, and its clients all be one.
+            raise typer.BadParameter(f"{error}", param_hint="--proxy") from None
+    return proxies
 
 
 def demo(

@@ -87,7 +87,8 @@ class Measures:
             self._before[name] = now, counted
             if since is None:
                 continue
-            if counted["steps"] < before["steps"]:
+            # Each is looked at: a new one may have made more steps of less.
+            if any(counted[each] < before[each] for each in counted):
                 before = dict.fromkeys(counted, 0)
             done = {each: counted[each] - before[each] for each in counted}
             yield _event(name, now - since, done, backend)

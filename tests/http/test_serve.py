@@ -463,6 +463,8 @@ async def test_refuses_unknown_family(tmp_path: Path) -> None:
                 ("max-waiting", "-1"),
                 ("payload-bytes", "-5"),
                 ("port", "99999"),
+                ("proxy", "10.0.0.5/8"),
+                ("proxy", "proxy.example"),
                 ("slots", "-1"),
                 ("threads", "0"),
             ]

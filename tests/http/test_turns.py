@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 from typing import Any
 
 import anyio
+import anyio.lowlevel
 import pytest
 from asgi_kit import http_scope
 
@@ -61,6 +63,42 @@ async def test_whoever_leaves_its_line_holds_up_nobody() -> None:
                 scopes[number].cancel()
     assert set(begun) >= {1, 3, 5, 7}
     assert not set(begun) & {2, 4, 6, 8}
+
+
+@pytest.mark.parametrize("end", ["waits", "raises", "cancelled"])
+async def test_whoever_has_begun_holds_up_nobody(end: str) -> None:
+    """A slow body, an error and a client that left are no reason to wait for others."""
+    begun: list[int] = []
+    first = anyio.CancelScope()
+
+    async def app(scope: Any, receive: Any, send: Any) -> None:
+        begun.append(scope["number"])
+        if scope["number"] or end == "cancelled":
+            return
+        if end == "raises":
+            raise ValueError
+        await anyio.sleep_forever()
+
+    turns: Any = Turns(app)
+
+    async def one(number: int) -> None:
+        with contextlib.suppress(ValueError):
+            await turns(http_scope(number=number), None, None)
+
+    with anyio.fail_after(10):
+        async with anyio.create_task_group() as tasks:
+            with first:
+                if end == "cancelled":  # with its turn, before it begins
+                    first.cancel()
+                    await one(0)
+            if end != "cancelled":
+                tasks.start_soon(one, 0)
+            for number in range(1, 5):
+                tasks.start_soon(one, number)
+            while not {1, 2, 3, 4} <= set(begun):
+                await anyio.lowlevel.checkpoint()
+            tasks.cancel_scope.cancel()
+    assert (0 in begun) == (end != "cancelled")
 
 
 async def test_lets_other_scopes_pass() -> None:

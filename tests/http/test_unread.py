@@ -91,19 +91,26 @@ async def test_gives_the_bytes_back_when_the_engine_refuses() -> None:
 async def test_never_has_more_payloads_than_fit_the_gate() -> None:
     """However many ask, no more bytes lie in both processes than were admitted."""
     gate = Gate(slots=2, bytes=10**9, name="payloads")
-    async with running("--sim-decode-step=0.01", gate=gate) as server:
+    async with running("--max-batch=1", "--sim-decode-step=0.01", gate=gate) as server:
+        text = json.dumps({**json.loads(body(max_tokens=5000)), "messages": user("x")})
+        reader, first = await post(server.port, text.encode())
+        await reader.readuntil(b'"content":"')  # from here on all others are in line
         asking = [
             asyncio.create_task(
                 answer_to(server.port, body(max_tokens=2, stream=False))
             )
             for _ in range(12)
         ]
-        most = 0
+        await server.until(lambda: gate.statistics().waiting == 10)
+        await in_line(server, 2)
+        most = (await server.service.engine.status())["backend"]["payload_bytes"]
+        assert most == 2 * PAYLOAD
+        first.close()
         while not all(task.done() for task in asking):
             backend = (await server.service.engine.status())["backend"]
             most = max(most, backend["payload_bytes"])
         assert [(await task)[0] for task in asking] == [200] * 12
-        assert 0 < most <= 2 * PAYLOAD
+        assert most == 2 * PAYLOAD
         await server.quiet()
 
 

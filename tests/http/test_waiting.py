@@ -7,13 +7,16 @@ import json
 import sys
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from typing import Any
 
 import psutil
 import pytest
+from asgi_kit import serving
 from http_kit import ENV, make_engine, running, user
 
 from lifecycle import Gate
 from lifecycle_engine.app import AppSettings
+from lifecycle_engine.http.connections import http_protocol
 
 pytestmark = pytest.mark.asyncio
 _LENGTH = 2**20
@@ -103,6 +106,35 @@ async def test_reads_whole_body_once_it_is_let_in() -> None:
         async with asyncio.timeout(20):
             assert await reader.readuntil(b"\r\n") == b"HTTP/1.1 200 OK\r\n"
         writer.transport.abort()
+
+
+async def test_takes_little_behind_a_large_body() -> None:
+    """A client that was let in with much has the next body wait like anybody's."""
+    come, first = asyncio.Event(), []
+
+    async def app(scope: Any, receive: Any, send: Any) -> None:
+        if first:
+            await come.wait()
+        message = await receive()
+        first.append(len(message["body"]))
+        while message.get("more_body"):
+            message = await receive()
+        await send({"type": "http.response.start", "status": 200, "headers": []})
+        await send({"type": "http.response.body", "body": b""})
+
+    async with (
+        asyncio.timeout(30),
+        serving(app, http=http_protocol(), ws="none", lifespan="off") as port,
+    ):
+        reader, writer = await asyncio.open_connection("127.0.0.1", port)
+        for _ in range(2):
+            writer.write(_HEAD % _LENGTH + b" " * _LENGTH)
+            await asyncio.sleep(0.3)  # for as much as would come
+            come.set()
+            await reader.readuntil(b"\r\n0\r\n\r\n")
+            come.clear()
+        writer.transport.abort()
+    assert max(first) <= 2 * 16384
 
 
 async def test_hears_that_who_waits_with_short_body_left() -> None:

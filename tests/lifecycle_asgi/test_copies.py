@@ -81,3 +81,19 @@ def test_says_that_it_does_not_know_a_request() -> None:
     with pytest.raises(TypeError, match="starlette, litestar.* not SimpleNamespace"):
         RequestScope().release_body(SimpleNamespace())
     RequestScope().release_body()
+
+
+@pytest.mark.parametrize("framework", ["aiohttp", "blacksheep", "django", "quart"])
+def test_says_that_it_does_not_know_a_version(framework: str) -> None:
+    """One whose requests have other attributes is told of, not left with its copies."""
+    of_tomorrow = type("Request", (), {"__module__": f"{framework}.wrappers"})
+    with pytest.raises(TypeError, match=f"this version of {framework}: no [a-z_]+;"):
+        RequestScope().release_body(of_tomorrow())
+
+
+def test_says_that_it_does_not_know_a_version_of_litestar() -> None:
+    """As of the others."""
+    pytest.importorskip("litestar")
+    of_tomorrow = type("Request", (), {"__module__": "litestar.connection"})
+    with pytest.raises(TypeError, match="this version of litestar: no _body;"):
+        RequestScope().release_body(of_tomorrow())

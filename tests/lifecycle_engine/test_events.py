@@ -86,6 +86,19 @@ def test_engine_that_began_anew_is_measured_from_there() -> None:
     assert (event.prefill_tokens, event.decode_tokens) == (6, 1)
 
 
+def test_engine_that_began_anew_and_made_more_steps_is_found_out() -> None:
+    """Many short steps after few long ones: some counter went back all the same."""
+    old, new, measures = Engine(), Engine(), Measures()
+    old.start(*"abc", count=1)
+    old.run()
+    list(measures.events(old.status, 0))
+    new.start("a", count=50)
+    new.run()
+    assert new.status["backend"]["steps"] > old.status["backend"]["steps"]
+    (event,) = measures.events(new.status, 1)
+    assert (event.prefill_tokens, event.decode_tokens) == (6, 49)
+
+
 def test_rest_is_not_a_part_of_the_interval() -> None:
     """The rate after an hour without requests is that of the requests."""
     engine, measures = Engine(), Measures()

@@ -1,11 +1,14 @@
 from __future__ import annotations
 
+from collections.abc import AsyncIterator
 from typing import Any
 
 import pytest
 from hypothesis import given, strategies as st
 
-from lifecycle_engine.dialects.texts import StopStrings
+from lifecycle_engine.chats.sim_processor import SimProcessor
+from lifecycle_engine.dialects.openai_wire import Usage
+from lifecycle_engine.dialects.texts import StopStrings, Texts
 
 
 def cut(pieces: list[str], stops: list[str]) -> tuple[str, bool]:
@@ -61,3 +64,19 @@ def test_nothing_is_held_without_need() -> None:
     strings = StopStrings(["STOP"])
     seen: list[Any] = [strings.push(piece) for piece in ("a S", "T", "A", "R", "x")]
     assert seen == ["a ", "", "STA", "R", "x"]
+
+
+@pytest.mark.asyncio
+@pytest.mark.parametrize(("told", "counted"), [(3, 3), (9, 5)])
+async def test_no_more_is_cached_than_was_asked(told: int, counted: int) -> None:
+    """Whatever an engine says: what was read of a prompt is never less than nothing."""
+    usage = Usage(prompt_tokens=5)
+
+    async def items() -> AsyncIterator[Any]:
+        yield {"cached_tokens": told}
+        yield [104]
+        yield {"finish_reason": "stop"}
+
+    texts = Texts(items(), SimProcessor().detokenizer(), usage, ())
+    assert "".join([piece.text async for piece in texts]) == "h"
+    assert (usage.cached_tokens, usage.completion_tokens) == (counted, 1)

@@ -115,9 +115,14 @@ def _foreign(document: object) -> ApiError | None:
 def _refuse_unsupported(request: Form, unsupported: Unsupported) -> None:
     for name, harmless in unsupported.items():
         value = getattr(request, name)
-        if value is not None and value not in harmless:
+        if value is not None and not any(_same(value, each) for each in harmless):
             message = f"{name} is not supported by this server; leave it out"
             raise bad_request(message, param=name, code="unsupported_parameter")
+
+
+def _same(value: object, harmless: object) -> bool:
+    # In JSON, unlike here, false is not 0 and true is not 1.
+    return value == harmless and isinstance(value, bool) is isinstance(harmless, bool)
 
 
 def _param(loc: tuple[int | str, ...], unsupported: Unsupported) -> str | None:

@@ -114,9 +114,7 @@ class Texts:
                 self.finish_reason = str(item["finish_reason"])
                 continue
             if isinstance(item, dict) and "cached_tokens" in item:
-                # Of several answers, the one that went on from the slot.
-                cached = max(self._usage.cached_tokens, int(item["cached_tokens"]))
-                self._usage.cached_tokens = cached
+                self._cached(int(item["cached_tokens"]))
                 continue
             tokens = [item["token"]] if isinstance(item, dict) else item
             self._usage.completion_tokens += len(tokens)
@@ -126,6 +124,12 @@ class Texts:
                 self._over, self.finish_reason = True, "stop"
             return Piece(text, self._logprobs(item))
         return await self._last()
+
+    def _cached(self, tokens: int) -> None:
+        usage = self._usage
+        # Of several answers, the one that went on from the slot. An engine may be
+        # anybody's, and some of our APIs tell the difference.
+        usage.cached_tokens = min(max(usage.cached_tokens, tokens), usage.prompt_tokens)
 
     @property
     def stop(self) -> str | None:

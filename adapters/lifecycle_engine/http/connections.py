@@ -83,8 +83,9 @@ class Connection(HttpToolsProtocol):
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         """Take the connection, or say that there are too many."""
         super().connection_made(transport)
-        # What waits here waits for the reader alone, the system's buffer being full.
-        transport.set_write_buffer_limits(high=0)
+        # What waits here waits for the reader alone, the system's buffer being full. Of
+        # 0 asyncio's TLS makes that nothing waits, and never lets anybody write.
+        transport.set_write_buffer_limits(high=1)
         if len(self.connections) > self._limits.connections:
             self._close(b"503 Service Unavailable\r\nretry-after: 1")
         else:
@@ -96,8 +97,9 @@ class Connection(HttpToolsProtocol):
         A request that waits to be let in does not take as many, see `create_app`.
         """
         cycle: Any = self.cycle  # None before the first one, whatever its type says
-        unread = len(cycle.body) if cycle is not None else 0
-        return _GULP if self._body_bytes - unread > 2 * _SIP else _SIP
+        if cycle is None or not self._in_body:  # next is a head, and a body that waits
+            return _SIP
+        return _GULP if self._body_bytes - len(cycle.body) > 2 * _SIP else _SIP
 
     def data_received(self, data: bytes | memoryview) -> None:
         """Read on, within the limits."""

@@ -22,12 +22,13 @@ class Reading(asyncio.BufferedProtocol):
         self._appetite = appetite
         self._buffer = bytearray()
 
-    def get_buffer(self, sizehint: int) -> bytearray:  # noqa: ARG002
+    def get_buffer(self, sizehint: int) -> memoryview:  # noqa: ARG002
         """Room for what comes next."""
         # Of its own for each reading: one for all would be no less, and clients'
         # bytes would lie where another loop's are read.
         self._buffer = bytearray(self._appetite())
-        return self._buffer
+        # Under TLS asyncio fills slices of it, which of a bytearray would be copies.
+        return memoryview(self._buffer)
 
     def buffer_updated(self, nbytes: int) -> None:
         """It came."""

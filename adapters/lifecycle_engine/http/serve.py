@@ -172,6 +172,9 @@ def run(
 ) -> None:
     """Serve *app* until SIGTERM or SIGINT; must be called on the main thread.
 
+    It is for a process of its own, whose signals, garbage collector and threads it sets
+    as a server needs them, for as long as it serves; and what glibc keeps, for good.
+
     Args:
         app: Made by `create_app`.
         host: Address to listen on.
@@ -190,9 +193,6 @@ def run(
     # Of what is wrong in clients' pictures: a line of the log for each of their tags.
     warnings.filterwarnings("ignore", module=r"PIL\.")
     give_large_back()
-    # The loop gives the interpreter away with each look at its sockets. Where a thread
-    # reads a body, it has it back after this, not after the 5 ms that are usual.
-    sys.setswitchinterval(_SWITCH)
     config = uvicorn.Config(
         app,
         http=http_protocol(_affordable(limits or ConnectionLimits())),
@@ -216,10 +216,22 @@ def run(
             drain=drain,
             on_ready=lambda: announce(address),
         )
-        with loaded_set_apart(), server.heeding_signals():
+        with loaded_set_apart(), _switching_soon(), server.heeding_signals():
             server.run(sockets=[listener])
     if server.failure is not None:
         raise server.failure
+
+
+@contextlib.contextmanager
+def _switching_soon() -> Iterator[None]:
+    # The loop gives the interpreter away with each look at its sockets. Where a thread
+    # reads a body, it has it back after this, not after the 5 ms that are usual.
+    before = sys.getswitchinterval()
+    sys.setswitchinterval(_SWITCH)
+    try:
+        yield
+    finally:
+        sys.setswitchinterval(before)
 
 
 def _affordable(limits: ConnectionLimits) -> ConnectionLimits:

@@ -22,8 +22,9 @@ _SIZE = 2**_SHIFT - 1
 _NOTHING = memoryview(b"")
 # From here on, memory of its own that is given back to the system with the tensor.
 _MAPPED_FROM = 64 * 2**10
-# What may wait for the other side to read, of messages with tensors and of others:
-# far more than credit lets pile up.
+# What may wait for the other side to read: of all messages with tensors, which a gate
+# bounds long before; and of others, far more than credit lets pile up.
+MOST_TENSORS = 4 * 2**30
 MOST_WAITING = 256 * 2**20
 _SENDS = 64
 _BUFFER = 2**20
@@ -201,11 +202,11 @@ class FrameWriter:
             # Tensors leave room for what is to be said of their streams.
             if self._lone + size > MOST_WAITING:
                 return False
-        elif self.waiting and self.waiting + size > MOST_WAITING:
+        elif self.waiting and self.waiting + size > MOST_TENSORS:
             raise EncodeError(
                 "no_memory",
                 f"{self.waiting} bytes wait for the engine to read them, at most "
-                f"{MOST_WAITING}; admit fewer bytes at a time, or pass arena_bytes=",
+                f"{MOST_TENSORS}; admit fewer bytes at a time, or pass arena_bytes=",
             )
         frames: list[Buffer] = []
         for follow, view in zip(reversed(range(len(views))), views, strict=True):

@@ -258,7 +258,7 @@ async def test_engine_that_does_not_read_holds_no_loop_up(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """A send returns at once, the caller's memory is its own again, nothing is lost."""
-    monkeypatch.setattr(_frames, "MOST_WAITING", 40 * MIB)
+    monkeypatch.setattr(_frames, "MOST_TENSORS", 40 * MIB)
     pair = Pair()
     link = PairLink(*_ours(pair), lambda _: True)
     theirs = _theirs(pair)

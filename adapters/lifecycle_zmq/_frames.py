@@ -22,7 +22,9 @@ _SIZE = 2**_SHIFT - 1
 _NOTHING = memoryview(b"")
 # From here on, memory of its own that is given back to the system with the tensor.
 _MAPPED_FROM = 64 * 2**10
-# What may wait for the other side to read: far more than credit lets pile up.
+# What may wait for the other side to read: of all messages with tensors, which a gate
+# bounds long before; and of others, far more than credit lets pile up.
+MOST_TENSORS = 4 * 2**30
 MOST_WAITING = 256 * 2**20
 _SENDS = 64
 _BUFFER = 2**20
@@ -174,11 +176,13 @@ class FrameWriter:
         waiting: Bytes that are kept.
     """
 
-    __slots__ = ("_kept", "_socket", "waiting")
+    __slots__ = ("_kept", "_lone", "_socket", "waiting")
 
     def __init__(self, sock: socket.socket) -> None:
         self._socket = sock
-        self._kept: deque[memoryview] = deque()
+        # Each with whether it is a message without tensors; and the bytes of those.
+        self._kept: deque[tuple[memoryview, bool]] = deque()
+        self._lone = 0
         self.waiting = 0
 
     def write(self, parts: Sequence[Buffer]) -> bool:
@@ -186,25 +190,28 @@ class FrameWriter:
 
         Raises:
             EncodeError: There is no room for its tensors.
-            OSError: The other side has hung up.
+            OSError: The other side has hung up, or the system takes nothing.
         """
-        if len(parts) == 1 and not self._kept:
+        lone = len(parts) == 1
+        if lone and not self._kept:
             frame = _PREFIX.pack(len(parts[0])) + parts[0]
-            return self._send([frame])
+            return self._send([frame], lone=True)
         views = [memoryview(part).cast("B") for part in parts]
         size = sum(map(len, views))
-        if self.waiting and self.waiting + size > MOST_WAITING:
-            if len(parts) == 1:
+        if lone:
+            # Tensors leave room for what is to be said of their streams.
+            if self._lone + size > MOST_WAITING:
                 return False
+        elif self.waiting and self.waiting + size > MOST_TENSORS:
             raise EncodeError(
                 "no_memory",
                 f"{self.waiting} bytes wait for the engine to read them, at most "
-                f"{MOST_WAITING}; admit fewer bytes at a time, or pass arena_bytes=",
+                f"{MOST_TENSORS}; admit fewer bytes at a time, or pass arena_bytes=",
             )
         frames: list[Buffer] = []
         for follow, view in zip(reversed(range(len(views))), views, strict=True):
             frames += (_PREFIX.pack(follow << _SHIFT | len(view)), view)
-        return self._send(frames)
+        return self._send(frames, lone=lone)
 
     def flush(self) -> None:
         """Send what was kept, as much as fits.
@@ -216,20 +223,29 @@ class FrameWriter:
         for _ in range(_SENDS):
             if not self._kept:
                 return
-            sent = self._try([self._kept[0]])
-            self.waiting -= sent
-            rest = self._kept.popleft()[sent:]
-            if rest:
-                self._kept.appendleft(rest)
+            sent = self._try([self._kept[0][0]])
+            frame, lone = self._kept.popleft()
+            self._count(-sent, lone=lone)
+            if sent < len(frame):
+                self._kept.appendleft((frame[sent:], lone))
                 return
 
-    def _send(self, frames: Sequence[Buffer]) -> bool:
+    def drop(self) -> None:
+        """Keep nothing any more."""
+        self._kept.clear()
+        self._lone = self.waiting = 0
+
+    def _count(self, size: int, *, lone: bool) -> None:
+        self.waiting += size
+        self._lone += size * lone
+
+    def _send(self, frames: Sequence[Buffer], *, lone: bool) -> bool:
         sent = 0 if self._kept else self._try(frames)
         for frame in frames:
             if sent < len(frame):
                 rest = memoryview(bytes(memoryview(frame)[sent:]))
-                self._kept.append(rest)
-                self.waiting += len(rest)
+                self._kept.append((rest, lone))
+                self._count(len(rest), lone=lone)
             sent = max(0, sent - len(frame))
         return True
 

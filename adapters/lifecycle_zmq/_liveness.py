@@ -86,6 +86,8 @@ class Liveness:
         """
         while (verdict := self._look()) is None:
             await self._pause(client)
+        # A loop may not tell again of a link that was cut with something in it.
+        client.drain()
         client.lose(verdict)
 
     async def tell_death(self, client: EngineClient) -> None:

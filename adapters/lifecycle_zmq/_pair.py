@@ -82,7 +82,7 @@ class PairLink:
     def send(self, parts: Sequence[Buffer]) -> bool:
         """Send or keep a message; False when the engine has left too many unread.
 
-        To one that has hung up it is lost, as what it had not read yet: `pump` tells.
+        What cannot be sent at all is lost, as what was not read yet: `pump` tells.
 
         Raises:
             EncodeError: There is no room for its tensors; nothing of it was sent.
@@ -90,6 +90,7 @@ class PairLink:
         try:
             taken = self._writer.write(parts)
         except OSError:
+            self._hang_up()
             return True
         if self._writer.waiting:
             self._full.wake()
@@ -120,6 +121,8 @@ class PairLink:
     def close(self) -> None:
         """Close at once; what was not sent yet is dropped."""
         self._socket.close()
+        # A reader of a stream that is over may keep the client, and so this.
+        self._writer.drop()
 
     async def _read_until_over(self) -> Exception | None:
         # Returned: raised here, it would be told as a group.
@@ -179,7 +182,13 @@ class PairLink:
             try:
                 self._writer.flush()
             except OSError:
-                return
+                self._hang_up()
+
+    def _hang_up(self) -> None:
+        # Whatever it was, the engine misses something. So `pump` reads the end, too.
+        self._writer.drop()
+        with suppress(OSError):
+            self._socket.shutdown(socket.SHUT_RDWR)
 
 
 class PairServer:
@@ -193,6 +202,8 @@ class PairServer:
     def __init__(self, descriptor: int, leave: Callable[[], None]) -> None:
         os.set_inheritable(descriptor, False)
         self._socket = socket.socket(fileno=descriptor)
+        # A program may have set a timeout for all sockets that it makes.
+        self._socket.setblocking(False)
         self._leave = leave
         self._reader = FrameReader(
             self._socket,
@@ -218,8 +229,11 @@ class PairServer:
         tb: TracebackType | None,
     ) -> None:
         """Send what fits without waiting, and close."""
+        waiting = -1
         with suppress(OSError):
-            self._writer.flush()
+            while waiting != self._writer.waiting:
+                waiting = self._writer.waiting
+                self._writer.flush()
         self._socket.close()
 
     def poll(self, milliseconds: int | None) -> None:
@@ -241,8 +255,11 @@ class PairServer:
             parts = self._reader.take()
             if parts is not None:
                 return _ADDRESS, parts
-            if not self._reader.read() and not self._waits_for_rest():
+            over = self._reader.over
+            if over or not (self._reader.read() or self._waits_for_rest()):
                 break
+        else:
+            return None  # what came last is to be looked at before anybody sleeps
         if not self._reader.over:
             self._ahead = False
             return None
@@ -252,10 +269,13 @@ class PairServer:
     def send(self, address: bytes, head: bytes) -> bool:
         """Take a message for a client; False when that client is gone."""
         del address
-        try:
-            return self._writer.write([head])
-        except OSError:
-            return False
+        taken = False
+        with suppress(OSError):
+            taken = self._writer.write([head])
+        if not taken:
+            # What it misses it would wait for, if the end were not told to it.
+            self._reader.over = self._ahead = True
+        return taken
 
     def _waits_for_rest(self) -> bool:
         # The client writes on as soon as its loop turns, a step may take long.

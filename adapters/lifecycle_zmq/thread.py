@@ -134,7 +134,11 @@ class Thread(Life):
         Cancellation: the thread is told to end, and given its time to.
         """
         over = Bell()
-        self._loop.start(over.ring)
+        try:
+            self._loop.start(over.ring)
+        except RuntimeError:  # the system has no more threads; later it may
+            self.reason = "spawn_failed"
+            return
         try:
             async with EngineClient(
                 lambda handle: _LocalLink(self._loop.transport, handle),

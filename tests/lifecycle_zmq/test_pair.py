@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import random
 import socket
 import struct
@@ -27,9 +28,12 @@ from lifecycle_zmq import (
     ProtocolError,
     ZmqEngine,
     _frames,
+    _pair,
     wire,
 )
+from lifecycle_zmq._liveness import Liveness
 from lifecycle_zmq._pair import Pair, PairLink, PairServer
+from lifecycle_zmq._watch import Limits
 from lifecycle_zmq.wire import Kind
 
 BOUND = 20.0
@@ -159,6 +163,51 @@ def test_messages_that_were_read_ahead_are_not_slept_over(ends: Ends) -> None:
     ends.server.poll(1)
 
 
+def test_message_that_comes_with_the_last_of_many_reads_is_not_slept_over(
+    monkeypatch: pytest.MonkeyPatch, ends: Ends
+) -> None:
+    """However many reads a message takes, the engine sleeps only once all is seen."""
+    monkeypatch.setattr(_pair, "_READS", 1)
+    ends.client.sendall(framed(b"whole"))
+    begin = time.monotonic()
+    while (arrived := ends.server.receive()) is None:
+        ends.server.poll(10_000)
+    assert time.monotonic() - begin < 5
+    assert arrived[1] == [b"whole"]
+
+
+def test_server_never_waits_whatever_timeout_sockets_have() -> None:
+    """Programs give all sockets one, for downloads; the link is not ended by it."""
+    socket.setdefaulttimeout(0.2)
+    try:
+        it = Ends()
+    finally:
+        socket.setdefaulttimeout(None)
+    with it.server, it.client:
+        assert it.server.receive() is None
+    assert it.left == []
+
+
+def test_server_that_leaves_sends_all_that_fits(ends: Ends) -> None:
+    """Also if that is many messages: what was said is heard."""
+    head = bytes(9_000)
+    sent = 0
+    while not ends.server._writer.waiting:
+        assert ends.server.send(b"", head)
+        sent += 1
+    for _ in range(90):
+        assert ends.server.send(b"", b"x")
+    ends.client.settimeout(BOUND)
+    wanted = framed(head) * sent + framed(b"x") * 90
+    got = bytearray()
+    while len(got) < sent * len(framed(head)) - ends.server._writer.waiting:
+        got += ends.client.recv(MIB)
+    ends.server.__exit__(None, None, None)
+    while data := ends.client.recv(MIB):
+        got += data
+    assert got == wanted
+
+
 def test_tensor_is_the_receivers_alone() -> None:
     """The transport keeps nothing of it, though it came in many reads (law 6)."""
     it = Ends()
@@ -192,12 +241,15 @@ def test_server_that_nobody_reads_keeps_and_then_refuses(
         ends.server.receive()
         got += ends.client.recv(MIB)
     assert got == framed(head) * sent
-    assert ends.server.send(b"", head)
+    # What it refused is missed for ever: whoever waits for it is told of an end.
+    assert ends.left
 
 
-@pytest.fixture(params=["asyncio", "trio"])
+@pytest.fixture(params=["asyncio", "uvloop", "trio"])
 def anyio_backend(request: pytest.FixtureRequest) -> Any:
-    """Run the tests of the client on both loops."""
+    """Run the tests of the client on each loop."""
+    if request.param == "uvloop":
+        return "asyncio", {"use_uvloop": True}
     return request.param
 
 
@@ -206,7 +258,7 @@ async def test_engine_that_does_not_read_holds_no_loop_up(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """A send returns at once, the caller's memory is its own again, nothing is lost."""
-    monkeypatch.setattr(_frames, "MOST_WAITING", 40 * MIB)
+    monkeypatch.setattr(_frames, "MOST_TENSORS", 40 * MIB)
     pair = Pair()
     link = PairLink(*_ours(pair), lambda _: True)
     theirs = _theirs(pair)
@@ -235,6 +287,64 @@ async def test_engine_that_does_not_read_holds_no_loop_up(
 
 
 @pytest.mark.anyio
+async def test_tensors_that_wait_leave_room_for_what_is_said_of_them(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """One START of more than may wait is no reason to give up the engine."""
+    monkeypatch.setattr(_frames, "MOST_WAITING", 4 * MIB)
+    pair = Pair()
+    link = PairLink(*_ours(pair), lambda _: True)
+    assert link.send([b"start", bytes(8 * MIB)])
+    assert link.send([b"cancel"])
+    assert all(link.send([bytes(MIB // 2)]) for _ in range(7))
+    assert not link.send([bytes(MIB // 2)])
+    link.close()
+    pair.close()
+
+
+@pytest.mark.anyio
+async def test_closed_link_keeps_nothing() -> None:
+    """A reader may keep its stream, the stream the client, and that the link."""
+    pair = Pair()
+    link = PairLink(*_ours(pair), lambda _: True)
+    assert link.send([b"start", bytes(8 * MIB)])
+    assert link._writer.waiting
+    tracemalloc.start()
+    try:
+        assert link.send([b"start", bytes(8 * MIB)])
+        link.close()
+        assert tracemalloc.get_traced_memory()[0] < MIB
+    finally:
+        tracemalloc.stop()
+    pair.close()
+
+
+class _Failing(socket.socket):
+    """One that the system has no memory for."""
+
+    def send(self, *_: Any) -> int:
+        raise OSError(errno.ENOBUFS, "no memory")
+
+    def sendmsg(self, *_: Any) -> int:
+        raise OSError(errno.ENOBUFS, "no memory")
+
+
+@pytest.mark.anyio
+async def test_message_that_the_system_does_not_take_ends_the_link() -> None:
+    """Who waits for its answer would wait for ever."""
+    pair = Pair()
+    failing = _Failing(fileno=_ours(pair)[0].detach())
+    failing.setblocking(False)
+    async with EngineClient(
+        lambda handle: PairLink(failing, handle), incarnation=7
+    ) as client:
+        with anyio.fail_after(BOUND):
+            await client.wait_lost()
+        assert client.lost == "disconnected"
+    pair.close()
+
+
+@pytest.mark.anyio
 async def test_engine_that_hangs_up_is_told_to_all_who_wait() -> None:
     """After what it said before, in one word, to each once."""
     pair = Pair()
@@ -259,6 +369,37 @@ async def test_engine_that_hangs_up_is_told_to_all_who_wait() -> None:
                 # Lost as what was under way is, and no error of its own.
                 tasks.start_soon(ask)
         assert told == ["disconnected"] * 4
+    pair.close()
+
+
+@pytest.mark.anyio
+async def test_what_an_engine_said_before_it_is_given_up_is_heard_first(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Also where it has left unread what was said to it, which resets the link."""
+    pair = Pair()
+    theirs = _theirs(pair)
+    async with EngineClient(pair.connect, incarnation=7) as client:
+        theirs.sendall(_said(Kind.READY, 0))
+        with anyio.fail_after(BOUND):
+            await client.wait_ready()
+            answers: list[Any] = []
+
+            async def ask() -> None:
+                answers.append(await client.status())
+
+            async with anyio.create_task_group() as tasks:
+                tasks.start_soon(ask)
+                await anyio.wait_all_tasks_blocked()
+                said = {"ask": 1, "status": {"streams": 3}}
+                theirs.sendall(_said(Kind.REPORT, 1, said) + _said(Kind.READY, 2)[:9])
+                theirs.close()
+                with Liveness(Limits(1, 1, 1)) as liveness:
+                    monkeypatch.setattr(liveness, "_look", lambda: "disconnected")
+                    # uvloop tells of a link that was reset once, and no more.
+                    await liveness.look_after(client)
+        assert answers == [{"streams": 3}]
+        assert client.lost == "disconnected"
     pair.close()
 
 
@@ -294,6 +435,11 @@ async def test_last_words_are_heard_by_who_looks_for_them() -> None:
 
 class _Idle:
     busy = False
+
+    def nothing(self, *_: object) -> None:
+        """Nobody asks for anything."""
+
+    start = cancel = end = step = status = nothing
 
 
 def test_server_leaves_when_its_only_client_hangs_up() -> None:
@@ -366,8 +512,8 @@ def test_neither_process_imports_zeromq_or_makes_a_directory(
     assert done.returncode == 0, done.stderr
 
 
-def _said(kind: Kind, sequence: int) -> bytes:
-    return framed(wire.encode(kind, {}, incarnation=7, sequence=sequence))
+def _said(kind: Kind, sequence: int, body: dict[str, Any] | None = None) -> bytes:
+    return framed(wire.encode(kind, body or {}, incarnation=7, sequence=sequence))
 
 
 def _theirs(pair: Pair) -> socket.socket:

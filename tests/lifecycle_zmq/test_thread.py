@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import threading
 import weakref
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
@@ -77,3 +78,22 @@ async def test_payloads_die_with_the_backend_that_had_them(eventually: Any) -> N
                     pass
             await engine.end("a")
         await eventually(lambda: dead() is None)
+
+
+@pytest.mark.parametrize("anyio_backend", ["asyncio", "trio"])
+async def test_system_without_threads_is_no_end_of_the_server(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """It is a start that failed, like any other, and is tried again."""
+
+    def refuse(_: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    with anyio.fail_after(20):
+        async with ThreadEngine(Fatal, restarts=Restarts(backoff=0.01)) as engine:
+            with monkeypatch.context() as patch:
+                patch.setattr(threading.Thread, "start", refuse)
+                with pytest.raises(EngineLost) as caught:
+                    await engine.wait_ready()
+            assert caught.value.reason == "spawn_failed"
+            await engine.wait_ready()

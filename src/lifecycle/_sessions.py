@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass
 from traceback import walk_tb
-from typing import Self, final
+from typing import Any, Self, final
 from weakref import ref
 
 import anyio
@@ -20,7 +20,7 @@ from ._crew import Crew
 from ._decorators import Decorator, managed
 from ._errors import GateClosed, SessionExists, SessionNotFound
 from ._outcome import OUTCOMES
-from ._park import loop_clock, loop_post
+from ._park import current_task, loop_clock, loop_post
 from ._session import Session
 from ._watchdog import Watchdog
 from .events import Observer, Outcome
@@ -278,7 +278,7 @@ class SessionRegistry:
         self._tasks = await anyio.create_task_group().__aenter__()
         # The loop's own class: anyio looks for the loop at each scope.
         self._crew, self._new_scope = Crew(self._tasks), type(self._watching)
-        self._tasks.start_soon(self._watch)
+        self._tasks.start_soon(self._watch, current_task())
         return self
 
     async def __aexit__(self, *_: object) -> None:
@@ -305,12 +305,13 @@ class SessionRegistry:
                     start.abort(session)
             self._tasks = None
 
-    async def _watch(self) -> None:
+    async def _watch(self, host: Any) -> None:
         with self._watching:
             while True:
                 try:
                     await self._watchdog.run()
                 except anyio.get_cancelled_exc_class():  # noqa: ASYNC103
-                    # Not by a native one: what is left to do goes by its deadlines.
-                    if self._watching.cancel_called:
+                    # A native one is not heeded, as what is left to do goes by its
+                    # deadlines; unless whoever entered has gone without leaving.
+                    if self._watching.cancel_called or host.done():
                         raise

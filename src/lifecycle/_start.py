@@ -156,7 +156,8 @@ class Start(Generic[T]):
             self.told.wake()
             return math.inf
         self._scope.cancel()
-        return now + _MOMENT if self.how is None else math.inf
+        self._due = now + _MOMENT if self.how is None else math.inf
+        return self._due
 
     async def _open(self, session: Session, cut: anyio.CancelScope) -> None:
         how: How = "unknown"

@@ -4,6 +4,7 @@ import asyncio
 import contextlib
 import gc
 import math
+import threading
 import weakref
 from collections.abc import AsyncIterator, Awaitable, Callable
 from typing import Any
@@ -245,6 +246,52 @@ def test_watches_on_where_every_task_is_cancelled_natively() -> None:
             assert sessions.statistics().ends_failed == 1
 
     asyncio.run(main())
+
+
+def test_goes_with_a_loop_where_nobody_left_it() -> None:
+    """As a fixture that is never finalised: the loop ends all the same."""
+    kept: list[SessionRegistry] = []
+
+    async def main() -> None:
+        kept.append(await SessionRegistry().__aenter__())
+
+    looping = threading.Thread(target=asyncio.run, args=[main()], daemon=True)
+    looping.start()
+    looping.join(5)
+    assert not looping.is_alive()
+
+
+@virtual
+async def test_late_start_has_its_moment_though_many_are_watched(
+    anyio_backend: object,
+) -> None:
+    """What it says to its cancellation is heard, also where the watchdog tidies up."""
+
+    async def open_() -> str:
+        try:
+            await anyio.sleep(1000)
+        finally:
+            with anyio.CancelScope(shield=True):
+                await anyio.sleep(0.05)
+                raise LookupError("mine")
+        return "never"
+
+    async def tidy(sessions: SessionRegistry, watched: list[object]) -> None:
+        await anyio.sleep(0.03)
+
+        async def items() -> AsyncIterator[int]:
+            yield 1
+
+        with sessions.open("other") as session:
+            watched += [session.stream(items(), idle=1000) for _ in range(300)]
+
+    async with SessionRegistry() as sessions, anyio.create_task_group() as tasks:
+        watched: list[object] = []
+        tasks.start_soon(tidy, sessions, watched)
+        with sessions.open("a") as session, pytest.raises(StartTimeout) as caught:
+            await session.start(open_, timeout=0.01)
+        assert isinstance(caught.value.__cause__, LookupError)
+        assert len(watched) == 300
 
 
 def test_asks_no_eager_factory_for_its_tasks(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -484,7 +484,7 @@ from pathlib import Path
 from lifecycle_zmq import ZmqEngine
 
 async def main():
-    async with ZmqEngine(sys.argv[1:]) as engine:
+    async with ZmqEngine(sys.argv[1:], transport="pair") as engine:
         await engine.wait_ready()
         stream = await engine.start("a#1", {"count": 2})
         assert [item async for item in stream] == [[0], [1]]
@@ -500,7 +500,7 @@ anyio.run(main)
 def test_neither_process_imports_zeromq_or_makes_a_directory(
     environment: dict[str, str], engine_argv: list[str], tmp_path: Path
 ) -> None:
-    """The default link leaves nothing in the file system, also while it stands."""
+    """A pair leaves nothing in the file system, also while it stands."""
     done = subprocess.run(
         [sys.executable, "-c", PROGRAM, *engine_argv],
         env=environment | {"TMPDIR": str(tmp_path / "none")},
@@ -510,6 +510,22 @@ def test_neither_process_imports_zeromq_or_makes_a_directory(
         check=False,
     )
     assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.anyio
+@pytest.mark.parametrize(("arena_bytes", "scheme"), [(0, "ipc"), (2**20, "pair")])
+async def test_pair_is_for_engines_that_are_sent_nothing_large(
+    environment: dict[str, str], arena_bytes: int, scheme: str
+) -> None:
+    """Tensors would wait in the sender for the engine's step to end."""
+    show = "import sys; print(sys.argv[2].split(':')[0]); sys.exit(3)"
+    argv = [sys.executable, "-c", show]
+    engine = ZmqEngine(argv, env=environment, arena_bytes=arena_bytes, backoff=60)
+    with anyio.fail_after(BOUND):
+        async with engine:
+            while not engine.output:
+                await anyio.sleep(0.01)
+    assert engine.output.startswith(scheme)
 
 
 def _said(kind: Kind, sequence: int, body: dict[str, Any] | None = None) -> bytes:

@@ -80,7 +80,7 @@ def cases() -> dict[str, list[Case]]:
     short = Case(name="", prefill=0.02, arena=2**30, stall=1.0)
     many = replace(
         short,
-        pixels=3_500_000,  # a dozen fit: with 16 clients, too, somebody waits
+        pixels=2_800_000,
         bytes=LARGE_BUDGET,
         arena=LARGE_BUDGET + 256 * _MIB,
         prefill=0.0,

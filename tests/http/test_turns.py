@@ -95,7 +95,9 @@ async def test_whoever_has_begun_holds_up_nobody(end: str) -> None:
                 tasks.start_soon(one, 0)
             for number in range(1, 5):
                 tasks.start_soon(one, number)
-            while not {1, 2, 3, 4} <= set(begun):
+            # In whatever order: trio draws lots.
+            wanted = {1, 2, 3, 4} | ({0} if end != "cancelled" else set())
+            while not wanted <= set(begun):
                 await anyio.lowlevel.checkpoint()
             tasks.cancel_scope.cancel()
     assert (0 in begun) == (end != "cancelled")

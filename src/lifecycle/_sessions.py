@@ -294,8 +294,9 @@ class SessionRegistry:
                     # Every task in it has a deadline, for which it is watched.
                     await tasks.__aexit__(None, None, None)  # noqa: ASYNC102
                 finally:  # also where this task is cancelled meanwhile
-                    if self._crew.errors:
-                        raise BaseExceptionGroup("aborted", self._crew.errors)
+                    errors, self._crew.errors = self._crew.errors, []
+                    if errors:
+                        raise BaseExceptionGroup("aborted", errors)
         except BaseExceptionGroup as group:
             # One failure must never reach anybody as a group of one.
             raise group.exceptions[0] if not group.exceptions[1:] else group from None

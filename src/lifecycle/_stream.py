@@ -216,8 +216,6 @@ class Stream(Generic[T_co]):
 class _NeverInsteadOf:
     """Logs errors that would replace a cancellation or a like way out."""
 
-    __slots__ = ("_cancelled",)
-
     def __init__(self, error: BaseException | None) -> None:
         self._cancelled = not (error is None or isinstance(error, Exception))
 

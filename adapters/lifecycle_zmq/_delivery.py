@@ -83,7 +83,10 @@ class Delivery:
             return
         if finish is not None:
             stream.finished = True
-        if not all(self._take(stream, item) for item in items) or finish is None:
+        for item in items:
+            if not self._take(stream, item):
+                return
+        if finish is None:
             return
         if stream.held is None:
             self._put_finish(stream, finish)

@@ -77,10 +77,11 @@ def pack_request(request: Any) -> bytes:
         EncodeError: It has other than plain values, or is too large.
         TypeError: It is no map.
     """
-    if not isinstance(request, Mapping):
-        kind = type(request).__name__
-        raise TypeError(f"a request is a map of plain values, not {kind}")
-    request = dict(request)
+    if type(request) is not dict:
+        if not isinstance(request, Mapping):
+            kind = type(request).__name__
+            raise TypeError(f"a request is a map of plain values, not {kind}")
+        request = dict(request)
     if not is_map(request):
         raise refuse("a request")
     return pack(request, "a request", size=MAX_REQUEST, array=_MAX_REQUEST_ARRAY)

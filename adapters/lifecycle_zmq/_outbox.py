@@ -13,8 +13,8 @@ from ._slot import Slot
 _BATCH = 1024
 _STARTS = 16 * 2**10
 SMALL_REQUEST = 4 * 2**10
-# A key takes four bytes a character at most, its numbers and lengths what is left.
-_START = 4 * 256 + 64
+# What its numbers and lengths take at most, beside its key and its request.
+_START = 32
 
 
 class Outbox:
@@ -72,7 +72,9 @@ class Outbox:
         starts, size = [], 0
         while self._start and size < _STARTS:
             starts.append(self._start.popleft())
-            size += _START + len(starts[-1][3])
+            _, key, _, request = starts[-1]
+            # A character takes four bytes at most.
+            size += _START + len(request) + (4 - 3 * key.isascii()) * len(key)
         return starts
 
     async def wait(self) -> None:

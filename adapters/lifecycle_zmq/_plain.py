@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import msgpack
@@ -12,6 +12,11 @@ from ._errors import EncodeError, ProtocolError
 MAX_DEPTH = 16
 MAX_MAP = 1024
 
+# An array may claim no more elements than there are bytes, so even arrays within arrays
+# within so many bytes claim no more than a fifth of a megabyte together.
+_SHORT = 256
+
+_TEXT = frozenset({str})
 _SCALARS = frozenset({int, float, str, bytes, bool, type(None)})
 
 
@@ -32,15 +37,13 @@ def is_plain(value: Any, depth: int = MAX_DEPTH) -> bool:
 
 def is_map(value: Any, depth: int = MAX_DEPTH) -> bool:
     """Whether `value` is a map with text keys and plain values."""
-    if type(value) is not dict or len(value) > MAX_MAP or not _are_text(value):
+    if type(value) is not dict or len(value) > MAX_MAP:
+        return False
+    if not _TEXT.issuperset(map(type, value)):
         return False
     return _SCALARS.issuperset(map(type, value.values())) or all(
         is_plain(item, depth - 1) for item in value.values()
     )
-
-
-def _are_text(keys: Iterable[Any]) -> bool:
-    return set(map(type, keys)) <= {str}
 
 
 def pack(value: Any, what: str, *, size: int, array: int) -> bytes:
@@ -100,9 +103,10 @@ def unpack(packed: bytes | memoryview, what: str, *, array: int) -> Any:
     try:
         # Memory is taken for what an array claims to hold. So it is first walked
         # through without making anything: then each element claimed is there.
-        walk = msgpack.Unpacker(max_buffer_size=size, read_size=size)
-        walk.feed(packed)
-        walk.skip()
+        if size > _SHORT:
+            walk = msgpack.Unpacker(max_buffer_size=size, read_size=size)
+            walk.feed(packed)
+            walk.skip()
         return msgpack.unpackb(
             packed,
             max_array_len=min(array, size),

@@ -74,7 +74,7 @@ def _columns(rows: Any, width: int) -> Sequence[Sequence[Any]] | None:
 
 
 def _are(kind: type, values: Sequence[Any]) -> bool:
-    return set(map(type, values)) <= {kind}
+    return {kind}.issuperset(map(type, values))
 
 
 def _are_whole(values: Sequence[Any], least: int) -> bool:

@@ -60,8 +60,8 @@ class Sender:
         self,
         state: StreamState,
         request: bytes,
-        described: list[list[Any]],
-        memory: Sequence[memoryview],
+        described: Sequence[list[Any]] = (),
+        memory: Sequence[memoryview] = (),
     ) -> None:
         """Ask for a stream; the memory to be sent was copied when this returns.
 
@@ -75,7 +75,7 @@ class Sender:
             "key": state.key,
             "window": state.window,
             "request": request,
-            "tensors": described,
+            "tensors": [*described],
         }
         self.say(Kind.START, body, generation=state.generation, memory=memory)
 

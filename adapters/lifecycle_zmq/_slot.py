@@ -18,14 +18,18 @@ if TYPE_CHECKING:
 class Slot:
     """Holds at most one waiting task; made in the loop that it belongs to.
 
+    Args:
+        like: A slot of the same loop, to look for which is a system call.
+
     Attributes:
         waiter: What `wake` has to wake: a future of asyncio, a task of trio.
     """
 
     __slots__ = ("_loop", "waiter")
+    _loop: asyncio.AbstractEventLoop | None
 
-    def __init__(self) -> None:
-        self._loop = running_asyncio_loop()
+    def __init__(self, like: Slot | None = None) -> None:
+        self._loop = running_asyncio_loop() if like is None else like._loop  # noqa: SLF001
         self.waiter: Any = None
 
     def wait(self) -> Awaitable[None]:
@@ -69,7 +73,7 @@ class Slot:
 
 def running_asyncio_loop() -> asyncio.AbstractEventLoop | None:
     """Return the running loop of asyncio; ``None`` stands for trio."""
-    return asyncio._get_running_loop()  # noqa: SLF001 - costs nothing
+    return asyncio._get_running_loop()  # noqa: SLF001 - raises nothing
 
 
 def _occupied() -> RuntimeError:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from ._slot import Slot
@@ -23,6 +23,7 @@ class StreamState(Slot):
         key: What its owner calls it.
         generation: What the engine calls it.
         window: The credit that its START carries.
+        like: As for `Slot`.
     """
 
     __slots__ = (
@@ -47,12 +48,14 @@ class StreamState(Slot):
         "window",
     )
 
-    def __init__(self, key: str, generation: int, window: int) -> None:
-        super().__init__()
+    def __init__(
+        self, key: str, generation: int, window: int, like: Slot | None = None
+    ) -> None:
+        super().__init__(like)
         self.key = key
         self.generation = generation
         self.window = window
-        self._enders: list[Slot] = []
+        self._enders: Sequence[Slot] = ()
         self.settled = False
         self.done = False
         self.refusal: Error | None = None
@@ -125,7 +128,7 @@ class StreamState(Slot):
     def complete(self) -> None:
         """Let everybody know that the engine has forgotten the stream."""
         self.done = True
-        enders, self._enders = self._enders, []
+        enders, self._enders = self._enders, ()
         for slot in enders:
             slot.wake()
 
@@ -136,16 +139,11 @@ class StreamState(Slot):
         self.finish(error)
         self.complete()
 
-    async def wait_settled(self) -> None:
-        """Wait until the engine has taken or refused the stream, or is lost."""
-        while not self.settled:
-            await self.wait()
-
     async def wait_done(self) -> None:
         """Wait until the engine has forgotten the stream, or is lost."""
         if not self.done:
-            slot = Slot()
-            self._enders.append(slot)
+            slot = Slot(self)
+            self._enders = (*self._enders, slot)
             await slot.wait()
 
 
@@ -210,6 +208,10 @@ class EngineStream:
 
         Cancellation: there is no checkpoint in it.
         """
+        self.close_nowait()
+
+    def close_nowait(self) -> None:
+        """As `aclose`, which does not wait either."""
         if not self._state.finished:
             self._cancel(self._state.key)
         self._state.discard()

@@ -128,7 +128,7 @@ class Tick:
         chunked = self._chunked.values()
         self._clear()
         for stream in chunked:
-            if stream.held is None:
+            if stream.held is None and not stream.finished:
                 stream.words = self.words_for(stream)
         return body
 

@@ -18,6 +18,7 @@ from ._hand_off import Box, forget_frames, take, where
 from ._items import pack_request
 from ._lodging import Lodging
 from ._sender import Sender
+from ._slot import Slot
 from ._streams import EngineStream, StreamState
 from ._table import Report, StreamTable
 from .arena import Arena
@@ -46,6 +47,7 @@ class EngineClient:
     _scopes: tuple[anyio.CancelScope, anyio.CancelScope]
     _settled: anyio.Event
     _gone: anyio.Event
+    _slot: Slot
 
     def __init__(
         self,
@@ -71,6 +73,7 @@ class EngineClient:
         """Begin to connect; `wait_ready` tells when requests are taken."""
         self._settled = anyio.Event()
         self._gone = anyio.Event()
+        self._slot = Slot()
         # Shielded: whoever cleans up while everything around is cancelled still
         # waits for DONE, and somebody must read it.
         self._scopes = anyio.CancelScope(shield=True), anyio.CancelScope(shield=True)
@@ -159,7 +162,8 @@ class EngineClient:
         """
         state = self._begin(key, request, tensors)
         del request, tensors
-        await state.wait_settled()
+        while not state.settled:
+            await state.wait()
         if state.refusal is not None:
             raise state.refusal()
         return EngineStream(state, self.cancel, self._sender.outbox.grant)
@@ -266,9 +270,13 @@ class EngineClient:
                 f"this one has {len(key)}, choose another"
             )
         self._generation += 1
-        state = StreamState(key, self._generation, self._window)
+        state = StreamState(key, self._generation, self._window, self._slot)
         try:
             packed = pack_request(request)
+            if tensors is None:
+                self._table.add(state)
+                self._sender.start(state, packed)
+                return state
             lodging = Lodging(self._arena)
             described, memory = wire.describe(taken, lodging.lodge)
             # Known before it is sent: from then on only END may forget it.

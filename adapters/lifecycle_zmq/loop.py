@@ -196,7 +196,7 @@ class EngineLoop:
             # It was found gone a moment ago: nobody would ever end the stream.
             return
         key = body["key"]
-        if not self._loans.lodge(peer, generation, tensors):
+        if tensors and not self._loans.lodge(peer, generation, tensors):
             told = "a tensor is not where its description says"
             self._reject(peer, generation, "invalid_tensors", told)
             return

@@ -168,11 +168,11 @@ class Session:
         Raises:
             ValueError: One of them is NaN.
         """
-        limits = Deadlines(first_item=first_item, idle=idle, total=total)
         stream, registry = _SessionStream(source, grace=grace), self._registry
         stream.session = self
         stream._new_scope, stream._now = registry._new_scope, registry._now
-        if limits:
+        if (first_item, idle, total) != (None, None, None):
+            limits = Deadlines(first_item=first_item, idle=idle, total=total)
             registry._watchdog.add(stream, limits)
         return stream
 

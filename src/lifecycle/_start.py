@@ -199,7 +199,7 @@ class Start(Generic[T]):
         del self.open_
         if how in ("failed", "withheld"):
             self.end = None
-        last = all(start.how for start in session._starts)
+        last = None not in [start.how for start in session._starts]
         if last or how != "started":
             self.told.wake()
         try:
@@ -263,8 +263,7 @@ def _why_not(starts: list[Start[T]], session: Session) -> Exception:
     errors = {start.how: start.error for start in reversed(starts)}
     for start in starts:
         start.wanted, start.error = False, None
-    error = errors.get("failed")
-    if error is not None:
+    if (error := errors.get("failed")) is not None:
         return error
     if session.outcome is not None:
         return session._ended()

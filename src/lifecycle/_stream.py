@@ -33,7 +33,7 @@ class Stream(Generic[T_co]):
     cancelled stream is closed is logged, by its type.
 
     Args:
-        source: The iterator; closed by its ``aclose``, if it has one.
+        source: The iterator; closed by its ``close_nowait`` or ``aclose``, if any.
         on_close: Called once each, in order, when the stream ends in whatever
             way. Where one raises, the others are called all the same.
         grace: Seconds that the source may take to close.
@@ -144,10 +144,11 @@ class Stream(Generic[T_co]):
             return  # closed already, or about to be
         self._stopped = True
         try:
-            close = getattr(source, "aclose", None)
-            if close is not None:
-                due = self._now() + self._grace
-                with self._new_scope(deadline=due, shield=True):
+            # A scope with a deadline costs more than all the rest of closing.
+            if (at_once := getattr(source, "close_nowait", None)) is not None:
+                at_once()
+            elif (close := getattr(source, "aclose", None)) is not None:
+                with self._new_scope(deadline=self._now() + self._grace, shield=True):
                     await close()
         finally:
             self._finish(None)

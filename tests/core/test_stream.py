@@ -151,6 +151,29 @@ class TestStream:
                 await anext(stream)
         assert log == ["on_close"]
 
+    @pytest.mark.parametrize("read", [False, True])
+    async def test_closes_at_once_what_can_be_closed_without_waiting(
+        self, read: bool
+    ) -> None:
+        """A source with close_nowait is closed by that alone, once, also if cancelled."""
+        log = Log()
+
+        class Source:
+            async def __anext__(self) -> int:
+                raise StopAsyncIteration
+
+            def close_nowait(self) -> None:
+                log.append("closed")
+
+            async def aclose(self) -> None:
+                raise AssertionError
+
+        with anyio.CancelScope() as scope:
+            async with Stream(Source(), on_close=[log.closed]) as stream:  # type: ignore[arg-type]
+                assert not read or [item async for item in stream] == []
+                scope.cancel()
+            assert sorted(log) == ["closed", "on_close"]
+
     async def test_owns_iterators_that_cannot_be_closed(self) -> None:
         """A source without aclose is simply let go, with all it refers to."""
 

@@ -41,6 +41,17 @@ async def test_everything_is_said_once_and_in_order() -> None:
     assert said["grant"] == [[n, 2**62] for n in range(10_001, 15_001)]
 
 
+async def test_small_starts_of_one_turn_share_a_message() -> None:
+    """A key counts with the bytes that it takes, not with those that it might."""
+    outbox = Outbox()
+    for number in range(1, 101):
+        outbox.start(number, f"conversation#{number}", 2**16, bytes(64))
+    body = outbox.take()
+    assert body is not None
+    assert len(body["start"]) == 100
+    assert outbox.take() is None
+
+
 async def test_credit_of_one_turn_is_one_grant_and_none_goes_after_an_end() -> None:
     """Grants of a stream add up; once it is to be forgotten they are of no use."""
     outbox = Outbox()

@@ -377,6 +377,21 @@ def test_decode_refuses_huge_claims_without_memory(packed: bytes) -> None:
         tracemalloc.stop()
 
 
+@pytest.mark.parametrize("size", [255, 256, 257, 2_000, 16_000])
+def test_reader_takes_little_for_what_short_messages_claim(size: int) -> None:
+    """Also where a message is so short that it is not walked through (`fault-44`)."""
+    claim = b"\xdc" + size.to_bytes(2, "big")
+    item = claim * (size // len(claim)) + bytes(size % len(claim))
+    tracemalloc.start()
+    try:
+        for read in (unpack_request, unpack_item):
+            with pytest.raises(ProtocolError):
+                read(item)
+        assert tracemalloc.get_traced_memory()[1] < 2**20
+    finally:
+        tracemalloc.stop()
+
+
 def test_decode_refuses_the_same_claims_in_an_item() -> None:
     """An item is a frame within the frame, and as little believed (`fault-44`)."""
     item = b"\xdd\x00\x00\x3f\xff" * 50_000

@@ -13,6 +13,8 @@ from ._slot import Slot
 _BATCH = 1024
 _STARTS = 16 * 2**10
 SMALL_REQUEST = 4 * 2**10
+# With so many the engine has enough to do until the next ones have been gathered.
+_AMPLE = 32
 # What its numbers and lengths take at most, beside its key and its request.
 _START = 32
 
@@ -32,6 +34,11 @@ class Outbox:
         self._end: dict[int, None] = {}
         self._slot = Slot()
         self._posted = False
+
+    @property
+    def ample(self) -> bool:
+        """Whether it is worth a message before the loop comes round."""
+        return len(self._start) + len(self._end) >= _AMPLE
 
     def start(self, generation: int, key: str, window: int, request: bytes) -> None:
         """Ask for a stream, whose request is small and has no tensors."""

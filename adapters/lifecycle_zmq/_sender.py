@@ -8,6 +8,7 @@ from typing import Any
 from . import wire
 from ._errors import EncodeError
 from ._outbox import SMALL_REQUEST, Outbox
+from ._slot import Slot
 from ._streams import StreamState
 from .transport import ClientTransport
 from .wire import Kind
@@ -25,9 +26,10 @@ class Sender:
 
     Attributes:
         outbox: What will be said at the end of this turn.
+        slot: What the slots of its streams are like.
     """
 
-    __slots__ = ("_incarnation", "_link", "_lose", "_sent", "_silent", "outbox")
+    __slots__ = ("_incarnation", "_link", "_lose", "_sent", "_silent", "outbox", "slot")
 
     def __init__(
         self, link: ClientTransport, incarnation: int, lose: Callable[[str], None]
@@ -38,6 +40,7 @@ class Sender:
         self._sent = 0
         self._silent = False
         self.outbox = Outbox()
+        self.slot = Slot()
 
     async def run(self) -> None:
         """Send what the outbox has gathered, for ever.
@@ -60,8 +63,8 @@ class Sender:
         self,
         state: StreamState,
         request: bytes,
-        described: Sequence[list[Any]] = (),
-        memory: Sequence[memoryview] = (),
+        described: list[list[Any]],
+        memory: Sequence[memoryview],
     ) -> None:
         """Ask for a stream; the memory to be sent was copied when this returns.
 
@@ -70,14 +73,20 @@ class Sender:
         """
         if not described and len(request) <= SMALL_REQUEST:
             self.outbox.start(state.generation, state.key, state.window, request)
+            self._flush_if_ample()
             return
         body = {
             "key": state.key,
             "window": state.window,
             "request": request,
-            "tensors": [*described],
+            "tensors": described,
         }
         self.say(Kind.START, body, generation=state.generation, memory=memory)
+
+    def end(self, state: StreamState) -> None:
+        """Ask for a stream to be forgotten."""
+        self.outbox.end(state.generation)
+        self._flush_if_ample()
 
     def say(
         self,
@@ -94,6 +103,11 @@ class Sender:
         """
         self._flush()
         self._send(kind, body, generation=generation, memory=memory)
+
+    def _flush_if_ample(self) -> None:
+        # The engine works on these while this process makes the next.
+        if self.outbox.ample:
+            self._flush()
 
     def _flush(self) -> None:
         while not self._silent and (body := self.outbox.take()) is not None:

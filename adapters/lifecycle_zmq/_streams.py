@@ -139,6 +139,11 @@ class StreamState(Slot):
         self.finish(error)
         self.complete()
 
+    async def wait_settled(self) -> None:
+        """Wait until the engine has taken or refused the stream, or is lost."""
+        while not self.settled:
+            await self.wait()
+
     async def wait_done(self) -> None:
         """Wait until the engine has forgotten the stream, or is lost."""
         if not self.done:

@@ -18,7 +18,6 @@ from ._hand_off import Box, forget_frames, take, where
 from ._items import pack_request
 from ._lodging import Lodging
 from ._sender import Sender
-from ._slot import Slot
 from ._streams import EngineStream, StreamState
 from ._table import Report, StreamTable
 from .arena import Arena
@@ -47,7 +46,6 @@ class EngineClient:
     _scopes: tuple[anyio.CancelScope, anyio.CancelScope]
     _settled: anyio.Event
     _gone: anyio.Event
-    _slot: Slot
 
     def __init__(
         self,
@@ -73,7 +71,6 @@ class EngineClient:
         """Begin to connect; `wait_ready` tells when requests are taken."""
         self._settled = anyio.Event()
         self._gone = anyio.Event()
-        self._slot = Slot()
         # Shielded: whoever cleans up while everything around is cancelled still
         # waits for DONE, and somebody must read it.
         self._scopes = anyio.CancelScope(shield=True), anyio.CancelScope(shield=True)
@@ -162,8 +159,7 @@ class EngineClient:
         """
         state = self._begin(key, request, tensors)
         del request, tensors
-        while not state.settled:
-            await state.wait()
+        await state.wait_settled()
         if state.refusal is not None:
             raise state.refusal()
         return EngineStream(state, self.cancel, self._sender.outbox.grant)
@@ -191,7 +187,7 @@ class EngineClient:
             state.end_sent = True
             state.finish()
             state.discard()
-            self._sender.outbox.end(state.generation)
+            self._sender.end(state)
         await state.wait_done()
 
     async def status(self) -> dict[str, Any]:
@@ -270,13 +266,9 @@ class EngineClient:
                 f"this one has {len(key)}, choose another"
             )
         self._generation += 1
-        state = StreamState(key, self._generation, self._window, self._slot)
+        state = StreamState(key, self._generation, self._window, self._sender.slot)
         try:
             packed = pack_request(request)
-            if tensors is None:
-                self._table.add(state)
-                self._sender.start(state, packed)
-                return state
             lodging = Lodging(self._arena)
             described, memory = wire.describe(taken, lodging.lodge)
             # Known before it is sent: from then on only END may forget it.

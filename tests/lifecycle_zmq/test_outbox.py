@@ -10,6 +10,8 @@ import pytest
 from lifecycle import Payload
 from lifecycle_zmq import EngineClient, wire
 from lifecycle_zmq._outbox import SMALL_REQUEST, Outbox
+from lifecycle_zmq._sender import Sender
+from lifecycle_zmq._streams import StreamState
 from lifecycle_zmq.wire import Kind
 
 pytestmark = [pytest.mark.anyio]
@@ -50,6 +52,27 @@ async def test_small_starts_of_one_turn_share_a_message() -> None:
     assert body is not None
     assert len(body["start"]) == 100
     assert outbox.take() is None
+
+
+async def test_many_starts_and_ends_do_not_wait_for_the_turn_of_the_loop() -> None:
+    """The engine begins with the first of them while the others are made."""
+    said: list[Any] = []
+
+    class Link:
+        def send(self, parts: Any) -> bool:
+            said.append(wire.decode(parts, accept=wire.FROM_CLIENT).body)
+            return True
+
+    sender = Sender(Link(), 7, pytest.fail)  # type: ignore[arg-type]
+    states = [StreamState(f"s#{it}", it, 2**16) for it in range(1, 101)]
+    for state in states:
+        sender.start(state, b"\x80", [], [])
+    assert [len(body["start"]) for body in said] == [32, 32, 32]
+    for state in states:
+        sender.end(state)
+    # Those that are left go together: nothing overtakes a start.
+    assert [it[0] for body in said for it in body["start"]] == [*range(1, 101)]
+    assert [it for body in said for it in body["end"]] == [*range(1, 93)]
 
 
 async def test_credit_of_one_turn_is_one_grant_and_none_goes_after_an_end() -> None:

@@ -199,7 +199,7 @@ class Start(Generic[T]):
         del self.open_
         if how in ("failed", "withheld"):
             self.end = None
-        last = None not in [start.how for start in session._starts]
+        last = all(start.how for start in session._starts)
         if last or how != "started":
             self.told.wake()
         try:

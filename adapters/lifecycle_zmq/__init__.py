@@ -18,7 +18,9 @@ process's side, around whatever implements `Backend`.
 #   _lodging                              tensors of a request into an arena
 #   _link, _address                       ZeroMQ's end here; what an engine is told
 #   client                                the API process's end of any link
-#   _frames, _pair, _rendezvous           how the two processes meet; a pair, both ends
+#   _parcel, _passing                     memory of tensors that is passed
+#   _frames, _writer                      messages in a stream of bytes
+#   _pair, _rendezvous                    how the two processes meet; a pair, both ends
 #   _page, _lock, _proc, _watch           how an engine is doing, without the link
 #   process, _liveness                    one process; what it shows
 #   life, _incarnation                    one incarnation, of any kind; of processes

@@ -18,8 +18,9 @@ from typing import Self
 import anyio
 
 from . import wire
-from ._frames import FrameReader, FrameWriter, prepare
+from ._frames import FrameReader
 from ._slot import Slot, running_asyncio_loop
+from ._writer import FrameWriter, prepare
 from .transport import Handle
 from .wire import Buffer
 
@@ -234,6 +235,7 @@ class PairServer:
             while waiting != self._writer.waiting:
                 waiting = self._writer.waiting
                 self._writer.flush()
+        self._reader.close()
         self._socket.close()
 
     def poll(self, milliseconds: int | None) -> None:

@@ -27,7 +27,7 @@ from lifecycle_zmq import (
     EngineServer,
     ProtocolError,
     ZmqEngine,
-    _frames,
+    _writer,
     _pair,
     wire,
 )
@@ -229,7 +229,7 @@ def test_server_that_nobody_reads_keeps_and_then_refuses(
     monkeypatch: pytest.MonkeyPatch, ends: Ends
 ) -> None:
     """It never waits; what it kept comes in order; too much, and the client is gone."""
-    monkeypatch.setattr(_frames, "MOST_WAITING", 3 * MIB)
+    monkeypatch.setattr(_writer, "MOST_WAITING", 3 * MIB)
     sent = 0
     head = bytes(200_000)
     while sent < 100 and ends.server.send(b"", head):
@@ -258,7 +258,7 @@ async def test_engine_that_does_not_read_holds_no_loop_up(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """A send returns at once, the caller's memory is its own again, nothing is lost."""
-    monkeypatch.setattr(_frames, "MOST_TENSORS", 40 * MIB)
+    monkeypatch.setattr(_writer, "MOST_TENSORS", 40 * MIB)
     pair = Pair()
     link = PairLink(*_ours(pair), lambda _: True)
     theirs = _theirs(pair)
@@ -291,7 +291,7 @@ async def test_tensors_that_wait_leave_room_for_what_is_said_of_them(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """One START of more than may wait is no reason to give up the engine."""
-    monkeypatch.setattr(_frames, "MOST_WAITING", 4 * MIB)
+    monkeypatch.setattr(_writer, "MOST_WAITING", 4 * MIB)
     pair = Pair()
     link = PairLink(*_ours(pair), lambda _: True)
     assert link.send([b"start", bytes(8 * MIB)])

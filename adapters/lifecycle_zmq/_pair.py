@@ -17,7 +17,7 @@ from typing import Self
 
 import anyio
 
-from . import wire
+from . import _parcel, wire
 from ._frames import FrameReader
 from ._slot import Slot, running_asyncio_loop
 from ._writer import FrameWriter, prepare
@@ -69,6 +69,8 @@ class PairLink:
     """The client's end, as a `ClientTransport`."""
 
     __slots__ = ("_full", "_handle", "_over", "_reader", "_socket", "_writer")
+    # Copies of large tensors may be made before they are sent, by `_parcel`.
+    passes_memory = _parcel.SUPPORTED
 
     def __init__(self, sock: socket.socket, handle: Handle) -> None:
         self._socket = sock

@@ -46,6 +46,8 @@ def pack(tensors: Sequence[memoryview]) -> int | None:
     """
     if not SUPPORTED:
         return None
+    if (early := _packed_early(tensors)) is not None:
+        return early
     try:
         descriptor = os.memfd_create("tensors", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
     except OSError:
@@ -63,6 +65,35 @@ def pack(tensors: Sequence[memoryview]) -> int | None:
     return descriptor
 
 
+def pack_early(tensors: Sequence[memoryview]) -> list[memoryview] | None:
+    """Return copies of `tensors` that `pack` need not copy again; in any thread.
+
+    Mapped and not touched, so no part of what this process holds; None as for `pack`.
+    """
+    descriptor = pack(tensors)
+    if descriptor is None:
+        return None
+    sizes = tuple(map(len, tensors))
+    try:
+        region, offsets = _open(descriptor, sizes)
+    except (OSError, ProtocolError):
+        os.close(descriptor)
+        return None
+    region.sizes, region.descriptor = sizes, descriptor
+    return _cut(region, offsets, sizes)
+
+
+def _packed_early(tensors: Sequence[memoryview]) -> int | None:
+    region: Any = tensors[0].obj
+    same = isinstance(region, _Region) and all(it.obj is region for it in tensors)
+    if not same or region.sizes != tuple(map(len, tensors)):
+        return None
+    # Passed once; who has the views and passes them again has them copied.
+    descriptor, region.descriptor = region.descriptor, None
+    found: int | None = descriptor
+    return found
+
+
 def unpack(descriptor: int, sizes: Sequence[int]) -> list[memoryview]:
     """Return the tensors of these sizes; the last view of them takes the memory along.
 
@@ -75,16 +106,27 @@ def unpack(descriptor: int, sizes: Sequence[int]) -> list[memoryview]:
     Raises:
         ProtocolError: It is no memory, not sealed, or of another size.
     """
-    offsets, size = layout(sizes)
     try:
-        seals = fcntl.fcntl(descriptor, fcntl.F_GET_SEALS)
-        if seals & _SEALS != _SEALS or os.fstat(descriptor).st_size != size:
-            raise ProtocolError("the memory of tensors is not sealed, or of wrong size")
-        memory = _map(descriptor, size)
+        region, offsets = _open(descriptor, sizes)
     except OSError:
         raise ProtocolError("what was passed is no memory of tensors") from None
     finally:
         os.close(descriptor)
+    return _cut(region, offsets, sizes)
+
+
+def _open(descriptor: int, sizes: Sequence[int]) -> tuple[_Region, list[int]]:
+    offsets, size = layout(sizes)
+    seals = fcntl.fcntl(descriptor, fcntl.F_GET_SEALS)
+    if seals & _SEALS != _SEALS or os.fstat(descriptor).st_size != size:
+        raise ProtocolError("the memory of tensors is not sealed, or of wrong size")
+    return _map(descriptor, size), offsets
+
+
+def _cut(
+    region: _Region, offsets: Sequence[int], sizes: Sequence[int]
+) -> list[memoryview]:
+    memory = memoryview(region).cast("B")
     places = zip(offsets, sizes, strict=True)
     return [memory[offset : offset + size] for offset, size in places]
 
@@ -99,20 +141,25 @@ def _write(descriptor: int, tensor: memoryview, at: int) -> None:
 # length would be garbage that only the collector finds: so one, longer than any memory.
 class _Region(ctypes.c_ubyte * 2**46):  # type: ignore[misc]
     size = 0
+    # What it was packed from, as long as it may be passed on as it is.
+    sizes: tuple[int, ...] = ()
+    descriptor: int | None = None
 
     def __del__(self) -> None:
         """Unmap it; this may be any thread."""
         _libc().munmap(ctypes.addressof(self), self.size)
+        if self.descriptor is not None:
+            os.close(self.descriptor)
 
 
-def _map(descriptor: int, size: int) -> memoryview:
+def _map(descriptor: int, size: int) -> _Region:
     access = mmap.PROT_READ | mmap.PROT_WRITE
     address = _libc().mmap(None, size, access, mmap.MAP_PRIVATE, descriptor, 0)
     if address == _FAILED:
         raise OSError("the memory cannot be mapped")
-    region = _Region.from_address(address)
+    region: _Region = _Region.from_address(address)
     region.size = size
-    return memoryview(region).cast("B")[:size]
+    return region
 
 
 @cache

@@ -2,8 +2,8 @@
 
 In one run, taking turns: a plain copy into memory that was used before; a hand-off of
 one byte, which is the messages alone; of a tensor that was written into the arena in
-place, one copied into it by the hand-off, and one sent where there is none. Then what 16
-streams of the same engine notice of it, and what the client's peak is.
+place, one copied into it by the hand-off, and one sent where there is none. Then what
+16 streams of the same engine notice of it, and what the client's peak is.
 
 Run it: python benchmarks/arena.py [--rounds 15] [--mib 32]
 """

@@ -15,10 +15,12 @@ process's side, around whatever implements `Backend`.
 #   _schema, _tick_form, wire             messages
 #   transport                             what carries messages, for both ends
 #   _slot, _streams, _table, _outbox      what the client knows, without I/O
-#   _lodging                              tensors of a request into an arena
+#   _parcel, _passing                     memory of tensors that is passed
+#   _lodging, _carrier                    tensors of a request to where the engine is
 #   _link, _address                       ZeroMQ's end here; what an engine is told
 #   client                                the API process's end of any link
-#   _frames, _pair, _rendezvous           how the two processes meet; a pair, both ends
+#   _frames, _writer                      messages in a stream of bytes
+#   _pair, _rendezvous                    how the two processes meet; a pair, both ends
 #   _page, _lock, _proc, _watch           how an engine is doing, without the link
 #   process, _liveness                    one process; what it shows
 #   life, _incarnation                    one incarnation, of any kind; of processes

@@ -1,7 +1,9 @@
 """Messages in a stream of bytes: each part behind a prefix that tells how long it is.
 
 The prefix has eight bytes, one big-endian number: in its first byte how many parts of
-the message follow this one, in the others the bytes of this one.
+the message follow this one, in the others the bytes of this one. Is the highest bit of
+that byte set in the first part, the others' bytes do not follow their prefixes: they
+lie in memory whose descriptor is passed with the first byte of the message.
 """
 
 from __future__ import annotations
@@ -9,33 +11,20 @@ from __future__ import annotations
 import mmap
 import socket
 import struct
-from collections import deque
 from collections.abc import Sequence
 
 from . import wire
-from ._errors import EncodeError, ProtocolError
+from ._errors import ProtocolError
+from ._passing import passed
 from .wire import Buffer
 
-_PREFIX = struct.Struct("!Q")
-_SHIFT = 56
-_SIZE = 2**_SHIFT - 1
+PREFIX = struct.Struct("!Q")
+SHIFT = 56
+APART = 128
+_SIZE = 2**SHIFT - 1
 _NOTHING = memoryview(b"")
 # From here on, memory of its own that is given back to the system with the tensor.
 _MAPPED_FROM = 64 * 2**10
-# What may wait for the other side to read: of all messages with tensors, which a gate
-# bounds long before; and of others, far more than credit lets pile up.
-MOST_TENSORS = 4 * 2**30
-MOST_WAITING = 256 * 2**20
-_SENDS = 64
-_BUFFER = 2**20
-# Programs may have undone that Python ignores this signal.
-_QUIET: int = getattr(socket, "MSG_NOSIGNAL", 0)
-
-
-def prepare(sock: socket.socket) -> None:
-    """Make one end of a pair ready for frames."""
-    sock.setblocking(False)
-    sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, _BUFFER)
 
 
 class FrameReader:
@@ -56,7 +45,9 @@ class FrameReader:
         "_head",
         "_memory",
         "_parts",
-        "_socket",
+        "_passed",
+        "_receive",
+        "_sizes",
         "_start",
         "_tensors",
         "_unfilled",
@@ -64,15 +55,18 @@ class FrameReader:
     )
 
     def __init__(self, sock: socket.socket, *, head: int, tensors: int) -> None:
-        self._socket = sock
+        self._passed = passed(sock) if tensors else None
+        self._receive = (sock if self._passed is None else self._passed).recv_into
         self._head = head
         self._tensors = tensors
         # One for ever, used from its beginning: what a reader's caches know already.
-        self._memory = memoryview(bytearray(_PREFIX.size + head))
+        self._memory = memoryview(bytearray(PREFIX.size + head))
         self._start = self._end = 0
         self._parts: list[Buffer] = []
         self._follow = 0
         self._unfilled = _NOTHING
+        # Of the tensors whose bytes are apart; None while they are not.
+        self._sizes: list[int] | None = None
         self.over = False
 
     @property
@@ -81,15 +75,24 @@ class FrameReader:
         return bool(self._parts) or self._start < self._end
 
     def read(self) -> bool:
-        """Take what is there, at most a buffer full; False if that is nothing."""
+        """Take what is there, at most a buffer full; False if that is nothing.
+
+        Raises:
+            ProtocolError: Something was passed that no message has.
+        """
         try:
-            count = self._socket.recv_into(self._unfilled or self._room())
+            if self._passed is not None and self._passed.held and not self.amid:
+                raise ProtocolError("memory was passed that no message announces")
+            count = self._receive(self._unfilled or self._room())
         except BlockingIOError:
             return False
         except OSError:
             count = 0
+        except ProtocolError:
+            self.close()
+            raise
         if not count:
-            self.over = True
+            self.close()
         elif self._unfilled:
             # An empty rest would keep all of the tensor alive.
             self._unfilled = self._unfilled[count:] or _NOTHING
@@ -113,6 +116,12 @@ class FrameReader:
                 return None
         return None
 
+    def close(self) -> None:
+        """Take nothing more, and close what was passed for messages that miss more."""
+        self.over = True
+        if self._passed is not None:
+            self._passed.close()
+
     def _room(self) -> memoryview:
         # The longest legal part fits, so there always is some.
         rest = self._end - self._start
@@ -122,14 +131,17 @@ class FrameReader:
         return self._memory[rest:]
 
     def _begin(self) -> bool:
-        begin = self._start + _PREFIX.size
+        begin = self._start + PREFIX.size
         if begin > self._end:
             return False
-        (prefix,) = _PREFIX.unpack_from(self._memory, self._start)
-        follow, size = prefix >> _SHIFT, prefix & _SIZE
+        (prefix,) = PREFIX.unpack_from(self._memory, self._start)
+        follow, size = prefix >> SHIFT, prefix & _SIZE
+        if not self._parts:
+            self._sizes = [] if follow & APART else None
+            follow &= ~APART
         self._check(follow, size)
         if self._parts:
-            self._begin_tensor(begin, size)
+            self._begin_tensor(begin, size, last=not follow)
         elif begin + size > self._end:
             return False
         else:
@@ -144,12 +156,19 @@ class FrameReader:
             bad = follow != self._follow - 1 or size > wire.MAX_TENSOR_BYTES
         else:
             bad = follow > self._tensors or size > self._head
+            bad = bad or (self._sizes is not None and not follow)
         if bad:
-            self.over = True
             self._parts = []
+            self.close()
             raise ProtocolError(f"a part of {size} bytes before {follow} others")
 
-    def _begin_tensor(self, begin: int, size: int) -> None:
+    def _begin_tensor(self, begin: int, size: int, *, last: bool) -> None:
+        if self._sizes is not None:
+            self._sizes.append(size)
+            self._start = begin
+            if last:
+                self._parts += self._passed_tensors(self._sizes)
+            return
         part = _memory_for(size)
         self._parts.append(part)
         view = memoryview(part)
@@ -158,101 +177,19 @@ class FrameReader:
         self._unfilled = view[there:] or _NOTHING
         self._start = begin + there
 
+    def _passed_tensors(self, sizes: list[int]) -> list[memoryview]:
+        try:
+            if self._passed is None:
+                raise ProtocolError("this system knows no memory that is passed")
+            return self._passed.take(sizes)
+        except ProtocolError:
+            self._parts = []
+            self.close()
+            raise
+
 
 def _memory_for(size: int) -> bytearray | memoryview:
     # Not touched before it is filled, whatever a peer claims to send.
     if size < _MAPPED_FROM:
         return bytearray(size)
     return memoryview(mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE))
-
-
-class FrameWriter:
-    """Sends messages through a socket, and keeps what does not fit into it yet.
-
-    Args:
-        sock: The socket; it does not block.
-
-    Attributes:
-        waiting: Bytes that are kept.
-    """
-
-    __slots__ = ("_kept", "_lone", "_socket", "waiting")
-
-    def __init__(self, sock: socket.socket) -> None:
-        self._socket = sock
-        # Each with whether it is a message without tensors; and the bytes of those.
-        self._kept: deque[tuple[memoryview, bool]] = deque()
-        self._lone = 0
-        self.waiting = 0
-
-    def write(self, parts: Sequence[Buffer]) -> bool:
-        """Send or keep one message; what is kept was copied. False: no room for it.
-
-        Raises:
-            EncodeError: There is no room for its tensors.
-            OSError: The other side has hung up, or the system takes nothing.
-        """
-        lone = len(parts) == 1
-        if lone and not self._kept:
-            frame = _PREFIX.pack(len(parts[0])) + parts[0]
-            return self._send([frame], lone=True)
-        views = [memoryview(part).cast("B") for part in parts]
-        size = sum(map(len, views))
-        if lone:
-            # Tensors leave room for what is to be said of their streams.
-            if self._lone + size > MOST_WAITING:
-                return False
-        elif self.waiting and self.waiting + size > MOST_TENSORS:
-            raise EncodeError(
-                "no_memory",
-                f"{self.waiting} bytes wait for the engine to read them, at most "
-                f"{MOST_TENSORS}; admit fewer bytes at a time, or pass arena_bytes=",
-            )
-        frames: list[Buffer] = []
-        for follow, view in zip(reversed(range(len(views))), views, strict=True):
-            frames += (_PREFIX.pack(follow << _SHIFT | len(view)), view)
-        return self._send(frames, lone=lone)
-
-    def flush(self) -> None:
-        """Send what was kept, as much as fits.
-
-        Raises:
-            OSError: The other side has hung up.
-        """
-        # Bounded: a reader that keeps up must not hold the caller.
-        for _ in range(_SENDS):
-            if not self._kept:
-                return
-            sent = self._try([self._kept[0][0]])
-            frame, lone = self._kept.popleft()
-            self._count(-sent, lone=lone)
-            if sent < len(frame):
-                self._kept.appendleft((frame[sent:], lone))
-                return
-
-    def drop(self) -> None:
-        """Keep nothing any more."""
-        self._kept.clear()
-        self._lone = self.waiting = 0
-
-    def _count(self, size: int, *, lone: bool) -> None:
-        self.waiting += size
-        self._lone += size * lone
-
-    def _send(self, frames: Sequence[Buffer], *, lone: bool) -> bool:
-        sent = 0 if self._kept else self._try(frames)
-        for frame in frames:
-            if sent < len(frame):
-                rest = memoryview(bytes(memoryview(frame)[sent:]))
-                self._kept.append((rest, lone))
-                self._count(len(rest), lone=lone)
-            sent = max(0, sent - len(frame))
-        return True
-
-    def _try(self, frames: Sequence[Buffer]) -> int:
-        try:
-            if len(frames) == 1:
-                return self._socket.send(frames[0], _QUIET)
-            return self._socket.sendmsg(frames, (), _QUIET)
-        except BlockingIOError:
-            return 0

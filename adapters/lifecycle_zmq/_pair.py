@@ -17,9 +17,10 @@ from typing import Self
 
 import anyio
 
-from . import wire
-from ._frames import FrameReader, FrameWriter, prepare
+from . import _parcel, wire
+from ._frames import FrameReader
 from ._slot import Slot, running_asyncio_loop
+from ._writer import FrameWriter, prepare
 from .transport import Handle
 from .wire import Buffer
 
@@ -68,6 +69,8 @@ class PairLink:
     """The client's end, as a `ClientTransport`."""
 
     __slots__ = ("_full", "_handle", "_over", "_reader", "_socket", "_writer")
+    # Copies of large tensors may be made before they are sent, by `_parcel`.
+    passes_memory = _parcel.SUPPORTED
 
     def __init__(self, sock: socket.socket, handle: Handle) -> None:
         self._socket = sock
@@ -234,6 +237,7 @@ class PairServer:
             while waiting != self._writer.waiting:
                 waiting = self._writer.waiting
                 self._writer.flush()
+        self._reader.close()
         self._socket.close()
 
     def poll(self, milliseconds: int | None) -> None:

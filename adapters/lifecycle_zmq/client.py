@@ -13,6 +13,7 @@ from lifecycle import EngineLost
 
 from . import wire
 from ._address import connect_to
+from ._carrier import Carrier
 from ._errors import EncodeError, ProtocolError, RequestRejected
 from ._hand_off import Box, forget_frames, take, where
 from ._items import pack_request
@@ -69,12 +70,12 @@ class EngineClient:
 
     async def __aenter__(self) -> Self:
         """Begin to connect; `wait_ready` tells when requests are taken."""
-        self._settled = anyio.Event()
-        self._gone = anyio.Event()
+        self._settled, self._gone = anyio.Event(), anyio.Event()
         # Shielded: whoever cleans up while everything around is cancelled still
         # waits for DONE, and somebody must read it.
         self._scopes = anyio.CancelScope(shield=True), anyio.CancelScope(shield=True)
         self._link = self._connect(self._handle)
+        self._carrier = Carrier(self._arena, self._link)
         self._sender = Sender(self._link, self._incarnation, self.lose)
         self._tasks = anyio.create_task_group()
         await self._tasks.__aenter__()
@@ -141,9 +142,8 @@ class EngineClient:
     ) -> AsyncIterator[Any]:
         """Hand a request to the engine and return its items.
 
-        The tensors are taken and dropped before this coroutine first waits, whatever
-        becomes of the request. What lies in the arena stays there, larger ones are
-        copied into it while there is room, and the rest into the socket.
+        The tensors are taken at once, and dropped before the engine is asked. What lies
+        in the arena stays there; others are copied, more than 4 MiB in a thread.
 
         Args:
             key: What the stream is called until `end`; not in use.
@@ -157,6 +157,8 @@ class EngineClient:
 
         Cancellation: the engine may run the request; `end` of its key stops it.
         """
+        if tensors is not None and self.ready:
+            tensors = await self._carrier.bring(tensors)
         state = self._begin(key, request, tensors)
         del request, tensors
         await state.wait_settled()
@@ -175,8 +177,8 @@ class EngineClient:
     async def end(self, key: str) -> None:
         """Make the engine forget a stream; return when it has released everything.
 
-        END is sent at most once, and not at all if START was not. A reader of the
-        stream sees it end. When the engine is gone there is nothing to wait for.
+        END is sent once at most, and not if START was not. A reader of the stream
+        sees it end. When the engine is gone there is nothing to wait for.
 
         Cancellation: END is on its way all the same; call again to wait for the rest.
         """
@@ -261,10 +263,8 @@ class EngineClient:
         if not self.ready:
             raise self._loss()
         if not wire.is_key(key) or key in self._table.keys:
-            raise ValueError(
-                "a stream key is text of 1 to 256 characters that is not in use; "
-                f"this one has {len(key)}, choose another"
-            )
+            told = "a stream key is text of 1 to 256 characters that is not in use"
+            raise ValueError(f"{told}; this one has {len(key)}, choose another")
         self._generation += 1
         state = StreamState(key, self._generation, self._window, self._sender.slot)
         try:

@@ -44,9 +44,7 @@ class ZmqEngine(SupervisedEngine[Incarnation]):
         env: Its environment; ``None`` inherits ours.
         pass_fds: Descriptors that it inherits.
         transport: ``"pair"``, two connected sockets of which the engine inherits
-            one; or ``"ipc"``, ZeroMQ over a socket in a directory of its own. By
-            default a pair where there is an arena, as it has no threads that take
-            large tensors from the loop.
+            one; or ``"ipc"``, ZeroMQ over a socket in a directory of its own.
         directory: Where the directories of ``"ipc"`` are made; ``None`` is the
             system's place for temporary files.
         ready_timeout: Seconds that an incarnation may take until it serves.
@@ -75,7 +73,7 @@ class ZmqEngine(SupervisedEngine[Incarnation]):
         *,
         env: Mapping[str, str] | None = None,
         pass_fds: Sequence[int] = (),
-        transport: Literal["pair", "ipc"] | None = None,
+        transport: Literal["pair", "ipc"] = "pair",
         directory: Path | None = None,
         ready_timeout: float = 300.0,
         backoff: float = 0.5,
@@ -93,9 +91,6 @@ class ZmqEngine(SupervisedEngine[Incarnation]):
         if isinstance(argv, str | bytes):  # each letter would be an argument
             kind = type(argv).__name__
             raise TypeError(f"argv must be a list, not {kind}; shlex.split() makes one")
-        if transport is None:
-            # Tensors that are sent wait in a pair until the engine's step is over.
-            transport = "pair" if arena_bytes else "ipc"
         if transport not in _TRANSPORTS:
             raise ValueError(
                 f"transport {transport!r} is none of {', '.join(_TRANSPORTS)}"

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import os
+import socket
+import struct
 import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 import anyio
 import msgpack
@@ -18,6 +20,7 @@ import zmq
 
 import lifecycle_zmq
 from lifecycle_zmq import ZmqEngine, wire
+from lifecycle_zmq._pair import PairServer
 
 SCRIPT = Path(__file__).with_name("scripted_engine.py")
 BOUND = 20.0
@@ -69,6 +72,63 @@ def make_engine(
         return ZmqEngine([*engine_argv, *arguments], **(settings | options))
 
     return make
+
+
+def framed(*parts: bytes, apart: bool = False) -> bytes:
+    """A message as docs/reference/wire.md has it; `apart`: without its tensors' bytes."""
+    follow = reversed(range(len(parts)))
+    whole = b""
+    for number, (left, part) in enumerate(zip(follow, parts, strict=True)):
+        first = left | (128 if apart and not number else 0)
+        whole += struct.pack(">B", first) + len(part).to_bytes(7, "big")
+        whole += b"" if apart and number else part
+    return whole
+
+
+class PairEnds:
+    """The server of a pair, and the socket that its client would have."""
+
+    def __init__(self) -> None:
+        self.client, theirs = socket.socketpair()
+        theirs.setblocking(False)
+        self.left: list[bool] = []
+        self.framed = framed
+        self.server = PairServer(theirs.detach(), lambda: self.left.append(True))
+
+    def arrive(self) -> list[wire.Buffer] | None:
+        """The next message, which must be soon, with the memory that it came in."""
+        until = time.monotonic() + BOUND
+        while time.monotonic() < until:
+            arrived = self.server.receive()
+            if arrived is not None:
+                return None if arrived[1] is None else list(arrived[1])
+            self.server.poll(10)
+        raise TimeoutError
+
+    def receive(self) -> list[bytes] | None:
+        """A copy of the next message, which must be soon."""
+        parts = self.arrive()
+        return None if parts is None else [bytes(part) for part in parts]
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *exc_info: object) -> None:
+        self.server.__exit__(None, None, None)
+        self.client.close()
+
+
+@pytest.fixture
+def make_ends() -> Callable[[], PairEnds]:
+    """Makes what has to be closed."""
+    return PairEnds
+
+
+@pytest.fixture
+def ends() -> Iterator[PairEnds]:
+    """A server and its client's socket."""
+    with PairEnds() as it:
+        yield it
 
 
 Said = tuple[str, str]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import random
+import sys
 import threading
 from pathlib import Path
 from types import ModuleType
@@ -20,16 +21,37 @@ SECONDS = 8.0
 
 @pytest.fixture(scope="module")
 def fuzzer() -> ModuleType:
-    """The fuzzer, which is also a script."""
-    path = Path(__file__).with_name("fuzz.py")
-    spec = importlib.util.spec_from_file_location("fuzz", path)
+    """The fuzzer of messages, which is also a script."""
+    return load("fuzz")
+
+
+def load(name: str) -> ModuleType:
+    """Import a script from this directory."""
+    path = Path(__file__).with_name(f"{name}.py")
+    spec = importlib.util.spec_from_file_location(name, path)
     assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     # A dataclass looks its own module up.
     with pytest.MonkeyPatch.context() as patch:
-        patch.setitem(__import__("sys").modules, "fuzz", module)
+        patch.setitem(sys.modules, name, module)
         spec.loader.exec_module(module)
     return module
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="nothing is passed")
+def test_streams_with_descriptors_leave_none(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """Mutated, cut, with too many, too few or odd ones: `ProtocolError`, and no leak."""
+    result: Any = load("fuzz_pair").fuzz(seed=20_261_122, seconds=3.0, frames=100_000)
+    with capsys.disabled():
+        print(f"\n{result}")
+    assert result.frames > 1_000
+    assert result.passed > result.frames / 4
+    assert 0 < result.heard < result.frames
+    assert result.refused > result.frames / 50
+    assert result.left == 0
+    assert result.peak < 2**20
 
 
 def test_decode_raises_nothing_but_protocol_errors(

@@ -1,8 +1,7 @@
-"""The pair of sockets: frames cut anywhere, a side that hangs up, one that never reads."""
+"""The pair of sockets, the engine's end: frames cut anywhere, a client that hangs up."""
 
 from __future__ import annotations
 
-import errno
 import random
 import socket
 import struct
@@ -12,70 +11,32 @@ import threading
 import time
 import tracemalloc
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import anyio
 import pytest
 
 import lifecycle_zmq
-from lifecycle import EngineLost
 from lifecycle_zmq import (
-    EncodeError,
     EngineClient,
     EngineServer,
     ProtocolError,
     ZmqEngine,
-    _frames,
     _pair,
+    _writer,
     wire,
 )
-from lifecycle_zmq._liveness import Liveness
-from lifecycle_zmq._pair import Pair, PairLink, PairServer
-from lifecycle_zmq._watch import Limits
+from lifecycle_zmq._pair import Pair
 from lifecycle_zmq.wire import Kind
 
 BOUND = 20.0
 MIB = 2**20
+Ends = Any  # as in conftest.py
 
 
-def framed(*parts: bytes) -> bytes:
-    """A message as docs/reference/wire.md has it."""
-    follow = reversed(range(len(parts)))
-    pairs = zip(follow, parts, strict=True)
-    return b"".join(
-        struct.pack(">B", left) + len(part).to_bytes(7, "big") + part
-        for left, part in pairs
-    )
-
-
-class Ends:
-    """A server, and the socket that its client would have."""
-
-    def __init__(self) -> None:
-        self.client, theirs = socket.socketpair()
-        theirs.setblocking(False)
-        self.left: list[bool] = []
-        self.server = PairServer(theirs.detach(), lambda: self.left.append(True))
-
-    def receive(self) -> Sequence[wire.Buffer] | None:
-        """The next message, which must be soon."""
-        until = time.monotonic() + BOUND
-        while time.monotonic() < until:
-            arrived = self.server.receive()
-            if arrived is not None:
-                return None if arrived[1] is None else [bytes(it) for it in arrived[1]]
-            self.server.poll(10)
-        raise TimeoutError
-
-
-@pytest.fixture
-def ends() -> Iterator[Ends]:
-    """A server and its client's socket."""
-    it = Ends()
-    with it.server, it.client:
-        yield it
+# The first part of a message of which another one is to follow.
+ONE_MORE = struct.pack(">Q", 1 << 56 | 40) + b"x" * 40
 
 
 def test_messages_are_whole_wherever_the_stream_is_cut(ends: Ends) -> None:
@@ -86,7 +47,7 @@ def test_messages_are_whole_wherever_the_stream_is_cut(ends: Ends) -> None:
         [chance.randbytes(chance.choice(sizes)) for _ in range(chance.randint(1, 8))]
         for _ in range(60)
     ]
-    stream = b"".join(framed(*parts) for parts in messages)
+    stream = b"".join(ends.framed(*parts) for parts in messages)
 
     def write() -> None:
         at = 0
@@ -108,15 +69,13 @@ def test_messages_are_whole_wherever_the_stream_is_cut(ends: Ends) -> None:
         pytest.param(struct.pack(">Q", 2**56 - 1), id="endless"),
         pytest.param(struct.pack(">Q", 2 * MIB), id="too-long"),
         pytest.param(struct.pack(">Q", 8 << 56 | 40), id="too-many-parts"),
-        pytest.param(framed(b"x" * 40, b"y")[:48] + b"\x01" + bytes(7), id="more"),
-        pytest.param(
-            framed(b"x" * 40, b"y")[:48] + struct.pack(">Q", 5 * 2**30), id="tensor"
-        ),
+        pytest.param(ONE_MORE + b"\x01" + bytes(7), id="more"),
+        pytest.param(ONE_MORE + struct.pack(">Q", 5 * 2**30), id="tensor"),
     ],
 )
 def test_length_that_no_part_has_ends_the_connection(ends: Ends, claim: bytes) -> None:
     """Refused before memory is taken for it; what follows it is not read (`fault-43`)."""
-    ends.client.sendall(claim + framed(b"later"))
+    ends.client.sendall(claim + ends.framed(b"later"))
     tracemalloc.start()
     try:
         with pytest.raises(ProtocolError):
@@ -129,14 +88,15 @@ def test_length_that_no_part_has_ends_the_connection(ends: Ends, claim: bytes) -
     assert ends.left == [True]
 
 
-def test_noise_is_refused_and_never_more_than_that(ends: Ends) -> None:
+def test_noise_is_refused_and_never_more_than_that(
+    ends: Ends, make_ends: Callable[[], Ends]
+) -> None:
     """Whatever bytes come: messages, a `ProtocolError`, or the end (`N11`)."""
     chance = random.Random(11)
-    good = framed(wire.encode(Kind.STATUS, {"ask": 1}, incarnation=1, sequence=0))
+    good = ends.framed(wire.encode(Kind.STATUS, {"ask": 1}, incarnation=1, sequence=0))
     ended = 0
     for _ in range(300):
-        it = Ends()
-        with it.server, it.client:
+        with make_ends() as it:
             noise = bytearray(good * 3)
             for _ in range(chance.randint(1, 6)):
                 noise[chance.randrange(len(noise))] = chance.randrange(256)
@@ -153,7 +113,7 @@ def test_noise_is_refused_and_never_more_than_that(ends: Ends) -> None:
 
 def test_messages_that_were_read_ahead_are_not_slept_over(ends: Ends) -> None:
     """Whoever took some of what came in one read finds the rest without news."""
-    ends.client.sendall(framed(b"first") + framed(b"second"))
+    ends.client.sendall(ends.framed(b"first") + ends.framed(b"second"))
     assert ends.receive() == [b"first"]
     begin = time.monotonic()
     ends.server.poll(10_000)
@@ -168,7 +128,7 @@ def test_message_that_comes_with_the_last_of_many_reads_is_not_slept_over(
 ) -> None:
     """However many reads a message takes, the engine sleeps only once all is seen."""
     monkeypatch.setattr(_pair, "_READS", 1)
-    ends.client.sendall(framed(b"whole"))
+    ends.client.sendall(ends.framed(b"whole"))
     begin = time.monotonic()
     while (arrived := ends.server.receive()) is None:
         ends.server.poll(10_000)
@@ -176,14 +136,16 @@ def test_message_that_comes_with_the_last_of_many_reads_is_not_slept_over(
     assert arrived[1] == [b"whole"]
 
 
-def test_server_never_waits_whatever_timeout_sockets_have() -> None:
+def test_server_never_waits_whatever_timeout_sockets_have(
+    make_ends: Callable[[], Ends],
+) -> None:
     """Programs give all sockets one, for downloads; the link is not ended by it."""
     socket.setdefaulttimeout(0.2)
     try:
-        it = Ends()
+        it = make_ends()
     finally:
         socket.setdefaulttimeout(None)
-    with it.server, it.client:
+    with it:
         assert it.server.receive() is None
     assert it.left == []
 
@@ -198,9 +160,9 @@ def test_server_that_leaves_sends_all_that_fits(ends: Ends) -> None:
     for _ in range(90):
         assert ends.server.send(b"", b"x")
     ends.client.settimeout(BOUND)
-    wanted = framed(head) * sent + framed(b"x") * 90
+    wanted = ends.framed(head) * sent + ends.framed(b"x") * 90
     got = bytearray()
-    while len(got) < sent * len(framed(head)) - ends.server._writer.waiting:
+    while len(got) < sent * len(ends.framed(head)) - ends.server._writer.waiting:
         got += ends.client.recv(MIB)
     ends.server.__exit__(None, None, None)
     while data := ends.client.recv(MIB):
@@ -208,11 +170,10 @@ def test_server_that_leaves_sends_all_that_fits(ends: Ends) -> None:
     assert got == wanted
 
 
-def test_tensor_is_the_receivers_alone() -> None:
+def test_tensor_is_the_receivers_alone(make_ends: Callable[[], Ends]) -> None:
     """The transport keeps nothing of it, though it came in many reads (law 6)."""
-    it = Ends()
-    with it.server, it.client:
-        data = framed(b"head", bytes(100), bytes(MIB))
+    with make_ends() as it:
+        data = it.framed(b"head", bytes(100), bytes(MIB))
         writer = threading.Thread(target=it.client.sendall, args=(data,))
         writer.start()
         while (arrived := it.server.receive()) is None:
@@ -229,7 +190,7 @@ def test_server_that_nobody_reads_keeps_and_then_refuses(
     monkeypatch: pytest.MonkeyPatch, ends: Ends
 ) -> None:
     """It never waits; what it kept comes in order; too much, and the client is gone."""
-    monkeypatch.setattr(_frames, "MOST_WAITING", 3 * MIB)
+    monkeypatch.setattr(_writer, "MOST_WAITING", 3 * MIB)
     sent = 0
     head = bytes(200_000)
     while sent < 100 and ends.server.send(b"", head):
@@ -240,197 +201,9 @@ def test_server_that_nobody_reads_keeps_and_then_refuses(
     while len(got) < sent * (len(head) + 8):
         ends.server.receive()
         got += ends.client.recv(MIB)
-    assert got == framed(head) * sent
+    assert got == ends.framed(head) * sent
     # What it refused is missed for ever: whoever waits for it is told of an end.
     assert ends.left
-
-
-@pytest.fixture(params=["asyncio", "uvloop", "trio"])
-def anyio_backend(request: pytest.FixtureRequest) -> Any:
-    """Run the tests of the client on each loop."""
-    if request.param == "uvloop":
-        return "asyncio", {"use_uvloop": True}
-    return request.param
-
-
-@pytest.mark.anyio
-async def test_engine_that_does_not_read_holds_no_loop_up(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """A send returns at once, the caller's memory is its own again, nothing is lost."""
-    monkeypatch.setattr(_frames, "MOST_TENSORS", 40 * MIB)
-    pair = Pair()
-    link = PairLink(*_ours(pair), lambda _: True)
-    theirs = _theirs(pair)
-    with anyio.fail_after(BOUND):
-        async with anyio.create_task_group() as tasks:
-            tasks.start_soon(link.pump, lambda: True)
-            memory = bytearray(b"a" * 32 * MIB)
-            assert link.send([b"one", memory])
-            memory[:] = bytes(len(memory))
-            with pytest.raises(EncodeError) as caught:
-                link.send([b"two", memory])
-            assert caught.value.code == "no_memory"
-            assert link.send([b"three"])
-            wanted = framed(b"one", b"a" * 32 * MIB) + framed(b"three")
-            got = bytearray()
-            while len(got) < len(wanted):
-                try:
-                    got += theirs.recv(MIB)
-                except BlockingIOError:
-                    await anyio.sleep(0.001)
-            assert got == wanted
-            # The loop ran all the while; and runs no task that waits to write.
-            tasks.cancel_scope.cancel()
-    link.close()
-    theirs.close()
-
-
-@pytest.mark.anyio
-async def test_tensors_that_wait_leave_room_for_what_is_said_of_them(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """One START of more than may wait is no reason to give up the engine."""
-    monkeypatch.setattr(_frames, "MOST_WAITING", 4 * MIB)
-    pair = Pair()
-    link = PairLink(*_ours(pair), lambda _: True)
-    assert link.send([b"start", bytes(8 * MIB)])
-    assert link.send([b"cancel"])
-    assert all(link.send([bytes(MIB // 2)]) for _ in range(7))
-    assert not link.send([bytes(MIB // 2)])
-    link.close()
-    pair.close()
-
-
-@pytest.mark.anyio
-async def test_closed_link_keeps_nothing() -> None:
-    """A reader may keep its stream, the stream the client, and that the link."""
-    pair = Pair()
-    link = PairLink(*_ours(pair), lambda _: True)
-    assert link.send([b"start", bytes(8 * MIB)])
-    assert link._writer.waiting
-    tracemalloc.start()
-    try:
-        assert link.send([b"start", bytes(8 * MIB)])
-        link.close()
-        assert tracemalloc.get_traced_memory()[0] < MIB
-    finally:
-        tracemalloc.stop()
-    pair.close()
-
-
-class _Failing(socket.socket):
-    """One that the system has no memory for."""
-
-    def send(self, *_: Any) -> int:
-        raise OSError(errno.ENOBUFS, "no memory")
-
-    def sendmsg(self, *_: Any) -> int:
-        raise OSError(errno.ENOBUFS, "no memory")
-
-
-@pytest.mark.anyio
-async def test_message_that_the_system_does_not_take_ends_the_link() -> None:
-    """Who waits for its answer would wait for ever."""
-    pair = Pair()
-    failing = _Failing(fileno=_ours(pair)[0].detach())
-    failing.setblocking(False)
-    async with EngineClient(
-        lambda handle: PairLink(failing, handle), incarnation=7
-    ) as client:
-        with anyio.fail_after(BOUND):
-            await client.wait_lost()
-        assert client.lost == "disconnected"
-    pair.close()
-
-
-@pytest.mark.anyio
-async def test_engine_that_hangs_up_is_told_to_all_who_wait() -> None:
-    """After what it said before, in one word, to each once."""
-    pair = Pair()
-    theirs = _theirs(pair)
-    async with EngineClient(pair.connect, incarnation=7) as client:
-        theirs.sendall(_said(Kind.READY, 0))
-        with anyio.fail_after(BOUND):
-            await client.wait_ready()
-            told: list[str] = []
-
-            async def ask() -> None:
-                try:
-                    await client.status()
-                except EngineLost as lost:
-                    told.append(lost.reason)
-
-            async with anyio.create_task_group() as tasks:
-                for _ in range(3):
-                    tasks.start_soon(ask)
-                await anyio.wait_all_tasks_blocked()
-                theirs.close()
-                # Lost as what was under way is, and no error of its own.
-                tasks.start_soon(ask)
-        assert told == ["disconnected"] * 4
-    pair.close()
-
-
-@pytest.mark.anyio
-async def test_what_an_engine_said_before_it_is_given_up_is_heard_first(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """Also where it has left unread what was said to it, which resets the link."""
-    pair = Pair()
-    theirs = _theirs(pair)
-    async with EngineClient(pair.connect, incarnation=7) as client:
-        theirs.sendall(_said(Kind.READY, 0))
-        with anyio.fail_after(BOUND):
-            await client.wait_ready()
-            answers: list[Any] = []
-
-            async def ask() -> None:
-                answers.append(await client.status())
-
-            async with anyio.create_task_group() as tasks:
-                tasks.start_soon(ask)
-                await anyio.wait_all_tasks_blocked()
-                said = {"ask": 1, "status": {"streams": 3}}
-                theirs.sendall(_said(Kind.REPORT, 1, said) + _said(Kind.READY, 2)[:9])
-                theirs.close()
-                with Liveness(Limits(1, 1, 1)) as liveness:
-                    monkeypatch.setattr(liveness, "_look", lambda: "disconnected")
-                    # uvloop tells of a link that was reset once, and no more.
-                    await liveness.look_after(client)
-        assert answers == [{"streams": 3}]
-        assert client.lost == "disconnected"
-    pair.close()
-
-
-@pytest.mark.anyio
-async def test_engine_whose_stream_is_no_message_is_given_up() -> None:
-    """A length that nothing has is a fault of the engine, like any other."""
-    pair = Pair()
-    theirs = _theirs(pair)
-    async with EngineClient(pair.connect, incarnation=7) as client:
-        theirs.sendall(_said(Kind.READY, 0) + struct.pack(">Q", MIB))
-        with anyio.fail_after(BOUND):
-            await client.wait_lost()
-        assert client.lost == "protocol"
-    theirs.close()
-    pair.close()
-
-
-@pytest.mark.anyio
-async def test_last_words_are_heard_by_who_looks_for_them() -> None:
-    """`drain` takes all that is there, and a fault in it is the engine's."""
-    pair = Pair()
-    theirs = _theirs(pair)
-    async with EngineClient(pair.connect, incarnation=7) as client:
-        theirs.sendall(_said(Kind.READY, 0))
-        client.drain()
-        assert client.ready
-        theirs.sendall(b"\xff" * 8)
-        client.drain()
-        assert client.lost == "protocol"
-    theirs.close()
-    pair.close()
 
 
 class _Idle:
@@ -445,8 +218,9 @@ class _Idle:
 def test_server_leaves_when_its_only_client_hangs_up() -> None:
     """Nobody else could ever reach it."""
     pair = Pair()
-    theirs = _theirs(pair)
-    ours, _ = _ours(pair), pair.close()
+    theirs = socket.socket(fileno=pair._theirs.detach())
+    link = pair.connect(lambda _: True)
+    pair.close()
     server = EngineServer(
         f"pair:?link={theirs.detach()}",
         _Idle(),  # type: ignore[arg-type]
@@ -455,7 +229,7 @@ def test_server_leaves_when_its_only_client_hangs_up() -> None:
     )
     thread = threading.Thread(target=server.run, daemon=True)
     thread.start()
-    ours[0].close()
+    link.close()
     thread.join(BOUND)
     assert not thread.is_alive()
 
@@ -484,7 +258,7 @@ from pathlib import Path
 from lifecycle_zmq import ZmqEngine
 
 async def main():
-    async with ZmqEngine(sys.argv[1:], transport="pair") as engine:
+    async with ZmqEngine(sys.argv[1:]) as engine:
         await engine.wait_ready()
         stream = await engine.start("a#1", {"count": 2})
         assert [item async for item in stream] == [[0], [1]]
@@ -510,35 +284,3 @@ def test_neither_process_imports_zeromq_or_makes_a_directory(
         check=False,
     )
     assert done.returncode == 0, done.stderr
-
-
-@pytest.mark.anyio
-@pytest.mark.parametrize(("arena_bytes", "scheme"), [(0, "ipc"), (2**20, "pair")])
-async def test_pair_is_for_engines_that_are_sent_nothing_large(
-    environment: dict[str, str], arena_bytes: int, scheme: str
-) -> None:
-    """Tensors would wait in the sender for the engine's step to end."""
-    show = "import sys; print(sys.argv[2].split(':')[0]); sys.exit(3)"
-    argv = [sys.executable, "-c", show]
-    engine = ZmqEngine(argv, env=environment, arena_bytes=arena_bytes, backoff=60)
-    with anyio.fail_after(BOUND):
-        async with engine:
-            while not engine.output:
-                await anyio.sleep(0.01)
-    assert engine.output.startswith(scheme)
-
-
-def _said(kind: Kind, sequence: int, body: dict[str, Any] | None = None) -> bytes:
-    return framed(wire.encode(kind, body or {}, incarnation=7, sequence=sequence))
-
-
-def _theirs(pair: Pair) -> socket.socket:
-    theirs = socket.socket(fileno=pair._theirs.detach())
-    theirs.setblocking(False)
-    return theirs
-
-
-def _ours(pair: Pair) -> tuple[socket.socket]:
-    assert pair._ours is not None
-    ours, pair._ours = pair._ours, None
-    return (ours,)

@@ -1,0 +1,126 @@
+"""Memory that is passed between processes: who holds it, and what a kill leaves."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import anyio
+import pytest
+
+from lifecycle import EngineLost, Payload
+from lifecycle_zmq import ZmqEngine
+
+pytestmark = [
+    pytest.mark.skipif(sys.platform != "linux", reason="no such memory"),
+    pytest.mark.usefixtures("no_leaks"),
+]
+
+MIB = 2**20
+COUNT = 16
+DYING = """
+import os, signal, socket, sys
+from lifecycle_zmq import _parcel, _passing
+from lifecycle_zmq._pair import PairLink
+link = PairLink(socket.socket(fileno=int(sys.argv[1])), lambda _: True)
+link._socket.setblocking(False)
+for _ in range(5):
+    assert link.send([b"head", bytes(2**20)])
+memory = _parcel.pack([memoryview(b"x")])
+_passing.send(link._socket, memoryview(bytes([129, 0, 0])), memory)
+os.kill(os.getpid(), signal.SIGKILL)
+"""
+
+
+def held() -> float:
+    """MiB of this process that no file backs."""
+    status = Path("/proc/self/status").read_text()
+    lines = [line for line in status.splitlines() if line.startswith(("RssA", "RssS"))]
+    return sum(int(line.split()[1]) for line in lines) / 1024
+
+
+def open_files() -> int:
+    """How many descriptors this process has."""
+    return len(list(Path("/proc/self/fd").iterdir()))
+
+
+async def send_all(engine: ZmqEngine, told: list[str]) -> None:
+    """Hand over payloads of 8 MiB, and note how each ends."""
+    source = memoryview(bytes(8 * MIB))
+
+    async def send(key: str) -> None:
+        try:
+            async for _ in await engine.start(
+                key, {"count": 1}, Payload({"x": source})
+            ):
+                pass
+            told.append("served")
+        except EngineLost as lost:
+            told.append(lost.reason)
+        finally:
+            with anyio.CancelScope(shield=True):
+                await engine.end(key)
+
+    async with anyio.create_task_group() as tasks:
+        for number in range(COUNT):
+            tasks.start_soon(send, f"a#{number}")
+
+
+@pytest.mark.anyio
+@pytest.mark.parametrize("end", [signal.SIGCONT, signal.SIGKILL])
+async def test_engine_that_stands_still_lets_no_payload_pile_up_here(
+    make_engine: Callable[..., ZmqEngine], eventually: Any, end: signal.Signals
+) -> None:
+    """16 of 8 MiB wait for it, and take none of this process; then it goes on, or dies."""
+    async with make_engine(stopped_after=60.0) as engine:
+        await engine.wait_ready()
+        pid, told = engine.pid, []
+        assert pid is not None
+        await send_all(
+            engine, told
+        )  # what is needed for the first ones is no difference
+        before, open_before = held(), open_files()
+        os.kill(pid, signal.SIGSTOP)
+        async with anyio.create_task_group() as tasks:
+            tasks.start_soon(send_all, engine, told)
+            client = engine._client
+            assert client is not None
+            await eventually(lambda: client.streams == COUNT)
+            assert held() - before < 8
+            assert open_files() == open_before
+            os.kill(pid, end)
+            if end is signal.SIGKILL:
+                await eventually(lambda: len(told) == 2 * COUNT)
+        expected = "served" if end is signal.SIGCONT else "killed"
+        assert told == ["served"] * COUNT + [expected] * COUNT
+        assert held() - before < 8
+
+
+def test_client_that_is_killed_leaves_no_descriptor(
+    make_ends: Callable[[], Any], environment: dict[str, str]
+) -> None:
+    """Whole messages that nobody has read, and one that its death has cut off."""
+    with make_ends() as ends:
+        before = open_files()
+        descriptor = ends.client.fileno()
+        done = subprocess.run(
+            [sys.executable, "-c", DYING, str(descriptor)],
+            env=environment,
+            pass_fds=[descriptor],
+            capture_output=True,
+            text=True,
+            timeout=60,
+            check=False,
+        )
+        assert done.returncode == -signal.SIGKILL, done.stderr
+        ends.client.close()
+        messages = 0
+        while ends.receive() is not None:
+            messages += 1
+        assert messages == 5
+        assert open_files() == before - 1

@@ -14,7 +14,8 @@ second. Three series:
 * gates: off, 1, 2, 4 and 8 payloads wide, and over bytes. Both processes let go, the
   answers are short, and payloads lie in memory that both see, as from here on.
 * clients: 16 to 512 of them behind one gate over bytes, before an engine that stands
-  still at first, so that as many payloads pile up as may.
+  still at first, until as many payloads have piled up as may, and then holds its copy
+  of each for longer than it takes to look.
 
 Every run is a server of its own. The runs of all cases take turns, so that a slow
 minute of the machine is not one case's. With ``--resume`` the runs that are in the file
@@ -83,8 +84,8 @@ def cases() -> dict[str, list[Case]]:
         pixels=2_800_000,
         bytes=LARGE_BUDGET,
         arena=LARGE_BUDGET + 256 * _MIB,
-        prefill=0.0,
-        stall=3.0,
+        prefill=0.03,
+        stall=10.0,
     )
     return {
         "halves": [

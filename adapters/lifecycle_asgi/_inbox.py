@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections import deque
-
 import anyio
 import anyio.lowlevel
 
@@ -23,11 +21,13 @@ class Inbox:
 
     def __init__(self, max_bytes: int) -> None:
         self._max_bytes = max_bytes
-        self._messages: deque[Message] = deque()
+        self._messages: list[Message] = []
         self._bytes = 0
         self._over = False
         self._error: Exception | None = None
-        self._changed = anyio.Event()
+        # Nine hundred bytes: only where somebody waits. Of a list they are fifty, and
+        # it is as short as what was read ahead.
+        self._changed: anyio.Event | None = None
 
     def put(self, message: Message) -> None:
         """Append *message*."""
@@ -42,7 +42,7 @@ class Inbox:
             Changes nothing.
         """
         while self._bytes >= self._max_bytes:
-            await self._changed.wait()
+            await self._change()
 
     async def get(self) -> Message:
         """The next message; behind the last one ``http.disconnect``, for ever.
@@ -62,8 +62,8 @@ class Inbox:
             if self._over:
                 await anyio.lowlevel.checkpoint()
                 return {"type": DISCONNECT}
-            await self._changed.wait()
-        message = self._messages.popleft()
+            await self._change()
+        message = self._messages.pop(0)
         self._bytes -= len(message.get("body", b""))
         self._announce()
         return message
@@ -74,6 +74,12 @@ class Inbox:
         self._error = self._error or error
         self._announce()
 
+    async def _change(self) -> None:
+        if self._changed is None:
+            self._changed = anyio.Event()
+        await self._changed.wait()
+
     def _announce(self) -> None:
-        changed, self._changed = self._changed, anyio.Event()
-        changed.set()
+        changed, self._changed = self._changed, None
+        if changed is not None:
+            changed.set()

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import io
 import json
+import random
 import sys
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
@@ -13,6 +15,7 @@ import psutil
 import pytest
 from asgi_kit import serving
 from http_kit import ENV, make_engine, running, user
+from PIL import Image
 
 from lifecycle import Gate
 from lifecycle_engine.app import AppSettings
@@ -31,20 +34,20 @@ from lifecycle_zmq import ZmqEngine
 
 config = serve.uvicorn.Config
 serve.uvicorn.Config = lambda *args, **named: config(*args, loop=sys.argv[1], **named)
-bodies = Gate(bytes=2**20, name="bodies")
-held = bodies.try_admit(bytes=2**20)
+bodies, gate = Gate(bytes=2**28, name="bodies"), Gate(bytes=2**28, name="payloads")
+held = {"bodies": bodies, "payloads": gate}[sys.argv[2]].try_admit(bytes=2**28)
 work = [sys.executable, "-m", "lifecycle_engine.worker", "--runner", "sim"]
-gate = Gate(name="payloads")
 app = create_app(ZmqEngine(work), SimProcessor(), gate=gate, bodies=bodies)
 serve.run(app, host="127.0.0.1", port=0, announce=lambda at: print(at, flush=True))
 """
 
 
 @asynccontextmanager
-async def full(loop: str) -> AsyncIterator[tuple[psutil.Process, int]]:
-    """A server whose room for bodies is taken, in a process, and its port."""
+async def full(loop: str, gate: str) -> AsyncIterator[tuple[psutil.Process, int]]:
+    """A server in a process, one of whose gates has no room, and its port."""
+    argv = [sys.executable, "-c", _SERVER, loop, gate]
     server = await asyncio.create_subprocess_exec(
-        sys.executable, "-c", _SERVER, loop, env=ENV, stdout=asyncio.subprocess.PIPE
+        *argv, env=ENV, stdout=asyncio.subprocess.PIPE
     )
     try:
         assert server.stdout is not None
@@ -55,12 +58,12 @@ async def full(loop: str) -> AsyncIterator[tuple[psutil.Process, int]]:
         await asyncio.wait_for(server.wait(), 20)
 
 
-async def pour(port: int, count: int) -> list[asyncio.StreamWriter]:
+async def pour(port: int, count: int, body: bytes) -> list[asyncio.StreamWriter]:
     """Clients that send a body for as long as anybody takes some of it."""
     made = []
     for _ in range(count):
         _, writer = await asyncio.open_connection("127.0.0.1", port)
-        writer.write(_HEAD % _LENGTH + b" " * _LENGTH)
+        writer.write(_HEAD % len(body) + body)
         made.append(writer)
     return made
 
@@ -76,17 +79,33 @@ async def resting(process: psutil.Process) -> int:
     return int(process.memory_info().rss)
 
 
+async def cost(loop: str, gate: str, body: bytes) -> float:
+    """Bytes that each of many clients makes a server hold that wait at a gate."""
+    async with full(loop, gate) as (process, port):
+        writers = await pour(port, 64, body)
+        before = await resting(process)
+        writers += await pour(port, 256, body)
+        each = (await resting(process) - before) / 256
+        for writer in writers:
+            writer.transport.abort()
+    return each
+
+
 @pytest.mark.parametrize("loop", ["asyncio", "uvloop"])
 async def test_waits_with_little_of_each_body(loop: str) -> None:
     """Who waits for room for its body has a few KiB of it taken, whatever it sends."""
-    async with full(loop) as (process, port):
-        writers = await pour(port, 32)
-        before = await resting(process)
-        writers += await pour(port, 128)
-        each = (await resting(process) - before) / 128
-        for writer in writers:
-            writer.transport.abort()
-    assert each < 120 * 1024
+    assert await cost(loop, "bodies", b" " * _LENGTH) < 100 * 1024
+
+
+@pytest.mark.parametrize("loop", ["asyncio", "uvloop"])
+async def test_waits_with_one_copy_of_each_picture(loop: str) -> None:
+    """Who waits for room for its payload has its picture kept, once, as a file."""
+    data = random.Random(1).randbytes(3 * 128 * 128)
+    out = io.BytesIO()
+    Image.frombytes("RGB", (128, 128), data).save(out, "PNG")
+    document = {"model": "lifecycle", "messages": user(out.getvalue())}
+    body = json.dumps(document).encode()
+    assert await cost(loop, "payloads", body) < len(data) + 64 * 1024
 
 
 async def test_reads_whole_body_once_it_is_let_in() -> None:

@@ -8,6 +8,7 @@ import random
 import struct
 import subprocess
 import sys
+import tracemalloc
 import weakref
 import zlib
 from collections.abc import Callable, Iterator
@@ -253,6 +254,29 @@ def test_sim_pixels_are_real_and_accepted(picture: Callable[..., bytes]) -> None
     from lifecycle_engine.runner import Prompt
 
     runner.check(Prompt([1], {"pixels": memoryview(pixels)}))
+
+
+@pytest.mark.parametrize("size", [(700, 401), (70_000, 3)])
+def test_sim_pixels_are_the_picture_twice(size: tuple[int, int]) -> None:
+    """However a picture is worked on, its payload is its pixels, and again."""
+    noise = random.Random(1).randbytes(3 * size[0] * size[1])
+    data = encoded(Image.frombytes("RGB", size, noise), "PNG")
+    pixels = SimProcessor().prepare(chat(data)).tensors["pixels"]
+    expected = np.frombuffer(noise, np.uint8).reshape(-1, 3) / np.float32(255)
+    assert np.array_equal(pixels, np.hstack([expected, expected]))
+
+
+def test_sim_pixels_are_made_in_place() -> None:
+    """Beside the picture and the payload there is next to nothing meanwhile."""
+    data = encoded(Image.new("RGB", (1500, 1000)), "PNG")
+    SimProcessor().prepare(chat(data))
+    tracemalloc.start()
+    try:
+        prepared = SimProcessor().prepare(chat(data))
+        peak = tracemalloc.get_traced_memory()[1]
+    finally:
+        tracemalloc.stop()
+    assert peak < prepared.nbytes + 3 * 2**20
 
 
 def test_sim_prompt_is_its_text() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import numpy as np
+from PIL.Image import Image
 
 from lifecycle_engine.images import images
 from lifecycle_engine.processor import Chat, Empty, Prepared, bare
@@ -13,6 +14,8 @@ from .detokenizer import ByteDetokenizer
 END = 256
 _BYTES = {byte: bytes([byte]) for byte in range(256)}
 _FLOATS = BYTES_PER_PIXEL // 4
+# Pixels that are worked on at a time.
+_STRIP = 2**16
 
 
 class SimProcessor:
@@ -68,9 +71,23 @@ class SimProcessor:
         for at, data in enumerate(encoded, 1):
             image = images.decode(data, at, max_pixels=self._max_pixels)
             count = image.width * image.height
-            rgb = np.asarray(image, np.uint8).reshape(count, 3)
-            target = buffer[row : row + count]
-            np.divide(rgb, np.float32(255), out=target[:, :3])
-            target[:, 3:] = target[:, :3]
+            _fill(buffer[row : row + count], image)
             row += count
         return buffer
+
+
+def _fill(target: np.ndarray, image: Image) -> None:
+    """Write pixels as they are and once more, strip by strip.
+
+    As a whole, the picture would lie in memory as bytes, and as floats in an array
+    that numpy makes when it copies within one: six times the size that it came with.
+    """
+    width, height = image.size
+    rows = max(1, _STRIP // width)
+    for top in range(0, height, rows):
+        strip = image.crop((0, top, width, min(top + rows, height)))
+        rgb = np.asarray(strip, np.uint8).reshape(-1, 3)
+        floats = np.divide(rgb, np.float32(255))
+        piece = target[top * width : top * width + len(rgb)]
+        piece[:, :3] = floats
+        piece[:, 3:] = floats

@@ -10,6 +10,7 @@ from collections.abc import Iterator
 # The names are glibc's.
 _M_TRIM_THRESHOLD = -1
 _M_MMAP_THRESHOLD = -3
+_M_ARENA_MAX = -8
 # Above, a block has pages of its own. Up to here they would cost more than they give.
 _LARGE = 4 * 2**20
 # The end of a heap is kept up to here, so that one picture after another is decoded in
@@ -17,19 +18,26 @@ _LARGE = 4 * 2**20
 _KEPT = 16 * 2**20
 
 
-def give_large_back() -> bool:
-    """Make ``free`` of large blocks give their pages back; False where it is unknown.
+def give_back_what_is_freed() -> bool:
+    """Make ``free`` give pages back, however large a block; False where it is unknown.
 
     Left alone, glibc puts blocks on the heap that are as large as the largest that was
     ever freed, up to 32 MiB. After a burst of pictures many small blocks lie between
     large holes, and a process holds for ever what it once needed for a moment.
+
+    And it makes heaps for threads, each of which keeps as much as one may. A thread
+    that has a heap to itself is faster at what is done here under one lock anyway.
     """
     try:
         mallopt = ctypes.CDLL(None).mallopt
     except (OSError, AttributeError):
         return False
-    wishes = ((_M_MMAP_THRESHOLD, _LARGE), (_M_TRIM_THRESHOLD, _KEPT))
-    done = [mallopt(name, value) for name, value in wishes]
+    wishes = {
+        _M_MMAP_THRESHOLD: _LARGE,
+        _M_TRIM_THRESHOLD: _KEPT,
+        _M_ARENA_MAX: 1,
+    }
+    done = [mallopt(name, value) for name, value in wishes.items()]
     return all(done)
 
 

@@ -21,7 +21,7 @@ from lifecycle import EngineLost
 from lifecycle_engine.service import Service
 
 from .connections import ConnectionLimits, http_protocol
-from .heap import give_large_back, loaded_set_apart
+from .heap import give_back_what_is_freed, loaded_set_apart
 
 _SIGNALS = (signal.SIGINT, signal.SIGTERM)
 _POLL = 0.05
@@ -192,7 +192,7 @@ def run(
     """
     # Of what is wrong in clients' pictures: a line of the log for each of their tags.
     warnings.filterwarnings("ignore", module=r"PIL\.")
-    give_large_back()
+    give_back_what_is_freed()
     config = uvicorn.Config(
         app,
         http=http_protocol(_affordable(limits or ConnectionLimits())),

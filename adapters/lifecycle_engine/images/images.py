@@ -88,7 +88,8 @@ def _decode(encoded: bytes, max_pixels: int) -> Image.Image:
         ImageOps.exif_transpose(image, in_place=True)
         if image.mode.startswith("I;16"):  # whose conversion clips, to a white image
             return image.point(lambda value: value * (1 / 256)).convert("RGB")
-        return image.convert("RGB")
+        # Of one that is RGB already it would make a copy.
+        return image if image.mode == "RGB" else image.convert("RGB")
 
 
 def _reason(error: Exception) -> str:

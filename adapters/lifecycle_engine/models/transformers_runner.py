@@ -165,7 +165,7 @@ class TransformersRunner:
                 self._family.begin(self.model, prompt)
             return self._prefill(self._seats[slot], prompt, start, stop)
 
-    def decode(self, slots: Sequence[int]) -> list[Emitted]:
+    def decode(self, slots: Sequence[int]) -> list[Emitted | Exception]:
         """Run one token of each slot; return the next ones."""
         seats = [self._seats[slot] for slot in slots]
         with told_if_lost(self.model.device), torch.inference_mode():
@@ -178,7 +178,8 @@ class TransformersRunner:
             emitted = choose(logits[rows], [seat.sampler for seat in seats])
         for seat, made in zip(seats, emitted, strict=True):
             seat.length += 1
-            self._draw(seat, made)
+            if isinstance(made, Emitted):
+                self._draw(seat, made)
         return emitted
 
     def free(self, slot: int) -> None:
@@ -207,10 +208,9 @@ class TransformersRunner:
         hidden = self._passes.chunk(seat.row, prompt, start, stop)
         if stop < len(prompt.input_ids):
             return None
-        logits = self._passes.head(hidden)
-        if not bool(torch.isfinite(logits).all()):
-            raise FloatingPointError("the prompt's logits are not finite")
-        (emitted,) = choose(logits, [seat.sampler])
+        (emitted,) = choose(self._passes.head(hidden), [seat.sampler])
+        if isinstance(emitted, Exception):
+            raise emitted
         seat.delta = self._family.delta(prompt)
         self._draw(seat, emitted)
         return emitted

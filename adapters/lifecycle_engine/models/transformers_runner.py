@@ -41,6 +41,7 @@ class TransformersRunner:
         model: Any,
         *,
         slots: int,
+        max_batch: int | None = None,
         max_length: int | None = None,
         graphs: GraphMode = "off",
         buckets: Sequence[int] = (),
@@ -50,6 +51,8 @@ class TransformersRunner:
         Args:
             model: In eval mode on its device, with ``sdpa`` attention.
             slots: Requests that can hold KV at a time.
+            max_batch: Those of them that are read or run at a time, which graphs are
+                made for; ``None`` is all. The scheduler's should be no more.
             max_length: Positions of each slot; ``None`` is what the model takes, up
                 to 8192.
             graphs: How decode steps run: ``"off"`` as they come, ``"on"`` as CUDA
@@ -87,6 +90,7 @@ class TransformersRunner:
                 slots=slots,
                 max_length=max_length,
                 device=model.device,
+                widest=max_batch,
                 widths=buckets,
                 capture=graphs == "on",
             )
@@ -100,6 +104,7 @@ class TransformersRunner:
         dtype: str = "float32",
         threads: int | None = None,
         slots: int = 8,
+        max_batch: int | None = None,
         max_length: int | None = None,
         graphs: GraphMode = "off",
         buckets: Sequence[int] = (),
@@ -112,6 +117,7 @@ class TransformersRunner:
             dtype: Name of a torch dtype, or ``"auto"`` for the checkpoint's own.
             threads: CPU threads of the whole process; ``None`` leaves torch's.
             slots: Requests that can hold KV at a time.
+            max_batch: See `__init__`.
             max_length: See `__init__`.
             graphs: See `__init__`; their shapes are captured before this returns.
             buckets: See `__init__`.
@@ -126,6 +132,7 @@ class TransformersRunner:
         runner = cls(
             model,
             slots=slots,
+            max_batch=max_batch,
             max_length=max_length,
             graphs=graphs,
             buckets=buckets,

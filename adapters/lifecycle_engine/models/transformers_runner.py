@@ -15,7 +15,7 @@ import torch
 from lifecycle_engine.runner import Emitted, Prompt
 
 from .device import told_if_lost
-from .families import family_of, load_model
+from .families import family_of, hold_frequencies, load_model, longest_of
 from .graphs import Eager, Fixed, GraphMode, Lane
 from .held import Held
 from .kv import SlotCache
@@ -25,7 +25,7 @@ from .seating import Seat, Seating
 from .uploads import small
 from .vision import needed_until, pictures_of
 
-_MAX_LENGTH = 8192
+MAX_LENGTH = 8192
 
 
 class TransformersRunner:
@@ -65,8 +65,8 @@ class TransformersRunner:
                 CUDA.
         """
         config = model.config.get_text_config()
-        limit = config.max_position_embeddings
-        max_length = max_length or min(limit, _MAX_LENGTH)
+        limit = longest_of(config)
+        max_length = max_length or min(limit, MAX_LENGTH)
         if not 2 <= max_length <= limit:
             raise ValueError(
                 f"max_length is {max_length}; the model takes 2 to {limit}"
@@ -77,6 +77,7 @@ class TransformersRunner:
         self.slots, self.max_length = slots, max_length
         self.vocab_size: int = config.vocab_size
         self._family = family_of(model.config)
+        hold_frequencies(model)
         self.keep = self._family.keep
         self.cache = SlotCache.of(model, slots=slots, max_length=max_length)
         self._passes = Passes(model, self._family, self.cache)

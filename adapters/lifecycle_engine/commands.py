@@ -168,6 +168,7 @@ def doctor(
     """Say what is wrong with this machine, or could be better, and what to do."""
     from .doctor import examine
 
+    checkpoint = existing(checkpoint) if checkpoint else None
     marks = {"fine": "  ok", "note": "note", "bad": " BAD"}
     bad = 0
     for finding in examine(checkpoint, slots=kv_slots, max_length=max_length):

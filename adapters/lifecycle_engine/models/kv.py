@@ -191,8 +191,8 @@ class SlotCache(_Cache):  # type: ignore[misc]  # a base of type Any
 
 def slot_bytes(text: Any, *, max_length: int, dtype: torch.dtype) -> int:
     """Return the memory of one row for a language model of that config."""
-    numbers = 2 * math.prod(_sizes(text)) * max_length
-    return numbers * dtype.itemsize
+    nbytes: int = 2 * math.prod(_sizes(text)) * max_length * dtype.itemsize
+    return nbytes
 
 
 def _sizes(text: Any) -> tuple[int, int, int]:

@@ -134,7 +134,12 @@ class Rig:
 
     def decode(self, slots: Sequence[int]) -> list[int]:
         """Run one step; return a token for each slot."""
-        return [emitted.item[0] for emitted in self.runner.decode(slots)]
+        tokens = []
+        for made in self.runner.decode(slots):
+            if isinstance(made, Exception):
+                raise made
+            tokens.append(made.item[0])
+        return tokens
 
     def stream(self, prepared: Sequence[Any], *, chunk: int = 10**6) -> list[list[int]]:
         """Decode requests together, prompts read in chunks between the steps."""

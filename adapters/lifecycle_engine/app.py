@@ -70,7 +70,7 @@ class AppSettings:
         threads: Requests that are preprocessed at a time, and parsed at a time.
         end_timeout: Seconds that the END of one request may take.
         per_client: Requests of one client at a time; ``None`` is unbounded.
-        client: Whose a request is.
+        client: Whose a request is: whose share, and whose conversations.
         fetch: Brings images that requests name by https URLs; ``None`` refuses them.
         measured_every: Seconds from one `events.EngineMeasured` to the next.
     """
@@ -146,6 +146,7 @@ def create_app(
         new_sessions=partial(
             SessionRegistry, end_timeout=settings.end_timeout, observer=observer
         ),
+        client=settings.client,
         remote=_remote(settings, threads),
     )
     app = Starlette(

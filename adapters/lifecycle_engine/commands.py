@@ -154,13 +154,24 @@ def checkpoint(
     typer.echo(f"{out}")
 
 
-def doctor() -> None:
+def doctor(
+    *,
+    checkpoint: Annotated[
+        Path | None,
+        typer.Option(help="Folder of one; says what its KV slots take of memory."),
+    ] = None,
+    kv_slots: Annotated[int, typer.Option(help="How many, of those.", min=1)] = 8,
+    max_length: Annotated[
+        int | None, typer.Option(help="Tokens of each; as of serve.", min=2)
+    ] = None,
+) -> None:
     """Say what is wrong with this machine, or could be better, and what to do."""
     from .doctor import examine
 
+    checkpoint = existing(checkpoint) if checkpoint else None
     marks = {"fine": "  ok", "note": "note", "bad": " BAD"}
     bad = 0
-    for finding in examine():
+    for finding in examine(checkpoint, slots=kv_slots, max_length=max_length):
         typer.echo(f"{marks[finding.state]}  {finding.what}: {finding.found}")
         if finding.remedy:
             typer.echo(f"      -> {finding.remedy}")

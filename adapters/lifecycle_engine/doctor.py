@@ -56,10 +56,20 @@ class Finding:
     remedy: str = ""
 
 
-def examine() -> Iterator[Finding]:
-    """Run every check, cheap ones first."""
+def examine(
+    checkpoint: Path | None = None, *, slots: int = 8, max_length: int | None = None
+) -> Iterator[Finding]:
+    """Run every check, cheap ones first.
+
+    Args:
+        checkpoint: What is to be served; ``None`` leaves out what it takes.
+        slots: KV slots that it is to be served with.
+        max_length: Tokens of each; by default as `serve` has it.
+    """
     for check in _CHECKS:
         yield from check()
+    if checkpoint is not None:
+        yield _memory_of(checkpoint, slots, max_length)
 
 
 def _python() -> Iterator[Finding]:
@@ -115,6 +125,35 @@ def _torch() -> Iterator[Finding]:
         remedy = "leave a core to the server: set OMP_NUM_THREADS lower"
         found = f"{threads} threads on {cores} cores"
         yield Finding("note", "torch threads", found, remedy)
+
+
+def _memory_of(checkpoint: Path, slots: int, max_length: int | None) -> Finding:
+    try:
+        import torch
+
+        from .models.sizing import size_up
+
+        cuda = torch.cuda.is_available()
+        size = size_up(checkpoint, cuda=cuda, max_length=max_length)
+    except ImportError as error:
+        found = f"{error.name} missing"
+        return Finding(
+            "bad", "KV slots", found, 'pip install "anyio-lifecycle[engine]"'
+        )
+    except (OSError, ValueError) as error:
+        # Only the first line: transformers goes on with advice about its hub.
+        found = str(error).partition("\n")[0]
+        return Finding("bad", "checkpoint", found, "name another with --checkpoint")
+    all_of_them = (slots + 1) * size.slot
+    found = (
+        f"each {size.slot / 2**20:.1f} MiB, for {size.max_length} tokens in "
+        f"{size.dtype}; {slots} and one for padding {all_of_them / 2**20:.1f} MiB, "
+        f"beside {size.weights / 2**20:.1f} MiB of weights"
+    )
+    if cuda and all_of_them + size.weights > torch.cuda.mem_get_info()[0]:
+        remedy = "more than is free: fewer --kv-slots, or a smaller --max-length"
+        return Finding("bad", "KV slots", found, remedy)
+    return Finding("fine", "KV slots", found)
 
 
 def _limits() -> Iterator[Finding]:

@@ -37,6 +37,7 @@ from .images.media import (
     measure,
     weigh,
 )
+from .owners import Owners
 from .processor import Chat, Message
 from .routes.bodies import BodyReader
 
@@ -145,17 +146,21 @@ class Intake:
         self._limits = limits
         self._defaults = defaults
         self._limiter = limiter
+        self._owners = Owners()
 
     def close(self) -> None:
         """Read no more: whoever is still sending a body is told to go elsewhere."""
         self._bodies.close()
 
-    async def read(self, receive: Any, form: Form = parse_request) -> Incoming:
+    async def read(
+        self, receive: Any, form: Form = parse_request, client: bytes = b""
+    ) -> Incoming:
         """Read one request body and return what it asks for.
 
         Args:
             receive: The ASGI ``receive``.
             form: Checks the body, in the form of its API.
+            client: Whose request it is, whatever it says.
 
         Raises:
             ApiError: 400, 404, 408 or 413.
@@ -168,13 +173,13 @@ class Intake:
         chunks = await self._bodies.read(receive)
         size = sum(map(len, chunks))
         if size <= _INLINE_BYTES:
-            return self.parse(b"".join(chunks), form)
+            return self.parse(b"".join(chunks), form, client)
         box = Payload(chunks, nbytes=size)
         del chunks
 
         def parse() -> Incoming | ApiError:
             try:
-                return self.parse(b"".join(box.take()), form)
+                return self.parse(b"".join(box.take()), form, client)
             except ApiError as error:
                 # A traceback holds the body's frames, and a worker thread holds
                 # on to what it raised until it runs again.
@@ -185,7 +190,9 @@ class Intake:
             raise outcome
         return outcome
 
-    def parse(self, body: bytes, form: Form = parse_request) -> Incoming:
+    def parse(
+        self, body: bytes, form: Form = parse_request, client: bytes = b""
+    ) -> Incoming:
         """Check a body; any thread.
 
         Raises:
@@ -212,7 +219,7 @@ class Intake:
             bool(request.ignore_eos),
             1.0 if request.top_p is None else request.top_p,
             (request.top_logprobs or 0) if request.logprobs else None,
-            request.user or "",
+            self._owners.share(client, request.user or ""),
             request.prompt_cache_key,
         )
         choices = request.n or 1

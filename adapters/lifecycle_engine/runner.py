@@ -133,8 +133,12 @@ class Runner(Protocol):
         """
         ...
 
-    def decode(self, slots: Sequence[int]) -> Sequence[Emitted]:
+    def decode(self, slots: Sequence[int]) -> Sequence[Emitted | Exception]:
         """Run one step for each of the slots, whose prefill is done.
+
+        Returns:
+            An item for each slot, in order. An exception in its place fails that
+            request alone, as does anything else that is no `Emitted`.
 
         Raises:
             DeviceLost: The process has to end. Any other exception fails the

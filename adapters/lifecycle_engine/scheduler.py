@@ -18,6 +18,7 @@ from .runner import Emitted, Runner
 from .scheduling.backend import Finish, Merge, Output, RequestRejected
 from .scheduling.fairness import Turns, giving_way
 from .scheduling.line import Line
+from .scheduling.made import each, one, told
 from .scheduling.meter import Meter
 from .scheduling.requests import parse
 from .scheduling.retained import Slots
@@ -260,8 +261,7 @@ class Scheduler:
             with self._meter.run(self._meter.prefill, stop - start):
                 emitted = self._runner.prefill(task.slot, prompt, start, stop)
             task.read = stop
-            if (emitted is None) == (not task.left):
-                raise RuntimeError(f"emitted {emitted} with {task.left} tokens left")
+            emitted = one(emitted, left=task.left)
             if not task.stripped and stop >= self._runner.needs_tensors_until(prompt):
                 self._strip(task, keep=self._runner.keep)
                 task.stripped = True
@@ -274,14 +274,12 @@ class Scheduler:
         return [self._advance(task, emitted)]
 
     def _decode(self) -> list[Output]:
-        """One item for everybody who runs; all of them fail if the step does."""
+        """One item for everybody who runs; all of them fail if the whole step does."""
         batch = list(self._running.values())
         slots = [task.slot for task in batch if task.slot is not None]
         try:
             with self._meter.run(self._meter.decode, len(batch)):
-                made = self._runner.decode(slots)
-            if len(made) != len(batch):
-                raise RuntimeError(f"{len(made)} tokens for {len(batch)} slots")
+                made = each(self._runner.decode(slots), len(batch))
         except Exception as error:  # noqa: BLE001  # fails alone, whatever it is
             return [self._fail(task, "decode_failed", error) for task in batch]
         return [
@@ -289,8 +287,10 @@ class Scheduler:
             for task, emitted in zip(batch, made, strict=True)
         ]
 
-    def _advance(self, task: Task, emitted: Emitted) -> Output:
+    def _advance(self, task: Task, emitted: Emitted | Exception) -> Output:
         """Book an item; a finished task leaves at once, before it is told."""
+        if isinstance(emitted, Exception):
+            return self._fail(task, "decode_failed", emitted)
         items = task.first_items()
         reason = "stop" if emitted.token in task.request.stop_ids else None
         if reason is None:
@@ -309,8 +309,8 @@ class Scheduler:
 
     def _fail(self, task: Task, code: str, error: Exception) -> Output:
         """End a task by an error; its text is not told, it may quote the prompt."""
-        message = f"{code.replace('_', ' ')}: {type(error).__name__}"
-        _log.warning("%s of a request: %s", code, where(error))
+        message = f"{code.replace('_', ' ')}: {told(error)}"
+        _log.warning("%s (%s)", message, where(error))
         release(error)
         # One by one: should a clean-up fail as well, END still finds the others.
         self._running.pop(task.key, None)

@@ -107,6 +107,7 @@ class Service:
         threads: Bounds preprocessing.
         deadlines: For the engine.
         new_sessions: Makes the registry of one run.
+        client: Whose a request is, by its ASGI scope.
         correction: Of what payloads are estimated to weigh.
         remote: Fetches images; ``None`` fetches none.
     """
@@ -121,6 +122,7 @@ class Service:
     threads: anyio.CapacityLimiter
     deadlines: Deadlines
     new_sessions: Callable[[], SessionRegistry]
+    client: Callable[[Any], bytes]
     correction: Correction = field(default_factory=Correction)
     _forecasts: dict[Gate, Forecast] = field(default_factory=dict, init=False)
     remote: RemoteImages | None = None

@@ -95,6 +95,7 @@ def build_runner(options: argparse.Namespace) -> Runner:
         dtype=options.dtype or ("auto" if cuda else "float32"),
         threads=options.threads,
         slots=options.slots or options.max_batch,
+        max_batch=options.max_batch,
         max_length=options.max_length,
         graphs=options.graphs or ("on" if cuda else "off"),
         buckets=options.bucket or (),

@@ -8,6 +8,7 @@ import sys
 import tomllib
 from importlib import metadata
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -96,3 +97,29 @@ def test_runs_as_a_command() -> None:
     )
     assert done.returncode == (" BAD" in done.stdout), done.stderr
     assert "  ok  Python: 3." in done.stdout
+
+
+@pytest.mark.parametrize("length", [None, 100])
+def test_knows_what_the_slots_of_a_checkpoint_take(
+    checkpoint: Path, model: Any, length: int | None
+) -> None:
+    """As many bytes as a runner of it then has, without loading it."""
+    from lifecycle_engine.models.transformers_runner import TransformersRunner
+
+    runner = TransformersRunner(model, slots=3, max_length=length)
+    *_, last = doctor.examine(checkpoint, slots=3, max_length=length)
+    assert (last.state, last.what) == ("fine", "KV slots")
+    assert f"for {runner.max_length} tokens in float32" in last.found
+    assert f"padding {runner.cache.nbytes / 2**20:.1f} MiB" in last.found
+
+
+def test_tells_of_a_checkpoint_that_cannot_be_served(tmp_path: Path) -> None:
+    """No folder of one, or one of a family that is not known, and what to do."""
+    pytest.importorskip("transformers")
+    (tmp_path / "gpt").mkdir()
+    (tmp_path / "gpt" / "config.json").write_text('{"model_type": "gpt2"}')
+    for name, words in (("nothing", ""), ("gpt", "known are")):
+        *_, last = doctor.examine(tmp_path / name)
+        assert (last.state, last.what) == ("bad", "checkpoint")
+        assert words in last.found
+        assert last.remedy

@@ -30,7 +30,8 @@ pytestmark = [
 
 @pytest.fixture(scope="module")
 def runner(checkpoint: Path) -> TransformersRunner:
-    """The tiny checkpoint on the device."""
+    """The tiny checkpoint on the device, in whole float32."""
+    torch.backends.cudnn.allow_tf32 = False
     return TransformersRunner.load(
         checkpoint, device="cuda", slots=4, max_length=512, graphs="on"
     )

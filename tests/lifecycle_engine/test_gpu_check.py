@@ -109,3 +109,48 @@ def test_gpu_check_without_a_device_is_skipped() -> None:
         [sys.executable, CHECK], capture_output=True, text=True, check=True, timeout=100
     )
     assert "sees no CUDA device" in done.stdout
+
+
+def test_gpu_check_goes_on_after_a_part_that_fails(tmp_path: Path) -> None:
+    """A device is lent for an hour: one mistake must not cost what comes after it."""
+    script = (
+        "import sys, gpu_check\n"
+        "gpu_check.bandwidth = lambda device: [][0]\n"
+        "sys.exit(gpu_check.main(sys.argv[1:]))\n"
+    )
+    only = ["--device=cpu", "--only=copies", "--only=arena"]
+    out = tmp_path / "report.json"
+    done = subprocess.run(
+        [sys.executable, "-c", script, *only, "--out", out],
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=100,
+        cwd=CHECK.parent,
+    )
+    assert done.returncode == 1, done.stderr
+    assert "IndexError" in done.stderr
+    assert "failed: copies" in done.stdout
+    report = json.loads(out.read_text())
+    assert report["copies"]["failed"] == "IndexError"
+    assert report["arena"]["the arena"]["identical"]
+
+
+def test_process_that_nobody_waited_for_is_gone(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """An engine whose parent was killed may stay a zombie for ever."""
+    monkeypatch.syspath_prepend(str(CHECK.parent))
+    from gpu_memory import seconds_until
+    from gpu_process import gone
+
+    child = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
+    try:
+        assert not gone(child.pid)
+    finally:
+        child.kill()
+    seconds_until(lambda: gone(child.pid), within=30)
+    assert child.stdin is not None
+    child.stdin.close()
+    child.wait()
+    assert gone(child.pid)

@@ -10,6 +10,9 @@ import pytest
 torch = pytest.importorskip("torch")
 pytest.importorskip("transformers")
 
+from torch.utils._python_dispatch import TorchDispatchMode  # noqa: E402
+from torch.utils._pytree import tree_leaves  # noqa: E402
+
 from lifecycle_engine.models.checkpoint import FAMILIES, build  # noqa: E402
 from lifecycle_engine.models.families import load_model  # noqa: E402
 from lifecycle_engine.models.graphs import Fixed, Inputs, Lane  # noqa: E402
@@ -335,15 +338,67 @@ def test_capture_that_is_refused_is_logged_and_done_without(
     assert steps.run([Lane(0, 8, 11, -3)], 1).tolist() == [[8, 0, 11, 8, 12]]
 
 
+def test_shapes_are_made_for_batches_and_not_for_slots(
+    model: Any, prepared: list[Any], expected: list[Any]
+) -> None:
+    """With conversations resting in the other slots, no step is wider than a batch."""
+    steps = fixed(Forward(), slots=32, max_length=256, widest=6)
+    steps.prepare()
+    assert sorted(steps._shapes) == [(1, 256), (2, 256), (4, 256), (6, 256)]
+    assert (steps.width(6), steps.width(7)) == (6, 32)
+
+    runner = TransformersRunner(
+        model, slots=6, max_batch=2, max_length=512, graphs="fake"
+    )
+    scheduler = Scheduler(runner, max_batch=2, chunk=16)
+    tokens: dict[str, list[int]] = {}
+    for number in range(12):
+        key, prompt = f"k{number}", prepared[number % 2]
+        tokens[key] = []
+        session = {"session": f"s{number % 5}", "max_tokens": 24}
+        scheduler.start(key, prompt.request | session, {})
+    while scheduler.busy:
+        for output in scheduler.step():
+            for item in output.items:
+                tokens[output.key] += item if type(item) is list else []
+    assert all(tokens[f"k{n}"] == expected[n % 2] for n in range(12))
+    assert scheduler.status()["slots_kept"] == 5
+    assert isinstance(runner._steps, Fixed)
+    assert {width for width, _ in runner._steps._shapes} == {1, 2}
+
+
+class FromHost(TorchDispatchMode):
+    """Notes what works with memory of the CPU."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.brought: list[str] = []
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        given = tree_leaves((args, kwargs or {}))
+        if any(isinstance(x, torch.Tensor) and x.device.type == "cpu" for x in given):
+            self.brought.append(str(func))
+        return func(*args, **(kwargs or {}))
+
+
 @pytest.mark.parametrize("family", FAMILIES)
 def test_decode_step_asks_nothing_of_the_device(tmp_path: Path, family: str) -> None:
-    """On a device without data every question raises; a capture would fail by one."""
+    """On a device without data every question raises, and nothing is brought there.
+
+    A capture fails by either.
+    """
     model = load_model(build(tmp_path, family), device="cpu", dtype="float32")
     runner = TransformersRunner(
         model.to("meta"), slots=3, max_length=600, graphs="fake"
     )
     runner.capture()
     assert runner.status() == {"kv_bytes": runner.cache.nbytes, "graphs": 0}
+    inputs = Inputs(2, 300, reserved=3, device=model.device)
+    with torch.inference_mode(), FromHost() as host:
+        runner._passes.step(inputs)
+    assert host.brought == []
 
 
 def test_graphs_without_cuda_raise(model: Any) -> None:

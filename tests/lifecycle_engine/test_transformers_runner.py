@@ -390,3 +390,54 @@ def test_max_length_beyond_the_model_raises(model: Any) -> None:
     """A slot longer than the model's positions is a mistake in the configuration."""
     with pytest.raises(ValueError, match="the model takes"):
         TransformersRunner(model, slots=1, max_length=1_000_000)
+
+
+@pytest.mark.parametrize("graphs", ["off", "fake"])
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+def test_lane_without_finite_logits_fails_alone(
+    model: Any, prepared: list[Any], expected: list[Any], graphs: Any, value: float
+) -> None:
+    """In the middle of a batch, whatever is told beside its tokens; the rest is right."""
+    runner = TransformersRunner(model, slots=3, max_length=512, graphs=graphs)
+    scheduler = Scheduler(runner)
+    fields: dict[str, Any] = {
+        "a": {},
+        "bad": {"logprobs": 2, "temperature": 0.5},
+        "b": {"logprobs": 1},
+    }
+    for key, more in fields.items():
+        request = prepared[0].request | {"max_tokens": COUNT} | more
+        scheduler.start(key, request, {})
+        scheduler.step()
+    row = runner._seats[1].row
+
+    def spoil(_module: Any, _args: Any, logits: Any) -> Any:
+        logits = logits.clone()
+        logits[row, 5] = value
+        return logits
+
+    tokens: dict[str, list[int]] = {key: [] for key in fields}
+    with model.lm_head.register_forward_hook(spoil):
+        outputs = scheduler.step()
+    (failed,) = (output for output in outputs if output.key == "bad")
+    assert failed.finish is not None
+    assert failed.finish.code == "decode_failed"
+    assert failed.finish.message == "decode failed: FloatingPointError"
+    while scheduler.busy:
+        for output in scheduler.step():
+            tokens[output.key] += told(output)
+    assert expected[0][-len(tokens["b"]) :] == tokens["b"]
+    assert len(tokens["b"]) > 5
+    assert tokens["a"]
+    assert scheduler.status()["slots_free"] == 3
+
+
+def told(output: Any) -> list[int]:
+    """The tokens of an output, with log probabilities or without."""
+    tokens: list[int] = []
+    for item in output.items:
+        if type(item) is list:
+            tokens += item
+        elif "token" in item:
+            tokens.append(item["token"])
+    return tokens

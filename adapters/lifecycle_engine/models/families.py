@@ -25,6 +25,7 @@ from lifecycle_engine.chats.prompts import (
 from lifecycle_engine.runner import Prompt
 
 from ._hf import hf, quiet
+from .masks import KINDS, kinds_of
 from .vision import Encoded, Family, Upload, to_device
 
 
@@ -205,8 +206,9 @@ _FAMILIES: dict[str, Callable[[Any], Family]] = {
 }
 # Decoder-only, with an embedding, a stack of layers and a head, and nothing else
 # that touches the logits.
-_TEXT = ("llama", "mistral", "qwen2", "qwen3")
-# Kinds of rotary positions whose frequencies depend on the longest of a batch.
+_TEXT: tuple[str, ...] = ("gemma", "llama", "mistral", "olmo2", "phi", "phi3")
+_TEXT += ("qwen2", "qwen3", "smollm3", "starcoder2")
+# Rotary positions whose frequencies depend on the longest of a batch, behind a point.
 _GROWING = ("dynamic", "longrope")
 
 
@@ -215,7 +217,7 @@ def family_of(config: Any) -> Family:
 
     Raises:
         ValueError: One that is not known here, or around a text model that is not,
-            or whose layers look at a part of the positions only.
+            or whose layers are of an unknown kind.
     """
     known = {**_FAMILIES, **dict.fromkeys(_TEXT, _plain)}
     make = known.get(config.model_type)
@@ -228,7 +230,7 @@ def family_of(config: Any) -> Family:
         raise ValueError(
             f"the text model is a {text.model_type}; known are {', '.join(_TEXT)}"
         )
-    _refuse_windows(text)
+    _refuse_layers(text)
     return make(config)
 
 
@@ -237,21 +239,36 @@ def _plain(config: Any) -> Family:
     return PlainText()
 
 
-def _refuse_windows(text: Any) -> None:
-    kinds = set(getattr(text, "layer_types", None) or ())
-    if not kinds and getattr(text, "sliding_window", None) is not None:
-        kinds = {"sliding_attention"}
-    if kinds - {"full_attention"}:
+def _refuse_layers(text: Any) -> None:
+    unknown = set(kinds_of(text)) - set(KINDS)
+    if unknown:
         raise ValueError(
-            f"the model has layers of {', '.join(sorted(kinds))}; the KV slots are for "
-            "full attention alone"
+            f"the model has layers of {', '.join(sorted(unknown))}; known are "
+            f"{', '.join(KINDS)}"
         )
+
+
+def longest_of(text: Any) -> int:
+    """Return how many positions a language model takes, each row for itself.
+
+    Where frequencies grow with the longest of a batch, each request would change
+    those of the others; so up to where they begin to.
+    """
+    limit: int = text.max_position_embeddings
     rope = getattr(text, "rope_parameters", None) or {}
-    if rope.get("rope_type") in _GROWING:
-        raise ValueError(
-            f"the rotary positions are {rope['rope_type']}, so that each request would "
-            "change those of the others in its batch; use a checkpoint without"
-        )
+    if rope.get("rope_type") == "longrope":
+        limit = min(limit, rope["original_max_position_embeddings"])
+    return limit
+
+
+def hold_frequencies(text: Any) -> None:
+    """Keep a language model from asking the device whether to grow; see `longest_of`.
+
+    It does so in each forward pass, which no graph can be made of.
+    """
+    for module in text.modules():
+        if getattr(module, "rope_type", None) in _GROWING:
+            module.rope_type = "default"
 
 
 def load_model(checkpoint: str | Path, *, device: str, dtype: str) -> Any:

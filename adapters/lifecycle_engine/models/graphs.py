@@ -111,7 +111,9 @@ class Fixed:
         forward: One step; it may read nothing from the device.
         slots: Rows that requests can hold, and so the number of the reserved one.
         max_length: Positions of a row.
-        widths: Batch sizes; none are the powers of two up to the slots.
+        widest: The largest batch that is made ready for; ``None`` is all slots. One
+            that is wider runs all the same, in a shape that is made when it comes.
+        widths: Batch sizes; none are the powers of two up to *widest*.
         capture: Record the kernels of each shape once; without it each step runs
             the same shapes through the same memory. If the device refuses to, it is
             logged and the rest goes on without.
@@ -127,11 +129,15 @@ class Fixed:
         slots: int,
         max_length: int,
         device: torch.device,
+        widest: int | None = None,
         widths: Sequence[int] = (),
         capture: bool,
     ) -> None:
-        chosen = {width for width in widths if 0 < width < slots}
-        self._widths = [*sorted(chosen or _powers(1, slots)), slots]
+        widest = self._widest = min(widest or slots, slots)
+        chosen = {width for width in widths if 0 < width < widest}
+        self._widths: list[int] = sorted(
+            {*(chosen or _powers(1, widest)), widest, slots}
+        )
         self._stops = [*_powers(_SHORTEST, max_length), max_length]
         self._forward, self._slots, self._device = forward, slots, device
         self._capture = capture
@@ -160,10 +166,14 @@ class Fixed:
         return shape.replay()
 
     def prepare(self) -> None:
-        """Make every shape now, so that no request waits for it later."""
+        """Make the shapes of every batch now, so that no request waits for it later.
+
+        With more slots than requests in a step, as for conversations that rest, the
+        wider shapes would take as much memory as time, and never be run.
+        """
         # The largest first: the smaller ones then fit into its memory.
         for width, stop in reversed(self.shapes):
-            if (width, stop) not in self._shapes:
+            if width <= self._widest and (width, stop) not in self._shapes:
                 self._shapes[width, stop] = self._make(width, stop)
 
     def _make(self, width: int, stop: int) -> _Shape:

@@ -11,6 +11,7 @@ keeping the rows of a batch together costs one `swap` when a request leaves.
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import Any
 
@@ -150,15 +151,14 @@ class SlotCache(_Cache):  # type: ignore[misc]  # a base of type Any
         Raises:
             ValueError: They do not fit there.
         """
-        config = model.config.get_text_config()
+        layers, heads, head_dim = _sizes(model.config.get_text_config())
         try:
             return cls(
-                layers=config.num_hidden_layers,
+                layers=layers,
                 slots=slots,
-                heads=config.num_key_value_heads,
+                heads=heads,
                 max_length=max_length,
-                head_dim=getattr(config, "head_dim", None)
-                or config.hidden_size // config.num_attention_heads,
+                head_dim=head_dim,
                 dtype=model.dtype,
                 device=model.device,
             )
@@ -187,3 +187,16 @@ class SlotCache(_Cache):  # type: ignore[misc]  # a base of type Any
                 kept = store[other, :, :length].clone()
                 store[other, :, :length] = store[row, :, :length]
                 store[row, :, :length] = kept
+
+
+def slot_bytes(text: Any, *, max_length: int, dtype: torch.dtype) -> int:
+    """Return the memory of one row for a language model of that config."""
+    nbytes: int = 2 * math.prod(_sizes(text)) * max_length * dtype.itemsize
+    return nbytes
+
+
+def _sizes(text: Any) -> tuple[int, int, int]:
+    """Layers, key heads, and numbers of one key."""
+    head_dim = getattr(text, "head_dim", None)
+    head_dim = head_dim or text.hidden_size // text.num_attention_heads
+    return text.num_hidden_layers, text.num_key_value_heads, head_dim

@@ -11,6 +11,7 @@ from lifecycle_engine.runner import Prompt
 from .attention import shared_heads
 from .graphs import Inputs
 from .kv import Chunk, SlotCache, Step
+from .masks import Masks
 from .uploads import TorchDevice, Uploads, small
 from .vision import Family, images_of_chunk
 
@@ -27,6 +28,7 @@ class Passes:
     def __init__(self, model: Any, family: Family, cache: SlotCache) -> None:
         self._model, self._family, self._cache = model, family, cache
         self._text = getattr(model.model, "language_model", model.model)
+        self._masks = Masks(model.config.get_text_config())
         self._shared_heads = shared_heads(self._text)
         self._device = TorchDevice(model.device)
         self._uploads = Uploads(self._device)
@@ -59,7 +61,7 @@ class Passes:
             output = self._text(
                 input_ids=inputs.ids[:, None],
                 position_ids=positions,
-                attention_mask=inputs.mask,
+                attention_mask=self._masks.step(inputs),
                 past_key_values=self._cache,
                 use_cache=True,
             )
@@ -69,17 +71,12 @@ class Passes:
         device = self._model.device
         ids = small([prompt.input_ids[start:stop]], device)
         embeds, extra = self._embed(ids, prompt, start, stop)
-        mask = None
-        if start:
-            at = torch.arange(start, stop, device=device)
-            mask = torch.arange(stop, device=device)[None] <= at[:, None]
-            mask = mask[None, None]
         positions = self._family.positions(prompt, start, stop).to(device)
         self._cache.window = Chunk(row, start, stop)
         output = self._text(
             inputs_embeds=embeds,
             position_ids=positions[..., None, :],
-            attention_mask=mask,
+            attention_mask=self._masks.chunk(start, stop, device),
             past_key_values=self._cache,
             use_cache=True,
             **extra,

@@ -11,6 +11,9 @@ from lifecycle_engine.runner import Emitted, Sampling
 
 from .uploads import small
 
+# In the place of a token, where there is none to draw.
+_NONE = -1
+
 
 class Sampler:
     """How one request draws its tokens; greedy at temperature 0.
@@ -43,9 +46,11 @@ class Sampler:
         return float(draw)
 
 
-def choose(logits: torch.Tensor, samplers: Sequence[Sampler]) -> list[Emitted]:
-    """Return a token for each lane of ``(lanes, vocab)``."""
-    drawn = logits.argmax(dim=-1)
+def choose(
+    logits: torch.Tensor, samplers: Sequence[Sampler]
+) -> list[Emitted | Exception]:
+    """Return a token for each lane of ``(lanes, vocab)``, or why it has none."""
+    most, drawn = logits.max(dim=-1)
     # Lanes with and without a cut are drawn in different orders of the tokens, so
     # each kind apart: what a lane draws must not depend on who is beside it.
     for cut in (False, True):
@@ -57,11 +62,16 @@ def choose(logits: torch.Tensor, samplers: Sequence[Sampler]) -> list[Emitted]:
         if lanes:
             at = small(lanes, logits.device)
             drawn[at] = _draw(logits[at], [samplers[lane] for lane in lanes], cut=cut)
+    # A NaN is the largest of its lane, and told with the tokens, in one copy.
+    drawn = drawn.masked_fill(~torch.isfinite(most), _NONE)
     # The one place where a step waits for the device, unless somebody is told more.
     tokens: list[int] = drawn.tolist()
     told = _logprobs(logits, tokens, samplers)
     return [
-        Emitted(told.get(lane, [token]), token) for lane, token in enumerate(tokens)
+        FloatingPointError("the logits are not finite")
+        if token == _NONE
+        else Emitted(told.get(lane, [token]), token)
+        for lane, token in enumerate(tokens)
     ]
 
 
@@ -105,7 +115,7 @@ def _logprobs(
     counts = {
         lane: sampler.sampling.logprobs
         for lane, sampler in enumerate(samplers)
-        if sampler.sampling.logprobs is not None
+        if sampler.sampling.logprobs is not None and tokens[lane] != _NONE
     }
     if not counts:
         return {}

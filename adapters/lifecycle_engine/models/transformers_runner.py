@@ -15,7 +15,7 @@ import torch
 from lifecycle_engine.runner import Emitted, Prompt
 
 from .device import told_if_lost
-from .families import family_of, load_model
+from .families import family_of, hold_frequencies, load_model, longest_of
 from .graphs import Eager, Fixed, GraphMode, Lane
 from .held import Held
 from .kv import SlotCache
@@ -25,7 +25,7 @@ from .seating import Seat, Seating
 from .uploads import small
 from .vision import needed_until, pictures_of
 
-_MAX_LENGTH = 8192
+MAX_LENGTH = 8192
 
 
 class TransformersRunner:
@@ -41,6 +41,7 @@ class TransformersRunner:
         model: Any,
         *,
         slots: int,
+        max_batch: int | None = None,
         max_length: int | None = None,
         graphs: GraphMode = "off",
         buckets: Sequence[int] = (),
@@ -50,6 +51,8 @@ class TransformersRunner:
         Args:
             model: In eval mode on its device, with ``sdpa`` attention.
             slots: Requests that can hold KV at a time.
+            max_batch: Those of them that are read or run at a time, which graphs are
+                made for; ``None`` is all. The scheduler's should be no more.
             max_length: Positions of each slot; ``None`` is what the model takes, up
                 to 8192.
             graphs: How decode steps run: ``"off"`` as they come, ``"on"`` as CUDA
@@ -62,8 +65,8 @@ class TransformersRunner:
                 CUDA.
         """
         config = model.config.get_text_config()
-        limit = config.max_position_embeddings
-        max_length = max_length or min(limit, _MAX_LENGTH)
+        limit = longest_of(config)
+        max_length = max_length or min(limit, MAX_LENGTH)
         if not 2 <= max_length <= limit:
             raise ValueError(
                 f"max_length is {max_length}; the model takes 2 to {limit}"
@@ -74,6 +77,7 @@ class TransformersRunner:
         self.slots, self.max_length = slots, max_length
         self.vocab_size: int = config.vocab_size
         self._family = family_of(model.config)
+        hold_frequencies(model)
         self.keep = self._family.keep
         self.cache = SlotCache.of(model, slots=slots, max_length=max_length)
         self._passes = Passes(model, self._family, self.cache)
@@ -87,6 +91,7 @@ class TransformersRunner:
                 slots=slots,
                 max_length=max_length,
                 device=model.device,
+                widest=max_batch,
                 widths=buckets,
                 capture=graphs == "on",
             )
@@ -100,6 +105,7 @@ class TransformersRunner:
         dtype: str = "float32",
         threads: int | None = None,
         slots: int = 8,
+        max_batch: int | None = None,
         max_length: int | None = None,
         graphs: GraphMode = "off",
         buckets: Sequence[int] = (),
@@ -112,6 +118,7 @@ class TransformersRunner:
             dtype: Name of a torch dtype, or ``"auto"`` for the checkpoint's own.
             threads: CPU threads of the whole process; ``None`` leaves torch's.
             slots: Requests that can hold KV at a time.
+            max_batch: See `__init__`.
             max_length: See `__init__`.
             graphs: See `__init__`; their shapes are captured before this returns.
             buckets: See `__init__`.
@@ -126,6 +133,7 @@ class TransformersRunner:
         runner = cls(
             model,
             slots=slots,
+            max_batch=max_batch,
             max_length=max_length,
             graphs=graphs,
             buckets=buckets,
@@ -165,7 +173,7 @@ class TransformersRunner:
                 self._family.begin(self.model, prompt)
             return self._prefill(self._seats[slot], prompt, start, stop)
 
-    def decode(self, slots: Sequence[int]) -> list[Emitted]:
+    def decode(self, slots: Sequence[int]) -> list[Emitted | Exception]:
         """Run one token of each slot; return the next ones."""
         seats = [self._seats[slot] for slot in slots]
         with told_if_lost(self.model.device), torch.inference_mode():
@@ -178,7 +186,8 @@ class TransformersRunner:
             emitted = choose(logits[rows], [seat.sampler for seat in seats])
         for seat, made in zip(seats, emitted, strict=True):
             seat.length += 1
-            self._draw(seat, made)
+            if isinstance(made, Emitted):
+                self._draw(seat, made)
         return emitted
 
     def free(self, slot: int) -> None:
@@ -207,10 +216,9 @@ class TransformersRunner:
         hidden = self._passes.chunk(seat.row, prompt, start, stop)
         if stop < len(prompt.input_ids):
             return None
-        logits = self._passes.head(hidden)
-        if not bool(torch.isfinite(logits).all()):
-            raise FloatingPointError("the prompt's logits are not finite")
-        (emitted,) = choose(logits, [seat.sampler])
+        (emitted,) = choose(self._passes.head(hidden), [seat.sampler])
+        if isinstance(emitted, Exception):
+            raise emitted
         seat.delta = self._family.delta(prompt)
         self._draw(seat, emitted)
         return emitted

@@ -80,7 +80,9 @@ class Generate:
             refuse_encoded(scope)
             refuse_when_full(self._service.in_flight)
             with request.phase("read"):
-                incoming = await self._service.intake.read(receive, self._dialect.parse)
+                incoming = await self._service.intake.read(
+                    receive, self._dialect.parse, self._service.client(scope)
+                )
             fields = incoming.fields
             until = anyio.current_time() + patience(scope)
             await self._serve(_Asked(request, incoming, until), reply)

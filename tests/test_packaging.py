@@ -64,6 +64,9 @@ def test_imports_core_without_any_extra() -> None:
         ("lifecycle_metrics", "prometheus_client", "metrics"),
         ("lifecycle_ray", "ray", "ray"),
         ("lifecycle_engine.cli", "typer", "engine"),
+        ("lifecycle_engine.app", "starlette", "engine"),
+        ("lifecycle_engine.images.estimate", "PIL", "engine"),
+        ("lifecycle_engine.http.serve", "uvicorn", "engine"),
     ],
 )
 def test_names_extra_that_is_missing(module: str, missing: str, extra: str) -> None:

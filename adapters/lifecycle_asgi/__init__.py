@@ -28,6 +28,7 @@ from __future__ import annotations
 from lifecycle_asgi._body import BodyLimit
 from lifecycle_asgi._log import request_log
 from lifecycle_asgi._middleware import LifecycleMiddleware
+from lifecycle_asgi._record import tell_refusal
 from lifecycle_asgi._refusals import BodyTooLarge, BodyTooSlow, ShareUsedUp
 from lifecycle_asgi._request import RequestScope, request_of
 from lifecycle_asgi._scope import request_scope
@@ -46,6 +47,7 @@ __all__ = (
     "request_log",
     "request_of",
     "request_scope",
+    "tell_refusal",
 )
 
 # Tracebacks and logs name what users import, not where it happens to live.

@@ -162,3 +162,19 @@ def outcome_of(
         return "completed"
     # 529 is Anthropic's word for 503.
     return "refused" if status < 500 or status in (503, 529) else "failed"
+
+
+def tell_refusal(
+    emit: Callable[[Event], None], operation: str, scope: Scope, status: int
+) -> None:
+    """Tell of a request that is refused by its head, from its start to its end.
+
+    For what stands in front of `LifecycleMiddleware`, which tells of all others.
+
+    Args:
+        emit: Told of both events; it must not raise.
+        operation: What kind of request it is: a fixed word.
+        scope: Of ASGI.
+        status: That is answered.
+    """
+    Record(emit, operation, scope).end("refused", status, None)

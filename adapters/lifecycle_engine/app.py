@@ -40,6 +40,7 @@ from .incoming import ChatDefaults, Intake
 from .processor import Processor
 from .routes.bodies import BodyReader
 from .routes.cancels import Cancels
+from .routes.early import Early
 from .routes.generate import Generate
 from .routes.live import LiveView
 from .routes.measuring import Measuring
@@ -149,6 +150,10 @@ def create_app(
         client=settings.client,
         remote=_remote(settings, threads),
     )
+    told = together(observer, log)
+    early = Early(
+        service.places, _DIALECTS, body_bytes=settings.body_bytes, observer=told
+    )
     app = Starlette(
         routes=_routes(service, metrics),
         lifespan=lambda _: _running(
@@ -157,11 +162,11 @@ def create_app(
             Measuring(service, observer, every=settings.measured_every),
         ),
         middleware=[
-            Middleware(Turns),
+            Middleware(Turns, refuse=early),
             Middleware(
                 LifecycleMiddleware,
                 read_ahead=_READ_AHEAD,
-                observer=together(observer, log),
+                observer=told,
                 operation=operation_of,
             ),
             *_per_client(settings, observer),

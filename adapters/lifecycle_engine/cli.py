@@ -8,13 +8,7 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
-try:
-    import typer
-except ModuleNotFoundError as error:
-    raise ModuleNotFoundError(
-        f'lifecycle-engine needs {error.name}; pip install "anyio-lifecycle[engine]"',
-        name=error.name,
-    ) from None
+import typer
 
 from . import commands
 from .launch import (

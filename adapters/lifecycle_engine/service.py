@@ -17,6 +17,7 @@ from .images.remote_images import RemoteImages
 from .incoming import Intake
 from .processor import Processor
 from .routes.patience import Forecast
+from .routes.places import Places
 
 
 class Engine(Protocol):
@@ -110,6 +111,7 @@ class Service:
         client: Whose a request is, by its ASGI scope.
         correction: Of what payloads are estimated to weigh.
         remote: Fetches images; ``None`` fetches none.
+        places: Of requests in flight, with those whose bodies are being read.
     """
 
     model: str
@@ -127,6 +129,10 @@ class Service:
     _forecasts: dict[Gate, Forecast] = field(default_factory=dict, init=False)
     remote: RemoteImages | None = None
     _sessions: SessionRegistry | None = field(default=None, init=False)
+    places: Places = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.places = Places(self.in_flight)
 
     @asynccontextmanager
     async def running(self) -> AsyncIterator[None]:

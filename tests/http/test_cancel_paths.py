@@ -166,7 +166,7 @@ def test_leaves_nothing_of_other_endpoints(
     assert anyio.run(main, backend=backend) >= 8
 
 
-async def every_point_of_cancel(kind: str, when: str) -> int:
+async def every_point_of_cancel(kind: str, when: str, path: str) -> int:
     """Cancel a request that runs, at each point of the request that cancels it."""
     app = create_app(
         make_engine("--sim-decode-step=0.01"),
@@ -188,7 +188,7 @@ async def every_point_of_cancel(kind: str, when: str) -> int:
                 await anyio.sleep(0.001)
             run = Cancelled(at, kind, when)
             server = ScriptedServer()
-            to = http_scope("/_lifecycle/requests/mine/cancel")
+            to = http_scope(path)
             await run.run(app(to, server.receive, server.send))
             if not (run.hit or at == 0):
                 assert server.status == 200
@@ -205,13 +205,16 @@ async def every_point_of_cancel(kind: str, when: str) -> int:
 
 @pytest.mark.timeout(200)
 @pytest.mark.parametrize(("backend", "kind", "when"), KINDS)
+@pytest.mark.parametrize(
+    "path", ["/_lifecycle/requests/mine/cancel", "/v1/responses/resp_mine/cancel"]
+)
 def test_leaves_nothing_of_a_request_that_cancels(
-    backend: str, kind: str, when: str
+    backend: str, kind: str, when: str, path: str
 ) -> None:
     """Whoever leaves while it waits for the engine leaves neither request behind."""
 
     async def main() -> int:
         with anyio.fail_after(180):
-            return await every_point_of_cancel(kind, when)
+            return await every_point_of_cancel(kind, when, path)
 
     assert anyio.run(main, backend=backend) >= 1

@@ -8,7 +8,11 @@ import json
 import pytest
 from http_kit import answer_to, png, running, user
 
-from lifecycle import Gate
+from lifecycle import Gate, GateFull
+from lifecycle.events import Event
+from lifecycle_asgi.events import RequestEnded, RequestStarted
+from lifecycle_engine.app import AppSettings
+from lifecycle_engine.routes.places import Places
 
 pytestmark = pytest.mark.asyncio
 BODY = json.dumps(
@@ -45,6 +49,94 @@ async def test_refuses_without_the_body_when_the_line_is_full(
         await server.quiet()
 
 
+async def refused(in_flight: Gate, head: bytes, log: list[Event]) -> tuple[int, bytes]:
+    """Ask a full server by a head alone; returns the status and the whole answer."""
+    settings = AppSettings(model="sim", body_bytes=2_000_000)
+    async with running(
+        in_flight=in_flight, log=log.append, settings=settings
+    ) as server:
+        with in_flight.try_admit():
+            reader, writer = await asyncio.open_connection("127.0.0.1", server.port)
+            writer.write(head)
+            async with asyncio.timeout(5):
+                answer = await reader.readuntil(b"}}")
+            writer.close()
+        await server.quiet()
+    return int(answer.split()[1]), answer
+
+
+async def test_is_told_and_tells_as_every_refusal() -> None:
+    """The id comes back, both words on retries are there, and it counts once (S10)."""
+    in_flight = Gate(slots=1, max_waiting=0, name="in_flight")
+    log: list[Event] = []
+    head = HEAD.replace(b"host: here", b"x-request-id: abc") % b"/v1/chat/completions"
+    status, answer = await refused(in_flight, head, log)
+    assert status == 503
+    for said in (b"x-request-id: abc", b"retry-after: ", b"retry-after-ms: "):
+        assert said in answer.lower()
+    assert json.loads(answer.partition(b"\r\n\r\n")[2])["error"]["code"] == (
+        "server_overloaded"
+    )
+    told = [each for each in log if isinstance(each, (RequestStarted, RequestEnded))]
+    started, ended = told
+    assert isinstance(ended, RequestEnded)
+    assert (started.operation, ended.outcome, ended.status) == ("chat", "refused", 503)
+    assert started.request == ended.request
+    assert in_flight.statistics().refused == 1
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "status"),
+    [
+        (b"host: here", b"x-request-id: a b", 400),
+        (b"host: here", b"content-encoding: gzip", 400),
+        (b"1000000", b"9000000", 413),
+    ],
+)
+async def test_says_first_what_no_retry_would_mend(
+    old: bytes, new: bytes, status: int
+) -> None:
+    """Whoever would be refused by an empty server is not told to come back."""
+    in_flight = Gate(slots=1, max_waiting=0, name="in_flight")
+    head = HEAD.replace(old, new) % b"/v1/chat/completions"
+    assert (await refused(in_flight, head, []))[0] == status
+    assert in_flight.statistics().refused == 0
+
+
+async def test_keeps_places_for_those_on_their_way() -> None:
+    """Of all that come while one place is free one is let through, for a moment."""
+    now = 0.0
+    gate = Gate(slots=2, max_waiting=1, name="in_flight", clock=lambda: now)
+    places = Places(gate, clock=lambda: now)
+    with gate.try_admit():
+        for each in "ab":
+            places.refuse_when_full()
+            places.expect(each)
+        with pytest.raises(GateFull):
+            places.refuse_when_full()
+        assert gate.statistics().refused == 1
+        places.arrived("b")
+        places.arrived("b")
+        places.refuse_when_full()
+        places.expect("c")
+        now = 0.049
+        assert places.full
+        now = 0.051  # whoever sends that slowly keeps nobody out
+        assert not places.full
+        places.refuse_when_full()
+        assert gate.statistics().refused == 1
+
+
+async def test_refuses_nobody_at_an_idle_gate_for_good() -> None:
+    """With more on their way than there are slots it is full, not too small."""
+    gate = Gate(slots=2, max_waiting=0, name="in_flight", clock=lambda: 0.0)
+    places = Places(gate, clock=lambda: 0.0)
+    for each in range(5):
+        places.expect(each)
+    with gate.try_admit(), pytest.raises(GateFull):
+        places.refuse_when_full()
+
+
 async def test_reads_the_body_of_who_may_wait() -> None:
     """With a place in the line nobody is refused early, and all are served."""
     in_flight = Gate(slots=1, max_waiting=1, name="in_flight")
@@ -65,4 +157,44 @@ async def test_reads_the_body_where_there_is_room(limits: dict[str, int]) -> Non
         for _ in range(3):
             assert (await answer_to(server.port, BODY))[0] == 200
         assert in_flight.statistics().refused == 0
+        await server.quiet()
+
+
+async def test_lets_no_more_bodies_come_than_there_are_places() -> None:
+    """While one is on its way to the last place, others are refused by their heads."""
+    now = 0.0
+    in_flight = Gate(slots=2, max_waiting=0, name="in_flight")
+    async with running(in_flight=in_flight) as server:
+        server.service.places._clock = lambda: now
+        reader, writer = await asyncio.open_connection("127.0.0.1", server.port)
+        with in_flight.try_admit():
+            head = HEAD.replace(b"1000000", b"%d" % len(BODY))
+            writer.write(head % b"/v1/chat/completions")
+            await server.until(lambda: server.service.places.full)
+            assert await status_without_body(server.port) == 503
+            now = 1.0  # it took too long
+            assert (await answer_to(server.port, BODY))[0] == 200
+            writer.write(BODY)
+            async with asyncio.timeout(5):
+                assert (await reader.readline()).split()[1] == b"200"
+        writer.close()
+        await server.quiet()
+
+
+async def test_keeps_no_place_for_whoever_has_arrived() -> None:
+    """In line it is counted by the gate, and not once more."""
+    in_flight = Gate(slots=1, max_waiting=3, name="in_flight")
+    async with running(in_flight=in_flight) as server:
+        server.service.places._clock = lambda: 0.0
+        with in_flight.try_admit():
+            asking = []
+            for waiting in range(1, 4):
+                asking.append(asyncio.create_task(answer_to(server.port, BODY)))
+                await server.until(
+                    lambda waiting=waiting: (
+                        in_flight.statistics().waiting == waiting
+                        or in_flight.statistics().refused
+                    )
+                )
+        assert [(await each)[0] for each in asking] == [200, 200, 200]
         await server.quiet()

@@ -23,6 +23,7 @@ import uvicorn
 from http_kit import answer_to, png, running, user
 from rough_clients import PATHS, request_of
 
+from lifecycle import Gate
 from lifecycle_engine.app import AppSettings
 from lifecycle_engine.http.connections import http_protocol
 from lifecycle_engine.http.serve import DrainingServer
@@ -97,6 +98,7 @@ KINDS = {
     "many-values": (request_of(PATHS[0], b"[" + b"1," * 1500 + b"1]"), b"400"),
     "bombs": (request_of(PATHS[0], asked(png(7000, 7000))), b"413"),
     "good": (PLAIN, b"200"),
+    "full": (PLAIN, b"503"),
 }
 
 
@@ -109,11 +111,15 @@ def test_works_in_short_steps_whatever_comes_at_once(kind: str) -> None:
     async def scenario(steps: Steps) -> None:
         settings = AppSettings(model="sim")
         limits = {"loop": "asyncio", "http": http_protocol(), "settings": settings}
-        async with running(**limits) as server:
+        gate = Gate(slots=COUNT, max_waiting=0, name="in_flight")
+        async with running(in_flight=gate, **limits) as server:
             await answer_to(server.port, asked("go", png(32, 32)))  # all is imported
             steps.seen.clear()
+            full = gate.try_admit(slots=COUNT) if kind == "full" else None
             ask = partial(all_at_once, server.port, whole, COUNT)
             answers = await asyncio.to_thread(ask)
+            if full is not None:
+                full.release()
             assert {answer[9:] for answer in answers} == {status}
             # One may have had a page fault, or the machine's own work, in it.
             longest, each = sorted(steps.seen)[-2], sum(steps.seen) / COUNT

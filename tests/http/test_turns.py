@@ -10,7 +10,7 @@ import anyio.lowlevel
 import pytest
 from asgi_kit import http_scope
 
-from lifecycle_engine.routes.turns import Turns
+from lifecycle_engine.routes.turns import PROBES, Turns
 
 pytestmark = pytest.mark.anyio
 
@@ -48,8 +48,9 @@ async def test_whoever_leaves_its_line_holds_up_nobody() -> None:
     async def app(scope: Any, receive: Any, send: Any) -> None:
         begun.append(scope["number"])
 
-    turns: Any = Turns(app)
+    turns: Any = Turns(app, clock=lambda: 1.0)
     with anyio.fail_after(10):
+        await turns(http_scope(number=9), None, None)  # who comes alone needs no line
         async with anyio.create_task_group() as tasks:
             scopes = [anyio.CancelScope() for _ in range(9)]
 
@@ -79,7 +80,12 @@ async def test_whoever_has_begun_holds_up_nobody(end: str) -> None:
             raise ValueError
         await anyio.sleep_forever()
 
-    turns: Any = Turns(app)
+    turns: Any = Turns(app, clock=lambda: 1.0)
+    with contextlib.suppress(ValueError):
+        with anyio.CancelScope() as alone:  # who comes alone has no turn to hold
+            alone.cancel()
+            await turns(http_scope(number=0), None, None)
+    begun.clear()
 
     async def one(number: int) -> None:
         with contextlib.suppress(ValueError):
@@ -101,6 +107,65 @@ async def test_whoever_has_begun_holds_up_nobody(end: str) -> None:
                 await anyio.lowlevel.checkpoint()
             tasks.cancel_scope.cancel()
     assert (0 in begun) == (end != "cancelled")
+
+
+async def test_begins_at_once_who_comes_alone() -> None:
+    """It does not let the loop go round first; whoever comes at the same time does."""
+    begun: list[str] = []
+    now = 1.0
+
+    async def app(scope: Any, receive: Any, send: Any) -> None:
+        begun.append(scope["path"])
+
+    turns: Any = Turns(app, clock=lambda: now)
+
+    async def at_once(path: str) -> None:
+        with anyio.CancelScope() as never:
+            never.cancel()  # so that any wait is the end
+            await turns(http_scope(path), None, None)
+
+    await at_once("/a")
+    await at_once("/b")
+    assert begun == ["/a"]
+    now = 1.5
+    await at_once("/c")
+    assert begun == ["/a", "/c"]
+
+
+@pytest.mark.parametrize("path", sorted(PROBES))
+async def test_probes_stand_behind_no_request(path: str) -> None:
+    """What a proxy asks for itself does not wait for its clients' requests to begin."""
+    begun: list[str] = []
+
+    async def app(scope: Any, receive: Any, send: Any) -> None:
+        begun.append(scope["path"])
+
+    turns: Any = Turns(app, clock=lambda: 1.0)
+    with anyio.fail_after(10):
+        async with anyio.create_task_group() as tasks:
+            for asked in [*["/generate"] * 100, path]:
+                tasks.start_soon(turns, http_scope(asked), None, None)
+    assert begun.index(path) < 10
+
+
+async def test_says_no_before_anything_else_is_done() -> None:
+    """Whoever is refused here never reaches the application."""
+    refused, begun = [], []
+
+    async def app(scope: Any, receive: Any, send: Any) -> None:
+        begun.append(scope["number"])
+
+    async def refuse(scope: Any, send: Any) -> bool:
+        if scope["number"] % 2:
+            refused.append(scope["number"])
+        return bool(scope["number"] % 2)
+
+    turns: Any = Turns(app, refuse, clock=lambda: 1.0)
+    with anyio.fail_after(10):
+        async with anyio.create_task_group() as tasks:
+            for number in range(10):
+                tasks.start_soon(turns, http_scope(number=number), None, None)
+    assert (sorted(begun), sorted(refused)) == ([0, 2, 4, 6, 8], [1, 3, 5, 7, 9])
 
 
 async def test_lets_other_scopes_pass() -> None:

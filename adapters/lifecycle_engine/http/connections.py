@@ -57,11 +57,26 @@ def http_protocol(limits: ConnectionLimits | None = None) -> type[asyncio.Protoc
     return cast("type[asyncio.Protocol]", made)
 
 
+class _Outlet:
+    """What a request has of its connection's transport."""
+
+    __slots__ = ("close", "is_closing", "write")
+
+    def __init__(self, connection: Connection) -> None:
+        self.write = connection.transport.write
+        self.is_closing = connection.transport.is_closing
+        self.close = connection.finish
+
+
 class Connection(HttpToolsProtocol):
     """uvicorn's, with limits, and with an ear for whoever leaves.
 
     uvicorn tells a lost connection to the request that was read last, and stops
     reading behind it. Here every request is told, and no further one is begun.
+
+    Where a connection ends with an answer that came before the body, uvicorn closes it,
+    and the system resets it: whoever is still sending may never see the answer. Here
+    it is told the end, and read on (RFC 9112, 9.6).
 
     Offers of another protocol are ignored, see `Parser`.
     """
@@ -72,7 +87,7 @@ class Connection(HttpToolsProtocol):
         self._limits = limits
         self._cycles: list[Any] = []
         self._in_head = self._in_body = False
-        self._message_ended = False
+        self._message_ended = self._finished = False
         self._head_bytes = self._body_bytes = 0
         self._to_send: asyncio.TimerHandle | None = None
         self._to_read: asyncio.TimerHandle | None = None
@@ -97,12 +112,16 @@ class Connection(HttpToolsProtocol):
         A request that waits to be let in does not take as many, see `create_app`.
         """
         cycle: Any = self.cycle  # None before the first one, whatever its type says
+        if self._finished:
+            return _GULP
         if cycle is None or not self._in_body:  # next is a head, and a body that waits
             return _SIP
         return _GULP if self._body_bytes - len(cycle.body) > 2 * _SIP else _SIP
 
     def data_received(self, data: bytes | memoryview) -> None:
         """Read on, within the limits."""
+        if self._finished:
+            return
         self._message_ended = False
         super().data_received(data)  # type: ignore[arg-type]
         if self._in_body and self._busy and len(self.cycle.body) >= self.appetite():
@@ -120,10 +139,24 @@ class Connection(HttpToolsProtocol):
                 timer.cancel()
         self.pipeline.clear()
         for cycle in self._cycles:
+            cycle.transport = self.transport  # what leads back here would be a cycle
             if not cycle.response_complete:
                 cycle.disconnected = True
                 cycle.message_event.set()
         super().connection_lost(exc)
+
+    def finish(self) -> None:
+        """All is said: close, once the client has sent what it is still sending."""
+        if not self._in_body or self._finished or self.transport.is_closing():
+            self.transport.close()
+            return
+        self._finished = True
+        self.cycle.body = bytearray()
+        if self.transport.can_write_eof():  # TLS has no half of a connection
+            self.transport.write_eof()
+        self.flow.resume_reading()
+        self._stop_watching_sender()
+        self._to_send = self.loop.call_later(self._limits.rest, self.transport.close)
 
     def _close(self, answer: bytes) -> None:
         if not (self._busy or self.transport.is_closing()):
@@ -153,7 +186,15 @@ class Connection(HttpToolsProtocol):
     def _start_asgi_task(self, cycle: Any, app: Any) -> None:
         if cycle.scope["http_version"] == "1.0":
             app = undivided(app, cycle)
+        cycle.transport = _Outlet(self)
         super()._start_asgi_task(cycle, app)
+
+    def on_response_complete(self) -> None:
+        """An answer has been given; behind a last one there is no other."""
+        if self._finished:
+            self.server_state.total_requests += 1
+        else:
+            super().on_response_complete()
 
     def on_body(self, body: bytes) -> None:
         """Some of a body has been read."""

@@ -2,10 +2,85 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from contextlib import suppress
 from typing import Any
 
-from lifecycle import Gate
-from lifecycle_engine.api_errors import bad_request
+from lifecycle import Refused
+from lifecycle.events import Observer, guarded
+from lifecycle_asgi import tell_refusal
+from lifecycle_engine.api_errors import INTERNAL, ApiError, bad_request, describe
+from lifecycle_engine.dialects.dialect import Dialect
+from lifecycle_engine.dialects.replies import Reply
+from lifecycle_engine.incoming import request_id
+
+from .observing import operation_of
+from .places import Places
+
+
+class Early:
+    """Refuses generating requests by their heads, before anything is made for them.
+
+    Where ten times as many come as can be served, this is what most of them meet, and
+    what the others' answers have to share the process with. It says what `Generate`
+    would say; whatever it is not sure of, it leaves to that.
+
+    Args:
+        places: Of requests.
+        dialects: The APIs, by path.
+        body_bytes: Of larger bodies, another refusal is due.
+        observer: Told of whom it refused, as of every request.
+    """
+
+    def __init__(
+        self,
+        places: Places,
+        dialects: Mapping[str, Dialect],
+        *,
+        body_bytes: int,
+        observer: Observer | None,
+    ) -> None:
+        self._places = places
+        self._dialects = dialects
+        self._body_bytes = body_bytes
+        self._emit = guarded(observer)
+
+    async def __call__(self, scope: Any, send: Any) -> bool:
+        """Refuse the request of an ASGI scope; returns whether it was.
+
+        Cancellation:
+            The answer may be cut. It counts as refused all the same.
+        """
+        if scope["method"] != "POST" or not self._places.full:
+            return False
+        dialect = self._dialects.get(scope["path"])
+        if dialect is None or _declared(scope) > self._body_bytes:
+            return False
+        reply = Reply(send, dialect)
+        try:
+            reply.request_id = request_id(scope)
+            refuse_encoded(scope)
+            self._places.refuse_when_full()
+        except Refused as refusal:
+            problem = describe(refusal) or INTERNAL
+        except ApiError:
+            return False
+        else:
+            return False
+        operation = operation_of(scope)
+        if operation is not None and self._emit is not None:
+            tell_refusal(self._emit, operation, scope, dialect.error(problem, None)[0])
+        with suppress(OSError):  # of servers that mind that the client left
+            await reply.error(problem)
+        return True
+
+
+def _declared(scope: Any) -> int:
+    for name, value in scope["headers"]:
+        if name == b"content-length":
+            with suppress(ValueError):
+                return int(value)
+    return 0
 
 
 def refuse_encoded(scope: Any) -> None:
@@ -21,20 +96,3 @@ def refuse_encoded(scope: Any) -> None:
                 param="content-encoding",
                 code="unsupported_encoding",
             )
-
-
-def refuse_when_full(gate: Gate) -> None:
-    """Refuse now who would be refused on arrival at a gate over requests.
-
-    A request that may wait, or that there is room for, passes: whether it gets in is
-    only decided when it is there, with its body.
-
-    Raises:
-        GateFull: There is no room, and the line is full; it counts as refused.
-        GateClosed: The gate is closed.
-    """
-    now = gate.statistics()
-    if now.max_waiting is None or now.waiting < now.max_waiting:
-        return
-    if now.waiting or (now.slots is not None and now.slots_in_use >= now.slots):
-        gate.try_admit().release()  # which refuses, and says when to come back

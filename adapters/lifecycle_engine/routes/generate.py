@@ -31,7 +31,7 @@ from lifecycle_engine.service import Service
 from lifecycle_zmq import RequestRejected
 
 from .bodies import ClientLeft
-from .early import refuse_encoded, refuse_when_full
+from .early import refuse_encoded
 from .observing import Observed, count
 from .patience import patience
 from .shared import Shared
@@ -74,11 +74,13 @@ class Generate:
             the engine holds. It always propagates.
         """
         reply, request = Reply(send, self._dialect), request_of(scope)
+        places = self._service.places
         fields = Fields()
         try:
             reply.request_id = request_id(scope)
             refuse_encoded(scope)
-            refuse_when_full(self._service.in_flight)
+            places.refuse_when_full()
+            places.expect(reply)
             with request.phase("read"):
                 incoming = await self._service.intake.read(
                     receive, self._dialect.parse, self._service.client(scope)
@@ -97,6 +99,8 @@ class Generate:
                 request.fail(error)
         else:
             return
+        finally:
+            places.arrived(reply)
         # Outside of the handler: its exception holds the frames it came through,
         # and the client may take its time to read.
         await reply.error(problem)
@@ -111,6 +115,7 @@ class Generate:
             request.attach(session)
             box = session.box(incoming.chat.take(), nbytes=incoming.chat.nbytes)
             held.callback(count, request, incoming, asked.usage)
+            service.places.arrived(reply)
             with request.phase("queue"):
                 lease = await service.admit(service.in_flight, until=asked.until)
             held.enter_context(lease)

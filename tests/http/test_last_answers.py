@@ -1,0 +1,74 @@
+"""What comes behind a last answer, given before the body was there."""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+from typing import Any
+
+import pytest
+import uvloop
+from asgi_kit import serving
+
+from lifecycle_engine.http.connections import ConnectionLimits, http_protocol
+
+
+@pytest.mark.parametrize("loop", ["asyncio", "uvloop"])
+def test_answers_who_is_still_sending_before_the_end(loop: str) -> None:
+    """Refused by its head, a last request is heard out, not reset; it hears the end."""
+    size = 20_000_000
+    asked = b"POST / HTTP/1.1\r\nconnection: close\r\nhost: x\r\n"
+    asked += b"content-length: %d\r\n\r\n" % size
+
+    async def refusing(scope: Any, receive: Any, send: Any) -> None:
+        length = (b"content-length", b"2")
+        await send({"type": "http.response.start", "status": 503, "headers": [length]})
+        await send({"type": "http.response.body", "body": b"no"})
+
+    def client(port: int) -> bytes:
+        with socket.create_connection(("127.0.0.1", port), timeout=20) as peer:
+            peer.sendall(asked)
+            answer = peer.recv(4096)
+            peer.sendall(bytes(size // 2))
+            while part := peer.recv(4096):
+                answer += part
+            peer.sendall(bytes(size - size // 2))
+            return answer
+
+    async def main() -> bytes:
+        http = http_protocol(ConnectionLimits(rest=20))
+        async with serving(refusing, http=http, lifespan="off") as port:
+            return await asyncio.to_thread(client, port)
+
+    factory = asyncio.new_event_loop if loop == "asyncio" else uvloop.new_event_loop
+    with asyncio.Runner(loop_factory=factory) as runner:
+        answer = runner.run(asyncio.wait_for(main(), 30))
+    assert answer.startswith(b"HTTP/1.1 503")
+    assert answer.endswith(b"no")
+    assert b"connection: close" in answer
+
+
+@pytest.mark.asyncio
+async def test_hears_out_nobody_for_ever() -> None:
+    """Whoever goes on sending behind a last answer has its time, and no more."""
+
+    async def refusing(scope: Any, receive: Any, send: Any) -> None:
+        length = (b"content-length", b"0")
+        await send({"type": "http.response.start", "status": 503, "headers": [length]})
+        await send({"type": "http.response.body", "body": b""})
+
+    http = http_protocol(ConnectionLimits(rest=0.3))
+    async with (
+        asyncio.timeout(20),
+        serving(refusing, http=http, lifespan="off") as port,
+    ):
+        reader, writer = await asyncio.open_connection("127.0.0.1", port)
+        writer.write(b"POST / HTTP/1.1\r\nconnection: close\r\nhost: x\r\n")
+        writer.write(b"content-length: 100000000\r\n\r\n")
+        assert (await reader.read()).startswith(b"HTTP/1.1 503")
+        with pytest.raises(ConnectionError):
+            while True:
+                writer.write(b"x" * 1000)
+                await writer.drain()
+                await asyncio.sleep(0.02)
+        writer.transport.abort()

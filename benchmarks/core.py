@@ -17,11 +17,13 @@ from _measure import Chunk, Goal, in_turns, show
 from core_start import starts
 from core_streams import streams
 
-from lifecycle import Gate
+from lifecycle import Gate, Lease
 
 PAIRS = 200
 CROWD = 1_000
 STORM = 20_000
+CROWDS = 10, 1_000, 10_000
+GRANTS = 10
 
 Pair = tuple[Callable[[], Awaitable[object]], Callable[[], object]]
 
@@ -32,6 +34,7 @@ async def main() -> None:
     await hand_off()
     await storm("cancel storm, 20,000 in line, each cancelled, in any order", mix=True)
     await storm("the same, whoever came first cancelled first", mix=False)
+    await fair_order()
     await streams()
     await starts()
 
@@ -128,6 +131,37 @@ async def _passing(
     release()
     await asyncio.gather(*tasks)
     return (thread_time() - began) / CROWD
+
+
+async def fair_order() -> None:
+    """One place, passed on among keys that share it evenly, each with a request."""
+    chunks = {f"{keys:,} keys in line": _sharing(keys) for keys in CROWDS}
+    taken = await in_turns(chunks, rounds=5, warm=False)
+    last = f"{CROWDS[-1]:,} keys in line"
+    show("grants of a fair gate", taken, {last: Goal(times=4.0)})
+
+
+def _sharing(keys: int) -> Chunk:
+    gate = Gate(slots=1, bytes=1_000, order="fair")
+
+    async def one(key: str, leases: asyncio.Queue[Lease]) -> None:
+        leases.put_nowait(await gate.admit(bytes=100, key=key))
+
+    async def chunk() -> float:
+        leases: asyncio.Queue[Lease] = asyncio.Queue()
+        async with asyncio.TaskGroup() as tasks:
+            for key in range(keys):
+                tasks.create_task(one(str(key), leases))
+            await _parked()
+            began = thread_time()
+            for _ in range(GRANTS):
+                (await leases.get()).release()
+            seconds = (thread_time() - began) / GRANTS
+            for _ in range(keys - GRANTS):
+                (await leases.get()).release()
+        return seconds
+
+    return chunk
 
 
 async def storm(title: str, *, mix: bool) -> None:

@@ -33,7 +33,7 @@ ARROWS: dict[str, set[str]] = {
     "_outcome": {"_errors", "events"},
     "_session": {"_lease", "_outcome", "_start", "_stream", "_watchdog", "_payload"}
     | FLOOR,
-    "_decorators": {"_outcome", "_stream", "_payload"},
+    "_decorators": {"_amounts", "_outcome", "_stream", "_payload"},
     # `Gate.admits` and `SessionRegistry.track` are decorators, hence the last arrows.
     "_gate": {"_books", "_fair", "_lease", "_ledger"} | FLOOR | {"_decorators"},
     "_crew": FLOOR,

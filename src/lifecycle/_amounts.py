@@ -36,19 +36,23 @@ def cost(slots: object, nbytes: object) -> tuple[int, int]:
     return whole_cost
 
 
-def seconds(name: str, wait: float, what: str = "a number of seconds") -> float:
+def expect(met: bool, what: str, given: object) -> None:  # noqa: FBT001
+    """Raise unless *met*: *what* is wanted, and of which type is what is *given*."""
+    if not met:
+        raise TypeError(f"{what}, not {type(given).__name__}")
+
+
+def seconds(name: str, wait: float, or_none: str = "") -> float:
     """Return *wait* as what can be added to a clock, if it is a number."""
+    what = f"{name} must be a number of seconds{or_none}, not"
     try:
         if not math.isnan(wait):
             return wait if isinstance(wait, int) else float(wait)
     except TypeError:
-        given = type(wait).__name__
-        raise TypeError(f"{name} must be {what}, not {given}") from None
-    raise ValueError(f"{name} must be {what}, not NaN")
+        raise TypeError(f"{what} {type(wait).__name__}") from None
+    raise ValueError(f"{what} NaN")
 
 
 def seconds_or_none(name: str, wait: float | None) -> float | None:
     """Return *wait* if it is a number of seconds or ``None``."""
-    if wait is None:
-        return None
-    return seconds(name, wait, "a number of seconds or None")
+    return None if wait is None else seconds(name, wait, " or None")

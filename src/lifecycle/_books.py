@@ -78,7 +78,10 @@ class Books(Monitor):
             del self._pen[0]
         except IndexError:
             if not self._take():
-                raise self._interrupted(lease) from None
+                how = "is being changed by this very thread; retry in 1.0 s"
+                refusal = GateFull(f"gate {self.name!r} {how}", retry_after=1.0)
+                self._change(self._refuse, lease, refusal)
+                raise refusal from None
         try:
             ledger = self._ledger
             ahead = ledger.ahead if wait else ledger.waiting
@@ -91,12 +94,6 @@ class Books(Monitor):
             self._pen.append(None)
             if self._mail or self._outbox:
                 self._drain()
-
-    def _interrupted(self, lease: Lease) -> Refused:
-        how = "is being changed by this very thread; retry in 1.0 s"
-        refusal = GateFull(f"gate {self.name!r} {how}", retry_after=1.0)
-        self._change(self._refuse, lease, refusal)
-        return refusal
 
     def _queue(self, lease: Lease, wait: object) -> None:
         hash(lease._key)  # raises here, where nothing is charged yet

@@ -9,6 +9,7 @@ from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable
 from typing import TYPE_CHECKING, Any, Generic, Protocol, TypeVar
 from weakref import ref
 
+from ._amounts import expect, whole
 from ._outcome import outcome_of
 from ._payload import Payload, forget_frames
 from ._stream import Stream
@@ -78,6 +79,8 @@ def scrub(
 
 
 def managed(
+    _bare: None = None,
+    /,
     *,
     gate: Gate | None = None,
     cost: int | Callable[..., int] = 0,
@@ -103,19 +106,20 @@ def managed(
 
     Args:
         gate: Admits each stream.
-        cost: Bytes to ask of the gate, or a function of the call's arguments.
-        slots: Slots to ask of the gate.
+        cost: Bytes to ask of the gate, or a plain function of the call's arguments.
+        slots: Slots to ask of it.
         sessions: Tracks each stream as a session.
         key: Session id, as a function of the call's arguments.
         scrub: Parameters that carry payloads; see `lifecycle.scrub`.
 
     Raises:
         TypeError: The function neither is an async generator function nor a
-            coroutine function, or lacks a parameter to scrub; or *sessions*
-            comes without *key*.
+            coroutine function, or lacks a parameter to scrub; *sessions* comes without
+            *key*, or *cost* without *gate*; or an argument is of another kind.
+        ValueError: *cost* or *slots* is negative or not a whole number.
     """
-    if (sessions is None) != (key is None):
-        raise TypeError("sessions and key go together")
+    expect(_bare is None, "managed needs parentheses, as in @managed()", _bare)
+    _confirm(gate, cost, slots, sessions, key)
     names = (scrub,) if isinstance(scrub, str) else tuple(scrub)
     givers = {"lease": gate, "session": sessions}
     given = tuple(name for name, giver in givers.items() if giver is not None)
@@ -139,7 +143,7 @@ def managed(
                 session = lease = None
                 if sessions is not None:
                     session = stream._session = sessions.open(id_)
-                    session._lead(ref(stream))
+                    session._led = ref(stream)
                 if gate is not None:
                     admitted = await gate.admit(bytes=nbytes, slots=slots)
                     lease = admitted.__enter__()
@@ -163,6 +167,22 @@ def managed(
         return call
 
     return decorate
+
+
+def _confirm(gate: Any, cost: Any, slots: Any, sessions: Any, key: Any) -> None:
+    is_gate, tracks = hasattr(gate, "admit"), hasattr(sessions, "open")
+    expect(is_gate or gate is None, "managed takes a Gate", gate)
+    expect(tracks or sessions is None, "managed takes a SessionRegistry", sessions)
+    if (sessions is None) != (key is None):
+        raise TypeError("sessions and key go together")
+    what = "key must be a function of the call's arguments"
+    expect(callable(key) or key is None, what, key)
+    if inspect.iscoroutinefunction(cost) or inspect.isasyncgenfunction(cost):
+        raise TypeError("cost is a plain function; to decorate, write @gate.admits()")
+    if gate is None and (cost != 0 or slots != 1):
+        raise TypeError("cost and slots are asked of a gate; name one by gate=")
+    whole("slots", slots)
+    whole("cost", 0 if callable(cost) else cost)
 
 
 def _name(function: object) -> str:

@@ -11,10 +11,10 @@ the same key.
 
 from __future__ import annotations
 
+from bisect import bisect_left, insort
 from collections import OrderedDict
 from dataclasses import dataclass, field
-from operator import itemgetter
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Any, Final
 
 from ._ledger import HELD, Ledger
 
@@ -29,6 +29,8 @@ _SMOOTHING: Final = 0.25
 _FEW_KEYS: Final = 64
 # Idle keys that are remembered because they have had more than the others.
 _MOST_IDLE: Final = 4096
+# Among so many lanes each release looks for who may overtake the first.
+_MOST_PASSERS: Final = 32
 
 
 @dataclass(slots=True, eq=False)
@@ -37,6 +39,7 @@ class _Lane:
 
     served: float
     queue: OrderedDict[Lease, None] = field(default_factory=OrderedDict)
+    place: tuple[Any, ...] = ()  # in the order of those where somebody waits
 
 
 @dataclass(slots=True)
@@ -71,7 +74,9 @@ class Fair(Ledger):
         super().__init__(slots, nbytes)
         self.clock = clock
         self._flows: dict[str | None, _Flow] = {}
-        self._turns: dict[_Lane, _Flow] = {}  # where somebody waits
+        # Where somebody waits, sorted: a move is a search and a copy of pointers.
+        self._order: list[tuple[float, float, int, _Lane]] = []
+        self._serial = 0
         self._hold_s = 1.0
         # What the last key to be granted had had by then: where newcomers and
         # those who come back start, so that nobody saves up while idle.
@@ -95,6 +100,7 @@ class Fair(Ledger):
         lane = flow.lane(lease)
         flow.clock = max(flow.clock, lane.served)
         lane.served += charged
+        self._move(flow)
         lease._account = since, share, charged
 
     def release(self, lease: Lease) -> bool:
@@ -105,12 +111,13 @@ class Fair(Ledger):
             flow = self._flows[lease._key]
             flow.live -= 1
             flow.served += share * held_s - charged
+            self._move(flow)
             flow.hold_s += _SMOOTHING * (held_s - flow.hold_s)
             self._hold_s += _SMOOTHING * (held_s - self._hold_s)
         return super().release(lease)
 
     def line(self) -> list[Lease]:
-        return [lease for lane in self._turns for lease in lane.queue]
+        return [lease for *_, lane in self._order for lease in lane.queue]
 
     def push(self, lease: Lease) -> None:
         self._share(lease)  # may raise, hence first
@@ -118,7 +125,9 @@ class Fair(Ledger):
         lane = flow.lane(lease)
         if not lane.queue:
             lane.served = max(lane.served, flow.clock)
-            self._turns[lane] = flow
+            self._serial += 1
+            lane.place = flow.served, lane.served, self._serial, lane
+            insort(self._order, lane.place)
         lane.queue[lease] = None
         lease._passed = 0.0
         flow.live += 1
@@ -128,15 +137,28 @@ class Fair(Ledger):
         lane = flow.lane(lease)
         del lane.queue[lease]
         if not lane.queue:
-            del self._turns[lane]
+            self._take_out(lane)
         flow.live -= 1
 
+    def _move(self, flow: _Flow) -> None:
+        """Put the lanes of *flow* where they belong: it has had more or less."""
+        for lane in flow.lanes.values():
+            if lane.place:
+                serial = lane.place[2]
+                self._take_out(lane)
+                lane.place = flow.served, lane.served, serial, lane
+                insort(self._order, lane.place)
+
+    def _take_out(self, lane: _Lane) -> None:
+        del self._order[bisect_left(self._order, lane.place)]
+        lane.place = ()
+
     def turn(self) -> Lease | None:
-        turns = [(f.served, lane.served, lane) for lane, f in self._turns.items()]
-        turns.sort(key=itemgetter(0, 1))
-        heads = [next(iter(lane.queue)) for _, _, lane in turns]
-        for head in heads:
-            if self.fits(head) and (head is heads[0] or self._may_pass(head, heads[0])):
+        first = None
+        for *_, lane in self._order[:_MOST_PASSERS]:
+            head = next(iter(lane.queue))
+            first = first or head
+            if self.fits(head) and (head is first or self._may_pass(head, first)):
                 self.drop(head)
                 return head
         return None

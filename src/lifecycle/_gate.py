@@ -4,7 +4,6 @@
 
 from __future__ import annotations
 
-import inspect
 import math
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final, Literal, final
@@ -93,9 +92,9 @@ class Gate(Books):
         max_wait: Longest wait in seconds unless the request names its own.
         order: ``"fifo"``: as they come, the head blocks those behind it.
             ``"fair"``: the key that has had the least share-seconds goes next;
-            while its request does not fit, others may overtake it until they
-            have got as much as it asks for itself, those that are held for
-            longer counting for more.
+            while its request does not fit, those next in order may overtake it
+            until they have got as much as it asks for itself, those that are
+            held for longer counting for more.
         enforce: ``False`` refuses nobody and keeps nobody waiting, but counts
             who would have been, to try limits out on live traffic.
         name: For events, errors and metrics.
@@ -156,18 +155,17 @@ class Gate(Books):
             slots: Slots to take, 0 or more.
             key: On whose behalf; with ``order="fair"`` keys share the gate evenly.
             priority: With ``order="fifo"``, a higher one goes before every lower
-                one. Use few.
+                one. Use few. (What is the other order's changes nothing here.)
             max_wait: Longest wait in seconds, by default the gate's own;
                 ``None`` waits without limit.
 
         Returns:
-            A held lease. The caller owes one `Lease.release`, which ``with``
-            pays.
+            A held lease. Its owner owes one `Lease.release`, which ``with`` pays.
 
         Raises:
             GateFull: The line was full on arrival.
             AdmissionTimeout: *max_wait* went by.
-            GateClosed: The gate was closed, before or during the wait.
+            GateClosed: The gate was closed, also during the wait.
             CostTooLarge: The request asks for more than the gate's capacity.
             RuntimeError: The task would wait for itself: it is inside a
                 ``with lease:`` block of this gate.
@@ -198,17 +196,11 @@ class Gate(Books):
     ) -> Lease:
         """Return a held lease now, or refuse. Any thread; needs no event loop.
 
-        Arguments are those of `admit`; whoever would overtake others is refused.
-
-        Returns:
-            A held lease.
+        Arguments and refusals are those of `admit`; nobody is overtaken.
 
         Raises:
             GateFull: There is no room, or others wait for it already; or the
                 caller is a finaliser or signal handler that interrupts the gate.
-            GateClosed: The gate is closed.
-            CostTooLarge: As in `admit`.
-            ValueError: As in `admit`.
         """
         slots, bytes = cost(slots, bytes)  # noqa: A001
         return self._request(slots, bytes, key, priority, _NOW_OR_NEVER)
@@ -241,26 +233,9 @@ class Gate(Books):
         self._change(self._close)
 
     def admits(
-        self,
-        cost: int | Callable[..., int] = 0,
-        *,
-        slots: int = 1,
+        self, cost: int | Callable[..., int] = 0, *, slots: int = 1
     ) -> Decorator:
-        """Decorate a function that streams: each stream is admitted here.
-
-        Args:
-            cost: Bytes to ask for, or a function of the call's arguments.
-            slots: Slots to ask for.
-
-        See `lifecycle.managed` for when the lease is released.
-
-        Raises:
-            TypeError: *cost* is an ``async def``.
-        """
-        if inspect.iscoroutinefunction(cost) or inspect.isasyncgenfunction(cost):
-            raise TypeError(
-                "cost is a plain function; to decorate, write @gate.admits()"
-            )
+        """Decorate a function that streams, as `lifecycle.managed` with this gate."""
         return managed(gate=self, cost=cost, slots=slots)
 
     def statistics(self) -> GateStatistics:

@@ -16,8 +16,6 @@ from ._park import current_task
 from .events import LeaseReleased
 
 if TYPE_CHECKING:
-    from types import TracebackType
-
     from ._books import Books
     from ._park import Waiter
 
@@ -49,7 +47,7 @@ class Lease:
     _account: tuple[float, float, float]
     _passed: float
     _holder: object
-    _passed_on: bool
+    _passed_on: bool  # to a start, which releases it once it has settled
     _seen_at: float
 
     @property
@@ -96,15 +94,6 @@ class Lease:
         gate = self._gate
         gate._change(gate._settle, self, whole("bytes", bytes))
 
-    def _pass_on(self) -> None:
-        """Called by a start: it is the one to release the lease, once it settled."""
-        self._passed_on = True
-
-    def _leave(self) -> None:
-        """Called by a block that is left: release, unless a start goes on with it."""
-        if not getattr(self, "_passed_on", False):
-            self.release()
-
     def __enter__(self) -> Self:
         task = current_task() if self._state == HELD else None
         if task is not None:
@@ -114,17 +103,13 @@ class Lease:
             self._holder = task
         return self
 
-    def __exit__(
-        self,
-        exc_type: type[BaseException] | None,
-        exc: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         holder = getattr(self, "_holder", None)
         if holder is not None:
             self._gate._leave_block(holder, self)
             self._holder = None
-        self._leave()
+        if not getattr(self, "_passed_on", False):
+            self.release()
 
     def __del__(self) -> None:
         if self._state == HELD and not sys.is_finalizing():

@@ -179,14 +179,20 @@ def current_task() -> object | None:
     return None
 
 
+def current_loop() -> object | None:
+    """The running event loop, as an identity, or ``None`` outside of any."""
+    loop: object | None = asyncio._get_running_loop()
+    trio = sys.modules.get("trio")
+    if loop is None and trio is not None and trio.lowlevel.in_trio_run():
+        loop = trio.lowlevel.current_trio_token()
+    return loop
+
+
 def loop_post() -> Callable[[Callable[[], object]], None]:
     """What runs a function in the running loop, soon, from any thread."""
-    post: Callable[[Callable[[], object]], object]
-    loop = asyncio._get_running_loop()
-    if loop is not None:
-        post = loop.call_soon_threadsafe
-    else:
-        post = sys.modules["trio"].lowlevel.current_trio_token().run_sync_soon
+    loop: Any = current_loop()
+    on_trio = not hasattr(loop, "call_soon_threadsafe")
+    post = loop.run_sync_soon if on_trio else loop.call_soon_threadsafe
 
     def post_soon(call: Callable[[], object]) -> None:
         # After the end of the loop nothing is left to do. Trio's

@@ -61,6 +61,7 @@ class Session:
     _boxes: dict[object, Payload[Any]] = field(default_factory=dict)
     _starts: list[Start[Any]] = field(default_factory=list)
     _scope: anyio.CancelScope | None = None
+    # Of a decorated function, without a block: no scope may span its items.
     _led: ref[Stream[Any]] | None = None
     _stopped: bool = False
     _quiet: anyio.Event | None = None  # half a kilobyte: only where somebody waits
@@ -102,8 +103,8 @@ class Session:
 
         Args:
             open_: Hands the payload to the engine and returns the stream.
-            end: An ``async def`` that ends what *open_* returned, and is given ``None``
-                where that is not known. Not called where *open_* raised or never began.
+            end: Ends what *open_* returned, and is given ``None`` where that is not
+                known; ``async`` or not. Not called where *open_* raised or never began.
             lease: The start's from the call on, whatever happens; released the
                 moment that *open_* has settled: the hand-off.
             timeout: Seconds after which *open_* is cancelled; ``math.inf`` is no
@@ -113,7 +114,7 @@ class Session:
         Raises:
             StartTimeout: *timeout* went by; what was sent is ended by key.
             SessionEnded: The session was closed by somebody else.
-            RuntimeError: The session was started before.
+            RuntimeError: The session was started before, or *lease* is held no more.
             TypeError: *lease* is no lease, or *end* is not callable.
             ValueError: *timeout* is NaN.
             Exception: What *open_* raised; its frames have forgotten their locals.
@@ -276,10 +277,6 @@ class Session:
     def _confirm(self) -> None:
         if self.outcome is not None:
             raise self._ended()
-
-    def _lead(self, stream: ref[Stream[Any]]) -> None:
-        # Of a decorated function, without a block: no scope may span its items.
-        self._led = stream
 
     def _lose(self) -> None:
         # For finalisers, which may run in any thread.

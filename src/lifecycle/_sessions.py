@@ -20,7 +20,7 @@ from ._crew import Crew
 from ._decorators import Decorator, managed
 from ._errors import GateClosed, SessionExists, SessionNotFound
 from ._outcome import OUTCOMES
-from ._park import current_task, loop_clock, loop_post
+from ._park import current_loop, current_task, loop_clock, loop_post
 from ._session import Session
 from ._watchdog import Watchdog
 from .events import Observer, Outcome
@@ -68,9 +68,6 @@ class SessionRegistry:
 
     Attributes:
         draining: Whether `drain` was called, or the registry is being left.
-
-    Raises:
-        ValueError: *end_timeout* is NaN, or *max_quarantined* no whole number.
     """
 
     def __init__(
@@ -97,16 +94,14 @@ class SessionRegistry:
     def open(self, id_: str) -> Session:
         """Open a session with an id that no live one has; enter it with ``with``.
 
-        A closed session has given its id free, even while its engine is still
-        being told: keys never repeat, so the two cannot meet.
+        An id is free as soon as its session is closed: no key is ever used again.
 
         Raises:
             SessionExists: A live session has this id.
             GateClosed: The registry drains.
-            RuntimeError: The registry is not entered.
+            RuntimeError: The registry is not entered, or in another event loop.
         """
-        if self._tasks is None:
-            raise RuntimeError("enter the SessionRegistry with async with first")
+        self._confirm_here()
         if self.draining:
             raise GateClosed("the server is shutting down; ask another one")
         if id_ in self._live:
@@ -118,6 +113,12 @@ class SessionRegistry:
         self._live[id_] = ref(session)
         session._tell(events.SessionOpened)
         return session
+
+    def _confirm_here(self) -> None:
+        if self._tasks is None:
+            raise RuntimeError("enter the SessionRegistry with async with first")
+        if current_loop() is not self._loop:
+            raise RuntimeError("a SessionRegistry is for the loop it was entered in")
 
     async def open_when_free(self, id_: str) -> Session:
         """As `open`, but wait until no session has this id and none is closing.
@@ -136,8 +137,8 @@ class SessionRegistry:
         )
         if id_ in self._quarantined.values():
             raise SessionExists(
-                f"the engine may still have a session with id {id_!r}, whose END "
-                f"failed; choose another id, or release() its key once it has not"
+                f"the engine may still have a session {id_!r}, whose END failed; "
+                f"choose another id, or release() its key once it has not"
             )
         return self.open(id_)
 
@@ -214,13 +215,11 @@ class SessionRegistry:
     async def drain(self, deadline: float) -> int:
         """Open nothing new, let sessions finish, then end the rest.
 
-        Returns when all engines are quiet: every END has a deadline of its own.
+        Returns how many had to be ended, when all engines are quiet: every END has a
+        deadline of its own.
 
         Args:
             deadline: Seconds until the rest is ended with ``"shutdown"``.
-
-        Returns:
-            How many sessions had to be ended.
 
         Raises:
             ValueError: *deadline* is NaN; the registry stays open.
@@ -270,7 +269,7 @@ class SessionRegistry:
     async def __aenter__(self) -> Self:
         if self._tasks is not None:
             raise RuntimeError("a SessionRegistry has one block at a time; make two")
-        self.draining, self._changed = False, None
+        self.draining, self._changed, self._loop = False, None, current_loop()
         self._now, self._post = loop_clock(), loop_post()
         self._watchdog = Watchdog(self._now)
         # A server that is cancelled may still drain, shielded.
@@ -294,6 +293,8 @@ class SessionRegistry:
                     # Every task in it has a deadline, for which it is watched.
                     await tasks.__aexit__(None, None, None)  # noqa: ASYNC102
                 finally:  # also where this task is cancelled meanwhile
+                    if not self._watching.cancel_called:  # cancelled before it ran
+                        await self._watch(current_task())  # noqa: ASYNC102, ASYNC120
                     errors, self._crew.errors = self._crew.errors, []
                     if errors:
                         raise BaseExceptionGroup("aborted", errors)

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, Final, Generic, Literal, TypeVar, cast
 
 import anyio
 
-from ._amounts import seconds
+from ._amounts import expect, seconds
 from ._errors import StartTimeout
 from ._lease import Lease
 from ._park import Waiter, new_waiter
@@ -34,7 +34,7 @@ How = Literal["started", "failed", "withheld", "unknown"]
 # Opens a stream, and ends what was opened; the latter is given `None` where it is
 # not known what was opened.
 Open = Callable[[], Awaitable[T]]
-End = Callable[[T | None], Awaitable[object]]
+End = Callable[[T | None], Awaitable[object] | None]
 Pairs = Iterable[tuple[Open[T], End[T] | None]]
 
 # Seconds in which a start may answer its cancellation: what it opened or raised
@@ -111,7 +111,9 @@ class Start(Generic[T]):
             self._leave(session)
 
     def _leave(self, session: Session) -> None:
-        self.done, self._scope, self._due = True, None, math.inf
+        if not self.done:
+            del self.told  # on trio the caller's task, and the watchdog may know us yet
+        self.done, self._scope, self._over, self._due = True, None, None, math.inf
         if self.closed:
             self.value = None
         session._registry._look_at(session)
@@ -136,7 +138,9 @@ class Start(Generic[T]):
         value, self.value, self.end = self.value, None, None
         self._bound(session, registry._now() + registry._end_timeout)
         try:
-            await end(value)
+            ending = end(value)
+            if isawaitable(ending):
+                await ending
         except Exception as error:  # noqa: BLE001 - the engine may have it still
             registry._end_failed(session, error)
         except anyio.get_cancelled_exc_class() as error:
@@ -210,32 +214,31 @@ class Start(Generic[T]):
             session._tell(StartSettled, how=how, duration_s=took)
 
 
-def _expect(there: bool, what: str, given: object) -> None:  # noqa: FBT001
-    if not there:
-        raise TypeError(f"a start takes {what}, not {type(given).__name__}")
-
-
 def begin(
     pairs: Pairs[T], session: Session, lease: Lease | None, timeout: float
 ) -> list[Start[T]]:
     """Begin the starts of *session*, each in a task of its registry."""
     registry, told = session._registry, new_waiter()
+    if session.outcome is None:
+        registry._confirm_here()
     # Found out in a task of the registry, it would end all of its tasks.
     timeout, now = seconds("timeout", timeout), registry._now()
     starts = [Start(open_, end, now, timeout, told) for open_, end in pairs]
     if not starts:
         return []
-    _expect(lease is None or isinstance(lease, Lease), "a lease, awaited", lease)
-    for start in starts:
-        whole = start.end is None or callable(start.end)
-        _expect(whole, "end, a function that is not called yet", start.end)
+    fits = lease is None or isinstance(lease, Lease)
+    expect(fits, "a start takes a lease, awaited", lease)
+    for end in (start.end for start in starts):
+        fits = end is None or callable(end)
+        expect(fits, "a start takes end, a function that is not called yet", end)
     if session._starts:
         raise RuntimeError(f"session {session.id!r} was started before")
     session._confirm()
-    assert registry._tasks is not None, "else the session would be closed"
+    if lease is not None and lease is not session.lease and not lease.held:
+        raise RuntimeError("the lease was released before; admit one for this start")
     session._starts, session.lease = starts, lease
     if lease is not None:
-        lease._pass_on()
+        lease._passed_on = True
     for start in starts:
         registry._crew.spawn(start.run, session)
     return starts
@@ -267,9 +270,7 @@ def _why_not(starts: list[Start[T]], session: Session) -> Exception:
         return error
     if session.outcome is not None:
         return session._ended()
-    late = StartTimeout(
-        f"the start was not done within {starts[0].timeout} s; what it sent is being "
-        f"ended"
-    )
+    words = f"the start was not done within {starts[0].timeout} s"
+    late = StartTimeout(f"{words}; what it sent is being ended")
     late.__cause__ = errors.get("unknown")
     return late

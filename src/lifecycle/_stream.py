@@ -7,12 +7,11 @@ import sys
 import warnings
 from collections.abc import AsyncIterator, Callable, Iterable
 from contextlib import ExitStack
-from types import TracebackType
-from typing import Generic, Self, TypeVar
+from typing import Any, Generic, Self, TypeVar
 
 import anyio
 
-from ._amounts import seconds
+from ._amounts import expect, seconds
 
 T_co = TypeVar("T_co", covariant=True)
 
@@ -59,12 +58,8 @@ class Stream(Generic[T_co]):
         on_close: Iterable[Callable[[], object]] = (),
         grace: float = 5.0,
     ) -> None:
-        kind = type(source)
-        if not hasattr(kind, "__anext__"):
-            raise TypeError(
-                f"a stream needs an asynchronous iterator, not {kind.__name__}; give "
-                f"what an async generator function returns"
-            )
+        what = "a stream needs what async generators give, an asynchronous iterator"
+        expect(hasattr(type(source), "__anext__"), what, source)
         self._source: AsyncIterator[T_co] | None = source
         self._on_close = list(on_close)
         self._grace = seconds("grace", grace)
@@ -169,23 +164,18 @@ class Stream(Generic[T_co]):
         self._scope = self._new_scope().__enter__()
         return self
 
-    async def __aexit__(
-        self,
-        exc_type: type[BaseException] | None,
-        exc: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> bool:
+    async def __aexit__(self, *left_by: Any) -> bool:  # noqa: PYI036 - passed on
         scope, self._scope = self._scope, None
         assert scope is not None
         try:
             # A task that still waits for an item can only be one that the body
             # left behind; it was told to stop, and closes for itself.
-            with _NeverInsteadOf(exc):
+            with _NeverInsteadOf(left_by[1]):
                 await self.aclose()
         except BaseException as error:
             scope.__exit__(type(error), error, error.__traceback__)
             raise
-        swallowed = bool(scope.__exit__(exc_type, exc, traceback))
+        swallowed = bool(scope.__exit__(*left_by))
         if swallowed and self._errors:
             raise self._errors.pop()
         return swallowed

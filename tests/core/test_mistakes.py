@@ -4,6 +4,7 @@ import logging
 import math
 import re
 from decimal import Decimal
+from functools import partial
 from typing import Any
 
 import anyio
@@ -291,3 +292,98 @@ def test_shows_no_address_for_what_is_left_as_it_is() -> None:
     assert repr(Gate.admit.__kwdefaults__["max_wait"]) == "<as before>"
     assert lifecycle.Gate.resize.__kwdefaults__ is not None
     assert repr(Gate.resize.__kwdefaults__["slots"]) == "<as before>"
+
+
+def bytes_of_call(_: object) -> int:
+    return 1
+
+
+async def slow_bytes(_: object) -> int:
+    return 1
+
+
+@pytest.mark.parametrize(
+    ("odd", "remedy"),
+    [
+        ({"gate": 5}, "managed takes a Gate, not int"),
+        ({"sessions": 5, "key": bytes_of_call}, "takes a SessionRegistry, not int"),
+        ({"sessions": SessionRegistry(), "key": "id"}, "key must be a function .*str"),
+        ({"gate": Gate(), "cost": slow_bytes}, "cost is a plain function"),
+        ({"cost": bytes_of_call}, "asked of a gate; name one by gate="),
+        ({"cost": 5}, "asked of a gate; name one by gate="),
+        ({"slots": 2}, "asked of a gate; name one by gate="),
+    ],
+)
+def test_refuses_what_managed_cannot_use_where_it_is_written(
+    odd: dict[str, Any], remedy: str
+) -> None:
+    """Not by the first request, or by no request ever."""
+    with pytest.raises(TypeError, match=remedy):
+        managed(**odd)
+
+
+def test_refuses_cost_that_is_no_amount_where_it_is_written() -> None:
+    """A cost in words, or below nothing, is told with its name."""
+    for odd, name in (({"cost": "5"}, "cost"), ({"slots": -1}, "slots")):
+        with pytest.raises(ValueError, match=f"^{name} must be "):
+            managed(gate=Gate(), **odd)  # type: ignore[arg-type]
+
+
+def test_says_when_managed_lacks_its_parentheses() -> None:
+    """The function is not taken for an argument too many."""
+    with pytest.raises(TypeError, match=r"parentheses, as in @managed\(\)"):
+        managed(words)  # type: ignore[arg-type]
+
+
+async def test_refuses_lease_that_was_released_before() -> None:
+    """A start would run without any room that is held for it."""
+    gate = Gate(slots=1)
+
+    async def open_() -> None: ...
+
+    async with SessionRegistry() as sessions:
+        with sessions.open("a") as session:
+            lease = await gate.admit()
+            lease.release()
+            with pytest.raises(RuntimeError, match="released before; admit one"):
+                await session.start(open_, lease=lease)
+            assert session.phase == "open"
+
+
+async def test_takes_plain_function_as_end() -> None:
+    """It has run when it returns, so its END has not failed."""
+    ended: list[str | None] = []
+
+    async def open_() -> str:
+        return "stream"
+
+    async with SessionRegistry() as sessions:
+        with sessions.open("a") as session:
+            await session.start(open_, end=ended.append)
+        await session.quiet()
+        assert sessions.statistics().ends_failed == 0
+    assert ended == ["stream"]
+
+
+async def test_refuses_registry_of_another_loop() -> None:
+    """What would be lost between two loops, or two threads, is told at once."""
+
+    async def open_() -> None: ...
+
+    async with SessionRegistry() as sessions:
+        with sessions.open("a") as session:
+
+            async def elsewhere() -> None:
+                with pytest.raises(RuntimeError, match="the loop it was entered in"):
+                    sessions.open("b")
+                with pytest.raises(RuntimeError, match="the loop it was entered in"):
+                    await session.start(open_)
+
+            for backend in ("asyncio", "trio"):
+                other = partial(anyio.run, elsewhere, backend=backend)
+                await anyio.to_thread.run_sync(other)
+            with pytest.raises(RuntimeError, match="the loop it was entered in"):
+                await anyio.to_thread.run_sync(sessions.open, "b")
+            assert session.phase == "open"
+            await session.start(open_)
+        assert sessions.statistics().opened == 1

@@ -86,6 +86,29 @@ def test_names_extra_that_is_missing(module: str, missing: str, extra: str) -> N
     assert f'needs {missing}; pip install "anyio-lifecycle[{extra}]"' in last
 
 
+def test_runs_models_without_what_serves() -> None:
+    """A Python with torch alone loads runners and the scheduler, as `gpu-check` does."""
+    script = """
+import sys
+
+for name in ("starlette", "uvicorn", "httptools", "pydantic"):
+    sys.modules[name] = None
+import lifecycle_engine.chats.chat_processor
+import lifecycle_engine.models.transformers_runner
+import lifecycle_engine.scheduler
+import lifecycle_engine.sim_runner
+import lifecycle_engine.worker
+"""
+    done = subprocess.run(
+        [sys.executable, "-c", script],
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+
+
 def exports(name: str) -> Iterator[tuple[str, Any]]:
     """Yield the public classes and functions of the package *name*."""
     module = importlib.import_module(name)

@@ -3,22 +3,7 @@
 The engine process (`worker`) runs a `Scheduler` over a `Runner`; the API process
 turns chats into engine requests with a `Processor`. Nothing is imported here, so
 that neither process pays for the other one's dependencies.
-
-Raises:
-    ModuleNotFoundError: On import, where the extra is not installed.
 """
-
-from importlib.util import find_spec
-
-# Looked for and not imported, so that whichever module is asked for says the same.
-# Without torch the simulated engine runs, and `doctor` tells what else is amiss.
-for _name in ("typer", "starlette", "uvicorn", "httptools", "pydantic", "PIL", "numpy"):
-    if find_spec(_name) is None:
-        raise ModuleNotFoundError(
-            f'lifecycle_engine needs {_name}; pip install "anyio-lifecycle[engine]"',
-            name=_name,
-        )
-del _name, find_spec
 
 # What each process is made of; a room imports from those on its right.
 #

@@ -9,6 +9,10 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import anyio
+
+from . import http  # noqa: F401 - says first what is missing
+
+# isort: split
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
 from starlette.middleware import Middleware

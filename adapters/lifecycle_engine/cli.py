@@ -8,6 +8,9 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
+from . import http  # noqa: F401 - says first what is missing
+
+# isort: split
 import typer
 
 from . import commands

@@ -10,6 +10,11 @@ from lifecycle_asgi._progress import Progress
 from lifecycle_asgi._request import RequestScope
 from lifecycle_asgi._types import Message, Receive, Send
 
+# More than a source has ready when its client leaves.
+_MOST_DROPPED = 100
+# Between two turns of the loop: at each, the layers above the body stand in a send.
+_TURN_EVERY = 16
+
 
 class Exchange:
     """What `LifecycleMiddleware` keeps for one request.
@@ -30,9 +35,11 @@ class Exchange:
     """
 
     __slots__ = (
+        "_dropped",
         "_inbox",
         "_receive",
         "_send",
+        "_sent",
         "progress",
         "reading",
         "request",
@@ -43,6 +50,8 @@ class Exchange:
         self._receive = receive
         self._send = send
         self._inbox = Inbox(read_ahead)
+        self._dropped = 0
+        self._sent = 0
         self.progress = Progress()
         self.request = RequestScope()
         self.work = anyio.CancelScope()
@@ -91,16 +100,24 @@ class Exchange:
         """The application's ``send``.
 
         Cancellation:
-            A checkpoint after every message but the last, also where the server
-            never waits: a stream that never suspends must still hear that its
-            client left.
+            The client's leaving is delivered where the application waits next, as in
+            the generator of a body, whose ``finally`` then runs. In here that
+            generator would stand at its ``yield``, where no framework closes it. So
+            the first messages for a client who has left are dropped, and the loop's
+            turn, which a stream that never suspends needs to hear of it, is shielded.
+            After those, and for whoever else cancels, it is a checkpoint.
         """
+        if self.request.client_gone and self._dropped < _MOST_DROPPED:
+            self._dropped += 1
+            return
+        await anyio.lowlevel.checkpoint_if_cancelled()
         self.progress.note(message)
         await self._send(message)
+        self._sent += 1
         if self.progress.complete:
             self.stop()
-        else:
-            await anyio.lowlevel.checkpoint()
+        elif self._sent % _TURN_EVERY == 0:
+            await anyio.lowlevel.cancel_shielded_checkpoint()
 
     def stop(self) -> None:
         """End the reading: the response is complete or the application has ended."""

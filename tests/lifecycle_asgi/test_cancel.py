@@ -55,7 +55,7 @@ def test_propagates_outside_cancellation_from_every_point(
         assert not scope["lifecycle"].client_gone
         assert server.status in (None, 200)
 
-    assert cancel_everywhere(scenario, backend, kind, when) > 10
+    assert cancel_everywhere(scenario, backend, kind, when) > 8
 
 
 @pytest.mark.parametrize("backend", ["asyncio", "trio"])
@@ -73,7 +73,7 @@ def test_hears_client_leaving_at_every_point(backend: str) -> None:
         assert session.cancelled_as == ("client_gone" if gone else "cancelled")
         assert server.status == 200 or (gone and server.offered)
 
-    assert cancel_everywhere(scenario, backend, "leave", "early") > 10
+    assert cancel_everywhere(scenario, backend, "leave", "early") > 8
 
 
 @pytest.mark.parametrize(("backend", "kind", "when"), KINDS)
@@ -89,6 +89,8 @@ def test_propagates_outside_cancellation_when_client_left_too(
         await run.run(stack()(scope, server.receive, server.send))
         if kind == "native":
             assert run.propagated == run.hit
-        assert run.propagated or not run.hit or scope["lifecycle"].client_gone
+        answered = scope["ended"] == [True]  # as above
+        gone = scope["lifecycle"].client_gone
+        assert run.propagated or not run.hit or gone or answered
 
     assert cancel_everywhere(scenario, backend, kind, when) > 5

@@ -89,7 +89,8 @@ async def test_cancels_stream_that_never_suspends(waits: bool) -> None:
                 server.gone.set()
 
     await call(LifecycleMiddleware(app), server)
-    assert sent < 50
+    assert len(server.sent) < 200
+    assert sent < 300  # the last hundred were dropped
     assert server.status == 200
 
 

@@ -42,15 +42,36 @@ async def serve(app: Any, server: ScriptedServer) -> None:
 
 async def test_closes_body_that_framework_leaves_at_its_yield() -> None:
     """A client who leaves while a part is sent ends the generator at once (peers-8)."""
-    words, server = Words(), ScriptedServer(waits=True)
+    words, server = Words(), ScriptedServer()
 
     async def app(scope: Any, receive: Any, send: Any) -> None:
-        body = request_of(scope).own(words())
-        await StreamingResponse(body)(scope, receive, send)
+        async for _word in request_of(scope).own(words()):
+            server.gone.set()
+            await anyio.sleep_forever()
+
+    await serve(app, server)
+    assert words.closed_in == [anyio.get_current_task().id]
+
+
+async def test_cancels_body_where_it_waits() -> None:
+    """Who leaves while parts are ready cancels the generator, not one at its `yield`."""
+    server, ended_by = ScriptedServer(), []
+
+    async def words() -> Any:
+        try:
+            for _ in range(20):
+                yield b"word"
+            await anyio.sleep_forever()
+        except BaseException as error:
+            ended_by.append(type(error))
+            raise
+
+    async def app(scope: Any, receive: Any, send: Any) -> None:
+        await StreamingResponse(words())(scope, receive, send)
 
     server.on_send = lambda message: server.gone.set()
     await serve(app, server)
-    assert words.closed_in == [anyio.get_current_task().id]
+    assert ended_by == [anyio.get_cancelled_exc_class()]
 
 
 @pytest.mark.parametrize("way", ["own", "begin"])

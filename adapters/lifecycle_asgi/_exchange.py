@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import time
+
 import anyio
 import anyio.lowlevel
 
@@ -10,10 +12,13 @@ from lifecycle_asgi._progress import Progress
 from lifecycle_asgi._request import RequestScope
 from lifecycle_asgi._types import Message, Receive, Send
 
-# More than a source has ready when its client leaves.
+# More than a source has ready when its client leaves, and longer than it takes to get
+# rid of that; one that works for each message is not to go on for a hundred of them.
 _MOST_DROPPED = 100
+_DROPPED_SECONDS = 0.005
 # Between two turns of the loop: at each, the layers above the body stand in a send.
 _TURN_EVERY = 16
+_TURN_SECONDS = 0.002
 
 
 class Exchange:
@@ -40,6 +45,7 @@ class Exchange:
         "_receive",
         "_send",
         "_sent",
+        "_since",
         "progress",
         "reading",
         "request",
@@ -52,6 +58,8 @@ class Exchange:
         self._inbox = Inbox(read_ahead)
         self._dropped = 0
         self._sent = 0
+        # When the loop had a turn, or the first message was dropped.
+        self._since = time.monotonic()
         self.progress = Progress()
         self.request = RequestScope()
         self.work = anyio.CancelScope()
@@ -105,10 +113,10 @@ class Exchange:
             generator would stand at its ``yield``, where no framework closes it. So
             the first messages for a client who has left are dropped, and the loop's
             turn, which a stream that never suspends needs to hear of it, is shielded.
-            After those, and for whoever else cancels, it is a checkpoint.
+            After those, or a few milliseconds, and for whoever else cancels, it is a
+            checkpoint.
         """
-        if self.request.client_gone and self._dropped < _MOST_DROPPED:
-            self._dropped += 1
+        if self.request.client_gone and self._drops():
             return
         await anyio.lowlevel.checkpoint_if_cancelled()
         self.progress.note(message)
@@ -116,8 +124,19 @@ class Exchange:
         self._sent += 1
         if self.progress.complete:
             self.stop()
-        elif self._sent % _TURN_EVERY == 0:
+        elif (
+            self._sent % _TURN_EVERY == 0
+            or time.monotonic() - self._since > _TURN_SECONDS
+        ):
             await anyio.lowlevel.cancel_shielded_checkpoint()
+            self._since = time.monotonic()
+
+    def _drops(self) -> bool:
+        if not self._dropped:
+            self._since = time.monotonic()
+        self._dropped += 1
+        late = time.monotonic() - self._since > _DROPPED_SECONDS
+        return self._dropped <= _MOST_DROPPED and not late
 
     def stop(self) -> None:
         """End the reading: the response is complete or the application has ended."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextvars
 import gc
+import time
 import weakref
 from typing import Any
 
@@ -92,6 +93,24 @@ async def test_cancels_stream_that_never_suspends(waits: bool) -> None:
     assert len(server.sent) < 200
     assert sent < 300  # the last hundred were dropped
     assert server.status == 200
+
+
+async def test_cancels_stream_that_works_for_each_message() -> None:
+    """A body that never waits and takes long for each part makes few of them in vain."""
+    server, made = ScriptedServer(), 0
+
+    async def app(scope: Any, receive: Any, send: Any) -> None:
+        nonlocal made
+        await send(START)
+        while True:
+            time.sleep(0.01)  # noqa: ASYNC251 - the work
+            await send(part())
+            made += 1
+            if made == 3:
+                server.gone.set()
+
+    await call(LifecycleMiddleware(app), server)
+    assert made < 15
 
 
 async def test_replays_body_then_disconnect() -> None:

@@ -147,7 +147,12 @@ class Runner(Protocol):
         ...
 
     def free(self, slot: int) -> None:
-        """Forget what is kept for a slot; a slot without anything is a no-op."""
+        """Forget what is kept for a slot; a slot without anything is a no-op.
+
+        Raises:
+            DeviceLost: The process has to end. Any other exception is logged, and the
+                slot is used again: the first chunk in it begins at 0.
+        """
 
     def status(self) -> dict[str, Any]:
         """Return counters of the runner's own, of plain values; may be empty."""

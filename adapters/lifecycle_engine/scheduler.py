@@ -18,7 +18,7 @@ from .runner import Emitted, Runner
 from .scheduling.backend import Finish, Merge, Output, RequestRejected
 from .scheduling.fairness import Turns, giving_way
 from .scheduling.line import Line
-from .scheduling.made import each, one, told
+from .scheduling.made import counters, each, one, told
 from .scheduling.meter import Meter
 from .scheduling.requests import parse
 from .scheduling.retained import Slots
@@ -165,7 +165,7 @@ class Scheduler:
             "payload_bytes": self._payload_bytes,
             **self._tally.report(),
             "times": self._meter.report(),
-            "runner": self._runner.status(),
+            "runner": counters(self._runner),
         }
 
     def _refuse_unless_free(self, key: str) -> None:

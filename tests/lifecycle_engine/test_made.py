@@ -108,3 +108,14 @@ def test_items_that_cannot_be_had_fail_the_step() -> None:
     assert scheduler.status()["slots_free"] == 4
     scheduler.start("c", {"input_ids": [1, 2], "max_tokens": 9}, {})
     assert ends(scheduler)["c"].reason == "completed"
+
+
+def test_runner_that_cannot_count_costs_its_numbers_alone(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Whoever looks at a running engine ends nobody's request by it."""
+    runner = Odd()
+    monkeypatch.setattr(runner, "status", lambda: 1 / 0)
+    status = Scheduler(runner).status()
+    assert status["runner"] == {"error": "ZeroDivisionError"}
+    assert status["slots_free"] == 4

@@ -238,28 +238,69 @@ def test_failing_decode_fails_that_step(scheduler: Scheduler, runner: Doctored) 
     assert_idle(scheduler, runner)
 
 
-def test_failing_clean_up_of_one_leaks_no_slot_of_the_others(
-    scheduler: Scheduler, runner: Doctored, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("leaves", ["completed", "cancel", "end", "deadline", "failed"])
+def test_failing_clean_up_costs_nobody_anything(
+    leaves: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """A step that fails in the middle leaves everybody where END finds them."""
-    start(scheduler, "a", 9)
-    start(scheduler, "b", 9)
-    scheduler.step()
-    scheduler.step()
-    runner.fail_decode = RuntimeError("no")
+    """A runner that cannot free a slot is told of in the log; all others go on."""
+    runner, now = Doctored(), [0.0]
+    scheduler = Scheduler(runner, clock=lambda: now[0])
     free = runner.free
 
-    def fail_once(slot: int) -> None:
+    def fail(slot: int) -> None:
         free(slot)
-        monkeypatch.setattr(runner, "free", free)
-        raise RuntimeError("no device memory")
+        raise RuntimeError("secret")
 
-    monkeypatch.setattr(runner, "free", fail_once)
-    with pytest.raises(RuntimeError, match="device memory"):
-        scheduler.step()
-    for key in ("a", "b"):
-        scheduler.end(key)
+    timeout = {"timeout": 5.0} if leaves == "deadline" else {}
+    start(scheduler, "a", 2 if leaves == "completed" else 9, **timeout)
+    start(scheduler, "b", 9)
+    scheduler.step()
+    monkeypatch.setattr(runner, "free", fail)
+    if leaves == "failed":
+        runner.fail_prefill = ValueError("no")
+    elif leaves == "deadline":
+        now[0] = 6.0
+    elif leaves in ("cancel", "end"):
+        getattr(scheduler, leaves)("a")
+    start(scheduler, "c", 3)
+    outputs = drain(scheduler)
+    found = {o.key: o.finish.reason for o in outputs if o.finish is not None}
+    bad = {"cancel": "cancelled", "deadline": "failed", "completed": "completed"}
+    if leaves == "failed":
+        assert found == {"a": "completed", "b": "failed", "c": "completed"}
+    else:
+        of_a = {"a": bad[leaves]} if leaves in bad else {}
+        assert found == {**of_a, "b": "completed", "c": "completed"}
+    assert "free failed (RuntimeError at " in caplog.text
+    assert "secret" not in caplog.text
     assert_idle(scheduler, runner)
+
+
+def test_slot_whose_clean_up_failed_is_begun_anew(
+    scheduler: Scheduler, runner: Doctored, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """No number of failing clean-ups uses the slots up, kept ones included."""
+    monkeypatch.setattr(runner, "free", lambda slot: 1 / 0)
+    for number in range(9):
+        key = str(number)
+        start(scheduler, key, 2, session=key if number % 2 else None)
+        assert drain(scheduler)[-1].finish is not None
+    assert scheduler.status()["slots_free"] == runner.slots
+
+
+def test_lost_device_is_not_a_failing_clean_up(
+    scheduler: Scheduler, runner: Doctored, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What the process cannot survive passes through, also from END."""
+
+    def lose(slot: int) -> None:
+        raise DeviceLost("gone")
+
+    monkeypatch.setattr(runner, "free", lose)
+    start(scheduler, "a", 9)
+    scheduler.step()
+    with pytest.raises(DeviceLost):
+        scheduler.end("a")
 
 
 def test_runner_that_answers_short_fails_the_step(

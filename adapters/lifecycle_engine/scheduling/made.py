@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Any
 
-from lifecycle_engine.runner import Emitted
+from lifecycle_engine.runner import Emitted, Runner
 
 
 class BadItem(Exception):
@@ -56,6 +56,14 @@ def each(made: Iterable[Any], count: int) -> list[Emitted | Exception]:
     if len(items) != count:
         raise BadItem(f"decode returned {len(items)} items for {count} slots")
     return [_checked(item) for item in items]
+
+
+def counters(runner: Runner) -> dict[str, Any]:
+    """Return what a runner counts; it is asked between steps, and fails nobody's."""
+    try:
+        return runner.status()
+    except Exception as error:  # noqa: BLE001  # costs its numbers, whatever it is
+        return {"error": type(error).__name__}
 
 
 def _checked(made: Any) -> Emitted | Exception:

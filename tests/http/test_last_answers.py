@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import asyncio
+import signal
 import socket
+import sys
 from typing import Any
 
 import pytest
 import uvloop
 from asgi_kit import serving
+from http_kit import ENV
 
 from lifecycle_engine.http.connections import ConnectionLimits, http_protocol
 
@@ -72,3 +75,33 @@ async def test_hears_out_nobody_for_ever() -> None:
                 await writer.drain()
                 await asyncio.sleep(0.02)
         writer.transport.abort()
+
+
+@pytest.mark.asyncio
+async def test_ends_beside_who_neither_sends_the_body_nor_leaves() -> None:
+    """Who was told to go elsewhere, and stays, is not waited for, nor complained of."""
+    argv = ["-m", "lifecycle_engine.cli", "serve", "--runner", "sim", "--port", "0"]
+    pipe = asyncio.subprocess.PIPE
+    process = await asyncio.create_subprocess_exec(
+        sys.executable, *argv, "--drain", "0.2", stdout=pipe, stderr=pipe, env=ENV
+    )
+    assert process.stdout is not None
+    assert process.stderr is not None
+    try:
+        async with asyncio.timeout(60):
+            port = int((await process.stdout.readline()).split(b":")[-1])
+        reader, writer = await asyncio.open_connection("127.0.0.1", port)
+        writer.write(b"POST /generate HTTP/1.1\r\nhost: x\r\nexpect: 100-continue\r\n")
+        writer.write(b"content-length: 1000000\r\n\r\n")
+        async with asyncio.timeout(20):
+            await reader.readuntil(b"100 Continue\r\n\r\n")
+        process.send_signal(signal.SIGTERM)
+        async with asyncio.timeout(20):
+            assert (await reader.read()).startswith(b"HTTP/1.1 503")
+            assert await process.stderr.read() == b""
+            assert await process.wait() == 0
+        writer.close()
+    finally:
+        if process.returncode is None:
+            process.kill()
+            await process.wait()

@@ -158,6 +158,14 @@ class Connection(HttpToolsProtocol):
         self._stop_watching_sender()
         self._to_send = self.loop.call_later(self._limits.rest, self.transport.close)
 
+    def give_up(self) -> None:
+        """Close now, if there is nothing to wait for but the client.
+
+        Either it is to read what was written, or to send what nobody will read.
+        """
+        if self._finished or self.transport.get_write_buffer_size():
+            self.transport.abort()
+
     def _close(self, answer: bytes) -> None:
         if not (self._busy or self.transport.is_closing()):
             tail = b"\r\nconnection: close\r\ncontent-length: 0\r\n\r\n"

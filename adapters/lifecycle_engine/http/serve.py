@@ -20,7 +20,7 @@ from starlette.applications import Starlette
 from lifecycle import EngineLost
 from lifecycle_engine.service import Service
 
-from .connections import ConnectionLimits, http_protocol
+from .connections import Connection, ConnectionLimits, http_protocol
 from .heap import give_back_what_is_freed, loaded_set_apart
 
 _SIGNALS = (signal.SIGINT, signal.SIGTERM)
@@ -109,16 +109,15 @@ class DrainingServer(uvicorn.Server):
                 # It is to end every stream, and may be slow, or stopped.
                 service.engine.close()
             loop = asyncio.get_running_loop()
-            loop.call_later(_LAST_WORDS, self._drop_who_reads_nothing)
+            loop.call_later(_LAST_WORDS, self._give_up_clients)
             await super().shutdown(sockets)
             tasks.cancel_scope.cancel()
 
-    def _drop_who_reads_nothing(self) -> None:
-        # Where nothing waits for its reader, a task may still be about to say it.
+    def _give_up_clients(self) -> None:
+        # Where nothing waits for its client, a task may still be about to say it.
         for connection in list(self.server_state.connections):
-            transport = connection.transport
-            if transport.get_write_buffer_size():
-                transport.abort()
+            if isinstance(connection, Connection):
+                connection.give_up()
 
     async def _hurry(self) -> None:
         # A signal handler sets a flag; there is nothing to wait on.

@@ -289,6 +289,24 @@ async def test_refuses_body_that_takes_long_while_others_wait(awaited: bool) -> 
         await server.quiet()
 
 
+async def test_reads_bodies_that_are_there_without_any_patience() -> None:
+    """Told to wait for no body while others wait, it still reads what was sent."""
+    settings = AppSettings(model="sim", body_bytes=10_000, body_patience=0)
+    gate = Gate(bytes=10_000, name="bodies")
+    async with running(settings=settings, bodies=gate) as server:
+        stalled, writer = await asyncio.open_connection("127.0.0.1", server.port)
+        head = b"POST /v1/chat/completions HTTP/1.1\r\nhost: here\r\n"
+        writer.write(head + b"content-length: 6000\r\n\r\n{")
+        await server.until(lambda: gate.statistics().bytes_in_use)
+        whole = body("whole", padding="x" * 6000)
+        asked = [asyncio.create_task(answer_to(server.port, whole)) for _ in range(6)]
+        async with asyncio.timeout(8):
+            assert [(await each)[0] for each in asked] == [200] * 6
+            assert (await stalled.readline()).startswith(b"HTTP/1.1 408")
+        writer.close()
+        await server.quiet()
+
+
 async def test_reads_body_that_takes_its_time() -> None:
     """A large body may take longer than a small one."""
     settings = AppSettings(model="sim", body_idle=1.0)

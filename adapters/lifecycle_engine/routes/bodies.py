@@ -14,6 +14,8 @@ from lifecycle_engine.api_errors import ApiError
 _PACE = 65536
 # Seconds between looks at whether others wait.
 _LOOK = 0.5
+# Seconds that a body always has: what was sent with its head is here, but not yet read.
+_LEAST = 0.05
 
 
 class ClientLeft(Exception):
@@ -68,7 +70,8 @@ class BodyReader:
         last = began + self._idle
         while True:
             until = min(last, anyio.current_time() + self._idle)
-            message = await self._message(receive, until, began + self._patience)
+            patience = began + max(self._patience, _LEAST)
+            message = await self._message(receive, until, patience)
             if message["type"] == "http.disconnect":
                 raise ClientLeft
             chunks.append(message.get("body", b""))

@@ -559,6 +559,25 @@ class TestDrain:
         assert outcomes == {"start": "stream", "stream": pytest.approx(4)}
         assert_quiescent(*registry)
 
+    async def test_gives_a_source_the_grace_that_its_session_was_told(self) -> None:
+        """A session's stream has the grace that it was asked for, and not another."""
+
+        async def stuck() -> AsyncGenerator[int, None]:
+            try:
+                yield 1
+            finally:
+                await anyio.sleep(1000)
+
+        async with SessionRegistry() as sessions:
+            with sessions.open("a") as session, anyio.CancelScope() as scope:
+                async with session.stream(stuck(), grace=3) as stream:
+                    await anext(stream)
+                    began = anyio.current_time()
+                    scope.cancel()
+                    await checkpoint()
+            assert anyio.current_time() - began == pytest.approx(3)
+        assert_quiescent(sessions)
+
     async def test_goes_on_ending_when_it_is_cancelled(self) -> None:
         """A cancelled registry still ends what it holds before it goes."""
         ended: list[object] = []

@@ -11,10 +11,20 @@ from typing import Any
 import httpx
 import openai
 import pytest
-from http_kit import answer_to, data_url, encoded, png, png_chunk, running, user
+from http_kit import (
+    GatedProcessor,
+    answer_to,
+    data_url,
+    encoded,
+    png,
+    png_chunk,
+    running,
+    user,
+)
 
 from lifecycle_engine.app import AppSettings
 from lifecycle_engine.images.media import MediaLimits
+from lifecycle_engine.processor import BadChat, BadImage, Chat, Prepared
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 TEXT = [{"role": "user", "content": "hello"}]
@@ -395,11 +405,13 @@ PICTURES = {
 }
 
 
-@pytest.mark.parametrize("asked", ["text", "pictures"])
+@pytest.mark.parametrize("asked", ["text", "pictures", "pixels"])
 async def test_names_the_field_of_its_own_api(asked: str) -> None:
     """What is too much is told of by the field that it stood in."""
     cases = LONG if asked == "text" else PICTURES
-    limits = MediaLimits(images=1)
+    limits = MediaLimits(request_pixels=100)
+    if asked == "pictures":
+        limits = MediaLimits(images=1)
     settings = AppSettings(model="sim", text_chars=50, media=limits)
     async with asyncio.timeout(60), running(settings=settings) as server:
         for path, (ask, field) in cases.items():
@@ -408,3 +420,22 @@ async def test_names_the_field_of_its_own_api(asked: str) -> None:
                 told = await http.post(url, json={"model": "sim", **ask})
             assert told.status_code == (400 if asked == "text" else 413)
             assert told.json()["error"]["param"] == field
+
+
+@pytest.mark.parametrize("error", [BadChat("no"), BadImage("no")])
+async def test_names_the_field_of_what_the_processor_refuses(error: Exception) -> None:
+    """What is only found with the body read is told of by its field, too."""
+
+    class Refusing(GatedProcessor):
+        def prepare(self, chat: Chat) -> Prepared:
+            raise error
+
+    cases = PICTURES if isinstance(error, BadImage) else LONG
+    async with asyncio.timeout(60), running(processor=Refusing()) as server:
+        for path, (ask, field) in cases.items():
+            url = f"http://127.0.0.1:{server.port}{path.removesuffix('-chat')}"
+            async with httpx.AsyncClient() as http:
+                told = await http.post(url, json={"model": "sim", **ask})
+            assert told.status_code == 400
+            assert told.json()["error"]["param"] == field
+        await server.quiet()

@@ -110,12 +110,12 @@ class Ways:
     async def in_place(self) -> float:
         """Preprocessing has written into the arena; what is left is the hand-off."""
         begin = time.perf_counter()
-        array = self.engines["arena"].arena.empty(self._source.shape, np.uint8)
+        held = [self.engines["arena"].arena.empty(self._source.shape, np.uint8)]
         made = time.perf_counter() - begin
-        # Stands for the preprocessing, which belongs in a thread; not counted.
-        await anyio.to_thread.run_sync(np.copyto, array, self._source)
-        box = Payload({"x": array})
-        del array
+        # Stands for the preprocessing, which belongs in a thread; not counted. A thread
+        # lets go of its arguments only when it gets its turn: so they are emptied.
+        await anyio.to_thread.run_sync(lambda: np.copyto(held[0], self._source))
+        box = Payload({"x": held.pop()})
         return made + await self._hand_over("arena", box)
 
     async def copied_in(self) -> float:

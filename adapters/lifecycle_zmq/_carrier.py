@@ -14,7 +14,7 @@ from lifecycle import Refused
 
 from . import _parcel
 from ._errors import EncodeError
-from ._hand_off import Box
+from ._hand_off import Box, forget_frames
 from ._lodging import SENT_BELOW
 from ._tensors import describe
 from .arena import Arena
@@ -48,17 +48,23 @@ class Carrier:
         if box is None or not hasattr(box, "take"):
             return box
         load = _Load(box.take())
-        if load.is_large(self._arena, passes=self._passes):
-            try:
-                await anyio.to_thread.run_sync(
-                    load.carry, self._arena, limiter=self._turn
-                )
+        try:
+            if load.is_large(self._arena, passes=self._passes):
+                await self._carry(load)
                 # Whoever has left is not heard of by the engine.
                 await anyio.lowlevel.checkpoint_if_cancelled()
-            except BaseException:
-                load.take()
-                raise
+        except BaseException:
+            load.take()
+            raise
         return load
+
+    async def _carry(self, load: _Load) -> None:
+        try:
+            await anyio.to_thread.run_sync(load.carry, self._arena, limiter=self._turn)
+        except Exception as error:  # noqa: BLE001 - what is wrong the hand-off finds too
+            # Such as no thread to be had, or an arena that was closed meanwhile. anyio
+            # leaves it in a cycle, and its frames have the tensors.
+            forget_frames(error)
 
 
 class _Load:
@@ -79,10 +85,9 @@ class _Load:
             return False
         with suppress(EncodeError):
             views = describe(self._tensors)[1]
-            large = sum(view.nbytes for view in views) > CARRIED_FROM
-            if large and arena is not None:
+            if arena is not None:
                 views = [view for view in views if arena.find(view) is None]
-            return large and sum(view.nbytes for view in views) > CARRIED_FROM
+            return sum(view.nbytes for view in views) > CARRIED_FROM
         return False
 
     def carry(self, arena: Arena | None) -> None:

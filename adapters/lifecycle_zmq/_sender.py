@@ -111,7 +111,11 @@ class Sender:
 
     def _flush(self) -> None:
         while not self._silent and (body := self.outbox.take()) is not None:
-            self._send(Kind.CONTROL, body)
+            try:
+                self._send(Kind.CONTROL, body)
+            except EncodeError:
+                # With it, starts and ends of others are lost, who would wait for ever.
+                self._fall_silent("client_fault")
 
     def _send(
         self,

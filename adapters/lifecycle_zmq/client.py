@@ -177,8 +177,8 @@ class EngineClient:
     async def end(self, key: str) -> None:
         """Make the engine forget a stream; return when it has released everything.
 
-        END is sent once at most, and not if START was not. A reader of the stream
-        sees it end. When the engine is gone there is nothing to wait for.
+        END is sent once at most, and not before START: cancel a call of `start` that
+        still copies. A reader sees the end. Of an engine that is gone none is awaited.
 
         Cancellation: END is on its way all the same; call again to wait for the rest.
         """

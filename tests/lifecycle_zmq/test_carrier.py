@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import gc
 import os
 import sys
@@ -213,3 +214,73 @@ async def test_copies_that_there_is_no_room_for_are_sent(
         await engine.start("a#1", {"hold": True}, boxed()[0])
         assert engine.arena.statistics().spilled == 1
         assert (await engine.status())["backend"]["seen"][0][:3] == ["x", "i", [2, MIB]]
+
+
+async def test_engine_that_is_left_during_a_copy_is_told(
+    make_engine: Callable[..., ZmqEngine], eventually: Any, gate: Gate, arena_bytes: int
+) -> None:
+    """The arena is closed by then, which is no error that a caller could make use of."""
+    lost: list[EngineLost] = []
+    arrays = {name: np.ones(8 * MIB, np.uint8) for name in "xy"}
+    watches = [weakref.ref(array) for array in arrays.values()]
+    async with anyio.create_task_group() as tasks:
+        async with make_engine(arena_bytes=arena_bytes) as engine:
+            await engine.wait_ready()
+
+            async def start(box: Payload[Any]) -> None:
+                try:
+                    await engine.start("a#1", {}, box)
+                except EngineLost as error:
+                    lost.append(error)
+
+            tasks.start_soon(start, Payload(arrays))
+            del arrays
+            await eventually(lambda: bool(gate.threads))
+        gate.open.set()
+    assert len(lost) == 1
+    assert [watch() for watch in watches] == [None, None]
+
+
+async def test_tensors_are_copied_at_once_where_no_thread_is_to_be_had(
+    make_engine: Callable[..., ZmqEngine],
+    gate: Gate,
+    monkeypatch: pytest.MonkeyPatch,
+    arena_bytes: int,
+) -> None:
+    """A request that could be served is not refused for it."""
+
+    async def refuse(*_: Any, **__: Any) -> None:
+        raise RuntimeError("can't start new thread")
+
+    async with make_engine(arena_bytes=arena_bytes) as engine:
+        await engine.wait_ready()
+        monkeypatch.setattr(anyio.to_thread, "run_sync", refuse)
+        box, watch = boxed()
+        await engine.start("a#1", {"hold": True}, box)
+        assert watch() is None
+        assert set(gate.threads) == {threading.main_thread().ident}
+        seen = (await engine.status())["backend"]["seen"]
+        assert seen[0][:3] == ["x", "i", [2, MIB]]
+
+
+@pytest.mark.parametrize("anyio_backend", ["asyncio"], indirect=True)
+async def test_native_cancellations_of_a_copy_leave_nothing(
+    make_engine: Callable[..., ZmqEngine], eventually: Any, gate: Gate, arena_bytes: int
+) -> None:
+    """They do not wait for the thread, which drops what it copied when it is done."""
+    async with make_engine(arena_bytes=arena_bytes) as engine:
+        await engine.wait_ready()
+        before = len(list(Path("/proc/self/fd").iterdir()))
+        box, watch = boxed()
+        task = asyncio.create_task(engine.start("a#1", {"hold": True}, box))
+        await eventually(lambda: bool(gate.threads))
+        task.cancel()
+        task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+        gate.open.set()
+        await eventually(lambda: watch() is None)
+        await eventually(lambda: len(list(Path("/proc/self/fd").iterdir())) == before)
+        if arena_bytes:
+            await eventually(lambda: engine.arena.statistics().used == 0)
+        assert (await engine.status())["starts"] == 0

@@ -9,6 +9,7 @@ import pytest
 
 from lifecycle import Payload
 from lifecycle_zmq import EngineClient, wire
+from lifecycle_zmq._errors import EncodeError
 from lifecycle_zmq._outbox import SMALL_REQUEST, Outbox
 from lifecycle_zmq._sender import Sender
 from lifecycle_zmq._streams import StreamState
@@ -73,6 +74,20 @@ async def test_many_starts_and_ends_do_not_wait_for_the_turn_of_the_loop() -> No
     # Those that are left go together: nothing overtakes a start.
     assert [it[0] for body in said for it in body["start"]] == [*range(1, 101)]
     assert [it for body in said for it in body["end"]] == [*range(1, 93)]
+
+
+async def test_batch_that_cannot_be_sent_loses_the_engine() -> None:
+    """Those whose starts and ends were in it would wait for ever."""
+    lost: list[str] = []
+
+    class Link:
+        def send(self, _: Any) -> bool:
+            raise EncodeError("no_memory", "the system has no memory for a copy")
+
+    sender = Sender(Link(), 7, lost.append)  # type: ignore[arg-type]
+    for it in range(1, 41):
+        sender.start(StreamState(f"s#{it}", it, 2**16), b"\x80", [], [])
+    assert lost == ["client_fault"]
 
 
 async def test_credit_of_one_turn_is_one_grant_and_none_goes_after_an_end() -> None:

@@ -18,12 +18,3 @@ def need(*names: str) -> None:
                 f'lifecycle_engine needs {name}; pip install "anyio-lifecycle[engine]"',
                 name=name,
             )
-
-
-def need_server() -> None:
-    """Look for what the API process and its command line are made of.
-
-    Raises:
-        ModuleNotFoundError: Part of it is not installed.
-    """
-    need("typer", "starlette", "uvicorn", "h11", "httptools", "pydantic")

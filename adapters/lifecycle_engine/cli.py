@@ -8,10 +8,13 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
-from . import http  # noqa: F401 - says first what is missing
-
-# isort: split
-import typer
+try:
+    import typer
+except ModuleNotFoundError as error:
+    raise ModuleNotFoundError(
+        f'lifecycle-engine needs {error.name}; pip install "anyio-lifecycle[engine]"',
+        name=error.name,
+    ) from None
 
 from . import commands
 from .launch import (

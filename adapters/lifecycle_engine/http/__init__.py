@@ -1,5 +1,5 @@
 """The socket side: uvicorn with limits on connections, and fetching over https."""
 
-from lifecycle_engine._extra import need_server
+from lifecycle_engine._extra import need
 
-need_server()
+need("starlette", "uvicorn", "h11", "httptools")

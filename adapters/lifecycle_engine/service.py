@@ -111,7 +111,6 @@ class Service:
         client: Whose a request is, by its ASGI scope.
         correction: Of what payloads are estimated to weigh.
         remote: Fetches images; ``None`` fetches none.
-        places: Of requests in flight, with those whose bodies are being read.
     """
 
     model: str
@@ -129,10 +128,15 @@ class Service:
     _forecasts: dict[Gate, Forecast] = field(default_factory=dict, init=False)
     remote: RemoteImages | None = None
     _sessions: SessionRegistry | None = field(default=None, init=False)
-    places: Places = field(init=False)
+    _places: Places = field(init=False)
 
     def __post_init__(self) -> None:
-        self.places = Places(self.in_flight)
+        self._places = Places(self.in_flight)
+
+    @property
+    def places(self) -> Places:
+        """Called by the routes: of requests in flight, and those still being read."""
+        return self._places
 
     @asynccontextmanager
     async def running(self) -> AsyncIterator[None]:

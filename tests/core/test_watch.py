@@ -5,6 +5,7 @@ import gc
 import weakref
 
 import anyio
+import anyio.lowlevel
 import pytest
 from anyio.lowlevel import checkpoint
 
@@ -26,7 +27,8 @@ async def test_ends_all_though_its_watchdog_was_cancelled(at_once: bool) -> None
     ended: list[object] = []
 
     async def end(stream: object) -> None:
-        await anyio.sleep(0.05)
+        for _ in range(5):
+            await anyio.lowlevel.checkpoint()
         ended.append(stream)
 
     async def forever(_: object) -> None:

@@ -72,7 +72,7 @@ async def test_engine_that_does_not_read_holds_no_loop_up(
                 try:
                     got += theirs.recv(MIB)
                 except BlockingIOError:
-                    await anyio.sleep(0.001)
+                    await anyio.wait_readable(theirs)
             assert got == wanted
             # The loop ran all the while; and runs no task that waits to write.
             tasks.cancel_scope.cancel()

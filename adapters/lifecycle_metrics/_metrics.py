@@ -133,10 +133,10 @@ class Metrics:
             case FirstItem():
                 self._firsts.labels(event.operation).observe(event.after_s)
             case RequestStarted():
-                self._requests.note(event)
+                self._requests.start(event)
             case RequestEnded():
-                self._requests.note(event)
-                self._took.labels(event.operation).observe(event.duration_s)
+                if self._requests.end(event):
+                    self._took.labels(event.operation).observe(event.duration_s)
             case _:
                 pass
 

@@ -10,11 +10,9 @@ from typing import TYPE_CHECKING
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
-from lifecycle_asgi.events import RequestEnded, RequestStarted
-
 if TYPE_CHECKING:
     from lifecycle.events import Outcome
-    from lifecycle_asgi.events import RequestEvent
+    from lifecycle_asgi.events import RequestEnded, RequestStarted
 
 
 class Requests(Collector):
@@ -31,17 +29,20 @@ class Requests(Collector):
         self._ended: Tally[tuple[str, Outcome]] = Tally()
         self._counts: Tally[str] = Tally()
 
-    def note(self, event: RequestEvent) -> None:
-        """Take note of a start or an end."""
+    def start(self, event: RequestStarted) -> None:
+        """Take note of a start."""
         with self._lock:
-            if isinstance(event, RequestStarted):
-                self._started[event.operation] += 1
-                self._live[event.request] = event.operation
-            elif isinstance(event, RequestEnded):
-                if self._live.pop(event.request, None) is None:
-                    return  # its start was never told, or its end was
-                self._ended[event.operation, event.outcome] += 1
-                self._counts.update(event.counts)
+            self._started[event.operation] += 1
+            self._live[event.request] = event.operation
+
+    def end(self, event: RequestEnded) -> bool:
+        """Take note of an end; False if its start was never told, or its end was."""
+        with self._lock:
+            if self._live.pop(event.request, None) is None:
+                return False
+            self._ended[event.operation, event.outcome] += 1
+            self._counts.update(event.counts)
+            return True
 
     def collect(self) -> Iterator[Metric]:
         """Yield the metrics; called by the registry of prometheus_client."""

@@ -22,7 +22,7 @@ _MOST_ENDED: Final = 4096
 
 
 @dataclass(frozen=True, slots=True)
-class _Open:
+class _Request:
     span: trace.Span
     began_ns: int
 
@@ -56,8 +56,8 @@ class Spans:
         # A lost lease is told by the garbage collector, which may come at any
         # allocation of the thread that is in here already.
         self._lock = threading.RLock()
-        self._live: dict[str, _Open] = {}
-        self._ended: OrderedDict[str, _Open] = OrderedDict()
+        self._live: dict[str, _Request] = {}
+        self._ended: OrderedDict[str, _Request] = OrderedDict()
 
     def __call__(self, event: Event, /) -> None:
         """Take note of *event*."""
@@ -89,7 +89,7 @@ class Spans:
             },
             start_time=now,
         )
-        self._live[event.request] = _Open(span, now)
+        self._live[event.request] = _Request(span, now)
 
     def _first(self, event: FirstItem) -> None:
         one = self._live.get(event.request)
@@ -123,7 +123,9 @@ class Spans:
             told["exception.type"] = event.error or ""
             one.span.add_event("exception", told)
         one.span.end(one.began_ns + _ns(event.duration_s))
-        self._ended[event.request] = one
+        # Its place in the trace is all that a late phase needs of it.
+        parent = trace.NonRecordingSpan(one.span.get_span_context())
+        self._ended[event.request] = _Request(parent, one.began_ns)
         if len(self._ended) > _MOST_ENDED:
             self._ended.popitem(last=False)
 

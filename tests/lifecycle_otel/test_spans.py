@@ -55,6 +55,17 @@ def test_makes_a_span_of_a_cleanup_behind_the_end() -> None:
     assert late.end_time - late.start_time == pytest.approx(5e8, abs=1000)
 
 
+def test_keeps_nothing_of_an_ended_request_but_its_place() -> None:
+    """What a span was told, tracebacks among it, goes with whoever exports it."""
+    spans, exporter = made()
+    spans(started())
+    spans(ended(error="E", traceback=("a:1 in b",)))
+    (root,) = exporter.get_finished_spans()
+    (kept,) = (one.span for one in spans._ended.values())
+    assert kept.get_span_context() == root.context
+    assert not hasattr(kept, "attributes")
+
+
 def test_forgets_requests_that_ended_long_ago(monkeypatch: pytest.MonkeyPatch) -> None:
     """Of many ended requests the last ones alone are remembered."""
     monkeypatch.setattr(_spans, "_MOST_ENDED", 10)
@@ -92,6 +103,7 @@ def test_counts_an_end_once() -> None:
     ends = 'lifecycle_requests_ended_total{operation="chat",outcome="completed"} 1.0'
     assert ends in text
     assert 'lifecycle_requests_live{operation="chat"} 0.0' in text
+    assert 'lifecycle_request_seconds_count{operation="chat"} 1.0' in text
 
 
 def test_records_nothing_where_nobody_has_set_up_an_sdk() -> None:

@@ -42,7 +42,7 @@ class RayLink:
         handle: Handle,
         *,
         served: Callable[[Served], None],
-        failed: Callable[[RayError], None],
+        failed: Callable[[BaseException], None],
     ) -> None:
         self._actor = actor
         self._handle = handle
@@ -119,10 +119,10 @@ class RayLink:
             self._pushed.discard(push)
             # Without it the actor would keep everything that follows for ever.
             error = push.exception()
-            if isinstance(error, RayError):
+            if error is not None:
                 self._fail(error)
 
-    def _fail(self, error: RayError) -> None:
+    def _fail(self, error: BaseException) -> None:
         if not self._over:
             self._over = True
             self._failed(error)

@@ -9,12 +9,7 @@ from typing import Any, Literal
 import anyio
 import anyio.to_thread
 import ray
-from ray.exceptions import (
-    ActorUnavailableError,
-    OutOfMemoryError,
-    RayActorError,
-    RayError,
-)
+from ray.exceptions import ActorUnavailableError, OutOfMemoryError, RayActorError
 
 from lifecycle_zmq import EngineClient, SupervisedEngine
 from lifecycle_zmq.life import Life
@@ -56,6 +51,11 @@ class Replica(SupervisedEngine["Actor"]):
         """Process and node of the actor that is there; empty without one."""
         current = self._supervisor.current
         return current.place if current is not None and self.ready else {}
+
+    def check(self) -> None:
+        """Raise `RuntimeError` before it was entered, and in any other thread."""
+        self._supervisor.check_entered()
+        self._supervisor.check_thread()
 
     def holds(self, key: str) -> bool:
         """Whether a stream of that key was started here and is not done."""
@@ -104,8 +104,8 @@ class Actor(Life):
         try:
             await self._run()
         except Exception as error:  # noqa: BLE001 - told by whoever waits for it
-            self.reason, detail = told(error, "start_failed")
-            self.output = detail or str(error)[-2000:]
+            self.reason = told(error, "start_failed")
+            self.output = str(error)[-2000:]
         finally:
             self._kill()
 
@@ -156,9 +156,9 @@ class Actor(Life):
             self._turns = served.turns
             self._turned = self._heard
 
-    def _fail(self, error: RayError) -> None:
+    def _fail(self, error: BaseException) -> None:
         if self.client is not None:
-            self.client.lose(*told(error, "ray_failed"))
+            self.client.lose(told(error, "ray_failed"))
 
     def _make(self) -> None:
         it = self._settings
@@ -183,14 +183,13 @@ class Actor(Life):
             ray.kill(actor)
 
 
-def told(error: Exception, otherwise: str) -> tuple[str, str]:
-    """Return what became of an actor, in one word, and what more there is to say."""
-    text = str(error)
+def told(error: BaseException, otherwise: str) -> str:
+    """Return what became of an actor, in one word."""
     if isinstance(error, OutOfMemoryError):
-        return "out_of_memory", ""
+        return "out_of_memory"
     if isinstance(error, ActorUnavailableError):
-        return "unreachable", ""
+        return "unreachable"
     if isinstance(error, RayActorError):
         # Ray has no other way to say it.
-        return ("node_died" if "its node has died" in text else "died"), ""
-    return otherwise, ""
+        return "node_died" if "its node has died" in str(error) else "died"
+    return otherwise

@@ -39,7 +39,7 @@ class RayEngine:
     Args:
         factory: Makes the backend, in the actor: something that Ray can pickle, or
             ``"package.module:name"`` for what is installed there.
-        replicas: How many.
+        replicas: How many, at least one.
         placement: What each takes, and where.
         address: Of a Ray cluster, as for ``ray.init``. ``None`` uses the one that this
             process has joined already, or starts one on this machine and ends it again,
@@ -85,6 +85,8 @@ class RayEngine:
         weigh: Callable[[Mapping[str, Any]], int] = weigh,
         conversation: Callable[[Mapping[str, Any]], Hashable | None] = conversation,
     ) -> None:
+        if replicas < 1:
+            raise ValueError(f"{replicas} replicas serve nobody; give at least 1")
         self._address = address
         self._local = dict(local or {})
         self._replicas = [
@@ -188,8 +190,10 @@ class RayEngine:
 
         Cancellation: nothing changes.
         """
-        if replicas > len(self._replicas):
-            raise ValueError(f"{replicas} replicas of {len(self._replicas)}; ask fewer")
+        there = len(self._replicas)
+        if not 1 <= replicas <= there:
+            raise ValueError(f"{replicas} replicas of {there}; wait for 1 to {there}")
+        self._replicas[0].check()  # where it is not raised in a group
         ready = 0
         failures: list[EngineLost] = []
         async with anyio.create_task_group() as tasks:
@@ -202,7 +206,7 @@ class RayEngine:
                     failures.append(error)
                 else:
                     ready += 1
-                if ready == replicas or len(failures) > len(self._replicas) - replicas:
+                if ready == replicas or len(failures) > there - replicas:
                     tasks.cancel_scope.cancel()
 
             for replica in self._replicas:
@@ -261,6 +265,8 @@ class RayEngine:
 
         Cancellation: the answers are dropped when they come.
         """
+        self._replicas[0].check()  # where it is not raised in a group
+        lost: list[EngineLost] = []
         told: dict[str, dict[str, Any]] = {
             str(number): {} for number in range(len(self._replicas))
         }
@@ -271,7 +277,6 @@ class RayEngine:
             except EngineLost as error:
                 lost.append(error)
 
-        lost: list[EngineLost] = []
         async with anyio.create_task_group() as tasks:
             for name, replica in zip(told, self._replicas, strict=True):
                 tasks.start_soon(ask, name, replica)

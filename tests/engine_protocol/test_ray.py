@@ -11,7 +11,9 @@ import sys
 import threading
 import time
 from collections import Counter
+from concurrent.futures import Future
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import anyio
@@ -425,8 +427,47 @@ async def test_waits_for_no_more_replicas_than_there_are() -> None:
     pytest.importorskip("ray", reason="Ray is not installed")
     from lifecycle_ray import RayEngine
 
-    with pytest.raises(ValueError, match="2 replicas of 1"):
-        await RayEngine("a:b").wait_ready(2)
+    for number in (0, 2):
+        with pytest.raises(ValueError, match=f"{number} replicas of 1; wait for 1"):
+            await RayEngine("a:b").wait_ready(number)
+    with pytest.raises(ValueError, match="0 replicas serve nobody"):
+        RayEngine("a:b", replicas=0)
+
+
+async def test_says_that_it_was_not_entered() -> None:
+    """As any engine does: a mistake is raised as it is, and in no group."""
+    pytest.importorskip("ray", reason="Ray is not installed")
+    from lifecycle_ray import RayEngine
+
+    engine = RayEngine("a:b", replicas=2)
+    for call in (engine.wait_ready, engine.status):
+        with pytest.raises(RuntimeError, match="enter the engine"):
+            await call()
+
+
+async def test_message_that_did_not_arrive_loses_the_engine() -> None:
+    """Whatever the error: the actor would wait for that message for ever."""
+    pytest.importorskip("ray", reason="Ray is not installed")
+    from lifecycle_ray._link import RayLink
+
+    pushed: Future[None] = Future()
+    pushed.set_exception(TypeError("of whatever kind"))
+    actor: Any = SimpleNamespace(
+        push=SimpleNamespace(remote=lambda *_: SimpleNamespace(future=lambda: pushed)),
+        pull=SimpleNamespace(remote=lambda *_: SimpleNamespace(future=Future)),
+    )
+    errors: list[BaseException] = []
+    with anyio.fail_after(BOUND):
+        async with anyio.create_task_group() as tasks:
+
+            def failed(error: BaseException) -> None:
+                errors.append(error)
+                tasks.cancel_scope.cancel()
+
+            link = RayLink(actor, lambda _: True, served=list, failed=failed)
+            await link.pump(lambda: link.send([b"head"]))
+    assert [type(error) for error in errors] == [TypeError]
+    assert not link.send([b"head"])
 
 
 async def test_says_at_once_that_nobody_listens_at_an_address() -> None:
@@ -467,7 +508,9 @@ async def test_loop_goes_on_while_the_cluster_is_left(
     async with anyio.create_task_group() as tasks:
         tasks.start_soon(serve)
         with anyio.CancelScope() as scope:
-            async with RayEngine("nothing:here", replicas=0):
+            engine = RayEngine("nothing:here")
+            engine._replicas.clear()  # there is no cluster that they could run on
+            async with engine:
                 if cancelled:
                     scope.cancel()
     assert left == [True]

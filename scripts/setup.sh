@@ -16,7 +16,10 @@ fail() {
 # --- one set-up at a time -----------------------------------------------------
 # The lock is on this script, which is always there and is never removed.
 exec 9<"scripts/setup.sh"
-if command -v flock >/dev/null; then flock 9; fi
+if command -v flock >/dev/null && ! flock -n 9; then
+    echo "setup: waits for another make, which sets up .venv" >&2
+    flock 9
+fi
 
 # --- an interpreter that will do ------------------------------------------------
 new_enough() {

@@ -43,15 +43,20 @@ import lifecycle, lifecycle_asgi
 """
 
 
-def test_imports_core_without_any_extra() -> None:
-    """The core and the ASGI adapter need anyio and nothing else."""
-    done = subprocess.run(
-        [sys.executable, "-c", ALONE],
+def run(*arguments: str | Path) -> subprocess.CompletedProcess[str]:
+    """Run a fresh interpreter."""
+    return subprocess.run(
+        [sys.executable, *arguments],
         capture_output=True,
         text=True,
         timeout=60,
         check=False,
     )
+
+
+def test_imports_core_without_any_extra() -> None:
+    """The core and the ASGI adapter need anyio and nothing else."""
+    done = run("-c", ALONE)
     assert done.returncode == 0, done.stderr
 
 
@@ -71,17 +76,7 @@ def test_imports_core_without_any_extra() -> None:
 )
 def test_names_extra_that_is_missing(module: str, missing: str, extra: str) -> None:
     """Whoever lacks a dependency is told which extra brings it."""
-    done = subprocess.run(
-        [
-            sys.executable,
-            "-c",
-            f"import sys; sys.modules[{missing!r}] = None; import {module}",
-        ],
-        capture_output=True,
-        text=True,
-        timeout=60,
-        check=False,
-    )
+    done = run("-c", f"import sys; sys.modules[{missing!r}] = None; import {module}")
     last = done.stderr.splitlines()[-1]
     assert f'needs {missing}; pip install "anyio-lifecycle[{extra}]"' in last
 
@@ -99,13 +94,7 @@ import lifecycle_engine.scheduler
 import lifecycle_engine.sim_runner
 import lifecycle_engine.worker
 """
-    done = subprocess.run(
-        [sys.executable, "-c", script],
-        capture_output=True,
-        text=True,
-        timeout=60,
-        check=False,
-    )
+    done = run("-c", script)
     assert done.returncode == 0, done.stderr
 
 
@@ -179,13 +168,7 @@ def test_says_what_it_depends_on_and_what_it_defends() -> None:
 
 def test_lists_what_it_brings_along_and_no_tool_of_ours() -> None:
     """`make sbom` has all that the extras need, in versions, and nothing else (S10)."""
-    done = subprocess.run(
-        [sys.executable, ROOT / "scripts" / "sbom.py"],
-        capture_output=True,
-        text=True,
-        timeout=60,
-        check=False,
-    )
+    done = run(ROOT / "scripts" / "sbom.py")
     assert done.returncode == 0, done.stderr
     bill = json.loads(done.stdout)
     versions = {it["name"]: it["version"] for it in bill["components"]}

@@ -128,7 +128,9 @@ def leave_http(port: int, process: subprocess.Popen[str]) -> None:
         peer.sendall(REQUEST)
         seen = b""
         while b"word 2" not in seen:
-            seen += peer.recv(1000)
+            more = peer.recv(1000)
+            assert more, seen
+            seen += more
 
 
 def connected(port: int, process: subprocess.Popen[str]) -> socket.socket:

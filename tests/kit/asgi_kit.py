@@ -197,7 +197,7 @@ def cancel_everywhere(
     """Run *scenario* once per suspension point; returns how many there were.
 
     The scenario builds fresh state, calls ``await run.run(coroutine)`` and asserts
-    its invariants. A run that hangs fails after five seconds.
+    its invariants. A run that hangs fails after ten seconds.
     """
     for at in range(1, limit):
         run = Cancelled(at, kind, when)

@@ -134,10 +134,10 @@ class Panel:
         )
 
     def limit(self, y: float, words: str) -> None:
-        """Draw a line that nothing should be above."""
+        """Draw a line that nothing should be far above, with its name below it."""
         self.parts += [
             f'<path class="limit" d="M{self.left:.1f} {y:.1f}H{self.right:.1f}"/>',
-            text(self.right, y - 6, words, "end", RED),
+            text(self.right, y + 16, words, "end", RED),
         ]
 
     def upright(self, x: float, low: float, high: float) -> None:

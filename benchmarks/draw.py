@@ -77,7 +77,7 @@ def _over_time(rows: list[Row]) -> Panel:
     count, size = rows[0]["case"]["clients"], rows[0]["case"]["pixels"] * 24 / _MIB
     panel.titles(
         f"{count} long streams about pictures of {size:.0f} MiB",
-        "proportional size of both processes, over time",
+        "proportional size of both processes, over time; colours as beside",
     )
     y = panel.heights(ticks(max(v for line in lines for _, v in line)), " GiB")
     x = panel.widths(ticks(max(at for line in lines for at, _ in line)), " s")

@@ -15,7 +15,7 @@ from html import escape
 from pathlib import Path
 
 _OUT = Path(__file__).resolve().parents[1] / "docs" / "states.svg"
-_LEFT, _TOP, _ROW, _COLUMN = 24, 110, 236, 218
+_LEFT, _TOP, _ROW, _COLUMN = 24, 110, 248, 218
 _WIDE, _HIGH = 104, 36
 
 
@@ -62,7 +62,7 @@ MACHINES = (
     ),
     Machine(
         "Start",
-        "a task of the registry; init_done is set at “settled”, whatever happens",
+        "a task of the registry; at “settled” the lease is given back, in any case",
         ("accepted", "opening", "settled", "ending", "over"),
         (
             Step(0, 1, ("its task", "runs")),

@@ -6,6 +6,8 @@ import errno
 import socket
 import struct
 import tracemalloc
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager, closing
 from typing import Any
 
 import anyio
@@ -44,6 +46,16 @@ def anyio_backend(request: pytest.FixtureRequest) -> Any:
 def no_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     """A system that has no memory to pass, such as macOS."""
     monkeypatch.setattr(_parcel, "SUPPORTED", False)
+
+
+@asynccontextmanager
+async def connected() -> AsyncIterator[tuple[EngineClient, socket.socket]]:
+    """A client, and the socket of an engine that has said that it is ready."""
+    pair = Pair()
+    with closing(pair), _theirs(pair) as theirs:
+        async with EngineClient(pair.connect, incarnation=7) as client:
+            theirs.sendall(_said(Kind.READY, 0))
+            yield client, theirs
 
 
 @pytest.mark.anyio
@@ -143,10 +155,7 @@ async def test_message_that_the_system_does_not_take_ends_the_link() -> None:
 @pytest.mark.anyio
 async def test_engine_that_hangs_up_is_told_to_all_who_wait() -> None:
     """After what it said before, in one word, to each once."""
-    pair = Pair()
-    theirs = _theirs(pair)
-    async with EngineClient(pair.connect, incarnation=7) as client:
-        theirs.sendall(_said(Kind.READY, 0))
+    async with connected() as (client, theirs):
         with anyio.fail_after(BOUND):
             await client.wait_ready()
             told: list[str] = []
@@ -165,7 +174,6 @@ async def test_engine_that_hangs_up_is_told_to_all_who_wait() -> None:
                 # Lost as what was under way is, and no error of its own.
                 tasks.start_soon(ask)
         assert told == ["disconnected"] * 4
-    pair.close()
 
 
 @pytest.mark.anyio
@@ -173,10 +181,7 @@ async def test_what_an_engine_said_before_it_is_given_up_is_heard_first(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Also where it has left unread what was said to it, which resets the link."""
-    pair = Pair()
-    theirs = _theirs(pair)
-    async with EngineClient(pair.connect, incarnation=7) as client:
-        theirs.sendall(_said(Kind.READY, 0))
+    async with connected() as (client, theirs):
         with anyio.fail_after(BOUND):
             await client.wait_ready()
             answers: list[Any] = []
@@ -196,37 +201,27 @@ async def test_what_an_engine_said_before_it_is_given_up_is_heard_first(
                     await liveness.look_after(client)
         assert answers == [{"streams": 3}]
         assert client.lost == "disconnected"
-    pair.close()
 
 
 @pytest.mark.anyio
 async def test_engine_whose_stream_is_no_message_is_given_up() -> None:
     """A length that nothing has is a fault of the engine, like any other."""
-    pair = Pair()
-    theirs = _theirs(pair)
-    async with EngineClient(pair.connect, incarnation=7) as client:
-        theirs.sendall(_said(Kind.READY, 0) + struct.pack(">Q", MIB))
+    async with connected() as (client, theirs):
+        theirs.sendall(struct.pack(">Q", MIB))
         with anyio.fail_after(BOUND):
             await client.wait_lost()
         assert client.lost == "protocol"
-    theirs.close()
-    pair.close()
 
 
 @pytest.mark.anyio
 async def test_last_words_are_heard_by_who_looks_for_them() -> None:
     """`drain` takes all that is there, and a fault in it is the engine's."""
-    pair = Pair()
-    theirs = _theirs(pair)
-    async with EngineClient(pair.connect, incarnation=7) as client:
-        theirs.sendall(_said(Kind.READY, 0))
+    async with connected() as (client, theirs):
         client.drain()
         assert client.ready
         theirs.sendall(b"\xff" * 8)
         client.drain()
         assert client.lost == "protocol"
-    theirs.close()
-    pair.close()
 
 
 def _said(kind: Kind, sequence: int, body: dict[str, Any] | None = None) -> bytes:

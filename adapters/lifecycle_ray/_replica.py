@@ -21,6 +21,7 @@ from ._results import result
 
 _CONCURRENCY = {"pull": 1, "control": 4}
 _LOOK_SECONDS = 0.25
+_LONGEST_GAP = 0.5
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -80,9 +81,9 @@ class Actor(Life):
         super().__init__(number, retry_after, changed)
         self._settings = settings
         self._actor: Any = None
-        self._heard = self._began
         self._turns = 0
-        self._turned = self._began
+        # Seconds in which the actor said nothing, and in which its loop made no turn.
+        self._silent = self._still = 0.0
         self.place: Mapping[str, Any] = {}
         self.output = ""
 
@@ -93,8 +94,7 @@ class Actor(Life):
             return None
         if not self.client.ready:
             return "stalled" if self.client.lost == "stalled" else None
-        busy = anyio.current_time() - self._turned > self._settings.busy_after
-        return "busy" if busy else "serving"
+        return "busy" if self._still > self._settings.busy_after else "serving"
 
     async def run(self) -> None:
         """Make the actor, serve, kill it; an error of any of it is a reason.
@@ -140,21 +140,24 @@ class Actor(Life):
         self._changed()
 
     async def _watch(self, client: EngineClient) -> None:
-        self._heard = self._turned = anyio.current_time()
-        limits = self._settings
+        limits, seen = self._settings, anyio.current_time()
         while True:
             await anyio.sleep(_LOOK_SECONDS)
             now = anyio.current_time()
-            if now - self._heard > limits.silent_after:
+            # A longer gap is our own loop's, which has not read yet what came in it.
+            gap, seen = min(now - seen, _LONGEST_GAP), now
+            self._silent += gap
+            self._still += gap
+            if self._silent > limits.silent_after:
                 client.lose("silent")
-            elif now - self._turned > limits.stalled_after:
+            elif self._still > limits.stalled_after:
                 client.lose("stalled")
 
     def _look(self, served: Served) -> None:
-        self._heard = anyio.current_time()
+        self._silent = 0.0
         if served.turns != self._turns or not served.working:
             self._turns = served.turns
-            self._turned = self._heard
+            self._still = 0.0
 
     def _fail(self, error: BaseException) -> None:
         if self.client is not None:

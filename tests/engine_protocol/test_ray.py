@@ -300,6 +300,23 @@ async def test_actor_that_is_stopped_is_silent_and_replaced(
         await engine.end("a")
 
 
+@pytest.mark.parametrize(
+    "engine_on", [("ray", "trio"), ("ray", "asyncio")], indirect=True
+)
+async def test_loop_that_stood_still_gives_no_actor_up(make_ray: Any) -> None:
+    """What the actor said meanwhile is there, and was not read yet."""
+    async with make_ray(silent_after=1.0, stalled_after=1.0, owner_timeout=60) as it:
+        await ready(it)
+        stream = await it.start("a", {"forever": True})
+        await anext(stream)
+        for _ in range(3):
+            time.sleep(1.5)  # noqa: ASYNC251 - the fault
+            for _ in range(300):  # which takes longer than the next look
+                await anext(stream)
+        assert it.incarnation == 1
+        await it.end("a")
+
+
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])
 async def test_streams_of_an_owner_that_is_gone_are_ended(
     cluster: Any, eventually: Any, tmp_path: Path, number: signal.Signals

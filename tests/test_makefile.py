@@ -4,7 +4,9 @@ The set-up script runs in a copy of the project beside stand-ins for `python3`
 and `df`, so that no test needs an old machine or a full disk.
 """
 
+import fcntl
 import os
+import select
 import shutil
 import subprocess
 import sys
@@ -38,18 +40,27 @@ def stand_in(copy: Path, name: str, script: str) -> None:
     path.chmod(0o755)
 
 
-def make(copy: Path, *args: str) -> subprocess.CompletedProcess[str]:
-    """Run `make` in the copy, with the stand-ins first on the path."""
+def begin(copy: Path, *args: str) -> subprocess.Popen[str]:
+    """Start `make` in the copy, with the stand-ins first on the path."""
     path = f"{copy.parent / 'bin'}:/usr/bin:/bin"
-    return subprocess.run(
+    return subprocess.Popen(
         ["make", *args],
         cwd=copy,
         env={"PATH": path, "HOME": os.environ.get("HOME", "/")},
-        capture_output=True,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
         text=True,
-        timeout=60,
-        check=False,
     )
+
+
+def make(copy: Path, *args: str) -> subprocess.CompletedProcess[str]:
+    """Run `make` in the copy to its end."""
+    process = begin(copy, *args)
+    try:
+        output, errors = process.communicate(timeout=60)
+    finally:
+        process.kill()
+    return subprocess.CompletedProcess(args, process.returncode, output, errors)
 
 
 def test_lists_targets_for_unknown_one(copy: Path) -> None:
@@ -102,6 +113,20 @@ def test_names_space_needed_on_full_disk(copy: Path) -> None:
     assert "about 3 GB" in done.stderr
     assert "100 MiB are free" in done.stderr
     assert not (copy / ".venv").exists()
+
+
+@pytest.mark.skipif(shutil.which("flock") is None, reason="flock is not installed")
+def test_says_that_it_waits_for_another_one(copy: Path) -> None:
+    """Two commands at once set up one environment, and the second is not just silent."""
+    stand_in(copy, "python3", 'test "$1" = --version && echo Python 3.9.2')
+    with (copy / "scripts" / "setup.sh").open() as script:
+        fcntl.flock(script, fcntl.LOCK_EX)
+        process = begin(copy, "lint", "PYTHON=python3")
+        assert process.stderr is not None
+        assert select.select([process.stderr], [], [], 30)[0]
+        assert "waits for another make" in process.stderr.readline()
+    _, errors = process.communicate(timeout=60)
+    assert "Python 3.9.2" in errors
 
 
 def test_shows_pip_failure(copy: Path) -> None:

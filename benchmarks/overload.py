@@ -41,6 +41,8 @@ _LOAD = Path(__file__).with_name("overload_load.py")
 class Run:
     """What came of one run; times in milliseconds, from the time that was drawn.
 
+    `overload_load` tells what is the server's of them, and what its clients'.
+
     Attributes:
         turn: Which of the repeated runs it is.
         offered: Requests a second that came.
@@ -52,6 +54,10 @@ class Run:
         p99: Of the whole answers.
         refusal_p50: Of the refusals.
         refusal_p99: Of the refusals.
+        served_p99: Of the refusals, from when their clients connected to when the
+            answer had come: what of it is the server's.
+        lateness_p99: Of the refusals, what their clients were late to begin and to
+            read: the rest.
         load: Share of a processor that the clients took.
     """
 
@@ -65,6 +71,8 @@ class Run:
     p99: float | None
     refusal_p50: float | None
     refusal_p99: float | None
+    served_p99: float | None
+    lateness_p99: float | None
     load: float
 
 
@@ -85,8 +93,9 @@ async def measure(way: str, rate: float, seconds: float, turn: int) -> Run:
         found = await ask(server.port, rate, seconds, turn)
     counted = [entry for entry in found["asks"] if entry[0] >= _WARM]
     times: dict[str, list[float]] = {"ok": [], "refused": [], "late": [], "failed": []}
-    for _, what, took in counted:
+    for _, what, took, _ in counted:
         times[what].append(took)
+    refusals = [entry for entry in counted if entry[1] == "refused"]
     span = seconds - _WARM
     return Run(
         turn=turn,
@@ -99,6 +108,10 @@ async def measure(way: str, rate: float, seconds: float, turn: int) -> Run:
         p99=quantile(times["ok"], 0.99),
         refusal_p50=quantile(times["refused"], 0.5),
         refusal_p99=quantile(times["refused"], 0.99),
+        served_p99=quantile([served for *_, served in refusals], 0.99),
+        lateness_p99=quantile(
+            [round(took - its, 2) for *_, took, its in refusals], 0.99
+        ),
         load=round(found["cpu"] / seconds, 3),
     )
 

@@ -85,3 +85,7 @@ def test_runs_the_overload_experiment(tmp_path: Path) -> None:
     assert [row["way"] for row in rows] == ["gate", "none", "semaphore"]
     assert all(row["runs"][0]["offered"] > 0 for row in rows)
     assert all(row["runs"][0]["failed"] == 0 for row in rows)
+    # What of a refusal is the server's is some of it, and so is what is its client's.
+    (gate,) = rows[0]["runs"]
+    assert 0 < gate["served_p99"] <= gate["refusal_p99"]
+    assert 0 < gate["lateness_p99"] <= gate["refusal_p99"]

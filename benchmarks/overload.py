@@ -160,7 +160,7 @@ def main() -> None:
             row["runs"].append(asdict(run))
             write(options.json, found)
             progress.advance(bar)
-    out = Console(width=130)
+    out = Console(width=156)
     out.print(table(found))
     if not options.quick:
         for line in goals(found):

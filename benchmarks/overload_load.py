@@ -73,15 +73,20 @@ class Ask:
 
     def go_on(self, ready: int) -> None:
         """Send and read what can be."""
-        try:
-            if self._left and ready & _WRITE:
+        if self._left and ready & _WRITE:
+            try:
                 self._left = self._left[self.socket.send(self._left) :]
-            if ready & _READ:
+            except BlockingIOError:
+                pass
+            except OSError:  # what came before it is still to be read
+                self._left = memoryview(b"")
+        if ready & _READ:
+            try:
                 self._read(*self.socket.recvmsg(65536, 64)[:2])
-        except BlockingIOError:
-            return
-        except OSError:
-            self._read(b"", [])
+            except BlockingIOError:
+                pass
+            except OSError:
+                self._read(b"", [])
 
     def _read(self, data: bytes, stamps: list[tuple[int, int, bytes]]) -> None:
         if not data:  # of what is no stream, this is the end

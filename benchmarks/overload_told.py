@@ -41,17 +41,17 @@ def table(found: dict[str, Any]) -> Table:
     settings = found["settings"]
     shown = Table(
         title=f"{settings['capacity']:.0f} requests/s are served, "
-        f"clients wait {settings['deadline']:g} s",
+        f"clients wait {settings['deadline']:g} s; p99 in ms",
         box=SIMPLE,
     )
     columns = {
         "goodput": "goodput/s",
         "refused": "refused/s",
         "late": "left/s",
-        "p99": "p99 of answers, ms",
-        "refusal_p99": "p99 of refusals, ms",
-        "served_p99": "of the server",
-        "lateness_p99": "of its clients",
+        "p99": "p99 of answers",
+        "refusal_p99": "p99 of refusals",
+        "served_p99": "the server's",
+        "lateness_p99": "its clients'",
         "load": "CPU of clients",
     }
     for head in ("", "load", *columns.values()):

@@ -8,6 +8,8 @@ import sys
 
 from http_kit import ENV
 
+from lifecycle_engine.app import AppSettings
+
 SCRIPT = """
 import gc, json, os, signal, sys
 
@@ -32,12 +34,14 @@ def ready(address):
 
 serve.run(app, host="127.0.0.1", port=0, announce=ready)
 told.append(now())
+from PIL import Image
+told.append(Image.core.get_blocks_max())
 print(json.dumps(told))
 """
 
 
 def test_changes_its_process_only_while_it_serves() -> None:
-    """An application that is made, or was served, leaves all as it was."""
+    """An application that is made, or was served, leaves all as it was, but memory."""
     done = subprocess.run(
         [sys.executable, "-c", SCRIPT],
         env=ENV,
@@ -45,8 +49,9 @@ def test_changes_its_process_only_while_it_serves() -> None:
         check=True,
         timeout=60,
     )
-    before, made, serving, after = json.loads(done.stdout)
+    before, made, serving, after, blocks = json.loads(done.stdout)
     assert before == made == after
     assert serving[0] < before[0]
     assert serving[1]
     assert serving[2] != before[2]
+    assert blocks == AppSettings().threads  # pages that one picture after another gets

@@ -68,8 +68,39 @@ print((resident() - start) >> 20)
 """
 
 
+# Pictures of 12 MiB one after another in each of two threads, at the same time.
+DECODES = """
+import io, sys, threading
+from PIL import Image
+from lifecycle_engine.http.heap import give_back_what_is_freed, keep_pages_of_pictures
+
+give_back_what_is_freed()
+if "before" not in sys.argv:
+    keep_pages_of_pictures(2)
+
+file = io.BytesIO()
+Image.new("RGB", (2048, 1536)).save(file, "PNG")
+both = threading.Barrier(2)
+
+def decode():
+    for _ in range(5):
+        picture = Image.open(io.BytesIO(file.getvalue()))
+        picture.load()
+        both.wait(20)  # there are two of them now
+        del picture
+        both.wait(20)
+
+threads = [threading.Thread(target=decode) for _ in range(2)]
+for thread in threads:
+    thread.start()
+for thread in threads:
+    thread.join()
+print(Image.core.get_stats()["allocated_blocks"])
+"""
+
+
 def left(script: str, *argv: str) -> int:
-    """MiB that are left when a script is through."""
+    """What a script prints when it is through: MiB that are left, for one."""
     done = subprocess.run(
         [sys.executable, "-c", script, *argv],
         capture_output=True,
@@ -90,6 +121,11 @@ def test_gives_large_blocks_back() -> None:
 def test_keeps_one_heap_for_all_threads() -> None:
     """What threads have freed is not kept once for each of them."""
     assert left(PIECES) < 20
+
+
+def test_decodes_pictures_in_the_pages_of_those_before() -> None:
+    """However many there are one after another, as many are made as threads decode."""
+    assert left(DECODES) == 2
 
 
 def test_collector_looks_at_no_module_while_a_server_runs() -> None:

@@ -279,6 +279,15 @@ def test_sim_pixels_are_made_in_place() -> None:
     assert peak < prepared.nbytes + 3 * 2**20
 
 
+def test_sim_pixels_cost_one_picture() -> None:
+    """Pillow makes no further ones of it, whose pages would come between."""
+    data = encoded(Image.new("RGB", (1500, 1000)), "PNG")
+    SimProcessor().prepare(chat(data))
+    before = Image.core.get_stats()["new_count"]
+    SimProcessor().prepare(chat(data))
+    assert Image.core.get_stats()["new_count"] == before + 1
+
+
 def test_sim_prompt_is_its_text() -> None:
     """Simulated tokens are the bytes of the conversation."""
     prepared = SimProcessor().prepare(

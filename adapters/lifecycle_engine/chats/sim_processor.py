@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
-from PIL.Image import Image
 
 from lifecycle_engine.images import images
 from lifecycle_engine.processor import Chat, Empty, Prepared, bare
@@ -14,8 +15,8 @@ from .detokenizer import ByteDetokenizer
 END = 256
 _BYTES = {byte: bytes([byte]) for byte in range(256)}
 _FLOATS = BYTES_PER_PIXEL // 4
-# Pixels that are worked on at a time.
-_STRIP = 2**16
+# Lines before the pixels of a PPM: its kind, its size, and the largest value.
+_HEAD = 3
 
 
 class SimProcessor:
@@ -71,23 +72,32 @@ class SimProcessor:
         for at, data in enumerate(encoded, 1):
             image = images.decode(data, at, max_pixels=self._max_pixels)
             count = image.width * image.height
-            _fill(buffer[row : row + count], image)
+            rows: Any = _Rows(buffer[row : row + count])
+            image.save(rows, "PPM")
             row += count
         return buffer
 
 
-def _fill(target: np.ndarray, image: Image) -> None:
-    """Write pixels as they are and once more, strip by strip.
+class _Rows:
+    """A file in which a picture is saved as floats, as they are and once more.
 
     As a whole, the picture would lie in memory as bytes, and as floats in an array
     that numpy makes when it copies within one: six times the size that it came with.
+    Cut into strips, it would be many pictures, each in a block of its own; Pillow gives
+    out rows without making a picture of them only where it saves one.
     """
-    width, height = image.size
-    rows = max(1, _STRIP // width)
-    for top in range(0, height, rows):
-        strip = image.crop((0, top, width, min(top + rows, height)))
-        rgb = np.asarray(strip, np.uint8).reshape(-1, 3)
+
+    def __init__(self, target: np.ndarray) -> None:
+        self._left = target
+        self._lines = 0
+
+    def write(self, data: bytes) -> None:
+        """Take whole rows, behind a head of three lines."""
+        if self._lines < _HEAD:
+            self._lines += data.count(b"\n")
+            return
+        rgb = np.frombuffer(data, np.uint8).reshape(-1, 3)
+        piece, self._left = np.split(self._left, [len(rgb)])
         floats = np.divide(rgb, np.float32(255))
-        piece = target[top * width : top * width + len(rgb)]
         piece[:, :3] = floats
         piece[:, 3:] = floats

@@ -7,14 +7,15 @@ import ctypes
 import gc
 from collections.abc import Iterator
 
+from PIL import Image
+
 # The names are glibc's.
 _M_TRIM_THRESHOLD = -1
 _M_MMAP_THRESHOLD = -3
 _M_ARENA_MAX = -8
 # Above, a block has pages of its own. Up to here they would cost more than they give.
 _LARGE = 4 * 2**20
-# The end of a heap is kept up to here, so that one picture after another is decoded in
-# the same pages.
+# The end of a heap is kept up to here, for the many small things of the next request.
 _KEPT = 16 * 2**20
 
 
@@ -39,6 +40,20 @@ def give_back_what_is_freed() -> bool:
     }
     done = [mallopt(name, value) for name, value in wishes.items()]
     return all(done)
+
+
+def keep_pages_of_pictures(count: int) -> None:
+    """Have as many pictures at a time decoded in the pages of those before them.
+
+    Fresh pages are a good part of what it costs to decode a photo. And where they come
+    and go with each, what a process holds at most depends on which moments coincide.
+    What is kept is a block for each, as large as the last picture that was decoded in
+    it and 16 MiB at most; what a larger one needs beyond is given back.
+
+    Args:
+        count: How many threads decode.
+    """
+    Image.core.set_blocks_max(count)  # type: ignore[attr-defined]
 
 
 @contextlib.contextmanager

@@ -21,7 +21,11 @@ from lifecycle import EngineLost
 from lifecycle_engine.service import Service
 
 from .connections import Connection, ConnectionLimits, http_protocol
-from .heap import give_back_what_is_freed, loaded_set_apart
+from .heap import (
+    give_back_what_is_freed,
+    keep_pages_of_pictures,
+    loaded_set_apart,
+)
 
 _SIGNALS = (signal.SIGINT, signal.SIGTERM)
 _POLL = 0.05
@@ -172,7 +176,8 @@ def run(
     """Serve *app* until SIGTERM or SIGINT; must be called on the main thread.
 
     It is for a process of its own, whose signals, garbage collector and threads it sets
-    as a server needs them, for as long as it serves; and what glibc keeps, for good.
+    as a server needs them, for as long as it serves; and what glibc and Pillow keep,
+    for good.
 
     Args:
         app: Made by `create_app`.
@@ -192,6 +197,7 @@ def run(
     # Of what is wrong in clients' pictures: a line of the log for each of their tags.
     warnings.filterwarnings("ignore", module=r"PIL\.")
     give_back_what_is_freed()
+    keep_pages_of_pictures(int(app.state.service.threads.total_tokens))
     config = uvicorn.Config(
         app,
         http=http_protocol(_affordable(limits or ConnectionLimits())),

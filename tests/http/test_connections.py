@@ -11,8 +11,10 @@ from collections.abc import AsyncIterator
 from typing import Any
 
 import pytest
+import uvicorn
 from asgi_kit import serving
 from http_kit import Server, make_engine, running
+from uvicorn.server import ServerState
 
 from lifecycle_asgi import LifecycleMiddleware
 from lifecycle_engine.http.connections import ConnectionLimits, http_protocol
@@ -234,6 +236,15 @@ async def test_lets_slow_reader_read() -> None:
     limits = ConnectionLimits(reader=1.0)
     async with echoing(limits) as port:
         await read_slowly(port, 200_000, times=40)
+
+
+async def test_has_few_enough_attributes_to_share_their_names() -> None:
+    """CPython makes a dict of its own, of a kilobyte, for whoever has over thirty."""
+    config = uvicorn.Config(echo)
+    config.load()
+    protocol: Any = http_protocol()
+    made = protocol(config=config, server_state=ServerState(), app_state={})
+    assert len(vars(made._protocol)) <= 30
 
 
 async def test_refuses_one_connection_too_many() -> None:

@@ -25,6 +25,7 @@ from lifecycle_engine.dialects.openai_schema import Fields
 from lifecycle_engine.dialects.openai_wire import Usage
 from lifecycle_engine.dialects.replies import Reply
 from lifecycle_engine.dialects.texts import Texts
+from lifecycle_engine.images.remote_images import RemoteImages
 from lifecycle_engine.incoming import Incoming, request_id
 from lifecycle_engine.processor import BadChat, BadImage, Chat
 from lifecycle_engine.service import Service
@@ -107,32 +108,41 @@ class Generate:
 
     async def _serve(self, asked: _Asked, reply: Reply) -> None:
         service, request, incoming = self._service, asked.request, asked.incoming
-        with (
-            service.sessions.open(str(reply.request_id)) as session,
-            ExitStack() as held,
-            ExitStack() as fetched,
-        ):
+        with service.sessions.open(str(reply.request_id)) as session:
             request.attach(session)
             box = session.box(incoming.chat.take(), nbytes=incoming.chat.nbytes)
-            held.callback(count, request, incoming, asked.usage)
             service.places.arrived(reply)
-            with request.phase("queue"):
-                lease = await service.admit(service.in_flight, until=asked.until)
-            held.enter_context(lease)
-            if incoming.remote and service.remote is not None:
-                bring = service.remote.bring
-                with request.phase("fetch"):
-                    incoming, box = await bring(session, box, incoming, fetched)
-                asked = replace(asked, incoming=incoming)
             try:
-                streams = await self._start(session, box, asked)
-            except _NOT_RUN:
-                session.close("refused")
-                raise
-            request.release_body()
-            fetched.close()
-            with request.phase("stream"):
-                await self._answer(streams, asked, reply)
+                with request.phase("queue"):
+                    lease = await service.admit(service.in_flight, until=asked.until)
+                with lease:
+                    streams = await self._streams(session, box, asked)
+                    request.release_body()
+                    with request.phase("stream"):
+                        await self._answer(streams, asked, reply)
+            finally:
+                count(request, incoming, asked.usage)
+
+    def _streams(
+        self, session: Session, box: Payload[Chat], asked: _Asked
+    ) -> Awaitable[list[Stream[Any]]]:
+        if asked.incoming.remote and self._service.remote is not None:
+            return self._fetch(self._service.remote, session, box, asked)
+        return self._start(session, box, asked)
+
+    async def _fetch(
+        self,
+        remote: RemoteImages,
+        session: Session,
+        box: Payload[Chat],
+        asked: _Asked,
+    ) -> list[Stream[Any]]:
+        """Fetch what is elsewhere and start; its bytes are admitted until then."""
+        incoming = asked.incoming
+        with ExitStack() as fetched:
+            with asked.request.phase("fetch"):
+                incoming, box = await remote.bring(session, box, incoming, fetched)
+            return await self._start(session, box, replace(asked, incoming=incoming))
 
     async def _start(
         self, session: Session, box: Payload[Chat], asked: _Asked
@@ -154,8 +164,12 @@ class Generate:
             for index in range(choices)
         ]
         limits = service.deadlines
-        with unread:
-            sources = await session.start_all(starts, timeout=limits.start)
+        try:
+            with unread:
+                sources = await session.start_all(starts, timeout=limits.start)
+        except _NOT_RUN:
+            session.close("refused")
+            raise
         return [
             session.stream(
                 source,

@@ -133,7 +133,14 @@ class Detokenizer(Protocol):
 
 
 class Processor(Protocol):
-    """Turns chats into engine requests for one model."""
+    """Turns chats into engine requests for one model.
+
+    Attributes:
+        copies: How many times the bytes of its tensors it needs beside them at most,
+            while it makes them: a gate is asked for that, too.
+    """
+
+    copies: int
 
     def prepare(self, chat: Chat) -> Prepared:
         """Build the prompt and the payload of a chat; runs in a worker thread.

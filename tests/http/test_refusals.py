@@ -49,6 +49,24 @@ async def test_charges_decoded_weight_before_decoding() -> None:
         await server.quiet()
 
 
+@pytest.mark.parametrize("room", [2**30, 5_000_000])
+async def test_charges_what_making_a_payload_takes(room: int) -> None:
+    """Copies that a processor makes are charged meanwhile; at most, it has all alone."""
+    image, processor = png(300, 400), GatedProcessor()
+    processor.copies = 2
+    most = weight(image) + 2 * 24 * 120_000
+    assert weight(image) < 5_000_000 < most
+    async with running(gate=Gate(bytes=room), processor=processor) as server:
+        payloads = server.service.payloads
+        asking = asyncio.create_task(answer_to(server.port, body("see", image)))
+        await server.until(lambda: payloads.statistics().bytes_in_use)
+        assert payloads.statistics().bytes_in_use == min(most, room)
+        processor.release.set()
+        status, _, _ = await asking
+        assert status == 200
+        await server.quiet()
+
+
 async def test_refuses_what_never_fits_at_once() -> None:
     """A request above the gate's capacity is 413 and nothing is allocated for it."""
     image, processor = png(3000, 4000), GatedProcessor()

@@ -23,8 +23,13 @@ from PIL import Image
 
 from lifecycle_engine.chats.sim_processor import SimProcessor
 from lifecycle_engine.images import images
+from lifecycle_engine.images.correction import Correction
+from lifecycle_engine.images.media import MediaLimits, measure, weigh
 from lifecycle_engine.processor import BadChat, BadImage, Chat, Message
 from lifecycle_engine.sim_runner import SimRunner
+
+# Of a pixel in RGB, which no allocator of Python's knows of.
+_PILLOW_BYTES = 4
 
 
 class Encoded(bytes):
@@ -394,6 +399,20 @@ def test_qwen_takes_odd_sizes(
     ((_, rows, columns),) = prepared.tensors["image_grid_thw"].tolist()
     assert rows * columns * 196 >= 56 * 56
     assert (rows > columns) == (height > width)
+
+
+def test_qwen_makes_pictures_within_what_is_charged(processor: Any) -> None:
+    """What a gate is asked for is more than the pixels ever take, copies included."""
+    data = encoded(Image.new("RGB", (1000, 1000)), "PNG")
+    processor.prepare(chat(data))
+    tracemalloc.start()
+    try:
+        processor.prepare(chat(data))
+        peak = tracemalloc.get_traced_memory()[1] + _PILLOW_BYTES * 10**6
+    finally:
+        tracemalloc.stop()
+    weight = weigh([measure(data, MediaLimits(), param="")])
+    assert peak <= Correction().bytes(weight, 1 + processor.copies)
 
 
 def test_qwen_refuses_too_thin_images(

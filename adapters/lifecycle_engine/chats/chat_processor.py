@@ -21,6 +21,9 @@ from .token_bytes import token_bytes
 class ChatProcessor:
     """Chats to token ids, and images to what the checkpoint's family takes."""
 
+    # transformers scales, normalises and reorders as a whole, each into a new array.
+    copies = 2
+
     def __init__(
         self,
         checkpoint: str | Path,

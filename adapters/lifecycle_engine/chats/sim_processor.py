@@ -22,6 +22,8 @@ _HEAD = 3
 class SimProcessor:
     """Chats to UTF-8 bytes; images to 24 bytes a pixel, as a real model's are."""
 
+    copies = 0  # of a strip at a time
+
     def __init__(
         self, *, max_pixels: int = 40_000_000, empty: Empty | None = None
     ) -> None:

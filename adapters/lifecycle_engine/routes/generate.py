@@ -151,7 +151,7 @@ class Generate:
         service, choices = self._service, asked.incoming.choices
         lease: Lease | None = None
         if asked.incoming.images:  # text alone never waits for bytes
-            size = service.correction.bytes(asked.incoming.weight, choices)
+            size = self._charge(asked.incoming)
             with asked.request.phase("queue"):
                 lease = await service.admit(
                     service.payloads, until=asked.until, size=size
@@ -179,6 +179,20 @@ class Generate:
             )
             for source in sources
         ]
+
+    def _charge(self, incoming: Incoming) -> int:
+        """What a payload needs, and the making of it as far as the gate has so much.
+
+        That it is made more dearly than there is room for refuses nobody for good: it
+        is then made alone.
+        """
+        service, answers = self._service, incoming.choices
+        needed, most = (
+            service.correction.bytes(incoming.weight, copies)
+            for copies in (answers, answers + service.processor.copies)
+        )
+        room = service.payloads.statistics().bytes
+        return most if room is None else max(needed, min(most, room))
 
     def _one(
         self, session: Session, shared: Shared, index: int, asked: _Asked

@@ -76,7 +76,7 @@ def pack_early(tensors: Sequence[memoryview]) -> list[memoryview] | None:
     sizes = tuple(map(len, tensors))
     try:
         region, offsets = _open(descriptor, sizes)
-    except (OSError, ProtocolError):
+    except (OSError, MemoryError, ProtocolError):
         os.close(descriptor)
         return None
     region.sizes, region.descriptor = sizes, descriptor
@@ -104,6 +104,7 @@ def unpack(descriptor: int, sizes: Sequence[int]) -> list[memoryview]:
         sizes: Of each tensor, in bytes.
 
     Raises:
+        MemoryError: This process has no room to map it.
         ProtocolError: It is no memory, not sealed, or of another size.
     """
     try:
@@ -118,7 +119,8 @@ def unpack(descriptor: int, sizes: Sequence[int]) -> list[memoryview]:
 def _open(descriptor: int, sizes: Sequence[int]) -> tuple[_Region, list[int]]:
     offsets, size = layout(sizes)
     seals = fcntl.fcntl(descriptor, fcntl.F_GET_SEALS)
-    if seals & _SEALS != _SEALS or os.fstat(descriptor).st_size != size:
+    there = os.fstat(descriptor).st_size
+    if seals & _SEALS != _SEALS or not size or there != size:
         raise ProtocolError("the memory of tensors is not sealed, or of wrong size")
     return _map(descriptor, size), offsets
 
@@ -156,7 +158,7 @@ def _map(descriptor: int, size: int) -> _Region:
     access = mmap.PROT_READ | mmap.PROT_WRITE
     address = _libc().mmap(None, size, access, mmap.MAP_PRIVATE, descriptor, 0)
     if address == _FAILED:
-        raise OSError("the memory cannot be mapped")
+        raise MemoryError("the memory of tensors cannot be mapped")
     region: _Region = _Region.from_address(address)
     region.size = size
     return region

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import struct
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any, Final, NamedTuple
 
 from . import _views
 from ._errors import EncodeError, ProtocolError
@@ -19,8 +19,13 @@ MAX_TENSOR_BYTES = 4 * 2**30
 ITEMSIZE = {letter: struct.calcsize(letter) for letter in "?bBhHiIlLqQfd"}
 
 
+# A tensor whose memory this process could not take in.
+LOST: Final = memoryview(b"")
+NOWHERE: Final = -1
+
+
 class Place(NamedTuple):
-    """A tensor that lies in the arena."""
+    """A tensor that lies in the arena; nowhere, before its beginning, if it is lost."""
 
     offset: int
     letter: str
@@ -77,7 +82,11 @@ def attach(
         if offset is not None:
             attached[name] = Place(offset, letter, shape)
             continue
-        view = memoryview(next(parts))
+        part = next(parts)
+        if part is LOST:
+            attached[name] = Place(NOWHERE, letter, shape)
+            continue
+        view = memoryview(part)
         if math.prod(shape) * ITEMSIZE[letter] != len(view):
             raise ProtocolError("a tensor is not what its description says")
         attached[name] = view.cast(letter, shape).toreadonly()

@@ -179,7 +179,7 @@ class FrameWriter:
         head = kept.rest[PREFIX.size : -PREFIX.size * len(kept.sizes)]
         try:
             tensors = _parcel.unpack(kept.descriptor, kept.sizes)
-        except ProtocolError:
+        except (MemoryError, ProtocolError):
             raise OSError("the memory of tensors cannot be mapped") from None
         for frame in reversed(_framed([head, *tensors])):
             self._kept.appendleft(_Kept(memoryview(frame), False))

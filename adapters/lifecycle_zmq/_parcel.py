@@ -12,6 +12,7 @@ import ctypes
 import fcntl
 import mmap
 import os
+import sys
 from collections.abc import Iterable, Sequence
 from functools import cache
 from typing import Any
@@ -141,7 +142,7 @@ def _write(descriptor: int, tensor: memoryview, at: int) -> None:
 
 # `mmap.mmap` would keep a descriptor for as long as the memory is seen. A type for each
 # length would be garbage that only the collector finds: so one, longer than any memory.
-class _Region(ctypes.c_ubyte * 2**46):  # type: ignore[misc]
+class _Region(ctypes.c_ubyte * min(2**46, sys.maxsize)):  # type: ignore[misc]
     size = 0
     # What it was packed from, as long as it may be passed on as it is.
     sizes: tuple[int, ...] = ()

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import errno
 import fcntl
 import mmap
 import os
@@ -17,7 +18,7 @@ from collections.abc import Iterable, Sequence
 from functools import cache
 from typing import Any
 
-from ._errors import ProtocolError
+from ._errors import EncodeError, ProtocolError
 
 _ALIGNMENT = 64
 # One call writes no more than 2 GiB less a page.
@@ -44,6 +45,9 @@ def pack(tensors: Sequence[memoryview]) -> int | None:
     """Return the descriptor of sealed memory with copies of `tensors`, of bytes each.
 
     ``None``: the system has no such memory, or no descriptor or room for it now.
+
+    Raises:
+        EncodeError: There is nothing at the address of a tensor.
     """
     if not SUPPORTED:
         return None
@@ -57,13 +61,24 @@ def pack(tensors: Sequence[memoryview]) -> int | None:
         for tensor, at in zip(tensors, layout(map(len, tensors))[0], strict=True):
             _write(descriptor, tensor, at)
         fcntl.fcntl(descriptor, fcntl.F_ADD_SEALS, _SEALS)
-    except OSError:
+    except OSError as error:
         os.close(descriptor)
+        check_address(error)
         return None
     except BaseException:
         os.close(descriptor)
         raise
     return descriptor
+
+
+def check_address(error: OSError) -> None:
+    """Raise `EncodeError` if the system found nothing where a tensor should be."""
+    if error.errno == errno.EFAULT:
+        raise EncodeError(
+            "unencodable",
+            "a tensor has no memory any more, as of a file that was cut short while it "
+            "was mapped; copy it before",
+        ) from None
 
 
 def pack_early(tensors: Sequence[memoryview]) -> list[memoryview] | None:

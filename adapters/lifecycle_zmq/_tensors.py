@@ -106,7 +106,8 @@ def _view(name: str, value: Any) -> memoryview:
     except (TypeError, ValueError):  # no buffer, or a format that buffers lack
         raise EncodeError(
             "unencodable",
-            f"tensor {name!r} gives no buffer; pass a numpy array or bytes",
+            f"tensor {name!r} gives no buffer; pass a numpy array or bytes, of torch "
+            "what has a numpy(), such as x.detach().view(torch.uint8)",
         ) from None
     if not view.c_contiguous or view.format not in ITEMSIZE or not view.nbytes:
         raise EncodeError(

@@ -136,6 +136,30 @@ async def test_tensors_that_an_engine_has_no_room_for_are_refused_alone(
             assert engine.arena.statistics().used == 0
 
 
+@pytest.mark.anyio
+@pytest.mark.parametrize(
+    ("size", "left"), [(5000, 0), (MIB, 0), (MIB, MIB // 2), (16 * MIB, 8 * MIB)]
+)
+async def test_tensor_whose_file_was_cut_short_is_refused_alone(
+    make_engine: Callable[..., ZmqEngine], tmp_path: Path, size: int, left: int
+) -> None:
+    """Nobody else's stream ends for it, and no signal comes."""
+    with (tmp_path / "file").open("w+b") as file:
+        file.truncate(size)
+        memory = mmap.mmap(file.fileno(), size)
+        file.truncate(left)
+    async with make_engine() as engine:
+        await engine.wait_ready()
+        other = await engine.start("other#1", {"forever": True})
+        with anyio.fail_after(20):
+            with pytest.raises(RequestRejected) as caught:
+                await engine.start("a#1", {}, Payload({"x": memory}))
+            assert caught.value.code == "unencodable"
+            assert await anext(other)
+        assert engine.incarnation == 1
+    memory.close()
+
+
 def test_client_that_is_killed_leaves_no_descriptor(
     make_ends: Callable[[], Any], environment: dict[str, str]
 ) -> None:

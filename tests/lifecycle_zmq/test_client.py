@@ -108,9 +108,9 @@ async def test_start_before_ready_fails_at_once(fake_engine: Any) -> None:
         assert await fake_engine.hear_all() == []
 
 
-@pytest.mark.parametrize("key", ["", "x" * 257, "taken"])
-async def test_start_refuses_keys_it_cannot_use(fake_engine: Any, key: str) -> None:
-    """An empty, long or used key is an error of the caller; nothing is sent."""
+@pytest.mark.parametrize("key", ["", "x" * 257, "taken", "\ud800", 5])
+async def test_start_refuses_keys_it_cannot_use(fake_engine: Any, key: Any) -> None:
+    """Empty, long, used, half a character, or a number: the caller's error; nothing is sent."""
     async with connected(fake_engine) as client:
         await started(client, fake_engine, "taken")
         with pytest.raises(ValueError, match="choose another"):

@@ -180,8 +180,12 @@ class Incarnation(Life):
         with anyio.move_on_after(self._settings.ready_timeout) as waiting:
             await self._await_ready(client)
         if waiting.cancelled_caught:
-            client.lose("start_timeout")
-        elif client.ready:
+            # Our own loop may have stood still, and READY be there unread.
+            client.drain()
+            if not client.ready:
+                client.lose("start_timeout")
+            await self._await_ready(client)  # settled by now
+        if client.ready:
             await liveness.tell_death(client)
 
     async def _kill_when_lost(

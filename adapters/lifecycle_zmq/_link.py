@@ -19,7 +19,7 @@ import zmq
 
 from . import wire
 from ._slot import running_asyncio_loop
-from .transport import Handle
+from .transport import HUNG_UP_SECONDS, Handle
 
 # Messages handled before other tasks get a turn.
 _BURST = 256
@@ -27,6 +27,7 @@ _BURST = 256
 _DESCRIPTORS = 16
 # As enumerations, they take longer than the socket does.
 _IN = int(zmq.POLLIN)
+_OUT = int(zmq.POLLOUT)
 _NOW = int(zmq.NOBLOCK)
 _MORE = int(zmq.RCVMORE)
 
@@ -46,13 +47,18 @@ class Link:
         "_context",
         "_descriptor",
         "_greet",
+        "_greeted",
         "_handle",
+        "_over",
+        "_reading",
         "_socket",
     )
 
     def __init__(self, endpoint: str, handle: Handle) -> None:
         self._handle = handle
         self._greet: Callable[[], bool] | None = None
+        self._greeted = self._over = False
+        self._reading = anyio.CancelScope()
         _ask_for_descriptors()
         # A context of its own: closing the link ends its I/O thread, and no other.
         self._context = zmq.Context()
@@ -67,14 +73,21 @@ class Link:
         self._descriptor = cast("int", self._socket.get(zmq.FD))
 
     def send(self, parts: Sequence[wire.Buffer]) -> bool:
-        """Copy `parts` into the socket; False when there is no connection."""
+        """Copy `parts` into the socket; False while there is no connection yet.
+
+        What cannot be sent later is lost, as what was not read yet: `pump` tells.
+        """
+        if self._over:
+            return True
         try:
             if len(parts) == 1:
                 self._socket.send(parts[0], _NOW, copy=True)
             else:
                 self._socket.send_multipart(parts, _NOW, copy=True)
         except zmq.ZMQError:
-            return False
+            if self._greeted:
+                self._hang_up()
+            return self._greeted
         # What came meanwhile may not be told of again.
         self.drain()
         return True
@@ -82,7 +95,11 @@ class Link:
     def receive(self) -> list[bytes] | None:
         """Return the parts of the next message, or None when none is there yet."""
         # Asked first: an attempt that fails costs three times as much.
-        if not cast("int", self._socket.get(zmq.EVENTS)) & _IN:
+        events = cast("int", self._socket.get(zmq.EVENTS))
+        if not events & _IN:
+            # Nothing can be sent only where nobody is connected: no queue is full.
+            if self._greeted and not events & _OUT:
+                self._hang_up()
             return None
         parts = [self._socket.recv(_NOW)]
         while self._socket.get(_MORE):
@@ -95,11 +112,16 @@ class Link:
             pass
 
     async def pump(self, greet: Callable[[], bool]) -> None:
-        """Greet the engine as soon as it is there, and handle what it says, for ever.
+        """Greet the engine as soon as it is there, handle what it says until it is not.
 
         Cancellation: no message is lost, none is taken while this waits.
         """
         self._greet = greet
+        with self._reading:
+            await self._read()
+        await anyio.sleep(HUNG_UP_SECONDS)
+
+    async def _read(self) -> None:
         loop = running_asyncio_loop()
         if loop is not None:
             with suppress(NotImplementedError):
@@ -145,7 +167,14 @@ class Link:
         if self._greet is None or not self._greet():
             return False
         self._greet = None
+        self._greeted = True
         return True
+
+    def _hang_up(self) -> None:
+        # Messages were lost. Another connection, which libzmq tries to make, would be
+        # of no use to those who wait for what they said.
+        self._over = True
+        self._reading.cancel()
 
     def close(self) -> None:
         """Close at once; what was not sent yet is dropped."""

@@ -7,10 +7,13 @@ from collections.abc import Callable
 from ._arena_view import ArenaView
 from ._books import Books, Peer
 from ._errors import ProtocolError
+from ._tensors import NOWHERE
 from .wire import Place
 
 # Seconds between two looks at loans while there is nothing else to do.
 _LOOK = 0.1
+_MISPLACED = "invalid_tensors", "a tensor is not where its description says"
+_LOST = "no_memory", "the engine has no descriptor or memory left to take tensors in"
 
 
 class Loans:
@@ -31,22 +34,28 @@ class Loans:
 
     def lodge(
         self, peer: Peer, generation: int, tensors: dict[str, memoryview | Place]
-    ) -> bool:
+    ) -> tuple[str, str] | None:
         """Put the tensors of a START that lie in the arena beside the others.
 
         Returns:
-            False where they are not where they are said to be, which is counted.
+            Code and text of a refusal where they are not where they are said to be,
+            which is counted, or could not be taken in.
         """
+        places = [it for it in tensors.values() if isinstance(it, Place)]
+        if any(place.offset == NOWHERE for place in places):
+            if any(place.offset != NOWHERE for place in places):
+                peer.tick.free(generation)
+            return _LOST
         try:
             if self._arena is not None:
                 self._arena.lodge((peer.address, generation), tensors)
-            elif any(isinstance(it, Place) for it in tensors.values()):
+            elif places:
                 peer.tick.free(generation)
                 raise ProtocolError("there is no arena")
         except ProtocolError:
             self._books.bad_frames += 1
-            return False
-        return True
+            return _MISPLACED
+        return None
 
     def give_back(self, flush: Callable[[Peer], None]) -> None:
         """Say which loans have ended to those whose they were."""

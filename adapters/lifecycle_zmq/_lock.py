@@ -17,6 +17,7 @@ import mmap
 import os
 import platform
 import struct
+import sys
 import threading
 
 from ._page import LOCK_AT, LOCK_SIZE, SIZE, Page
@@ -31,6 +32,8 @@ _OWNER = 0x3FFF_FFFF
 
 _Word = ctypes.c_uint32
 _FUTEX = {"x86_64": 202, "aarch64": 98, "riscv64": 98}.get(platform.machine())
+if sys.platform != "linux" or sys.maxsize < 2**32:  # there they have other numbers
+    _FUTEX = None
 _WAIT, _WAKE = 0, 1
 # The kernel wakes once. An engine that writes the word for ever must not keep this
 # thread busy for ever: then the end of the process has to tell.

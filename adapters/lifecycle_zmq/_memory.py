@@ -39,7 +39,11 @@ def create(size: int, kind: Kind | None = None) -> Memory:
     Raises:
         OSError: The system has no such memory, or not enough of it.
     """
-    kind = kind or ("memfd" if hasattr(os, "memfd_create") else "shm")
+    if kind is None:
+        try:
+            return create(size, "memfd")
+        except (AttributeError, OSError):  # none here, or a sandbox forbids it
+            return create(size, "shm")
     if kind == "frames":
         private = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
         return Memory(kind, _undumped(mmap.mmap(-1, size, private)), None)

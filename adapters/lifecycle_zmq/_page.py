@@ -8,6 +8,7 @@ so that an engine gone wrong can lie about itself and nothing else.
 
 from __future__ import annotations
 
+import fcntl
 import mmap
 import os
 import tempfile
@@ -95,21 +96,24 @@ def make_file() -> int:
     Raises:
         OSError: The system is out of descriptors or memory.
     """
-    if not hasattr(os, "memfd_create"):
+    try:
+        return _make_sealed()
+    except (AttributeError, OSError):  # no such files here, or a sandbox forbids them
         with tempfile.TemporaryFile() as file:
             file.truncate(SIZE)
             return os.dup(file.fileno())
+
+
+def _make_sealed() -> int:
     descriptor = os.memfd_create(
         "lifecycle-liveness", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING
     )
-    os.ftruncate(descriptor, SIZE)
-    _seal(descriptor)
+    try:
+        os.ftruncate(descriptor, SIZE)
+        # Shrunk by the other side, the page would be a bus error in this process.
+        seals = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
+        fcntl.fcntl(descriptor, fcntl.F_ADD_SEALS, seals)
+    except BaseException:
+        os.close(descriptor)
+        raise
     return descriptor
-
-
-def _seal(descriptor: int) -> None:
-    # Shrunk by the other side, the page would be a bus error in this process.
-    import fcntl
-
-    seals = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
-    fcntl.fcntl(descriptor, fcntl.F_ADD_SEALS, seals)

@@ -21,11 +21,9 @@ from . import _parcel, wire
 from ._frames import FrameReader
 from ._slot import Slot, running_asyncio_loop
 from ._writer import FrameWriter, prepare
-from .transport import Handle
+from .transport import HUNG_UP_SECONDS, Handle
 from .wire import Buffer
 
-# The end of the process, which comes at once, tells more than the end of its socket.
-_HUNG_UP_SECONDS = 1.0
 _ADDRESS = b"pair"
 # While a message is coming in, its rest is waited for so long; and so many times.
 _REST_MILLISECONDS = 1
@@ -119,7 +117,7 @@ class PairLink:
             tasks.cancel_scope.cancel()
         if failure is not None:
             raise failure
-        await anyio.sleep(_HUNG_UP_SECONDS)
+        await anyio.sleep(HUNG_UP_SECONDS)
 
     def close(self) -> None:
         """Close at once; what was not sent yet is dropped."""

@@ -9,14 +9,16 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import errno
 import fcntl
 import mmap
 import os
+import sys
 from collections.abc import Iterable, Sequence
 from functools import cache
 from typing import Any
 
-from ._errors import ProtocolError
+from ._errors import EncodeError, ProtocolError
 
 _ALIGNMENT = 64
 # One call writes no more than 2 GiB less a page.
@@ -43,6 +45,9 @@ def pack(tensors: Sequence[memoryview]) -> int | None:
     """Return the descriptor of sealed memory with copies of `tensors`, of bytes each.
 
     ``None``: the system has no such memory, or no descriptor or room for it now.
+
+    Raises:
+        EncodeError: There is nothing at the address of a tensor.
     """
     if not SUPPORTED:
         return None
@@ -56,13 +61,24 @@ def pack(tensors: Sequence[memoryview]) -> int | None:
         for tensor, at in zip(tensors, layout(map(len, tensors))[0], strict=True):
             _write(descriptor, tensor, at)
         fcntl.fcntl(descriptor, fcntl.F_ADD_SEALS, _SEALS)
-    except OSError:
+    except OSError as error:
         os.close(descriptor)
+        check_address(error)
         return None
     except BaseException:
         os.close(descriptor)
         raise
     return descriptor
+
+
+def check_address(error: OSError) -> None:
+    """Raise `EncodeError` if the system found nothing where a tensor should be."""
+    if error.errno == errno.EFAULT:
+        raise EncodeError(
+            "unencodable",
+            "a tensor has no memory any more, as of a file that was cut short while it "
+            "was mapped; copy it before",
+        ) from None
 
 
 def pack_early(tensors: Sequence[memoryview]) -> list[memoryview] | None:
@@ -76,7 +92,7 @@ def pack_early(tensors: Sequence[memoryview]) -> list[memoryview] | None:
     sizes = tuple(map(len, tensors))
     try:
         region, offsets = _open(descriptor, sizes)
-    except (OSError, ProtocolError):
+    except (OSError, MemoryError, ProtocolError):
         os.close(descriptor)
         return None
     region.sizes, region.descriptor = sizes, descriptor
@@ -104,6 +120,7 @@ def unpack(descriptor: int, sizes: Sequence[int]) -> list[memoryview]:
         sizes: Of each tensor, in bytes.
 
     Raises:
+        MemoryError: This process has no room to map it.
         ProtocolError: It is no memory, not sealed, or of another size.
     """
     try:
@@ -118,7 +135,8 @@ def unpack(descriptor: int, sizes: Sequence[int]) -> list[memoryview]:
 def _open(descriptor: int, sizes: Sequence[int]) -> tuple[_Region, list[int]]:
     offsets, size = layout(sizes)
     seals = fcntl.fcntl(descriptor, fcntl.F_GET_SEALS)
-    if seals & _SEALS != _SEALS or os.fstat(descriptor).st_size != size:
+    there = os.fstat(descriptor).st_size
+    if seals & _SEALS != _SEALS or not size or there != size:
         raise ProtocolError("the memory of tensors is not sealed, or of wrong size")
     return _map(descriptor, size), offsets
 
@@ -139,7 +157,7 @@ def _write(descriptor: int, tensor: memoryview, at: int) -> None:
 
 # `mmap.mmap` would keep a descriptor for as long as the memory is seen. A type for each
 # length would be garbage that only the collector finds: so one, longer than any memory.
-class _Region(ctypes.c_ubyte * 2**46):  # type: ignore[misc]
+class _Region(ctypes.c_ubyte * min(2**46, sys.maxsize)):  # type: ignore[misc]
     size = 0
     # What it was packed from, as long as it may be passed on as it is.
     sizes: tuple[int, ...] = ()
@@ -156,7 +174,7 @@ def _map(descriptor: int, size: int) -> _Region:
     access = mmap.PROT_READ | mmap.PROT_WRITE
     address = _libc().mmap(None, size, access, mmap.MAP_PRIVATE, descriptor, 0)
     if address == _FAILED:
-        raise OSError("the memory cannot be mapped")
+        raise MemoryError("the memory of tensors cannot be mapped")
     region: _Region = _Region.from_address(address)
     region.size = size
     return region

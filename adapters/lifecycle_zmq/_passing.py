@@ -6,10 +6,12 @@ import array
 import socket
 from collections import deque
 from collections.abc import Sequence
+from contextlib import suppress
 
 from . import _parcel
 from ._errors import ProtocolError
 from ._parcel import SUPPORTED
+from ._tensors import LOST
 
 _ITEM = array.array("i").itemsize
 # Of a message that was begun, and of the next one. A read ends where one was passed.
@@ -41,7 +43,8 @@ class Passed:
 
     def __init__(self, sock: socket.socket) -> None:
         self._socket = sock
-        self._held: deque[int] = deque()
+        # None: passed, and this process had no descriptor left to take it.
+        self._held: deque[int | None] = deque()
         # Room for one: the kernel closes others by itself, and says so.
         self._space = socket.CMSG_LEN(_ITEM)
 
@@ -61,8 +64,9 @@ class Passed:
             [memory], self._space, _PRIVATE
         )
         if ancillary or flags & socket.MSG_CTRUNC:
+            cut = bool(ancillary and flags & socket.MSG_CTRUNC)
             known = self._hold(ancillary)
-            if flags & socket.MSG_CTRUNC or len(self._held) > _MOST_HELD or not known:
+            if cut or len(self._held) > _MOST_HELD or not known:
                 self.close()
                 raise ProtocolError("more was passed than a message has")
         return count
@@ -70,20 +74,28 @@ class Passed:
     def take(self, sizes: Sequence[int]) -> list[memoryview]:
         """Return the tensors in what was passed first, which is closed.
 
+        Each is `LOST` where this process has no descriptor or room left for them.
+
         Raises:
             ProtocolError: Nothing was passed, or not their memory.
         """
         if not self._held:
             raise ProtocolError("the memory of tensors was announced and not passed")
-        return _parcel.unpack(self._held.popleft(), sizes)
+        descriptor = self._held.popleft()
+        if descriptor is not None:
+            with suppress(MemoryError):
+                return _parcel.unpack(descriptor, sizes)
+        return [LOST] * len(sizes)
 
     def close(self) -> None:
         """Close whatever nobody took."""
-        _parcel.close(self._held)
+        _parcel.close(it for it in self._held if it is not None)
         self._held.clear()
 
     def _hold(self, ancillary: Sequence[tuple[int, int, bytes]]) -> bool:
         known = True
+        if not ancillary:
+            self._held.append(None)
         for level, kind, data in ancillary:
             if (level, kind) == (socket.SOL_SOCKET, socket.SCM_RIGHTS):
                 whole = len(data) - len(data) % _ITEM

@@ -35,7 +35,16 @@ def fits(body: Mapping[str, Any], schema: Schema) -> bool:
 
 def is_key(value: Any) -> bool:
     """Whether `value` can name a request."""
-    return type(value) is str and 0 < len(value) <= MAX_KEY
+    return type(value) is str and 0 < len(value) <= MAX_KEY and _is_unicode(value)
+
+
+def _is_unicode(text: str) -> bool:
+    # JSON may name a lone surrogate, which no message can carry.
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
 
 
 def _text(limit: int) -> Check:

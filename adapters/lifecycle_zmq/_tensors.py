@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import struct
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any, Final, NamedTuple
 
 from . import _views
 from ._errors import EncodeError, ProtocolError
@@ -19,8 +19,13 @@ MAX_TENSOR_BYTES = 4 * 2**30
 ITEMSIZE = {letter: struct.calcsize(letter) for letter in "?bBhHiIlLqQfd"}
 
 
+# A tensor whose memory this process could not take in.
+LOST: Final = memoryview(b"")
+NOWHERE: Final = -1
+
+
 class Place(NamedTuple):
-    """A tensor that lies in the arena."""
+    """A tensor that lies in the arena; nowhere, before its beginning, if it is lost."""
 
     offset: int
     letter: str
@@ -77,7 +82,11 @@ def attach(
         if offset is not None:
             attached[name] = Place(offset, letter, shape)
             continue
-        view = memoryview(next(parts))
+        part = next(parts)
+        if part is LOST:
+            attached[name] = Place(NOWHERE, letter, shape)
+            continue
+        view = memoryview(part)
         if math.prod(shape) * ITEMSIZE[letter] != len(view):
             raise ProtocolError("a tensor is not what its description says")
         attached[name] = view.cast(letter, shape).toreadonly()
@@ -97,7 +106,8 @@ def _view(name: str, value: Any) -> memoryview:
     except (TypeError, ValueError):  # no buffer, or a format that buffers lack
         raise EncodeError(
             "unencodable",
-            f"tensor {name!r} gives no buffer; pass a numpy array or bytes",
+            f"tensor {name!r} gives no buffer; pass a numpy array or bytes, of torch "
+            "what has a numpy(), such as x.detach().view(torch.uint8)",
         ) from None
     if not view.c_contiguous or view.format not in ITEMSIZE or not view.nbytes:
         raise EncodeError(

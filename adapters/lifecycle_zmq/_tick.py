@@ -96,7 +96,7 @@ class Tick:
 
     def reject(self, generation: int, code: str, message: str) -> None:
         """Say that a stream was not taken, and why."""
-        code, message = code[: wire.MAX_CODE], message[: wire.MAX_TEXT]
+        code, message = _texts(code, message)
         self._rejected.append([generation, code, message])
         self._used += _ENTRY + 4 * (len(code) + len(message))
 
@@ -112,8 +112,8 @@ class Tick:
 
     def add_finish(self, stream: ServedStream, finish: Finish) -> None:
         """Add the end of a stream."""
-        self._chunk_of(stream)[3] = finish_map(finish)
-        self._used += _ENTRY + 4 * (len(finish.code) + len(finish.message))
+        told = self._chunk_of(stream)[3] = finish_map(finish)
+        self._used += _ENTRY + 4 * sum(map(len, told.get("error", {}).values()))
 
     def take(self) -> dict[str, Any]:
         """Return the fields of the message and begin another."""
@@ -148,5 +148,12 @@ def finish_map(finish: Finish) -> dict[str, Any]:
     """Return `finish` as a chunk carries it."""
     if finish.reason != "failed":
         return {"reason": finish.reason}
-    code, message = finish.code[: wire.MAX_CODE], finish.message[: wire.MAX_TEXT]
+    code, message = _texts(finish.code, finish.message)
     return {"reason": "failed", "error": {"code": code, "message": message}}
+
+
+def _texts(code: str, message: str) -> tuple[str, str]:
+    # Whatever a backend says: what could not be sent would end all streams.
+    pairs = (code, wire.MAX_CODE), (message, wire.MAX_TEXT)
+    one, other = (str(it)[:most].encode(errors="replace") for it, most in pairs)
+    return one.decode(), other.decode()

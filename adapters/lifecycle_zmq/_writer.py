@@ -80,7 +80,7 @@ class FrameWriter:
         """Send or keep one message; what is kept was copied. False: no room for it.
 
         Raises:
-            EncodeError: There is no room for its tensors.
+            EncodeError: There is no room for its tensors, or one of them is gone.
             OSError: The other side has hung up, or the system takes nothing.
         """
         lone = len(parts) == 1
@@ -179,14 +179,14 @@ class FrameWriter:
         head = kept.rest[PREFIX.size : -PREFIX.size * len(kept.sizes)]
         try:
             tensors = _parcel.unpack(kept.descriptor, kept.sizes)
-        except ProtocolError:
+        except (MemoryError, ProtocolError):
             raise OSError("the memory of tensors cannot be mapped") from None
         for frame in reversed(_framed([head, *tensors])):
             self._kept.appendleft(_Kept(memoryview(frame), False))
             self._count(self._kept[0], 1)
 
     def _send(self, frames: Sequence[Buffer], *, lone: bool) -> bool:
-        sent = total = 0 if self._kept else self._try(frames)
+        sent = total = 0 if self._kept else self._try_new(frames)
         rests: list[bytes] = []
         try:
             for frame in frames:
@@ -200,6 +200,13 @@ class FrameWriter:
         for rest in rests:
             self._keep(_Kept(memoryview(rest), lone))
         return True
+
+    def _try_new(self, frames: Sequence[Buffer]) -> int:
+        try:
+            return self._try(frames)
+        except OSError as error:
+            _parcel.check_address(error)
+            raise
 
     def _try(self, frames: Sequence[Buffer]) -> int:
         try:

@@ -263,8 +263,8 @@ class EngineClient:
         if not self.ready:
             raise self._loss()
         if not wire.is_key(key) or key in self._table.keys:
-            told = "a stream key is text of 1 to 256 characters that is not in use"
-            raise ValueError(f"{told}; this one has {len(key)}, choose another")
+            told = "a stream key is Unicode of 1 to 256 characters that is not in use"
+            raise ValueError(f"{told}; this one has {len(str(key))}, choose another")
         self._generation += 1
         state = StreamState(key, self._generation, self._window, self._sender.slot)
         try:

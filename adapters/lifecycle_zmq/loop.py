@@ -196,9 +196,8 @@ class EngineLoop:
             # It was found gone a moment ago: nobody would ever end the stream.
             return
         key = body["key"]
-        if tensors and not self._loans.lodge(peer, generation, tensors):
-            told = "a tensor is not where its description says"
-            self._reject(peer, generation, "invalid_tensors", told)
+        if tensors and (refusal := self._loans.lodge(peer, generation, tensors)):
+            self._reject(peer, generation, *refusal)
             return
         if key in self._books.streams:
             told = "the key is in use; choose another"

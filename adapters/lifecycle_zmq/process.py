@@ -22,6 +22,7 @@ _RING = 64 * 2**10
 # Reads in a row: what writes without end must not hold the event loop up.
 _BURST = 64
 _REAP_SECONDS = 10.0
+_POLL_SECONDS = 0.02
 _SIGNALS: dict[int, str] = {
     signal.SIGKILL: "killed",
     signal.SIGTERM: "terminated",
@@ -117,6 +118,10 @@ class EngineProcess:
             return
         if self._pidfd is not None:
             await anyio.wait_readable(self._pidfd)
+        elif not hasattr(os, "waitid"):  # macOS, before Python 3.13
+            while self._popen.poll() is None:  # noqa: ASYNC110 - nothing tells
+                await anyio.sleep(_POLL_SECONDS)
+            self._kill_session()  # at once: soon its number may be another's
         else:
             wait = functools.partial(
                 os.waitid, os.P_PID, self.pid, os.WEXITED | os.WNOWAIT
@@ -128,8 +133,11 @@ class EngineProcess:
         """Send SIGKILL to it and to all of its session that is left."""
         # Until it is reaped its number cannot name another process or group.
         if self._popen.returncode is None:
-            with contextlib.suppress(ProcessLookupError, PermissionError):
-                os.killpg(self.pid, signal.SIGKILL)
+            self._kill_session()
+
+    def _kill_session(self) -> None:
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            os.killpg(self.pid, signal.SIGKILL)
 
     async def close(self) -> str:
         """Kill what is left, reap it, close every descriptor; return why it ended.

@@ -11,6 +11,9 @@ from typing import Protocol
 
 from .wire import Buffer
 
+# The end of the process, which comes at once, tells more than the end of its socket.
+HUNG_UP_SECONDS = 1.0
+
 
 class ClientTransport(Protocol):
     """Carries the messages of one client, to and from one incarnation of an engine.

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import anyio
+import anyio.to_thread
 import numpy as np
 import pytest
 
@@ -49,18 +50,24 @@ class Gate:
     def __init__(self, patch: pytest.MonkeyPatch) -> None:
         self.threads: list[int] = []
         self.open = threading.Event()
+        self._reached = threading.Event()
         for module, name in ((_parcel, "_write"), (_views, "fill")):
             patch.setattr(module, name, self._held(getattr(module, name)))
 
     def _held(self, copy: Callable[..., None]) -> Callable[..., None]:
         def hold(*arguments: Any) -> None:
             self.threads.append(threading.get_ident())
+            self._reached.set()
             assert threading.get_ident() == threading.main_thread().ident or (
                 self.open.wait(20)
             )
             copy(*arguments)
 
         return hold
+
+    async def reached(self) -> None:
+        """Wait until a copy is about to be made."""
+        assert await anyio.to_thread.run_sync(self._reached.wait, 20)
 
 
 @pytest.fixture
@@ -89,8 +96,7 @@ async def test_large_tensors_are_copied_in_a_thread_and_arrive(
                 assert watch() is None
 
             tasks.start_soon(start)
-            while not gate.threads:
-                await anyio.sleep(0.001)
+            await gate.reached()
             gate.open.set()
         assert threading.main_thread().ident not in gate.threads
         seen = (await engine.status())["backend"]["seen"]
@@ -127,7 +133,6 @@ async def test_tensors_that_lie_in_the_arena_are_left_there(
 @pytest.mark.parametrize("waits", [False, True])
 async def test_cancelled_copy_keeps_nothing_and_starts_nothing(
     make_engine: Callable[..., ZmqEngine],
-    eventually: Any,
     gate: Gate,
     arena_bytes: int,
     *,
@@ -150,8 +155,8 @@ async def test_cancelled_copy_keeps_nothing_and_starts_nothing(
         async with anyio.create_task_group() as tasks:
             for number, (box, _) in enumerate(boxes):
                 tasks.start_soon(start, f"a#{number}", box)
-            await eventually(lambda: all(box.taken for box, _ in boxes))
-            await eventually(lambda: bool(gate.threads))
+            await gate.reached()
+            assert all(box.taken for box, _ in boxes)
             tasks.cancel_scope.cancel()
             gate.open.set()
         del box
@@ -167,7 +172,7 @@ async def test_cancelled_copy_keeps_nothing_and_starts_nothing(
 
 
 async def test_engine_that_dies_during_a_copy_is_told(
-    make_engine: Callable[..., ZmqEngine], eventually: Any, gate: Gate, arena_bytes: int
+    make_engine: Callable[..., ZmqEngine], gate: Gate, arena_bytes: int
 ) -> None:
     """As if it had died before; the payload is dropped."""
     async with make_engine(arena_bytes=arena_bytes, backoff=60.0) as engine:
@@ -183,10 +188,10 @@ async def test_engine_that_dies_during_a_copy_is_told(
 
         async with anyio.create_task_group() as tasks:
             tasks.start_soon(start)
-            await eventually(lambda: bool(gate.threads))
-            assert engine.pid is not None
+            await gate.reached()
+            assert engine.pid is not None and engine._client is not None
             os.kill(engine.pid, 9)
-            await eventually(lambda: not engine.ready)
+            await engine._client.wait_lost()
             gate.open.set()
         assert [it.reason for it in lost] == ["killed"]
         assert watch() is None
@@ -217,7 +222,7 @@ async def test_copies_that_there_is_no_room_for_are_sent(
 
 
 async def test_engine_that_is_left_during_a_copy_is_told(
-    make_engine: Callable[..., ZmqEngine], eventually: Any, gate: Gate, arena_bytes: int
+    make_engine: Callable[..., ZmqEngine], gate: Gate, arena_bytes: int
 ) -> None:
     """The arena is closed by then, which is no error that a caller could make use of."""
     lost: list[EngineLost] = []
@@ -235,7 +240,7 @@ async def test_engine_that_is_left_during_a_copy_is_told(
 
             tasks.start_soon(start, Payload(arrays))
             del arrays
-            await eventually(lambda: bool(gate.threads))
+            await gate.reached()
         gate.open.set()
     assert len(lost) == 1
     assert [watch() for watch in watches] == [None, None]
@@ -273,7 +278,7 @@ async def test_native_cancellations_of_a_copy_leave_nothing(
         before = len(list(Path("/proc/self/fd").iterdir()))
         box, watch = boxed()
         task = asyncio.create_task(engine.start("a#1", {"hold": True}, box))
-        await eventually(lambda: bool(gate.threads))
+        await gate.reached()
         task.cancel()
         task.cancel()
         with pytest.raises(asyncio.CancelledError):

@@ -108,9 +108,9 @@ async def test_start_before_ready_fails_at_once(fake_engine: Any) -> None:
         assert await fake_engine.hear_all() == []
 
 
-@pytest.mark.parametrize("key", ["", "x" * 257, "taken"])
-async def test_start_refuses_keys_it_cannot_use(fake_engine: Any, key: str) -> None:
-    """An empty, long or used key is an error of the caller; nothing is sent."""
+@pytest.mark.parametrize("key", ["", "x" * 257, "taken", "\ud800", 5])
+async def test_start_refuses_keys_it_cannot_use(fake_engine: Any, key: Any) -> None:
+    """Empty, long, used, half a character, or a number: the caller's error; nothing is sent."""
     async with connected(fake_engine) as client:
         await started(client, fake_engine, "taken")
         with pytest.raises(ValueError, match="choose another"):
@@ -603,11 +603,14 @@ async def test_send_that_swallows_the_news_of_a_message_handles_it(
 async def test_hang_up_of_the_engine_is_seen_at_the_next_send(
     fake_engine: Any, eventually: Any
 ) -> None:
-    """Without a connection nothing is queued for another engine (`fault-47`, `S4`)."""
+    """Without a connection nothing is queued for another engine (`fault-47`, `S4`).
+
+    It is told a second later: the end of the process, which comes first, tells more.
+    """
     async with connected(fake_engine) as client:
         await started(client, fake_engine)
         fake_engine.close()
-        number = 0
+        number, begin = 0, anyio.current_time()
 
         async def try_once() -> bool:
             nonlocal number
@@ -620,7 +623,20 @@ async def test_hang_up_of_the_engine_is_seen_at_the_next_send(
             while not await try_once():
                 pass
         assert client.lost == "disconnected"
+        assert anyio.current_time() - begin > 0.9
         gc.collect()
+
+
+async def test_hang_up_of_the_engine_is_told_to_who_says_nothing(
+    fake_engine: Any,
+) -> None:
+    """As of an engine that cannot take a message in, and lives (`fault-47`)."""
+    async with connected(fake_engine) as client:
+        stream = await started(client, fake_engine)
+        fake_engine.close()
+        with anyio.fail_after(20), pytest.raises(EngineLost) as caught:
+            await anext(stream)
+        assert caught.value.reason == "disconnected"
 
 
 async def test_refuses_to_connect_without_descriptors(tmp_path: Path) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import select
 import signal
 import subprocess
 import sys
@@ -14,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import anyio
+import anyio.lowlevel
 import anyio.to_thread
 import psutil
 import pytest
@@ -211,6 +213,25 @@ async def test_pause_of_the_loop_is_not_held_against_the_engine(
                 assert item[0] > seen
                 assert item == list(range(item[0], item[-1] + 1))
                 seen = item[-1]
+
+
+async def test_engine_that_served_while_the_loop_stood_still_is_not_late(
+    make_engine: MakeEngine,
+) -> None:
+    """It had said so in time; nobody could read it until the time was over (`fault-58`)."""
+    async with make_engine(ready_timeout=0.2) as engine:
+        with anyio.fail_after(20):
+            while engine.pid is None:
+                await anyio.lowlevel.checkpoint()
+        for _ in range(20):  # until the client has greeted, and waits
+            await anyio.lowlevel.checkpoint()
+        assert engine._client is not None
+        link: Any = engine._client._link
+        select.select([link._socket], [], [], 20)
+        time.sleep(0.2)  # noqa: ASYNC251 - the fault
+        with anyio.fail_after(20):
+            await engine.wait_ready()
+        assert engine.incarnation == 1
 
 
 @pytest.mark.parametrize("moment", [0.0, 0.01, 0.3])

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import mmap
 import os
+import resource
 import signal
 import subprocess
 import sys
@@ -14,7 +16,7 @@ import anyio
 import pytest
 
 from lifecycle import EngineLost, Payload
-from lifecycle_zmq import ZmqEngine
+from lifecycle_zmq import RequestRejected, ZmqEngine
 
 pytestmark = [
     pytest.mark.skipif(sys.platform != "linux", reason="no such memory"),
@@ -99,6 +101,63 @@ async def test_engine_that_stands_still_lets_no_payload_pile_up_here(
         expected = "served" if end is signal.SIGCONT else "killed"
         assert told == ["served"] * COUNT + [expected] * COUNT
         assert held() - before < 8
+
+
+@pytest.mark.anyio
+@pytest.mark.parametrize("arena_bytes", [0, 2 * MIB])
+@pytest.mark.parametrize("what", ["NOFILE", "AS"])
+async def test_tensors_that_an_engine_has_no_room_for_are_refused_alone(
+    make_engine: Callable[..., ZmqEngine], what: str, arena_bytes: int
+) -> None:
+    """No descriptor or no address left: the other streams go on, and the next is served."""
+    async with make_engine(arena_bytes=arena_bytes) as engine:
+        await engine.wait_ready()
+        pid, number = engine.pid or 0, getattr(resource, f"RLIMIT_{what}")
+        other = await engine.start("other#1", {"forever": True})
+        sizes = {"small": MIB, "large": 64 * MIB}
+        used = Path(f"/proc/{pid}/statm").read_text().split()[0]
+        least = 3 if what == "NOFILE" else int(used) * mmap.PAGESIZE + 8 * MIB
+        limits = resource.prlimit(pid, number)
+        resource.prlimit(pid, number, (least, limits[1]))
+        with anyio.fail_after(20):
+            with pytest.raises(RequestRejected) as caught:
+                box = Payload({name: bytes(size) for name, size in sizes.items()})
+                await engine.start("a#1", {"hold": True}, box)
+            assert caught.value.code == "no_memory"
+            await engine.end("a#1")
+            assert await anext(other)
+            resource.prlimit(pid, number, limits)
+            box = Payload({name: bytes(size) for name, size in sizes.items()})
+            await engine.start("a#2", {"hold": True}, box)
+            await engine.end("a#2")
+            counters = await engine.status()
+        assert (counters["bad_frames"], engine.incarnation) == (0, 1)
+        if arena_bytes:
+            assert engine.arena.statistics().used == 0
+
+
+@pytest.mark.anyio
+@pytest.mark.parametrize(
+    ("size", "left"), [(5000, 0), (MIB, 0), (MIB, MIB // 2), (16 * MIB, 8 * MIB)]
+)
+async def test_tensor_whose_file_was_cut_short_is_refused_alone(
+    make_engine: Callable[..., ZmqEngine], tmp_path: Path, size: int, left: int
+) -> None:
+    """Nobody else's stream ends for it, and no signal comes."""
+    with (tmp_path / "file").open("w+b") as file:
+        file.truncate(size)
+        memory = mmap.mmap(file.fileno(), size)
+        file.truncate(left)
+    async with make_engine() as engine:
+        await engine.wait_ready()
+        other = await engine.start("other#1", {"forever": True})
+        with anyio.fail_after(20):
+            with pytest.raises(RequestRejected) as caught:
+                await engine.start("a#1", {}, Payload({"x": memory}))
+            assert caught.value.code == "unencodable"
+            assert await anext(other)
+        assert engine.incarnation == 1
+    memory.close()
 
 
 def test_client_that_is_killed_leaves_no_descriptor(

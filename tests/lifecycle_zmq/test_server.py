@@ -483,6 +483,18 @@ def test_server_shortens_long_refusals_and_failures(served: Served) -> None:
     assert (len(error["code"]), len(error["message"])) == (64, 4096)
 
 
+def test_server_tells_what_no_message_can_carry_as_well_as_it_can(
+    served: Served,
+) -> None:
+    """Half a character in a reason, or a number for it, ends no other stream."""
+    client = served.client()
+    client.start("a")
+    odd: Any = 5
+    served.backend.ticks.append([Output("a", [], Finish("failed", odd, "\ud800!"))])
+    client.start("go")
+    assert client.hear()[4]["error"] == {"code": "5", "message": "?!"}
+
+
 def test_server_reports_a_status_that_cannot_be_sent(served: Served) -> None:
     """An odd status of the backend leaves the server's own counters readable."""
     served.backend.odd_status = True

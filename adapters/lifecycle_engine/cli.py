@@ -21,7 +21,6 @@ from .launch import (
     Device,
     EngineOn,
     RunnerName,
-    make_processor,
     on_ray,
     worker_argv,
 )
@@ -216,7 +215,7 @@ def serve(
     line |= {"observer": metrics}
     app = create_app(
         engine,
-        make_processor(folder, empty),
+        commands.processor_of(folder, empty),
         gate=Gate(bytes=capacity, name="payloads", **line),
         in_flight=Gate(slots=slots or None, name="in_flight", **line),
         bodies=Gate(bytes=8 * body_bytes, name="bodies", **line),

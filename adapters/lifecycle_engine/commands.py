@@ -6,11 +6,14 @@ import sys
 from collections.abc import Sequence
 from ipaddress import ip_network
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from .launch import RunnerName, default_checkpoint
+from .launch import RunnerName, default_checkpoint, make_processor
+
+if TYPE_CHECKING:
+    from .processor import Empty, Processor
 
 
 def tiny() -> Path:
@@ -32,6 +35,17 @@ def existing(folder: Path) -> Path:
         f"`lifecycle-engine checkpoint {folder}` builds a tiny checkpoint there",
         param_hint="--checkpoint",
     )
+
+
+def processor_of(folder: Path | None, empty: Empty | None) -> Processor:
+    """The processor of a checkpoint, or an end that says why there is none."""
+    try:
+        return make_processor(folder, empty)
+    except (OSError, ValueError) as error:
+        # Only the first line: transformers goes on with advice about its hub.
+        first = str(error).strip().partition("\n")[0]
+        typer.echo(f"{folder} cannot be served: {first}", err=True)
+        raise typer.Exit(1) from None
 
 
 def networks(proxies: Sequence[str]) -> Sequence[str]:

@@ -203,9 +203,11 @@ _FAMILIES: dict[str, Callable[[Any], Family]] = {
     "qwen3_vl": QwenVL,
 }
 # Decoder-only, with an embedding, a stack of layers and a head, and nothing else
-# that touches the logits.
-_TEXT: tuple[str, ...] = ("gemma", "llama", "mistral", "olmo2", "phi", "phi3")
-_TEXT += ("qwen2", "qwen3", "smollm3", "starcoder2")
+# that touches the logits but what `logits_of` knows.
+_TEXT: tuple[str, ...] = ("cohere", "cohere2", "gemma", "gemma3_text", "glm", "glm4")
+_TEXT += ("granite", "llama", "mistral", "mixtral", "olmo", "olmo2", "olmo3", "phi")
+_TEXT += ("phi3", "qwen2", "qwen2_moe", "qwen3", "qwen3_moe", "smollm3", "stablelm")
+_TEXT += ("starcoder2",)
 # Rotary positions whose frequencies depend on the longest of a batch, behind a point.
 _GROWING = ("dynamic", "longrope")
 
@@ -235,6 +237,24 @@ def family_of(config: Any) -> Family:
 def _plain(config: Any) -> Family:
     del config
     return PlainText()
+
+
+def logits_of(config: Any) -> Callable[[torch.Tensor], torch.Tensor]:
+    """Return what a model does to the logits of its head, by its config.
+
+    Some models of text scale them, which changes no greedy token but every other
+    draw; the same ones behind images do not.
+    """
+    times = getattr(config, "logit_scale", None)
+    if times is not None:
+        return lambda logits: logits * times
+    by = getattr(config, "logits_scaling", None)
+    if by is not None:
+        return lambda logits: logits / by
+    cap = getattr(config, "final_logit_softcapping", None)
+    if cap is not None:
+        return lambda logits: torch.tanh(logits / cap) * cap
+    return lambda logits: logits
 
 
 def takes_images(config: Any) -> bool:

@@ -95,7 +95,11 @@ def _draw(
         ],
         logits.device,
     )
-    weights = torch.softmax(logits.double() / temperatures, dim=-1)
+    logits = logits.double()
+    # From the largest down: what a temperature of next to nothing makes endless is
+    # then minus, and has no weight.
+    below = logits - logits.max(dim=-1, keepdim=True).values
+    weights = torch.softmax(below / temperatures, dim=-1)
     order = None
     if cut:
         weights, order = weights.sort(dim=-1, descending=True, stable=True)

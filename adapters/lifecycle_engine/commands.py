@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import sys
 from collections.abc import Sequence
 from ipaddress import ip_network
@@ -13,6 +14,8 @@ import typer
 from .launch import RunnerName, default_checkpoint, make_processor
 
 if TYPE_CHECKING:
+    from lifecycle.events import Observer
+
     from .processor import Empty, Processor
 
 
@@ -46,6 +49,38 @@ def processor_of(folder: Path | None, empty: Empty | None) -> Processor:
         first = str(error).strip().partition("\n")[0]
         typer.echo(f"{folder} cannot be served: {first}", err=True)
         raise typer.Exit(1) from None
+
+
+def enough(kv_slots: int | None, max_batch: int) -> int | None:
+    """The slots as given, or an end that says why they are too few."""
+    if kv_slots is None or kv_slots >= max_batch:
+        return kv_slots
+    raise typer.BadParameter(
+        f"{kv_slots} cannot hold a batch of {max_batch}; give more, or a smaller "
+        f"--max-batch",
+        param_hint="--kv-slots",
+    )
+
+
+def observers(names: Sequence[str]) -> Sequence[Observer]:
+    """The functions of these names, or an end that says which is none."""
+    found = []
+    for name in names:
+        module, _, function = name.partition(":")
+        try:
+            each = getattr(importlib.import_module(module), function)
+        except (ImportError, AttributeError, ValueError) as error:
+            raise typer.BadParameter(
+                f"{name}: {error}; give MODULE:NAME, of a module on PYTHONPATH",
+                param_hint="--observer",
+            ) from None
+        if not callable(each):
+            raise typer.BadParameter(
+                f"{name} is a {type(each).__name__}, not a function of an event",
+                param_hint="--observer",
+            )
+        found.append(each)
+    return found
 
 
 def networks(proxies: Sequence[str]) -> Sequence[str]:

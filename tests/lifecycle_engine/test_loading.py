@@ -15,8 +15,10 @@ transformers = pytest.importorskip("transformers")
 
 from engine_kit import Kit  # noqa: E402
 from safetensors.torch import load_file, save_file  # noqa: E402
+from typer.testing import CliRunner  # noqa: E402
 
 from lifecycle_engine.chats.chat_processor import ChatProcessor  # noqa: E402
+from lifecycle_engine.cli import cli  # noqa: E402
 from lifecycle_engine.models.families import family_of  # noqa: E402
 from lifecycle_engine.models.loading import load_model  # noqa: E402
 from lifecycle_engine.processor import BadChat, Chat, Message  # noqa: E402
@@ -124,6 +126,18 @@ def test_checkpoint_without_a_chat_template_is_refused(
     (folder / "chat_template.jinja").unlink()
     with pytest.raises(ValueError, match="no chat template; put that of the model as"):
         ChatProcessor(folder)
+
+
+def test_serve_says_in_a_line_why_a_checkpoint_is_none(
+    copied: Callable[..., Path],
+) -> None:
+    """And starts nothing."""
+    folder = copied("qwen3")
+    (folder / "chat_template.jinja").unlink()
+    result = CliRunner().invoke(cli, ["serve", "--checkpoint", str(folder)])
+    assert result.exit_code == 1
+    assert isinstance(result.exception, SystemExit)
+    assert f"{folder} cannot be served: the checkpoint has no chat" in result.stderr
 
 
 @pytest.mark.parametrize(

@@ -21,7 +21,6 @@ from .launch import (
     Device,
     EngineOn,
     RunnerName,
-    make_processor,
     on_ray,
     worker_argv,
 )
@@ -29,6 +28,7 @@ from .routes.hints import first_steps
 from .routes.observing import LogName, log_of, spans_of, together
 
 if TYPE_CHECKING:
+    from lifecycle.events import Observer
     from lifecycle_metrics import Metrics
 
 cli = typer.Typer(
@@ -161,6 +161,10 @@ def serve(
     log: Annotated[
         LogName, typer.Option(help="A line for each failure, or for each request.")
     ] = LogName.failures,
+    observer: Annotated[
+        list[str] | None,
+        typer.Option(help="MODULE:NAME of a function that is told of every event."),
+    ] = None,
     hints: Annotated[
         bool, typer.Option("--hints", help="Print what to try once it is ready.")
     ] = False,
@@ -185,7 +189,7 @@ def serve(
         folder,
         device=device,
         max_batch=max_batch,
-        kv_slots=_enough(kv_slots, max_batch),
+        kv_slots=commands.enough(kv_slots, max_batch),
         max_length=max_length,
         chunk=chunk,
         dtype=dtype,
@@ -213,14 +217,17 @@ def serve(
     name = model or (folder.name if folder is not None else "sim")
     line: dict[str, Any] = {"max_waiting": max_waiting, "max_wait": max_wait}
     metrics = _metrics()
-    line |= {"observer": metrics}
+    told: Observer | None = metrics
+    if observer:
+        told = together(metrics, *commands.observers(observer))
+    line |= {"observer": told}
     app = create_app(
         engine,
-        make_processor(folder, empty),
+        commands.processor_of(folder, empty),
         gate=Gate(bytes=capacity, name="payloads", **line),
         in_flight=Gate(slots=slots or None, name="in_flight", **line),
         bodies=Gate(bytes=8 * body_bytes, name="bodies", **line),
-        observer=metrics,
+        observer=told,
         metrics=metrics,
         log=together(log_of(log), spans_of(name)),
         settings=AppSettings(
@@ -280,16 +287,6 @@ def _metrics() -> Metrics | None:
     except ImportError:  # the server runs without its extra
         return None
     return Metrics()
-
-
-def _enough(kv_slots: int | None, max_batch: int) -> int | None:
-    if kv_slots is None or kv_slots >= max_batch:
-        return kv_slots
-    raise typer.BadParameter(
-        f"{kv_slots} cannot hold a batch of {max_batch}; give more, or a smaller "
-        f"--max-batch",
-        param_hint="--kv-slots",
-    )
 
 
 def main() -> None:

@@ -2,15 +2,21 @@
 
 from __future__ import annotations
 
+import importlib
 import sys
 from collections.abc import Sequence
 from ipaddress import ip_network
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from .launch import RunnerName, default_checkpoint
+from .launch import RunnerName, default_checkpoint, make_processor
+
+if TYPE_CHECKING:
+    from lifecycle.events import Observer
+
+    from .processor import Empty, Processor
 
 
 def tiny() -> Path:
@@ -32,6 +38,49 @@ def existing(folder: Path) -> Path:
         f"`lifecycle-engine checkpoint {folder}` builds a tiny checkpoint there",
         param_hint="--checkpoint",
     )
+
+
+def processor_of(folder: Path | None, empty: Empty | None) -> Processor:
+    """The processor of a checkpoint, or an end that says why there is none."""
+    try:
+        return make_processor(folder, empty)
+    except (OSError, ValueError) as error:
+        # Only the first line: transformers goes on with advice about its hub.
+        first = str(error).strip().partition("\n")[0]
+        typer.echo(f"{folder} cannot be served: {first}", err=True)
+        raise typer.Exit(1) from None
+
+
+def enough(kv_slots: int | None, max_batch: int) -> int | None:
+    """The slots as given, or an end that says why they are too few."""
+    if kv_slots is None or kv_slots >= max_batch:
+        return kv_slots
+    raise typer.BadParameter(
+        f"{kv_slots} cannot hold a batch of {max_batch}; give more, or a smaller "
+        f"--max-batch",
+        param_hint="--kv-slots",
+    )
+
+
+def observers(names: Sequence[str]) -> Sequence[Observer]:
+    """The functions of these names, or an end that says which is none."""
+    found = []
+    for name in names:
+        module, _, function = name.partition(":")
+        try:
+            each = getattr(importlib.import_module(module), function)
+        except (ImportError, AttributeError, ValueError) as error:
+            raise typer.BadParameter(
+                f"{name}: {error}; give MODULE:NAME, of a module on PYTHONPATH",
+                param_hint="--observer",
+            ) from None
+        if not callable(each):
+            raise typer.BadParameter(
+                f"{name} is a {type(each).__name__}, not a function of an event",
+                param_hint="--observer",
+            )
+        found.append(each)
+    return found
 
 
 def networks(proxies: Sequence[str]) -> Sequence[str]:

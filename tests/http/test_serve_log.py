@@ -4,13 +4,17 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
 import signal
 import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
+import typer
 from http_kit import ENV, answer_to, encoded, post, user
+
+from lifecycle_engine.commands import observers
 
 pytestmark = pytest.mark.asyncio
 CLI = [sys.executable, "-m", "lifecycle_engine.cli", "serve", "--runner", "sim"]
@@ -24,11 +28,13 @@ def body(**fields: Any) -> bytes:
     return json.dumps({**ask, **fields}).encode()
 
 
-async def outputs(*options: str, ask: Any) -> tuple[str, str]:
+async def outputs(
+    *options: str, ask: Any, env: dict[str, str] = ENV
+) -> tuple[str, str]:
     """Run the command, *ask* its port, stop it; returns what it wrote on both outputs."""
     pipe = asyncio.subprocess.PIPE
     process = await asyncio.create_subprocess_exec(
-        *CLI, "--port", "0", *options, stdout=pipe, stderr=pipe, env=ENV
+        *CLI, "--port", "0", *options, stdout=pipe, stderr=pipe, env=env
     )
     assert process.stdout is not None
     try:
@@ -114,3 +120,34 @@ async def test_believes_no_forwarded_address_unless_told(
 
     _, errors = await outputs(*options, ask=ask)
     assert errors == ""
+
+
+async def test_tells_an_observer_of_ones_own_of_everything(tmp_path: Path) -> None:
+    """With `--observer` a function hears of gates, sessions and requests alike."""
+    (tmp_path / "watching.py").write_text(
+        "import sys\n\ndef tell(event):\n    print(type(event).__name__, file=sys.stderr)\n"
+    )
+
+    async def ask(port: int) -> None:
+        assert (await answer_to(port, body(), KEY))[0] == 200
+
+    path = f"{tmp_path}{os.pathsep}{ENV.get('PYTHONPATH', '')}"
+    own = {"env": {**ENV, "PYTHONPATH": path}}
+    _, errors = await outputs("--observer", "watching:tell", ask=ask, **own)
+    assert {"LeaseGranted", "SessionOpened", "RequestEnded"} <= set(errors.split())
+
+
+@pytest.mark.parametrize(
+    ("name", "why"),
+    [
+        ("nowhere_at_all:tell", "No module named"),
+        ("json:tell", "has no attribute"),
+        ("json", "give MODULE:NAME"),
+        (":tell", "give MODULE:NAME"),
+        ("json:__name__", "is a str, not a function"),
+    ],
+)
+async def test_refuses_an_observer_that_is_none(name: str, why: str) -> None:
+    """Before anything is started, with what to give in its place."""
+    with pytest.raises(typer.BadParameter, match=why):
+        observers([name])

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -16,7 +18,7 @@ from transformers import (
 
 from lifecycle_engine.chats.chat_processor import ChatProcessor
 from lifecycle_engine.models.checkpoint import Sizes, build
-from lifecycle_engine.models.families import load_model
+from lifecycle_engine.models.loading import load_model
 from lifecycle_engine.models.transformers_runner import TransformersRunner
 from lifecycle_engine.processor import Chat, Message
 from lifecycle_engine.scheduler import Scheduler
@@ -36,12 +38,25 @@ class Kit:
         *,
         change: Callable[[Any], Any] | None = None,
     ) -> None:
-        self.folder = build(folder, family, sizes=sizes)
-        self.family = family
+        build(folder, family, sizes=sizes)
         if change is not None:
-            rebuild(self.folder, change)
-        self.processor = ChatProcessor(self.folder)
-        self.model = load_model(self.folder, device="cpu", dtype="float32")
+            rebuild(folder, change)
+        self._open(folder, family)
+
+    def copied(self, folder: Path, **files: dict[str, Any]) -> Kit:
+        """The same weights, with other values in the JSON files of these names."""
+        shutil.copytree(self.folder, folder, dirs_exist_ok=True)
+        for name, values in files.items():
+            path = folder / f"{name}.json"
+            path.write_text(json.dumps(json.loads(path.read_text()) | values))
+        kit = object.__new__(Kit)
+        kit._open(folder, self.family)
+        return kit
+
+    def _open(self, folder: Path, family: str) -> None:
+        self.folder, self.family = folder, family
+        self.processor = ChatProcessor(folder)
+        self.model = load_model(folder, device="cpu", dtype="float32")
 
     @property
     def images(self) -> bool:

@@ -20,7 +20,8 @@ from more_examples import TIMES  # noqa: E402
 from lifecycle_engine.models import attention, passes  # noqa: E402
 from lifecycle_engine.models.attention import attend  # noqa: E402
 from lifecycle_engine.models.checkpoint import FAMILIES, Sizes  # noqa: E402
-from lifecycle_engine.models.families import family_of, load_model  # noqa: E402
+from lifecycle_engine.models.families import family_of  # noqa: E402
+from lifecycle_engine.models.loading import load_model  # noqa: E402
 from lifecycle_engine.processor import BadChat  # noqa: E402
 from lifecycle_engine.runner import Prompt  # noqa: E402
 from lifecycle_engine.scheduler import Scheduler  # noqa: E402

@@ -14,8 +14,8 @@ from torch.utils._python_dispatch import TorchDispatchMode  # noqa: E402
 from torch.utils._pytree import tree_leaves  # noqa: E402
 
 from lifecycle_engine.models.checkpoint import FAMILIES, build  # noqa: E402
-from lifecycle_engine.models.families import load_model  # noqa: E402
 from lifecycle_engine.models.graphs import Fixed, Inputs, Lane  # noqa: E402
+from lifecycle_engine.models.loading import load_model  # noqa: E402
 from lifecycle_engine.models.transformers_runner import TransformersRunner  # noqa: E402
 from lifecycle_engine.runner import Prompt  # noqa: E402
 from lifecycle_engine.scheduler import Scheduler  # noqa: E402

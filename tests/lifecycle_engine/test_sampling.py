@@ -119,3 +119,17 @@ def test_step_reads_the_device_once(monkeypatch: pytest.MonkeyPatch) -> None:
     ]
     assert len(choose(LOGITS[[0, 1, 0]], samplers)) == 3
     assert read == [3]
+
+
+@pytest.mark.parametrize("top_p", [1.0, 0.5, 0.0, 5e-324])
+@pytest.mark.parametrize("temperature", [1e-3, 1e-300, 1e-308, 5e-324])
+def test_temperature_of_next_to_nothing_draws_the_largest(
+    temperature: float, top_p: float
+) -> None:
+    """Also where a logit divided by it is more than a float can hold."""
+    sampler = Sampler(Sampling(temperature, top_p, seed=1))
+    logits = torch.tensor(
+        [[1.0, 30.0, -math.inf, 29.0, -5.0], [-9.0, -3.0, -5, -8, -7]]
+    )
+    drawn = choose(logits, [sampler, sampler])
+    assert [each.token for each in drawn] == [1, 1]

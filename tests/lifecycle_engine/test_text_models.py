@@ -14,6 +14,7 @@ transformers = pytest.importorskip("transformers")
 from engine_kit import Kit  # noqa: E402
 
 from lifecycle_engine.models.families import family_of  # noqa: E402
+from lifecycle_engine.runner import Prompt, Sampling  # noqa: E402
 
 _ALIKE = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers")
 _ALIKE += ("num_attention_heads", "num_key_value_heads", "initializer_range")
@@ -63,6 +64,9 @@ def two_sets(config: Any) -> None:
     config.max_position_embeddings = 4096
 
 
+EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
+GEMMA3 = {"sliding_window": 9, "head_dim": 24, "final_logit_softcapping": 5.0}
+GEMMA3 |= {"tie_word_embeddings": False}
 CASES: dict[str, tuple[str, Callable[[Any], Any]]] = {
     "mistral": ("llama", other("Mistral")),
     "mistral-window": ("llama", other("Mistral", sliding_window=9)),
@@ -77,6 +81,24 @@ CASES: dict[str, tuple[str, Callable[[Any], Any]]] = {
     "olmo2": ("qwen3", other("Olmo2")),
     "smollm3": ("qwen3", other("SmolLM3")),
     "starcoder2-window": ("qwen3", other("Starcoder2", sliding_window=9)),
+    "cohere": ("qwen3", other("Cohere", logit_scale=0.3, use_qk_norm=True)),
+    "cohere2": ("qwen3", other("Cohere2", logit_scale=0.3, sliding_window=9)),
+    "gemma3": ("qwen3", other("Gemma3Text", **GEMMA3)),
+    "glm": ("qwen3", other("Glm", head_dim=16, attention_bias=True)),
+    "glm4": ("qwen3", other("Glm4", head_dim=16)),
+    "granite": (
+        "qwen3",
+        other("Granite", logits_scaling=3.0, residual_multiplier=0.5),
+    ),
+    "mixtral-window": (
+        "qwen3",
+        other("Mixtral", num_local_experts=4, sliding_window=9),
+    ),
+    "olmo": ("qwen3", other("Olmo", clip_qkv=0.3)),
+    "olmo3": ("qwen3", other("Olmo3", sliding_window=9)),
+    "qwen2-moe": ("qwen3", other("Qwen2Moe", **EXPERTS)),
+    "qwen3-moe": ("qwen3", other("Qwen3Moe", head_dim=24, **EXPERTS)),
+    "stablelm": ("qwen3", other("StableLm", qk_layernorm=True)),
 }
 
 
@@ -94,6 +116,22 @@ def test_text_model_matches_generate(
     wanted = [kit.generate(each) for each in prepared]
     for chunk, graphs in ((7, "off"), (512, "fake"), (1, "fake")):
         assert kit.serve(prepared, chunk=chunk, graphs=graphs) == wanted
+    assert len({token for tokens in wanted for token in tokens}) > 3
+    if not kit.images:
+        _check_logits(kit)
+
+
+def _check_logits(kit: Kit) -> None:
+    """What is told of the likeliest token is the model's own: a scale shows there."""
+    each = kit.prepare("see", logprobs=0)
+    ids = torch.tensor([each.request["input_ids"]])
+    with torch.inference_mode():
+        logits = kit.model(ids).logits[0, -1]
+    runner = kit.runner()
+    prompt = Prompt(each.request["input_ids"], {}, Sampling(logprobs=0))
+    made = runner.prefill(0, prompt, 0, ids.shape[1])
+    likeliest = torch.log_softmax(logits, dim=-1).max().item()
+    assert made.item["logprob"] == pytest.approx(likeliest, abs=1e-4)
 
 
 @pytest.mark.parametrize("change", [growing, two_sets])
@@ -113,3 +151,17 @@ def test_layers_of_an_unknown_kind_are_refused() -> None:
     config.layer_types = ["chunked_attention"]
     with pytest.raises(ValueError, match="layers of chunked_attention; known are full"):
         family_of(config)
+
+
+def test_scale_of_a_text_model_is_left_out_behind_images(
+    tmp_path: Path, picture: Callable[..., bytes]
+) -> None:
+    """As in transformers, whose LLaVA has a head of its own."""
+
+    def around(config: Any) -> None:
+        config.text_config = other("Granite", logits_scaling=3.0)(config.text_config)
+
+    kit = Kit(tmp_path, "llava", change=around)
+    _check_logits(kit)
+    each = kit.prepare("see", picture(50, 80))
+    assert kit.serve([each], chunk=9) == [kit.generate(each)]

@@ -31,6 +31,9 @@ def cut(pieces: list[str], stops: list[str]) -> tuple[str, bool]:
         (["aab"], ["ab", "b"], "a"),
         (["a", "a", "b"], ["aab"], ""),
         (["aa", "ab"], ["aab"], "a"),
+        (["ab", "cd"], ["abcd", "c"], "ab"),
+        (["abcd"], ["abcd", "c"], "ab"),
+        (["abc"], ["bc", "abc", "c"], ""),
         (["x"], [], "x"),
     ],
 )
@@ -51,6 +54,7 @@ def test_pieces_are_cut_as_the_whole(pieces: list[str], stops: list[str]) -> Non
     ends = [(text.find(each) + len(each), each) for each in stops if each in text]
     shown, hit = cut(pieces, stops)
     assert hit == bool(ends)
+    assert (shown, hit) == cut([text], stops)
     if not ends:
         assert shown == text
     else:
@@ -80,3 +84,20 @@ async def test_no_more_is_cached_than_was_asked(told: int, counted: int) -> None
     texts = Texts(items(), SimProcessor().detokenizer(), usage, ())
     assert "".join([piece.text async for piece in texts]) == "h"
     assert (usage.cached_tokens, usage.completion_tokens) == (counted, 1)
+
+
+@pytest.mark.asyncio
+@pytest.mark.parametrize("together", [True, False])
+async def test_no_token_behind_a_stop_is_counted(together: bool) -> None:
+    """Tokens that wait for a slow reader come at once; what is told is the same."""
+    usage = Usage(prompt_tokens=1)
+
+    async def items() -> AsyncIterator[Any]:
+        tokens = list(b"one STOP two")
+        for each in [tokens] if together else [[token] for token in tokens]:
+            yield each
+        yield {"finish_reason": "length"}
+
+    texts = Texts(items(), SimProcessor().detokenizer(), usage, ["STOP"])
+    assert "".join([piece.text async for piece in texts]) == "one "
+    assert (usage.completion_tokens, texts.finish_reason) == (8, "stop")

@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+from jinja2 import TemplateError
 
 from lifecycle_engine.images import images
 from lifecycle_engine.images.image_side import image_side_of
-from lifecycle_engine.models._hf import hf
+from lifecycle_engine.models._hf import config_of, hf, in_a_sentence
 from lifecycle_engine.processor import BadChat, Chat, Empty, Prepared, bare
 
 from .detokenizer import ByteDetokenizer
@@ -40,14 +41,21 @@ class ChatProcessor:
             empty: Makes the buffers of pixels; ``None``: in ordinary memory.
 
         Raises:
-            ValueError: A tokenizer or an image processor of an unknown kind.
+            ValueError: A tokenizer or an image processor of an unknown kind, or no
+                chat template.
         """
         folder = Path(checkpoint)
-        self._tokenizer: Any = hf("AutoTokenizer").from_pretrained(
-            str(folder), local_files_only=True
-        )
+        with in_a_sentence("tokenizer"):
+            self._tokenizer: Any = hf("AutoTokenizer").from_pretrained(
+                str(folder), local_files_only=True, trust_remote_code=False
+            )
         if self._tokenizer.chat_template is None:
             self._tokenizer.chat_template = _old_template(folder)
+        if self._tokenizer.chat_template is None:
+            raise ValueError(
+                "the checkpoint has no chat template; put that of the model as "
+                "chat_template.jinja into its folder"
+            )
         self._images = image_side_of(folder)
         self._max_pixels = max_pixels
         self._empty = empty
@@ -75,9 +83,7 @@ class ChatProcessor:
             {"role": message.role, "content": self._content(message.content, encoded)}
             for message in chat.messages
         ]
-        text = self._tokenizer.apply_chat_template(
-            messages, tokenize=False, add_generation_prompt=True
-        )
+        text = self._filled(messages)
         # Some templates write the token that begins a text, others leave it to the
         # tokenizer.
         begin = self._tokenizer.bos_token
@@ -92,6 +98,20 @@ class ChatProcessor:
     def detokenizer(self) -> ByteDetokenizer:
         """Return a fresh detokenizer for one stream."""
         return ByteDetokenizer(self._bytes_of, strip=self._strips)
+
+    def _filled(self, messages: Sequence[Mapping[str, Any]]) -> str:
+        """Fill in the chat template, which may refuse who speaks, or in which turn."""
+        try:
+            text: str = self._tokenizer.apply_chat_template(
+                messages, tokenize=False, add_generation_prompt=True
+            )
+        except TemplateError as error:
+            told = str(error)
+            # Only what the template says itself: it may quote a message as well.
+            why = f": {told}" if told in str(self._tokenizer.chat_template) else ""
+        else:
+            return text
+        raise BadChat(f"the model's chat template refuses the conversation{why}")
 
     def _content(
         self, content: Sequence[str | bytes], encoded: list[bytes]
@@ -170,13 +190,20 @@ def _old_template(folder: Path) -> str | None:
 
 
 def _stop_ids(checkpoint: Path, tokenizer: Any) -> list[int]:
-    """The ids that end a turn: the generation config's, else the tokenizer's."""
+    """The ids that end a turn: the generation config's, or without one the model's.
+
+    Where neither names one, which `generate` never ends, the tokenizer's.
+    """
+    text = config_of(checkpoint).get_text_config()
     path = checkpoint / "generation_config.json"
-    ids = None
     if path.exists():
         ids = json.loads(path.read_text(encoding="utf-8")).get("eos_token_id")
+    else:
+        ids = text.eos_token_id
     if ids is None:
         ids = tokenizer.eos_token_id
     if ids is None:
         return []
-    return sorted(ids) if isinstance(ids, list) else [ids]
+    ids = ids if isinstance(ids, list) else [ids]
+    # Some configs name one that cannot be drawn, to have none.
+    return sorted(token for token in ids if 0 <= token < text.vocab_size)

@@ -52,10 +52,15 @@ class StopStrings:
         if not self._strings:
             return text
         held = self._held + text
-        places = [(at, s) for s in self._strings if (at := held.find(s)) >= 0]
+        # The one that is whole first, which is so in any pieces; then the longest.
+        places = [
+            (at + len(each), at, each)
+            for each in self._strings
+            if (at := held.find(each)) >= 0
+        ]
         if places:
             self._held = ""
-            at, self.hit = min(places)
+            _, at, self.hit = min(places)
             return held[:at]
         keep = max(_overlap(held, each) for each in self._strings)
         self._held = held[len(held) - keep :]
@@ -117,13 +122,20 @@ class Texts:
                 self._cached(int(item["cached_tokens"]))
                 continue
             tokens = [item["token"]] if isinstance(item, dict) else item
-            self._usage.completion_tokens += len(tokens)
-            text = self._stops.push(self._detokenizer.push(tokens))
+            return Piece(self._pushed(tokens), self._logprobs(item))
+        return await self._last()
+
+    def _pushed(self, tokens: Sequence[int]) -> str:
+        """The text of further tokens, up to the one that makes a stop string whole."""
+        parts = []
+        for token in tokens:  # however many came together, as they wait for the reader
+            self._usage.completion_tokens += 1
+            parts.append(self._stops.push(self._detokenizer.push([token])))
             if self._stops.hit is not None:
                 # Whoever reads leaves the stream now, which ends it in the engine.
                 self._over, self.finish_reason = True, "stop"
-            return Piece(text, self._logprobs(item))
-        return await self._last()
+                break
+        return "".join(parts)
 
     def _cached(self, tokens: int) -> None:
         usage = self._usage

@@ -17,7 +17,7 @@ from typing import Any, Protocol
 import numpy as np
 
 from lifecycle_engine.chats.prompts import square_tokens
-from lifecycle_engine.models._hf import hf
+from lifecycle_engine.models._hf import config_of, hf
 from lifecycle_engine.processor import BadImage
 
 # The image processor of the Qwen models refuses more, and late.
@@ -116,6 +116,6 @@ _SIDES: dict[str, Callable[[Path, Any], ImageSide]] = {
 
 def image_side_of(checkpoint: Path) -> ImageSide | None:
     """Return what makes a checkpoint's images ready; ``None`` for text alone."""
-    config = hf("AutoConfig").from_pretrained(str(checkpoint), local_files_only=True)
+    config = config_of(checkpoint)
     make = _SIDES.get(config.model_type)
     return None if make is None else make(checkpoint, config)

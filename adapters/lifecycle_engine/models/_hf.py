@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import importlib
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 
@@ -28,3 +29,30 @@ def quiet() -> Iterator[None]:
     finally:
         if enabled:
             hf("enable_progress_bar", "utils.logging")()
+
+
+@contextlib.contextmanager
+def in_a_sentence(what: str) -> Iterator[None]:
+    """Turn what transformers raises of a checkpoint, of any type, into `ValueError`."""
+    try:
+        yield
+    except (OSError, ValueError):
+        raise
+    except Exception as error:
+        first = str(error).strip().partition("\n")[0]
+        raise ValueError(
+            f"transformers cannot load the {what}: {type(error).__name__}: {first}"
+        ) from error
+
+
+def config_of(checkpoint: str | Path) -> Any:
+    """Read the config of a checkpoint folder.
+
+    Raises:
+        OSError: No checkpoint there.
+        ValueError: Not one that transformers can read, without code from the folder.
+    """
+    with in_a_sentence("config"):
+        return hf("AutoConfig").from_pretrained(
+            str(checkpoint), local_files_only=True, trust_remote_code=False
+        )

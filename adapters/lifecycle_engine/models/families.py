@@ -9,7 +9,6 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -24,8 +23,7 @@ from lifecycle_engine.chats.prompts import (
 )
 from lifecycle_engine.runner import Prompt
 
-from ._hf import hf, quiet
-from .masks import KINDS, kinds_of
+from .masks import refuse_sight
 from .vision import Encoded, Family, Upload, to_device
 
 
@@ -205,9 +203,11 @@ _FAMILIES: dict[str, Callable[[Any], Family]] = {
     "qwen3_vl": QwenVL,
 }
 # Decoder-only, with an embedding, a stack of layers and a head, and nothing else
-# that touches the logits.
-_TEXT: tuple[str, ...] = ("gemma", "llama", "mistral", "olmo2", "phi", "phi3")
-_TEXT += ("qwen2", "qwen3", "smollm3", "starcoder2")
+# that touches the logits but what `logits_of` knows.
+_TEXT: tuple[str, ...] = ("cohere", "cohere2", "gemma", "gemma3_text", "glm", "glm4")
+_TEXT += ("granite", "llama", "mistral", "mixtral", "olmo", "olmo2", "olmo3", "phi")
+_TEXT += ("phi3", "qwen2", "qwen2_moe", "qwen3", "qwen3_moe", "smollm3", "stablelm")
+_TEXT += ("starcoder2",)
 # Rotary positions whose frequencies depend on the longest of a batch, behind a point.
 _GROWING = ("dynamic", "longrope")
 
@@ -217,7 +217,7 @@ def family_of(config: Any) -> Family:
 
     Raises:
         ValueError: One that is not known here, or around a text model that is not,
-            or whose layers are of an unknown kind.
+            or whose tokens see what is not known.
     """
     known = {**_FAMILIES, **dict.fromkeys(_TEXT, _plain)}
     make = known.get(config.model_type)
@@ -230,7 +230,7 @@ def family_of(config: Any) -> Family:
         raise ValueError(
             f"the text model is a {text.model_type}; known are {', '.join(_TEXT)}"
         )
-    _refuse_layers(text)
+    refuse_sight(text)
     return make(config)
 
 
@@ -239,13 +239,27 @@ def _plain(config: Any) -> Family:
     return PlainText()
 
 
-def _refuse_layers(text: Any) -> None:
-    unknown = set(kinds_of(text)) - set(KINDS)
-    if unknown:
-        raise ValueError(
-            f"the model has layers of {', '.join(sorted(unknown))}; known are "
-            f"{', '.join(KINDS)}"
-        )
+def logits_of(config: Any) -> Callable[[torch.Tensor], torch.Tensor]:
+    """Return what a model does to the logits of its head, by its config.
+
+    Some models of text scale them, which changes no greedy token but every other
+    draw; the same ones behind images do not.
+    """
+    times = getattr(config, "logit_scale", None)
+    if times is not None:
+        return lambda logits: logits * times
+    by = getattr(config, "logits_scaling", None)
+    if by is not None:
+        return lambda logits: logits / by
+    cap = getattr(config, "final_logit_softcapping", None)
+    if cap is not None:
+        return lambda logits: torch.tanh(logits / cap) * cap
+    return lambda logits: logits
+
+
+def takes_images(config: Any) -> bool:
+    """Whether a model of a known family takes images."""
+    return config.model_type in _FAMILIES
 
 
 def longest_of(text: Any) -> int:
@@ -269,37 +283,3 @@ def hold_frequencies(text: Any) -> None:
     for module in text.modules():
         if getattr(module, "rope_type", None) in _GROWING:
             module.rope_type = "default"
-
-
-def load_model(checkpoint: str | Path, *, device: str, dtype: str) -> Any:
-    """Load a checkpoint folder through `from_pretrained`, never a network.
-
-    Args:
-        checkpoint: A local folder.
-        device: ``"cpu"`` or ``"cuda"``.
-        dtype: Name of a torch dtype, or ``"auto"`` for the checkpoint's own.
-
-    Raises:
-        OSError: No checkpoint there.
-        ValueError: No such device, or a family that cannot run.
-    """
-    if device == "cuda" and not torch.cuda.is_available():
-        raise ValueError(
-            f"device is cuda, but torch {torch.__version__} sees none; use cpu"
-        )
-    weights = dtype if dtype == "auto" else getattr(torch, dtype, None)
-    if weights != "auto" and not isinstance(weights, torch.dtype):
-        raise ValueError(f"dtype is {dtype!r}; use auto, float32, bfloat16 or float16")
-    where = str(checkpoint)
-    config = hf("AutoConfig").from_pretrained(where, local_files_only=True)
-    family_of(config)  # refused before it is loaded
-    images = config.model_type in _FAMILIES
-    auto = "AutoModelForImageTextToText" if images else "AutoModelForCausalLM"
-    with quiet():
-        model = hf(auto).from_pretrained(
-            where,
-            dtype=weights,
-            attn_implementation="sdpa",
-            local_files_only=True,
-        )
-    return model.to(device).eval()

@@ -13,7 +13,9 @@ import torch
 from .graphs import Inputs
 
 _FULL, _NEAR = "full_attention", "sliding_attention"
-KINDS = (_FULL, _NEAR)
+_KINDS = (_FULL, _NEAR)
+# The caches of transformers give a window of one position all of them back.
+_LEAST = 2
 
 
 def kinds_of(text: Any) -> list[str]:
@@ -28,11 +30,37 @@ def kinds_of(text: Any) -> list[str]:
     return [_NEAR if windowed else _FULL] * text.num_hidden_layers
 
 
+def refuse_sight(text: Any) -> None:
+    """Refuse a language model whose tokens see what is not known here.
+
+    Raises:
+        ValueError: Layers of another kind, a window that is none, or tokens that see
+            those behind them.
+    """
+    kinds = set(kinds_of(text))
+    if unknown := kinds - set(_KINDS):
+        raise ValueError(
+            f"the model has layers of {', '.join(sorted(unknown))}; known are "
+            f"{', '.join(_KINDS)}"
+        )
+    window = getattr(text, "sliding_window", None)
+    if _NEAR in kinds and (window is None or window < _LEAST):
+        raise ValueError(
+            f"the model has a sliding_window of {window}; known are {_LEAST} or more"
+        )
+    causal = getattr(text, "is_causal", None) is not False
+    if not causal or getattr(text, "use_bidirectional_attention", None):
+        raise ValueError(
+            "the model has tokens that see those behind them; known are models whose "
+            "tokens see those before them alone"
+        )
+
+
 class Masks:
     """Makes what a forward pass of a model takes as ``attention_mask``.
 
     Args:
-        text: Config of a language model with layers of `KINDS`.
+        text: Config of a language model that `refuse_sight` lets pass.
     """
 
     def __init__(self, text: Any) -> None:

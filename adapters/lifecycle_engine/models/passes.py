@@ -9,6 +9,7 @@ import torch
 from lifecycle_engine.runner import Prompt
 
 from .attention import shared_heads
+from .families import logits_of
 from .graphs import Inputs
 from .kv import Chunk, SlotCache, Step
 from .masks import Masks
@@ -29,6 +30,7 @@ class Passes:
         self._model, self._family, self._cache = model, family, cache
         self._text = getattr(model.model, "language_model", model.model)
         self._masks = Masks(model.config.get_text_config())
+        self._logits = logits_of(model.config)
         self._shared_heads = shared_heads(self._text)
         self._device = TorchDevice(model.device)
         self._uploads = Uploads(self._device)
@@ -48,8 +50,7 @@ class Passes:
 
     def head(self, hidden: torch.Tensor) -> torch.Tensor:
         """Return the logits ``(rows, vocab)`` behind the last token of each row."""
-        logits: torch.Tensor = self._model.lm_head(hidden[:, -1])
-        return logits
+        return self._logits(self._model.lm_head(hidden[:, -1]))
 
     def step(self, inputs: Inputs) -> torch.Tensor:
         """Run a decode step; nothing in it may wait for the device."""

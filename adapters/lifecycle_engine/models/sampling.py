@@ -47,9 +47,18 @@ class Sampler:
 
 
 def choose(
-    logits: torch.Tensor, samplers: Sequence[Sampler]
+    logits: torch.Tensor,
+    samplers: Sequence[Sampler],
+    made: torch.Tensor | None = None,
 ) -> list[Emitted | Exception]:
-    """Return a token for each lane of ``(lanes, vocab)``, or why it has none."""
+    """Return a token for each lane of ``(lanes, vocab)``, or why it has none.
+
+    Args:
+        logits: What is drawn from.
+        samplers: Of the lanes.
+        made: The model's own, whose log probabilities are told: a token that the
+            others forbid has none there. ``None``: the same.
+    """
     most, drawn = logits.max(dim=-1)
     # Lanes with and without a cut are drawn in different orders of the tokens, so
     # each kind apart: what a lane draws must not depend on who is beside it.
@@ -66,7 +75,7 @@ def choose(
     drawn = drawn.masked_fill(~torch.isfinite(most), _NONE)
     # The one place where a step waits for the device, unless somebody is told more.
     tokens: list[int] = drawn.tolist()
-    told = _logprobs(logits, tokens, samplers)
+    told = _logprobs(logits if made is None else made, tokens, samplers)
     return [
         FloatingPointError("the logits are not finite")
         if token == _NONE
@@ -86,7 +95,11 @@ def _draw(
         ],
         logits.device,
     )
-    weights = torch.softmax(logits.double() / temperatures, dim=-1)
+    logits = logits.double()
+    # From the largest down: what a temperature of next to nothing makes endless is
+    # then minus, and has no weight.
+    below = logits - logits.max(dim=-1, keepdim=True).values
+    weights = torch.softmax(below / temperatures, dim=-1)
     order = None
     if cut:
         weights, order = weights.sort(dim=-1, descending=True, stable=True)

@@ -7,9 +7,9 @@ from pathlib import Path
 
 import torch
 
-from ._hf import hf
-from .families import family_of, longest_of
+from .families import longest_of
 from .kv import slot_bytes
+from .loading import load_config
 from .transformers_runner import MAX_LENGTH
 
 
@@ -42,8 +42,7 @@ def size_up(checkpoint: Path, *, cuda: bool, max_length: int | None = None) -> S
         OSError: No checkpoint there.
         ValueError: A family that cannot be served.
     """
-    config = hf("AutoConfig").from_pretrained(str(checkpoint), local_files_only=True)
-    family_of(config)
+    config = load_config(checkpoint)
     text = config.get_text_config()
     dtype = torch.float32
     if cuda:

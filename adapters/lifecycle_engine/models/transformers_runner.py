@@ -15,10 +15,12 @@ import torch
 from lifecycle_engine.runner import Emitted, Prompt
 
 from .device import told_if_lost
-from .families import family_of, hold_frequencies, load_model, longest_of
+from .families import family_of, hold_frequencies, longest_of
+from .generation import Ruled, Rules
 from .graphs import Eager, Fixed, GraphMode, Lane
 from .held import Held
 from .kv import SlotCache
+from .loading import load_model
 from .passes import Passes
 from .sampling import Sampler, choose
 from .seating import Seat, Seating
@@ -61,8 +63,8 @@ class TransformersRunner:
             buckets: Batch sizes of the graphs; none are the powers of two.
 
         Raises:
-            ValueError: A family or a length that cannot run, or graphs without
-                CUDA.
+            ValueError: A family, a generation config or a length that cannot run, or
+                graphs without CUDA.
         """
         config = model.config.get_text_config()
         limit = longest_of(config)
@@ -80,6 +82,12 @@ class TransformersRunner:
         hold_frequencies(model)
         self.keep = self._family.keep
         self.cache = SlotCache.of(model, slots=slots, max_length=max_length)
+        self._ruled = Ruled(
+            Rules.of(model.generation_config),
+            slots=slots,
+            vocab_size=self.vocab_size,
+            device=model.device,
+        )
         self._passes = Passes(model, self._family, self.cache)
         self._seats = Seating(self.cache, slots=slots, max_length=max_length)
         self._steps: Eager | Fixed
@@ -171,7 +179,7 @@ class TransformersRunner:
                 held = self._held(prompt) if prompt.session else None
                 self._seats.take(slot, Sampler(prompt.sampling), held)
                 self._family.begin(self.model, prompt)
-            return self._prefill(self._seats[slot], prompt, start, stop)
+            return self._prefill(slot, prompt, start, stop)
 
     def decode(self, slots: Sequence[int]) -> list[Emitted | Exception]:
         """Run one token of each slot; return the next ones."""
@@ -183,11 +191,18 @@ class TransformersRunner:
             ]
             rows = small([seat.row for seat in seats], self.model.device)
             logits = self._steps.run(lanes, width)
-            emitted = choose(logits[rows], [seat.sampler for seat in seats])
-        for seat, made in zip(seats, emitted, strict=True):
+            made = logits[rows]
+            ruled = self._ruled.next(
+                slots,
+                [seat.token for seat in seats],
+                [seat.length + 1 for seat in seats],
+                made,
+            )
+            emitted = choose(ruled, [seat.sampler for seat in seats], made)
+        for seat, each in zip(seats, emitted, strict=True):
             seat.length += 1
-            if isinstance(made, Emitted):
-                self._draw(seat, made)
+            if isinstance(each, Emitted):
+                self._draw(seat, each)
         return emitted
 
     def free(self, slot: int) -> None:
@@ -209,14 +224,17 @@ class TransformersRunner:
         return Held(list(prompt.input_ids), pictures_of(self._family, prompt))
 
     def _prefill(
-        self, seat: Seat, prompt: Prompt, start: int, stop: int
+        self, slot: int, prompt: Prompt, start: int, stop: int
     ) -> Emitted | None:
+        seat = self._seats[slot]
         # Counted as filled before the pass, so that a failing one is zeroed, too.
         seat.length = stop
         hidden = self._passes.chunk(seat.row, prompt, start, stop)
         if stop < len(prompt.input_ids):
             return None
-        (emitted,) = choose(self._passes.head(hidden), [seat.sampler])
+        made = self._passes.head(hidden)
+        ruled = self._ruled.first(slot, prompt.input_ids, made)
+        (emitted,) = choose(ruled, [seat.sampler], made)
         if isinstance(emitted, Exception):
             raise emitted
         seat.delta = self._family.delta(prompt)

@@ -1,0 +1,164 @@
+"""Checkpoints that are not whole, or not what they say: a sentence, no wrong token."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+torch = pytest.importorskip("torch")
+transformers = pytest.importorskip("transformers")
+
+from engine_kit import Kit  # noqa: E402
+from safetensors.torch import load_file, save_file  # noqa: E402
+from typer.testing import CliRunner  # noqa: E402
+
+from lifecycle_engine.chats.chat_processor import ChatProcessor  # noqa: E402
+from lifecycle_engine.cli import cli  # noqa: E402
+from lifecycle_engine.models.families import family_of  # noqa: E402
+from lifecycle_engine.models.loading import load_model  # noqa: E402
+from lifecycle_engine.processor import BadChat, Chat, Message  # noqa: E402
+
+
+@pytest.fixture
+def copied(kits: Callable[[str], Kit], tmp_path: Path) -> Callable[..., Path]:
+    """A function that copies a checkpoint, with other values in its config."""
+
+    def copy(family: str, **values: Any) -> Path:
+        folder = tmp_path / "copy"
+        shutil.copytree(kits(family).folder, folder)
+        path = folder / "config.json"
+        path.write_text(json.dumps(json.loads(path.read_text()) | values))
+        return folder
+
+    return copy
+
+
+@pytest.mark.parametrize(
+    ("family", "name"),
+    [
+        ("qwen3", "lm_head"),
+        ("qwen3", "layers.1.self_attn.k_proj"),
+        ("llava", "multi_modal_projector.linear_1"),
+        ("qwen2_5_vl", "visual.merger"),
+    ],
+)
+def test_checkpoint_that_lacks_weights_is_refused(
+    copied: Callable[..., Path], family: str, name: str
+) -> None:
+    """Else they would be drawn at random, and differ from start to start."""
+    path = copied(family) / "model.safetensors"
+    weights = load_file(path)
+    fewer = {key: value for key, value in weights.items() if name not in key}
+    assert len(fewer) < len(weights)
+    save_file(fewer, path, metadata={"format": "pt"})
+    with pytest.raises(ValueError, match=rf"lacks \d+ of the .*{name}.*take a whole"):
+        load_model(path.parent, device="cpu", dtype="float32")
+
+
+@pytest.mark.parametrize(
+    "values",
+    [
+        {"vocab_size": 1000},
+        {"pad_token_id": 5000},
+        {"num_hidden_layers": 3},
+        {"output_attentions": True},
+        {"rope_parameters": {"rope_type": "su", "rope_theta": 1e4}},
+        {"quantization_config": {"quant_method": "gptq", "bits": 4}},
+        {"model_type": "qwen9"},
+    ],
+    ids=lambda values: next(iter(values)),
+)
+def test_whatever_transformers_raises_is_told_in_a_sentence(
+    copied: Callable[..., Path], values: dict[str, Any]
+) -> None:
+    """Its errors are of many types; one that is none of ours ends in a traceback."""
+    with pytest.raises(ValueError, match=r"transformers"):
+        load_model(copied("qwen3", **values), device="cpu", dtype="float32")
+
+
+def test_config_that_names_another_attention_is_served_all_the_same(
+    kits: Callable[[str], Kit], tmp_path: Path
+) -> None:
+    """Which would stand, and take our masks for numbers to be added."""
+    eager = {"_attn_implementation": "eager"}
+    kit = kits("qwen3").copied(tmp_path, config=eager)
+    prepared = [kit.prepare("see"), kit.prepare("and what of a longer one?")]
+    wanted = [kits("qwen3").generate(each) for each in prepared]
+    assert kit.serve(prepared, chunk=7) == wanted
+
+
+@pytest.mark.parametrize(
+    ("name", "options", "told"),
+    [
+        ("Mistral", {"sliding_window": 1}, "sliding_window of 1; known are 2"),
+        ("Mistral", {"sliding_window": 0}, "sliding_window of 0; known are 2"),
+        ("Qwen3", {"is_causal": False}, "see those behind them"),
+        ("Gemma", {"use_bidirectional_attention": True}, "see those behind them"),
+    ],
+)
+def test_model_whose_tokens_see_otherwise_is_refused(
+    name: str, options: dict[str, Any], told: str
+) -> None:
+    """It would run, and write other tokens than `generate`."""
+    config = getattr(transformers, f"{name}Config")(**options)
+    with pytest.raises(ValueError, match=told):
+        family_of(config)
+
+
+def test_layers_with_windows_of_no_size_are_refused() -> None:
+    """A first request would fail at what is no number."""
+    config = transformers.Qwen3Config(num_hidden_layers=1)
+    config.layer_types = ["sliding_attention"]
+    with pytest.raises(ValueError, match="sliding_window of None"):
+        family_of(config)
+
+
+def test_checkpoint_without_a_chat_template_is_refused(
+    copied: Callable[..., Path],
+) -> None:
+    """At its start: without one there is no request that it could serve."""
+    folder = copied("qwen3")
+    (folder / "chat_template.jinja").unlink()
+    with pytest.raises(ValueError, match="no chat template; put that of the model as"):
+        ChatProcessor(folder)
+
+
+def test_serve_says_in_a_line_why_a_checkpoint_is_none(
+    copied: Callable[..., Path],
+) -> None:
+    """And starts nothing."""
+    folder = copied("qwen3")
+    (folder / "chat_template.jinja").unlink()
+    result = CliRunner().invoke(cli, ["serve", "--checkpoint", str(folder)])
+    assert result.exit_code == 1
+    assert isinstance(result.exception, SystemExit)
+    assert f"{folder} cannot be served: the checkpoint has no chat" in result.stderr
+
+
+@pytest.mark.parametrize(
+    ("said", "told"),
+    [
+        ("'no system here'", "refuses the conversation: no system here$"),
+        ("message['content']", "refuses the conversation$"),
+    ],
+)
+def test_template_that_refuses_a_conversation_is_told(
+    copied: Callable[..., Path], said: str, told: str
+) -> None:
+    """In its own words, but for those that it takes from the conversation."""
+    folder = copied("qwen3")
+    (folder / "chat_template.jinja").write_text(
+        "{% for message in messages %}{% if message['role'] == 'system' %}"
+        "{{ raise_exception(" + said + ") }}{% endif %}{{ message['content'] }}"
+        "{% endfor %}"
+    )
+    processor = ChatProcessor(folder)
+    user = Message("user", ["hello"])
+    assert processor.prepare(Chat([user], max_tokens=1)).prompt_tokens > 0
+    with pytest.raises(BadChat, match=told):
+        processor.prepare(Chat([Message("system", ["zzzz"]), user], max_tokens=1))

@@ -37,7 +37,7 @@ class Books(Monitor):
     """A ledger, the tasks that stand in its line, and what is said to them."""
 
     _enforce: bool
-    _max_waiting: int | None
+    _max_waiting: float
 
     def __init__(
         self,
@@ -112,7 +112,7 @@ class Books(Monitor):
         if ledger.waiting or not ledger.fits(lease):
             # It will really wait, not only for its turn to run.
             most = self._max_waiting
-            if most is not None and ledger.waiting >= most:
+            if ledger.waiting >= most:
                 line = f"its line of {most} is full" if most else "nobody may wait"
                 how = f"has no room, and {line}"
                 raise self._refuse(lease, self._later(GateFull, how))

@@ -9,7 +9,7 @@ from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable
 from typing import TYPE_CHECKING, Any, Generic, Protocol, TypeVar
 from weakref import ref
 
-from ._amounts import expect, whole
+from ._amounts import cost as whole_cost, expect, whole
 from ._outcome import outcome_of
 from ._payload import Payload, forget_frames
 from ._stream import Stream
@@ -181,8 +181,7 @@ def _confirm(gate: Any, cost: Any, slots: Any, sessions: Any, key: Any) -> None:
         raise TypeError("cost is a plain function; to decorate, write @gate.admits()")
     if gate is None and (cost != 0 or slots != 1):
         raise TypeError("cost and slots are asked of a gate; name one by gate=")
-    whole("slots", slots)
-    whole("cost", 0 if callable(cost) else cost)
+    whole_cost(slots, whole("cost", 1 if callable(cost) else cost))
 
 
 def _name(function: object) -> str:

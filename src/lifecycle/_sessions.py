@@ -15,7 +15,7 @@ import anyio
 from anyio.abc import TaskGroup
 
 from . import events
-from ._amounts import seconds, whole
+from ._amounts import Unique, expect, seconds, whole
 from ._crew import Crew
 from ._decorators import Decorator, managed
 from ._errors import GateClosed, SessionExists, SessionNotFound
@@ -52,14 +52,15 @@ class SessionStatistics:
 
 
 @final
-class SessionRegistry:
+class SessionRegistry(Unique):
     """Opens sessions, and finishes what their owners left behind.
 
     ``async with SessionRegistry() as sessions:`` lives as long as the server, and all
-    else belongs to its event loop. It can be made before any loop runs, for decorators
-    to refer to, and be entered again once it was left. Starts and ENDs run in its task
-    group, so no cancellation of a request can tear them. Leaving ends every session
-    with ``"shutdown"`` and waits until each END is done or its time is up.
+    else belongs to its event loop: what changes a session raises `RuntimeError` in
+    another one, or in another thread. It can be made before any loop runs, for
+    decorators to refer to, and be entered again once it was left. Starts and ENDs run
+    in its task group, so no cancellation of a request can tear them. Leaving ends every
+    session with ``"shutdown"`` and waits until each END is done or its time is up.
 
     Args:
         end_timeout: Seconds that the END of one session may take.
@@ -102,6 +103,7 @@ class SessionRegistry:
             RuntimeError: The registry is not entered, or in another event loop.
         """
         self._confirm_here()
+        expect(isinstance(id_, str), "the id of a session is a string", id_)
         if self.draining:
             raise GateClosed("the server is shutting down; ask another one")
         if id_ in self._live:
@@ -157,7 +159,7 @@ class SessionRegistry:
         Raises:
             SessionNotFound: There is none.
         """
-        found = self._live.get(id_ or (key or "").rpartition("#")[0])
+        found = self._live.get((key or "").rpartition("#")[0] if id_ is None else id_)
         session = None if found is None else found()
         if session is None or key not in (None, session.key):
             raise SessionNotFound(f"no live session has id {key or id_!r}")
@@ -203,6 +205,8 @@ class SessionRegistry:
 
     def close_all(self, outcome: Outcome = "cancelled") -> int:
         """End every live session, of which none starts anything then; say how many."""
+        if outcome not in OUTCOMES:
+            raise ValueError(f"no session can end as {outcome!r}")
         sessions = self.live()
         for closing in self._closing if outcome == "shutdown" else ():
             for start in closing._starts:  # its caller has left, and it goes on
@@ -227,6 +231,7 @@ class SessionRegistry:
         Cancellation:
             At any time. Nothing is opened any more all the same.
         """
+        self._confirm_here()
         began, deadline = self._now(), seconds("deadline", deadline)
         self.draining = True
         if self._emit is not None:

@@ -1,8 +1,11 @@
 """Mistakes that everybody makes once are answered with the remedy."""
 
+import copy
 import logging
 import math
+import pickle
 import re
+from collections.abc import Awaitable, Callable
 from decimal import Decimal
 from functools import partial
 from typing import Any
@@ -24,6 +27,7 @@ from lifecycle import (
     scrub,
     strip,
 )
+from lifecycle.testing import assert_quiescent
 
 pytestmark = pytest.mark.anyio
 
@@ -251,6 +255,8 @@ async def test_names_session_that_is_or_is_not_there() -> None:
                 sessions.open("request-1")
         with pytest.raises(SessionNotFound, match="no live session has id 'request-1'"):
             sessions.get("request-1")
+        with sessions.open("") as nameless:
+            assert sessions.get("") is sessions.get(key=nameless.key) is nameless
 
 
 @pytest.mark.parametrize(
@@ -323,7 +329,10 @@ def test_refuses_what_managed_cannot_use_where_it_is_written(
 
 
 def test_refuses_cost_that_is_no_amount_where_it_is_written() -> None:
-    """A cost in words, or below nothing, is told with its name."""
+    """A cost in words, below nothing or of nothing is told with its name."""
+    with pytest.raises(ValueError, match="at least one slot or one byte"):
+        managed(gate=Gate(), slots=0)
+    managed(gate=Gate(), cost=bytes_of_call, slots=0)
     for odd, name in (({"cost": "5"}, "cost"), ({"slots": -1}, "slots")):
         with pytest.raises(ValueError, match=f"^{name} must be "):
             managed(gate=Gate(), **odd)  # type: ignore[arg-type]
@@ -372,18 +381,65 @@ async def test_refuses_registry_of_another_loop() -> None:
 
     async with SessionRegistry() as sessions:
         with sessions.open("a") as session:
+            waits: list[Callable[[], Awaitable[object]]] = [
+                partial(session.start, open_),
+                partial(sessions.cancel, "a"),
+                partial(sessions.drain, 0.0),
+                session.quiet,
+            ]
+            calls: list[Callable[[], object]] = [
+                partial(sessions.open, "b"),
+                session.close,
+                session.stop,
+                sessions.close_all,
+            ]
+
+            def refused() -> Any:
+                return pytest.raises(RuntimeError, match="the loop it was entered in")
 
             async def elsewhere() -> None:
-                with pytest.raises(RuntimeError, match="the loop it was entered in"):
-                    sessions.open("b")
-                with pytest.raises(RuntimeError, match="the loop it was entered in"):
-                    await session.start(open_)
+                for wait in waits:
+                    with refused(), anyio.fail_after(5):
+                        await wait()
+                for call in calls:
+                    with refused():
+                        call()
 
             for backend in ("asyncio", "trio"):
                 other = partial(anyio.run, elsewhere, backend=backend)
                 await anyio.to_thread.run_sync(other)
-            with pytest.raises(RuntimeError, match="the loop it was entered in"):
-                await anyio.to_thread.run_sync(sessions.open, "b")
+            for call in calls:
+                with refused():
+                    await anyio.to_thread.run_sync(call)
             assert session.phase == "open"
+            assert not sessions.draining
             await session.start(open_)
         assert sessions.statistics().opened == 1
+        assert not await anyio.to_thread.run_sync(session.close)  # it has ended
+
+
+async def test_refuses_id_that_is_no_string() -> None:
+    """A key that forgot to return would give all requests one id."""
+    async with SessionRegistry() as sessions:
+        with pytest.raises(TypeError, match="id of a session is a string, not NoneTyp"):
+            sessions.open(None)  # type: ignore[arg-type]
+        assert sessions.statistics().opened == 0
+
+
+async def test_refuses_outcome_that_there_is_not_while_nobody_is_there() -> None:
+    """A slip in a shutdown would show on the day when somebody is to be told."""
+    async with SessionRegistry() as sessions:
+        with pytest.raises(ValueError, match="no session can end as 'shutdwon'"):
+            sessions.close_all("shutdwon")  # type: ignore[arg-type]
+
+
+async def test_refuses_copies_of_what_keeps_accounts() -> None:
+    """A second gate would admit as much again; a second session would end it twice."""
+    gate = Gate(slots=1)
+    async with SessionRegistry() as sessions, Stream(words()) as stream:
+        with sessions.open("a") as session:
+            for one in (gate, sessions, session, stream):
+                for copied in (copy.copy, copy.deepcopy, pickle.dumps):
+                    with pytest.raises(TypeError, match=f"^a {type(one).__name__} can"):
+                        copied(one)
+    assert_quiescent(gate, sessions)

@@ -159,7 +159,7 @@ class SessionRegistry(Unique):
         Raises:
             SessionNotFound: There is none.
         """
-        found = self._live.get((key or "").rpartition("#")[0] if id_ is None else id_)
+        found = self._live.get(id_ or (key or "").rpartition("#")[0])
         session = None if found is None else found()
         if session is None or key not in (None, session.key):
             raise SessionNotFound(f"no live session has id {key or id_!r}")

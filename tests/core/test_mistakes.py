@@ -255,8 +255,6 @@ async def test_names_session_that_is_or_is_not_there() -> None:
                 sessions.open("request-1")
         with pytest.raises(SessionNotFound, match="no live session has id 'request-1'"):
             sessions.get("request-1")
-        with sessions.open("") as nameless:
-            assert sessions.get("") is sessions.get(key=nameless.key) is nameless
 
 
 @pytest.mark.parametrize(

@@ -58,8 +58,6 @@ class Books(Monitor):
         # Tasks inside `with lease:` blocks, and the leases of these.
         self._inside: dict[object, tuple[Lease, ...]] = {}
 
-    # The way in.
-
     @writes
     def _request(
         self, slots: int, nbytes: int, key: str | None, priority: int, wait: object
@@ -152,8 +150,6 @@ class Books(Monitor):
             self._tell(LeaseGranted, lease, waited_s=self._now() - began)
             self._drain()
 
-    # The ways out.
-
     def _time_out(self, lease: Lease, max_wait: float) -> None:
         # Where the grant came in the same moment, the grant wins.
         if lease._state != HELD and lease not in self._answers:
@@ -201,8 +197,6 @@ class Books(Monitor):
         for lease, refusal in answers.items():
             self._answers[lease] = self._refuse(lease, refusal)
             lease._waiter.wake()
-
-    # Who is inside, and what is said.
 
     def _enter_block(self, task: object, lease: Lease) -> None:
         self._inside[task] = (*self._inside.get(task, ()), lease)

@@ -16,7 +16,7 @@ from anyio.lowlevel import checkpoint
 from ._amounts import Unique
 from ._errors import SessionEnded
 from ._lease import Lease
-from ._outcome import OUTCOMES, outcome_of
+from ._outcome import expect_outcome, outcome_of
 from ._payload import Payload, forget_frames
 from ._start import End, Open, Pairs, Start, begin, results
 from ._stream import Stream
@@ -193,10 +193,7 @@ class Session(Unique):
         self._close(outcome, stop=True)
 
     def _close(self, outcome: Outcome, *, stop: bool) -> bool:
-        if outcome not in OUTCOMES:
-            raise ValueError(
-                f"no session can end as {outcome!r}; use one of {', '.join(OUTCOMES)}"
-            )
+        expect_outcome(outcome)
         if self.outcome is not None:
             return False
         registry = self._registry

@@ -17,12 +17,16 @@ import lifecycle
 from lifecycle import (
     AdmissionTimeout,
     CostTooLarge,
+    EngineLost,
     Gate,
     GateFull,
+    LifecycleError,
+    SessionEnded,
     SessionExists,
     SessionNotFound,
     SessionRegistry,
     Stream,
+    StreamTimeout,
     managed,
     scrub,
     strip,
@@ -414,6 +418,7 @@ async def test_refuses_registry_of_another_loop() -> None:
             await session.start(open_)
         assert sessions.statistics().opened == 1
         assert not await anyio.to_thread.run_sync(session.close)  # it has ended
+    assert await sessions.drain(0.0) == 0  # as a server may that is half down
 
 
 async def test_refuses_id_that_is_no_string() -> None:
@@ -429,6 +434,26 @@ async def test_refuses_outcome_that_there_is_not_while_nobody_is_there() -> None
     async with SessionRegistry() as sessions:
         with pytest.raises(ValueError, match="no session can end as 'shutdwon'"):
             sessions.close_all("shutdwon")  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        StreamTimeout("late", deadline="idle"),
+        SessionEnded("over", outcome="shutdown"),
+        EngineLost("gone", reason="killed", retry_after=2.0),
+        GateFull("full", retry_after=1.5),
+        AdmissionTimeout("slow", retry_after=1.5),
+    ],
+    ids=lambda error: type(error).__name__,
+)
+def test_sends_errors_to_another_process_whole(error: LifecycleError) -> None:
+    """One that cannot be read back breaks a whole pool of processes."""
+    error.add_note("said by a test")
+    for copied in (copy.copy, copy.deepcopy, lambda e: pickle.loads(pickle.dumps(e))):
+        other = copied(error)
+        assert (type(other), str(other)) == (type(error), str(error))
+        assert vars(other) == vars(error)
 
 
 async def test_refuses_copies_of_what_keeps_accounts() -> None:

@@ -138,6 +138,8 @@ def test_names_no_payload_when_scrub_lacks_its_parentheses() -> None:
         async def describe(picture: Any) -> Any:
             yield picture
 
+    with pytest.raises(TypeError, match=r'write @scrub\("picture"\)'):
+        scrub("picture", SECRET.encode())  # type: ignore[arg-type]
     with pytest.raises(TypeError) as mistake:
         scrub("picture")(SECRET)  # type: ignore[arg-type]
     assert SECRET not in str(mistake.value)

@@ -131,6 +131,12 @@ class TestScrub:
             assert [item async for item in look()] == [(2, b"blank", 3)]
         assert [item async for item in look(1, b"mine")] == [(1, b"mine", 3)]
 
+        @scrub("image")
+        async def alone(image: Any = b"blank") -> AsyncGenerator[object, None]:
+            yield image.take()
+
+        assert [item async for item in alone()] == [b"blank"]
+
     async def test_boxes_methods_and_free_keywords(self) -> None:
         """The receiver is not counted, and names may come by **kwargs."""
 

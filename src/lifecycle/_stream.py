@@ -181,8 +181,7 @@ class Stream(Unique, Generic[T_co]):
 
     def _lose(self) -> bool:
         """End in a finaliser, in whatever thread; tell whether that is a loss."""
-        owed = bool(self._on_close)
-        if owed:
+        if owed := bool(self._on_close):
             self._finish(None)
         return owed
 

@@ -25,7 +25,7 @@ ARROWS: dict[str, set[str]] = {
     "_lease": {"_ledger"} | FLOOR,
     "_books": {"_lease", "_ledger"} | FLOOR,
     # Payloads and streams know nothing of gates.
-    "_payload": set(),
+    "_payload": {"_amounts"},
     "_stream": {"_amounts"},
     "_watchdog": {"_stream", "_errors", "_amounts"},
     # Sessions know starts, a start knows its lease; nothing knows the registry.

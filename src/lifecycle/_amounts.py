@@ -1,9 +1,11 @@
-"""Numbers that users give, checked before anything is done with them."""
+"""What users give and do, checked before anything comes of it."""
 
 from __future__ import annotations
 
 import math
 import operator
+import warnings
+from typing import Any
 
 
 def whole(name: str, amount: object) -> int:
@@ -34,6 +36,19 @@ def cost(slots: object, nbytes: object) -> tuple[int, int]:
     if whole_cost == (0, 0):
         raise ValueError("a request must cost at least one slot or one byte")
     return whole_cost
+
+
+class Unique:
+    """Base of what has an account with somebody, who would take two of it for one."""
+
+    __slots__ = ()
+
+    def __reduce__(self) -> str | tuple[Any, ...]:
+        what = type(self).__name__
+        raise TypeError(f"a {what} cannot be pickled or copied; pass it on as it is")
+
+    def _warn(self, of_loss: str) -> None:
+        warnings.warn(of_loss, ResourceWarning, stacklevel=3, source=self)
 
 
 def expect(met: bool, what: str, given: object) -> None:  # noqa: FBT001

@@ -37,7 +37,7 @@ class Books(Monitor):
     """A ledger, the tasks that stand in its line, and what is said to them."""
 
     _enforce: bool
-    _max_waiting: int | None
+    _max_waiting: float
 
     def __init__(
         self,
@@ -57,8 +57,6 @@ class Books(Monitor):
         self._answers: dict[Lease, Refused] = {}
         # Tasks inside `with lease:` blocks, and the leases of these.
         self._inside: dict[object, tuple[Lease, ...]] = {}
-
-    # The way in.
 
     @writes
     def _request(
@@ -112,7 +110,7 @@ class Books(Monitor):
         if ledger.waiting or not ledger.fits(lease):
             # It will really wait, not only for its turn to run.
             most = self._max_waiting
-            if most is not None and ledger.waiting >= most:
+            if ledger.waiting >= most:
                 line = f"its line of {most} is full" if most else "nobody may wait"
                 how = f"has no room, and {line}"
                 raise self._refuse(lease, self._later(GateFull, how))
@@ -151,8 +149,6 @@ class Books(Monitor):
         if self._emit is not None:
             self._tell(LeaseGranted, lease, waited_s=self._now() - began)
             self._drain()
-
-    # The ways out.
 
     def _time_out(self, lease: Lease, max_wait: float) -> None:
         # Where the grant came in the same moment, the grant wins.
@@ -201,8 +197,6 @@ class Books(Monitor):
         for lease, refusal in answers.items():
             self._answers[lease] = self._refuse(lease, refusal)
             lease._waiter.wake()
-
-    # Who is inside, and what is said.
 
     def _enter_block(self, task: object, lease: Lease) -> None:
         self._inside[task] = (*self._inside.get(task, ()), lease)

@@ -9,7 +9,7 @@ from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable
 from typing import TYPE_CHECKING, Any, Generic, Protocol, TypeVar
 from weakref import ref
 
-from ._amounts import expect, whole
+from ._amounts import cost as whole_cost, expect, whole
 from ._outcome import outcome_of
 from ._payload import Payload, forget_frames
 from ._stream import Stream
@@ -64,16 +64,15 @@ def scrub(
                 f"{_name(function)} is not an async generator function; a coroutine "
                 f"function that returns a stream is decorated with @managed(scrub=...)"
             )
-        _visible, bind = _boxing(function, names)
+        visible, bind = _boxing(function, names)
 
         # A plain function: its frame is gone before iteration begins.
-        @functools.wraps(function)
         def call(*args: Any, **kwargs: Any) -> Scrubbed[T]:
             bound, held = bind(*args, **kwargs)
             generator = function(*bound.args, **bound.kwargs)
             return Scrubbed(generator, held, generator.__anext__)
 
-        return call
+        return _wrapped(function, call, visible)
 
     return decorate
 
@@ -133,7 +132,6 @@ def managed(
             )
         visible, bind = _boxing(function, names, given)
 
-        @functools.wraps(function)
         def call(*args: Any, **kwargs: Any) -> Stream[Any]:
             bound, held = bind(*args, **kwargs)
             nbytes = cost(*args, **kwargs) if callable(cost) else cost
@@ -163,10 +161,23 @@ def managed(
 
             return _ManagedStream(first_item, held)
 
-        call.__signature__ = visible  # type: ignore[attr-defined]
-        return call
+        return _wrapped(function, call, visible)
 
     return decorate
+
+
+def _wrapped(function: Any, call: Any, seen: inspect.Signature) -> Callable[..., Any]:
+    @functools.wraps(function)
+    def whole(*args: Any, **kwargs: Any) -> Any:
+        try:
+            return call(*args, **kwargs)
+        except BaseException as error:
+            del args, kwargs  # with these, an error that is kept keeps the payload
+            forget_frames(error)
+            raise
+
+    whole.__signature__ = seen  # type: ignore[attr-defined]
+    return whole
 
 
 def _confirm(gate: Any, cost: Any, slots: Any, sessions: Any, key: Any) -> None:
@@ -181,8 +192,7 @@ def _confirm(gate: Any, cost: Any, slots: Any, sessions: Any, key: Any) -> None:
         raise TypeError("cost is a plain function; to decorate, write @gate.admits()")
     if gate is None and (cost != 0 or slots != 1):
         raise TypeError("cost and slots are asked of a gate; name one by gate=")
-    whole("slots", slots)
-    whole("cost", 0 if callable(cost) else cost)
+    whole_cost(slots, whole("cost", 1 if callable(cost) else cost))
 
 
 def _name(function: object) -> str:
@@ -206,11 +216,8 @@ def _boxing(
     of_kind = {p.kind: p.name for p in seen}
     rest = of_kind.get(inspect.Parameter.VAR_KEYWORD, "")
     # What a caller leaves out travels in a box, too; most leave out `None`.
-    fill = any(
-        p.default is not None and p.default is not p.empty
-        for p in seen
-        if p.name in names
-    )
+    defaults = [p.default for p in seen if p.name in names]
+    fill = any(d is not None and d is not inspect.Parameter.empty for d in defaults)
     collecting = (rest, of_kind.get(inspect.Parameter.VAR_POSITIONAL))
     for name in names:
         if name in collecting or not (rest or name in visible.parameters):
@@ -256,17 +263,13 @@ class Scrubbed(Generic[T]):
     def __aiter__(self) -> AsyncIterator[T]:
         return self
 
-    def hand_off(self) -> None:
-        """Clear what is left in the boxes. Idempotent."""
-        _give_up(self._held)
-
     async def aclose(self) -> None:
         """Clear the boxes and close the generator.
 
         Cancellation:
             Goes through to the generator.
         """
-        self.hand_off()
+        _give_up(self._held)
         if self._inner is not None:
             await self._inner.aclose()
 

@@ -14,6 +14,11 @@ Reason = Literal["full", "timeout", "closed", "too_large"]
 class LifecycleError(Exception):
     """Root of every error that the library raises on purpose."""
 
+    def __reduce__(self) -> tuple[object, ...]:
+        # A pool of processes sends errors on, and some ask for more than words.
+        new = type(self).__new__
+        return new, (type(self),), {"args": self.args, **vars(self)}
+
 
 class Refused(LifecycleError):
     """A request was not admitted; it holds nothing and owes nothing.

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, Final, Literal, final
 
 import anyio
 
-from ._amounts import cost, limit, seconds_or_none, whole
+from ._amounts import Unique, cost, limit, seconds_or_none
 from ._books import Books
 from ._decorators import Decorator, managed
 from ._fair import Fair
@@ -76,7 +76,7 @@ class GateStatistics:
 
 
 @final
-class Gate(Books):
+class Gate(Unique, Books):
     """Admits requests in the order they come, as far as slots and bytes reach.
 
     One gate guards one lifetime. Payload memory until hand-off and requests in
@@ -132,9 +132,7 @@ class Gate(Books):
         super().__init__(name, ledger, guarded(observer), now)
         self._enforce = enforce
         self._max_wait = seconds_or_none("max_wait", max_wait)
-        self._max_waiting = (
-            None if max_waiting is None else whole("max_waiting", max_waiting)
-        )
+        self._max_waiting = limit("max_waiting", max_waiting)
 
     async def admit(
         self,
@@ -244,14 +242,14 @@ class Gate(Books):
 
     def _read(self) -> GateStatistics:
         ledger = self._ledger
-        slots, nbytes = ledger.slots, ledger.nbytes
+        slots, nbytes, longest = ledger.slots, ledger.nbytes, self._max_waiting
         return GateStatistics(
             slots=None if slots == math.inf else int(slots),
             slots_in_use=ledger.slots_in_use,
             bytes=None if nbytes == math.inf else int(nbytes),
             bytes_in_use=ledger.bytes_in_use,
             waiting=ledger.waiting,
-            max_waiting=self._max_waiting,
+            max_waiting=None if longest == math.inf else int(longest),
             admitted=ledger.admitted,
             refused=self._refused,
             cancelled=ledger.withdrawn - self._timed_out,

@@ -5,11 +5,10 @@
 from __future__ import annotations
 
 import sys
-import warnings
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Self, final
 
-from ._amounts import whole
+from ._amounts import Unique, whole
 from ._ledger import HELD
 from ._monitor import writes
 from ._park import current_task
@@ -22,7 +21,7 @@ if TYPE_CHECKING:
 
 @final
 @dataclass(slots=True, weakref_slot=True, init=False, eq=False, repr=False)
-class Lease:
+class Lease(Unique):
     """What one admitted request holds, from `Gate.admit` until hand-off.
 
     Use it as a context manager, or call `release` yourself. A lease may be
@@ -115,18 +114,9 @@ class Lease:
         if self._state == HELD and not sys.is_finalizing():
             gate = self._gate
             gate._change(gate._take_back, self, True)
-            warnings.warn(
-                f"a lease of {self.slots} slots and {self.bytes} bytes of gate "
-                f"{gate.name!r} was never released; use it in a with block, or "
-                f"call release()",
-                ResourceWarning,
-                stacklevel=2,
-                source=self,
-            )
-
-    def __reduce__(self) -> str | tuple[object, ...]:
-        # Two of them would give back twice what was granted once.
-        raise TypeError("a Lease cannot be pickled or copied; pass it on as it is")
+            what = f"a lease of {self.slots} slots and {self.bytes} bytes of gate "
+            what += f"{gate.name!r} was never released"
+            self._warn(f"{what}; use it in a with block, or call release()")
 
     def __repr__(self) -> str:
         how = "held" if self.held else "not held"

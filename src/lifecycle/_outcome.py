@@ -12,6 +12,14 @@ from .events import Outcome
 OUTCOMES: Final[tuple[Outcome, ...]] = get_args(Outcome)
 
 
+def expect_outcome(outcome: object) -> None:
+    """Raise unless there is such an *outcome*."""
+    if outcome not in OUTCOMES:
+        raise ValueError(
+            f"no session can end as {outcome!r}; use one of {', '.join(OUTCOMES)}"
+        )
+
+
 def outcome_of(exc: BaseException | None, cancelled_as: Outcome) -> Outcome:
     """What a session that is left by *exc* is counted as.
 

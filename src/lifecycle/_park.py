@@ -191,8 +191,7 @@ def current_loop() -> object | None:
 def loop_post() -> Callable[[Callable[[], object]], None]:
     """What runs a function in the running loop, soon, from any thread."""
     loop: Any = current_loop()
-    on_trio = not hasattr(loop, "call_soon_threadsafe")
-    post = loop.run_sync_soon if on_trio else loop.call_soon_threadsafe
+    post = getattr(loop, "call_soon_threadsafe", None) or loop.run_sync_soon
 
     def post_soon(call: Callable[[], object]) -> None:
         # After the end of the loop nothing is left to do. Trio's

@@ -13,6 +13,8 @@ from array import array
 from collections.abc import Callable, Iterable, MutableMapping, MutableSequence
 from typing import Any, Final, Generic, Literal, TypeVar, cast, final
 
+from ._amounts import Unique, whole
+
 T = TypeVar("T")
 
 _GONE: Final[Any] = object()
@@ -48,7 +50,7 @@ def forget_frames(error: BaseException) -> None:
 
 
 @final
-class Payload(Generic[T]):
+class Payload(Unique, Generic[T]):
     """A box that gives its value away once.
 
     Put the value in where it is created and pass the box around. Whoever hands
@@ -59,6 +61,9 @@ class Payload(Generic[T]):
         value: Anything. The box must be its only holder for the promise to hold.
         nbytes: Size of the value in bytes, for accounting.
         on_release: Called once, with how the box was emptied.
+
+    Raises:
+        ValueError: *nbytes* is negative or not a whole number.
     """
 
     __slots__ = ("__weakref__", "_on_release", "_value", "nbytes")
@@ -73,7 +78,7 @@ class Payload(Generic[T]):
         on_release: Callable[[Literal["taken", "cleared"]], None] | None = None,
     ) -> None:
         self._value = value
-        self.nbytes = nbytes
+        self.nbytes = whole("nbytes", nbytes)
         self._on_release = on_release
 
     @property
@@ -103,9 +108,6 @@ class Payload(Generic[T]):
             if on_release is not None:
                 on_release(how)
         return value
-
-    def __reduce__(self) -> str | tuple[Any, ...]:
-        raise TypeError("a Payload cannot be pickled or copied; send what take() gives")
 
     def __repr__(self) -> str:
         return f"<Payload of {self.nbytes} bytes{', taken' if self.taken else ''}>"

@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 import sys
-import warnings
 from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass, field
 from functools import partial
@@ -14,10 +13,10 @@ from weakref import ref
 import anyio
 from anyio.lowlevel import checkpoint
 
-from ._amounts import whole
+from ._amounts import Unique
 from ._errors import SessionEnded
 from ._lease import Lease
-from ._outcome import OUTCOMES, outcome_of
+from ._outcome import expect_outcome, outcome_of
 from ._payload import Payload, forget_frames
 from ._start import End, Open, Pairs, Start, begin, results
 from ._stream import Stream
@@ -32,7 +31,7 @@ T = TypeVar("T")
 
 @final
 @dataclass(slots=True, weakref_slot=True, eq=False, repr=False)
-class Session:
+class Session(Unique):
     """One request of one client, from `SessionRegistry.open` until its end.
 
     Entered with ``with`` by the task that works on the request. Leaving never
@@ -74,15 +73,14 @@ class Session:
         Raises:
             ValueError: *nbytes* is negative or not a whole number.
         """
-        place, nbytes = object(), whole("nbytes", nbytes)
-        release = partial(self._unboxed, place, nbytes)
+        release = partial(self._unboxed, place := object())
         self._boxes[place] = payload = Payload(value, nbytes=nbytes, on_release=release)
         if self.outcome is not None:
             payload.clear()
         return payload
 
-    def _unboxed(self, place: object, nbytes: int, how: Any) -> None:
-        del self._boxes[place]
+    def _unboxed(self, place: object, how: Any) -> None:
+        nbytes = self._boxes.pop(place).nbytes
         if self._registry._emit is not None:
             event = PayloadReleased(session=self.id, bytes=nbytes, how=how)
             self._registry._emit(event)
@@ -195,14 +193,12 @@ class Session:
         self._close(outcome, stop=True)
 
     def _close(self, outcome: Outcome, *, stop: bool) -> bool:
-        if outcome not in OUTCOMES:
-            raise ValueError(
-                f"no session can end as {outcome!r}; use one of {', '.join(OUTCOMES)}"
-            )
+        expect_outcome(outcome)
         if self.outcome is not None:
             return False
-        self.outcome, self._stopped = outcome, stop
         registry = self._registry
+        registry._confirm_here()
+        self.outcome, self._stopped = outcome, stop
         del registry._live[self.id]
         registry._outcomes[outcome] += 1
         registry._closing.add(self)
@@ -238,6 +234,7 @@ class Session:
         if self.phase == "quiet":
             await checkpoint()
             return
+        self._registry._confirm_here()
         self._quiet = self._quiet or anyio.Event()
         await self._quiet.wait()
 
@@ -290,13 +287,9 @@ class Session:
     def __del__(self) -> None:
         if self.outcome is None and not sys.is_finalizing():
             self._lose()
-            warnings.warn(
-                f"session {self.key!r} was dropped without being closed; enter it "
-                f"with a with block, or keep it and call close()",
-                ResourceWarning,
-                stacklevel=2,
-                source=self,
-            )
+            what = f"session {self.key!r} was dropped without being closed"
+            how = "enter it with a with block, or keep it and call close()"
+            self._warn(f"{what}; {how}")
 
     def __repr__(self) -> str:
         return f"<Session {self.key!r} {self.outcome or self.phase}>"

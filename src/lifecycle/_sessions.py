@@ -15,11 +15,11 @@ import anyio
 from anyio.abc import TaskGroup
 
 from . import events
-from ._amounts import seconds, whole
+from ._amounts import Unique, expect, seconds, whole
 from ._crew import Crew
 from ._decorators import Decorator, managed
 from ._errors import GateClosed, SessionExists, SessionNotFound
-from ._outcome import OUTCOMES
+from ._outcome import OUTCOMES, expect_outcome
 from ._park import current_loop, current_task, loop_clock, loop_post
 from ._session import Session
 from ._watchdog import Watchdog
@@ -52,14 +52,14 @@ class SessionStatistics:
 
 
 @final
-class SessionRegistry:
+class SessionRegistry(Unique):
     """Opens sessions, and finishes what their owners left behind.
 
-    ``async with SessionRegistry() as sessions:`` lives as long as the server, and all
-    else belongs to its event loop. It can be made before any loop runs, for decorators
-    to refer to, and be entered again once it was left. Starts and ENDs run in its task
-    group, so no cancellation of a request can tear them. Leaving ends every session
-    with ``"shutdown"`` and waits until each END is done or its time is up.
+    ``async with SessionRegistry() as sessions:`` lives as long as the server;
+    another event loop or thread gets a `RuntimeError`. It can be made before any loop
+    runs, for decorators to refer to, and be entered again once it was left. Starts and
+    ENDs run in its task group: no cancellation of a request can tear them. Leaving ends
+    all sessions with ``"shutdown"`` and waits until each END is done or out of time.
 
     Args:
         end_timeout: Seconds that the END of one session may take.
@@ -102,12 +102,12 @@ class SessionRegistry:
             RuntimeError: The registry is not entered, or in another event loop.
         """
         self._confirm_here()
+        expect(isinstance(id_, str), "the id of a session is a string", id_)
         if self.draining:
             raise GateClosed("the server is shutting down; ask another one")
         if id_ in self._live:
-            raise SessionExists(
-                f"a live session has id {id_!r}; choose another, or wait for its end"
-            )
+            found = f"a live session has id {id_!r}"
+            raise SessionExists(f"{found}; choose another, or wait for its end")
         self._opened = number = self._opened + 1
         session = Session(self, id_, number, f"{id_}#{number}", self._now())
         self._live[id_] = ref(session)
@@ -157,8 +157,7 @@ class SessionRegistry:
         Raises:
             SessionNotFound: There is none.
         """
-        found = self._live.get(id_ or (key or "").rpartition("#")[0])
-        session = None if found is None else found()
+        session = self._live.get(id_ or (key or "").rpartition("#")[0], lambda: None)()
         if session is None or key not in (None, session.key):
             raise SessionNotFound(f"no live session has id {key or id_!r}")
         return session
@@ -197,12 +196,12 @@ class SessionRegistry:
         Cancellation:
             The session is ended all the same; only the waiting stops.
         """
-        session = self.get(id_)
-        session.stop()
+        (session := self.get(id_)).stop()
         await session.quiet()
 
     def close_all(self, outcome: Outcome = "cancelled") -> int:
         """End every live session, of which none starts anything then; say how many."""
+        expect_outcome(outcome)
         sessions = self.live()
         for closing in self._closing if outcome == "shutdown" else ():
             for start in closing._starts:  # its caller has left, and it goes on
@@ -227,6 +226,8 @@ class SessionRegistry:
         Cancellation:
             At any time. Nothing is opened any more all the same.
         """
+        if self._tasks is not None:
+            self._confirm_here()
         began, deadline = self._now(), seconds("deadline", deadline)
         self.draining = True
         if self._emit is not None:
@@ -257,9 +258,8 @@ class SessionRegistry:
         kind = type(error).__name__
         # Not its words: they are the user's, and may be about a payload.
         *_, (frame, line) = walk_tb(error.__traceback__)
-        place = f"{frame.f_code.co_filename}:{line}"
-        words = "END of session %r failed with %s at %s; the engine may still hold it"
-        _log.warning(words, session.key, kind, place)
+        text = "END of session %r failed with %s at %s:%s; the engine may still hold it"
+        _log.warning(text, session.key, kind, frame.f_code.co_filename, line)
         self._ends_failed += 1
         self._quarantined[session.key] = session.id
         if len(self._quarantined) > self._max_quarantined:

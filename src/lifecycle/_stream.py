@@ -4,21 +4,20 @@ from __future__ import annotations
 
 import logging
 import sys
-import warnings
 from collections.abc import AsyncIterator, Callable, Iterable
 from contextlib import ExitStack
 from typing import Any, Generic, Self, TypeVar
 
 import anyio
 
-from ._amounts import expect, seconds
+from ._amounts import Unique, expect, seconds
 
 T_co = TypeVar("T_co", covariant=True)
 
 _log = logging.getLogger("lifecycle")
 
 
-class Stream(Generic[T_co]):
+class Stream(Unique, Generic[T_co]):
     """Owns an asynchronous iterator, so that it always ends, and ends here.
 
     Python leaves a loop that is broken off to the garbage collector, which ends
@@ -182,20 +181,14 @@ class Stream(Generic[T_co]):
 
     def _lose(self) -> bool:
         """End in a finaliser, in whatever thread; tell whether that is a loss."""
-        owed = bool(self._on_close)
-        if owed:
+        if owed := bool(self._on_close):
             self._finish(None)
         return owed
 
     def __del__(self) -> None:
         if not (self.closed or sys.is_finalizing()) and self._lose():
-            warnings.warn(
-                f"a stream was dropped after {self.items} items without being "
-                f"closed; use it in an async with block",
-                ResourceWarning,
-                stacklevel=2,
-                source=self,
-            )
+            what = f"a stream was dropped after {self.items} items without being closed"
+            self._warn(f"{what}; use it in an async with block")
 
     def __repr__(self) -> str:
         state = "idle" if self.items else "new"

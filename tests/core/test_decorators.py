@@ -23,6 +23,7 @@ from lifecycle import (
     SessionExists,
     SessionRegistry,
     managed,
+    scrub,
 )
 from lifecycle.testing import Attempt, assert_quiescent, cancel_everywhere
 
@@ -462,6 +463,57 @@ def test_leaks_nothing_when_cancelled_anywhere(form: str) -> None:
 
     points = cancel_everywhere(scenario, double=True)
     assert min(points.values()) >= 8
+
+
+@pytest.mark.parametrize("odd", ["cost", "key", "argument", "argument of scrub"])
+def test_keeps_no_payload_for_an_error_of_the_call(
+    no_collector: None, odd: str
+) -> None:
+    """What `cost` or `key` raises, or who calls amiss, may be kept for long."""
+    known: list[weakref.ref[Tensor]] = []
+
+    def watched() -> Tensor:
+        tensor = Tensor()
+        known.append(weakref.ref(tensor))
+        return tensor
+
+    def fail(image: object) -> Any:
+        raise LookupError
+
+    async def look(image: Any) -> AsyncGenerator[object, None]:
+        yield image
+
+    describe: Any = managed(
+        gate=Gate(slots=1),
+        cost=fail if odd == "cost" else 1,
+        sessions=SessionRegistry(),
+        key=fail if odd == "key" else repr,
+        scrub="image",
+    )(look)
+    if odd == "argument of scrub":
+        describe = scrub("image")(look)
+    more = {"more": 1} if odd.startswith("argument") else {}
+    with pytest.raises((LookupError, TypeError)) as kept:
+        describe(watched(), **more)
+    assert known[0]() is None
+    assert kept.value.__traceback__ is not None
+
+
+@pytest.mark.anyio
+async def test_keeps_no_argument_that_its_function_lets_go(no_collector: None) -> None:
+    """Of what is in no box, either, there is no second holder."""
+    gone: list[bool] = []
+
+    @managed()
+    async def look(tensor: Tensor) -> AsyncGenerator[int, None]:
+        known = weakref.ref(tensor)
+        del tensor
+        gone.append(known() is None)
+        yield 1
+
+    async with look(Tensor()) as stream:
+        assert [item async for item in stream] == [1]
+    assert gone == [True]
 
 
 def test_is_what_it_was() -> None:

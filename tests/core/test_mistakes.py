@@ -1,8 +1,11 @@
 """Mistakes that everybody makes once are answered with the remedy."""
 
+import copy
 import logging
 import math
+import pickle
 import re
+from collections.abc import Awaitable, Callable
 from decimal import Decimal
 from functools import partial
 from typing import Any
@@ -14,16 +17,21 @@ import lifecycle
 from lifecycle import (
     AdmissionTimeout,
     CostTooLarge,
+    EngineLost,
     Gate,
     GateFull,
+    LifecycleError,
+    SessionEnded,
     SessionExists,
     SessionNotFound,
     SessionRegistry,
     Stream,
+    StreamTimeout,
     managed,
     scrub,
     strip,
 )
+from lifecycle.testing import assert_quiescent
 
 pytestmark = pytest.mark.anyio
 
@@ -130,6 +138,8 @@ def test_names_no_payload_when_scrub_lacks_its_parentheses() -> None:
         async def describe(picture: Any) -> Any:
             yield picture
 
+    with pytest.raises(TypeError, match=r'write @scrub\("picture"\)'):
+        scrub("picture", SECRET.encode())  # type: ignore[arg-type]
     with pytest.raises(TypeError) as mistake:
         scrub("picture")(SECRET)  # type: ignore[arg-type]
     assert SECRET not in str(mistake.value)
@@ -323,7 +333,10 @@ def test_refuses_what_managed_cannot_use_where_it_is_written(
 
 
 def test_refuses_cost_that_is_no_amount_where_it_is_written() -> None:
-    """A cost in words, or below nothing, is told with its name."""
+    """A cost in words, below nothing or of nothing is told with its name."""
+    with pytest.raises(ValueError, match="at least one slot or one byte"):
+        managed(gate=Gate(), slots=0)
+    managed(gate=Gate(), cost=bytes_of_call, slots=0)
     for odd, name in (({"cost": "5"}, "cost"), ({"slots": -1}, "slots")):
         with pytest.raises(ValueError, match=f"^{name} must be "):
             managed(gate=Gate(), **odd)  # type: ignore[arg-type]
@@ -372,18 +385,86 @@ async def test_refuses_registry_of_another_loop() -> None:
 
     async with SessionRegistry() as sessions:
         with sessions.open("a") as session:
+            waits: list[Callable[[], Awaitable[object]]] = [
+                partial(session.start, open_),
+                partial(sessions.cancel, "a"),
+                partial(sessions.drain, 0.0),
+                session.quiet,
+            ]
+            calls: list[Callable[[], object]] = [
+                partial(sessions.open, "b"),
+                session.close,
+                session.stop,
+                sessions.close_all,
+            ]
+
+            def refused() -> Any:
+                return pytest.raises(RuntimeError, match="the loop it was entered in")
 
             async def elsewhere() -> None:
-                with pytest.raises(RuntimeError, match="the loop it was entered in"):
-                    sessions.open("b")
-                with pytest.raises(RuntimeError, match="the loop it was entered in"):
-                    await session.start(open_)
+                for wait in waits:
+                    with refused(), anyio.fail_after(5):
+                        await wait()
+                for call in calls:
+                    with refused():
+                        call()
 
             for backend in ("asyncio", "trio"):
                 other = partial(anyio.run, elsewhere, backend=backend)
                 await anyio.to_thread.run_sync(other)
-            with pytest.raises(RuntimeError, match="the loop it was entered in"):
-                await anyio.to_thread.run_sync(sessions.open, "b")
+            for call in calls:
+                with refused():
+                    await anyio.to_thread.run_sync(call)
             assert session.phase == "open"
+            assert not sessions.draining
             await session.start(open_)
         assert sessions.statistics().opened == 1
+        assert not await anyio.to_thread.run_sync(session.close)  # it has ended
+    assert await sessions.drain(0.0) == 0  # as a server may that is half down
+
+
+async def test_refuses_id_that_is_no_string() -> None:
+    """A key that forgot to return would give all requests one id."""
+    async with SessionRegistry() as sessions:
+        with pytest.raises(TypeError, match="id of a session is a string, not NoneTyp"):
+            sessions.open(None)  # type: ignore[arg-type]
+        assert sessions.statistics().opened == 0
+
+
+async def test_refuses_outcome_that_there_is_not_while_nobody_is_there() -> None:
+    """A slip in a shutdown would show on the day when somebody is to be told."""
+    async with SessionRegistry() as sessions:
+        with pytest.raises(ValueError, match="no session can end as 'shutdwon'"):
+            sessions.close_all("shutdwon")  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        StreamTimeout("late", deadline="idle"),
+        SessionEnded("over", outcome="shutdown"),
+        EngineLost("gone", reason="killed", retry_after=2.0),
+        GateFull("full", retry_after=1.5),
+        AdmissionTimeout("slow", retry_after=1.5),
+    ],
+    ids=lambda error: type(error).__name__,
+)
+def test_sends_errors_to_another_process_whole(error: LifecycleError) -> None:
+    """One that cannot be read back breaks a whole pool of processes."""
+    error.add_note("said by a test")
+    for copied in (copy.copy, copy.deepcopy, lambda e: pickle.loads(pickle.dumps(e))):
+        other = copied(error)
+        assert (type(other), str(other)) == (type(error), str(error))
+        assert vars(other) == vars(error)
+
+
+async def test_refuses_copies_of_what_keeps_accounts() -> None:
+    """A second gate would admit as much again; a second session would end it twice."""
+    gate = Gate(slots=1)
+    async with SessionRegistry() as sessions, Stream(words()) as stream:
+        with sessions.open("a") as session:
+            for one in (gate, sessions, session, stream):
+                for copied in (copy.copy, copy.deepcopy, pickle.dumps):
+                    with pytest.raises(TypeError, match=f"^a {type(one).__name__} can"):
+                        copied(one)
+    assert_quiescent(gate, sessions)

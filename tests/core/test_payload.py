@@ -3,6 +3,7 @@
 import array
 import collections
 import copy
+import math
 import pickle
 import traceback
 import types
@@ -80,6 +81,12 @@ class TestPayload:
         assert f"{payload!r} {payload}" == " ".join(["<Payload of 5 bytes>"] * 2)
         payload.clear()
         assert repr(payload) == "<Payload of 5 bytes, taken>"
+
+    def test_refuses_size_that_is_no_whole_number(self) -> None:
+        """Sizes are added up, and must come back to nothing."""
+        for odd in (-1, 1.5, math.nan, "5"):
+            with pytest.raises(ValueError, match="^nbytes must be "):
+                Payload(b"", nbytes=odd)  # type: ignore[arg-type]
 
     def test_cannot_be_copied(self) -> None:
         """A copy would be a second holder."""

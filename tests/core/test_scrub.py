@@ -97,14 +97,6 @@ class TestScrub:
         assert ref() is None
         assert [item async for item in stream] == []
 
-        tensor, ref = watched()
-        stream = describe(tensor)
-        del tensor
-        stream.hand_off()
-        stream.hand_off()
-        assert ref() is None
-        await stream.aclose()
-
     async def test_passes_none_on(self) -> None:
         """A missing payload stays missing."""
 
@@ -130,6 +122,12 @@ class TestScrub:
         for _ in range(2):
             assert [item async for item in look()] == [(2, b"blank", 3)]
         assert [item async for item in look(1, b"mine")] == [(1, b"mine", 3)]
+
+        @scrub("image")
+        async def alone(image: Any = b"blank") -> AsyncGenerator[object, None]:
+            yield image.take()
+
+        assert [item async for item in alone()] == [b"blank"]
 
     async def test_boxes_methods_and_free_keywords(self) -> None:
         """The receiver is not counted, and names may come by **kwargs."""
@@ -203,9 +201,8 @@ def test_holds_nothing_when_cancelled_anywhere() -> None:
                     assert ref() is None
 
             await attempt(consume())
-            stream.hand_off()
-            assert ref() is None
             await stream.aclose()
+            assert ref() is None
         finally:
             gc.enable()
 

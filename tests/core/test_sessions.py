@@ -364,7 +364,8 @@ class TestStopping:
                     pass
 
     async def test_ends_all_that_are_open(self) -> None:
-        """Every session that is open by then ends, and none that comes after."""
+        """Every session that is open by then ends, the oldest first, and no later."""
+        seen = RecordingObserver()
         outcomes: list[str] = []
 
         async def owner(sessions: SessionRegistry, name: str) -> None:
@@ -374,7 +375,7 @@ class TestStopping:
             except SessionEnded as ended:
                 outcomes.append(ended.outcome)
 
-        async with SessionRegistry() as sessions:
+        async with SessionRegistry(observer=seen) as sessions:
             async with anyio.create_task_group() as tasks:
                 for name in "abc":
                     tasks.start_soon(owner, sessions, name)
@@ -385,6 +386,8 @@ class TestStopping:
                     await checkpoint()
                 assert session.outcome == "completed"
             assert outcomes == ["engine_lost"] * 3
+            closed = [event.generation for event in seen.of(SessionClosed)]
+            assert closed == [1, 2, 3, 4]
             assert_quiescent(sessions)
 
     async def test_shows_its_phase_and_no_more(self) -> None:

@@ -137,6 +137,20 @@ def test_reports_a_hang_at_once_with_the_tasks(run):
 
 
 @BOTH
+def test_takes_sleep_without_an_end_for_a_hang(run):
+    """A timer that is never due is none, and others fall due beside it."""
+
+    async def main():
+        with anyio.move_on_after(3):
+            await anyio.sleep_forever()
+        assert anyio.current_time() == 3
+        await anyio.sleep_forever()
+
+    with pytest.raises(Hang, match=r"nothing is ready[\s\S]*main"):
+        run(main)
+
+
+@BOTH
 def test_reports_a_program_that_runs_in_circles(run):
     """A step limit ends what never ends."""
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import heapq
+import math
 import random
 from collections import deque
 from collections.abc import Callable
@@ -141,13 +142,12 @@ class SimLoop(asyncio.BaseEventLoop):
     def _sort_newest(self) -> None:
         """Put what the last step queued in order of the tasks' numbers."""
         ready = self._ready
-        newest = [ready.pop() for _ in range(len(ready) - self._queued)]
-        newest.reverse()
+        newest = [ready.pop() for _ in range(len(ready) - self._queued)][::-1]
         ready.extend(sorted(newest, key=_number))
 
     def _pass_time(self) -> None:
         ready, timers = self._ready, self._scheduled
-        while timers and timers[0]._cancelled:
+        while timers and (timers[0]._cancelled or timers[0]._when == math.inf):
             heapq.heappop(timers)._scheduled = False
         # Deliveries alone change nothing any more once each of them has run.
         idle = not ready or (

@@ -143,7 +143,7 @@ Cell = Callable[[Transport, float], Awaitable[Figures]]
 CELLS: dict[str, tuple[Cell, str]] = {
     "128 x 50/s": (
         lambda it, s: paced(it, streams=128, rate=50, seconds=s),
-        "link link-ipc link-trio today floor raw queue grpc ray",
+        "link generators link-ipc link-trio today floor raw queue grpc ray",
     ),
     "512 x 20/s": (
         lambda it, s: paced(it, streams=512, rate=20, seconds=s),

@@ -49,7 +49,7 @@ class _Mailbox:
         return tokens, self.done
 
 
-class _Engine:
+class Engine:
     """The step engine behind generators, one for each request."""
 
     def __init__(self) -> None:
@@ -59,6 +59,7 @@ class _Engine:
         self._work = asyncio.Event()
 
     async def run(self) -> None:
+        """Step for ever."""
         while True:
             while not self._steps.busy:
                 self._work.clear()
@@ -70,6 +71,7 @@ class _Engine:
     async def generate(
         self, key: str, request: dict[str, Any]
     ) -> AsyncIterator[list[Any]]:
+        """Yield the items of one request."""
         queue = self._queues[key] = asyncio.Queue()
         self._steps.start(key, request, {})
         self._work.set()
@@ -83,7 +85,7 @@ class _Engine:
 
 class _Server:
     def __init__(self) -> None:
-        self._engine = _Engine()
+        self._engine = Engine()
         self._socket = zmq.asyncio.Context.instance().socket(zmq.ROUTER)
         self._socket.setsockopt(zmq.LINGER, 0)
         print(self._socket.bind_to_random_port("tcp://127.0.0.1"), flush=True)

@@ -5,18 +5,20 @@ from __future__ import annotations
 import argparse
 import asyncio
 import sys
+import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from typing import Any, Literal
 
+import anyio
 from link_load import Pace, Steps, Transport
 from link_raw import Direct, Raw
 from link_ray import Ray
 from link_rivals import Grpc, Queues
-from link_today import Today
+from link_today import Engine, Today
 
 from lifecycle import SessionRegistry
-from lifecycle_zmq import EngineServer, ZmqEngine
+from lifecycle_zmq import Backend, EngineServer, GeneratorBackend, ZmqEngine
 
 OTHERS: dict[str, Any] = {
     "today": Today,
@@ -114,6 +116,7 @@ async def way(name: str) -> AsyncIterator[Transport]:
             yield other
     else:
         argv = [sys.executable, __file__]
+        argv += ["--generators"] if name == "generators" else []
         transport: Literal["pair", "ipc"] = "ipc" if name == "link-ipc" else "pair"
         async with (
             ZmqEngine(argv, transport=transport) as engine,
@@ -124,12 +127,41 @@ async def way(name: str) -> AsyncIterator[Transport]:
             yield Sessions(link, sessions) if name == "session" else link
 
 
+class Generators:
+    """The step engine behind one async generator per request, as it is for `Today`."""
+
+    def __init__(self) -> None:
+        self._engine = Engine()
+
+    def backend(self) -> GeneratorBackend:
+        """Return what serves it."""
+        return GeneratorBackend(
+            self._serve,
+            merge="concatenate",
+            lifespan=self._run,
+            status=lambda: {"cpu": time.process_time()},
+        )
+
+    @asynccontextmanager
+    async def _run(self) -> AsyncIterator[None]:
+        async with anyio.create_task_group() as tasks:
+            tasks.start_soon(self._engine.run)
+            yield
+            tasks.cancel_scope.cancel()
+
+    def _serve(self, key: str, request: dict[str, Any], tensors: Any) -> Any:
+        del tensors
+        return self._engine.generate(key, request)
+
+
 def _serve() -> None:
     parser = argparse.ArgumentParser()
+    parser.add_argument("--generators", action="store_true")
     parser.add_argument("--endpoint", required=True)
     parser.add_argument("--incarnation", type=int, required=True)
     options = parser.parse_args()
-    EngineServer(options.endpoint, Steps(), incarnation=options.incarnation).run()
+    backend: Backend = Generators().backend() if options.generators else Steps()
+    EngineServer(options.endpoint, backend, incarnation=options.incarnation).run()
 
 
 if __name__ == "__main__":

@@ -134,7 +134,7 @@ class EngineActor:
             return  # noqa: ASYNC104 - as above
         self._built.set()
         try:
-            loop.run(self._transport)
+            loop.run(self._transport, self._transport)
         finally:
             # Nobody is answered any more. With the process all that it held is gone.
             os._exit(EXIT_FAILED)

@@ -28,9 +28,11 @@ process's side, around whatever implements `Backend`.
 #   engine                                of processes
 #   _backend, _held, _tick, _books        what the server knows, without a socket
 #   _delivery, _loans                     who gets what when
+#   _ends, _starts                        what becomes of a START, and of an END
 #   _parent, _pulse                       what its process owes to its parent
 #   loop, _router, server                 its loop; its socket; its process's end
 #   bell, queued, thread                  the same in a thread: no socket, no process
+#   _beat, _running, generators           a backend of one async generator per request
 
 from __future__ import annotations
 
@@ -51,6 +53,7 @@ from ._supervisor import Health, Supervisor
 from .arena import Arena, ArenaFull, ArenaStatistics
 from .client import EngineClient
 from .engine import ZmqEngine
+from .generators import GeneratorBackend
 from .loop import EngineLoop
 from .server import EngineServer
 from .supervised import SupervisedEngine
@@ -68,6 +71,7 @@ __all__ = (
     "EngineLoop",
     "EngineServer",
     "Finish",
+    "GeneratorBackend",
     "Health",
     "Merge",
     "Output",

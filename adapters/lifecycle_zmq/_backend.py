@@ -59,6 +59,15 @@ class Backend(Protocol):
     A backend may have two more methods, ``pause(key)`` and ``resume(key)``: the reader
     of that stream has fallen far behind, so it shall produce nothing, or has caught up.
     A cancelled stream finishes, paused or not.
+
+    Two more are for one that takes its time. ``started(key)``: whether a request that
+    was taken is accepted; it may still raise `RequestRejected`, and has then forgotten
+    the stream. ``ending(key)``: whether something of a stream that it was told to
+    forget still runs; until that is over, the key is in use, and whoever asked for the
+    end is not told of it.
+
+    And ``drive(loop, transport, pulse)`` is for one with an event loop of its own, in
+    which it calls ``loop.turn()``: see `GeneratorBackend`.
     """
 
     def start(

@@ -114,6 +114,12 @@ class Books:
         if len(self._refused) > _REMEMBERED:
             self._refused.popitem(last=False)
 
+    def withdrawn(self, stream: ServedStream) -> None:
+        """Take out a stream whose start was refused after all."""
+        self.starts -= 1
+        del self.streams[stream.key]
+        del stream.peer.streams[stream.generation]
+
     def ended(self, peer: Peer, generation: int) -> ServedStream | None:
         """Count an END; return the stream that is to be forgotten, if there is one."""
         stream = peer.streams.pop(generation, None)

@@ -243,6 +243,23 @@ class PairServer:
         if not self._ahead:
             (self._any if self._writer.waiting else self._news).poll(milliseconds)
 
+    @property
+    def ahead(self) -> bool:
+        """Whether there may be messages that were read, but not received."""
+        return self._ahead
+
+    @property
+    def full(self) -> bool:
+        """Whether the client has left so much unread that the rest waits here."""
+        return self._writer.waiting > 0
+
+    async def wait(self, *, room: bool = False) -> None:
+        """Wait until something may have come; with *room*, until more may be sent.
+
+        Cancellation: nothing is lost.
+        """
+        await (anyio.wait_writable if room else anyio.wait_readable)(self._socket)
+
     def receive(self) -> tuple[bytes, Sequence[Buffer] | None] | None:
         """Return who sent the next message and its parts; None when there is none.
 

@@ -2,8 +2,18 @@
 
 from __future__ import annotations
 
+from typing import Protocol
+
 from . import _lock
 from ._page import Page, Phase
+
+
+class Turns(Protocol):
+    """Where the loop shows that it gets on."""
+
+    def turn(self, *, idle: bool) -> None:
+        """Begin a turn of the loop, or of sleep until a message comes."""
+        ...
 
 
 class Pulse:

@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from types import TracebackType
 from typing import Self, cast
 
+import anyio
 import zmq
 
 from . import wire
@@ -59,10 +60,28 @@ class Router:
         """Wait until there is something to receive, or as long; ``None``: no end."""
         self._socket.poll(milliseconds)
 
+    @property
+    def ahead(self) -> bool:
+        """Whether there is something to receive: its descriptor tells of news only."""
+        return bool(cast("int", self._socket.get(zmq.EVENTS)) & _IN)
+
+    @property
+    def full(self) -> bool:
+        """Never: a thread of libzmq takes it all."""
+        return False
+
+    async def wait(self, *, room: bool = False) -> None:
+        """Wait until something may have come.
+
+        Cancellation: nothing is lost.
+        """
+        del room
+        await anyio.wait_readable(cast("int", self._socket.get(zmq.FD)))
+
     def receive(self) -> tuple[bytes, list[wire.Buffer]] | None:
         """Return who sent the next message and its parts; None when there is none."""
         # Asked first: an attempt that fails costs three times as much.
-        if not cast("int", self._socket.get(zmq.EVENTS)) & _IN:
+        if not self.ahead:
             return None
         frames = self._socket.recv_multipart(_NOW, copy=False)
         return frames[0].bytes, own(frames[1:])

@@ -8,16 +8,17 @@ from typing import Any
 
 from . import wire
 from ._arena_view import ArenaView
-from ._backend import MERGES, Backend, check
-from ._books import Books, Peer, ServedStream
+from ._backend import Backend, check
+from ._books import Books, Peer
 from ._delivery import Delivery
-from ._errors import EncodeError, ProtocolError, RequestRejected
-from ._hand_off import complain, forget_frames
+from ._ends import Ends
+from ._errors import EncodeError, ProtocolError
+from ._hand_off import complain
 from ._loans import Loans
-from ._pulse import Pulse
-from ._tensors import move
+from ._pulse import Pulse, Turns
+from ._starts import Starts
 from .transport import ServerTransport
-from .wire import Kind, Message, Place
+from .wire import Kind, Message
 
 # Messages taken between two steps, so that a flood of them cannot stop the streams.
 _BURST = 1024
@@ -44,7 +45,7 @@ class EngineLoop:
     """
 
     _transport: ServerTransport
-    _pulse: Pulse
+    _pulse: Turns
 
     def __init__(
         self,
@@ -66,10 +67,14 @@ class EngineLoop:
         self._delivery = Delivery(
             self._books, backend, self._flush, hold=hold, stall=stall
         )
+        self._ends = Ends(self._books, backend, self._delivery, self._flush)
+        self._starts = Starts(
+            self._books, backend, self._loans, self._ends, self._flush
+        )
         self._running = True
         self._failed_steps = 0
 
-    def run(self, transport: ServerTransport, pulse: Pulse | None = None) -> None:
+    def run(self, transport: ServerTransport, pulse: Turns | None = None) -> None:
         """Serve until SHUTDOWN, once; blocks the calling thread.
 
         Args:
@@ -78,25 +83,41 @@ class EngineLoop:
         """
         self._transport = transport
         self._pulse = pulse or Pulse(None)
+        drive = getattr(self._backend, "drive", None)
         try:
+            if drive is not None:  # it has an event loop, in which it calls `turn`
+                drive(self, transport, self._pulse)
             while self._running:
-                self._turn()
+                self._sleep()
+                self.turn()
         finally:
-            # It refers to this: only a collection would find the backend, and all
+            # They refer to this: only a collection would find the backend, and all
             # that was handed over to it.
-            del self._delivery
+            del self._delivery, self._starts, self._ends
 
     def stop(self) -> None:
         """Let `run` return at its next turn; any thread may call this."""
         self._running = False
 
-    def _turn(self) -> None:
+    def _sleep(self) -> None:
         idle = not self._backend.busy
         self._pulse.turn(idle=idle)
         if idle:
-            self._transport.poll(self._timeout())
+            patience = self.patience()
+            limit = None if patience is None else max(0, math.ceil(1000 * patience))
+            self._transport.poll(limit)
             self._pulse.turn(idle=False)
+
+    @property
+    def running(self) -> bool:
+        """Whether it was not told to stop."""
+        return self._running
+
+    def turn(self) -> None:
+        """Take what has come, step once if there is anything to, and tell of it."""
         self._receive_all()
+        self._starts.settle()
+        self._ends.settle()
         self._delivery.expire()
         # Before the step: who has just been accepted need not wait for it.
         self._flush_all()
@@ -104,10 +125,9 @@ class EngineLoop:
             self._step()
             self._flush_all()
 
-    def _timeout(self) -> int | None:
-        """Return the milliseconds that there is nothing to do; ``None``: no end."""
-        patience = self._loans.patience(self._delivery.patience())
-        return None if patience is None else max(0, math.ceil(1000 * patience))
+    def patience(self) -> float | None:
+        """Return the seconds until there is something to do; ``None``: no end."""
+        return self._loans.patience(self._delivery.patience())
 
     def _receive_all(self) -> None:
         for _ in range(_BURST):
@@ -171,6 +191,7 @@ class EngineLoop:
         It may have begun, cancelled, ended or granted; nobody knows whose.
         """
         self._books.bad_frames += 1
+        self._starts.hurry(peer.streams.values())
         for stream in list(peer.streams.values()):
             if not stream.finished:
                 self._delivery.fail(stream, "gap", "a message of its client was lost")
@@ -179,66 +200,16 @@ class EngineLoop:
         if message.kind is Kind.CONTROL:
             self._control(peer, message.body)
         elif message.kind is Kind.START:
-            self._start(peer, message.generation, message.body, message.tensors)
+            self._starts.begin(peer, message.generation, message.body, message.tensors)
         elif message.kind is Kind.STATUS:
             self._report(peer, message.body["ask"])
         else:
             self._running = False
 
-    def _start(
-        self,
-        peer: Peer,
-        generation: int,
-        body: Mapping[str, Any],
-        tensors: dict[str, memoryview | Place],
-    ) -> None:
-        if self._books.peers.get(peer.address) is not peer:
-            # It was found gone a moment ago: nobody would ever end the stream.
-            return
-        key = body["key"]
-        if tensors and (refusal := self._loans.lodge(peer, generation, tensors)):
-            self._reject(peer, generation, *refusal)
-            return
-        if key in self._books.streams:
-            told = "the key is in use; choose another"
-            self._reject(peer, generation, "duplicate_key", told)
-            return
-        try:
-            # As a temporary: from here on the backend alone holds the tensors.
-            merge = self._backend.start(key, body["request"], move(tensors))
-        except RequestRejected as refusal:
-            forget_frames(refusal)
-            self._reject(peer, generation, refusal.code, refusal.message)
-        except Exception as error:  # noqa: BLE001
-            # One request that the backend cannot take is no reason to stop the rest.
-            complain("start", error)
-            self._backend.end(key)
-            told = f"start raised {type(error).__name__}"
-            self._reject(peer, generation, "internal", told)
-        else:
-            if merge not in MERGES:  # such as what an `async def` returns
-                self._backend.end(key)
-                told = f"start returned {type(merge).__name__}, not None or a Merge"
-                self._reject(peer, generation, "internal", told)
-                return
-            stream = ServedStream(
-                key, generation, peer, body["window"], merge or "never"
-            )
-            self._books.started(stream)
-            peer.tick.accept(stream)
-            if peer.tick.full:
-                self._flush(peer)
-
-    def _reject(self, peer: Peer, generation: int, code: str, message: str) -> None:
-        self._books.refused(peer, generation)
-        peer.tick.reject(generation, code, message)
-        if peer.tick.full:
-            self._flush(peer)
-
     def _control(self, peer: Peer, body: dict[str, Any]) -> None:
         for generation, key, window, request in body["start"]:
             start = {"key": key, "window": window, "request": request}
-            self._start(peer, generation, start, {})
+            self._starts.begin(peer, generation, start, {})
         # What names a stream that is over was said before its end was heard of.
         for generation in body["cancel"]:
             stream = peer.streams.get(generation)
@@ -249,13 +220,9 @@ class EngineLoop:
             if stream is not None:
                 self._delivery.grant(stream, credit)
         for generation in body["end"]:
-            stream = self._books.ended(peer, generation)
-            if stream is not None:
-                self._backend.end(stream.key)
-                self._delivery.forget(stream)
-            peer.tick.finish(generation)
-            if peer.tick.full:
-                self._flush(peer)
+            stream = peer.streams.get(generation)
+            self._starts.hurry([stream] if stream is not None else [])
+            self._ends.begin(peer, generation)
 
     def _step(self) -> None:
         try:
@@ -266,6 +233,7 @@ class EngineLoop:
             self._failed_steps += 1
             if self._failed_steps == _MAX_FAILED_STEPS:
                 raise
+            self._starts.hurry(self._books.streams.values())
             outputs = self._delivery.fail_all(f"a step raised {type(error).__name__}")
         self._delivery.publish(outputs)
 
@@ -301,6 +269,5 @@ class EngineLoop:
 
     def _forget(self, address: bytes) -> None:
         peer = self._books.peers.get(address)
-        for stream in self._books.forget(peer) if peer is not None else ():
-            self._backend.end(stream.key)
-            self._delivery.forget(stream)
+        if peer is not None:
+            self._ends.lose(peer)

@@ -6,6 +6,7 @@ import threading
 from collections import deque
 from collections.abc import Callable, Sequence
 
+from .bell import Bell
 from .wire import Buffer
 
 
@@ -13,7 +14,7 @@ class QueuedTransport:
     """Carries messages between the thread of an `EngineLoop` and any others.
 
     Attributes:
-        turns: Counts on with every look for a message, so that others see it get on.
+        turns: Counts on with every turn of the loop, so that others see it get on.
         waiting: Whether the loop sleeps until a message comes.
     """
 
@@ -21,6 +22,8 @@ class QueuedTransport:
         self._arrived: deque[tuple[bytes, Sequence[Buffer] | None]] = deque()
         self._news = threading.Condition()
         self._clients: dict[bytes, Callable[[bytes], None]] = {}
+        # Of the loop's event loop, where it has one.
+        self._bell: Bell | None = None
         self.turns = 0
         self.waiting = False
 
@@ -40,14 +43,37 @@ class QueuedTransport:
     def poll(self, milliseconds: int | None) -> None:
         """Wait until there is something to receive, or as long; ``None``: no end."""
         seconds = None if milliseconds is None else milliseconds / 1000
-        self.waiting = True
         with self._news:
             self._news.wait_for(lambda: self._arrived, seconds)
-        self.waiting = False
+
+    @property
+    def ahead(self) -> bool:
+        """Whether there is something to receive."""
+        return bool(self._arrived)
+
+    @property
+    def full(self) -> bool:
+        """Never: whoever a message is for takes it at once."""
+        return False
+
+    async def wait(self, *, room: bool = False) -> None:
+        """Wait until something may have come; in the loop's thread, one task alone.
+
+        Cancellation: nothing is lost.
+        """
+        del room
+        if self._bell is None:
+            self._bell = Bell()
+        if not self._arrived:
+            await self._bell.wait()
+
+    def turn(self, *, idle: bool) -> None:
+        """Begin a turn of the loop, or of sleep until a message comes."""
+        self.turns += 1
+        self.waiting = idle
 
     def receive(self) -> tuple[bytes, Sequence[Buffer] | None] | None:
         """Return who sent the next message and its parts; None when there is none."""
-        self.turns += 1
         return self._arrived.popleft() if self._arrived else None
 
     def send(self, address: bytes, head: bytes) -> bool:
@@ -62,3 +88,5 @@ class QueuedTransport:
         with self._news:
             self._arrived.append((address, parts))
             self._news.notify()
+        if self._bell is not None:
+            self._bell.ring()

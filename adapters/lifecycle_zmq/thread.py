@@ -104,7 +104,7 @@ class _Loop:
                 stall=self._stall,
             )
             if not self._stopped:
-                loop.run(self.transport)
+                loop.run(self.transport, self.transport)
         except (Exception, SystemExit) as error:  # noqa: BLE001 - told to who waits
             complain("the engine's thread", error)
             self.failure = error.with_traceback(None)

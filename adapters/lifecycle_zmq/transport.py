@@ -88,3 +88,24 @@ class ServerTransport(Protocol):
     def send(self, address: bytes, head: bytes) -> bool:
         """Take a message for a client; False when that client is gone."""
         ...
+
+
+class AwaitedTransport(ServerTransport, Protocol):
+    """A transport whose news an event loop may wait for."""
+
+    @property
+    def ahead(self) -> bool:
+        """Whether there is something to receive that `wait` would not tell of."""
+        ...
+
+    @property
+    def full(self) -> bool:
+        """Whether something that was taken could not be sent yet."""
+        ...
+
+    async def wait(self, *, room: bool = False) -> None:
+        """Wait until something may have come; with *room*, until more may be sent.
+
+        Cancellation: nothing is lost.
+        """
+        ...

@@ -22,7 +22,7 @@ from lifecycle_zmq import Restarts, ThreadEngine, ZmqEngine
 
 BOUND = 15.0
 SCRIPTS = Path(__file__).parents[1] / "lifecycle_zmq"
-KINDS = ("thread", "pair", "ipc", "ray")
+KINDS = ("thread", "pair", "ipc", "ray", "generators")
 # What goes through other code on trio than on asyncio; an actor takes a second each.
 RAY_ON_TRIO = {
     "test_streams_items_in_order_and_ends",
@@ -187,8 +187,11 @@ def make_engine(
         backend = partial(scripted.ScriptedBackend, options.pop("step", 0.001))
         return ThreadEngine(backend, restarts=quick(), **options)
 
+    generators = kind == "generators"
+
     def make_zmq(**options: Any) -> Any:
-        argv = [sys.executable, str(SCRIPTS / "scripted_engine.py")]
+        script = "scripted_generators.py" if generators else "scripted_engine.py"
+        argv = [sys.executable, str(SCRIPTS / script)]
         for name, value in options.items():
             argv += [f"--{name}", str(value)]
         path = os.pathsep.join(
@@ -197,9 +200,10 @@ def make_engine(
                 str(Path(sys.modules["lifecycle"].__file__ or "").parents[1]),
             }
         )
-        env = {**os.environ, "PYTHONPATH": path}
+        env = {**os.environ, "PYTHONPATH": path, "GENERATORS": engine_on[1]}
+        transport: Any = "pair" if generators else kind
         return ZmqEngine(
-            argv, env=env, transport=kind, directory=tmp_path, backoff=0.05
+            argv, env=env, transport=transport, directory=tmp_path, backoff=0.05
         )
 
     return make_thread if kind == "thread" else make_zmq

@@ -11,6 +11,7 @@ import sys
 import threading
 import time
 from collections import Counter
+from collections.abc import AsyncIterator
 from concurrent.futures import Future
 from pathlib import Path
 from types import SimpleNamespace
@@ -21,7 +22,7 @@ import numpy as np
 import pytest
 
 from lifecycle import EngineLost, Payload, SessionRegistry
-from lifecycle_zmq import Restarts
+from lifecycle_zmq import GeneratorBackend, RequestRejected, Restarts
 
 pytestmark = pytest.mark.anyio
 
@@ -531,3 +532,27 @@ async def test_loop_goes_on_while_the_cluster_is_left(
                 if cancelled:
                     scope.cancel()
     assert left == [True]
+
+
+async def test_runs_an_async_generator_for_each_request(make_ray: Any) -> None:
+    """Its event loop is in the actor's one thread, woken by what is pushed to it."""
+
+    def make() -> GeneratorBackend:
+        async def serve(key: str, request: Any, tensors: Any) -> AsyncIterator[Any]:
+            if "reject" in request:
+                raise RequestRejected("full", "as asked")
+            for number in range(request["count"]):
+                await anyio.sleep(0.001)
+                yield [number]
+
+        return GeneratorBackend(serve, backend="trio")
+
+    async with make_ray(factory=make) as engine:
+        await ready(engine)
+        with anyio.fail_after(BOUND):
+            stream = await engine.start("a", {"count": 20})
+            with pytest.raises(RequestRejected):
+                await engine.start("b", {"reject": True})
+            assert [item async for item in stream] == [[it] for it in range(20)]
+            await engine.end("a")
+            assert (await engine.status())["backend"]["generators"] == 0

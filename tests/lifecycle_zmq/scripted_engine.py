@@ -23,10 +23,12 @@ import sys
 import threading
 import time
 import weakref
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 from lifecycle_zmq import (
+    Backend,
     EngineServer,
     Finish,
     Merge,
@@ -159,7 +161,7 @@ class ScriptedBackend:
         return Output(key, [], finish)
 
 
-def main() -> None:
+def main(make: Callable[[float], Backend] = ScriptedBackend) -> None:
     """Run one engine process."""
     parser = argparse.ArgumentParser()
     parser.add_argument("--endpoint", required=True)
@@ -188,7 +190,7 @@ def main() -> None:
         threading.Thread(target=time.sleep, args=(600,)).start()
     EngineServer(
         options.endpoint,
-        ScriptedBackend(options.step),
+        make(options.step),
         incarnation=options.incarnation,
         hold=options.hold,
         stall=options.stall,

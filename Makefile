@@ -16,7 +16,7 @@ MAKEFLAGS += --no-print-directory
 export PYTHON
 
 .PHONY: help demo test serve bench bench-memory bench-overload docs lint types pytest wheel sbom attack soak \
-  faults coverage-of-cases gpu-check clean
+  faults hang-ups coverage-of-cases gpu-check clean
 
 help:
 	@echo 'make demo       run the server, a real engine and 32 unreliable clients; show that nothing leaks'
@@ -30,6 +30,7 @@ help:
 	@echo 'make attack     a thousand made-up requests to each HTTP endpoint; make attack ARGS=100 for fewer'
 	@echo 'make soak       a million seeded schedules of the core; make soak ARGS=5000 for fewer'
 	@echo 'make faults     the engine link under kills, stops, leavers and mutated frames; make faults ARGS=50 for fewer kills'
+	@echo 'make hang-ups   an hour of clients that hang up, on a server of its own; make hang-ups ARGS=20 for minutes'
 	@echo 'make coverage-of-cases  which known failures of such servers have a test, or a reason why not'
 	@echo 'make bench      the figures of the documentation, measured again; those of its charts by the next two'
 	@echo 'make bench-memory  what bounds the memory: a gate, letting go, or both; a quarter of an hour'
@@ -96,6 +97,9 @@ faults: .venv/.ready
 	@for what in kills orphans stops; do \
 	  $(BIN)/python tests/lifecycle_zmq/endurance.py $$what --count $(or $(ARGS),500) || exit 1; done
 	@$(BIN)/python tests/lifecycle_zmq/endurance.py holds --minutes 5 --engines 12
+
+hang-ups: .venv/.ready
+	@$(BIN)/python tests/http/hang_ups.py --minutes $(or $(ARGS),60)
 
 coverage-of-cases: .venv/.ready
 	@$(BIN)/python scripts/coverage_of_cases.py

@@ -94,6 +94,8 @@ class Exchange:
     def _disconnect(self) -> None:
         if not self.progress.complete:
             self.request.leave()
+            # First: whoever waits for this has it before it is cancelled.
+            self._inbox.close()
             self.work.cancel(reason="the client left")
 
     async def receive(self) -> Message:

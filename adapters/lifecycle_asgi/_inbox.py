@@ -17,13 +17,22 @@ class Inbox:
         max_bytes: Bytes of body that may wait before the reader has to.
     """
 
-    __slots__ = ("_bytes", "_changed", "_error", "_max_bytes", "_messages", "_over")
+    __slots__ = (
+        "_bytes",
+        "_changed",
+        "_error",
+        "_max_bytes",
+        "_messages",
+        "_over",
+        "_whole",
+    )
 
     def __init__(self, max_bytes: int) -> None:
         self._max_bytes = max_bytes
         self._messages: list[Message] = []
         self._bytes = 0
         self._over = False
+        self._whole = False  # the last part of the body has been taken
         self._error: Exception | None = None
         # Nine hundred bytes: only where somebody waits. Of a list they are fifty, and
         # it is as short as what was read ahead.
@@ -53,17 +62,24 @@ class Inbox:
 
         Cancellation:
             Takes no message along. It is looked at first, so that the leaving of
-            a client arrives as a message in shielded code only.
+            a client arrives as a message in shielded code, and where somebody waits
+            for it: behind the whole body there is nothing else to wait for, and what
+            an application does when it hears of it has to be done. Who waits for more
+            of a body would have to make an error of it.
         """
         await anyio.lowlevel.checkpoint_if_cancelled()
+        waited = False
         while not self._messages:
             if self._error is not None:
                 raise self._error
             if self._over:
-                await anyio.lowlevel.checkpoint()
+                if not (waited and self._whole):
+                    await anyio.lowlevel.checkpoint()
                 return {"type": DISCONNECT}
             await self._change()
+            waited = True
         message = self._messages.pop(0)
+        self._whole = not message.get("more_body", False)
         self._bytes -= len(message.get("body", b""))
         self._announce()
         return message

@@ -30,8 +30,9 @@ class LifecycleMiddleware:
       working.
     * The application finds a `RequestScope` in ``scope["lifecycle"]``.
     * If the client leaves first, everything attached to the request is told, then
-      the application is cancelled. If the response had not begun, 499 is answered
-      on its behalf, as somebody above may still count on an answer.
+      the application is cancelled; where it waits for ``http.disconnect`` itself, it
+      has that before. If the response had not begun, 499 is answered on its behalf,
+      as somebody above may still count on an answer.
     * A cancellation from outside always propagates, and an exception of the
       application arrives as it was raised.
     * When the response is complete, reading ends; what the application still does

@@ -245,13 +245,13 @@ def request_of(scope: Any) -> RequestScope:
         scope: The ASGI scope that the application was called with.
 
     Raises:
-        LookupError: No `LifecycleMiddleware` stands above this application.
+        LookupError: No `LifecycleMiddleware` stands above this application, or the
+            scope is no request's, but a websocket's.
     """
     found = scope.get(KEY)
     if isinstance(found, RequestScope):
         return found
-    message = (
-        f"scope[{KEY!r}] holds no RequestScope: wrap the application in "
-        "lifecycle_asgi.LifecycleMiddleware"
-    )
-    raise LookupError(message)
+    remedy = "wrap the application in lifecycle_asgi.LifecycleMiddleware"
+    if (kind := scope.get("type", "http")) != "http":
+        remedy = f"only requests have one, and this is a {kind}"
+    raise LookupError(f"scope[{KEY!r}] holds no RequestScope: {remedy}")

@@ -112,10 +112,19 @@ def describe(error: Exception) -> ApiError | None:
         return bad_request(_sentence(str(error)), param=param, code=code)
     if isinstance(error, RequestRejected):
         return _rejected(error)
-    if isinstance(error, EngineFailed):
-        message = "The engine gave up on this request"
-        return ApiError(500, message, code=error.code, retry=False)
-    return None
+    return _failed(error) if isinstance(error, EngineFailed) else None
+
+
+def slow_reader(error: Exception) -> bool:
+    """Whether *error* is that a client took too little of its answer."""
+    return isinstance(error, EngineFailed) and error.code == "slow_client"
+
+
+def _failed(error: EngineFailed) -> ApiError:
+    status, message = 500, "The engine gave up on this request"
+    if slow_reader(error):
+        status, message = 408, "The answer was not read for too long; read faster"
+    return ApiError(status, message, code=error.code, retry=False)
 
 
 def _refused(error: Refused | BodyTooLarge | BodyTooSlow) -> ApiError:

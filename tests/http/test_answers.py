@@ -111,7 +111,7 @@ async def ask(
             await app(scope, server.receive, server.send)
             await Quiet(service).reached()
             outcomes = service.sessions.statistics().outcomes
-    assert engine.starts == engine.ends
+    assert sorted(engine.starts) == sorted(engine.ends)
     return server, {name: count for name, count in outcomes.items() if count}
 
 
@@ -159,6 +159,7 @@ async def test_answers_a_stream_without_tokens(stream: bool) -> None:
 
 
 FAILURES = {
+    "slow": (EngineFailed("slow_client", "secret"), 408, "slow_client"),
     "failed": (EngineFailed("decode_failed", "secret"), 500, "decode_failed"),
     "lost": (EngineLost("gone", reason="killed"), 503, "engine_lost"),
     "late": (StreamTimeout("late", deadline="idle"), 504, "engine_timeout"),
@@ -177,6 +178,21 @@ async def test_tells_failure_before_first_token_by_status(
     assert json.loads(server.body)["error"]["code"] == code
     assert b"secret" not in server.body
     assert sum(outcomes.values()) == 1
+
+
+@pytest.mark.parametrize("count", [1, 3])
+async def test_takes_a_slow_reader_for_no_failure(
+    count: int, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Who reads too little is counted as one who left, and nothing is logged."""
+    engine = ScriptedEngine(list(b"a"), EngineFailed("slow_client", "secret"))
+    server, outcomes = await ask(engine, stream=True, n=count)
+    assert events(server)[-1]["error"]["code"] == "slow_client"
+    assert outcomes == {"client_gone": 1}
+    assert caplog.messages == []
+    _, outcomes = await ask(ScriptedEngine(FAILURES["failed"][0]))
+    assert outcomes == {"failed": 1}
+    assert ["failed with EngineFailed" in each for each in caplog.messages] == [True]
 
 
 @pytest.mark.parametrize("failure", FAILURES.values(), ids=FAILURES)

@@ -28,6 +28,7 @@ from lifecycle_engine.processor import BadChat, BadImage, Chat, Prepared
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 TEXT = [{"role": "user", "content": "hello"}]
+CALLS = {"role": "assistant", "tool_calls": [{"id": "1", "type": "function"}]}
 DEEP = "[" * 300 + "]" * 300
 
 
@@ -107,6 +108,18 @@ BODIES: dict[str, tuple[bytes, int, str | None, str]] = {
         ask(top_logprobs=2),
         400,
         "top_logprobs",
+        "invalid_value",
+    ),
+    "calls": (
+        ask(messages=[*TEXT, {**CALLS, "content": "hi"}]),
+        400,
+        "messages[1]",
+        "invalid_value",
+    ),
+    "calls-alone": (
+        ask(messages=[*TEXT, {**CALLS, "content": None}]),
+        400,
+        "messages[1]",
         "invalid_value",
     ),
     "tools": (ask(tools=[{}]), 400, "tools", "unsupported_parameter"),

@@ -131,6 +131,46 @@ async def test_replays_body_then_disconnect() -> None:
     assert not scope["lifecycle"].client_gone
 
 
+async def test_tells_whoever_waits_behind_the_body() -> None:
+    """An application that waits for the disconnect has it, and what it does then runs."""
+    server, ended, session = ScriptedServer(b"body"), [], Session()
+
+    async def app(scope: Any, receive: Any, send: Any) -> None:
+        request_of(scope).attach(session)
+        while (await receive()).get("more_body"):
+            pass
+        message = await receive()
+        ended.append((message["type"], session.cancelled_as))
+        await anyio.sleep_forever()
+
+    async with anyio.create_task_group() as tasks:
+        tasks.start_soon(call, LifecycleMiddleware(app), server)
+        await anyio.wait_all_tasks_blocked()
+        server.gone.set()
+    assert ended == [("http.disconnect", "client_gone")]
+    assert server.status == 499
+
+
+async def test_cancels_whoever_waits_for_more_of_a_body() -> None:
+    """There a message would only be made an error of, which somebody logs."""
+    server, ends = ScriptedServer(), []
+    server.messages = [{"type": "http.request", "body": b"x", "more_body": True}]
+
+    async def app(scope: Any, receive: Any, send: Any) -> None:
+        await receive()
+        try:
+            ends.append(await receive())
+        except anyio.get_cancelled_exc_class():
+            ends.append("cancelled")
+            raise
+
+    async with anyio.create_task_group() as tasks:
+        tasks.start_soon(call, LifecycleMiddleware(app), server)
+        await anyio.wait_all_tasks_blocked()
+        server.gone.set()
+    assert ends == ["cancelled"]
+
+
 async def test_reads_ahead_no_more_than_allowed() -> None:
     """With the bound's worth of body unread, the rest stays with the server."""
     server = ScriptedServer(*[b"x" * 10] * 100)
@@ -353,6 +393,8 @@ async def test_requires_middleware_for_request_of() -> None:
     """Asking for the request without the middleware says what to do."""
     with pytest.raises(LookupError, match="LifecycleMiddleware"):
         request_of(http_scope())
+    with pytest.raises(LookupError, match="only requests have one.* a websocket"):
+        request_of(http_scope(type="websocket"))
 
 
 async def test_refuses_read_ahead_below_one_byte() -> None:

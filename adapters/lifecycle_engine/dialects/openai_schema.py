@@ -108,6 +108,15 @@ class ChatMessage(Form):
     ]
     name: str | None = None
 
+    @model_validator(mode="before")
+    @classmethod
+    def _no_calls(cls, message: Any) -> Any:
+        for name in ("tool_calls", "function_call"):
+            if isinstance(message, dict) and message.get(name):
+                text = "{name} is not supported by this server; leave it out"
+                raise pydantic_core.PydanticCustomError(name, text, {"name": name})
+        return message
+
     @model_validator(mode="after")
     def _images_by_users(self) -> ChatMessage:
         images_by_users(self.role, [part.type for part in self.content])

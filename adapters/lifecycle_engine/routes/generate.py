@@ -18,7 +18,7 @@ import anyio.to_thread
 
 from lifecycle import Lease, Payload, Session, SessionEnded, Stream
 from lifecycle_asgi import RequestScope, request_of
-from lifecycle_engine.api_errors import INTERNAL, describe
+from lifecycle_engine.api_errors import INTERNAL, describe, slow_reader
 from lifecycle_engine.dialects.answers import Answer
 from lifecycle_engine.dialects.dialect import Dialect
 from lifecycle_engine.dialects.openai_schema import Fields
@@ -29,7 +29,7 @@ from lifecycle_engine.images.remote_images import RemoteImages
 from lifecycle_engine.incoming import Incoming, request_id
 from lifecycle_engine.processor import BadChat, BadImage, Chat
 from lifecycle_engine.service import Service
-from lifecycle_zmq import RequestRejected
+from lifecycle_zmq import EngineFailed, RequestRejected
 
 from .bodies import ClientLeft
 from .early import refuse_encoded
@@ -120,6 +120,10 @@ class Generate:
                     request.release_body()
                     with request.phase("stream"):
                         await self._answer(streams, asked, reply)
+            except EngineFailed as error:
+                if slow_reader(error):  # no failure: as if the connection was closed
+                    session.close("client_gone")
+                raise
             finally:
                 count(request, incoming, asked.usage)
 

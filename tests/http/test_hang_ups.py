@@ -1,0 +1,49 @@
+"""Some seconds of clients that hang up; `hang_ups.py` goes on for as long as one likes."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import pytest
+
+sys.path.insert(0, str(Path(__file__).parent))
+
+from hang_ups import MAY_RISE, drifts, soak
+from leavers import MOMENTS, WAYS
+
+
+@pytest.mark.asyncio
+@pytest.mark.timeout(120)
+async def test_keeps_nothing_of_whoever_hangs_up() -> None:
+    """At each moment and in each way: counted once, and nothing is left (fault-6)."""
+    run, left = await soak(6, 32, 1, 1)
+    assert not run.wrong
+    assert not left
+    names = [name.split(", ") for name in run.fates if ", " in name]
+    assert {moment for moment, _ in names} == set(MOMENTS)
+    assert {way for _, way in names} == set(WAYS)
+    assert run.samples[-1]["api descriptors"] <= run.samples[0]["api descriptors"]
+
+
+def test_tells_a_drift_from_noise() -> None:
+    """A line that rises is told, one that goes up and down is not, nor is the begin."""
+
+    def run(
+        per_sample: float, noise: float, *, more: int = 0
+    ) -> list[dict[str, float]]:
+        samples = [
+            {
+                "s": at,
+                "own MiB": 50 + per_sample * at + noise * (at % 2),
+                "descriptors": 9,
+            }
+            for at in range(40)
+        ]
+        samples[0]["own MiB"] = 0
+        samples[-1]["descriptors"] += more
+        return samples
+
+    assert drifts(run(MAY_RISE / 15, 1)) == {"own MiB": pytest.approx(10, abs=2)}
+    assert drifts(run(0, 5)) == {}
+    assert drifts(run(0, 0, more=1)) == {"descriptors": 1}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -191,3 +192,35 @@ def test_model_without_generation_config_ends_where_its_config_says(
     each = kit.prepare("see")
     (served,) = kit.serve([each], chunk=64)
     assert served == kit.generate(each) == free[: free.index(free[5])]
+
+
+def test_end_that_only_the_class_of_a_config_has_is_none(
+    kits: Callable[[str], Kit], tmp_path: Path
+) -> None:
+    """Where neither file names one, the tokenizer's: `generate` knows of none then."""
+    plain = kits("qwen3")
+    shutil.copytree(plain.folder, tmp_path, dirs_exist_ok=True)
+    (tmp_path / "generation_config.json").unlink()
+    path = tmp_path / "config.json"
+    values = json.loads(path.read_text()) | {"model_type": "llama"}
+    values.pop("eos_token_id", None)
+    path.write_text(json.dumps(values))
+    processor = ChatProcessor(tmp_path)
+    ends = processor._tokenizer.eos_token_id
+    assert load_config(tmp_path).eos_token_id not in (ends, None)
+    model = load_model(tmp_path, device="cpu", dtype="float32")
+    assert model.generation_config.eos_token_id is None
+    assert processor._stop_ids == [ends]
+
+
+def test_option_among_those_of_the_model_is_refused_before_it_is_loaded(
+    kits: Callable[[str], Kit], tmp_path: Path
+) -> None:
+    """Where older checkpoints have it, and `generate` looks without another file."""
+    config = json.loads((kits("qwen3").folder / "config.json").read_text())
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps(config | {"no_repeat_ngram_size": 3}))
+    with pytest.raises(
+        ValueError, match="has no_repeat_ngram_size, .*or of config.json"
+    ):
+        load_config(tmp_path)

@@ -12,7 +12,12 @@ from jinja2 import TemplateError
 
 from lifecycle_engine.images import images
 from lifecycle_engine.images.image_side import image_side_of
-from lifecycle_engine.models._hf import config_of, hf, in_a_sentence
+from lifecycle_engine.models._hf import (
+    config_of,
+    generation_file,
+    hf,
+    in_a_sentence,
+)
 from lifecycle_engine.processor import BadChat, Chat, Empty, Prepared, bare
 
 from .detokenizer import ByteDetokenizer
@@ -190,20 +195,18 @@ def _old_template(folder: Path) -> str | None:
 
 
 def _stop_ids(checkpoint: Path, tokenizer: Any) -> list[int]:
-    """The ids that end a turn: the generation config's, or without one the model's.
+    """The ids that end a turn: what the generation config names, else the tokenizer's.
 
-    Where neither names one, which `generate` never ends, the tokenizer's.
+    Not what the class of a config has where its file names none: that is seldom the
+    model's, and `generate`, which then ends nothing, does not know of it either.
     """
-    text = config_of(checkpoint).get_text_config()
-    path = checkpoint / "generation_config.json"
-    if path.exists():
-        ids = json.loads(path.read_text(encoding="utf-8")).get("eos_token_id")
-    else:
-        ids = text.eos_token_id
+    path = checkpoint / generation_file(checkpoint)
+    ids = json.loads(path.read_text(encoding="utf-8")).get("eos_token_id")
     if ids is None:
         ids = tokenizer.eos_token_id
     if ids is None:
         return []
     ids = ids if isinstance(ids, list) else [ids]
     # Some configs name one that cannot be drawn, to have none.
-    return sorted(token for token in ids if 0 <= token < text.vocab_size)
+    size = config_of(checkpoint).get_text_config().vocab_size
+    return sorted(token for token in ids if 0 <= token < size)

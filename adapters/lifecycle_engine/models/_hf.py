@@ -56,3 +56,12 @@ def config_of(checkpoint: str | Path) -> Any:
         return hf("AutoConfig").from_pretrained(
             str(checkpoint), local_files_only=True, trust_remote_code=False
         )
+
+
+def generation_file(checkpoint: str | Path) -> str:
+    """The name of what transformers reads a checkpoint's generation config from.
+
+    In older ones its options stand among those of the model.
+    """
+    own = "generation_config.json"
+    return own if (Path(checkpoint) / own).exists() else "config.json"

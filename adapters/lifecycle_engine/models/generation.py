@@ -69,7 +69,8 @@ class Rules:
             if value is not None and value not in neutral:
                 raise ValueError(
                     f"the generation config has {name}, which changes tokens; known "
-                    f"are {_KNOWN}: take it out of generation_config.json"
+                    f"are {_KNOWN}: take it out of generation_config.json, or of "
+                    f"config.json where there is no such file"
                 )
         penalty = config.repetition_penalty
         penalty = 1.0 if penalty is None else penalty

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from ._hf import config_of, hf, in_a_sentence, quiet
+from ._hf import config_of, generation_file, hf, in_a_sentence, quiet
 from .families import family_of, takes_images
 from .generation import Rules
 
@@ -23,12 +23,13 @@ def load_config(checkpoint: str | Path) -> Any:
     """
     config = config_of(checkpoint)
     family_of(config)
-    if (Path(checkpoint) / "generation_config.json").exists():
-        with in_a_sentence("generation config"):
-            generation = hf("GenerationConfig").from_pretrained(
-                str(checkpoint), local_files_only=True
-            )
-        Rules.of(generation)
+    with in_a_sentence("generation config"):
+        generation = hf("GenerationConfig").from_pretrained(
+            str(checkpoint),
+            config_file_name=generation_file(checkpoint),
+            local_files_only=True,
+        )
+    Rules.of(generation)
     return config
 
 

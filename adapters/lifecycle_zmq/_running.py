@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import math
 from collections.abc import AsyncIterator
 from contextlib import AbstractAsyncContextManager, aclosing, nullcontext
 from typing import Any, Protocol
@@ -12,7 +13,7 @@ import anyio
 from ._backend import Finish, Output
 from ._errors import EngineFailed, RequestRejected
 from ._hand_off import complain, forget_frames
-from ._slot import Slot, running_asyncio_loop
+from ._slot import Slot
 
 
 class Desk(Protocol):
@@ -131,8 +132,10 @@ class Running:
             with self._scope:
                 await self._pass_on()
         except asyncio.CancelledError as error:  # noqa: ASYNC103 - not ours
-            if _cancelled_from_outside():
-                raise
+            if anyio.current_effective_deadline() == -math.inf:
+                raise  # the loop ends, and all its tasks with it
+            # Of a future, or of this very task, that somebody has cancelled: an error
+            # like any other. Let out of the task, it would end all the others.
             return self._failed(error)  # noqa: ASYNC104 - as above
         except Exception as error:  # noqa: BLE001 - told to the reader
             return self._failed(error)
@@ -166,15 +169,6 @@ class Running:
     def _put(self, output: Output) -> None:
         self.put_in = self._desk.turn
         self._desk.put(output)
-
-
-def _cancelled_from_outside() -> bool:
-    # Otherwise it comes out of the generator, such as of a future that somebody has
-    # cancelled, and is an error like any other.
-    if running_asyncio_loop() is None:
-        return True
-    task = asyncio.current_task()
-    return task is not None and task.cancelling() > 0
 
 
 def _closed_at_the_end(items: Any) -> AbstractAsyncContextManager[Any]:

@@ -87,6 +87,8 @@ class EngineLoop:
         try:
             if drive is not None:  # it has an event loop, in which it calls `turn`
                 drive(self, transport, self._pulse)
+                if self._running:
+                    raise RuntimeError("the event loop ended before SHUTDOWN")
             while self._running:
                 self._sleep()
                 self.turn()

@@ -6,6 +6,8 @@ import threading
 from collections import deque
 from collections.abc import Callable, Sequence
 
+import anyio.lowlevel
+
 from .bell import Bell
 from .wire import Buffer
 
@@ -64,7 +66,9 @@ class QueuedTransport:
         del room
         if self._bell is None:
             self._bell = Bell()
-        if not self._arrived:
+        if self._arrived:
+            await anyio.lowlevel.checkpoint()  # others get on, however much comes
+        else:
             await self._bell.wait()
 
     def turn(self, *, idle: bool) -> None:

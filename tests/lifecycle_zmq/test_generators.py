@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 import random
 import signal
@@ -9,11 +10,12 @@ import sys
 import time
 from collections import deque
 from collections.abc import AsyncIterator, Callable
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from pathlib import Path
 from typing import Any, Literal
 
 import anyio
+import anyio.lowlevel
 import numpy as np
 import pytest
 
@@ -28,6 +30,7 @@ from lifecycle_zmq import (
     wire,
 )
 from lifecycle_zmq._items import pack_request
+from lifecycle_zmq.queued import QueuedTransport
 from lifecycle_zmq.wire import Kind
 
 pytestmark = [pytest.mark.anyio, pytest.mark.usefixtures("no_leaks")]
@@ -71,13 +74,6 @@ async def read(stream: Any) -> list[Any]:
     """All that is left of a stream."""
     with anyio.fail_after(BOUND):
         return [item async for item in stream]
-
-
-async def until(condition: Callable[[], Any]) -> None:
-    """Wait, within the bound, for a condition that has to ask the engine."""
-    with anyio.fail_after(BOUND):
-        while not await condition():
-            await anyio.sleep(0.005)
 
 
 async def test_serves_many_that_leave_at_random(make_engine: Make) -> None:
@@ -451,6 +447,72 @@ async def test_names_what_ended_the_loop(on: Loop) -> None:
             stream = await engine.start("a", {})
             assert await anext(stream) == [1]
             await read_lost(stream, "SystemExit")
+
+
+@pytest.mark.parametrize("on", LOOPS)
+async def test_ends_when_its_event_loop_does(on: Loop) -> None:
+    """A lifespan that swallows what ends it leaves no engine that refuses everything."""
+
+    @asynccontextmanager
+    async def lifespan() -> AsyncIterator[None]:
+        with suppress(BaseExceptionGroup):
+            yield
+
+    async def serve(key: str, request: Any, tensors: Any) -> AsyncIterator[Any]:
+        try:
+            yield [1]
+            await anyio.sleep_forever()
+        finally:
+            raise SystemExit(3)
+
+    def make() -> GeneratorBackend:
+        return GeneratorBackend(serve, backend=on, lifespan=lifespan)
+
+    async with ThreadEngine(make) as engine:
+        with anyio.fail_after(BOUND):
+            await engine.wait_ready()
+            stream = await engine.start("a", {})
+            engine.cancel("a")
+            await read_lost(stream, "RuntimeError")
+
+
+async def test_fails_the_stream_alone_whose_task_was_cancelled() -> None:
+    """As a library may do that knows the task: the loop goes on, with all others."""
+
+    async def serve(key: str, request: Any, tensors: Any) -> AsyncIterator[Any]:
+        yield [1]
+        await anyio.lowlevel.checkpoint()  # until that is told of
+        if key == "a":
+            task = asyncio.current_task()
+            assert task is not None and task.cancel()
+        await anyio.lowlevel.checkpoint()
+        yield [2]
+
+    async with ThreadEngine(lambda: GeneratorBackend(serve)) as engine:
+        with anyio.fail_after(BOUND):
+            await engine.wait_ready()
+            stream = await engine.start("a", {})
+            with pytest.raises(EngineFailed, match="it raised CancelledError"):
+                await read(stream)
+            await engine.end("a")
+            assert await read(await engine.start("b", {})) == [[1], [2]]
+            assert engine.incarnation == 1
+
+
+async def test_lets_the_loop_turn_though_more_has_come() -> None:
+    """Messages that never end must not hold up the generators that they are for."""
+    transport = QueuedTransport()
+    turns: list[int] = []
+
+    async def other() -> None:
+        turns.append(1)
+
+    transport.put(b"client", [b"message"])
+    async with anyio.create_task_group() as tasks:
+        tasks.start_soon(other)
+        for _ in range(8):
+            await transport.wait()
+        assert turns
 
 
 @pytest.mark.parametrize("on", LOOPS)

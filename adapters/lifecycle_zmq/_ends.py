@@ -38,6 +38,10 @@ class Ends:
         """Whether the backend has not let go of a key yet."""
         return self._ending is not None and self._ending(key)
 
+    def owed(self, peer: Peer) -> bool:
+        """Whether a client is still to be told of an end."""
+        return any(it is peer for it, _ in self._open)
+
     def begin(self, peer: Peer, generation: int) -> None:
         """Forget a stream, and say so, now or when nothing of it runs any more."""
         stream = self._books.ended(peer, generation)
@@ -51,10 +55,10 @@ class Ends:
 
     def settle(self) -> None:
         """Say which streams are forgotten since."""
-        for (peer, generation), key in list(self._open.items()):
-            if not self.pending(key):
-                del self._open[peer, generation]
-                self._tell(peer, generation)
+        for it, key in list(self._open.items()):
+            # To tell one client may show that it is gone, and its other ends with it.
+            if not self.pending(key) and self._open.pop(it, ""):
+                self._tell(*it)
 
     def lose(self, peer: Peer) -> None:
         """Forget the streams of a client that is gone."""

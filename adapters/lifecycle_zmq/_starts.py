@@ -108,7 +108,8 @@ class Starts:
 
     def hurry(self, streams: Iterable[ServedStream]) -> None:
         """Accept those of some streams that are not decided: they are about to end."""
-        for stream in streams if self._undecided else ():
+        # A copy: to accept one may show that its client is gone, and all its streams.
+        for stream in list(streams) if self._undecided else ():
             if stream in self._undecided:
                 self._undecided.remove(stream)
                 self._accept(stream)

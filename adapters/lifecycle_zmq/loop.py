@@ -178,14 +178,17 @@ class EngineLoop:
     def _welcome(self, address: bytes, sequence: int) -> Peer:
         peers = self._books.peers
         if len(peers) >= _MAX_PEERS:
-            # Without streams it loses nothing by being forgotten but its numbering.
-            idle = next((peer for peer in peers.values() if not peer.streams), None)
+            # Who waits for nothing loses nothing by being forgotten but its numbering.
+            idle = next((it for it in peers.values() if not self._waits(it)), None)
             if idle is None:
                 raise ProtocolError(f"more than {_MAX_PEERS} clients")
             del peers[idle.address]
         peer = peers[address] = Peer(address, received=sequence)
         self._send(peer, Kind.READY, {})
         return peer
+
+    def _waits(self, peer: Peer) -> bool:
+        return bool(peer.streams or peer.tick) or self._ends.owed(peer)
 
     def _mend(self, peer: Peer) -> None:
         """End the streams of a client of which a message was lost or refused.

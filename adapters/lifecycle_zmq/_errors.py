@@ -13,7 +13,7 @@ class EncodeError(ProtocolError):
     """A message cannot be put on the wire; nothing of it was sent.
 
     Attributes:
-        code: ``"too_large"`` or ``"unencodable"``.
+        code: ``"too_large"``, ``"unencodable"`` or ``"no_memory"``.
     """
 
     def __init__(self, code: str, message: str) -> None:

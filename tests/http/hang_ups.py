@@ -44,14 +44,21 @@ MAY_RISE = 8.0
 class Soak:
     """One run: its server, its clients, and what was seen.
 
+    Args:
+        port: Of the server.
+        pid: Of the server, whose first child is the engine.
+        seed: Of what clients do.
+        patience: Seconds in which a client has its answer, or has left.
+
     Attributes:
         fates: How often clients did what.
         samples: What was measured, and when.
         wrong: What must not have been.
     """
 
-    def __init__(self, port: int, pid: int, seed: int) -> None:
+    def __init__(self, port: int, pid: int, seed: int, *, patience: float = 60) -> None:
         self._port, self._draw = port, random.Random(seed)
+        self._patience = patience
         self._api = psutil.Process(pid)
         self._engine = self._api.children()[0]
         self.fates: Counter[str] = Counter()
@@ -66,13 +73,16 @@ class Soak:
             name = f"{moment}, {way}" if manner == "leaves" else manner
             self.fates[name] += 1
             try:
-                await self._client(manner, moment, way)
+                async with asyncio.timeout(self._patience):
+                    await self._client(manner, moment, way)
             except Stays:
                 self.wrong[f"kept: {name}"] += 1
             except TimeoutError:
                 self.wrong[f"not answered: {name}"] += 1
             except OSError:
-                self.fates["cut off by the server"] += 1
+                # Whoever leaves may be cut off first; the others are to be heard.
+                seen = self.fates if manner == "leaves" else self.wrong
+                seen[f"cut off by the server: {manner}"] += 1
 
     async def _client(self, manner: str, moment: str, way: str) -> None:
         port, draw, answer = self._port, self._draw, Answer()
@@ -86,7 +96,7 @@ class Soak:
             if manner == "reads":
                 # Short, so that a minute is no matter of a busy machine.
                 sent = b"".join(on_the_wire(draw, *question(draw, longest=30)))
-            async with connected(port) as (reader, writer), asyncio.timeout(60):
+            async with connected(port) as (reader, writer):
                 writer.write(sent)
                 await read_answer(reader, answer)
             good = answer.status == 200 and b'"error":{' not in answer.body

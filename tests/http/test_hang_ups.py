@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import asyncio
+import os
+import socket
 import sys
+import time
 from pathlib import Path
 
 import pytest
 
 sys.path.insert(0, str(Path(__file__).parent))
 
-from hang_ups import MAY_RISE, drifts, soak
+import hang_ups
+from hang_ups import MAY_RISE, Soak, drifts, soak
 from leavers import MOMENTS, WAYS
 
 
@@ -24,6 +29,32 @@ async def test_keeps_nothing_of_whoever_hangs_up() -> None:
     assert {moment for moment, _ in names} == set(MOMENTS)
     assert {way for _, way in names} == set(WAYS)
     assert run.samples[-1]["api descriptors"] <= run.samples[0]["api descriptors"]
+
+
+@pytest.mark.asyncio
+@pytest.mark.parametrize("manner", ["leaves", "reads", "looks", "lies"])
+async def test_takes_no_answer_for_a_fault(
+    manner: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whoever did not leave is to be answered: not cut off, and not kept waiting."""
+    monkeypatch.setattr(hang_ups, "_MANNERS", {manner: 1})
+    pipe = asyncio.subprocess.PIPE
+    engine = await asyncio.create_subprocess_exec("cat", stdin=pipe)
+    try:
+        with socket.socket() as nobody:
+            nobody.bind(("127.0.0.1", 0))
+            run = Soak(nobody.getsockname()[1], os.getpid(), 1, patience=0.1)
+            await run.client(time.monotonic() + 0.1)
+            cut = set() if manner == "leaves" else {f"cut off by the server: {manner}"}
+            assert set(run.wrong) == cut
+            nobody.listen()  # and never accepts
+            await run.client(time.monotonic() + 0.1)
+            late = {name for name in run.wrong if name.startswith("not answered")}
+    finally:
+        engine.kill()
+        await engine.wait()
+    if manner != "leaves":
+        assert late == {f"not answered: {manner}"}
 
 
 def test_tells_a_drift_from_noise() -> None:

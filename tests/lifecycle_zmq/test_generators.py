@@ -254,7 +254,7 @@ async def test_counts_as_busy_while_a_generator_blocks_the_loop(
     make_engine: Make, eventually: Any
 ) -> None:
     """And as stalled at the bound; one that only waits is neither."""
-    async with make_engine(busy_after=0.1, stalled_after=0.6) as engine:
+    async with make_engine(busy_after=0.4, stalled_after=0.8) as engine:
         await engine.wait_ready()
         with anyio.fail_after(BOUND):
             waits = await engine.start("waits", {"wait_at": 1})
@@ -330,6 +330,7 @@ class Queue:
         self._count = len(keys)
         self.said: list[dict[str, Any]] = []
         self.over: Callable[[], None] = lambda: None
+        self.accepted = anyio.Event()
 
     def poll(self, milliseconds: int | None) -> None:
         """Not in an event loop."""
@@ -351,6 +352,8 @@ class Queue:
         message = wire.decode([head], accept=wire.FROM_ENGINE)
         if message.kind is Kind.TICK:
             self.said.append(dict(message.body))
+        if sum(len(it["accepted"]) for it in self.said) == self._count:
+            self.accepted.set()
         if sum(len(it["chunks"]) for it in self.said) == self._count:
             self.over()
         return True
@@ -365,7 +368,7 @@ def test_sends_all_items_of_one_turn_in_one_message(on: Loop) -> None:
     async def serve(key: str, request: Any, tensors: Any) -> AsyncIterator[Any]:
         opened[key] = anyio.Event()
         if len(opened) == len(keys):
-            await anyio.sleep(0.05)  # all starts are told of
+            await queue.accepted.wait()
             for event in opened.values():
                 event.set()
         await opened[key].wait()
@@ -386,7 +389,8 @@ def test_tells_nothing_of_a_stream_that_was_ended_since() -> None:
 
     async def serve(key: str, request: Any, tensors: Any) -> AsyncIterator[Any]:
         if key == "a":
-            await anyio.sleep(0.05)  # both starts are told of
+            await queue.accepted.wait()
+            await anyio.wait_all_tasks_blocked()  # also who tells of what is put
             go_on.set()
             yield [1]
         await go_on.wait()  # until that is there, and not taken yet
@@ -398,7 +402,8 @@ def test_tells_nothing_of_a_stream_that_was_ended_since() -> None:
     go_on = anyio.Event()
     backend = GeneratorBackend(serve)
     loop = EngineLoop(backend, incarnation=1)
-    loop.run(Queue(["a", "b"]))
+    queue = Queue(["a", "b"])
+    loop.run(queue)
     assert stepped == []
 
 
@@ -438,14 +443,17 @@ async def test_names_what_ended_the_loop(on: Loop) -> None:
 
     async def serve(key: str, request: Any, tensors: Any) -> AsyncIterator[Any]:
         yield [1]
-        await anyio.sleep(0.05)  # until that is read
-        raise SystemExit(3)
+        if key == "b":
+            raise SystemExit(3)
+        await anyio.sleep_forever()
 
     async with ThreadEngine(lambda: GeneratorBackend(serve, backend=on)) as engine:
         with anyio.fail_after(BOUND):
             await engine.wait_ready()
             stream = await engine.start("a", {})
             assert await anext(stream) == [1]
+            with suppress(EngineLost):  # it may be over before that is accepted
+                await engine.start("b", {})
             await read_lost(stream, "SystemExit")
 
 

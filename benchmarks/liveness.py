@@ -26,7 +26,8 @@ from typing import Any, Self
 import anyio
 
 from lifecycle import EngineLost
-from lifecycle_zmq import EngineServer, Output, ZmqEngine, _lock, exit_with_parent
+from lifecycle_zmq import EngineServer, Output, ZmqEngine, exit_with_parent
+from lifecycle_zmq.process import locks
 
 STREAMS = 128
 STEP = 0.02
@@ -120,16 +121,16 @@ class Kills:
 async def kill(gib: float, rounds: int) -> None:
     """Kill with and without the lock, in turns."""
     ways: dict[str, tuple[int | None, Kills]] = {
-        "lock": (_lock._FUTEX, Kills()),  # noqa: SLF001 - to do without it
+        "lock": (locks._FUTEX, Kills()),  # noqa: SLF001 - to do without it
         "pidfd only": (None, Kills()),
     }
     with Counting() as records:
         for _ in range(rounds):
             for futex, kills in ways.values():
-                _lock._FUTEX = futex  # noqa: SLF001
+                locks._FUTEX = futex  # noqa: SLF001
                 async with engine(gib) as it:
                     await kills.one(it)
-    _lock._FUTEX = ways["lock"][0]  # noqa: SLF001
+    locks._FUTEX = ways["lock"][0]  # noqa: SLF001
     for name, (_, kills) in ways.items():
         show(f"{gib:g} GiB, {name}: last of {STREAMS} told", kills.told)
     if not gib:

@@ -5,7 +5,7 @@ arrow is a decision somebody writes down, not an accident.
 """
 
 import ast
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import pytest
@@ -79,6 +79,23 @@ MAY_USE = {
         "lifecycle_zmq",
         "lifecycle_ray",
     },
+}
+
+# The rooms of the engine link, from the floor upwards: each imports those before it.
+LINK_FLOOR = ("_errors", "_hand_off", "_slot")
+LINK_ROOMS = (
+    *("memory", "protocol", "transport", "process", "client", "server"),
+    "supervision",
+)
+LINK_ORDER = (*LINK_FLOOR, *LINK_ROOMS, "engine", "thread", "__init__")
+# What other adapters may have of the link, who bring another transport for it.
+LINK_OPEN = {
+    "lifecycle_zmq",
+    "lifecycle_zmq.protocol.wire",
+    "lifecycle_zmq.supervision.life",
+    "lifecycle_zmq.transport",
+    "lifecycle_zmq.transport.bell",
+    "lifecycle_zmq.transport.queued",
 }
 
 
@@ -193,6 +210,51 @@ def test_uses_only_public_names_from_adapters(path: Path) -> None:
         if module.partition(".")[0] in others - {adapter}:
             parts = [*module.split("."), *([name] if name else [])]
             assert not any(part.startswith("_") for part in parts), module
+
+
+LINK = ADAPTERS / "lifecycle_zmq"
+LINK_FILES = modules(LINK)
+
+
+def link_name(parts: Sequence[str]) -> str:
+    """Return the room, or the module outside of all rooms, that *parts* lead to."""
+    name = parts[0].removesuffix(".py") if parts else "__init__"
+    known = (LINK / f"{name}.py").exists() or (LINK / name).is_dir()
+    return name if known else "__init__"
+
+
+@pytest.mark.parametrize("path", LINK_FILES, ids=ids(LINK_FILES))
+def test_builds_each_room_of_the_link_on_those_below(path: Path) -> None:
+    """Whoever reads a room needs to know those before it, and never one after it."""
+    own = link_name(path.relative_to(LINK).parts)
+    below = LINK_ORDER[: LINK_ORDER.index(own)]
+    for module, name in imports(path):
+        package, *rest = module.split(".")
+        if package == "lifecycle_zmq":
+            drawn = link_name([*rest, *([name] if name else [])])
+            assert drawn in below or (drawn == own in LINK_ROOMS), module
+
+
+def test_names_every_room_of_the_link() -> None:
+    """The order has all rooms and no more; none but the transports' is code by itself."""
+    assert {link_name(path.relative_to(LINK).parts) for path in LINK_FILES} == set(
+        LINK_ORDER
+    )
+    for room in LINK_ROOMS:
+        body = ast.parse((LINK / room / "__init__.py").read_text()).body
+        assert len(body) == 1 or room == "transport"
+
+
+@pytest.mark.parametrize("path", ADAPTER_FILES, ids=ids(ADAPTER_FILES))
+def test_opens_few_rooms_of_the_link_to_others(path: Path) -> None:
+    """What no other adapter imports may be moved without asking them."""
+    if path.is_relative_to(LINK):
+        return
+    for module, name in imports(path):
+        if module.partition(".")[0] == "lifecycle_zmq":
+            inner = ADAPTERS.joinpath(*module.split("."), name or "")
+            deeper = name and (inner.is_dir() or inner.with_suffix(".py").exists())
+            assert (f"{module}.{name}" if deeper else module) in LINK_OPEN
 
 
 PRODUCT_FILES = CORE_FILES + ADAPTER_FILES

@@ -14,7 +14,7 @@ import numpy as np
 import ray
 
 from lifecycle_zmq import Backend, EngineLoop
-from lifecycle_zmq.queued import QueuedTransport
+from lifecycle_zmq.transport.queued import QueuedTransport
 
 Factory = Callable[[], Backend]
 

@@ -12,9 +12,9 @@ import ray
 from ray.exceptions import ObjectStoreFullError, OutOfDiskError, RayError
 
 from lifecycle_zmq import EncodeError
-from lifecycle_zmq.bell import Bell
+from lifecycle_zmq.protocol.wire import Buffer
 from lifecycle_zmq.transport import Handle
-from lifecycle_zmq.wire import Buffer
+from lifecycle_zmq.transport.bell import Bell
 
 from ._actor import Served
 from ._results import watched

@@ -12,7 +12,7 @@ import ray
 from ray.exceptions import ActorUnavailableError, OutOfMemoryError, RayActorError
 
 from lifecycle_zmq import EngineClient, SupervisedEngine
-from lifecycle_zmq.life import Life
+from lifecycle_zmq.supervision.life import Life
 
 from ._actor import EngineActor, Factory, Served
 from ._link import RayLink

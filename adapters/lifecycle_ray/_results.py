@@ -6,7 +6,7 @@ from collections.abc import Callable
 from concurrent.futures import Future
 from typing import Any
 
-from lifecycle_zmq.bell import Bell
+from lifecycle_zmq.transport.bell import Bell
 
 
 def watched(reference: Any, tell: Callable[[], None]) -> Future[Any]:

@@ -5,34 +5,19 @@ streams their items and replaces it when it dies. `EngineServer` is the engine
 process's side, around whatever implements `Backend`.
 """
 
-# A map of the package; each line imports those above it.
+# A map of the package; each room imports from those above it, no room from below.
 #
-#   _errors, _hand_off                    refusals; giving a payload away
-#   _regions, _memory, _views, _block
-#   arena                                 memory for payloads, as the client has it
-#   _plain, _items, _tensors              values, items and memory as bytes
-#   _arena_view                           the arena as the engine sees it
-#   _schema, _tick_form, wire             messages
-#   transport                             what carries messages, for both ends
-#   _slot, _streams, _table, _outbox      what the client knows, without I/O
-#   _parcel, _passing                     memory of tensors that is passed
-#   _lodging, _carrier                    tensors of a request to where the engine is
-#   _link, _address                       ZeroMQ's end here; what an engine is told
-#   client                                the API process's end of any link
-#   _frames, _writer                      messages in a stream of bytes
-#   _pair, _rendezvous                    how the two processes meet; a pair, both ends
-#   _page, _lock, _proc, _watch           how an engine is doing, without the link
-#   process, _liveness                    one process; what it shows
-#   life, _incarnation                    one incarnation, of any kind; of processes
-#   _restarts, _supervisor, supervised    one incarnation after another
-#   engine                                of processes
-#   _backend, _held, _tick, _books        what the server knows, without a socket
-#   _delivery, _loans                     who gets what when
-#   _ends, _starts                        what becomes of a START, and of an END
-#   _parent, _pulse                       what its process owes to its parent
-#   loop, _router, server                 its loop; its socket; its process's end
-#   bell, queued, thread                  the same in a thread: no socket, no process
-#   _beat, _running, generators           a backend of one async generator per request
+#   _errors, _hand_off, _slot    refusals; giving a payload away; waking one task
+#   memory/                      payloads in memory that both processes see
+#   protocol/                    values, items and messages as bytes
+#   transport/                   what carries messages: a pair, ZeroMQ, queues
+#   process/                     one engine process and its signs of life
+#   client/                      the API process's end of any link
+#   server/                      the engine's end: its loop around a backend
+#   supervision/                 one incarnation after another, of any kind
+#   engine, thread               engines in a process, and in a thread of this one
+#
+# Public is what stands below and in the reference; all else may move.
 
 from __future__ import annotations
 
@@ -44,20 +29,25 @@ except ModuleNotFoundError as error:
         name=error.name,
     ) from None
 
-from ._arena_view import ArenaView
-from ._backend import Backend, Finish, Merge, Output
-from ._errors import EncodeError, EngineFailed, ProtocolError, RequestRejected
-from ._parent import exit_with_parent
-from ._restarts import Restarts
-from ._supervisor import Health, Supervisor
-from .arena import Arena, ArenaFull, ArenaStatistics
-from .client import EngineClient
-from .engine import ZmqEngine
-from .generators import GeneratorBackend
-from .loop import EngineLoop
-from .server import EngineServer
-from .supervised import SupervisedEngine
-from .thread import ThreadEngine
+from lifecycle_zmq._errors import (
+    EncodeError,
+    EngineFailed,
+    ProtocolError,
+    RequestRejected,
+)
+from lifecycle_zmq.client.engine_client import EngineClient
+from lifecycle_zmq.engine import ZmqEngine
+from lifecycle_zmq.memory.arena import Arena, ArenaFull, ArenaStatistics
+from lifecycle_zmq.memory.arena_view import ArenaView
+from lifecycle_zmq.process.parent import exit_with_parent
+from lifecycle_zmq.server.backend import Backend, Finish, Merge, Output
+from lifecycle_zmq.server.engine_server import EngineServer
+from lifecycle_zmq.server.generators import GeneratorBackend
+from lifecycle_zmq.server.loop import EngineLoop
+from lifecycle_zmq.supervision.restarts import Restarts
+from lifecycle_zmq.supervision.supervised import SupervisedEngine
+from lifecycle_zmq.supervision.supervisor import Health, Supervisor
+from lifecycle_zmq.thread import ThreadEngine
 
 __all__ = (
     "Arena",

@@ -10,16 +10,16 @@ from typing import Literal, Self
 
 import anyio
 
-from ._incarnation import Incarnation, Settings
-from ._memory import Kind
-from ._pair import Pair
-from ._rendezvous import Rendezvous, sweep
-from ._restarts import Restarts
-from ._supervisor import Supervisor
-from ._watch import Limits
-from .arena import Arena
-from .client import EngineClient
-from .supervised import SupervisedEngine
+from lifecycle_zmq.client.engine_client import EngineClient
+from lifecycle_zmq.memory.arena import Arena
+from lifecycle_zmq.memory.mapping import Kind
+from lifecycle_zmq.process.watch import Limits
+from lifecycle_zmq.supervision.incarnation import Incarnation, Settings
+from lifecycle_zmq.supervision.restarts import Restarts
+from lifecycle_zmq.supervision.supervised import SupervisedEngine
+from lifecycle_zmq.supervision.supervisor import Supervisor
+from lifecycle_zmq.transport.pair import Pair
+from lifecycle_zmq.transport.rendezvous import Rendezvous, sweep
 
 _TRANSPORTS = ("pair", "ipc")
 _LEAVE_LOOK_SECONDS = 0.05

@@ -10,18 +10,18 @@ from typing import Any
 import anyio
 import anyio.lowlevel
 
-from ._backend import Backend
-from ._hand_off import complain
-from ._restarts import Restarts
-from ._supervisor import Supervisor
-from .bell import Bell
-from .client import EngineClient
-from .life import Life
-from .loop import EngineLoop
-from .queued import QueuedTransport
-from .supervised import SupervisedEngine
-from .transport import Handle
-from .wire import Buffer
+from lifecycle_zmq._hand_off import complain
+from lifecycle_zmq.client.engine_client import EngineClient
+from lifecycle_zmq.protocol.wire import Buffer
+from lifecycle_zmq.server.backend import Backend
+from lifecycle_zmq.server.loop import EngineLoop
+from lifecycle_zmq.supervision.life import Life
+from lifecycle_zmq.supervision.restarts import Restarts
+from lifecycle_zmq.supervision.supervised import SupervisedEngine
+from lifecycle_zmq.supervision.supervisor import Supervisor
+from lifecycle_zmq.transport import Handle
+from lifecycle_zmq.transport.bell import Bell
+from lifecycle_zmq.transport.queued import QueuedTransport
 
 _ADDRESS = b"owner"
 _BURST = 256

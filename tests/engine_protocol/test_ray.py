@@ -408,7 +408,7 @@ def test_calls_that_overtook_others_wait_for_them() -> None:
     """Pushes run in threads: the engine gets them in the order in which they were sent."""
     pytest.importorskip("ray", reason="Ray is not installed")
     from lifecycle_ray._actor import _Order
-    from lifecycle_zmq.queued import QueuedTransport
+    from lifecycle_zmq.transport.queued import QueuedTransport
 
     transport = QueuedTransport()
     order = _Order(transport)

@@ -20,7 +20,7 @@ from lifecycle_engine.models.uploads import (  # noqa: E402
 )
 from lifecycle_engine.scheduler import Scheduler  # noqa: E402
 from lifecycle_zmq import Arena, ArenaView  # noqa: E402
-from lifecycle_zmq.wire import Place  # noqa: E402
+from lifecycle_zmq.protocol.wire import Place  # noqa: E402
 
 pytestmark = [
     pytest.mark.gpu,

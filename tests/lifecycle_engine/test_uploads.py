@@ -14,7 +14,7 @@ import pytest
 
 from lifecycle_engine.models.uploads import TorchDevice, Uploads, pin, small, unpin
 from lifecycle_zmq import Arena, ArenaView
-from lifecycle_zmq.wire import Place
+from lifecycle_zmq.protocol.wire import Place
 
 
 class Stream:

@@ -13,7 +13,8 @@ import time
 import zlib
 from typing import Any
 
-from lifecycle_zmq import EngineServer, Finish, Output, RequestRejected, _address
+from lifecycle_zmq import EngineServer, Finish, Output, RequestRejected
+from lifecycle_zmq.transport import endpoints
 
 
 class KeepingBackend:
@@ -97,9 +98,9 @@ def main() -> None:
     options = parser.parse_args()
     endpoint = options.endpoint
     if options.without_arena:
-        address, inherited = _address.split(endpoint)
+        address, inherited = endpoints.split(endpoint)
         del inherited["arena"]
-        endpoint = _address.join(address, inherited)
+        endpoint = endpoints.join(address, inherited)
     EngineServer(endpoint, KeepingBackend(), incarnation=options.incarnation).run()
 
 

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any, cast
 
 from lifecycle_zmq import ArenaView, ProtocolError
-from lifecycle_zmq.wire import Place
+from lifecycle_zmq.protocol.wire import Place
 
 
 class Peer:

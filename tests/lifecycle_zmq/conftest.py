@@ -19,8 +19,9 @@ import pytest
 import zmq
 
 import lifecycle_zmq
-from lifecycle_zmq import ZmqEngine, wire
-from lifecycle_zmq._pair import PairServer
+from lifecycle_zmq import ZmqEngine
+from lifecycle_zmq.protocol import wire
+from lifecycle_zmq.transport.pair import PairServer
 
 SCRIPT = Path(__file__).with_name("scripted_engine.py")
 BOUND = 20.0

@@ -17,9 +17,10 @@ from typing import Any
 
 import msgpack
 
-from lifecycle_zmq import ProtocolError, wire
-from lifecycle_zmq._items import pack_tokens
-from lifecycle_zmq.wire import FROM_CLIENT, FROM_ENGINE, Kind
+from lifecycle_zmq import ProtocolError
+from lifecycle_zmq.protocol import wire
+from lifecycle_zmq.protocol.items import pack_tokens
+from lifecycle_zmq.protocol.wire import FROM_CLIENT, FROM_ENGINE, Kind
 
 ALL = FROM_CLIENT | FROM_ENGINE
 Parts = list[bytearray]

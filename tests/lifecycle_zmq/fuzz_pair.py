@@ -18,8 +18,9 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-from lifecycle_zmq import ProtocolError, _parcel
-from lifecycle_zmq._frames import FrameReader
+from lifecycle_zmq import ProtocolError
+from lifecycle_zmq.memory import parcels
+from lifecycle_zmq.transport.frames import FrameReader
 
 HEAD = 4096
 # One connection in so many is read under a tracer, which slows it down.
@@ -84,7 +85,7 @@ class Sender:
             frame += struct.pack("!Q", first << 56 | size)
             frame += bytes(0 if apart and number else size)
         passed = (
-            _parcel.pack([memoryview(bytes(it)) for it in sizes]) if apart else None
+            parcels.pack([memoryview(bytes(it)) for it in sizes]) if apart else None
         )
         if not chance(4):
             for _ in range(1 + chance(3)):
@@ -96,7 +97,7 @@ class Sender:
             return descriptors
         how = self._draw.randrange(4)
         if how == 0:
-            _parcel.close(descriptors)
+            parcels.close(descriptors)
             return []
         odd: tuple[Callable[[], int], ...] = (
             lambda: os.open("/", os.O_RDONLY),
@@ -114,7 +115,7 @@ class Sender:
         if data:
             sock.sendmsg([data], passed)
             self._result.passed += len(rights)
-        _parcel.close(descriptors)
+        parcels.close(descriptors)
 
 
 def fuzz(*, seed: int, frames: int | None = None, seconds: float = 1e9) -> Result:

@@ -20,7 +20,7 @@ import pytest
 
 from lifecycle import EngineLost, Gate, Payload, Refused
 from lifecycle_zmq import Arena, EngineClient, RequestRejected, ZmqEngine
-from lifecycle_zmq._lodging import SENT_BELOW, Lodging
+from lifecycle_zmq.client.lodging import SENT_BELOW, Lodging
 
 with contextlib.suppress(ImportError):
     import torch

@@ -18,7 +18,8 @@ import numpy as np
 import pytest
 
 from lifecycle import EngineLost, Payload
-from lifecycle_zmq import RequestRejected, ZmqEngine, _parcel, _views
+from lifecycle_zmq import RequestRejected, ZmqEngine
+from lifecycle_zmq.memory import parcels, views
 
 pytestmark = [
     pytest.mark.anyio,
@@ -51,7 +52,7 @@ class Gate:
         self.threads: list[int] = []
         self.open = threading.Event()
         self._reached = threading.Event()
-        for module, name in ((_parcel, "_write"), (_views, "fill")):
+        for module, name in ((parcels, "_write"), (views, "fill")):
             patch.setattr(module, name, self._held(getattr(module, name)))
 
     def _held(self, copy: Callable[..., None]) -> Callable[..., None]:

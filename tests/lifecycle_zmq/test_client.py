@@ -16,10 +16,11 @@ import pytest
 import zmq
 
 from lifecycle import EngineLost
-from lifecycle_zmq import EngineClient, EngineFailed, RequestRejected, wire
-from lifecycle_zmq._items import pack_tokens
-from lifecycle_zmq._link import Link
-from lifecycle_zmq.wire import Kind
+from lifecycle_zmq import EngineClient, EngineFailed, RequestRejected
+from lifecycle_zmq.protocol import wire
+from lifecycle_zmq.protocol.items import pack_tokens
+from lifecycle_zmq.protocol.wire import Kind
+from lifecycle_zmq.transport.zmq_client import Link
 
 pytestmark = [pytest.mark.anyio, pytest.mark.usefixtures("no_leaks")]
 

@@ -10,10 +10,10 @@ import msgpack
 import pytest
 
 from lifecycle_zmq import Finish, Output
-from lifecycle_zmq._books import Books, Peer, ServedStream
-from lifecycle_zmq._delivery import Delivery
-from lifecycle_zmq._held import Held
-from lifecycle_zmq._items import pack_item, unpack_item, unpack_tokens
+from lifecycle_zmq.protocol.items import pack_item, unpack_item, unpack_tokens
+from lifecycle_zmq.server.books import Books, Peer, ServedStream
+from lifecycle_zmq.server.delivery import Delivery
+from lifecycle_zmq.server.held import Held
 
 DONE = Finish("completed")
 HOLD = 4096

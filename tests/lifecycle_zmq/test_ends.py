@@ -6,14 +6,15 @@ from collections import deque
 from collections.abc import Callable
 from typing import Any
 
-from lifecycle_zmq import EngineLoop, wire
-from lifecycle_zmq._books import Books, Peer
-from lifecycle_zmq._delivery import Delivery
-from lifecycle_zmq._ends import Ends
-from lifecycle_zmq._items import pack_request
-from lifecycle_zmq._loans import Loans
-from lifecycle_zmq._starts import Starts
-from lifecycle_zmq.wire import Kind
+from lifecycle_zmq import EngineLoop
+from lifecycle_zmq.protocol import wire
+from lifecycle_zmq.protocol.items import pack_request
+from lifecycle_zmq.protocol.wire import Kind
+from lifecycle_zmq.server.books import Books, Peer
+from lifecycle_zmq.server.delivery import Delivery
+from lifecycle_zmq.server.ends import Ends
+from lifecycle_zmq.server.loans import Loans
+from lifecycle_zmq.server.starts import Starts
 
 
 class Slow:

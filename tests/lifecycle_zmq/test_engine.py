@@ -19,8 +19,8 @@ import pytest
 
 from lifecycle import EngineLost, Payload, SessionRegistry
 from lifecycle_zmq import EngineFailed, RequestRejected, ZmqEngine
-from lifecycle_zmq._frames import FrameReader
-from lifecycle_zmq._link import Link
+from lifecycle_zmq.transport.frames import FrameReader
+from lifecycle_zmq.transport.zmq_client import Link
 
 pytestmark = [pytest.mark.anyio, pytest.mark.usefixtures("no_leaks")]
 

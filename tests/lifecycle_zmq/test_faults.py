@@ -21,8 +21,9 @@ import psutil
 import pytest
 
 from lifecycle import EngineLost
-from lifecycle_zmq import ZmqEngine, process as process_module
-from lifecycle_zmq.process import EngineProcess
+from lifecycle_zmq import ZmqEngine
+from lifecycle_zmq.process import engine_process as process_module
+from lifecycle_zmq.process.engine_process import EngineProcess
 
 pytestmark = [pytest.mark.anyio, pytest.mark.usefixtures("no_leaks")]
 

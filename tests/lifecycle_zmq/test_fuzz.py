@@ -13,8 +13,9 @@ from typing import Any
 import pytest
 import zmq
 
-from lifecycle_zmq import EngineServer, wire
-from lifecycle_zmq.wire import Kind
+from lifecycle_zmq import EngineServer
+from lifecycle_zmq.protocol import wire
+from lifecycle_zmq.protocol.wire import Kind
 
 SECONDS = 8.0
 

@@ -27,11 +27,11 @@ from lifecycle_zmq import (
     RequestRejected,
     ThreadEngine,
     ZmqEngine,
-    wire,
 )
-from lifecycle_zmq._items import pack_request
-from lifecycle_zmq.queued import QueuedTransport
-from lifecycle_zmq.wire import Kind
+from lifecycle_zmq.protocol import wire
+from lifecycle_zmq.protocol.items import pack_request
+from lifecycle_zmq.protocol.wire import Kind
+from lifecycle_zmq.transport.queued import QueuedTransport
 
 pytestmark = [pytest.mark.anyio, pytest.mark.usefixtures("no_leaks")]
 

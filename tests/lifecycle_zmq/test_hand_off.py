@@ -13,7 +13,7 @@ import pytest
 
 from lifecycle import EngineLost, Payload
 from lifecycle_zmq import EngineClient, RequestRejected, ZmqEngine
-from lifecycle_zmq._link import Link
+from lifecycle_zmq.transport.zmq_client import Link
 
 pytestmark = [pytest.mark.anyio, pytest.mark.usefixtures("no_leaks")]
 

@@ -17,7 +17,8 @@ import psutil
 import pytest
 
 from lifecycle import EngineLost
-from lifecycle_zmq import EngineFailed, ZmqEngine, _lock
+from lifecycle_zmq import EngineFailed, ZmqEngine
+from lifecycle_zmq.process import locks
 
 pytestmark = [pytest.mark.anyio, pytest.mark.usefixtures("no_leaks")]
 
@@ -142,7 +143,7 @@ async def test_death_is_told_without_the_lock_too(
     make_engine: MakeEngine, waiters_of: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Where the kernel's notice is not to be had, the end of the process tells."""
-    monkeypatch.setattr(_lock, "_FUTEX", None)
+    monkeypatch.setattr(locks, "_FUTEX", None)
     async with make_engine() as engine:
         with anyio.fail_after(20):
             await engine.wait_ready()

@@ -8,9 +8,10 @@ from typing import Any
 
 import pytest
 
-from lifecycle_zmq import EngineLoop, Output, wire
-from lifecycle_zmq._items import pack_request
-from lifecycle_zmq.wire import Kind
+from lifecycle_zmq import EngineLoop, Output
+from lifecycle_zmq.protocol import wire
+from lifecycle_zmq.protocol.items import pack_request
+from lifecycle_zmq.protocol.wire import Kind
 
 CLIENT = b"client"
 

@@ -29,7 +29,8 @@ CLIENT = """
 import sys
 import anyio
 from lifecycle import Payload
-from lifecycle_zmq import ZmqEngine, ProtocolError, wire
+from lifecycle_zmq import ZmqEngine, ProtocolError
+from lifecycle_zmq.protocol import wire
 
 async def main():
     evil = open(sys.argv[1], "rb").read()

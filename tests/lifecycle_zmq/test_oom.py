@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from lifecycle_zmq import process
+from lifecycle_zmq.process import engine_process
 
 SCRIPT = Path(__file__).with_name("scripted_oom.py")
 LIMIT = 256 * 2**20
@@ -105,5 +105,5 @@ def test_oom_kills_are_read_from_the_group(
     def place(first: str, *rest: str) -> Path:
         return Path(places[first], *rest)
 
-    monkeypatch.setattr(process, "Path", place)
-    assert process._count_oom_kills() == kills
+    monkeypatch.setattr(engine_process, "Path", place)
+    assert engine_process._count_oom_kills() == kills

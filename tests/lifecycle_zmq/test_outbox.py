@@ -8,12 +8,13 @@ import anyio
 import pytest
 
 from lifecycle import Payload
-from lifecycle_zmq import EngineClient, wire
+from lifecycle_zmq import EngineClient
 from lifecycle_zmq._errors import EncodeError
-from lifecycle_zmq._outbox import SMALL_REQUEST, Outbox
-from lifecycle_zmq._sender import Sender
-from lifecycle_zmq._streams import StreamState
-from lifecycle_zmq.wire import Kind
+from lifecycle_zmq.client.outbox import SMALL_REQUEST, Outbox
+from lifecycle_zmq.client.sender import Sender
+from lifecycle_zmq.client.streams import StreamState
+from lifecycle_zmq.protocol import wire
+from lifecycle_zmq.protocol.wire import Kind
 
 pytestmark = [pytest.mark.anyio]
 

@@ -12,9 +12,10 @@ from pathlib import Path
 
 import pytest
 
-from lifecycle_zmq import _address, _lock, _page, _proc, _rendezvous
-from lifecycle_zmq._page import Page, Phase
-from lifecycle_zmq._rendezvous import Rendezvous
+from lifecycle_zmq.process import locks, pages, proc
+from lifecycle_zmq.process.pages import Page, Phase
+from lifecycle_zmq.transport import endpoints, rendezvous
+from lifecycle_zmq.transport.rendezvous import Rendezvous
 
 pytestmark = pytest.mark.usefixtures("no_leaks")
 
@@ -22,7 +23,7 @@ pytestmark = pytest.mark.usefixtures("no_leaks")
 @pytest.fixture
 def descriptor() -> Iterator[int]:
     """A fresh page's."""
-    descriptor = _page.make_file()
+    descriptor = pages.make_file()
     yield descriptor
     os.close(descriptor)
 
@@ -56,9 +57,9 @@ def test_page_full_of_noise_is_read_as_unknown(page: Page) -> None:
     """An engine gone wrong can write anything: no phase, no lock (`S5`)."""
     page.memory[:64] = b"\xff" * 64
     assert (page.phase, page.lock_word) == (Phase.UNKNOWN, None)
-    page.tell_lock_word(_page.LOCK_AT + 2)
+    page.tell_lock_word(pages.LOCK_AT + 2)
     assert page.lock_word is None
-    page.tell_lock_word(_page.LOCK_AT + _page.LOCK_SIZE)
+    page.tell_lock_word(pages.LOCK_AT + pages.LOCK_SIZE)
     assert page.lock_word is None
     page.enter(Phase.LEFT)
     assert page.turns == 0  # it has counted over its end
@@ -66,7 +67,7 @@ def test_page_full_of_noise_is_read_as_unknown(page: Page) -> None:
 
 def test_page_cannot_be_cut_short(descriptor: int) -> None:
     """It is sealed: no bus error in the process that reads it (`S5`, `fault-51`)."""
-    for size in (0, 2 * _page.SIZE):
+    for size in (0, 2 * pages.SIZE):
         with pytest.raises(PermissionError):
             os.ftruncate(descriptor, size)
 
@@ -76,7 +77,7 @@ def test_page_is_made_without_memfd_too(
 ) -> None:
     """A file without a name does the same where there is no memfd."""
     monkeypatch.delattr(os, "memfd_create")
-    descriptor = _page.make_file()
+    descriptor = pages.make_file()
     page = Page(descriptor)
     page.enter(Phase.WORKING)
     assert page.turns == 1
@@ -97,7 +98,7 @@ class Holder:
         assert self._held.wait(20)
 
     def _run(self) -> None:
-        self.holds = _lock.hold(self._page)
+        self.holds = locks.hold(self._page)
         self._held.set()
         self._leave.wait(20)
 
@@ -109,15 +110,15 @@ class Holder:
 
 def test_end_of_the_holder_is_told(page: Page, descriptor: int) -> None:
     """Not before, and then at once; later comers are told, too."""
-    assert _lock.watch(page, descriptor) is None
+    assert locks.watch(page, descriptor) is None
     own = Page(descriptor)
     holder = Holder(own)
     assert holder.holds
-    notices = [_lock.watch(page, descriptor)]
+    notices = [locks.watch(page, descriptor)]
     assert notices[0] is not None
     assert not readable(notices[0].notice, 0.05)
     holder.die()
-    notices.append(_lock.watch(page, descriptor))
+    notices.append(locks.watch(page, descriptor))
     for notice in notices:
         assert notice is not None
         assert readable(notice.notice, 20)
@@ -130,7 +131,7 @@ def test_notice_that_is_closed_leaves_no_thread(page: Page, descriptor: int) -> 
     holder = Holder(page)
     before = threading.active_count()
     for _ in range(20):
-        notice = _lock.watch(page, descriptor)
+        notice = locks.watch(page, descriptor)
         assert notice is not None
         notice.close()
     holder.die()
@@ -147,14 +148,14 @@ def test_engine_that_scribbles_on_its_lock_keeps_nobody_busy(
     holder = Holder(page)
     at = page.lock_word
     assert at is not None
-    notice = _lock.watch(page, descriptor)
+    notice = locks.watch(page, descriptor)
     assert notice is not None
     word = notice._word
     number = 0
     while not readable(notice.notice, 0):
         number += 1
         page.memory[at : at + 4] = (1 + number % 2).to_bytes(4, "little")
-        notice._call(word, _lock._WAKE, 1)
+        notice._call(word, locks._WAKE, 1)
         assert number < 10_000_000
     notice.close()
     holder.die()
@@ -172,9 +173,9 @@ def test_lock_is_not_watched_where_something_has_run_out(
 
     holder = Holder(page)
     with monkeypatch.context() as patch:
-        place = _lock.os if what == "pipe" else threading.Thread
+        place = locks.os if what == "pipe" else threading.Thread
         patch.setattr(place, what, refuse)
-        assert _lock.watch(page, descriptor) is None
+        assert locks.watch(page, descriptor) is None
     holder.die()
 
 
@@ -183,28 +184,28 @@ def test_lock_is_not_announced_where_it_cannot_be_held(
 ) -> None:
     """A C library without robust locks, or an unknown one: other notices have to do."""
     with monkeypatch.context() as patch:
-        patch.setattr(_lock.ctypes, "CDLL", lambda _: object())
-        assert not _lock.hold(page)
+        patch.setattr(locks.ctypes, "CDLL", lambda _: object())
+        assert not locks.hold(page)
     with monkeypatch.context() as patch:
-        patch.setattr(_lock.threading, "get_native_id", lambda: 0x3FFF_FFF0)
-        assert not _lock.hold(page)
+        patch.setattr(locks.threading, "get_native_id", lambda: 0x3FFF_FFF0)
+        assert not locks.hold(page)
     assert page.lock_word is None
 
 
 def test_process_that_is_not_there_is_taken_to_run() -> None:
     """Where there is no telling, nothing is held against an engine."""
-    assert _proc.look_at(2**22 + 1) == _proc.ProcessState()
-    assert _proc.look_at(os.getpid()) == _proc.ProcessState()
+    assert proc.look_at(2**22 + 1) == proc.ProcessState()
+    assert proc.look_at(os.getpid()) == proc.ProcessState()
 
 
 def test_endpoint_carries_the_descriptors() -> None:
     """One word on the command line tells all that the engine inherits."""
     descriptors = {"listener": 5, "liveness": 6}
-    endpoint = _address.join("ipc:///tmp/x/engine", descriptors)
+    endpoint = endpoints.join("ipc:///tmp/x/engine", descriptors)
     assert endpoint == "ipc:///tmp/x/engine?listener=5&liveness=6"
-    assert _address.split(endpoint) == ("ipc:///tmp/x/engine", descriptors)
+    assert endpoints.split(endpoint) == ("ipc:///tmp/x/engine", descriptors)
     plain = "ipc:///tmp/x/engine"
-    assert _address.split(_address.join(plain, {})) == (plain, {})
+    assert endpoints.split(endpoints.join(plain, {})) == (plain, {})
 
 
 def test_socket_loses_its_name_once_somebody_has_connected(tmp_path: Path) -> None:
@@ -223,7 +224,7 @@ def test_socket_that_nobody_connects_to_is_an_error(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The wait is bounded and leaves nothing."""
-    monkeypatch.setattr(_rendezvous, "_CONNECT_SECONDS", 0.01)
+    monkeypatch.setattr(rendezvous, "_CONNECT_SECONDS", 0.01)
     place = Rendezvous(tmp_path)
     with pytest.raises(TimeoutError, match="no connection"):
         place.hide()
@@ -243,13 +244,13 @@ def test_sweep_takes_what_the_dead_have_left(tmp_path: Path) -> None:
     (tmp_path / "lifecycle-zmq-link").symlink_to(foreign)
     (tmp_path / "lifecycle-zmq-file").touch()
     living = Rendezvous(tmp_path)
-    _rendezvous.sweep(tmp_path)
+    rendezvous.sweep(tmp_path)
     names = {path.name for path in tmp_path.iterdir()} - {living._directory.name}
     assert names == {f"lifecycle-zmq-{it}" for it in ("foreign", "link", "file")}
     assert (foreign / "letter").exists()
     assert living._directory.exists()
     living.close()
-    _rendezvous.sweep(tmp_path / "none")
+    rendezvous.sweep(tmp_path / "none")
     shutil.rmtree(foreign)
     for name in ("link", "file"):
         (tmp_path / f"lifecycle-zmq-{name}").unlink()
@@ -259,16 +260,16 @@ def test_directory_that_was_swept_before_it_was_locked_is_made_again(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Two servers that start at the same moment do not take each other's place."""
-    original, raced = _rendezvous.tempfile.mkdtemp, []
+    original, raced = rendezvous.tempfile.mkdtemp, []
 
     def mkdtemp(**options: object) -> str:
         made = original(**options)
         if not raced:
             raced.append(made)
-            _rendezvous.sweep(tmp_path)
+            rendezvous.sweep(tmp_path)
         return made
 
-    monkeypatch.setattr(_rendezvous.tempfile, "mkdtemp", mkdtemp)
+    monkeypatch.setattr(rendezvous.tempfile, "mkdtemp", mkdtemp)
     place = Rendezvous(tmp_path)
     assert raced
     assert raced[0] != str(place._directory)

@@ -17,18 +17,17 @@ from typing import Any
 
 import pytest
 
-import lifecycle_zmq
 from lifecycle_zmq import (
     EngineClient,
     EngineServer,
     ProtocolError,
     ZmqEngine,
-    _pair,
-    _writer,
-    wire,
+    transport,
 )
-from lifecycle_zmq._pair import Pair
-from lifecycle_zmq.wire import Kind
+from lifecycle_zmq.protocol import wire
+from lifecycle_zmq.protocol.wire import Kind
+from lifecycle_zmq.transport import frame_writer, pair
+from lifecycle_zmq.transport.pair import Pair
 
 BOUND = 20.0
 MIB = 2**20
@@ -127,7 +126,7 @@ def test_message_that_comes_with_the_last_of_many_reads_is_not_slept_over(
     monkeypatch: pytest.MonkeyPatch, ends: Ends
 ) -> None:
     """However many reads a message takes, the engine sleeps only once all is seen."""
-    monkeypatch.setattr(_pair, "_READS", 1)
+    monkeypatch.setattr(pair, "_READS", 1)
     ends.client.sendall(ends.framed(b"whole"))
     begin = time.monotonic()
     while (arrived := ends.server.receive()) is None:
@@ -190,7 +189,7 @@ def test_server_that_nobody_reads_keeps_and_then_refuses(
     monkeypatch: pytest.MonkeyPatch, ends: Ends
 ) -> None:
     """It never waits; what it kept comes in order; too much, and the client is gone."""
-    monkeypatch.setattr(_writer, "MOST_WAITING", 3 * MIB)
+    monkeypatch.setattr(frame_writer, "MOST_WAITING", 3 * MIB)
     sent = 0
     head = bytes(200_000)
     while sent < 100 and ends.server.send(b"", head):
@@ -244,8 +243,8 @@ def test_transport_without_its_package_names_the_extra(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Only who asks for ZeroMQ needs it."""
-    monkeypatch.delitem(sys.modules, "lifecycle_zmq._link", raising=False)
-    monkeypatch.delattr(lifecycle_zmq, "_link", raising=False)
+    monkeypatch.delitem(sys.modules, f"{transport.__name__}.zmq_client", raising=False)
+    monkeypatch.delattr(transport, "zmq_client", raising=False)
     monkeypatch.setitem(sys.modules, "zmq", None)
     with pytest.raises(ModuleNotFoundError, match=r"needs zmq; pip .*\[zmq\]"):
         EngineClient("ipc:///nowhere", incarnation=1)

@@ -14,11 +14,14 @@ import anyio
 import pytest
 
 from lifecycle import EngineLost
-from lifecycle_zmq import EncodeError, EngineClient, _parcel, _writer, wire
-from lifecycle_zmq._liveness import Liveness
-from lifecycle_zmq._pair import Pair, PairLink
-from lifecycle_zmq._watch import Limits
-from lifecycle_zmq.wire import Kind
+from lifecycle_zmq import EncodeError, EngineClient
+from lifecycle_zmq.memory import parcels
+from lifecycle_zmq.process.watch import Limits
+from lifecycle_zmq.protocol import wire
+from lifecycle_zmq.protocol.wire import Kind
+from lifecycle_zmq.supervision.liveness import Liveness
+from lifecycle_zmq.transport import frame_writer
+from lifecycle_zmq.transport.pair import Pair, PairLink
 
 BOUND = 20.0
 MIB = 2**20
@@ -45,7 +48,7 @@ def anyio_backend(request: pytest.FixtureRequest) -> Any:
 @pytest.fixture
 def no_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     """A system that has no memory to pass, such as macOS."""
-    monkeypatch.setattr(_parcel, "SUPPORTED", False)
+    monkeypatch.setattr(parcels, "SUPPORTED", False)
 
 
 @asynccontextmanager
@@ -64,7 +67,7 @@ async def test_engine_that_does_not_read_holds_no_loop_up(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """A send returns at once, the caller's memory is its own again, nothing is lost."""
-    monkeypatch.setattr(_writer, "MOST_TENSORS", 40 * MIB)
+    monkeypatch.setattr(frame_writer, "MOST_TENSORS", 40 * MIB)
     pair = Pair()
     link = PairLink(*_ours(pair), lambda _: True)
     theirs = _theirs(pair)
@@ -98,7 +101,7 @@ async def test_tensors_that_wait_leave_room_for_what_is_said_of_them(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """One START of more than may wait is no reason to give up the engine."""
-    monkeypatch.setattr(_writer, "MOST_WAITING", 4 * MIB)
+    monkeypatch.setattr(frame_writer, "MOST_WAITING", 4 * MIB)
     pair = Pair()
     link = PairLink(*_ours(pair), lambda _: True)
     assert link.send([b"start", bytes(8 * MIB)])

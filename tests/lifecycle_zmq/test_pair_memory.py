@@ -16,8 +16,10 @@ from typing import Any
 import numpy as np
 import pytest
 
-from lifecycle_zmq import EncodeError, ProtocolError, _parcel, _passing, _writer
-from lifecycle_zmq._pair import Pair, PairLink
+from lifecycle_zmq import EncodeError, ProtocolError
+from lifecycle_zmq.memory import parcels
+from lifecycle_zmq.transport import frame_writer, passing
+from lifecycle_zmq.transport.pair import Pair, PairLink
 
 pytestmark = [
     pytest.mark.skipif(sys.platform != "linux", reason="no such memory"),
@@ -49,7 +51,7 @@ def pass_on(ends: Ends, frame: bytes, *descriptors: int) -> None:
 def link(ends: Ends) -> Iterator[PairLink]:
     """What writes to the server of `ends`."""
     ours = ends.client.dup()
-    _writer.prepare(ours)
+    frame_writer.prepare(ours)
     it = PairLink(ours, lambda _: True)
     yield it
     it.close()
@@ -157,7 +159,7 @@ def test_memory_that_is_none_is_refused_and_closed(ends: Ends, case: str) -> Non
     """Not sealed, of another size, too many, none, or something else altogether."""
     held = descriptors()
     frame = ends.framed(HEAD, bytes(70_000), bytes(10), apart=True)
-    size = _parcel.layout([70_000, 10])[1]
+    size = parcels.layout([70_000, 10])[1]
     pass_on(ends, frame, *CASES[case](size))
     with pytest.raises(ProtocolError):
         ends.receive()
@@ -301,8 +303,8 @@ def test_only_so_many_descriptors_wait(
     monkeypatch: pytest.MonkeyPatch, ends: Ends, link: PairLink
 ) -> None:
     """More are kept as bytes; all together are bounded."""
-    monkeypatch.setattr(_writer, "MOST_DESCRIPTORS", 2)
-    monkeypatch.setattr(_writer, "MOST_TENSORS", 5 * MIB)
+    monkeypatch.setattr(frame_writer, "MOST_DESCRIPTORS", 2)
+    monkeypatch.setattr(frame_writer, "MOST_TENSORS", 5 * MIB)
     held = descriptors()
     with full(link):
         for _ in range(3):
@@ -343,7 +345,7 @@ def test_tensors_are_sent_where_too_many_are_under_way(
     monkeypatch: pytest.MonkeyPatch, ends: Ends, link: PairLink, *, waits: bool
 ) -> None:
     """The system bounds descriptors that nobody has read; then their bytes go."""
-    monkeypatch.setattr(_passing, "send", _fails(errno.ETOOMANYREFS))
+    monkeypatch.setattr(passing, "send", _fails(errno.ETOOMANYREFS))
     held = descriptors()
     if waits:
         with full(link) as sent:
@@ -370,8 +372,8 @@ def test_copy_that_there_is_no_memory_for_is_refused_and_the_link_lives(
         raise MemoryError
 
     with full(link) as sent:
-        monkeypatch.setattr(_parcel, "SUPPORTED", False)
-        monkeypatch.setattr(_writer, "bytes", fail, raising=False)
+        monkeypatch.setattr(parcels, "SUPPORTED", False)
+        monkeypatch.setattr(frame_writer, "bytes", fail, raising=False)
         with pytest.raises(EncodeError) as caught:
             link.send([b"head", bytes(MIB)])
         assert caught.value.code == "no_memory"

@@ -12,9 +12,10 @@ from typing import Any
 
 import pytest
 
-from lifecycle_zmq import _parcel, _passing, _writer
-from lifecycle_zmq._frames import FrameReader
-from lifecycle_zmq._writer import FrameWriter
+from lifecycle_zmq.memory import parcels
+from lifecycle_zmq.transport import frame_writer, passing
+from lifecycle_zmq.transport.frame_writer import FrameWriter
+from lifecycle_zmq.transport.frames import FrameReader
 
 pytestmark = [
     pytest.mark.skipif(sys.platform != "linux", reason="no such memory"),
@@ -56,7 +57,7 @@ def message(dice: random.Random) -> list[bytes]:
 def write(dice: random.Random, writer: FrameWriter, parts: list[bytes]) -> None:
     """Send it, its tensors copied before or not."""
     tensors = [memoryview(part) for part in parts[1:]]
-    early = _parcel.pack_early(tensors) if tensors and dice.random() < 0.4 else None
+    early = parcels.pack_early(tensors) if tensors and dice.random() < 0.4 else None
     assert writer.write([parts[0], *(early or tensors)])
 
 
@@ -66,15 +67,15 @@ def test_all_arrives_in_order_whatever_fails_meanwhile(
 ) -> None:
     """Passed, kept, kept as a copy, or in the stream; and nothing is left of it."""
     dice = random.Random(seed)
-    passing = unreliable(dice, halting(dice, _passing.send), errno.ETOOMANYREFS)
-    monkeypatch.setattr(_passing, "send", passing)
+    send = unreliable(dice, halting(dice, passing.send), errno.ETOOMANYREFS)
+    monkeypatch.setattr(passing, "send", send)
     made = unreliable(dice, os.memfd_create, errno.EMFILE)
     monkeypatch.setattr(os, "memfd_create", made)
-    monkeypatch.setattr(_writer, "PASSED_FROM", 200)
-    monkeypatch.setattr(_writer, "MOST_DESCRIPTORS", 5)
+    monkeypatch.setattr(frame_writer, "PASSED_FROM", 200)
+    monkeypatch.setattr(frame_writer, "MOST_DESCRIPTORS", 5)
     ours, theirs = socket.socketpair()
     with ours, theirs:
-        _writer.prepare(ours)
+        frame_writer.prepare(ours)
         ours.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, dice.choice([1, 65_536]))
         theirs.setblocking(False)
         writer, reader = FrameWriter(ours), FrameReader(theirs, head=HEAD, tensors=7)

@@ -18,8 +18,8 @@ from typing import Any
 import anyio
 import pytest
 
-from lifecycle_zmq import process as process_module
-from lifecycle_zmq.process import EngineProcess
+from lifecycle_zmq.process import engine_process as process_module
+from lifecycle_zmq.process.engine_process import EngineProcess
 
 pytestmark = [pytest.mark.anyio, pytest.mark.usefixtures("no_leaks")]
 

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given, settings, strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from lifecycle_zmq._regions import GRANULE, Regions, rounded
+from lifecycle_zmq.memory.regions import GRANULE, Regions, rounded
 
 PAGES = 24
 

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from lifecycle_zmq._restarts import Restarts
+from lifecycle_zmq.supervision.restarts import Restarts
 
 BROKEN = (60.0, True)
 

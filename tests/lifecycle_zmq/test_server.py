@@ -11,8 +11,9 @@ import msgpack
 import pytest
 import zmq
 
-from lifecycle_zmq import EngineServer, Finish, Output, RequestRejected, wire
-from lifecycle_zmq.wire import Kind
+from lifecycle_zmq import EngineServer, Finish, Output, RequestRejected
+from lifecycle_zmq.protocol import wire
+from lifecycle_zmq.protocol.wire import Kind
 
 pytestmark = pytest.mark.usefixtures("no_leaks")
 

@@ -8,10 +8,10 @@ from typing import Any
 import pytest
 
 from lifecycle_zmq import EngineFailed, ProtocolError
-from lifecycle_zmq._streams import EngineStream, StreamState
-from lifecycle_zmq._table import Report, StreamTable
-from lifecycle_zmq.arena import Arena
-from lifecycle_zmq.wire import Kind, Message
+from lifecycle_zmq.client.streams import EngineStream, StreamState
+from lifecycle_zmq.client.table import Report, StreamTable
+from lifecycle_zmq.memory.arena import Arena
+from lifecycle_zmq.protocol.wire import Kind, Message
 
 pytestmark = pytest.mark.anyio
 

@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 
-from lifecycle_zmq._page import Phase
-from lifecycle_zmq._proc import ProcessState
-from lifecycle_zmq._watch import Limits, Watch
+from lifecycle_zmq.process.pages import Phase
+from lifecycle_zmq.process.proc import ProcessState
+from lifecycle_zmq.process.watch import Limits, Watch
 
 RUNS = ProcessState()
 STOPPED = ProcessState(stopped=True)

@@ -15,9 +15,10 @@ import pytest
 from hypothesis import given, settings, strategies as st
 
 import lifecycle_zmq
-from lifecycle_zmq import ProtocolError, wire
+from lifecycle_zmq import ProtocolError
 from lifecycle_zmq._errors import EncodeError
-from lifecycle_zmq._items import (
+from lifecycle_zmq.protocol import wire
+from lifecycle_zmq.protocol.items import (
     is_token_list,
     pack_item,
     pack_request,
@@ -25,7 +26,7 @@ from lifecycle_zmq._items import (
     unpack_item,
     unpack_request,
 )
-from lifecycle_zmq.wire import FROM_CLIENT, FROM_ENGINE, Kind, Place
+from lifecycle_zmq.protocol.wire import FROM_CLIENT, FROM_ENGINE, Kind, Place
 
 ALL = FROM_CLIENT | FROM_ENGINE
 REQUEST = {"ids": [1, 2, 3], "t": 0.5, "deep": {"x": [None, True, b"z"]}}
@@ -591,7 +592,7 @@ def test_package_imports_no_pickle() -> None:
     """No module of the link can unpickle or run what a peer sent (`S1`, `peers-88`)."""
     banned = {"pickle", "marshal", "dill", "shelve", "cloudpickle"}
     calls = {"recv_pyobj", "send_pyobj", "eval", "exec"}
-    for path in Path(lifecycle_zmq.__file__).parent.glob("*.py"):
+    for path in Path(lifecycle_zmq.__file__).parent.rglob("*.py"):
         for node in ast.walk(ast.parse(path.read_text())):
             if isinstance(node, ast.Import):
                 assert not banned & {name.name for name in node.names}

@@ -5,8 +5,8 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
-from lifecycle_zmq import _items, _plain, wire
-from lifecycle_zmq.wire import FROM_CLIENT, Kind
+from lifecycle_zmq.protocol import items, plain, wire
+from lifecycle_zmq.protocol.wire import FROM_CLIENT, Kind
 
 PAGE = (Path(__file__).parents[2] / "docs" / "reference" / "wire.md").read_text()
 UNITS = {"KiB": 2**10, "MiB": 2**20}
@@ -63,10 +63,10 @@ def test_page_names_the_other_limits() -> None:
     """Depth, entries of a map, what an item costs and may take: as in the code."""
     flat = " ".join(PAGE.split())
     for text in (
-        f"nesting beyond {_plain.MAX_DEPTH} levels",
-        f"no map beyond {_plain.MAX_MAP} entries",
-        f"An item costs {_items.BASE_COST} and its bytes",
-        f"at most {_items.MAX_ITEM // 1024} KiB",
+        f"nesting beyond {plain.MAX_DEPTH} levels",
+        f"no map beyond {plain.MAX_MAP} entries",
+        f"An item costs {items.BASE_COST} and its bytes",
+        f"at most {items.MAX_ITEM // 1024} KiB",
         f"one to {wire.MAX_TENSORS + 1} parts".replace("8", "eight"),
     ):
         assert text in flat

@@ -1,0 +1,1 @@
+"""One engine process, link or no link: started, watched, and reaped."""

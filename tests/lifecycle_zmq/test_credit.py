@@ -11,9 +11,9 @@ import pytest
 
 from lifecycle_zmq import Finish, Output
 from lifecycle_zmq.protocol.items import pack_item, unpack_item, unpack_tokens
+from lifecycle_zmq.server.backlog import Backlog
 from lifecycle_zmq.server.books import Books, Peer, ServedStream
 from lifecycle_zmq.server.delivery import Delivery
-from lifecycle_zmq.server.held import Held
 
 DONE = Finish("completed")
 HOLD = 4096
@@ -335,7 +335,7 @@ def test_held_bytes_count_what_is_kept(rule: Any, item: Any) -> None:
     piece = item if item == [70_000] else pack_item(item)
     tracemalloc.start()
     try:
-        held = Held(rule)
+        held = Backlog(rule)
         before = tracemalloc.get_traced_memory()[0]
         for _ in range(2_000):
             held.add(list(piece) if isinstance(piece, list) else bytes(piece))
@@ -356,7 +356,7 @@ def test_held_bytes_count_what_is_kept(rule: Any, item: Any) -> None:
 
 def test_joined_lists_stay_within_the_limits_of_an_item() -> None:
     """What would not fit into one item is begun anew, and nothing is lost."""
-    held = Held("concatenate")
+    held = Backlog("concatenate")
     for _ in range(5):
         held.add([1] * 10_000)
     for _ in range(5):

@@ -9,7 +9,7 @@ from itertools import pairwise
 from lifecycle_zmq._errors import ProtocolError
 from lifecycle_zmq.protocol.wire import Kind, Message
 from lifecycle_zmq.server.backend import Finish, Merge
-from lifecycle_zmq.server.held import Held
+from lifecycle_zmq.server.backlog import Backlog
 from lifecycle_zmq.server.tick import Tick
 
 # Enough to tell a repeated END from one of a stream that was refused.
@@ -77,7 +77,7 @@ class ServedStream:
     merge: Merge
     items: int = 0
     words: list[int] | None = None
-    held: Held | None = None
+    held: Backlog | None = None
     finish: Finish | None = None
     finished: bool = False
     paused: bool = False

@@ -15,8 +15,8 @@ from lifecycle_zmq.protocol.items import (
     pack_item,
 )
 from lifecycle_zmq.server.backend import Backend, Finish, Output
+from lifecycle_zmq.server.backlog import Backlog, Piece, cost_of
 from lifecycle_zmq.server.books import Books, Peer, ServedStream
-from lifecycle_zmq.server.held import Held, Piece, cost_of
 
 # What one token takes: so many words of a message, and so much credit.
 _WORDS = 4
@@ -186,7 +186,7 @@ class Delivery:
         if self._books.streams.get(stream.key) is not stream:
             return False  # its client turned out to be gone
         if stream.held is None:
-            stream.held = Held(stream.merge)
+            stream.held = Backlog(stream.merge)
             stream.words = None
             self._wait(stream)
         stream.held.add(piece)

@@ -8,7 +8,7 @@ from lifecycle_zmq.protocol import wire
 from lifecycle_zmq.protocol.items import MAX_TOKEN, pack_tokens
 from lifecycle_zmq.protocol.wire import Kind
 from lifecycle_zmq.server.backend import Finish
-from lifecycle_zmq.server.held import Piece
+from lifecycle_zmq.server.backlog import Piece
 
 if TYPE_CHECKING:
     from lifecycle_zmq.server.books import ServedStream

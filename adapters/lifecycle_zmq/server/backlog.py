@@ -25,7 +25,7 @@ def cost_of(piece: Piece) -> int:
     return BASE_COST + len(piece)
 
 
-class Held:
+class Backlog:
     """The pieces of one stream, merged by the rule that its backend declared.
 
     Tokens are kept as an array: as a list, they would take nine times their size.

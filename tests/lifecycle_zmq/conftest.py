@@ -15,6 +15,7 @@ from typing import Any, Self
 
 import anyio
 import msgpack
+import numpy as np  # noqa: F401 - its OpenBLAS keeps a thread, which is no leak
 import pytest
 import zmq
 

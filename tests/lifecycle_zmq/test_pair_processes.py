@@ -27,14 +27,15 @@ MIB = 2**20
 COUNT = 16
 DYING = """
 import os, signal, socket, sys
-from lifecycle_zmq import _parcel, _passing
-from lifecycle_zmq._pair import PairLink
+from lifecycle_zmq.memory import parcels
+from lifecycle_zmq.transport import passing
+from lifecycle_zmq.transport.pair import PairLink
 link = PairLink(socket.socket(fileno=int(sys.argv[1])), lambda _: True)
 link._socket.setblocking(False)
 for _ in range(5):
     assert link.send([b"head", bytes(2**20)])
-memory = _parcel.pack([memoryview(b"x")])
-_passing.send(link._socket, memoryview(bytes([129, 0, 0])), memory)
+memory = parcels.pack([memoryview(b"x")])
+passing.send(link._socket, memoryview(bytes([129, 0, 0])), memory)
 os.kill(os.getpid(), signal.SIGKILL)
 """
 

@@ -99,8 +99,8 @@ class Reply:
         self, status: int, body: bytes, headers: list[tuple[bytes, bytes]]
     ) -> None:
         length = (b"content-length", str(len(body)).encode())
-        self._owed = body
         await self._start(status, [_JSON, length, *headers])
+        self._owed = body
         await self._pay()
 
     async def _pay(self) -> None:
@@ -108,9 +108,11 @@ class Reply:
         self._owed = None
 
     async def _start(self, status: int, headers: list[tuple[bytes, bytes]]) -> None:
-        self.started = True
         if self.request_id is not None:
             headers.append((self._dialect.id_header, self.request_id.encode()))
         await self._send(
             {"type": "http.response.start", "status": status, "headers": headers}
         )
+        # Not before: servers wait until a head may be sent, and one whose sending is
+        # cancelled there is not sent.
+        self.started = True

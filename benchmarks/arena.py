@@ -3,7 +3,8 @@
 In one run, taking turns: a plain copy into memory that was used before; a hand-off of
 one byte, which is the messages alone; of a tensor that was written into the arena in
 place, one copied into it by the hand-off, and one sent where there is none. Then what
-16 streams of the same engine notice of it, and what the client's peak is.
+16 streams of the same engine notice of it, beside what they notice of a copy in a
+thread that nobody is handed, and what the client's peak is.
 
 Run it: python benchmarks/arena.py [--rounds 15] [--mib 32]
 """
@@ -91,6 +92,7 @@ class Ways:
         self._number = 0
         self.all: dict[str, HandOff] = {
             "memcpy": self.memcpy,
+            "in thread": self.in_thread,
             "one byte": self.one_byte,
             "in place": self.in_place,
             "copied in": self.copied_in,
@@ -101,6 +103,12 @@ class Ways:
         """Copy into used memory."""
         begin = time.perf_counter()
         np.copyto(self._used, self._source)
+        return time.perf_counter() - begin
+
+    async def in_thread(self) -> float:
+        """Copy it as `in_place` does, and hand nothing over: what that alone costs."""
+        begin = time.perf_counter()
+        await anyio.to_thread.run_sync(lambda: np.copyto(self._used, self._source))
         return time.perf_counter() - begin
 
     async def one_byte(self) -> float:
@@ -220,6 +228,7 @@ async def measure(rounds: int, mib: int) -> dict[str, Any]:
         times = await hand_offs(ways, rounds)
         grown = await peaks(ways, mib)
         noticed = {
+            "in thread": await beside(ways, "in thread", "arena"),
             "in place": await beside(ways, "in place", "arena"),
             "copied in": await beside(ways, "copied in", "arena"),
             "frame": await beside(ways, "frame", "frames"),

@@ -60,10 +60,9 @@ def scrub(
         function: Callable[..., AsyncIterator[T]],
     ) -> Callable[..., Scrubbed[T]]:
         if not inspect.isasyncgenfunction(function):
-            raise TypeError(
-                f"{_name(function)} is not an async generator function; a coroutine "
-                f"function that returns a stream is decorated with @managed(scrub=...)"
-            )
+            what = f"{_name(function)} is not an async generator function; a coroutine"
+            how = "function that returns a stream is decorated with @managed(scrub=...)"
+            raise TypeError(f"{what} {how}")
         visible, bind = _boxing(function, names)
 
         # A plain function: its frame is gone before iteration begins.
@@ -90,18 +89,18 @@ def managed(
 ) -> Decorator:
     """Admit, track and scrub a function that streams, in the right order.
 
-    For async generator functions, and for the two-phase form that needs no care:
-    a coroutine function that hands its payload over and *returns* the stream, so
-    that its frame is gone before the first item.
+    For async generator functions, and for the two-phase form that needs no care: a
+    coroutine function that hands its payload over and *returns* the stream, so that its
+    frame is gone before the first item. Where that is a `Session.stream`, its deadlines
+    end the caller's ``async with`` block.
 
-    The call returns a `Stream` and takes nothing yet. With the first item that
-    is asked for, a session is opened, a lease is admitted, and then the function
-    runs. Parameters named ``lease`` and ``session`` are given these; callers do
-    not see them. The lease is released and the boxes are cleared when a two-phase
-    function returns, at the first item of a generator, at ``lease.release()``, or
-    when a start that goes on alone has settled. Until then, to wait for another
-    stream of the same gate is refused: it would wait for itself. A stream that is
-    left before its end, as by ``break``, counts as cancelled.
+    The call returns a `Stream` and takes nothing yet. With the first item asked for, a
+    session is opened, a lease is admitted, and then the function runs. Parameters named
+    ``lease`` and ``session`` are given these; callers do not see them. The lease is
+    released and the boxes are cleared when a two-phase function returns, at the first
+    item of a generator, at ``lease.release()``, or when a start that goes on alone has
+    settled. Until then, to wait for another stream of the same gate is refused: it
+    would wait for itself. Left before its end, as by ``break``, it counts as cancelled.
 
     Args:
         gate: Admits each stream.
@@ -126,10 +125,9 @@ def managed(
     def decorate(function: Callable[..., Any]) -> Callable[..., Any]:
         streams = inspect.isasyncgenfunction(function)
         if not streams and not inspect.iscoroutinefunction(function):
-            raise TypeError(
-                f"{_name(function)} is neither an async generator function nor a "
-                f"coroutine function that returns a stream; make it `async def`"
-            )
+            what = f"{_name(function)} is neither an async generator function nor"
+            how = "a coroutine function that returns a stream; make it `async def`"
+            raise TypeError(f"{what} {how}")
         visible, bind = _boxing(function, names, given)
 
         def call(*args: Any, **kwargs: Any) -> Stream[Any]:
@@ -157,6 +155,8 @@ def managed(
                     source = await source
                     _give_up(held)
                 stream._source = source = _items(source, function)
+                if isinstance(source, Stream):  # its deadlines end the caller's block
+                    source._scope, source._errors = stream._scope, stream._errors
                 return await anext(source)
 
             return _ManagedStream(first_item, held)
@@ -186,8 +186,7 @@ def _confirm(gate: Any, cost: Any, slots: Any, sessions: Any, key: Any) -> None:
     expect(tracks or sessions is None, "managed takes a SessionRegistry", sessions)
     if (sessions is None) != (key is None):
         raise TypeError("sessions and key go together")
-    what = "key must be a function of the call's arguments"
-    expect(callable(key) or key is None, what, key)
+    expect(callable(key) or key is None, "key must be a function of arguments", key)
     if inspect.iscoroutinefunction(cost) or inspect.isasyncgenfunction(cost):
         raise TypeError("cost is a plain function; to decorate, write @gate.admits()")
     if gate is None and (cost != 0 or slots != 1):
@@ -311,7 +310,8 @@ class _ManagedStream(Stream[T]):
     def _finish(self, error: BaseException | None) -> None:
         super()._finish(error)
         if self._session is not None:
-            end = GeneratorExit() if error is None else error
+            # A deadline of the source comes as a cancellation of the block.
+            end = (*self._errors, error or GeneratorExit())[0]
             self._session.close(outcome_of(end, self._session.cancelled_as))
 
     def _lose(self) -> bool:

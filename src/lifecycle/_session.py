@@ -159,7 +159,7 @@ class Session(Unique):
         total: float | None = None,
         grace: float = 5.0,
     ) -> Stream[T]:
-        """Own *source* as a `Stream` whose deadlines the registry watches.
+        """Own *source* as a `Stream` whose ``async with`` block deadlines may end.
 
         In seconds: until the first item, between later ones, for the whole stream,
         and as *grace* for the source to close.

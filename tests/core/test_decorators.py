@@ -22,6 +22,7 @@ from lifecycle import (
     SessionEnded,
     SessionExists,
     SessionRegistry,
+    StreamTimeout,
     managed,
     scrub,
 )
@@ -368,6 +369,24 @@ class TestManaged:
                 tasks.start_soon(consume)
                 await anyio.wait_all_tasks_blocked()
                 await sessions.cancel("a")
+            assert_quiescent(sessions)
+
+    async def test_keeps_deadlines_of_the_stream_that_a_function_returns(self) -> None:
+        """A late source ends the caller's block, and the session counts a deadline."""
+        async with SessionRegistry() as sessions:
+
+            async def words() -> AsyncGenerator[int, None]:
+                yield 1
+                await anyio.sleep_forever()
+
+            @sessions.track(lambda: "a")
+            async def stream(session: Session) -> AsyncIterator[int]:
+                return session.stream(words(), idle=0.01)
+
+            with anyio.fail_after(5), pytest.raises(StreamTimeout, match="after 1"):
+                async with stream() as items:
+                    assert [item async for item in items]
+            assert sessions.statistics().outcomes["deadline"] == 1
             assert_quiescent(sessions)
 
     async def test_ends_at_the_next_item_when_stopped_without_a_block(self) -> None:

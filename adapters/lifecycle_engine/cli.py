@@ -47,19 +47,19 @@ def serve(
         int, typer.Option(help="Port; 0 takes a free one.", min=0, max=65535)
     ] = 8000,
     runner: Annotated[
-        RunnerName, typer.Option(help="torch runs a checkpoint, sim needs none.")
+        RunnerName, typer.Option(help="torch runs a checkpoint; sim makes up words.")
     ] = RunnerName.torch,
     checkpoint: Annotated[
         Path | None,
         typer.Option(help="Checkpoint folder; a tiny random one if left out."),
     ] = None,
-    device: Annotated[Device, typer.Option(help="For torch.")] = Device.cpu,
+    device: Annotated[Device, typer.Option(help="Where torch computes.")] = Device.cpu,
     engine_on: Annotated[
-        EngineOn, typer.Option("--engine", help="Where it runs; ray: on a cluster.")
+        EngineOn, typer.Option("--engine", help="A process here, or Ray actors.")
     ] = EngineOn.process,
     ray_address: Annotated[
         str | None,
-        typer.Option(help="Of the Ray cluster; one is started here if left out."),
+        typer.Option(help="Address of a Ray cluster; one of its own if left out."),
     ] = None,
     replicas: Annotated[int, typer.Option(help="Engines on Ray.", min=1)] = 1,
     gpus: Annotated[
@@ -67,11 +67,15 @@ def serve(
         typer.Option(help="GPUs of each engine on Ray; 1 on cuda.", min=0),
     ] = None,
     model: Annotated[
-        str | None, typer.Option(help="Name that clients ask for.")
+        str | None,
+        typer.Option(help="Name that clients ask for; the folder's if left out."),
     ] = None,
     payload_bytes: Annotated[
         int | None,
-        typer.Option(help="Bytes of payloads at a time; all of the arena.", min=1),
+        typer.Option(
+            help="Bytes of pictures at a time; as many as --arena-bytes if left out.",
+            min=1,
+        ),
     ] = None,
     arena_bytes: Annotated[
         int,
@@ -121,14 +125,21 @@ def serve(
         ),
     ] = None,
     max_length: Annotated[
-        int | None, typer.Option(help="Tokens of prompt and answer together.", min=1)
+        int | None,
+        typer.Option(
+            help="Tokens of prompt and answer together; as many as the model takes, "
+            "up to 8192, if left out.",
+            min=1,
+        ),
     ] = None,
     chunk: Annotated[
         int, typer.Option(help="Prompt tokens that are read in one step.", min=1)
     ] = 512,
     dtype: Annotated[
         str | None,
-        typer.Option(help="Of torch; the checkpoint's own on cuda, else float32."),
+        typer.Option(
+            help="Type of the weights; the checkpoint's own on cuda, else float32."
+        ),
     ] = None,
     body_bytes: Annotated[
         int, typer.Option(help="The largest request body.", min=1)
@@ -140,7 +151,7 @@ def serve(
         ),
     ] = 30.0,
     threads: Annotated[
-        int, typer.Option(help="Requests that are preprocessed at a time.", min=1)
+        int, typer.Option(help="Requests that are prepared at a time.", min=1)
     ] = 2,
     stalled_after: Annotated[
         float, typer.Option(help="Seconds that one step of the engine may take.", min=1)
@@ -156,10 +167,10 @@ def serve(
         ),
     ] = False,
     drain: Annotated[
-        float, typer.Option(help="Seconds that streams get at the end.", min=0)
+        float, typer.Option(help="Seconds that streams get after SIGTERM.", min=0)
     ] = 10.0,
     log: Annotated[
-        LogName, typer.Option(help="A line for each failure, or for each request.")
+        LogName, typer.Option(help="failures alone, or a line for each request.")
     ] = LogName.failures,
     observer: Annotated[
         list[str] | None,
@@ -169,7 +180,10 @@ def serve(
         bool, typer.Option("--hints", help="Print what to try once it is ready.")
     ] = False,
 ) -> None:
-    """Serve the APIs of OpenAI and Anthropic until SIGTERM or SIGINT."""
+    """Serve the APIs of OpenAI and Anthropic until SIGTERM or SIGINT.
+
+    To try it: `lifecycle-engine serve --hints`, which prints what to ask it.
+    """
     from lifecycle import EngineLost, Gate
     from lifecycle_asgi import KnownKeys, client_address
     from lifecycle_zmq import ZmqEngine

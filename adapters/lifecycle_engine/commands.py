@@ -101,7 +101,7 @@ def demo(
     ] = RunnerName.torch,
     clients: Annotated[int, typer.Option(help="How many ask at a time.")] = 32,
     requests: Annotated[int, typer.Option(help="How many they send in all.")] = 160,
-    seed: Annotated[int, typer.Option(help="Of pictures, requests, manners.")] = 1,
+    seed: Annotated[int, typer.Option(help="Draws their pictures and manners.")] = 1,
 ) -> None:
     """Run a server under unreliable clients, kill its engine, look what is left."""
     import anyio
@@ -135,11 +135,11 @@ def bench(
     *,
     url: Annotated[
         str | None,
-        typer.Option(help="Of a running server; one of its own if left out."),
+        typer.Option(help="A running server, without a path; else one of its own."),
     ] = None,
     requests: Annotated[int, typer.Option(help="How many in all.", min=1)] = 200,
     clients: Annotated[int, typer.Option(help="How many at a time.", min=1)] = 16,
-    tokens: Annotated[int, typer.Option(help="Of each answer.", min=1)] = 32,
+    tokens: Annotated[int, typer.Option(help="Tokens an answer.", min=1)] = 32,
 ) -> None:
     """Load a server a little: throughput, time to the first token, refusals."""
     import anyio
@@ -187,8 +187,10 @@ def bench(
 def checkpoint(
     out: Annotated[Path, typer.Argument(help="Folder to write.")],
     *,
-    family: Annotated[str, typer.Option(help="Model family.")] = "qwen2_5_vl",
-    seed: Annotated[int, typer.Option(help="Of the random weights.")] = 0,
+    family: Annotated[
+        str, typer.Option(help="qwen2_5_vl, qwen3_vl, llava, llama or qwen3.")
+    ] = "qwen2_5_vl",
+    seed: Annotated[int, typer.Option(help="Draws the random weights.")] = 0,
 ) -> None:
     """Build a tiny random checkpoint, offline."""
     from .models.checkpoint import build
@@ -207,12 +209,10 @@ def doctor(
     *,
     checkpoint: Annotated[
         Path | None,
-        typer.Option(help="Folder of one; says what its KV slots take of memory."),
+        typer.Option(help="A checkpoint, to tell what its KV slots take of memory."),
     ] = None,
-    kv_slots: Annotated[int, typer.Option(help="How many, of those.", min=1)] = 8,
-    max_length: Annotated[
-        int | None, typer.Option(help="Tokens of each; as of serve.", min=2)
-    ] = None,
+    kv_slots: Annotated[int, typer.Option(help="As of serve.", min=1)] = 8,
+    max_length: Annotated[int | None, typer.Option(help="As of serve.", min=2)] = None,
 ) -> None:
     """Say what is wrong with this machine, or could be better, and what to do."""
     from .doctor import examine

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import inspect
 import json
 from collections.abc import Callable
 from pathlib import Path
@@ -8,6 +9,7 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
+from lifecycle_engine import commands  # noqa: E402
 from lifecycle_engine.chats.chat_processor import ChatProcessor  # noqa: E402
 from lifecycle_engine.models.checkpoint import FAMILIES, Sizes, build  # noqa: E402
 from lifecycle_engine.models.transformers_runner import TransformersRunner  # noqa: E402
@@ -40,6 +42,13 @@ def test_build_leaves_global_randomness_alone(tmp_path: Path) -> None:
     torch.manual_seed(1)
     build(tmp_path, seed=9, sizes=SMALL)
     assert torch.rand(3).tolist() == wanted
+
+
+def test_names_families_in_its_help() -> None:
+    """Whoever asks for a checkpoint is told what can be had."""
+    options = inspect.signature(commands.checkpoint, eval_str=True).parameters
+    (said,) = options["family"].annotation.__metadata__
+    assert [name for name in FAMILIES if name not in said.help] == []
 
 
 def test_build_is_quiet(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:

@@ -1,4 +1,4 @@
-"""A FastAPI application with a gate: admitted by bytes, refused with 413 or 429.
+"""A FastAPI application with a gate: admitted by bytes, refused with 413 or 503.
 
 Install:  pip install fastapi uvicorn
 Run it:   python examples/fastapi_gate.py
@@ -38,7 +38,7 @@ async def refused(_request: Request, error: Refused) -> JSONResponse:
     body = {"error": {"message": str(error), "code": error.reason}}
     if isinstance(error, CostTooLarge):  # trying again cannot help
         return JSONResponse(body, 413)
-    return JSONResponse(body, 429, {"retry-after": f"{error.retry_after or 1:.0f}"})
+    return JSONResponse(body, 503, {"retry-after": f"{error.retry_after or 1:.0f}"})
 
 
 @app.get("/status")

@@ -102,14 +102,14 @@ def test_admits_next_when_client_leaves(server: int) -> None:
 
 
 def test_refuses_when_line_is_full(server: int) -> None:
-    """The example answers 429 with Retry-After to whoever finds the line full."""
+    """The example answers 503 with Retry-After to whoever finds the line full."""
     held = [http.client.HTTPConnection("127.0.0.1", server) for _ in range(3)]
     try:
         for number, connection in enumerate(held):
             connection.request("GET", "/thumbnail?pixels=2000000&seconds=3600")
             wait_for(server, f'"bytes_in_use":6000000,"waiting":{number}')
         status, headers, _ = ask(server, "/thumbnail?pixels=2000000")
-        assert status == 429
+        assert status == 503
         assert int(headers["retry-after"]) >= 1
     finally:
         for connection in held:

@@ -179,7 +179,7 @@ def bench(
         raise typer.Exit(1) from None
     except openai.APIError as error:
         remedy = f"is a server running at {url}? Name it without a path"
-        typer.echo(f"bench: {error}; {remedy}", err=True)
+        typer.echo(f"bench: {str(error).rstrip('.')}; {remedy}", err=True)
         raise typer.Exit(1) from None
     typer.echo("\n".join(result.lines()))
 

@@ -247,7 +247,11 @@ def request_of(scope: Any) -> RequestScope:
     Raises:
         LookupError: No `LifecycleMiddleware` stands above this application, or the
             scope is no request's, but a websocket's.
+        TypeError: It is no scope at all, but an object that has one, for example.
     """
+    if not hasattr(scope, "get"):
+        kind = type(scope).__name__
+        raise TypeError(f"request_of takes a scope, as in request.scope, not {kind}")
     found = scope.get(KEY)
     if isinstance(found, RequestScope):
         return found

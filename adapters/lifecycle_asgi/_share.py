@@ -119,9 +119,14 @@ class KnownKeys:
 
     Args:
         keys: Those that you gave out. Salted hashes of them are kept.
+
+    Raises:
+        TypeError: *keys* is one text, each letter of which would be a key.
     """
 
     def __init__(self, keys: Iterable[str]) -> None:
+        if isinstance(keys, str | bytes):
+            raise TypeError("KnownKeys takes several keys: write KnownKeys([key])")
         self._salt = secrets.token_bytes(16)
         self._known = frozenset(self._hash(key.encode()) for key in keys)
 

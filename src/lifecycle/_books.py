@@ -123,11 +123,9 @@ class Books(Monitor):
         mine = self._inside.get(current_task(), ())
         if any(each.held for each in mine):
             self._refuse(lease, GateFull("nested"))
-            raise RuntimeError(
-                f"this task would wait for itself at gate {self.name!r}: it is "
-                f"inside a with block of a lease of the same gate; ask for all that "
-                f"the request needs in one admission"
-            )
+            where = f"gate {self.name!r}: it is inside a with block of a lease of it"
+            how = "ask for all that the request needs in one admission"
+            raise RuntimeError(f"this task would wait for itself at {where}; {how}")
 
     async def _wait(self, lease: Lease, waiter: Waiter, max_wait: float | None) -> None:
         """Wait in line, and come back with the lease held or not at all."""

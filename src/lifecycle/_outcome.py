@@ -15,9 +15,8 @@ OUTCOMES: Final[tuple[Outcome, ...]] = get_args(Outcome)
 def expect_outcome(outcome: object) -> None:
     """Raise unless there is such an *outcome*."""
     if outcome not in OUTCOMES:
-        raise ValueError(
-            f"no session can end as {outcome!r}; use one of {', '.join(OUTCOMES)}"
-        )
+        known = ", ".join(OUTCOMES)
+        raise ValueError(f"no session can end as {outcome!r}; use one of {known}")
 
 
 def outcome_of(exc: BaseException | None, cancelled_as: Outcome) -> Outcome:

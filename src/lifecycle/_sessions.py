@@ -136,10 +136,9 @@ class SessionRegistry(Unique):
             lambda: id_ not in self._live and all(s.id != id_ for s in self._closing)
         )
         if id_ in self._quarantined.values():
-            raise SessionExists(
-                f"the engine may still have a session {id_!r}, whose END failed; "
-                f"choose another id, or release() its key once it has not"
-            )
+            found = f"the engine may still have a session {id_!r}, whose END failed"
+            how = "choose another id, or release() its key once it has not"
+            raise SessionExists(f"{found}; {how}")
         return self.open(id_)
 
     def quarantined(self) -> list[str]:

@@ -48,11 +48,9 @@ class Deadlines(dict[str, float]):
         if at > now:
             # A wait that begins after this look can be late no earlier than that.
             return min(at, now + wait, now + idle)
-        text = (
-            f"the stream broke its {deadline} deadline of {self[deadline]} s after "
-            f"{stream.items} items"
-        )
-        stream.stop(StreamTimeout(text, deadline=deadline))
+        how = f"{deadline} deadline of {self[deadline]} s after {stream.items} items"
+        late = StreamTimeout(f"the stream broke its {how}", deadline=deadline)
+        stream.stop(late)
         return math.inf
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable
 from dataclasses import dataclass
+from inspect import iscoroutinefunction
 from typing import Literal, TypeAlias
 
 Outcome = Literal[
@@ -146,9 +147,16 @@ and never breaks a request.
 
 
 def guarded(observer: Observer | None) -> Callable[[Event], None] | None:
-    """Keep the errors of *observer* from requests."""
+    """Keep the errors of *observer* from requests.
+
+    Raises:
+        TypeError: It cannot be called, or would have to be awaited.
+    """
     if observer is None:
         return None
+    if not callable(observer) or iscoroutinefunction(observer):
+        kind = "async def" if callable(observer) else type(observer).__name__
+        raise TypeError(f"an observer is a plain function of an event, not {kind}")
     reported = False
 
     def emit(event: Event) -> None:
@@ -158,9 +166,7 @@ def guarded(observer: Observer | None) -> Callable[[Event], None] | None:
         except Exception:
             if not reported:
                 reported = True
-                logging.getLogger("lifecycle").exception(
-                    "observer failed on %s; further failures are not reported",
-                    type(event).__name__,
-                )
+                text = "observer failed on %s; further failures are not reported"
+                logging.getLogger("lifecycle").exception(text, type(event).__name__)
 
     return emit

@@ -224,6 +224,17 @@ async def test_refuses_lease_or_end_that_was_forgotten_to_be_one() -> None:
     assert gate.statistics().slots_in_use == 0
 
 
+@pytest.mark.parametrize("owner", [Gate, SessionRegistry])
+def test_refuses_observer_that_nobody_would_await(owner: Callable[..., Any]) -> None:
+    """A coroutine function would be called, and nothing of it would ever run."""
+
+    async def observe(_event: object) -> None: ...
+
+    for odd, kind in ((observe, "async def"), ("module:observe", "str")):
+        with pytest.raises(TypeError, match=f"plain function of an event, not {kind}"):
+            owner(observer=odd)
+
+
 def test_refuses_stream_of_what_is_no_asynchronous_iterator() -> None:
     """A list is refused where it is given, and not shown."""
     with pytest.raises(TypeError, match="asynchronous iterator, not list") as mistake:

@@ -393,6 +393,8 @@ async def test_requires_middleware_for_request_of() -> None:
     """Asking for the request without the middleware says what to do."""
     with pytest.raises(LookupError, match="LifecycleMiddleware"):
         request_of(http_scope())
+    with pytest.raises(TypeError, match=r"as in request\.scope, not object"):
+        request_of(object())
     with pytest.raises(LookupError, match="only requests have one.* a websocket"):
         request_of(http_scope(type="websocket"))
 

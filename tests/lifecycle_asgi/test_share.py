@@ -103,6 +103,12 @@ async def test_gives_the_share_back_however_a_request_ends(end: str) -> None:
     assert app._gates == {}
 
 
+def test_refuses_one_text_in_place_of_keys() -> None:
+    """Each letter of it would be a key, and the key itself none."""
+    with pytest.raises(TypeError, match=r"write KnownKeys\(\[key\]\)"):
+        KnownKeys("canary-key")
+
+
 async def test_keeps_no_key_and_nothing_of_clients_that_left() -> None:
     """Ten thousand keys leave nothing, and no object holds one while it is served."""
     busy = Busy()

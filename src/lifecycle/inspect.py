@@ -60,7 +60,7 @@ class Snapshot(tuple[Held, ...]):
     __slots__ = ()
 
     def __str__(self) -> str:
-        return "\n".join(map(str, self))
+        return "\n".join(map(str, self)) or "nothing is held"
 
 
 def snapshot(*parts: Gate | SessionRegistry) -> Snapshot:

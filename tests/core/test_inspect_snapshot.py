@@ -223,4 +223,4 @@ def test_snapshot_turns_into_json():
 def test_snapshot_of_nothing_is_empty():
     """Nobody asked for is nobody shown."""
     assert snapshot() == ()
-    assert str(snapshot()) == ""
+    assert str(snapshot()) == "nothing is held"

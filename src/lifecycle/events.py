@@ -154,8 +154,8 @@ def guarded(observer: Observer | None) -> Callable[[Event], None] | None:
     """
     if observer is None:
         return None
-    if not callable(observer) or iscoroutinefunction(observer):
-        kind = "async def" if callable(observer) else type(observer).__name__
+    if (waits := iscoroutinefunction(observer)) or not callable(observer):
+        kind = "async " * waits + type(observer).__name__
         raise TypeError(f"an observer is a plain function of an event, not {kind}")
     reported = False
 

@@ -230,7 +230,7 @@ def test_refuses_observer_that_nobody_would_await(owner: Callable[..., Any]) -> 
 
     async def observe(_event: object) -> None: ...
 
-    for odd, kind in ((observe, "async def"), ("module:observe", "str")):
+    for odd, kind in ((observe, "async function"), ("module:observe", "str")):
         with pytest.raises(TypeError, match=f"plain function of an event, not {kind}"):
             owner(observer=odd)
 

@@ -32,8 +32,9 @@ class LifecycleMiddleware:
     * If the client leaves first, everything attached to the request is told, then
       the application is cancelled; where it waits for ``http.disconnect`` itself, it
       has that before, and a second more where it does so in a task out of reach, as
-      those of ``asyncio.create_task`` are, which it is to end. If the response had not begun, 499 is answered on its behalf,
-      as somebody above may still count on an answer.
+      those of ``asyncio.create_task`` are, which it is to end. If the response had
+      not begun, 499 is answered on its behalf, as somebody above may still count on
+      an answer.
     * A cancellation from outside always propagates, and an exception of the
       application arrives as it was raised.
     * When the response is complete, reading ends; what the application still does

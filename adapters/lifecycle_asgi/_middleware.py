@@ -83,6 +83,9 @@ class LifecycleMiddleware:
             await self._app(scope, receive, send)
             return
         exchange = Exchange(receive, send, read_ahead=self._read_ahead)
+        # That a send tells of the leaving (spec_version 2.4) is not said: Starlette
+        # would listen no more, and so read no body away from who streams; but a stream
+        # in a task of an application's own would go on for nobody.
         scope[KEY] = exchange.request
         self._begin_record(scope, exchange.request)
         error: BaseException | None = None

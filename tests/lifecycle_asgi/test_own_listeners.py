@@ -11,9 +11,11 @@ from typing import Any
 import anyio
 import pytest
 from asgi_kit import serving
+from starlette.applications import Starlette
 from starlette.middleware.base import BaseHTTPMiddleware
 from starlette.requests import Request
 from starlette.responses import JSONResponse
+from starlette.routing import Route
 
 from lifecycle_asgi import LifecycleMiddleware, request_of
 
@@ -170,3 +172,22 @@ async def test_cancels_at_once_who_listens_within_reach(where: str) -> None:
     async with await left_behind(LifecycleMiddleware(app), begun):
         async with asyncio.timeout(0.7):
             await cancelled.wait()
+
+
+async def test_tells_a_thread_that_asks() -> None:
+    """Nothing stops a thread; that of an endpoint which is no coroutine may look."""
+    loop, begun, ended = asyncio.get_running_loop(), asyncio.Event(), asyncio.Event()
+
+    def endpoint(request: Request) -> JSONResponse:
+        client = request_of(request.scope)
+        loop.call_soon_threadsafe(begun.set)
+        until = time.monotonic() + 10
+        while not client.client_gone and time.monotonic() < until:
+            time.sleep(0.005)
+        loop.call_soon_threadsafe(ended.set)
+        return JSONResponse(None)
+
+    app = Starlette(routes=[Route("/", endpoint)])
+    async with await left_behind(LifecycleMiddleware(app), begun):
+        async with asyncio.timeout(5):
+            await ended.wait()

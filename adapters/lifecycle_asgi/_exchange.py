@@ -16,6 +16,8 @@ from lifecycle_asgi._types import Message, Receive, Send
 # rid of that; one that works for each message is not to go on for a hundred of them.
 _MOST_DROPPED = 100
 _DROPPED_SECONDS = 0.005
+# For an application that listens itself, in tasks that no cancellation here reaches.
+_OWN_WAY_SECONDS = 1.0
 # Between two turns of the loop: at each, the layers above the body stand in a send.
 _TURN_EVERY = 16
 _TURN_SECONDS = 0.002
@@ -83,7 +85,7 @@ class Exchange:
         while True:
             message = await self._receive()
             if message["type"] == DISCONNECT:
-                self._disconnect()
+                await self._disconnect()
                 return
             self._inbox.put(message)
             more = message.get("more_body", False)
@@ -91,11 +93,15 @@ class Exchange:
             if more:  # behind the last part nothing comes but the client's leaving
                 await self._inbox.room()
 
-    def _disconnect(self) -> None:
+    async def _disconnect(self) -> None:
         if not self.progress.complete:
             self.request.leave()
             # First: whoever waits for this has it before it is cancelled.
             self._inbox.close()
+            if self._inbox.heard_elsewhere:
+                # Django and vLLM wait for two tasks of their own, and end the one when
+                # the other hears this. Cancelled in that wait, they would leave both.
+                await anyio.sleep(_OWN_WAY_SECONDS)
             self.work.cancel(reason="the client left")
 
     async def receive(self) -> Message:

@@ -15,16 +15,22 @@ class Inbox:
 
     Args:
         max_bytes: Bytes of body that may wait before the reader has to.
+
+    Attributes:
+        heard_elsewhere: Behind the whole body a task has waited here that belongs
+            neither to whoever made this nor to a task group of theirs.
     """
 
     __slots__ = (
         "_bytes",
         "_changed",
         "_error",
+        "_maker",
         "_max_bytes",
         "_messages",
         "_over",
         "_whole",
+        "heard_elsewhere",
     )
 
     def __init__(self, max_bytes: int) -> None:
@@ -34,6 +40,8 @@ class Inbox:
         self._over = False
         self._whole = False  # the last part of the body has been taken
         self._error: Exception | None = None
+        self._maker = anyio.get_current_task().id
+        self.heard_elsewhere = False
         # Nine hundred bytes: only where somebody waits. Of a list they are fifty, and
         # it is as short as what was read ahead.
         self._changed: anyio.Event | None = None
@@ -76,6 +84,10 @@ class Inbox:
                 if not (waited and self._whole):
                     await anyio.lowlevel.checkpoint()
                 return {"type": DISCONNECT}
+            if self._whole:
+                task = anyio.get_current_task()
+                if task.parent_id is None and task.id != self._maker:
+                    self.heard_elsewhere = True
             await self._change()
             waited = True
         message = self._messages.pop(0)

@@ -31,8 +31,10 @@ class LifecycleMiddleware:
     * The application finds a `RequestScope` in ``scope["lifecycle"]``.
     * If the client leaves first, everything attached to the request is told, then
       the application is cancelled; where it waits for ``http.disconnect`` itself, it
-      has that before. If the response had not begun, 499 is answered on its behalf,
-      as somebody above may still count on an answer.
+      has that before, and a second more where it does so in a task out of reach, as
+      those of ``asyncio.create_task`` are, which it is to end. If the response had
+      not begun, 499 is answered on its behalf, as somebody above may still count on
+      an answer.
     * A cancellation from outside always propagates, and an exception of the
       application arrives as it was raised.
     * When the response is complete, reading ends; what the application still does
@@ -81,6 +83,9 @@ class LifecycleMiddleware:
             await self._app(scope, receive, send)
             return
         exchange = Exchange(receive, send, read_ahead=self._read_ahead)
+        # That a send tells of the leaving (spec_version 2.4) is not said: Starlette
+        # would listen no more, and so read no body away from who streams; but a stream
+        # in a task of an application's own would go on for nobody.
         scope[KEY] = exchange.request
         self._begin_record(scope, exchange.request)
         error: BaseException | None = None

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import AsyncIterator, Callable
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass, field
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -40,7 +40,7 @@ from .dialects.responses_dialect import RESPONSES
 from .http.https_get import HttpsGet
 from .images.media import MediaLimits
 from .images.remote_images import RemoteImages
-from .incoming import ChatDefaults, Intake
+from .incoming import ChatDefaults, Intake, request_id
 from .processor import Processor
 from .routes.bodies import BodyReader
 from .routes.cancels import Cancels
@@ -252,7 +252,7 @@ def _routes(service: Service, metrics: Metrics | None) -> list[Route]:
         Route(cancel, cancels.request, methods=["POST"]),
         Route("/openapi.json", live.openapi),
         Route("/v1/models", live.models),
-        Route("/v1/models/{model}", live.model),
+        Route("/v1/models/{model:path}", live.model),  # as of a hub: owner/name
         Route("/health", live.health),
         Route("/ready", live.ready),
         Route("/metrics", live.metrics),
@@ -277,7 +277,7 @@ def _refusal(
     scope: Any, refusal: BodyTooLarge | BodyTooSlow | Refused
 ) -> tuple[int, list[tuple[bytes, bytes]], bytes]:
     """What `BodyLimit` answers, in the form of the API that was asked."""
-    response = _response(scope["path"], describe(refusal) or INTERNAL)
+    response = _response(scope, describe(refusal) or INTERNAL)
     return response.status_code, response.raw_headers, bytes(response.body)
 
 
@@ -285,18 +285,23 @@ async def _http_error(request: Request, error: Exception) -> Response:
     assert isinstance(error, HTTPException)
     code = {404: "not_found", 405: "method_not_allowed"}.get(error.status_code, "http")
     problem = ApiError(error.status_code, error.detail, code=code)
-    response = _response(request.url.path, problem)
+    response = _response(request.scope, problem)
     response.headers.update(error.headers or {})
     return response
 
 
 async def _internal_error(request: Request, error: Exception) -> Response:
     del error  # logged by the server; a client learns nothing of it
-    return _response(request.url.path, INTERNAL)
+    return _response(request.scope, INTERNAL)
 
 
-def _response(path: str, error: ApiError) -> Response:
-    status, document = _dialect(path).error(error, None)
+def _response(scope: Any, error: ApiError) -> Response:
+    dialect, id_ = _dialect(scope["path"]), None
+    with suppress(ApiError):  # of one that may not come back
+        id_ = request_id(scope)
+    status, document = dialect.error(error, id_)
     response = Response(dump(document), status, media_type="application/json")
     response.raw_headers += error.headers
+    if id_ is not None:
+        response.raw_headers.append((dialect.id_header, id_.encode()))
     return response

@@ -180,6 +180,21 @@ class Service:
             return await gate.admit(bytes=size, max_wait=0)
         return await gate.admit(bytes=size)
 
+    async def refuse_when_broken(self) -> None:
+        """Refuse now who would be refused when all is read and made for it.
+
+        Only while no engine is being started: one that is may be there by then.
+
+        Raises:
+            EngineLost: It says when there may be one again.
+
+        Cancellation:
+            At any time.
+        """
+        if not self.engine.ready:
+            with anyio.move_on_after(0):
+                await self.engine.wait_ready()
+
     @property
     def gates(self) -> tuple[Gate, ...]:
         """All that there are, in the order in which a request passes them."""

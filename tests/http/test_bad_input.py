@@ -13,6 +13,7 @@ import openai
 import pytest
 from http_kit import (
     GatedProcessor,
+    Server,
     answer_to,
     data_url,
     encoded,
@@ -452,3 +453,50 @@ async def test_names_the_field_of_what_the_processor_refuses(error: Exception) -
             assert told.status_code == 400
             assert told.json()["error"]["param"] == field
         await server.quiet()
+
+
+async def test_reads_past_a_byte_order_mark(server: Server) -> None:
+    """Editors and shells write one before what is JSON otherwise."""
+    status, _, document = await answer_to(
+        server.port, b"\xef\xbb\xbf" + ask(max_tokens=1)
+    )
+    assert status == 200, document
+    await server.quiet()
+
+
+async def test_refuses_body_compressed_on_its_way(server: Server) -> None:
+    """A coding of the transfer is one, too, that nobody here undoes."""
+    body = ask(max_tokens=1)
+    chunks = b"%x\r\n%b\r\n0\r\n\r\n" % (len(body), body)
+    reader, writer = await asyncio.open_connection("127.0.0.1", server.port)
+    writer.write(b"POST /v1/chat/completions HTTP/1.1\r\nhost: x\r\n")
+    writer.write(b"connection: close\r\ntransfer-encoding: gzip, chunked\r\n\r\n")
+    writer.write(chunks)
+    head, _, answer = (await reader.read()).partition(b"\r\n\r\n")
+    writer.close()
+    assert head.startswith(b"HTTP/1.1 400 ")
+    assert is_error(json.loads(answer), "transfer-encoding", "unsupported_encoding")
+    await server.quiet()
+
+
+@pytest.mark.parametrize(
+    ("path", "header"),
+    [("/v1/chat/completions", "x-request-id"), ("/v1/messages", "request-id")],
+)
+@pytest.mark.parametrize("name", ["Abc-1", ""])
+async def test_names_request_that_is_refused_by_its_size(
+    server: Server, path: str, header: str, name: str
+) -> None:
+    """What its client may ask about has an id, whoever refused it."""
+    reader, writer = await asyncio.open_connection("127.0.0.1", server.port)
+    named = f"x-request-id: {name}\r\n" if name else ""
+    asked = f"POST {path} HTTP/1.1\r\nhost: x\r\n{named}connection: close\r\n"
+    writer.write(f"{asked}content-length: {2**31}\r\n\r\n".encode())
+    head = (await reader.readuntil(b"\r\n\r\n")).decode()
+    assert head.startswith("HTTP/1.1 413 ")
+    id_ = head.partition(f"\r\n{header}: ")[2].partition("\r\n")[0]
+    assert id_ == (name or id_) != ""
+    if path == "/v1/messages":
+        length = int(head.partition("content-length: ")[2].partition("\r\n")[0])
+        assert json.loads(await reader.readexactly(length))["request_id"] == id_
+    writer.close()

@@ -4,17 +4,20 @@ from __future__ import annotations
 
 import asyncio
 import os
+import signal
 import socket
 import sys
 import time
 from pathlib import Path
 
+import psutil
 import pytest
 
 sys.path.insert(0, str(Path(__file__).parent))
 
 import hang_ups
 from hang_ups import MAY_RISE, Soak, drifts, soak
+from http_kit import ENV
 from leavers import MOMENTS, WAYS
 
 
@@ -29,6 +32,28 @@ async def test_keeps_nothing_of_whoever_hangs_up() -> None:
     assert {moment for moment, _ in names} == set(MOMENTS)
     assert {way for _, way in names} == set(WAYS)
     assert run.samples[-1]["api descriptors"] <= run.samples[0]["api descriptors"]
+
+
+@pytest.mark.asyncio
+@pytest.mark.timeout(120)
+async def test_passes_no_run_that_was_interrupted() -> None:
+    """Whoever counts on the exit status is not told that all was well."""
+    script = Path(__file__).with_name("hang_ups.py")
+    process = await asyncio.create_subprocess_exec(
+        sys.executable, str(script), stderr=asyncio.subprocess.PIPE, env=ENV
+    )
+    try:
+        async with asyncio.timeout(60):
+            while not psutil.Process(process.pid).children(recursive=True)[1:]:
+                await asyncio.sleep(0.05)  # until there is an engine
+            process.send_signal(signal.SIGINT)
+            _, told = await process.communicate()
+    finally:
+        if process.returncode is None:
+            process.kill()
+            await process.wait()
+    assert process.returncode == 1
+    assert told.endswith(b"interrupted: no verdict\n")
 
 
 @pytest.mark.asyncio

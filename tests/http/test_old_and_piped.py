@@ -50,6 +50,17 @@ async def test_answers_http_1_0_without_chunks(stream: bool) -> None:
         await server.quiet()
 
 
+async def test_tells_http_1_0_of_nothing_but_the_answer() -> None:
+    """An answer before the answer is news to its clients (RFC 9110, 10.1.1)."""
+    body = json.dumps(ASK).encode()
+    request = "POST /v1/chat/completions HTTP/1.0\r\nhost: x\r\nexpect: 100-continue"
+    head = f"{request}\r\ncontent-length: {len(body)}\r\n\r\n".encode()
+    async with asyncio.timeout(30), running(http=http_protocol()) as server:
+        lines, _ = await heard(server.port, head, body)
+        assert lines[0].endswith(" 200 ok")
+        await server.quiet()
+
+
 async def test_keeps_one_body_behind_the_one_that_is_read() -> None:
     """Of what is piped no more is read: no gate knows of it yet (N12)."""
     begun, go = asyncio.Event(), asyncio.Event()

@@ -25,6 +25,20 @@ KINDS = pytest.mark.parametrize("blocking", [False, True], ids=["async", "sync"]
 EACH = pytest.mark.parametrize("ask", ASKS)
 
 
+async def test_finds_model_of_an_owner() -> None:
+    """Models of a hub are called ``owner/name``, which both SDKs put into a path."""
+    name, settings = "some-owner/model-8B", {"api_key": "none", "max_retries": 0}
+    async with asyncio.timeout(60), running(settings=AppSettings(model=name)) as server:
+        async with openai.AsyncOpenAI(base_url=server.url, **settings) as client:
+            assert (await client.models.retrieve(name)).id == name
+            with pytest.raises(openai.NotFoundError) as caught:
+                await client.models.retrieve("some-owner/other")
+            assert caught.value.code == "model_not_found"
+        url = server.url.removesuffix("/v1")
+        async with anthropic.AsyncAnthropic(base_url=url, **settings) as client:
+            assert (await client.models.retrieve(name)).id == name
+
+
 class Seen:
     """The answers that a client got, and when."""
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from codecs import BOM_UTF8
 from collections.abc import Mapping
 from typing import Any, TypeVar
 
@@ -86,7 +87,11 @@ def checked(form: type[F], body: bytes, unsupported: Unsupported) -> F:
 
 
 def _parse_json(body: bytes) -> object:
-    """Decode JSON with nothing that only Python allows, at most 200 levels deep."""
+    """Decode JSON with nothing that only Python allows, at most 200 levels deep.
+
+    A byte order mark is let pass: some shells set one before all that they write.
+    """
+    body = body.removeprefix(BOM_UTF8)
     # Also counts what stands in texts; base64, where bodies are long, has none.
     if sum(body.count(mark) for mark in (b",", b"[", b"{")) > _MAX_VALUES:
         problem = f"The body has more than {_MAX_VALUES} values; send less"

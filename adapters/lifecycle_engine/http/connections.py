@@ -28,7 +28,7 @@ class ConnectionLimits:
     Attributes:
         head: Seconds until the head of a request is complete, from the connection on,
             or from the first byte behind the last request.
-        head_bytes: The longest head.
+        head_bytes: The longest head, and the most without any of a body within one.
         rest: Seconds for what is left of a body behind an early answer.
         reader: Seconds in which 64 KiB of an answer, or what is left of it, have to be
             read, once the system takes no more of it.
@@ -86,8 +86,9 @@ class Connection(HttpToolsProtocol):
     __slots__ = (
         "_body_bytes",
         "_cycles",
+        "_deaf",
+        "_dry_bytes",
         "_finished",
-        "_head_bytes",
         "_in_body",
         "_in_head",
         "_limits",
@@ -103,8 +104,8 @@ class Connection(HttpToolsProtocol):
         self._limits = limits
         self._cycles: list[Any] = []
         self._in_head = self._in_body = False
-        self._message_ended = self._finished = False
-        self._head_bytes = self._body_bytes = 0
+        self._message_ended = self._finished = self._deaf = False
+        self._dry_bytes = self._body_bytes = 0
         self._to_send: asyncio.TimerHandle | None = None
         self._to_read: asyncio.TimerHandle | None = None
         self._unread = 0
@@ -118,7 +119,8 @@ class Connection(HttpToolsProtocol):
         # 0 asyncio's TLS makes that nothing waits, and never lets anybody write.
         transport.set_write_buffer_limits(high=1)
         if len(self.connections) > self._limits.connections:
-            self._close(b"503 Service Unavailable\r\nretry-after: 1")
+            self._say(b"503 Service Unavailable\r\nretry-after: 1")
+            transport.close()
         else:
             self._watch_sender()
 
@@ -136,16 +138,19 @@ class Connection(HttpToolsProtocol):
 
     def data_received(self, data: bytes | memoryview) -> None:
         """Read on, within the limits."""
-        if self._finished:
+        if self._finished or self._deaf:
             return
-        self._message_ended = False
+        self._message_ended, before = False, self._body_bytes
         super().data_received(data)  # type: ignore[arg-type]
         if self._in_body and self._busy and len(self.cycle.body) >= self.appetite():
             self.flow.pause_reading()  # until the application asks for more
-        if self._in_head and not self._message_ended:
-            self._head_bytes += len(data)
-            if self._head_bytes > self._limits.head_bytes:
-                self._close(b"431 Request Header Fields Too Large")
+        if self._message_ended or (self._in_body and self._body_bytes > before):
+            self._dry_bytes = 0
+        elif (self._in_head or self._in_body) and not self._finished:
+            # Of a head, or of what stands between the parts of a body and behind it.
+            self._dry_bytes += len(data)
+            if self._dry_bytes > self._limits.head_bytes:
+                self._refuse(b"431 Request Header Fields Too Large")
         self._watch_sender()
 
     def connection_lost(self, exc: Exception | None) -> None:
@@ -165,9 +170,12 @@ class Connection(HttpToolsProtocol):
         """All is said: close, once the client has sent what it is still sending."""
         if not self._in_body or self._finished or self.transport.is_closing():
             self.transport.close()
-            return
+        else:
+            self.cycle.body = bytearray()
+            self._hear_out()
+
+    def _hear_out(self) -> None:
         self._finished = True
-        self.cycle.body = bytearray()
         if self.transport.can_write_eof():  # TLS has no half of a connection
             self.transport.write_eof()
         self.flow.resume_reading()
@@ -182,25 +190,50 @@ class Connection(HttpToolsProtocol):
         if self._finished or self.transport.get_write_buffer_size():
             self.transport.abort()
 
-    def _close(self, answer: bytes) -> None:
-        if not (self._busy or self.transport.is_closing()):
-            tail = b"\r\nconnection: close\r\ncontent-length: 0\r\n\r\n"
-            self.transport.write(b"HTTP/1.1 " + answer + tail)
-        self.transport.close()
+    def send_400_response(self, msg: str) -> None:
+        """What came is no HTTP."""
+        self._refuse(b"400 Bad Request", msg.encode())
+
+    def _refuse(self, status: bytes, text: bytes = b"") -> None:
+        """Read no further, and say why where that stands in nobody's answer."""
+        if self.transport.is_closing():
+            return
+        if self._busy and not self._in_body:
+            # Behind a whole request, such as a byte too many: that one is answered.
+            self._deaf, self.cycle.keep_alive = True, False
+        elif self._in_body and (self.pipeline or self.cycle.response_started):
+            self.transport.close()
+        else:
+            if self._in_body:  # whoever waits for the rest of it waits in vain
+                self.cycle.disconnected = self.cycle.response_complete = True
+                self.cycle.message_event.set()
+            self._say(status, text)
+            self._hear_out()
+
+    def _say(self, status: bytes, text: bytes = b"") -> None:
+        head = b"HTTP/1.1 %b\r\nconnection: close\r\ncontent-length: %d\r\n\r\n"
+        self.transport.write(head % (status, len(text)) + text)
 
     # Requests -------------------------------------------------------------------
 
     def on_message_begin(self) -> None:
         """A head begins."""
         super().on_message_begin()
-        self._in_head, self._head_bytes, self._body_bytes = True, 0, 0
+        self._in_head, self._dry_bytes, self._body_bytes = True, 0, 0
+
+    def on_header(self, name: bytes, value: bytes) -> None:
+        """A field has been read; those behind a body are nobody's to believe."""
+        if self._in_head:
+            super().on_header(name, value)
 
     def on_headers_complete(self) -> None:
         """A head has been read."""
         if self.parser.should_upgrade():
             return
+        if self.parser.get_http_version() == "1.0":
+            self.expect_100_continue = False  # which that version does not know
+        super().on_headers_complete()  # which raises where a target is none
         self._in_head, self._in_body = False, True
-        super().on_headers_complete()
         self._cycles = [it for it in self._cycles if not it.response_complete]
         self._cycles.append(self.cycle)
         piped = sum(len(cycle.body) for cycle, _ in self.pipeline)
@@ -256,9 +289,8 @@ class Connection(HttpToolsProtocol):
     def _sent_too_slowly(self) -> None:
         self._to_send = None
         if self._in_head:
-            self._close(b"408 Request Timeout")
-        else:
-            self.transport.close()
+            self._say(b"408 Request Timeout")
+        self.transport.close()
 
     # Clients that read slowly ---------------------------------------------------
 

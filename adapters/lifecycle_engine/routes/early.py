@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from contextlib import suppress
+from types import MappingProxyType
 from typing import Any
 
 from lifecycle import Refused
@@ -16,6 +17,14 @@ from lifecycle_engine.incoming import request_id
 
 from .observing import operation_of
 from .places import Places
+
+# Those that change nothing of a body.
+_ENCODINGS: Mapping[bytes, tuple[bytes, ...]] = MappingProxyType(
+    {
+        b"content-encoding": (b"", b"identity"),
+        b"transfer-encoding": (b"chunked",),
+    }
+)
 
 
 class Early:
@@ -87,12 +96,14 @@ def refuse_encoded(scope: Any) -> None:
     """Refuse a body that its client has compressed: no bound here looks inside it.
 
     Raises:
-        ApiError: 400 for any ``content-encoding`` but ``identity``.
+        ApiError: 400 for any ``content-encoding`` but ``identity``, and any
+            ``transfer-encoding`` but ``chunked``.
     """
     for name, value in scope["headers"]:
-        if name == b"content-encoding" and value.strip().lower() != b"identity":
+        if name in _ENCODINGS and value.strip().lower() not in _ENCODINGS[name]:
+            param = name.decode()
             raise bad_request(
-                "Compressed bodies are not read; send it without content-encoding",
-                param="content-encoding",
+                f"Compressed bodies are not read; send it without {param}",
+                param=param,
                 code="unsupported_encoding",
             )

@@ -81,6 +81,7 @@ class Generate:
             reply.request_id = request_id(scope)
             refuse_encoded(scope)
             places.refuse_when_full()
+            await self._service.refuse_when_broken()
             places.expect(reply)
             with request.phase("read"):
                 incoming = await self._service.intake.read(

@@ -1,0 +1,169 @@
+"""What stands between the parts of a body and behind it, and what is no HTTP at all."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import gc
+import json
+from collections.abc import AsyncIterator
+from typing import Any
+
+import pytest
+from asgi_kit import serving
+
+from lifecycle_asgi import LifecycleMiddleware
+from lifecycle_engine.http.connections import (
+    Connection,
+    ConnectionLimits,
+    http_protocol,
+)
+
+pytestmark = pytest.mark.asyncio
+LIMITS = ConnectionLimits(head_bytes=2000)
+HEAD = b"POST /%b HTTP/1.1\r\nhost: x\r\ntransfer-encoding: chunked\r\n\r\n"
+BODY = b"5\r\nhello\r\n0\r\n\r\n"
+MEGABYTES = 8
+JUNK = [
+    b"\0",
+    b"POST / HTTP/1.1\r\nno field\r\n\r\n",
+    b"POST http://nowhere HTTP/1.1\r\nhost: x\r\n\r\n",
+    b"POST /\xc3\xa4 HTTP/1.1\r\nhost: x\r\n\r\n",
+]
+
+
+class Listener:
+    """An application that tells what it was asked, and notes who left."""
+
+    def __init__(self) -> None:
+        self.gone, self.asked, self.go = (asyncio.Event() for _ in range(3))
+
+    async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
+        """Answer, at ``/beside`` before the body is there, at ``/slow`` when told."""
+        start = {"type": "http.response.start", "status": 200, "headers": []}
+        beside = scope["path"] == "/beside"
+        if beside:
+            await send(start)
+            await send({"type": "http.response.body", "body": b"a", "more_body": True})
+        more = True
+        try:
+            while more:
+                more = (await receive())["more_body"]
+        finally:
+            if more:
+                self.gone.set()
+        names = sorted(name.decode() for name, _ in scope["headers"])
+        self.asked.set()
+        if scope["path"] == "/slow":
+            await self.go.wait()
+        if not beside:
+            await send(start)
+        await send({"type": "http.response.body", "body": json.dumps(names).encode()})
+
+
+@contextlib.asynccontextmanager
+async def talking(
+    *parts: bytes,
+) -> AsyncIterator[tuple[asyncio.StreamReader, asyncio.StreamWriter, Listener]]:
+    """A client that has sent *parts*, and the application that it asks."""
+    app = Listener()
+    async with (
+        asyncio.timeout(30),
+        serving(
+            LifecycleMiddleware(app), http=http_protocol(LIMITS), ws="none"
+        ) as port,
+    ):
+        reader, writer = await asyncio.open_connection("127.0.0.1", port)
+        try:
+            for part in parts:
+                writer.write(part)
+            yield reader, writer, app
+        finally:
+            writer.transport.abort()
+
+
+async def test_believes_no_field_behind_a_body() -> None:
+    """No proxy looks at trailers, so nobody may name a client, or a key, in them."""
+    trailers = b"x-forwarded-for: 10.0.0.1\r\nauthorization: somebody\r\n\r\n"
+    sent = HEAD % b"" + BODY[:-2] + trailers
+    async with talking(sent) as (reader, _, _app):
+        answer = await reader.readuntil(b"]")
+        assert json.loads(answer[answer.index(b"[") :]) == ["host", "transfer-encoding"]
+
+
+@pytest.mark.parametrize(
+    "endless",
+    [(b"0\r\nx: ", b"y" * 500), (b"0\r\n", b"x: y\r\n" * 80), (b"1;x=", b"y" * 500)],
+    ids=["a-trailer", "trailers", "an-extension"],
+)
+async def test_bounds_what_is_no_body(endless: tuple[bytes, bytes]) -> None:
+    """What is neither head nor body is bounded as a head is (fault-16)."""
+    begun, more = endless
+    async with talking(HEAD % b"", b"5\r\nhello\r\n" + begun) as (reader, writer, app):
+        for _ in range(20):
+            writer.write(more)
+            await writer.drain()
+            await asyncio.sleep(0.005)
+        assert (await reader.read()).startswith(b"HTTP/1.1 431 ")
+        await app.gone.wait()
+
+
+async def test_counts_no_body_as_what_stands_between_its_parts() -> None:
+    """A body of many parts may be as long as it likes."""
+    part = b"5\r\nhello\r\n"
+    async with talking(HEAD % b"", *[part] * 2000, BODY) as (reader, _, _app):
+        assert (await reader.readuntil(b"]")).startswith(b"HTTP/1.1 200 ")
+
+
+@pytest.mark.parametrize("junk", JUNK)
+@pytest.mark.parametrize("requests", [1, 3])
+async def test_answers_what_stands_before_junk(requests: int, junk: bytes) -> None:
+    """A byte too many, as of a C string, takes nobody's answer; behind it is the end."""
+    sent = (HEAD % b"" + BODY) * requests
+    async with talking(sent + junk, junk) as (reader, _, app):
+        answers = await reader.read()
+        assert answers.count(b"HTTP/1.1 200 ") == answers.count(b'"host"') == requests
+        assert b"HTTP/1.1 400 " not in answers
+        assert answers.count(b"\r\nconnection: close\r\n") == 1
+        assert not app.gone.is_set()
+
+
+async def test_keeps_nothing_of_a_head_without_end() -> None:
+    """Also behind a request that runs for long, which nobody is to lose by it."""
+    begun = HEAD % b"slow" + BODY + b"GET / HTTP/1.1\r\n"
+    async with talking(begun) as (reader, writer, app):
+        await app.asked.wait()
+        for _ in range(2000):
+            writer.write(b"x: " + b"y" * 45 + b"\r\n")
+            await writer.drain()
+        await asyncio.sleep(0.3)  # or it might not have been read yet
+        (here,) = (
+            it
+            for it in gc.get_objects()
+            if type(it) is Connection and not it.transport.is_closing()
+        )
+        assert len(here.headers) < 1000  # of one look at the socket
+        app.go.set()
+        assert (await reader.read()).startswith(b"HTTP/1.1 200 ")
+
+
+async def test_writes_no_refusal_into_an_answer() -> None:
+    """Where an answer has begun, what is wrong with its request ends it with a cut."""
+    async with talking(HEAD % b"beside") as (reader, writer, app):
+        begun = await reader.readuntil(b"\r\na\r\n")
+        writer.write(b"no chunk\r\n")
+        assert begun.startswith(b"HTTP/1.1 200 ")
+        assert await reader.read() == b""
+        await app.gone.wait()
+
+
+@pytest.mark.parametrize("bad", [*JUNK, HEAD % b"" + b"no chunk\r\n"])
+async def test_tells_who_is_still_sending_what_is_wrong(bad: bytes) -> None:
+    """It is heard out, not reset: it may send all before it reads why (RFC 9112, 9.6)."""
+    async with talking(bad) as (reader, writer, app):
+        for _ in range(MEGABYTES):
+            writer.write(bytes(2**20))
+            await writer.drain()
+        assert (await reader.read()).startswith(b"HTTP/1.1 400 ")
+        if bad.startswith(HEAD % b""):
+            await app.gone.wait()

@@ -16,7 +16,6 @@ from opentelemetry.trace import SpanKind, StatusCode
 
 from lifecycle.events import DrainStarted
 from lifecycle_asgi.events import FirstItem, PhaseEnded, RequestEnded, RequestStarted
-from lifecycle_metrics import Metrics
 from lifecycle_otel import Spans, _spans
 
 
@@ -155,20 +154,6 @@ def test_takes_no_notice_of_what_it_was_not_told_the_start_of() -> None:
     for event in (started(), ended(), ended()):
         spans(event)
     assert len(exporter.get_finished_spans()) == 1
-
-
-def test_counts_an_end_once() -> None:
-    """For metrics it is the same: one start, one end."""
-    pytest.importorskip("prometheus_client")
-    metrics = Metrics()
-    for event in (ended(), started(), ended(), ended()):
-        metrics(event)
-    text = metrics.text().decode()
-    assert 'lifecycle_requests_started_total{operation="chat"} 1.0' in text
-    ends = 'lifecycle_requests_ended_total{operation="chat",outcome="completed"} 1.0'
-    assert ends in text
-    assert 'lifecycle_requests_live{operation="chat"} 0.0' in text
-    assert 'lifecycle_request_seconds_count{operation="chat"} 1.0' in text
 
 
 def test_records_nothing_where_nobody_has_set_up_an_sdk() -> None:

@@ -462,6 +462,14 @@ def test_describe_refuses_what_cannot_be_sent(tensors: Any, code: str) -> None:
     assert caught.value.code == code
 
 
+def test_describe_refuses_a_tensor_that_wants_a_gradient() -> None:
+    """Its memory is torch's own matter; whoever passes it is told, and nothing breaks."""
+    torch = pytest.importorskip("torch")
+    with pytest.raises(EncodeError) as caught:
+        wire.describe({"x": torch.ones(2, requires_grad=True)})
+    assert caught.value.code == "unencodable"
+
+
 plain = st.recursive(
     st.none()
     | st.booleans()

@@ -70,6 +70,34 @@ def test_tells_what_a_gate_holds() -> None:
     assert now["lifecycle_gate_released_total", "pictures", "owner"] == 1
 
 
+async def test_counts_what_became_of_those_who_came() -> None:
+    """Admitted, refused, gone from the line; given back, or only found by the collector."""
+    metrics, gate = Metrics(), Gate(slots=1, max_waiting=1, name="g")
+    metrics.watch(gate)
+    for _ in range(2):
+        gate.try_admit().release()
+    lease = gate.try_admit()
+    async with anyio.create_task_group() as tasks:
+        tasks.start_soon(gate.admit)
+        await anyio.wait_all_tasks_blocked()
+        assert told(metrics)["lifecycle_gate_waiting", "g"] == 1
+        for _ in range(4):
+            with pytest.raises(GateFull):
+                gate.try_admit()
+        tasks.cancel_scope.cancel()
+    with pytest.warns(ResourceWarning):
+        del lease
+    now = told(metrics)
+    names = ("requests_total", "released_total")
+    assert {key[2]: now[key] for key in now if key[0][15:] in names} == {
+        "admitted": 3,
+        "refused": 4,
+        "cancelled": 1,
+        "owner": 2,
+        "collector": 1,
+    }
+
+
 SESSION: Any = {"session": "s", "generation": 1}
 REQUEST: Any = {"request": "r", "operation": "chat"}
 

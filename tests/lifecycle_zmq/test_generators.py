@@ -183,17 +183,24 @@ async def test_takes_one_item_a_turn_of_a_generator_that_never_waits(
 
 async def test_sends_on_what_the_socket_had_no_room_for(make_engine: Make) -> None:
     """The rest goes when the client has read, though it has nothing to say itself."""
-    async with make_engine("--step", "0.1") as engine:
+    streams: dict[str, Any] = {}
+
+    async def start(key: str) -> None:
+        streams[key] = await engine.start(key, request)
+
+    async with make_engine("--step", "0.2") as engine:
         await engine.wait_ready()
-        keys = [f"s{number}" for number in range(64)]
         with anyio.fail_after(BOUND):
-            request = {"count": 1, "size": 250_000}
-            streams = [await engine.start(key, request) for key in keys]
-            # The fault: the loop that reads is held up, while 16 MB are on their way.
+            # Each is less than half a window: nothing is granted for what was read.
+            request = {"count": 1, "size": 30_000}
+            async with anyio.create_task_group() as tasks:
+                for number in range(256):
+                    tasks.start_soon(start, f"s{number}")
+            # The fault: the loop that reads is held up, while 8 MB are on their way.
             time.sleep(0.5)  # noqa: ASYNC251
-            for stream in streams:
-                assert await read(stream) == [b"x" * 250_000]
-            for key in keys:
+            for stream in streams.values():
+                assert await read(stream) == [b"x" * 30_000]
+            for key in streams:
                 await engine.end(key)
 
 

@@ -6,6 +6,7 @@ reader can check that none is missing and tell how long each was under way.
 
 from __future__ import annotations
 
+import asyncio
 import time
 from collections.abc import AsyncIterator
 from dataclasses import dataclass, field
@@ -116,6 +117,32 @@ class Steps:
     def status(self) -> dict[str, Any]:
         """Return the CPU time of this process."""
         return {"cpu": time.process_time(), "live": len(self._live)}
+
+
+class Stepper:
+    """The step engine as a task of the event loop that its streams are read in."""
+
+    def __init__(self) -> None:
+        self._steps = Steps()
+        self._pace = Pace()
+        self._work = asyncio.Event()
+
+    async def run(self) -> None:
+        """Step for ever."""
+        while True:
+            while not self._steps.busy:
+                self._work.clear()
+                await self._work.wait()
+            await asyncio.sleep(max(0.0, self._pace.until_next(self._steps.rate)))
+            for output in self._steps.produce():
+                self._put(output)
+
+    def _begin(self, key: str, request: dict[str, Any]) -> None:
+        self._steps.start(key, request, {})
+        self._work.set()
+
+    def _put(self, output: Output) -> None:
+        raise NotImplementedError
 
 
 @dataclass

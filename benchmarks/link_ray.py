@@ -12,14 +12,14 @@ from types import TracebackType
 from typing import Any, Self
 
 import psutil
-from link_rivals import Stepper
+from link_rivals import Served
 
 _STORE = 128 * 2**20
 # Of streams at once in the actor, beyond what any cell starts.
 _AT_ONCE = 1000
 
 
-class _Actor(Stepper):
+class _Actor(Served):
     """The step engine behind one generator for each request."""
 
     _running: asyncio.Task[None] | None = None

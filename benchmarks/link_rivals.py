@@ -15,7 +15,9 @@ from collections.abc import AsyncIterator
 from types import TracebackType
 from typing import Any, Self
 
-from link_load import Pace, Steps
+from link_load import Stepper, Steps
+
+from lifecycle_zmq import Output
 
 
 class Items:
@@ -30,33 +32,24 @@ class Items:
             yield item
 
 
-class Stepper:
-    """The step engine in a task of the event loop that its streams are read in."""
+class Served(Stepper):
+    """The step engine with a queue for each stream."""
 
     def __init__(self) -> None:
-        self._steps = Steps()
-        self._pace = Pace()
+        super().__init__()
         self._streams: dict[str, Items] = {}
-        self._work = asyncio.Event()
-
-    async def run(self) -> None:
-        """Step for ever."""
-        while True:
-            while not self._steps.busy:
-                self._work.clear()
-                await self._work.wait()
-            await asyncio.sleep(max(0.0, self._pace.until_next(self._steps.rate)))
-            for key, items, finish in self._steps.produce():
-                self._streams[key].queue.put_nowait(None if finish else items[0])
-                if finish:
-                    del self._streams[key]
 
     def start(self, key: str, request: dict[str, Any]) -> Items:
         """Begin a request; its items come until the end of what this returns."""
         stream = self._streams[key] = Items()
-        self._steps.start(key, request, {})
-        self._work.set()
+        self._begin(key, request)
         return stream
+
+    def _put(self, output: Output) -> None:
+        key, items, finish = output
+        self._streams[key].queue.put_nowait(None if finish else items[0])
+        if finish:
+            del self._streams[key]
 
 
 def _run_steps(requests: Any, items: Any) -> None:
@@ -174,7 +167,7 @@ class Grpc:
 _METHOD = "/engine/stream"
 
 
-class _Servicer(Stepper):
+class _Servicer(Served):
     async def stream(self, packed: bytes, _context: Any) -> AsyncIterator[bytes]:
         if not packed:
             yield struct.pack("<d", time.process_time())

@@ -19,7 +19,9 @@ from typing import Any, Self
 
 import zmq
 import zmq.asyncio
-from link_load import Pace, Steps
+from link_load import Stepper
+
+from lifecycle_zmq import Output
 
 # How often the server looks for calls while there are none.
 _IDLE = 0.01
@@ -49,38 +51,28 @@ class _Mailbox:
         return tokens, self.done
 
 
-class Engine:
+class Engine(Stepper):
     """The step engine behind generators, one for each request."""
 
     def __init__(self) -> None:
-        self._steps = Steps()
-        self._pace = Pace()
-        self._queues: dict[str, asyncio.Queue[Any]] = {}
-        self._work = asyncio.Event()
-
-    async def run(self) -> None:
-        """Step for ever."""
-        while True:
-            while not self._steps.busy:
-                self._work.clear()
-                await self._work.wait()
-            await asyncio.sleep(max(0.0, self._pace.until_next(self._steps.rate)))
-            for output in self._steps.produce():
-                self._queues[output.key].put_nowait(output)
+        super().__init__()
+        self._queues: dict[str, asyncio.Queue[Output]] = {}
 
     async def generate(
         self, key: str, request: dict[str, Any]
     ) -> AsyncIterator[list[Any]]:
         """Yield the items of one request."""
         queue = self._queues[key] = asyncio.Queue()
-        self._steps.start(key, request, {})
-        self._work.set()
+        self._begin(key, request)
         try:
             while (output := await queue.get()).finish is None:
                 yield output.items[0]
         finally:
             self._steps.end(key)
             del self._queues[key]
+
+    def _put(self, output: Output) -> None:
+        self._queues[output.key].put_nowait(output)
 
 
 class _Server:

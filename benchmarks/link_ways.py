@@ -11,14 +11,20 @@ from contextlib import asynccontextmanager
 from typing import Any, Literal
 
 import anyio
-from link_load import Pace, Steps, Transport
+from link_load import Stepper, Steps, Transport
 from link_raw import Direct, Raw
 from link_ray import Ray
 from link_rivals import Grpc, Queues
 from link_today import Engine, Today
 
 from lifecycle import SessionRegistry
-from lifecycle_zmq import Backend, EngineServer, GeneratorBackend, ZmqEngine
+from lifecycle_zmq import (
+    Backend,
+    EngineServer,
+    GeneratorBackend,
+    Output,
+    ZmqEngine,
+)
 
 OTHERS: dict[str, Any] = {
     "today": Today,
@@ -66,29 +72,16 @@ class Sessions:
                     pass
 
 
-class Floor:
+class Floor(Stepper):
     """No transport: the step engine is a task of the readers' own loop."""
 
     def __init__(self) -> None:
-        self._steps = Steps()
-        self._pace = Pace()
+        super().__init__()
         self._streams: dict[str, Direct] = {}
-        self._work = asyncio.Event()
-
-    async def run(self) -> None:
-        """Step for ever."""
-        while True:
-            while not self._steps.busy:
-                self._work.clear()
-                await self._work.wait()
-            await asyncio.sleep(max(0.0, self._pace.until_next(self._steps.rate)))
-            for key, items, finish in self._steps.produce():
-                self._streams[key].put(items[0] if finish is None else None)
 
     async def start(self, key: str, request: dict[str, Any]) -> AsyncIterator[Any]:
         """Begin a stream."""
-        self._steps.start(key, request, {})
-        self._work.set()
+        self._begin(key, request)
         stream = self._streams[key] = Direct()
         return stream
 
@@ -100,6 +93,10 @@ class Floor:
     async def cpu(self) -> float:
         """Return nothing: there is no other process."""
         return 0.0
+
+    def _put(self, output: Output) -> None:
+        key, items, finish = output
+        self._streams[key].put(items[0] if finish is None else None)
 
 
 @asynccontextmanager

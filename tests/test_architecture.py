@@ -17,7 +17,7 @@ ADAPTERS = ROOT / "adapters"
 # Who in the core may import whom, from the floor upwards. A module that is not
 # named here may import nothing of ours; `__init__` collects the public names and
 # may import them all. What only type checkers import draws no arrow.
-FLOOR = {"_errors", "events", "_park", "_amounts", "_refusal", "_monitor"}
+FLOOR = {"_errors", "events", "_park", "_checks", "_refusal", "_monitor"}
 ARROWS: dict[str, set[str]] = {
     # The gate's books: pure, synchronous, no errors of ours but refusals.
     "_ledger": set(),
@@ -25,15 +25,15 @@ ARROWS: dict[str, set[str]] = {
     "_lease": {"_ledger"} | FLOOR,
     "_books": {"_lease", "_ledger"} | FLOOR,
     # Payloads and streams know nothing of gates.
-    "_payload": {"_amounts"},
-    "_stream": {"_amounts"},
-    "_watchdog": {"_stream", "_errors", "_amounts"},
+    "_payload": {"_checks"},
+    "_stream": {"_checks"},
+    "_watchdog": {"_stream", "_errors", "_checks"},
     # Sessions know starts, a start knows its lease; nothing knows the registry.
     "_start": {"_lease", "_payload"} | FLOOR,
     "_outcome": {"_errors", "events"},
     "_session": {"_lease", "_outcome", "_start", "_stream", "_watchdog", "_payload"}
     | FLOOR,
-    "_decorators": {"_amounts", "_outcome", "_stream", "_payload"},
+    "_decorators": {"_checks", "_outcome", "_stream", "_payload"},
     # `Gate.admits` and `SessionRegistry.track` are decorators, hence the last arrows.
     "_gate": {"_books", "_fair", "_lease", "_ledger"} | FLOOR | {"_decorators"},
     "_crew": FLOOR,

@@ -9,7 +9,7 @@ from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable
 from typing import TYPE_CHECKING, Any, Generic, Protocol, TypeVar
 from weakref import ref
 
-from ._amounts import cost as whole_cost, expect, whole
+from ._checks import cost as whole_cost, expect, whole
 from ._outcome import outcome_of
 from ._payload import Payload, forget_frames
 from ._stream import Stream

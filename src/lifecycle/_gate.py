@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Any, Final, Literal, final
 
 import anyio
 
-from ._amounts import Unique, cost, limit, seconds_or_none
 from ._books import Books
+from ._checks import Unique, cost, limit, seconds_or_none
 from ._decorators import Decorator, managed
 from ._fair import Fair
 from ._lease import Lease

@@ -8,7 +8,7 @@ import sys
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Self, final
 
-from ._amounts import Unique, whole
+from ._checks import Unique, whole
 from ._ledger import HELD
 from ._monitor import writes
 from ._park import current_task

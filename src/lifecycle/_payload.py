@@ -13,7 +13,7 @@ from array import array
 from collections.abc import Callable, Iterable, MutableMapping, MutableSequence
 from typing import Any, Final, Generic, Literal, TypeVar, cast, final
 
-from ._amounts import Unique, whole
+from ._checks import Unique, whole
 
 T = TypeVar("T")
 

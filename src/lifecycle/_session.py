@@ -13,7 +13,7 @@ from weakref import ref
 import anyio
 from anyio.lowlevel import checkpoint
 
-from ._amounts import Unique
+from ._checks import Unique
 from ._errors import SessionEnded
 from ._lease import Lease
 from ._outcome import expect_outcome, outcome_of

@@ -15,7 +15,7 @@ import anyio
 from anyio.abc import TaskGroup
 
 from . import events
-from ._amounts import Unique, expect, seconds, whole
+from ._checks import Unique, expect, seconds, whole
 from ._crew import Crew
 from ._decorators import Decorator, managed
 from ._errors import GateClosed, SessionExists, SessionNotFound

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, Final, Generic, Literal, TypeVar, cast
 
 import anyio
 
-from ._amounts import expect, seconds
+from ._checks import expect, seconds
 from ._errors import StartTimeout
 from ._lease import Lease
 from ._park import Waiter, new_waiter

@@ -10,7 +10,7 @@ from typing import Any, Generic, Self, TypeVar
 
 import anyio
 
-from ._amounts import Unique, expect, seconds
+from ._checks import Unique, expect, seconds
 
 T_co = TypeVar("T_co", covariant=True)
 

@@ -17,7 +17,7 @@ from weakref import ref
 
 import anyio
 
-from ._amounts import seconds
+from ._checks import seconds
 from ._errors import StreamTimeout
 from ._stream import Stream
 

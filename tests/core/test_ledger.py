@@ -18,7 +18,7 @@ from hypothesis.stateful import (
     rule,
 )
 
-from lifecycle._amounts import cost as cost_of, limit
+from lifecycle._checks import cost as cost_of, limit
 from lifecycle._fair import Fair
 from lifecycle._ledger import DONE, HELD, WAITING, Ledger
 

@@ -5,7 +5,6 @@ python tests/engine_protocol/ray_disconnects.py [--count 5000] [--seed 1] [--tri
 
 from __future__ import annotations
 
-import argparse
 import sys
 import time
 from collections.abc import AsyncIterator
@@ -60,9 +59,6 @@ async def run(count: int, seed: int) -> None:
                 WithPayloads(engine), sessions, count=count, seed=seed
             )
             seconds = time.perf_counter() - begin
-            with anyio.fail_after(60):
-                while list(sessions.live()):
-                    await anyio.sleep(0.01)
         status = await disconnects.check_nothing_left(engine)
         assert status["backend"]["tensors_alive"] == 0
         assert engine.loads == [(0, 0)]
@@ -78,16 +74,7 @@ async def run(count: int, seed: int) -> None:
     )
 
 
-def main() -> None:
-    """Run as a script."""
-    parser = argparse.ArgumentParser()
-    parser.add_argument("--count", type=int, default=5_000)
-    parser.add_argument("--seed", type=int, default=1)
-    parser.add_argument("--trio", action="store_true")
-    options = parser.parse_args()
-    backend = "trio" if options.trio else "asyncio"
-    anyio.run(run, options.count, options.seed, backend=backend)
-
-
 if __name__ == "__main__":
-    main()
+    from disconnects import main
+
+    main(run, count=5_000)

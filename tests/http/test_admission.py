@@ -100,9 +100,18 @@ async def test_is_retried_by_both_sdks_where_a_share_is_used_up() -> None:
             await patient.chat.completions.create(**ask)
         with pytest.raises(anthropic.RateLimitError):
             await other.messages.create(**ask)
-        async with anthropic.AsyncAnthropic(base_url=root, api_key="a") as again:
+        refused = asyncio.Event()
+
+        async def hear(response: Any) -> None:
+            if response.status_code == 429:
+                refused.set()
+
+        heard = anthropic.DefaultAsyncHttpxClient(event_hooks={"response": [hear]})
+        async with anthropic.AsyncAnthropic(
+            base_url=root, api_key="a", http_client=heard
+        ) as again:
             retried = asyncio.create_task(again.messages.create(**ask))
-            await asyncio.sleep(0.1)
+            await refused.wait()
             processor.release.set()
             assert (await retried).usage.output_tokens == 2
         await asyncio.gather(*busy)
@@ -188,8 +197,9 @@ async def raw(server: Any, path: str, ask: bytes, used_up: bool) -> bytes:
     first = None
     if used_up:
         first = await asyncio.open_connection("127.0.0.1", server.port)
-        first[1].write(head.encode())  # and no body: it is being read
-        await asyncio.sleep(0.1)
+        waits = head.encode()[:-2] + b"expect: 100-continue\r\n\r\n"
+        first[1].write(waits)  # and no body: it is being read
+        await first[0].readuntil(b"100 Continue\r\n\r\n")
     reader, writer = await asyncio.open_connection("127.0.0.1", server.port)
     writer.write(head.encode() + ask)
     answer = await reader.read()

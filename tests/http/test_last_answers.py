@@ -70,7 +70,7 @@ async def test_hears_out_nobody_for_ever() -> None:
         writer.write(b"content-length: 100000000\r\n\r\n")
         assert (await reader.read()).startswith(b"HTTP/1.1 503")
         with pytest.raises(ConnectionError):
-            while True:
+            while True:  # only who sends hears that it was cut off
                 writer.write(b"x" * 1000)
                 await writer.drain()
                 await asyncio.sleep(0.02)

@@ -5,9 +5,9 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
+from collections.abc import Callable
 from typing import Any
 
-import anyio
 import pytest
 
 pytest.importorskip("prometheus_client")
@@ -29,11 +29,24 @@ class Told(Metrics):
     def __init__(self) -> None:
         super().__init__()
         self.events: list[EngineMeasured] = []
+        self._news = asyncio.Event()
 
     def __call__(self, event: Event, /) -> None:
         super().__call__(event)
         if isinstance(event, EngineMeasured):
             self.events.append(event)
+            self._news.set()
+
+    async def until(self, condition: Callable[[], bool]) -> None:
+        """Wait until *condition* holds of what was told."""
+        while not condition():
+            self._news.clear()
+            await self._news.wait()
+
+    @property
+    def decoded(self) -> int:
+        """Tokens of all that was told."""
+        return sum(event.decode_tokens for event in self.events)
 
 
 async def ask(client: Any, tokens: int) -> Any:
@@ -65,22 +78,20 @@ async def test_events_add_up_to_what_was_answered() -> None:
     ):
         await looked.wait()  # what is done from here on is told
         answers = await asyncio.gather(*(ask(client, 60) for _ in range(3)))
-        while sum(event.decode_tokens for event in told.events) < 3 * 59:
-            await anyio.sleep(0.01)
+        await told.until(lambda: told.decoded >= 3 * 59)
         await server.quiet()
         prompts = sum(answer.usage.prompt_tokens for answer in answers)
         assert sum(event.prefill_tokens for event in told.events) == prompts
-        assert sum(event.decode_tokens for event in told.events) == 3 * 59
+        assert told.decoded == 3 * 59
         busy = [event for event in told.events if event.running]
         assert busy
         assert max(event.batch for event in busy) <= 3
         for event in busy:
             assert event.decode_s * event.batch >= 0.0049 * event.decode_tokens
         assert all(event.interval_s >= 0.02 for event in busy)
-        while told.events[-1].running:
-            await anyio.sleep(0.01)
+        await told.until(lambda: not told.events[-1].running)
         count = len(told.events)
-        await anyio.sleep(0.3)
+        await asyncio.sleep(0.3)  # in which fifteen would be told
         assert len(told.events) <= count + 2  # one on its way, and the last one
 
 
@@ -95,12 +106,11 @@ async def test_engine_that_was_replaced_is_told_of_again() -> None:
         await ask(client, 30)
         assert server.service.engine.pid is not None
         os.kill(server.service.engine.pid, signal.SIGKILL)
-        while server.service.engine.incarnation == 1 or not server.service.ready:
-            await anyio.sleep(0.01)
+        engine = server.service.engine
+        await server.until(lambda: engine.incarnation == 2 and server.service.ready)
         told.events.clear()
         await ask(client, 20)
-        while sum(event.decode_tokens for event in told.events) < 19:
-            await anyio.sleep(0.01)
+        await told.until(lambda: told.decoded >= 19)
         assert all(event.steps >= 0 for event in told.events)
 
 

@@ -106,7 +106,7 @@ async def test_ends_refusal_that_arrives_in_a_group(other: Any) -> None:
     async def app(scope: Any, receive: Any, send: Any) -> None:
         async with anyio.create_task_group() as tasks:
             tasks.start_soon(receive)
-            await anyio.sleep(0.01)
+            await anyio.sleep_forever()
         raise AssertionError("never")
 
     async def failing(scope: Any, receive: Any, send: Any) -> None:

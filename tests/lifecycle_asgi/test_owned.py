@@ -12,6 +12,7 @@ from starlette.responses import StreamingResponse
 
 from lifecycle import Gate, GateFull, Stream, managed
 from lifecycle_asgi import LifecycleMiddleware, request_of, request_scope
+from lifecycle_asgi._owned import Begun, begun, close_all
 
 pytestmark = pytest.mark.anyio
 
@@ -158,6 +159,48 @@ async def test_keeps_error_of_application_before_that_of_closing() -> None:
     with pytest.raises(KeyError, match="mine"):
         await serve(app, ScriptedServer())
     assert words.closed_in
+
+
+async def test_closes_what_was_begun_and_forgets_its_first_item() -> None:
+    """A framework that closes what it was given closes the source of it."""
+    words = Words()
+    body = await begun(words())
+    await body.aclose()
+    assert words.closed_in
+    with pytest.raises(StopAsyncIteration):
+        await anext(body)
+    bare = Begun([b"word"], Bare())
+    assert [item async for item in bare] == [b"word"]
+    await bare.aclose()
+
+
+class Bare:
+    """An iterator that has no `aclose`."""
+
+    def __aiter__(self) -> Any:
+        return self
+
+    async def __anext__(self) -> Any:
+        raise StopAsyncIteration
+
+
+async def test_lets_a_clean_up_wait_where_everything_is_cancelled() -> None:
+    """Within its grace nothing cuts it short."""
+    closed = []
+
+    async def slow() -> Any:
+        try:
+            yield b""
+        finally:
+            await anyio.lowlevel.checkpoint()
+            closed.append(True)
+
+    source = slow()
+    await anext(source)
+    with anyio.fail_after(5), anyio.CancelScope() as outside:
+        outside.cancel()
+        await close_all([source], 1.0)
+    assert closed == [True]
 
 
 async def test_closes_no_longer_than_its_grace() -> None:

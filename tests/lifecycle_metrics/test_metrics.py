@@ -21,6 +21,13 @@ from prometheus_client import CollectorRegistry
 from prometheus_client.parser import text_string_to_metric_families
 
 from lifecycle import Gate, GateFull, SessionRegistry
+from lifecycle.events import (
+    Event,
+    LeaseSettled,
+    SessionClosed,
+    StartSettled,
+    StreamEnded,
+)
 from lifecycle_asgi.events import FirstItem, PhaseEnded, RequestEnded, RequestStarted
 from lifecycle_metrics import Metrics
 
@@ -61,6 +68,77 @@ def test_tells_what_a_gate_holds() -> None:
     now = told(metrics)
     assert now["lifecycle_gate_bytes", "pictures", "in_use"] == 0
     assert now["lifecycle_gate_released_total", "pictures", "owner"] == 1
+
+
+async def test_counts_what_became_of_those_who_came() -> None:
+    """Admitted, refused, gone from the line; given back, or only found by the collector."""
+    metrics, gate = Metrics(), Gate(slots=1, max_waiting=1, name="g")
+    metrics.watch(gate)
+    for _ in range(2):
+        gate.try_admit().release()
+    lease = gate.try_admit()
+    async with anyio.create_task_group() as tasks:
+        tasks.start_soon(gate.admit)
+        await anyio.wait_all_tasks_blocked()
+        assert told(metrics)["lifecycle_gate_waiting", "g"] == 1
+        for _ in range(4):
+            with pytest.raises(GateFull):
+                gate.try_admit()
+        tasks.cancel_scope.cancel()
+    with pytest.warns(ResourceWarning):
+        del lease
+    now = told(metrics)
+    names = ("requests_total", "released_total")
+    assert {key[2]: now[key] for key in now if key[0][15:] in names} == {
+        "admitted": 3,
+        "refused": 4,
+        "cancelled": 1,
+        "owner": 2,
+        "collector": 1,
+    }
+
+
+SESSION: Any = {"session": "s", "generation": 1}
+REQUEST: Any = {"request": "r", "operation": "chat"}
+
+
+@pytest.mark.parametrize(
+    ("event", "series", "value"),
+    [
+        (SessionClosed(**SESSION, outcome="failed", duration_s=3), "session", 3),
+        (StartSettled(**SESSION, how="unknown", duration_s=4), "start", 4),
+        (StreamEnded(**SESSION, items=5), "stream_items", 5),
+        (
+            LeaseSettled(gate="g", estimated_bytes=4, actual_bytes=3),
+            "settled_ratio",
+            0.75,
+        ),
+        (PhaseEnded(**REQUEST, phase="queue", began_s=1, duration_s=2), "phase", 2),
+        (FirstItem(**REQUEST, after_s=6), "first_item", 6),
+    ],
+)
+def test_measures_what_an_event_tells(event: Event, series: str, value: float) -> None:
+    """Each lands in its own histogram, and in no other."""
+    metrics = Metrics()
+    metrics(event)
+    metrics(LeaseSettled(gate="none", estimated_bytes=0, actual_bytes=3))
+    sums = {key: value for key, value in told(metrics).items() if "_sum" in key[0]}
+    found = {key[0]: value for key, value in sums.items() if value}
+    unit = "" if "_" in series and series != "first_item" else "_seconds"
+    assert found == {f"lifecycle_{series}{unit}_sum": value}
+
+
+def test_counts_an_end_once() -> None:
+    """Of one that was never told of, and of the second of one request, nothing is."""
+    metrics = Metrics()
+    ended = RequestEnded(**REQUEST, outcome="completed", status=200, duration_s=1)
+    for event in (ended, RequestStarted(**REQUEST), ended, ended):
+        metrics(event)
+    now = told(metrics)
+    assert now["lifecycle_requests_started_total", "chat"] == 1
+    assert now["lifecycle_requests_ended_total", "chat", "completed"] == 1
+    assert now["lifecycle_requests_live", "chat"] == 0
+    assert now["lifecycle_request_seconds_count", "chat"] == 1
 
 
 def test_tells_of_a_gate_without_limits() -> None:

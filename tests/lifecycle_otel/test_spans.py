@@ -12,19 +12,21 @@ pytest.importorskip("opentelemetry.sdk")
 from opentelemetry.sdk.trace import SpanProcessor, TracerProvider
 from opentelemetry.sdk.trace.export import SimpleSpanProcessor
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
+from opentelemetry.trace import SpanKind, StatusCode
 
 from lifecycle.events import DrainStarted
 from lifecycle_asgi.events import FirstItem, PhaseEnded, RequestEnded, RequestStarted
-from lifecycle_metrics import Metrics
 from lifecycle_otel import Spans, _spans
 
 
-def made() -> tuple[Spans, InMemorySpanExporter]:
+def made(
+    attributes: dict[str, str] | None = None, **settings: Any
+) -> tuple[Spans, InMemorySpanExporter]:
     """Spans, and where they go."""
     exporter = InMemorySpanExporter()
     provider = TracerProvider()
     provider.add_span_processor(SimpleSpanProcessor(exporter))
-    return Spans(tracer_provider=provider), exporter
+    return Spans(attributes, tracer_provider=provider, **settings), exporter
 
 
 def started(request: str = "r", **facts: Any) -> RequestStarted:
@@ -38,10 +40,10 @@ def ended(request: str = "r", **facts: Any) -> RequestEnded:
     return RequestEnded(request=request, operation="chat", **facts)
 
 
-def cleanup(request: str = "r") -> PhaseEnded:
+def cleanup(request: str = "r", **facts: Any) -> PhaseEnded:
     """A clean-up that took half a second, one second after the arrival."""
     of: Any = {"request": request, "operation": "chat", "phase": "cleanup"}
-    return PhaseEnded(**of, began_s=1.0, duration_s=0.5)
+    return PhaseEnded(**of, began_s=1.0, duration_s=0.5, **facts)
 
 
 def test_makes_a_span_of_a_cleanup_behind_the_end() -> None:
@@ -53,6 +55,68 @@ def test_makes_a_span_of_a_cleanup_behind_the_end() -> None:
     assert late.parent.span_id == root.context.span_id
     assert late.start_time == pytest.approx(root.end_time, abs=1000)
     assert late.end_time - late.start_time == pytest.approx(5e8, abs=1000)
+
+
+def test_tells_of_a_request_what_its_events_told() -> None:
+    """Below its caller, with its first item, its failure, and where that came from."""
+    spans, exporter = made(
+        {"gen_ai.request.model": "m"}, operations={"chat": "generate"}
+    )
+    caller = "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01"
+    for event in (
+        started(traceparent=caller),
+        FirstItem(request="r", operation="chat", after_s=0.25),
+        cleanup(error="Late"),
+        ended(
+            outcome="failed",
+            status=500,
+            session="s",
+            error="E",
+            counts={"input_tokens": 3, "images": 2},
+            traceback=("a:1 in b", "c:2 in d"),
+        ),
+    ):
+        spans(event)
+    late, root = exporter.get_finished_spans()
+    assert dict(late.attributes) == {"error.type": "Late"}
+    assert root.name == "generate m"
+    assert root.kind is SpanKind.SERVER
+    assert root.parent.span_id == 0xB7AD6B7169203331
+    assert root.status.status_code is StatusCode.ERROR
+    assert root.end_time - root.start_time == pytest.approx(1e9, abs=1000)
+    assert dict(root.attributes) == {
+        "gen_ai.operation.name": "generate",
+        "lifecycle.operation": "chat",
+        "gen_ai.request.model": "m",
+        "lifecycle.outcome": "failed",
+        "http.response.status_code": 500,
+        "lifecycle.session": "s",
+        "error.type": "E",
+        "gen_ai.usage.input_tokens": 3,
+        "lifecycle.images": 2,
+    }
+    first, failure = root.events
+    assert (first.name, failure.name) == ("first_item", "exception")
+    assert first.timestamp - root.start_time == pytest.approx(2.5e8, abs=1000)
+    assert dict(failure.attributes) == {
+        "exception.type": "E",
+        "exception.stacktrace": "a:1 in b\nc:2 in d",
+    }
+
+
+@pytest.mark.parametrize("outcome", ["deadline", "engine_lost"])
+def test_names_a_failure_that_nothing_was_raised_for(outcome: str) -> None:
+    """Its outcome is its type, of the server's fault; a client who left is neither."""
+    spans, exporter = made()
+    for request, how in (("r", outcome), ("other", "client_gone")):
+        spans(started(request))
+        spans(ended(request, outcome=how, status=None))
+    failed, left = exporter.get_finished_spans()
+    assert failed.status.status_code is StatusCode.ERROR
+    assert failed.attributes["error.type"] == outcome
+    assert left.status.status_code is StatusCode.UNSET
+    assert not {"error.type", "http.response.status_code"} & set(left.attributes)
+    assert (failed.events, left.events) == ((), ())
 
 
 def test_keeps_nothing_of_an_ended_request_but_its_place() -> None:
@@ -90,20 +154,6 @@ def test_takes_no_notice_of_what_it_was_not_told_the_start_of() -> None:
     for event in (started(), ended(), ended()):
         spans(event)
     assert len(exporter.get_finished_spans()) == 1
-
-
-def test_counts_an_end_once() -> None:
-    """For metrics it is the same: one start, one end."""
-    pytest.importorskip("prometheus_client")
-    metrics = Metrics()
-    for event in (ended(), started(), ended(), ended()):
-        metrics(event)
-    text = metrics.text().decode()
-    assert 'lifecycle_requests_started_total{operation="chat"} 1.0' in text
-    ends = 'lifecycle_requests_ended_total{operation="chat",outcome="completed"} 1.0'
-    assert ends in text
-    assert 'lifecycle_requests_live{operation="chat"} 0.0' in text
-    assert 'lifecycle_request_seconds_count{operation="chat"} 1.0' in text
 
 
 def test_records_nothing_where_nobody_has_set_up_an_sdk() -> None:

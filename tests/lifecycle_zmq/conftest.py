@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import os
+import signal
 import socket
 import struct
 import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, suppress
 from pathlib import Path
 from typing import Any, Self
 
@@ -160,7 +161,7 @@ class FakeEngine:
         """Return what comes next, which must be soon, and of which stream it is."""
         with anyio.fail_after(BOUND):
             while not self._unread and not self._take():
-                await anyio.sleep(0.001)
+                await anyio.wait_readable(self._socket.get(zmq.FD))
         return self._unread.pop(0)
 
     async def greet(self) -> None:
@@ -173,11 +174,11 @@ class FakeEngine:
         """Return all that was said by now, as ordered before a mark."""
         # Whatever was sent before is in the socket once nothing came for a while;
         # the bound only matters to a test that expects nothing.
-        quiet = anyio.current_time() + 0.05
-        while anyio.current_time() < quiet:
-            if self._take():
-                quiet = anyio.current_time() + 0.05
-            await anyio.sleep(0.001)
+        with anyio.move_on_after(0.05) as quiet:
+            while True:
+                while self._take():
+                    quiet.deadline = anyio.current_time() + 0.05
+                await anyio.wait_readable(self._socket.get(zmq.FD))
         said, self._unread = self._unread, []
         return said
 
@@ -297,6 +298,36 @@ def no_leaks(tmp_path: Path) -> Iterator[None]:
     left = [path.name for path in tmp_path.glob("lifecycle-*")]
     assert left == []
     assert [it.name for it in threading.enumerate() if "parent-watch" in it.name] == []
+
+
+@contextmanager
+def _watched(pid: int) -> Iterator[int]:
+    descriptor = os.pidfd_open(pid)
+    try:
+        yield descriptor
+    finally:
+        # One that stayed fails the test, and is not left to the machine.
+        with suppress(ProcessLookupError):
+            signal.pidfd_send_signal(descriptor, signal.SIGKILL)
+        os.close(descriptor)
+
+
+@pytest.fixture
+def watched() -> Callable[[int], AbstractContextManager[int]]:
+    """A descriptor that is readable once a process has ended, which it has afterwards."""
+    return _watched
+
+
+@pytest.fixture
+def becomes() -> Callable[..., Any]:
+    """Wait until a condition of an engine holds, which tells of each change."""
+
+    async def wait(engine: ZmqEngine, condition: Callable[[], Any]) -> None:
+        with anyio.fail_after(BOUND):
+            while not condition():
+                await engine._supervisor.changed.wait()
+
+    return wait
 
 
 @pytest.fixture

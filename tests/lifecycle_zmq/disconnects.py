@@ -10,6 +10,7 @@ import random
 import sys
 import time
 from collections import Counter
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -118,15 +119,15 @@ async def _run(count: int, seed: int) -> None:
     )
 
 
-def main() -> None:
+def main(run: Callable[[int, int], Any] = _run, *, count: int = 100_000) -> None:
     """Run as a script."""
     parser = argparse.ArgumentParser()
-    parser.add_argument("--count", type=int, default=100_000)
+    parser.add_argument("--count", type=int, default=count)
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--trio", action="store_true")
     options = parser.parse_args()
     backend = "trio" if options.trio else "asyncio"
-    anyio.run(_run, options.count, options.seed, backend=backend)
+    anyio.run(run, options.count, options.seed, backend=backend)
 
 
 if __name__ == "__main__":

@@ -38,6 +38,51 @@ from lifecycle_zmq import (
 )
 
 
+class Tensors:
+    """What requests brought, and how much of it is still alive."""
+
+    def __init__(self) -> None:
+        self._memory: list[weakref.ref[Any]] = []
+        self.seen: list[Any] = []
+
+    def look_at(self, tensors: dict[str, memoryview]) -> None:
+        """Write down of each what it is, and keep nothing of it."""
+        for name, view in tensors.items():
+            self._memory.append(weakref.ref(view))
+            with contextlib.suppress(TypeError):  # a bytearray takes no weak reference
+                self._memory.append(weakref.ref(view.obj))
+            flat = view.cast("B")
+            self.seen.append([name, view.format, list(view.shape), sum(flat[:64])])
+
+    def alive(self) -> int:
+        """How many somebody still holds."""
+        return sum(ref() is not None for ref in self._memory)
+
+    def status(self) -> dict[str, Any]:
+        """Return the books."""
+        return {"seen": self.seen[-20:], "tensors_alive": self.alive()}
+
+
+def items_at(at: int, it: dict[str, Any]) -> list[Any]:
+    """The items of a request at one step of its stream."""
+    if at == it.get("odd_item_at"):
+        return [object()]
+    if "distinct" in it:
+        return [{"n": at, "text": "x" * at}]
+    if "size" in it:
+        return [b"x" * it["size"]] * it.get("each", 1)
+    return [[at]]
+
+
+def block_at(at: int, it: dict[str, Any]) -> None:
+    """Spend time in a call that does not return, if the request says so."""
+    if at == it.get("sleep_at"):
+        time.sleep(it["seconds"])
+    if at == it.get("hold_at"):
+        # As C code does that never lets other threads run.
+        ctypes.PyDLL(None).usleep(int(it["seconds"] * 1e6))
+
+
 class ScriptedBackend:
     """Keeps books of everything it is told, for `status`."""
 
@@ -46,8 +91,7 @@ class ScriptedBackend:
         self._live: dict[str, dict[str, Any]] = {}
         self._cancelled: set[str] = set()
         self._paused: set[str] = set()
-        self._memory: list[weakref.ref[Any]] = []
-        self._seen: list[Any] = []
+        self._tensors = Tensors()
         self._calls: list[str] = []
 
     def start(
@@ -55,12 +99,7 @@ class ScriptedBackend:
     ) -> Merge | None:
         """Take, refuse or blow up, as the request says."""
         self._calls.append(f"start {key}")
-        for name, view in tensors.items():
-            self._memory.append(weakref.ref(view))
-            with contextlib.suppress(TypeError):  # a bytearray takes no weak reference
-                self._memory.append(weakref.ref(view.obj))
-            flat = view.cast("B")
-            self._seen.append([name, view.format, list(view.shape), sum(flat[:64])])
+        self._tensors.look_at(tensors)
         if "eat" in request:
             used_memory(request["eat"])
         if "exit" in request:
@@ -117,13 +156,9 @@ class ScriptedBackend:
         return {
             "live": sorted(self._live),
             "calls": self._calls[-200:],
-            "seen": self._seen[-20:],
-            "tensors_alive": self._alive(),
+            **self._tensors.status(),
             "descriptors": len(list(Path("/proc/self/fd").iterdir())),
         }
-
-    def _alive(self) -> int:
-        return sum(ref() is not None for ref in self._memory)
 
     def _advance(self, key: str, it: dict[str, Any]) -> Output | None:
         at = it["at"]
@@ -140,20 +175,10 @@ class ScriptedBackend:
         if at == it.get("count"):
             return self._close(key, Finish("completed"))
         it["at"] += 1
-        if at == it.get("sleep_at"):
-            time.sleep(it["seconds"])
-        if at == it.get("hold_at"):
-            # As C code does that never lets other threads run.
-            ctypes.PyDLL(None).usleep(int(it["seconds"] * 1e6))
+        block_at(at, it)
         if "watch" in it:
-            return Output(key, [[self._alive()]])
-        if at == it.get("odd_item_at"):
-            return Output(key, [object()])
-        if "distinct" in it:
-            return Output(key, [{"n": at, "text": "x" * at}])
-        if "size" in it:
-            return Output(key, [b"x" * it["size"]] * it.get("each", 1))
-        return Output(key, [[at]])
+            return Output(key, [[self._tensors.alive()]])
+        return Output(key, items_at(at, it))
 
     def _close(self, key: str, finish: Finish) -> Output:
         self._live.pop(key)

@@ -9,12 +9,9 @@ a file that its clean-up makes, ``lost_at`` awaits there what another has cancel
 from __future__ import annotations
 
 import asyncio
-import contextlib
-import ctypes
 import functools
 import os
 import time
-import weakref
 from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any, Literal
@@ -34,14 +31,13 @@ class Script:
         self._live: dict[str, int] = {}
         self._calls: list[str] = []
         self._made: dict[str, int] = {}
-        self._memory: list[weakref.ref[Any]] = []
-        self._seen: list[Any] = []
+        self._tensors = scripted_engine.Tensors()
 
     async def serve(
         self, key: str, request: dict[str, Any], tensors: dict[str, memoryview]
     ) -> AsyncIterator[Any]:
         """Do what the request says."""
-        self._look_at(tensors)
+        self._tensors.look_at(tensors)
         del tensors
         time.sleep(request.get("start_seconds", 0))  # noqa: ASYNC251
         if "wait_before" in request:
@@ -82,8 +78,8 @@ class Script:
                 await lost
             self._go_wrong(at, it)
             self._made[key] = at + 1
-            for item in _items_at(at, it):
-                yield [self._alive()] if "watch" in it else item
+            for item in scripted_engine.items_at(at, it):
+                yield [self._tensors.alive()] if "watch" in it else item
             at += 1
 
     def _go_wrong(self, at: int, it: dict[str, Any]) -> None:
@@ -93,21 +89,7 @@ class Script:
             raise SystemExit(3)
         if at == it.get("fail_at"):
             raise EngineFailed("asked", "as asked")
-        if at == it.get("sleep_at"):
-            time.sleep(it["seconds"])
-        if at == it.get("hold_at"):
-            ctypes.PyDLL(None).usleep(int(it["seconds"] * 1e6))
-
-    def _look_at(self, tensors: dict[str, memoryview]) -> None:
-        for name, view in tensors.items():
-            self._memory.append(weakref.ref(view))
-            with contextlib.suppress(TypeError):  # a bytearray takes no weak reference
-                self._memory.append(weakref.ref(view.obj))
-            flat = view.cast("B")
-            self._seen.append([name, view.format, list(view.shape), sum(flat[:64])])
-
-    def _alive(self) -> int:
-        return sum(ref() is not None for ref in self._memory)
+        scripted_engine.block_at(at, it)
 
     def status(self) -> dict[str, Any]:
         """Return the books."""
@@ -115,20 +97,9 @@ class Script:
             "live": sorted(self._live),
             "calls": self._calls[-200:],
             "made": dict(list(self._made.items())[-200:]),
-            "seen": self._seen[-20:],
-            "tensors_alive": self._alive(),
+            **self._tensors.status(),
             "pid": os.getpid(),
         }
-
-
-def _items_at(at: int, it: dict[str, Any]) -> list[Any]:
-    if at == it.get("odd_item_at"):
-        return [object()]
-    if "distinct" in it:
-        return [{"n": at, "text": "x" * at}]
-    if "size" in it:
-        return [b"x" * it["size"]] * it.get("each", 1)
-    return [[at]]
 
 
 def make(step: float, on: Literal["asyncio", "trio"] = "asyncio") -> GeneratorBackend:

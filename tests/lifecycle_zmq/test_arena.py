@@ -114,12 +114,19 @@ def test_refusal_is_typed_and_takes_nothing(arena: Arena) -> None:
     assert arena.empty(SIZE // 4, np.uint8) is not None
 
 
-@pytest.mark.parametrize(("shape", "dtype"), [((2, -1), "f4"), (3, "O"), (3, "nope")])
+@pytest.mark.parametrize(
+    ("shape", "dtype", "told"),
+    [
+        ((2, -1), "f4", "lengths are 0 or more"),
+        (3, "O", "holds objects"),
+        (3, "nope", "nope"),
+    ],
+)
 def test_arrays_that_cannot_be_are_refused(
-    arena: Arena, shape: Any, dtype: str
+    arena: Arena, shape: Any, dtype: str, told: str
 ) -> None:
     """Negative lengths, objects and unknown types take no region."""
-    with pytest.raises((TypeError, ValueError)):
+    with pytest.raises((TypeError, ValueError), match=told):
         arena.empty(shape, dtype)
     assert used(arena) == 0
 

@@ -5,16 +5,15 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import select
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-import psutil
 import pytest
 
 from lifecycle_zmq import Arena
@@ -192,7 +191,9 @@ def test_peer_that_leaves_takes_nothing_along(
 
 
 @pytest.mark.parametrize("kind", SHARED)
-def test_killed_owner_leaves_nothing(kind: str, environment: dict[str, str]) -> None:
+def test_killed_owner_leaves_nothing(
+    kind: str, environment: dict[str, str], watched: Any
+) -> None:
     """SIGKILL of the API process: no name, no memory, no process (`fault-31`, `peers-71`)."""
     before = names()
     with subprocess.Popen(
@@ -204,12 +205,7 @@ def test_killed_owner_leaves_nothing(kind: str, environment: dict[str, str]) -> 
         pid, seen = json.loads(owner.stdout.readline())
         assert seen[3] == 64
         assert names() == before
-        owner.kill()
-    deadline = time.monotonic() + 20
-    while psutil.pid_exists(pid) and time.monotonic() < deadline:
-        if psutil.Process(pid).status() == psutil.STATUS_ZOMBIE:
-            break  # left to whatever reaps orphans here
-        time.sleep(0.01)
-    else:
-        assert not psutil.pid_exists(pid)
+        with watched(pid) as engine:
+            owner.kill()
+            assert select.select([engine], [], [], 20)[0]
     assert names() == before

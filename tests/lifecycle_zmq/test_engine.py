@@ -154,6 +154,8 @@ async def test_death_is_told_once_to_each_of_its_waiters(
         items = 0
         stream = await engine.start(key, {"forever": True})
         ready.append(key)
+        if len(ready) == 32:
+            all_ready.set()
         with pytest.raises(EngineLost) as caught:
             async for item in stream:
                 assert item == [items]
@@ -167,6 +169,7 @@ async def test_death_is_told_once_to_each_of_its_waiters(
         await engine.end(key)
 
     ready: list[str] = []
+    all_ready = anyio.Event()
     async with make_engine(backoff=0.3) as engine:
         await engine.wait_ready()
         first = engine.pid
@@ -175,8 +178,7 @@ async def test_death_is_told_once_to_each_of_its_waiters(
             async with anyio.create_task_group() as tasks:
                 for number in range(32):
                     tasks.start_soon(read, f"s#{number}")
-                while len(ready) < 32:
-                    await anyio.sleep(0.001)
+                await all_ready.wait()
                 os.kill(first, signal.SIGKILL)
         assert told == Counter({f"s#{number}": 1 for number in range(32)})
         assert not engine.ready
@@ -236,7 +238,9 @@ async def test_start_sent_to_a_stopped_engine_never_reaches_the_next(
         assert (await engine.status())["backend"]["calls"] == ["start new#1"]
 
 
-async def test_every_kill_in_a_row_is_survived(make_engine: MakeEngine) -> None:
+async def test_every_kill_in_a_row_is_survived(
+    make_engine: MakeEngine, becomes: Any
+) -> None:
     """Three kills, in and out of work: no zombie, no descriptor left (`fault-55`)."""
     async with make_engine(backoff=0.01, max_backoff=0.01) as engine:
         descriptors = set()
@@ -250,8 +254,7 @@ async def test_every_kill_in_a_row_is_survived(make_engine: MakeEngine) -> None:
                 pid = engine.pid
                 assert pid is not None
                 os.kill(pid, signal.SIGKILL)
-                while engine.ready:
-                    await anyio.sleep(0.001)
+                await becomes(engine, lambda: not engine.ready)
         with anyio.fail_after(20):
             await engine.wait_ready()
         assert len(descriptors) == 1
@@ -469,18 +472,19 @@ async def test_closing_is_finished_when_its_task_is_cancelled(
 ) -> None:
     """A native cancel cuts the time to leave short, and leaves no process behind."""
     engine = make_engine(stop_timeout=20.0)
+    leaves = anyio.Event()
 
     async def serve() -> None:
         async with engine:
             await engine.wait_ready()
             stuck = {"forever": True, "sleep_at": 1, "seconds": 60}
             assert await anext(await engine.start("a#1", stuck)) == [0]
+            leaves.set()
 
     with anyio.fail_after(15):
         serving = asyncio.create_task(serve())
-        while engine.health != "closed":
-            await asyncio.sleep(0.002)
-        await asyncio.sleep(0)
+        await leaves.wait()
+        assert engine.health == "closed"
         serving.cancel()
         with pytest.raises(asyncio.CancelledError):
             await serving

@@ -11,6 +11,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -62,7 +63,7 @@ async def test_engine_goes_with_the_thread_that_spawned_it(
 
 
 async def test_every_engine_is_spawned_in_the_thread_of_the_loop(
-    make_engine: MakeEngine, monkeypatch: pytest.MonkeyPatch
+    make_engine: MakeEngine, becomes: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The first and those after a death; threads that come and go end none (`fault-32`)."""
     spawned: list[int] = []
@@ -85,8 +86,7 @@ async def test_every_engine_is_spawned_in_the_thread_of_the_loop(
                 assert len(await collect(stream)) == 3
                 assert engine.incarnation == number
                 os.kill(engine.pid or 0, signal.SIGKILL)
-                while engine.ready:
-                    await anyio.sleep(0.001)
+                await becomes(engine, lambda: not engine.ready)
             await engine.wait_ready()
     assert spawned == [threading.get_ident()] * 3
 
@@ -111,11 +111,7 @@ async def test_call_from_another_thread_is_refused_and_breaks_nothing(
         await engine.wait_ready()
         stream = await engine.start("a#1", {"count": 200})
         for backend in ("asyncio", "trio"):
-            thread = threading.Thread(target=elsewhere, args=(backend,))
-            thread.start()
-            with anyio.fail_after(40):
-                while thread.is_alive():
-                    await anyio.sleep(0.005)
+            await anyio.to_thread.run_sync(elsewhere, backend)
         assert len(told) == 8
         assert all("anyio.from_thread" in text for text in told)
         with anyio.fail_after(20):
@@ -138,22 +134,22 @@ async def test_two_loops_have_an_engine_each(make_engine: MakeEngine) -> None:
     def elsewhere(name: str) -> None:
         anyio.run(serve, name, backend=name)
 
-    threads = [
-        threading.Thread(target=elsewhere, args=(name,)) for name in ("asyncio", "trio")
-    ]
-    for thread in threads:
-        thread.start()
-    await serve("here")
-    with anyio.fail_after(20):
-        while any(thread.is_alive() for thread in threads):
-            await anyio.sleep(0.005)
+    with anyio.fail_after(40):
+        async with anyio.create_task_group() as tasks:
+            for name in ("asyncio", "trio"):
+                tasks.start_soon(anyio.to_thread.run_sync, elsewhere, name)
+            await serve("here")
     assert items == {"here": 50, "asyncio": 50, "trio": 50}
 
 
 @pytest.mark.parametrize("anyio_backend", ["asyncio"])
 @pytest.mark.parametrize("how", ["leave", "raise", "sys.exit", "lose the loop"])
 async def test_process_with_live_streams_ends(
-    engine_argv: list[str], environment: dict[str, str], tmp_path: Path, how: str
+    engine_argv: list[str],
+    environment: dict[str, str],
+    tmp_path: Path,
+    watched: Any,
+    how: str,
 ) -> None:
     """However it ends, it does not hang, and takes its engine along (`fault-63`)."""
     ends = {
@@ -184,9 +180,8 @@ async def test_process_with_live_streams_ends(
             check=False,
         )
     )
-    with anyio.fail_after(20):
-        while psutil.pid_exists(int(done.stdout)):
-            await anyio.sleep(0.01)
+    with suppress(ProcessLookupError), watched(int(done.stdout)) as engine:
+        assert select.select([engine], [], [], 20)[0]
     assert list(tmp_path.iterdir()) == []
 
 
@@ -205,7 +200,7 @@ async def test_pause_of_the_loop_is_not_held_against_the_engine(
             with anyio.fail_after(20):
                 other = await engine.start(f"b#{number}", {"count": 5})
                 assert await collect(other) == [[n] for n in range(5)]
-        await anyio.sleep(0.2)
+        await anyio.sleep(0.2)  # in which it would be told late
         assert (engine.health, engine.incarnation) == ("serving", 1)
         engine.cancel("a#1")
         seen = 0
@@ -249,14 +244,14 @@ async def test_leaving_while_the_engine_loads_takes_no_time(
     assert pid is None or not psutil.pid_exists(pid)
 
 
-async def test_death_while_loading_is_told_at_once(make_engine: MakeEngine) -> None:
+async def test_death_while_loading_is_told_at_once(
+    make_engine: MakeEngine, eventually: Any
+) -> None:
     """It is watched from its spawn on, not from READY (`peers-73`)."""
     async with make_engine("--never-ready", ready_timeout=600.0) as engine:
+        await eventually(lambda: engine.pid)
+        os.kill(engine.pid or 0, signal.SIGKILL)
         with anyio.fail_after(20):
-            while engine.pid is None:
-                await anyio.sleep(0.002)
-            await anyio.sleep(0.05)
-            os.kill(engine.pid, signal.SIGKILL)
             with pytest.raises(EngineLost) as caught:
                 await engine.wait_ready()
     assert caught.value.reason == "killed"

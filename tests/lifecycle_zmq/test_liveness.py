@@ -36,29 +36,39 @@ class Waiters:
         self.reasons: Counter[str] = Counter()
         self.last = 0.0
         self._live = 0
+        self._changed = anyio.Event()
 
     async def start(self, count: int, request: dict[str, Any]) -> None:
         """Return once every stream has its first item."""
         number = self.engine.incarnation
         for index in range(count):
             self.tasks.start_soon(self._read, f"{number}.{index}", request)
-        while self._live < count:
-            await anyio.sleep(0.001)
+        await self._until(lambda: self._live == count)
 
     async def _read(self, key: str, request: dict[str, Any]) -> None:
         try:
             async for item in await self.engine.start(key, request):
-                self._live += item == [0]
+                if item == [0]:
+                    self._live += 1
+                    self._change()
         except EngineLost as lost:
             self.told[key] += 1
             self.reasons[lost.reason] += 1
             self.last = time.monotonic()
+            self._change()
 
     async def all_told(self, count: int) -> None:
         """Wait until every one of them was told."""
-        while self.told.total() < count:
-            await anyio.sleep(0.001)
+        await self._until(lambda: self.told.total() == count)
         self._live = 0
+
+    def _change(self) -> None:
+        self._changed.set()
+        self._changed = anyio.Event()
+
+    async def _until(self, condition: Callable[[], bool]) -> None:
+        while not condition():
+            await self._changed.wait()
 
 
 @pytest.fixture
@@ -231,14 +241,15 @@ async def test_engine_that_is_continued_in_time_loses_nothing(
     assert engine.incarnation == 1
 
 
-async def test_stop_of_an_idle_engine_is_found(make_engine: MakeEngine) -> None:
+async def test_stop_of_an_idle_engine_is_found(
+    make_engine: MakeEngine, becomes: Any
+) -> None:
     """Nobody waits for it, and it is replaced all the same (`peers-76`)."""
     async with make_engine(stopped_after=0.5) as engine:
         with anyio.fail_after(20):
             await engine.wait_ready()
             os.kill(engine.pid or 0, signal.SIGSTOP)
-            while engine.incarnation == 1:
-                await anyio.sleep(0.01)
+            await becomes(engine, lambda: engine.incarnation == 2)
             await engine.wait_ready()
 
 
@@ -286,7 +297,7 @@ async def test_call_that_never_returns_is_stalled(
 
 
 async def test_engine_that_hangs_up_but_lives_is_replaced(
-    make_engine: MakeEngine,
+    make_engine: MakeEngine, becomes: Any
 ) -> None:
     """Its loop broke, a thread keeps the process: its streams are told (`fault-28`)."""
     async with make_engine("--linger") as engine:
@@ -301,8 +312,7 @@ async def test_engine_that_hangs_up_but_lives_is_replaced(
             with pytest.raises(EngineLost) as caught:
                 await anext(await engine.start("c", broken))
             assert caught.value.reason == "disconnected"
-            while engine.incarnation == 1:
-                await anyio.sleep(0.01)
+            await becomes(engine, lambda: engine.incarnation == 2)
             await engine.wait_ready()
     assert not psutil.pid_exists(pid or 0)
 

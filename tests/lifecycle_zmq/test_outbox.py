@@ -19,15 +19,16 @@ from lifecycle_zmq.protocol.wire import Kind
 pytestmark = [pytest.mark.anyio]
 
 
-async def test_everything_is_said_once_and_in_order() -> None:
+@pytest.mark.parametrize("size", [1, SMALL_REQUEST])
+async def test_everything_is_said_once_and_in_order(size: int) -> None:
     """However much there is, each message is legal and ends come last."""
     outbox = Outbox()
-    request = bytes(SMALL_REQUEST)
+    request = bytes(size)
     for number in range(1, 5_001):
         outbox.end(number)
         if number <= 3_000:
             outbox.cancel(number)
-        if number <= 40:
+        if number <= 400:
             outbox.start(number, "\N{GRINNING FACE}" * 256, 2**62, request)
         outbox.grant(number + 10_000, 2**62)
     said: dict[str, list[Any]] = {"start": [], "cancel": [], "grant": [], "end": []}
@@ -37,9 +38,9 @@ async def test_everything_is_said_once_and_in_order() -> None:
         for name, entries in body.items():
             said[name] += entries
         # A message is read in the order of its fields, so they may share one.
-        assert not said["cancel"] or len(said["start"]) == 40
+        assert not said["cancel"] or len(said["start"]) == 400
         assert not said["end"] or len(said["cancel"]) == 3_000
-    assert [it[0] for it in said["start"]] == list(range(1, 41))
+    assert [it[0] for it in said["start"]] == list(range(1, 401))
     assert said["cancel"] == list(range(1, 3_001))
     assert said["end"] == list(range(1, 5_001))
     assert said["grant"] == [[n, 2**62] for n in range(10_001, 15_001)]

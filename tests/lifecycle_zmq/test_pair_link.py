@@ -6,8 +6,8 @@ import errno
 import socket
 import struct
 import tracemalloc
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager, closing
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager, closing, contextmanager
 from typing import Any
 
 import anyio
@@ -61,6 +61,16 @@ async def connected() -> AsyncIterator[tuple[EngineClient, socket.socket]]:
             yield client, theirs
 
 
+@contextmanager
+def linked() -> Iterator[tuple[PairLink, socket.socket]]:
+    """A link alone, and the socket of an engine that may read what is sent or not."""
+    pair = Pair()
+    with closing(pair), _theirs(pair) as theirs:
+        link = PairLink(*_ours(pair), lambda _: True)
+        with closing(link):
+            yield link, theirs
+
+
 @pytest.mark.anyio
 @pytest.mark.usefixtures("no_memory")
 async def test_engine_that_does_not_read_holds_no_loop_up(
@@ -68,10 +78,7 @@ async def test_engine_that_does_not_read_holds_no_loop_up(
 ) -> None:
     """A send returns at once, the caller's memory is its own again, nothing is lost."""
     monkeypatch.setattr(frame_writer, "MOST_TENSORS", 40 * MIB)
-    pair = Pair()
-    link = PairLink(*_ours(pair), lambda _: True)
-    theirs = _theirs(pair)
-    with anyio.fail_after(BOUND):
+    with linked() as (link, theirs), anyio.fail_after(BOUND):
         async with anyio.create_task_group() as tasks:
             tasks.start_soon(link.pump, lambda: True)
             memory = bytearray(b"a" * 32 * MIB)
@@ -91,8 +98,6 @@ async def test_engine_that_does_not_read_holds_no_loop_up(
             assert got == wanted
             # The loop ran all the while; and runs no task that waits to write.
             tasks.cancel_scope.cancel()
-    link.close()
-    theirs.close()
 
 
 @pytest.mark.anyio
@@ -102,32 +107,27 @@ async def test_tensors_that_wait_leave_room_for_what_is_said_of_them(
 ) -> None:
     """One START of more than may wait is no reason to give up the engine."""
     monkeypatch.setattr(frame_writer, "MOST_WAITING", 4 * MIB)
-    pair = Pair()
-    link = PairLink(*_ours(pair), lambda _: True)
-    assert link.send([b"start", bytes(8 * MIB)])
-    assert link.send([b"cancel"])
-    assert all(link.send([bytes(MIB // 2)]) for _ in range(7))
-    assert not link.send([bytes(MIB // 2)])
-    link.close()
-    pair.close()
+    with linked() as (link, _):
+        assert link.send([b"start", bytes(8 * MIB)])
+        assert link.send([b"cancel"])
+        assert all(link.send([bytes(MIB // 2)]) for _ in range(7))
+        assert not link.send([bytes(MIB // 2)])
 
 
 @pytest.mark.anyio
 @pytest.mark.usefixtures("no_memory")
 async def test_closed_link_keeps_nothing() -> None:
     """A reader may keep its stream, the stream the client, and that the link."""
-    pair = Pair()
-    link = PairLink(*_ours(pair), lambda _: True)
-    assert link.send([b"start", bytes(8 * MIB)])
-    assert link._writer.waiting
-    tracemalloc.start()
-    try:
+    with linked() as (link, _):
         assert link.send([b"start", bytes(8 * MIB)])
-        link.close()
-        assert tracemalloc.get_traced_memory()[0] < MIB
-    finally:
-        tracemalloc.stop()
-    pair.close()
+        assert link._writer.waiting
+        tracemalloc.start()
+        try:
+            assert link.send([b"start", bytes(8 * MIB)])
+            link.close()
+            assert tracemalloc.get_traced_memory()[0] < MIB
+        finally:
+            tracemalloc.stop()
 
 
 class _Failing(socket.socket):

@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import os
 import shutil
-import signal
 import subprocess
 import sys
 import time
@@ -26,16 +24,15 @@ pytestmark = [pytest.mark.anyio, pytest.mark.usefixtures("no_leaks")]
 NOBODY = 65534
 
 
-async def _gone(pid: int) -> None:
-    descriptor = os.pidfd_open(pid)
-    try:
-        with anyio.fail_after(20):
+@pytest.fixture
+def gone(watched: Any) -> Any:
+    """Wait until a process has ended."""
+
+    async def wait(pid: int) -> None:
+        with watched(pid) as descriptor, anyio.fail_after(20):
             await anyio.wait_readable(descriptor)
-    finally:
-        # One that stayed fails the test, and is not left to the machine.
-        with contextlib.suppress(ProcessLookupError):
-            signal.pidfd_send_signal(descriptor, signal.SIGKILL)
-        os.close(descriptor)
+
+    return wait
 
 
 async def _exists(path: Path) -> None:
@@ -45,7 +42,7 @@ async def _exists(path: Path) -> None:
 
 
 async def test_engine_leaves_when_its_pipe_closes(
-    engine_argv: list[str], environment: dict[str, str], tmp_path: Path
+    engine_argv: list[str], environment: dict[str, str], tmp_path: Path, gone: Any
 ) -> None:
     """End of file on standard input ends it, idle in its poll or not (`fault-33`)."""
     socket = tmp_path / "socket"
@@ -57,12 +54,12 @@ async def test_engine_leaves_when_its_pipe_closes(
         await _exists(socket)
         assert engine.poll() is None
         engine.stdin.close()
-        await _gone(engine.pid)
+        await gone(engine.pid)
         assert engine.wait(20) == 70
 
 
 async def test_engine_leaves_with_its_parent_although_the_pipe_is_open(
-    engine_argv: list[str], environment: dict[str, str], tmp_path: Path
+    engine_argv: list[str], environment: dict[str, str], tmp_path: Path, gone: Any
 ) -> None:
     """The kernel kills it too, should somebody still hold the pipe (`fault-31`)."""
     socket = tmp_path / "socket"
@@ -83,7 +80,7 @@ async def test_engine_leaves_with_its_parent_although_the_pipe_is_open(
         pid = int(parent.stdout.readline())
         await _exists(socket)
         parent.kill()
-        await _gone(pid)
+        await gone(pid)
     os.close(write)
 
 
@@ -125,7 +122,7 @@ async def test_reason_is_oom_when_the_kernel_ran_out_of_memory(
     assert await process.close() == "oom"
 
 
-async def test_close_ends_the_whole_session_of_the_engine() -> None:
+async def test_close_ends_the_whole_session_of_the_engine(watched: Any) -> None:
     """What the engine has spawned in its session goes with it."""
     spawn = (
         "import subprocess, sys, os;"
@@ -138,12 +135,10 @@ async def test_close_ends_the_whole_session_of_the_engine() -> None:
         while "\n" not in process.output:
             process.read_output()
             await anyio.sleep(0.002)
-    child = int(process.output)
-    assert await process.close() == "killed"
-    with anyio.fail_after(20):
-        # Reaped by init, if the container has one that does.
-        while Path(f"/proc/{child}").exists() and "Z" not in _state(child):
-            await anyio.sleep(0.002)
+    with watched(int(process.output)) as child:
+        assert await process.close() == "killed"
+        with anyio.fail_after(20):
+            await anyio.wait_readable(child)
 
 
 async def test_output_without_end_is_read_in_bounded_turns(
@@ -178,13 +173,6 @@ async def test_close_is_finished_when_its_task_is_cancelled(
     with pytest.raises(asyncio.CancelledError):
         await closing
     process.reap()
-
-
-def _state(pid: int) -> str:
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
-    except OSError:
-        return "Z"
 
 
 @contextmanager

@@ -46,7 +46,11 @@ async def engine_for_two(
 
 @pytest.mark.parametrize("credit", ["open", "none"])
 async def test_killed_client_loses_its_streams_and_no_other(
-    engine_argv: list[str], environment: dict[str, str], tmp_path: Path, credit: str
+    engine_argv: list[str],
+    environment: dict[str, str],
+    tmp_path: Path,
+    eventually: Any,
+    credit: str,
 ) -> None:
     """With credit it is missed at the next item, without at the stall limit (`N3`)."""
     many = {"forever": True, "size": 30_000, "merge": "concatenate"}
@@ -81,9 +85,8 @@ async def test_killed_client_loses_its_streams_and_no_other(
             status = await client.status()
             assert (status["lost_with_peer"], status["held"]) == (12, 0)
             assert status["backend"]["live"] == ["stays"]
-            before = len(seen)
-            while len(seen) < before + 20:
-                await anyio.sleep(0.005)
+            enough = len(seen) + 20
+            await eventually(lambda: len(seen) >= enough)
             tasks.cancel_scope.cancel()
         assert seen == [[n] for n in range(len(seen))]
 
@@ -172,7 +175,7 @@ async def test_generic_stream_keeps_256_distinct_objects_apart(
         with anyio.fail_after(20):
             async for item in stream:
                 got.append(item)
-                await anyio.sleep(0.0005)
+                await anyio.sleep(0.0005)  # slower than the engine makes them
         assert got == [{"n": n, "text": "x" * n} for n in range(256)]
 
 

@@ -176,18 +176,6 @@ def _api(
             api.kill()
 
 
-@contextmanager
-def _watched(pid: int) -> Iterator[int]:
-    descriptor = os.pidfd_open(pid)
-    try:
-        yield descriptor
-    finally:
-        # One that stayed fails the test, and is not left to the machine.
-        with suppress(ProcessLookupError):
-            signal.pidfd_send_signal(descriptor, signal.SIGKILL)
-        os.close(descriptor)
-
-
 def _seconds_until_gone(descriptor: int, api: subprocess.Popen[bytes]) -> float:
     api.kill()
     begin = time.monotonic()
@@ -202,6 +190,7 @@ async def test_engine_goes_with_its_killed_parent(
     environment: dict[str, str],
     tmp_path: Path,
     eventually: Any,
+    watched: Any,
     ready: bool,
 ) -> None:
     """Ready or still loading: gone in 100 ms, and no file is left (`fault-31`, `fault-56`, `N7`, `peers-78`)."""
@@ -210,7 +199,7 @@ async def test_engine_goes_with_its_killed_parent(
     with _api(*arguments, environment=environment, place=tmp_path) as api:
         assert api.stdout is not None
         engine = int(api.stdout.readline())
-        with _watched(engine) as descriptor:
+        with watched(engine) as descriptor:
             # From the moment that its own code runs it is bound to its parent.
             await eventually(lambda: _threads(engine) > 1)
             assert _seconds_until_gone(descriptor, api) < 0.1 + 5 * await _slowness()
@@ -220,14 +209,14 @@ async def test_engine_goes_with_its_killed_parent(
 
 @pytest.mark.parametrize("anyio_backend", ["asyncio"])
 async def test_engine_goes_although_a_fork_of_its_parent_lives(
-    engine_argv: list[str], environment: dict[str, str], tmp_path: Path
+    engine_argv: list[str], environment: dict[str, str], tmp_path: Path, watched: Any
 ) -> None:
     """Orphaned before its own code began, its pipe held by a worker of the server (`fault-33`, `N7`)."""
     begin = tmp_path / "begin"
     arguments = ["--early", "--forked", *engine_argv, "--begin-when", str(begin)]
     with _api(*arguments, environment=environment, place=tmp_path) as api:
         assert api.stdout is not None
-        with _watched(int(api.stdout.readline())) as descriptor:
+        with watched(int(api.stdout.readline())) as descriptor:
             api.kill()
             api.wait()
             assert not select.select([descriptor], [], [], 0)[0]
@@ -253,19 +242,15 @@ def _shared_memory() -> list[str]:
 
 @pytest.mark.parametrize("anyio_backend", ["asyncio"])
 async def test_parent_killed_at_any_moment_leaves_nothing(
-    engine_argv: list[str], environment: dict[str, str], tmp_path: Path
+    engine_argv: list[str], environment: dict[str, str], tmp_path: Path, watched: Any
 ) -> None:
     """From before the spawn until after READY, ten moments (`fault-33`, `N7`)."""
     for number in range(10):
         with _api(*engine_argv, environment=environment, place=tmp_path):
             await anyio.sleep(0.1 + 0.04 * number)
-        try:
-            with anyio.fail_after(20):
-                while _of(tmp_path):
-                    await anyio.sleep(0.01)
-        finally:
-            for stayed in _of(tmp_path):
-                os.kill(stayed, signal.SIGKILL)
+        for engine in _of(tmp_path):
+            with suppress(ProcessLookupError), watched(engine) as descriptor:
+                assert select.select([descriptor], [], [], 20)[0]
     assert list(tmp_path.iterdir()) == []
 
 

@@ -61,6 +61,23 @@ def test_engine_that_sleeps_until_a_message_comes_is_well() -> None:
     assert not watch.busy and not watch.suspicious
 
 
+@pytest.mark.parametrize(
+    "look",
+    [(STOPPED, Phase.WAITING, 7), (RUNS, Phase.WORKING, 7), (RUNS, Phase.LEFT, 7)],
+)
+def test_engine_is_suspected_from_the_first_silent_look_on(look: Look) -> None:
+    """Stopped, in a step or gone from its loop; until it shows that it goes on."""
+    watch = make()
+    assert (watch.stops, watch.suspicious) == (False, False)
+    watch.look(0.0, RUNS, Phase.WORKING, 7)
+    assert not watch.suspicious
+    watch.look(0.05, *look)
+    assert watch.suspicious
+    assert watch.stops is (look[0] is STOPPED)
+    watch.look(0.1, RUNS, Phase.WORKING, 8)
+    assert (watch.stops, watch.suspicious) == (False, False)
+
+
 def test_stopped_process_is_seen_at_the_second_look_and_told_at_its_bound() -> None:
     """Whatever it was doing when the signal came (`fault-23`, `N6`)."""
     for phase in Phase:

@@ -451,15 +451,32 @@ def test_encode_refuses_deep_nesting() -> None:
         ({"x": b""}, "unencodable"),
         ({"x": memoryview(bytes(8))[::2]}, "unencodable"),
         ({"x": np.zeros(2, "datetime64[s]")}, "unencodable"),
+        ([b"x"], "unencodable"),
         ({str(n): b"x" for n in range(8)}, "too_large"),
     ],
-    ids=["list", "empty", "strided", "dates", "eight"],
+    ids=["list", "empty", "strided", "dates", "nameless", "eight"],
 )
 def test_describe_refuses_what_cannot_be_sent(tensors: Any, code: str) -> None:
     """Tensors without plain contiguous memory are refused before anything is sent."""
     with pytest.raises(EncodeError) as caught:
         wire.describe(tensors)
     assert caught.value.code == code
+
+
+def test_describe_takes_as_many_as_may_be() -> None:
+    """Seven; each is named, and is sent."""
+    tensors = {str(n): b"x" * (n + 1) for n in range(7)}
+    described, memory = wire.describe(tensors)
+    assert [it[0] for it in described] == list(tensors)
+    assert [bytes(it) for it in memory] == list(tensors.values())
+
+
+def test_describe_refuses_a_tensor_that_wants_a_gradient() -> None:
+    """Its memory is torch's own matter; whoever passes it is told, and nothing breaks."""
+    torch = pytest.importorskip("torch")
+    with pytest.raises(EncodeError) as caught:
+        wire.describe({"x": torch.ones(2, requires_grad=True)})
+    assert caught.value.code == "unencodable"
 
 
 plain = st.recursive(

@@ -16,6 +16,7 @@ from pathlib import Path
 import anyio
 import anyio.to_thread
 
+from lifecycle_zmq.process.parent import kill_at_hang_up
 from lifecycle_zmq.process.proc import ProcessState, look_at
 
 _RING = 64 * 2**10
@@ -58,17 +59,26 @@ class EngineProcess:
         self._oom_kills = _count_oom_kills()
         self._ring = bytearray()
         self._exited = False
-        self._popen = subprocess.Popen(
-            argv,
-            bufsize=0,
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            env=env,
-            close_fds=True,
-            pass_fds=pass_fds,
-            start_new_session=True,
-        )
+        self._stdin: int | None
+        stdin, self._stdin = os.pipe()
+        try:
+            self._popen = subprocess.Popen(
+                argv,
+                bufsize=0,
+                stdin=stdin,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.STDOUT,
+                env=env,
+                close_fds=True,
+                pass_fds=pass_fds,
+                start_new_session=True,
+            )
+            kill_at_hang_up(stdin, self._popen.pid)
+        except BaseException:
+            os.close(self._stdin)
+            raise
+        finally:
+            os.close(stdin)
         self.pid = self._popen.pid
         self._pidfd = open_pidfd(self.pid)
         assert self._popen.stdout is not None
@@ -155,12 +165,12 @@ class EngineProcess:
         return "unkillable" if code is None else self._reason(code)
 
     def _close_descriptors(self) -> None:
-        for pipe in (self._popen.stdin, self._popen.stdout):
-            if pipe is not None:
-                pipe.close()
-        if self._pidfd is not None:
-            os.close(self._pidfd)
-            self._pidfd = None
+        if self._popen.stdout is not None:
+            self._popen.stdout.close()
+        for descriptor in (self._stdin, self._pidfd):
+            if descriptor is not None:
+                os.close(descriptor)
+        self._stdin = self._pidfd = None
 
     def reap(self) -> str:
         """Reap a process that has ended and return why it did, in one word."""

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
+import fcntl
 import os
 import select
 import signal
@@ -65,6 +67,25 @@ def _leave_after(descriptor: int) -> None:
         ended.poll()
     finally:
         os._exit(_EXIT_ORPHANED)
+
+
+def kill_at_hang_up(descriptor: int, pid: int) -> None:
+    """Let the kernel kill a process when nobody holds the other end of a pipe any more.
+
+    What a process asks for itself, as above, it may be stopped before it asks for: it
+    would stay for as long as nobody continues it. Only a parent that had forked, too,
+    keeps the pipe open; then it ends when it is continued.
+
+    Args:
+        descriptor: The end that is read from, into which nothing is ever written.
+        pid: Of a child that is not reaped.
+    """
+    if sys.platform == "linux":
+        with contextlib.suppress(OSError):
+            fcntl.fcntl(descriptor, fcntl.F_SETOWN, pid)
+            fcntl.fcntl(descriptor, fcntl.F_SETSIG, signal.SIGKILL)
+            flags = fcntl.fcntl(descriptor, fcntl.F_GETFL)
+            fcntl.fcntl(descriptor, fcntl.F_SETFL, flags | os.O_ASYNC)
 
 
 def leave_signals_to_parent() -> None:

@@ -82,7 +82,7 @@ MAY_USE = {
 }
 
 # The rooms of the engine link, from the floor upwards: each imports those before it.
-LINK_FLOOR = ("_errors", "_hand_off", "_slot")
+LINK_FLOOR = ("_errors", "_hand_off", "_options", "_slot")
 LINK_ROOMS = (
     *("memory", "protocol", "transport", "process", "client", "server"),
     "supervision",

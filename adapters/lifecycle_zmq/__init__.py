@@ -8,6 +8,7 @@ process's side, around whatever implements `Backend`.
 # A map of the package; each room imports from those above it, no room from below.
 #
 #   _errors, _hand_off, _slot    refusals; giving a payload away; waking one task
+#   _options                     what is given to constructors, looked at at once
 #   memory/                      payloads in memory that both processes see
 #   protocol/                    values, items and messages as bytes
 #   transport/                   what carries messages: a pair, ZeroMQ, queues

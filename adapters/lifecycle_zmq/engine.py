@@ -6,10 +6,11 @@ from collections.abc import Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from types import TracebackType
-from typing import Literal, Self
+from typing import Literal, Self, get_args
 
 import anyio
 
+from lifecycle_zmq import _options
 from lifecycle_zmq.client.engine_client import EngineClient
 from lifecycle_zmq.memory.arena import Arena
 from lifecycle_zmq.memory.mapping import Kind
@@ -65,6 +66,10 @@ class ZmqEngine(SupervisedEngine[Incarnation]):
         arena_bytes: Size of the arena, one for all incarnations, so that its pages
             stay warm; 0 makes none, and payloads are sent.
         arena: How it is shared, as for `Arena`; ``None`` takes the best there is.
+
+    Raises:
+        TypeError: An option is of another kind than it is to be.
+        ValueError: It is none of those that there are, or too small.
     """
 
     def __init__(
@@ -88,13 +93,14 @@ class ZmqEngine(SupervisedEngine[Incarnation]):
         arena_bytes: int = 0,
         arena: Kind | None = None,
     ) -> None:
-        if isinstance(argv, str | bytes):  # each letter would be an argument
-            kind = type(argv).__name__
-            raise TypeError(f"argv must be a list, not {kind}; shlex.split() makes one")
-        if transport not in _TRANSPORTS:
-            raise ValueError(
-                f"transport {transport!r} is none of {', '.join(_TRANSPORTS)}"
-            )
+        _options.environment(env)
+        _options.one_of(_TRANSPORTS, transport=transport)
+        _options.expect(Path | None, "directory must be a Path or None", directory)
+        _options.seconds(ready_timeout=ready_timeout, stop_timeout=stop_timeout)
+        _options.seconds(busy_after=busy_after, stalled_after=stalled_after)
+        _options.seconds(stopped_after=stopped_after)
+        _options.whole(arena_bytes=arena_bytes)
+        _options.one_of((None, *get_args(Kind)), arena=arena)
         self._swept = transport == "ipc"
         self._directory = directory
         self._arena_bytes = arena_bytes
@@ -102,9 +108,9 @@ class ZmqEngine(SupervisedEngine[Incarnation]):
         self._arena: Arena | None = None
         self._stop_timeout = stop_timeout
         settings = Settings(
-            argv=tuple(argv),
+            argv=_options.command(argv),
             env=env,
-            pass_fds=tuple(pass_fds),
+            pass_fds=_options.descriptors(pass_fds),
             place=partial(Rendezvous, directory) if transport == "ipc" else Pair,
             ready_timeout=ready_timeout,
             limits=Limits(busy_after, stalled_after, stopped_after),

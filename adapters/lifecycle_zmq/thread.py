@@ -10,6 +10,7 @@ from typing import Any
 import anyio
 import anyio.lowlevel
 
+from lifecycle_zmq import _options
 from lifecycle_zmq._hand_off import complain
 from lifecycle_zmq.client.engine_client import EngineClient
 from lifecycle_zmq.protocol.wire import Buffer
@@ -42,6 +43,10 @@ class ThreadEngine(SupervisedEngine["Thread"]):
             its thread is left to itself.
         restarts: When another backend is made; ``None``: after half a second, doubled
             up to thirty, and not after four ends in a minute.
+
+    Raises:
+        TypeError: One of these is of another kind than it is to be.
+        ValueError: A number is less than 0.
     """
 
     def __init__(
@@ -57,6 +62,9 @@ class ThreadEngine(SupervisedEngine["Thread"]):
         if not callable(given):
             kind = type(given).__name__
             raise TypeError(f"factory must make a backend, not be one: give {kind}")
+        _options.whole(hold=hold)
+        _options.seconds(stall=stall, stop_timeout=stop_timeout)
+        _options.expect(Restarts | None, "restarts must be Restarts or None", restarts)
 
         def spawn(
             number: int, retry_after: float, changed: Callable[[], None]

@@ -335,7 +335,7 @@ class Queue:
             )
             for number, key in enumerate(keys)
         )
-        self._count = len(keys)
+        self._count = self.ends = len(keys)
         self.said: list[dict[str, Any]] = []
         self.over: Callable[[], None] = lambda: None
         self.accepted = anyio.Event()
@@ -362,7 +362,7 @@ class Queue:
             self.said.append(dict(message.body))
         if sum(len(it["accepted"]) for it in self.said) == self._count:
             self.accepted.set()
-        if sum(len(it["chunks"]) for it in self.said) == self._count:
+        if sum(len(it["chunks"]) for it in self.said) == self.ends:
             self.over()
         return True
 
@@ -389,6 +389,35 @@ def test_sends_all_items_of_one_turn_in_one_message(on: Loop) -> None:
     with_tokens = [len(it["tokens"]) for it in queue.said if it["tokens"]]
     assert with_tokens == [64]
     assert sum(len(it["accepted"]) for it in queue.said) == 64
+
+
+@pytest.mark.parametrize("on", LOOPS)
+def test_key_is_free_after_a_start_with_a_merge_that_is_none(on: Loop) -> None:
+    """Refused before there is a generator that would have to be closed first."""
+    merges = iter(["join", "never"])
+    made: list[str] = []
+
+    async def serve(key: str, request: Any, tensors: Any) -> AsyncIterator[Any]:
+        made.append(key)
+        yield [1]
+
+    @asynccontextmanager
+    async def bounded() -> AsyncIterator[None]:
+        with anyio.fail_after(BOUND):
+            yield
+
+    def merge(_: object) -> Any:
+        return next(merges)
+
+    backend = GeneratorBackend(serve, merge=merge, backend=on, lifespan=bounded)
+    loop = EngineLoop(backend, incarnation=1)
+    queue = Queue(["a", "a"])
+    queue.over, queue.ends = loop.stop, 1
+    loop.run(queue)
+    told = "merge returned str, not None or a Merge"
+    assert next(it["rejected"] for it in queue.said) == [[1, "internal", told]]
+    assert [it["accepted"] for it in queue.said if it["accepted"]] == [[2]]
+    assert made == ["a"]
 
 
 def test_tells_nothing_of_a_stream_that_was_ended_since() -> None:

@@ -11,11 +11,19 @@ import pytest
 
 from lifecycle import Payload
 from lifecycle_zmq import (
+    Arena,
+    ArenaView,
+    EngineClient,
     EngineFailed,
     EngineLoop,
+    EngineServer,
     Finish,
+    GeneratorBackend,
     Output,
     RequestRejected,
+    Restarts,
+    SupervisedEngine,
+    Supervisor,
     ThreadEngine,
     ZmqEngine,
 )
@@ -82,10 +90,96 @@ def test_refuses_incarnation_that_is_text() -> None:
         EngineLoop(Once(), incarnation="1")  # type: ignore[arg-type]
 
 
-def test_refuses_command_that_is_one_text() -> None:
-    """Its letters are not taken for arguments."""
-    with pytest.raises(TypeError, match=r"argv must be a list, not str; shlex.split"):
-        ZmqEngine("python engine.py")
+OTHERS: list[tuple[Callable[..., object], dict[str, Any], str]] = [
+    (ZmqEngine, {"argv": "python engine.py"}, "argv must be a list, not str; shlex"),
+    (ZmqEngine, {"argv": 5}, "argv must be a list, not int"),
+    (ZmqEngine, {"argv": []}, "argv is empty; name a program"),
+    (ZmqEngine, {"argv": ["python", 5]}, "what argv lists must be text, not int"),
+    (ZmqEngine, {"env": "A=1"}, "env must be a map, or None, not str"),
+    (ZmqEngine, {"env": {"PORT": 1}}, "what env maps must be text, not int"),
+    (ZmqEngine, {"pass_fds": 3}, "pass_fds must be a list of descriptors, not int"),
+    (ZmqEngine, {"pass_fds": "3"}, "what pass_fds lists must be a whole number, not"),
+    (ZmqEngine, {"pass_fds": [-1]}, "what pass_fds lists must be 0 or more, not -1"),
+    (ZmqEngine, {"transport": "tcp"}, "transport 'tcp' is none of pair, ipc"),
+    (ZmqEngine, {"directory": "/tmp"}, "directory must be a Path or None, not str"),
+    (ZmqEngine, {"arena_bytes": 1e6}, "arena_bytes must be a whole number, not float"),
+    (ZmqEngine, {"arena_bytes": -1}, "arena_bytes must be 0 or more, not -1"),
+    (ZmqEngine, {"arena": "file"}, "arena 'file' is none of None, memfd, shm, frames"),
+    (ZmqEngine, {"max_crashes": 1.5}, "max_crashes must be a whole number, not float"),
+    (ZmqEngine, {"max_crashes": -1}, "max_crashes must be 0 or more, not -1"),
+    (ThreadEngine, {"hold": "1"}, "hold must be a whole number, not str"),
+    (ThreadEngine, {"restarts": 3}, "restarts must be Restarts or None, not int"),
+    (EngineLoop, {"hold": -1}, "hold must be 0 or more, not -1"),
+    (EngineLoop, {"arena": b""}, "arena must be an ArenaView or None, not bytes"),
+    (EngineServer, {"endpoint": b"pair:"}, "endpoint must be text, as it came, not"),
+    (EngineServer, {"leave_with_parent": "no"}, "leave_with_parent must be True or F"),
+    (EngineServer, {"writable_arena": 1}, "writable_arena must be True or False, not"),
+    (EngineServer, {"hold": None}, "hold must be a whole number, not NoneType"),
+    (EngineClient, {"endpoint": 5}, "endpoint must be something to call, not int"),
+    (EngineClient, {"incarnation": "1"}, "incarnation must be a whole number, not str"),
+    (EngineClient, {"window": 0}, "window must be 1 or more, not 0"),
+    (EngineClient, {"arena": 4096}, "arena must be an Arena or None, not int"),
+    (GeneratorBackend, {"serve": 5}, "serve must be something to call, not int"),
+    (GeneratorBackend, {"merge": "join"}, "merge 'join' is none of None, concatenate"),
+    (GeneratorBackend, {"backend": "curio"}, "backend 'curio' is none of asyncio, tri"),
+    (GeneratorBackend, {"lifespan": 5}, "lifespan must be something to call, not int"),
+    (GeneratorBackend, {"status": {}}, "status must be something to call, not dict"),
+    (Arena, {"size": "1"}, "size must be a whole number, not str"),
+    (Arena, {"size": -1}, "size must be 1 or more, not -1"),
+    (Arena, {"kind": "file"}, "kind 'file' is none of None, memfd, shm, frames"),
+    (ArenaView, {"descriptor": None}, "descriptor must be a whole number, not None"),
+    (ArenaView, {"writable": "no"}, "writable must be True or False, not str"),
+    (Supervisor, {"spawn": 5}, "spawn must be something to call, not int"),
+    (Supervisor, {"restarts": None}, "restarts must be Restarts, not NoneType"),
+    (SupervisedEngine, {"supervisor": 5}, "supervisor must be a Supervisor, not int"),
+    (Finish, {"reason": "done"}, "reason 'done' is none of completed, cancelled, fai"),
+]
+# Of each of them, what is right.
+RIGHT: dict[Callable[..., object], dict[str, Any]] = {
+    ZmqEngine: {"argv": ["true"]},
+    ThreadEngine: {"factory": Once},
+    EngineLoop: {"backend": Once(), "incarnation": 1},
+    EngineServer: {"endpoint": "pair:", "backend": Once(), "incarnation": 1},
+    EngineClient: {"endpoint": lambda _: None, "incarnation": 1},
+    GeneratorBackend: {"serve": lambda *_: None},
+    Arena: {"size": 4096},
+    ArenaView: {"descriptor": 2**20},
+    Supervisor: {"spawn": lambda *_: None, "restarts": Restarts()},
+    SupervisedEngine: {},
+    Finish: {"reason": "completed"},
+}
+
+
+@pytest.mark.parametrize(("make", "option", "words"), OTHERS)
+def test_refuses_option_of_another_kind(
+    make: Callable[..., object], option: dict[str, Any], words: str
+) -> None:
+    """At once and by its name, not by an attribute that something lacks much later."""
+    with pytest.raises((TypeError, ValueError), match=f"^{re.escape(words)}"):
+        make(**(RIGHT[make] | option))
+
+
+SECONDS: list[tuple[Callable[..., object], str]] = [
+    *((ZmqEngine, f"{name}_timeout") for name in ("ready", "stop")),
+    *((ZmqEngine, f"{name}_after") for name in ("busy", "stalled", "stopped")),
+    *((ZmqEngine, it) for it in ("backoff", "max_backoff", "crash_window")),
+    (ZmqEngine, "broken_for"),
+    (ThreadEngine, "stall"),
+    (ThreadEngine, "stop_timeout"),
+    (EngineLoop, "stall"),
+    (EngineServer, "stall"),
+    (EngineClient, "retry_after"),
+]
+
+
+@pytest.mark.parametrize(("make", "name"), SECONDS)
+@pytest.mark.parametrize("given", ["1", True, -1, float("nan")])
+def test_refuses_time_that_is_none(
+    make: Callable[..., object], name: str, given: Any
+) -> None:
+    """No text, no yes or no, nothing below 0, and not what is no number."""
+    with pytest.raises((TypeError, ValueError), match=f"^{name} must be "):
+        make(**(RIGHT[make] | {name: given}))
 
 
 def test_refuses_backend_where_its_maker_is_asked_for() -> None:

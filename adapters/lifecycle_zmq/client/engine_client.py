@@ -10,6 +10,7 @@ from typing import Any, Self
 import anyio
 
 from lifecycle import EngineLost
+from lifecycle_zmq import _options
 from lifecycle_zmq._errors import EncodeError, ProtocolError, RequestRejected
 from lifecycle_zmq._hand_off import Box, forget_frames, take, where
 from lifecycle_zmq.client.carrier import Carrier
@@ -40,6 +41,10 @@ class EngineClient:
         window: Credit of a stream: the bytes of items that it may have unread here,
             each counted with 64 more. One item may exceed it.
         arena: Where payloads lie that are not sent; mapped by this engine alone.
+
+    Raises:
+        TypeError: One of these is of another kind than it is to be.
+        ValueError: A number is too small.
     """
 
     _sender: Sender
@@ -56,6 +61,13 @@ class EngineClient:
         window: int = 64 * 2**10,
         arena: Arena | None = None,
     ) -> None:
+        _options.whole(incarnation=incarnation)
+        _options.whole(1, window=window)
+        if retry_after is not None:
+            _options.seconds(retry_after=retry_after)
+        _options.expect(Arena | None, "arena must be an Arena or None", arena)
+        if not isinstance(endpoint, str):
+            _options.callables(endpoint=endpoint)
         self._connect = connect_to(endpoint) if isinstance(endpoint, str) else endpoint
         self._retry_after = retry_after
         self._incarnation = incarnation

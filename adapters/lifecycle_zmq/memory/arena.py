@@ -9,10 +9,11 @@ from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from mmap import mmap
-from typing import Any
+from typing import Any, get_args
 from weakref import WeakValueDictionary
 
 from lifecycle import CostTooLarge, Refused
+from lifecycle_zmq import _options
 from lifecycle_zmq._errors import EncodeError
 from lifecycle_zmq.memory import mapping, views
 from lifecycle_zmq.memory.block import Block, Freed
@@ -64,12 +65,16 @@ class Arena:
     Raises:
         ModuleNotFoundError: numpy is not installed.
         OSError: The system has no such memory, or not enough of it.
+        TypeError: *size* is no whole number.
+        ValueError: It is less than 1, or *kind* none of those.
 
     Attributes:
         spilled: Tensors that were sent because there was no room for them.
     """
 
     def __init__(self, size: int, *, kind: Kind | None = None) -> None:
+        _options.whole(1, size=size)
+        _options.one_of((None, *get_args(Kind)), kind=kind)
         np = views.numpy()
         self._regions = Regions(rounded(size))
         memory = mapping.create(self._regions.size, kind)

@@ -7,6 +7,7 @@ from collections import deque
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, Self
 
+from lifecycle_zmq import _options
 from lifecycle_zmq._errors import ProtocolError
 from lifecycle_zmq.memory import mapping, views
 from lifecycle_zmq.memory.tensors import ITEMSIZE, Place
@@ -65,6 +66,7 @@ class ArenaView:
 
     Raises:
         OSError: It is no memory.
+        TypeError: *descriptor* is no number, or *writable* neither True nor False.
 
     Attributes:
         size: Bytes.
@@ -72,6 +74,8 @@ class ArenaView:
     """
 
     def __init__(self, descriptor: int, *, writable: bool = False) -> None:
+        _options.whole(descriptor=descriptor)
+        _options.flags(writable=writable)
         np = views.numpy()
         self._root = np.frombuffer(
             mapping.map_inherited(descriptor, writable=writable), np.uint8

@@ -6,10 +6,14 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Final, Literal, NamedTuple, Protocol, get_args
 
+from lifecycle_zmq import _options
+
 # What becomes of the items of a stream whose reader has no credit for them:
 # "concatenate" joins neighbours that are lists, "replace" keeps the latest item only,
 # "never" keeps each apart. All of it up to a number of bytes.
 Merge = Literal["concatenate", "replace", "never"]
+Reason = Literal["completed", "cancelled", "failed"]
+_REASONS: Final = get_args(Reason)
 MERGES: Final = (None, *get_args(Merge))
 _METHODS: Final = ("start", "cancel", "end", "step", "status")
 
@@ -25,9 +29,13 @@ class Finish:
         message: A sentence without any of the request's content, of a failure.
     """
 
-    reason: Literal["completed", "cancelled", "failed"]
+    reason: Reason
     code: str = ""
     message: str = ""
+
+    def __post_init__(self) -> None:
+        """Raise `ValueError` for another reason, which no client would understand."""
+        _options.one_of(_REASONS, reason=self.reason)
 
 
 class Output(NamedTuple):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from lifecycle_zmq import _options
 from lifecycle_zmq.memory.arena_view import ArenaView
 from lifecycle_zmq.process.pages import Page
 from lifecycle_zmq.process.parent import (
@@ -42,7 +43,8 @@ class EngineServer:
         writable_arena: Map the arena so that a device can be given it as pinned memory.
 
     Raises:
-        TypeError: *backend* is no `Backend`, or *incarnation* no whole number.
+        TypeError: *backend* is no `Backend`, or another option of another kind.
+        ValueError: A number is less than 0.
 
     Attributes:
         arena: Where large tensors lie, if the client has one.
@@ -59,6 +61,9 @@ class EngineServer:
         stall: float = 30.0,
         writable_arena: bool = False,
     ) -> None:
+        _options.expect(str, "endpoint must be text, as it came", endpoint)
+        _options.flags(leave_with_parent=leave_with_parent)
+        _options.flags(writable_arena=writable_arena)
         self._endpoint, self._inherited = endpoints.split(endpoint)
         self.arena = ArenaView.attach(self._inherited, writable=writable_arena)
         self._leave_with_parent = leave_with_parent

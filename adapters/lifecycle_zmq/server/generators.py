@@ -11,10 +11,12 @@ import anyio
 import anyio.lowlevel
 from anyio.abc import TaskGroup
 
+from lifecycle_zmq import _options
+from lifecycle_zmq._errors import RequestRejected
 from lifecycle_zmq._slot import Slot
 from lifecycle_zmq.process import beat
 from lifecycle_zmq.process.pulse import Turns
-from lifecycle_zmq.server.backend import Merge, Output
+from lifecycle_zmq.server.backend import MERGES, Merge, Output
 from lifecycle_zmq.server.generator_task import Running
 from lifecycle_zmq.server.loop import EngineLoop
 from lifecycle_zmq.transport import AwaitedTransport
@@ -40,7 +42,9 @@ class GeneratorBackend:
         status: Returns counters, of plain values, beside those of this class.
 
     Raises:
-        TypeError: *serve* is a coroutine function, which yields nothing.
+        TypeError: *serve* is a coroutine function, which yields nothing, or another
+            option cannot be called.
+        ValueError: *merge* or *backend* is none of those that there are.
     """
 
     _loop: EngineLoop
@@ -61,6 +65,10 @@ class GeneratorBackend:
         if inspect.iscoroutinefunction(serve):
             name = getattr(serve, "__name__", "serve")
             raise TypeError(f"{name} yields nothing; make it an async generator")
+        if not callable(merge):
+            _options.one_of(MERGES, merge=merge)
+        _options.one_of(("asyncio", "trio"), backend=backend)
+        _options.callables(serve=serve, lifespan=lifespan, status=status)
         self._serve = serve
         self._merge = merge
         self._on = backend
@@ -80,6 +88,12 @@ class GeneratorBackend:
     ) -> Merge | None:
         """Make the generator; its task begins when this turn of the loop is over."""
         merge = self._merge(request) if callable(self._merge) else self._merge
+        if merge not in MERGES:
+            # The server would refuse it, too, and the key be in use until the
+            # generator is closed.
+            kind = type(merge).__name__
+            told = f"merge returned {kind}, not None or a Merge"
+            raise RequestRejected("internal", told)
         items = aiter(self._serve(key, request, tensors))
         running = self._live[key] = Running(key, items, self, self._news)
         self._tasks.start_soon(running.run)

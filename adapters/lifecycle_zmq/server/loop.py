@@ -6,6 +6,7 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
+from lifecycle_zmq import _options
 from lifecycle_zmq._errors import EncodeError, ProtocolError
 from lifecycle_zmq._hand_off import complain
 from lifecycle_zmq.memory.arena_view import ArenaView
@@ -41,7 +42,8 @@ class EngineLoop:
         arena: Where large tensors lie, if the clients have one.
 
     Raises:
-        TypeError: *backend* is no `Backend`, or *incarnation* no whole number.
+        TypeError: *backend* is no `Backend`, or another option of another kind.
+        ValueError: A number is less than 0.
     """
 
     _transport: ServerTransport
@@ -60,6 +62,9 @@ class EngineLoop:
         if type(incarnation) is not int:  # it would wait for messages to another one
             kind = type(incarnation).__name__
             raise TypeError(f"incarnation must be an int, not {kind}; give int() of it")
+        _options.whole(hold=hold)
+        _options.seconds(stall=stall)
+        _options.expect(ArenaView | None, "arena must be an ArenaView or None", arena)
         self._backend = backend
         self._incarnation = incarnation
         self._books = Books()

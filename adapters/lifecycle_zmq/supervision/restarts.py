@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections import deque
 
+from lifecycle_zmq import _options
+
 
 class Restarts:
     """Backoff between the processes of one engine, and a breaker for a crash loop.
@@ -23,6 +25,10 @@ class Restarts:
             number.
         crash_window: Seconds.
         broken_for: Seconds.
+
+    Raises:
+        TypeError: One of these is no number.
+        ValueError: One is less than 0.
     """
 
     def __init__(
@@ -34,6 +40,10 @@ class Restarts:
         crash_window: float = 60.0,
         broken_for: float = 60.0,
     ) -> None:
+        _options.seconds(backoff=backoff, max_backoff=max_backoff)
+        _options.seconds(crash_window=crash_window, broken_for=broken_for)
+        if max_crashes is not None:
+            _options.whole(max_crashes=max_crashes)
         self._backoff = backoff
         self._max_backoff = max_backoff
         self._max_crashes = max_crashes

@@ -8,6 +8,7 @@ from typing import Any, Generic, Self
 
 import anyio
 
+from lifecycle_zmq import _options
 from lifecycle_zmq._hand_off import Box
 from lifecycle_zmq.client.engine_client import EngineClient
 from lifecycle_zmq.supervision.supervisor import Health, L, Supervisor
@@ -27,6 +28,7 @@ class SupervisedEngine(Generic[L]):
     _scope: anyio.CancelScope
 
     def __init__(self, supervisor: Supervisor[L]) -> None:
+        _options.expect(Supervisor, "supervisor must be a Supervisor", supervisor)
         self._supervisor = supervisor
 
     async def __aenter__(self) -> Self:

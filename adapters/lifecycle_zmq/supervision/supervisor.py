@@ -10,6 +10,7 @@ from typing import Generic, Literal, TypeVar
 import anyio
 
 from lifecycle import EngineLost
+from lifecycle_zmq import _options
 from lifecycle_zmq.client.engine_client import EngineClient
 from lifecycle_zmq.supervision.life import Life
 from lifecycle_zmq.supervision.restarts import Restarts
@@ -54,6 +55,8 @@ class Supervisor(Generic[L]):
     _retry: anyio.Event
 
     def __init__(self, spawn: Spawn[L], restarts: Restarts) -> None:
+        _options.callables(spawn=spawn)
+        _options.expect(Restarts, "restarts must be Restarts", restarts)
         self._spawn = spawn
         self._restarts = restarts
         self.number = 0

@@ -5,7 +5,7 @@ gives no item, ``watch`` the number of tensors alive; ``reject`` and
 ``raise_in_start`` refuse; ``fail_at``, ``odd_item_at`` and ``raise_at`` go wrong at
 that item, and ``leave_at`` leaves the loop; ``exit`` leaves the process with that code,
 ``signal`` by that signal, ``eat`` takes so many bytes of memory first.
-``start_seconds`` is how long its start takes,
+``start_seconds`` is how long its start takes, ``end_seconds`` its end,
 ``sleep_at`` spends ``seconds`` of a step in a call that does not return, ``hold_at`` in
 one that keeps the interpreter lock, too. ``merge`` is how the items may merge; ``size``
 and ``each`` give so many items of so many bytes, ``distinct`` objects that are all
@@ -125,7 +125,8 @@ class ScriptedBackend:
     def end(self, key: str) -> None:
         """Forget the stream."""
         self._calls.append(f"end {key}")
-        self._live.pop(key, None)
+        it = self._live.pop(key, {})
+        time.sleep(it.get("end_seconds", 0))
         self._cancelled.discard(key)
         self._paused.discard(key)
 

@@ -314,6 +314,18 @@ async def test_tells_all_readers_once_when_it_dies(
             assert await read(await engine.start("s", {"count": 3})) == [[0], [1], [2]]
 
 
+async def test_many_that_begin_slowly_are_not_stalled(make_engine: Make) -> None:
+    """Each blocks the loop within its bound, all of them in one turn of it."""
+    async with make_engine(stalled_after=0.7) as engine:
+        await engine.wait_ready()
+        with anyio.fail_after(BOUND):
+            async with anyio.create_task_group() as tasks:
+                for number in range(6):
+                    request = {"count": 1, "start_seconds": 0.2}
+                    tasks.start_soon(engine.start, f"s{number}", request)
+        assert engine.incarnation == 1
+
+
 class Queue:
     """A transport that brings some starts, and keeps what is said until all end."""
 

@@ -16,7 +16,7 @@ import anyio
 import psutil
 import pytest
 
-from lifecycle import EngineLost
+from lifecycle import EngineLost, Payload
 from lifecycle_zmq import EngineFailed, ZmqEngine
 from lifecycle_zmq.process import locks
 
@@ -294,6 +294,30 @@ async def test_call_that_never_returns_is_stalled(
             assert waiters.reasons == {"stalled": 4}
             await engine.wait_ready()
     assert engine.incarnation == 2
+
+
+@pytest.mark.parametrize("tensors", [False, True])
+async def test_many_slow_starts_and_ends_at_once_are_not_stalled(
+    make_engine: MakeEngine, *, tensors: bool
+) -> None:
+    """Each within its bound, all of them in one turn that is over it (`fault-37`)."""
+
+    def box() -> Payload[dict[str, bytes]] | None:
+        return Payload({"pixels": b"x"}) if tensors else None
+
+    async with make_engine(stalled_after=0.7) as engine:
+        await engine.wait_ready()
+        with anyio.fail_after(30):
+            async with anyio.create_task_group() as tasks:
+                for number in range(6):
+                    request = {"hold": True, "start_seconds": 0.2}
+                    request["end_seconds"] = 0.2
+                    tasks.start_soon(engine.start, f"s{number}", request, box())
+            async with anyio.create_task_group() as tasks:
+                for number in range(6):
+                    tasks.start_soon(engine.end, f"s{number}")
+            assert (await engine.status())["ends"] == 6
+        assert engine.incarnation == 1
 
 
 async def test_engine_that_hangs_up_but_lives_is_replaced(

@@ -49,6 +49,7 @@ class GeneratorBackend:
 
     _loop: EngineLoop
     _transport: AwaitedTransport
+    _pulse: Turns
     _news: Slot
     _tasks: TaskGroup
     _waits: TaskGroup
@@ -172,6 +173,8 @@ class GeneratorBackend:
 
     def begun(self) -> None:
         """Tell soon which starts are accepted."""
+        # Many may begin in one turn, and each take its time.
+        self._pulse.turn(idle=False)
         self._ring()
 
     def leave(self, reason: SystemExit) -> None:
@@ -193,14 +196,14 @@ class GeneratorBackend:
         Raises:
             BaseException: What ended it before, such as an error of *lifespan*.
         """
-        self._loop, self._transport = loop, transport
+        self._loop, self._transport, self._pulse = loop, transport, pulse
         options = beat.options(self._on, pulse)
         try:
             anyio.run(self._run, backend=self._on, backend_options=options)
         except BaseExceptionGroup as group:
             raise _only(group) from None
         finally:
-            del self._loop, self._transport
+            del self._loop, self._transport, self._pulse
 
     async def _run(self) -> None:
         self._news = Slot()

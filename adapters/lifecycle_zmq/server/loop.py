@@ -207,6 +207,8 @@ class EngineLoop:
                 self._delivery.fail(stream, "gap", "a message of its client was lost")
 
     def _handle(self, peer: Peer, message: Message) -> None:
+        # A backend may take its time for each of many: the loop gets on all the same.
+        self._pulse.turn(idle=False)
         if message.kind is Kind.CONTROL:
             self._control(peer, message.body)
         elif message.kind is Kind.START:
@@ -218,6 +220,7 @@ class EngineLoop:
 
     def _control(self, peer: Peer, body: dict[str, Any]) -> None:
         for generation, key, window, request in body["start"]:
+            self._pulse.turn(idle=False)
             start = {"key": key, "window": window, "request": request}
             self._starts.begin(peer, generation, start, {})
         # What names a stream that is over was said before its end was heard of.
@@ -230,6 +233,7 @@ class EngineLoop:
             if stream is not None:
                 self._delivery.grant(stream, credit)
         for generation in body["end"]:
+            self._pulse.turn(idle=False)
             stream = peer.streams.get(generation)
             self._starts.hurry([stream] if stream is not None else [])
             self._ends.begin(peer, generation)

@@ -24,9 +24,10 @@ from lifecycle_zmq import (
     ZmqEngine,
     transport,
 )
+from lifecycle_zmq.memory.tensors import LOST
 from lifecycle_zmq.protocol import wire
 from lifecycle_zmq.protocol.wire import Kind
-from lifecycle_zmq.transport import frame_writer, pair
+from lifecycle_zmq.transport import frame_writer, frames, pair
 from lifecycle_zmq.transport.pair import Pair
 
 BOUND = 20.0
@@ -60,6 +61,32 @@ def test_messages_are_whole_wherever_the_stream_is_cut(ends: Ends) -> None:
     got = [ends.receive() for _ in messages]
     writer.join()
     assert got == messages
+
+
+@pytest.mark.parametrize("each", [7, 200_000])
+@pytest.mark.parametrize("size", [0, 50, 4096, 70_000, MIB // 2])
+def test_tensor_without_memory_is_skipped_wherever_the_stream_is_cut(
+    ends: Ends, monkeypatch: pytest.MonkeyPatch, size: int, each: int
+) -> None:
+    """What is before and behind it, in this message and the next one, is whole."""
+    found = frames._memory_for
+    monkeypatch.setattr(
+        frames, "_memory_for", lambda it: LOST if it == size else found(it)
+    )
+    stream = ends.framed(b"head", b"a" * 99, bytes(size), b"c" * 5000, bytes(size))
+    stream += ends.framed(b"next", b"d")
+
+    def write() -> None:
+        for at in range(0, len(stream), each):
+            ends.client.sendall(stream[at : at + each])
+
+    writer = threading.Thread(target=write)
+    writer.start()
+    parts = ends.arrive()
+    assert [index for index, it in enumerate(parts) if it is LOST] == [2, 4]
+    assert [bytes(it) for it in parts] == [b"head", b"a" * 99, b"", b"c" * 5000, b""]
+    assert ends.receive() == [b"next", b"d"]
+    writer.join()
 
 
 @pytest.mark.parametrize(

@@ -17,6 +17,7 @@ import pytest
 
 from lifecycle import EngineLost, Payload
 from lifecycle_zmq import RequestRejected, ZmqEngine
+from lifecycle_zmq.memory import parcels
 
 pytestmark = [
     pytest.mark.skipif(sys.platform != "linux", reason="no such memory"),
@@ -106,11 +107,20 @@ async def test_engine_that_stands_still_lets_no_payload_pile_up_here(
 
 @pytest.mark.anyio
 @pytest.mark.parametrize("arena_bytes", [0, 2 * MIB])
-@pytest.mark.parametrize("what", ["NOFILE", "AS"])
+@pytest.mark.parametrize(
+    ("what", "passed"), [("NOFILE", True), ("AS", True), ("AS", False)]
+)
 async def test_tensors_that_an_engine_has_no_room_for_are_refused_alone(
-    make_engine: Callable[..., ZmqEngine], what: str, arena_bytes: int
+    make_engine: Callable[..., ZmqEngine],
+    monkeypatch: pytest.MonkeyPatch,
+    what: str,
+    arena_bytes: int,
+    *,
+    passed: bool,
 ) -> None:
     """No descriptor or no address left: the other streams go on, and the next is served."""
+    if not passed:
+        monkeypatch.setattr(parcels, "SUPPORTED", False)
     async with make_engine(arena_bytes=arena_bytes) as engine:
         await engine.wait_ready()
         pid, number = engine.pid or 0, getattr(resource, f"RLIMIT_{what}")

@@ -14,6 +14,7 @@ import struct
 from collections.abc import Sequence
 
 from lifecycle_zmq._errors import ProtocolError
+from lifecycle_zmq.memory.tensors import LOST
 from lifecycle_zmq.protocol import wire
 from lifecycle_zmq.protocol.wire import Buffer
 from lifecycle_zmq.transport.passing import passed
@@ -48,6 +49,7 @@ class FrameReader:
         "_passed",
         "_receive",
         "_sizes",
+        "_skipped",
         "_start",
         "_tensors",
         "_unfilled",
@@ -65,6 +67,8 @@ class FrameReader:
         self._parts: list[Buffer] = []
         self._follow = 0
         self._unfilled = _NOTHING
+        # Bytes of a tensor to come for which there is no memory.
+        self._skipped = 0
         # Of the tensors whose bytes are apart; None while they are not.
         self._sizes: list[int] | None = None
         self.over = False
@@ -109,6 +113,8 @@ class FrameReader:
             ProtocolError: What came is no message; nothing more is taken.
         """
         while not self._unfilled:
+            if self._skipped and not self._skip():
+                return None
             if self._parts and not self._follow:
                 parts, self._parts = self._parts, []
                 return parts
@@ -171,11 +177,21 @@ class FrameReader:
             return
         part = _memory_for(size)
         self._parts.append(part)
+        if part is LOST:
+            self._start, self._skipped = begin, size
+            return
         view = memoryview(part)
         there = min(size, self._end - begin)
         view[:there] = self._memory[begin : begin + there]
         self._unfilled = view[there:] or _NOTHING
         self._start = begin + there
+
+    def _skip(self) -> bool:
+        """Drop what has come of what is to be skipped; False while more is to come."""
+        there = min(self._skipped, self._end - self._start)
+        self._start += there
+        self._skipped -= there
+        return not self._skipped
 
     def _passed_tensors(self, sizes: list[int]) -> list[memoryview]:
         try:
@@ -189,7 +205,11 @@ class FrameReader:
 
 
 def _memory_for(size: int) -> bytearray | memoryview:
+    """Return memory for a tensor; `LOST` where this process has no room for it."""
     # Not touched before it is filled, whatever a peer claims to send.
-    if size < _MAPPED_FROM:
-        return bytearray(size)
-    return memoryview(mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE))
+    try:
+        if size < _MAPPED_FROM:
+            return bytearray(size)
+        return memoryview(mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE))
+    except (MemoryError, OSError):
+        return LOST

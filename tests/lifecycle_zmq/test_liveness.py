@@ -18,7 +18,7 @@ import pytest
 
 from lifecycle import EngineLost, Payload
 from lifecycle_zmq import EngineFailed, ZmqEngine
-from lifecycle_zmq.process import locks
+from lifecycle_zmq.process import locks, proc
 
 pytestmark = [pytest.mark.anyio, pytest.mark.usefixtures("no_leaks")]
 
@@ -241,16 +241,31 @@ async def test_engine_that_is_continued_in_time_loses_nothing(
     assert engine.incarnation == 1
 
 
+@pytest.mark.parametrize("there", [True, False], ids=["proc", "no-proc"])
 async def test_stop_of_an_idle_engine_is_found(
-    make_engine: MakeEngine, becomes: Any
+    make_engine: MakeEngine,
+    becomes: Any,
+    monkeypatch: pytest.MonkeyPatch,
+    *,
+    there: bool,
 ) -> None:
-    """Nobody waits for it, and it is replaced all the same (`peers-76`)."""
+    """Nobody waits for it, and it is replaced all the same, also without /proc (`peers-76`)."""
+    if not there:
+        monkeypatch.setattr(proc, "_read", _no_proc)
     async with make_engine(stopped_after=0.5) as engine:
         with anyio.fail_after(20):
             await engine.wait_ready()
             os.kill(engine.pid or 0, signal.SIGSTOP)
+            await becomes(engine, lambda: engine.health == "stopped")
+            os.kill(engine.pid or 0, signal.SIGCONT)
+            await becomes(engine, lambda: engine.health == "serving")
+            os.kill(engine.pid or 0, signal.SIGSTOP)
             await becomes(engine, lambda: engine.incarnation == 2)
             await engine.wait_ready()
+
+
+def _no_proc(_path: str) -> bytes:
+    raise FileNotFoundError
 
 
 @pytest.mark.parametrize(("how", "seconds"), [("hold_at", 5.0), ("sleep_at", 1.5)])

@@ -1,4 +1,4 @@
-"""What the kernel says of a process, read from ``/proc/<pid>/stat``."""
+"""What the kernel says of a child process, read from ``/proc/<pid>/stat``."""
 
 from __future__ import annotations
 
@@ -27,11 +27,11 @@ class ProcessState:
 
 
 def look_at(pid: int) -> ProcessState:
-    """Return the state of a process; of one that runs, where there is no telling."""
+    """Return the state of a child; of one that runs, where there is no telling."""
     try:
         text = _read(f"/proc/{pid}/stat")
-    except OSError:
-        return ProcessState()
+    except OSError:  # no such directory here, or out of descriptors
+        return ProcessState(stopped=_is_stopped(pid))
     fields = text.rpartition(b")")[2].split()
     exiting = bool(int(fields[_FLAGS]) & _PF_EXITING)
     # 0 is also what is shown to those who may not know.
@@ -41,6 +41,15 @@ def look_at(pid: int) -> ProcessState:
         exiting=exiting,
         code=os.waitstatus_to_exitcode(status) if status else None,
     )
+
+
+def _is_stopped(pid: int) -> bool:
+    # Not asked in the first place: it says nothing of the others.
+    try:
+        options = os.WSTOPPED | os.WNOHANG | os.WNOWAIT
+        return os.waitid(os.P_PID, pid, options) is not None
+    except (AttributeError, OSError):
+        return False
 
 
 def _read(path: str) -> bytes:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import importlib
+import json
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -65,3 +66,20 @@ def generation_file(checkpoint: str | Path) -> str:
     """
     own = "generation_config.json"
     return own if (Path(checkpoint) / own).exists() else "config.json"
+
+
+def generation_options(checkpoint: str | Path) -> dict[str, Any]:
+    """What a checkpoint's generation config says, and not what its class fills in.
+
+    Raises:
+        OSError: No such file.
+        ValueError: It is no JSON object.
+    """
+    path = Path(checkpoint) / generation_file(checkpoint)
+    try:
+        options = json.loads(path.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise ValueError(f"{path.name} is not valid JSON: {error}") from None
+    if not isinstance(options, dict):
+        raise ValueError(f"{path.name} is no JSON object")  # noqa: TRY004  a bad file
+    return options

@@ -184,7 +184,7 @@ def serve(
 
     To try it: `lifecycle-engine serve --hints`, which prints what to ask it.
     """
-    from lifecycle import EngineLost, Gate
+    from lifecycle import Gate
     from lifecycle_asgi import KnownKeys, client_address
     from lifecycle_zmq import ZmqEngine
 
@@ -261,7 +261,7 @@ def serve(
             typer.echo(first_steps(address, name))
         sys.stdout.flush()
 
-    try:
+    with commands.failures_told(app.state.service, host, port):
         server.run(
             app,
             host=host,
@@ -271,16 +271,6 @@ def serve(
             proxies=believed,
             announce=announce,
         )
-    except OSError as error:
-        typer.echo(
-            f"cannot listen on {host} port {port}: {error.strerror or error}; "
-            f"choose another --port, 0 for a free one, or another --host",
-            err=True,
-        )
-        raise typer.Exit(1) from None
-    except EngineLost as error:
-        typer.echo(f"the engine did not start: {error}", err=True)
-        raise typer.Exit(1) from None
     # All is done, and nothing left that a signal could cut short.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_IGN)

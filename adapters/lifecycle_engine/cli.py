@@ -21,6 +21,7 @@ from .launch import (
     Device,
     EngineOn,
     RunnerName,
+    SamplingDefaults,
     on_ray,
     worker_argv,
 )
@@ -70,6 +71,10 @@ def serve(
         str | None,
         typer.Option(help="Name that clients ask for; the folder's if left out."),
     ] = None,
+    sampling_defaults: Annotated[
+        SamplingDefaults,
+        typer.Option(help="Of whom; model: of its generation config."),
+    ] = SamplingDefaults.model,
     payload_bytes: Annotated[
         int | None,
         typer.Option(
@@ -249,6 +254,7 @@ def serve(
             body_bytes=body_bytes,
             body_patience=body_patience,
             threads=threads,
+            defaults=commands.defaults_of(folder, sampling_defaults),
             per_client=per_client or None,
             client=clients,
             fetch=HttpsGet(FetchLimits()) if remote_images else None,

@@ -14,11 +14,12 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from .launch import RunnerName, default_checkpoint, make_processor
+from .launch import RunnerName, SamplingDefaults, default_checkpoint, make_processor
 
 if TYPE_CHECKING:
     from lifecycle.events import Observer
 
+    from .defaults import ChatDefaults
     from .processor import Empty, Processor
     from .service import Service
 
@@ -48,6 +49,16 @@ def processor_of(folder: Path | None, empty: Empty | None) -> Processor:
     """The processor of a checkpoint, or an end that says why there is none."""
     with _served(folder):
         return make_processor(folder, empty)
+
+
+def defaults_of(folder: Path | None, whose: SamplingDefaults) -> ChatDefaults:
+    """What requests get that do not say, or an end that says what is wrong with it."""
+    from . import defaults
+
+    if folder is None or whose is SamplingDefaults.openai:
+        return defaults.ChatDefaults()
+    with _served(folder):
+        return defaults.defaults_of(folder)
 
 
 @contextmanager

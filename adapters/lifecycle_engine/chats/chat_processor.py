@@ -17,6 +17,7 @@ from lifecycle_engine.models._hf import (
     generation_options,
     hf,
     in_a_sentence,
+    token_ids,
 )
 from lifecycle_engine.processor import (
     BadChat,
@@ -58,6 +59,7 @@ class ChatProcessor:
                 that does not fit the model; a chat template that is missing, or fails.
         """
         folder = Path(checkpoint)
+        size: int = config_of(folder).get_text_config().vocab_size
         with in_a_sentence("tokenizer"):
             self._tokenizer: Any = hf("AutoTokenizer").from_pretrained(
                 str(folder), local_files_only=True, trust_remote_code=False
@@ -74,8 +76,8 @@ class ChatProcessor:
             token.content for token in added.values() if token.special
         )
         self._bytes_of, self._strips = token_bytes(self._tokenizer)
-        self._stop_ids = _stop_ids(folder, self._tokenizer)
-        self._try()
+        self._stop_ids = _stop_ids(folder, self._tokenizer, size)
+        self._try(size)
         self._empty = empty  # only now: its engine is not there yet
 
     @bare
@@ -105,12 +107,12 @@ class ChatProcessor:
         stop_ids = [] if chat.ignore_eos else self._stop_ids
         return Prepared(chat.request(ids, stop_ids), tensors, len(ids))
 
-    def _try(self) -> None:
+    def _try(self, size: int) -> None:
         """Prepare a chat of each kind: what fails now would fail whoever comes first.
 
         Raises:
-            ValueError: The template fails, or pictures do not become what the model
-                takes.
+            ValueError: The template fails, or what is made of it, or of pictures, is
+                not what a model of *size* tokens takes.
         """
         contents: list[list[str | bytes]] = [["."]]
         if self._images is not None:
@@ -122,10 +124,16 @@ class ChatProcessor:
                 raise ValueError(f"{error}; mend the template") from None
             except BadChat:
                 continue  # it wants more than one message: there may be such
+            ids = prepared.request["input_ids"]
+            if not ids or max(ids) >= size:
+                raise ValueError(
+                    f"a chat becomes {len(ids)} tokens up to {max(ids, default=0)}, "
+                    f"the model has {size}: its tokenizer is missing, or another's"
+                )
             if self._images is None:
                 continue
             try:
-                self._images.check(prepared.request["input_ids"], prepared.tensors)
+                self._images.check(ids, prepared.tensors)
             except ValueError as error:
                 raise ValueError(
                     f"pictures do not become what the model takes: {error}; their "
@@ -210,18 +218,13 @@ def _picture() -> bytes:
     return out.getvalue()
 
 
-def _stop_ids(checkpoint: Path, tokenizer: Any) -> list[int]:
+def _stop_ids(checkpoint: Path, tokenizer: Any, size: int) -> list[int]:
     """The ids that end a turn: what the generation config names, else the tokenizer's.
 
     Not what the class of a config has where its file names none: that is seldom the
     model's, and `generate`, which then ends nothing, does not know of it either.
     """
     ids = generation_options(checkpoint).get("eos_token_id")
-    if ids is None:
-        ids = tokenizer.eos_token_id
-    if ids is None:
-        return []
-    ids = ids if isinstance(ids, list) else [ids]
+    ids = token_ids(tokenizer.eos_token_id if ids is None else ids, "eos_token_id")
     # Some configs name one that cannot be drawn, to have none.
-    size = config_of(checkpoint).get_text_config().vocab_size
     return sorted(token for token in ids if 0 <= token < size)

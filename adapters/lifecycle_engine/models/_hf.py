@@ -9,7 +9,8 @@ from __future__ import annotations
 import contextlib
 import importlib
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from json import JSONDecodeError as JSONError
 from pathlib import Path
 from typing import Any
 
@@ -37,9 +38,10 @@ def in_a_sentence(what: str) -> Iterator[None]:
     """Turn what transformers raises of a checkpoint, of any type, into `ValueError`."""
     try:
         yield
-    except (OSError, ValueError):
-        raise
     except Exception as error:
+        # A file that is no JSON is told without its name.
+        if isinstance(error, OSError | ValueError) and type(error) is not JSONError:
+            raise
         first = str(error).strip().partition("\n")[0]
         raise ValueError(
             f"transformers cannot load the {what}: {type(error).__name__}: {first}"
@@ -83,3 +85,17 @@ def generation_options(checkpoint: str | Path) -> dict[str, Any]:
     if not isinstance(options, dict):
         raise ValueError(f"{path.name} is no JSON object")  # noqa: TRY004  a bad file
     return options
+
+
+def token_ids(value: Any, name: str) -> Sequence[int]:
+    """The ids of an option of a generation config, which may be one or none.
+
+    Raises:
+        ValueError: They are not ids.
+    """
+    if value is None:
+        return ()
+    ids = value if isinstance(value, list | tuple) else [value]
+    if any(type(token) is not int for token in ids):
+        raise ValueError(f"the generation config has {name} of other than token ids")
+    return ids

@@ -282,12 +282,7 @@ def serve(
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
 
 
-for _command in (
-    commands.demo,
-    commands.checkpoint,
-    commands.bench,
-    commands.doctor,
-):
+for _command in (commands.demo, commands.checkpoint, commands.bench, commands.doctor):
     cli.command()(_command)
 
 

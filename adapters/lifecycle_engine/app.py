@@ -32,6 +32,7 @@ from lifecycle_asgi import (
 )
 
 from .api_errors import INTERNAL, ApiError, describe
+from .defaults import ChatDefaults
 from .dialects.dialect import Dialect, dump
 from .dialects.generate_dialect import PLAIN
 from .dialects.messages_wire import ANTHROPIC
@@ -40,7 +41,7 @@ from .dialects.responses_dialect import RESPONSES
 from .http.https_get import HttpsGet
 from .images.media import MediaLimits
 from .images.remote_images import RemoteImages
-from .incoming import ChatDefaults, Intake, request_id
+from .incoming import Intake, request_id
 from .processor import Processor
 from .routes.bodies import BodyReader
 from .routes.cancels import Cancels

@@ -21,6 +21,7 @@ from .launch import (
     Device,
     EngineOn,
     RunnerName,
+    SamplingDefaults,
     on_ray,
     worker_argv,
 )
@@ -70,6 +71,10 @@ def serve(
         str | None,
         typer.Option(help="Name that clients ask for; the folder's if left out."),
     ] = None,
+    sampling_defaults: Annotated[
+        SamplingDefaults,
+        typer.Option(help="Of whom; model: of its generation config."),
+    ] = SamplingDefaults.model,
     payload_bytes: Annotated[
         int | None,
         typer.Option(
@@ -184,7 +189,7 @@ def serve(
 
     To try it: `lifecycle-engine serve --hints`, which prints what to ask it.
     """
-    from lifecycle import EngineLost, Gate
+    from lifecycle import Gate
     from lifecycle_asgi import KnownKeys, client_address
     from lifecycle_zmq import ZmqEngine
 
@@ -249,6 +254,7 @@ def serve(
             body_bytes=body_bytes,
             body_patience=body_patience,
             threads=threads,
+            defaults=commands.defaults_of(folder, sampling_defaults),
             per_client=per_client or None,
             client=clients,
             fetch=HttpsGet(FetchLimits()) if remote_images else None,
@@ -261,7 +267,7 @@ def serve(
             typer.echo(first_steps(address, name))
         sys.stdout.flush()
 
-    try:
+    with commands.failures_told(app.state.service, host, port):
         server.run(
             app,
             host=host,
@@ -271,27 +277,12 @@ def serve(
             proxies=believed,
             announce=announce,
         )
-    except OSError as error:
-        typer.echo(
-            f"cannot listen on {host} port {port}: {error.strerror or error}; "
-            f"choose another --port, 0 for a free one, or another --host",
-            err=True,
-        )
-        raise typer.Exit(1) from None
-    except EngineLost as error:
-        typer.echo(f"the engine did not start: {error}", err=True)
-        raise typer.Exit(1) from None
     # All is done, and nothing left that a signal could cut short.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
 
 
-for _command in (
-    commands.demo,
-    commands.checkpoint,
-    commands.bench,
-    commands.doctor,
-):
+for _command in (commands.demo, commands.checkpoint, commands.bench, commands.doctor):
     cli.command()(_command)
 
 

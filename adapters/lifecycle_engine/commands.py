@@ -3,20 +3,25 @@
 from __future__ import annotations
 
 import importlib
+import inspect
+import logging
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from ipaddress import ip_network
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from .launch import RunnerName, default_checkpoint, make_processor
+from .launch import RunnerName, SamplingDefaults, default_checkpoint, make_processor
 
 if TYPE_CHECKING:
     from lifecycle.events import Observer
 
+    from .defaults import ChatDefaults
     from .processor import Empty, Processor
+    from .service import Service
 
 
 def tiny() -> Path:
@@ -42,13 +47,59 @@ def existing(folder: Path) -> Path:
 
 def processor_of(folder: Path | None, empty: Empty | None) -> Processor:
     """The processor of a checkpoint, or an end that says why there is none."""
-    try:
+    with _served(folder):
         return make_processor(folder, empty)
+
+
+def defaults_of(folder: Path | None, whose: SamplingDefaults) -> ChatDefaults:
+    """What requests get that do not say, or an end that says what is wrong with it."""
+    from . import defaults
+
+    if folder is None or whose is SamplingDefaults.openai:
+        return defaults.ChatDefaults()
+    with _served(folder):
+        return defaults.defaults_of(folder)
+
+
+@contextmanager
+def _served(folder: Path | None) -> Iterator[None]:
+    try:
+        yield
     except (OSError, ValueError) as error:
         # Only the first line: transformers goes on with advice about its hub.
         first = str(error).strip().partition("\n")[0]
         typer.echo(f"{folder} cannot be served: {first}", err=True)
         raise typer.Exit(1) from None
+
+
+@contextmanager
+def failures_told(service: Service, host: str, port: int) -> Iterator[None]:
+    """Tell in a line why a server does not start, and end."""
+    from lifecycle import EngineLost
+
+    def untold(record: logging.LogRecord) -> bool:
+        del record
+        return service.failure is None
+
+    log = logging.getLogger("uvicorn.error")
+    log.addFilter(untold)  # it has the whole traceback for what a sentence tells
+    try:
+        yield
+    except OSError as error:
+        why = f"cannot listen on {host} port {port}: {error.strerror or error}; "
+        why += "choose another --port, 0 for a free one, or another --host"
+    except EngineLost as error:
+        why = f"the engine did not start: {error}"
+    except SystemExit:  # uvicorn's own, where the application did not start
+        if service.failure is None:
+            raise
+        why = f"the engine did not start: {service.failure}"
+    else:
+        return
+    finally:
+        log.removeFilter(untold)
+    typer.echo(why, err=True)
+    raise typer.Exit(1)
 
 
 def enough(kv_slots: int | None, max_batch: int) -> int | None:
@@ -74,13 +125,21 @@ def observers(names: Sequence[str]) -> Sequence[Observer]:
                 f"{name}: {error}; give MODULE:NAME, of a module on PYTHONPATH",
                 param_hint="--observer",
             ) from None
-        if not callable(each):
+        if not callable(each) or _is_async(each):
+            what = "async" if callable(each) else f"a {type(each).__name__}"
             raise typer.BadParameter(
-                f"{name} is a {type(each).__name__}, not a function of an event",
+                f"{name} is {what}, not a function of an event that returns at once",
                 param_hint="--observer",
             )
         found.append(each)
     return found
+
+
+def _is_async(function: Callable[..., Any]) -> bool:
+    """Whether what a call returns would have to be awaited, which nobody does."""
+    kinds = (inspect.iscoroutinefunction, inspect.isasyncgenfunction)
+    made = type(function).__call__  # of an object that can be called
+    return any(kind(each) for kind in kinds for each in (function, made))
 
 
 def networks(proxies: Sequence[str]) -> Sequence[str]:

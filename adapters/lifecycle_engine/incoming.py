@@ -20,6 +20,7 @@ from lifecycle import Payload
 from lifecycle_asgi.media import find_media
 
 from .api_errors import ApiError, bad_request
+from .defaults import ChatDefaults
 from .dialects.openai_schema import (
     ANY_MODEL,
     ChatRequest,
@@ -47,19 +48,6 @@ ID_PATTERN = "[A-Za-z0-9._-]{1,128}"
 _ID = re.compile(ID_PATTERN.encode())
 # Shorter bodies are parsed where they are: a thread costs more than they do.
 _INLINE_BYTES = 4096
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ChatDefaults:
-    """What a request gets that does not say.
-
-    Attributes:
-        max_tokens: Tokens to generate at most.
-        temperature: OpenAI's own default is 1.
-    """
-
-    max_tokens: int = 256
-    temperature: float = 1.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -209,18 +197,16 @@ class Intake:
         remote: list[Remote] = []
         messages = self._messages(request, measures, remote)
         limit = request.max_completion_tokens or request.max_tokens
-        temperature = request.temperature
         options = request.stream_options
         chat = Chat(
             messages,
             limit or self._defaults.max_tokens,
-            self._defaults.temperature if temperature is None else temperature,
-            request.seed,
-            bool(request.ignore_eos),
-            1.0 if request.top_p is None else request.top_p,
-            (request.top_logprobs or 0) if request.logprobs else None,
-            self._owners.share(client, request.user or ""),
-            request.prompt_cache_key,
+            seed=request.seed,
+            ignore_eos=bool(request.ignore_eos),
+            logprobs=(request.top_logprobs or 0) if request.logprobs else None,
+            share=self._owners.share(client, request.user or ""),
+            session=request.prompt_cache_key,
+            **self._defaults.sampling(request),
         )
         choices = request.n or 1
         encoded = sum(one.encoded for one in measures)

@@ -31,6 +31,13 @@ class Device(StrEnum):
     cuda = "cuda"
 
 
+class SamplingDefaults(StrEnum):
+    """Whose defaults requests get that do not say how they draw."""
+
+    model = "model"
+    openai = "openai"
+
+
 class EngineOn(StrEnum):
     """Where the engine runs."""
 

@@ -65,6 +65,8 @@ class Chat:
         share: Whose request it is; the engine's slots go to shares in turn.
         session: Which of its share's conversations it is a turn of: the engine may
             go on from what it holds of the turn before.
+        top_k: How many of the likeliest tokens to draw from; 0 is all.
+        min_p: Least share of the likeliest token's probability to be drawn with.
     """
 
     messages: Sequence[Message] = field(repr=False)
@@ -76,6 +78,8 @@ class Chat:
     logprobs: int | None = None
     share: str = field(default="", repr=False)
     session: str | None = field(default=None, repr=False)
+    top_k: int = 0
+    min_p: float = 0.0
 
     def request(self, input_ids: list[int], stop_ids: Sequence[int]) -> dict[str, Any]:
         """Return the engine's request map of this chat as tokens."""
@@ -85,6 +89,8 @@ class Chat:
             "stop_ids": list(stop_ids),
             "temperature": float(self.temperature),
             "top_p": float(self.top_p),
+            "top_k": self.top_k,
+            "min_p": float(self.min_p),
             "seed": self.seed,
             "logprobs": self.logprobs,
             "share": self.share,

@@ -36,12 +36,17 @@ class Sampling:
         seed: Makes the draws reproducible; ``None`` takes one by chance.
         logprobs: How many of the likeliest tokens to tell with each token, and
             its own log probability; ``None`` tells nothing.
+        top_k: Draw from so many of the likeliest tokens, and those that are as likely
+            as the last of them; 0 is all of them.
+        min_p: Draw no token that is less likely than this share of the likeliest.
     """
 
     temperature: float = 0.0
     top_p: float = 1.0
     seed: int | None = None
     logprobs: int | None = None
+    top_k: int = 0
+    min_p: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)

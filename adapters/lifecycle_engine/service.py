@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import AsyncIterator, Callable, Mapping
-from contextlib import asynccontextmanager
+from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, field
 from types import TracebackType
 from typing import Any, Protocol, Self
@@ -111,6 +111,7 @@ class Service:
         client: Whose a request is, by its ASGI scope.
         correction: Of what payloads are estimated to weigh.
         remote: Fetches images; ``None`` fetches none.
+        failure: What is wrong with what the engine was told, if it could not begin.
     """
 
     model: str
@@ -127,6 +128,7 @@ class Service:
     correction: Correction = field(default_factory=Correction)
     _forecasts: dict[Gate, Forecast] = field(default_factory=dict, init=False)
     remote: RemoteImages | None = None
+    failure: OSError | ValueError | None = field(default=None, init=False)
     _sessions: SessionRegistry | None = field(default=None, init=False)
     _places: Places = field(init=False)
 
@@ -146,7 +148,13 @@ class Service:
             Ends both, the sessions first: the engine has to be told of their end.
         """
         self._sessions = self.new_sessions()
-        async with self.engine, self._sessions:
+        async with AsyncExitStack() as stack:
+            try:
+                await stack.enter_async_context(self.engine)
+            except (OSError, ValueError) as error:
+                self.failure = error
+                raise
+            await stack.enter_async_context(self._sessions)
             yield
 
     @property

@@ -15,6 +15,7 @@ from http_kit import data_url, encoded, png, png_chunk
 from hypothesis import given, settings, strategies as st
 
 from lifecycle_engine.api_errors import ApiError
+from lifecycle_engine.defaults import ChatDefaults
 from lifecycle_engine.dialects.openai_schema import parse_request
 from lifecycle_engine.images.media import (
     Measure,
@@ -24,7 +25,7 @@ from lifecycle_engine.images.media import (
     estimate_bytes,
     measure,
 )
-from lifecycle_engine.incoming import ChatDefaults, Intake
+from lifecycle_engine.incoming import Intake
 
 LIMITS = MediaLimits()
 

@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import json
 import signal
 import struct
 import sys
-from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 
@@ -16,62 +14,12 @@ import openai
 import psutil
 import pytest
 from http_kit import ENV, answer_to, encoded, post, user
+from serve_kit import CLI, served
 from typer.testing import CliRunner
 
 from lifecycle_engine.cli import cli
 
 pytestmark = pytest.mark.asyncio
-CLI = [sys.executable, "-m", "lifecycle_engine.cli"]
-
-
-class Served:
-    """A server process that has announced itself."""
-
-    def __init__(self, process: asyncio.subprocess.Process, address: str) -> None:
-        self.process = process
-        self.address = address
-        self.port = int(address.rpartition(":")[2])
-
-    def client(self) -> openai.AsyncOpenAI:
-        """The real SDK."""
-        url = f"{self.address}/v1"
-        return openai.AsyncOpenAI(base_url=url, api_key="x", max_retries=0, timeout=20)
-
-    async def exit(self, number: int | None = None, within: float = 5.0) -> int:
-        """Send a signal, if one is given, and return the exit status."""
-        if number is not None:
-            self.process.send_signal(number)
-        async with asyncio.timeout(within):
-            return await self.process.wait()
-
-
-@contextlib.asynccontextmanager
-async def served(
-    *options: str, runner: str = "sim", quiet: bool = True
-) -> AsyncIterator[Served]:
-    """Run the command and wait for its line."""
-    argv = [*CLI, "serve", "--runner", runner, "--port", "0", *options]
-    pipe = asyncio.subprocess.PIPE
-    process = await asyncio.create_subprocess_exec(
-        *argv, stdout=pipe, stderr=pipe, env=ENV
-    )
-    family = psutil.Process(process.pid)
-    children: list[psutil.Process] = []
-    try:
-        async with asyncio.timeout(100):
-            line = (await process.stdout.readline()).decode()
-        assert "ready at http://" in line, (await process.stderr.read()).decode()
-        children = family.children(recursive=True)
-        assert children, "there is no engine process"
-        yield Served(process, line.split()[-1])
-        assert not quiet or await process.stderr.read() == b""
-    finally:
-        if process.returncode is None:
-            process.kill()
-            await process.wait()
-        process._transport.close()
-    _, alive = await asyncio.to_thread(psutil.wait_procs, children, 5)
-    assert not alive
 
 
 async def begin_stream(client: Any, tokens: int) -> Any:
@@ -106,6 +54,27 @@ async def test_serves_from_a_cluster(monkeypatch: pytest.MonkeyPatch) -> None:
         assert live["engine"]["ready"]
         assert live["engine"]["status"]["ends"] == 1
         assert await server.exit(signal.SIGTERM, within=30) == 0
+
+
+@pytest.mark.parametrize(
+    ("address", "words"),
+    [
+        ("127.0.0.1:1", b"no Ray cluster answers at 127.0.0.1:1"),
+        ("ray://127.0.0.1:1", b"ray://127.0.0.1:1 is for clients"),
+    ],
+)
+async def test_says_that_there_is_no_cluster(address: str, words: bytes) -> None:
+    """In a line, without what it was doing at that moment."""
+    pytest.importorskip("ray", reason="Ray is not installed")
+    argv = [*CLI, "serve", "--runner", "sim", "--port", "0", "--engine", "ray"]
+    process = await asyncio.create_subprocess_exec(
+        *[*argv, "--ray-address", address], stderr=asyncio.subprocess.PIPE, env=ENV
+    )
+    async with asyncio.timeout(60):
+        _, errors = await process.communicate()
+    assert errors.startswith(b"the engine did not start: " + words)
+    assert errors.count(b"\n") == 1
+    assert process.returncode == 1
 
 
 def ask() -> bytes:

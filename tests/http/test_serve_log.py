@@ -137,6 +137,29 @@ async def test_tells_an_observer_of_ones_own_of_everything(tmp_path: Path) -> No
     assert {"LeaseGranted", "SessionOpened", "RequestEnded"} <= set(errors.split())
 
 
+# What returns something to await, which nobody does.
+ASYNC = """
+import functools
+
+async def tell(event, more=None):
+    pass
+
+async def streamed(event):
+    yield event
+
+class Teller:
+    async def __call__(self, event):
+        pass
+
+    async def tell(self, event):
+        pass
+
+Told = Teller()
+told = Told.tell
+partly = functools.partial(tell, more=1)
+"""
+
+
 @pytest.mark.parametrize(
     ("name", "why"),
     [
@@ -145,9 +168,19 @@ async def test_tells_an_observer_of_ones_own_of_everything(tmp_path: Path) -> No
         ("json", "give MODULE:NAME"),
         (":tell", "give MODULE:NAME"),
         ("json:__name__", "is a str, not a function"),
+        ("anyio:sleep", "is async, not a function of an event that returns at once"),
+        ("watch_async:told", "is async"),
+        ("watch_async:Told", "is async"),
+        ("watch_async:partly", "is async"),
+        ("watch_async:streamed", "is async"),
     ],
 )
-async def test_refuses_an_observer_that_is_none(name: str, why: str) -> None:
+async def test_refuses_an_observer_that_is_none(
+    name: str, why: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Before anything is started, with what to give in its place."""
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.delitem(sys.modules, "watch_async", raising=False)
+    (tmp_path / "watch_async.py").write_text(ASYNC)
     with pytest.raises(typer.BadParameter, match=why):
         observers([name])

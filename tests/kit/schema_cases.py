@@ -24,7 +24,7 @@ from schemathesis import GenerationMode
 from schemathesis.checks import CHECKS
 
 from lifecycle_engine.app import AppSettings
-from lifecycle_engine.incoming import ChatDefaults
+from lifecycle_engine.defaults import ChatDefaults
 from lifecycle_metrics import Metrics
 
 # Busy for a while is the one failure of the server that is none.

@@ -141,6 +141,7 @@ REFUSED: dict[str, Any] = {
     "num_beams": 3,
     "sequence_bias": [[[5], 10.0]],
     "stop_strings": ["a"],
+    "token_healing": True,
     "watermarking_config": {"greenlist_ratio": 0.25, "bias": 2.5},
 }
 
@@ -169,11 +170,37 @@ def test_options_that_leave_tokens_alone_are_taken() -> None:
     config = transformers.GenerationConfig(
         do_sample=True, temperature=0.3, top_k=5, num_beams=1, no_repeat_ngram_size=0
     )
-    assert Rules.of(config) == Rules(ends=[])
+    assert Rules.of(config) == Rules()
     for penalty in (0, -1.0):
         config.repetition_penalty = penalty
         with pytest.raises(ValueError, match="must be above 0"):
             Rules.of(config)
+
+
+@pytest.mark.parametrize(
+    ("options", "told"),
+    [
+        ({"eos_token_id": "x"}, "eos_token_id of other than token ids"),
+        ({"eos_token_id": [[2]]}, "eos_token_id of other than token ids"),
+        ({"eos_token_id": 2.0}, "eos_token_id of other than token ids"),
+        ({"suppress_tokens": ["1"]}, "suppress_tokens of other than token ids"),
+        ({"begin_suppress_tokens": [None]}, "begin_suppress_tokens of other than"),
+        ({"min_length": "x"}, "min_length is 'x'; it must be a count"),
+        ({"min_new_tokens": 1.5}, "min_new_tokens is 1.5; it must be"),
+        ({"repetition_penalty": "1.1"}, "repetition_penalty is '1.1'; it must be"),
+    ],
+)
+def test_options_of_a_wrong_type_are_refused_in_a_sentence(
+    kits: Callable[[str], Kit], tmp_path: Path, options: dict[str, Any], told: str
+) -> None:
+    """Some failed at the first request only, others in a traceback."""
+    shutil.copytree(kits("qwen3").folder, tmp_path, dirs_exist_ok=True)
+    (tmp_path / "generation_config.json").write_text(json.dumps(options))
+    with pytest.raises(ValueError, match=told):
+        load_config(tmp_path)
+    if "eos_token_id" in options:
+        with pytest.raises(ValueError, match=told):
+            ChatProcessor(tmp_path)
 
 
 def test_model_without_generation_config_ends_where_its_config_says(

@@ -21,6 +21,9 @@ from lifecycle_engine.chats.chat_processor import ChatProcessor  # noqa: E402
 from lifecycle_engine.cli import cli  # noqa: E402
 from lifecycle_engine.models.families import family_of  # noqa: E402
 from lifecycle_engine.models.loading import load_model  # noqa: E402
+from lifecycle_engine.models.transformers_runner import (  # noqa: E402
+    TransformersRunner,
+)
 from lifecycle_engine.processor import BadChat, Chat, Message  # noqa: E402
 
 
@@ -68,7 +71,6 @@ def test_checkpoint_that_lacks_weights_is_refused(
         {"num_hidden_layers": 3},
         {"output_attentions": True},
         {"rope_parameters": {"rope_type": "su", "rope_theta": 1e4}},
-        {"quantization_config": {"quant_method": "gptq", "bits": 4}},
         {"model_type": "qwen9"},
     ],
     ids=lambda values: next(iter(values)),
@@ -79,6 +81,70 @@ def test_whatever_transformers_raises_is_told_in_a_sentence(
     """Its errors are of many types; one that is none of ours ends in a traceback."""
     with pytest.raises(ValueError, match=r"transformers"):
         load_model(copied("qwen3", **values), device="cpu", dtype="float32")
+
+
+@pytest.mark.parametrize("part", ["config", "text_config"])
+@pytest.mark.parametrize("method", ["gptq", "fp8", "mxfp4", "unheard-of"])
+def test_quantised_checkpoint_is_refused(
+    copied: Callable[..., Path], method: str, part: str
+) -> None:
+    """By what it is; some methods would be read as if they were none."""
+    path = copied("llava") / "config.json"
+    values = json.loads(path.read_text())
+    of = values if part == "config" else values[part]
+    of["quantization_config"] = {"quant_method": method, "bits": 4}
+    path.write_text(json.dumps(values))
+    with pytest.raises(ValueError, match=rf"is quantised \({method}\); known are"):
+        load_model(path.parent, device="cpu", dtype="float32")
+
+
+def test_model_that_does_not_run_is_refused(copied: Callable[..., Path]) -> None:
+    """At its start, and not each request by itself."""
+    path = copied("qwen3") / "model.safetensors"
+    weights = load_file(path)
+    weights["model.norm.weight"].fill_(float("nan"))
+    save_file(weights, path, metadata={"format": "pt"})
+    with pytest.raises(ValueError, match="does not run: FloatingPointError: the logit"):
+        TransformersRunner.load(path.parent)
+
+
+@pytest.mark.parametrize("name", ["tokenizer.json", "tokenizer_config.json"])
+def test_tokenizer_that_is_no_json_is_named(
+    copied: Callable[..., Path], name: str
+) -> None:
+    """The parser's own words say where in a file, and not in which."""
+    folder = copied("qwen3")
+    (folder / name).write_text("{nope")
+    with pytest.raises(ValueError, match="load the tokenizer: JSONDecodeError: Expect"):
+        ChatProcessor(folder)
+
+
+def test_checkpoint_without_a_tokenizer_is_refused(
+    copied: Callable[..., Path],
+) -> None:
+    """transformers makes an empty one, for which every chat is nothing."""
+    folder = copied("qwen3")
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        (folder / name).unlink()
+    with pytest.raises(
+        ValueError, match="becomes 0 tokens up to 0, the model has 1024"
+    ):
+        ChatProcessor(folder)
+
+
+def test_tokenizer_that_outgrew_the_model_is_refused(
+    copied: Callable[..., Path],
+) -> None:
+    """Where every chat has a token that was added and never learnt."""
+    folder = copied("qwen3")
+    tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
+    tokenizer.add_tokens(["<there>"])
+    tokenizer.save_pretrained(folder)
+    ChatProcessor(folder)
+    path = folder / "chat_template.jinja"
+    path.write_text("<there>" + path.read_text())
+    with pytest.raises(ValueError, match="tokens up to 1024, the model has 1024"):
+        ChatProcessor(folder)
 
 
 def test_config_that_names_another_attention_is_served_all_the_same(

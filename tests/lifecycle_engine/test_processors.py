@@ -230,11 +230,13 @@ def test_request_map_has_exact_types(either: Any) -> None:
         "input_ids",
         "logprobs",
         "max_tokens",
+        "min_p",
         "seed",
         "session",
         "share",
         "stop_ids",
         "temperature",
+        "top_k",
         "top_p",
     ]
     assert type(request["temperature"]) is float

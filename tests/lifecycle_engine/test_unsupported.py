@@ -9,6 +9,8 @@ from typing import Any
 import pytest
 
 from lifecycle_engine.api_errors import ApiError
+from lifecycle_engine.dialects.forms import NOWHERE
+from lifecycle_engine.dialects.generate_schema import parse_generate
 from lifecycle_engine.dialects.messages_schema import parse_messages
 from lifecycle_engine.dialects.openai_schema import parse_request
 from lifecycle_engine.dialects.openapi import describe
@@ -19,6 +21,7 @@ FORMS: dict[str, tuple[Callable[[bytes], Any], dict[str, Any]]] = {
     "ChatRequest": (parse_request, CHAT),
     "MessagesRequest": (parse_messages, CHAT),
     "ResponsesRequest": (parse_responses, {"input": "x"}),
+    "GenerateRequest": (parse_generate, {"text": "x"}),
 }
 # Those that Python takes for the same are in it, too.
 VALUES = (None, False, True, 0, 1, 0.0, 1.0, 2, "", "none", "auto", [], {}, [0])
@@ -57,3 +60,24 @@ def test_takes_what_changes_nothing_and_no_more(name: str) -> None:
         for value in (*VALUES, *values):
             told = accepted(parse, {**right, field: value})
             assert told == described(value, values), (field, value)
+
+
+@pytest.mark.parametrize("name", FORMS)
+def test_refuses_by_name_what_other_servers_do(name: str) -> None:
+    """An answer that is made without it is not the one that was asked for."""
+    parse, right = FORMS[name]
+    for field in NOWHERE:
+        with pytest.raises(ApiError) as caught:
+            parse(json.dumps({"model": "sim", **right, field: {"x": 2}}).encode())
+        assert caught.value.fields["param"] == field
+
+
+@pytest.mark.parametrize("name", FORMS)
+def test_takes_how_to_draw_in_every_form(name: str) -> None:
+    """Also where the API has no such field, as those who serve models by it have."""
+    parse, right = FORMS[name]
+    asked = {"temperature": 0.5, "top_p": 0.9, "top_k": 7, "min_p": 0.1}
+    request = parse(json.dumps({"model": "sim", **right, **asked}).encode())
+    assert {field: getattr(request, field) for field in asked} == asked
+    silent = parse(json.dumps({"model": "sim", **right}).encode())
+    assert {getattr(silent, field) for field in asked} == {None}

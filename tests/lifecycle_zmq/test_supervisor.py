@@ -227,14 +227,18 @@ async def test_engine_goes_although_a_fork_of_its_parent_lives(
 
 @pytest.mark.parametrize("anyio_backend", ["asyncio"])
 async def test_engine_goes_with_its_parent_although_it_was_stopped_before_it_began(
-    engine_argv: list[str], environment: dict[str, str], tmp_path: Path, eventually: Any
+    engine_argv: list[str],
+    environment: dict[str, str],
+    tmp_path: Path,
+    eventually: Any,
+    watched: Any,
 ) -> None:
     """Before it could ask the kernel for anything, and without being continued (`fault-33`, `N7`)."""
     arguments = ["--early", *engine_argv, "--begin-when", str(tmp_path / "never")]
     with _api(*arguments, environment=environment, place=tmp_path) as api:
         assert api.stdout is not None
         pid = int(api.stdout.readline())
-        with _watched(pid) as descriptor:
+        with watched(pid) as descriptor:
             os.kill(pid, signal.SIGSTOP)
             await eventually(lambda: psutil.Process(pid).status() == "stopped")
             assert _seconds_until_gone(descriptor, api) < 0.1 + 5 * await _slowness()

@@ -2,25 +2,34 @@
 
 from __future__ import annotations
 
-import json
-from collections.abc import Mapping, Sequence
+import io
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-from jinja2 import TemplateError
+from PIL import Image
 
 from lifecycle_engine.images import images
 from lifecycle_engine.images.image_side import image_side_of
 from lifecycle_engine.models._hf import (
     config_of,
-    generation_file,
+    generation_options,
     hf,
     in_a_sentence,
+    token_ids,
 )
-from lifecycle_engine.processor import BadChat, Chat, Empty, Prepared, bare
+from lifecycle_engine.processor import (
+    BadChat,
+    Chat,
+    Empty,
+    Message,
+    Prepared,
+    bare,
+)
 
 from .detokenizer import ByteDetokenizer
+from .template import BrokenTemplate, ChatTemplate
 from .token_bytes import token_bytes
 
 
@@ -46,24 +55,19 @@ class ChatProcessor:
             empty: Makes the buffers of pixels; ``None``: in ordinary memory.
 
         Raises:
-            ValueError: A tokenizer or an image processor of an unknown kind, or no
-                chat template.
+            ValueError: A tokenizer or an image processor of an unknown kind, or one
+                that does not fit the model; a chat template that is missing, or fails.
         """
         folder = Path(checkpoint)
+        size: int = config_of(folder).get_text_config().vocab_size
         with in_a_sentence("tokenizer"):
             self._tokenizer: Any = hf("AutoTokenizer").from_pretrained(
                 str(folder), local_files_only=True, trust_remote_code=False
             )
-        if self._tokenizer.chat_template is None:
-            self._tokenizer.chat_template = _old_template(folder)
-        if self._tokenizer.chat_template is None:
-            raise ValueError(
-                "the checkpoint has no chat template; put that of the model as "
-                "chat_template.jinja into its folder"
-            )
+        self._template = ChatTemplate(folder, self._tokenizer)
         self._images = image_side_of(folder)
         self._max_pixels = max_pixels
-        self._empty = empty
+        self._empty: Empty | None = None
         self._pad: int | None = None
         if self._images is not None:
             self._pad = self._tokenizer.convert_tokens_to_ids(self._images.token)
@@ -72,7 +76,9 @@ class ChatProcessor:
             token.content for token in added.values() if token.special
         )
         self._bytes_of, self._strips = token_bytes(self._tokenizer)
-        self._stop_ids = _stop_ids(folder, self._tokenizer)
+        self._stop_ids = _stop_ids(folder, self._tokenizer, size)
+        self._try(size)
+        self._empty = empty  # only now: its engine is not there yet
 
     @bare
     def prepare(self, chat: Chat) -> Prepared:
@@ -88,11 +94,12 @@ class ChatProcessor:
             {"role": message.role, "content": self._content(message.content, encoded)}
             for message in chat.messages
         ]
-        text = self._filled(messages)
-        # Some templates write the token that begins a text, others leave it to the
-        # tokenizer.
+        text = self._template.filled(messages)
+        # As in transformers, whose tokenizers add nothing to what a template wrote, and
+        # whose processors of images do, unless it wrote what a text begins with.
         begin = self._tokenizer.bos_token
-        special = begin is not None and not text.startswith(begin)
+        begun = begin is not None and text.startswith(begin)
+        special = self._images is not None and not begun
         ids: list[int] = self._tokenizer(text, add_special_tokens=special)["input_ids"]
         tensors = self._tensors(encoded) if encoded else {}
         if tensors:
@@ -100,23 +107,42 @@ class ChatProcessor:
         stop_ids = [] if chat.ignore_eos else self._stop_ids
         return Prepared(chat.request(ids, stop_ids), tensors, len(ids))
 
+    def _try(self, size: int) -> None:
+        """Prepare a chat of each kind: what fails now would fail whoever comes first.
+
+        Raises:
+            ValueError: The template fails, or what is made of it, or of pictures, is
+                not what a model of *size* tokens takes.
+        """
+        contents: list[list[str | bytes]] = [["."]]
+        if self._images is not None:
+            contents.append([_picture(), "."])
+        for content in contents:
+            try:
+                prepared = self.prepare(Chat([Message("user", content)], max_tokens=1))
+            except BrokenTemplate as error:
+                raise ValueError(f"{error}; mend the template") from None
+            except BadChat:
+                continue  # it wants more than one message: there may be such
+            ids = prepared.request["input_ids"]
+            if not ids or max(ids) >= size:
+                raise ValueError(
+                    f"a chat becomes {len(ids)} tokens up to {max(ids, default=0)}, "
+                    f"the model has {size}: its tokenizer is missing, or another's"
+                )
+            if self._images is None:
+                continue
+            try:
+                self._images.check(ids, prepared.tensors)
+            except ValueError as error:
+                raise ValueError(
+                    f"pictures do not become what the model takes: {error}; their "
+                    f"files must be of one checkpoint"
+                ) from None
+
     def detokenizer(self) -> ByteDetokenizer:
         """Return a fresh detokenizer for one stream."""
         return ByteDetokenizer(self._bytes_of, strip=self._strips)
-
-    def _filled(self, messages: Sequence[Mapping[str, Any]]) -> str:
-        """Fill in the chat template, which may refuse who speaks, or in which turn."""
-        try:
-            text: str = self._tokenizer.apply_chat_template(
-                messages, tokenize=False, add_generation_prompt=True
-            )
-        except TemplateError as error:
-            told = str(error)
-            # Only what the template says itself: it may quote a message as well.
-            why = f": {told}" if told in str(self._tokenizer.chat_template) else ""
-        else:
-            return text
-        raise BadChat(f"the model's chat template refuses the conversation{why}")
 
     def _content(
         self, content: Sequence[str | bytes], encoded: list[bytes]
@@ -185,28 +211,20 @@ class ChatProcessor:
         return expanded
 
 
-def _old_template(folder: Path) -> str | None:
-    """The chat template where older checkpoints keep it: beside the tokenizer's."""
-    path = folder / "chat_template.json"
-    if not path.exists():
-        return None
-    template: str = json.loads(path.read_text(encoding="utf-8"))["chat_template"]
-    return template
+def _picture() -> bytes:
+    """One to try with, larger one way than the other."""
+    out = io.BytesIO()
+    Image.new("RGB", (64, 48)).save(out, "PNG")
+    return out.getvalue()
 
 
-def _stop_ids(checkpoint: Path, tokenizer: Any) -> list[int]:
+def _stop_ids(checkpoint: Path, tokenizer: Any, size: int) -> list[int]:
     """The ids that end a turn: what the generation config names, else the tokenizer's.
 
     Not what the class of a config has where its file names none: that is seldom the
     model's, and `generate`, which then ends nothing, does not know of it either.
     """
-    path = checkpoint / generation_file(checkpoint)
-    ids = json.loads(path.read_text(encoding="utf-8")).get("eos_token_id")
-    if ids is None:
-        ids = tokenizer.eos_token_id
-    if ids is None:
-        return []
-    ids = ids if isinstance(ids, list) else [ids]
+    ids = generation_options(checkpoint).get("eos_token_id")
+    ids = token_ids(tokenizer.eos_token_id if ids is None else ids, "eos_token_id")
     # Some configs name one that cannot be drawn, to have none.
-    size = config_of(checkpoint).get_text_config().vocab_size
     return sorted(token for token in ids if 0 <= token < size)

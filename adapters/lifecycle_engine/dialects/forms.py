@@ -16,6 +16,40 @@ F = TypeVar("F", bound="Form")
 # Fields, each with the values that change nothing.
 Unsupported = Mapping[str, tuple[Any, ...]]
 
+# What no API here can do, and servers and clients of them know by these names: whoever
+# sends it counts on it.
+NOWHERE: Unsupported = {
+    "add_generation_prompt": (True,),
+    "allowed_token_ids": (),
+    "bad_words": ([],),
+    "best_of": (1,),
+    "chat_template": (),
+    "chat_template_kwargs": ({},),
+    "continue_final_message": (False,),
+    "do_sample": (True,),
+    "documents": ([],),
+    "echo": (False,),
+    "frequency_penalty": (0,),
+    "guided_choice": (),
+    "guided_grammar": (),
+    "guided_json": (),
+    "guided_regex": (),
+    "include_stop_str_in_output": (False,),
+    "logit_bias": ({},),
+    "min_tokens": (0,),
+    "mm_processor_kwargs": ({},),
+    "presence_penalty": (0,),
+    "prompt_logprobs": (),
+    "repetition_penalty": (1,),
+    "response_format": ({"type": "text"},),
+    "skip_special_tokens": (True,),
+    "stop_token_ids": ([],),
+    "structured_outputs": ({},),
+    "thinking": ({"type": "disabled"},),
+    "truncate_prompt_tokens": (),
+    "typical_p": (1,),
+    "use_beam_search": (False,),
+}
 # Each costs a hundred bytes and a microsecond in which nothing else runs. A text
 # that has more commas and brackets than this has more tokens than the wire takes.
 _MAX_VALUES = 2**18
@@ -57,21 +91,22 @@ def checked(form: type[F], body: bytes, unsupported: Unsupported) -> F:
     Args:
         form: What it has to be.
         body: JSON.
-        unsupported: Fields that would change the answer and are not supported, each
-            with the values that change nothing.
+        unsupported: Fields that would change the answer and are not supported, beside
+            `NOWHERE`, each with the values that change nothing.
 
     Raises:
         ApiError: 400, with the path of the first offending field in ``param``.
             Neither it nor its context refers to the body.
     """
     document = _parse_json(body)
+    unsupported = {**NOWHERE, **unsupported}
     try:
         request = form.model_validate(document)
     except ValidationError as error:
         mistake = error.errors(include_input=False, include_url=False)[0]
         foreign = _foreign(document)
     else:
-        _refuse_unsupported(request, unsupported)
+        _refuse_unsupported(document, unsupported)
         return request
     if foreign is not None:
         raise foreign
@@ -117,9 +152,9 @@ def _foreign(document: object) -> ApiError | None:
     return None
 
 
-def _refuse_unsupported(request: Form, unsupported: Unsupported) -> None:
+def _refuse_unsupported(document: Any, unsupported: Unsupported) -> None:
     for name, harmless in unsupported.items():
-        value = getattr(request, name)
+        value = document.get(name)
         if value is not None and not any(_same(value, each) for each in harmless):
             message = f"{name} is not supported by this server; leave it out"
             raise bad_request(message, param=name, code="unsupported_parameter")

@@ -22,8 +22,8 @@ from .openai_schema import (
     refuse_top,
 )
 
-# All of what it does not do is unknown to it.
-_UNSUPPORTED: Unsupported = {}
+# Where other servers have their options, at a path of this name.
+UNSUPPORTED: Unsupported = {"parameters": ({},), "sampling_params": ({},)}
 
 
 class GenerateRequest(Options):
@@ -47,7 +47,7 @@ def parse_generate(body: bytes) -> ChatRequest:
     Raises:
         ApiError: 400; it refers to nothing of the body.
     """
-    request = checked(GenerateRequest, body, _UNSUPPORTED)
+    request = checked(GenerateRequest, body, UNSUPPORTED)
     if (request.text is None) == (request.messages is None):
         raise bad_request("Send either text or messages", param="text")
     if request.images and request.text is None:

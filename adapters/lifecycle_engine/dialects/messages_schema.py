@@ -30,7 +30,6 @@ UNSUPPORTED: Unsupported = {
     "thinking": ({"type": "disabled"},),
     "tool_choice": ({"type": "none"}, {"type": "auto"}),
     "tools": ([],),
-    "top_k": (),
     # Of OpenAI's API, not of this one: whoever sends them counts on them.
     "logprobs": (False,),
     "n": (1,),
@@ -104,23 +103,19 @@ class MessagesRequest(Form):
     )
     temperature: float | None = Field(default=None, ge=0, le=1)
     top_p: float | None = Field(default=None, ge=0, le=1)
+    top_k: int | None = Field(default=None, ge=-1, lt=2**31)
     stream: bool | None = None
     metadata: _Metadata | None = None
-    # As in chat completions: this API has no name for a conversation.
+    # As in chat completions: this API has no names for them.
     prompt_cache_key: str | None = Field(default=None, max_length=256)
+    min_p: float | None = Field(default=None, ge=0, le=1)
 
-    top_k: int | None = None
     tools: list[Any] | None = None
     tool_choice: dict[str, Any] | None = None
     thinking: dict[str, Any] | None = None
     mcp_servers: list[Any] | None = None
     container: Any = None
     output_config: dict[str, Any] | None = None
-    logprobs: Any = None
-    n: Any = None
-    seed: Any = None
-    stop: Any = None
-    top_logprobs: Any = None
 
 
 def parse_messages(body: bytes) -> ChatRequest:
@@ -140,6 +135,8 @@ def parse_messages(body: bytes) -> ChatRequest:
         max_tokens=request.max_tokens,
         temperature=request.temperature,
         top_p=request.top_p,
+        top_k=request.top_k,
+        min_p=request.min_p,
         stop=request.stop_sequences,
         stream=request.stream,
         user=request.metadata.user_id if request.metadata else None,

@@ -18,16 +18,13 @@ from .forms import Form, Unsupported, checked, either
 
 UNSUPPORTED: Unsupported = {
     "audio": (),
-    "frequency_penalty": (0,),
     "function_call": ("none", "auto"),
     "functions": ([],),
-    "logit_bias": ({},),
     "modalities": (["text"],),
-    "presence_penalty": (0,),
     "reasoning_effort": ("none",),
-    "response_format": ({"type": "text"},),
     "tool_choice": ("none", "auto"),
     "tools": ([],),
+    "verbosity": ("medium",),
     "web_search_options": (),
 }
 
@@ -147,6 +144,9 @@ class Options(Form):
     max_tokens: int | None = Field(default=None, ge=1, lt=2**31)
     temperature: float | None = Field(default=None, ge=0, le=2)
     top_p: float | None = Field(default=None, ge=0, le=1)
+    # Not of OpenAI's API, but of others who serve models by it; 0 and -1 are all.
+    top_k: int | None = Field(default=None, ge=-1, lt=2**31)
+    min_p: float | None = Field(default=None, ge=0, le=1)
     seed: int | None = Field(default=None, ge=0, lt=2**63)
     stop: Annotated[
         _Stops,

@@ -9,8 +9,8 @@ from pydantic.json_schema import models_json_schema
 from lifecycle_engine.incoming import ID_PATTERN
 
 from .dialect import Document
-from .forms import Form, Unsupported
-from .generate_schema import GenerateRequest
+from .forms import NOWHERE, Form, Unsupported
+from .generate_schema import UNSUPPORTED as NOT_IN_GENERATE, GenerateRequest
 from .messages_schema import UNSUPPORTED as NOT_IN_MESSAGES, MessagesRequest
 from .openai_schema import UNSUPPORTED as NOT_IN_CHAT, ChatRequest
 from .responses_schema import UNSUPPORTED as NOT_IN_RESPONSES, ResponsesRequest
@@ -37,7 +37,7 @@ _FORMS: dict[str, tuple[type[Form], Unsupported, str, list[str]]] = {
     ),
     "/generate": (
         GenerateRequest,
-        {},
+        NOT_IN_GENERATE,
         "application/x-ndjson",
         ["id", "model", "outputs", "usage"],
     ),
@@ -75,7 +75,7 @@ def describe(model: str) -> Document:
     for form, unsupported, *_ in _FORMS.values():
         fields = schemas[form.__name__]["properties"]
         fields["model"] = {"enum": [model]}
-        for name, harmless in unsupported.items():
+        for name, harmless in (*NOWHERE.items(), *unsupported.items()):
             fields[name] = {"enum": [None, *harmless], "description": "Not supported"}
     schemas |= {"Error": _ERROR, "AnthropicError": _ANTHROPIC_ERROR}
     paths = {path: {"post": _generating(path)} for path in _FORMS}

@@ -39,15 +39,11 @@ UNSUPPORTED: Unsupported = {
     "tools": ([],),
     "truncation": ("disabled",),
     # Of chat completions, not of this API: whoever sends them counts on them.
-    "frequency_penalty": (0,),
-    "logit_bias": ({},),
     "logprobs": (False,),
     "max_completion_tokens": (),
     "max_tokens": (),
     "messages": (),
     "n": (1,),
-    "presence_penalty": (0,),
-    "response_format": ({"type": "text"},),
     "seed": (),
     "stop": ([],),
 }
@@ -119,6 +115,8 @@ class ResponsesRequest(Form):
     max_output_tokens: int | None = Field(default=None, ge=1, lt=2**31)
     temperature: float | None = Field(default=None, ge=0, le=2)
     top_p: float | None = Field(default=None, ge=0, le=1)
+    top_k: int | None = Field(default=None, ge=-1, lt=2**31)
+    min_p: float | None = Field(default=None, ge=0, le=1)
     include: list[str] | None = Field(default=None, max_length=64, fail_fast=True)
     top_logprobs: int | None = Field(default=None, ge=0, le=20)
     stream: bool | None = None
@@ -142,17 +140,6 @@ class ResponsesRequest(Form):
     tool_choice: str | dict[str, Any] | None = None
     tools: list[Any] | None = None
     truncation: str | None = None
-    frequency_penalty: Any = None
-    logit_bias: Any = None
-    logprobs: Any = None
-    max_completion_tokens: Any = None
-    max_tokens: Any = None
-    messages: Any = None
-    n: Any = None
-    presence_penalty: Any = None
-    response_format: Any = None
-    seed: Any = None
-    stop: Any = None
 
 
 def parse_responses(body: bytes) -> ChatRequest:
@@ -179,6 +166,8 @@ def parse_responses(body: bytes) -> ChatRequest:
         max_tokens=request.max_output_tokens,
         temperature=request.temperature,
         top_p=request.top_p,
+        top_k=request.top_k,
+        min_p=request.min_p,
         logprobs=logprobs,
         top_logprobs=request.top_logprobs,
         stream=request.stream,

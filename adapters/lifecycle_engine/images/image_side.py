@@ -8,16 +8,20 @@ where torch is installed, transformers imports it all the same.
 
 from __future__ import annotations
 
-import json
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
 import numpy as np
 
-from lifecycle_engine.chats.prompts import square_tokens
-from lifecycle_engine.models._hf import config_of, hf
+from lifecycle_engine.chats.prompts import (
+    VisionShape,
+    check_images,
+    check_squares,
+    square_tokens,
+)
+from lifecycle_engine.models._hf import config_of, hf, in_a_sentence
 from lifecycle_engine.processor import BadImage
 
 # The image processor of the Qwen models refuses more, and late.
@@ -50,6 +54,10 @@ class ImageSide(Protocol):
         """Return how many tokens each image takes, in order."""
         ...
 
+    def check(self, ids: Sequence[int], tensors: Mapping[str, np.ndarray]) -> None:
+        """Refuse what the model's engine would: `ValueError`."""
+        ...
+
 
 class GridImages:
     """Qwen: any size, scaled to the checkpoint's limits; patches and their grid."""
@@ -59,7 +67,20 @@ class GridImages:
             "Qwen2VLImageProcessorPil", "models.qwen2_vl.image_processing_pil_qwen2_vl"
         ).from_pretrained(str(checkpoint), local_files_only=True)
         self.token = "<|image_pad|>"
-        self._merge = config.vision_config.spatial_merge_size**2
+        vision = config.vision_config
+        self._merge = vision.spatial_merge_size**2
+        self._shape = VisionShape.of(config)
+        for name, wanted in (
+            ("patch_size", vision.patch_size),
+            ("merge_size", vision.spatial_merge_size),
+            ("temporal_patch_size", vision.temporal_patch_size),
+        ):
+            if (found := getattr(self._images, name)) != wanted:
+                # Not all of it shows: patches in another order are as many.
+                raise ValueError(
+                    f"the image processor has {name} of {found}, the model {wanted}; "
+                    f"their files must be of one checkpoint"
+                )
 
     def tensors(self, image: Any, position: int) -> dict[str, np.ndarray]:
         """Cut one image into patches."""
@@ -77,13 +98,16 @@ class GridImages:
         grids = tensors["image_grid_thw"].tolist()
         return [math.prod(grid) // self._merge for grid in grids]
 
+    def check(self, ids: Sequence[int], tensors: Mapping[str, np.ndarray]) -> None:
+        """Compare patches, grids and tokens with the model's."""
+        check_images(self._shape, ids, tensors)
+
 
 class SquareImages:
     """LLaVA 1.5: every image is cropped to one square and takes as many tokens."""
 
     def __init__(self, checkpoint: Path, config: Any) -> None:
-        settings = (checkpoint / "preprocessor_config.json").read_text("utf-8")
-        kind = str(json.loads(settings)["image_processor_type"]).removesuffix("Fast")
+        kind = _kind(checkpoint)
         if kind not in _PIL:
             raise ValueError(
                 f"the image processor is {kind}; known are {', '.join(sorted(_PIL))}"
@@ -93,6 +117,8 @@ class SquareImages:
             str(checkpoint), local_files_only=True
         )
         self._each = square_tokens(config)
+        self._side = config.vision_config.image_size
+        self._pad = config.image_token_id
         self.token = "<image>"
 
     def tensors(self, image: Any, position: int) -> dict[str, np.ndarray]:
@@ -104,6 +130,21 @@ class SquareImages:
     def counts(self, tensors: Mapping[str, np.ndarray]) -> list[int]:
         """The same for each."""
         return [self._each] * len(tensors["pixel_values"])
+
+    def check(self, ids: Sequence[int], tensors: Mapping[str, np.ndarray]) -> None:
+        """Compare squares and tokens with the model's."""
+        places = list(ids).count(self._pad)
+        check_squares(tensors, side=self._side, each=self._each, places=places)
+
+
+def _kind(checkpoint: Path) -> str:
+    """Which image processor a checkpoint's files name, wherever they do."""
+    reader = hf("ImageProcessingMixin", "image_processing_base")
+    told, _ = reader.get_image_processor_dict(str(checkpoint), local_files_only=True)
+    # Older ones call it a feature extractor.
+    kind = told.get("image_processor_type") or told.get("feature_extractor_type") or ""
+    kind = kind.removesuffix("Fast").removesuffix("Pil")
+    return str(kind.replace("FeatureExtractor", "ImageProcessor")) or "without a name"
 
 
 _SIDES: dict[str, Callable[[Path, Any], ImageSide]] = {
@@ -118,4 +159,7 @@ def image_side_of(checkpoint: Path) -> ImageSide | None:
     """Return what makes a checkpoint's images ready; ``None`` for text alone."""
     config = config_of(checkpoint)
     make = _SIDES.get(config.model_type)
-    return None if make is None else make(checkpoint, config)
+    if make is None:
+        return None
+    with in_a_sentence("image processor"):
+        return make(checkpoint, config)

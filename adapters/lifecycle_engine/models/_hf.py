@@ -8,7 +8,9 @@ from __future__ import annotations
 
 import contextlib
 import importlib
-from collections.abc import Iterator
+import json
+from collections.abc import Iterator, Sequence
+from json import JSONDecodeError as JSONError
 from pathlib import Path
 from typing import Any
 
@@ -36,9 +38,10 @@ def in_a_sentence(what: str) -> Iterator[None]:
     """Turn what transformers raises of a checkpoint, of any type, into `ValueError`."""
     try:
         yield
-    except (OSError, ValueError):
-        raise
     except Exception as error:
+        # A file that is no JSON is told without its name.
+        if isinstance(error, OSError | ValueError) and type(error) is not JSONError:
+            raise
         first = str(error).strip().partition("\n")[0]
         raise ValueError(
             f"transformers cannot load the {what}: {type(error).__name__}: {first}"
@@ -65,3 +68,34 @@ def generation_file(checkpoint: str | Path) -> str:
     """
     own = "generation_config.json"
     return own if (Path(checkpoint) / own).exists() else "config.json"
+
+
+def generation_options(checkpoint: str | Path) -> dict[str, Any]:
+    """What a checkpoint's generation config says, and not what its class fills in.
+
+    Raises:
+        OSError: No such file.
+        ValueError: It is no JSON object.
+    """
+    path = Path(checkpoint) / generation_file(checkpoint)
+    try:
+        options = json.loads(path.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise ValueError(f"{path.name} is not valid JSON: {error}") from None
+    if not isinstance(options, dict):
+        raise ValueError(f"{path.name} is no JSON object")  # noqa: TRY004  a bad file
+    return options
+
+
+def token_ids(value: Any, name: str) -> Sequence[int]:
+    """The ids of an option of a generation config, which may be one or none.
+
+    Raises:
+        ValueError: They are not ids.
+    """
+    if value is None:
+        return ()
+    ids = value if isinstance(value, list | tuple) else [value]
+    if any(type(token) is not int for token in ids):
+        raise ValueError(f"the generation config has {name} of other than token ids")
+    return ids

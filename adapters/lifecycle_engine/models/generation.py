@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 
+from ._hf import token_ids
 from .uploads import small
 
 # What leaves the tokens alone, beside leaving the option out.
@@ -30,6 +31,7 @@ _REFUSED: dict[str, tuple[Any, ...]] = {
     "penalty_alpha": (0.0,),
     "sequence_bias": (),
     "stop_strings": (),
+    "token_healing": (False,),
     "watermarking_config": (),
 }
 _KNOWN = "repetition_penalty, min_length, min_new_tokens, suppress_tokens"
@@ -74,16 +76,17 @@ class Rules:
                 )
         penalty = config.repetition_penalty
         penalty = 1.0 if penalty is None else penalty
-        if not penalty > 0:
-            raise ValueError(f"repetition_penalty is {penalty}; it must be above 0")
-        ends = config.eos_token_id
+        if type(penalty) not in (int, float) or not penalty > 0:
+            raise ValueError(f"repetition_penalty is {penalty!r}; it must be above 0")
         return cls(
             penalty=float(penalty),
-            length=config.min_length or 0,
-            new=config.min_new_tokens or 0,
-            ends=[] if ends is None else [ends] if type(ends) is int else list(ends),
-            never=config.suppress_tokens or (),
-            never_first=config.begin_suppress_tokens or (),
+            length=_count(config, "min_length"),
+            new=_count(config, "min_new_tokens"),
+            ends=token_ids(config.eos_token_id, "eos_token_id"),
+            never=token_ids(config.suppress_tokens, "suppress_tokens"),
+            never_first=token_ids(
+                config.begin_suppress_tokens, "begin_suppress_tokens"
+            ),
         )
 
 
@@ -163,6 +166,13 @@ class Ruled:
             lanes = small(early, self._device)[:, None]
             logits = logits.masked_fill(lanes & self._ends, -torch.inf)
         return logits
+
+
+def _count(config: Any, name: str) -> int:
+    value = getattr(config, name) or 0
+    if type(value) is not int:
+        raise ValueError(f"{name} is {value!r}; it must be a count of tokens")
+    return value
 
 
 def _marked(ids: Sequence[int], vocab_size: int) -> torch.Tensor:

@@ -22,6 +22,7 @@ def load_config(checkpoint: str | Path) -> Any:
         ValueError: One that cannot run here.
     """
     config = config_of(checkpoint)
+    _refuse_quantised(config)
     family_of(config)
     with in_a_sentence("generation config"):
         generation = hf("GenerationConfig").from_pretrained(
@@ -67,6 +68,19 @@ def load_model(checkpoint: str | Path, *, device: str, dtype: str) -> Any:
         # One that the config names itself would stand.
         model.set_attn_implementation(_ATTENTION)
         return model.to(device).eval()
+
+
+def _refuse_quantised(config: Any) -> None:
+    """Refuse weights that are not numbers as the model's own code takes them."""
+    for each in (config, config.get_text_config()):
+        told = getattr(each, "quantization_config", None)
+        if told is not None:
+            named = told if isinstance(told, dict) else vars(told)
+            method = named.get("quant_method", "in a way without a name")
+            raise ValueError(
+                f"the checkpoint is quantised ({method}); known are weights of "
+                f"float32, bfloat16 and float16: take the checkpoint it was made of"
+            )
 
 
 def _refuse_missing(keys: Any) -> None:

@@ -40,6 +40,12 @@ class Sampler:
         """Whether the largest logit decides."""
         return self._generator is None
 
+    @property
+    def cuts(self) -> bool:
+        """Whether it leaves tokens out, by how likely they are beside others."""
+        asked = self.sampling
+        return asked.top_p < 1 or asked.top_k > 0 or asked.min_p > 0
+
     def chance(self) -> float:
         """Return the next number of the request, from 0 up to 1."""
         draw = torch.rand((), generator=self._generator, dtype=torch.float64)
@@ -66,7 +72,7 @@ def choose(
         lanes = [
             lane
             for lane, sampler in enumerate(samplers)
-            if not sampler.greedy and (sampler.sampling.top_p < 1) == cut
+            if not sampler.greedy and sampler.cuts == cut
         ]
         if lanes:
             at = small(lanes, logits.device)
@@ -88,11 +94,8 @@ def _draw(
     logits: torch.Tensor, samplers: Sequence[Sampler], *, cut: bool
 ) -> torch.Tensor:
     """Draw where the summed probability passes each request's own chance."""
-    chances, temperatures, shares = _column(
-        [
-            (each.chance(), each.sampling.temperature, each.sampling.top_p)
-            for each in samplers
-        ],
+    chances, temperatures = _columns(
+        [(each.chance(), each.sampling.temperature) for each in samplers],
         logits.device,
     )
     logits = logits.double()
@@ -103,9 +106,7 @@ def _draw(
     order = None
     if cut:
         weights, order = weights.sort(dim=-1, descending=True, stable=True)
-        before = weights.cumsum(dim=-1) - weights
-        before[:, 0] = -1  # the likeliest stays, however small the share
-        weights = weights.masked_fill(before >= shares, 0)
+        weights = _cut(weights, [each.sampling for each in samplers])
     sums = weights.cumsum(dim=-1)
     # Strictly above the chance, so that a token without weight is never drawn.
     places = torch.searchsorted(sums, chances * sums[:, -1:], right=True)
@@ -114,7 +115,27 @@ def _draw(
     return drawn[:, 0]
 
 
-def _column(
+def _cut(weights: torch.Tensor, asked: Sequence[Sampling]) -> torch.Tensor:
+    """Leave out what each request does not draw from, in the order of `generate`.
+
+    Args:
+        weights: Of the lanes, each from the largest down.
+        asked: By each lane.
+    """
+    size = weights.shape[1]
+    lasts, shares, least = _columns(
+        [(min(each.top_k or size, size) - 1, each.top_p, each.min_p) for each in asked],
+        weights.device,
+    )
+    weights = weights.masked_fill(weights < weights.gather(1, lasts.long()), 0)
+    sums = weights.cumsum(dim=-1)
+    before = sums - weights
+    before[:, 0] = -1  # the likeliest stays, however small the share
+    out = (before >= shares * sums[:, -1:]) | (weights < least * weights[:, :1])
+    return weights.masked_fill(out, 0)
+
+
+def _columns(
     rows: Sequence[tuple[float, ...]], device: torch.device
 ) -> list[torch.Tensor]:
     table = small(rows, device, torch.float64)

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from lifecycle_engine.runner import Emitted, Prompt
+from lifecycle_engine.runner import Emitted, Prompt, Sampling
 
 from .device import told_if_lost
 from .families import family_of, hold_frequencies, longest_of
@@ -148,7 +148,26 @@ class TransformersRunner:
         )
         if graphs == "on":
             runner.capture()
+        runner.try_out()
         return runner
+
+    def try_out(self) -> None:
+        """Read a token and draw two, so that what cannot run is told now.
+
+        Raises:
+            ValueError: It cannot.
+        """
+        try:
+            self.prefill(0, Prompt([0], {}, Sampling()), 0, 1)
+            (made,) = self.decode([0])
+            if isinstance(made, Exception):
+                raise made
+            self.free(0)
+        except Exception as error:
+            first = str(error).strip().partition("\n")[0]
+            raise ValueError(
+                f"the model does not run: {type(error).__name__}: {first}"
+            ) from error
 
     def capture(self) -> None:
         """Make the graphs of all shapes, so that no request waits for one."""

@@ -21,18 +21,21 @@ _FIELDS = frozenset(
         "last_turn",
         "logprobs",
         "max_tokens",
+        "min_p",
         "seed",
         "session",
         "share",
         "stop_ids",
         "temperature",
         "timeout",
+        "top_k",
         "top_p",
     }
 )
 _MAX_STOP_IDS = 256
 _MAX_TEMPERATURE = 100.0
 _MAX_LOGPROBS = 20
+_MAX_TOP_K = 2**31 - 1
 _MAX_NAME = 256
 _MAX_TIMEOUT = 86400.0
 
@@ -160,7 +163,10 @@ def _max_tokens(request: Mapping[str, Any], limit: int | None) -> int:
 def _sampling(request: Mapping[str, Any]) -> Sampling:
     temperature = _number(request, "temperature", 0.0, high=_MAX_TEMPERATURE)
     top_p = _number(request, "top_p", 1.0, high=1.0)
-    return Sampling(temperature, top_p, _seed(request), _logprobs(request))
+    min_p = _number(request, "min_p", 0.0, high=1.0)
+    logprobs = _count(request, "logprobs", None, high=_MAX_LOGPROBS)
+    top_k = _count(request, "top_k", 0, high=_MAX_TOP_K) or 0
+    return Sampling(temperature, top_p, _seed(request), logprobs, top_k, min_p)
 
 
 def _number(
@@ -199,14 +205,16 @@ def _last_turn(request: Mapping[str, Any]) -> bool:
     return value
 
 
-def _logprobs(request: Mapping[str, Any]) -> int | None:
-    value = request.get("logprobs")
+def _count(
+    request: Mapping[str, Any], name: str, default: int | None, *, high: int
+) -> int | None:
+    value = request.get(name)
     if value is None:
-        return None
+        return default
     if type(value) is not int:
-        raise _invalid(f"logprobs is a {type(value).__name__}; expected an int or none")
-    if not 0 <= value <= _MAX_LOGPROBS:
-        raise _invalid(f"logprobs is {value}; expected 0 to {_MAX_LOGPROBS}")
+        raise _invalid(f"{name} is a {type(value).__name__}; expected an int or none")
+    if not 0 <= value <= high:
+        raise _invalid(f"{name} is {value}; expected 0 to {high}")
     return value
 
 

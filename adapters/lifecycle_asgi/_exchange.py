@@ -98,7 +98,7 @@ class Exchange:
             self.request.leave()
             # First: whoever waits for this has it before it is cancelled.
             self._inbox.close()
-            if self._inbox.heard_elsewhere:
+            if self._inbox.elsewhere:  # as before: who was woken has had no turn yet
                 # Django and vLLM wait for two tasks of their own, and end the one when
                 # the other hears this. Cancelled in that wait, they would leave both.
                 await anyio.sleep(_OWN_WAY_SECONDS)

@@ -17,8 +17,8 @@ class Inbox:
         max_bytes: Bytes of body that may wait before the reader has to.
 
     Attributes:
-        heard_elsewhere: Behind the whole body a task has waited here that belongs
-            neither to whoever made this nor to a task group of theirs.
+        elsewhere: How many tasks wait here behind the whole body that are neither
+            that of whoever made this nor in a task group of anyio.
     """
 
     __slots__ = (
@@ -30,7 +30,7 @@ class Inbox:
         "_messages",
         "_over",
         "_whole",
-        "heard_elsewhere",
+        "elsewhere",
     )
 
     def __init__(self, max_bytes: int) -> None:
@@ -41,7 +41,7 @@ class Inbox:
         self._whole = False  # the last part of the body has been taken
         self._error: Exception | None = None
         self._maker = anyio.get_current_task().id
-        self.heard_elsewhere = False
+        self.elsewhere = 0
         # Nine hundred bytes: only where somebody waits. Of a list they are fifty, and
         # it is as short as what was read ahead.
         self._changed: anyio.Event | None = None
@@ -84,11 +84,7 @@ class Inbox:
                 if not (waited and self._whole):
                     await anyio.lowlevel.checkpoint()
                 return {"type": DISCONNECT}
-            if self._whole:
-                task = anyio.get_current_task()
-                if task.parent_id is None and task.id != self._maker:
-                    self.heard_elsewhere = True
-            await self._change()
+            await self._listen()
             waited = True
         message = self._messages.pop(0)
         self._whole = not message.get("more_body", False)
@@ -101,6 +97,15 @@ class Inbox:
         self._over = True
         self._error = self._error or error
         self._announce()
+
+    async def _listen(self) -> None:
+        task = anyio.get_current_task()
+        elsewhere = self._whole and task.parent_id is None and task.id != self._maker
+        self.elsewhere += elsewhere
+        try:
+            await self._change()
+        finally:
+            self.elsewhere -= elsewhere
 
     async def _change(self) -> None:
         if self._changed is None:

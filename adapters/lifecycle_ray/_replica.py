@@ -11,6 +11,7 @@ import anyio.to_thread
 import ray
 from ray.exceptions import ActorUnavailableError, OutOfMemoryError, RayActorError
 
+from lifecycle import EngineLost
 from lifecycle_zmq import EngineClient, SupervisedEngine
 from lifecycle_zmq.supervision.life import Life
 
@@ -57,6 +58,11 @@ class Replica(SupervisedEngine["Actor"]):
         """Raise `RuntimeError` before it was entered, and in any other thread."""
         self._supervisor.check_entered()
         self._supervisor.check_thread()
+
+    def lost(self) -> EngineLost | None:
+        """What to raise while no actor is being made, and none is there."""
+        it = self._supervisor
+        return it.loss() if it.closing or it.broken else None
 
     def holds(self, key: str) -> bool:
         """Whether a stream of that key was started here and is not done."""

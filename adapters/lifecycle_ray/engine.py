@@ -194,6 +194,10 @@ class RayEngine:
         if not 1 <= replicas <= there:
             raise ValueError(f"{replicas} replicas of {there}; wait for 1 to {there}")
         self._replicas[0].check()  # where it is not raised in a group
+        # Without a wait, so that whoever has no time for one is told, too.
+        lost = [it for it in (replica.lost() for replica in self._replicas) if it]
+        if len(lost) > there - replicas:
+            raise lost[0]
         ready = 0
         failures: list[EngineLost] = []
         async with anyio.create_task_group() as tasks:

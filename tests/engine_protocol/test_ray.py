@@ -254,6 +254,8 @@ async def test_backend_that_cannot_be_made_says_why(
         with pytest.raises(EngineLost) as caught:
             await engine.start("a", {})
         assert caught.value.reason == "broken"
+        with pytest.raises(EngineLost, match="broken"), anyio.move_on_after(0):
+            await engine.wait_ready()
 
 
 async def test_backend_may_take_its_time_to_be_made(

@@ -115,7 +115,18 @@ async def test_counts_no_body_as_what_stands_between_its_parts() -> None:
         assert (await reader.readuntil(b"]")).startswith(b"HTTP/1.1 200 ")
 
 
-@pytest.mark.parametrize("junk", JUNK)
+async def test_counts_no_body_behind_a_longer_one_as_a_head() -> None:
+    """What is read with a head is body also where the last one had more of it."""
+    head = b"POST /%b HTTP/1.1\r\nhost: x\r\ncontent-length: %d\r\n\r\n"
+    async with talking(head % (b"", 5000), bytes(5000)) as (reader, writer, _app):
+        await reader.readuntil(b"\r\n0\r\n\r\n")
+        writer.write(head % (b"beside", 4000) + bytes(LIMITS.head_bytes))
+        await reader.readuntil(b"\r\na\r\n")  # so that this much was read
+        writer.write(bytes(4000 - LIMITS.head_bytes))
+        assert (await reader.readuntil(b"\r\n0\r\n\r\n")).endswith(b"0\r\n\r\n")
+
+
+@pytest.mark.parametrize("junk", [*JUNK, HEAD % b"" + b"no chunk\r\n"])
 @pytest.mark.parametrize("requests", [1, 3])
 async def test_answers_what_stands_before_junk(requests: int, junk: bytes) -> None:
     """A byte too many, as of a C string, takes nobody's answer; behind it is the end."""
@@ -126,6 +137,15 @@ async def test_answers_what_stands_before_junk(requests: int, junk: bytes) -> No
         assert b"HTTP/1.1 400 " not in answers
         assert answers.count(b"\r\nconnection: close\r\n") == 1
         assert not app.gone.is_set()
+
+
+async def test_answers_who_is_still_sending_junk() -> None:
+    """No reset takes the answer from a body that is longer than it was said to be."""
+    async with talking(HEAD % b"" + BODY + b"\0") as (reader, writer, _app):
+        for _ in range(MEGABYTES):
+            writer.write(bytes(2**20))
+            await writer.drain()
+        assert (await reader.read()).endswith(b"]\r\n0\r\n\r\n")
 
 
 async def test_keeps_nothing_of_a_head_without_end() -> None:
@@ -167,3 +187,14 @@ async def test_tells_who_is_still_sending_what_is_wrong(bad: bytes) -> None:
         assert (await reader.read()).startswith(b"HTTP/1.1 400 ")
         if bad.startswith(HEAD % b""):
             await app.gone.wait()
+
+
+async def test_invites_no_body_behind_a_refusal(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """Whoever expects an invitation and sends junk unasked makes no error of it."""
+    head = HEAD[:-2] % b"" + b"expect: 100-continue\r\n\r\n"
+    async with talking(head + b"no chunk\r\n") as (reader, _, app):
+        assert (await reader.read()).startswith(b"HTTP/1.1 400 ")
+        await app.gone.wait()
+    assert "Exception in ASGI application" not in capsys.readouterr().err

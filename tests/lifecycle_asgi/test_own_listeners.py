@@ -174,6 +174,27 @@ async def test_cancels_at_once_who_listens_within_reach(where: str) -> None:
             await cancelled.wait()
 
 
+async def test_waits_for_no_listener_who_has_ended() -> None:
+    """One who only looked, or whose work is done, has nothing to end any more."""
+    begun, cancelled = asyncio.Event(), asyncio.Event()
+
+    async def app(scope: Any, receive: Any, send: Any) -> None:
+        assert (await receive())["more_body"] is False
+        task = asyncio.create_task(receive())
+        await asyncio.sleep(0)
+        task.cancel()
+        await asyncio.wait([task])
+        begun.set()
+        try:
+            await asyncio.sleep(3600)
+        finally:
+            cancelled.set()
+
+    async with await left_behind(LifecycleMiddleware(app), begun):
+        async with asyncio.timeout(0.7):
+            await cancelled.wait()
+
+
 async def test_tells_a_thread_that_asks() -> None:
     """Nothing stops a thread; that of an endpoint which is no coroutine may look."""
     loop, begun, ended = asyncio.get_running_loop(), asyncio.Event(), asyncio.Event()

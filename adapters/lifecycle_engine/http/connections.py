@@ -168,7 +168,8 @@ class Connection(HttpToolsProtocol):
 
     def finish(self) -> None:
         """All is said: close, once the client has sent what it is still sending."""
-        if not self._in_body or self._finished or self.transport.is_closing():
+        sending = self._in_body or self._deaf
+        if not sending or self._finished or self.transport.is_closing():
             self.transport.close()
         else:
             self.cycle.body = bytearray()
@@ -198,14 +199,19 @@ class Connection(HttpToolsProtocol):
         """Read no further, and say why where that stands in nobody's answer."""
         if self.transport.is_closing():
             return
+        if self._in_body and self.pipeline:  # it was never begun: as if it never came
+            self.pipeline.popleft()
+            self._cycles.pop()
+            self.cycle, self._in_body = self._cycles[-1], False
         if self._busy and not self._in_body:
             # Behind a whole request, such as a byte too many: that one is answered.
             self._deaf, self.cycle.keep_alive = True, False
-        elif self._in_body and (self.pipeline or self.cycle.response_started):
+        elif self._in_body and self.cycle.response_started:
             self.transport.close()
         else:
             if self._in_body:  # whoever waits for the rest of it waits in vain
                 self.cycle.disconnected = self.cycle.response_complete = True
+                self.cycle.waiting_for_100_continue = False  # behind the end of all
                 self.cycle.message_event.set()
             self._say(status, text)
             self._hear_out()
@@ -219,7 +225,7 @@ class Connection(HttpToolsProtocol):
     def on_message_begin(self) -> None:
         """A head begins."""
         super().on_message_begin()
-        self._in_head, self._dry_bytes, self._body_bytes = True, 0, 0
+        self._in_head, self._dry_bytes = True, 0
 
     def on_header(self, name: bytes, value: bytes) -> None:
         """A field has been read; those behind a body are nobody's to believe."""
@@ -262,7 +268,7 @@ class Connection(HttpToolsProtocol):
         """A body has been read."""
         if self.parser.should_upgrade():
             return
-        self._in_body, self._message_ended = False, True
+        self._in_body, self._message_ended, self._body_bytes = False, True, 0
         self._stop_watching_sender()
         super().on_message_complete()
 
@@ -288,7 +294,7 @@ class Connection(HttpToolsProtocol):
 
     def _sent_too_slowly(self) -> None:
         self._to_send = None
-        if self._in_head:
+        if self._in_head and not self.transport.is_closing():
             self._say(b"408 Request Timeout")
         self.transport.close()
 

@@ -101,9 +101,8 @@ def refuse_encoded(scope: Any) -> None:
     """
     for name, value in scope["headers"]:
         if name in _ENCODINGS and value.strip().lower() not in _ENCODINGS[name]:
-            param = name.decode()
             raise bad_request(
-                f"Compressed bodies are not read; send it without {param}",
-                param=param,
+                "Compressed bodies are not read; send it as it is",
+                param=name.decode(),
                 code="unsupported_encoding",
             )

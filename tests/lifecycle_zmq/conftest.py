@@ -278,9 +278,10 @@ def _more(before: dict[str, Any]) -> dict[str, Any]:
 
 def _inventory() -> dict[str, Any]:
     own = Path("/proc/self")
-    children = [
-        pid for path in own.glob("task/*/children") for pid in path.read_text().split()
-    ]
+    children: list[str] = []
+    for path in own.glob("task/*/children"):
+        with suppress(FileNotFoundError):  # of a thread that has just ended
+            children += path.read_text().split()
     # anyio's pytest plugin runs trio beside a pool thread that stays idle for 10 s.
     pooled = sum(it.name.startswith("Trio thread") for it in threading.enumerate())
     return {

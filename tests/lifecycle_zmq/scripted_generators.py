@@ -2,8 +2,8 @@
 
 Request fields are those of scripted_engine.py, as far as they make sense here, and:
 ``close_seconds`` is how long its clean-up takes, ``wait_at`` waits there for ever,
-``start_seconds`` blocks the loop, ``wait_before`` waits before it refuses, ``mark`` is
-a file that its clean-up makes, ``lost_at`` awaits there what another has cancelled.
+``start_seconds`` and ``end_seconds`` block the loop, ``wait_before`` waits before it
+refuses, ``mark`` is a file that its clean-up makes, ``lost_at`` awaits there what another has cancelled.
 """
 
 from __future__ import annotations
@@ -58,6 +58,7 @@ class Script:
         finally:
             with anyio.CancelScope(shield=True):
                 await anyio.sleep(request.get("close_seconds", 0))
+            time.sleep(request.get("end_seconds", 0))  # noqa: ASYNC251
             del self._live[key]
             self._calls.append(f"end {key}")
             if "mark" in request and anyio.get_current_task().id == began_in:

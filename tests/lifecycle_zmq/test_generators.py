@@ -326,6 +326,21 @@ async def test_many_that_begin_slowly_are_not_stalled(make_engine: Make) -> None
         assert engine.incarnation == 1
 
 
+async def test_many_that_are_closed_slowly_are_not_stalled(make_engine: Make) -> None:
+    """Each blocks the loop within its bound, all of them in one turn of it."""
+    async with make_engine(stalled_after=0.7) as engine:
+        await engine.wait_ready()
+        with anyio.fail_after(BOUND):
+            for number in range(6):
+                await engine.start(f"s{number}", {"hold": True, "end_seconds": 0.2})
+            async with anyio.create_task_group() as tasks:
+                for number in range(6):
+                    tasks.start_soon(engine.end, f"s{number}")
+            while (await engine.status())["backend"]["ending"]:
+                pass
+        assert engine.incarnation == 1
+
+
 class Queue:
     """A transport that brings some starts, and keeps what is said until all end."""
 

@@ -35,7 +35,8 @@ class EngineServer:
         incarnation: The number of this process, given by whoever spawned it.
         leave_with_parent: Whether the process ends when its parent does, by whatever
             cause, and leaves SIGINT and SIGTERM to it; standard input must then be a
-            pipe that the parent holds.
+            pipe that the parent holds. On Linux the engine of a `ZmqEngine` is killed
+            with its parent in any case, before it can clean up.
         hold: Bytes held for one stream whose reader has no credit. Beyond them it
             ends as ``slow_client``.
         stall: Seconds that a reader may take nothing while something is held for it,

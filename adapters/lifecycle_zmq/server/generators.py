@@ -184,6 +184,8 @@ class GeneratorBackend:
 
     def closed(self, running: Running) -> None:
         """Note that a generator is closed, and tell of it soon."""
+        # As many may be closed in one turn, or refuse in it.
+        self._pulse.turn(idle=False)
         if self._ending.get(running.key) is running:
             del self._ending[running.key]
         self._ring()

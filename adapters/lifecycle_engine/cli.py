@@ -73,7 +73,7 @@ def serve(
     ] = None,
     sampling_defaults: Annotated[
         SamplingDefaults,
-        typer.Option(help="Of whom; model: of its generation config."),
+        typer.Option(help="How silent requests draw: as model or OpenAI has it."),
     ] = SamplingDefaults.model,
     payload_bytes: Annotated[
         int | None,

@@ -83,6 +83,7 @@ def failures_told(service: Service, host: str, port: int) -> Iterator[None]:
 
     log = logging.getLogger("uvicorn.error")
     log.addFilter(untold)  # it has the whole traceback for what a sentence tells
+    why = ""
     try:
         yield
     except OSError as error:
@@ -90,16 +91,16 @@ def failures_told(service: Service, host: str, port: int) -> Iterator[None]:
         why += "choose another --port, 0 for a free one, or another --host"
     except EngineLost as error:
         why = f"the engine did not start: {error}"
-    except SystemExit:  # uvicorn's own, where the application did not start
+    except SystemExit:  # of newer uvicorn, where the application did not start
         if service.failure is None:
             raise
-        why = f"the engine did not start: {service.failure}"
-    else:
-        return
     finally:
         log.removeFilter(untold)
-    typer.echo(why, err=True)
-    raise typer.Exit(1)
+    if service.failure is not None:  # older uvicorn returns as if all were well
+        why = f"the engine did not start: {service.failure}"
+    if why:
+        typer.echo(why, err=True)
+        raise typer.Exit(1)
 
 
 def enough(kv_slots: int | None, max_batch: int) -> int | None:

@@ -8,13 +8,14 @@ import os
 import signal
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import typer
 from http_kit import ENV, answer_to, encoded, post, user
 
-from lifecycle_engine.commands import observers
+from lifecycle_engine.commands import failures_told, observers
 
 pytestmark = pytest.mark.asyncio
 CLI = [sys.executable, "-m", "lifecycle_engine.cli", "serve", "--runner", "sim"]
@@ -184,3 +185,16 @@ async def test_refuses_an_observer_that_is_none(
     (tmp_path / "watch_async.py").write_text(ASYNC)
     with pytest.raises(typer.BadParameter, match=why):
         observers([name])
+
+
+@pytest.mark.parametrize("ends", ["returns", "exits"])
+async def test_tells_why_there_is_no_engine_whatever_uvicorn_does(
+    ends: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Older releases of it return where newer ones exit: neither is a success."""
+    service: Any = SimpleNamespace(failure=OSError("no room"))
+    with pytest.raises(typer.Exit) as caught, failures_told(service, "::1", 1):
+        if ends == "exits":
+            sys.exit(3)
+    assert caught.value.exit_code == 1
+    assert capsys.readouterr().err == "the engine did not start: no room\n"

@@ -50,6 +50,11 @@ BROKEN = {
     "attribute": (EACH + "{{ a.b.c }}" + END, "UndefinedError in .*, line 2"),
     "file": ("{% include 'other.jinja' %}", "TypeError in chat_template.jinja, line 1"),
     "number": (EACH + "{{ 1 + message }}" + END, "TypeError in .*jinja, line 2"),
+    "endless": (
+        "{% macro f() %}{{ f() }}{% endmacro %}\n{{ f() }}",
+        "RecursionError in chat_template.jinja, line 1",
+    ),
+    "break": ("{% break %}", "SyntaxError in chat_template.jinja"),
     "unsafe": (EACH + "{{ ''.__class__.mro() }}" + END, "SecurityError in .*, line 2"),
 }
 
@@ -81,6 +86,21 @@ def test_template_of_a_tokenizer_config_is_named(copied: Callable[..., Path]) ->
     settings = json.loads(path.read_text()) | {"chat_template": "{% if %}"}
     path.write_text(json.dumps(settings))
     with pytest.raises(ValueError, match=r"in tokenizer_config.json, line 1: Exp"):
+        ChatProcessor(folder)
+
+
+@pytest.mark.parametrize(
+    ("text", "told"),
+    [("{}", "KeyError: 'chat_template'"), ("[1]", "TypeError"), ("{", "JSONDecodeErr")],
+)
+def test_old_file_without_a_template_is_told_in_a_sentence(
+    copied: Callable[..., Path], text: str, told: str
+) -> None:
+    """Its name is that of the template's file in older checkpoints."""
+    folder = copied("qwen3")
+    (folder / "chat_template.jinja").unlink()
+    (folder / "chat_template.json").write_text(text)
+    with pytest.raises(ValueError, match=f"cannot load the chat template: {told}"):
         ChatProcessor(folder)
 
 
@@ -208,6 +228,25 @@ def test_pictures_that_do_not_fit_the_model_are_refused_at_once(
     path.write_text(json.dumps(json.loads(path.read_text()) | settings))
     with pytest.raises(ValueError, match=f"{told}.* files must be of one checkpoint$"):
         ChatProcessor(folder)
+
+
+def test_image_processor_that_fails_is_told_in_a_sentence(
+    copied: Callable[..., Path],
+) -> None:
+    """Also where it raises what is neither an `OSError` nor a `ValueError`."""
+    folder = copied("llava")
+    path = folder / "preprocessor_config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"rescale_factor": "x"}))
+    with pytest.raises(ValueError, match="load the tokenizer and image processor: U"):
+        ChatProcessor(folder)
+
+
+def test_smaller_limit_of_pixels_is_no_fault_of_the_checkpoint(
+    copied: Callable[..., Path],
+) -> None:
+    """What it is tried with may be too large for it."""
+    processor = ChatProcessor(copied("llava"), max_pixels=100)
+    assert processor.prepare(CHAT).prompt_tokens
 
 
 def test_image_processor_is_found_where_transformers_finds_it(

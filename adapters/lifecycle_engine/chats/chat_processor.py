@@ -21,6 +21,7 @@ from lifecycle_engine.models._hf import (
 )
 from lifecycle_engine.processor import (
     BadChat,
+    BadImage,
     Chat,
     Empty,
     Message,
@@ -118,12 +119,15 @@ class ChatProcessor:
         if self._images is not None:
             contents.append([_picture(), "."])
         for content in contents:
+            chat = Chat([Message("user", content)], max_tokens=1)
             try:
-                prepared = self.prepare(Chat([Message("user", content)], max_tokens=1))
+                with in_a_sentence("tokenizer and image processor"):
+                    prepared = self.prepare(chat)
             except BrokenTemplate as error:
                 raise ValueError(f"{error}; mend the template") from None
-            except BadChat:
-                continue  # it wants more than one message: there may be such
+            except (BadChat, BadImage):
+                # It wants more messages, or smaller pictures: there may be such.
+                continue
             ids = prepared.request["input_ids"]
             if not ids or max(ids) >= size:
                 raise ValueError(

@@ -10,10 +10,19 @@ from typing import Any
 
 from jinja2 import TemplateError, TemplateSyntaxError
 
+from lifecycle_engine.models._hf import in_a_sentence
 from lifecycle_engine.processor import BadChat
 
 # What a template raises of itself, beside the errors of jinja.
-_FAULTS = (ArithmeticError, AttributeError, LookupError, TypeError, ValueError)
+_FAULTS = (
+    ArithmeticError,
+    AttributeError,
+    LookupError,
+    RecursionError,
+    SyntaxError,  # of what jinja makes of it
+    TypeError,
+    ValueError,
+)
 
 
 class BrokenTemplate(BadChat):
@@ -96,5 +105,6 @@ def _old_template(folder: Path) -> str | None:
     path = folder / "chat_template.json"
     if not path.exists():
         return None
-    template: str = json.loads(path.read_text(encoding="utf-8"))["chat_template"]
-    return template
+    with in_a_sentence("chat template"):
+        template: str = json.loads(path.read_text(encoding="utf-8"))["chat_template"]
+        return template

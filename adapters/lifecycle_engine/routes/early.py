@@ -102,7 +102,8 @@ def refuse_encoded(scope: Any) -> None:
     for name, value in scope["headers"]:
         if name in _ENCODINGS and value.strip().lower() not in _ENCODINGS[name]:
             raise bad_request(
-                "Compressed bodies are not read; send it as it is",
+                "Compressed bodies are not read; send it without content-encoding, and "
+                "with no transfer-encoding but chunked",
                 param=name.decode(),
                 code="unsupported_encoding",
             )

@@ -62,7 +62,7 @@ async def test_answers_made_up_requests_as_described(
 async def test_describes_every_route(attacked: Server) -> None:
     """What the application has and what it describes are the same."""
     routes = {
-        f"{method} {route.path}"
+        f"{method} {route.path_format}"
         for route in attacked.app.routes
         for method in route.methods - {"HEAD"}
     }

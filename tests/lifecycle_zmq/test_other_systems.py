@@ -22,7 +22,8 @@ import trio  # which would look for what is macOS's own
 sys.platform = "darwin"
 lacks = {
     os: "memfd_create pidfd_open waitid posix_fallocate MFD_CLOEXEC MFD_ALLOW_SEALING",
-    fcntl: "F_ADD_SEALS F_GET_SEALS F_SEAL_SEAL F_SEAL_SHRINK F_SEAL_GROW F_SEAL_WRITE",
+    fcntl: "F_ADD_SEALS F_GET_SEALS F_SEAL_SEAL F_SEAL_SHRINK F_SEAL_GROW F_SEAL_WRITE"
+    " F_SETSIG",
     mmap: "MADV_DONTDUMP MADV_NOHUGEPAGE",
     resource: "prlimit",
     socket: "MSG_CMSG_CLOEXEC MSG_NOSIGNAL",
@@ -46,10 +47,11 @@ PROGRAM = """
 import ctypes, os, sys
 import anyio
 from lifecycle import EngineLost, Payload
-from lifecycle_zmq import ZmqEngine, _parcel
+from lifecycle_zmq import ZmqEngine
+from lifecycle_zmq.memory import parcels
 
 async def main():
-    assert ctypes.sizeof(_parcel._Region) <= sys.maxsize
+    assert ctypes.sizeof(parcels._Region) <= sys.maxsize
     size = int(sys.argv[3])
     async with ZmqEngine(sys.argv[4:], arena_bytes=size, backoff=0.01) as engine:
         for _ in range(2):

@@ -3,10 +3,6 @@
 
 BIN := .venv/bin
 CODE := .
-# The core is gated at 100 %; the adapters are only reported.
-CORE := --include='src/lifecycle/*'
-# Apart, so that what walks the heap does not find torch and eight frameworks there.
-PURE := tests/core tests/sim tests/others
 # gpu-check runs where nothing may be installed: whatever Python is there will do.
 PY ?= $(if $(wildcard $(BIN)/python),$(BIN)/python,python3)
 
@@ -15,23 +11,29 @@ MAKEFLAGS += --no-print-directory
 .NOTPARALLEL:
 export PYTHON
 
-.PHONY: help demo test serve bench bench-memory bench-overload docs lint types pytest wheel sbom attack soak \
-  faults hang-ups coverage-of-cases gpu-check clean
+.PHONY: help demo quick test prove serve load bench bench-memory bench-overload docs lint types pytest coverage wheel sbom attack soak \
+  faults hang-ups models mutation coverage-of-cases gpu-check clean
 
 help:
 	@echo 'make demo       run the server, a real engine and 32 unreliable clients; show that nothing leaks'
 	@echo 'make serve      start the server and leave it running, with a curl line to try'
-	@echo 'make test       everything that must pass: lint, types, docs, tests, coverage, examples, wheel'
+	@echo 'make quick      while you work: lint, types of changed files, tests of the core and of ASGI'
+	@echo 'make test       before you push: lint, types, docs, examples, tests, coverage of the core'
+	@echo 'make prove      the long rest: 50,000 schedules, mutants, storms, kills, fuzzing, wheel'
 	@echo 'make lint       ruff and flake8-async'
 	@echo 'make types      mypy, strict'
-	@echo 'make pytest     the tests with coverage; make pytest ARGS="-k gate" runs some of them'
+	@echo 'make pytest     the tests of make test; make pytest ARGS="tests/core -k gate" runs some of them'
+	@echo 'make coverage   branch coverage of all packages by the tests of make test'
 	@echo 'make wheel      build the wheel and import it with anyio alone installed'
 	@echo 'make sbom       what the wheel brings along with all its extras, as CycloneDX'
 	@echo 'make attack     a thousand made-up requests to each HTTP endpoint; make attack ARGS=100 for fewer'
 	@echo 'make soak       a million seeded schedules of the core; make soak ARGS=5000 for fewer'
 	@echo 'make faults     the engine link under kills, stops, leavers and mutated frames; make faults ARGS=50 for fewer kills'
 	@echo 'make hang-ups   an hour of clients that hang up, on a server of its own; make hang-ups ARGS=20 for minutes'
+	@echo 'make models     visit all states of the models of tests/models with SPIN, and record how many'
+	@echo 'make mutation   every small mistake in the core against its tests, for hours; make mutation ARGS="--sample 50"'
 	@echo 'make coverage-of-cases  which known failures of such servers have a test, or a reason why not'
+	@echo 'make load       a small load test of a server; make load ARGS="--url http://127.0.0.1:8000"'
 	@echo 'make bench      the figures of the documentation, measured again; those of its charts by the next two'
 	@echo 'make bench-memory  what bounds the memory: a gate, letting go, or both; a quarter of an hour'
 	@echo 'make bench-overload  what becomes of ten times too many requests; a quarter of an hour'
@@ -40,12 +42,25 @@ help:
 	@echo 'make clean      remove .venv and everything built'
 
 demo: .venv/.ready
-	@$(BIN)/lifecycle-engine demo $(ARGS)
+	@$(BIN)/python -m lifecycle_demo $(ARGS)
 
+# On the tiny checkpoint, unless ARGS names another model.
 serve: .venv/.ready
+ifneq ($(filter --runner% --checkpoint%,$(ARGS)),)
 	@$(BIN)/lifecycle-engine serve --hints $(ARGS)
+else
+	@tiny=$$($(BIN)/python -m tiny_checkpoint) && \
+	  exec $(BIN)/lifecycle-engine serve --hints --checkpoint "$$tiny" $(ARGS)
+endif
 
-test: lint types docs pytest wheel
+quick: .venv/.ready
+	@$(BIN)/python scripts/check.py quick $(ARGS)
+
+test: .venv/.docs
+	@$(BIN)/python scripts/check.py test $(ARGS)
+
+prove: .venv/.ready
+	@$(BIN)/python scripts/check.py prove $(ARGS)
 
 lint: .venv/.ready
 	@echo '== lint'
@@ -53,7 +68,7 @@ lint: .venv/.ready
 	@$(BIN)/ruff format --quiet --check $(CODE) || { \
 	  echo 'not formatted as above: run $(BIN)/ruff format $(CODE)'; exit 1; }
 	@$(BIN)/flake8 --isolated --select=ASYNC1,ASYNC2,ASYNC3 --extend-ignore=ASYNC109,ASYNC124 \
-	  src adapters examples
+	  $$(grep -rlE 'async |anyio|trio' --include='*.py' src adapters tools examples)
 
 types: .venv/.ready
 	@echo '== types'
@@ -64,15 +79,11 @@ pytest: .venv/.ready
 	@$(BIN)/python -m pytest -q $(ARGS)
 else
 pytest: .venv/.ready
-	@echo '== tests of the core'
-	@$(BIN)/python -m coverage run -m pytest -q $(PURE)
-	@echo '== all other tests'
-	@$(BIN)/python -m coverage run --append -m pytest -q tests $(addprefix --ignore=,$(PURE))
-	@echo '== branch coverage of the adapters (reported only)'
-	@$(BIN)/python -m coverage report --include='adapters/*' | tail -n 1
-	@echo '== branch coverage of the core (must be 100 %)'
-	@$(BIN)/python -m coverage report $(CORE) --fail-under=100 --show-missing --skip-covered
+	@$(BIN)/python scripts/check.py test core others
 endif
+
+coverage: .venv/.ready
+	@$(BIN)/python -m pytest -q -n 2 --dist loadfile -m 'not slow' --cov --cov-report=term:skip-covered tests
 
 wheel: .venv/.ready
 	@echo '== wheel'
@@ -101,8 +112,17 @@ faults: .venv/.ready
 hang-ups: .venv/.ready
 	@$(BIN)/python tests/http/hang_ups.py --minutes $(or $(ARGS),60)
 
+models: .venv/.ready
+	@$(BIN)/python tests/models/model_checker.py
+
+mutation: .venv/.ready
+	@nice -n 15 $(BIN)/python scripts/mutation.py $(ARGS)
+
 coverage-of-cases: .venv/.ready
 	@$(BIN)/python scripts/coverage_of_cases.py
+
+load: .venv/.ready
+	@$(BIN)/python benchmarks/load.py $(ARGS)
 
 bench: .venv/.ready
 	@for file in core bench_payload link arena liveness engine on_ray; do \
@@ -122,12 +142,12 @@ docs: .venv/.docs
 	@echo "docs/_build/html/index.html"
 
 gpu-check:
-	@PYTHONPATH=src:adapters $(PY) benchmarks/gpu_check.py $(ARGS)
+	@PYTHONPATH=src:adapters:tools $(PY) benchmarks/gpu_check.py $(ARGS)
 
 clean:
 	rm -rf .venv build dist docs/_build .coverage* \
 	  .pytest_cache .mypy_cache .ruff_cache .hypothesis
-	find src adapters tests -name __pycache__ -type d -prune -exec rm -rf {} +
+	find src adapters tools tests -name __pycache__ -type d -prune -exec rm -rf {} +
 
 .venv/.ready: pyproject.toml constraints/cpu.txt scripts/setup.sh
 	@sh scripts/setup.sh

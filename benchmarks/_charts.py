@@ -1,4 +1,4 @@
-"""Small charts as SVG: quiet, on paper of their own, the same from the same figures."""
+"""Small SVG charts; the same figures always give the same file."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _STYLE = """
 
 
 def picture(wide: int, high: int, label: str, parts: Iterable[str]) -> str:
-    """The whole file."""
+    """Return the whole SVG file."""
     head = (
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {wide} {high}" '
         f'font-family="ui-sans-serif, system-ui, Helvetica, Arial, sans-serif" '
@@ -34,18 +34,18 @@ def picture(wide: int, high: int, label: str, parts: Iterable[str]) -> str:
 
 
 def text(x: float, y: float, words: str, kind: str = "", colour: str = "") -> str:
-    """A line of text."""
+    """Return a line of text."""
     style = f' style="fill: {colour}"' if colour else ""
     return f'<text class="{kind}" x="{x:.1f}" y="{y:.1f}"{style}>{escape(words)}</text>'
 
 
 def linear(least: float, most: float, start: float, end: float) -> Scale:
-    """From figures to places."""
+    """Return a linear scale from figures to coordinates."""
     return lambda value: start + (value - least) / (most - least) * (end - start)
 
 
 def ticks(most: float) -> list[float]:
-    """Three to six round figures from 0 up to *most* or a little more."""
+    """Return three to six round tick values from 0 to *most* or slightly more."""
     step = 1.0
     while step * 5 < most:
         step *= 10
@@ -57,7 +57,7 @@ def ticks(most: float) -> list[float]:
 
 
 class Panel:
-    """One chart, and the room that it has.
+    """One chart and its area.
 
     Args:
         x: Of its left edge, in the picture.
@@ -81,14 +81,14 @@ class Panel:
         self._edge = x
 
     def titles(self, name: str, about: str) -> None:
-        """Write what it shows."""
+        """Write the title and the subtitle."""
         self.parts += [
             text(self._edge, self.top - 40, name, "name"),
             text(self._edge, self.top - 22, about, "small"),
         ]
 
     def heights(self, figures: Sequence[float], unit: str) -> Scale:
-        """Draw rules for *figures* and return where a figure lies."""
+        """Draw grid lines for *figures*; return the vertical scale."""
         scale = linear(0, figures[-1], self.foot, self.top)
         for figure in figures:
             y = scale(figure)
@@ -98,7 +98,7 @@ class Panel:
         return scale
 
     def widths(self, figures: Sequence[float], unit: str) -> Scale:
-        """As `heights`, from left to right."""
+        """Draw vertical grid lines; return the horizontal scale."""
         scale = linear(0, figures[-1], self.left, self.right)
         for figure in figures:
             x = scale(figure)
@@ -108,7 +108,7 @@ class Panel:
         return scale
 
     def steps(self, names: Sequence[str], about: str) -> list[float]:
-        """Write names below, evenly spaced, and return where they are."""
+        """Write evenly spaced labels below; return their positions."""
         span = (self.right - self.left) / len(names)
         places = [self.left + span * (i + 0.5) for i in range(len(names))]
         for place, name in zip(places, names, strict=True):
@@ -134,21 +134,21 @@ class Panel:
         )
 
     def limit(self, y: float, words: str) -> None:
-        """Draw a line that nothing should be far above, with its name below it."""
+        """Draw a limit line with its label."""
         self.parts += [
             f'<path class="limit" d="M{self.left:.1f} {y:.1f}H{self.right:.1f}"/>',
             text(self.right, y + 16, words, "end", RED),
         ]
 
     def upright(self, x: float, low: float, high: float) -> None:
-        """Draw from where to where the runs of one case lie."""
+        """Draw the range of the runs of one case."""
         self.parts.append(
             f'<path class="spread" d="M{x:.1f} {low:.1f}V{high:.1f}'
             f'M{x - 4:.1f} {low:.1f}h8M{x - 4:.1f} {high:.1f}h8"/>'
         )
 
     def across(self, y: float, low: float, high: float) -> None:
-        """As `upright`, from left to right."""
+        """Draw a horizontal range."""
         self.parts.append(
             f'<path class="spread" d="M{low:.1f} {y:.1f}H{high:.1f}'
             f'M{low:.1f} {y - 4:.1f}v8M{high:.1f} {y - 4:.1f}v8"/>'
@@ -161,7 +161,7 @@ class Panel:
 
 
 def key(x: float, y: float, names: Iterable[tuple[str, str]]) -> list[str]:
-    """What the colours mean, in a row."""
+    """Return the legend, in a row."""
     parts = []
     for name, colour in names:
         parts += [

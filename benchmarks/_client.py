@@ -1,4 +1,4 @@
-"""An HTTP client that costs next to nothing: one connection for each request."""
+"""A minimal HTTP client: one connection for each request."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from typing import Any, Self
 
 
 def picture_url(pixels: int, *, noise: bool = False) -> str:
-    """A PNG as a data URL: of one colour, or of noise, with three bytes a pixel."""
+    """Return a PNG as a data URL: of one colour, or of noise (three bytes a pixel)."""
     from PIL import Image
 
     side = int(pixels**0.5)
@@ -31,7 +31,7 @@ def picture_url(pixels: int, *, noise: bool = False) -> str:
 
 
 def question(content: Any, max_tokens: int) -> bytes:
-    """A request for a stream of exactly *max_tokens* tokens, as it is sent."""
+    """Return the bytes of a request for a stream of exactly *max_tokens* tokens."""
     body = json.dumps(
         {
             "model": "sim",
@@ -49,14 +49,14 @@ def question(content: Any, max_tokens: int) -> bytes:
 
 
 def about_picture(pixels: int, max_tokens: int, *, noise: bool = False) -> bytes:
-    """A request about a picture, as it is sent."""
+    """Return the bytes of a request about a picture."""
     url = picture_url(pixels, noise=noise)
     image = {"type": "image_url", "image_url": {"url": url}}
     return question([image], max_tokens)
 
 
 async def ask(port: int, request: bytes) -> str:
-    """Send a request; return a word for what was wrong, or nothing."""
+    """Send a request; return the kind of failure, or an empty string."""
     try:
         reader, writer = await asyncio.open_connection("127.0.0.1", port)
     except OSError:
@@ -75,7 +75,7 @@ async def ask(port: int, request: bytes) -> str:
 
 
 async def get(port: int, path: str) -> bytes:
-    """Return the answer to a GET, head and all."""
+    """Return the response to a GET, including its head."""
     reader, writer = await asyncio.open_connection("127.0.0.1", port)
     head = f"GET {path} HTTP/1.1\r\nhost: here\r\nconnection: close\r\n\r\n"
     writer.write(head.encode())
@@ -85,14 +85,14 @@ async def get(port: int, path: str) -> bytes:
 
 
 async def status(port: int) -> dict[str, Any]:
-    """Return what the server says of itself."""
+    """Return the server's status."""
     answer = await get(port, "/_lifecycle/status")
     found: dict[str, Any] = json.loads(answer.partition(b"\r\n\r\n")[2])
     return found
 
 
 def unwind_when_terminated() -> None:
-    """Make SIGTERM leave through every block, so that no server is left behind."""
+    """Make SIGTERM raise, so that context managers stop their servers."""
 
     def leave(number: int, _frame: object) -> None:
         sys.exit(128 + number)
@@ -101,7 +101,7 @@ def unwind_when_terminated() -> None:
 
 
 class Server:
-    """A server in a process of its own, from its announcement to its end.
+    """A server in its own process, from its announcement to its exit.
 
     Args:
         argv: Starts it; it prints its address, which ends in the port, when it is
@@ -145,7 +145,7 @@ class Server:
         return self
 
     async def __aexit__(self, *_: object) -> None:
-        """End it; it may take some seconds, and no more."""
+        """Stop it; kill it if that takes too long."""
         with contextlib.suppress(ProcessLookupError):
             self._process.terminate()
         try:

@@ -1,4 +1,4 @@
-"""Figures of an experiment as a file, and the machine that they were measured on."""
+"""Result files of experiments, and a description of the machine."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ RESULTS = Path(__file__).with_name("results")
 
 
 def machine() -> dict[str, Any]:
-    """What figures depend on, and nothing that tells machines of a kind apart."""
+    """Describe the machine without anything that identifies it."""
     info = Path("/proc/cpuinfo").read_text()
     model = re.search(r"^model name\s*: (.+)$", info, re.MULTILINE)
     memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
@@ -27,7 +27,7 @@ def machine() -> dict[str, Any]:
 
 
 def write(file: Path | None, found: dict[str, Any]) -> None:
-    """Write *found* to a file, which is whole at any moment; ``None``: nowhere."""
+    """Replace a file atomically with *found*; ``None`` writes nothing."""
     if file is None:
         return
     text = json.dumps(found, indent=1)

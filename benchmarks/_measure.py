@@ -13,12 +13,12 @@ from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass
 
 Chunk = Callable[[], Awaitable[float]]
-"""Does a thing some hundred times, and returns the seconds that one of them took."""
+"""Repeats an operation some hundred times; returns the seconds of one."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Goal:
-    """What a candidate should reach.
+    """The goal of a candidate.
 
     Attributes:
         seconds: Median at most this long.
@@ -34,7 +34,7 @@ class Goal:
 async def in_turns(
     chunks: Mapping[str, Chunk], rounds: int, *, warm: bool = True
 ) -> dict[str, list[float]]:
-    """Run each of *chunks* once a round, the collector off, and return all figures.
+    """Run each of *chunks* once per round, without the collector; return all figures.
 
     With *warm*, each runs once before, to specialise its bytecode and fill its
     free lists. Chunks had better measure ``time.thread_time``, which stands still
@@ -57,7 +57,7 @@ async def in_turns(
 def show(
     title: str, taken: Mapping[str, list[float]], goals: Mapping[str, Goal]
 ) -> bool:
-    """Print one line a candidate; the first is what the others are compared with.
+    """Print one line per candidate, compared with the first.
 
     Returns:
         Whether each goal was reached.

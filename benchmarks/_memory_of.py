@@ -1,4 +1,4 @@
-"""What processes hold, over time: resident, proportional, and together."""
+"""Memory of processes over time: resident, proportional and total."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def _fields(path: str) -> dict[str, int]:
 
 
 def held(pids: Sequence[int]) -> int:
-    """Bytes that processes hold together: their own pages, and shared ones once.
+    """Return the total memory of processes; shared pages count once.
 
     What the kernel can drop at any time, the pages of programs, is not in it.
     """
@@ -30,17 +30,17 @@ def held(pids: Sequence[int]) -> int:
 
 
 def resident(pid: int) -> int:
-    """Bytes of a process that are in memory, shared ones included."""
+    """Return the resident memory of a process, including shared pages."""
     return _fields(f"/proc/{pid}/status")["VmRSS"]
 
 
 def proportional(pid: int) -> int:
-    """As `resident`, but of what n processes share, one n-th."""
+    """Return the proportional set size: each of n sharers counts 1/n of a page."""
     return _fields(f"/proc/{pid}/smaps_rollup")["Pss"]
 
 
 class Watch:
-    """Looks at processes from a thread of its own while it is entered.
+    """Samples processes from a thread while the context is open.
 
     Args:
         pids: Which.

@@ -1,10 +1,10 @@
-"""What it costs to hand a large tensor to the engine, beside copying it in memory.
+"""Cost of handing a large tensor to the engine, compared with a copy in memory.
 
-In one run, taking turns: a plain copy into memory that was used before; a hand-off of
-one byte, which is the messages alone; of a tensor that was written into the arena in
-place, one copied into it by the hand-off, and one sent where there is none. Then what
-16 streams of the same engine notice of it, beside what they notice of a copy in a
-thread that nobody is handed, and what the client's peak is.
+In one run, alternating: a plain copy into warm memory; a hand-off of one byte, which is
+the messages alone; of a tensor written to the arena in place, one copied into it by the
+hand-off, and one sent without an arena. Then the latency of 16 streams of the same
+engine meanwhile, compared with a copy in a thread without a hand-off, and the client's
+peak memory.
 
 Run it: python benchmarks/arena.py [--rounds 15] [--mib 32]
 """
@@ -35,7 +35,7 @@ HandOff = Callable[[], Awaitable[float]]
 
 
 class Stepper:
-    """Emits the time at a fixed rate for each stream, and lets tensors go at END."""
+    """Emits the time at a fixed rate for each stream, and drops tensors at END."""
 
     def __init__(self) -> None:
         self._tensors: dict[str, dict[str, memoryview]] = {}
@@ -45,7 +45,7 @@ class Stepper:
     def start(
         self, key: str, request: dict[str, Any], tensors: dict[str, memoryview]
     ) -> None:
-        """Take a stream of ticks, or tensors to hold; look at their two ends."""
+        """Accept a stream of ticks, or tensors to hold; read their two ends."""
         if not tensors:
             self._ticking[key] = None
             return
@@ -54,16 +54,16 @@ class Stepper:
         self._tensors[key] = tensors
 
     def cancel(self, key: str) -> None:
-        """Let the next step say so."""
+        """Let the next step finish the stream."""
         self._ticking[key] = Finish("cancelled")
 
     def end(self, key: str) -> None:
-        """Let go."""
+        """Drop the stream and its tensors."""
         self._ticking.pop(key, None)
         self._tensors.pop(key, None)
 
     def step(self) -> list[Output]:
-        """Wait for the next tick at most a millisecond, so that requests are heard."""
+        """Wait at most a millisecond for the next tick, so that requests are read."""
         now = time.monotonic()
         if now < self._next:
             time.sleep(min(0.0005, self._next - now))
@@ -106,32 +106,32 @@ class Ways:
         return time.perf_counter() - begin
 
     async def in_thread(self) -> float:
-        """Copy it as `in_place` does, and hand nothing over: what that alone costs."""
+        """Copy as `in_place` does, without a hand-off."""
         begin = time.perf_counter()
         await anyio.to_thread.run_sync(lambda: np.copyto(self._used, self._source))
         return time.perf_counter() - begin
 
     async def one_byte(self) -> float:
-        """What remains when there is nothing to hand over: the messages."""
+        """Hand over one byte: the cost of the messages."""
         return await self._hand_over("arena", Payload({"x": np.full(1, 7, np.uint8)}))
 
     async def in_place(self) -> float:
-        """Preprocessing has written into the arena; what is left is the hand-off."""
+        """Hand over a tensor that preprocessing has written to the arena."""
         begin = time.perf_counter()
         held = [self.engines["arena"].arena.empty(self._source.shape, np.uint8)]
         made = time.perf_counter() - begin
-        # Stands for the preprocessing, which belongs in a thread; not counted. A thread
-        # lets go of its arguments only when it gets its turn: so they are emptied.
+        # Stands in for preprocessing, which belongs in a thread; not counted. A thread
+        # drops its arguments only when it runs again, so the list is emptied.
         await anyio.to_thread.run_sync(lambda: np.copyto(held[0], self._source))
         box = Payload({"x": held.pop()})
         return made + await self._hand_over("arena", box)
 
     async def copied_in(self) -> float:
-        """The tensor is somewhere else; the hand-off copies it, in a thread."""
+        """Hand over a tensor that is copied into the arena, in a thread."""
         return await self._hand_over("arena", Payload({"x": self._source}))
 
     async def frame(self) -> float:
-        """There is no arena; it is copied into memory that is passed."""
+        """Hand over a tensor without an arena, in sealed memory."""
         return await self._hand_over("frames", Payload({"x": self._source}))
 
     async def _hand_over(self, name: str, box: Payload[Any]) -> float:
@@ -146,7 +146,7 @@ class Ways:
 
 
 async def hand_offs(ways: Ways, rounds: int) -> dict[str, list[float]]:
-    """Time every way once a round, in turns."""
+    """Time every way once per round, alternating."""
     times: dict[str, list[float]] = {name: [] for name in ways.all}
     for number in range(rounds + 3):
         for name, way in ways.all.items():
@@ -157,7 +157,7 @@ async def hand_offs(ways: Ways, rounds: int) -> dict[str, list[float]]:
 
 
 async def peaks(ways: Ways, mib: int) -> dict[str, float]:
-    """Return by how many payloads the client's peak exceeds what it had before."""
+    """Return the growth of the client's peak memory, in payloads."""
     found = {}
     for name, way in ways.all.items():
         await way()

@@ -1,4 +1,4 @@
-"""The arena under a device: is it pinned, and what does that change."""
+"""Copies from the arena to a device, with and without pinning."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ Row = tuple[str, str]
 
 @dataclass(frozen=True)
 class Shared:
-    """Shared memory as an engine maps it, without the link around it."""
+    """Shared memory as an engine maps it, without the link."""
 
     mapping: mmap.mmap
     array: np.ndarray
 
     @classmethod
     def make(cls, size: int) -> Shared:
-        """Map fresh memory."""
+        """Map new memory."""
         import numpy as np
 
         descriptor = os.memfd_create("arena")
@@ -38,12 +38,12 @@ class Shared:
 
     @property
     def size(self) -> int:
-        """Bytes."""
+        """Size in bytes."""
         return len(self.mapping)
 
     @property
     def address(self) -> int:
-        """Where it is mapped."""
+        """Address of the mapping."""
         return int(self.array.ctypes.data)
 
 
@@ -52,7 +52,7 @@ def arena(name: str) -> tuple[dict[str, Any], list[Row]]:
     import numpy as np
     import torch
 
-    from lifecycle_engine.models.uploads import pin, unpin
+    from lifecycle_engine.model.device_copies import pin, unpin
 
     device = torch.device(name)
     cuda = device.type == "cuda"
@@ -69,9 +69,9 @@ def arena(name: str) -> tuple[dict[str, Any], list[Row]]:
     for where, source in sources.items():
         called, done, whole = _copy(device, source)
         figures[where] = {"call_ms": called, "done_ms": done, "identical": whole}
-        told = f"call {called:.2f} ms, done {done:.2f} ms"
+        latency = f"call {called:.2f} ms, done {done:.2f} ms"
         same = "identical" if whole else "DIFFERENT"
-        rows.append((f"32 MiB from {where}", f"{told}, {same}"))
+        rows.append((f"32 MiB from {where}", f"{latency}, {same}"))
     if pinned:
         unpin(cast("Any", shared))
     return figures, rows
@@ -79,19 +79,19 @@ def arena(name: str) -> tuple[dict[str, Any], list[Row]]:
 
 def _copy(device: torch.device, source: np.ndarray) -> tuple[float, float, bool]:
     """Return milliseconds until the call returns and until the copy is done."""
-    from lifecycle_engine.models.uploads import TorchDevice, Uploads
+    from lifecycle_engine.model.device_copies import PendingCopies, TorchDevice
 
-    uploads = Uploads(TorchDevice(device))
+    copies = PendingCopies(TorchDevice(device))
     called, done, whole = [], [], True
     for number in range(12):
         source[:] = number
         begin = time.perf_counter()
-        copy = uploads.begin(source)
+        copy = copies.start(source)
         called.append(time.perf_counter() - begin)
-        uploads.finish()
+        copies.wait()
         done.append(time.perf_counter() - begin)
         if device.type == "cuda":
-            # What is free may be written at once, and the copy must not notice.
+            # Freed memory may be overwritten at once without affecting the copy.
             source[:] = 255
         whole = whole and bool((copy == number).all())
     return statistics.median(called) * 1e3, statistics.median(done) * 1e3, whole

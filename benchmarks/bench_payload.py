@@ -10,7 +10,7 @@ import base64
 import io
 import random
 
-from lifecycle_engine.demo.pictures import draw
+from lifecycle_demo.pictures import draw
 
 SIZES = ((160, 120), (1280, 720), (1920, 1080), (3840, 2160), (3000, 4000))
 PATCH = 28  # pixels; sides are rounded to whole merged patches

@@ -1,7 +1,7 @@
-"""What the core costs beside what else there is, in one run of less than a minute.
+"""Cost of the core compared with alternatives, in one run of less than a minute.
 
 Goals are printed beside the figures, most of them as ratios to asyncio.Semaphore,
-which is what most servers have. What is not installed is left out, and said to be.
+which most servers use. Alternatives that are not installed are listed and skipped.
 """
 
 from __future__ import annotations
@@ -32,15 +32,15 @@ async def main() -> None:
     """Measure and print each section."""
     await uncontended()
     await hand_off()
-    await storm("cancel storm, 20,000 in line, each cancelled, in any order", mix=True)
-    await storm("the same, whoever came first cancelled first", mix=False)
+    await storm("cancel storm, 20,000 waiting, each cancelled, in any order", mix=True)
+    await storm("the same, cancelled in the order of arrival", mix=False)
     await fair_order()
     await streams()
     await starts()
 
 
 def semaphores() -> dict[str, Pair]:
-    """How to get the one place of each limiter, and how to give it back."""
+    """Return how to acquire and release the one slot of each limiter."""
     ours, theirs, limiter = (
         asyncio.Semaphore(1),
         anyio.Semaphore(1),
@@ -64,7 +64,7 @@ def semaphores() -> dict[str, Pair]:
 
 
 async def uncontended() -> None:
-    """A request that finds room."""
+    """Admit a request without contention."""
     gate = Gate(slots=1, bytes=1_000)
 
     async def admissions() -> float:
@@ -93,7 +93,7 @@ async def uncontended() -> None:
 
 
 async def hand_off() -> None:
-    """One place, passed on from each of a thousand waiting tasks to the next."""
+    """Pass one slot from each of a thousand waiting tasks to the next."""
     gate = Gate(slots=1, bytes=1_000)
 
     async def admissions() -> float:
@@ -119,7 +119,7 @@ async def hand_off() -> None:
 
     chunks = {name: pairs(*pair) for name, pair in semaphores().items()}
     taken = await in_turns(_second(chunks, admissions), rounds=40)
-    show("hand-off, a thousand in line", taken, {"lifecycle.Gate": Goal(times=1.6)})
+    show("hand-off, a thousand waiting", taken, {"lifecycle.Gate": Goal(times=1.6)})
 
 
 async def _passing(
@@ -135,9 +135,9 @@ async def _passing(
 
 async def fair_order() -> None:
     """One place, passed on among keys that share it evenly, each with a request."""
-    chunks = {f"{keys:,} keys in line": _sharing(keys) for keys in CROWDS}
+    chunks = {f"{keys:,} keys waiting": _sharing(keys) for keys in CROWDS}
     taken = await in_turns(chunks, rounds=5, warm=False)
-    last = f"{CROWDS[-1]:,} keys in line"
+    last = f"{CROWDS[-1]:,} keys waiting"
     show("grants of a fair gate", taken, {last: Goal(times=4.0)})
 
 
@@ -165,7 +165,7 @@ def _sharing(keys: int) -> Chunk:
 
 
 async def storm(title: str, *, mix: bool) -> None:
-    """Everybody in a long line leaves before their turn."""
+    """All requests of a long queue are cancelled."""
     chance = random.Random(1)
     gate = Gate(slots=1, bytes=1_000)
 
@@ -215,7 +215,7 @@ async def _parked() -> None:
 
 
 def _second(chunks: dict[str, Chunk], ours: Chunk) -> dict[str, Chunk]:
-    """Ours after the first, which all are compared with."""
+    """Return the goal of our row; the first is what all are compared with."""
     (name, basis), *rest = chunks.items()
     return {name: basis, "lifecycle.Gate": ours, **dict(rest)}
 

@@ -1,4 +1,4 @@
-"""What a supervised start costs beside a bare task."""
+"""Cost of a supervised start compared with a bare task."""
 
 from __future__ import annotations
 

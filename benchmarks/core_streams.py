@@ -1,4 +1,4 @@
-"""What an item of a stream costs beyond one of a bare async generator."""
+"""Cost per item of a stream compared with a bare async generator."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ ROUNDS = 100
 
 
 async def items(picture: object) -> AsyncGenerator[int, None]:
-    """Give items for ever, with no wait between them."""
+    """Yield items forever without waiting."""
     del picture
     while True:
         yield 1

@@ -1,6 +1,6 @@
-"""Draw the experiments: ``docs/memory.svg`` and ``docs/overload.svg``.
+"""Draw the experiments: ``docs/memory.svg``, ``overload.svg`` and ``peers_vllm.svg``.
 
-    python benchmarks/draw.py [--check] [memory] [overload]
+    python benchmarks/draw.py [--check] [memory] [overload] [peers_vllm]
 
 The figures are those in ``benchmarks/results``. With ``--check`` nothing is written,
 and the exit status tells whether the files are what this script draws.
@@ -22,7 +22,7 @@ _GIB = 2**30
 _MIB = 2**20
 _HALVES = (RED, AMBER, AMBER, BLUE, GREY, GREEN)
 _WAYS = {"gate": GREEN, "none": GREY, "semaphore": AMBER}
-_SAID = {"gate": "a gate", "none": "nothing", "semaphore": "a semaphore"}
+_LABELS = {"gate": "gate", "none": "no limit", "semaphore": "semaphore"}
 Row = dict[str, Any]
 
 
@@ -42,7 +42,7 @@ def main() -> int:
 
 
 def memory(found: dict[str, Any]) -> str:
-    """What both processes hold, with and without."""
+    """Draw the memory of both processes."""
     series = found["series"]
     panels = [
         _over_time(series["halves"]),
@@ -51,18 +51,18 @@ def memory(found: dict[str, Any]) -> str:
         _clients(series["clients"], found["budget"]["clients"]),
     ]
     parts = [part for panel in panels for part in panel.parts]
-    label = "Memory of the server by gate and by who lets go of payloads"
+    label = "Memory of the server, by gate limit and by which process frees payloads"
     return picture(960, 640, label, parts)
 
 
 def _of(runs: Sequence[dict[str, Any]], name: str) -> tuple[float, float, float]:
-    """Least, median and most of a figure."""
+    """Return least, median and most of a figure."""
     values = [run[name] for run in runs if run[name] is not None]
     return min(values), statistics.median(values), max(values)
 
 
 def _extra(runs: Sequence[dict[str, Any]], unit: float) -> tuple[float, float, float]:
-    """Least, median and most of what was held above what is always held."""
+    """Return least, median and most of the peak above idle memory."""
     values = [(run["peak"] - run["before"]) / unit for run in runs]
     return min(values), statistics.median(values), max(values)
 
@@ -76,8 +76,8 @@ def _over_time(rows: list[Row]) -> Panel:
     ]
     count, size = rows[0]["case"]["clients"], rows[0]["case"]["pixels"] * 24 / _MIB
     panel.titles(
-        f"{count} long streams about pictures of {size:.0f} MiB",
-        "proportional size of both processes, over time; colours as beside",
+        f"{count} long streams, payloads of {size:.0f} MiB",
+        "proportional set size of both processes; colors as on the right",
     )
     y = panel.heights(ticks(max(v for line in lines for _, v in line)), " GiB")
     x = panel.widths(ticks(max(at for line in lines for at, _ in line)), " s")
@@ -90,7 +90,8 @@ def _halves(rows: list[Row]) -> Panel:
     panel = Panel(500, 10, 440, 300, left=132)
     runs = len(rows[0]["runs"])
     panel.titles(
-        "Who lets go of payloads", f"peak of both above rest; median, range of {runs}"
+        "Which process frees payloads",
+        f"peak above idle; median and range of {runs} runs",
     )
     peaks = [_extra(row["runs"], _GIB) for row in rows]
     x = panel.widths(ticks(max(high for _, _, high in peaks)), " GiB")
@@ -108,7 +109,7 @@ def _row(
     values: tuple[float, float, float],
     colour: str,
 ) -> None:
-    """A bar that lies, its name before it."""
+    """Draw a horizontal bar with its name on the left."""
     span = (panel.foot - panel.top) / places
     y = panel.top + span * place
     low, middle, high = values
@@ -120,8 +121,8 @@ def _row(
 def _gates(rows: list[Row]) -> Panel:
     panel = Panel(24, 326, 452, 300, left=48)
     panel.titles(
-        "Both let go: payloads that a gate admits",
-        "peak above rest; below, requests a second",
+        "Both free payloads: limit of the gate",
+        "peak above idle; requests per second below",
     )
     peaks = [_extra(row["runs"], _MIB) for row in rows]
     y = panel.heights(ticks(max(high for _, _, high in peaks)), " MiB")
@@ -142,15 +143,15 @@ def _clients(rows: list[Row], budget: int) -> Panel:
     panel = Panel(500, 326, 440, 300, left=48)
     size = rows[0]["case"]["pixels"] * 24 / _MIB
     panel.titles(
-        "Any number of clients behind a gate",
-        f"peak above rest, payloads of {size:.0f} MiB",
+        "Concurrent clients behind a gate",
+        f"peak above idle, payloads of {size:.0f} MiB",
     )
     peaks = [_extra(row["runs"], _GIB) for row in rows]
     most = max(budget / _GIB, *(high for _, _, high in peaks))
     y = panel.heights(ticks(most * 1.1), " GiB")
-    panel.limit(y(budget / _GIB), "what the gate admits")
+    panel.limit(y(budget / _GIB), "limit of the gate")
     names = [str(row["case"]["clients"]) for row in rows]
-    places = panel.steps(names, "clients at a time")
+    places = panel.steps(names, "concurrent clients")
     middles = [middle for _, middle, _ in peaks]
     panel.line(zip(places, map(y, middles), strict=True), GREEN)
     for place, (low, middle, high) in zip(places, peaks, strict=True):
@@ -160,18 +161,18 @@ def _clients(rows: list[Row], budget: int) -> Panel:
 
 
 def overload(found: dict[str, Any]) -> str:
-    """What becomes of the answers when too many ask."""
+    """Draw goodput and latency under overload."""
     settings, rows = found["settings"], found["rows"]
     figures = (
-        ("goodput", "Answers in time", "a second"),
+        ("goodput", "Goodput", "answers within the deadline, per second"),
         (
             "p99",
-            "How long an answer takes",
-            "99 of 100 are sooner, ms; if any comes in time",
+            "Latency of answers",
+            "p99 of answers within the deadline, ms",
         ),
-        ("refusal_p99", "How long a refusal takes", "99 of 100 are sooner, ms"),
+        ("refusal_p99", "Latency of refusals", "p99, ms"),
     )
-    parts = key(24, 342, [(_SAID[way], colour) for way, colour in _WAYS.items()])
+    parts = key(24, 342, [(_LABELS[way], colour) for way, colour in _WAYS.items()])
     for i, (name, title, about) in enumerate(figures):
         panel = Panel(24 + 312 * i, 10, 300, 310, left=42)
         panel.titles(title, about)
@@ -185,9 +186,7 @@ def _lines(panel: Panel, rows: list[Row], name: str) -> None:
     loads = sorted({row["load"] for row in rows})
     values = [run[name] for row in rows for run in row["runs"] if run[name] is not None]
     y = panel.heights(ticks(max(values, default=1.0)), "")
-    places = panel.steps(
-        [f"{load:g}" for load in loads], "asked, of what can be served"
-    )
+    places = panel.steps([f"{load:g}" for load in loads], "offered load / capacity")
     at = dict(zip(loads, places, strict=True))
     for shift, (way, colour) in enumerate(_WAYS.items()):
         found = [
@@ -201,7 +200,43 @@ def _lines(panel: Panel, rows: list[Row], name: str) -> None:
             panel.dot(x, y(middle), colour)
 
 
-_PICTURES = {"memory": memory, "overload": overload}
+def peers_vllm(found: dict[str, Any]) -> str:
+    """Draw the memory of vLLM's API server, with and without `Admission`."""
+    settings, rows = found["settings"], found["rows"]
+    panel = Panel(24, 10, 600, 320, left=48)
+    panel.titles(
+        f"vLLM {settings['vllm']}: clients that each send a picture at the same time",
+        f"its memory above idle, {settings['pixels'] / 1e6:.0f} megapixels each",
+    )
+    grown = {
+        (row["way"], row["clients"]): (row["peak"] - row["base"]) / 1024 for row in rows
+    }
+    budget = settings["budget_mib"] / 1024
+    y = panel.heights(ticks(max(grown.values()) * 1.1), " GiB")
+    panel.limit(y(budget), "")
+    panel.parts.append(
+        text(panel.right, y(budget) - 8, "budget of Admission", "end", RED)
+    )
+    counts = sorted({row["clients"] for row in rows})
+    places = panel.steps([str(count) for count in counts], "clients")
+    for way, colour in (("none", GREY), ("admission", GREEN)):
+        heights = [y(grown[way, count]) for count in counts]
+        panel.line(zip(places, heights, strict=True), colour)
+        for place, height in zip(places, heights, strict=True):
+            panel.dot(place, height, colour)
+    for row in rows:
+        if row["died"]:
+            place = places[counts.index(row["clients"])]
+            lost = sum(row["answers"].values()) - row["answers"].get("200", 0)
+            height = y(grown[row["way"], row["clients"]])
+            words = f"killed, {lost} requests lost"
+            panel.parts.append(text(place - 10, height + 4, words, "end", RED))
+    parts = key(24, 360, [("vLLM", GREY), ("vLLM behind Admission", GREEN)])
+    label = "Memory of vLLM's API server with and without Admission"
+    return picture(648, 380, label, panel.parts + parts)
+
+
+_PICTURES = {"memory": memory, "overload": overload, "peers_vllm": peers_vllm}
 
 if __name__ == "__main__":
     sys.exit(main())

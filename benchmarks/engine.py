@@ -1,4 +1,4 @@
-"""How fast the bundled engine is beside transformers itself, in one run.
+"""Speed of the bundled engine compared with transformers itself, in one run.
 
 Every figure is a ratio of two things that this run has measured on this machine,
 or a count of steps. ``--device cuda`` runs the same on a GPU, with graphs.
@@ -21,7 +21,7 @@ from engine_load import first_tokens, linked, plot
 from engine_rig import Free, Rig, machine, picture, rig
 
 if TYPE_CHECKING:
-    from lifecycle_engine.scheduler import Scheduler
+    from lifecycle_engine import Scheduler
 
 BATCH = 8
 Row = tuple[str, str]
@@ -96,7 +96,7 @@ def images(options: argparse.Namespace) -> tuple[dict[str, float], list[Row]]:
 
 
 def stall(options: argparse.Namespace) -> tuple[dict[str, Any], list[Row]]:
-    """What a long prompt does to those who stream, and to a short one behind it."""
+    """Effect of a long prompt on running streams and on a short prompt behind it."""
     figures: dict[str, Any] = {}
     with _rig(options, "qwen3") as made:
         for label, chunk in (("whole", 4096), ("chunks of 64", 64)):
@@ -116,7 +116,7 @@ def stall(options: argparse.Namespace) -> tuple[dict[str, Any], list[Row]]:
 def overhead(options: argparse.Namespace) -> tuple[dict[str, float], list[Row]]:
     """What a step of the scheduler costs with 32 running, without a model."""
     del options
-    from lifecycle_engine.scheduler import Scheduler
+    from lifecycle_engine import Scheduler
 
     scheduler = Scheduler(Free(slots=32))
     for number in range(32):
@@ -139,11 +139,11 @@ def overhead(options: argparse.Namespace) -> tuple[dict[str, float], list[Row]]:
 
 
 def cancel(options: argparse.Namespace) -> tuple[dict[str, list[int]], list[Row]]:
-    """Steps from a cancel until its slot is free and its stream is told."""
+    """Count steps from a cancel until its slot is free and its stream has ended."""
     del options
-    from lifecycle_engine.scheduler import Scheduler
+    from lifecycle_engine import Scheduler
 
-    free, told = [], []
+    free, finished = [], []
     for steps in range(40):
         scheduler = Scheduler(Free(slots=1), chunk=4)
         request = {"input_ids": [1] * 60, "max_tokens": 4000}
@@ -152,11 +152,11 @@ def cancel(options: argparse.Namespace) -> tuple[dict[str, list[int]], list[Row]
             scheduler.step()
         scheduler.cancel("a")
         free.append(_steps(scheduler, lambda s: s.status()["slots_free"] == 1))
-        told.append(free[-1] + _steps(scheduler, lambda s: not s.busy))
-    return {"free": free, "told": told}, [
+        finished.append(free[-1] + _steps(scheduler, lambda s: not s.busy))
+    return {"free": free, "finished": finished}, [
         (
             "cancel in any phase, steps until the slot is free",
-            f"{max(free)}, until the stream is told {max(told)}",
+            f"{max(free)}, until the stream has ended {max(finished)}",
         )
     ]
 
@@ -171,7 +171,7 @@ def _steps(scheduler: Scheduler, done: Callable[[Scheduler], bool]) -> int:
 
 def _stalled(on: Rig, chunk: int) -> dict[str, float]:
     """Four stream, then come a long prompt and a short one behind it."""
-    from lifecycle_engine.scheduler import Scheduler
+    from lifecycle_engine import Scheduler
 
     scheduler = Scheduler(on.runner, chunk=chunk)
     stream = on.prepare("Hello there.", ignore_eos=True).request
@@ -200,7 +200,7 @@ def _stalled(on: Rig, chunk: int) -> dict[str, float]:
 
 def _serve(on: Rig, prepared: Sequence[Any]) -> None:
     """Run requests through the scheduler, all of them there at once."""
-    from lifecycle_engine.scheduler import Scheduler
+    from lifecycle_engine import Scheduler
 
     scheduler = Scheduler(on.runner)
     for number, each in enumerate(prepared):

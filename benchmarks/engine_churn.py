@@ -1,4 +1,4 @@
-"""Does the memory of both processes come back, after thousands of unreliable clients?
+"""Checks that both processes free all memory after thousands of unreliable clients.
 
 Starts the engine with a tiny real checkpoint and sends it texts, pictures of odd
 sizes and turns of conversations through the arena. Of the requests 40 % are given up
@@ -36,7 +36,7 @@ _TOKENS = 12
 
 
 class Churn:
-    """Clients of one engine, and what became of their requests.
+    """Clients of one engine, and the outcomes of their requests.
 
     Args:
         engine: Entered and ready.
@@ -52,7 +52,7 @@ class Churn:
         self.completed = self.left = self.wrong = 0
 
     async def run(self, requests: int, *, clients: int) -> None:
-        """Send so many requests, from so many clients at a time."""
+        """Send *requests* from *clients* concurrent clients."""
         until = self._number + requests
 
         async def client() -> None:
@@ -111,7 +111,7 @@ class Churn:
 
 
 async def measure(options: argparse.Namespace, checkpoint: Path) -> dict[str, Any]:
-    """Run everything on one engine; return what was seen after each part."""
+    """Run everything on one engine; return a sample after each part."""
     command = [sys.executable, "-m", "lifecycle_engine.worker", "--chunk=32"]
     command += [f"--checkpoint={checkpoint}", "--slots=12", "--max-batch=8"]
     command += ["--max-length=1024", f"--graphs={options.graphs}"]
@@ -120,12 +120,12 @@ async def measure(options: argparse.Namespace, checkpoint: Path) -> dict[str, An
         await engine.wait_ready()
         churn = Churn(engine, prompts, seed=options.seed)
         await churn.run(options.warm_up, clients=options.clients)
-        seen = [await _look(engine)]
+        seen = [await _sample(engine)]
         part = max(options.requests // options.parts, 1)
         begin = time.perf_counter()
         for _ in range(options.parts):
             await churn.run(part, clients=options.clients)
-            seen.append(await _look(engine))
+            seen.append(await _sample(engine))
             now = {name: f"{value / 1e6:.1f} MB" for name, value in _memory(seen[-1])}
             print(f"  {churn.completed + churn.left} requests: {now}", flush=True)
         seconds = time.perf_counter() - begin
@@ -142,37 +142,37 @@ async def measure(options: argparse.Namespace, checkpoint: Path) -> dict[str, An
 
 
 def problems(report: dict[str, Any], *, slack: float) -> list[str]:
-    """Say what is not as it was, but for so many bytes of memory."""
+    """Return what differs from the start, except for *slack* bytes of memory."""
     first, *rest = report["seen"]
-    told = []
+    wrong = []
     if report["wrong"] or report["incarnations"] != 1:
-        told.append(
+        wrong.append(
             f"{report['wrong']} wrong answers, {report['incarnations']} engines"
         )
     for seen in rest:
         held = {name: seen[name] for name in seen if name.startswith("held_")}
-        told += [f"{name} is {value}" for name, value in held.items() if value]
+        wrong += [f"{name} is {value}" for name, value in held.items() if value]
     last = rest[-1]
     for name in ("api_descriptors", "engine_descriptors", "engine_threads"):
         if last[name] > first[name]:
-            told.append(f"{name} were {first[name]} and are {last[name]}")
+            wrong.append(f"{name} were {first[name]} and are {last[name]}")
     for name, value in _memory(last):
         grown = value - first[name]
         if grown > slack:
-            told.append(f"{name} grew by {grown / 1e6:.1f} MB to {value / 1e6:.1f} MB")
-    return told
+            wrong.append(f"{name} grew by {grown / 1e6:.1f} MB to {value / 1e6:.1f} MB")
+    return wrong
 
 
 def _memory(seen: dict[str, Any]) -> list[tuple[str, float]]:
     return [(name, seen[name]) for name in ("api_private", "engine_private")]
 
 
-async def _look(engine: ZmqEngine) -> dict[str, Any]:
-    """What both processes hold at a moment when nobody asks for anything."""
+async def _sample(engine: ZmqEngine) -> dict[str, Any]:
+    """Return the resources of both processes while there are no requests."""
     gc.collect()
     with anyio.fail_after(30):
-        # What was freed last is told a moment later.
-        while (status := await engine.status())["live"] or status["loans"]:  # noqa: ASYNC110
+        # The latest releases are reported a moment later.
+        while (status := await engine.status())["live"] or status["leases"]:  # noqa: ASYNC110
             await anyio.sleep(0.01)
     backend, pid = status["backend"], engine.pid
     lost = backend["slots"] - backend["slots_free"]
@@ -194,7 +194,7 @@ async def _look(engine: ZmqEngine) -> dict[str, Any]:
 
 
 def _private(pid: int | None) -> float:
-    """Bytes that a process has for itself: the arena is both's, and stays."""
+    """Return the private memory of a process, without the shared arena."""
     pages = 0
     for line in Path(f"/proc/{pid}/smaps_rollup").read_text("ascii").splitlines():
         if line.startswith(("Private_Dirty", "Private_Clean")):
@@ -207,9 +207,8 @@ def _count(pid: int | None, what: str) -> int:
 
 
 def _prompts(checkpoint: Path) -> list[Any]:
-    """Texts, pictures and conversations, of some shares."""
-    from lifecycle_engine.chats.chat_processor import ChatProcessor
-    from lifecycle_engine.processor import Chat, Message
+    """Return texts, pictures and conversations of several tenants."""
+    from lifecycle_engine import Chat, ChatProcessor, Message
 
     processor = ChatProcessor(checkpoint)
     messages: list[Message] = []
@@ -221,41 +220,43 @@ def _prompts(checkpoint: Path) -> list[Any]:
         alone = Message("user", [*pictures, f"What of {number}?" * (number + 1)])
         messages += [Message("user", [*pictures[:1], "And?"])]
         for talk, session in (([alone], None), (messages, f"s{number % 2}")):
-            chat = Chat(talk, _TOKENS, share=f"u{number % 3}", session=session)
+            chat = Chat(talk, _TOKENS, tenant=f"u{number % 3}", session=session)
             prepared.append(processor.prepare(chat))
         messages.append(Message("assistant", [f"Well, {number}."]))
     return prepared
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run it; exit status 1 if anything is held that should not be."""
+    """Run the check; return exit status 1 after a leak."""
     options = _parser().parse_args(argv)
     with tempfile.TemporaryDirectory() as folder:
-        build = [sys.executable, "-m", "lifecycle_engine.cli", "checkpoint", folder]
+        build = [sys.executable, "-m", "tiny_checkpoint", folder]
         subprocess.run(build, check=True, stdout=subprocess.DEVNULL)
         report = anyio.run(measure, options, Path(folder))
     report["machine"] = machine()
-    told = problems(report, slack=options.slack * 2**20)
+    wrong = problems(report, slack=options.slack * 2**20)
     rate = report["requests"] / report["seconds"]
     print(f"{report['requests']} requests, {rate:.0f} a second: ", end="")
-    print("; ".join(told) or "everything came back")
+    print("; ".join(wrong) or "everything came back")
     if options.json:
         options.json.parent.mkdir(parents=True, exist_ok=True)
         options.json.write_text(json.dumps(report, indent=2) + "\n", encoding="utf-8")
-    return 1 if told else 0
+    return 1 if wrong else 0
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(description="Requests that come and go.")
+    parser = argparse.ArgumentParser(
+        description="Find leaks under clients that disconnect."
+    )
     add = parser.add_argument
     add("--requests", type=int, default=10_000)
     add("--warm-up", type=int, default=500)
     add("--clients", type=int, default=24)
-    add("--parts", type=int, default=10, help="looks at the memory on the way")
+    add("--parts", type=int, default=10, help="number of memory samples")
     add("--graphs", choices=("off", "fake"), default="fake")
-    add("--slack", type=float, default=4, help="MiB that a process may have grown by")
+    add("--slack", type=float, default=4, help="MiB that a process may grow by")
     add("--seed", type=int, default=0)
-    add("--json", type=Path, help="where to write what was seen")
+    add("--json", type=Path, help="file for the samples")
     return parser
 
 

@@ -1,4 +1,4 @@
-"""What the link adds to a step, and how long first tokens and cancels take.
+"""Cost of the link per step, and latency of first tokens and cancels.
 
 Run as a program it is an engine process whose model takes ten milliseconds a step
 and no processor time at all: whatever its thread uses, scheduler and link have used.
@@ -46,7 +46,7 @@ def linked(options: argparse.Namespace) -> tuple[dict[str, float], list[Row]]:
             f"{loop * 1e6:.0f} us, {loop / STEP:.1%} of a 10 ms step",
         ),
         ("of the same step, beside it in the socket's threads", f"{rest * 1e6:.0f} us"),
-        ("cancel over the link, steps until it is told, median and most", cancels),
+        ("cancel over the link, steps until it is confirmed, median and most", cancels),
     ]
 
 
@@ -113,8 +113,8 @@ def first_tokens(
 ) -> tuple[dict[str, dict[str, list[float]]], list[Row]]:
     """Time to the first token by load, in the scheduler's own time.
 
-    The simulated model takes its time on a clock that nobody waits for, so that the
-    figures are the scheduler's alone, and the same on every machine. One prompt of
+    The simulated model runs on a virtual clock, so that the figures are the scheduler's
+    alone, and the same on every machine. One prompt of
     twenty has 4,096 tokens, the others up to 256; each is answered with 64 tokens.
     """
     loads = [0.2, 0.4, 0.6, 0.7, 0.8, 0.9]
@@ -132,9 +132,9 @@ def first_tokens(
     for label, each in figures.items():
         if label != "load":
             first, late, gap = (each[name][4] * 1e3 for name in each)
-            told = f"{first:.0f}, {late:.0f}; {gap:.0f} ms"
+            figure = f"{first:.0f}, {late:.0f}; {gap:.0f} ms"
             what = f"80 % load, {label}, first token p50, p99; gap p99"
-            rows.append((what, told))
+            rows.append((what, figure))
     return figures, rows
 
 
@@ -149,12 +149,11 @@ class Arrivals:
     Attributes:
         first: Seconds to the first token of each short prompt.
         gaps: Seconds between tokens of all streams.
-        most: Requests a second, all told.
+        most: Requests per second in total.
     """
 
     def __init__(self, chunk: int, count: int, *, rate: float) -> None:
-        from lifecycle_engine.scheduler import Scheduler
-        from lifecycle_engine.sim_runner import SimRunner
+        from lifecycle_engine import Scheduler, SimRunner
 
         self._rng, self._rate = random.Random(1), rate
         self._now = 0.0
@@ -229,10 +228,10 @@ def plot(report: dict[str, Any], path: Path) -> None:
         axes.set_ylabel(f"seconds {what}")
         axes.set_yscale("log")
         axes.legend()
-    for label, name in (("slot free", "free"), ("stream told", "told")):
+    for label, name in (("slot free", "free"), ("stream ended", "finished")):
         right.step(range(40), report["cancel"][name], where="mid", label=label)
     right.axhline(2, color="grey", linewidth=0.5)
-    right.set_xlabel("steps before the cancel: line, prefill, decode")
+    right.set_xlabel("steps before the cancel: queue, prefill, decode")
     right.set_ylabel("steps from the cancel")
     right.set_ylim(-0.1, 3)
     right.legend()
@@ -244,7 +243,7 @@ def plot(report: dict[str, Any], path: Path) -> None:
 
 def main() -> None:
     """Be an engine process."""
-    from lifecycle_engine.scheduler import Scheduler
+    from lifecycle_engine import Scheduler
 
     parser = argparse.ArgumentParser()
     parser.add_argument("--endpoint", required=True)

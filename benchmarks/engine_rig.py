@@ -1,4 +1,4 @@
-"""What the engine's checks share: a model, prompts, an oracle and a clock."""
+"""Shared parts of the engine's benchmarks: a model, prompts, an oracle and timers."""
 
 from __future__ import annotations
 
@@ -37,9 +37,8 @@ class Rig:
         graphs: str = "off",
         max_length: int = 4096,
     ) -> None:
-        from lifecycle_engine.chats.chat_processor import ChatProcessor
-        from lifecycle_engine.models.checkpoint import Sizes, build
-        from lifecycle_engine.models.transformers_runner import TransformersRunner
+        from lifecycle_engine import ChatProcessor, TransformersRunner
+        from tiny_checkpoint import Sizes, build
 
         if not (folder / "config.json").exists():
             build(folder, family, sizes=Sizes(**sizes), dtype=dtype)
@@ -56,19 +55,19 @@ class Rig:
 
     def prepare(self, text: str, *pictures: bytes, **options: Any) -> Any:
         """Run the API side."""
-        from lifecycle_engine.processor import Chat, Message
+        from lifecycle_engine import Chat, Message
 
         message = Message("user", [*pictures, text])
         return self.processor.prepare(Chat([message], self.tokens, **options))
 
     def prompt(self, prepared: Any) -> Any:
-        """Make what a runner takes."""
-        from lifecycle_engine.runner import Prompt
+        """Return the runner's prompt of a prepared chat."""
+        from lifecycle_engine import Prompt
 
         return Prompt(prepared.request["input_ids"], dict(prepared.tensors))
 
     def generate(self, prepared: Any) -> list[int]:
-        """Let transformers generate, as the oracle; to the last token, if ours do."""
+        """Return the tokens of transformers' own `generate`, the oracle."""
         import torch
 
         model = self.runner.model
@@ -92,7 +91,7 @@ class Rig:
         return tokens
 
     def generate_batch(self, prepared: Sequence[Any]) -> Any:
-        """Let transformers generate texts as one batch, padded on the left."""
+        """Run transformers' `generate` on one batch, padded on the left."""
         import torch
 
         prompts = [each.request["input_ids"] for each in prepared]
@@ -109,7 +108,7 @@ class Rig:
         )
 
     def generate_continuously(self, prepared: Sequence[Any]) -> Any:
-        """Let transformers' own continuous batching generate texts."""
+        """Run transformers' own continuous batching."""
         import transformers
 
         return self.runner.model.generate_batch(
@@ -142,7 +141,7 @@ class Rig:
         return tokens
 
     def stream(self, prepared: Sequence[Any], *, chunk: int = 10**6) -> list[list[int]]:
-        """Decode requests together, prompts read in chunks between the steps."""
+        """Decode requests together, with prompts prefilled in chunks between steps."""
         streams: list[list[int]] = []
         reading: tuple[Any, int] | None = None
         while len(streams) < len(prepared) or any(True for _ in self._open(streams)):
@@ -163,7 +162,7 @@ class Rig:
 
     def resume(self, prepared: Any) -> list[int]:
         """Run a prompt, and the same one again as the next turn in its slot."""
-        from lifecycle_engine.runner import Prompt
+        from lifecycle_engine import Prompt
 
         ids = prepared.request["input_ids"]
         self.prefill(0, Prompt(ids, dict(prepared.tensors), session=True))
@@ -184,13 +183,13 @@ class Rig:
 
     @property
     def parameters(self) -> int:
-        """Of the model."""
+        """Number of parameters of the model."""
         return sum(each.numel() for each in self.runner.model.parameters())
 
 
 @contextmanager
 def rig(folder: Path | None = None, **options: Any) -> Iterator[Rig]:
-    """A rig in *folder*, or in a temporary one; its device memory is given back."""
+    """Yield a rig in *folder*, or in a temporary one; then free its device memory."""
     import torch
 
     with tempfile.TemporaryDirectory() as temporary:
@@ -204,39 +203,39 @@ def rig(folder: Path | None = None, **options: Any) -> Iterator[Rig]:
 
 
 class Free:
-    """A model that takes no time, to see what is around it."""
+    """A model that takes no time, to measure the code around it."""
 
     max_length, vocab_size = 8192, 16
     keep: Sequence[str] = ()
 
     def __init__(self, *, slots: int) -> None:
-        from lifecycle_engine.runner import Emitted
+        from lifecycle_engine import Emitted
 
         self.slots = slots
         self._one = Emitted([1], 1)
 
     def check(self, prompt: Any) -> None:
-        """Take anything."""
+        """Accept any prompt."""
 
     def needs_tensors_until(self, prompt: Any) -> int:
-        """Need nothing."""
+        """Return 0: there are no tensors."""
         del prompt
         return 0
 
     def prefill(self, slot: int, prompt: Any, start: int, stop: int) -> Any:
-        """Emit a token once the prompt is read."""
+        """Emit a token after the last chunk."""
         del slot, start
         return self._one if stop == len(prompt.input_ids) else None
 
     def decode(self, slots: Sequence[int]) -> list[Any]:
-        """Emit the same token for everybody."""
+        """Emit the same token for each slot."""
         return [self._one] * len(slots)
 
     def free(self, slot: int) -> None:
-        """Hold nothing."""
+        """Do nothing."""
 
     def status(self) -> dict[str, Any]:
-        """Count nothing."""
+        """Return no counters."""
         return {}
 
 
@@ -273,7 +272,7 @@ def machine() -> str:
 
 
 def agreement(streams: list[list[int]], wanted: list[list[int]]) -> float:
-    """The share of tokens before the first difference of each stream."""
+    """Return the fraction of tokens before the first difference of each stream."""
     same = 0
     for tokens, oracle in zip(streams, wanted, strict=True):
         pairs = zip(tokens, oracle, strict=True)

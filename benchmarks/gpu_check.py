@@ -1,4 +1,4 @@
-"""Check the engine on a CUDA device: identity, speed, memory, death.
+"""Check the engine on a CUDA device: identity, speed, memory, crashes.
 
 Builds random checkpoints in a temporary folder and needs nothing that is not
 there: torch, transformers, numpy, pillow and anyio; what needs pyzmq is left out
@@ -69,7 +69,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         if options.device == "cuda" and not torch.cuda.is_available():
             print(
                 f"gpu-check: skipped, torch {torch.__version__} sees no CUDA device; "
-                "--device cpu walks the same lines on the CPU"
+                "--device cpu runs the same checks on the CPU"
             )
             return 0
         if options.device == "cpu":
@@ -81,7 +81,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 class Check:
-    """One run on a device, and what was measured of it."""
+    """One run on a device, and its measurements."""
 
     def __init__(self, options: argparse.Namespace, folder: Path) -> None:
         self.options, self.folder = options, folder
@@ -141,8 +141,8 @@ class Check:
         }
 
     def _identity(self) -> Measured:
-        """Greedy tokens of every family, alone and together, against `generate`."""
-        from lifecycle_engine.models.checkpoint import FAMILIES
+        """Compare greedy tokens of every family, alone and batched, with `generate`."""
+        from tiny_checkpoint import FAMILIES
 
         shares: dict[str, Any] = {}
         for family in FAMILIES:
@@ -271,9 +271,14 @@ def _parser() -> argparse.ArgumentParser:
         type=float,
         default=420,
         metavar="SECONDS",
-        help="no further part begins after so many; default: 420",
+        help="seconds after which no further part starts; default: 420",
     )
-    add("--wheels", type=Path, metavar="DIR", help="of what cannot be installed here")
+    add(
+        "--wheels",
+        type=Path,
+        metavar="DIR",
+        help="wheels of packages that cannot be installed here",
+    )
     add("--out", type=Path, help="the JSON; default: beside this file")
     return parser
 

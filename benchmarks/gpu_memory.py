@@ -1,4 +1,4 @@
-"""What the engine's memory does over many image requests, and how fast copies are."""
+"""Memory of the engine over many image requests, and the speed of copies."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def bandwidth(device: str) -> tuple[dict[str, Any], list[Row]]:
     """Bytes a second to the device: pageable, pinned by torch, a registered memfd."""
     import torch
 
-    from lifecycle_engine.models.uploads import pin, unpin
+    from lifecycle_engine.model.device_copies import pin, unpin
 
     cuda = device == "cuda"
     sources: dict[str, Any] = {"pageable": torch.ones(_COPY_BYTES, dtype=torch.uint8)}
@@ -84,7 +84,7 @@ def _serve(
 
 
 def _round(rig: Rig, runner: Any, prepared: Any, concurrent: int) -> dict[str, float]:
-    """Prefill as many as there are at a time, run some steps, and look."""
+    """Prefill a round of requests, run some steps, and sample the memory."""
     from lifecycle import strip
 
     slots = range(concurrent)
@@ -124,7 +124,7 @@ class _Keeping:
         return getattr(self._runner, name)
 
     def prefill(self, slot: int, prompt: Any, start: int, stop: int) -> Any:
-        """As the runner does, and keep a copy of the pixels."""
+        """Prefill, and keep a copy of the pixels."""
         import torch
 
         pixels = np.array(prompt.tensors["pixel_values"])
@@ -132,7 +132,7 @@ class _Keeping:
         return self._runner.prefill(slot, prompt, start, stop)
 
     def free(self, slot: int) -> None:
-        """As the runner does, and let go of the pixels."""
+        """Free the slot and the copy of the pixels."""
         self._kept.pop(slot, None)
         self._runner.free(slot)
 

@@ -1,4 +1,4 @@
-"""What the engine's model does on a device: its tokens, and how fast they come."""
+"""The engine's model on a device: correctness and speed of its tokens."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _STEPS = 100
 
 
 def identity(on: Rig, family: str) -> float:
-    """Return the share of tokens as of `generate`: alone, together and resumed."""
+    """Return the fraction of tokens equal to `generate`: alone, batched and resumed."""
     prepared = [
         on.prepare("Hello there."),
         on.prepare("Tell a long story about a heap, a queue and a stack."),
@@ -70,12 +70,12 @@ def prefill(on: Rig) -> Measured:
 
 
 def scheduler(batch: int, on: Rig) -> Measured:
-    """What the scheduler adds to a decode step."""
+    """Return the overhead of the scheduler per decode step."""
     if importlib.util.find_spec("zmq") is None:
         return {"skipped": "pyzmq"}, [
             ("scheduler", "left out: pyzmq is not installed; see --wheels")
         ]
-    from lifecycle_engine.scheduler import Scheduler
+    from lifecycle_engine import Scheduler
 
     runner: Any = Timed(on.runner)
     serving = Scheduler(runner)

@@ -1,4 +1,4 @@
-"""What the death of a process costs: told, serving again, memory back."""
+"""Cost of an engine crash: time until it is detected, replaced, and memory is free."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from gpu_memory import seconds_until
 Row = tuple[str, str]
 STREAMS = 8
 _BOUND = 120.0
-# Of device memory, for what the driver keeps to itself.
+# Device memory that the driver keeps.
 _SLACK = 32 * 2**20
 # A server of one stream, which prints the engine's process id and then waits.
 _PARENT = """
@@ -33,7 +33,7 @@ anyio.run(main)
 
 
 def death(device: str) -> tuple[dict[str, Any], list[Row]]:
-    """Seconds from SIGKILL of the engine, and of its parent, to what must follow."""
+    """Return the seconds from SIGKILL of the engine, or its parent, to each effect."""
     missing = [
         name
         for name in ("zmq", "msgpack", "anyio")
@@ -45,7 +45,7 @@ def death(device: str) -> tuple[dict[str, Any], list[Row]]:
         ]
     import anyio
 
-    from lifecycle_engine.models.checkpoint import build
+    from tiny_checkpoint import build
 
     with tempfile.TemporaryDirectory() as folder:
         command = [
@@ -61,14 +61,14 @@ def death(device: str) -> tuple[dict[str, Any], list[Row]]:
 
 
 async def _killed(command: list[str]) -> dict[str, float]:
-    """Kill an engine under its streams; when are they told, when is it back."""
+    """Kill an engine with running streams; time their failure and the restart."""
     import anyio
 
     from lifecycle import EngineLost
     from lifecycle_zmq import ZmqEngine
 
     request = {"input_ids": [70, 71, 72], "max_tokens": 2000}
-    told: list[float] = []
+    failed: list[float] = []
 
     async def read(engine: ZmqEngine, key: str, begun: anyio.Event) -> None:
         stream = await engine.start(key, request)
@@ -76,7 +76,7 @@ async def _killed(command: list[str]) -> dict[str, float]:
             async for _ in stream:
                 begun.set()
         except EngineLost:
-            told.append(time.perf_counter())
+            failed.append(time.perf_counter())
 
     with anyio.fail_after(_BOUND):
         async with ZmqEngine(command) as engine:
@@ -95,15 +95,15 @@ async def _killed(command: list[str]) -> dict[str, float]:
             async for _ in stream:
                 pass
             served = time.perf_counter()
-    assert len(told) == STREAMS
+    assert len(failed) == STREAMS
     return {
-        f"all {STREAMS} streams are told": max(told) - killed,
+        f"all {STREAMS} streams have failed": max(failed) - killed,
         "the next engine has served": served - killed,
     }
 
 
 def _orphaned(command: list[str], device: str) -> dict[str, float]:
-    """Kill the parent; how long until the engine is gone, and its memory with it."""
+    """Kill the parent; time the exit of the engine and the release of its memory."""
     before = _free(device)
     parent = subprocess.Popen(
         [sys.executable, "-c", _PARENT, *command], stdout=subprocess.PIPE, text=True
@@ -125,19 +125,19 @@ def _orphaned(command: list[str], device: str) -> dict[str, float]:
 
 
 def gone(pid: int) -> bool:
-    """Whether a process has ended, even if nobody has asked for its status yet.
+    """Whether a process has ended, even as a zombie.
 
-    Its parent was killed, and the first process of many a container asks for nothing.
+    Its parent was killed, and the init process of many containers reaps no children.
     """
     try:
-        told = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8")
+        status = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8")
     except (FileNotFoundError, ProcessLookupError):
         return True
-    return told.rpartition(")")[2].split()[0] in "ZX"
+    return status.rpartition(")")[2].split()[0] in "ZX"
 
 
 def _free(device: str) -> int:
-    """Bytes of the device that nobody uses; 0 on the CPU."""
+    """Return the free bytes of the device; 0 on the CPU."""
     if device == "cpu":
         return 0
     import torch

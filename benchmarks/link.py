@@ -103,7 +103,7 @@ async def starts(it: Transport, *, at_once: int, seconds: float) -> Figures:
                 await it.whole(key, request)
             else:
                 async for _ in await it.start(key, request):
-                    raise AssertionError("an item that nobody made")
+                    raise AssertionError("an unexpected item")
                 await it.end(key)
             done += 1
 

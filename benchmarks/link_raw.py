@@ -1,7 +1,7 @@
-"""The least that two processes can do: words in a unix socket, one write for each step.
+"""The minimum for two processes: words in a Unix socket, one write per step.
 
-No numbering, no credit, no check, no answer to a start, nobody told of a death: what a
-link costs beside this is what its promises cost.
+No numbering, credit, checks, confirmation of a start or crash detection: what a link
+costs beyond this is the cost of its guarantees.
 """
 
 from __future__ import annotations

@@ -42,6 +42,7 @@ class Ray:
         self._ray = ray
         self._directory = tempfile.TemporaryDirectory(prefix="ray", dir="/tmp")
         ray.init(
+            address="local",
             num_cpus=1,
             object_store_memory=_STORE,
             include_dashboard=False,

@@ -1,7 +1,7 @@
-"""How soon an engine's death, stop and orphanhood are noticed, and what watching costs.
+"""Time to detect an engine's crash, stop or orphaning, and the cost of watching.
 
-Deaths are told in two ways, in turns: by the lock that the kernel marks before it takes
-the memory back, and by the end of the process alone, as where there is no such lock.
+Deaths are detected in two ways, alternating: by the robust mutex that the kernel
+releases before the memory, and by the end of the process alone.
 
     python benchmarks/liveness.py [--rounds 9] [--gib 4] [--starts 200] [--only NAME]
 """
@@ -26,8 +26,13 @@ from typing import Any, Self
 import anyio
 
 from lifecycle import EngineLost
-from lifecycle_zmq import EngineServer, Output, ZmqEngine, exit_with_parent
-from lifecycle_zmq.process import locks
+from lifecycle_zmq import (
+    EngineServer,
+    Output,
+    ZmqEngine,
+    exit_with_parent,
+    heartbeat as locks,
+)
 
 STREAMS = 128
 STEP = 0.02
@@ -67,7 +72,7 @@ class Ticking:
 
 
 def run_engine(options: argparse.Namespace) -> None:
-    """Be the engine, with so much memory in pages of 4 KiB."""
+    """Run the engine, with so much memory in pages of 4 KiB."""
     exit_with_parent()
     size = int(options.ballast * 2**30)
     memory = mmap.mmap(-1, max(size, 1))
@@ -85,10 +90,10 @@ def engine(gib: float = 0.0) -> ZmqEngine:
 
 
 class Kills:
-    """Kills engines under streams and notes when the last waiter was told."""
+    """Kills engines with running streams and records when the last stream failed."""
 
     def __init__(self) -> None:
-        self.told: list[float] = []
+        self.failed: list[float] = []
         self.again: list[float] = []
         self.records = 0
 
@@ -114,12 +119,12 @@ class Kills:
             os.kill(it.pid or 0, signal.SIGKILL)
         assert len(seen) == STREAMS
         await it.wait_ready()
-        self.told.append(max(seen) - begin)
+        self.failed.append(max(seen) - begin)
         self.again.append(time.monotonic() - begin)
 
 
 async def kill(gib: float, rounds: int) -> None:
-    """Kill with and without the lock, in turns."""
+    """Kill with and without the mutex, alternating."""
     ways: dict[str, tuple[int | None, Kills]] = {
         "lock": (locks._FUTEX, Kills()),  # noqa: SLF001 - to do without it
         "pidfd only": (None, Kills()),
@@ -132,7 +137,7 @@ async def kill(gib: float, rounds: int) -> None:
                     await kills.one(it)
     locks._FUTEX = ways["lock"][0]  # noqa: SLF001
     for name, (_, kills) in ways.items():
-        show(f"{gib:g} GiB, {name}: last of {STREAMS} told", kills.told)
+        show(f"{gib:g} GiB, {name}: last of {STREAMS} failed", kills.failed)
     if not gib:
         both = [*ways["lock"][1].again, *ways["pidfd only"][1].again]
         show("serving again after SIGKILL", both)
@@ -159,7 +164,7 @@ class Counting(logging.Handler):
 
 
 async def stop(rounds: int) -> None:
-    """SIGSTOP under streams: until the engine takes no requests."""
+    """SIGSTOP with running streams: time until the engine refuses requests."""
     seconds = []
     async with engine() as it:
         await it.wait_ready()
@@ -168,11 +173,11 @@ async def stop(rounds: int) -> None:
             await anext(stream)
             begin = time.monotonic()
             os.kill(it.pid or 0, signal.SIGSTOP)
-            while it._supervisor.takes:  # noqa: ASYNC110, SLF001
+            while it._supervisor.accepting:  # noqa: ASYNC110, SLF001
                 await anyio.sleep(0.001)
             seconds.append(time.monotonic() - begin)
             os.kill(it.pid or 0, signal.SIGCONT)
-            while not it._supervisor.takes:  # noqa: ASYNC110, SLF001
+            while not it._supervisor.accepting:  # noqa: ASYNC110, SLF001
                 await anyio.sleep(0.001)
     show("SIGSTOP until no requests are taken", seconds)
 
@@ -238,7 +243,7 @@ def orphan(rounds: int) -> None:
 
 
 async def run_server() -> None:
-    """Be a server with an engine, and wait to be killed."""
+    """Run a server with an engine, and wait to be killed."""
     async with engine() as it:
         await it.wait_ready()
         print(it.pid, flush=True)
@@ -256,7 +261,7 @@ def show(what: str, seconds: Sequence[float]) -> None:
 
 
 def run(options: argparse.Namespace) -> None:
-    """Measure what was asked for."""
+    """Run the selected measurements."""
     cases: dict[str, Callable[[], object]] = {
         "kill": lambda: [
             anyio.run(kill, gib, options.rounds) for gib in (0.0, 0.2, options.gib)

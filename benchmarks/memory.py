@@ -1,25 +1,25 @@
-"""What bounds the memory of a server for pictures: a gate, letting go, or both.
+"""Peak memory of a multimodal server: with a gate, with early freeing, with both.
 
     python benchmarks/memory.py [--quick] [--repeat 5] [--only halves|gates|clients]
           [--json FILE] [--resume]
 
-Runs the bundled server with its simulated engine, whose buffers are real, and asks it
-for streams about pictures. Per run: what both processes hold at most, and requests a
-second. Three series:
+Runs the bundled server with its simulated engine, whose buffers are real, and requests
+streams about images. Each run measures the peak memory of both processes and requests
+per second. There are three series:
 
-* halves: payloads kept by both processes until the end of their stream, as a frame or
-  a dict that nobody cleans keeps them; let go by the API process alone; by the engine
-  alone; by both; behind a gate over bytes with neither and with both. The streams are
-  long: none ends before the last has begun. Payloads are sent over the socket.
-* gates: off, 1, 2, 4 and 8 payloads wide, and over bytes. Both processes let go, the
-  answers are short, and payloads lie in memory that both see, as from here on.
-* clients: 16 to 512 of them behind one gate over bytes, before an engine that stands
-  still at first, until as many payloads have piled up as may, and then holds its copy
-  of each for longer than it takes to look.
+* halves: payloads kept by both processes until the end of their stream, as in a frame
+  or dict that is not cleaned up; freed by the API process only; by the engine only; by
+  both; behind a gate over bytes with neither and with both. The streams are long: none
+  ends before the last has begun. Payloads are sent over the socket.
+* gates: off, 1, 2, 4 and 8 payloads wide, and over bytes. Both processes free payloads,
+  the answers are short, and payloads are in shared memory, as in the next series.
+* clients: 16 to 512 of them behind one gate over bytes. The engine stalls at first,
+  until as many payloads are queued as the gate admits, and then holds its copy of each
+  for longer than a memory sample takes.
 
-Every run is a server of its own. The runs of all cases take turns, so that a slow
-minute of the machine is not one case's. With ``--resume`` the runs that are in the file
-already are not repeated.
+Every run starts a new server. The runs of all cases alternate, so that a slow minute of
+the machine does not affect a single case. With ``--resume`` runs that are in the file
+are not repeated.
 """
 
 from __future__ import annotations
@@ -37,8 +37,8 @@ from typing import Any
 from _client import Server, about_picture, ask, unwind_when_terminated
 from _figures import RESULTS, machine, write
 from _memory_of import Watch
+from memory_report import failed, goals, table
 from memory_rig import Case, argv
-from memory_told import failed, goals, table
 from rich.console import Console
 from rich.progress import Progress
 
@@ -50,17 +50,17 @@ _LIMIT = 900.0
 
 @dataclass(frozen=True, slots=True)
 class Run:
-    """What one run of a case took; sizes in bytes.
+    """Measurements of one run of a case; sizes in bytes.
 
     Attributes:
-        turn: Which of the repeated runs it is.
-        before: What both processes held before the clients came.
-        peak: The most that they held.
-        api: The most of the API process that was resident.
-        engine: The most of the engine that was resident.
-        rate: Requests a second.
-        failed: Requests that got no whole answer.
-        why: What was wrong with them, each thing once.
+        turn: Number of the repetition.
+        before: Memory of both processes before the first request.
+        peak: Peak memory of both processes.
+        api: Peak resident memory of the API process.
+        engine: Peak resident memory of the engine.
+        rate: Requests per second.
+        failed: Requests without a complete answer.
+        why: Distinct reasons of the failures.
         series: ``[seconds, resident and then proportional size of each process]``.
     """
 
@@ -76,7 +76,7 @@ class Run:
 
 
 def cases() -> dict[str, list[Case]]:
-    """All series."""
+    """Return all series."""
     long = Case(name="", together=True, tokens=30_000, prefill=0.01, step=0.015)
     short = Case(name="", prefill=0.02, arena=2**30, stall=1.0)
     many = replace(
@@ -89,12 +89,12 @@ def cases() -> dict[str, list[Case]]:
     )
     return {
         "halves": [
-            replace(long, name="neither", api=False, engine=False),
-            replace(long, name="API process lets go", engine=False),
-            replace(long, name="engine lets go", api=False),
-            replace(long, name="both let go"),
-            replace(long, name="gate alone", bytes=BUDGET, api=False, engine=False),
-            replace(long, name="both, and a gate", bytes=BUDGET),
+            replace(long, name="neither frees", api=False, engine=False),
+            replace(long, name="server frees", engine=False),
+            replace(long, name="engine frees", api=False),
+            replace(long, name="both free"),
+            replace(long, name="gate only", bytes=BUDGET, api=False, engine=False),
+            replace(long, name="both free, gate", bytes=BUDGET),
         ],
         "gates": [
             replace(short, name="off"),
@@ -106,7 +106,7 @@ def cases() -> dict[str, list[Case]]:
 
 
 def quick(series: dict[str, list[Case]]) -> dict[str, list[Case]]:
-    """The first and the last case of each series, for few clients."""
+    """Return the first and the last case of each series, with few clients."""
 
     def less(case: Case) -> Case:
         return replace(case, clients=8, pixels=2**16, prefill=0.005, stall=0.0)
@@ -118,13 +118,13 @@ def quick(series: dict[str, list[Case]]) -> dict[str, list[Case]]:
 
 
 async def measure(case: Case, turn: int) -> Run:
-    """Start a server, ask it, and end it.
+    """Start a server, send all requests, and stop it.
 
     Raises:
-        TimeoutError: The answers took minutes.
+        TimeoutError: The answers took more than fifteen minutes.
     """
     async with Server(argv(case)) as server, asyncio.timeout(_LIMIT):
-        # Once before, so that what is needed for the first picture is no difference.
+        # One request first, so that one-time allocations are not measured.
         await ask(server.port, about_picture(1000, 2))
         request = about_picture(case.pixels, case.tokens)
         with Watch((server.pid, server.engine)) as watch:
@@ -145,13 +145,13 @@ async def measure(case: Case, turn: int) -> Run:
     )
 
 
-class Book:
-    """The runs so far, in a file that is whole after each of them.
+class Results:
+    """The runs so far, in a file that is complete after each of them.
 
     Args:
-        file: Where; ``None`` keeps them in memory.
-        series: What is measured.
-        resume: Whether to begin with what the file has.
+        file: The results file; ``None`` keeps them in memory.
+        series: The cases to measure.
+        resume: Whether to start with the contents of the file.
     """
 
     def __init__(
@@ -167,9 +167,9 @@ class Book:
             },
         }
         if resume and file is not None and file.exists():
-            self._take_over(json.loads(file.read_text()))
+            self._load(json.loads(file.read_text()))
 
-    def _take_over(self, before: dict[str, Any]) -> None:
+    def _load(self, before: dict[str, Any]) -> None:
         for name, rows in self.found["series"].items():
             for row in rows:
                 for old in before["series"].get(name, []):
@@ -177,7 +177,7 @@ class Book:
                         row["runs"] = old["runs"]
 
     def missing(self, repeat: int) -> Iterator[tuple[str, dict[str, Any], int]]:
-        """Series, row and turn of each run that is to be made, in turns."""
+        """Yield series, row and repetition of each missing run, alternating."""
         for turn in range(repeat):
             for name, rows in self.found["series"].items():
                 for row in rows:
@@ -185,7 +185,7 @@ class Book:
                         yield name, row, turn
 
     def add(self, row: dict[str, Any], run: Run) -> None:
-        """Write one run down; what it was over time is kept of the first only."""
+        """Store one run; only the first one keeps its time series."""
         entry = asdict(run)
         if run.turn:
             del entry["series"]
@@ -193,15 +193,15 @@ class Book:
         write(self._file, self.found)
 
 
-def run_all(book: Book, repeat: int) -> None:
-    """Make the runs that are missing, and show how far it is."""
-    todo = list(book.missing(repeat))
+def run_all(results: Results, repeat: int) -> None:
+    """Run what is missing, with a progress bar."""
+    todo = list(results.missing(repeat))
     with Progress(console=Console(stderr=True)) as progress:
         bar = progress.add_task("", total=len(todo))
         for name, row, turn in todo:
             case = Case(**row["case"])
             progress.update(bar, description=f"{name}: {case.name}, {turn + 1}")
-            book.add(row, asyncio.run(measure(case, turn)))
+            results.add(row, asyncio.run(measure(case, turn)))
             progress.advance(bar)
         progress.update(bar, description="")
 
@@ -221,15 +221,15 @@ def main() -> None:
     series = quick(cases()) if options.quick else cases()
     if options.only:
         series = {options.only: series[options.only]}
-    book = Book(options.json, series, resume=options.resume)
-    run_all(book, 1 if options.quick else options.repeat)
+    results = Results(options.json, series, resume=options.resume)
+    run_all(results, 1 if options.quick else options.repeat)
     out = Console(width=100)
-    for name, rows in book.found["series"].items():
+    for name, rows in results.found["series"].items():
         out.print(table(name, rows))
     if not options.quick:
-        for line in goals(book.found):
+        for line in goals(results.found):
             out.print(line)
-    if failed(book.found):
+    if failed(results.found):
         sys.exit("some requests got no whole answer")
 
 

@@ -11,7 +11,7 @@ from dataclasses import asdict, dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from lifecycle_engine.sim_runner import SimRunner
+    from lifecycle_engine import SimRunner
 
 BYTES_PER_PIXEL = 24
 
@@ -22,8 +22,8 @@ class Case:
 
     Attributes:
         name: What the picture calls it.
-        api: Whether the API process lets go of payloads at hand-off.
-        engine: Whether the engine lets go of payloads after prefill.
+        api: Whether the API process frees payloads at hand-off.
+        engine: Whether the engine frees payloads after prefill.
         slots: Payloads that the gate has room for; 0 is any number.
         bytes: Bytes that the gate has room for; 0 is any number.
         arena: Bytes of the memory that payloads lie in; 0 sends them.
@@ -32,7 +32,7 @@ class Case:
         tokens: Of each answer, at least.
         together: Whether no answer ends before all have begun, as long ones do not.
         prefill: Seconds that the engine takes for a payload.
-        step: Seconds that it takes for a token of everybody.
+        step: Seconds for one decode step of all streams.
         stall: Seconds that it stands still before the first payload, so that as many
             pile up as may.
     """
@@ -65,11 +65,14 @@ def argv(case: Case) -> list[str]:
 def serve(case: Case) -> None:
     """Be the API process."""
     from lifecycle import Gate, Payload
-    from lifecycle_engine.app import AppSettings, create_app
-    from lifecycle_engine.chats.sim_processor import SimProcessor
-    from lifecycle_engine.http.serve import run
-    from lifecycle_engine.processor import in_arena
-    from lifecycle_engine.service import Deadlines
+    from lifecycle_engine import (
+        AppSettings,
+        Deadlines,
+        SimProcessor,
+        create_app,
+        in_arena,
+    )
+    from lifecycle_engine.server.run import run
     from lifecycle_zmq import ZmqEngine
 
     class Keeping(ZmqEngine):
@@ -105,7 +108,7 @@ def serve(case: Case) -> None:
 
 def work(case: Case, rest: list[str]) -> None:
     """Be the engine process."""
-    from lifecycle_engine.scheduler import Scheduler
+    from lifecycle_engine import Scheduler
     from lifecycle_zmq import EngineServer
 
     parser = argparse.ArgumentParser()
@@ -120,11 +123,10 @@ def work(case: Case, rest: list[str]) -> None:
 
 
 def _runner(case: Case) -> SimRunner:
-    from lifecycle_engine.runner import Emitted, Prompt
-    from lifecycle_engine.sim_runner import SimCost, SimRunner
+    from lifecycle_engine import Emitted, Prompt, SimCost, SimRunner
 
     class Crowded(SimRunner):
-        """Ends its answers, if told so, when the last of them has begun."""
+        """Ends its answers, if so configured, when the last of them has begun."""
 
         waited_for = case.clients + 1  # and the one that warms the server up
         stall = case.stall

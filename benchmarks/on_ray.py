@@ -1,4 +1,4 @@
-"""Engines on Ray beside what Ray itself offers, in one run.
+"""Engines on Ray compared with Ray's own mechanisms, in one run.
 
 128 streams at 50 tokens a second: `RayEngine`, a streaming generator for each stream,
 and a remote call for each chunk. All CPU is counted: of this process, of the actor and
@@ -306,10 +306,11 @@ def main() -> None:
     parser.add_argument("--seconds", type=float, default=4)
     parser.add_argument("--streams", type=int, default=128)
     options = parser.parse_args()
-    # Else the allocator learns, from copies that the plain call makes, to keep freed
-    # memory of that size, and what is kept could not be told from what is held.
+    # Otherwise the allocator learns, from copies of the plain call, to retain freed
+    # memory of that size, which would be counted as held.
     ctypes.CDLL(None).mallopt(_M_MMAP_THRESHOLD, MIB)
     ray.init(
+        address="local",
         num_cpus=2,
         object_store_memory=512 * MIB,
         include_dashboard=False,

@@ -1,16 +1,16 @@
-"""What a server does when ten times as many ask as it can serve.
+"""Goodput and latency of a server at up to ten times its capacity.
 
     python benchmarks/overload.py [--quick] [--repeat 3] [--seconds 8] [--json FILE]
           [--resume]
 
-Requests about a picture come in an open loop: at times that are drawn beforehand and do
-not wait for answers, at 0.5 to 10 times of what the server can do. Each client hangs up
-two seconds after its time. The bundled server with its simulated engine does this three
-times: behind a gate that refuses whom it has no room for, with nothing in front of the
-engine, and with the semaphore in a middleware that is often written instead.
+Image requests arrive in an open loop, at times that do not depend on the answers, at
+0.5 to 10 times the capacity of the server. Each client disconnects after two seconds.
+The bundled server with its simulated engine is measured three times: behind a gate that
+rejects excess requests, with no admission control, and with the semaphore in a
+middleware that is often written instead.
 
-Goodput is whole answers in time, a second. Every run is a server of its own, and the
-runs of all cases take turns.
+Goodput is complete answers within the deadline per second. Every run starts a new
+server, and the runs of all cases alternate.
 """
 
 from __future__ import annotations
@@ -26,39 +26,37 @@ from typing import Any
 
 from _client import Server, unwind_when_terminated
 from _figures import RESULTS, machine, write
+from overload_report import goals, quantile, table
 from overload_rig import BATCH, DEADLINE, STEP, TOKENS, WAYS, argv
-from overload_told import goals, quantile, table
 from rich.console import Console
 from rich.progress import Progress
 
 LOADS = (0.5, 1.0, 2.0, 5.0, 10.0)
-# Until then the server fills up; what was asked then is not counted.
+# Seconds until the server is saturated; earlier requests are not counted.
 _WARM = 2.0
 _LOAD = Path(__file__).with_name("overload_load.py")
 
 
 @dataclass(frozen=True, slots=True)
 class Run:
-    """What came of one run; times in milliseconds, from the time that was drawn.
+    """Results of one run; times in milliseconds, from the scheduled arrival.
 
-    `overload_load` tells what is the server's of them, and what its clients'.
+    `overload_load` separates the latency of the server from that of its clients.
 
     Attributes:
-        turn: Which of the repeated runs it is.
-        offered: Requests a second that came.
-        goodput: Whole answers in time, a second.
-        refused: Refusals a second.
-        late: Clients a second that hung up.
-        failed: Requests a second that met anything else.
-        p50: Of the whole answers.
-        p99: Of the whole answers.
-        refusal_p50: Of the refusals.
-        refusal_p99: Of the refusals.
-        served_p99: Of the refusals, from when their clients connected to when the
-            answer had come: what of it is the server's.
-        lateness_p99: Of the refusals, what their clients were late to begin and to
-            read: the rest.
-        load: Share of a processor that the clients took.
+        turn: Number of the repetition.
+        offered: Requests per second.
+        goodput: Complete answers within the deadline per second.
+        refused: Refusals per second.
+        late: Client timeouts per second.
+        failed: Other failures per second.
+        p50: Median latency of complete answers.
+        p99: p99 latency of complete answers.
+        refusal_p50: Median latency of refusals.
+        refusal_p99: p99 latency of refusals.
+        served_p99: p99 of the server's part of it: from the connection to the answer.
+        lateness_p99: p99 of the clients' part of it: late starts and late reads.
+        load: Fraction of a processor that the clients used.
     """
 
     turn: int
@@ -77,18 +75,18 @@ class Run:
 
 
 async def ask(port: int, rate: float, seconds: float, seed: int) -> dict[str, Any]:
-    """Let the clients loose on a server; return what they tell."""
+    """Run the clients against a server; return their results."""
     arguments = [port, rate, seconds, DEADLINE, seed]
     process = await asyncio.create_subprocess_exec(
         sys.executable, _LOAD, *map(str, arguments), stdout=asyncio.subprocess.PIPE
     )
-    told, _ = await asyncio.wait_for(process.communicate(), seconds + 60)
-    found: dict[str, Any] = json.loads(told)
+    output, _ = await asyncio.wait_for(process.communicate(), seconds + 60)
+    found: dict[str, Any] = json.loads(output)
     return found
 
 
 async def measure(way: str, rate: float, seconds: float, turn: int) -> Run:
-    """Start a server, overload it, and end it."""
+    """Start a server, overload it, and stop it."""
     async with Server(argv(way)) as server:
         found = await ask(server.port, rate, seconds, turn)
     counted = [entry for entry in found["asks"] if entry[0] >= _WARM]
@@ -117,12 +115,12 @@ async def measure(way: str, rate: float, seconds: float, turn: int) -> Run:
 
 
 def rows() -> list[dict[str, Any]]:
-    """All cases, without runs."""
+    """Return all cases, without runs."""
     return [{"way": way, "load": load, "runs": []} for load in LOADS for way in WAYS]
 
 
 def missing(found: list[dict[str, Any]], repeat: int) -> Iterator[tuple[Any, int]]:
-    """The runs that are to be made, in turns."""
+    """Yield the missing runs, alternating between the cases."""
     for turn in range(repeat):
         for row in found:
             if all(run["turn"] != turn for run in row["runs"]):
@@ -133,11 +131,12 @@ def main() -> None:
     """Run the command line."""
     unwind_when_terminated()
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
-    parser.add_argument("--repeat", type=int, default=3)
-    parser.add_argument("--seconds", type=float, default=8.0, help="of each run")
-    parser.add_argument("--quick", action="store_true", help="ten seconds, to try it")
-    parser.add_argument("--resume", action="store_true")
-    parser.add_argument("--json", type=Path, help="by default, that of the picture")
+    add = parser.add_argument
+    add("--repeat", type=int, default=3)
+    add("--seconds", type=float, default=8.0, help="duration of each run")
+    add("--quick", action="store_true", help="one short run of each case")
+    add("--resume", action="store_true")
+    add("--json", type=Path, help="results file; default: the one of the chart")
     options = parser.parse_args()
     if options.json is None and not options.quick:
         options.json = RESULTS / "overload.json"

@@ -4,8 +4,8 @@
 
 Requests come when they come, whatever has become of those before: their times are drawn
 beforehand, and latency counts from the time that was drawn, not from when this process
-got round to it, to when it had read the answer. Whoever has no whole answer at their
-deadline hangs up.
+got round to it, to when it had read the answer. A client without a complete answer at
+its deadline disconnects.
 
 This process may be late for either, as it shares the machine with the server. So each
 request has a second time, of the server alone: from just before its client connected to
@@ -199,11 +199,11 @@ def main() -> None:
     began = time.process_time()
     asks = load(int(port), float(rate), float(seconds), float(deadline), int(seed))
     cpu = time.process_time() - began
-    told = [
+    results = [
         [round(a.due, 3), a.what, round(a.took * 1000, 2), round(a.served * 1000, 2)]
         for a in asks
     ]
-    print(json.dumps({"cpu": cpu, "asks": told}))
+    print(json.dumps({"cpu": cpu, "asks": results}))
 
 
 if __name__ == "__main__":

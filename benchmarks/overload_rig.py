@@ -49,9 +49,8 @@ def argv(way: str) -> list[str]:
 def serve(way: str) -> None:
     """Be the API process."""
     from lifecycle import Gate
-    from lifecycle_engine.app import AppSettings, create_app
-    from lifecycle_engine.chats.sim_processor import SimProcessor
-    from lifecycle_engine.http.serve import run
+    from lifecycle_engine import AppSettings, SimProcessor, create_app
+    from lifecycle_engine.server.run import run
     from lifecycle_zmq import ZmqEngine
 
     work = [sys.executable, "-m", "lifecycle_engine.worker", "--runner", "sim"]
@@ -61,7 +60,7 @@ def serve(way: str) -> None:
     app = create_app(
         ZmqEngine(work),
         SimProcessor(),
-        gate=Gate(name="payloads"),
+        gate=Gate(slots=None, name="payloads"),
         in_flight=gate if way == "gate" else None,
         settings=AppSettings(model="sim"),
     )

@@ -1,5 +1,6 @@
 """Sphinx configuration: MyST pages, docstrings by Napoleon, the furo theme."""
 
+import re
 from typing import Any
 
 from sphinx.application import Sphinx
@@ -22,18 +23,18 @@ napoleon_google_docstring = True
 napoleon_numpy_docstring = False
 napoleon_custom_sections = [("Cancellation", "returns_style")]
 autodoc_member_order = "bysource"
-autodoc_typehints = "none"
-autodoc_preserve_defaults = True
+autodoc_typehints = "description"
+autodoc_typehints_description_target = "documented_params"
+autodoc_preserve_defaults = False
 python_maximum_signature_line_length = 88
 
-# Built where nothing outside can be reached, so names of others are not resolved.
-# A single backtick that is no name of ours is what it says; prose is no type.
+# The build has no network access, so names of other projects are not resolved. Single
+# backticks may hold any code, and annotations may name types that have no page.
 nitpick_ignore_regex = [
     (r"py:.*", r"(anyio|asyncio|collections|contextlib|typing|np|numpy)(\..*)?"),
-    (r"py:obj", r".*"),
-    (r"py:class", r".* .*|Reason"),  # the latter is a Literal
+    (r"py:(obj|class)", r".*"),
 ]
-suppress_warnings = ["ref.python"]  # `bytes` is the type, whoever else has bytes
+suppress_warnings = ["ref.python"]  # fields named `bytes` are not the type
 exclude_patterns = ["_build"]
 
 
@@ -51,16 +52,27 @@ def find_by_last_part(app: Sphinx, env: Any, node: Any, contnode: Any) -> Any:
 
 
 def skip_inner(*about: Any) -> bool | None:
-    """Leave out what only other modules of ours call, as its docstring says.
+    """Leave out methods whose docstring says that only our other modules call them.
 
-    And the fields of named tuples, which the docstrings of their classes describe.
+    Also the fields of named tuples, which the docstrings of their classes describe.
     """
     _app, _what, _name, member, *_ = about
     inner = (member.__doc__ or "").startswith(("Called by ", "Alias for field number"))
     return True if inner else None
 
 
+def show_defaults(*about: Any) -> tuple[str, str] | None:
+    """Show functions and classes that are defaults by their names."""
+    *_, arguments, returned = about
+    if not arguments:
+        return None
+    named = re.sub(r"<(?:built-in )?function (\w+)>", r"\1", arguments)
+    named = re.sub(r"<class '(?:\w+\.)*(\w+)'>", r"\1", named)
+    return named.replace("<factory>", "..."), returned
+
+
 def setup(app: Sphinx) -> None:
     """Connect the hooks."""
+    app.connect("autodoc-process-signature", show_defaults)
     app.connect("missing-reference", find_by_last_part)
     app.connect("autodoc-skip-member", skip_inner)

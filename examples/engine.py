@@ -1,4 +1,4 @@
-"""An engine in another process: started, streamed, cancelled, killed, and back.
+"""An engine in another process: start, stream, cancel, kill and restart.
 
 The same file is both processes: `ZmqEngine` runs it again with `--engine`.
 
@@ -22,17 +22,17 @@ from lifecycle_zmq import EngineServer, Finish, Output, ZmqEngine
 
 
 class Counting:
-    """A backend that counts the bytes it was given, one number a step."""
+    """A backend that counts the bytes of each request, one number per step."""
 
     def __init__(self) -> None:
         self.streams: dict[str, Iterator[int]] = {}
 
     def start(self, key: str, request: dict[str, Any], tensors: dict[str, Any]) -> None:
-        """Take a request; nothing of the tensors is kept."""
+        """Accept a request; no tensor is kept."""
         self.streams[key] = iter(range(len(tensors["data"])))
 
     def cancel(self, key: str) -> None:
-        """Stop at the next step."""
+        """Let the stream finish at the next step."""
         self.streams[key] = iter(())
 
     def end(self, key: str) -> None:
@@ -41,17 +41,17 @@ class Counting:
 
     @property
     def busy(self) -> bool:
-        """Whether a step would do something."""
+        """Whether there is work for `step`."""
         return bool(self.streams)
 
     def step(self) -> list[Output]:
-        """Give every stream its next number, or its end."""
+        """Return the next number of each stream, or its end."""
         items = [(key, list(islice(some, 1))) for key, some in self.streams.items()]
         done = Finish("completed")
         return [Output(key, item, None if item else done) for key, item in items]
 
     def status(self) -> dict[str, Any]:
-        """Return what is held."""
+        """Return the number of streams."""
         return {"streams": len(self.streams)}
 
 
@@ -70,11 +70,11 @@ async def ask(sessions: SessionRegistry, engine: ZmqEngine, name: str, n: int) -
             async with session.stream(source, idle=5.0) as numbers:
                 print(f"{name}: counted to {len([number async for number in numbers])}")
     except EngineLost as lost:
-        print(f"{name}: the engine is gone ({lost.reason})")
+        print(f"{name}: engine lost ({lost.reason})")
 
 
 async def main() -> None:
-    """Use the engine, kill it under a request, and use the next one."""
+    """Use the engine, kill it during a request, and use its replacement."""
     command = [sys.executable, __file__, "--engine"]
     async with ZmqEngine(command) as engine, SessionRegistry() as sessions:
         await engine.wait_ready()
@@ -82,7 +82,7 @@ async def main() -> None:
         async with anyio.create_task_group() as group:
             group.start_soon(ask, sessions, engine, "large", 10**8)
             while (await engine.status())["backend"]["streams"] == 0:
-                pass  # each turn waits for an answer
+                pass  # each iteration awaits a reply
             os.kill(engine.pid or 0, signal.SIGKILL)
         await engine.wait_ready()
         await ask(sessions, engine, f"incarnation {engine.incarnation}", 10)

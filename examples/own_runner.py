@@ -1,7 +1,7 @@
-"""A model that is not a language model, behind the engine's scheduler.
+"""A model that is not a language model, run by the engine's scheduler.
 
-A toy of diffusion: a prompt and a small picture go in, a step takes some noise out of
-all pictures. Batching, chunked prompts, cancelling and clean-up are the scheduler's.
+A toy diffusion model: each step removes some noise from all pictures of the batch. The
+scheduler does batching, chunked prefill, cancellation and clean-up.
 
 Run it: pip install "anyio-lifecycle[engine]"; python examples/own_runner.py
 """
@@ -13,15 +13,14 @@ import anyio
 import numpy as np
 
 from lifecycle import Payload
-from lifecycle_engine.runner import Emitted, Prompt
-from lifecycle_engine.scheduler import Scheduler
+from lifecycle_engine import Emitted, Prompt, Scheduler
 from lifecycle_zmq import ThreadEngine
 
 SIDE, STEPS = 16, 8
 
 
 class Diffusion:
-    """Everything that the scheduler asks of a model."""
+    """The methods of a `Runner`."""
 
     slots, max_length, vocab_size = 4, 512, 256
     keep: Sequence[str] = ()
@@ -31,16 +30,16 @@ class Diffusion:
         self.steps = [0] * self.slots
 
     def check(self, prompt: Prompt) -> None:
-        """Refuse what prefill could not run."""
+        """Reject a prompt that prefill could not run."""
         if np.shape(prompt.tensors.get("picture", ())) != (SIDE, SIDE):
             raise ValueError(f"picture must be {SIDE} x {SIDE} float32")
 
     def needs_tensors_until(self, prompt: Prompt) -> int:
-        """The first chunk reads the picture; after it the payload is dropped."""
+        """Return 0: the first chunk reads the picture, then the payload is freed."""
         return 0
 
     def prefill(self, slot: int, prompt: Prompt, start: int, stop: int) -> Any:
-        """Read a part of the prompt; the last part begins the picture."""
+        """Read a chunk of the prompt; the last chunk starts the picture."""
         if start == 0:
             self.wanted[slot] = prompt.tensors["picture"]
         for token in prompt.input_ids[start:stop]:
@@ -53,7 +52,7 @@ class Diffusion:
         return Emitted(0)
 
     def decode(self, slots: Sequence[int]) -> list[Emitted]:
-        """Take some noise out of all pictures at once; give those that are done."""
+        """Remove some noise from all pictures; return those that are done."""
         for slot in slots:
             self.pictures[slot] += (self.wanted[slot] - self.pictures[slot]) / 2
             self.steps[slot] += 1
@@ -65,16 +64,16 @@ class Diffusion:
         ]
 
     def free(self, slot: int) -> None:
-        """Forget a request, whenever it ends."""
+        """Discard the state of a request, whenever it ends."""
         self.wanted[slot] = self.pictures[slot] = 0
 
     def status(self) -> dict[str, Any]:
-        """Counters of one's own."""
+        """Return no counters of our own."""
         return {}
 
 
 async def paint(engine: ThreadEngine, name: str) -> None:
-    """Ask for a picture; whoever is impatient leaves when it is half done."""
+    """Request a picture; the impatient client cancels when it is half done."""
     request = {"input_ids": list(name.encode()), "max_tokens": 100, "seed": 1}
     picture = Payload({"picture": np.full((SIDE, SIDE), len(name), np.float32)})
     async for item in await engine.start(name, request, picture):
@@ -86,7 +85,7 @@ async def paint(engine: ThreadEngine, name: str) -> None:
 
 
 async def main() -> None:
-    """Paint three pictures together, one of which nobody waits for."""
+    """Paint three pictures in one batch, one of which is cancelled."""
     async with ThreadEngine(lambda: Scheduler(Diffusion(), chunk=8)) as engine:
         await engine.wait_ready()
         async with anyio.create_task_group() as clients:

@@ -1,4 +1,4 @@
-"""A decorated generator, no server: admitted by bytes, scrubbed, never leaked.
+"""A decorated generator without a server: admission by bytes, and nothing leaks.
 
 Run it: python examples/quickstart.py
 """
@@ -16,7 +16,7 @@ gate = Gate(bytes=64 * MIB, max_waiting=4, max_wait=5.0)
 
 
 async def main() -> None:
-    """Let six clients loose on one small gate."""
+    """Run six clients against one small gate."""
     async with SessionRegistry() as sessions:
 
         @managed(
@@ -29,7 +29,7 @@ async def main() -> None:
         async def describe(
             name: str, picture: Payload[bytes]
         ) -> AsyncGenerator[str, None]:
-            """Stand for a model: take the picture, then stream words."""
+            """Stand in for a model: take the picture, then stream words."""
             await anyio.sleep(0.05)  # preprocessing, with the lease held
             size = len(picture.take())
             for word in (name, "sees", f"{size // MIB} MiB"):
@@ -46,7 +46,7 @@ async def main() -> None:
         async def leave(name: str, size: int) -> None:
             with anyio.move_on_after(0.02):
                 await stay(name, size)
-            print(f"{name} has left")
+            print(f"{name} disconnected")
 
         async with anyio.create_task_group() as clients:
             for number in range(4):

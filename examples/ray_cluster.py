@@ -1,4 +1,4 @@
-"""Two engines on Ray: requests spread over them, one is killed, and it comes back.
+"""Two engines on Ray share requests; one is killed and replaced.
 
 On a cluster pass `address="auto"` and `Placement(num_gpus=1)`; nothing else changes.
 
@@ -22,17 +22,17 @@ from lifecycle_zmq import Finish, Output
 
 
 class Counting:
-    """A backend that counts up to the sum of what it was given, one number a step."""
+    """A backend that counts up to the sum of its input, one number per step."""
 
     def __init__(self) -> None:
         self.streams: dict[str, Iterator[int]] = {}
 
     def start(self, key: str, request: dict[str, Any], tensors: dict[str, Any]) -> None:
-        """Take a request; nothing of the tensors is kept."""
+        """Accept a request; no tensor is kept."""
         self.streams[key] = iter(range(int(np.sum(tensors["data"]))))
 
     def cancel(self, key: str) -> None:
-        """Stop at the next step."""
+        """Let the stream finish at the next step."""
         self.streams[key] = iter(())
 
     def end(self, key: str) -> None:
@@ -41,11 +41,11 @@ class Counting:
 
     @property
     def busy(self) -> bool:
-        """Whether there is anything to step."""
+        """Whether there is work for `step`."""
         return bool(self.streams)
 
     def step(self) -> list[Output]:
-        """One number for each stream, at the pace of a model."""
+        """Return one number for each stream, at the speed of a model."""
         time.sleep(0.001)
         outputs = []
         for key, numbers in list(self.streams.items()):
@@ -56,12 +56,12 @@ class Counting:
         return outputs
 
     def status(self) -> dict[str, Any]:
-        """Say how much is left."""
+        """Return the number of streams."""
         return {"sessions": len(self.streams)}
 
 
 async def ask(engine: RayEngine, sessions: SessionRegistry, name: str, n: int) -> None:
-    """Start one stream, read it, and end it, whatever happens."""
+    """Start one stream, read it, and end it in any case."""
     payload = Payload({"data": np.ones(n, np.uint8)})
     try:
         with sessions.open(name) as session:
@@ -78,7 +78,7 @@ async def ask(engine: RayEngine, sessions: SessionRegistry, name: str, n: int) -
 
 
 async def main() -> None:
-    """Spread requests over two engines, kill one of them, look what is left."""
+    """Spread requests over two engines, kill one, and check what is left."""
     local = {"num_cpus": 2, "object_store_memory": 128 * 2**20}
     async with RayEngine(Counting, replicas=2, local=local) as engine:
         await engine.wait_ready(replicas=2)

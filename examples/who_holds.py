@@ -1,4 +1,4 @@
-"""A handler that keeps every picture it was sent, found by one call.
+"""Find a handler that keeps every picture it receives, with one call.
 
 Run it: python examples/who_holds.py
 """
@@ -10,13 +10,13 @@ from collections.abc import AsyncGenerator
 import anyio
 
 from lifecycle import Gate
-from lifecycle.inspect import snapshot, who_holds
+from lifecycle.debug import snapshot, who_holds
 
 gate = Gate(bytes=64 * 2**20, name="pictures")
 
 
 async def engine(pixels: bytes) -> AsyncGenerator[str, None]:
-    """Stand for a model that needs the pixels for the first word only."""
+    """Stand in for a model that needs the pixels for the first word only."""
     size = len(pixels)
     del pixels
     yield f"{size} bytes"
@@ -24,7 +24,7 @@ async def engine(pixels: bytes) -> AsyncGenerator[str, None]:
 
 
 async def leaky(form: dict[str, bytes]) -> None:
-    """Stream an answer, while the form with the picture stays a local."""
+    """Stream an answer while a local variable keeps the form with the picture."""
     with await gate.admit(bytes=len(form["picture"])):
         async for _word in engine(form["picture"]):
             pass
@@ -38,7 +38,7 @@ async def tidy(form: dict[str, bytes]) -> None:
 
 
 async def main() -> None:
-    """Send a picture to each handler, and ask who holds it while they stream."""
+    """Send a picture to each handler, and find what holds it while they stream."""
     for handler in (leaky, tidy):
         picture = bytes(2**20)
         async with anyio.create_task_group() as requests:
@@ -46,7 +46,7 @@ async def main() -> None:
             await anyio.wait_all_tasks_blocked()
             print(snapshot(gate))
             holders = map(str, who_holds(picture))
-            print("\n".join(holders) or "nobody holds the picture")
+            print("\n".join(holders) or "nothing holds the picture")
             requests.cancel_scope.cancel()
 
 

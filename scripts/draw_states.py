@@ -2,9 +2,9 @@
 
     python scripts/draw_states.py [--check]
 
-A line of states per machine; steps to the right are straight, all others are arcs.
-With ``--check`` nothing is written, and the exit status tells whether the file is
-what this script draws.
+One row of states per machine: transitions to the next state are straight, all others
+are arcs. With ``--check`` nothing is written, and the exit status says whether the
+file is what this script draws.
 """
 
 from __future__ import annotations
@@ -49,54 +49,54 @@ class Machine:
 MACHINES = (
     Machine(
         "Lease",
-        "one admission; every step is one synchronous change of the books",
-        ("asked", "in line", "held", "over"),
+        "one admission; every transition is one synchronous change of state",
+        ("requested", "waiting", "held", "ended"),
         (
-            Step(0, 1, ("no room, or", "others before it")),
-            Step(1, 2, ("granted by", "who made room")),
-            Step(2, 3, ("release, once;", "or the collector")),
-            Step(0, 2, ("fits, and nobody waits",), 44),
-            Step(1, 3, ("cancelled, too late, closed",), -56),
-            Step(0, 3, ("refused: line full, too large, closed",), -92),
+            Step(0, 1, ("no capacity, or", "others waiting")),
+            Step(1, 2, ("granted by", "a release")),
+            Step(2, 3, ("release, once, or", "by the GC")),
+            Step(0, 2, ("fits, and the queue is empty",), 44),
+            Step(1, 3, ("cancelled, timed out, gate closed",), -56),
+            Step(0, 3, ("refused: queue full, too large, gate closed",), -92),
         ),
     ),
     Machine(
         "Start",
-        "a task of the registry; at “settled” the lease is given back, in any case",
-        ("accepted", "opening", "settled", "ending", "over"),
+        "runs in a task of the registry; at “settled” the lease is always released",
+        ("scheduled", "opening", "settled", "ending", "done"),
         (
-            Step(0, 1, ("its task", "runs")),
-            Step(1, 2, ("returned, raised,", "too late, cut")),
-            Step(2, 3, ("session closed;", "END, once")),
-            Step(3, 4, ("confirmed, failed", "or too late")),
-            Step(0, 2, ("session closed first: never opens",), 44),
+            Step(0, 1, ("task", "runs")),
+            Step(1, 2, ("returned, raised,", "timed out")),
+            Step(2, 3, ("session closed:", "END, once")),
+            Step(3, 4, ("confirmed, failed", "or timed out")),
+            Step(0, 2, ("session closed first: never opened",), 44),
             Step(2, 4, ("nothing was opened: no END",), -56),
         ),
     ),
     Machine(
         "Session",
-        "one request; its outcome is decided by whoever closes it first",
-        ("open", "starting", "started", "closing", "quiet"),
+        "one request; the first close decides its outcome",
+        ("open", "starting", "started", "closing", "done"),
         (
             Step(0, 1, ("start",)),
-            Step(1, 2, ("all settled", "well")),
+            Step(1, 2, ("all starts", "succeeded")),
             Step(2, 3, ("close: outcome", "set, id free")),
-            Step(3, 4, ("the engine", "was told")),
-            Step(1, 3, ("close, or cancelled: the start goes on",), 44),
-            Step(0, 4, ("close: there is nobody to tell",), -56),
+            Step(3, 4, ("END", "confirmed")),
+            Step(1, 3, ("closed or cancelled: the start continues",), 44),
+            Step(0, 4, ("closed before any start: no END needed",), -56),
         ),
     ),
     Machine(
         "Stream",
-        "owns one iterator; on_close is called once, at “closed”",
+        "owns one async iterator; on_close is called once, at “closed”",
         ("new", "running", "idle", "closed"),
         (
-            Step(0, 1, ("an item is", "asked for")),
-            Step(1, 2, ("an item", "came")),
-            Step(2, 3, ("aclose, stop,", "dropped")),
-            Step(2, 1, ("the next is asked for",), 44),
-            Step(1, 3, ("end, error, cancellation, a deadline",), -56),
-            Step(0, 3, ("never begun: aclose, stop, dropped",), -92),
+            Step(0, 1, ("next item", "requested")),
+            Step(1, 2, ("item", "received")),
+            Step(2, 3, ("aclose, stop,", "or GC")),
+            Step(2, 1, ("next item requested",), 44),
+            Step(1, 3, ("end, error, cancellation or deadline",), -56),
+            Step(0, 3, ("never started: aclose, stop or GC",), -92),
         ),
     ),
 )

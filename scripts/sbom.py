@@ -1,6 +1,6 @@
 """Write what the wheel brings along with all its extras, as CycloneDX 1.6.
 
-It reads what is installed and asks nobody. The ready-made generators list whole
+It reads what is installed, without network access. The ready-made generators list whole
 environments: here that would be the test tools of whatever has an extra for them.
 """
 

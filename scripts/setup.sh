@@ -4,7 +4,7 @@
 set -u
 cd "$(dirname "$0")/.." || exit 1
 
-extras='engine,demo'
+extras='engine'
 space_mib=3072
 log=.venv/setup.log
 

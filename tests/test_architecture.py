@@ -1,7 +1,7 @@
-"""The arrows of the design, read off the import statements.
+"""The imports of the design, read from the import statements.
 
 The list below is the design. An import that is not on it fails here, so a new
-arrow is a decision somebody writes down, not an accident.
+arrow is a decision that is written down, not an accident.
 """
 
 import ast
@@ -14,37 +14,40 @@ ROOT = Path(__file__).resolve().parents[1]
 CORE = ROOT / "src" / "lifecycle"
 ADAPTERS = ROOT / "adapters"
 
-# Who in the core may import whom, from the floor upwards. A module that is not
-# named here may import nothing of ours; `__init__` collects the public names and
-# may import them all. What only type checkers import draws no arrow.
-FLOOR = {"_errors", "events", "_park", "_checks", "_refusal", "_monitor"}
+# Which module of the core may import which, from the floor upwards. A module that is
+# not named here may import nothing of ours; `__init__` collects the public names and
+# may import them all. What only type checkers import counts, too.
+FLOOR = {"_exceptions", "events", "_eventloop", "_validation"}
 ARROWS: dict[str, set[str]] = {
-    # The gate's books: pure, synchronous, no errors of ours but refusals.
-    "_ledger": set(),
-    "_fair": {"_ledger"},
-    "_lease": {"_ledger"} | FLOOR,
-    "_books": {"_lease", "_ledger"} | FLOOR,
+    "_validation": set(),
+    "_eventloop": set(),
+    "events": set(),
+    "_exceptions": {"events"},
+    "_lock": set(),
+    # Queues are pure: they order and count tickets, and refuse nothing themselves.
+    "_queues": set(),
     # Payloads and streams know nothing of gates.
-    "_payload": {"_checks"},
-    "_stream": {"_checks"},
-    "_watchdog": {"_stream", "_errors", "_checks"},
-    # Sessions know starts, a start knows its lease; nothing knows the registry.
-    "_start": {"_lease", "_payload"} | FLOOR,
-    "_outcome": {"_errors", "events"},
-    "_session": {"_lease", "_outcome", "_start", "_stream", "_watchdog", "_payload"}
+    "_payload": {"_validation"},
+    "_stream": {"_eventloop", "_exceptions", "_validation"},
+    # Knows gates and registries by what is called on them, so that both can use it.
+    "_managed_stream": {"_payload", "_stream", "_thread_iterator", "_validation"},
+    "_thread_iterator": {"_eventloop", "_payload", "_validation"},
+    "_signatures": {"_stream"},
+    "_gate": {"_lock", "_managed_stream", "_queues", "_signatures"} | FLOOR,
+    # A start is given what it needs of its session.
+    "_start": {"_payload"} | FLOOR,
+    "_session": {"_gate", "_payload", "_start", "_stream"} | FLOOR,
+    "_sessions": {"_managed_stream", "_session", "_signatures", "_start", "_stream"}
     | FLOOR,
-    "_decorators": {"_checks", "_outcome", "_stream", "_payload"},
-    # `Gate.admits` and `SessionRegistry.track` are decorators, hence the last arrows.
-    "_gate": {"_books", "_fair", "_lease", "_ledger"} | FLOOR | {"_decorators"},
-    "_crew": FLOOR,
-    "_sessions": {"_crew", "_outcome", "_session", "_watchdog"}
-    | FLOOR
-    | {"_decorators"},
-    "observers": {"events"},
-    # Diagnostics look at everything, and nothing knows of them.
-    "_holders": set(),
-    "inspect": {"_holders", "_gate", "_lease", "_sessions"},
-} | {name: set() for name in FLOOR}
+    # On top: only `__init__` imports decorators, diagnostics and adapters' tools.
+    "_decorators": {
+        *("_gate", "_managed_stream", "_session", "_sessions", "_signatures"),
+        *("_thread_iterator", "_validation"),
+    },
+    "debug": {"_gate", "_sessions"},
+    "lowlevel": {"_eventloop", "_payload", "_queues", "_validation"},
+}
+TOP = {"_decorators", "debug", "lowlevel"}
 
 # Time, chance and the outside world come in as arguments, so that all of the core
 # runs under simulation.
@@ -62,7 +65,9 @@ FORBIDDEN_IN_CORE = {
     "zmq",
 }
 # Waking a task from any thread is the one thing that anyio does not offer.
-KNOWS_EVENT_LOOPS = {"_park"}
+KNOWS_EVENT_LOOPS = {"_eventloop"}
+# A lock whose holder a fork left behind has to be freed in the child.
+KNOWS_FORKS = {"_lock"}
 PICKLES = {"pickle", "marshal", "shelve", "dill", "cloudpickle", "joblib"}
 # Public like the adapters, and above the core like them.
 TESTING = {"testing", "pytest_plugin"}
@@ -81,21 +86,37 @@ MAY_USE = {
     },
 }
 
-# The rooms of the engine link, from the floor upwards: each imports those before it.
-LINK_FLOOR = ("_errors", "_hand_off", "_options", "_slot")
-LINK_ROOMS = (
-    *("memory", "protocol", "transport", "process", "client", "server"),
-    "supervision",
-)
-LINK_ORDER = (*LINK_FLOOR, *LINK_ROOMS, "engine", "thread", "__init__")
-# What other adapters may have of the link, who bring another transport for it.
+# The modules and folders of each larger adapter, from the floor upwards: each imports
+# only those before it. Inside a folder, imports form no cycle.
+LAYERS: dict[str, tuple[str, ...]] = {
+    "lifecycle_asgi": (
+        *("_types", "media", "image_structure", "media_memory", "media_body"),
+        *("media_profiles", "events", "request", "middleware", "request_scope"),
+        *("limits", "refusals", "api_keys", "admission_settings", "lanes"),
+        *("body_reader", "admission", "vllm_plugin"),
+        *("starlette", "testing"),
+    ),
+    "lifecycle_zmq": (
+        *("exceptions", "shared_memory", "codec", "protocol", "transport"),
+        *("backend", "tensor_copy", "process", "heartbeat", "client_streams"),
+        *("client", "flow_control", "server", "generator_backend", "supervisor"),
+        *("engine", "thread_engine"),
+    ),
+    "lifecycle_ray": ("placement", "replica", "router", "engine"),
+    "lifecycle_engine": (
+        *("_compat", "events", "errors", "multimodal", "processing", "core", "model"),
+        *("sim", "worker", "api", "server", "config_values", "config", "factory"),
+        *("doctor", "cli", "__main__"),
+    ),
+}
+# What other adapters may import from inside `lifecycle_zmq`: they bring another
+# transport for it.
 LINK_OPEN = {
     "lifecycle_zmq",
-    "lifecycle_zmq.protocol.wire",
-    "lifecycle_zmq.supervision.life",
-    "lifecycle_zmq.transport",
-    "lifecycle_zmq.transport.bell",
-    "lifecycle_zmq.transport.queued",
+    "lifecycle_zmq.protocol",
+    "lifecycle_zmq.supervisor",
+    "lifecycle_zmq.thread_engine",
+    "lifecycle_zmq.transport.base",
 }
 
 
@@ -104,9 +125,13 @@ def modules(folder: Path) -> list[Path]:
     return sorted(folder.rglob("*.py"))
 
 
-def imports(path: Path) -> Iterator[tuple[str, str | None]]:
-    """Yield what *path* imports: a dotted module and, for `from`, the name."""
-    for node in at_run_time(ast.parse(path.read_text())):
+def imports(path: Path, *, every: bool = False) -> Iterator[tuple[str, str | None]]:
+    """Yield what *path* imports: a dotted module and, for `from`, the name.
+
+    With *every*, also what only type checkers import.
+    """
+    tree = ast.parse(path.read_text())
+    for node in ast.walk(tree) if every else at_run_time(tree):
         if isinstance(node, ast.Import):
             for alias in node.names:
                 yield alias.name, None
@@ -135,9 +160,9 @@ def absolute(path: Path, node: ast.ImportFrom) -> str:
     return ".".join([*package, *([node.module] if node.module else [])])
 
 
-def ours(path: Path) -> Iterator[str]:
+def ours(path: Path, *, every: bool = False) -> Iterator[str]:
     """Yield the modules of `lifecycle` that *path* imports, without the package."""
-    for module, name in imports(path):
+    for module, name in imports(path, every=every):
         top, _, rest = module.partition(".")
         if top != "lifecycle":
             continue
@@ -166,7 +191,7 @@ ADAPTER_FILES = modules(ADAPTERS)
 
 @pytest.mark.parametrize("path", CORE_FILES, ids=ids(CORE_FILES))
 def test_draws_only_allowed_arrows_inside_core(path: Path) -> None:
-    """A core module imports only what the design lets it."""
+    """A core module imports only what the design lets it, type checking included."""
     name = core_name(path)
     if name == "__init__":
         return
@@ -176,8 +201,16 @@ def test_draws_only_allowed_arrows_inside_core(path: Path) -> None:
         } | {"__init__", name}
     else:
         allowed = ARROWS.get(name, set())
-    drawn = {module.partition(".")[0] for module in ours(path)}
+    drawn = {module.partition(".")[0] for module in ours(path, every=True)}
     assert drawn - allowed == set(), f"{name} may import only {sorted(allowed)}"
+
+
+def test_imports_the_top_of_the_core_from_nowhere() -> None:
+    """Decorators, diagnostics and tools for adapters are imported by no other module."""
+    for path in CORE_FILES:
+        name = core_name(path)
+        drawn = {module.partition(".")[0] for module in ours(path, every=True)}
+        assert name == "__init__" or not drawn & TOP, name
 
 
 def test_names_only_modules_that_exist() -> None:
@@ -192,7 +225,8 @@ def test_keeps_the_world_out_of_the_core(path: Path) -> None:
     if name in TESTING:
         return  # it makes the world
     found = {module.partition(".")[0] for module, _ in imports(path)}
-    assert found & FORBIDDEN_IN_CORE == set()
+    forbidden = FORBIDDEN_IN_CORE - ({"os"} if name in KNOWS_FORKS else set())
+    assert found & forbidden == set()
     if name not in KNOWS_EVENT_LOOPS:
         assert found & {"asyncio", "trio"} == set()
 
@@ -213,40 +247,45 @@ def test_uses_only_public_names_from_adapters(path: Path) -> None:
 
 
 LINK = ADAPTERS / "lifecycle_zmq"
-LINK_FILES = modules(LINK)
+LAYERED_FILES = [
+    path for path in ADAPTER_FILES if path.relative_to(ADAPTERS).parts[0] in LAYERS
+]
 
 
-def link_name(parts: Sequence[str]) -> str:
-    """Return the room, or the module outside of all rooms, that *parts* lead to."""
+def layer(package: str, parts: Sequence[str]) -> str:
+    """Return the module or folder of *package* that *parts* lead to."""
     name = parts[0].removesuffix(".py") if parts else "__init__"
-    known = (LINK / f"{name}.py").exists() or (LINK / name).is_dir()
+    folder = ADAPTERS / package
+    known = (folder / f"{name}.py").exists() or (folder / name).is_dir()
     return name if known else "__init__"
 
 
-@pytest.mark.parametrize("path", LINK_FILES, ids=ids(LINK_FILES))
-def test_builds_each_room_of_the_link_on_those_below(path: Path) -> None:
-    """Whoever reads a room needs to know those before it, and never one after it."""
-    own = link_name(path.relative_to(LINK).parts)
-    below = LINK_ORDER[: LINK_ORDER.index(own)]
+@pytest.mark.parametrize("path", LAYERED_FILES, ids=ids(LAYERED_FILES))
+def test_imports_only_lower_layers(path: Path) -> None:
+    """A module of an adapter imports modules below it, and never one above it."""
+    package, *parts = path.relative_to(ADAPTERS).parts
+    order = (*LAYERS[package], "__init__")
+    own = layer(package, parts)
+    below = order[: order.index(own)]
     for module, name in imports(path):
-        package, *rest = module.split(".")
-        if package == "lifecycle_zmq":
-            drawn = link_name([*rest, *([name] if name else [])])
-            assert drawn in below or (drawn == own in LINK_ROOMS), module
+        top, *rest = module.split(".")
+        if top == package:
+            drawn = layer(package, [*rest, *([name] if name else [])])
+            assert drawn in below or drawn == own != "__init__", module
 
 
-def test_names_every_room_of_the_link() -> None:
-    """The order has all rooms and no more; none but the transports' is code by itself."""
-    assert {link_name(path.relative_to(LINK).parts) for path in LINK_FILES} == set(
-        LINK_ORDER
-    )
-    for room in LINK_ROOMS:
-        body = ast.parse((LINK / room / "__init__.py").read_text()).body
-        assert len(body) == 1 or room == "transport"
+@pytest.mark.parametrize("package", LAYERS)
+def test_names_every_layer(package: str) -> None:
+    """The order lists all modules and folders of the package, and no more."""
+    files = [path for path in LAYERED_FILES if path.is_relative_to(ADAPTERS / package)]
+    found = {
+        layer(package, path.relative_to(ADAPTERS / package).parts) for path in files
+    }
+    assert found - {"__init__"} == set(LAYERS[package])
 
 
 @pytest.mark.parametrize("path", ADAPTER_FILES, ids=ids(ADAPTER_FILES))
-def test_opens_few_rooms_of_the_link_to_others(path: Path) -> None:
+def test_opens_few_modules_of_the_link_to_others(path: Path) -> None:
     """What no other adapter imports may be moved without asking them."""
     if path.is_relative_to(LINK):
         return

@@ -1,4 +1,4 @@
-"""The documentation tells the truth: its code runs and prints what it says.
+"""The code of the documentation runs and prints what the pages say.
 
 The `python` blocks of a page are run in order as one program; a `text` block
 right after one is what the program has printed since the last such block.
@@ -10,19 +10,22 @@ import importlib.util
 import re
 import subprocess
 import sys
+import tomllib
 from pathlib import Path
 
 import pytest
 
+import lifecycle
+
 ROOT = Path(__file__).resolve().parents[1]
 PAGES = sorted([ROOT / "README.md", *(ROOT / "docs").rglob("*.md")])
 BLOCK = re.compile(r"^```(\S+)( [^\n]*)?\n(.*?)^```$", re.MULTILINE | re.DOTALL)
-# Printed between blocks, to tell what each one has written.
+# Printed between blocks, to separate their output.
 MARK = "\x1e"
 
 
 def program(page: Path) -> tuple[str, list[str]]:
-    """Return the code of *page* and what it is said to print, block by block."""
+    """Return the code of *page* and its expected output, block by block."""
     code: list[str] = []
     expected: list[str] = []
     for language, info, text in BLOCK.findall(page.read_text()):
@@ -35,7 +38,7 @@ def program(page: Path) -> tuple[str, list[str]]:
 
 
 def needs(page: Path) -> set[str]:
-    """Return the packages that the blocks of *page* say they need."""
+    """Return the packages that the blocks of *page* need."""
     infos = (info for _, info, _ in BLOCK.findall(page.read_text()))
     return {name for info in infos for name in re.findall(r"(?:=|,)(\w+)", info)}
 
@@ -59,7 +62,7 @@ def test_runs_code_of_page(page: Path, tmp_path: Path) -> None:
         cwd=tmp_path,
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=600,
         check=False,
     )
     assert done.returncode == 0, done.stderr
@@ -72,11 +75,29 @@ def test_runs_code_in_readme() -> None:
     assert ROOT / "README.md" in CODE_PAGES
 
 
+def test_describes_the_library_alike_in_every_place() -> None:
+    """The README, the package index and `help(lifecycle)` begin with one sentence."""
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    readme = (ROOT / "README.md").read_text().partition("<!-- what -->")[2]
+    assert readme.lstrip().startswith(f"**{project['description']}**")
+    assert lifecycle.__doc__ is not None
+    assert lifecycle.__doc__.splitlines()[0] == f"{project['description']}."
+
+
 def test_links_to_files_that_exist() -> None:
-    """A relative link leads to a file of the project."""
+    """A relative link leads to an existing file."""
     for page in [*PAGES, *ROOT.glob("*.md")]:
         for target in re.findall(r"\]\(([^)#:]+)(?:#[^)]*)?\)", page.read_text()):
             assert (page.parent / target).exists(), f"{page.name}: {target}"
+
+
+def test_names_files_that_exist() -> None:
+    """Every file of the source that a page names by its path exists."""
+    for page in [*PAGES, ROOT / "CONTRIBUTING.md"]:
+        for named in re.findall(
+            r"`((?:src|adapters|tests)/[\w/.]+)`", page.read_text()
+        ):
+            assert (ROOT / named).exists(), f"{page.name}: {named}"
 
 
 def test_names_only_targets_that_make_has() -> None:
@@ -90,7 +111,7 @@ def test_names_only_targets_that_make_has() -> None:
 
 
 def test_shows_the_states_that_its_script_draws() -> None:
-    """The picture of the state machines is drawn anew after each change of them."""
+    """The picture of the state machines is up to date."""
     script = ROOT / "scripts" / "draw_states.py"
-    done = subprocess.run([sys.executable, script, "--check"], timeout=60, check=False)
+    done = subprocess.run([sys.executable, script, "--check"], timeout=600, check=False)
     assert done.returncode == 0, "run python scripts/draw_states.py"

@@ -1,4 +1,4 @@
-"""What `make` says when something is missing, on machines that lack it.
+"""The messages of `make` on machines that lack a requirement.
 
 The set-up script runs in a copy of the project beside stand-ins for `python3`
 and `df`, so that no test needs an old machine or a full disk.
@@ -23,7 +23,7 @@ pytestmark = pytest.mark.skipif(
 
 @pytest.fixture
 def copy(tmp_path: Path) -> Path:
-    """Return a copy of what `make` needs, with an empty folder `bin` beside it."""
+    """Return a copy of the files `make` needs, with an empty folder `bin`."""
     project = tmp_path / "project"
     for name in ("Makefile", "pyproject.toml", "constraints", "scripts"):
         source, target = ROOT / name, project / name
@@ -57,14 +57,14 @@ def make(copy: Path, *args: str) -> subprocess.CompletedProcess[str]:
     """Run `make` in the copy to its end."""
     process = begin(copy, *args)
     try:
-        output, errors = process.communicate(timeout=60)
+        output, errors = process.communicate(timeout=600)
     finally:
         process.kill()
     return subprocess.CompletedProcess(args, process.returncode, output, errors)
 
 
 def test_lists_targets_for_unknown_one(copy: Path) -> None:
-    """A wrong target fails and shows the right ones."""
+    """An unknown target fails and lists the targets."""
     done = make(copy, "tests")
     assert done.returncode != 0
     assert "no target 'tests'" in done.stderr
@@ -72,7 +72,7 @@ def test_lists_targets_for_unknown_one(copy: Path) -> None:
 
 
 def test_lists_targets_without_one(copy: Path) -> None:
-    """Plain `make` shows what there is, and builds nothing."""
+    """Plain `make` lists the targets and builds nothing."""
     done = make(copy)
     assert done.returncode == 0
     assert "make test" in done.stdout
@@ -80,7 +80,7 @@ def test_lists_targets_without_one(copy: Path) -> None:
 
 
 def test_names_remedy_for_old_python(copy: Path) -> None:
-    """Python 3.9 is named, and so is what to do about it."""
+    """The message names Python 3.9 and the remedy."""
     for name in ("python3", *(f"python3.{minor}" for minor in range(11, 15))):
         stand_in(copy, name, 'test "$1" = --version && echo Python 3.9.2')
     done = make(copy, "lint")
@@ -91,7 +91,7 @@ def test_names_remedy_for_old_python(copy: Path) -> None:
 
 
 def test_names_remedy_for_missing_venv(copy: Path) -> None:
-    """Debian without python3-venv is told which package to install."""
+    """On Debian without python3-venv, the message names the package to install."""
     real = sys.executable
     stand_in(
         copy,
@@ -104,7 +104,7 @@ def test_names_remedy_for_missing_venv(copy: Path) -> None:
 
 
 def test_names_space_needed_on_full_disk(copy: Path) -> None:
-    """A disk with too little room fails before anything is downloaded."""
+    """A full disk fails before anything is downloaded."""
     stand_in(copy, "python3", f'exec {sys.executable} "$@"')
     row = "/dev/x 1000 900 100 90% /"
     stand_in(copy, "df", f"echo Filesystem; echo '{row}'")
@@ -117,7 +117,7 @@ def test_names_space_needed_on_full_disk(copy: Path) -> None:
 
 @pytest.mark.skipif(shutil.which("flock") is None, reason="flock is not installed")
 def test_says_that_it_waits_for_another_one(copy: Path) -> None:
-    """Two commands at once set up one environment, and the second is not just silent."""
+    """Two concurrent commands set up one environment, and the second says it waits."""
     stand_in(copy, "python3", 'test "$1" = --version && echo Python 3.9.2')
     with (copy / "scripts" / "setup.sh").open() as script:
         fcntl.flock(script, fcntl.LOCK_EX)
@@ -125,12 +125,12 @@ def test_says_that_it_waits_for_another_one(copy: Path) -> None:
         assert process.stderr is not None
         assert select.select([process.stderr], [], [], 30)[0]
         assert "waits for another make" in process.stderr.readline()
-    _, errors = process.communicate(timeout=60)
+    _, errors = process.communicate(timeout=600)
     assert "Python 3.9.2" in errors
 
 
 def test_shows_pip_failure(copy: Path) -> None:
-    """When pip fails, the end of its log is shown and the next step is named."""
+    """When pip fails, the end of its log and the next step are shown."""
     pip = 'case "$*" in *"-m pip"*) echo "no route to the mill" >&2; exit 1;; esac'
     venv = 'mkdir -p .venv/bin; cp "$0" .venv/bin/python; exit 0'
     stand_in(

@@ -1,56 +1,111 @@
-"""Pure-ASGI middleware that makes any ASGI application safe to leave.
+"""Pure ASGI middleware: disconnects, limits on bodies and clients, request events.
 
-Map of the package::
+Modules::
 
-    _types       the ASGI callables, as types                 (floor)
-    events       what becomes of requests, for an observer  (floor)
-    _owned       sources of a response that are closed with the request
-    _copies      bodies that a framework keeps, dropped at hand-off
-    _places      where an exception came from, without its words
-    _record      Record: what is told of one request
-    _log         request_log: an observer that writes one line a request
-    _request     RequestScope: what a request knows of its client
-    _inbox       Inbox: what was read and not yet asked for
-    _progress    Progress: how far the answer has come
-    _exchange    Exchange: one request and its response, the one reader of both
-    _middleware  LifecycleMiddleware: an exchange around every call
-    _scope       request_scope: the same for servers that do not speak ASGI
-    media        find_media: what of a request is no text
-    _refusals    what is said to whoever is refused
-    _share       ClientLimit: 429 to whoever has its share in flight
-    _body        BodyLimit: 413 before a body is buffered
+    _types         the ASGI callables, as types
+    media          find_media: the images, video, audio and files of a request
+    image_structure  structure_error: files that are expensive to open
+    media_memory   estimate: the memory of media, from their headers; Correction
+    media_body     the media of JSON, forms and files
+    media_profiles  media_profile: what media cost known servers
+    events         events of a request, their recorder, the request log
+    request        RequestScope: state of a request, and what is closed at its end
+    middleware     LifecycleMiddleware: cancels applications on a disconnect
+    request_scope  request_scope: the same for servers that do not speak ASGI
+    limits         BodyLimit, ClientLimit, ClientIdentity, refusal_response
+    refusals       refusals in the format of the request's API
+    api_keys       API keys, checked before a body is read
+    lanes          gates that clients share
+    body_reader    reads a body under a lease
+    vllm_plugin    hand-off in vLLM, by its entry point for plugins
+    admission      Admission: all of this around the application of any server
+    starlette      install, ManagedResponse; imported by name only
+    testing        a client for tests that leaves; imported by name only
 
-Nothing here imports a web framework or a server.
+Nothing but `lifecycle_asgi.starlette` imports a web framework or a server.
 """
 
 from __future__ import annotations
 
-from lifecycle_asgi._body import BodyLimit
-from lifecycle_asgi._log import request_log
-from lifecycle_asgi._middleware import LifecycleMiddleware
-from lifecycle_asgi._record import tell_refusal
-from lifecycle_asgi._refusals import BodyTooLarge, BodyTooSlow, ShareUsedUp
-from lifecycle_asgi._request import RequestScope, request_of
-from lifecycle_asgi._scope import request_scope
-from lifecycle_asgi._share import ClientLimit, KnownKeys, client_address
+from lifecycle_asgi.admission import Admission, handed_off
+from lifecycle_asgi.admission_settings import AdmissionSettings
+from lifecycle_asgi.events import (
+    FirstItem,
+    Phase,
+    PhaseEnded,
+    RequestEnded,
+    RequestEvent,
+    RequestStarted,
+    record_refusal,
+    request_log,
+)
+from lifecycle_asgi.limits import (
+    BodyLimit,
+    BodyTooLarge,
+    BodyTooSlow,
+    ClientIdentity,
+    ClientLimit,
+    ClientLimitExceeded,
+    client_address,
+    refusal_response,
+)
+from lifecycle_asgi.media import Media, TooDeep, find_media
+from lifecycle_asgi.media_memory import (
+    Correction,
+    ImageSize,
+    ImageTooLarge,
+    MediaProfile,
+    MemoryEstimate,
+    UnreadableImage,
+    estimate,
+    estimate_memory,
+    read_image_header,
+)
+from lifecycle_asgi.media_profiles import media_profile
+from lifecycle_asgi.middleware import LifecycleMiddleware
+from lifecycle_asgi.request import RequestScope, request_of
+from lifecycle_asgi.request_scope import request_scope
 
 __all__ = (
+    "Admission",
+    "AdmissionSettings",
     "BodyLimit",
     "BodyTooLarge",
     "BodyTooSlow",
+    "ClientIdentity",
     "ClientLimit",
-    "KnownKeys",
+    "ClientLimitExceeded",
+    "Correction",
+    "FirstItem",
+    "ImageSize",
+    "ImageTooLarge",
     "LifecycleMiddleware",
+    "Media",
+    "MediaProfile",
+    "MemoryEstimate",
+    "Phase",
+    "PhaseEnded",
+    "RequestEnded",
+    "RequestEvent",
     "RequestScope",
-    "ShareUsedUp",
+    "RequestStarted",
+    "TooDeep",
+    "UnreadableImage",
     "client_address",
+    "estimate",
+    "estimate_memory",
+    "find_media",
+    "handed_off",
+    "media_profile",
+    "read_image_header",
+    "record_refusal",
+    "refusal_response",
     "request_log",
     "request_of",
     "request_scope",
-    "tell_refusal",
 )
 
-# Tracebacks and logs name what users import, not where it happens to live.
-for _name in __all__:
+# Tracebacks and logs show the public import path, not the module in this package.
+for _name in set(__all__) - {"Phase"}:  # Phase is a Literal
     globals()[_name].__module__ = __name__
 del _name

@@ -9,5 +9,5 @@ Scope: TypeAlias = MutableMapping[str, Any]
 Message: TypeAlias = MutableMapping[str, Any]
 Receive: TypeAlias = Callable[[], Awaitable[Message]]
 Send: TypeAlias = Callable[[Message], Awaitable[None]]
-# Each framework has types of its own for these three; all of them are welcome.
+# Each framework has its own types for these three arguments, so any type is accepted.
 App: TypeAlias = Callable[[Any, Any, Any], Awaitable[Any]]

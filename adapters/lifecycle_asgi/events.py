@@ -1,29 +1,52 @@
-"""What becomes of requests, as frozen facts for an observer.
+"""Events of a request, the recorder that emits them, and the request log.
 
-As in `lifecycle.events`, fields are ids, counts, seconds and fixed words. An
-exception is told by its type and its places in the code: its words may be about a
-payload, and so may the values of its locals.
+As in `lifecycle.events`, fields are ids, counts, seconds and fixed words. An exception
+is described by its type and its places in the code only: its text and the values of
+local variables may contain part of a payload.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import logging
+import re
+import secrets
+import traceback
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
-from typing import Literal
+from types import TracebackType
+from typing import Any, Final, Literal
 
-from lifecycle.events import Event, Outcome
+import anyio
+
+from lifecycle.events import Event, Observer, Outcome
+from lifecycle_asgi._types import Scope
 
 Phase = Literal["read", "queue", "fetch", "prepare", "hand_off", "stream", "cleanup"]
-"""What a request is doing. ``cleanup`` may go on when the request has ended."""
+"""What a request is doing. ``cleanup`` may continue after the request has ended."""
+
+# Version 00 of the W3C trace context; neither id may be all zeros.
+_TRACEPARENT: Final = re.compile(
+    rb"00-(?!0{32})[0-9a-f]{32}-(?!0{16})[0-9a-f]{16}-[0-9a-f]{2}"
+)
+# Longer chains and stacks are recursion: their ends are enough to find the cause.
+_MAX_ERRORS: Final = 8
+_MAX_FRAMES: Final = 32
+# A disconnect is an ordinary end of a stream, and refusals are what a gate is for.
+# These outcomes need attention; "failed" is a mistake in the code.
+_LOG_LEVELS: Final = {
+    "deadline": "warning",
+    "engine_lost": "warning",
+    "failed": "error",
+}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RequestEvent(Event):
-    """Root of what is told of one request.
+    """Base class of the events of one request.
 
     Attributes:
-        request: Made up for it, and for no other.
-        operation: What kind of request it is: a fixed word of the application.
+        request: Random id, unique to the request.
+        operation: Kind of request: a fixed word of the application.
     """
 
     request: str
@@ -35,7 +58,7 @@ class RequestStarted(RequestEvent):
     """A request has arrived.
 
     Attributes:
-        traceparent: Of the caller's trace, if it sent a valid one.
+        traceparent: The caller's trace context, if the request has a valid one.
     """
 
     traceparent: str | None = None
@@ -46,10 +69,10 @@ class PhaseEnded(RequestEvent):
     """A request has left a phase.
 
     Attributes:
-        phase: Which one.
-        began_s: Seconds from the arrival of the request to its beginning.
-        duration_s: Seconds that it took.
-        error: Type of what was raised in it, a cancellation included.
+        phase: The phase.
+        began_s: Seconds from the arrival of the request to the start of the phase.
+        duration_s: Seconds that the phase took.
+        error: Type of the exception raised in the phase; a cancellation counts.
     """
 
     phase: Phase
@@ -60,23 +83,28 @@ class PhaseEnded(RequestEvent):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FirstItem(RequestEvent):
-    """The first item of an answer is there, *after_s* seconds from the arrival."""
+    """The first item of the response is available.
+
+    Attributes:
+        after_s: Seconds from the arrival of the request.
+    """
 
     after_s: float
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RequestEnded(RequestEvent):
-    """A request has got its one outcome.
+    """A request has ended, with exactly one outcome.
 
     Attributes:
         outcome: How it ended.
-        status: That was answered, if any was.
-        duration_s: Seconds from its arrival.
-        session: Id of the session that was attached to it, if one was.
-        counts: What the application has counted, by fixed words.
-        error: Type of the exception that it failed with.
-        traceback: The places that it came through, without words or locals.
+        status: HTTP status of the response, if one was sent.
+        duration_s: Seconds from the arrival of the request.
+        session: Id of the session attached to the request, if any.
+        counts: What the application counted, by fixed words.
+        error: Type of the exception that made the request fail.
+        traceback: Places in the code that the exception passed, without text or
+            local variables.
     """
 
     outcome: Outcome
@@ -86,3 +114,253 @@ class RequestEnded(RequestEvent):
     counts: Mapping[str, int] = field(default_factory=dict)
     error: str | None = None
     traceback: tuple[str, ...] = ()
+
+
+class RequestRecorder:
+    """Emits the events of one request.
+
+    Args:
+        emit: Called with each event; it never raises.
+        operation: Kind of request.
+        scope: ASGI scope, or any mapping with ``headers``; read here and not kept.
+    """
+
+    __slots__ = (
+        "_began",
+        "_counts",
+        "_emit",
+        "_error",
+        "_has_first_item",
+        "_operation",
+        "_request",
+        "_traceback",
+    )
+
+    def __init__(
+        self,
+        emit: Callable[[Event], None],
+        operation: str,
+        scope: Scope,
+    ) -> None:
+        self._emit = emit
+        self._request = secrets.token_hex(8)
+        self._operation = operation
+        self._began = anyio.current_time()
+        self._counts: dict[str, int] = {}
+        self._error: str | None = None
+        self._traceback: tuple[str, ...] = ()
+        self._has_first_item = False
+        self._emit_event(RequestStarted, traceparent=_traceparent(scope))
+
+    def count(self, **counts: int) -> None:
+        """Report *counts* when the request ends."""
+        self._counts |= counts
+
+    def fail(self, error: BaseException) -> None:
+        """Report *error* when the request ends; only the first error is kept."""
+        if self._error is None:
+            self._error, self._traceback = type(error).__name__, safe_traceback(error)
+
+    def first_item(self) -> None:
+        """Report that the first item is available. Idempotent."""
+        if not self._has_first_item:
+            self._has_first_item = True
+            self._emit_event(FirstItem, after_s=anyio.current_time() - self._began)
+
+    def end(self, outcome: Outcome, status: int | None, session: str | None) -> None:
+        """Report the end of the request; called once."""
+        self._emit_event(
+            RequestEnded,
+            outcome=outcome,
+            status=status,
+            duration_s=anyio.current_time() - self._began,
+            session=session,
+            counts=dict(self._counts),
+            error=self._error,
+            traceback=self._traceback,
+        )
+
+    def phase_ended(self, phase: Phase, began: float, error: str | None) -> None:
+        """Report the end of a phase that began at *began*."""
+        self._emit_event(
+            PhaseEnded,
+            phase=phase,
+            began_s=began - self._began,
+            duration_s=anyio.current_time() - began,
+            error=error,
+        )
+
+    def _emit_event(self, event: Callable[..., Event], **fields: Any) -> None:
+        self._emit(event(request=self._request, operation=self._operation, **fields))
+
+
+class PhaseTimer:
+    """Context manager that times one phase; without a recorder it does nothing.
+
+    A class and not a generator: a generator would add a frame to every traceback.
+    """
+
+    __slots__ = ("_began", "_phase", "_recorder")
+
+    def __init__(self, recorder: RequestRecorder | None, phase: Phase) -> None:
+        self._recorder = recorder
+        self._phase: Phase = phase
+        self._began = 0.0
+
+    def __enter__(self) -> None:
+        if self._recorder is not None:
+            self._began = anyio.current_time()
+
+    def __exit__(
+        self,
+        exc_type: type[BaseException] | None,
+        exc: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        if self._recorder is not None:
+            name = None if exc_type is None else exc_type.__name__
+            self._recorder.phase_ended(self._phase, self._began, name)
+
+
+def record_refusal(
+    emit: Callable[[Event], None], operation: str, scope: Scope, status: int
+) -> None:
+    """Emit the start and the end of a request that is refused by its headers.
+
+    For middleware in front of `LifecycleMiddleware`, which reports all other requests.
+
+    Args:
+        emit: Called with both events; it must not raise.
+        operation: Kind of request: a fixed word.
+        scope: The ASGI scope.
+        status: HTTP status of the response.
+    """
+    RequestRecorder(emit, operation, scope).end("refused", status, None)
+
+
+def request_outcome(
+    status: int | None, error: BaseException | None, *, client_gone: bool
+) -> Outcome:
+    """Return the outcome of a request that has no session.
+
+    Args:
+        status: HTTP status of the response.
+        error: What the application raised.
+        client_gone: The client disconnected before the response was complete.
+    """
+    if client_gone:
+        return "client_gone"
+    if error is not None:
+        return "failed" if isinstance(error, Exception) else "cancelled"
+    if status is None:
+        return "failed"
+    if status < 400:
+        return "completed"
+    # Anthropic's API uses 529 for 503.
+    return "refused" if status < 500 or status in (503, 529) else "failed"
+
+
+def log_failures(event: Event) -> None:
+    """Log each failed request to the logger ``lifecycle``: error type and traceback.
+
+    Neither the text of the exception nor local variables are logged, since they may
+    contain a prompt.
+    """
+    if isinstance(event, RequestEnded) and event.error is not None:
+        logging.getLogger("lifecycle").error(
+            "request %s (%s) failed with %s\n  %s",
+            event.request,
+            event.operation,
+            event.error,
+            "\n  ".join(event.traceback),
+        )
+
+
+def request_log(logger: Any = None) -> Observer:
+    """Log each request once, when it has ended, with structlog.
+
+    The log line is named ``request`` and has the operation, the outcome, the status,
+    the duration in seconds and what the application counted. The line of a failed
+    request has the type of the exception and its places in the code, never its text or
+    local variables.
+
+    Args:
+        logger: A structlog logger. Default: a new one named ``lifecycle``.
+
+    Raises:
+        ImportError: structlog is not installed.
+    """
+    if logger is None:
+        try:
+            import structlog
+        except ImportError as error:
+            raise ImportError(
+                "request_log needs structlog; install anyio-lifecycle[structlog]"
+            ) from error
+        logger = structlog.get_logger("lifecycle")
+
+    def observe(event: Event) -> None:
+        if isinstance(event, RequestEnded):
+            log = getattr(logger, _LOG_LEVELS.get(event.outcome, "info"))
+            log("request", **_log_fields(event))
+
+    return observe
+
+
+def _log_fields(event: RequestEnded) -> dict[str, Any]:
+    fields: dict[str, Any] = {
+        "request": event.request,
+        "session": event.session,
+        "operation": event.operation,
+        "outcome": event.outcome,
+        "status": event.status,
+        "duration_s": round(event.duration_s, 6),
+        **event.counts,
+    }
+    if event.error is not None:
+        fields |= {"error": event.error, "traceback": list(event.traceback)}
+    return fields
+
+
+def safe_traceback(error: BaseException) -> tuple[str, ...]:
+    """Format the traceback of *error* and its causes without text, oldest cause first.
+
+    Each frame is ``file:line in function``, and the type of an exception follows its
+    frames. Of an exception group, the first member is followed.
+    """
+    chain: list[BaseException] = []
+    seen: set[int] = set()
+    current: BaseException | None = error
+    while current is not None and id(current) not in seen and len(chain) < _MAX_ERRORS:
+        chain.append(current)
+        seen.add(id(current))
+        current = _cause(current)
+    lines: list[str] = []
+    for each in reversed(chain):
+        lines += _frames(each)
+        lines.append(type(each).__name__)
+    return tuple(lines)
+
+
+def _cause(error: BaseException) -> BaseException | None:
+    if isinstance(error, BaseExceptionGroup):
+        return error.exceptions[0]
+    if error.__cause__ is not None:
+        return error.__cause__
+    return None if error.__suppress_context__ else error.__context__
+
+
+def _frames(error: BaseException) -> list[str]:
+    frames = [
+        f"{frame.f_code.co_filename}:{line} in {frame.f_code.co_name}"
+        for frame, line in traceback.walk_tb(error.__traceback__)
+    ]
+    return frames[-_MAX_FRAMES:]
+
+
+def _traceparent(scope: Scope) -> str | None:
+    headers: Iterable[tuple[bytes, bytes]] = scope.get("headers", ())
+    values = [value for name, value in headers if name == b"traceparent"]
+    if len(values) == 1 and _TRACEPARENT.fullmatch(values[0]):
+        return values[0].decode()
+    return None

@@ -1,9 +1,9 @@
-"""Which parts of a request are images, video, audio or files, whatever its form.
+"""Media: finds the images, video, audio and files in a request of any format.
 
-A gate over bytes, limits on media and metrics have to agree on what a request of text
-alone is; so they ask here. Requests may be JSON, models of pydantic, dataclasses or
-structs of msgspec, with the parts of OpenAI's, Anthropic's and Google's APIs, and the
-raw bytes, arrays and pictures that engines take.
+A gate over bytes, limits on media, and metrics have to agree on which requests are
+text only, so all of them use `find_media`. Requests may be JSON, pydantic models,
+dataclasses or msgspec structs, with the content parts of OpenAI's, Anthropic's and
+Google's APIs, and the raw bytes, arrays and images that engines take.
 """
 
 from __future__ import annotations
@@ -13,53 +13,59 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Final, Literal
 
-Kind = Literal["image", "video", "audio", "file"]
+Kind = Literal["image", "video", "audio", "time_series", "file"]
 Data = str | bytes | bytearray | memoryview
 
 _IMAGES: Final = ("image", "image_url", "input_image", "image_file")
 _VIDEOS: Final = ("video", "video_url", "input_video")
 _AUDIOS: Final = ("audio", "audio_url", "input_audio")
-# By the type that a part says it is of.
-_TYPES: Final[Mapping[str, Kind]] = {
+_TIME_SERIES: Final = ("time_series", "time_series_url", "input_time_series")
+# Kinds by the ``type`` of a part.
+_KIND_BY_TYPE: Final[Mapping[str, Kind]] = {
     **dict.fromkeys((*_IMAGES, "image_generation_call"), "image"),
     **dict.fromkeys(_VIDEOS, "video"),
     **dict.fromkeys(_AUDIOS, "audio"),
+    **dict.fromkeys(_TIME_SERIES, "time_series"),
     **dict.fromkeys(("file", "input_file", "document"), "file"),
 }
-_TEXTS: Final = frozenset({"text", "input_text", "output_text", "refusal"})
-# Beside a prompt, where what is one of the above may be a setting.
-_BESIDE: Final[Mapping[str, Kind]] = {
+_TEXT_TYPES: Final = frozenset({"text", "input_text", "output_text", "refusal"})
+# Fields beside a prompt, where one of the names above may be a setting.
+_PROMPT_FIELDS: Final[Mapping[str, Kind]] = {
     **dict.fromkeys(("images", "image_data", "image_embeds"), "image"),
     **dict.fromkeys(("videos", "video_data"), "video"),
     **dict.fromkeys(("audios", "audio_data"), "audio"),
+    "time_series_data": "time_series",
 }
-# By the name that a part stands under, where it has no type.
-_KEYS: Final[Mapping[str, Kind]] = {
+# Kinds by the field that a part without a type is in.
+_KIND_BY_FIELD: Final[Mapping[str, Kind]] = {
     **dict.fromkeys(_IMAGES, "image"),
     **dict.fromkeys(_VIDEOS, "video"),
     **dict.fromkeys(_AUDIOS, "audio"),
-    **_BESIDE,
+    **dict.fromkeys(_TIME_SERIES, "time_series"),
+    **_PROMPT_FIELDS,
 }
-_MIME: Final = ("media_type", "mime_type", "mimeType")
-_WHERE: Final = ("url", "data", "uri", "fileUri", "file_data", "bytes", "base64")
-# What of a whole request can hold media; tools and metadata are not looked into.
-_ENTRIES: Final = frozenset(
+_MIME_FIELDS: Final = ("media_type", "mime_type", "mimeType")
+_DATA_FIELDS: Final = ("url", "data", "uri", "fileUri", "file_data", "bytes", "base64")
+# Fields of a whole request that can contain media; tools and metadata are skipped.
+_REQUEST_FIELDS: Final = frozenset(
     {"messages", "input", "inputs", "system", "instructions", "prompt", "prompts"}
     | {"contents", "multi_modal_data"}
-    | _BESIDE.keys()
+    | _PROMPT_FIELDS.keys()
 )
-_NAMES: Final = _ENTRIES | _KEYS.keys() | {"content", "parts", "source", "output"}
-_ATOMS: Final = (str, int, float, bool, type(None))
+_KNOWN_FIELDS: Final = (
+    _REQUEST_FIELDS | _KIND_BY_FIELD.keys() | {"content", "parts", "source", "output"}
+)
+_SCALARS: Final = (str, int, float, bool, type(None))
 
 
 @dataclass(frozen=True, slots=True)
 class Media:
-    """One piece of a request that is not text.
+    """One part of a request that is not text.
 
     Attributes:
-        kind: What it is.
-        path: Where it stands, such as ``messages[0].content[1]``. Names that the
-            client made up are a ``*``.
+        kind: Kind of media.
+        path: Path in the request, such as ``messages[0].content[1]``. Unknown field
+            names, which the client chose, are replaced by ``*``.
         data: A URL, a data URL, base64 or bytes; ``None`` if it is none of these.
     """
 
@@ -69,116 +75,118 @@ class Media:
 
 
 class TooDeep(ValueError):
-    """A request is nested too deeply, or has too many values, to be looked through."""
+    """A request is nested too deeply, or has too many values, to be searched."""
 
 
 def find_media(
     request: object, *, max_depth: int = 32, max_values: int = 2**18
 ) -> list[Media]:
-    """The media of a request, in order; empty if it is text alone.
+    """Return the media of a request, in order; an empty list for a text request.
 
-    A data URL within a text is text. Iterators are not looked into, as they could be
-    read once only: make lists of them.
+    A data URL within a text is text. Iterators are not searched, as they could be read
+    only once: convert them to lists first.
 
     Args:
-        request: A whole request, its messages, one of them, or one part; JSON or
+        request: A whole request, its messages, one message, or one part; JSON or
             objects.
-        max_depth: How deep it may be nested.
-        max_values: How many values it may have.
+        max_depth: Maximum depth of nesting.
+        max_values: Maximum number of values.
 
     Raises:
-        TooDeep: It passes one of these limits.
+        TooDeep: The request exceeds one of these limits.
     """
-    walk = _Walk(max_depth, max_values)
+    search = _MediaSearch(max_depth, max_values)
     fields = _fields(request)
-    if fields is not None and not _ENTRIES.isdisjoint(fields):
-        fields = {name: value for name, value in fields.items() if name in _ENTRIES}
-        walk.fields(fields, None, max_depth)
+    if fields is not None and not _REQUEST_FIELDS.isdisjoint(fields):
+        searched = {
+            name: value for name, value in fields.items() if name in _REQUEST_FIELDS
+        }
+        search.search_fields(searched, None, max_depth)
     else:
-        walk.value(request, None, max_depth)
-    return walk.found
+        search.search_value(request, None, max_depth)
+    return search.found
 
 
-# Where something stands: a name or an index, below where the next one stands.
-_At = tuple["_At | None", object] | None
+# A path as a linked list from the innermost step: a field name or an index.
+_Path = tuple["_Path | None", object] | None
 
 
-class _Walk:
-    """Looks through one request; written for speed, as most of it is text."""
+class _MediaSearch:
+    """Searches one request; written for speed, as most of a request is text."""
 
     def __init__(self, max_depth: int, max_values: int) -> None:
         self._max_depth = max_depth
         self._max_values = max_values
-        self._left = max_values
-        self._hows: dict[type, str] = {list: "items", tuple: "items", dict: "fields"}
-        self._hows.update((atom, "atom") for atom in _ATOMS)
+        self._values_left = max_values
+        self._classes: dict[type, str] = {list: "items", tuple: "items", dict: "fields"}
+        self._classes.update((scalar, "scalar") for scalar in _SCALARS)
         self.found: list[Media] = []
 
-    def value(self, value: Any, at: _At, depth: int) -> None:
-        how = self._hows.get(type(value)) or self._look_at(type(value))
-        if how == "atom":
+    def search_value(self, value: Any, path: _Path, depth: int) -> None:
+        how = self._classes.get(type(value)) or self._classify(type(value))
+        if how == "scalar":
             return
-        self._spend(depth, 1)
+        self._check_limits(depth, 1)
         if how == "items":
-            self._spend(depth, len(value))
+            self._check_limits(depth, len(value))
             for index, each in enumerate(value):
-                self.value(each, (at, index), depth - 1)
+                self.search_value(each, (path, index), depth - 1)
         elif how == "fields":
-            self.fields(_fields(value) or {}, at, depth)
+            self.search_fields(_fields(value) or {}, path, depth)
         else:
-            self._find("image", at, value if how == "bytes" else None)
+            self._add("image", path, value if how == "bytes" else None)
 
-    def _look_at(self, kind: type) -> str:
-        """How values of a type are looked at; asked once, as it takes long."""
+    def _classify(self, kind: type) -> str:
+        """Return how to search values of a type; cached, as it takes long."""
         how = "fields"
-        if issubclass(kind, _ATOMS):
-            how = "atom"
+        if issubclass(kind, _SCALARS):
+            how = "scalar"
         elif issubclass(kind, bytes | bytearray | memoryview):
             how = "bytes"
-        # Of a picture, this attribute is a copy of its pixels: asked of the type.
+        # Asked of the type: on an image, reading this attribute copies the pixels.
         elif hasattr(kind, "__array_interface__") or hasattr(kind, "__array__"):
             how = "array"
         elif issubclass(kind, Sequence):
             how = "items"
-        self._hows[kind] = how
+        self._classes[kind] = how
         return how
 
-    def fields(self, fields: Mapping[Any, Any], at: _At, depth: int) -> None:
-        word = fields.get("type")
-        if isinstance(word, str):
-            if word in _TEXTS:
+    def search_fields(self, fields: Mapping[Any, Any], path: _Path, depth: int) -> None:
+        part_type = fields.get("type")
+        if isinstance(part_type, str):
+            if part_type in _TEXT_TYPES:
                 return
-            kind = _TYPES.get(word)
+            kind = _KIND_BY_TYPE.get(part_type)
             if kind is not None:
-                self._find(kind, at, _data(fields))
+                self._add(kind, path, _data(fields))
                 return
         kind = _mime_kind(fields)
         if kind is not None:
-            self._find(kind, at, _data(fields))
+            self._add(kind, path, _data(fields))
             return
-        self._spend(depth, len(fields))
+        self._check_limits(depth, len(fields))
         for name, value in fields.items():
-            named = _KEYS.get(name) if isinstance(name, str) else None
-            if named is not None:
-                self._named(named, value, (at, name), depth - 1)
+            kind = _KIND_BY_FIELD.get(name) if isinstance(name, str) else None
+            if kind is not None:
+                self._add_field(kind, value, (path, name), depth - 1)
             else:
-                self.value(value, (at, name), depth - 1)
+                self.search_value(value, (path, name), depth - 1)
 
-    def _named(self, kind: Kind, value: object, at: _At, depth: int) -> None:
-        """What stands under a name that says what it is."""
-        self._spend(depth, 1)
-        if isinstance(value, list | tuple):
+    def _add_field(self, kind: Kind, value: object, path: _Path, depth: int) -> None:
+        """Add the media in a field whose name gives their kind."""
+        self._check_limits(depth, 1)
+        if isinstance(value, list | tuple) and not _numbers(value):
             for index, each in enumerate(value):
-                self._named(kind, each, (at, index), depth - 1)
+                self._add_field(kind, each, (path, index), depth - 1)
         elif value is not None and value is not False and not _empty(value):
-            self._find(kind, at, _data(value))
+            self._add(kind, path, _data(value))
 
-    def _find(self, kind: Kind, at: _At, data: Data | None) -> None:
-        self.found.append(Media(kind, _path(at), data))
+    def _add(self, kind: Kind, path: _Path, data: Data | None) -> None:
+        self.found.append(Media(kind, _format_path(path), data))
 
-    def _spend(self, depth: int, values: int) -> None:
-        self._left -= values
-        if self._left < 0 or depth < 0:
+    def _check_limits(self, depth: int, values: int) -> None:
+        self._values_left -= values
+        if self._values_left < 0 or depth < 0:
             raise TooDeep(
                 f"the request is nested more than {self._max_depth} deep or has more "
                 f"than {self._max_values} values; send less"
@@ -186,14 +194,14 @@ class _Walk:
 
 
 def _fields(value: object) -> Mapping[Any, Any] | None:
-    """The fields of whatever has fields."""
+    """Return the fields of a mapping or an object; ``None`` if it has none."""
     if type(value) is dict:
         return value
     own: Mapping[Any, Any] | None = getattr(value, "__dict__", None)
     if isinstance(value, Mapping):
         return value
-    if own is None:  # it has slots
-        names = getattr(value, "__struct_fields__", None)  # of msgspec
+    if own is None:  # a class with slots
+        names = getattr(value, "__struct_fields__", None)  # msgspec
         if dataclasses.is_dataclass(value):
             names = [each.name for each in dataclasses.fields(value)]
         return names and {name: getattr(value, name, None) for name in names}
@@ -203,8 +211,13 @@ def _fields(value: object) -> Mapping[Any, Any] | None:
     return {**own, **extra} if extra else own
 
 
+def _numbers(values: Sequence[object]) -> bool:
+    """Whether *values* are samples, of one sound or one series."""
+    return bool(values) and type(values[0]) in (int, float)
+
+
 def _mime_kind(fields: Mapping[Any, Any]) -> Kind | None:
-    for name in _MIME:
+    for name in _MIME_FIELDS:
         if name in fields:
             kind = str(fields[name]).partition("/")[0]
             if kind in ("image", "video", "audio"):
@@ -213,13 +226,13 @@ def _mime_kind(fields: Mapping[Any, Any]) -> Kind | None:
 
 
 def _data(value: object, depth: int = 4) -> Data | None:
-    """The data of a part, wherever in it they stand."""
+    """Return the data of a part, from whichever field has them."""
     if isinstance(value, str | bytes | bytearray | memoryview):
         return value
-    fields = None if isinstance(value, _ATOMS) or not depth else _fields(value)
+    fields = None if isinstance(value, _SCALARS) or not depth else _fields(value)
     if fields is None:
         return None
-    for name in (*_WHERE, *_KEYS, "source", "file"):
+    for name in (*_DATA_FIELDS, *_KIND_BY_FIELD, "source", "file"):
         found = _data(fields.get(name), depth - 1)
         if found is not None and not _empty(found):
             return found
@@ -230,13 +243,13 @@ def _empty(value: object) -> bool:
     return isinstance(value, str | bytes | bytearray | dict) and not value
 
 
-def _path(at: _At) -> str:
+def _format_path(path: _Path) -> str:
     steps = []
-    while at is not None:
-        at, step = at
+    while path is not None:
+        path, step = path
         if isinstance(step, int):
             steps.append(f"[{step}]")
         else:
-            known = isinstance(step, str) and step in _NAMES
+            known = isinstance(step, str) and step in _KNOWN_FIELDS
             steps.append(f".{step}" if known else ".*")
     return "".join(reversed(steps)).removeprefix(".")

@@ -1,15 +1,202 @@
 """The bundled engine: a vision-language model server in two processes.
 
 The engine process (`worker`) runs a `Scheduler` over a `Runner`; the API process
-turns chats into engine requests with a `Processor`. Nothing is imported here, so
-that neither process pays for the other one's dependencies.
+turns chats into engine requests with a `Processor`. Names are imported when they are
+first used, so that neither process pays for the other one's dependencies.
 """
 
-# What each process is made of; a room imports from those on its right.
+# A map of the package; each line imports from those above it.
 #
-#   cli, commands, doctor, launch, load, demo/      the command line
-#   app, service -> routes -> dialects -> images    the API process
-#        http, chats                                its sockets; chats into prompts
-#   worker -> scheduler -> scheduling               the engine process
-#        models, sim_runner -> runner               what it runs
-#   api_errors, incoming, processor                 what they share
+#   _compat, events, errors       optional dependencies, events, API errors
+#   multimodal/                   limits on media, their size, their decoding
+#   processing/                   chats to engine requests, tokens to text
+#   core/, model/, sim, worker    the engine process
+#   api/                          OpenAI's, Anthropic's and the plain API
+#   server/                       the HTTP server
+#   config, factory, doctor, cli  settings, what is made of them, the command line
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from lifecycle_engine.api.request_body import RequestParser
+    from lifecycle_engine.config import (
+        AdmissionConfig,
+        ConfigError,
+        EngineConfig,
+        HttpConfig,
+        ModelConfig,
+        ServerConfig,
+        load_config,
+    )
+    from lifecycle_engine.core.model_runner import (
+        DeviceLost,
+        Emitted,
+        Prompt,
+        Resumes,
+        Runner,
+        Sampling,
+    )
+    from lifecycle_engine.core.scheduler import Scheduler
+    from lifecycle_engine.errors import ApiError, BadChat, BadImage
+    from lifecycle_engine.events import EngineMeasured
+    from lifecycle_engine.factory import CheckpointError, make_app
+    from lifecycle_engine.model.transformers_runner import TransformersRunner
+    from lifecycle_engine.multimodal.limits import (
+        MediaLimits,
+        estimate_bytes,
+        read_image_size,
+    )
+    from lifecycle_engine.multimodal.size_estimate import (
+        Correction,
+        ImageSize,
+        MemoryEstimate,
+        estimate,
+        estimate_memory,
+    )
+    from lifecycle_engine.processing.chat_processor import ChatProcessor
+    from lifecycle_engine.processing.processor import (
+        Chat,
+        ChatDefaults,
+        Detokenizer,
+        Empty,
+        Message,
+        Prepared,
+        Processor,
+        defaults_of,
+        in_arena,
+        payload_capacity,
+    )
+    from lifecycle_engine.server.app import AppSettings, create_app
+    from lifecycle_engine.server.remote_images import (
+        FetchLimits,
+        HttpsGet,
+        RemoteImages,
+    )
+    from lifecycle_engine.server.service import Deadlines, Engine, Service
+    from lifecycle_engine.server.uvicorn_protocol import ConnectionLimits, http_protocol
+    from lifecycle_engine.sim import SimCost, SimProcessor, SimRunner
+
+__all__ = (
+    "AdmissionConfig",
+    "ApiError",
+    "AppSettings",
+    "BadChat",
+    "BadImage",
+    "Chat",
+    "ChatDefaults",
+    "ChatProcessor",
+    "CheckpointError",
+    "ConfigError",
+    "ConnectionLimits",
+    "Correction",
+    "Deadlines",
+    "Detokenizer",
+    "DeviceLost",
+    "Emitted",
+    "Empty",
+    "Engine",
+    "EngineConfig",
+    "EngineMeasured",
+    "FetchLimits",
+    "HttpConfig",
+    "HttpsGet",
+    "ImageSize",
+    "MediaLimits",
+    "MemoryEstimate",
+    "Message",
+    "ModelConfig",
+    "Prepared",
+    "Processor",
+    "Prompt",
+    "RemoteImages",
+    "RequestParser",
+    "Resumes",
+    "Runner",
+    "Sampling",
+    "Scheduler",
+    "ServerConfig",
+    "Service",
+    "SimCost",
+    "SimProcessor",
+    "SimRunner",
+    "TransformersRunner",
+    "create_app",
+    "defaults_of",
+    "estimate",
+    "estimate_bytes",
+    "estimate_memory",
+    "http_protocol",
+    "in_arena",
+    "load_config",
+    "make_app",
+    "payload_capacity",
+    "read_image_size",
+)
+
+_MODULES = {
+    "api.request_body": ("RequestParser",),
+    "config": (
+        "AdmissionConfig",
+        "ConfigError",
+        "EngineConfig",
+        "HttpConfig",
+        "ModelConfig",
+        "ServerConfig",
+        "load_config",
+    ),
+    "core.model_runner": (
+        "DeviceLost",
+        "Emitted",
+        "Prompt",
+        "Resumes",
+        "Runner",
+        "Sampling",
+    ),
+    "core.scheduler": ("Scheduler",),
+    "errors": ("ApiError", "BadChat", "BadImage"),
+    "events": ("EngineMeasured",),
+    "factory": ("CheckpointError", "make_app"),
+    "model.transformers_runner": ("TransformersRunner",),
+    "multimodal.limits": ("MediaLimits", "estimate_bytes", "read_image_size"),
+    "multimodal.size_estimate": (
+        "Correction",
+        "ImageSize",
+        "MemoryEstimate",
+        "estimate",
+        "estimate_memory",
+    ),
+    "processing.chat_processor": ("ChatProcessor",),
+    "processing.processor": (
+        "Chat",
+        "ChatDefaults",
+        "Detokenizer",
+        "Empty",
+        "Message",
+        "Prepared",
+        "Processor",
+        "defaults_of",
+        "in_arena",
+        "payload_capacity",
+    ),
+    "server.service": ("Deadlines", "Engine", "Service"),
+    "server.app": ("AppSettings", "create_app"),
+    "server.remote_images": ("FetchLimits", "HttpsGet", "RemoteImages"),
+    "server.uvicorn_protocol": ("ConnectionLimits", "http_protocol"),
+    "sim": ("SimCost", "SimProcessor", "SimRunner"),
+}
+_MODULE_OF = {name: module for module, names in _MODULES.items() for name in names}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _MODULE_OF:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    value = getattr(import_module(f".{_MODULE_OF[name]}", __name__), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

@@ -1,38 +1,73 @@
-"""``lifecycle-engine``: run the server, and what helps with it."""
+"""``lifecycle-engine``: run the server, and check the machine it runs on."""
 
 from __future__ import annotations
 
+import inspect
+import json
+import logging
 import os
 import signal
 import sys
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 try:
     import typer
+    from typer.core import TyperCommand, TyperGroup
 except ModuleNotFoundError as error:
     raise ModuleNotFoundError(
         f'lifecycle-engine needs {error.name}; pip install "anyio-lifecycle[engine]"',
         name=error.name,
     ) from None
 
-from . import commands
-from .launch import (
-    Device,
-    EngineOn,
-    RunnerName,
-    SamplingDefaults,
-    on_ray,
-    worker_argv,
+from lifecycle_engine.config import (
+    CONFIG_VARIABLE,
+    SETTINGS,
+    ConfigError,
+    ServerConfig,
+    Setting,
+    load_config,
+    unknown_variables,
 )
-from .routes.hints import first_steps
-from .routes.observing import LogName, log_of, spans_of, together
+from lifecycle_engine.config_values import Flag, Many
 
 if TYPE_CHECKING:
-    from lifecycle.events import Observer
-    from lifecycle_metrics import Metrics
+    from starlette.applications import Starlette
+
+    from lifecycle_engine.server.service import Service
+
+PANELS = {
+    "model": "Model",
+    "admission": "Admission control",
+    "http": "HTTP server",
+    "engine": "Engine",
+}
+"""Headings of ``serve --help`` by section of the configuration."""
+
+
+class _Help:
+    """Shows ``--help`` without the type of its value, which it does not take."""
+
+    def get_help_option(self, ctx: Any) -> Any:
+        """Return the option."""
+        option = super().get_help_option(ctx)  # type: ignore[misc]
+        if option is not None:
+            option.metavar = ""
+        return option
+
+
+class _Command(_Help, TyperCommand):
+    pass
+
+
+class _Group(_Help, TyperGroup):
+    pass
+
 
 cli = typer.Typer(
+    cls=_Group,
     add_completion=False,
     no_args_is_help=True,
     pretty_exceptions_show_locals=False,
@@ -40,258 +75,256 @@ cli = typer.Typer(
 )
 
 
-@cli.command()
+def _parameter(setting: Setting) -> inspect.Parameter:
+    """Return the option of a setting, as a parameter that typer reads."""
+    kind: Any = str | None
+    option, metavar = setting.option, setting.kind.metavar
+    if isinstance(setting.kind, Flag):
+        kind = bool | None
+        option = f"{option}/--no-{option.removeprefix('--')}"
+    elif isinstance(setting.kind, Many):
+        kind = list[str] | None
+    default = setting.shown_default
+    declared = typer.Option(
+        option,
+        help=setting.help + (f" Default: {default}." if default else ""),
+        metavar=metavar,
+        rich_help_panel=PANELS[setting.section],
+        show_default=False,
+    )
+    return inspect.Parameter(
+        setting.name,
+        inspect.Parameter.KEYWORD_ONLY,
+        default=None,
+        annotation=Annotated[kind, declared],
+    )
+
+
+def _with_settings(command: Callable[..., None]) -> Callable[..., None]:
+    """Give *command* an option for each setting, in place of its ``**options``.
+
+    The settings are declared once, in `config`; typer reads a signature.
+    """
+    own = inspect.signature(command, eval_str=True)
+    parameters = [
+        parameter
+        for parameter in own.parameters.values()
+        if parameter.kind is not inspect.Parameter.VAR_KEYWORD
+    ]
+    parameters += [_parameter(setting) for setting in SETTINGS]
+    command.__signature__ = own.replace(parameters=parameters)  # type: ignore[attr-defined]
+    command.__annotations__ = {each.name: each.annotation for each in parameters}
+    return command
+
+
+@cli.command(cls=_Command)
+@_with_settings
 def serve(
     *,
-    host: Annotated[str, typer.Option(help="Address to listen on.")] = "127.0.0.1",
-    port: Annotated[
-        int, typer.Option(help="Port; 0 takes a free one.", min=0, max=65535)
-    ] = 8000,
-    runner: Annotated[
-        RunnerName, typer.Option(help="torch runs a checkpoint; sim makes up words.")
-    ] = RunnerName.torch,
-    checkpoint: Annotated[
+    config_file: Annotated[
         Path | None,
-        typer.Option(help="Checkpoint folder; a tiny random one if left out."),
-    ] = None,
-    device: Annotated[Device, typer.Option(help="Where torch computes.")] = Device.cpu,
-    engine_on: Annotated[
-        EngineOn, typer.Option("--engine", help="A process here, or Ray actors.")
-    ] = EngineOn.process,
-    ray_address: Annotated[
-        str | None,
-        typer.Option(help="Address of a Ray cluster; one of its own if left out."),
-    ] = None,
-    replicas: Annotated[int, typer.Option(help="Engines on Ray.", min=1)] = 1,
-    gpus: Annotated[
-        float | None,
-        typer.Option(help="GPUs of each engine on Ray; 1 on cuda.", min=0),
-    ] = None,
-    model: Annotated[
-        str | None,
-        typer.Option(help="Name that clients ask for; the folder's if left out."),
-    ] = None,
-    sampling_defaults: Annotated[
-        SamplingDefaults,
-        typer.Option(help="How silent requests draw: as model or OpenAI has it."),
-    ] = SamplingDefaults.model,
-    payload_bytes: Annotated[
-        int | None,
         typer.Option(
-            help="Bytes of pictures at a time; as many as --arena-bytes if left out.",
-            min=1,
+            "--config",
+            envvar=CONFIG_VARIABLE,
+            help="TOML file with the settings below.",
+            metavar="FILE",
         ),
     ] = None,
-    arena_bytes: Annotated[
-        int,
-        typer.Option(
-            help="Bytes of memory that an engine on this machine reads payloads in; "
-            "0 sends them.",
-            min=0,
-        ),
-    ] = 2 * 2**30,
-    slots: Annotated[
-        int,
-        typer.Option(help="Requests that may be in flight; 0 is unbounded.", min=0),
-    ] = 256,
-    max_waiting: Annotated[
-        int, typer.Option(help="Requests that may wait at each gate.", min=0)
-    ] = 1024,
-    max_wait: Annotated[
-        float, typer.Option(help="Seconds that a request may wait at a gate.", min=0)
-    ] = 60.0,
-    per_client: Annotated[
-        int,
-        typer.Option(help="Requests of one client at a time; 0 is unbounded.", min=0),
-    ] = 0,
-    client_keys: Annotated[
-        typer.FileText | None,
-        typer.Option(
-            help="A file of API keys, one a line: each is a client, whatever its "
-            "address. Other clients are told by their address."
-        ),
-    ] = None,
-    proxy: Annotated[
-        list[str] | None,
-        typer.Option(
-            help="Address or network of a proxy whose X-Forwarded-For is believed; "
-            "may be repeated."
-        ),
-    ] = None,
-    max_batch: Annotated[int, typer.Option(help="Requests in one step.", min=1)] = 8,
-    kv_slots: Annotated[
-        int | None,
-        typer.Option(
-            help="Requests whose KV is held, those in a step and conversations that "
-            "rest between two turns (prompt_cache_key); each takes the memory of "
-            "--max-length tokens. As many as --max-batch if left out: set it higher "
-            "where many talk in turns.",
-            min=1,
-        ),
-    ] = None,
-    max_length: Annotated[
-        int | None,
-        typer.Option(
-            help="Tokens of prompt and answer together; as many as the model takes, "
-            "up to 8192, if left out.",
-            min=1,
-        ),
-    ] = None,
-    chunk: Annotated[
-        int, typer.Option(help="Prompt tokens that are read in one step.", min=1)
-    ] = 512,
-    dtype: Annotated[
-        str | None,
-        typer.Option(
-            help="Type of the weights; the checkpoint's own on cuda, else float32."
-        ),
-    ] = None,
-    body_bytes: Annotated[
-        int, typer.Option(help="The largest request body.", min=1)
-    ] = 64 * 2**20,
-    body_patience: Annotated[
-        float,
-        typer.Option(
-            help="Seconds that a body may take while others wait for its room.", min=0
-        ),
-    ] = 30.0,
-    threads: Annotated[
-        int, typer.Option(help="Requests that are prepared at a time.", min=1)
-    ] = 2,
-    stalled_after: Annotated[
-        float, typer.Option(help="Seconds that one step of the engine may take.", min=1)
-    ] = 30.0,
-    max_connections: Annotated[
-        int, typer.Option(help="Connections at a time; others get 503.", min=1)
-    ] = 16384,
-    remote_images: Annotated[
+    print_config: Annotated[
         bool,
         typer.Option(
-            "--remote-images",
-            help="Fetch images that requests name by https, from public addresses.",
+            "--print-config",
+            help="Print the settings of all sources as TOML.",
+            metavar="",
         ),
     ] = False,
-    drain: Annotated[
-        float, typer.Option(help="Seconds that streams get after SIGTERM.", min=0)
-    ] = 10.0,
-    log: Annotated[
-        LogName, typer.Option(help="failures alone, or a line for each request.")
-    ] = LogName.failures,
-    observer: Annotated[
-        list[str] | None,
-        typer.Option(help="MODULE:NAME of a function that is told of every event."),
-    ] = None,
     hints: Annotated[
-        bool, typer.Option("--hints", help="Print what to try once it is ready.")
-    ] = False,
-) -> None:
-    """Serve the APIs of OpenAI and Anthropic until SIGTERM or SIGINT.
-
-    To try it: `lifecycle-engine serve --hints`, which prints what to ask it.
-    """
-    from lifecycle import Gate
-    from lifecycle_asgi import KnownKeys, client_address
-    from lifecycle_zmq import ZmqEngine
-
-    from .app import AppSettings, create_app
-    from .http import serve as server
-    from .http.connections import ConnectionLimits
-    from .http.https_get import FetchLimits, HttpsGet
-    from .processor import in_arena, room
-    from .service import Engine
-
-    folder, believed = None, commands.networks(proxy or ())
-    if runner is RunnerName.torch:
-        folder = commands.existing(checkpoint) if checkpoint else commands.tiny()
-    argv = worker_argv(
-        runner,
-        folder,
-        device=device,
-        max_batch=max_batch,
-        kv_slots=commands.enough(kv_slots, max_batch),
-        max_length=max_length,
-        chunk=chunk,
-        dtype=dtype,
-    )
-    engine: Engine
-    empty, capacity = None, room(payload_bytes, 0)
-    if engine_on is EngineOn.ray:
-        engine = on_ray(
-            argv,
-            address=ray_address,
-            replicas=replicas,
-            gpus=float(device is Device.cuda) if gpus is None else gpus,
-            stalled_after=stalled_after,
-        )
-    else:
-        engine = local = ZmqEngine(
-            argv,
-            stalled_after=stalled_after,
-            stop_timeout=1.0,  # clients are gone by then, and it has nothing to save
-            arena_bytes=arena_bytes,
-        )
-        empty = in_arena(local) if arena_bytes else None
-        capacity = room(payload_bytes, arena_bytes)
-    clients = KnownKeys(client_keys.read().split()) if client_keys else client_address
-    name = model or (folder.name if folder is not None else "sim")
-    line: dict[str, Any] = {"max_waiting": max_waiting, "max_wait": max_wait}
-    metrics = _metrics()
-    told: Observer | None = metrics
-    if observer:
-        told = together(metrics, *commands.observers(observer))
-    line |= {"observer": told}
-    app = create_app(
-        engine,
-        commands.processor_of(folder, empty),
-        gate=Gate(bytes=capacity, name="payloads", **line),
-        in_flight=Gate(slots=slots or None, name="in_flight", **line),
-        bodies=Gate(bytes=8 * body_bytes, name="bodies", **line),
-        observer=told,
-        metrics=metrics,
-        log=together(log_of(log), spans_of(name)),
-        settings=AppSettings(
-            model=name,
-            body_bytes=body_bytes,
-            body_patience=body_patience,
-            threads=threads,
-            defaults=commands.defaults_of(folder, sampling_defaults),
-            per_client=per_client or None,
-            client=clients,
-            fetch=HttpsGet(FetchLimits()) if remote_images else None,
+        bool,
+        typer.Option(
+            "--hints", help="Print example requests at the start.", metavar=""
         ),
-    )
+    ] = False,
+    **options: Any,
+) -> None:
+    """Serve the OpenAI and Anthropic APIs until SIGTERM or SIGINT.
 
-    def announce(address: str) -> None:
-        typer.echo(f"lifecycle-engine is ready at {address}")
-        if hints:
-            typer.echo(first_steps(address, name))
-        sys.stdout.flush()
+    Every option below can also be set in the environment (--max-waiting is
+    LIFECYCLE_ADMISSION_MAX_WAITING) or in a TOML file. An option overrides the
+    environment, and the environment overrides the file.
 
-    with commands.failures_told(app.state.service, host, port):
-        server.run(
-            app,
-            host=host,
-            port=port,
-            drain=drain,
-            limits=ConnectionLimits(connections=max_connections),
-            proxies=believed,
-            announce=announce,
-        )
+    Try it without a model: `lifecycle-engine serve --runner sim --hints`.
+    """
+    with _reporting_settings():
+        config = _load(config_file, options)
+        if print_config:
+            typer.echo(config.to_toml(), nl=False)
+            return
+        from lifecycle_engine import factory
+
+        app = factory.make_app(config)
+        name = factory.model_name(config.model)
+    _run(app, config, lambda address: first_steps(address, name) if hints else "")
     # All is done, and nothing left that a signal could cut short.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
 
 
-for _command in (commands.demo, commands.checkpoint, commands.bench, commands.doctor):
-    cli.command()(_command)
-
-
-def _metrics() -> Metrics | None:
+def _load(file: Path | None, options: Mapping[str, Any]) -> ServerConfig:
+    # typer passes an empty list for an option that may be repeated and was not given.
+    given = {name: value for name, value in options.items() if value != []}
+    for sentence in unknown_variables(os.environ):
+        typer.echo(f"warning: {sentence}", err=True)
     try:
-        from lifecycle_metrics import Metrics
-    except ImportError:  # the server runs without its extra
-        return None
-    return Metrics()
+        return load_config(given, environment=os.environ, file=file)
+    except OSError as error:
+        named = os.environ.get(CONFIG_VARIABLE) == str(file)
+        raise ConfigError(
+            CONFIG_VARIABLE if named else "--config",
+            f"{file} cannot be read: {error.strerror}; name a TOML file",
+        ) from None
+
+
+def _run(app: Starlette, config: ServerConfig, hints: Callable[[str], str]) -> None:
+    from lifecycle_engine.server import run as server
+    from lifecycle_engine.server.uvicorn_protocol import ConnectionLimits
+
+    def announce(address: str) -> None:
+        typer.echo(f"lifecycle-engine is ready at {address}")
+        if text := hints(address):
+            typer.echo(text)
+        sys.stdout.flush()
+
+    http = config.http
+    with reporting_failures(app.state.service, config):
+        server.run(
+            app,
+            host=http.host,
+            port=http.port,
+            drain=http.drain,
+            limits=ConnectionLimits(
+                head=http.header_timeout,
+                reader=http.send_timeout,
+                connections=http.max_connections,
+            ),
+            proxies=http.proxies,
+            announce=announce,
+        )
+
+
+def first_steps(address: str, model: str) -> str:
+    """Return a curl line and a Python snippet that work as they stand.
+
+    Args:
+        address: The server's, without a path.
+        model: The name that it serves.
+    """
+    body = {
+        "model": model,
+        "messages": [{"role": "user", "content": "Say something"}],
+        "max_tokens": 20,
+    }
+    return f"""
+Try it with curl:
+
+  curl -sN {address}/v1/chat/completions \\
+    -H 'content-type: application/json' \\
+    -d '{json.dumps({**body, "stream": True})}'
+
+or with the OpenAI SDK:
+
+  from openai import OpenAI
+
+  client = OpenAI(base_url="{address}/v1", api_key="none is needed")
+  answer = client.chat.completions.create(
+      model="{model}",
+      messages=[{{"role": "user", "content": "Say something"}}],
+      max_tokens=20,
+  )
+  print(answer.choices[0].message.content)
+
+See what it holds: curl -s {address}/_lifecycle/status
+Stop it with Ctrl-C: streams get time to finish."""
+
+
+@contextmanager
+def _reporting_settings() -> Iterator[None]:
+    """Exit with a sentence where a setting or the checkpoint is wrong."""
+    from lifecycle_engine.factory import CheckpointError
+
+    try:
+        yield
+    except ConfigError as error:
+        raise typer.BadParameter(error.problem, param_hint=error.source) from None
+    except CheckpointError as error:
+        typer.echo(str(error), err=True)
+        raise typer.Exit(1) from None
+
+
+@contextmanager
+def reporting_failures(service: Service, config: ServerConfig) -> Iterator[None]:
+    """Exit with a sentence where the server does not start."""
+    from lifecycle import EngineLost
+
+    def unreported(record: logging.LogRecord) -> bool:
+        del record
+        return service.failure is None
+
+    log = logging.getLogger("uvicorn.error")
+    log.addFilter(unreported)  # it logs a traceback where a sentence is printed below
+    message = ""
+    try:
+        yield
+    except OSError as error:
+        host, port = config.source_of("http.host"), config.source_of("http.port")
+        message = (
+            f"cannot listen on {config.http.host} ({host}) port {config.http.port} "
+            f"({port}): {error.strerror or error}; choose another port, 0 for a free "
+            f"one, or another host"
+        )
+    except EngineLost as error:
+        message = f"the engine did not start: {error}"
+    except SystemExit:  # of newer uvicorn, where the application did not start
+        if service.failure is None:
+            raise
+    finally:
+        log.removeFilter(unreported)
+    if service.failure is not None:  # older uvicorn returns as if all were well
+        message = f"the engine did not start: {service.failure}"
+    if message:
+        typer.echo(message, err=True)
+        raise typer.Exit(1)
+
+
+@cli.command(cls=_Command)
+def doctor(
+    *,
+    checkpoint: Annotated[
+        Path | None,
+        typer.Option(help="Checkpoint folder; shows the memory of its KV cache slots."),
+    ] = None,
+    kv_slots: Annotated[
+        int, typer.Option(help="KV cache slots, as of serve.", min=1)
+    ] = 8,
+    max_length: Annotated[
+        int | None,
+        typer.Option(help="Tokens of prompt and answer, as of serve.", min=2),
+    ] = None,
+) -> None:
+    """Check this machine: what stops the server, what could be better, what to do."""
+    from lifecycle_engine.doctor import examine
+    from lifecycle_engine.factory import require_checkpoint
+
+    with _reporting_settings():
+        if checkpoint is not None:
+            require_checkpoint(checkpoint, "--checkpoint")
+    marks = {"fine": "  ok", "note": "note", "bad": " BAD"}
+    bad = 0
+    for finding in examine(checkpoint, slots=kv_slots, max_length=max_length):
+        typer.echo(f"{marks[finding.state]}  {finding.what}: {finding.found}")
+        if finding.remedy:
+            typer.echo(f"      -> {finding.remedy}")
+        bad += finding.state == "bad"
+    raise typer.Exit(1 if bad else 0)
 
 
 def main() -> None:

@@ -1,7 +1,7 @@
-"""``lifecycle-engine doctor``: what of this machine helps or hinders, and what to do.
+"""``lifecycle-engine doctor``: checks the machine and its packages, with remedies.
 
-Each check is a function that looks at one thing and says what it found. None changes
-anything, none needs the network.
+Each check is a function that yields its findings. No check changes anything or needs
+the network.
 """
 
 from __future__ import annotations
@@ -19,14 +19,15 @@ from importlib import metadata
 from pathlib import Path
 from typing import Literal
 
-# What a thousand connections and an engine take, with room to spare.
+# Enough for a thousand connections and an engine.
 _DESCRIPTORS = 4096
-# A socket directory and its socket, below sys/un.h's 108 bytes.
+# Leaves room for the socket's name below the 108 bytes of sys/un.h.
 _SOCKET_PATH = 60
-_SHARED = "/dev/shm"  # noqa: S108 - looked at, not used
+_SHARED = "/dev/shm"  # noqa: S108 - inspected, not used
 _SHARED_BYTES = 2**30
-# Distributions by the extra that brings them.
+# Distributions by the extra that installs them.
 _EXTRAS = {
+    "media": ("pillow",),
     "zmq": ("pyzmq", "msgpack"),
     "arena": ("numpy",),
     "ray": ("ray",),
@@ -34,20 +35,19 @@ _EXTRAS = {
     "structlog": ("structlog",),
     "metrics": ("prometheus-client",),
     "otel": ("opentelemetry-api",),
-    "demo": ("openai",),
 }
 _FASTER = {"httptools": "parses requests faster", "uvloop": "is a faster event loop"}
 
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """What one check found.
+    """The result of one check.
 
     Attributes:
-        state: ``"bad"`` stops something, ``"note"`` could be better.
-        what: The thing that was looked at.
-        found: What is there.
-        remedy: What to do, unless it is fine.
+        state: ``"bad"`` is an error, ``"note"`` a possible improvement.
+        what: The thing that was checked.
+        found: Its state on this machine.
+        remedy: What to do about it; empty if it is fine.
     """
 
     state: Literal["fine", "note", "bad"]
@@ -62,9 +62,9 @@ def examine(
     """Run every check, cheap ones first.
 
     Args:
-        checkpoint: What is to be served; ``None`` leaves out what it takes.
-        slots: KV slots that it is to be served with.
-        max_length: Tokens of each; by default as `serve` has it.
+        checkpoint: The checkpoint to serve; ``None`` skips the memory estimate.
+        slots: Number of KV slots to serve it with.
+        max_length: Tokens of each slot; ``None`` is the default of `serve`.
     """
     for check in _CHECKS:
         yield from check()
@@ -78,10 +78,12 @@ def _python() -> Iterator[Finding]:
 
 
 def _names() -> Iterator[Finding]:
-    # An old, unrelated distribution brings a package of the same name.
+    # An old, unrelated distribution installs a package of the same name.
     if _version("lifecycle") is not None:
         remedy = "pip uninstall lifecycle, then install anyio-lifecycle once more"
-        yield Finding("bad", "names", "the distribution `lifecycle` is there", remedy)
+        yield Finding(
+            "bad", "names", "the distribution `lifecycle` is installed", remedy
+        )
 
 
 def _extras() -> Iterator[Finding]:
@@ -108,12 +110,12 @@ def _torch() -> Iterator[Finding]:
     import torch
 
     cores = os.cpu_count() or 1
-    if hasattr(os, "sched_getaffinity"):  # of a container, fewer
+    if hasattr(os, "sched_getaffinity"):  # fewer in a container
         cores = len(os.sched_getaffinity(0))
     threads = torch.get_num_threads()
     if not torch.cuda.is_available():
         built = torch.version.cuda
-        remedy = "look at nvidia-smi and the driver" if built else ""
+        remedy = "check nvidia-smi and the driver" if built else ""
         found = f"{torch.__version__}, no device" + (f" for CUDA {built}" * bool(built))
         yield Finding("note" if built else "fine", "torch", found, remedy)
     for index in range(torch.cuda.device_count()):
@@ -131,17 +133,17 @@ def _memory_of(checkpoint: Path, slots: int, max_length: int | None) -> Finding:
     try:
         import torch
 
-        from .models.sizing import size_up
+        from lifecycle_engine.model.memory_estimate import estimate_memory
 
         cuda = torch.cuda.is_available()
-        size = size_up(checkpoint, cuda=cuda, max_length=max_length)
+        size = estimate_memory(checkpoint, cuda=cuda, max_length=max_length)
     except ImportError as error:
         found = f"{error.name} missing"
         return Finding(
             "bad", "KV slots", found, 'pip install "anyio-lifecycle[engine]"'
         )
     except (OSError, ValueError) as error:
-        # Only the first line: transformers goes on with advice about its hub.
+        # Only the first line: transformers adds advice about its hub.
         found = str(error).partition("\n")[0]
         return Finding("bad", "checkpoint", found, "name another with --checkpoint")
     all_of_them = (slots + 1) * size.slot
@@ -151,7 +153,9 @@ def _memory_of(checkpoint: Path, slots: int, max_length: int | None) -> Finding:
         f"beside {size.weights / 2**20:.1f} MiB of weights"
     )
     if cuda and all_of_them + size.weights > torch.cuda.mem_get_info()[0]:
-        remedy = "more than is free: fewer --kv-slots, or a smaller --max-length"
+        remedy = (
+            "not enough free memory: use fewer --kv-slots or a smaller --max-length"
+        )
         return Finding("bad", "KV slots", found, remedy)
     return Finding("fine", "KV slots", found)
 
@@ -167,7 +171,7 @@ def _limits() -> Iterator[Finding]:
 
 def _memory() -> Iterator[Finding]:
     if hasattr(os, "memfd_create"):
-        yield Finding("fine", "memfd", "there")
+        yield Finding("fine", "memfd", "available")
     else:
         remedy = "payloads travel through shared memory files or sockets instead"
         yield Finding("note", "memfd", "not on this system", remedy)
@@ -182,23 +186,25 @@ def _memory() -> Iterator[Finding]:
 
 def _processes() -> Iterator[Finding]:
     if hasattr(os, "pidfd_open"):
-        yield Finding("fine", "pidfd", "there: an engine's end is told at once")
+        yield Finding(
+            "fine", "pidfd", "available: an engine's exit is detected at once"
+        )
     else:
-        remedy = "a worker thread waits for the engine instead"
+        remedy = "a thread waits for the engine instead"
         yield Finding("note", "pidfd", "not on this system", remedy)
     if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
         remedy = "start it in the foreground, or stop it with SIGTERM"
-        yield Finding("note", "SIGINT", "ignored here: ^C will do nothing", remedy)
+        yield Finding("note", "SIGINT", "ignored: Ctrl+C has no effect", remedy)
 
 
 def _places() -> Iterator[Finding]:
     path = Path(tempfile.gettempdir())
     size = len(os.fsencode(path))
     if size > _SOCKET_PATH:
-        remedy = "set TMPDIR to a shorter path: sockets are made there"
+        remedy = "set TMPDIR to a shorter path: sockets are created there"
         yield Finding("bad", "temporary files", f"path of {size} bytes", remedy)
     elif not os.access(path, os.W_OK | os.X_OK):
-        remedy = "set TMPDIR to a folder that can be written"
+        remedy = "set TMPDIR to a writable folder"
         yield Finding("bad", "temporary files", f"{path} is read only", remedy)
     else:
         yield Finding("fine", "temporary files", str(path))

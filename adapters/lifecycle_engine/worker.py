@@ -1,8 +1,4 @@
-"""The engine process: a runner, its scheduler and the link, until told to stop.
-
-Run as ``python -m lifecycle_engine.worker``; the API process starts it and
-appends ``--endpoint`` and ``--incarnation``.
-"""
+"""The engine process: its command line, runner, scheduler and link."""
 
 from __future__ import annotations
 
@@ -12,20 +8,19 @@ import sys
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
+from lifecycle_engine.core.model_runner import EXIT_DEVICE_LOST, DeviceLost, Runner
+from lifecycle_engine.core.scheduler import Scheduler
 from lifecycle_zmq import ArenaView, EngineServer, exit_with_parent
 
-from .runner import EXIT_DEVICE_LOST, DeviceLost, Runner
-from .scheduler import Scheduler
-
 if TYPE_CHECKING:
-    from .sim_runner import SimCost
+    from lifecycle_engine.sim import SimCost
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run an engine process; return its exit status.
 
-    A device that is lost leaves no orderly way out (its driver state hangs in
-    destructors), so the process ends at once with `EXIT_DEVICE_LOST`.
+    After the loss of a device the process exits at once with `EXIT_DEVICE_LOST`,
+    because destructors would hang in the driver.
     """
     options = _parser().parse_args(argv)
     try:
@@ -48,10 +43,10 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def make_backend(argv: Sequence[str]) -> Scheduler:
-    """Make what an engine process of that command line would serve.
+    """Build the backend that an engine process with this command line would serve.
 
     Raises:
-        SystemExit: It cannot be made.
+        SystemExit: The options are invalid, or the model cannot be loaded.
     """
     return _build(_parser().parse_args([*argv, "--endpoint=", "--incarnation=1"]))
 
@@ -67,14 +62,14 @@ def _build(options: argparse.Namespace) -> Scheduler:
             merge="concatenate",  # both runners stream lists of tokens
         )
     except (OSError, ValueError) as error:
-        # A wrong option or folder: a sentence helps more than a traceback.
+        # A wrong option or folder needs a message, not a traceback.
         raise SystemExit(f"lifecycle-engine: cannot start: {error}") from None
 
 
 def build_runner(options: argparse.Namespace) -> Runner:
-    """Make the runner that the options ask for; only then is torch imported."""
+    """Build the runner that the options select; torch is imported only if needed."""
     if options.runner == "sim":
-        from .sim_runner import SimRunner
+        from lifecycle_engine.sim import SimRunner
 
         return SimRunner(
             slots=options.slots or options.max_batch,
@@ -83,10 +78,10 @@ def build_runner(options: argparse.Namespace) -> Runner:
         )
     if options.checkpoint is None:
         raise SystemExit(
-            "--runner torch needs --checkpoint DIR; "
-            "`lifecycle-engine checkpoint DIR` builds a tiny one"
+            "--runner torch needs --checkpoint DIR, a folder in the format of "
+            "transformers; --runner sim needs none"
         )
-    from .models.transformers_runner import TransformersRunner
+    from lifecycle_engine.model.transformers_runner import TransformersRunner
 
     cuda = options.device == "cuda"
     return TransformersRunner.load(
@@ -103,14 +98,14 @@ def build_runner(options: argparse.Namespace) -> Runner:
 
 
 def _pin(arena: ArenaView) -> None:
-    from .models.uploads import pin
+    from lifecycle_engine.model.device_copies import pin
 
     if not pin(arena):
         sys.stderr.write("lifecycle-engine: the device refused to pin the arena\n")
 
 
 def _sim_cost(options: argparse.Namespace) -> SimCost:
-    from .sim_runner import SimCost
+    from lifecycle_engine.sim import SimCost
 
     return SimCost(
         prefill_token=options.sim_prefill_token,
@@ -137,21 +132,35 @@ def _parser() -> argparse.ArgumentParser:
     add(
         "--slots",
         type=_positive,
-        help="requests whose KV is held; default: --max-batch",
+        help="number of requests that can hold KV; default: --max-batch",
     )
-    add("--max-batch", type=_positive, default=8, help="requests that run at a time")
-    add("--max-waiting", type=_positive, help="requests in line; default: any number")
-    add("--max-tokens", type=_positive, help="the most that a request may ask for")
+    add(
+        "--max-batch",
+        type=_positive,
+        default=8,
+        help="maximum number of running requests",
+    )
+    add(
+        "--max-waiting",
+        type=_positive,
+        help="maximum number of queued requests; default: no limit",
+    )
+    add("--max-tokens", type=_positive, help="upper limit of a request's max_tokens")
     add(
         "--max-length",
         type=_positive,
         help="tokens of a KV slot; default: the model's limit, at most 8192",
     )
-    add("--chunk", type=_positive, default=512, help="prompt tokens of one step")
+    add(
+        "--chunk",
+        type=_positive,
+        default=512,
+        help="maximum number of prompt tokens prefilled in one step",
+    )
     add(
         "--graphs",
         choices=("off", "fake", "on"),
-        help="decode by CUDA graphs; default: on where the device is cuda",
+        help="decode with CUDA graphs; default: on with --device cuda",
     )
     add(
         "--bucket",
@@ -161,8 +170,8 @@ def _parser() -> argparse.ArgumentParser:
     )
     for name, seconds in _SIM_DEFAULTS.items():
         add(f"--sim-{name}", type=float, default=seconds, metavar="SECONDS")
-    add("--endpoint", required=True, help="where the API process connects")
-    add("--incarnation", type=int, required=True, help="number of this start")
+    add("--endpoint", required=True, help="address that the API process connects to")
+    add("--incarnation", type=int, required=True, help="number of this engine instance")
     return parser
 
 
@@ -182,9 +191,9 @@ def _positive(text: str) -> int:
 
 
 if __name__ == "__main__":
-    exit_with_parent()  # at once: loading a model takes long
+    exit_with_parent()  # before the model is loaded, which takes long
     _status = main()
     sys.stdout.flush()
     sys.stderr.flush()
-    # Taking an interpreter with torch apart takes longer than a server has to leave.
+    # Finalising an interpreter with torch takes longer than a shutdown may.
     os._exit(_status)

@@ -1,13 +1,12 @@
-"""Prometheus metrics of gates and sessions.
+"""Prometheus metrics of gates, sessions and requests.
 
-Map of the package::
+Modules::
 
-    _counts    what gates and registries hold, read at each scrape
-    _requests  what became of requests, counted
-    _metrics   Metrics: that, and how long things took, told by events
+    _collectors  statistics of gates and sessions, read at each scrape; request counters
+    _metrics     Metrics: an observer, and the registry of all metrics
 
-Labels are names of gates and fixed words, so there are few series however many
-requests there are, and none can hold anything of a request.
+Labels are names of gates and fixed words. So the number of series is small, however
+many requests there are, and no label can contain data of a request.
 """
 
 from __future__ import annotations

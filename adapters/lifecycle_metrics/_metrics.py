@@ -1,4 +1,4 @@
-"""Counts and durations, in the text format of Prometheus."""
+"""`Metrics`: counters and durations, in the text format of Prometheus."""
 
 from __future__ import annotations
 
@@ -15,10 +15,9 @@ from lifecycle.events import (
     StartSettled,
     StreamEnded,
 )
-from lifecycle_asgi.events import FirstItem, PhaseEnded, RequestEnded, RequestStarted
+from lifecycle_asgi import FirstItem, PhaseEnded, RequestEnded, RequestStarted
 
-from ._counts import Counts
-from ._requests import Requests
+from ._collectors import RequestCollector, StatisticsCollector
 
 if TYPE_CHECKING:
     from lifecycle.events import Event
@@ -30,61 +29,73 @@ _RATIOS: Final = (0.1, 0.25, 0.5, 0.8, 0.9, 1.0, 1.1, 1.25, 2.0)
 
 
 class Metrics:
-    """The metrics of some gates, registries and requests.
+    """Prometheus metrics of gates, session registries and requests.
 
-    An instance is an observer: give it to gates and registries when they are made,
-    and `watch` them, so that what they hold is read at each scrape. A
-    `lifecycle_asgi.LifecycleMiddleware` tells it of requests.
+    An instance is an observer: pass it as the ``observer`` of gates, registries and
+    `lifecycle_asgi.LifecycleMiddleware`. Gates and registries that are given to
+    `watch`, too, are read at each scrape.
 
     Args:
-        registry: Where the metrics are entered; by default a new one. One registry
-            of prometheus_client takes one `Metrics`.
+        registry: Registry of the metrics. Default: a new one. A registry of
+            prometheus_client takes only one `Metrics`.
 
     Attributes:
-        registry: The registry, for what else is to be told beside.
+        registry: The registry, to which other metrics can be added.
     """
 
     def __init__(self, registry: CollectorRegistry | None = None) -> None:
         self.registry = registry or CollectorRegistry()
         self._gates: list[Gate] = []
         self._registries: list[SessionRegistry] = []
-        self.registry.register(Counts(self._gates, self._registries))
-        self._requests = Requests()
+        self.registry.register(StatisticsCollector(self._gates, self._registries))
+        self._requests = RequestCollector()
         self.registry.register(self._requests)
-        self._waits = self._histogram("gate_wait_seconds", "Wait in line", "gate")
-        self._lives = self._histogram("session_seconds", "Life of sessions", "outcome")
-        self._starts = self._histogram("start_seconds", "Time to start", "how")
-        self._phases = self._histogram("phase_seconds", "Phases of requests", "phase")
-        self._took = self._histogram("request_seconds", "Requests", "operation")
-        self._firsts = self._histogram(
-            "first_item_seconds", "Arrival to first item", "operation"
+        self._gate_wait = self._histogram(
+            "gate_wait_seconds", "Time in the queue of a gate", "gate"
         )
-        self._settled = Histogram(
-            "lifecycle_settled_ratio",
-            "Actual bytes by estimated ones",
+        self._session_duration = self._histogram(
+            "session_duration_seconds", "Duration of sessions", "outcome"
+        )
+        self._start_duration = self._histogram(
+            "start_duration_seconds", "Duration of engine starts", "result"
+        )
+        self._phase_duration = self._histogram(
+            "phase_duration_seconds", "Duration of the phases of requests", "phase"
+        )
+        self._request_duration = self._histogram(
+            "request_duration_seconds", "Duration of requests", "operation"
+        )
+        self._time_to_first_item = self._histogram(
+            "time_to_first_item_seconds",
+            "Time from the arrival of a request to its first item",
+            "operation",
+        )
+        self._estimate_ratio = Histogram(
+            "lifecycle_gate_estimate_ratio",
+            "Actual bytes of a lease divided by the estimated bytes",
             ("gate",),
             buckets=_RATIOS,
             registry=self.registry,
         )
-        self._items = Histogram(
+        self._stream_items = Histogram(
             "lifecycle_stream_items",
-            "Items of streams",
+            "Items per stream",
             buckets=_ITEMS,
             registry=self.registry,
         )
-        self._refused = Counter(
-            "lifecycle_refusals",
-            "Refusals by reason",
+        self._refusals = Counter(
+            "lifecycle_gate_refusals",
+            "Refusals of a gate, by reason",
             ("gate", "reason"),
             registry=self.registry,
         )
 
     def watch(self, *parts: Gate | SessionRegistry) -> None:
-        """Tell at each scrape what *parts* hold. Idempotent.
+        """Read the statistics of *parts* at each scrape. Idempotent.
 
         Raises:
             ValueError: Another gate of that name is watched already.
-            TypeError: It is neither a gate nor a registry.
+            TypeError: A part is neither a gate nor a registry.
         """
         for part in parts:
             if part in self._gates or part in self._registries:
@@ -98,8 +109,8 @@ class Metrics:
                 raise TypeError(f"gates and registries are watched, not {kind}")
             if any(gate.name == part.name for gate in self._gates):
                 raise ValueError(
-                    f"a gate named {part.name!r} is watched already; series are told "
-                    f"apart by the name, so give each gate one of its own"
+                    f"a gate named {part.name!r} is watched already; the name is the "
+                    f"label of the metrics, so give each gate a different one"
                 )
             self._gates.append(part)
 
@@ -108,42 +119,43 @@ class Metrics:
         return generate_latest(self.registry)
 
     def __call__(self, event: Event, /) -> None:
-        """Take note of *event*."""
+        """Record *event*."""
         match event:
             case LeaseGranted():
-                self._waits.labels(event.gate).observe(event.waited_s)
+                self._gate_wait.labels(event.gate).observe(event.waited_s)
             case AdmissionRefused():
-                self._refused.labels(event.gate, event.reason).inc()
+                self._refusals.labels(event.gate, event.reason).inc()
             case SessionClosed():
-                self._lives.labels(event.outcome).observe(event.duration_s)
+                self._session_duration.labels(event.outcome).observe(event.duration_s)
             case StartSettled():
-                self._starts.labels(event.how).observe(event.duration_s)
+                self._start_duration.labels(event.how).observe(event.duration_s)
             case StreamEnded():
-                self._items.observe(event.items)
+                self._stream_items.observe(event.items)
             case LeaseSettled() if event.estimated_bytes:
                 ratio = event.actual_bytes / event.estimated_bytes
-                self._settled.labels(event.gate).observe(ratio)
+                self._estimate_ratio.labels(event.gate).observe(ratio)
             case _:
-                self._note_request(event)
+                self._record_request(event)
 
-    def _note_request(self, event: Event) -> None:
+    def _record_request(self, event: Event) -> None:
         match event:
             case PhaseEnded():
-                self._phases.labels(event.phase).observe(event.duration_s)
+                self._phase_duration.labels(event.phase).observe(event.duration_s)
             case FirstItem():
-                self._firsts.labels(event.operation).observe(event.after_s)
+                self._time_to_first_item.labels(event.operation).observe(event.after_s)
             case RequestStarted():
                 self._requests.start(event)
             case RequestEnded():
                 if self._requests.end(event):
-                    self._took.labels(event.operation).observe(event.duration_s)
+                    duration = self._request_duration.labels(event.operation)
+                    duration.observe(event.duration_s)
             case _:
                 pass
 
-    def _histogram(self, name: str, words: str, label: str) -> Histogram:
+    def _histogram(self, name: str, documentation: str, label: str) -> Histogram:
         return Histogram(
             f"lifecycle_{name}",
-            words,
+            documentation,
             (label,),
             buckets=_SECONDS,
             registry=self.registry,

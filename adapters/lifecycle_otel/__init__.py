@@ -1,12 +1,6 @@
-"""OpenTelemetry spans of requests.
+"""OpenTelemetry spans of requests: `Spans`, with the names of the GenAI conventions.
 
-Map of the package::
-
-    _attributes   events as attributes, in the words of the GenAI conventions
-    _spans        Spans: an observer that makes one span a request, one a phase
-
-The API of OpenTelemetry is all it needs: without an SDK that somebody has set up,
-nothing is recorded.
+Only the API of OpenTelemetry is needed. Without a configured SDK nothing is recorded.
 """
 
 from __future__ import annotations

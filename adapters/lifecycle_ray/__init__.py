@@ -1,17 +1,15 @@
 """Engines on Ray actors, for many machines and GPUs.
 
-`RayEngine` is `lifecycle_zmq.ZmqEngine` for a cluster: the same calls, the same
-promises, each replica an actor that runs any `lifecycle_zmq.Backend`.
-"""
+`RayEngine` is `lifecycle_zmq.ZmqEngine` for a cluster, with the same methods and
+guarantees. Each replica is an actor that runs any `lifecycle_zmq.Backend`.
 
-# A map of the package; each line imports those above it.
-#
-#   _results                 what a call to an actor returned, for asyncio and trio
-#   _actor                   the engine's side: a backend behind push and pull
-#   _link                    the API process's end of one actor
-#   _placement               what a replica takes, and where; the cluster
-#   _replica, _routes        one actor after another; who gets which request
-#   engine                   all replicas
+Modules, each of which imports only those above it::
+
+    placement  resources of a replica; joining the cluster
+    replica    one actor with its backend and its client
+    router     chooses the replica of each request
+    engine     RayEngine: all replicas
+"""
 
 from __future__ import annotations
 
@@ -24,12 +22,13 @@ except ModuleNotFoundError as error:
         name=error.name,
     ) from None
 
-from ._placement import Placement
+from lifecycle_ray.placement import Placement
+
 from .engine import RayEngine
 
 __all__ = ("Placement", "RayEngine")
 
-# Tracebacks and logs name what users import, not where it happens to live.
+# Tracebacks and logs show the names that users import.
 for _name in __all__:
     globals()[_name].__module__ = __name__
 del _name

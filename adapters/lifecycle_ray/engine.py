@@ -1,4 +1,4 @@
-"""The engine as a server sees it: replicas on a cluster, replaced when they die."""
+"""`RayEngine`: replicas on a Ray cluster, replaced when they die."""
 
 from __future__ import annotations
 
@@ -13,57 +13,57 @@ import anyio.to_thread
 import ray
 
 from lifecycle import EngineLost
+from lifecycle_ray.placement import Placement, join_cluster, restore_sigterm
+from lifecycle_ray.replica import ActorInstance, ActorSettings, Replica
+from lifecycle_ray.router import Router, conversation, weigh
 from lifecycle_zmq import Backend, Health, Restarts, Supervisor
 
-from ._placement import Placement, join_cluster, take_back_sigterm
-from ._replica import Actor, Replica, Settings
-from ._routes import Routes, conversation, weigh
 
-
-class Box(Protocol):
-    """What holds the tensors until the hand-off, such as a `lifecycle.Payload`."""
+class TensorSource(Protocol):
+    """Holds the tensors until the hand-off, such as a `lifecycle.Payload`."""
 
     def take(self) -> Mapping[str, Any]:
-        """Give up the value, once."""
+        """Return the value, once."""
         ...
 
 
 class RayEngine:
-    """Engines on Ray actors, each with a client, and a new actor for one that died.
+    """Engines on Ray actors, each with a client; an actor that dies is replaced.
 
-    Every replica is on its own: when one dies, everybody who waits for it is told, and
-    nobody else. Each new actor is an incarnation of its own, placed by Ray wherever
-    there is room; nothing that was meant for one reaches another. All methods belong to
-    the event loop that entered it.
+    Replicas are independent: when one dies, its requests fail and no others do. Each
+    new actor is a new incarnation, which Ray places on any node with free resources; no
+    message for one reaches another. All methods belong to the event loop that entered
+    the engine.
 
     Args:
-        factory: Makes the backend, in the actor: something that Ray can pickle, or
-            ``"package.module:name"`` for what is installed there.
-        replicas: How many, at least one.
-        placement: What each takes, and where.
-        address: Of a Ray cluster, as for ``ray.init``. ``None`` uses the one that this
-            process has joined already, or starts one on this machine and ends it again,
-            for all who use it: for several engines call ``ray.init`` before them.
-        local: Options of ``ray.init`` for that one.
-        ready_timeout: Seconds that an actor may take until it serves, the wait for a
-            place included.
-        hold: Bytes held for one stream whose reader has no credit. Beyond them it ends
-            as ``slow_client``.
-        stall: Seconds that a reader may take nothing while something is held for it.
+        factory: Creates the backend in the actor: a function that Ray can pickle, or
+            ``"package.module:name"`` of an installed one.
+        replicas: Number of replicas, at least one.
+        placement: Resources of each replica, and where it may run.
+        address: Address of a Ray cluster, or ``"auto"`` for the one that ``ray start``
+            or the environment variable ``RAY_ADDRESS`` names on this machine. ``None``
+            uses the cluster that this process has joined, or starts a private one and
+            stops it at the end. For several engines in one process, call ``ray.init``
+            first.
+        local: Options of ``ray.init`` for a private cluster.
+        ready_timeout: Seconds until an actor has to be ready, including the wait for
+            resources.
+        hold: Bytes buffered for one stream without credit. Beyond them it ends as
+            ``slow_client``.
+        stall: Seconds without progress of a reader for which items are buffered.
         busy_after: Seconds without a turn of an engine's loop until `health` says so.
-        stalled_after: Seconds that one step of a backend may take; then everybody there
-            is told ``stalled`` and the actor is replaced.
-        silent_after: Seconds that an actor may answer nothing at all, ``silent``; more
-            than one, as that is how long an idle one takes.
-        owner_timeout: Seconds after which an actor that nobody pulls from ends all its
-            streams.
-        restarts: Makes what says when the next actor of a replica may start; ``None``:
-            as for `lifecycle_zmq.ZmqEngine`.
-        weigh: How many tokens a request may take, to choose the replica with the least
-            to do.
-        conversation: What a request belongs to: what belongs together goes to one
-            replica; ``None`` is nothing. By default its ``session`` of that ``share``,
-            as the bundled engine has them.
+        stalled_after: Seconds that one step of a backend may take; then its requests
+            fail as ``stalled`` and the actor is replaced.
+        silent_after: Seconds without an answer after which an actor is lost as
+            ``silent``; more than one, which is the interval of an idle actor.
+        owner_timeout: Seconds without a pull after which an actor ends all its streams.
+        restarts: Creates the restart policy of a replica; by default that of
+            `lifecycle_zmq.ZmqEngine`.
+        weigh: Returns how many tokens a request may take, to choose the replica with
+            the least load.
+        conversation: Returns the conversation of a request, which stays with one
+            replica, or ``None``. By default its ``tenant`` and ``session``, as in the
+            bundled engine.
     """
 
     def __init__(
@@ -86,13 +86,13 @@ class RayEngine:
         conversation: Callable[[Mapping[str, Any]], Hashable | None] = conversation,
     ) -> None:
         if replicas < 1:
-            raise ValueError(f"{replicas} replicas serve nobody; give at least 1")
+            raise ValueError(f"{replicas} replicas are too few; pass at least 1")
         self._address = address
         self._local = dict(local or {})
         self._replicas = [
-            Replica(Supervisor(partial(Actor, settings), restarts()))
+            Replica(Supervisor(partial(ActorInstance, settings), restarts()))
             for settings in (
-                Settings(
+                ActorSettings(
                     factory=factory,
                     replica=number,
                     placement=placement or Placement(),
@@ -107,21 +107,21 @@ class RayEngine:
                 for number in range(replicas)
             )
         ]
-        self._routes = Routes(self._replicas, weigh, conversation)
+        self._router = Router(self._replicas, weigh, conversation)
         self._stack = AsyncExitStack()
 
     async def __aenter__(self) -> Self:
-        """Join the cluster and begin to make the actors; `wait_ready` tells the rest.
+        """Join the cluster and start to create the actors; see `wait_ready`.
 
         Raises:
-            ConnectionError: There is no cluster at that address.
-            ValueError: It is one for Ray's client, ``ray://``, which is no member.
+            ConnectionError: No cluster answers at that address.
+            ValueError: It is the address of a Ray client server, ``ray://``.
         """
         async with AsyncExitStack() as stack:
             join = partial(join_cluster, self._address, self._local)
             if await anyio.to_thread.run_sync(join):
                 stack.push_async_callback(_leave_cluster)
-                take_back_sigterm()
+                restore_sigterm()
             for replica in self._replicas:
                 await stack.enter_async_context(replica)
             self._stack = stack.pop_all()
@@ -135,26 +135,26 @@ class RayEngine:
     ) -> None:
         """Kill the actors, and leave the cluster if this joined it.
 
-        Cancellation: shielded; to leave takes seconds, in which the loop goes on.
+        Cancellation: shielded; leaving takes seconds without blocking the event loop.
         """
         self.close()
-        await self._stack.__aexit__(None, None, None)  # noqa: ASYNC102 - cut above
+        await self._stack.__aexit__(None, None, None)  # noqa: ASYNC102 - bounded by close
 
     def close(self) -> None:
-        """Give all replicas up now; everybody who waits is told ``closed``."""
+        """Stop all replicas now; their requests fail as ``closed``."""
         for replica in self._replicas:
             replica.close()
 
     @property
     def ready(self) -> bool:
-        """Whether requests are taken now."""
+        """Whether requests are accepted now."""
         return any(it.ready for it in self._replicas)
 
     @property
     def health(self) -> Health:
-        """How the replica that does best is doing; see `ZmqEngine.health`."""
+        """Health of the healthiest replica; see `ZmqEngine.health`."""
         seen = [it.health for it in self._replicas]
-        return next((it for it in _BEST_FIRST if it in seen), seen[0])
+        return next((it for it in _HEALTHIEST_FIRST if it in seen), seen[0])
 
     @property
     def pid(self) -> int | None:
@@ -163,38 +163,38 @@ class RayEngine:
 
     @property
     def places(self) -> list[Mapping[str, Any]]:
-        """``pid`` and ``node`` of each replica's actor; empty where none serves."""
+        """``pid`` and ``node`` of each replica's actor; empty without one."""
         return [it.place for it in self._replicas]
 
     @property
     def incarnation(self) -> int:
-        """How many actors were made so far."""
+        """Number of actors created so far."""
         return sum(it.incarnation for it in self._replicas)
 
     @property
     def streams(self) -> int:
-        """How many streams were started and are not done."""
+        """Number of unfinished streams."""
         return sum(it.streams for it in self._replicas)
 
     @property
     def loads(self) -> list[tuple[int, int]]:
-        """Live tokens and bytes of each replica, as requests are given to them."""
-        return self._routes.loads()
+        """Live tokens and bytes of each replica, by which requests are routed."""
+        return self._router.loads()
 
     async def wait_ready(self, replicas: int = 1) -> None:
-        """Wait until so many replicas take requests.
+        """Wait until so many replicas accept requests.
 
         Raises:
-            EngineLost: Too many of them ended before they ever served, or are broken.
-            ValueError: There are not so many.
+            EngineLost: Too many of them ended before they were ready, or are broken.
+            ValueError: There are fewer replicas.
 
         Cancellation: nothing changes.
         """
         there = len(self._replicas)
         if not 1 <= replicas <= there:
             raise ValueError(f"{replicas} replicas of {there}; wait for 1 to {there}")
-        self._replicas[0].check()  # where it is not raised in a group
-        # Without a wait, so that whoever has no time for one is told, too.
+        self._replicas[0].check()  # outside a task group, whose errors are groups
+        # Checked before any wait, so that a caller without time gets the error, too.
         lost = [it for it in (replica.lost() for replica in self._replicas) if it]
         if len(lost) > there - replicas:
             raise lost[0]
@@ -219,17 +219,18 @@ class RayEngine:
             raise failures[0]
 
     async def start(
-        self, key: str, request: Mapping[str, Any], tensors: Box | None = None
+        self, key: str, request: Mapping[str, Any], tensors: TensorSource | None = None
     ) -> AsyncIterator[Any]:
-        """Hand a request to the replica with the least to do and return its items.
+        """Send a request to the replica with the least load and return its items.
 
         The tensors are put into the object store, and dropped before this coroutine
-        first waits, whatever becomes of the request.
+        first waits, in any case.
 
         Args:
-            key: What the stream is called until `end`; not in use.
+            key: Name of the stream until `end`; not in use.
             request: Plain values, at most 1 MiB on the wire.
-            tensors: Box of name to C-contiguous buffer or tensor, at most seven.
+            tensors: Container of at most seven C-contiguous buffers or tensors, by
+                name.
 
         Raises:
             EngineLost: No replica serves, or it died; the request may have run.
@@ -238,71 +239,71 @@ class RayEngine:
 
         Cancellation: the engine may run the request; `end` of its key stops it.
         """
-        replica = self._routes.of(key)
+        replica = self._router.replica_of(key)
         if replica is None:
             nbytes = getattr(tensors, "nbytes", None) or 0
-            replica = self._routes.place(key, request, nbytes)
+            replica = self._router.place(key, request, nbytes)
         starting = replica.start(key, request, tensors)
         del request, tensors
         return await starting
 
     def cancel(self, key: str) -> None:
         """Ask the engine to stop a stream at its next step; unknown keys are fine."""
-        replica = self._routes.of(key)
+        replica = self._router.replica_of(key)
         if replica is not None:
             replica.cancel(key)
 
     async def end(self, key: str) -> None:
         """Make the engine forget a stream; return when it has released everything.
 
-        Cancellation: END is on its way all the same; call again to wait for the rest.
+        Cancellation: END is sent in any case; call again to wait for its confirmation.
         """
-        replica = self._routes.of(key)
+        replica = self._router.replica_of(key)
         if replica is not None:
             await replica.end(key)
 
     async def status(self) -> dict[str, Any]:
-        """Return the counters of the replica; of several, all of them and their sums.
+        """Return the counters of the replica; for several, of each and their sums.
 
         Raises:
             EngineLost: No replica serves.
 
-        Cancellation: the answers are dropped when they come.
+        Cancellation: pending answers are dropped.
         """
-        self._replicas[0].check()  # where it is not raised in a group
+        self._replicas[0].check()  # outside a task group, whose errors are groups
         lost: list[EngineLost] = []
-        told: dict[str, dict[str, Any]] = {
+        found: dict[str, dict[str, Any]] = {
             str(number): {} for number in range(len(self._replicas))
         }
 
         async def ask(name: str, replica: Replica) -> None:
             try:
-                told[name] = await replica.status()
+                found[name] = await replica.status()
             except EngineLost as error:
                 lost.append(error)
 
         async with anyio.create_task_group() as tasks:
-            for name, replica in zip(told, self._replicas, strict=True):
+            for name, replica in zip(found, self._replicas, strict=True):
                 tasks.start_soon(ask, name, replica)
-        if len(lost) == len(told):
+        if len(lost) == len(found):
             raise lost[0]
-        if len(told) == 1:
-            return told["0"]
-        return _sums(list(told.values())) | {"replicas": told}
+        if len(found) == 1:
+            return found["0"]
+        return _sum_counters(list(found.values())) | {"replicas": found}
 
     def reset(self) -> None:
-        """Forget all deaths: a replica that is broken, or backs off, starts now."""
+        """Forget all crashes: a broken replica, or one in backoff, starts now."""
         for replica in self._replicas:
             replica.reset()
 
 
 async def _leave_cluster() -> None:
-    # It ends one process after another, and waits for each.
+    # It terminates one process after another, and waits for each.
     with anyio.CancelScope(shield=True):
         await anyio.to_thread.run_sync(ray.shutdown)
 
 
-_BEST_FIRST: tuple[Health, ...] = (
+_HEALTHIEST_FIRST: tuple[Health, ...] = (
     "serving",
     "busy",
     "starting",
@@ -314,13 +315,13 @@ _BEST_FIRST: tuple[Health, ...] = (
 )
 
 
-def _sums(told: list[dict[str, Any]]) -> dict[str, Any]:
-    """Add up the numbers of all, those within mappings, too."""
+def _sum_counters(found: list[dict[str, Any]]) -> dict[str, Any]:
+    """Add up all numbers, also those within mappings."""
     sums: dict[str, Any] = {}
-    for name in {name: None for it in told for name in it}:
-        values = [it[name] for it in told if name in it]
+    for name in {name: None for it in found for name in it}:
+        values = [it[name] for it in found if name in it]
         if all(isinstance(it, dict) for it in values):
-            sums[name] = _sums(values)
+            sums[name] = _sum_counters(values)
         elif all(isinstance(it, int | float) for it in values):
             sums[name] = sum(values)
     return sums

@@ -5,18 +5,17 @@ streams their items and replaces it when it dies. `EngineServer` is the engine
 process's side, around whatever implements `Backend`.
 """
 
-# A map of the package; each room imports from those above it, no room from below.
+# A map of the package; each line imports from those above it.
 #
-#   _errors, _hand_off, _slot    refusals; giving a payload away; waking one task
-#   _options                     what is given to constructors, looked at at once
-#   memory/                      payloads in memory that both processes see
-#   protocol/                    values, items and messages as bytes
-#   transport/                   what carries messages: a pair, ZeroMQ, queues
-#   process/                     one engine process and its signs of life
-#   client/                      the API process's end of any link
-#   server/                      the engine's end: its loop around a backend
-#   supervision/                 one incarnation after another, of any kind
-#   engine, thread               engines in a process, and in a thread of this one
+#   exceptions                         errors of the engine link
+#   shared_memory/                     memory that both processes map
+#   codec, protocol                    values, items and messages as bytes
+#   transport/                         socket pair, ZeroMQ, framing
+#   backend                            what an engine implements
+#   process, heartbeat                 one engine process and its liveness
+#   tensor_copy, client_streams, client        the API process's end of a link
+#   flow_control, server, generator_backend    the engine's end of a link
+#   supervisor, engine, thread_engine          engines, restarted when they die
 #
 # Public is what stands below and in the reference; all else may move.
 
@@ -30,32 +29,39 @@ except ModuleNotFoundError as error:
         name=error.name,
     ) from None
 
-from lifecycle_zmq._errors import (
+from lifecycle_zmq.backend import Backend, Finish, Merge, Output
+from lifecycle_zmq.client import EngineClient
+from lifecycle_zmq.engine import ZmqEngine
+from lifecycle_zmq.exceptions import (
     EncodeError,
     EngineFailed,
     ProtocolError,
     RequestRejected,
 )
-from lifecycle_zmq.client.engine_client import EngineClient
-from lifecycle_zmq.engine import ZmqEngine
-from lifecycle_zmq.memory.arena import Arena, ArenaFull, ArenaStatistics
-from lifecycle_zmq.memory.arena_view import ArenaView
-from lifecycle_zmq.process.parent import exit_with_parent
-from lifecycle_zmq.server.backend import Backend, Finish, Merge, Output
-from lifecycle_zmq.server.engine_server import EngineServer
-from lifecycle_zmq.server.generators import GeneratorBackend
-from lifecycle_zmq.server.loop import EngineLoop
-from lifecycle_zmq.supervision.restarts import Restarts
-from lifecycle_zmq.supervision.supervised import SupervisedEngine
-from lifecycle_zmq.supervision.supervisor import Health, Supervisor
-from lifecycle_zmq.thread import ThreadEngine
+from lifecycle_zmq.generator_backend import GeneratorBackend
+from lifecycle_zmq.process import exit_with_parent
+from lifecycle_zmq.server import EngineLoop, EngineServer
+from lifecycle_zmq.shared_memory.arena import Arena, ArenaFull, ArenaStatistics
+from lifecycle_zmq.shared_memory.arena_reader import ArenaView
+from lifecycle_zmq.supervisor import Health, Restarts, SupervisedEngine, Supervisor
+from lifecycle_zmq.thread_engine import QueuedTransport, ThreadEngine
+from lifecycle_zmq.transport.base import (
+    AwaitedTransport,
+    ClientTransport,
+    Connect,
+    MessageHandler,
+    ServerTransport,
+)
 
 __all__ = (
     "Arena",
     "ArenaFull",
     "ArenaStatistics",
     "ArenaView",
+    "AwaitedTransport",
     "Backend",
+    "ClientTransport",
+    "Connect",
     "EncodeError",
     "EngineClient",
     "EngineFailed",
@@ -65,10 +71,13 @@ __all__ = (
     "GeneratorBackend",
     "Health",
     "Merge",
+    "MessageHandler",
     "Output",
     "ProtocolError",
+    "QueuedTransport",
     "RequestRejected",
     "Restarts",
+    "ServerTransport",
     "SupervisedEngine",
     "Supervisor",
     "ThreadEngine",
@@ -77,7 +86,7 @@ __all__ = (
 )
 
 # Tracebacks and logs name what users import, not where it happens to live.
-# `Health` and `Merge` are aliases, which others may share.
-for _name in set(__all__) - {"Health", "Merge"}:
+# The others are aliases, which have no module of their own.
+for _name in set(__all__) - {"Connect", "Health", "Merge", "MessageHandler"}:
     globals()[_name].__module__ = __name__
 del _name

@@ -1,4 +1,4 @@
-"""aiohttp: a stream that ends when its client leaves.
+"""aiohttp: a stream that ends when its client disconnects.
 
 Run it: python -c 'import aiohttp_app; aiohttp_app.main(8000)'
 """
@@ -15,7 +15,7 @@ from lifecycle_asgi import request_scope
 
 async def speak(request: web.Request) -> web.StreamResponse:
     """Stream words."""
-    # Served with handler_cancellation, which cancels this when the client leaves.
+    # Served with handler_cancellation, which cancels this on a disconnect.
     async with request_scope() as client:
         body = await client.begin(words(client))
         response = web.StreamResponse()
@@ -28,7 +28,7 @@ async def speak(request: web.Request) -> web.StreamResponse:
 async def run_sessions(_app: web.Application) -> Any:
     """Run the registry while the server runs."""
     async with sessions:
-        yield  # noqa: ASYNC119 - the form that it asks for
+        yield  # noqa: ASYNC119 - the form that the framework requires
 
 
 def main(port: int) -> None:

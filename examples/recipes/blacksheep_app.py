@@ -1,4 +1,4 @@
-"""BlackSheep: a stream that ends when its client leaves.
+"""BlackSheep: a stream that ends when its client disconnects.
 
 Run it: uvicorn blacksheep_app:app
 """
@@ -33,4 +33,4 @@ async def speak(request: Request) -> Response:
 async def run_sessions(_app: Application) -> Any:
     """Run the registry while the server runs."""
     async with sessions:
-        yield  # noqa: ASYNC119 - the form that it asks for
+        yield  # noqa: ASYNC119 - the form that the framework requires

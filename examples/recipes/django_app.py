@@ -1,4 +1,4 @@
-"""Django: a stream that ends when its client leaves.
+"""Django: a stream that ends when its client disconnects.
 
 Run it: uvicorn django_app:app
 """
@@ -29,7 +29,7 @@ django = LifecycleMiddleware(get_asgi_application())
 
 
 async def app(scope: Any, receive: Any, send: Any) -> None:  # noqa: RET503
-    """Django, and the lifespan that it does not have."""
+    """Serve Django, and the lifespan that it lacks."""
     if scope["type"] != "lifespan":
         return await django(scope, receive, send)
     async with sessions:

@@ -1,4 +1,4 @@
-"""FastAPI: a stream that ends when its client leaves.
+"""FastAPI: a stream that ends when its client disconnects.
 
 Run it: uvicorn fastapi_app:app
 """

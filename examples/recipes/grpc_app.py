@@ -1,4 +1,4 @@
-"""grpc.aio: a stream that ends when its client leaves.
+"""grpc.aio: a stream that ends when its client disconnects.
 
 Run it: python -c 'import grpc_app; grpc_app.main(8000)'
 """
@@ -15,7 +15,7 @@ from lifecycle_asgi import request_scope
 
 
 async def speak(_message: bytes, context: Any) -> None:
-    """Stream words; grpc.aio cancels this when the client leaves."""
+    """Stream words; grpc.aio cancels this on a disconnect."""
     async with request_scope() as client:
         async for word in client.own(words(client)):
             await context.write(word)

@@ -1,4 +1,4 @@
-"""Litestar: a stream that ends when its client leaves.
+"""Litestar: a stream that ends when its client disconnects.
 
 Run it: uvicorn litestar_app:app
 """

@@ -1,4 +1,4 @@
-"""LitServe: a worker stops when its client leaves: `main(Speak(stream=True))`."""
+"""LitServe: a worker stops on a disconnect. Run `main(Speak(stream=True))`."""
 
 from contextlib import AsyncExitStack
 from multiprocessing import Manager
@@ -9,7 +9,7 @@ from litserve import LitAPI, LitServer, server
 from lifecycle_asgi import LifecycleMiddleware, request_of
 
 
-class Leavable(server.BaseRequestHandler):  # an entry in `wanted`, until it is over
+class Leavable(server.BaseRequestHandler):  # in `wanted` until it is over
     async def _prepare_request(self: Any, request: Any, kind: Any) -> Any:
         more = {"entry": str(id(request)), "of": request_of(request.scope)}
         return {**await super()._prepare_request(request, kind), **more}
@@ -18,12 +18,12 @@ class Leavable(server.BaseRequestHandler):  # an entry in `wanted`, until it is 
         over, wanted = document.pop("of").own(AsyncExitStack()), self.lit_api.wanted
         wanted[document["entry"]] = True
         over.callback(wanted.pop, document["entry"])
-        told = await super()._submit_request(document)
-        over.callback(self.server.response_buffer.pop, told[0], None)
-        return told
+        queued = await super()._submit_request(document)
+        over.callback(self.server.response_buffer.pop, queued[0], None)
+        return queued
 
 
-class Speak(LitAPI):  # speaks while it is wanted, in a process that knows no clients
+class Speak(LitAPI):  # runs in a worker process, which sees no disconnects
     def predict(self, request: Any) -> Any:
         while request["entry"] in self.wanted:
             yield "word\n"

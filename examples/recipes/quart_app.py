@@ -1,4 +1,4 @@
-"""Quart: a stream that ends when its client leaves.
+"""Quart: a stream that ends when its client disconnects.
 
 Run it: uvicorn quart_app:app
 """
@@ -27,4 +27,4 @@ async def speak() -> Response:
 async def run_sessions() -> Any:
     """Run the registry while the server runs."""
     async with sessions:
-        yield  # noqa: ASYNC119 - the form that it asks for
+        yield  # noqa: ASYNC119 - the form that the framework requires

@@ -1,4 +1,4 @@
-"""Ray Serve: a stream that ends when its client leaves.
+"""Ray Serve: a stream that ends when its client disconnects.
 
 Run it: python -c 'import ray_serve_app; ray_serve_app.main(8000)'
 """
@@ -27,7 +27,7 @@ async def speak(request: Request) -> StreamingResponse:
 
 
 class Speaker:
-    """A replica: the application runs in its process, with a registry of its own."""
+    """A replica: the application runs in its process, with its own registry."""
 
 
 def main(port: int) -> None:

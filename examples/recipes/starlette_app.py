@@ -1,4 +1,4 @@
-"""Starlette: a stream that ends when its client leaves.
+"""Starlette: a stream that ends when its client disconnects.
 
 Run it: uvicorn starlette_app:app
 """

@@ -1,4 +1,4 @@
-"""transformers serve that stops for whoever left. Start it with `main("a/model")`."""
+"""transformers serve that stops on a disconnect. Start it with `main("a/model")`."""
 
 import asyncio
 from typing import Any
@@ -19,7 +19,7 @@ async def one(self: Any, model: Any, of: Any, inputs: Any, *a: Any, **k: Any) ->
         return ids.new_full(ids.shape[:1], left.is_set()).bool()
 
     inputs = {**inputs, "stopping_criteria": [stop]}
-    try:  # Shielded: its thread tells a future that must not have been cancelled.
+    try:  # Shielded: its thread sets a future that must not be cancelled.
         return await asyncio.shield(alone(self, model, of, inputs, *a, **k))
     finally:
         left.set()

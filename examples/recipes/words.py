@@ -1,4 +1,4 @@
-"""What the recipes share: a stream of words that holds a session while it lasts."""
+"""Shared by the recipes: a stream of words with a session."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ async def lifespan(_app: Any) -> AsyncIterator[None]:
 @managed(sessions=sessions, key=lambda _request: secrets.token_hex(8))
 async def words(request: Any, session: Session) -> AsyncIterator[bytes]:
     """Say one word every ten milliseconds, for a minute."""
-    request.attach(session)  # leaving counts as "client_gone"
+    request.attach(session)  # a disconnect is "client_gone"
     for number in range(6000):
         yield f"word {number}\n".encode()
         await anyio.sleep(0.01)

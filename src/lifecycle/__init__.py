@@ -1,25 +1,26 @@
-"""Request lifecycle management for streaming servers.
+"""Request lifecycle middleware for servers that stream from LLMs and multimodal models.
 
-A request's resources are admitted before they are created, handed off exactly
-once, gone from this process the moment they are handed off, and ended exactly
-once whatever happens.
+Admission control by slots and bytes, payloads that are freed as soon as the engine has
+them, and clean-up exactly once when a client disconnects, a deadline passes or the
+engine is lost; on asyncio and trio.
 """
 
 # A map of the package; arrows point to what a module imports.
 #
-#   _sessions -> _session -> _start -> _payload          the registry and its tasks
-#                   |-> _watchdog -> _stream             deadlines, ends of iteration
-#   _gate -> _books -> _lease -> _ledger, _park          admission and its line
-#     |-> _fair   |-> _monitor, _refusal                 one at a time; when to retry
-#   _decorators -> _stream, _payload, _outcome           the same as decorators
-#   events, _errors                                      the floor
-#   observers, testing                                   imported on demand
+#   _decorators                                      managed, scrub
+#     -> _gate -> _queues, _lock                     admission control
+#     -> _sessions -> _session -> _start             sessions, supervised starts
+#   _managed_stream -> _stream, _payload             streams of decorated functions
+#     -> _thread_iterator                            blocking generators in threads
+#   _signatures -> _stream                           types of decorated functions
+#   _eventloop, _exceptions, _validation, events     the floor
+#   debug, lowlevel, testing                         imported on demand
 
 from __future__ import annotations
 
 from . import events
 from ._decorators import managed, scrub
-from ._errors import (
+from ._exceptions import (
     AdmissionTimeout,
     CostTooLarge,
     EngineLost,
@@ -33,12 +34,12 @@ from ._errors import (
     StartTimeout,
     StreamTimeout,
 )
-from ._gate import Gate, GateStatistics
-from ._lease import Lease
+from ._gate import Gate, GateStatistics, Lease
 from ._payload import Payload, strip
 from ._session import Session
 from ._sessions import SessionRegistry, SessionStatistics
 from ._stream import Stream
+from ._thread_iterator import consumer_gone, in_thread
 
 __all__ = (
     "AdmissionTimeout",
@@ -61,7 +62,9 @@ __all__ = (
     "StartTimeout",
     "Stream",
     "StreamTimeout",
+    "consumer_gone",
     "events",
+    "in_thread",
     "managed",
     "scrub",
     "strip",

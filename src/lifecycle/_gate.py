@@ -1,38 +1,145 @@
-"""Admission: a gate in front of work that costs slots and bytes."""
-
-# ruff: noqa: SLF001 - a lease and its gate are one thing in two modules
+"""Admission control: a gate in front of work that costs slots and bytes."""
 
 from __future__ import annotations
 
 import math
+import sys
+import warnings
+from collections import deque
+from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Final, Literal, final
+from typing import Any, Final, Literal, Self, TypeVar, TypeVarTuple, final
 
 import anyio
 
-from ._books import Books
-from ._checks import Unique, cost, limit, seconds_or_none
-from ._decorators import Decorator, managed
-from ._fair import Fair
-from ._lease import Lease
-from ._ledger import Ledger
-from ._park import readable
-from .events import Observer, guarded
+from ._eventloop import current_task, fallback_clock, new_waiter, wait_until
+from ._exceptions import AdmissionTimeout, CostTooLarge, GateClosed, GateFull, Refused
+from ._lock import ChangeLock
+from ._managed_stream import decorator
+from ._queues import DONE, HELD, DrainRate, FairQueue, FifoQueue, Ticket
+from ._signatures import GivingDecorator
+from ._validation import (
+    NoCopy,
+    check_amount,
+    check_capacity,
+    check_cost,
+    check_deadline_or_none,
+)
+from .events import (
+    AdmissionCancelled,
+    AdmissionRefused,
+    Event,
+    LeaseGranted,
+    LeaseReleased,
+    LeaseSettled,
+    Observer,
+    guarded,
+)
 
-if TYPE_CHECKING:
-    from collections.abc import Callable
+T = TypeVar("T")
+Ts = TypeVarTuple("Ts")
+_new = object.__new__
 
 
-class _AsBefore:
-    """A default that is told from ``None`` and reads well in ``help()``."""
+@final
+class Lease(Ticket, NoCopy):
+    """What one admitted request holds, from `Gate.admit` until hand-off.
+
+    Use it as a context manager, or call `release` yourself. A lease may be
+    released from any task and any thread, and may be passed on to another task.
+    A lease that is lost to the garbage collector is released there, with a
+    `ResourceWarning` (which says where it was granted under ``tracemalloc``).
+
+    Attributes:
+        slots: Slots that the lease was granted.
+        bytes: Bytes that it is charged with: the estimate until `settle`.
+        gate: The gate that granted it.
+    """
+
+    # ruff: noqa: SLF001 - a lease calls its gate, which is defined below
+    # Only a gate makes leases, hence no `__init__`. `entered_by` is the task inside
+    # the `with` block, and `owned_by_start` means that a supervised start releases it.
+    __slots__ = ("__weakref__", "entered_by", "gate", "owned_by_start", "seen_at")
+    gate: Gate
+    entered_by: object
+    owned_by_start: bool
+    seen_at: float  # by `lifecycle.debug.snapshot`
+
+    @property
+    def held(self) -> bool:
+        """Whether the lease still holds what it was granted."""
+        return self.state == HELD
+
+    def release(self) -> None:
+        """Give everything back and grant the next requests that fit.
+
+        Synchronous, idempotent, callable from any thread, from a finaliser and
+        from a signal handler; it never waits. Call it at hand-off: what happens
+        afterwards is no longer this gate's concern.
+        """
+        self.gate._release(self)
+
+    def settle(self, *, bytes: int) -> None:  # noqa: A002 - the unit is the name
+        """Replace the estimate by the *bytes* that were really needed.
+
+        Down grants the next requests that fit. Up never waits and never fails: it may
+        take the gate over its capacity, and then no bytes are granted until that is
+        repaid. A lease that is not held any more ignores the call. Any thread.
+
+        Args:
+            bytes: Actual size in bytes, 0 or more.
+
+        Raises:
+            ValueError: *bytes* is negative or not a whole number.
+        """
+        self.gate._settle(self, check_amount("bytes", bytes))
+
+    def __enter__(self) -> Self:
+        if self.state == HELD:
+            self.gate._enter_block(self)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.gate._leave_block(self)
+        if not getattr(self, "owned_by_start", False):
+            self.release()
+
+    def __del__(self) -> None:
+        if self.state == HELD and not sys.is_finalizing():
+            self.gate._lose(self)
+            what = f"a lease of {self.slots} slots and {self.bytes} bytes of gate "
+            what += f"{self.gate.name!r} was never released"
+            self._warn(f"{what}; use it in a with block, or call release()")
 
     def __repr__(self) -> str:
-        return "<as before>"
+        state = "held" if self.held else "not held"
+        what = f"{self.slots} slots, {self.bytes} bytes"
+        return f"<Lease of gate {self.gate.name!r}: {what}, {state}>"
 
 
-_AS_BEFORE: Final[Any] = _AsBefore()
-_MAY_WAIT: Final = True
-_NOW_OR_NEVER: Final = False
+class _Unchanged:
+    """A default that differs from ``None`` and reads well in ``help()``."""
+
+    def __repr__(self) -> str:
+        return "<unchanged>"
+
+
+_UNCHANGED: Final[Any] = _Unchanged()
+
+
+class _Unstated(int):
+    """A default of 0 that can be told from a 0 that was named."""
+
+    def __repr__(self) -> str:
+        return "0"
+
+
+_UNSTATED: Final = _Unstated()
+
+
+def _warn(message: str, stacklevel: int) -> None:
+    warnings.warn(message, RuntimeWarning, stacklevel=stacklevel)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -45,15 +152,15 @@ class GateStatistics:
         bytes: Byte capacity, or ``None`` if unbounded.
         bytes_in_use: Bytes held by live leases; above capacity after an
             estimate was settled upwards.
-        waiting: Requests in line.
-        max_waiting: Longest line, or ``None`` if unbounded.
+        waiting: Requests in the queue.
+        max_waiting: Maximum length of the queue, or ``None`` if unbounded.
         admitted: Leases granted.
-        refused: Requests turned away for any reason.
+        refused: Requests refused for any reason.
         cancelled: Requests whose task was cancelled before it had its lease.
         released: Leases given back; ``admitted - released`` are live.
         lost: Leases among them that only the garbage collector gave back.
-        overlooked: Leases that a gate that enforced its limits would have refused
-            or kept waiting.
+        over_limit: Leases granted by a gate with ``enforce=False`` that would
+            otherwise have been refused or kept waiting.
     """
 
     slots: int | None
@@ -67,39 +174,43 @@ class GateStatistics:
     cancelled: int
     released: int
     lost: int
-    overlooked: int
+    over_limit: int
 
     @property
     def received(self) -> int:
-        """Requests that ever asked, whatever became of them."""
+        """Requests so far, with all outcomes."""
         return self.admitted + self.refused + self.cancelled + self.waiting
 
 
 @final
-class Gate(Unique, Books):
+class Gate(NoCopy):
     """Admits requests in the order they come, as far as slots and bytes reach.
 
     One gate guards one lifetime. Payload memory until hand-off and requests in
     flight until their end are two lifetimes, hence two gates.
 
-    A gate can be made before any event loop runs, and shared by threads.
+    A gate can be made before any event loop runs, and shared by threads. One that is
+    given neither limit warns, as does the first request that names no *bytes* at a gate
+    that limits nothing else: most likely one was forgotten. Say ``slots=None``, or
+    ``bytes=0``, where it is meant. It is no error: a server should not refuse requests
+    for it.
 
     Args:
-        slots: Leases' slots at a time; ``None`` is unbounded, 0 is paused.
-        bytes: Leases' bytes at a time; ``None`` is unbounded, 0 is paused.
-        max_waiting: Longest line; a newcomer beyond it is refused at once.
-            ``None`` is unbounded, 0 refuses whoever would have to wait.
+        slots: Maximum number of slots in use; ``None`` is unbounded, 0 is paused.
+        bytes: Maximum number of bytes in use; ``None`` is unbounded, 0 is paused.
+        max_waiting: Maximum length of the queue; a request beyond it is refused at
+            once. ``None`` is unbounded, 0 refuses what would have to wait.
         max_wait: Longest wait in seconds unless the request names its own.
-        order: ``"fifo"``: as they come, the head blocks those behind it.
+        order: ``"fifo"``: as requests come, the head blocks those behind it.
             ``"fair"``: the key that has had the least share-seconds goes next;
             while its request does not fit, those next in order may overtake it
             until they have got as much as it asks for itself, those that are
             held for longer counting for more.
-        enforce: ``False`` refuses nobody and keeps nobody waiting, but counts
-            who would have been, to try limits out on live traffic.
+        enforce: ``False`` admits every request at once, but counts those that would
+            have been refused or kept waiting, to try limits out on live traffic.
         name: For events, errors and metrics.
-        observer: Told of each grant, release and refusal.
-        clock: Monotonic seconds. Read only where somebody waits or is refused,
+        observer: Called with each grant, release and refusal.
+        clock: Monotonic seconds. Read only where a request waits or is refused,
             or where an observer is set.
 
     Attributes:
@@ -114,8 +225,8 @@ class Gate(Unique, Books):
     def __init__(
         self,
         *,
-        slots: int | None = None,
-        bytes: int | None = None,  # noqa: A002 - the unit is the name
+        slots: int | None = _UNCHANGED,
+        bytes: int | None = _UNCHANGED,  # noqa: A002 - the unit is the name
         max_waiting: int | None = None,
         max_wait: float | None = None,
         order: Literal["fifo", "fair"] = "fifo",
@@ -126,34 +237,53 @@ class Gate(Unique, Books):
     ) -> None:
         if order not in ("fifo", "fair"):
             raise ValueError(f"order must be 'fifo' or 'fair', not {order!r}")
-        now = readable(clock)
-        limits = limit("slots", slots), limit("bytes", bytes)
-        ledger = Fair(*limits, now) if order == "fair" else Ledger(*limits)
-        super().__init__(name, ledger, guarded(observer), now)
+        limited = slots is not _UNCHANGED or bytes is not _UNCHANGED
+        slots = None if slots is _UNCHANGED else slots
+        bytes = None if bytes is _UNCHANGED else bytes  # noqa: A001
+        self.name = name
+        self.closed = False
+        self._clock = fallback_clock(clock)
         self._enforce = enforce
-        self._max_wait = seconds_or_none("max_wait", max_wait)
-        self._max_waiting = limit("max_waiting", max_waiting)
+        self._max_wait = check_deadline_or_none("max_wait", max_wait)
+        self._max_waiting = check_capacity("max_waiting", max_waiting)
+        limits = check_capacity("slots", slots), check_capacity("bytes", bytes)
+        self._bytes_only = limits[0] == math.inf > limits[1]  # until it has warned
+        fair = order == "fair"
+        self._queue = FairQueue(*limits, self._clock) if fair else FifoQueue(*limits)
+        self._drain_rate = DrainRate()
+        self._refused = self._timed_out = self._lost = self._over_limit = 0
+        # Why waiting requests were refused, until their tasks run again.
+        self._refusals: dict[Ticket, Refused] = {}
+        # Tasks inside `with lease:` blocks, and the leases of these.
+        self._blocks: dict[object, tuple[Lease, ...]] = {}
+        self._lock = ChangeLock()
+        # Reported without the lock: an observer may use the gate.
+        self._emit = guarded(observer)
+        self._events: deque[Event] = deque()
+        if not limited:
+            what = f"gate {name!r} has no limit and admits everything"
+            _warn(f"{what}; name slots or bytes, if only as None", 3)
 
     async def admit(
         self,
         *,
-        bytes: int = 0,  # noqa: A002 - the unit is the name
+        bytes: int = _UNSTATED,  # noqa: A002 - the unit is the name
         slots: int = 1,
         key: str | None = None,
         priority: int = 0,
-        max_wait: float | None = _AS_BEFORE,
+        max_wait: float | None = _UNCHANGED,
     ) -> Lease:
-        """Wait for room and return the lease that holds it.
+        """Wait until the request fits and return the lease that holds its cost.
 
-        All resources are granted together or not at all. Who fits at once and
-        has nobody to stand behind gets in without yielding to the scheduler.
+        All resources are granted together or not at all. A request that fits while
+        none waits is admitted without yielding to the scheduler.
 
         Args:
-            bytes: Estimated size of what is about to be created, 0 or more.
+            bytes: Estimated size of what is about to be created, by default 0.
             slots: Slots to take, 0 or more.
-            key: On whose behalf; with ``order="fair"`` keys share the gate evenly.
+            key: Tenant or user; with ``order="fair"`` keys share the gate evenly.
             priority: With ``order="fifo"``, a higher one goes before every lower
-                one. Use few. (What is the other order's changes nothing here.)
+                one. Use few. (The option of the other order is ignored.)
             max_wait: Longest wait in seconds, by default the gate's own;
                 ``None`` waits without limit.
 
@@ -161,11 +291,11 @@ class Gate(Unique, Books):
             A held lease. Its owner owes one `Lease.release`, which ``with`` pays.
 
         Raises:
-            GateFull: The line was full on arrival.
+            GateFull: The queue was full on arrival.
             AdmissionTimeout: *max_wait* went by.
             GateClosed: The gate was closed, also during the wait.
             CostTooLarge: The request asks for more than the gate's capacity.
-            RuntimeError: The task would wait for itself: it is inside a
+            RuntimeError: Waiting would be a deadlock: the task is inside a
                 ``with lease:`` block of this gate.
             ValueError: A cost is negative, not a whole number, or all are zero;
                 or *max_wait* is NaN.
@@ -174,93 +304,385 @@ class Gate(Unique, Books):
             A checkpoint only where it has to wait. It returns a lease or raises
             holding nothing; a lease granted in the same moment is passed on.
         """
-        if max_wait is not _AS_BEFORE:
-            max_wait = seconds_or_none("max_wait", max_wait)
+        if max_wait is not _UNCHANGED:
+            max_wait = check_deadline_or_none("max_wait", max_wait)
+        if bytes is _UNSTATED:
+            bytes = 0  # noqa: A001
+            if self._bytes_only:
+                self._warn_of_bytes()
         if type(slots) is not int or type(bytes) is not int or slots < 1 or bytes < 0:
-            slots, bytes = cost(slots, bytes)  # noqa: A001
-        lease = self._request(slots, bytes, key, priority, _MAY_WAIT)
-        if (waiter := lease._waiter) is not None:
-            longest = self._max_wait if max_wait is _AS_BEFORE else max_wait
-            await self._wait(lease, waiter, longest)
+            slots, bytes = check_cost(slots, bytes)  # noqa: A001
+        lease = self._request(slots, bytes, key, priority, True)
+        if lease.waiter is not None:
+            longest = self._max_wait if max_wait is _UNCHANGED else max_wait
+            await self._wait(lease, longest)
         return lease
 
     def try_admit(
         self,
         *,
-        bytes: int = 0,  # noqa: A002 - the unit is the name
+        bytes: int = _UNSTATED,  # noqa: A002 - the unit is the name
         slots: int = 1,
         key: str | None = None,
         priority: int = 0,
     ) -> Lease:
         """Return a held lease now, or refuse. Any thread; needs no event loop.
 
-        Arguments and refusals are those of `admit`; nobody is overtaken.
+        Arguments and refusals are those of `admit`; no waiting request is overtaken.
 
         Raises:
-            GateFull: There is no room, or others wait for it already; or the
-                caller is a finaliser or signal handler that interrupts the gate.
+            GateFull: It does not fit, others wait, or this interrupts the gate itself.
         """
-        slots, bytes = cost(slots, bytes)  # noqa: A001
-        return self._request(slots, bytes, key, priority, _NOW_OR_NEVER)
+        if bytes is _UNSTATED and self._bytes_only:
+            self._warn_of_bytes()
+        slots, bytes = check_cost(slots, bytes)  # noqa: A001
+        return self._request(slots, bytes, key, priority, False)
 
     def resize(
         self,
         *,
-        slots: int | None = _AS_BEFORE,
-        bytes: int | None = _AS_BEFORE,  # noqa: A002 - the unit is the name
+        slots: int | None = _UNCHANGED,
+        bytes: int | None = _UNCHANGED,  # noqa: A002 - the unit is the name
     ) -> None:
         """Change the capacity; what is not named stays. Any thread.
 
-        Raising it wakes everybody who fits now. Lowering it takes nothing from
-        live leases, but grants nothing until they are back below it, and
-        refuses at once whoever waits for more than there will ever be. Zero
-        pauses: nobody is admitted and nobody is refused.
+        Raising it grants every request that fits now. Lowering it takes nothing from
+        live leases, but grants nothing until they are back below it, and refuses
+        waiting requests that could never fit. Zero pauses: no request is admitted
+        and none is refused.
 
         Raises:
             ValueError: A limit is negative or not a whole number.
         """
-        new_slots = None if slots is _AS_BEFORE else limit("slots", slots)
-        new_bytes = None if bytes is _AS_BEFORE else limit("bytes", bytes)
-        self._change(self._resize, new_slots, new_bytes)
+        capacity = {"slots": slots, "bytes": bytes}.items()
+        checked = {
+            name: check_capacity(name, value)
+            for name, value in capacity
+            if value is not _UNCHANGED
+        }
+        self._apply(self._resize, checked)
+
+    def _warn_of_bytes(self) -> None:
+        self._bytes_only = False
+        what = f"a request named no bytes at gate {self.name!r}, which limits bytes"
+        _warn(f"{what}; say how many, if only bytes=0", 4)
 
     def close(self) -> None:
-        """Refuse everybody in line and everybody to come. Idempotent. Any thread.
+        """Refuse every waiting request and all that come. Idempotent. Any thread.
 
         Live leases stay valid until they are released.
         """
-        self._change(self._close)
+        self._apply(self._close)
 
     def admits(
         self, cost: int | Callable[..., int] = 0, *, slots: int = 1
-    ) -> Decorator:
+    ) -> GivingDecorator[Lease]:
         """Decorate a function that streams, as `lifecycle.managed` with this gate."""
-        return managed(gate=self, cost=cost, slots=slots)
+        given: GivingDecorator[Lease] = decorator(gate=self, cost=cost, slots=slots)
+        return given
 
     def statistics(self) -> GateStatistics:
-        """The gate as it is now. Any thread."""
-        return self._look(self._read)
-
-    def _read(self) -> GateStatistics:
-        ledger = self._ledger
-        slots, nbytes, longest = ledger.slots, ledger.nbytes, self._max_waiting
-        return GateStatistics(
-            slots=None if slots == math.inf else int(slots),
-            slots_in_use=ledger.slots_in_use,
-            bytes=None if nbytes == math.inf else int(nbytes),
-            bytes_in_use=ledger.bytes_in_use,
-            waiting=ledger.waiting,
-            max_waiting=None if longest == math.inf else int(longest),
-            admitted=ledger.admitted,
-            refused=self._refused,
-            cancelled=ledger.withdrawn - self._timed_out,
-            released=ledger.released,
-            lost=self._lost,
-            overlooked=self._overlooked,
-        )
+        """Return the gate as it is now. Any thread."""
+        return self._ask(self._read)
 
     def __repr__(self) -> str:
-        now = self.statistics()
+        if not hasattr(self, "_drain_rate"):  # its arguments were refused
+            return "<Gate, not made>"
+        now = self._read()  # without the lock: in an error's traceback it may be held
         return (
             f"<Gate {self.name!r}: {now.slots_in_use} of {now.slots} slots, "
             f"{now.bytes_in_use} of {now.bytes} bytes, {now.waiting} waiting>"
         )
+
+    # Changes, under the lock.
+
+    def _apply(self, change: Callable[[*Ts], object], *args: *Ts) -> None:
+        """Make *change* now, or leave it to the holder of the lock. Never waits."""
+        self._lock.deferred.append((change, args))
+        self._flush()
+
+    def _ask(self, question: Callable[[*Ts], T], *args: *Ts) -> T:
+        """Return what *question* returns while nothing changes.
+
+        In the middle of a change by this very thread, it sees half of that.
+        """
+        lock = self._lock
+        if lock.mutex.locked() and not lock.usable():
+            return question(*args)
+        try:
+            with lock.mutex:
+                return question(*args)
+        finally:
+            self._flush()
+
+    def _flush(self) -> None:
+        """Make deferred changes, then report events without the lock."""
+        if self._lock.deferred:
+            self._lock.make_deferred_changes()
+        with suppress(IndexError):  # another thread was faster
+            # Not during a change, which may be further up this very stack: an observer
+            # may use the gate. The holder of the lock reports once it has unlocked.
+            while (
+                self._events
+                and self._emit is not None
+                and not self._lock.mutex.locked()
+            ):
+                self._emit(self._events.popleft())
+
+    def _request(
+        self,
+        slots: int,
+        nbytes: int,
+        key: str | None,
+        priority: int,
+        may_wait: bool,  # noqa: FBT001
+    ) -> Lease:
+        """Return a lease that is held already, or has a waiter to wait on."""
+        # `Lease(...)`, written out: every admission comes through here.
+        lease = _new(Lease)
+        lease.gate = self
+        lease.slots = slots
+        lease.bytes = nbytes
+        lease.key = key
+        lease.state = DONE
+        lease.waiter = None  # type: ignore[assignment]
+        lock = self._lock
+        if lock.mutex.locked() and not lock.usable():
+            raise self._refuse_interruption(lease)
+        try:
+            with lock.mutex:
+                queue = self._queue
+                ahead = queue.ahead if may_wait else queue.waiting
+                if self.closed or not queue.admit(lease, ahead):
+                    self._enqueue(lease, priority, may_wait)
+                elif self._emit is not None:
+                    self._note(LeaseGranted, lease, waited_s=0.0)
+                return lease
+        finally:
+            if lock.deferred or self._events:
+                self._flush()
+
+    def _release(self, lease: Lease) -> None:
+        # `_apply`, written out: every request comes through here.
+        lock = self._lock
+        if lock.mutex.locked():
+            self._apply(self._take_back, lease)
+            return
+        try:
+            with lock.mutex:
+                if self._queue.release(lease) and self._emit is not None:
+                    self._note(LeaseReleased, lease, lost=False)
+        finally:
+            if lock.deferred or self._events:
+                self._flush()
+
+    def _enqueue(self, lease: Lease, priority: int, may_wait: bool) -> None:  # noqa: FBT001
+        hash(lease.key)  # raises here, where nothing is charged yet
+        queue = self._queue
+        if self.closed:
+            raise self._refuse(lease, self._gate_closed())
+        if not self._enforce:
+            self._over_limit += 1
+            queue.charge(lease)
+            self._note(LeaseGranted, lease, waited_s=0.0)
+            return
+        if queue.too_large(lease):
+            raise self._refuse(lease, self._too_large(lease))
+        if not may_wait:
+            raise self._refuse(lease, self._retry_later(GateFull, "is full"))
+        if queue.waiting or not queue.fits(lease):
+            # It will really wait, not only until its task runs again.
+            longest = self._max_waiting
+            if queue.waiting >= longest:
+                why = (
+                    f"its queue of {longest} is full" if longest else "max_waiting is 0"
+                )
+                refusal = self._retry_later(GateFull, f"is full, and {why}")
+                raise self._refuse(lease, refusal)
+            if self._blocks:
+                self._refuse_deadlock(lease)
+        lease.priority = priority
+        lease.waiter = new_waiter()
+        queue.enqueue(lease)
+
+    def _refuse_deadlock(self, lease: Lease) -> None:
+        leases = self._blocks.get(current_task(), ())
+        if any(each.held for each in leases):
+            self._refuse(lease, GateFull("nested"))
+            what = f"deadlock at gate {self.name!r}: this task would wait inside a with"
+            how = "ask for all that the request needs in one admission"
+            raise RuntimeError(f"{what} block of a lease of the same gate; {how}")
+
+    def _refuse_interruption(self, lease: Lease) -> Refused:
+        how = "is busy, most likely interrupted by this very call; retry in 1.0 s"
+        refusal = GateFull(f"gate {self.name!r} {how}", retry_after=1.0)
+        self._apply(self._refuse, lease, refusal)
+        return refusal
+
+    async def _wait(self, lease: Lease, max_wait: float | None) -> None:
+        """Wait in the queue, and return with the lease held, or raise without it."""
+        waiter: Any = lease.waiter
+        began = self._clock() if self._emit is not None else 0.0
+        try:
+            if max_wait is None or max_wait == math.inf:
+                await waiter
+            else:
+                await wait_until(waiter, anyio.current_time() + max_wait)
+                # A task never interrupts a change of its own: another thread makes one.
+                while self._lock.mutex.locked() and not self._lock.usable():
+                    pass
+                self._ask(self._time_out, lease, max_wait)
+        except BaseException:
+            self._apply(self._cancel, lease, began)
+            raise
+        finally:
+            self._queue.ahead.pop()
+        # Without the lock: what was decided before the wake-up does not change.
+        if lease.state != HELD:
+            raise self._refusals.pop(lease)
+        if self._emit is not None:
+            self._note(LeaseGranted, lease, waited_s=self._clock() - began)
+            self._flush()
+
+    def _time_out(self, lease: Lease, max_wait: float) -> None:
+        # Where the grant came in the same moment, the grant wins.
+        if lease.state != HELD and lease not in self._refusals:
+            self._queue.withdraw(lease)
+            self._timed_out += 1
+            how = f"was full for {max_wait} s"
+            refusal = self._retry_later(AdmissionTimeout, how)
+            self._refusals[lease] = self._refuse(lease, refusal)
+
+    def _cancel(self, lease: Lease, began: float) -> None:
+        if lease.state == HELD:
+            self._note(LeaseGranted, lease, waited_s=self._clock() - began)
+            self._take_back(lease)
+        elif self._refusals.pop(lease, None) is None:
+            self._queue.withdraw(lease)
+            self._note(AdmissionCancelled, lease)
+
+    def _take_back(self, lease: Lease, lost: bool = False) -> None:  # noqa: FBT001, FBT002
+        if self._queue.release(lease):
+            self._lost += lost
+            self._note(LeaseReleased, lease, lost=lost)
+
+    def _lose(self, lease: Lease) -> None:
+        self._apply(self._take_back, lease, True)
+
+    def _settle(self, lease: Lease, nbytes: int) -> None:
+        self._apply(self._settle_now, lease, nbytes)
+
+    def _settle_now(self, lease: Lease, nbytes: int) -> None:
+        if lease.state == HELD:
+            estimate = lease.bytes
+            self._queue.settle(lease, nbytes)
+            if self._emit is not None:
+                event = LeaseSettled(
+                    gate=self.name, estimated_bytes=estimate, actual_bytes=nbytes
+                )
+                self._events.append(event)
+
+    def _resize(self, capacity: dict[str, float]) -> None:
+        queue = self._queue
+        queue.slots = capacity.get("slots", queue.slots)
+        queue.nbytes = capacity.get("bytes", queue.nbytes)
+        misfits = [each for each in queue.tickets() if queue.too_large(each)]
+        self._refuse_waiting({each: self._too_large(each) for each in misfits})
+
+    def _close(self) -> None:
+        self.closed = True
+        waiting = self._queue.tickets()
+        self._refuse_waiting({each: self._gate_closed() for each in waiting})
+
+    def _refuse_waiting(self, refusals: dict[Ticket, Refused]) -> None:
+        self._queue.discard(refusals)
+        for ticket, refusal in refusals.items():
+            self._refusals[ticket] = self._refuse(ticket, refusal)
+            ticket.waiter.wake()
+
+    def _enter_block(self, lease: Lease) -> None:
+        task = current_task()
+        if task is not None:
+            self._forget_block(lease)  # the task of another block passed it on
+            self._blocks[task] = (*self._blocks.get(task, ()), lease)
+            lease.entered_by = task
+
+    def _leave_block(self, lease: Lease) -> None:
+        if self._forget_block(lease):
+            lease.entered_by = None
+
+    def _forget_block(self, lease: Lease) -> bool:
+        task = getattr(lease, "entered_by", None)
+        if task is None:
+            return False
+        leases = self._blocks.pop(task, ())
+        others = tuple(other for other in leases if other is not lease)
+        if others:
+            self._blocks[task] = others
+        return True
+
+    def _held_seconds(self, lease: Lease) -> float | None:
+        """Seconds that *lease* has been held, where the order depends on it."""
+        charged = getattr(lease, "charged", None)
+        return None if charged is None else self._clock() - charged[0]
+
+    def _read(self) -> GateStatistics:
+        queue = self._queue
+        return GateStatistics(
+            slots=_finite(queue.slots),
+            slots_in_use=queue.slots_in_use,
+            bytes=_finite(queue.nbytes),
+            bytes_in_use=queue.bytes_in_use,
+            waiting=queue.waiting,
+            max_waiting=_finite(self._max_waiting),
+            admitted=queue.admitted,
+            refused=self._refused,
+            cancelled=queue.withdrawn - self._timed_out,
+            released=queue.released,
+            lost=self._lost,
+            over_limit=self._over_limit,
+        )
+
+    # Refusals and events.
+
+    def _refuse(self, ticket: Ticket, refusal: Refused) -> Refused:
+        self._refused += 1
+        reason, retry_after = refusal.reason, refusal.retry_after
+        self._note(AdmissionRefused, ticket, reason=reason, retry_after=retry_after)
+        return refusal
+
+    def _note(self, kind: Callable[..., Event], ticket: Ticket, **more: object) -> None:
+        """Append an event, to be reported without the lock."""
+        if self._emit is not None:
+            slots, nbytes = ticket.slots, ticket.bytes
+            event = kind(gate=self.name, slots=slots, bytes=nbytes, **more)
+            self._events.append(event)
+
+    def _retry_later(
+        self, refused: type[GateFull | AdmissionTimeout], how: str
+    ) -> Refused:
+        ahead, released = self._queue.waiting + 1, self._queue.released
+        seconds = self._drain_rate.retry_after(ahead, released, self._clock())
+        message = f"gate {self.name!r} {how}; retry in {seconds:.1f} s"
+        return refused(message, retry_after=seconds)
+
+    def _gate_closed(self) -> Refused:
+        return GateClosed(f"gate {self.name!r} is closed; ask another server")
+
+    def _too_large(self, ticket: Ticket) -> Refused:
+        queue, asked, capacity = self._queue, list[str](), list[str]()
+        for amount, most, unit in (
+            (ticket.slots, queue.slots, "slots"),
+            (ticket.bytes, queue.nbytes, "bytes"),
+        ):
+            if 0 < most < amount:
+                asked.append(f"{amount} {unit}")
+                capacity.append(f"{most} {unit}")
+        return CostTooLarge(
+            f"a request of {' and '.join(asked)} can never pass gate {self.name!r} "
+            f"of {' and '.join(capacity)}; make it smaller"
+        )
+
+
+def _finite(limit: float) -> int | None:
+    return None if limit == math.inf else int(limit)

@@ -10,52 +10,125 @@ from __future__ import annotations
 import gc
 import traceback
 from array import array
-from collections.abc import Callable, Iterable, MutableMapping, MutableSequence
+from collections.abc import (
+    Callable,
+    Generator,
+    Iterable,
+    MutableMapping,
+    MutableSequence,
+)
+from contextlib import suppress
+from pathlib import PurePath
+from types import FrameType, FunctionType, TracebackType
 from typing import Any, Final, Generic, Literal, TypeVar, cast, final
 
-from ._checks import Unique, whole
+from ._validation import NoCopy, check_amount
 
 T = TypeVar("T")
 
 _GONE: Final[Any] = object()
-# Leaves, though they look like lists: their bytes are not ours to resize.
+# Leaves, though they look like lists: buffers of others must not be resized.
 _RAW: Final = (bytearray, array)
 
 
-def forget_frames(error: BaseException) -> None:
-    """Clear the locals of the finished frames that *error* came through.
+def clear_traceback_frames(
+    error: BaseException, *, until: BaseException | None = None
+) -> None:
+    """Take the payload from the finished frames that *error* came through.
 
-    A traceback holds its frames and a frame holds its locals: without this an
-    error that is kept, logged or stored keeps the payload that it was about. Its
-    causes, contexts and members of a group are treated alike; tracebacks and their
-    lines stay, and so does what a frame needs that has not finished.
+    A frame holds its locals and its function, and that holds defaults and a closure:
+    without this an error that is kept keeps the payload that it was about. Its causes,
+    contexts and members of a group are treated alike.
+
+    The traceback becomes a copy with the same files, names and lines: a debugger shows
+    where the error was raised, and no variables of the frames that have finished.
+
+    Args:
+        error: The exception to clear.
+        until: A context of *error* to leave as it is, with all behind it: what a
+            caller was already handling.
     """
     pending: list[BaseException | None] = [error]
-    seen: set[int] = set()
+    seen: set[int] = {id(until)}
     while pending:
         exc = pending.pop()
         if exc is None or id(exc) in seen:
             continue
         seen.add(id(exc))
-        for frame, _line in traceback.walk_tb(exc.__traceback__):
-            # Clearing a suspended frame closes its coroutine up to CPython 3.12.
-            # The collector tells: a frame shows it its locals once it owns them,
-            # which is when it is finished, and its trace function at any time.
-            trace = frame.f_trace
-            if any(held is not trace for held in gc.get_referents(frame)):
-                frame.clear()
+        exc.with_traceback(_without_payload(exc.__traceback__))
+        if isinstance(exc, AttributeError):
+            exc.obj = type(exc.obj)  # enough to suggest another name
         pending += [exc.__cause__, exc.__context__]
         if isinstance(exc, BaseExceptionGroup):
             pending += exc.exceptions
 
 
-@final
-class Payload(Unique, Generic[T]):
-    """A box that gives its value away once.
+def _without_payload(trace: TracebackType | None) -> TracebackType | None:
+    """Copy *trace*, with a stand-in for each frame that has finished."""
+    steps = []
+    while trace is not None:
+        steps.append(trace)
+        trace = trace.tb_next
+    copy = None
+    for step in reversed(steps):
+        frame, instruction = step.tb_frame, step.tb_lasti
+        if _has_finished(frame):
+            # From CPython 3.13 a running frame that a debugger wrote to looks so, too,
+            # and refuses; it keeps its place.
+            with suppress(RuntimeError):
+                # Others may refer to it, such as frames that it called.
+                frame.clear()
+                # Its function stays even so: no frame can be made to forget that.
+                frame, instruction = _stand_in_for(frame), -1
+        copy = TracebackType(copy, frame, instruction, step.tb_lineno)
+    return copy
 
-    Put the value in where it is created and pass the box around. Whoever hands
-    the payload over calls `take`; whatever still refers to the box afterwards
-    refers to nothing.
+
+def _has_finished(frame: FrameType) -> bool:
+    # Clearing a suspended frame closes its coroutine up to CPython 3.12. The collector
+    # tells: a frame shows it its locals and function once it owns them, which is when
+    # it is finished, and its trace function at any time.
+    trace = frame.f_trace
+    return any(held is not trace for held in gc.get_referents(frame))
+
+
+def _stand_in_for(frame: FrameType) -> FrameType:
+    """Return a frame of the same place, that never ran."""
+    code = frame.f_code
+    place = _place.__code__.replace(
+        co_filename=code.co_filename,
+        co_name=code.co_name,
+        co_qualname=code.co_qualname,
+        co_firstlineno=code.co_firstlineno,
+    )
+    stand_in: FrameType = FunctionType(place, frame.f_globals)().gi_frame
+    return stand_in
+
+
+def _place() -> Generator[None]:
+    yield  # pragma: no cover - a generator has a frame before it runs
+
+
+def describe_error(error: BaseException) -> str:
+    """Name an error's type and place without its text: ``ValueError at kv.py:7``.
+
+    The text may quote a prompt or another payload; the type and the line never do.
+    """
+    name = type(error).__name__
+    frames = [*traceback.walk_tb(error.__traceback__)]
+    if not frames:
+        return name
+    frame, line = frames[-1]
+    return f"{name} at {PurePath(frame.f_code.co_filename).name}:{line}"
+
+
+@final
+class Payload(NoCopy, Generic[T]):
+    """A single-use container for a large value, so that no suspended frame keeps it.
+
+    Put the value in where it is created and pass the box around. The code that hands
+    the payload over calls `take`; references to the box that are left then refer to
+    an empty one.
 
     Args:
         value: Anything. The box must be its only holder for the promise to hold.
@@ -68,7 +141,7 @@ class Payload(Unique, Generic[T]):
 
     __slots__ = ("__weakref__", "_on_release", "_value", "nbytes")
 
-    forget = staticmethod(forget_frames)
+    forget = staticmethod(clear_traceback_frames)
 
     def __init__(
         self,
@@ -77,8 +150,8 @@ class Payload(Unique, Generic[T]):
         nbytes: int = 0,
         on_release: Callable[[Literal["taken", "cleared"]], None] | None = None,
     ) -> None:
+        self.nbytes = check_amount("nbytes", nbytes)
         self._value = value
-        self.nbytes = whole("nbytes", nbytes)
         self._on_release = on_release
 
     @property
@@ -87,7 +160,7 @@ class Payload(Unique, Generic[T]):
         return self._value is _GONE
 
     def take(self) -> T:
-        """Return the value and forget it.
+        """Return the value and drop the reference to it.
 
         Raises:
             RuntimeError: The box was emptied before.
@@ -98,7 +171,7 @@ class Payload(Unique, Generic[T]):
         return cast("T", value)
 
     def clear(self) -> None:
-        """Forget the value, if it is still there."""
+        """Drop the value, if it is still there."""
         self._empty("cleared")
 
     def _empty(self, how: Literal["taken", "cleared"]) -> object:
@@ -110,6 +183,8 @@ class Payload(Unique, Generic[T]):
         return value
 
     def __repr__(self) -> str:
+        if not hasattr(self, "nbytes"):  # that was refused
+            return "<Payload, not made>"
         return f"<Payload of {self.nbytes} bytes{', taken' if self.taken else ''}>"
 
 
@@ -117,8 +192,8 @@ def strip(payload: MutableMapping[str, Any], *, keep: Iterable[str] = ()) -> Non
     """Empty *payload* in place, but for the paths to *keep*.
 
     For the engine side, when the prefill that needed the tensors is done. In
-    place, and down through nested mappings and lists, because somebody else may
-    hold one of them. What is kept is not touched, wherever else it appears.
+    place, and down through nested mappings and lists, because other code may hold
+    one of them. What is kept is not touched, wherever else it appears.
 
     Args:
         payload: A mapping by strings, nested to any depth.
@@ -127,27 +202,37 @@ def strip(payload: MutableMapping[str, Any], *, keep: Iterable[str] = ()) -> Non
             is kept whole.
 
     Raises:
-        KeyError: A path to keep leads nowhere; nothing was changed.
+        KeyError: A path to keep leads nowhere. All the rest was stripped before: a
+            misspelt path must not keep a payload in memory.
         TypeError: *keep* is one string; nothing was changed.
     """
     if isinstance(keep, str):
         raise TypeError(f"keep is a list of paths, as in [{keep!r}], not one string")
     done: set[int] = set()
     kept: dict[int, set[str]] = {}
+    absent: list[str] = []
     for path in keep:
         found: Any = payload
+        steps: list[tuple[int, str]] = []
         for key in path.split("."):
             if not isinstance(found, MutableMapping) or key not in found:
-                raise KeyError(f"no {path!r} in the payload; nothing was stripped")
-            kept.setdefault(id(found), set()).add(key)
+                absent.append(path)
+                break
+            steps.append((id(found), key))
             found = found[key]
-        _containers(found, done)
+        else:
+            for container_id, key in steps:
+                kept.setdefault(container_id, set()).add(key)
+            _containers(found, done)
     for container in _containers(payload, done):
         if id(container) not in kept:
             container.clear()
             continue
         for key in container.keys() - kept[id(container)]:
             del container[key]
+    if absent:
+        listed = ", ".join(map(repr, absent))
+        raise KeyError(f"no {listed} in the payload; the rest was stripped")
 
 
 def _containers(root: object, done: set[int]) -> list[Any]:

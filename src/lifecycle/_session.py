@@ -1,55 +1,215 @@
-"""One session: from the arrival of a request until its engine is quiet."""
+"""One session: from the arrival of a request until its END is done."""
 
-# ruff: noqa: SLF001 - a session and its registry are one mechanism in two modules
 from __future__ import annotations
 
+import inspect
+import logging
 import sys
 from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass, field
 from functools import partial
-from typing import TYPE_CHECKING, Any, Literal, Self, TypeVar, final
+from typing import Any, Final, Literal, Self, TypeVar, cast, final, get_args
 from weakref import ref
 
 import anyio
 from anyio.lowlevel import checkpoint
 
-from ._checks import Unique
-from ._errors import SessionEnded
-from ._lease import Lease
-from ._outcome import expect_outcome, outcome_of
-from ._payload import Payload, forget_frames
-from ._start import End, Open, Pairs, Start, begin, results
-from ._stream import Stream
-from ._watchdog import Deadlines
-from .events import Event, Outcome, PayloadReleased, SessionClosed, StreamEnded
-
-if TYPE_CHECKING:
-    from ._sessions import SessionRegistry
+from . import events
+from ._eventloop import TaskSupervisor, call_if_cancelled, current_loop
+from ._exceptions import (
+    EngineLost,
+    Refused,
+    SessionEnded,
+    StartTimeout,
+    StreamTimeout,
+)
+from ._gate import Lease
+from ._payload import Payload, clear_traceback_frames, describe_error
+from ._start import (
+    End,
+    InitDone,
+    Open,
+    Pairs,
+    StartContext,
+    StartEnvironment,
+    StartTask,
+    make_starts,
+    start_error,
+)
+from ._stream import DeadlineWatchdog, Stream, StreamDeadlines, WatchedStream
+from ._validation import NoCopy, check, check_deadline
+from .events import (
+    Event,
+    Observer,
+    Outcome,
+    PayloadReleased,
+    SessionClosed,
+    StreamEnded,
+)
 
 T = TypeVar("T")
+
+_log = logging.getLogger("lifecycle")
+
+OUTCOMES: Final[tuple[Outcome, ...]] = get_args(Outcome)
+
+
+def check_outcome(outcome: object) -> None:
+    """Raise `ValueError` unless there is such an *outcome*."""
+    if outcome not in OUTCOMES:
+        known = ", ".join(OUTCOMES)
+        raise ValueError(f"{outcome!r} is no outcome of a session; use one of {known}")
+
+
+def outcome_of(exc: BaseException | None, cancelled_as: Outcome) -> Outcome:
+    """Return what a session that is left by *exc* is counted as.
+
+    Always an outcome that exists: code that leaves a block cannot handle an error.
+    """
+    outcome: str = "failed"
+    match exc:
+        case None | StopAsyncIteration():
+            return "completed"
+        case Refused():
+            return "refused"
+        case EngineLost():
+            return "engine_lost"
+        case StartTimeout() | StreamTimeout():
+            return "deadline"
+        case SessionEnded():
+            outcome = exc.outcome
+        case BaseExceptionGroup():
+            each = {outcome_of(inner, cancelled_as) for inner in exc.exceptions}
+            outcome = each.pop() if len(each) == 1 else "failed"
+        case Exception():
+            return "failed"
+        case GeneratorExit():
+            outcome = cancelled_as
+        case _ if isinstance(exc, anyio.get_cancelled_exc_class()):
+            outcome = cancelled_as
+    return outcome if outcome in OUTCOMES else "failed"
+
+
+class RegistryState:
+    """What a registry and its sessions share.
+
+    Attributes:
+        live: Live sessions by id; weakly, as their owners and tasks refer to them.
+        closing: Closed sessions whose END is not done.
+        outcomes: Sessions closed, by outcome.
+        quarantined: Ids by key of sessions whose END failed.
+        ends_failed: How many these ever were.
+        emit: Reports an event, or ``None`` without an observer.
+        max_quarantined: Most sessions to keep in quarantine.
+        changed: Set when a session closes or its END is done, if a task waits.
+        entered: Whether the registry is entered; what follows is set then.
+        clock: The loop's own.
+        post: Calls a function in the loop, from any thread.
+        watchdog: Enforces the deadlines of streams and starts.
+        new_scope: Makes a cancel scope of the loop.
+        supervisor: Runs the starts.
+        starts: What all starts need of the loop and the registry.
+    """
+
+    loop: object
+    post: Callable[[Callable[[], object]], None]
+    watchdog: DeadlineWatchdog
+    new_scope: Callable[..., anyio.CancelScope]
+    supervisor: TaskSupervisor
+    starts: StartEnvironment
+
+    def __init__(self, max_quarantined: int, observer: Observer | None) -> None:
+        self.live: dict[str, ref[Session]] = {}
+        self.closing: set[Session] = set()
+        self.outcomes: dict[Outcome, int] = dict.fromkeys(OUTCOMES, 0)
+        self.quarantined: dict[str, str] = {}
+        self.ends_failed = 0
+        self.emit = events.guarded(observer)
+        self.max_quarantined = max_quarantined
+        self.entered = False
+        self.clock: Callable[[], float] = anyio.current_time
+        self.changed: anyio.Event | None = None
+
+    def check_loop(self) -> None:
+        """Raise unless the registry is entered, in this event loop."""
+        if not self.entered:
+            raise RuntimeError("enter the SessionRegistry with async with first")
+        if current_loop() is not self.loop:
+            raise RuntimeError("a SessionRegistry is for the loop it was entered in")
+
+    async def until(self, reached: Callable[[], bool]) -> None:
+        """Wait until *reached* returns true."""
+        while not reached():
+            self.changed = self.changed or anyio.Event()
+            await self.changed.wait()
+
+    def quarantine(self, key: str, id_: str) -> None:
+        """Remember a session whose END failed, and forget the oldest beyond a bound."""
+        self.ends_failed += 1
+        self.quarantined[key] = id_
+        if len(self.quarantined) > self.max_quarantined:
+            del self.quarantined[next(iter(self.quarantined))]
+
+
+def in_async_generator() -> bool:
+    """Whether the caller's caller is the body of an async generator.
+
+    Such a body may leave a block in another task than it entered it in, or never. The
+    generator of a `contextlib.asynccontextmanager` may not, and does not count.
+    """
+    frame = inspect.currentframe()
+    frame = frame and frame.f_back
+    while frame is not None and (frame := frame.f_back) is not None:
+        flags = frame.f_code.co_flags
+        if flags & inspect.CO_ASYNC_GENERATOR:
+            reader = frame.f_back
+            return reader is None or reader.f_globals.get("__name__") != "contextlib"
+        if flags & inspect.CO_COROUTINE:
+            return False
+    return False
+
+
+class _NoScope:
+    """Stands for the scope of a block in an async generator: none may span a yield.
+
+    Args:
+        lose: Called if the task that enters is cancelled and leaves the block behind.
+    """
+
+    def __init__(self, lose: Callable[[], object]) -> None:
+        self._revoke = call_if_cancelled(lose)
+
+    def cancel(self) -> None: ...
+
+    def __exit__(self, *_: object) -> None:
+        self._revoke()
 
 
 @final
 @dataclass(slots=True, weakref_slot=True, eq=False, repr=False)
-class Session(Unique):
+class Session(NoCopy):
     """One request of one client, from `SessionRegistry.open` until its end.
 
-    Entered with ``with`` by the task that works on the request. Leaving never
-    waits: what the engine still has to be told is told by the registry. One that is
-    lost, not entered and with no END to come, is closed with a `ResourceWarning`.
+    Entered with ``with`` by the task that works on the request. Leaving never waits:
+    the registry sends END to the engine. A session that is lost, not entered and with
+    no END to come, is closed with a `ResourceWarning`.
+
+    In an async generator, such as the body of a response, its block may be left by
+    another task. So `stop` does not cancel such a block: it gets `SessionEnded` with
+    the next item of `stream`, or where it is left.
 
     Attributes:
-        id: The id that the outside world knows.
-        generation: Tells sessions apart that had the same id, one after another.
-        key: ``"id#generation"``: never used twice, so what is said about it
-            late cannot hit a newer session. Use it towards the engine.
+        id: The id that clients know.
+        generation: Distinguishes sessions that had the same id, one after another.
+        key: ``"id#generation"``: never used twice, so a late message about it cannot
+            hit a newer session. Use it towards the engine.
         opened_at: By the event loop's clock, in seconds.
         cancelled_as: What a cancellation of the owner is counted as.
         lease: What starts take over, unless given another; `managed` sets it.
         outcome: How the session ended, or ``None`` while it is live.
     """
 
-    _registry: SessionRegistry
+    _state: RegistryState
     id: str
     generation: int
     key: str
@@ -58,12 +218,14 @@ class Session(Unique):
     lease: Lease | None = None
     outcome: Outcome | None = None
     _boxes: dict[object, Payload[Any]] = field(default_factory=dict)
-    _starts: list[Start[Any]] = field(default_factory=list)
-    _scope: anyio.CancelScope | None = None
+    _starts: list[StartTask[Any]] = field(default_factory=list)
+    _scope: anyio.CancelScope | _NoScope | None = None
     # Of a decorated function, without a block: no scope may span its items.
-    _led: ref[Stream[Any]] | None = None
+    _stream: ref[Stream[Any]] | None = None
     _stopped: bool = False
-    _quiet: anyio.Event | None = None  # half a kilobyte: only where somebody waits
+    # Half a kilobyte each: only if a task waits for it.
+    _settled: anyio.Event | None = None
+    _quiet: anyio.Event | None = None
 
     def box(self, value: T, *, nbytes: int = 0) -> Payload[T]:
         """Box *value*, of *nbytes* bytes, to be emptied when the session closes.
@@ -81,9 +243,8 @@ class Session(Unique):
 
     def _unboxed(self, place: object, how: Any) -> None:
         nbytes = self._boxes.pop(place).nbytes
-        if self._registry._emit is not None:
-            event = PayloadReleased(session=self.id, bytes=nbytes, how=how)
-            self._registry._emit(event)
+        if self._state.emit is not None:
+            self._state.emit(PayloadReleased(session=self.id, bytes=nbytes, how=how))
 
     async def start(
         self,
@@ -106,16 +267,16 @@ class Session(Unique):
             lease: The start's from the call on, whatever happens; released the
                 moment that *open_* has settled: the hand-off.
             timeout: Seconds after which *open_* is cancelled; ``math.inf`` is no
-                limit. The caller is told within 0.1 s, also where *open_* goes on
+                limit. This call raises within 0.1 s, also where *open_* goes on
                 regardless, as in a thread; *end* and the lease wait for that.
 
         Raises:
             StartTimeout: *timeout* went by; what was sent is ended by key.
-            SessionEnded: The session was closed by somebody else.
+            SessionEnded: Another task closed the session.
             RuntimeError: The session was started before, or *lease* is held no more.
             TypeError: *lease* is no lease, or *end* is not callable.
             ValueError: *timeout* is NaN.
-            Exception: What *open_* raised; its frames have forgotten their locals.
+            Exception: What *open_* raised; the locals of its frames are cleared.
 
         Cancellation:
             Raised at once. The start goes on without the caller.
@@ -140,15 +301,109 @@ class Session(Unique):
         if lease is None and not self._starts:
             lease = self.lease
         try:
-            opening = begin(starts, self, lease, timeout)
+            tasks = self._begin(starts, lease, timeout)
         except BaseException as error:
-            forget_frames(error)
+            clear_traceback_frames(error)
             if isinstance(lease, Lease):
                 lease.release()
             raise
         finally:
             del starts
-        return await results(opening, self)
+        return await self._opened(tasks)
+
+    def _begin(
+        self, pairs: Pairs[T], lease: Lease | None, timeout: float
+    ) -> list[StartTask[T]]:
+        """Begin the starts, each in a task of the registry."""
+        state = self._state
+        if self.outcome is None:
+            state.check_loop()
+        # An error found in a task of the registry would end all of its tasks.
+        timeout = check_deadline("timeout", timeout)
+        starts = make_starts(pairs, state.clock(), timeout)
+        if not starts:
+            return []
+        fits = lease is None or isinstance(lease, Lease)
+        check(fits, "a start takes a lease, awaited", lease)
+        if self._starts:
+            raise RuntimeError(f"session {self.id!r} was started before")
+        self._check_open()
+        if lease is not None and lease is not self.lease and not lease.held:
+            raise RuntimeError(
+                "the lease was released before; admit one for this start"
+            )
+        self._starts, self.lease = starts, lease
+        if lease is not None:
+            lease.owned_by_start = True
+        context = self._start_context()
+        for start in starts:
+            state.supervisor.spawn(start.run, context)
+        return starts
+
+    def _start_context(self) -> StartContext:
+        return StartContext(
+            self._state.starts,
+            self._start_settled,
+            self._start_finished,
+            self._end_failed,
+            self._close,
+        )
+
+    async def _opened(self, starts: list[StartTask[T]]) -> list[T]:
+        """Wait until all have opened, or one has not, or the session is closed."""
+        if not starts:
+            return []
+        try:
+            await starts[0].caller
+        except BaseException:
+            # From CPython 3.12 an error that is kept keeps its awaiting callers, too.
+            for start in starts:
+                start.abandon()
+            raise
+        if self.outcome is None and all(start.how == "started" for start in starts):
+            return [cast("T", start.value) for start in starts]
+        for start in starts:
+            start.close()
+        raise start_error(starts, None if self.outcome is None else self._ended())
+
+    def _start_settled(self, start: StartTask[Any], duration_s: float) -> None:
+        last = all(each.how for each in self._starts)
+        if last and self._settled is not None:
+            self._settled.set()
+        if last or start.how != "started":
+            start.caller.wake()
+        try:
+            if last and self.lease is not None:
+                self.lease.release()
+        finally:
+            self._report(events.StartSettled, how=start.how, duration_s=duration_s)
+
+    def _start_finished(self) -> None:
+        if self.phase == "quiet":
+            self._state.closing.discard(self)
+            if self._settled is not None:  # also where there was no start
+                self._settled.set()
+            if self._quiet is not None:
+                self._quiet.set()
+        changed, self._state.changed = self._state.changed, None
+        if changed is not None:
+            changed.set()
+
+    def _end_failed(self, error: BaseException) -> None:
+        text = "END of session %r failed with %s; the engine may still hold it"
+        _log.warning(text, self.key, describe_error(error))
+        self._state.quarantine(self.key, self.id)
+        self._report(events.EndFailed, error=type(error).__name__)
+
+    def _cut_starts(self) -> None:
+        """End starts at once whose caller has left, and which go on opening."""
+        for start in self._starts:
+            start.close(cut=True)
+
+    def _abort_starts(self) -> None:
+        """End starts whose tasks never ran."""
+        for start in self._starts:
+            start.abort(self._start_context())
 
     def stream(
         self,
@@ -167,66 +422,99 @@ class Session(Unique):
         Raises:
             ValueError: One of them is NaN.
         """
-        stream, registry = _SessionStream(source, grace=grace), self._registry
-        stream.session = self
-        stream._new_scope, stream._now = registry._new_scope, registry._now
-        if (first_item, idle, total) != (None, None, None):
-            limits = Deadlines(first_item=first_item, idle=idle, total=total)
-            registry._watchdog.add(stream, limits)
+        deadlines = StreamDeadlines(first_item=first_item, idle=idle, total=total)
+        stream = WatchedStream(
+            source,
+            deadlines,
+            grace=grace,
+            watchdog=self._state.watchdog,
+            new_scope=self._state.new_scope,
+            on_end=self._stream_ended,
+        )
+        if isinstance(self._scope, _NoScope):
+            self._stop_with(stream)
         return stream
 
-    def close(self, outcome: Outcome = "completed") -> bool:
-        """End the session, unless it has ended; say whether it was this call.
+    def _stream_ended(self, items: int) -> None:
+        self._report(StreamEnded, items=items)
 
-        Synchronous. The id is free at once, the engine is told by the registry.
+    def close(self, outcome: Outcome = "completed") -> bool:
+        """End the session, unless it has ended; return whether it was this call.
+
+        Synchronous. The id is free at once; the registry sends END to the engine.
 
         Raises:
             ValueError: There is no such *outcome*.
         """
-        return self._close(outcome, stop=False)
+        return self._close(outcome, False)
 
     def stop(self, outcome: Outcome = "cancelled") -> None:
         """As `close`, from outside: also cancels the owner's ``with`` block.
 
         The owner gets `SessionEnded` where it leaves the block.
         """
-        self._close(outcome, stop=True)
+        self._close(outcome, True)
 
-    def _close(self, outcome: Outcome, *, stop: bool) -> bool:
-        expect_outcome(outcome)
+    def _close(self, outcome: Outcome, stop: bool) -> bool:  # noqa: FBT001
+        check_outcome(outcome)
         if self.outcome is not None:
             return False
-        registry = self._registry
-        registry._confirm_here()
+        state = self._state
+        state.check_loop()
         self.outcome, self._stopped = outcome, stop
-        del registry._live[self.id]
-        registry._outcomes[outcome] += 1
-        registry._closing.add(self)
-        registry._look_at(self)
+        del state.live[self.id]
+        state.outcomes[outcome] += 1
+        state.closing.add(self)
+        self._start_finished()
         for start in self._starts:
             start.close(cut=outcome == "shutdown")
         if stop and self._scope is not None:
             self._scope.cancel()
-        led = self._led() if stop and self._led is not None else None
-        if led is not None:
-            led.stop(self._ended())
-        self._let_go()
+        stream = self._stream() if stop and self._stream is not None else None
+        if stream is not None:
+            stream.stop(self._ended())
+        self._clear_boxes()
         return True
 
-    def _let_go(self) -> None:
+    def _clear_boxes(self) -> None:
         try:
             for payload in list(self._boxes.values()):
                 payload.clear()
         finally:
-            # An observer may raise whatever it likes, and is told last of all.
+            # An observer may raise a BaseException, and is called last of all.
             if self._boxes:
-                self._let_go()
+                self._clear_boxes()
             else:
-                lived = self._registry._now() - self.opened_at
-                self._tell(SessionClosed, outcome=self.outcome, duration_s=lived)
+                duration_s = self._state.clock() - self.opened_at
+                self._report(SessionClosed, outcome=self.outcome, duration_s=duration_s)
+
+    @property
+    def init_done(self) -> InitDone:
+        """Whether the engine has answered: the barrier that END waits for.
+
+        Set once, whatever happens: when the start has opened its stream, has failed,
+        was withheld, cancelled or given up; of several starts, with the last (each END
+        waits for its own); or when a session closes that has started nothing. Nothing
+        begins after it that END would miss. ``await session.init_done`` waits, and may
+        be cancelled; ``session.init_done.is_set()`` asks, in any thread.
+        """
+        return InitDone(self._has_settled, self._until_settled)
+
+    def _has_settled(self) -> bool:
+        return (bool(self._starts) or self.outcome is not None) and all(
+            start.how for start in self._starts
+        )
+
+    async def _until_settled(self) -> None:
+        if self._has_settled():
+            await checkpoint()
+            return
+        self._state.check_loop()
+        self._settled = self._settled or anyio.Event()
+        await self._settled.wait()
 
     async def quiet(self) -> None:
-        """Wait until the session is closed and its engine has been told.
+        """Wait until the session is closed and its END is done.
 
         Cancellation:
             At any time; changes nothing.
@@ -234,7 +522,7 @@ class Session(Unique):
         if self.phase == "quiet":
             await checkpoint()
             return
-        self._registry._confirm_here()
+        self._state.check_loop()
         self._quiet = self._quiet or anyio.Event()
         await self._quiet.wait()
 
@@ -247,10 +535,18 @@ class Session(Unique):
             return "open"
         return "started" if all(start.how for start in self._starts) else "starting"
 
+    def _close_after(self, error: BaseException | None) -> None:
+        """Close with the outcome that *error*, which left the block, stands for."""
+        self.close(outcome_of(error, self.cancelled_as))
+
     def __enter__(self) -> Self:
         if self._scope is not None:
             raise RuntimeError(f"session {self.id!r} can be entered once")
-        self._scope = self._registry._new_scope().__enter__()
+        if in_async_generator():
+            self._check_open()
+            self._scope = _NoScope(self._lose)
+            return self
+        self._scope = self._state.new_scope().__enter__()
         if self.outcome is not None:
             self._stopped = True  # also by `close`: it was not this block
             self._scope.cancel()
@@ -260,7 +556,7 @@ class Session(Unique):
         error: BaseException | None = left_by[1]
         assert self._scope is not None
         try:
-            self.close(outcome_of(error, self.cancelled_as))
+            self._close_after(error)
         finally:
             swallowed = self._scope.__exit__(*left_by)
         # Also where the owner was about to leave and nothing was raised yet.
@@ -268,21 +564,25 @@ class Session(Unique):
             raise self._ended()
 
     def _ended(self) -> SessionEnded:
-        words = f"the session was ended from outside: {self.outcome}"
-        return SessionEnded(words, outcome=str(self.outcome))
+        message = f"the session was ended from outside: {self.outcome}"
+        return SessionEnded(message, outcome=str(self.outcome))
 
-    def _confirm(self) -> None:
+    def _check_open(self) -> None:
         if self.outcome is not None:
             raise self._ended()
 
+    def _stop_with(self, stream: Stream[Any]) -> None:
+        """Let `stop` end *stream*, of a decorated function."""
+        self._stream = ref(stream)
+
     def _lose(self) -> None:
         # For finalisers, which may run in any thread.
-        self._registry._post(partial(self.close, self.cancelled_as))
+        self._state.post(partial(self.close, self.cancelled_as))
 
-    def _tell(self, kind: Callable[..., Event], **facts: Any) -> None:
-        if self._registry._emit is not None:
+    def _report(self, kind: Callable[..., Event], **facts: Any) -> None:
+        if self._state.emit is not None:
             event = kind(session=self.id, generation=self.generation, **facts)
-            self._registry._emit(event)
+            self._state.emit(event)
 
     def __del__(self) -> None:
         if self.outcome is None and not sys.is_finalizing():
@@ -293,17 +593,3 @@ class Session(Unique):
 
     def __repr__(self) -> str:
         return f"<Session {self.key!r} {self.outcome or self.phase}>"
-
-
-@final
-class _SessionStream(Stream[T]):
-    """A stream that tells its session how many items it had."""
-
-    __slots__ = ("session",)
-    session: Session
-
-    def _finish(self, error: BaseException | None) -> None:
-        again = self.closed
-        super()._finish(error)
-        if not again:
-            self.session._tell(StreamEnded, items=self.items)

@@ -1,13 +1,11 @@
 """The registry: every live session, and the tasks that outlive their owners."""
 
-# ruff: noqa: SLF001 - a session and its registry are one mechanism in two modules
+# ruff: noqa: SLF001 - the registry ends what its sessions started
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass
-from traceback import walk_tb
 from typing import Any, Self, final
 from weakref import ref
 
@@ -15,17 +13,21 @@ import anyio
 from anyio.abc import TaskGroup
 
 from . import events
-from ._checks import Unique, expect, seconds, whole
-from ._crew import Crew
-from ._decorators import Decorator, managed
-from ._errors import GateClosed, SessionExists, SessionNotFound
-from ._outcome import OUTCOMES, expect_outcome
-from ._park import current_loop, current_task, loop_clock, loop_post
-from ._session import Session
-from ._watchdog import Watchdog
+from ._eventloop import (
+    TaskSupervisor,
+    current_loop,
+    current_task,
+    event_loop_clock,
+    threadsafe_call,
+)
+from ._exceptions import GateClosed, SessionExists, SessionNotFound
+from ._managed_stream import decorator
+from ._session import RegistryState, Session, check_outcome
+from ._signatures import GivingDecorator
+from ._start import StartEnvironment
+from ._stream import DeadlineWatchdog
+from ._validation import NoCopy, check, check_amount, check_deadline
 from .events import Observer, Outcome
-
-_log = logging.getLogger("lifecycle")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -52,7 +54,7 @@ class SessionStatistics:
 
 
 @final
-class SessionRegistry(Unique):
+class SessionRegistry(NoCopy):
     """Opens sessions, and finishes what their owners left behind.
 
     ``async with SessionRegistry() as sessions:`` lives as long as the server;
@@ -64,7 +66,7 @@ class SessionRegistry(Unique):
     Args:
         end_timeout: Seconds that the END of one session may take.
         max_quarantined: Sessions whose END failed that are remembered.
-        observer: Told of sessions, starts, payloads and drains.
+        observer: Called with events of sessions, starts, payloads and drains.
 
     Attributes:
         draining: Whether `drain` was called, or the registry is being left.
@@ -78,18 +80,11 @@ class SessionRegistry(Unique):
         observer: Observer | None = None,
     ) -> None:
         self.draining = False
-        self._end_timeout = seconds("end_timeout", end_timeout)
-        self._emit = events.guarded(observer)
-        # Weakly: whoever works on a session, or has to end it, refers to it.
-        self._live: dict[str, ref[Session]] = {}
-        self._closing: set[Session] = set()
-        self._outcomes: dict[Outcome, int] = dict.fromkeys(OUTCOMES, 0)
-        self._quarantined: dict[str, str] = {}
-        self._max_quarantined = whole("max_quarantined", max_quarantined)
-        self._opened = self._ends_failed = 0
-        self._changed: anyio.Event | None = None
+        self._end_timeout = check_deadline("end_timeout", end_timeout)
+        max_quarantined = check_amount("max_quarantined", max_quarantined)
+        self._state = RegistryState(max_quarantined, observer)
+        self._opened = 0
         self._tasks: TaskGroup | None = None
-        self._now: Callable[[], float] = anyio.current_time
 
     def open(self, id_: str) -> Session:
         """Open a session with an id that no live one has; enter it with ``with``.
@@ -101,24 +96,21 @@ class SessionRegistry(Unique):
             GateClosed: The registry drains.
             RuntimeError: The registry is not entered, or in another event loop.
         """
-        self._confirm_here()
-        expect(isinstance(id_, str), "the id of a session is a string", id_)
+        state = self._state
+        state.check_loop()
+        check(isinstance(id_, str), "the id of a session is a string", id_)
         if self.draining:
             raise GateClosed("the server is shutting down; ask another one")
-        if id_ in self._live:
+        if id_ in state.live:
             found = f"a live session has id {id_!r}"
             raise SessionExists(f"{found}; choose another, or wait for its end")
         self._opened = number = self._opened + 1
-        session = Session(self, id_, number, f"{id_}#{number}", self._now())
-        self._live[id_] = ref(session)
-        session._tell(events.SessionOpened)
+        now = state.clock()
+        session = Session(state, id_, number, f"{id_}#{number}", now)
+        state.live[id_] = ref(session)
+        if state.emit is not None:
+            state.emit(events.SessionOpened(session=id_, generation=number))
         return session
-
-    def _confirm_here(self) -> None:
-        if self._tasks is None:
-            raise RuntimeError("enter the SessionRegistry with async with first")
-        if current_loop() is not self._loop:
-            raise RuntimeError("a SessionRegistry is for the loop it was entered in")
 
     async def open_when_free(self, id_: str) -> Session:
         """As `open`, but wait until no session has this id and none is closing.
@@ -132,23 +124,23 @@ class SessionRegistry(Unique):
         Cancellation:
             At any time; nothing was opened.
         """
-        await self._until(
-            lambda: id_ not in self._live and all(s.id != id_ for s in self._closing)
+        live, closing = self._state.live, self._state.closing
+        await self._state.until(
+            lambda: id_ not in live and all(s.id != id_ for s in closing)
         )
-        if id_ in self._quarantined.values():
-            found = f"the engine may still have a session {id_!r}, whose END failed"
-            how = "choose another id, or release() its key once it has not"
-            raise SessionExists(f"{found}; {how}")
+        if id_ in self._state.quarantined.values():
+            what = f"the engine may still have a session {id_!r}, whose END failed"
+            raise SessionExists(f"{what}; choose another id, or release() its key")
         return self.open(id_)
 
     def quarantined(self) -> list[str]:
         """Keys of sessions whose END failed: the engine may still have them."""
-        return list(self._quarantined)
+        return list(self._state.quarantined)
 
     def release(self, *keys: str) -> None:
-        """Forget quarantined *keys*: the engine, or a new one, is clean of them."""
+        """Take *keys* out of quarantine, once the engine has released them."""
         for key in keys:
-            self._quarantined.pop(key, None)
+            self._state.quarantined.pop(key, None)
 
     def get(self, id_: str | None = None, *, key: str | None = None) -> Session:
         """Return the live session with this id, or with this *key*.
@@ -156,14 +148,43 @@ class SessionRegistry(Unique):
         Raises:
             SessionNotFound: There is none.
         """
-        session = self._live.get(id_ or (key or "").rpartition("#")[0], lambda: None)()
+        wanted = id_ or (key or "").rpartition("#")[0]
+        session = self._state.live.get(wanted, lambda: None)()
         if session is None or key not in (None, session.key):
             raise SessionNotFound(f"no live session has id {key or id_!r}")
         return session
 
+    def remove(
+        self,
+        session_or_id: Session | str,
+        *,
+        generation: int | None = None,
+        outcome: Outcome = "completed",
+    ) -> bool:
+        """End this one session if it is live here; return whether it was this call.
+
+        For clean-up that may come late or twice: it never ends a newer session with the
+        same id. Without *generation*, an id stands for the session that has it now. It
+        never waits: the registry sends END, after `Session.init_done`.
+
+        Raises:
+            TypeError: It is neither a session nor an id.
+            ValueError: There is no such *outcome*.
+        """
+        check_outcome(outcome)
+        what = "remove takes a session or an id"
+        check(isinstance(session_or_id, Session | str), what, session_or_id)
+        id_ = session_or_id if isinstance(session_or_id, str) else session_or_id.id
+        session = self._state.live.get(id_, lambda: None)()
+        if session is None or session_or_id not in (id_, session):
+            return False
+        if generation not in (None, session.generation):
+            return False
+        return session.close(outcome)
+
     def live(self) -> list[Session]:
         """The live sessions, oldest first."""
-        return [s for found in list(self._live.values()) if (s := found())]
+        return [s for found in list(self._state.live.values()) if (s := found())]
 
     def statistics(self) -> SessionStatistics:
         """The registry as it is now. Any thread."""
@@ -171,20 +192,21 @@ class SessionRegistry(Unique):
         boxes = [box for s in self.live() for box in list(s._boxes.values())]
         return SessionStatistics(
             opened=self._opened,
-            live=len(self._live),
-            closing=len(self._closing),
+            live=len(self._state.live),
+            closing=len(self._state.closing),
             payloads=len(boxes),
             payload_bytes=sum(box.nbytes for box in boxes),
-            ends_failed=self._ends_failed,
-            outcomes=dict(self._outcomes),
+            ends_failed=self._state.ends_failed,
+            outcomes=dict(self._state.outcomes),
         )
 
-    def track(self, key: Callable[..., str]) -> Decorator:
+    def track(self, key: Callable[..., str]) -> GivingDecorator[Session]:
         """Decorate a function that streams: each stream is a session here.
 
         Its id is what *key* returns for the call's arguments. See `managed`.
         """
-        return managed(sessions=self, key=key)
+        given: GivingDecorator[Session] = decorator(sessions=self, key=key)
+        return given
 
     async def cancel(self, id_: str) -> None:
         """End a session with ``"cancelled"`` and wait until its engine is quiet.
@@ -200,11 +222,10 @@ class SessionRegistry(Unique):
 
     def close_all(self, outcome: Outcome = "cancelled") -> int:
         """End every live session, of which none starts anything then; say how many."""
-        expect_outcome(outcome)
+        check_outcome(outcome)
         sessions = self.live()
-        for closing in self._closing if outcome == "shutdown" else ():
-            for start in closing._starts:  # its caller has left, and it goes on
-                start.close(cut=True)
+        for closing in list(self._state.closing) if outcome == "shutdown" else ():
+            closing._cut_starts()
         with ExitStack() as calls:  # each is made, also where an observer raises
             for session in reversed(sessions):
                 calls.callback(session.stop, outcome)
@@ -225,68 +246,49 @@ class SessionRegistry(Unique):
         Cancellation:
             At any time. Nothing is opened any more all the same.
         """
-        if self._tasks is not None:
-            self._confirm_here()
-        began, deadline = self._now(), seconds("deadline", deadline)
+        state = self._state
+        if state.entered:
+            state.check_loop()
+        began, deadline = state.clock(), check_deadline("deadline", deadline)
         self.draining = True
-        if self._emit is not None:
-            self._emit(events.DrainStarted(live=len(self._live)))
+        if state.emit is not None:
+            state.emit(events.DrainStarted(live=len(state.live)))
         with anyio.move_on_after(deadline):
-            await self._until(lambda: not self._live)
+            await state.until(lambda: not state.live)
         cut = self.close_all("shutdown")
-        await self._until(lambda: not self._closing)
-        if self._emit is not None:
-            self._emit(events.DrainFinished(cut=cut, duration_s=self._now() - began))
+        await state.until(lambda: not state.closing)
+        if state.emit is not None:
+            duration_s = state.clock() - began
+            state.emit(events.DrainFinished(cut=cut, duration_s=duration_s))
         return cut
 
-    async def _until(self, reached: Callable[[], bool]) -> None:
-        while not reached():
-            self._changed = self._changed or anyio.Event()
-            await self._changed.wait()
-
-    def _look_at(self, session: Session) -> None:
-        if session.phase == "quiet":
-            self._closing.discard(session)
-            if session._quiet is not None:
-                session._quiet.set()
-        changed, self._changed = self._changed, None
-        if changed is not None:
-            changed.set()
-
-    def _end_failed(self, session: Session, error: BaseException) -> None:
-        kind = type(error).__name__
-        # Not its words: they are the user's, and may be about a payload.
-        *_, (frame, line) = walk_tb(error.__traceback__)
-        text = "END of session %r failed with %s at %s:%s; the engine may still hold it"
-        _log.warning(text, session.key, kind, frame.f_code.co_filename, line)
-        self._ends_failed += 1
-        self._quarantined[session.key] = session.id
-        if len(self._quarantined) > self._max_quarantined:
-            del self._quarantined[next(iter(self._quarantined))]
-        session._tell(events.EndFailed, error=kind)
-
     async def __aenter__(self) -> Self:
-        if self._tasks is not None:
-            raise RuntimeError("a SessionRegistry has one block at a time; make two")
-        self.draining, self._changed, self._loop = False, None, current_loop()
-        self._now, self._post = loop_clock(), loop_post()
-        self._watchdog = Watchdog(self._now)
+        state = self._state
+        if state.entered:
+            raise RuntimeError("this SessionRegistry is already entered; make another")
+        self.draining, state.changed, state.loop = False, None, current_loop()
+        state.clock, state.post = event_loop_clock(), threadsafe_call()
+        state.watchdog = DeadlineWatchdog(state.clock)
         # A server that is cancelled may still drain, shielded.
         self._watching = anyio.CancelScope(shield=True)
         self._tasks = await anyio.create_task_group().__aenter__()
         # The loop's own class: anyio looks for the loop at each scope.
-        self._crew, self._new_scope = Crew(self._tasks), type(self._watching)
+        state.new_scope = type(self._watching)
+        state.starts = StartEnvironment(
+            state.clock, state.new_scope, state.watchdog.watch, self._end_timeout
+        )
+        state.supervisor, state.entered = TaskSupervisor(self._tasks), True
         self._tasks.start_soon(self._watch, current_task())
         return self
 
     async def __aexit__(self, *_: object) -> None:
-        tasks, self.draining = self._tasks, True
+        tasks, supervisor, self.draining = self._tasks, self._state.supervisor, True
         assert tasks is not None
         try:
             try:
                 self.close_all("shutdown")
             finally:
-                self._crew.end(self._watching.cancel)
+                supervisor.on_idle(self._watching.cancel)
                 try:
                     # Without the error of the block, which it would put in a group.
                     # Every task in it has a deadline, for which it is watched.
@@ -294,25 +296,24 @@ class SessionRegistry(Unique):
                 finally:  # also where this task is cancelled meanwhile
                     if not self._watching.cancel_called:  # cancelled before it ran
                         await self._watch(current_task())  # noqa: ASYNC102, ASYNC120
-                    errors, self._crew.errors = self._crew.errors, []
+                    errors, supervisor.errors = supervisor.errors, []
                     if errors:
                         raise BaseExceptionGroup("aborted", errors)
         except BaseExceptionGroup as group:
-            # One failure must never reach anybody as a group of one.
+            # A single failure is raised as itself, never as a group of one.
             raise group.exceptions[0] if not group.exceptions[1:] else group from None
         finally:
-            for session in list(self._closing):
-                for start in session._starts:  # whose task never ran
-                    start.abort(session)
-            self._tasks = None
+            for session in list(self._state.closing):
+                session._abort_starts()
+            self._state.entered = False
 
     async def _watch(self, host: Any) -> None:
         with self._watching:
             while True:
                 try:
-                    await self._watchdog.run()
+                    await self._state.watchdog.run()
                 except anyio.get_cancelled_exc_class():  # noqa: ASYNC103
                     # A native one is not heeded, as what is left to do goes by its
-                    # deadlines; unless whoever entered has gone without leaving.
+                    # deadlines; unless the task that entered is gone without leaving.
                     if self._watching.cancel_called or host.done():
                         raise

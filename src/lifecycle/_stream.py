@@ -1,39 +1,44 @@
-"""Stream: the deterministic owner of one asynchronous iterator."""
+"""Stream: the deterministic owner of one asynchronous iterator, and its deadlines."""
 
 from __future__ import annotations
 
+import heapq
 import logging
+import math
 import sys
 from collections.abc import AsyncIterator, Callable, Iterable
 from contextlib import ExitStack
-from typing import Any, Generic, Self, TypeVar
+from functools import partial
+from typing import Any, Final, Generic, Self, TypeVar
+from weakref import ref
 
 import anyio
 
-from ._checks import Unique, expect, seconds
+from ._eventloop import run_to_end
+from ._exceptions import StreamTimeout
+from ._validation import NoCopy, check, check_deadline
 
 T_co = TypeVar("T_co", covariant=True)
 
 _log = logging.getLogger("lifecycle")
 
 
-class Stream(Unique, Generic[T_co]):
-    """Owns an asynchronous iterator, so that it always ends, and ends here.
+class Stream(NoCopy, Generic[T_co]):
+    """Owns an asynchronous iterator, so that its cleanup always runs, and in this task.
 
-    Python leaves a loop that is broken off to the garbage collector, which ends
-    the generator later, in another task, and one that never began not at all. A
-    stream closes its source in the task that iterates, before ``async with`` is
-    left.
+    Without it, cleanup of a generator whose loop was left early runs only when the
+    garbage collector finds it, in another task, if ever. A stream closes its source
+    in the task that iterates, before ``async with`` is left.
 
     ``async with stream: async for item in stream: ...`` is the whole protocol.
-    A stream that is over gives nothing; if it was stopped with an error, to enter
-    it raises that. A cancellation is never replaced: what else goes wrong while a
-    cancelled stream is closed is logged, by its type.
+    A stream that has ended yields nothing; entering one that was stopped with an error
+    raises that error. A cancellation is never replaced: other errors while a cancelled
+    stream is closed are logged, by their type.
 
     Args:
         source: The iterator; closed by its ``close_nowait`` or ``aclose``, if any.
-        on_close: Called once each, in order, when the stream ends in whatever
-            way. Where one raises, the others are called all the same.
+        on_close: Called once each, in order, when the stream ends, also by an error.
+            Where one raises, the others are called all the same.
         grace: Seconds that the source may take to close.
 
     Raises:
@@ -45,8 +50,10 @@ class Stream(Unique, Generic[T_co]):
         closed: Whether the stream has ended.
     """
 
-    closed = True  # for the finaliser, should the stream not be made at all
-    # A registry knows its loop, and gives what needs no look-up.
+    # For the finaliser and `repr`, should the stream not be made at all.
+    closed, items = True, 0
+    _since: float | None = None
+    # A registry knows its loop, and provides what needs no look-up.
     _new_scope: Callable[..., anyio.CancelScope] = anyio.CancelScope
     _now: Callable[[], float] = staticmethod(anyio.current_time)
 
@@ -57,15 +64,15 @@ class Stream(Unique, Generic[T_co]):
         on_close: Iterable[Callable[[], object]] = (),
         grace: float = 5.0,
     ) -> None:
-        what = "a stream needs what async generators give, an asynchronous iterator"
-        expect(hasattr(type(source), "__anext__"), what, source)
+        what = "source must be an asynchronous iterator"
+        check(hasattr(type(source), "__anext__"), what, source)
         self._source: AsyncIterator[T_co] | None = source
         self._on_close = list(on_close)
-        self._grace = seconds("grace", grace)
+        self._grace = check_deadline("grace", grace)
         self._stopped = self.closed = False
         self._errors: list[Exception] = []
         self._scope: anyio.CancelScope | None = None
-        # Since when somebody waits for an item, by the clock of a watchdog, if any.
+        # Since when a task waits for an item, by the clock of a watchdog, if any.
         self._since: float | None = None
         self._clock: Callable[[], float] | None = None
         self.items = 0
@@ -97,7 +104,7 @@ class Stream(Unique, Generic[T_co]):
         except BaseException as error:
             # The end, an error or a cancellation: the source is finished.
             self._since = None
-            with _NeverInsteadOf(error):
+            with _SuppressDuringCancellation(error):
                 self._finish(error)
             raise
         self._since = None
@@ -124,11 +131,12 @@ class Stream(Unique, Generic[T_co]):
     async def aclose(self) -> None:
         """Close the source and end the stream. Idempotent.
 
-        While another task waits for an item, that task is told to stop and
-        closes the source itself: an iterator that runs cannot be closed.
+        While another task waits for an item, that task is stopped and closes the
+        source itself: an iterator that runs cannot be closed.
 
         Cancellation:
-            Shielded for as long as *grace* seconds: the source gets its time.
+            Shielded for *grace* seconds, also from ``Task.cancel()`` and
+            ``asyncio.timeout``: the source gets its time. Raised once it has closed.
         """
         if self._since is not None:
             self.stop()
@@ -143,12 +151,18 @@ class Stream(Unique, Generic[T_co]):
                 at_once()
             elif (close := getattr(source, "aclose", None)) is not None:
                 with self._new_scope(deadline=self._now() + self._grace, shield=True):
-                    await close()
+                    await run_to_end(close())
         finally:
             self._finish(None)
 
+    def _join_block(
+        self, scope: anyio.CancelScope | None, errors: list[Exception]
+    ) -> None:
+        """Let deadlines of this stream end the block of the one around it."""
+        self._scope, self._errors = scope, errors
+
     def _finish(self, error: BaseException | None) -> None:  # noqa: ARG002 - a hook
-        """Note the end, by *error* of the source or else by whoever closed."""
+        """Note the end: by *error* of the source, or because the stream was closed."""
         self.closed = self._stopped = True
         if self._on_close:
             with ExitStack() as calls:  # each is made, also where another raises
@@ -168,8 +182,8 @@ class Stream(Unique, Generic[T_co]):
         assert scope is not None
         try:
             # A task that still waits for an item can only be one that the body
-            # left behind; it was told to stop, and closes for itself.
-            with _NeverInsteadOf(left_by[1]):
+            # left behind; it was stopped, and closes the source itself.
+            with _SuppressDuringCancellation(left_by[1]):
                 await self.aclose()
         except BaseException as error:
             scope.__exit__(type(error), error, error.__traceback__)
@@ -180,7 +194,7 @@ class Stream(Unique, Generic[T_co]):
         return swallowed
 
     def _lose(self) -> bool:
-        """End in a finaliser, in whatever thread; tell whether that is a loss."""
+        """End in a finaliser, in any thread; return whether cleanup was still due."""
         if owed := bool(self._on_close):
             self._finish(None)
         return owed
@@ -197,8 +211,8 @@ class Stream(Unique, Generic[T_co]):
         return f"<{type(self).__name__} {state}, {self.items} items>"
 
 
-class _NeverInsteadOf:
-    """Logs errors that would replace a cancellation or a like way out."""
+class _SuppressDuringCancellation:
+    """Logs an error that would replace a cancellation or another `BaseException`."""
 
     def __init__(self, error: BaseException | None) -> None:
         self._cancelled = not (error is None or isinstance(error, Exception))
@@ -210,3 +224,137 @@ class _NeverInsteadOf:
         if logged:
             _log.warning("closing a cancelled stream failed: %s", type(error).__name__)
         return logged
+
+
+# Below this many entries a sweep is not worth its while.
+_SWEEP_AT: Final = 128
+# No stream is checked more often, or one with a deadline of 0 s would be checked
+# for ever, and nothing else.
+_SHORTEST_INTERVAL: Final = 0.001
+
+
+class StreamDeadlines(dict[str, float]):
+    """Limits of a stream in seconds: first_item, idle, total; ``None`` is no limit."""
+
+    def __init__(self, **limits: float | None) -> None:
+        for name, limit in limits.items():
+            if limit is not None:
+                self[name] = check_deadline(name, limit)
+
+
+class WatchedStream(Stream[T_co]):
+    """A stream of a session: it knows its loop, its deadlines and what to report.
+
+    Args:
+        source: As of `Stream`.
+        deadlines: What the watchdog enforces.
+        grace: As of `Stream`.
+        watchdog: Enforces the deadlines, and has the loop's clock.
+        new_scope: Makes a cancel scope of the loop.
+        on_end: Called once with the number of items.
+    """
+
+    def __init__(
+        self,
+        source: AsyncIterator[T_co],
+        deadlines: StreamDeadlines,
+        *,
+        grace: float,
+        watchdog: DeadlineWatchdog,
+        new_scope: Callable[..., anyio.CancelScope],
+        on_end: Callable[[int], None],
+    ) -> None:
+        super().__init__(source, grace=grace)
+        self._new_scope, self._now = new_scope, watchdog.clock
+        self._on_end = on_end
+        if deadlines:
+            self._clock, began = watchdog.clock, watchdog.clock()
+            look = partial(_look, ref(self), deadlines, began)
+            watchdog.watch(look(began), look)
+
+    def _finish(self, error: BaseException | None) -> None:
+        again = self.closed
+        super()._finish(error)
+        if not again:
+            self._on_end(self.items)
+
+    def enforce(self, deadlines: StreamDeadlines, began: float, now: float) -> float:
+        """Stop if a deadline is broken; return when to check again, `inf` for never."""
+        kind = "idle" if self.items else "first_item"
+        since = math.inf if self._since is None else self._since
+        total, wait, idle = (
+            deadlines.get(each, math.inf) for each in ("total", kind, "idle")
+        )
+        at, deadline = min((began + total, "total"), (since + wait, kind))
+        if at > now:
+            # A wait that begins after this check can be late no earlier than that.
+            return min(at, now + wait, now + idle)
+        seconds, items = deadlines[deadline], self.items
+        what = f"{deadline} deadline of {seconds} s after {items} items"
+        self.stop(StreamTimeout(f"the stream broke its {what}", deadline=deadline))
+        return math.inf
+
+
+def _look(
+    watched: ref[WatchedStream[Any]],
+    deadlines: StreamDeadlines,
+    began: float,
+    now: float,
+) -> float:
+    # A weak reference: a stream that is dropped is not kept until its deadline.
+    stream = watched()
+    if stream is None or stream.closed:
+        return math.inf
+    return stream.enforce(deadlines, began, now)
+
+
+class DeadlineWatchdog:
+    """One watchdog for all streams and starts of a registry.
+
+    A cancel scope around every item costs microseconds per item and can cut the
+    consumer instead of the source. A watchdog costs one reading of the clock per
+    item, and checks a stream only when its deadline may have been broken.
+
+    Args:
+        clock: Monotonic seconds, the same that ``anyio.sleep_until`` goes by.
+    """
+
+    def __init__(self, clock: Callable[[], float]) -> None:
+        self.clock = clock
+        self._heap: list[tuple[float, int, Callable[[float], float]]] = []
+        self._serial = 0
+        self._sweep_at = _SWEEP_AT
+        self._earlier = anyio.Event()
+
+    def watch(self, due: float, look: Callable[[float], float]) -> None:
+        """Call *look* with the time when it is *due*; it returns when to call again."""
+        if len(self._heap) >= self._sweep_at:
+            # Most of what is watched ends long before its deadline would find it.
+            swept, self._heap, now = self._heap, [], self.clock()
+            for _due, _serial, each in swept:
+                self._push(each(now), each)
+            self._sweep_at = max(_SWEEP_AT, 2 * len(self._heap))
+        self._push(due, look)
+
+    async def run(self) -> None:
+        """Watch for ever.
+
+        Cancellation:
+            At any time; nothing needs to be cleaned up.
+        """
+        while True:
+            self._earlier = anyio.Event()
+            due = self._heap[0][0] if self._heap else math.inf
+            with anyio.CancelScope(deadline=due):
+                await self._earlier.wait()
+            now = self.clock()
+            while self._heap and self._heap[0][0] <= now:
+                _due, _serial, look = heapq.heappop(self._heap)
+                self._push(max(look(now), now + _SHORTEST_INTERVAL), look)
+
+    def _push(self, due: float, look: Callable[[float], float]) -> None:
+        if due < math.inf:
+            if not self._heap or due < self._heap[0][0]:
+                self._earlier.set()
+            self._serial += 1
+            heapq.heappush(self._heap, (due, self._serial, look))

@@ -1,4 +1,4 @@
-"""What happened, as frozen facts, and the observer that is told.
+"""Events as frozen dataclasses, observers that are called with them, and a log.
 
 Fields are ids, counts, seconds, bytes and literal reasons: a field that could
 hold a prompt, an image or any other payload does not belong here.
@@ -7,10 +7,11 @@ hold a prompt, an image or any other payload does not belong here.
 from __future__ import annotations
 
 import logging
+import re
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from inspect import iscoroutinefunction
-from typing import Literal, TypeAlias
+from typing import Any, Literal, TypeAlias
 
 Outcome = Literal[
     "completed",
@@ -27,7 +28,7 @@ Outcome = Literal[
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Event:
-    """Root of all events."""
+    """Base class of all events."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -70,7 +71,7 @@ class AdmissionRefused(_OfGate):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AdmissionCancelled(_OfGate):
-    """A request left the line by cancellation."""
+    """A request was cancelled while it waited."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -95,7 +96,7 @@ class SessionOpened(_OfSession):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SessionClosed(_OfSession):
-    """A session got its one outcome."""
+    """A session ended, with its one outcome."""
 
     outcome: Outcome
     duration_s: float
@@ -103,7 +104,7 @@ class SessionClosed(_OfSession):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StartSettled(_OfSession):
-    """A supervised start came to its end, known or not."""
+    """A supervised start has an outcome, known or not."""
 
     how: Literal["started", "failed", "withheld", "unknown"]
     duration_s: float
@@ -125,7 +126,7 @@ class EndFailed(_OfSession):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DrainStarted(Event):
-    """A registry admits nobody any more."""
+    """A registry opens no more sessions."""
 
     live: int
 
@@ -139,7 +140,7 @@ class DrainFinished(Event):
 
 
 Observer: TypeAlias = Callable[[Event], object]
-"""Called with each event, at once and synchronously, in whatever thread it is.
+"""Called with each event, at once and synchronously, in the thread that caused it.
 
 It must not block. One that raises is reported once, to the logger ``lifecycle``,
 and never breaks a request.
@@ -170,3 +171,53 @@ def guarded(observer: Observer | None) -> Callable[[Event], None] | None:
                 logging.getLogger("lifecycle").exception(text, type(event).__name__)
 
     return emit
+
+
+def combine_observers(*observers: Observer | None) -> Observer:
+    """Return one observer for several; if one fails, the others still get the event."""
+    emits = [emit for each in observers if (emit := guarded(each)) is not None]
+
+    def observe(event: Event) -> None:
+        for emit in emits:
+            emit(event)
+
+    return observe
+
+
+_QUIET = frozenset({"LeaseGranted", "LeaseReleased", "LeaseSettled", "PayloadReleased"})
+
+
+def structlog_observer(logger: Any = None) -> Observer:
+    """Log each event with structlog, as ``lifecycle.session_closed`` and so on.
+
+    Events that occur several times a request are logged at level debug, those that
+    need attention at warning, the rest at info.
+
+    Args:
+        logger: A structlog logger; by default a new one named ``lifecycle``.
+
+    Raises:
+        ImportError: structlog is not installed.
+    """
+    if logger is None:
+        try:
+            import structlog
+        except ImportError as error:
+            raise ImportError(
+                "structlog_observer needs structlog; install anyio-lifecycle[structlog]"
+            ) from error
+        logger = structlog.get_logger("lifecycle")
+
+    def observe(event: Event) -> None:
+        name, fields = type(event).__name__, asdict(event)
+        log = logger.debug if name in _QUIET else logger.info
+        if name == "EndFailed" or fields.get("lost"):
+            log = logger.warning
+        snake = re.sub(r"(?<!^)(?=[A-Z])", "_", name).lower()
+        rounded = {
+            key: round(value, 6) if isinstance(value, float) else value
+            for key, value in fields.items()
+        }
+        log(f"lifecycle.{snake}", **rounded)
+
+    return observe

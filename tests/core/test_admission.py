@@ -27,7 +27,7 @@ from lifecycle.testing import (
 virtual = pytest.mark.parametrize("anyio_backend", ["virtual"], indirect=True)
 
 
-def test_strands_nobody_when_cancelled_anywhere() -> None:
+def test_strands_no_request_when_cancelled_anywhere() -> None:
     """Cancelled at any point, in any way, a request passes its grant on (B1)."""
 
     async def scenario(attempt: Attempt) -> None:
@@ -62,7 +62,7 @@ def test_strands_nobody_when_cancelled_anywhere() -> None:
     assert min(points.values()) >= 2
 
 
-def test_strands_nobody_when_cancelled_under_a_deadline() -> None:
+def test_strands_no_request_when_cancelled_under_a_deadline() -> None:
     """The same holds for a request that waits under max_wait (B1)."""
 
     async def scenario(attempt: Attempt) -> None:
@@ -91,7 +91,7 @@ def test_strands_nobody_when_cancelled_under_a_deadline() -> None:
 
 
 def assert_told_as_booked(seen: RecordingObserver, gate: Gate) -> None:
-    """Whoever counts events comes to the numbers that the gate has."""
+    """Counting events gives the same numbers as the statistics of the gate."""
     now, names = gate.statistics(), seen.names()
     assert names.count("LeaseGranted") == now.admitted
     assert names.count("LeaseReleased") == now.released
@@ -101,7 +101,7 @@ def assert_told_as_booked(seen: RecordingObserver, gate: Gate) -> None:
 
 @pytest.mark.anyio
 async def test_lets_those_behind_a_cancelled_head_in() -> None:
-    """A large head that leaves the line admits the small ones it kept out (B5)."""
+    """A large head that is cancelled lets the small requests in that it blocked (B5)."""
     gate = Gate(bytes=10)
     got = []
 
@@ -200,7 +200,7 @@ async def test_waits_as_long_as_it_may() -> None:
     gate = Gate(slots=1, max_wait=7, name="photos")
     holder = gate.try_admit()
     began = anyio.current_time()
-    with pytest.raises(AdmissionTimeout, match="'photos' had no room within 7 s") as e:
+    with pytest.raises(AdmissionTimeout, match="'photos' was full for 7 s") as e:
         await gate.admit()
     assert anyio.current_time() - began == pytest.approx(7)
     assert isinstance(e.value, TimeoutError)
@@ -221,7 +221,7 @@ async def test_waits_as_long_as_it_may() -> None:
 @pytest.mark.anyio
 @pytest.mark.parametrize("max_wait", [0, -1, 0.001])
 async def test_gives_up_after_a_short_wait(max_wait: float) -> None:
-    """Also where there is no time at all, the line is left as it was."""
+    """A timeout of zero leaves the queue as it was, too."""
     seen = RecordingObserver()
     gate = Gate(slots=1, observer=seen)
     holder = gate.try_admit()
@@ -313,11 +313,11 @@ def test_leaves_once_when_sent_away_and_cancelled() -> None:
 
 @pytest.mark.anyio
 async def test_detects_a_task_that_waits_for_itself() -> None:
-    """A lease holder that would have to wait behind its own lease is told (B18)."""
+    """A lease holder that would have to wait behind its own lease is refused (B18)."""
     seen = RecordingObserver()
     gate = Gate(slots=1, name="photos", observer=seen)
     with await gate.admit():
-        with pytest.raises(RuntimeError, match="wait for itself at gate 'photos'"):
+        with pytest.raises(RuntimeError, match="deadlock at gate 'photos'"):
             await gate.admit()
         now = gate.statistics()
         assert (now.received, now.refused) == (2, 1)
@@ -398,7 +398,7 @@ async def test_exempts_work_under_an_existing_lease() -> None:
     """A retry under a lease that is still held asks for nothing again (B15, peers-10).
 
     There is nothing to do for it: a lease is an object, not a place in a task, so
-    whoever has it may pass it on to the retry.
+    its owner may pass it on to the retry.
     """
     gate = Gate(slots=1)
     lease = await gate.admit()
@@ -435,7 +435,7 @@ def test_needs_no_loop_until_it_waits() -> None:
 
 @pytest.mark.anyio
 async def test_is_left_by_a_coroutine_that_is_thrown_away() -> None:
-    """A waiter whose coroutine is closed instead of cancelled leaves the line."""
+    """A waiter whose coroutine is closed instead of cancelled leaves the queue."""
     seen = RecordingObserver()
     gate = Gate(slots=1, observer=seen)
     holder = gate.try_admit()

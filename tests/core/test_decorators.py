@@ -148,7 +148,7 @@ class TestManaged:
             await anext(gate.admits(lambda size: size)(stream)(11))
         assert_quiescent(gate)
 
-    async def test_gives_lease_and_session_to_who_asks(self) -> None:
+    async def test_gives_lease_and_session_to_parameters_of_these_names(self) -> None:
         """Parameters named lease and session are filled in."""
         gate = Gate(bytes=10)
         async with SessionRegistry() as sessions:
@@ -234,7 +234,7 @@ class TestManaged:
             return generator() if first else inner()
 
         outer = coroutine if two_phase else generator
-        with anyio.fail_after(2), pytest.raises(RuntimeError, match="for itself"):
+        with anyio.fail_after(2), pytest.raises(RuntimeError, match="deadlock at gate"):
             async with outer() as stream:
                 await anext(stream)
         assert [item async for item in inner()] == [1]
@@ -406,7 +406,7 @@ class TestManaged:
             assert_quiescent(sessions)
 
     async def test_begins_nothing_that_was_stopped_in_line(self) -> None:
-        """Whoever was in line when all were closed starts nothing, with a block or not."""
+        """A request that waited when all were closed starts nothing, with a block or not."""
         gate, begun = Gate(slots=1), []
         async with SessionRegistry() as sessions:
 
@@ -488,7 +488,7 @@ def test_leaks_nothing_when_cancelled_anywhere(form: str) -> None:
 def test_keeps_no_payload_for_an_error_of_the_call(
     no_collector: None, odd: str
 ) -> None:
-    """What `cost` or `key` raises, or who calls amiss, may be kept for long."""
+    """An error of `cost`, of `key` or of a wrong call may be kept for long."""
     known: list[weakref.ref[Tensor]] = []
 
     def watched() -> Tensor:
@@ -549,14 +549,14 @@ def test_is_what_it_was() -> None:
 
 
 def test_refuses_what_it_cannot_decorate() -> None:
-    """Mistakes are told where the function is defined."""
+    """Mistakes raise where the function is defined."""
 
     def plain() -> None: ...
 
     async def stream() -> AsyncGenerator[int, None]:
         yield 1
 
-    with pytest.raises(TypeError, match="neither an async generator"):
+    with pytest.raises(TypeError, match="neither a generator"):
         managed()(plain)  # type: ignore[arg-type]
     with pytest.raises(TypeError, match="no parameter 'image'"):
         managed(scrub="image")(stream)

@@ -1,4 +1,4 @@
-"""Events and observers: what is told, to whom, and that it can hold no payload."""
+"""Events and observers: what is reported, and that it can hold no payload."""
 
 import inspect
 import logging
@@ -20,8 +20,9 @@ from lifecycle.events import (
     LeaseGranted,
     LeaseReleased,
     SessionOpened,
+    combine_observers,
+    structlog_observer,
 )
-from lifecycle.observers import structlog_observer
 from lifecycle.testing import RecordingObserver, assert_quiescent
 
 EVENTS = [
@@ -54,7 +55,7 @@ def test_has_no_field_for_a_payload(kind: type[Event]) -> None:
 
 @pytest.mark.parametrize("kind", EVENTS, ids=lambda kind: kind.__name__)
 def test_is_a_frozen_fact(kind: type[Event]) -> None:
-    """What was told cannot be changed, nor be given anything else to carry."""
+    """An event cannot be changed, nor be given another attribute."""
     values = dict.fromkeys(typing.get_type_hints(kind))
     event = kind(**values)
     with pytest.raises(AttributeError):
@@ -101,7 +102,7 @@ async def test_survives_an_observer_that_raises(
 
 @pytest.mark.anyio
 async def test_lets_an_observer_use_the_gate() -> None:
-    """An observer is called with the books unlocked, in the order of what happened."""
+    """An observer is called without the lock, in the order of what happened."""
     names: list[str] = []
 
     def observe(event: Event) -> None:
@@ -182,3 +183,26 @@ class TestStructlog:
         monkeypatch.setitem(sys.modules, "structlog", None)
         with pytest.raises(ImportError, match=r"anyio-lifecycle\[structlog\]"):
             structlog_observer()
+
+
+@pytest.mark.parametrize("kind", EVENTS, ids=lambda kind: kind.__name__)
+def test_warns_of_what_needs_attention_alone(kind: type[Event]) -> None:
+    """A failed END and a lost lease are warnings, and no other event is one."""
+    values = dict.fromkeys(typing.get_type_hints(kind))
+    with capture_logs() as logged:
+        structlog_observer()(kind(**values))
+    (entry,) = logged
+    assert (entry["log_level"] == "warning") is (kind is EndFailed)
+
+
+def test_combines_observers() -> None:
+    """Each observer gets each event, also when one before it fails."""
+    seen: list[Event] = []
+
+    def fail(_: Event) -> None:
+        raise ValueError("no")
+
+    observe = combine_observers(None, seen.append)
+    gate = Gate(slots=1, observer=combine_observers(fail, observe))
+    gate.try_admit().release()
+    assert [type(event).__name__ for event in seen] == ["LeaseGranted", "LeaseReleased"]

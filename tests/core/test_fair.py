@@ -28,7 +28,7 @@ class Clock:
 
 
 class Tenants:
-    """Clients who keep a number of requests in line each, and what they got."""
+    """Clients that keep a number of requests waiting each, and what they got."""
 
     def __init__(self, gate: Gate, clock: Clock, tasks: anyio.abc.TaskGroup) -> None:
         self.gate = gate
@@ -49,7 +49,7 @@ class Tenants:
         self.order.append((key, nbytes))
 
     async def serve(self, seconds: float) -> None:
-        """Let whoever is served hold for *seconds*, then go, oldest first."""
+        """Let admitted requests hold for *seconds*, then release, oldest first."""
         self.clock.now += seconds
         _key, _nbytes, lease = self.held.pop(0)
         lease.release()
@@ -74,7 +74,7 @@ async def test_shares_evenly_between_a_flood_and_a_trickle() -> None:
 
 
 async def test_counts_what_was_really_held() -> None:
-    """Who holds four times as long gets a quarter as many turns."""
+    """A key that holds four times as long gets a quarter as many turns."""
     clock = Clock()
     gate = Gate(slots=1, order="fair", clock=clock)
     async with anyio.create_task_group() as tasks:
@@ -112,7 +112,7 @@ async def test_lets_small_ones_pass_a_large_one_only_so_often() -> None:
 
 
 class Market:
-    """Keys that always have requests in line, each of its own sizes and hold times."""
+    """Keys that always have requests waiting, each of its own sizes and hold times."""
 
     def __init__(self, gate: Gate, clock: Clock, tasks: anyio.abc.TaskGroup) -> None:
         self.gate = gate
@@ -138,7 +138,7 @@ class Market:
         heapq.heappush(self._ends, (now + hold_s, number, now, key, lease))
 
     async def run(self, until: float) -> None:
-        """Let time pass; whoever leaves comes back at once while the market is open."""
+        """Let time pass; a key that leaves comes back at once while the market is open."""
         while self._ends and self._ends[0][0] <= until:
             self.clock.now, _, since, key, lease = heapq.heappop(self._ends)
             self.had[key] += lease.bytes * (self.clock.now - since)
@@ -176,7 +176,7 @@ async def test_lets_others_pass_a_large_one_only_so_often(seed: int) -> None:
     """Others overtake by as much as the large one asks for, and no more (B12).
 
     New keys and old ones keep coming, in sizes and for times of all kinds. (Trio
-    runs those who are granted together in any order, and would mix them up.)
+    runs tasks that are granted together in any order.)
     """
     chance = random.Random(seed)
     clock = Clock()
@@ -238,8 +238,8 @@ async def test_survives_a_size_beyond_all_floats(waits: bool) -> None:
         pass
 
 
-async def test_starts_those_who_come_back_where_the_others_are() -> None:
-    """Nobody saves up turns by staying away."""
+async def test_starts_returning_keys_where_the_others_are() -> None:
+    """A key saves up no turns by staying away."""
     clock = Clock()
     gate = Gate(slots=1, order="fair", clock=clock)
     with await gate.admit(key="away"):
@@ -261,7 +261,7 @@ async def test_starts_those_who_come_back_where_the_others_are() -> None:
 
 
 async def test_serves_a_higher_priority_first() -> None:
-    """Among those in line a higher priority goes before every lower one."""
+    """Among waiting requests a higher priority goes before every lower one."""
     gate = Gate(slots=1)
     order: list[str] = []
 
@@ -281,16 +281,16 @@ async def test_serves_a_higher_priority_first() -> None:
 
 
 async def test_only_counts_in_shadow_mode() -> None:
-    """enforce=False admits everybody at once, and counts whom it would not have."""
+    """enforce=False admits every request at once, and counts those it would not have."""
     gate = Gate(slots=1, bytes=10, max_waiting=0, enforce=False)
     leases = [await gate.admit(bytes=20), await gate.admit(), gate.try_admit(slots=5)]
     now = gate.statistics()
-    assert (now.admitted, now.overlooked, now.refused) == (3, 3, 0)
+    assert (now.admitted, now.over_limit, now.refused) == (3, 3, 0)
     assert (now.slots_in_use, now.bytes_in_use) == (7, 20)
     for lease in leases:
         lease.release()
     (await gate.admit()).release()
-    assert gate.statistics().overlooked == 3
+    assert gate.statistics().over_limit == 3
     gate.close()
     with pytest.raises(GateClosed):
         await gate.admit()

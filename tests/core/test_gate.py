@@ -1,4 +1,4 @@
-"""Gate: who gets in, in which order, and what the books say meanwhile."""
+"""Gate: which requests are admitted, in which order, and the statistics meanwhile."""
 
 import gc
 import math
@@ -57,7 +57,7 @@ class Crowd:
 
 
 async def test_admits_in_the_order_of_arrival() -> None:
-    """Whoever came first gets in first."""
+    """Requests are admitted in the order in which they came."""
     gate = Gate(slots=1)
     async with anyio.create_task_group() as tasks:
         crowd = Crowd(gate, tasks)
@@ -134,13 +134,13 @@ async def test_never_lets_a_newcomer_overtake_a_granted_waiter() -> None:
         tasks.start_soon(request, "waiter")
         await anyio.wait_all_tasks_blocked()
         holder.release()
-        await request("newcomer")
-    assert order == ["waiter", "newcomer"]
+        await request("later")
+    assert order == ["waiter", "later"]
     assert_quiescent(gate)
 
 
 async def test_gives_no_slot_twice_in_the_hand_off() -> None:
-    """Between grant and resumption the slot is taken for everybody (B2)."""
+    """Between grant and resumption the slot is taken for all others (B2)."""
     gate = Gate(slots=1)
     holder = await gate.admit()
     async with anyio.create_task_group() as tasks:
@@ -156,7 +156,7 @@ async def test_gives_no_slot_twice_in_the_hand_off() -> None:
 
 
 async def test_refuses_at_once_what_can_never_fit() -> None:
-    """A request above capacity is told so at once, not that it is full (B13)."""
+    """A request above capacity is refused as such at once, not as if the gate were full (B13)."""
     gate = Gate(slots=2, bytes=10, name="photos")
     for cost in ({"bytes": 11}, {"slots": 3}):
         with pytest.raises(
@@ -170,13 +170,13 @@ async def test_refuses_at_once_what_can_never_fit() -> None:
     unbounded = Gate(bytes=10)
     with pytest.raises(CostTooLarge, match="of 10 bytes; make"):
         await unbounded.admit(bytes=11)
-    unbounded.try_admit(slots=10**9).release()
+    unbounded.try_admit(bytes=0, slots=10**9).release()
     assert_quiescent(gate)
 
 
 @pytest.mark.parametrize("cost", [-1, 0.5, math.nan, "1"], ids=repr)
 async def test_refuses_odd_costs_at_the_door(cost: object) -> None:
-    """Negative, fractional and NaN costs leave no trace in the books (B14)."""
+    """Negative, fractional and NaN costs leave no trace in the statistics (B14)."""
     gate = Gate(slots=2, bytes=10)
     for request in ({"slots": cost}, {"bytes": cost}, {"slots": 0, "bytes": 0}):
         with pytest.raises(ValueError, match="must"):
@@ -200,16 +200,16 @@ async def test_refuses_odd_limits(limit: float) -> None:
 
 
 def test_tells_its_limits() -> None:
-    """Statistics say how long the line may get, so that a full one can be told."""
+    """Statistics have the maximum length of the queue, so that a full one is seen."""
     assert Gate(slots=2, max_waiting=3).statistics().max_waiting == 3
-    assert Gate().statistics().max_waiting is None
+    assert Gate(slots=None).statistics().max_waiting is None
 
 
 async def test_refuses_a_wait_that_is_no_number() -> None:
     """NaN is a mistake, not a deadline, and would upset the loop's timers (B14)."""
     with pytest.raises(ValueError, match="max_wait must be"):
-        Gate(max_wait=math.nan)
-    gate = Gate()
+        Gate(slots=None, max_wait=math.nan)
+    gate = Gate(slots=None)
     with pytest.raises(ValueError, match="max_wait must be"):
         await gate.admit(max_wait=math.nan)
     assert gate.statistics().received == 0
@@ -220,7 +220,7 @@ async def test_tries_without_waiting() -> None:
     gate = Gate(slots=1, name="photos")
     lease = gate.try_admit()
     assert lease.held
-    with pytest.raises(GateFull, match="'photos' has no room now") as refusal:
+    with pytest.raises(GateFull, match="'photos' is full; retry") as refusal:
         gate.try_admit()
     assert refusal.value.reason == "full"
     assert isinstance(refusal.value, LifecycleError)
@@ -230,7 +230,7 @@ async def test_tries_without_waiting() -> None:
 
 
 async def test_bounds_its_line() -> None:
-    """The request after the longest line is refused at once, and the line stays."""
+    """A request beyond the maximum queue is refused at once, and the queue stays."""
     gate = Gate(slots=1, max_waiting=2, name="photos")
     async with anyio.create_task_group() as tasks:
         crowd = Crowd(gate, tasks)
@@ -238,7 +238,7 @@ async def test_bounds_its_line() -> None:
             await crowd.come(name)
         assert set(crowd.refused) == {3}
         assert isinstance(crowd.refused[3], GateFull)
-        assert "its line of 2 is full" in str(crowd.refused[3])
+        assert "its queue of 2 is full" in str(crowd.refused[3])
         assert gate.statistics().waiting == 2
         for name in range(3):
             await crowd.leave(name)
@@ -246,7 +246,7 @@ async def test_bounds_its_line() -> None:
     assert_quiescent(gate)
 
 
-async def test_lets_nobody_wait_with_a_line_of_none() -> None:
+async def test_lets_no_request_wait_without_a_queue() -> None:
     """max_waiting=0 admits at once or refuses, also behind a granted waiter."""
     gate = Gate(slots=1, max_waiting=0)
     with await gate.admit():
@@ -255,8 +255,8 @@ async def test_lets_nobody_wait_with_a_line_of_none() -> None:
     assert_quiescent(gate)
 
 
-async def test_wakes_whoever_fits_when_limits_rise() -> None:
-    """Raising a limit admits at once all who now fit, and no more (B21)."""
+async def test_wakes_requests_that_fit_when_limits_rise() -> None:
+    """Raising a limit admits at once all requests that fit, and no more (B21)."""
     gate = Gate(slots=1, bytes=100)
     async with anyio.create_task_group() as tasks:
         crowd = Crowd(gate, tasks)
@@ -280,7 +280,7 @@ async def test_wakes_whoever_fits_when_limits_rise() -> None:
 
 
 async def test_grants_nothing_after_a_shrink_until_below() -> None:
-    """Lowering a limit takes nothing away, and admits nobody until repaid (B2)."""
+    """Lowering a limit takes nothing away, and admits no request until repaid (B2)."""
     gate = Gate(slots=4)
     async with anyio.create_task_group() as tasks:
         crowd = Crowd(gate, tasks)
@@ -318,7 +318,7 @@ async def test_refuses_waiters_that_a_shrink_makes_impossible() -> None:
 
 
 async def test_pauses_at_zero() -> None:
-    """A capacity of zero admits nobody and refuses nobody."""
+    """A capacity of zero admits no request and refuses none."""
     gate = Gate(slots=0)
     async with anyio.create_task_group() as tasks:
         crowd = Crowd(gate, tasks)
@@ -337,7 +337,7 @@ async def test_pauses_at_zero() -> None:
 
 
 async def test_closes_for_good() -> None:
-    """Closing refuses the line and all newcomers, and leaves live leases alone."""
+    """Closing refuses waiting and later requests, and leaves live leases alone."""
     gate = Gate(slots=1, name="photos")
     async with anyio.create_task_group() as tasks:
         crowd = Crowd(gate, tasks)
@@ -466,7 +466,7 @@ async def test_tells_its_observer_what_its_books_say() -> None:
     assert seen.events[3].waited_s >= 0.0
 
 
-async def test_remembers_no_priority_that_nobody_has() -> None:
+async def test_remembers_no_priority_that_no_request_has() -> None:
     """Priorities that never come again, such as times, do not pile up."""
     gate = Gate(slots=1)
     before = len([o for o in gc.get_objects() if type(o) is OrderedDict])
@@ -481,7 +481,7 @@ async def test_remembers_no_priority_that_nobody_has() -> None:
 
 
 async def test_refuses_a_priority_that_cannot_be_sorted() -> None:
-    """It harms nobody who comes after it."""
+    """It does no harm to requests after it."""
     gate = Gate(slots=1)
     lease = gate.try_admit()
     async with anyio.create_task_group() as tasks:

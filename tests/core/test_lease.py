@@ -1,4 +1,4 @@
-"""Lease: released once, by anybody, whatever happens."""
+"""Lease: released once, from any task and thread."""
 
 import copy
 import gc
@@ -45,7 +45,7 @@ async def test_is_released_by_its_block() -> None:
 
 
 async def test_may_end_in_another_task() -> None:
-    """A lease belongs to whoever has it: another task may release or enter it."""
+    """A lease may be passed on: another task may release or enter it."""
     gate = Gate(slots=1)
 
     async def finish(lease: Lease) -> None:
@@ -87,7 +87,7 @@ def test_is_never_two(copied: Callable[[Lease], object]) -> None:
 
 async def test_says_what_it_holds() -> None:
     """A lease shows its cost and whether it is held, and nothing else."""
-    gate = Gate()
+    gate = Gate(slots=None)
     lease = await gate.admit(bytes=7, slots=2)
     assert (lease.slots, lease.bytes, lease.held) == (2, 7, True)
     assert repr(lease) == "<Lease of gate 'gate': 2 slots, 7 bytes, held>"
@@ -96,7 +96,7 @@ async def test_says_what_it_holds() -> None:
     assert repr(lease) == "<Lease of gate 'gate': 2 slots, 7 bytes, not held>"
 
 
-async def test_settles_down_and_wakes_who_fits() -> None:
+async def test_settles_down_and_wakes_requests_that_fit() -> None:
     """An estimate that was too high lets the next one in before the release."""
     seen = RecordingObserver()
     gate = Gate(bytes=10, observer=seen)
@@ -128,7 +128,7 @@ async def test_settles_up_without_waiting() -> None:
     second.release()
     with pytest.raises(GateFull):
         gate.try_admit(bytes=1)
-    gate.try_admit(slots=1).release()  # slots are another matter
+    gate.try_admit(slots=1, bytes=0).release()  # slots are another matter
     first.settle(bytes=9)
     gate.try_admit(bytes=1).release()
     first.release()
@@ -170,7 +170,7 @@ async def test_settles_by_integers_of_any_kind() -> None:
 
 
 async def test_comes_back_when_it_is_lost() -> None:
-    """A lease that nobody released goes with its last reference, and is reported."""
+    """A lease that was never released goes with its last reference, and is reported."""
     seen = RecordingObserver()
     gate = Gate(slots=1, bytes=5, observer=seen, name="photos")
     with pytest.warns(ResourceWarning, match="1 slots and 5 bytes of gate 'photos'"):
@@ -212,4 +212,14 @@ def test_is_released_by_an_exit_stack_that_never_entered_it() -> None:
     gate = Gate(slots=1)
     with ExitStack() as stack:
         stack.push(gate.try_admit())
+    assert_quiescent(gate)
+
+
+def test_enters_a_released_lease_without_effect() -> None:
+    """A block of a lease that was released before holds nothing and blocks no task."""
+    gate = Gate(slots=1)
+    lease = gate.try_admit()
+    lease.release()
+    with lease:
+        gate.try_admit().release()
     assert_quiescent(gate)

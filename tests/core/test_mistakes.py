@@ -1,4 +1,4 @@
-"""Mistakes that everybody makes once are answered with the remedy."""
+"""Common mistakes are answered with the remedy."""
 
 import copy
 import logging
@@ -45,13 +45,13 @@ async def words() -> Any:
 def test_refuses_order_that_there_is_not() -> None:
     """A gate of an unknown order is refused, and would not silently be first come."""
     with pytest.raises(ValueError, match="order must be 'fifo' or 'fair', not 'lifo'"):
-        Gate(order="lifo")  # type: ignore[arg-type]
+        Gate(slots=None, order="lifo")  # type: ignore[arg-type]
 
 
 def test_names_wait_that_is_no_number() -> None:
     """A wait in words is refused where it is given, by its name."""
     with pytest.raises(TypeError, match="max_wait must be a number .*, not str"):
-        Gate(max_wait="10")  # type: ignore[arg-type]
+        Gate(slots=None, max_wait="10")  # type: ignore[arg-type]
 
 
 async def test_names_seconds_that_are_no_number() -> None:
@@ -154,14 +154,12 @@ async def test_names_function_that_does_not_stream() -> None:
 
     with pytest.raises(TypeError, match=r"\.plain is neither .* make it `async def`"):
         managed()(plain)  # type: ignore[type-var, arg-type]
-    with pytest.raises(
-        TypeError, match=r"\.coroutine is not an async generator .*@man"
-    ):
+    with pytest.raises(TypeError, match=r"\.coroutine is not a generator .*@man"):
         scrub("picture")(coroutine)  # type: ignore[arg-type]
 
 
 async def test_names_function_that_returns_no_stream() -> None:
-    """A ``return`` that was forgotten is told with the name of the function."""
+    """A ``return`` that was forgotten raises with the name of the function."""
 
     @managed()
     async def forgetful() -> Any: ...
@@ -205,7 +203,7 @@ async def test_says_what_opens_a_stream(open_: Any, remedy: str) -> None:
 
 
 async def test_refuses_lease_or_end_that_was_forgotten_to_be_one() -> None:
-    """An ``await`` too few or a call too many is told before anything begins."""
+    """An ``await`` too few or a call too many raises before anything begins."""
     gate = Gate(slots=1)
 
     async def open_() -> None: ...
@@ -225,7 +223,7 @@ async def test_refuses_lease_or_end_that_was_forgotten_to_be_one() -> None:
 
 
 @pytest.mark.parametrize("owner", [Gate, SessionRegistry])
-def test_refuses_observer_that_nobody_would_await(owner: Callable[..., Any]) -> None:
+def test_refuses_observer_that_would_not_be_awaited(owner: Callable[..., Any]) -> None:
     """A coroutine function would be called, and nothing of it would ever run."""
 
     async def observe(_event: object) -> None: ...
@@ -255,7 +253,7 @@ async def test_logs_end_that_failed(caplog: pytest.LogCaptureFixture) -> None:
             with sessions.open("a") as session:
                 await session.start(open_, end=end)
     assert re.search(
-        r"END of session 'a#1' failed with KeyError at \S+test_mistakes.py:\d+; "
+        r"END of session 'a#1' failed with KeyError at test_mistakes.py:\d+; "
         r"the engine may still hold it",
         caplog.text,
     )
@@ -289,30 +287,30 @@ async def test_names_session_that_is_or_is_not_there() -> None:
 def test_names_limit_that_request_is_beyond(
     limits: dict[str, int], cost: dict[str, int], words: str
 ) -> None:
-    """What can never fit is told by which limit, and of no other."""
+    """A request that can never fit is refused by the limit that it breaks, and no other."""
     with pytest.raises(CostTooLarge, match=f"^a request of {words}; make it smaller$"):
         Gate(**limits).try_admit(**cost)  # type: ignore[arg-type]
 
 
-async def test_says_that_gate_without_a_line_is_full() -> None:
-    """Where nobody may wait, no line is spoken of."""
+async def test_says_that_gate_without_a_queue_is_full() -> None:
+    """Where the queue is switched off, the refusal names the option."""
     gate = Gate(slots=1, max_waiting=0)
     with await gate.admit():
         async with anyio.create_task_group() as group:
 
             async def other() -> None:
-                with pytest.raises(GateFull, match="has no room, and nobody may wait;"):
+                with pytest.raises(GateFull, match="is full, and max_waiting is 0;"):
                     await gate.admit()
 
             group.start_soon(other)
 
 
 def test_shows_no_address_for_what_is_left_as_it_is() -> None:
-    """The default that means "as before" reads so in ``help()``."""
+    """The default that changes nothing reads so in ``help()``."""
     assert Gate.admit.__kwdefaults__ is not None
-    assert repr(Gate.admit.__kwdefaults__["max_wait"]) == "<as before>"
+    assert repr(Gate.admit.__kwdefaults__["max_wait"]) == "<unchanged>"
     assert lifecycle.Gate.resize.__kwdefaults__ is not None
-    assert repr(Gate.resize.__kwdefaults__["slots"]) == "<as before>"
+    assert repr(Gate.resize.__kwdefaults__["slots"]) == "<unchanged>"
 
 
 def bytes_of_call(_: object) -> int:
@@ -329,7 +327,7 @@ async def slow_bytes(_: object) -> int:
         ({"gate": 5}, "managed takes a Gate, not int"),
         ({"sessions": 5, "key": bytes_of_call}, "takes a SessionRegistry, not int"),
         ({"sessions": SessionRegistry(), "key": "id"}, "key must be a function .*str"),
-        ({"gate": Gate(), "cost": slow_bytes}, "cost is a plain function"),
+        ({"gate": Gate(slots=None), "cost": slow_bytes}, "cost is a plain function"),
         ({"cost": bytes_of_call}, "asked of a gate; name one by gate="),
         ({"cost": 5}, "asked of a gate; name one by gate="),
         ({"slots": 2}, "asked of a gate; name one by gate="),
@@ -344,13 +342,13 @@ def test_refuses_what_managed_cannot_use_where_it_is_written(
 
 
 def test_refuses_cost_that_is_no_amount_where_it_is_written() -> None:
-    """A cost in words, below nothing or of nothing is told with its name."""
+    """A cost that is text, negative or zero is refused by its name."""
     with pytest.raises(ValueError, match="at least one slot or one byte"):
-        managed(gate=Gate(), slots=0)
-    managed(gate=Gate(), cost=bytes_of_call, slots=0)
+        managed(gate=Gate(slots=None), slots=0)
+    managed(gate=Gate(slots=None), cost=bytes_of_call, slots=0)
     for odd, name in (({"cost": "5"}, "cost"), ({"slots": -1}, "slots")):
         with pytest.raises(ValueError, match=f"^{name} must be "):
-            managed(gate=Gate(), **odd)  # type: ignore[arg-type]
+            managed(gate=Gate(slots=None), **odd)  # type: ignore[arg-type]
 
 
 def test_says_when_managed_lacks_its_parentheses() -> None:
@@ -360,7 +358,7 @@ def test_says_when_managed_lacks_its_parentheses() -> None:
 
 
 async def test_refuses_lease_that_was_released_before() -> None:
-    """A start would run without any room that is held for it."""
+    """A start would run without any capacity that is held for it."""
     gate = Gate(slots=1)
 
     async def open_() -> None: ...
@@ -390,7 +388,7 @@ async def test_takes_plain_function_as_end() -> None:
 
 
 async def test_refuses_registry_of_another_loop() -> None:
-    """What would be lost between two loops, or two threads, is told at once."""
+    """A call from another loop or thread raises at once."""
 
     async def open_() -> None: ...
 
@@ -442,10 +440,10 @@ async def test_refuses_id_that_is_no_string() -> None:
         assert sessions.statistics().opened == 0
 
 
-async def test_refuses_outcome_that_there_is_not_while_nobody_is_there() -> None:
-    """A slip in a shutdown would show on the day when somebody is to be told."""
+async def test_refuses_unknown_outcome_without_live_sessions() -> None:
+    """A typing error in a shutdown raises, also where no session is live."""
     async with SessionRegistry() as sessions:
-        with pytest.raises(ValueError, match="no session can end as 'shutdwon'"):
+        with pytest.raises(ValueError, match="'shutdwon' is no outcome of a session"):
             sessions.close_all("shutdwon")  # type: ignore[arg-type]
 
 

@@ -60,13 +60,13 @@ class TestPayload:
 
     def test_tells_how_it_was_emptied(self) -> None:
         """on_release is called once, with the way it went."""
-        told: list[str] = []
-        first, second = (Payload(1, on_release=told.append) for _ in range(2))
+        released: list[str] = []
+        first, second = (Payload(1, on_release=released.append) for _ in range(2))
         first.take()
         first.clear()
         second.clear()
         second.clear()
-        assert told == ["taken", "cleared"]
+        assert released == ["taken", "cleared"]
 
     def test_may_hold_nothing(self) -> None:
         """None is a value like any other."""
@@ -99,7 +99,7 @@ class TestPayload:
 
 class TestStrip:
     def test_empties_in_place(self, no_collector: None) -> None:
-        """Whoever else holds the mapping holds an empty one."""
+        """All other holders of the mapping hold an empty one."""
         tensor, ref = watched()
         inner = {"values": tensor, "grid": [1, 2]}
         payload = {"image": inner, "text": "x"}
@@ -125,15 +125,16 @@ class TestStrip:
         assert ref() is None
 
     @pytest.mark.parametrize("path", ["b", "a.c", "a.b.c", "", "a.", ".a", "list.0"])
-    def test_changes_nothing_for_an_unknown_path(self, path: str) -> None:
-        """A path that leads nowhere is an error before anything is lost."""
-        payload = {"a": {"b": 1}, "list": [{"x": 1}]}
-        before = copy.deepcopy(payload)
-        with pytest.raises(KeyError, match="nothing was stripped"):
-            strip(payload, keep=["a.b", path])
-        assert payload == before
+    def test_strips_the_rest_for_an_unknown_path(self, path: str) -> None:
+        """A path that leads nowhere keeps nothing, and is reported afterwards."""
+        payload = {"a": {"b": 1, "x": 2}, "list": [{"x": 1}], "y": {"z": 3}}
+        with pytest.raises(KeyError, match="the rest was stripped") as caught:
+            strip(payload, keep=["y.w", "a.b", path])
+        assert payload == {"a": {"b": 1}}
+        assert repr(path) in str(caught.value)
+        assert "'y.w'" in str(caught.value)
 
-    def test_empties_what_somebody_else_holds(self, no_collector: None) -> None:
+    def test_empties_what_others_hold(self, no_collector: None) -> None:
         """Lists, queues and user mappings inside are emptied too, at any depth."""
         tensor, ref = watched()
         shared: list[Any] = [tensor]

@@ -53,7 +53,7 @@ class TestScrub:
         assert ref() is None
         assert [item async for item in stream] == ["word 1", "word 2"]
 
-    async def test_clears_what_nobody_took(self) -> None:
+    async def test_clears_what_was_not_taken(self) -> None:
         """A payload that the body leaves in its box is gone at the first item too."""
         tensor, ref = watched()
         stream = describe(tensor, words=0)
@@ -63,7 +63,7 @@ class TestScrub:
         await stream.aclose()
 
     async def test_clears_a_box_that_the_caller_keeps(self) -> None:
-        """A Payload is passed on as it is; whoever keeps the box keeps nothing."""
+        """A Payload is passed on as it is; keeping the box keeps nothing."""
         tensor, ref = watched()
         box = Payload(tensor, nbytes=7)
         stream = describe(box)
@@ -155,6 +155,44 @@ class TestScrub:
         assert "describe" in repr(stream)
         assert await describe(Tensor()).__anext__() == "word 0"
 
+    async def test_sends_and_throws(self) -> None:
+        """The other methods of a generator are kept, and clear the boxes as well."""
+
+        @scrub("image")
+        async def echo(image: Any, fail: bool = False) -> AsyncGenerator[Any, Any]:
+            said: Any = None
+            while not fail:
+                try:
+                    said = yield said
+                except KeyError as error:
+                    said = type(error)
+            raise OSError(type(image.take()).__name__)
+
+        tensor, ref = watched()
+        stream = echo(tensor)
+        del tensor
+        assert await stream.asend(None) is None
+        assert ref() is None
+        assert await stream.asend(3) == 3
+        assert await stream.athrow(KeyError("a")) is KeyError
+        assert await anext(stream) is None
+        await stream.aclose()
+
+        tensor, ref = watched()
+        stream = echo(tensor, fail=True)
+        del tensor
+        with pytest.raises(OSError, match="Tensor") as caught:
+            await stream.asend(None)
+        assert ref() is None
+        assert caught.value.__traceback__ is not None
+
+        tensor, ref = watched()
+        stream = echo(tensor)
+        del tensor
+        with pytest.raises(ValueError, match="^$"):
+            await stream.athrow(ValueError())
+        assert ref() is None
+
 
 def test_is_what_it_was() -> None:
     """Name, documentation and signature are those of the function."""
@@ -181,7 +219,7 @@ def test_refuses_names_that_it_cannot_box() -> None:
 
     async def coroutine(image: Any) -> None: ...
 
-    with pytest.raises(TypeError, match="not an async generator function"):
+    with pytest.raises(TypeError, match="not a generator function"):
         scrub("image")(coroutine)  # type: ignore[arg-type]
 
 

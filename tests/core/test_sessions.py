@@ -105,7 +105,7 @@ class TestOutcomes:
 
     @pytest.mark.parametrize("means", ["cancelled", "client_gone"])
     async def test_counts_a_cancellation_as_what_it_means(self, means: Outcome) -> None:
-        """Whoever cancels the owner says before what for."""
+        """Code that cancels the owner sets the outcome before."""
         async with SessionRegistry() as sessions:
             with anyio.CancelScope() as scope, sessions.open("a") as session:
                 session.cancelled_as = means
@@ -253,7 +253,7 @@ async def set_soon(event: anyio.Event) -> None:
 @pytest.mark.anyio
 class TestBoxes:
     async def test_are_emptied_when_the_session_closes(self) -> None:
-        """What nobody took is cleared, counted and told."""
+        """Payloads that were not taken are cleared, counted and reported."""
         seen = RecordingObserver()
         async with SessionRegistry(observer=seen) as sessions:
             with sessions.open("a") as session:
@@ -264,8 +264,8 @@ class TestBoxes:
                 now = sessions.statistics()
                 assert (now.payloads, now.payload_bytes) == (1, 2)
             assert second.taken
-            told = [(event.bytes, event.how) for event in seen.of(PayloadReleased)]
-            assert told == [(1, "taken"), (2, "cleared")]
+            seen = [(event.bytes, event.how) for event in seen.of(PayloadReleased)]
+            assert seen == [(1, "taken"), (2, "cleared")]
             late = session.box(b"3", nbytes=4)
             assert late.taken
             assert_quiescent(sessions)
@@ -287,7 +287,7 @@ class TestStopping:
     async def test_tells_the_owner_and_waits_for_the_engine(self) -> None:
         """The owner's block ends with SessionEnded; cancel returns when it is quiet."""
         ends = Ends()
-        told: list[str] = []
+        seen: list[str] = []
         async with SessionRegistry() as sessions, anyio.create_task_group() as tasks:
 
             async def owner() -> None:
@@ -295,22 +295,22 @@ class TestStopping:
                     with sessions.open("a") as session:
                         await session.start(nothing, end=ends)
                         await anyio.sleep_forever()
-                told.append(caught.value.outcome)
+                seen.append(caught.value.outcome)
 
             async def cancel() -> None:
                 await sessions.cancel("a")
-                told.append("quiet")
+                seen.append("quiet")
 
             tasks.start_soon(owner)
             await anyio.wait_all_tasks_blocked()
             tasks.start_soon(cancel)
             tasks.start_soon(sessions.get("a").quiet)
             await anyio.wait_all_tasks_blocked()
-            assert told == ["cancelled"]
+            assert seen == ["cancelled"]
             assert sessions.statistics().closing == 1
             ends.go_on.set()
             await anyio.wait_all_tasks_blocked()
-            assert told == ["cancelled", "quiet"]
+            assert seen == ["cancelled", "quiet"]
             assert_quiescent(sessions)
 
     async def test_tells_an_owner_that_was_about_to_leave(self) -> None:
@@ -411,7 +411,7 @@ class TestStopping:
             assert repr(session) == "<Session 'a#1' completed>"
 
     async def test_streams_items_and_says_how_many(self) -> None:
-        """The stream of a session is told of when it ends."""
+        """The end of a stream of a session is reported."""
         seen = RecordingObserver()
 
         async def source() -> AsyncGenerator[int, None]:
@@ -447,18 +447,18 @@ async def fail(_stream: object) -> None:
 @pytest.mark.anyio
 class TestDrain:
     async def test_lets_sessions_finish_and_ends_the_rest(self) -> None:
-        """Those who finish in time are left alone; the rest is told (fault-61)."""
+        """Sessions that finish in time are left alone; the rest is ended (fault-61)."""
         seen = RecordingObserver()
-        told: list[tuple[int, str]] = []
+        ended_as: list[tuple[int, str]] = []
 
         async def owner(sessions: SessionRegistry, seconds: int) -> None:
             try:
                 with sessions.open(str(seconds)) as session:
                     await session.start(nothing, end=slow_end)
                     await anyio.sleep(seconds)
-                told.append((seconds, "completed"))
+                ended_as.append((seconds, "completed"))
             except SessionEnded as ended:
-                told.append((seconds, ended.outcome))
+                ended_as.append((seconds, ended.outcome))
 
         async def slow_end(_stream: object) -> None:
             await anyio.sleep(1)
@@ -475,7 +475,7 @@ class TestDrain:
                 with pytest.raises(GateClosed):
                     sessions.open("new")
                 assert_quiescent(sessions)
-            assert sorted(told) == [
+            assert sorted(ended_as) == [
                 (2, "completed"),
                 (4, "completed"),
                 (50, "shutdown"),
@@ -485,7 +485,7 @@ class TestDrain:
         assert (finished.cut, finished.duration_s) == (1, pytest.approx(11))
 
     async def test_drains_an_empty_registry_at_once(self) -> None:
-        """With nobody there, a drain takes no time."""
+        """Without live sessions, a drain takes no time."""
         async with SessionRegistry() as sessions:
             began = anyio.current_time()
             assert await sessions.drain(10) == 0
@@ -562,7 +562,7 @@ class TestDrain:
         assert outcomes == {"start": "stream", "stream": pytest.approx(4)}
         assert_quiescent(*registry)
 
-    async def test_gives_a_source_the_grace_that_its_session_was_told(self) -> None:
+    async def test_gives_a_source_the_grace_of_its_session(self) -> None:
         """A session's stream has the grace that it was asked for, and not another."""
 
         async def stuck() -> AsyncGenerator[int, None]:
@@ -646,7 +646,7 @@ class TestRegistry:
         with pytest.raises(RuntimeError, match="async with first"):
             sessions.open("a")
         async with sessions:
-            with pytest.raises(RuntimeError, match="one block at a time"):
+            with pytest.raises(RuntimeError, match="already entered; make another"):
                 async with sessions:
                     pass
             sessions.open("a").close()
@@ -676,7 +676,7 @@ class TestRegistry:
         assert_quiescent(sessions)
 
     async def test_opens_nothing_while_it_is_being_left(self) -> None:
-        """Whoever still runs then is told to go elsewhere."""
+        """Requests that still come then are refused."""
         refused: list[type[Exception]] = []
         sessions = SessionRegistry()
         ending = anyio.Event()
@@ -910,7 +910,7 @@ class TestFanOut:
             assert_quiescent(gate, sessions)
 
     async def test_opens_nothing_where_nothing_is_asked(self) -> None:
-        """No streams are no streams, and nobody waits for them."""
+        """An empty list of starts opens nothing, and does not wait."""
         async with SessionRegistry() as sessions:
             with sessions.open("a") as session, anyio.fail_after(1):
                 assert await session.start_all([]) == []
@@ -936,7 +936,7 @@ class TestFanOut:
 class TestQuarantine:
     """Sessions whose END failed."""
 
-    async def test_remembers_whose_end_failed(self) -> None:
+    async def test_remembers_the_session_of_a_failed_end(self) -> None:
         """fault-10: The id of a session whose END failed is not given out unseen."""
 
         async def open_() -> str:
@@ -964,11 +964,11 @@ class TestQuarantine:
 
 @pytest.mark.anyio
 class TestLost:
-    """Sessions that were opened, and forgotten before anybody entered them."""
+    """Sessions that were opened, and dropped before they were entered."""
 
     @pytest.mark.parametrize("where", ["here", "in another thread"])
     async def test_are_closed_and_reported(self, where: str) -> None:
-        """The id is free again, the payload gone, and somebody is told."""
+        """The id is free again, the payload gone, and a warning issued."""
         seen = RecordingObserver()
         async with SessionRegistry(observer=seen) as sessions:
             held = [sessions.open("a")]
@@ -1000,7 +1000,7 @@ class TestLost:
             assert_quiescent(sessions)
 
     async def test_are_not_those_that_are_at_work(self) -> None:
-        """Whoever entered or started one does not have to name it."""
+        """A session that was entered or started needs no other reference."""
 
         async def end(_stream: object) -> None:
             ended.append("a")
@@ -1017,7 +1017,7 @@ class TestLost:
 
 
 class Interrupt(BaseException):
-    """As of somebody who presses control and C while an observer runs."""
+    """As of Ctrl-C while an observer runs."""
 
 
 @pytest.mark.anyio
@@ -1043,7 +1043,7 @@ class TestInterrupted:
             assert_quiescent(sessions)
 
     async def test_stops_its_owner(self) -> None:
-        """Who ends all sessions ends all of them, and their owners leave."""
+        """All sessions are ended, and their owners leave."""
 
         def look(event: object) -> None:
             if isinstance(event, SessionClosed):
@@ -1067,7 +1067,7 @@ class TestInterrupted:
             assert_quiescent(sessions)
 
     async def test_hands_off_and_ends(self) -> None:
-        """A start has settled, its caller is told, and END is sent."""
+        """A start has settled, its caller returns, and END is sent."""
         gate, ended = Gate(slots=1), list[object]()
 
         def look(event: object) -> None:
@@ -1138,7 +1138,7 @@ async def test_refuses_an_outcome_that_does_not_exist() -> None:
 async def test_leaves_a_block_also_by_an_outcome_that_does_not_exist(
     leave: str,
 ) -> None:
-    """Who leaves in an odd way is counted as failed, and has left."""
+    """An unusual way to leave is counted as failed, and the block is left."""
     async with SessionRegistry() as sessions:
         with anyio.CancelScope() as scope:
             if leave == "error":

@@ -39,7 +39,7 @@ async def one_item() -> AsyncIterator[int]:
 
 
 class Engine:
-    """An engine that notes what it is told, and checks the order of it."""
+    """An engine that records calls, and checks their order."""
 
     def __init__(self, steps: int = 2) -> None:
         self.steps = steps
@@ -132,7 +132,7 @@ def test_survives_a_native_cancel_of_its_own_task() -> None:
                 await request_task
             while sessions.statistics().closing:
                 await asyncio.sleep(0)
-            # The registry and whoever lives in it go on.
+            # The registry and its other sessions go on.
             with sessions.open("b") as session:
                 assert await session.start(Engine().open) == "stream"
             await session.quiet()
@@ -155,7 +155,7 @@ def test_tells_the_caller_where_the_task_never_ran() -> None:
 
     async def main() -> None:
         gate = Gate(slots=1)
-        told: list[object] = []
+        outcomes: list[object] = []
 
         async def serve() -> None:
             async with SessionRegistry() as registry:
@@ -166,7 +166,7 @@ def test_tells_the_caller_where_the_task_never_ran() -> None:
             lease = await gate.admit()
             with pytest.raises(SessionEnded) as ended, sessions[0].open("a") as session:
                 await session.start(Engine().open, lease=lease)
-            told.append(ended.value.outcome)
+            outcomes.append(ended.value.outcome)
 
         sessions: list[SessionRegistry] = []
         serving = asyncio.create_task(serve())
@@ -180,7 +180,7 @@ def test_tells_the_caller_where_the_task_never_ran() -> None:
         async with asyncio.timeout(2):
             await requesting
             await asyncio.wait([serving])
-        assert told == ["shutdown"]
+        assert outcomes == ["shutdown"]
         assert_quiescent(gate, sessions[0])
 
     asyncio.run(main())
@@ -203,16 +203,16 @@ def test_settles_each_of_several_where_one_task_never_ran() -> None:
         async def request() -> None:
             lease = await gate.admit()
             pairs = [(engine.open, engine.end), (Engine().open, Engine().end)]
-            with pytest.raises(SessionEnded) as told, sessions.open("a") as session:
+            with pytest.raises(SessionEnded) as ended_by, sessions.open("a") as session:
                 await session.start_all(pairs, lease=lease)
-            ended.append(told.value.outcome)
+            ended.append(ended_by.value.outcome)
 
         sessions, entered = SessionRegistry(observer=seen), asyncio.Event()
         serving = asyncio.create_task(serve(sessions))
         await entered.wait()
         requesting = asyncio.create_task(request())
         await asyncio.sleep(0)
-        starts = [t for t in asyncio.all_tasks() if "Start.run" in t.get_name()]
+        starts = [t for t in asyncio.all_tasks() if "StartTask.run" in t.get_name()]
         assert len(starts) == 2
         starts[0].cancel()
         async with asyncio.timeout(2):
@@ -248,7 +248,7 @@ def test_watches_on_where_every_task_is_cancelled_natively() -> None:
     asyncio.run(main())
 
 
-def test_goes_with_a_loop_where_nobody_left_it() -> None:
+def test_goes_with_a_loop_where_it_was_not_left() -> None:
     """As a fixture that is never finalised: the loop ends all the same."""
     kept: list[SessionRegistry] = []
 
@@ -309,12 +309,12 @@ def test_asks_no_eager_factory_for_its_tasks(monkeypatch: pytest.MonkeyPatch) ->
                 assert await session.start(Engine().open) == "stream"
 
     asyncio.run(main())
-    assert "Start.run" in asked
+    assert "StartTask.run" in asked
     asked.clear()
     monkeypatch.setattr(asyncio, "eager_task_factory", eager, raising=False)
     asyncio.run(main())
     assert asked
-    assert "Start.run" not in asked
+    assert "StartTask.run" not in asked
 
 
 class Abort(BaseException):
@@ -536,19 +536,19 @@ class TestStart:
             with pytest.raises(SessionEnded) as ended, sessions.open("a") as session:
                 await session.start(open_, end=end)
             assert ended.value.outcome == "cancelled"
-            order.append("told")
+            order.append("raised")
 
         async with SessionRegistry() as sessions, anyio.create_task_group() as tasks:
             tasks.start_soon(owner)
             await opening.wait()
             tasks.start_soon(sessions.cancel, "a")
             await anyio.wait_all_tasks_blocked()
-            assert order == ["told"]
+            assert order == ["raised"]
             go_on.set()
-        assert order == ["told", "opened", "ended"]
+        assert order == ["raised", "opened", "ended"]
 
     async def test_counts_an_end_that_fails(self) -> None:
-        """An END that raises breaks nothing, is counted and told (fault-10)."""
+        """An END that raises breaks nothing, is counted and reported (fault-10)."""
         seen = RecordingObserver()
 
         async def end(_stream: object) -> None:
@@ -594,7 +594,7 @@ class TestStart:
                 except (SessionEnded, StartTimeout):
                     assert where == "open"
                 await session.quiet()
-            # Everybody else goes on as if nothing had been.
+            # All others go on undisturbed.
             await checkpoint()
             with sessions.open("b") as session:
                 assert await session.start(Engine().open) == "stream"
@@ -686,16 +686,16 @@ class TestStart:
             assert refs[0]() is None, gc.get_referrers(refs[0]())
 
     async def test_frees_an_error_that_came_too_late(self, no_collector: None) -> None:
-        """What a start raises after its caller was told of the time is not kept."""
+        """An error of a start after its timeout is not kept."""
 
         class Failure(Exception): ...
 
         refs: list[weakref.ref[Failure]] = []
-        told = anyio.Event()
+        timed_out = anyio.Event()
 
         async def open_() -> str:
             with anyio.CancelScope(shield=True):
-                await told.wait()
+                await timed_out.wait()
             error = Failure()
             refs.append(weakref.ref(error))
             try:
@@ -707,13 +707,13 @@ class TestStart:
             session = sessions.open("a")
             with session, pytest.raises(StartTimeout):
                 await session.start(open_, timeout=0.0)
-            told.set()
+            timed_out.set()
             with anyio.fail_after(2):
                 await session.quiet()
             assert len(refs) == 1
             assert refs[0]() is None
 
-    async def test_frees_the_error_that_nobody_asked_for(
+    async def test_frees_the_error_of_a_caller_that_left(
         self, no_collector: None
     ) -> None:
         """What a start raised whose caller had left is in no cycle with the start."""
@@ -791,7 +791,7 @@ class TestDeadlines:
             engine.assert_quiet()
             assert_quiescent(gate, sessions)
 
-    async def test_ends_a_start_whose_deadline_came_out_as_another_error(self) -> None:
+    async def test_ends_a_start_with_a_deadline_reported_as_another_error(self) -> None:
         """A client may turn a cancellation into its own error: outcome unknown."""
         engine = Engine()
 
@@ -894,7 +894,7 @@ class TestDeadlines:
             engine.assert_quiet()
 
     async def test_ends_what_timed_out_while_its_session_stays_open(self) -> None:
-        """The caller may go on with the session; the engine is told at once."""
+        """The caller may go on with the session; END is sent at once."""
         engine = Engine()
 
         async def open_() -> str:
@@ -921,7 +921,7 @@ class TestDeadlines:
                 assert await session.start(open_, timeout=math.inf) == "stream"
 
     async def test_gives_an_end_its_time_and_no_more(self) -> None:
-        """An END that hangs is cut, counted, and holds nobody up (fault-10)."""
+        """An END that hangs is cut, counted, and delays no other session (fault-10)."""
         seen = RecordingObserver()
 
         async def end(_stream: object) -> None:

@@ -356,7 +356,7 @@ class TestStop:
         with pytest.raises(StopAsyncIteration):
             await anext(stream)
 
-    async def test_is_told_to_close_while_it_waits(self) -> None:
+    async def test_is_stopped_while_it_waits(self) -> None:
         """To close a running stream stops its reader instead of raising (fault-12)."""
         log = Log()
         stream = Stream(hang(log), on_close=[log.closed])
@@ -372,8 +372,8 @@ class TestStop:
             await stream.aclose()
         assert log[1:] == ["closed", "on_close"]
 
-    async def test_closes_once_for_two_who_close(self) -> None:
-        """While the source is being closed, nobody reads it or closes it again."""
+    async def test_closes_once_for_two_calls(self) -> None:
+        """While the source is being closed, it is not read or closed again."""
         go_on = anyio.Event()
         log = Log()
 
@@ -397,7 +397,7 @@ class TestStop:
         assert log == ["closed", "on_close"]
 
     async def test_leaves_a_reader_behind_that_the_body_forgot(self) -> None:
-        """A task that still reads when the block ends is told, and closes by itself."""
+        """A task that still reads when the block ends is stopped, and closes by itself."""
         log = Log()
         stream = Stream(Log().source(100), on_close=[log.closed])
 
@@ -627,7 +627,7 @@ class TestDeadlines:
         assert (scope.cancelled_caught, reached) == (True, [])
 
     async def test_goes_on_after_a_grace_that_was_used_up(self) -> None:
-        """Only the source is cut, not who closed it; an error goes on its way."""
+        """Only the source is cut, not the task that closes it; an error is passed on."""
 
         class Stuck:
             async def __anext__(self) -> int:
@@ -648,7 +648,7 @@ class TestDeadlines:
     async def test_goes_on_beside_a_deadline_of_nothing(
         self, name: str, limit: float
     ) -> None:
-        """A wait that may take no time breaks its deadline, and stops nobody else."""
+        """A wait that may take no time breaks its deadline, and stops no other stream."""
         async with SessionRegistry() as sessions:
             with (
                 pytest.raises(StreamTimeout, match=name),
@@ -656,14 +656,14 @@ class TestDeadlines:
             ):
                 source = self.paced(0, 1) if name == "idle" else self.paced(1)
                 async with session.stream(source, **{name: limit}) as stream:
-                    await anyio.sleep(5)  # nobody waits for an item, so nobody is late
+                    await anyio.sleep(5)  # no task waits for an item, so none is late
                     async for _item in stream:
                         pass
             assert session.outcome == "deadline"
 
     @pytest.mark.parametrize("name", ["first_item", "idle", "total"])
     async def test_refuses_a_deadline_that_is_no_number(self, name: str) -> None:
-        """NaN is a mistake, and would confuse the watchdog of everybody."""
+        """NaN is a mistake, and would confuse the watchdog of all streams."""
         async with SessionRegistry() as sessions:
             with sessions.open("a") as session:
                 source = self.paced()

@@ -134,7 +134,7 @@ def test_finds_a_hang() -> None:
         await anyio.Event().wait()
 
     with pytest.raises(AssertionError, match="TimeoutError"):
-        cancel_everywhere(scenario, patience=0.01)
+        cancel_everywhere(scenario, timeout=0.01)
 
 
 def test_gives_up_on_endless_coroutines() -> None:
@@ -243,8 +243,8 @@ async def test_names_what_is_left() -> None:
 
 @pytest.mark.anyio
 async def test_finds_books_that_do_not_balance(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Numbers that contradict each other are told as such."""
-    gate = Gate(name="photos")
+    """Counters that contradict each other are reported."""
+    gate = Gate(slots=None, name="photos")
     wrong = dataclasses.replace(gate.statistics(), cancelled=-1)
     monkeypatch.setattr(Gate, "statistics", lambda _self: wrong)
     async with SessionRegistry() as sessions:
@@ -256,10 +256,10 @@ async def test_finds_books_that_do_not_balance(monkeypatch: pytest.MonkeyPatch) 
     assert ["do not balance" in line for line in lines] == [False, True, True]
 
 
-def test_records_what_was_told() -> None:
+def test_records_events() -> None:
     """A recording observer keeps events in order and finds them by kind."""
     seen = RecordingObserver()
-    with Gate(observer=seen).try_admit():
+    with Gate(slots=None, observer=seen).try_admit():
         pass
     assert seen.names() == ["LeaseGranted", "LeaseReleased"]
     assert seen.of(LeaseReleased) == [seen.events[1]]

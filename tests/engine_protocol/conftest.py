@@ -20,14 +20,14 @@ import pytest
 import lifecycle_zmq
 from lifecycle_zmq import Restarts, ThreadEngine, ZmqEngine
 
-BOUND = 15.0
+BOUND = 120.0
 SCRIPTS = Path(__file__).parents[1] / "lifecycle_zmq"
 KINDS = ("thread", "pair", "ipc", "ray", "generators")
 # What goes through other code on trio than on asyncio; an actor takes a second each.
 RAY_ON_TRIO = {
     "test_streams_items_in_order_and_ends",
     "test_cancel_during_start_leaves_nothing",
-    "test_death_is_told_to_everybody_once_and_another_engine_comes",
+    "test_death_fails_each_stream_once_and_a_new_engine_starts",
 }
 
 
@@ -116,18 +116,20 @@ def start_ray(stack: ExitStack) -> Any:
     environment.setenv("RAY_raylet_start_wait_time_s", "120")
     # Its sockets' names must be short, which those of pytest's folders are not.
     folder = tempfile.TemporaryDirectory(prefix="lc-ray-", ignore_cleanup_errors=True)
+    # Also for the file with the cluster's address, by which other processes join it.
+    environment.setenv("RAY_TMPDIR", stack.enter_context(folder))
     made = Cluster(
         initialize_head=True,
         head_node_args={
             "num_cpus": 8,
             "object_store_memory": 128 * 2**20,
             "include_dashboard": False,
-            "temp_dir": stack.enter_context(folder),
-            # A node that is killed is known to be dead in five seconds.
+            # A node that is killed is known to be dead in twenty seconds; one
+            # that a busy machine keeps waiting is not.
             "_system_config": {
                 "health_check_initial_delay_ms": 0,
                 "health_check_period_ms": 500,
-                "health_check_failure_threshold": 10,
+                "health_check_failure_threshold": 40,
             },
         },
     )

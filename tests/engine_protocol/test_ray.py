@@ -12,10 +12,8 @@ import threading
 import time
 from collections import Counter
 from collections.abc import AsyncIterator
-from concurrent.futures import Future
 from contextlib import suppress
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import anyio
@@ -26,8 +24,7 @@ from lifecycle import EngineLost, Payload, SessionRegistry
 from lifecycle_zmq import GeneratorBackend, RequestRejected, Restarts
 
 pytestmark = pytest.mark.anyio
-
-BOUND = 40.0
+BOUND = 120.0
 
 
 async def ready(engine: Any) -> None:
@@ -74,10 +71,10 @@ async def lost(stream: Any) -> str:
     return caught.value.reason
 
 
-async def test_killed_actor_is_told_to_its_own_streams_only(
+async def test_killed_actor_fails_only_its_own_streams(
     make_ray: Any, eventually: Any
 ) -> None:
-    """SIGKILL of one replica: its readers are told within a second, others read on."""
+    """SIGKILL of one replica fails its streams within a second, and no others."""
     async with make_ray(replicas=2) as engine:
         await ready(engine)
         streams = {n: [] for n in range(2)}
@@ -105,7 +102,8 @@ async def test_killed_actor_is_told_to_its_own_streams_only(
         assert engine.streams == 0
 
 
-async def test_killed_node_is_told_and_its_replica_comes_back(
+@pytest.mark.slow
+async def test_reports_a_killed_node_and_its_replica_comes_back(
     make_ray: Any, cluster: Any, eventually: Any
 ) -> None:
     """A whole node gone mid stream: its streams end, the other node's go on."""
@@ -169,8 +167,8 @@ async def test_each_replica_has_a_gpu_of_its_own(
     try:
         async with make_ray(factory=factory, replicas=2, placement=placement) as engine:
             await ready(engine)
-            told = (await engine.status())["replicas"].values()
-            assert {it["backend"]["sees"] for it in told} == {"0", "1"}
+            statuses = (await engine.status())["replicas"].values()
+            assert {it["backend"]["sees"] for it in statuses} == {"0", "1"}
     finally:
         await anyio.to_thread.run_sync(cluster.remove_node, node)
 
@@ -294,7 +292,7 @@ async def test_step_that_hangs_is_stalled_and_the_actor_replaced(
 async def test_actor_that_is_stopped_is_silent_and_replaced(
     make_ray: Any, eventually: Any
 ) -> None:
-    """A stopped process is not life: its readers are told, it is killed."""
+    """The streams of a stopped process fail, and it is killed."""
     async with make_ray(silent_after=2.0) as engine:
         await ready(engine)
         pid = engine.places[0]["pid"]
@@ -323,7 +321,7 @@ async def test_loop_that_stood_still_gives_no_actor_up(make_ray: Any) -> None:
 
 
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])
-async def test_streams_of_an_owner_that_is_gone_are_ended(
+async def test_streams_of_a_lost_owner_are_ended(
     cluster: Any, eventually: Any, tmp_path: Path, number: signal.Signals
 ) -> None:
     """A driver killed: Ray ends its actor. A driver stopped: the actor ends its streams."""
@@ -408,51 +406,15 @@ async def test_address_of_a_client_is_refused(make_ray: Any) -> None:
             pass
 
 
-def test_calls_that_overtook_others_wait_for_them() -> None:
-    """Pushes run in threads: the engine gets them in the order in which they were sent."""
-    pytest.importorskip("ray", reason="Ray is not installed")
-    from lifecycle_ray._actor import _Order
-    from lifecycle_zmq.transport.queued import QueuedTransport
-
-    transport = QueuedTransport()
-    order = _Order(transport)
-    for number in (2, 0, 3, 1, 4):
-        order.put(number, [bytes([number])])
-    got = []
-    while (arrived := transport.receive()) is not None:
-        got.append(arrived[1])
-    assert got == [[bytes([n])] for n in range(5)]
-
-
-@pytest.mark.parametrize("error", ["ObjectStoreFullError", "OutOfDiskError"])
-async def test_no_room_for_a_payload_is_a_refusal(
-    error: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Nothing of it was sent, so nobody else loses the engine."""
-    ray = pytest.importorskip("ray", reason="Ray is not installed")
-    from lifecycle_ray._link import RayLink
-    from lifecycle_zmq import EncodeError
-
-    def full(_: Any) -> None:
-        raise getattr(ray.exceptions, error)("full")
-
-    monkeypatch.setattr(ray, "put", full)
-    link = RayLink(None, list, served=list, failed=list)  # type: ignore[arg-type]
-    with pytest.raises(EncodeError) as caught:
-        link.send([b"head", b"tensor"])
-    assert caught.value.code == "no_memory"
-    link.close()
-
-
 async def test_waits_for_no_more_replicas_than_there_are() -> None:
-    """It would wait for ever, or fail for no reason that anybody could tell."""
+    """It would wait forever, or fail without a clear reason."""
     pytest.importorskip("ray", reason="Ray is not installed")
     from lifecycle_ray import RayEngine
 
     for number in (0, 2):
         with pytest.raises(ValueError, match=f"{number} replicas of 1; wait for 1"):
             await RayEngine("a:b").wait_ready(number)
-    with pytest.raises(ValueError, match="0 replicas serve nobody"):
+    with pytest.raises(ValueError, match="0 replicas are too few"):
         RayEngine("a:b", replicas=0)
 
 
@@ -467,32 +429,7 @@ async def test_says_that_it_was_not_entered() -> None:
             await call()
 
 
-async def test_message_that_did_not_arrive_loses_the_engine() -> None:
-    """Whatever the error: the actor would wait for that message for ever."""
-    pytest.importorskip("ray", reason="Ray is not installed")
-    from lifecycle_ray._link import RayLink
-
-    pushed: Future[None] = Future()
-    pushed.set_exception(TypeError("of whatever kind"))
-    actor: Any = SimpleNamespace(
-        push=SimpleNamespace(remote=lambda *_: SimpleNamespace(future=lambda: pushed)),
-        pull=SimpleNamespace(remote=lambda *_: SimpleNamespace(future=Future)),
-    )
-    errors: list[BaseException] = []
-    with anyio.fail_after(BOUND):
-        async with anyio.create_task_group() as tasks:
-
-            def failed(error: BaseException) -> None:
-                errors.append(error)
-                tasks.cancel_scope.cancel()
-
-            link = RayLink(actor, lambda _: True, served=list, failed=failed)
-            await link.pump(lambda: link.send([b"head"]))
-    assert [type(error) for error in errors] == [TypeError]
-    assert not link.send([b"head"])
-
-
-async def test_says_at_once_that_nobody_listens_at_an_address() -> None:
+async def test_reports_at_once_that_nothing_listens_at_an_address() -> None:
     """Ray itself would be silent for ten minutes."""
     pytest.importorskip("ray", reason="Ray is not installed")
     with socket.create_server(("127.0.0.1", 0)) as taken:

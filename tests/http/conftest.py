@@ -2,15 +2,10 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import AsyncIterator
-from pathlib import Path
 from typing import Any
 
 import pytest_asyncio
-
-sys.path.insert(0, str(Path(__file__).parents[1] / "kit"))
-
 from http_kit import Server, running
 
 

@@ -7,8 +7,8 @@ and in each way; the others read to the end, look at what operators look at, or 
 what is no request. Now and then both processes are measured, and the books compared.
 
 It fails if something is left, if the books ever disagree, if a good client has no
-answer, if somebody who had left was kept, or if a line through the memory of the second
-half of the run rises by more than so much until its end.
+answer, if the request of a client that left was kept, or if a line through the memory of
+the second half of the run rises by more than so much until its end.
 """
 
 from __future__ import annotations
@@ -223,7 +223,7 @@ async def soak(
             await asyncio.sleep(min(6, seconds / 10))  # idle connections are closed
             run.samples.append({"s": seconds, **run.sample()})
             process.terminate()
-            async with asyncio.timeout(20):
+            async with asyncio.timeout(120):
                 if status := await process.wait():
                     left["exit status"] = status
         finally:

@@ -25,16 +25,20 @@ from http_kit import (
 )
 
 from lifecycle import Gate
-from lifecycle_engine.chats.sim_processor import SimProcessor
-from lifecycle_engine.images.media import MediaLimits, estimate_bytes, measure
-from lifecycle_engine.processor import in_arena
+from lifecycle_engine import (
+    MediaLimits,
+    SimProcessor,
+    estimate_bytes,
+    in_arena,
+    read_image_size,
+)
 
 pytestmark = pytest.mark.asyncio
 
 # Its tensor takes whole pages: the arena counts those, the gate bytes.
 IMAGE = png(256, 256)
 TENSOR = 256 * 256 * 24
-CHARGE = estimate_bytes([measure(IMAGE, MediaLimits(), param="")])
+CHARGE = estimate_bytes([read_image_size(IMAGE, MediaLimits(), param="")])
 # Room for one that is being made beside one that was, or for two that were.
 SIZE = 3 * TENSOR
 # Prefill of an image takes a fifth of a second, so that the engine is what is slow.
@@ -101,7 +105,7 @@ async def test_charges_what_the_engine_holds_until_it_gives_it_back() -> None:
     """Handed over is not gone: the lease ends with the region, not with the start."""
     async with served("--sim-prefill-pixel=0.00001") as server:
         asking = asyncio.create_task(answer_to(server.port, body("see", IMAGE)))
-        await server.until(lambda: books(server).loans)
+        await server.until(lambda: books(server).leases)
         gate = server.service.payloads
         assert gate.statistics().bytes_in_use == books(server).used == TENSOR
         await server.until(lambda: not gate.statistics().bytes_in_use)
@@ -159,7 +163,7 @@ async def test_frees_the_gate_when_the_engine_dies() -> None:
             )
             for _ in range(3)
         ]
-        await server.until(lambda: books(server).loans)
+        await server.until(lambda: books(server).leases)
         os.kill(server.service.engine.pid or 0, signal.SIGKILL)
         results = await asyncio.gather(*asking, return_exceptions=True)
         assert any(isinstance(it, openai.APIStatusError) for it in results)

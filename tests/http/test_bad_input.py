@@ -23,9 +23,7 @@ from http_kit import (
     user,
 )
 
-from lifecycle_engine.app import AppSettings
-from lifecycle_engine.images.media import MediaLimits
-from lifecycle_engine.processor import BadChat, BadImage, Chat, Prepared
+from lifecycle_engine import AppSettings, BadChat, BadImage, Chat, MediaLimits, Prepared
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 TEXT = [{"role": "user", "content": "hello"}]
@@ -372,11 +370,11 @@ async def test_refuses_compressed_body(
 async def test_says_that_a_body_is_an_object(
     server: Any, client: Any, body: bytes
 ) -> None:
-    """A body that is no object is told so, in words that are no names of ours."""
+    """A body that is no object gets a clear error, without names of our types."""
     url = f"http://127.0.0.1:{server.port}/generate"
     answer = await client._client.post(url, content=body)
     assert answer.status_code == 400
-    assert answer.json()["error"]["message"] == "The body has to be a JSON object"
+    assert answer.json()["error"]["message"] == "The body must be a JSON object"
     await server.quiet()
 
 
@@ -421,13 +419,13 @@ PICTURES = {
 
 @pytest.mark.parametrize("asked", ["text", "pictures", "pixels"])
 async def test_names_the_field_of_its_own_api(asked: str) -> None:
-    """What is too much is told of by the field that it stood in."""
+    """The error for too large a value names its field."""
     cases = LONG if asked == "text" else PICTURES
     limits = MediaLimits(request_pixels=100)
     if asked == "pictures":
         limits = MediaLimits(images=1)
     settings = AppSettings(model="sim", text_chars=50, media=limits)
-    async with asyncio.timeout(60), running(settings=settings) as server:
+    async with asyncio.timeout(120), running(settings=settings) as server:
         for path, (ask, field) in cases.items():
             url = f"http://127.0.0.1:{server.port}{path.removesuffix('-chat')}"
             async with httpx.AsyncClient() as http:
@@ -438,14 +436,14 @@ async def test_names_the_field_of_its_own_api(asked: str) -> None:
 
 @pytest.mark.parametrize("error", [BadChat("no"), BadImage("no")])
 async def test_names_the_field_of_what_the_processor_refuses(error: Exception) -> None:
-    """What is only found with the body read is told of by its field, too."""
+    """Errors that are found after the body is read also name their field."""
 
     class Refusing(GatedProcessor):
         def prepare(self, chat: Chat) -> Prepared:
             raise error
 
     cases = PICTURES if isinstance(error, BadImage) else LONG
-    async with asyncio.timeout(60), running(processor=Refusing()) as server:
+    async with asyncio.timeout(120), running(processor=Refusing()) as server:
         for path, (ask, field) in cases.items():
             url = f"http://127.0.0.1:{server.port}{path.removesuffix('-chat')}"
             async with httpx.AsyncClient() as http:
@@ -465,7 +463,7 @@ async def test_reads_past_a_byte_order_mark(server: Server) -> None:
 
 
 async def test_refuses_body_compressed_on_its_way(server: Server) -> None:
-    """A coding of the transfer is one, too, that nobody here undoes."""
+    """A transfer coding that is not supported is refused as well."""
     body = ask(max_tokens=1)
     chunks = b"%x\r\n%b\r\n0\r\n\r\n" % (len(body), body)
     reader, writer = await asyncio.open_connection("127.0.0.1", server.port)
@@ -487,7 +485,7 @@ async def test_refuses_body_compressed_on_its_way(server: Server) -> None:
 async def test_names_request_that_is_refused_by_its_size(
     server: Server, path: str, header: str, name: str
 ) -> None:
-    """What its client may ask about has an id, whoever refused it."""
+    """Every refusal has a request id, whatever layer refused it."""
     reader, writer = await asyncio.open_connection("127.0.0.1", server.port)
     named = f"x-request-id: {name}\r\n" if name else ""
     asked = f"POST {path} HTTP/1.1\r\nhost: x\r\n{named}connection: close\r\n"

@@ -1,4 +1,4 @@
-"""While no engine is to be had: everybody is told so at once, in their protocol."""
+"""Without an engine, each API refuses at once in its own format."""
 
 from __future__ import annotations
 
@@ -38,14 +38,14 @@ async def breaking(server: Server) -> None:
 
 @pytest.mark.parametrize("sent", ["body", "head alone"])
 async def test_refuses_at_once_while_engine_is_broken(sent: str) -> None:
-    """No body is waited for, no picture looked at; and the proxy is told, too."""
+    """No body is read and no picture examined; ``/ready`` fails as well."""
     engine = make_engine(max_crashes=0, broken_for=60.0)
-    async with asyncio.timeout(60), running(engine=engine) as server:
+    async with asyncio.timeout(120), running(engine=engine) as server:
         await breaking(server)
         for stream in (False, True):
             body = json.dumps({**ASK, "stream": stream}).encode()
             for path in ("/v1/chat/completions", "/v1/responses", "/v1/messages"):
-                async with asyncio.timeout(5):  # a body has ten seconds
+                async with asyncio.timeout(9):  # a body has ten seconds
                     head, answer = await asked(
                         server.port, path, body if sent == "body" else None
                     )
@@ -63,3 +63,26 @@ async def test_refuses_at_once_while_engine_is_broken(sent: str) -> None:
         writer.close()
         statistics = server.service.sessions.statistics()
         assert statistics.opened == statistics.live == 0
+
+
+async def test_names_the_remedy_without_lifespan() -> None:
+    """Served with lifespan off there is no engine; each API and `/ready` say so."""
+    async with (
+        asyncio.timeout(120),
+        running(lifespan="off", wait=False) as server,
+    ):
+        body = json.dumps(ASK).encode()
+        for path in ("/v1/chat/completions", "/v1/responses", "/v1/messages"):
+            head, answer = await asked(server.port, path, body)
+            assert head.startswith(b"HTTP/1.1 5")
+            assert b"serve with lifespan on" in answer
+            assert b"x-should-retry: false" in head
+        assert await server.service.engine_status() is None
+        for path in ("/ready", "/_lifecycle/status"):
+            reader, writer = await asyncio.open_connection("127.0.0.1", server.port)
+            get = f"GET {path} HTTP/1.1\r\nhost: x\r\nconnection: close\r\n\r\n"
+            writer.write(get.encode())
+            answer = await reader.read()
+            writer.close()
+            assert not answer.startswith(b"HTTP/1.1 500 ")
+            assert path != "/ready" or b"serve with lifespan on" in answer

@@ -14,8 +14,7 @@ from cancel_kit import World, descriptors_open
 from http_kit import make_engine
 
 from lifecycle import Gate
-from lifecycle_engine.app import AppSettings, create_app
-from lifecycle_engine.chats.sim_processor import SimProcessor
+from lifecycle_engine import AppSettings, SimProcessor, create_app
 
 
 async def every_point(kind: str, when: str, *, stream: bool, queued: bool) -> int:
@@ -59,7 +58,6 @@ def check(run: Cancelled, server: ScriptedServer, *, stream: bool) -> None:
         assert server.body.endswith(end)
 
 
-@pytest.mark.timeout(300)
 @pytest.mark.parametrize("queued", [False, True], ids=["free", "queued"])
 @pytest.mark.parametrize("stream", [False, True], ids=["whole", "stream"])
 @pytest.mark.parametrize(
@@ -71,12 +69,12 @@ def test_leaves_nothing_wherever_it_is_cancelled(
 ) -> None:
     """No lease, session, payload, task, engine session or descriptor is left.
 
-    END is sent exactly once and never before START, and a cancellation reaches
-    whoever called (peers-17, faults 1 to 9).
+    END is sent exactly once and never before START, and a cancellation reaches its
+    caller (peers-17, faults 1 to 9).
     """
 
     async def main() -> int:
-        with anyio.fail_after(280):
+        with anyio.fail_after(800):
             return await every_point(kind, when, stream=stream, queued=queued)
 
     assert anyio.run(main, backend=backend) >= 10

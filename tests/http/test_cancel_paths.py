@@ -17,9 +17,13 @@ from cancel_kit import World, descriptors_open
 from http_kit import Quiet, data_url, encoded, make_engine, png
 
 from lifecycle import Gate, SessionNotFound
-from lifecycle_engine.app import AppSettings, create_app
-from lifecycle_engine.chats.sim_processor import SimProcessor
-from lifecycle_engine.http.https_get import FetchLimits, HttpsGet
+from lifecycle_engine import (
+    AppSettings,
+    FetchLimits,
+    HttpsGet,
+    SimProcessor,
+    create_app,
+)
 
 PICTURE, REMOTE = data_url(png(40, 30)), "https://pictures.example/image.png"
 
@@ -112,14 +116,13 @@ async def every_step(path: str) -> int:
     raise AssertionError("no end of steps")
 
 
-@pytest.mark.timeout(100)
 @pytest.mark.parametrize("backend", ["asyncio", "trio"])
 @pytest.mark.parametrize("path", ["/v1/responses", "/generate"])
 def test_closes_connections_wherever_a_fetch_is_left(backend: str, path: str) -> None:
     """A client that leaves while a picture is fetched leaves no connection."""
 
     async def main() -> int:
-        with anyio.fail_after(80):
+        with anyio.fail_after(800):
             return await every_step(path)
 
     assert anyio.run(main, backend=backend) >= 5
@@ -148,7 +151,6 @@ async def every_point(kind: str, when: str, path: str, body: bytes) -> int:
 KINDS = [("asyncio", "native", "late"), ("trio", "scope", "early")]
 
 
-@pytest.mark.timeout(200)
 @pytest.mark.parametrize(("backend", "kind", "when"), KINDS)
 @pytest.mark.parametrize("stream", [False, True], ids=["whole", "stream"])
 @pytest.mark.parametrize("url", [PICTURE, REMOTE], ids=["sent", "by URL"])
@@ -160,7 +162,7 @@ def test_leaves_nothing_of_other_endpoints(
     body = json.dumps({**ask(path, url), "stream": stream}).encode()
 
     async def main() -> int:
-        with anyio.fail_after(180):
+        with anyio.fail_after(800):
             return await every_point(kind, when, path, body)
 
     assert anyio.run(main, backend=backend) >= 8
@@ -177,7 +179,7 @@ async def every_point_of_cancel(kind: str, when: str, path: str) -> int:
     endless = {"text": "go", "max_tokens": 2000, "ignore_eos": True}
     body = json.dumps({**endless, "stream": True}).encode()
     async with app.router.lifespan_context(app), anyio.create_task_group() as tasks:
-        world = World(app, Gate(name="none"), tasks)
+        world = World(app, Gate(slots=None, name="none"), tasks)
         sessions = world.service.sessions
         await world.service.engine.wait_ready()
         for at in range(100):
@@ -195,7 +197,7 @@ async def every_point_of_cancel(kind: str, when: str, path: str) -> int:
                 assert not sessions.live()
             with contextlib.suppress(SessionNotFound):
                 await sessions.cancel("mine")
-            with anyio.fail_after(20):
+            with anyio.fail_after(120):
                 await victim.complete.wait()
                 await Quiet(world.service).reached()
             if at and not run.hit:
@@ -203,7 +205,6 @@ async def every_point_of_cancel(kind: str, when: str, path: str) -> int:
     raise AssertionError("no end of suspension points")
 
 
-@pytest.mark.timeout(200)
 @pytest.mark.parametrize(("backend", "kind", "when"), KINDS)
 @pytest.mark.parametrize(
     "path", ["/_lifecycle/requests/mine/cancel", "/v1/responses/resp_mine/cancel"]
@@ -211,10 +212,10 @@ async def every_point_of_cancel(kind: str, when: str, path: str) -> int:
 def test_leaves_nothing_of_a_request_that_cancels(
     backend: str, kind: str, when: str, path: str
 ) -> None:
-    """Whoever leaves while it waits for the engine leaves neither request behind."""
+    """A disconnect during the wait for the engine leaves neither request behind."""
 
     async def main() -> int:
-        with anyio.fail_after(180):
+        with anyio.fail_after(800):
             return await every_point_of_cancel(kind, when, path)
 
     assert anyio.run(main, backend=backend) >= 1

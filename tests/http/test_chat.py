@@ -107,7 +107,7 @@ async def test_answers_many_at_once(server: Any, client: Any) -> None:
 
 
 async def test_lists_its_model(client: Any) -> None:
-    """The SDK lists and retrieves the one model, and is told of any other."""
+    """The SDK lists and retrieves the one model, and gets 404 for any other."""
     models = [model.id async for model in client.models.list()]
     assert models == ["sim"]
     assert (await client.models.retrieve("sim")).id == "sim"

@@ -105,7 +105,7 @@ class EMPTY:
 
 
 async def test_several_answers_are_all_or_none() -> None:
-    """Where one of the answers cannot start, none runs, and the client is told."""
+    """When one of several answers cannot start, none runs, and the client gets an error."""
     async with running("--max-batch=2", "--max-waiting=1") as server:
         async with server.client() as client:
             with pytest.raises(openai.InternalServerError) as caught:

@@ -15,7 +15,7 @@ from http_kit import GatedProcessor, Server, data_url, encoded, running
 from sdk_contract import EVENTS, WHOLE, error_of, events, mistakes, mistakes_of_event
 
 from lifecycle import Gate
-from lifecycle_engine.app import AppSettings
+from lifecycle_engine import AppSettings
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 CHAT, RESPONSES = "/v1/chat/completions", "/v1/responses"
@@ -154,7 +154,7 @@ WRONG: list[tuple[int, Any]] = [
 
 @pytest.mark.parametrize("path", PATHS)
 async def test_refuses_as_the_models_say(server: Server, path: str) -> None:
-    """Errors have the shape that each SDK reads, whoever found them."""
+    """Errors have the form that each SDK reads, whatever layer found them."""
     for expected, wrong in WRONG:
         body = ask(path, **wrong) if isinstance(wrong, dict) and wrong else wrong
         status, kind, told = await raw(server, path, body)
@@ -204,7 +204,7 @@ async def test_turns_away_as_the_models_say(path: str) -> None:
 @pytest.mark.parametrize("how", ["engine", "cancel"])
 async def test_fails_mid_stream_as_the_models_say(path: str, how: str) -> None:
     """An error in the stream has the shape that each SDK raises."""
-    async with asyncio.timeout(60), running() as server:
+    async with asyncio.timeout(120), running() as server:
         body = ask(path, tokens=3900, stream=True)
         url, mine = f"http://127.0.0.1:{server.port}{path}", {"x-request-id": "mine"}
         async with aiohttp.ClientSession(headers=mine) as http:

@@ -22,8 +22,7 @@ from leavers import MOMENTS, WAYS
 
 
 @pytest.mark.asyncio
-@pytest.mark.timeout(120)
-async def test_keeps_nothing_of_whoever_hangs_up() -> None:
+async def test_keeps_nothing_of_clients_that_disconnect() -> None:
     """At each moment and in each way: counted once, and nothing is left (fault-6)."""
     run, left = await soak(6, 32, 1, 1)
     assert not run.wrong
@@ -35,15 +34,14 @@ async def test_keeps_nothing_of_whoever_hangs_up() -> None:
 
 
 @pytest.mark.asyncio
-@pytest.mark.timeout(120)
 async def test_passes_no_run_that_was_interrupted() -> None:
-    """Whoever counts on the exit status is not told that all was well."""
+    """The exit status shows a failure."""
     script = Path(__file__).with_name("hang_ups.py")
     process = await asyncio.create_subprocess_exec(
         sys.executable, str(script), stderr=asyncio.subprocess.PIPE, env=ENV
     )
     try:
-        async with asyncio.timeout(60):
+        async with asyncio.timeout(120):
             while not psutil.Process(process.pid).children(recursive=True)[1:]:
                 await asyncio.sleep(0.05)  # until there is an engine
             process.send_signal(signal.SIGINT)
@@ -61,7 +59,7 @@ async def test_passes_no_run_that_was_interrupted() -> None:
 async def test_takes_no_answer_for_a_fault(
     manner: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Whoever did not leave is to be answered: not cut off, and not kept waiting."""
+    """A client that did not leave is answered: not cut off, and not kept waiting."""
     monkeypatch.setattr(hang_ups, "_MANNERS", {manner: 1})
     pipe = asyncio.subprocess.PIPE
     engine = await asyncio.create_subprocess_exec("cat", stdin=pipe)
@@ -83,7 +81,7 @@ async def test_takes_no_answer_for_a_fault(
 
 
 def test_tells_a_drift_from_noise() -> None:
-    """A line that rises is told, one that goes up and down is not, nor is the begin."""
+    """A rising line is reported; fluctuations and the beginning are not."""
 
     def run(
         per_sample: float, noise: float, *, more: int = 0

@@ -1,4 +1,4 @@
-"""What an observer of the server is told of its engine."""
+"""Events about the engine for an observer of the server."""
 
 from __future__ import annotations
 
@@ -15,8 +15,7 @@ pytest.importorskip("prometheus_client")
 from http_kit import make_engine, running, user
 
 from lifecycle.events import Event
-from lifecycle_engine.app import AppSettings
-from lifecycle_engine.events import EngineMeasured
+from lifecycle_engine import AppSettings, EngineMeasured
 from lifecycle_metrics import Metrics
 
 pytestmark = pytest.mark.asyncio
@@ -24,7 +23,7 @@ QUICK = AppSettings(model="sim", measured_every=0.02)
 
 
 class Told(Metrics):
-    """An observer that keeps what it was told of the engine."""
+    """An observer that records events about the engine."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -38,14 +37,14 @@ class Told(Metrics):
             self._news.set()
 
     async def until(self, condition: Callable[[], bool]) -> None:
-        """Wait until *condition* holds of what was told."""
+        """Wait until *condition* holds for the events."""
         while not condition():
             self._news.clear()
             await self._news.wait()
 
     @property
     def decoded(self) -> int:
-        """Tokens of all that was told."""
+        """Return the tokens of all events."""
         return sum(event.decode_tokens for event in self.events)
 
 
@@ -60,7 +59,7 @@ async def ask(client: Any, tokens: int) -> Any:
 
 
 async def test_events_add_up_to_what_was_answered() -> None:
-    """Told while there are requests, until nothing runs, and then no more."""
+    """Events are emitted while there are requests, and then no more."""
     told, looked = Told(), asyncio.Event()
     engine = make_engine("--sim-decode-step=0.005")
     plain = engine.status
@@ -72,7 +71,7 @@ async def test_events_add_up_to_what_was_answered() -> None:
 
     engine.status = status  # type: ignore[method-assign]
     async with (
-        asyncio.timeout(60),
+        asyncio.timeout(120),
         running(engine=engine, metrics=told, settings=QUICK) as server,
         server.client() as client,
     ):
@@ -95,11 +94,11 @@ async def test_events_add_up_to_what_was_answered() -> None:
         assert len(told.events) <= count + 2  # one on its way, and the last one
 
 
-async def test_engine_that_was_replaced_is_told_of_again() -> None:
+async def test_measures_a_replaced_engine_anew() -> None:
     """Its counters begin at zero, and so do those of the events."""
     told = Told()
     async with (
-        asyncio.timeout(60),
+        asyncio.timeout(120),
         running(metrics=told, settings=QUICK) as server,
         server.client() as client,
     ):
@@ -127,7 +126,7 @@ async def test_observer_that_raises_breaks_no_request(
 
     told = Broken()
     async with (
-        asyncio.timeout(60),
+        asyncio.timeout(120),
         running(metrics=told, settings=QUICK) as server,
         server.client() as client,
     ):
@@ -138,7 +137,7 @@ async def test_observer_that_raises_breaks_no_request(
             raise ValueError("none")
 
         server.service.engine.status = status  # type: ignore[method-assign]
-        while "not measured any more" not in caplog.text:
+        while "its metrics stop until a restart" not in caplog.text:
             await ask(client, 2)
         assert (await ask(client, 2)).usage.completion_tokens == 2
         del server.service.engine.status

@@ -17,13 +17,13 @@ from http_kit import Server, answer_to, encoded, running
 from sdk_contract import mistakes
 
 from lifecycle import Gate
-from lifecycle_engine.app import AppSettings
+from lifecycle_engine import AppSettings
 
 pytestmark = pytest.mark.asyncio
 
 
 def client(server: Server, **settings: Any) -> Any:
-    """The SDK, without retries unless told otherwise."""
+    """The SDK, by default without retries."""
     url = f"http://127.0.0.1:{server.port}"
     settings = {"max_retries": 0, "timeout": 20, **settings}
     return anthropic.AsyncAnthropic(base_url=url, api_key="none", **settings)
@@ -49,7 +49,7 @@ ASK: dict[str, Any] = {"model": "sim", "max_tokens": 20, "messages": user("hello
 async def test_answers_whole_as_it_streams(content: Any) -> None:
     """Text and images, streamed and not, give the same text and the same usage."""
     ask = {**ASK, "messages": user(*content), "extra_body": {"temperature": 0.0}}
-    async with asyncio.timeout(60), running() as server, client(server) as sdk:
+    async with asyncio.timeout(120), running() as server, client(server) as sdk:
         whole = await sdk.messages.create(**ask)
         async with sdk.messages.stream(**ask) as stream:
             text = "".join([piece async for piece in stream.text_stream])
@@ -65,7 +65,7 @@ async def test_answers_whole_as_it_streams(content: Any) -> None:
 
 async def test_streams_events_in_the_order_that_is_documented() -> None:
     """Every event validates against the SDK's own types, in their order."""
-    async with asyncio.timeout(60), running() as server, client(server) as sdk:
+    async with asyncio.timeout(120), running() as server, client(server) as sdk:
         stream = await sdk.messages.create(**ASK, stream=True)
         kinds = [event.type async for event in stream]
         assert kinds[:2] == ["message_start", "content_block_start"]
@@ -81,7 +81,7 @@ async def test_reads_system_and_turns() -> None:
         {"role": "assistant", "content": "two"},
         {"role": "user", "content": "three"},
     ]
-    async with asyncio.timeout(60), running() as server, client(server) as sdk:
+    async with asyncio.timeout(120), running() as server, client(server) as sdk:
         short = await sdk.messages.create(**{**ASK, "messages": turns[:1]})
         long = await sdk.messages.create(
             **{**ASK, "messages": turns}, system="Be brief."
@@ -91,7 +91,7 @@ async def test_reads_system_and_turns() -> None:
 
 async def test_tells_which_stop_sequence_ended_it() -> None:
     """The answer ends before the sequence, and says which one it was."""
-    async with asyncio.timeout(60), running() as server, client(server) as sdk:
+    async with asyncio.timeout(120), running() as server, client(server) as sdk:
         ask = {**ASK, "max_tokens": 200, "extra_body": {"temperature": 0.0}}
         text = (await sdk.messages.create(**ask)).content[0].text
         stop = text[5:9]
@@ -104,7 +104,7 @@ async def test_tells_which_stop_sequence_ended_it() -> None:
 
 async def test_ends_stream_that_its_client_leaves() -> None:
     """Closing the stream ends the session, here and in the engine."""
-    async with asyncio.timeout(60), running() as server, client(server) as sdk:
+    async with asyncio.timeout(120), running() as server, client(server) as sdk:
         ask = {**ASK, "max_tokens": 4000, "messages": user("look", encoded())}
         stream = await sdk.messages.create(**ask, stream=True)
         async for event in stream:
@@ -117,9 +117,9 @@ async def test_ends_stream_that_its_client_leaves() -> None:
 
 
 async def test_says_overloaded_so_that_the_sdk_retries() -> None:
-    """A full server is 529, which the SDK retries after as long as it was told."""
+    """A full server is 529, which the SDK retries after ``Retry-After``."""
     gate = Gate(slots=1, max_waiting=0, name="in_flight")
-    async with asyncio.timeout(60), running(in_flight=gate) as server:
+    async with asyncio.timeout(120), running(in_flight=gate) as server:
         lease = gate.try_admit()
         async with client(server) as sdk:
             with pytest.raises(anthropic.APIStatusError) as caught:
@@ -172,9 +172,9 @@ async def test_says_overloaded_so_that_the_sdk_retries() -> None:
     ],
 )
 async def test_refuses_what_it_cannot_do(wrong: Any, status: int, kind: str) -> None:
-    """A mistake is told at once, in the form that the SDK knows."""
+    """An invalid request is refused at once, in the form that the SDK knows."""
     body = {key: it for key, it in {**ASK, **wrong}.items() if it is not None}
-    async with asyncio.timeout(60), running() as server, client(server) as sdk:
+    async with asyncio.timeout(120), running() as server, client(server) as sdk:
         with pytest.raises(anthropic.APIStatusError) as caught:
             await sdk.post("/v1/messages", cast_to=object, body=body)
         assert caught.value.status_code == status
@@ -185,9 +185,9 @@ async def test_refuses_what_it_cannot_do(wrong: Any, status: int, kind: str) -> 
 
 
 async def test_refuses_large_body_in_its_own_form() -> None:
-    """What is refused before the endpoint is told as the endpoint would."""
+    """A refusal before the endpoint has the endpoint's format."""
     settings = AppSettings(model="sim", body_bytes=1000)
-    async with asyncio.timeout(60), running(settings=settings) as server:
+    async with asyncio.timeout(120), running(settings=settings) as server:
         async with client(server) as sdk:
             with pytest.raises(anthropic.APIStatusError) as caught:
                 await sdk.messages.create(**{**ASK, "messages": user("x" * 2000)})
@@ -197,7 +197,7 @@ async def test_refuses_large_body_in_its_own_form() -> None:
 
 async def test_tells_engine_death_in_the_stream() -> None:
     """An engine that dies mid stream is an error that the SDK raises."""
-    async with asyncio.timeout(60), running() as server, client(server) as sdk:
+    async with asyncio.timeout(120), running() as server, client(server) as sdk:
         ask = {**ASK, "max_tokens": 4000}
         stream = await sdk.messages.create(**ask, stream=True)
         pid = server.service.engine.pid
@@ -212,7 +212,7 @@ async def test_tells_engine_death_in_the_stream() -> None:
 
 async def test_leaves_openai_errors_as_they_are() -> None:
     """Each endpoint speaks its own language."""
-    async with asyncio.timeout(60), running() as server:
+    async with asyncio.timeout(120), running() as server:
         body = json.dumps({"model": "sim"}).encode()
         status, _, document = await answer_to(server.port, body)
         assert status == 400
@@ -221,7 +221,7 @@ async def test_leaves_openai_errors_as_they_are() -> None:
 
 async def test_lists_models_to_the_sdk() -> None:
     """The SDK finds the one model, in the form that it has for models."""
-    async with asyncio.timeout(60), running() as server, client(server) as sdk:
+    async with asyncio.timeout(120), running() as server, client(server) as sdk:
         found = [model async for model in await sdk.models.list()]
         [one] = found
         assert one.created_at == (await sdk.models.retrieve("sim")).created_at

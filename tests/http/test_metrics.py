@@ -42,7 +42,7 @@ async def test_counts_each_request_once() -> None:
     """Opened is live and ended at every scrape, and the engine's numbers are there."""
     metrics = Metrics()
     async with (
-        asyncio.timeout(60),
+        asyncio.timeout(120),
         running(metrics=metrics) as server,
         server.client() as client,
     ):
@@ -80,7 +80,7 @@ async def test_dashboard_of_the_engine_asks_for_metrics_that_exist() -> None:
     """Each of its panels shows something; of device memory only where there is CUDA."""
     page = Path(__file__).parents[2] / "docs" / "grafana-engine.json"
     panels = json.loads(page.read_text())["panels"]
-    async with asyncio.timeout(60), running(metrics=Metrics()) as server:
+    async with asyncio.timeout(120), running(metrics=Metrics()) as server:
         known = set(await scrape(server.port))
     for panel in panels:
         asked = set(re.findall(r"lifecycle_\w+", json.dumps(panel["targets"])))
@@ -92,7 +92,7 @@ async def test_dashboard_of_the_engine_asks_for_metrics_that_exist() -> None:
 async def test_figures_of_the_engine_follow_its_work() -> None:
     """Steps, batch and tokens, prefill and decode apart, as they were run."""
     async with (
-        asyncio.timeout(60),
+        asyncio.timeout(120),
         running("--sim-decode-step", "0.005", metrics=Metrics()) as server,
         server.client() as client,
     ):
@@ -122,7 +122,7 @@ async def test_figures_of_the_engine_follow_its_work() -> None:
 async def test_next_turn_of_a_conversation_goes_on_from_its_slot() -> None:
     """Named by prompt_cache_key, of one user; the answers are what they are without."""
     async with (
-        asyncio.timeout(60),
+        asyncio.timeout(120),
         running(metrics=Metrics()) as server,
         server.client() as client,
     ):
@@ -138,7 +138,7 @@ async def test_next_turn_of_a_conversation_goes_on_from_its_slot() -> None:
             return (await scrape(server.port))[f"lifecycle_engine_backend_{name}"][()]
 
         await ask("hello", prompt_cache_key="talk", user="me")
-        assert await figure("slots_kept") == 1
+        assert await figure("slots_cached") == 1
         assert await figure("tokens_resumed") == 0
         again = await ask("hello there", prompt_cache_key="talk", user="me")
         resumed = await figure("tokens_resumed")
@@ -149,10 +149,10 @@ async def test_next_turn_of_a_conversation_goes_on_from_its_slot() -> None:
 
 
 async def test_health_follows_the_steps_of_the_engine() -> None:
-    """A chunk that takes long is told as busy, and it is served all the same."""
+    """During a long chunk the health is busy, and requests are still served."""
     engine = make_engine("--sim-prefill-token", "0.1", busy_after=0.2)
     async with (
-        asyncio.timeout(60),
+        asyncio.timeout(120),
         running(engine=engine) as server,
         server.client() as client,
         asyncio.TaskGroup() as tasks,
@@ -171,7 +171,7 @@ async def test_health_follows_the_steps_of_the_engine() -> None:
 
 async def test_says_where_metrics_are_missing() -> None:
     """Without its extra the server says so and serves all the same."""
-    async with asyncio.timeout(60), running() as server:
+    async with asyncio.timeout(120), running() as server:
         reader, writer = await asyncio.open_connection("127.0.0.1", server.port)
         writer.write(
             b"GET /metrics HTTP/1.1\r\nhost: here\r\nconnection: close\r\n\r\n"
@@ -188,7 +188,7 @@ async def test_bounds_all_bodies_together_until_hand_off() -> None:
     bodies = Gate(bytes=10_000, max_waiting=0, name="bodies")
     question = {"model": "sim", "messages": user("x" * 6000), "max_tokens": 4}
     body = json.dumps(question).encode()
-    async with asyncio.timeout(60), running(bodies=bodies) as server:
+    async with asyncio.timeout(120), running(bodies=bodies) as server:
         with bodies.try_admit(bytes=6000):
             status, headers, document = await answer_to(server.port, body)
         assert status == 503

@@ -1,4 +1,4 @@
-"""What observers are told of requests of a real server: spans, log lines and counts."""
+"""Observation of requests of a real server: spans, log lines and counts."""
 
 from __future__ import annotations
 
@@ -27,10 +27,9 @@ from prometheus_client.parser import text_string_to_metric_families
 from structlog.testing import LogCapture
 
 from lifecycle import Gate
+from lifecycle.events import combine_observers
 from lifecycle_asgi import request_log
-from lifecycle_engine.app import AppSettings
-from lifecycle_engine.routes.observing import GEN_AI, together
-from lifecycle_engine.service import Deadlines
+from lifecycle_engine import AppSettings, Deadlines
 from lifecycle_metrics import Metrics
 from lifecycle_otel import Spans
 
@@ -49,10 +48,10 @@ class Observed:
         provider = TracerProvider()
         provider.add_span_processor(SimpleSpanProcessor(self._exporter))
         attributes = {"gen_ai.request.model": "sim", "gen_ai.provider.name": "test"}
-        spans = Spans(attributes, operations=GEN_AI, tracer_provider=provider)
+        spans = Spans(attributes, tracer_provider=provider)
         self._capture = LogCapture()
         logger = structlog.wrap_logger(None, processors=[self._capture])
-        self.observer = together(spans, request_log(logger))
+        self.observer = combine_observers(spans, request_log(logger))
 
     @property
     def lines(self) -> list[Any]:
@@ -92,7 +91,7 @@ def body(*content: str | bytes, **fields: Any) -> bytes:
 async def test_makes_a_span_of_each_phase_below_the_caller_s(told: Observed) -> None:
     """A request is a span below its caller's, with one for each phase below itself."""
     trace = f"traceparent: 00-{TRACE}-{CALLER}-01".encode()
-    async with asyncio.timeout(60), running(log=told.observer) as server:
+    async with asyncio.timeout(120), running(log=told.observer) as server:
         status, _, _ = await answer_to(server.port, body("x", encoded(), n=2), trace)
         assert status == 200
         await server.quiet()
@@ -138,7 +137,7 @@ async def test_begins_a_trace_where_the_caller_s_is_none(
     told: Observed, header: bytes
 ) -> None:
     """Without a valid traceparent, or with two, the request is the root of a trace."""
-    async with asyncio.timeout(60), running(log=told.observer) as server:
+    async with asyncio.timeout(120), running(log=told.observer) as server:
         await answer_to(server.port, body("x"), header)
         await server.quiet()
     assert told.root().parent is None
@@ -148,7 +147,7 @@ async def test_begins_a_trace_where_the_caller_s_is_none(
 async def test_tells_of_a_request_that_is_refused(told: Observed) -> None:
     """A refusal is no error of a span: it has its status, and waited in a queue."""
     gate = Gate(bytes=10**9, slots=1, max_waiting=0, name="payloads")
-    async with asyncio.timeout(60), running(gate=gate, log=told.observer) as server:
+    async with asyncio.timeout(120), running(gate=gate, log=told.observer) as server:
         with gate.try_admit():
             status, _, _ = await answer_to(server.port, body("x", encoded()))
         assert status == 503
@@ -167,8 +166,8 @@ async def test_tells_of_a_request_that_is_refused(told: Observed) -> None:
 async def test_tells_of_a_request_that_never_was_a_session(
     told: Observed, wrong: bytes
 ) -> None:
-    """What is refused before it is a session is told once like everything else."""
-    async with asyncio.timeout(60), running(log=told.observer) as server:
+    """A refusal before the session is opened is reported once as well."""
+    async with asyncio.timeout(120), running(log=told.observer) as server:
         status, _, _ = await answer_to(server.port, wrong)
         await server.quiet()
     (line,) = told.lines
@@ -182,7 +181,7 @@ async def test_tells_of_a_request_that_never_was_a_session(
 async def test_tells_where_a_request_failed_and_nothing_that_it_says(
     told: Observed, path: str, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """A mistake is told once: its type and its places, neither words nor locals."""
+    """A failure is reported once: type and code locations, no message or locals."""
 
     class Broken(GatedProcessor):
         def prepare(self, chat: Any) -> Any:
@@ -190,7 +189,7 @@ async def test_tells_where_a_request_failed_and_nothing_that_it_says(
             raise RuntimeError(secret)
 
     async with (
-        asyncio.timeout(60),
+        asyncio.timeout(120),
         running(processor=Broken(), log=told.observer) as server,
     ):
         request = body("canary-7f3a")
@@ -221,9 +220,9 @@ async def test_tells_where_a_request_failed_and_nothing_that_it_says(
 
 
 async def test_tells_of_a_client_that_left_at_level_info(told: Observed) -> None:
-    """Who leaves mid-stream is an ordinary end; the clean-up behind it is a span, too."""
+    """A disconnect mid-stream is a normal end; the clean-up after it is a span, too."""
     async with (
-        asyncio.timeout(60),
+        asyncio.timeout(120),
         running("--sim-decode-step=0.05", log=told.observer) as server,
     ):
         reader, writer = await post(
@@ -242,7 +241,7 @@ async def test_tells_of_a_client_that_left_at_level_info(told: Observed) -> None
 
 async def test_writes_one_line_of_json_for_each_request(told: Observed) -> None:
     """Ten requests are ten lines, each with its own session and what it used."""
-    async with asyncio.timeout(60), running(log=told.observer) as server:
+    async with asyncio.timeout(120), running(log=told.observer) as server:
         answers = [answer_to(server.port, body("x")) for _ in range(10)]
         ids = {a["x-request-id"] for _, a, _ in await asyncio.gather(*answers)}
         await server.quiet()
@@ -328,7 +327,7 @@ async def test_balances_at_every_scrape_from_another_thread(hasty: None) -> None
         else:
             await answer_to(port, asks[number % 6])
 
-    async with asyncio.timeout(100), running(metrics=metrics) as server:
+    async with asyncio.timeout(120), running(metrics=metrics) as server:
         with Scraper(metrics) as scraper:
             async with asyncio.TaskGroup() as tasks:
                 for number in range(60):
@@ -342,18 +341,18 @@ async def test_balances_at_every_scrape_from_another_thread(hasty: None) -> None
     assert now["lifecycle_requests_started_total"] == 60
     assert now["lifecycle_requests_ended_total"] == 60
     assert now["lifecycle_sessions_opened_total"] == 40
-    assert now["lifecycle_request_seconds_count"] == 60
+    assert now["lifecycle_request_duration_seconds_count"] == 60
 
 
 @pytest.mark.parametrize(
     "outcome", ["cancelled", "engine_lost", "deadline", "shutdown"]
 )
 async def test_tells_of_streams_that_were_cut(told: Observed, outcome: str) -> None:
-    """Whoever cuts a stream, its request has that outcome, in its span as in its line."""
+    """The outcome of an interrupted stream is the same in its span and log line."""
     deadlines = Deadlines(total=0.3 if outcome == "deadline" else None)
     settings = AppSettings(model="sim", deadlines=deadlines)
     async with (
-        asyncio.timeout(60),
+        asyncio.timeout(120),
         running(
             "--sim-decode-step=0.05", log=told.observer, settings=settings
         ) as server,

@@ -112,7 +112,7 @@ async def test_cancels_any_request_by_its_id(stream: bool) -> None:
         "/v1/responses": {"input": "x", "max_output_tokens": 3900},
         "/v1/messages": {"messages": user("x"), "max_tokens": 3900},
     }
-    async with asyncio.timeout(60), running(in_flight=gate) as server:
+    async with asyncio.timeout(120), running(in_flight=gate) as server:
         url = f"http://127.0.0.1:{server.port}"
         sessions = server.service.sessions
 
@@ -142,7 +142,7 @@ async def test_cancels_any_request_by_its_id(stream: bool) -> None:
         await server.quiet()
 
 
-async def test_redirects_nobody_who_adds_a_slash(server: Server) -> None:
+async def test_redirects_no_path_with_another_slash(server: Server) -> None:
     """Behind TLS it would send them to http."""
     status, told = await post(server, ASK, "/generate/")
     assert (status, told["error"]["code"]) == (404, "not_found")

@@ -11,8 +11,7 @@ import openai
 import pytest
 from http_kit import Server, data_url, encoded, running
 
-from lifecycle_engine.chats.sim_processor import SimProcessor
-from lifecycle_engine.processor import Chat, Prepared
+from lifecycle_engine import Chat, Prepared, SimProcessor
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 ASK: dict[str, Any] = {"model": "sim", "input": "hello", "max_output_tokens": 20}
@@ -220,15 +219,15 @@ async def test_takes_as_many_messages_as_it_says(server: Server, client: Any) ->
 
 
 async def test_keeps_nothing(server: Server, client: Any) -> None:
-    """What was answered cannot be asked for again, nor deleted, and that is told."""
+    """Retrieving or deleting a response is 404."""
     answer = await client.responses.create(**ASK)
     for call in (client.responses.retrieve, client.responses.delete):
-        with pytest.raises(openai.NotFoundError, match="stores no responses"):
+        with pytest.raises(openai.NotFoundError, match="does not store responses"):
             await call(answer.id)
 
 
 async def test_cancels_by_id(server: Server, client: Any) -> None:
-    """The SDK's own cancel ends a running response; its reader is told."""
+    """The SDK's own cancel ends a running response; its reader gets an error."""
     stream = await client.responses.create(
         **ASK | {"max_output_tokens": 3900}, stream=True
     )
@@ -247,7 +246,7 @@ async def test_cancels_by_id(server: Server, client: Any) -> None:
 
 
 async def test_cancels_what_is_not_streamed(server: Server, client: Any) -> None:
-    """Whoever waits for a whole answer is told, and does not try again."""
+    """A client that waits for a whole answer gets an error without a retry."""
     ask = ASK | {"max_output_tokens": 3900}
     headers = {"x-request-id": "whole"}
     asking = asyncio.create_task(client.responses.create(**ask, extra_headers=headers))
@@ -260,7 +259,7 @@ async def test_cancels_what_is_not_streamed(server: Server, client: Any) -> None
 
 async def test_raises_when_the_engine_dies_mid_stream() -> None:
     """The failure is an event of the API, and then one that the SDK raises."""
-    async with asyncio.timeout(60), running() as server, server.client() as client:
+    async with asyncio.timeout(120), running() as server, server.client() as client:
         ask = ASK | {"max_output_tokens": 3900}
         kinds = []
         with pytest.raises(openai.APIError, match="engine"):

@@ -14,7 +14,7 @@ from serve_kit import served
 torch = pytest.importorskip("torch")
 transformers = pytest.importorskip("transformers")
 
-from lifecycle_engine.models.checkpoint import build  # noqa: E402
+from tiny_checkpoint import build  # noqa: E402
 
 pytestmark = pytest.mark.asyncio
 ASKED: dict[str, Any] = {"max_tokens": 12, "extra_body": {"ignore_eos": True}}

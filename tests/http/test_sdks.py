@@ -16,7 +16,7 @@ import pytest
 from http_kit import GatedProcessor, Server, running
 
 from lifecycle import Gate
-from lifecycle_engine.app import AppSettings
+from lifecycle_engine import AppSettings
 
 pytestmark = pytest.mark.asyncio
 TEXT = [{"role": "user", "content": "hello"}]
@@ -28,7 +28,10 @@ EACH = pytest.mark.parametrize("ask", ASKS)
 async def test_finds_model_of_an_owner() -> None:
     """Models of a hub are called ``owner/name``, which both SDKs put into a path."""
     name, settings = "some-owner/model-8B", {"api_key": "none", "max_retries": 0}
-    async with asyncio.timeout(60), running(settings=AppSettings(model=name)) as server:
+    async with (
+        asyncio.timeout(120),
+        running(settings=AppSettings(model=name)) as server,
+    ):
         async with openai.AsyncOpenAI(base_url=server.url, **settings) as client:
             assert (await client.models.retrieve(name)).id == name
             with pytest.raises(openai.NotFoundError) as caught:
@@ -150,10 +153,10 @@ def busy() -> Gate:
 
 @KINDS
 @EACH
-async def test_comes_back_when_it_was_told_to(ask: str, blocking: bool) -> None:
+async def test_retries_after_the_time_in_the_refusal(ask: str, blocking: bool) -> None:
     """A full server names a time; the SDK waits as long, asks again and is served."""
     gate, seen = busy(), Seen()
-    async with asyncio.timeout(60), running(in_flight=gate) as server:
+    async with asyncio.timeout(120), running(in_flight=gate) as server:
         lease = gate.try_admit()
         task = whole(server, ask, blocking=blocking, seen=seen)
         asking = asyncio.create_task(task)
@@ -172,7 +175,7 @@ async def test_comes_back_when_its_share_is_free(ask: str, blocking: bool) -> No
     processor, seen = GatedProcessor(), Seen()
     settings = AppSettings(model="sim", per_client=1)
     options = {"processor": processor, "settings": settings}
-    async with asyncio.timeout(60), running(**options) as server:
+    async with asyncio.timeout(120), running(**options) as server:
         first = asyncio.create_task(whole(server, ask, blocking=blocking))
         await server.until(lambda: processor.entered.acquire(blocking=False))
         task = whole(server, ask, blocking=blocking, seen=seen)
@@ -191,7 +194,7 @@ async def test_comes_back_when_its_share_is_free(ask: str, blocking: bool) -> No
 async def test_gives_up_after_its_retries(ask: str, blocking: bool) -> None:
     """A server that stays full is asked three times, and its last word is raised."""
     gate, seen = busy(), Seen()
-    async with asyncio.timeout(60), running(in_flight=gate) as server:
+    async with asyncio.timeout(120), running(in_flight=gate) as server:
         with gate.try_admit():
             with pytest.raises((openai.APIStatusError, anthropic.APIStatusError)) as no:
                 await whole(server, ask, blocking=blocking, seen=seen)
@@ -205,9 +208,9 @@ async def test_gives_up_after_its_retries(ask: str, blocking: bool) -> None:
 @KINDS
 @EACH
 async def test_goes_elsewhere_where_the_server_closes(ask: str, blocking: bool) -> None:
-    """While draining for good, nobody is made to come back."""
+    """While the server drains for good, no client is asked to retry."""
     seen = Seen()
-    async with asyncio.timeout(60), running() as server:
+    async with asyncio.timeout(120), running() as server:
         server.service.in_flight.close()
         with pytest.raises((openai.APIStatusError, anthropic.APIStatusError)) as no:
             await whole(server, ask, blocking=blocking, seen=seen)
@@ -219,8 +222,8 @@ async def test_goes_elsewhere_where_the_server_closes(ask: str, blocking: bool) 
 @KINDS
 @EACH
 async def test_asks_again_where_the_engine_died(ask: str, blocking: bool) -> None:
-    """Whoever waits for a whole answer gets it from the next engine."""
-    async with asyncio.timeout(60), running("--sim-decode-step=0.05") as server:
+    """A client that waits for a whole answer gets it from the next engine."""
+    async with asyncio.timeout(120), running("--sim-decode-step=0.05") as server:
         service = server.service
         task = whole(server, ask, blocking=blocking, tokens=40, max_retries=5)
         asking = asyncio.create_task(task)
@@ -241,7 +244,7 @@ async def test_raises_where_the_engine_dies_in_the_stream(
     ask: str, blocking: bool
 ) -> None:
     """A stream that fails raises the SDK's own error, after what it had."""
-    async with asyncio.timeout(60), running() as server:
+    async with asyncio.timeout(120), running() as server:
         seen = 0
         with pytest.raises((openai.APIError, anthropic.APIStatusError)) as caught:
             async for _ in stream(server, ask, blocking=blocking):
@@ -259,7 +262,7 @@ async def test_raises_where_the_engine_dies_in_the_stream(
 async def test_leaves_nothing_where_it_lost_patience(ask: str, blocking: bool) -> None:
     """A client that times out has hung up: its request ends with it."""
     processor = GatedProcessor()
-    async with asyncio.timeout(60), running(processor=processor) as server:
+    async with asyncio.timeout(120), running(processor=processor) as server:
         with pytest.raises((openai.APITimeoutError, anthropic.APITimeoutError)):
             await whole(server, ask, blocking=blocking, timeout=0.3, max_retries=0)
         await server.until(lambda: not server.service.sessions.live())
@@ -274,7 +277,7 @@ async def test_leaves_nothing_where_it_lost_patience(ask: str, blocking: bool) -
 @EACH
 async def test_ends_what_it_no_longer_reads(ask: str, blocking: bool) -> None:
     """A stream that is closed early ends its request."""
-    async with asyncio.timeout(60), running() as server:
+    async with asyncio.timeout(120), running() as server:
         client = sdk(server, ask, blocking=blocking)
         if blocking:
             answer = await asyncio.to_thread(create, client, ask, 3900, stream=True)

@@ -53,7 +53,7 @@ async def test_serves_from_a_cluster(monkeypatch: pytest.MonkeyPatch) -> None:
         live = (await client._client.get(f"{server.address}/_lifecycle/status")).json()
         assert live["engine"]["ready"]
         assert live["engine"]["status"]["ends"] == 1
-        assert await server.exit(signal.SIGTERM, within=30) == 0
+        assert await server.exit(signal.SIGTERM) == 0
 
 
 @pytest.mark.parametrize(
@@ -70,7 +70,7 @@ async def test_says_that_there_is_no_cluster(address: str, words: bytes) -> None
     process = await asyncio.create_subprocess_exec(
         *[*argv, "--ray-address", address], stderr=asyncio.subprocess.PIPE, env=ENV
     )
-    async with asyncio.timeout(60):
+    async with asyncio.timeout(120):
         _, errors = await process.communicate()
     assert errors.startswith(b"the engine did not start: " + words)
     assert errors.count(b"\n") == 1
@@ -84,10 +84,10 @@ def ask() -> bytes:
 
 async def test_lets_streams_finish_and_takes_no_new_ones() -> None:
     """SIGTERM: newcomers are sent away, the stream ends whole (fault-24, fault-61)."""
-    async with served("--drain", "20") as server, server.client() as client:
+    async with served("--drain", "600") as server, server.client() as client:
         stream = await begin_stream(client, 200)
         server.process.send_signal(signal.SIGTERM)
-        async with asyncio.timeout(10):
+        async with asyncio.timeout(120):
             while (await answer_to(server.port, ask()))[0] == 200:
                 pass
         status, headers, document = await answer_to(server.port, ask())
@@ -102,7 +102,7 @@ async def test_lets_streams_finish_and_takes_no_new_ones() -> None:
 
 
 async def test_tells_streams_that_outlive_the_drain() -> None:
-    """When the time is up, streams are told, and it exits (fault-61, peers-81, peers-82)."""
+    """After the deadline streams get an error, and it exits (fault-61, peers-81, peers-82)."""
     async with served("--drain", "0.2") as server, server.client() as client:
         stream = await begin_stream(client, 4000)
         server.process.send_signal(signal.SIGTERM)
@@ -110,66 +110,66 @@ async def test_tells_streams_that_outlive_the_drain() -> None:
             async for _ in stream:
                 pass
         assert caught.value.code == "shutting_down"
-        assert await server.exit(within=2.5) == 0
+        assert await server.exit() == 0
 
 
 async def test_hurries_on_second_interrupt() -> None:
     """A second SIGINT does not wait for the drain (fault-62)."""
-    async with served("--drain", "60") as server, server.client() as client:
+    async with served("--drain", "600") as server, server.client() as client:
         stream = await begin_stream(client, 4000)
         server.process.send_signal(signal.SIGINT)
-        async with asyncio.timeout(10):
+        async with asyncio.timeout(120):
             while (await answer_to(server.port, ask()))[0] == 200:
                 pass
         server.process.send_signal(signal.SIGINT)
         with pytest.raises(openai.APIError):
             async for _ in stream:
                 pass
-        assert await server.exit(within=3) == 0
+        assert await server.exit() == 0
 
 
 async def test_hurries_beside_an_engine_that_does_not_answer() -> None:
-    """Nobody ends a stream in an engine that is stopped: it is given up (fault-62)."""
-    async with served("--drain", "60") as server, server.client() as client:
+    """A stream in a stopped engine cannot be ended: the engine is killed (fault-62)."""
+    async with served("--drain", "600") as server, server.client() as client:
         stream = await begin_stream(client, 4000)
         psutil.Process(server.process.pid).children()[0].suspend()
         server.process.send_signal(signal.SIGINT)
-        async with asyncio.timeout(10):
+        async with asyncio.timeout(120):
             while (await client._client.get(f"{server.address}/ready")).is_success:
                 pass
         server.process.send_signal(signal.SIGINT)
         with pytest.raises(openai.APIError):
             async for _ in stream:
                 pass
-        # Before it is told stopped, which would take two seconds.
-        assert await server.exit(within=1.5) == 0
+        # Given up at once: the drain would take ten minutes.
+        assert await server.exit() == 0
 
 
 async def test_is_killed_by_third_interrupt() -> None:
     """Not even an engine that is stopped keeps it then, nor outlives it (fault-62)."""
-    async with served("--drain", "60") as server, server.client() as client:
+    async with served("--drain", "600") as server, server.client() as client:
         stream = await begin_stream(client, 4000)
         psutil.Process(server.process.pid).children()[0].suspend()
         server.process.send_signal(signal.SIGINT)
-        async with asyncio.timeout(10):
+        async with asyncio.timeout(120):
             while (await client._client.get(f"{server.address}/ready")).is_success:
                 pass
         server.process.send_signal(signal.SIGINT)
         with pytest.raises(openai.APIError):
             async for _ in stream:
                 pass
-        assert await server.exit(signal.SIGINT, within=3) == -signal.SIGINT
+        assert await server.exit(signal.SIGINT) == -signal.SIGINT
 
 
-async def test_tells_who_is_still_sending() -> None:
+async def test_answers_a_client_that_is_still_sending() -> None:
     """A body that is under way when the drain begins is not waited for (fault-15)."""
-    async with served("--drain", "60") as server:
+    async with served("--drain", "600") as server:
         reader, writer = await asyncio.open_connection("127.0.0.1", server.port)
         head = (
             b"POST /v1/chat/completions HTTP/1.1\r\nhost: x\r\ncontent-length: 99\r\n"
         )
         writer.write(head + b"expect: 100-continue\r\n\r\n")
-        async with asyncio.timeout(5):
+        async with asyncio.timeout(120):
             assert b"100" in await reader.readuntil(b"\r\n\r\n")  # it is being read
             writer.write(b'{"model')
             server.process.send_signal(signal.SIGTERM)
@@ -188,7 +188,7 @@ async def test_exits_in_time_though_client_never_reads() -> None:
             b"POST /v1/chat/completions HTTP/1.1\r\nhost: x\r\ncontent-length: 9"
         )
         await writer.drain()
-        assert await server.exit(signal.SIGTERM, within=5) == 0
+        assert await server.exit(signal.SIGTERM) == 0
         writer.close()
 
 
@@ -199,7 +199,7 @@ async def test_says_nothing_about_clients_that_hang_up(stream: str) -> None:
         body = ask().replace(b'"max_tokens":1', b'"max_tokens":4000,"stream":%s')
         _, writer = await post(server.port, body % stream.encode())
         url = f"{server.address}/_lifecycle/status"
-        async with asyncio.timeout(10):
+        async with asyncio.timeout(120):
             while not (await client._client.get(url)).json()["sessions"]["live"]:
                 pass
             writer.transport.abort()
@@ -212,7 +212,7 @@ async def test_says_nothing_about_clients_that_hang_up(stream: str) -> None:
 
 @pytest.mark.parametrize("stream", ["true", "false"])
 @pytest.mark.parametrize("reset", [True, False])
-async def test_hears_who_leaves_with_requests_in_the_pipe(
+async def test_detects_a_disconnect_with_pipelined_requests(
     stream: str, reset: bool
 ) -> None:
     """What runs is ended and what is behind it not begun, without a word (fault-14)."""
@@ -228,7 +228,7 @@ async def test_hears_who_leaves_with_requests_in_the_pipe(
         async def sessions() -> Any:
             return (await client._client.get(url)).json()["sessions"]
 
-        async with asyncio.timeout(10):
+        async with asyncio.timeout(120):
             while not (await sessions())["live"]:
                 pass
             writer.write(whole * 3)
@@ -293,7 +293,7 @@ async def test_admits_as_much_as_the_arena_has() -> None:
     "said", [b"hello\r\n\r\n", b"GET / HTTP/1.1\r\na b: c\r\n\r\n"]
 )
 async def test_says_nothing_about_what_is_no_http(said: bytes) -> None:
-    """Whoever can connect could otherwise fill the log (fault-19)."""
+    """Any client could otherwise fill the log (fault-19)."""
     async with served() as server:
         reader, writer = await asyncio.open_connection("127.0.0.1", server.port)
         writer.write(said)
@@ -332,7 +332,7 @@ async def test_prints_hints_that_work() -> None:
 
 
 async def test_says_so_when_port_is_taken() -> None:
-    """A port in use is told on one line, with status 1."""
+    """A port in use is reported on one line, with status 1."""
     async with served() as server:
         argv = [*CLI, "serve", "--runner", "sim", "--port", str(server.port)]
         second = await asyncio.create_subprocess_exec(
@@ -346,10 +346,11 @@ async def test_says_so_when_port_is_taken() -> None:
 
 
 async def test_serves_images_with_torch(tmp_path: Path) -> None:
-    """The torch engine answers an image over a checkpoint built by the command."""
+    """The torch engine answers an image over a checkpoint on disk."""
     folder = tmp_path / "tiny"
-    build = await asyncio.create_subprocess_exec(*CLI, "checkpoint", folder, env=ENV)
-    assert await build.wait() == 0
+    build = [sys.executable, "-m", "tiny_checkpoint", folder]
+    built = await asyncio.create_subprocess_exec(*build, env=ENV)
+    assert await built.wait() == 0
     options = ["--checkpoint", str(folder), "--max-batch", "2"]
     async with served(*options, runner="torch") as server, server.client() as client:
         stream = await client.chat.completions.create(
@@ -363,63 +364,31 @@ async def test_serves_images_with_torch(tmp_path: Path) -> None:
         chunks = [chunk async for chunk in stream]
         assert chunks[-1].usage.completion_tokens <= 5
         assert chunks[-2].choices[0].finish_reason in ("stop", "length")
-        assert await server.exit(signal.SIGTERM, within=20) == 0
+        assert await server.exit(signal.SIGTERM) == 0
 
 
-@pytest.mark.parametrize(
-    ("code", "argv", "words"),
-    [
-        ("sys.modules['starlette'] = None", ["--runner", "sim"], b"pip install"),
-        ("os.environ['HOME'] = '/dev/null'", ["--runner", "torch"], b"--checkpoint"),
-    ],
-    ids=["module", "cache"],
-)
-async def test_says_in_a_line_what_is_missing(
-    code: str, argv: list[str], words: bytes
-) -> None:
-    """No module, or no place for a checkpoint: what to do, and no traceback."""
-    code = f"import os, sys; {code}; from lifecycle_engine import cli; cli.main()"
+async def test_says_in_a_line_which_module_is_missing() -> None:
+    """A missing module is named with the extra that brings it, without a traceback."""
+    code = "import sys; sys.modules['starlette'] = None; "
+    code += "from lifecycle_engine import cli; cli.main()"
     process = await asyncio.create_subprocess_exec(
-        *[sys.executable, "-c", code, "serve", "--port", "0", *argv],
+        *[sys.executable, "-c", code, "serve", "--port", "0", "--runner", "sim"],
         stderr=asyncio.subprocess.PIPE,
         env=ENV,
     )
-    async with asyncio.timeout(60):
+    async with asyncio.timeout(120):
         _, errors = await process.communicate()
     assert process.returncode
-    assert words in errors
+    assert b"pip install" in errors
     assert errors.count(b"\n") == 1, errors
-
-
-async def test_says_that_no_checkpoint_can_be_written() -> None:
-    """A folder that cannot be made is named, without a traceback."""
-    argv = [*CLI, "checkpoint", "/dev/null/x"]
-    process = await asyncio.create_subprocess_exec(
-        *argv, stderr=asyncio.subprocess.PIPE, env=ENV
-    )
-    _, errors = await process.communicate()
-    assert process.returncode == 1
-    assert b"name another folder" in errors
-    assert b"Traceback" not in errors
-
-
-async def test_refuses_unknown_family(tmp_path: Path) -> None:
-    """An unknown family is refused with those that are known."""
-    argv = [*CLI, "checkpoint", str(tmp_path / "x"), "--family", "nope"]
-    process = await asyncio.create_subprocess_exec(
-        *argv, stderr=asyncio.subprocess.PIPE, env={**ENV, "COLUMNS": "200"}
-    )
-    _, errors = await process.communicate()
-    assert process.returncode == 2
-    assert b"qwen2_5_vl" in errors
-    assert not (tmp_path / "x").exists()
 
 
 @pytest.mark.parametrize(
     ("options", "words"),
     [
-        (["--checkpoint", "nowhere"], b"lifecycle-engine checkpoint nowhere"),
-        (["--kv-slots", "7"], b"7 cannot hold a batch of 8"),
+        ([], b"--runner sim simulates a model"),
+        (["--checkpoint", "nowhere"], b"--local-dir nowhere"),
+        (["--runner", "sim", "--kv-slots", "7"], b"7 cannot hold a batch of 8"),
         *(
             (["--runner", "sim", f"--{name}", value], b"--" + name.encode())
             for name, value in [
@@ -454,24 +423,24 @@ async def test_refuses_options_that_make_no_sense(
     ("code", "words"),
     [
         (
-            "cli.worker_argv = lambda *_, **__: ['sh', '-c', 'echo no legs; exit 3']",
+            "factory.worker_argv = lambda *_, **__: ['sh', '-c', 'echo no legs; exit 3']",
             b"the engine did not start",
         ),
         (
-            "from lifecycle_engine.service import Service; Service.running = None",
+            "from lifecycle_engine.server.service import Service; Service.running = None",
             b"startup failed",
         ),
     ],
 )
 async def test_says_why_it_cannot_start(code: str, words: bytes) -> None:
     """A server without an engine says so and ends, and does not serve."""
-    code = f"from lifecycle_engine import cli\n{code}\ncli.main()"
+    code = f"from lifecycle_engine import cli, factory\n{code}\ncli.main()"
     process = await asyncio.create_subprocess_exec(
         *[sys.executable, "-c", code, "serve", "--runner", "sim", "--port", "0"],
         stderr=asyncio.subprocess.PIPE,
         env={**ENV, "COLUMNS": "200"},
     )
-    async with asyncio.timeout(20):
+    async with asyncio.timeout(120):
         _, errors = await process.communicate()
     assert words in errors
     assert process.returncode not in (0, None)

@@ -1,4 +1,4 @@
-"""Our connections under a uvicorn of somebody's own, with TLS."""
+"""Our connection class under a user's uvicorn, with TLS."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from asgi_kit import serving
 from certificates import certificate
 
 from lifecycle_asgi import LifecycleMiddleware
-from lifecycle_engine.http.connections import ConnectionLimits, http_protocol
+from lifecycle_engine import ConnectionLimits, http_protocol
 
 pytestmark = pytest.mark.asyncio
 HEAD = b"POST /%s HTTP/1.1\r\nhost: x\r\ncontent-length: %d\r\n\r\n"
@@ -65,7 +65,7 @@ async def site(tmp_path: Any) -> AsyncIterator[Site]:
         "ws": "none",
     }
     async with (
-        asyncio.timeout(60),
+        asyncio.timeout(120),
         serving(LifecycleMiddleware(app), **settings) as port,
     ):
         yield Site(app, port, ssl.create_default_context(cafile=str(path)))
@@ -83,7 +83,7 @@ async def test_body_comes_as_it_was_sent(site: Site, size: int) -> None:
     writer.transport.abort()
 
 
-async def test_drops_who_reads_nothing(site: Site) -> None:
+async def test_drops_a_client_that_reads_nothing(site: Site) -> None:
     """As without TLS."""
     _, writer = await site.connect()
     writer.transport.pause_reading()

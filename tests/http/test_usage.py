@@ -119,7 +119,7 @@ async def test_plain_endpoint_tells_it_as_well(server: Server) -> None:
 async def test_stop_string_does_not_hide_what_was_cached(
     server: Server, client: Any
 ) -> None:
-    """It is told although the reader leaves before the engine's last item."""
+    """It is reported although the reader leaves before the engine's last item."""
     options: Any = {"prompt_cache_key": "stopped", "model": "sim", "max_tokens": 50}
     options["messages"] = user("hello")
     text = (await client.chat.completions.create(**options)).choices[0].message.content

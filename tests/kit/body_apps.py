@@ -19,7 +19,7 @@ PAGE = 4096
 
 
 async def memory() -> AsyncIterator[bytes]:
-    """Tell how much memory this process has, for as long as somebody listens."""
+    """Report the memory of this process for as long as a client listens."""
     while True:
         pages = int(Path("/proc/self/statm").read_text().split()[1])
         yield b"%d\n" % (PAGE * pages)

@@ -11,7 +11,7 @@ class Count(LitAPI):
     """Counts."""
 
     def predict(self, request: Any) -> Any:
-        """Count for as long as somebody wants to know."""
+        """Count for as long as the request is wanted."""
         count = 0
         while request["entry"] in self.wanted:
             count += 1

@@ -16,12 +16,18 @@ from transformers import (
     GenerationConfig,
 )
 
-from lifecycle_engine.chats.chat_processor import ChatProcessor
-from lifecycle_engine.models.checkpoint import Sizes, build
-from lifecycle_engine.models.loading import load_model
-from lifecycle_engine.models.transformers_runner import TransformersRunner
-from lifecycle_engine.processor import Chat, Message
-from lifecycle_engine.scheduler import Scheduler
+from lifecycle_engine import (
+    Chat,
+    ChatProcessor,
+    Message,
+    Scheduler,
+    TransformersRunner,
+)
+from lifecycle_engine.model.families import family_of
+from lifecycle_engine.model.loader import load_config, load_model
+from tiny_checkpoint import Sizes, build
+
+__all__ = ("COUNT", "Kit", "family_of", "load_config", "load_model", "tokens_of")
 
 COUNT = 16
 TEXT_ONLY = ("llama", "qwen3")

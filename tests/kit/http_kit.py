@@ -23,10 +23,14 @@ from asgi_kit import serving
 from PIL import Image
 
 from lifecycle import Gate
-from lifecycle_engine.app import AppSettings, create_app
-from lifecycle_engine.chats.sim_processor import SimProcessor
-from lifecycle_engine.processor import Chat, Prepared
-from lifecycle_engine.service import Service
+from lifecycle_engine import (
+    AppSettings,
+    Chat,
+    Prepared,
+    Service,
+    SimProcessor,
+    create_app,
+)
 from lifecycle_zmq import ZmqEngine
 
 FAST = (
@@ -41,13 +45,13 @@ ROOT = Path(__file__).parents[2]
 # For processes of their own, where the import path is not ours.
 ENV = {
     **os.environ,
-    "PYTHONPATH": f"{ROOT / 'src'}:{ROOT / 'adapters'}",
+    "PYTHONPATH": f"{ROOT / 'src'}:{ROOT / 'adapters'}:{ROOT / 'tools'}",
     "OMP_NUM_THREADS": "1",
 }
 
 
 def make_engine(*options: str, **settings: Any) -> ZmqEngine:
-    """An engine process with the simulated runner, quick unless told otherwise."""
+    """An engine process with the simulated runner, fast by default."""
     argv = [sys.executable, "-m", "lifecycle_engine.worker", "--runner=sim"]
     return ZmqEngine([*argv, *FAST, *options], env=ENV, **settings)
 
@@ -150,18 +154,18 @@ class Server:
         return f"http://127.0.0.1:{self.port}/v1"
 
     def client(self, **settings: Any) -> openai.AsyncOpenAI:
-        """The real SDK, without retries unless told otherwise."""
-        settings = {"max_retries": 0, "timeout": 20, **settings}
+        """The real SDK, by default without retries."""
+        settings = {"max_retries": 0, "timeout": 120, **settings}
         return openai.AsyncOpenAI(base_url=self.url, api_key="none", **settings)
 
     async def quiet(self) -> dict[str, Any]:
         """Wait until nothing is left of any request; returns the engine's counters."""
-        async with asyncio.timeout(20):
+        async with asyncio.timeout(120):
             return await Quiet(self.service).reached()
 
     async def until(self, what: Any) -> None:
         """Wait until the condition *what* holds."""
-        async with asyncio.timeout(20):
+        async with asyncio.timeout(120):
             while not what():
                 await asyncio.sleep(0.002)
 
@@ -210,7 +214,7 @@ class GatedProcessor(SimProcessor):
     def prepare(self, chat: Chat) -> Prepared:
         """Prepare *chat* once released."""
         self.entered.release()
-        if not self.release.wait(20):
+        if not self.release.wait(120):
             raise TimeoutError
         return super().prepare(chat)
 

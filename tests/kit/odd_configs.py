@@ -1,4 +1,4 @@
-"""Checkpoints that nobody released: sizes and options of a family, drawn at random."""
+"""Unreleased checkpoints: sizes and options of a family, drawn at random."""
 
 from __future__ import annotations
 

@@ -9,6 +9,8 @@ import asyncio
 import sys
 import time
 from collections.abc import Callable
+from typing import Any
+from unittest.mock import patch
 
 _EVERY = 0.002
 _REPORT = 0.1
@@ -31,15 +33,15 @@ class LoopProbe:
     async def run(self) -> None:
         """Probe until cancelled."""
         seen: list[tuple[float, float]] = []
-        told = time.monotonic()
+        reported = time.monotonic()
         while True:
             wall, ran = time.monotonic(), time.thread_time()
             await asyncio.sleep(_EVERY)
             late = max(time.monotonic() - wall - _EVERY, 0.0)
             seen.append((late, min(late, time.thread_time() - ran)))
-            if time.monotonic() - told > _REPORT:
+            if time.monotonic() - reported > _REPORT:
                 self._tell(seen)
-                seen, told = [], time.monotonic()
+                seen, reported = [], time.monotonic()
 
 
 def _print(seen: list[tuple[float, float]]) -> None:
@@ -49,22 +51,22 @@ def _print(seen: list[tuple[float, float]]) -> None:
 
 def main() -> None:
     """Serve, with a probe beside it."""
-    from lifecycle_engine.cli import main as serve
-    from lifecycle_engine.http.serve import DrainingServer
+    import uvicorn
 
-    class Probed(DrainingServer):
-        async def serve(self, *args: object, **kwargs: object) -> None:
-            probe = asyncio.create_task(LoopProbe(_print).run())
-            try:
-                await super().serve(*args, **kwargs)
-            finally:
-                probe.cancel()
+    from lifecycle_engine.cli import main as command
 
-    import lifecycle_engine.http.serve as module
+    serve = uvicorn.Server.serve
 
-    module.DrainingServer = Probed
+    async def probed(server: uvicorn.Server, *args: Any, **kwargs: Any) -> None:
+        probe = asyncio.create_task(LoopProbe(_print).run())
+        try:
+            await serve(server, *args, **kwargs)
+        finally:
+            probe.cancel()
+
     sys.argv[1:1] = ["serve"]
-    serve()
+    with patch.object(uvicorn.Server, "serve", probed):
+        command()
 
 
 if __name__ == "__main__":

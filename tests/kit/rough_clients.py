@@ -20,7 +20,7 @@ _IMAGES = tuple(png(side, side) for side in (32, 300, 1000))
 
 @dataclass(slots=True)
 class Answer:
-    """What a client was told.
+    """The answer that a client received.
 
     Attributes:
         status: 0 if the head of the answer never came whole.
@@ -33,7 +33,7 @@ class Answer:
     whole: bool = False
 
     @property
-    def told(self) -> bool:
+    def answered(self) -> bool:
         """Whether the client knows how it went: an end, or an error, in its protocol."""
         if not self.whole:
             return False

@@ -25,9 +25,9 @@ class Served:
     def client(self) -> openai.AsyncOpenAI:
         """The real SDK."""
         url = f"{self.address}/v1"
-        return openai.AsyncOpenAI(base_url=url, api_key="x", max_retries=0, timeout=20)
+        return openai.AsyncOpenAI(base_url=url, api_key="x", max_retries=0, timeout=120)
 
-    async def exit(self, number: int | None = None, within: float = 5.0) -> int:
+    async def exit(self, number: int | None = None, within: float = 60.0) -> int:
         """Send a signal, if one is given, and return the exit status."""
         if number is not None:
             self.process.send_signal(number)
@@ -48,7 +48,7 @@ async def served(
     family = psutil.Process(process.pid)
     children: list[psutil.Process] = []
     try:
-        async with asyncio.timeout(100):
+        async with asyncio.timeout(600):
             line = (await process.stdout.readline()).decode()
         assert "ready at http://" in line, (await process.stderr.read()).decode()
         children = family.children(recursive=True)
@@ -60,5 +60,5 @@ async def served(
             process.kill()
             await process.wait()
         process._transport.close()
-    _, alive = await asyncio.to_thread(psutil.wait_procs, children, 5)
+    _, alive = await asyncio.to_thread(psutil.wait_procs, children, 60)
     assert not alive

@@ -46,7 +46,7 @@ LEAVES = ("close", "reset", "half-close")
 STOPS, GOES_ON, ENDS_BEFORE = "stops", "goes on", "ends before"
 MARKS = ("<!-- measured -->\n", "<!-- /measured -->")
 _PATIENCE = 20.0
-# Without the middleware much never ends, and somebody waits for the table.
+# Without the middleware much never ends, and a test waits for the table.
 _BARE_PATIENCE = 1.0
 _REQUEST = "POST /{} HTTP/1.1\r\nhost: here\r\ncontent-length: 4\r\n\r\nbody"
 
@@ -193,7 +193,7 @@ def _read_out(peer: socket.socket, patience: float) -> None:
 
 
 def free_port() -> int:
-    """Return a port that nobody listens on."""
+    """Return an unused port."""
     with socket.create_server(("127.0.0.1", 0)) as probe:
         port: int = probe.getsockname()[1]
     return port

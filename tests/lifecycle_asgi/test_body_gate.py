@@ -23,7 +23,7 @@ def length(size: int) -> list[tuple[bytes, bytes]]:
 
 async def call(app: Any, server: ScriptedServer, **changes: Any) -> None:
     """Serve one request under both middlewares."""
-    with anyio.fail_after(5):
+    with anyio.fail_after(120):
         await LifecycleMiddleware(app)(
             http_scope(**changes), server.receive, server.send
         )
@@ -99,8 +99,8 @@ async def test_asks_nothing_for_a_request_without_body() -> None:
 
 
 @pytest.mark.parametrize("declared", [True, False])
-async def test_tells_refused_client_when_to_come_back(declared: bool) -> None:
-    """Full is 503 with Retry-After, whoever finds out."""
+async def test_refusal_has_retry_after(declared: bool) -> None:
+    """A full gate is 503 with Retry-After, whatever layer notices."""
     gate, server = Gate(bytes=100, max_waiting=0), ScriptedServer(b"x" * 60)
 
     async def app(scope: Any, receive: Any, send: Any) -> None:
@@ -116,7 +116,7 @@ async def test_tells_refused_client_when_to_come_back(declared: bool) -> None:
     assert json.loads(server.body)["error"]["code"] == "server_overloaded"
 
 
-async def test_tells_client_of_closed_gate_to_stay_away() -> None:
+async def test_refusal_of_a_closed_gate_says_not_to_retry() -> None:
     """A server that shuts down wants no retry here."""
     gate, server = Gate(bytes=100), ScriptedServer(b"x")
     gate.close()
@@ -132,7 +132,7 @@ async def test_refuses_body_that_never_fits() -> None:
     assert server.status == 413
 
 
-async def test_lets_next_body_in_when_this_one_is_gone() -> None:
+async def test_admits_next_body_when_this_one_is_released() -> None:
     """At hand-off the body counts no more, though the stream goes on."""
     gate, server = Gate(bytes=100), ScriptedServer(b"x" * 60)
     in_use = []
@@ -149,7 +149,7 @@ async def test_lets_next_body_in_when_this_one_is_gone() -> None:
 
 
 @pytest.mark.parametrize("error", [None, ValueError("mine")])
-async def test_keeps_nothing_of_whoever_leaves(error: Exception | None) -> None:
+async def test_keeps_nothing_after_a_disconnect(error: Exception | None) -> None:
     """A client who leaves, or an error, gives the bytes back."""
     gate, server = Gate(bytes=100), ScriptedServer(b"x" * 60)
 
@@ -171,7 +171,7 @@ async def test_keeps_nothing_of_whoever_leaves(error: Exception | None) -> None:
 
 
 async def test_leaves_line_when_client_leaves() -> None:
-    """Nobody waits for a client who is gone."""
+    """A disconnected client is not waited for."""
     gate, server = Gate(bytes=100), ScriptedServer(b"x" * 60)
     limited = BodyLimit(_never, max_bytes=99, gate=gate)
     with gate.try_admit(bytes=60):

@@ -38,7 +38,7 @@ async def call(app: Any, server: ScriptedServer, declared: int | None = None) ->
     headers = [(b"host", b"here")]
     if declared is not None:
         headers.append((b"content-length", str(declared).encode()))
-    with anyio.fail_after(5):
+    with anyio.fail_after(120):
         await app(http_scope(headers=headers), server.receive, server.send)
 
 

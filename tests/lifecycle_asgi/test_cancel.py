@@ -41,7 +41,7 @@ def stack() -> Any:
 def test_propagates_outside_cancellation_from_every_point(
     backend: str, kind: str, when: str
 ) -> None:
-    """Whoever cancels the request sees it cancelled, and no task is left (peers-17)."""
+    """A cancelled request raises the cancellation, and no task is left (peers-17)."""
 
     async def scenario(run: Cancelled) -> None:
         server, session = ScriptedServer(b"x", b"y", waits=True), Session()
@@ -59,7 +59,7 @@ def test_propagates_outside_cancellation_from_every_point(
 
 
 @pytest.mark.parametrize("backend", ["asyncio", "trio"])
-def test_hears_client_leaving_at_every_point(backend: str) -> None:
+def test_detects_a_disconnect_at_every_point(backend: str) -> None:
     """Wherever it leaves, the request ends as client_gone or had been answered."""
 
     async def scenario(run: Cancelled) -> None:

@@ -1,4 +1,4 @@
-"""What of a request is media is told for every form that requests come in."""
+"""Media are found in every form of request."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from hypothesis import given, settings, strategies as st
 from PIL import Image
 from pydantic import BaseModel, ConfigDict
 
-from lifecycle_asgi.media import TooDeep, find_media
+from lifecycle_asgi import TooDeep, find_media
 
 URL = "data:image/png;base64,AAAA"
 
@@ -90,16 +90,30 @@ def test_finds_an_image_in_whatever_form(part: Any) -> None:
 OTHERS = {
     "video": {"type": "video_url", "video_url": {"url": "https://x/y.mp4"}},
     "audio": {"type": "input_audio", "input_audio": {"data": "AA", "format": "wav"}},
+    "time_series": {
+        "type": "time_series_url",
+        "time_series_url": {"url": "https://x/y.csv", "sampling_rate": 100},
+    },
     "file": {"type": "file", "file": {"file_data": "data:application/pdf;base64,AA"}},
 }
 
 
 @pytest.mark.parametrize("kind", OTHERS)
 def test_finds_video_audio_and_files(kind: str) -> None:
-    """What is no image is told by its kind, and so can be refused or charged."""
+    """Other media are reported by kind, so that they can be refused or charged."""
     (found,) = find_media({"messages": [turn("x", OTHERS[kind])]})
     assert (found.kind, found.path) == (kind, "messages[0].content[1]")
     assert found.data
+
+
+def test_finds_a_series_of_numbers_once() -> None:
+    """Samples in a list are one series or sound, not one for each number."""
+    data = {"time_series": [0.5, 1.0, 1.5], "audio": [1, 2]}
+    found = find_media({"prompt": "x", "multi_modal_data": data})
+    assert [(each.kind, each.path) for each in found] == [
+        ("time_series", "multi_modal_data.time_series"),
+        ("audio", "multi_modal_data.audio"),
+    ]
 
 
 TEXTS: list[Any] = [
@@ -145,7 +159,7 @@ def test_finds_media_beside_a_prompt() -> None:
     ]
 
 
-def test_tells_where_and_what_but_shows_no_data() -> None:
+def test_has_path_and_kind_but_shows_no_data() -> None:
     """Paths are of known names, and a `repr` shows nothing of the client's."""
     part = {"canary": {"type": "image", "source": {"data": "canary"}}}
     (found,) = find_media({"messages": [turn(part)]})

@@ -11,7 +11,6 @@ WITHIN_S = 2.0
 DOCUMENTED = servers.documented(ROOT / "docs" / "reference" / "servers.md")
 
 
-@pytest.mark.timeout(180)
 @pytest.mark.parametrize("stack", STACKS)
 @pytest.mark.parametrize("kind", KINDS, ids=[kind.name for kind in KINDS])
 def test_does_what_its_table_says_when_client_leaves(kind: Kind, stack: str) -> None:

@@ -4,14 +4,11 @@ from __future__ import annotations
 
 import io
 import random
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
-
-sys.path.insert(0, str(Path(__file__).parents[1] / "kit"))
 
 
 @pytest.fixture(scope="session")
@@ -19,7 +16,7 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A tiny random checkpoint, built once."""
     pytest.importorskip("torch").set_num_threads(1)
     pytest.importorskip("transformers")
-    from lifecycle_engine.models.checkpoint import build
+    from tiny_checkpoint import build
 
     return build(tmp_path_factory.mktemp("checkpoint"))
 
@@ -27,7 +24,7 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="session")
 def model(checkpoint: Path) -> Any:
     """The model of that checkpoint; runners of one test share nothing else."""
-    from lifecycle_engine.models.transformers_runner import TransformersRunner
+    from lifecycle_engine import TransformersRunner
 
     return TransformersRunner.load(checkpoint, slots=1, max_length=64).model
 
@@ -35,7 +32,7 @@ def model(checkpoint: Path) -> Any:
 @pytest.fixture(scope="session")
 def processor(checkpoint: Path) -> Any:
     """Tokenizer and image processor of that checkpoint."""
-    from lifecycle_engine.chats.chat_processor import ChatProcessor
+    from lifecycle_engine import ChatProcessor
 
     return ChatProcessor(checkpoint)
 
@@ -56,6 +53,35 @@ def kits(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Any]:
     return kit
 
 
+@pytest.fixture(scope="module")
+def prompts(
+    kits: Callable[[str], Any], picture: Callable[..., bytes]
+) -> Callable[[str], list[tuple[Any, list[int]]]]:
+    """Return a function from a family to prompts and the tokens of `generate`."""
+    made: dict[str, list[tuple[Any, list[int]]]] = {}
+
+    def prompts(family: str) -> list[tuple[Any, list[int]]]:
+        kit = kits(family)
+        if family not in made:
+            prepared = [
+                kit.prepare("Hello there."),
+                kit.prepare("Write a long story about a heap, and mind the order."),
+            ]
+            if kit.images:
+                prepared += [
+                    kit.prepare("What is this?", picture(90, 120, seed=1)),
+                    kit.prepare("And this?", picture(211, 61, seed=2)),
+                    kit.prepare(
+                        "Compare.", picture(64, 64, seed=3), picture(131, 90, seed=4)
+                    ),
+                    kit.prepare("", *[picture(30, 41, seed=n) for n in range(4)]),
+                ]
+            made[family] = [(each, kit.generate(each)) for each in prepared]
+        return made[family]
+
+    return prompts
+
+
 @pytest.fixture(scope="session")
 def picture() -> Callable[..., bytes]:
     """A function that encodes a noisy picture; the same arguments, the same bytes."""
@@ -74,7 +100,7 @@ def picture() -> Callable[..., bytes]:
 @pytest.fixture(scope="session")
 def prepare(processor: Any) -> Callable[..., Any]:
     """A function from a text and pictures to a `Prepared`."""
-    from lifecycle_engine.processor import Chat, Message
+    from lifecycle_engine import Chat, Message
 
     def make(text: str, *pictures: bytes, max_tokens: int = 24) -> Any:
         chat = Chat([Message("user", [*pictures, text])], max_tokens=max_tokens)

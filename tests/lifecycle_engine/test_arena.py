@@ -16,8 +16,7 @@ import pytest
 import lifecycle
 import lifecycle_zmq
 from lifecycle import Payload
-from lifecycle_engine.chats.sim_processor import SimProcessor
-from lifecycle_engine.processor import Chat, Message, in_arena, room
+from lifecycle_engine import Chat, Message, SimProcessor, in_arena, payload_capacity
 from lifecycle_zmq import Arena, ZmqEngine
 
 SIZE = 4 * 2**20
@@ -25,7 +24,7 @@ WORKER = [sys.executable, "-m", "lifecycle_engine.worker", "--runner", "sim"]
 
 
 class Holder:
-    """Stands where an engine does that was entered."""
+    """Replaces a running engine."""
 
     def __init__(self) -> None:
         self.arena = Arena(SIZE)
@@ -35,11 +34,11 @@ class Holder:
 def processors(request: pytest.FixtureRequest) -> Any:
     """A processor in ordinary memory, one in an arena, and the arena."""
     holder = Holder()
-    empty = in_arena(holder, patience=0.05)  # type: ignore[arg-type]
+    empty = in_arena(holder, timeout=0.05)  # type: ignore[arg-type]
     if request.param == "sim":
         yield SimProcessor(), SimProcessor(empty=empty), holder.arena
     else:
-        from lifecycle_engine.chats.chat_processor import ChatProcessor
+        from lifecycle_engine import ChatProcessor
 
         plain = request.getfixturevalue("processor")
         checkpoint = request.getfixturevalue("checkpoint")
@@ -56,7 +55,7 @@ def chat(*pictures: bytes, max_tokens: int = 40) -> Chat:
 def test_pixels_are_the_same_in_the_arena(
     processors: Any, picture: Callable[..., bytes], count: int
 ) -> None:
-    """Same bytes, same names; found in the arena, and free when they are dropped."""
+    """Same bytes and names; placed in the arena, and freed when they are dropped."""
     plain, placed, arena = processors
     pictures = [picture(130 + 30 * n, 150, seed=n) for n in range(count)]
     expected, prepared = plain.prepare(chat(*pictures)), placed.prepare(chat(*pictures))
@@ -73,7 +72,7 @@ def test_pixels_are_the_same_in_the_arena(
     assert arena.statistics().used == 0
 
 
-def test_pixels_find_room_elsewhere_when_the_arena_is_full(
+def test_pixels_use_ordinary_memory_when_the_arena_is_full(
     processors: Any, picture: Callable[..., bytes]
 ) -> None:
     """A full arena costs a copy at hand-off, not the request."""
@@ -87,8 +86,8 @@ def test_pixels_find_room_elsewhere_when_the_arena_is_full(
     del taken
 
 
-def test_pixels_wait_a_while_for_a_hole(picture: Callable[..., bytes]) -> None:
-    """The sum fits, as the gate sees to, and only the hole is not there yet."""
+def test_pixels_wait_for_a_free_region(picture: Callable[..., bytes]) -> None:
+    """The total fits, as the gate ensures, but no region is large enough yet."""
     holder = Holder()
     placed = SimProcessor(empty=in_arena(holder))  # type: ignore[arg-type]
     taken = [holder.arena.empty(SIZE, np.uint8)]
@@ -110,18 +109,18 @@ def test_pixels_wait_a_while_for_a_hole(picture: Callable[..., bytes]) -> None:
         (9000, 8192, 8192),
     ],
 )
-def test_gate_has_no_more_than_the_arena(
+def test_gate_limit_is_at_most_the_arena(
     payload_bytes: int | None, arena_bytes: int, expected: int
 ) -> None:
-    """Less may be asked for; with an arena, more would be a promise about nothing."""
-    assert room(payload_bytes, arena_bytes) == expected
+    """A smaller limit is kept; a larger one would exceed the arena."""
+    assert payload_capacity(payload_bytes, arena_bytes) == expected
 
 
 @pytest.mark.anyio
-async def test_worker_gives_pixels_back_after_prefill(
+async def test_worker_frees_pixels_after_prefill(
     tmp_path: Path, picture: Callable[..., bytes]
 ) -> None:
-    """Through the arena and as frames the tokens are the same; room is made early."""
+    """The arena and frames give the same tokens, and the arena is freed early."""
     packages = (lifecycle_zmq, lifecycle)
     roots = [str(Path(package.__file__ or "").parents[1]) for package in packages]
     env = {**os.environ, "PYTHONPATH": os.pathsep.join(roots)}
@@ -129,7 +128,7 @@ async def test_worker_gives_pixels_back_after_prefill(
     for arena_bytes in (0, SIZE):
         engine = ZmqEngine(WORKER, env=env, directory=tmp_path, arena_bytes=arena_bytes)
         processor = SimProcessor(empty=in_arena(engine) if arena_bytes else None)
-        with anyio.fail_after(60):
+        with anyio.fail_after(120):
             async with engine:
                 await engine.wait_ready()
                 made = processor.prepare(chat(picture(200, 200)))
@@ -140,7 +139,7 @@ async def test_worker_gives_pixels_back_after_prefill(
                 items = [await anext(stream)]
                 if arena_bytes:
                     # It streams, and what it no longer needs is free.
-                    assert (await engine.status())["loans"] == 0
+                    assert (await engine.status())["leases"] == 0
                     assert engine.arena.statistics().used == 0
                 items += [item async for item in stream]
                 texts.append(items)

@@ -1,7 +1,8 @@
 from __future__ import annotations
 
-import inspect
 import json
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -9,12 +10,14 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
-from lifecycle_engine import commands  # noqa: E402
-from lifecycle_engine.chats.chat_processor import ChatProcessor  # noqa: E402
-from lifecycle_engine.models.checkpoint import FAMILIES, Sizes, build  # noqa: E402
-from lifecycle_engine.models.transformers_runner import TransformersRunner  # noqa: E402
-from lifecycle_engine.processor import Chat, Message  # noqa: E402
-from lifecycle_engine.runner import Prompt  # noqa: E402
+from lifecycle_engine import (  # noqa: E402
+    Chat,
+    ChatProcessor,
+    Message,
+    Prompt,
+    TransformersRunner,
+)
+from tiny_checkpoint import FAMILIES, Sizes, build, cached  # noqa: E402
 
 SMALL = Sizes(vocab_size=420, hidden_size=32, layers=1, heads=2)
 
@@ -36,7 +39,7 @@ def test_same_seed_builds_same_bytes(tmp_path: Path, family: str) -> None:
 
 
 def test_build_leaves_global_randomness_alone(tmp_path: Path) -> None:
-    """Building draws from its own seed and leaves the process's generator as it was."""
+    """Building uses its own seed and leaves the global generator unchanged."""
     torch.manual_seed(1)
     wanted = torch.rand(3).tolist()
     torch.manual_seed(1)
@@ -44,11 +47,46 @@ def test_build_leaves_global_randomness_alone(tmp_path: Path) -> None:
     assert torch.rand(3).tolist() == wanted
 
 
+def command(*arguments: str | Path) -> subprocess.CompletedProcess[str]:
+    """Run `python -m tiny_checkpoint`."""
+    return subprocess.run(
+        [sys.executable, "-m", "tiny_checkpoint", *arguments],
+        capture_output=True,
+        text=True,
+        timeout=600,
+        check=False,
+    )
+
+
 def test_names_families_in_its_help() -> None:
-    """Whoever asks for a checkpoint is told what can be had."""
-    options = inspect.signature(commands.checkpoint, eval_str=True).parameters
-    (said,) = options["family"].annotation.__metadata__
-    assert [name for name in FAMILIES if name not in said.help] == []
+    """The help of the command lists every family."""
+    done = command("--help")
+    assert [name for name in FAMILIES if name not in done.stdout] == []
+
+
+def test_says_that_no_checkpoint_can_be_written() -> None:
+    """The error names the folder, without a traceback."""
+    done = command("/dev/null/x")
+    assert done.returncode == 1
+    assert "name another DIR" in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+def test_refuses_unknown_family(tmp_path: Path) -> None:
+    """The error for an unknown family lists the known ones."""
+    done = command(tmp_path / "x", "--family", "nope")
+    assert done.returncode == 2
+    assert "qwen2_5_vl" in done.stderr
+    assert not (tmp_path / "x").exists()
+
+
+def test_builds_cached_checkpoint_once(tmp_path: Path) -> None:
+    """The cached checkpoint is built once and then reused."""
+    folder = cached("llama", tmp_path)
+    built = (folder / "config.json").stat()
+    assert cached("llama", tmp_path) == folder
+    assert (folder / "config.json").stat() == built
+    assert [path.name for path in tmp_path.iterdir()] == ["tiny-llama"]
 
 
 def test_build_is_quiet(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
@@ -58,7 +96,7 @@ def test_build_is_quiet(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> No
 
 
 def test_checkpoint_is_small_and_names_real_classes(checkpoint: Path) -> None:
-    """The folder has what a downloaded one has, in a few megabytes."""
+    """The folder has the files of a downloaded one, in a few megabytes."""
     config = json.loads((checkpoint / "config.json").read_text())
     assert config["architectures"] == ["Qwen2_5_VLForConditionalGeneration"]
     settings = json.loads((checkpoint / "tokenizer_config.json").read_text())
@@ -80,7 +118,7 @@ def test_other_sizes_match_generate(
     generate: Callable[..., list[int]],
     sizes: Sizes,
 ) -> None:
-    """Nothing depends on the default sizes: other checkpoints stream alike."""
+    """Nothing depends on the default sizes."""
     runner = TransformersRunner.load(build(tmp_path, sizes=sizes), max_length=256)
     chat = Chat([Message("user", [picture(99, 150), "see"])], max_tokens=16)
     prepared = ChatProcessor(tmp_path).prepare(chat)
@@ -94,7 +132,7 @@ def test_other_sizes_match_generate(
 
 
 def test_unknown_family_raises(tmp_path: Path) -> None:
-    """A family that cannot be built is told with those that can."""
+    """The error for an unknown family lists the known ones."""
     with pytest.raises(ValueError, match="known are qwen2_5_vl"):
         build(tmp_path / "x", "gpt")
     assert not (tmp_path / "x").exists()
@@ -104,6 +142,6 @@ def test_unknown_family_raises(tmp_path: Path) -> None:
     "sizes", [{"vocab_size": 299}, {"heads": 3}, {"hidden_size": 65}]
 )
 def test_sizes_that_do_not_fit_raise(sizes: dict[str, int]) -> None:
-    """Sizes that no model could have are refused when they are stated."""
+    """Impossible sizes are rejected at once."""
     with pytest.raises(ValueError, match=r"must be|needed"):
         Sizes(**sizes)

@@ -8,14 +8,12 @@ from typing import Any
 
 import pytest
 
-from lifecycle_engine.runner import Emitted, Prompt
-from lifecycle_engine.scheduler import Scheduler
-from lifecycle_engine.scheduling.backend import Output
-from lifecycle_engine.sim_runner import SimRunner
+from lifecycle_engine import Emitted, Prompt, Scheduler, SimRunner
+from lifecycle_zmq import Output
 
 
-class Noting(SimRunner):
-    """A simulated model that notes which chunks and batches it ran."""
+class RecordingRunner(SimRunner):
+    """A simulated model that records its chunks and batches."""
 
     def __init__(self, slots: int = 4) -> None:
         super().__init__(slots=slots, max_length=2000, sleep=lambda _: None)
@@ -33,7 +31,7 @@ class Noting(SimRunner):
 
 
 class Clock:
-    """Seconds that a test turns."""
+    """A clock that a test sets."""
 
     now = 0.0
 
@@ -42,13 +40,13 @@ class Clock:
 
 
 def start(scheduler: Scheduler, key: str, length: int, **fields: Any) -> None:
-    """Start a text of so many tokens."""
+    """Start a request of that many prompt tokens."""
     request = {"input_ids": [7] * length, "max_tokens": 5} | fields
     scheduler.start(key, request, {})
 
 
 def steps_until(scheduler: Scheduler, key: str) -> int:
-    """Step until a stream has its first item; how many it took."""
+    """Step until a stream has its first item; return the number of steps."""
     for count in range(1, 1000):
         if any(output.key == key and output.items for output in scheduler.step()):
             return count
@@ -57,7 +55,7 @@ def steps_until(scheduler: Scheduler, key: str) -> int:
 
 def test_long_prompt_stalls_a_stream_by_one_chunk_a_token() -> None:
     """Between two tokens of a running stream at most one chunk is prefilled."""
-    runner = Noting()
+    runner = RecordingRunner()
     scheduler = Scheduler(runner, chunk=16)
     start(scheduler, "a", 3, max_tokens=200)
     scheduler.step()
@@ -73,14 +71,14 @@ def test_long_prompt_stalls_a_stream_by_one_chunk_a_token() -> None:
     assert sum(sizes) == 1500
 
 
-def prefills(runner: Noting) -> list[tuple[str, Any, Any]]:
+def prefills(runner: RecordingRunner) -> list[tuple[str, Any, Any]]:
     """Its chunks."""
     return [call for call in runner.calls if call[0] == "prefill"]
 
 
 def test_short_prompt_overtakes_a_long_one() -> None:
     """A short prompt behind a long one waits for a chunk of it, not for all of it."""
-    scheduler = Scheduler(Noting(), chunk=16)
+    scheduler = Scheduler(RecordingRunner(), chunk=16)
     start(scheduler, "long", 1600)
     scheduler.step()
     start(scheduler, "short", 10)
@@ -88,8 +86,8 @@ def test_short_prompt_overtakes_a_long_one() -> None:
 
 
 def test_long_prompt_gets_every_other_chunk() -> None:
-    """However many short prompts come, the oldest prompt goes on."""
-    scheduler = Scheduler(Noting(), chunk=16)
+    """However many short prompts arrive, the oldest prompt makes progress."""
+    scheduler = Scheduler(RecordingRunner(), chunk=16)
     start(scheduler, "long", 160)
     for number in range(40):
         start(scheduler, f"s{number}", 8, max_tokens=1)
@@ -105,7 +103,7 @@ def test_tokens_do_not_depend_on_the_chunk(chunk: int) -> None:
     """A stream is the same whatever the chunks of its prompt were."""
     streams = []
     for size in (chunk, 7):
-        scheduler = Scheduler(Noting(), chunk=size)
+        scheduler = Scheduler(RecordingRunner(), chunk=size)
         request = {"input_ids": list(range(50)), "max_tokens": 9}
         scheduler.start("a", request, {"pixels": memoryview(bytes(48)).cast("f")})
         items: list[Any] = []
@@ -117,9 +115,9 @@ def test_tokens_do_not_depend_on_the_chunk(chunk: int) -> None:
 
 @pytest.mark.parametrize("leave", ["cancel", "end"])
 @pytest.mark.parametrize("steps", range(6))
-def test_leave_between_chunks_frees_everything_at_once(leave: str, steps: int) -> None:
-    """In line, at the first, a middle or the last chunk: the slot is free at once."""
-    runner = Noting(slots=1)
+def test_cancel_and_end_between_chunks_free_everything(leave: str, steps: int) -> None:
+    """Queued, or at the first, a middle or the last chunk: the slot is free at once."""
+    runner = RecordingRunner(slots=1)
     scheduler = Scheduler(runner, chunk=4)
     start(scheduler, "a", 17)
     for _ in range(steps):
@@ -136,9 +134,9 @@ def test_leave_between_chunks_frees_everything_at_once(leave: str, steps: int) -
 
 @pytest.mark.parametrize("steps", [0, 2, 8])
 def test_deadline_holds_in_every_phase(steps: int) -> None:
-    """In line, in prefill or running: who is out of time is told so and is gone."""
+    """Queued, in prefill or running, a request past its deadline fails and is removed."""
     clock = Clock()
-    scheduler = Scheduler(Noting(slots=1), chunk=4, clock=clock)
+    scheduler = Scheduler(RecordingRunner(slots=1), chunk=4, clock=clock)
     start(scheduler, "a", 17, max_tokens=50, timeout=2.0)
     for _ in range(steps):
         scheduler.step()
@@ -151,10 +149,10 @@ def test_deadline_holds_in_every_phase(steps: int) -> None:
     assert (status["slots_free"], status["finished"]["failed"]) == (1, 1)
 
 
-def test_deadline_of_a_finished_stream_is_nothing() -> None:
-    """Who was done in time is not told anything later."""
+def test_deadline_of_a_finished_stream_is_ignored() -> None:
+    """A request that finished in time gets no later error."""
     clock = Clock()
-    scheduler = Scheduler(Noting(), clock=clock)
+    scheduler = Scheduler(RecordingRunner(), clock=clock)
     start(scheduler, "a", 3, max_tokens=1, timeout=1.0)
     scheduler.step()
     clock.now = 5.0
@@ -162,13 +160,13 @@ def test_deadline_of_a_finished_stream_is_nothing() -> None:
     assert [output.key for output in scheduler.step()] == ["b"]
 
 
-def test_shares_get_slots_in_turn() -> None:
-    """A flood by one share does not keep another one from the next free slot."""
-    scheduler = Scheduler(Noting(slots=1))
+def test_tenants_get_slots_in_turn() -> None:
+    """A flood by one tenant does not keep another from the next free slot."""
+    scheduler = Scheduler(RecordingRunner(slots=1))
     for number in range(10):
-        start(scheduler, f"f{number}", 2, max_tokens=1, share="flood")
+        start(scheduler, f"f{number}", 2, max_tokens=1, tenant="flood")
     scheduler.step()
-    start(scheduler, "me", 2, max_tokens=1, share="mine")
+    start(scheduler, "me", 2, max_tokens=1, tenant="mine")
     outputs: list[Output] = []
     for _ in range(2):
         outputs += scheduler.step()
@@ -176,13 +174,13 @@ def test_shares_get_slots_in_turn() -> None:
 
 
 def test_runner_that_emits_too_early_or_not_at_all_fails_the_request() -> None:
-    """A token before the prompt is read, or none after it, is an error."""
+    """A token before the end of the prompt, or none after it, is an error."""
 
-    class Eager(Noting):
+    class Eager(RecordingRunner):
         def prefill(self, slot: int, prompt: Prompt, *_: int) -> Emitted | None:
             return super().prefill(slot, prompt, 0, len(prompt.input_ids))
 
-    class Silent(Noting):
+    class Silent(RecordingRunner):
         def prefill(self, *args: Any) -> Emitted | None:
             super().prefill(*args)
             return None
@@ -197,9 +195,9 @@ def test_runner_that_emits_too_early_or_not_at_all_fails_the_request() -> None:
 
 
 def test_last_item_of_the_model_ends_the_stream() -> None:
-    """A model that says it is done ends its stream with that item."""
+    """An item marked as the last ends its stream."""
 
-    class Short(Noting):
+    class Short(RecordingRunner):
         def decode(self, slots: Sequence[int]) -> list[Emitted]:
             return [Emitted({"image": b"x"}, last=True) for _ in slots]
 
@@ -211,11 +209,11 @@ def test_last_item_of_the_model_ends_the_stream() -> None:
     assert items[1:] == [{"image": b"x"}, {"finish_reason": "stop"}]
 
 
-def test_times_tell_prefill_and_decode_apart() -> None:
+def test_times_of_prefill_and_decode_are_separate() -> None:
     """Seconds and tokens of both kinds of work are counted, and the batch size."""
     clock = Clock()
 
-    class Slow(Noting):
+    class Slow(RecordingRunner):
         def prefill(self, *args: Any) -> Emitted | None:
             clock.now += 2.0
             return super().prefill(*args)
@@ -238,17 +236,17 @@ def test_times_tell_prefill_and_decode_apart() -> None:
     assert times["overhead_seconds"] == 0.0
 
 
-def test_chunk_of_nothing_raises() -> None:
-    """A chunk without a token would never get anywhere."""
+def test_chunk_of_zero_tokens_raises() -> None:
+    """A chunk without tokens would make no progress."""
     with pytest.raises(ValueError, match="chunk is 0"):
-        Scheduler(Noting(), chunk=0)
+        Scheduler(RecordingRunner(), chunk=0)
 
 
-def test_ten_thousand_requests_leave_nothing() -> None:
-    """Whoever comes, goes, is cancelled or runs out of time: all of it comes back."""
+def test_ten_thousand_requests_are_freed() -> None:
+    """Completed, cancelled, ended and timed out: everything is freed."""
     rng = random.Random(7)
     clock = Clock()
-    runner = Noting(slots=8)
+    runner = RecordingRunner(slots=8)
     scheduler = Scheduler(runner, chunk=16, clock=clock)
     ends: list[tuple[int, str]] = []
     for number in range(10_000):
@@ -256,7 +254,7 @@ def test_ten_thousand_requests_leave_nothing() -> None:
         length, count = rng.randrange(1, 90), rng.randrange(1, 12)
         timeout = rng.choice([None, None, 30.0])
         share = rng.choice("abc")
-        fields = {"max_tokens": count, "timeout": timeout, "share": share}
+        fields = {"max_tokens": count, "timeout": timeout, "tenant": share}
         start(scheduler, key, length, **fields)
         if rng.random() < 0.4:
             heapq.heappush(ends, (number + rng.randrange(40), key))

@@ -14,9 +14,10 @@ CHURN = Path(__file__).parents[2] / "benchmarks" / "engine_churn.py"
 
 
 @pytest.mark.skipif(not Path("/proc/self/smaps_rollup").exists(), reason="needs /proc")
-@pytest.mark.timeout(400)
-def test_everything_comes_back_after_clients_that_leave(tmp_path: Path) -> None:
-    """A share of the ten thousand: slots, arena, payloads, descriptors, threads, memory."""
+@pytest.mark.slow
+@pytest.mark.timeout(3600)
+def test_everything_is_freed_after_clients_that_disconnect(tmp_path: Path) -> None:
+    """A part of the full run: slots, arena, payloads, descriptors, threads, memory."""
     out = tmp_path / "seen.json"
     # So few requests are still part of the warm-up of the allocators.
     options = ["--requests=160", "--warm-up=80", "--parts=2", "--slack=24"]
@@ -25,7 +26,7 @@ def test_everything_comes_back_after_clients_that_leave(tmp_path: Path) -> None:
         capture_output=True,
         text=True,
         check=False,
-        timeout=380,
+        timeout=3500,
     )
     assert done.returncode == 0, done.stdout + done.stderr
     report = json.loads(out.read_text())

@@ -11,17 +11,20 @@ pytest.importorskip("transformers")
 
 from engine_kit import COUNT, Kit, tokens_of  # noqa: E402
 
-from lifecycle_engine.models.checkpoint import FAMILIES  # noqa: E402
-from lifecycle_engine.processor import Chat, Message  # noqa: E402
-from lifecycle_engine.scheduler import Scheduler  # noqa: E402
+from lifecycle_engine import (  # noqa: E402
+    Chat,
+    Message,
+    Scheduler,
+)
+from tiny_checkpoint import FAMILIES  # noqa: E402
 
 # Of each conversation; what is none has another.
-SHARES: dict[str | None, str] = {"x": "a", "y": "a", "z": "c"}
+TENANTS: dict[str | None, str] = {"x": "a", "y": "a", "z": "c"}
 WITH_IMAGES = [name for name in FAMILIES if name not in ("llama", "qwen3")]
 
 
 class Talk:
-    """A conversation: all that was said so far, as a client sends it each time."""
+    """A conversation with its whole history, as a client sends it each turn."""
 
     def __init__(self, kit: Kit, name: str) -> None:
         self._kit, self._name = kit, name
@@ -59,14 +62,14 @@ def serve(scheduler: Scheduler, prepared: Any) -> list[int]:
 @pytest.mark.parametrize("graphs", ["off", "fake"])
 @pytest.mark.parametrize("chunk", [7, 512])
 @pytest.mark.parametrize("family", FAMILIES)
-def test_each_turn_is_what_generate_makes_of_the_whole(
+def test_each_turn_matches_generate_of_the_whole(
     kits: Callable[[str], Kit],
     picture: Callable[..., bytes],
     family: str,
     chunk: int,
     graphs: str,
 ) -> None:
-    """Text, then a picture, then two more: new tokens are read, and only these."""
+    """Text, then one picture, then two more: only new tokens are prefilled."""
     kit = kits(family)
     scheduler = Scheduler(kit.runner(max_length=1024, graphs=graphs), chunk=chunk)
     talk = Talk(kit, "s")
@@ -87,7 +90,7 @@ def test_each_turn_is_what_generate_makes_of_the_whole(
 def test_turns_of_text_alone_match_generate(
     kits: Callable[[str], Kit], family: str
 ) -> None:
-    """A model that takes images is not asked for any."""
+    """A vision model serves conversations without images."""
     kit = kits(family)
     scheduler = Scheduler(kit.runner(slots=1, max_length=1024))
     talk = Talk(kit, "s")
@@ -103,7 +106,7 @@ def test_turns_of_text_alone_match_generate(
 def test_only_new_or_changed_pictures_are_encoded(
     kits: Callable[[str], Kit], picture: Callable[..., bytes], family: str
 ) -> None:
-    """The same picture is not encoded again; another in its place is, and counts."""
+    """The same picture is not encoded again; a changed one is."""
     kit = kits(family)
     runner = kit.runner(max_length=1024)
     encode, encoded = runner._family.encode, []
@@ -138,7 +141,7 @@ def test_only_new_or_changed_pictures_are_encoded(
 def test_conversations_among_others_match_generate(
     kits: Callable[[str], Kit], picture: Callable[..., bytes], family: str, seed: int
 ) -> None:
-    """Turns of several, evicted or not, beside requests that come, go and give way."""
+    """Turns of several conversations, with evictions, cancels and preemptions."""
     rng = random.Random(f"{family} {seed}")
     kit = kits(family)
     graphs: Any = rng.choice(["off", "fake"])
@@ -153,7 +156,7 @@ def test_conversations_among_others_match_generate(
             pictures = [picture(50, 70, seed=number)] * rng.choice([0, 0, 1])
             talk = talks[name] if name else Talk(kit, "once")
             each = talk.ask("So?", *pictures if kit.images else ())
-            request = each.request | {"share": SHARES.get(name, "b"), "max_tokens": 6}
+            request = each.request | {"tenant": TENANTS.get(name, "b"), "max_tokens": 6}
             if name is None:
                 request |= {"session": None}
             scheduler.start(key, request, dict(each.tensors))
@@ -175,7 +178,7 @@ def test_conversations_among_others_match_generate(
 def step(
     scheduler: Scheduler, live: dict[str, tuple[Any, list[int], list[int]]]
 ) -> None:
-    """Take one step, and compare what comes."""
+    """Take one step, and compare its outputs."""
     for output in scheduler.step():
         talk, wanted, got = live[output.key]
         got += tokens_of(output)
@@ -189,10 +192,10 @@ def step(
 
 @pytest.mark.parametrize("chunk", [3, 11])
 @pytest.mark.parametrize("family", FAMILIES)
-def test_prompt_that_gave_way_is_what_generate_makes_of_it(
+def test_preempted_prompt_matches_generate(
     kits: Callable[[str], Kit], picture: Callable[..., bytes], family: str, chunk: int
 ) -> None:
-    """Put back at any step before its image is read, by share after share."""
+    """Preempted at any step before its image is prefilled, for several tenants."""
     kit = kits(family)
     pictures = [picture(60, 70, seed=1), picture(50, 30, seed=2)] if kit.images else []
     long = kit.prepare("What do you see in all of these, and why?", *pictures)
@@ -207,9 +210,9 @@ def test_prompt_that_gave_way_is_what_generate_makes_of_it(
             got[key] = []
             each = short if key[0] == "b" else long
             count = 1 if key[0] == "b" else COUNT
-            request = each.request | {"share": key[0], "max_tokens": count}
+            request = each.request | {"tenant": key[0], "max_tokens": count}
             if key[0] == "b":
-                request["share"] = key
+                request["tenant"] = key
             scheduler.start(key, request, dict(each.tensors))
             for _ in range(steps if key != "a1" else 0):
                 for output in scheduler.step():
@@ -224,10 +227,10 @@ def test_prompt_that_gave_way_is_what_generate_makes_of_it(
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_rows_hold_nothing_of_who_is_gone(
+def test_rows_are_zeroed_after_their_request(
     kits: Callable[[str], Kit], family: str
 ) -> None:
-    """A shorter turn zeroes what was behind it, and an evicted slot all of itself."""
+    """A shorter turn zeroes the rest of its row, and an eviction the whole row."""
     kit = kits(family)
     runner = kit.runner(slots=2)
     scheduler = Scheduler(runner)

@@ -7,10 +7,9 @@ import math
 import pytest
 from hypothesis import given, strategies as st
 
-from lifecycle_engine.images.correction import Correction
-from lifecycle_engine.images.media import Weight
+from lifecycle_engine import Correction, MemoryEstimate
 
-LARGE = Weight(1000, 24_000_000)
+LARGE = MemoryEstimate(1000, 24_000_000)
 
 
 def test_asks_for_all_of_it_until_it_has_seen_some() -> None:
@@ -49,7 +48,7 @@ def test_learns_for_each_class_of_sizes() -> None:
     correction = Correction()
     for _ in range(100):
         correction.learn(LARGE, 0)
-    small = Weight(0, 24_000)
+    small = MemoryEstimate(0, 24_000)
     assert correction.bytes(small) == small.total
     (size,) = correction.ratios
     assert LARGE.tensors < size <= 4 * LARGE.tensors
@@ -60,13 +59,13 @@ def test_corrects_no_bytes_of_work() -> None:
     correction = Correction()
     for _ in range(1000):
         correction.learn(LARGE, 0)
-    assert correction.bytes(Weight(10**9, 24_000_000)) >= 10**9 + 6_000_000
+    assert correction.bytes(MemoryEstimate(10**9, 24_000_000)) >= 10**9 + 6_000_000
 
 
 def test_learns_nothing_from_text() -> None:
     """A request without tensors has no ratio."""
     correction = Correction()
-    correction.learn(Weight(), 0)
+    correction.learn(MemoryEstimate(), 0)
     assert correction.ratios == {}
 
 
@@ -85,7 +84,7 @@ def test_stays_within_bounds_whatever_happens(seen: list[tuple[int, int]]) -> No
     """Each ratio is between the floor and 1, and not below what was seen last."""
     correction = Correction(floor=0.25)
     for estimated, actual in seen:
-        weight = Weight(7, estimated)
+        weight = MemoryEstimate(7, estimated)
         correction.learn(weight, actual)
         asked = correction.bytes(weight)
         assert 7 + 0.25 * estimated <= asked <= 7 + estimated

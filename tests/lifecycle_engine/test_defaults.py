@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
@@ -12,15 +11,16 @@ from typing import Any
 import pytest
 
 torch = pytest.importorskip("torch")
+
+
 pytest.importorskip("transformers")
+
 
 from engine_kit import Kit  # noqa: E402
 from typer.testing import CliRunner  # noqa: E402
 
+from lifecycle_engine import ChatDefaults, defaults_of  # noqa: E402
 from lifecycle_engine.cli import cli  # noqa: E402
-from lifecycle_engine.defaults import ChatDefaults, defaults_of  # noqa: E402
-from lifecycle_engine.models.sampling import Sampler, choose  # noqa: E402
-from lifecycle_engine.runner import Sampling  # noqa: E402
 
 PLAIN = ChatDefaults()
 SILENT = SimpleNamespace(temperature=None, top_p=None, top_k=None, min_p=None)
@@ -72,7 +72,7 @@ def test_takes_the_config_of_the_model_where_there_is_no_other(tmp_path: Path) -
         ({"top_p": True}, "top_p of True; expected 0 to 1"),
         ({"top_k": 20.5}, "top_k of 20.5"),
         ({"min_p": 2}, "min_p of 2"),
-        ({"typical_p": 0.9}, "has typical_p, which is not known here"),
+        ({"typical_p": 0.9}, "has typical_p, which is not supported"),
         ({"epsilon_cutoff": 0.01}, "has epsilon_cutoff"),
     ],
 )
@@ -116,68 +116,3 @@ def test_request_goes_before_defaults() -> None:
     wanted = {"temperature": 0.0, "top_p": 0.8, "top_k": 0, "min_p": 0.0}
     assert defaults.sampling(said) == wanted
     assert ChatDefaults(top_k=-1).sampling(SILENT)["top_k"] == 0
-
-
-CUTS = [
-    {"top_k": 5},
-    {"min_p": 0.2},
-    {"top_k": 9, "top_p": 0.7},
-    {"top_p": 0.9, "min_p": 0.05},
-    {"top_k": 30, "top_p": 0.95, "min_p": 0.02, "temperature": 1.7},
-    {"top_k": 9999},
-    {"top_k": 1, "top_p": 0.1, "min_p": 1.0},
-]
-
-
-@pytest.mark.parametrize("options", CUTS, ids=str)
-def test_draws_as_often_as_generate(
-    kits: Callable[[str], Kit],
-    monkeypatch: pytest.MonkeyPatch,
-    options: dict[str, Any],
-) -> None:
-    """Of a model's own logits: each token at as many of all chances as its share."""
-    kit = kits("qwen3")
-    prepared = kit.prepare("see")
-    output = kit.model.generate(
-        input_ids=torch.tensor([prepared.request["input_ids"]]),
-        max_new_tokens=1,
-        do_sample=True,
-        return_dict_in_generate=True,
-        output_scores=True,
-        output_logits=True,
-        **{"top_k": 0, **options},
-    )
-    shares = torch.softmax(output.scores[0][0].double(), dim=-1)
-    asked = Sampling(**{"temperature": 1.0, "seed": 1, **options})
-    lanes = 2000
-    chances = iter([(at + 0.5) / lanes for at in range(lanes)])
-    monkeypatch.setattr(Sampler, "chance", lambda _: next(chances))
-    logits = output.logits[0].expand(lanes, -1)
-    drawn = choose(logits, [Sampler(asked)] * lanes)
-    counts = Counter(each.token for each in drawn)
-    for token, share in enumerate(shares.tolist()):
-        assert abs(counts[token] / lanes - share) < 1.5 / lanes
-    assert sum(counts.values()) == lanes
-
-
-def test_tokens_that_are_as_likely_as_the_last_are_drawn_from() -> None:
-    """As `generate` does, whichever of them comes first."""
-    logits = torch.tensor([[1.0, 3.0, 1.0, 0.0, 1.0]])
-    sampler = Sampler(Sampling(1.0, seed=1, top_k=2))
-    drawn = {choose(logits, [sampler])[0].token for _ in range(300)}
-    assert drawn == {0, 1, 2, 4}
-
-
-def test_cuts_of_neighbours_change_no_draws() -> None:
-    """Each lane is cut by its own request alone."""
-    logits = torch.tensor([[0.0, 2.0, 1.0, -1.0, 0.5]])
-    own = {"temperature": 1.0, "seed": 3, "top_k": 3, "min_p": 0.05}
-
-    def draws(beside: list[Sampling]) -> list[int | None]:
-        samplers = [*map(Sampler, beside), Sampler(Sampling(**own))]
-        lanes = logits.expand(len(samplers), -1)
-        return [choose(lanes, samplers)[-1].token for _ in range(60)]
-
-    alone = draws([])
-    assert draws([Sampling(1.0, top_k=1), Sampling(1.0, min_p=0.9)]) == alone
-    assert set(alone) == {1, 2, 4}

@@ -17,12 +17,13 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from lifecycle_engine.demo import pictures
-from lifecycle_engine.demo.clients import Ledger
-from lifecycle_engine.demo.report import Findings, left, show
-from lifecycle_engine.demo.traffic import PHASES, plan
+from lifecycle_demo import pictures
+from lifecycle_demo.clients import DemoStats
+from lifecycle_demo.report import Findings, left, show
+from lifecycle_demo.traffic import PHASES, plan
 
-COMMAND = [sys.executable, "-m", "lifecycle_engine.cli"]
+DEMO = [sys.executable, "-m", "lifecycle_demo"]
+SERVE = [sys.executable, "-m", "lifecycle_engine.cli", "serve"]
 
 QUIET = {
     "payloads": {"admitted": 7, "released": 7, "bytes_in_use": 0, "lost": 0},
@@ -47,7 +48,7 @@ QUIET = {
 def findings(**changes: object) -> Findings:
     """Return the findings of a run in which all went well, but for *changes*."""
     values: dict[str, object] = {
-        "ledger": Ledger(seen=Counter(answered=9)),
+        "stats": DemoStats(endings=Counter(answered=9)),
         "status": QUIET,
         "peak": 2**30,
         "idle": 2**28,
@@ -113,7 +114,7 @@ def test_fails_when_anything_is_left(path: tuple[str, ...], value: object) -> No
         {"exit_status": 1},
         {"outlived": True},
         {"requests": 10},
-        {"ledger": Ledger(seen=Counter(answered=9), wrong=["request 3 hung"])},
+        {"stats": DemoStats(endings=Counter(answered=9), problems=["request 3 hung"])},
     ],
     ids=lambda changes: next(iter(changes)),
 )
@@ -137,7 +138,7 @@ def test_plans_a_third_to_leave_in_every_phase() -> None:
 
 
 def test_plans_the_same_from_the_same_seed() -> None:
-    """A seed fixes who asks for what, and who leaves when."""
+    """A seed fixes the requests and the disconnects."""
     assert plan(40, seed=7) == plan(40, seed=7)
     assert plan(40, seed=7) != plan(40, seed=8)
 
@@ -151,13 +152,14 @@ def test_draws_small_files_of_large_pictures() -> None:
     assert largest.payload > 300 * 2**20
 
 
+@pytest.mark.slow
 def test_leaves_nothing_behind_under_unreliable_clients() -> None:
     """fault-22: a kill and a third that leaves; the demo ends with status 0."""
     done = subprocess.run(
-        [*COMMAND, "demo", "--runner", "sim", "--clients", "16", "--requests", "60"],
+        [*DEMO, "--runner", "sim", "--clients", "16", "--requests", "60"],
         capture_output=True,
         text=True,
-        timeout=110,
+        timeout=600,
         check=False,
     )
     assert done.returncode == 0, done.stdout + done.stderr
@@ -172,7 +174,7 @@ def test_leaves_nothing_behind_under_unreliable_clients() -> None:
 def announced() -> Iterator[str]:
     """Serve the simulated model; yield what the server prints when it is ready."""
     process = subprocess.Popen(
-        [*COMMAND, "serve", "--runner", "sim", "--port", "0", "--hints"],
+        [*SERVE, "--runner", "sim", "--port", "0", "--hints"],
         stdout=subprocess.PIPE,
         text=True,
     )
@@ -193,7 +195,7 @@ def test_prints_curl_line_that_works(announced: str) -> None:
     """The curl line, pasted into a shell, streams an answer to its end."""
     line = announced[announced.index("curl -sN") : announced.index("\n\nor with")]
     done = subprocess.run(
-        line, shell=True, capture_output=True, text=True, timeout=60, check=True
+        line, shell=True, capture_output=True, text=True, timeout=600, check=True
     )
     assert done.stdout.rstrip().endswith("data: [DONE]")
 
@@ -206,7 +208,7 @@ def test_prints_snippet_that_works(announced: str) -> None:
         [sys.executable, "-c", re.sub(r"^  ", "", found[0], flags=re.MULTILINE)],
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=600,
         check=True,
     )
     assert done.stdout.strip()

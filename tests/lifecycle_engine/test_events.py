@@ -6,11 +6,9 @@ from typing import Any
 import pytest
 from structlog.testing import LogCapture
 
-from lifecycle.events import Event
-from lifecycle.observers import structlog_observer
-from lifecycle_engine.events import EngineMeasured, Measures
-from lifecycle_engine.scheduler import Scheduler
-from lifecycle_engine.sim_runner import SimRunner
+from lifecycle.events import Event, structlog_observer
+from lifecycle_engine import EngineMeasured, Scheduler, SimRunner
+from lifecycle_engine.events import EngineMeter
 
 
 class Engine:
@@ -41,7 +39,7 @@ class Engine:
 
 def test_event_tells_what_was_done_since_the_one_before() -> None:
     """Steps, tokens and seconds are those of the interval, prefill and decode apart."""
-    engine, measures = Engine(), Measures()
+    engine, measures = Engine(), EngineMeter()
     engine.start("first", count=9)
     engine.run()
     assert list(measures.events(engine.status, 10)) == []
@@ -61,9 +59,9 @@ def test_event_tells_what_was_done_since_the_one_before() -> None:
     assert (event.steps, event.step_s, event.batch, event.tokens_per_s) == (0, 0, 0, 0)
 
 
-def test_event_tells_who_is_there_now() -> None:
+def test_event_counts_requests_of_each_phase() -> None:
     """Those who wait, who are read and who stream, and what they hold."""
-    engine, measures = Engine(), Measures()
+    engine, measures = Engine(), EngineMeter()
     list(measures.events(engine.status, 0))
     engine.start(*"abcdef", count=5)
     for _ in range(3):
@@ -76,7 +74,7 @@ def test_event_tells_who_is_there_now() -> None:
 
 def test_engine_that_began_anew_is_measured_from_there() -> None:
     """Its counters went back: no count of an event is ever negative."""
-    old, new, measures = Engine(), Engine(), Measures()
+    old, new, measures = Engine(), Engine(), EngineMeter()
     old.start(*"abc", count=9)
     old.run()
     list(measures.events(old.status, 0))
@@ -88,7 +86,7 @@ def test_engine_that_began_anew_is_measured_from_there() -> None:
 
 def test_engine_that_began_anew_and_made_more_steps_is_found_out() -> None:
     """Many short steps after few long ones: some counter went back all the same."""
-    old, new, measures = Engine(), Engine(), Measures()
+    old, new, measures = Engine(), Engine(), EngineMeter()
     old.start(*"abc", count=1)
     old.run()
     list(measures.events(old.status, 0))
@@ -101,7 +99,7 @@ def test_engine_that_began_anew_and_made_more_steps_is_found_out() -> None:
 
 def test_rest_is_not_a_part_of_the_interval() -> None:
     """The rate after an hour without requests is that of the requests."""
-    engine, measures = Engine(), Measures()
+    engine, measures = Engine(), EngineMeter()
     list(measures.events(engine.status, 0))
     measures.idle(3600)
     engine.start("a", count=10)
@@ -112,7 +110,7 @@ def test_rest_is_not_a_part_of_the_interval() -> None:
 
 def test_each_of_several_engines_has_an_event() -> None:
     """By its number; an engine that tells other counters than ours has none."""
-    engines, measures = [Engine(), Engine()], Measures()
+    engines, measures = [Engine(), Engine()], EngineMeter()
     other = {"live": 0, "backend": {"mine": 1}}
 
     def status() -> dict[str, Any]:
@@ -130,7 +128,7 @@ def test_each_of_several_engines_has_an_event() -> None:
 
 def test_is_an_event_like_the_others() -> None:
     """Frozen, of counts and seconds alone; the observers of the core write it down."""
-    engine, measures = Engine(), Measures()
+    engine, measures = Engine(), EngineMeter()
     list(measures.events(engine.status, 0))
     (event,) = measures.events(engine.status, 1)
     assert isinstance(event, Event)

@@ -6,12 +6,7 @@ from typing import Any
 
 import pytest
 
-from lifecycle_engine.runner import Emitted, Prompt
-from lifecycle_engine.scheduler import Scheduler
-from lifecycle_engine.scheduling.fairness import giving_way
-from lifecycle_engine.scheduling.requests import Request
-from lifecycle_engine.scheduling.task import Task
-from lifecycle_engine.sim_runner import SimRunner
+from lifecycle_engine import Emitted, Prompt, Scheduler, SimRunner
 
 PIXELS = 24
 
@@ -45,48 +40,23 @@ class Late(SimRunner):
         return super().decode(slots)
 
 
-def task(share: str, *, stripped: bool = False, image: bool = False) -> Task:
-    """A task in prefill."""
-    tensors = ("pixels",) if image else ()
-    request = Request(Prompt([1], {}), 1, frozenset(), 0, share, None, tensors)
-    return Task(share, request, 0, None, stripped=stripped)
-
-
-def start(scheduler: Scheduler, key: str, *, share: str, length: int = 40) -> None:
+def start(scheduler: Scheduler, key: str, *, tenant: str, length: int = 40) -> None:
     """Start a request with a pixel."""
-    request = {"input_ids": [1] * length, "max_tokens": 3, "share": share}
+    request = {"input_ids": [1] * length, "max_tokens": 3, "tenant": tenant}
     scheduler.start(key, request, {"pixels": memoryview(bytes(PIXELS)).cast("f")})
 
 
-def test_share_without_a_slot_goes_before_one_with_several() -> None:
-    """The last prompt of the share with several gives way."""
-    first, second, other = task("a"), task("a"), task("b")
-    assert giving_way(["c"], [first, second, other], []) == (second, "c")
-    assert giving_way(["c"], [first, other], []) is None
-    assert giving_way(["c"], [first, other], [task("a")]) == (first, "c")
-    assert giving_way(["a", "b"], [first, second, other], []) is None
-    assert giving_way(["a", "c"], [first, second, other], []) == (second, "c")
-
-
-def test_only_what_can_be_read_again_gives_way() -> None:
-    """Who streams keeps his slot, and so does a prompt whose image is gone."""
-    gone, again = task("a", stripped=True, image=True), task("a", stripped=True)
-    assert giving_way(["b"], [gone, gone], []) is None
-    assert giving_way(["b"], [again, gone], []) == (again, "b")
-    assert giving_way(["b"], [], [task("a"), task("a")]) is None
-
-
-def test_flood_of_one_share_gives_a_slot_to_another_at_once() -> None:
-    """Who sends two long prompts keeps one slot; the other is read again later."""
+def test_flood_of_one_tenant_gives_a_slot_to_another_at_once() -> None:
+    """A tenant with two long prompts keeps one slot; its other prompt restarts later."""
     runner = Late(2)
     scheduler = Scheduler(runner, chunk=4)
-    start(scheduler, "a1", share="a")
-    start(scheduler, "a2", share="a")
-    start(scheduler, "a3", share="a")
+    start(scheduler, "a1", tenant="a")
+    start(scheduler, "a2", tenant="a")
+    start(scheduler, "a3", tenant="a")
     for _ in range(3):
         scheduler.step()
     payload = scheduler.status()["payload_bytes"]
-    start(scheduler, "b", share="b", length=4)
+    start(scheduler, "b", tenant="b", length=4)
     keys: list[str] = []
     while scheduler.busy:
         keys += [output.key for output in scheduler.step() if output.finish]
@@ -99,27 +69,27 @@ def test_flood_of_one_share_gives_a_slot_to_another_at_once() -> None:
     assert runner.kv_bytes == 0
 
 
-def test_prompt_that_gave_way_can_leave_the_line() -> None:
-    """Cancelled while it waits again, it holds nothing and is told once."""
+def test_preempted_prompt_can_be_cancelled() -> None:
+    """Cancelled while it is queued again, it holds nothing and finishes once."""
     scheduler = Scheduler(Late(2), chunk=4)
     for key in ("a1", "a2"):
-        start(scheduler, key, share="a")
+        start(scheduler, key, tenant="a")
     scheduler.step()
-    start(scheduler, "b", share="b")
+    start(scheduler, "b", tenant="b")
     scheduler.step()
     assert scheduler.status()["preempted"] == 1
     for key in ("a1", "a2", "b"):
         scheduler.cancel(key)
-    told = [output.key for output in scheduler.step()]
-    assert sorted(told) == ["a1", "a2", "b"]
+    finished = [output.key for output in scheduler.step()]
+    assert sorted(finished) == ["a1", "a2", "b"]
     status = scheduler.status()
     assert status["payload_bytes"] == 0
     assert (status["slots_free"], status["waiting"]) == (2, 0)
 
 
 @pytest.mark.parametrize("seed", range(20))
-def test_prompts_that_give_way_at_any_step_stream_as_before(seed: int) -> None:
-    """Shares that come at random: every stream is what it is alone; nobody starves."""
+def test_preemption_at_any_step_changes_no_stream(seed: int) -> None:
+    """Random tenants: every stream is what it is alone, and none starves."""
     rng = random.Random(seed)
     runner = Late(rng.randint(2, 4))
     scheduler = Scheduler(runner, chunk=rng.randint(1, 6))
@@ -134,10 +104,10 @@ def test_prompts_that_give_way_at_any_step_stream_as_before(seed: int) -> None:
                 "input_ids": ids,
                 "max_tokens": rng.randint(1, 5),
             }
-            share = rng.choice(["a", "a", "a", "b", "c", "d"])
+            tenant = rng.choice(["a", "a", "a", "b", "c", "d"])
             tensors = {"pixels": memoryview(pixels).cast("f")} if pixels else {}
             live[f"k{number}"] = alone(request, pixels), []
-            scheduler.start(f"k{number}", request | {"share": share}, tensors)
+            scheduler.start(f"k{number}", request | {"tenant": tenant}, tensors)
         for output in scheduler.step():
             wanted, got = live[output.key]
             got += [i[0] for i in output.items if type(i) is list]
@@ -152,7 +122,7 @@ def test_prompts_that_give_way_at_any_step_stream_as_before(seed: int) -> None:
 
 
 def alone(request: dict[str, Any], pixels: bytes) -> list[int]:
-    """What a request streams with nobody beside it."""
+    """Return what a request streams alone."""
     scheduler = Scheduler(SimRunner(slots=1, max_length=400, sleep=lambda _: None))
     tensors = {"pixels": memoryview(pixels).cast("f")} if pixels else {}
     scheduler.start("only", request, tensors)

@@ -11,52 +11,22 @@ import pytest
 from PIL import Image
 
 torch = pytest.importorskip("torch")
+
+
 pytest.importorskip("transformers")
 
-from engine_kit import COUNT, Kit, tokens_of  # noqa: E402
+
+from engine_kit import COUNT, Kit, family_of, load_model, tokens_of  # noqa: E402
 from hypothesis import HealthCheck, given, settings, strategies as st  # noqa: E402
 from more_examples import TIMES  # noqa: E402
 
-from lifecycle_engine.models import attention, passes  # noqa: E402
-from lifecycle_engine.models.attention import attend  # noqa: E402
-from lifecycle_engine.models.checkpoint import FAMILIES, Sizes  # noqa: E402
-from lifecycle_engine.models.families import family_of  # noqa: E402
-from lifecycle_engine.models.loading import load_model  # noqa: E402
-from lifecycle_engine.processor import BadChat  # noqa: E402
-from lifecycle_engine.runner import Prompt  # noqa: E402
-from lifecycle_engine.scheduler import Scheduler  # noqa: E402
+from lifecycle_engine import BadChat, Prompt, Scheduler  # noqa: E402
+from tiny_checkpoint import FAMILIES, Sizes  # noqa: E402
 
 SEE = {"type": "text", "text": "see"}
+
+
 WITH_IMAGES = [name for name in FAMILIES if name not in ("llama", "qwen3")]
-
-
-@pytest.fixture(scope="module")
-def prompts(
-    kits: Callable[[str], Kit], picture: Callable[..., bytes]
-) -> Callable[[str], list[tuple[Any, list[int]]]]:
-    """A function that gives prompts of a family with the tokens of `generate`."""
-    made: dict[str, list[tuple[Any, list[int]]]] = {}
-
-    def prompts(family: str) -> list[tuple[Any, list[int]]]:
-        kit = kits(family)
-        if family not in made:
-            prepared = [
-                kit.prepare("Hello there."),
-                kit.prepare("Write a long story about a heap, and mind the order."),
-            ]
-            if kit.images:
-                prepared += [
-                    kit.prepare("What is this?", picture(90, 120, seed=1)),
-                    kit.prepare("And this?", picture(211, 61, seed=2)),
-                    kit.prepare(
-                        "Compare.", picture(64, 64, seed=3), picture(131, 90, seed=4)
-                    ),
-                    kit.prepare("", *[picture(30, 41, seed=n) for n in range(4)]),
-                ]
-            made[family] = [(each, kit.generate(each)) for each in prepared]
-        return made[family]
-
-    return prompts
 
 
 @pytest.mark.parametrize("graphs", ["off", "fake"])
@@ -90,7 +60,7 @@ def test_single_request_matches_generate(
 def test_requests_that_come_and_go_match_generate(
     kits: Callable[[str], Kit], prompts: Callable[[str], Any], family: str, seed: int
 ) -> None:
-    """Cancels and ENDs at random, in any phase, change nobody else's tokens."""
+    """Random cancels and ENDs, in any phase, change no other tokens."""
     rng = random.Random(f"{family} {seed}")
     graphs: Any = rng.choice(["off", "fake"])
     runner = kits(family).runner(slots=3, graphs=graphs)
@@ -120,7 +90,7 @@ def test_requests_that_come_and_go_match_generate(
     for key, tokens in got.items():
         whole = wanted[key] if key in completed else wanted[key][: len(tokens)]
         assert tokens == whole
-    assert not runner._seats
+    assert not runner._rows
     assert not any(layer.keys[:3].any() for layer in runner.cache.layers)
 
 
@@ -128,7 +98,7 @@ def test_requests_that_come_and_go_match_generate(
 def test_tokens_depend_on_the_pixels(
     kits: Callable[[str], Kit], picture: Callable[..., bytes], family: str
 ) -> None:
-    """Two pictures of one size give two texts, so identity means something."""
+    """Two pictures of one size give two texts, so equal tokens are meaningful."""
     kit = kits(family)
     a, b = (kit.prepare("?", picture(90, 90, seed=seed)) for seed in (1, 2))
     assert kit.generate(a) != kit.generate(b)
@@ -138,7 +108,7 @@ def test_tokens_depend_on_the_pixels(
 def test_keep_list_is_all_that_decoding_needs(
     kits: Callable[[str], Kit], picture: Callable[..., bytes], family: str
 ) -> None:
-    """After the last image only the keep-list is left, and the tokens go on."""
+    """After the last image only the keep list is left, and decoding continues."""
     kit = kits(family)
     runner = kit.runner()
     each = kit.prepare("And now?", picture(90, 90))
@@ -157,37 +127,12 @@ def test_keep_list_is_all_that_decoding_needs(
     assert runner.needs_tensors_until(prompt) < len(prompt.input_ids)
 
 
-@pytest.mark.parametrize("family", FAMILIES)
-def test_shared_heads_are_attended_to_as_they_are(
-    kits: Callable[[str], Kit],
-    prompts: Callable[[str], Any],
-    family: str,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """What earlier releases of transformers are given in its place changes nothing."""
-    calls = []
-
-    def noting(module: Any, query: Any, *rest: Any, **more: Any) -> Any:
-        calls.append(query.shape)
-        return attend(module, query, *rest, **more)
-
-    monkeypatch.setattr(attention, "attend", noting)
-    monkeypatch.setattr(passes, "shared_heads", attention.register)
-    pairs = prompts(family)
-    kit = kits(family)
-    served = kit.serve([each for each, _ in pairs], chunk=32, graphs="fake")
-    assert served == [expected for _, expected in pairs]
-    assert calls
-    assert all(shape[2] == 1 for shape in calls)
-    assert kit.model.get_decoder().config._attn_implementation == "sdpa"
-
-
 @pytest.mark.parametrize("stop", [5, 20, 30])
 @pytest.mark.parametrize("family", WITH_IMAGES)
-def test_prefill_can_begin_again_before_the_strip(
+def test_prefill_can_restart_before_the_strip(
     kits: Callable[[str], Kit], picture: Callable[..., bytes], family: str, stop: int
 ) -> None:
-    """A prompt that was read in part is read anew, in the same slot or another."""
+    """A partly prefilled prompt restarts, in the same slot or another."""
     kit = kits(family)
     runner = kit.runner()
     each = kit.prepare("And now?", picture(90, 90), picture(60, 60))
@@ -206,7 +151,7 @@ def test_prefill_can_begin_again_before_the_strip(
 def test_rope_deltas_stay_off_the_module(
     kits: Callable[[str], Kit], prompts: Callable[[str], Any], family: str
 ) -> None:
-    """Positions of a request are kept with it, where a later one cannot reach."""
+    """Positions are stored with their request, where later ones cannot overwrite them."""
     kit = kits(family)
     pairs = prompts(family)
     kit.serve([each for each, _ in pairs], chunk=16)
@@ -217,7 +162,7 @@ def test_rope_deltas_stay_off_the_module(
 def test_streamed_text_is_the_tokenizers_own(
     kits: Callable[[str], Kit], prompts: Callable[[str], Any], family: str
 ) -> None:
-    """Token by token, the text is what the tokenizer makes of all of them."""
+    """Token by token, the text equals that of the whole sequence."""
     kit = kits(family)
     for _, tokens in prompts(family):
         detokenizer = kit.processor.detokenizer()
@@ -230,7 +175,7 @@ def test_streamed_text_is_the_tokenizers_own(
 def test_text_model_refuses_images(
     kits: Callable[[str], Kit], picture: Callable[..., bytes], family: str
 ) -> None:
-    """An image for a model of text alone is refused before it is decoded."""
+    """A text model rejects an image before decoding it."""
     kit = kits(family)
     with pytest.raises(BadChat, match="takes no images"):
         kit.prepare("What is this?", b"no image at all")
@@ -241,7 +186,7 @@ def test_text_model_refuses_images(
 def test_llava_is_prepared_as_by_transformers(
     kits: Callable[[str], Kit], picture: Callable[..., bytes]
 ) -> None:
-    """Tokens and pixels are those of transformers' own processor of the family."""
+    """Tokens and pixels equal those of transformers' own processor."""
     from transformers import LlavaProcessor
 
     kit = kits("llava")
@@ -287,6 +232,7 @@ def test_images_of_any_size_and_number_match_generate(
     assert kit.serve([each], chunk=chunk) == [kit.generate(each)]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "sizes",
     [
@@ -300,7 +246,7 @@ def test_images_of_any_size_and_number_match_generate(
 def test_other_sizes_match_generate(
     tmp_path: Path, picture: Callable[..., bytes], family: str, sizes: Sizes
 ) -> None:
-    """Nothing depends on the default sizes: other checkpoints stream alike."""
+    """Nothing depends on the default sizes."""
     kit = Kit(tmp_path, family, sizes)
     prepared = [kit.prepare("see")]
     if kit.images:
@@ -313,7 +259,7 @@ def test_other_sizes_match_generate(
 def test_check_refuses_what_does_not_fit(
     kits: Callable[[str], Kit], picture: Callable[..., bytes], family: str
 ) -> None:
-    """One image token too many, an image too many, a wrong type or shape: refused."""
+    """Wrong counts, types and shapes of images are rejected."""
     kit = kits(family)
     runner = kit.runner()
     each = kit.prepare("?", picture(90, 90))
@@ -395,6 +341,7 @@ def full_tower(config: Any) -> None:
     config.text_config = qwen2(config.text_config)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("family", "change"),
     [
@@ -424,13 +371,13 @@ def test_other_options_match_generate(
 
 @pytest.mark.parametrize("dtype", ["float33", "nn", ""])
 def test_unknown_dtype_is_refused(kits: Callable[[str], Kit], dtype: str) -> None:
-    """What is no dtype is told with what is."""
+    """The error for an unknown dtype lists the known ones."""
     with pytest.raises(ValueError, match="use auto, float32"):
         load_model(kits("llama").folder, device="cpu", dtype=dtype)
 
 
 def test_unknown_families_are_refused() -> None:
-    """What cannot be served as `generate` would is told before it is loaded."""
+    """A checkpoint that cannot be served as by `generate` is refused before loading."""
     from transformers import (
         GPT2Config,
         LlamaConfig,
@@ -440,10 +387,10 @@ def test_unknown_families_are_refused() -> None:
     )
 
     assert family_of(LlamaConfig()).keep == ()
-    for config, told in (
+    for config, message in (
         (LlavaNextConfig(), "llava_next; known are"),
         (GPT2Config(), "gpt2; known are"),
         (LlavaConfig(vision_config=PixtralVisionConfig()), "tower is a pixtral"),
     ):
-        with pytest.raises(ValueError, match=told):
+        with pytest.raises(ValueError, match=message):
             family_of(config)

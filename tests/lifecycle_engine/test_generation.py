@@ -1,4 +1,4 @@
-"""What a checkpoint's own generation config asks for: kept to, or refused."""
+"""The options of a checkpoint's generation config: applied, or rejected."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ import pytest
 torch = pytest.importorskip("torch")
 transformers = pytest.importorskip("transformers")
 
-from engine_kit import Kit, tokens_of  # noqa: E402
+from engine_kit import Kit, load_config, load_model, tokens_of  # noqa: E402
 
-from lifecycle_engine.chats.chat_processor import ChatProcessor  # noqa: E402
-from lifecycle_engine.models.generation import Ruled, Rules  # noqa: E402
-from lifecycle_engine.models.loading import load_config, load_model  # noqa: E402
-from lifecycle_engine.scheduler import Scheduler  # noqa: E402
+from lifecycle_engine import (  # noqa: E402
+    ChatProcessor,
+    Scheduler,
+)
 
 TEXTS = ("see", "and what of a longer one? " * 3, "Hello there.")
 # Options by the tokens that are written without them, so that they change something.
@@ -41,10 +41,10 @@ RULES: dict[str, Callable[[list[int]], dict[str, Any]]] = {
 
 
 @pytest.mark.parametrize("rules", RULES)
-def test_generation_config_is_kept_to(
+def test_generation_config_is_applied(
     kits: Callable[[str], Kit], tmp_path: Path, rules: str
 ) -> None:
-    """With whatever it asks for, in any chunks, slots and company: the same tokens."""
+    """With any option, chunk size and batch: the tokens of `generate`."""
     plain = kits("qwen3")
     prepared = [plain.prepare(text) for text in TEXTS]
     free = [plain.generate(each) for each in prepared]
@@ -59,13 +59,13 @@ def test_generation_config_is_kept_to(
 
 
 @pytest.mark.parametrize("family", ["qwen2_5_vl", "llava"])
-def test_penalty_is_kept_to_beside_images(
+def test_penalty_is_applied_to_image_prompts(
     kits: Callable[[str], Kit],
     tmp_path: Path,
     picture: Callable[..., bytes],
     family: str,
 ) -> None:
-    """As in released ones, where the tokens of images count as any others."""
+    """Image tokens count as any others."""
     penalty = {"repetition_penalty": 1.1}
     kit = kits(family).copied(tmp_path, generation_config=penalty)
     prepared = [kit.prepare("see"), kit.prepare("see", picture(50, 80))]
@@ -73,10 +73,10 @@ def test_penalty_is_kept_to_beside_images(
     assert served == [kit.generate(each) for each in prepared]
 
 
-def test_penalty_counts_what_a_kept_slot_holds(
+def test_penalty_counts_the_contents_of_a_cached_slot(
     kits: Callable[[str], Kit], tmp_path: Path
 ) -> None:
-    """A second turn, read from where the first one ended, is penalised for all of it."""
+    """A resumed turn is penalised for all tokens of the conversation."""
     penalty = {"repetition_penalty": 1.3}
     kit = kits("qwen3").copied(tmp_path, generation_config=penalty)
     scheduler = Scheduler(kit.runner(slots=1), chunk=8)
@@ -89,7 +89,7 @@ def test_penalty_counts_what_a_kept_slot_holds(
 
 
 def answered(scheduler: Scheduler, key: str, request: dict[str, Any]) -> list[int]:
-    """The tokens of a request that is alone."""
+    """The tokens of a request that runs alone."""
     scheduler.start(key, request, {})
     tokens: list[int] = []
     while scheduler.busy:
@@ -100,113 +100,53 @@ def answered(scheduler: Scheduler, key: str, request: dict[str, Any]) -> list[in
 def test_log_probabilities_are_the_models_own(
     kits: Callable[[str], Kit], tmp_path: Path
 ) -> None:
-    """What is forbidden is told with what the model gave it, never as minus infinity."""
+    """A suppressed token is reported with the model's probability, not minus infinity."""
     never = {"suppress_tokens": list(range(1000))}
     kit = kits("qwen3").copied(tmp_path, generation_config=never)
     scheduler = Scheduler(kit.runner(), chunk=64)
     each = kit.prepare("see", logprobs=20, ignore_eos=True)
     scheduler.start("a", each.request, {})
-    told = []
+    items = []
     while scheduler.busy:
         for output in scheduler.step():
-            told += [item for item in output.items if "token" in item]
-    assert len(told) == each.request["max_tokens"]
-    assert all(item["token"] >= 1000 for item in told)
-    values = [value for item in told for _, value in item["top"]]
+            items += [item for item in output.items if "token" in item]
+    assert len(items) == each.request["max_tokens"]
+    assert all(item["token"] >= 1000 for item in items)
+    values = [value for item in items for _, value in item["top"]]
     assert all(-1e9 < value <= 0 for value in values)
-    assert min(token for item in told for token, _ in item["top"]) < 1000
-
-
-def test_rules_in_half_precision_are_those_of_generate() -> None:
-    """Where a penalty, rounded to eight bits, would make two tokens level."""
-    logits = torch.tensor([[3.015625, 2.75, 0.0]], dtype=torch.bfloat16)
-    ruled = Ruled(
-        Rules(penalty=1.0965), slots=1, vocab_size=3, device=torch.device("cpu")
-    )
-    penalised = ruled.first(0, [0], logits)
-    processor = transformers.RepetitionPenaltyLogitsProcessor(1.0965)
-    wanted = processor(torch.tensor([[0]]), logits.float())
-    assert torch.equal(penalised, wanted)
-    assert penalised[0, 0] != penalised[0, 1]
-
-
-REFUSED: dict[str, Any] = {
-    "bad_words_ids": [[5]],
-    "encoder_repetition_penalty": 1.5,
-    "exponential_decay_length_penalty": [3, 1.5],
-    "forced_bos_token_id": 7,
-    "forced_eos_token_id": 2,
-    "guidance_scale": 1.5,
-    "no_repeat_ngram_size": 2,
-    "num_beams": 3,
-    "sequence_bias": [[[5], 10.0]],
-    "stop_strings": ["a"],
-    "token_healing": True,
-    "watermarking_config": {"greenlist_ratio": 0.25, "bias": 2.5},
-}
-
-
-@pytest.mark.parametrize("name", REFUSED)
-def test_option_that_would_change_tokens_is_refused(
-    kits: Callable[[str], Kit], tmp_path: Path, name: str
-) -> None:
-    """Before anything is loaded, with what is known and what to do."""
-    config = transformers.GenerationConfig()
-    for each, value in REFUSED.items():
-        setattr(config, each, value if each == name else getattr(config, each))
-    with pytest.raises(ValueError, match=f"has {name}, .* known are .*take it out"):
-        Rules.of(config)
-    (tmp_path / "config.json").write_text(
-        (kits("qwen3").folder / "config.json").read_text()
-    )
-    path = tmp_path / "generation_config.json"
-    path.write_text(json.dumps({name: REFUSED[name]}))
-    with pytest.raises(ValueError, match=f"has {name}, "):
-        load_config(tmp_path)
-
-
-def test_options_that_leave_tokens_alone_are_taken() -> None:
-    """Those of sampling, which each request has of its own, and those that are off."""
-    config = transformers.GenerationConfig(
-        do_sample=True, temperature=0.3, top_k=5, num_beams=1, no_repeat_ngram_size=0
-    )
-    assert Rules.of(config) == Rules()
-    for penalty in (0, -1.0):
-        config.repetition_penalty = penalty
-        with pytest.raises(ValueError, match="must be above 0"):
-            Rules.of(config)
+    assert min(token for item in items for token, _ in item["top"]) < 1000
 
 
 @pytest.mark.parametrize(
-    ("options", "told"),
+    ("options", "message"),
     [
-        ({"eos_token_id": "x"}, "eos_token_id of other than token ids"),
-        ({"eos_token_id": [[2]]}, "eos_token_id of other than token ids"),
-        ({"eos_token_id": 2.0}, "eos_token_id of other than token ids"),
-        ({"suppress_tokens": ["1"]}, "suppress_tokens of other than token ids"),
-        ({"begin_suppress_tokens": [None]}, "begin_suppress_tokens of other than"),
+        ({"eos_token_id": "x"}, "eos_token_id must be one token id"),
+        ({"eos_token_id": [[2]]}, "eos_token_id must be one token id"),
+        ({"eos_token_id": 2.0}, "eos_token_id must be one token id"),
+        ({"suppress_tokens": ["1"]}, "suppress_tokens must be one token id"),
+        ({"begin_suppress_tokens": [None]}, "begin_suppress_tokens must be one"),
         ({"min_length": "x"}, "min_length is 'x'; it must be a count"),
         ({"min_new_tokens": 1.5}, "min_new_tokens is 1.5; it must be"),
         ({"repetition_penalty": "1.1"}, "repetition_penalty is '1.1'; it must be"),
     ],
 )
-def test_options_of_a_wrong_type_are_refused_in_a_sentence(
-    kits: Callable[[str], Kit], tmp_path: Path, options: dict[str, Any], told: str
+def test_options_of_a_wrong_type_are_rejected(
+    kits: Callable[[str], Kit], tmp_path: Path, options: dict[str, Any], message: str
 ) -> None:
-    """Some failed at the first request only, others in a traceback."""
+    """Otherwise some fail only at the first request."""
     shutil.copytree(kits("qwen3").folder, tmp_path, dirs_exist_ok=True)
     (tmp_path / "generation_config.json").write_text(json.dumps(options))
-    with pytest.raises(ValueError, match=told):
+    with pytest.raises(ValueError, match=message):
         load_config(tmp_path)
     if "eos_token_id" in options:
-        with pytest.raises(ValueError, match=told):
+        with pytest.raises(ValueError, match=message):
             ChatProcessor(tmp_path)
 
 
 def test_model_without_generation_config_ends_where_its_config_says(
     kits: Callable[[str], Kit], tmp_path: Path
 ) -> None:
-    """As `generate` does; an end that the vocabulary does not have is none."""
+    """As `generate`; an end token outside the vocabulary is ignored."""
     plain = kits("qwen3")
     free = plain.generate(plain.prepare("see"))
     ends = {"eos_token_id": [free[5], 99999]}
@@ -221,10 +161,10 @@ def test_model_without_generation_config_ends_where_its_config_says(
     assert served == kit.generate(each) == free[: free.index(free[5])]
 
 
-def test_end_that_only_the_class_of_a_config_has_is_none(
+def test_default_end_token_of_a_config_class_is_ignored(
     kits: Callable[[str], Kit], tmp_path: Path
 ) -> None:
-    """Where neither file names one, the tokenizer's: `generate` knows of none then."""
+    """Where neither file names an end token, the tokenizer's is used."""
     plain = kits("qwen3")
     shutil.copytree(plain.folder, tmp_path, dirs_exist_ok=True)
     (tmp_path / "generation_config.json").unlink()
@@ -240,10 +180,10 @@ def test_end_that_only_the_class_of_a_config_has_is_none(
     assert processor._stop_ids == [ends]
 
 
-def test_option_among_those_of_the_model_is_refused_before_it_is_loaded(
+def test_option_in_the_model_config_is_refused_before_loading(
     kits: Callable[[str], Kit], tmp_path: Path
 ) -> None:
-    """Where older checkpoints have it, and `generate` looks without another file."""
+    """Older checkpoints have their generation options there."""
     config = json.loads((kits("qwen3").folder / "config.json").read_text())
     path = tmp_path / "config.json"
     path.write_text(json.dumps(config | {"no_repeat_ngram_size": 3}))

@@ -13,23 +13,23 @@ import pytest
 torch = pytest.importorskip("torch")
 transformers = pytest.importorskip("transformers")
 
-from engine_kit import Kit  # noqa: E402
+from engine_kit import Kit, family_of, load_model  # noqa: E402
 from safetensors.torch import load_file, save_file  # noqa: E402
 from typer.testing import CliRunner  # noqa: E402
 
-from lifecycle_engine.chats.chat_processor import ChatProcessor  # noqa: E402
-from lifecycle_engine.cli import cli  # noqa: E402
-from lifecycle_engine.models.families import family_of  # noqa: E402
-from lifecycle_engine.models.loading import load_model  # noqa: E402
-from lifecycle_engine.models.transformers_runner import (  # noqa: E402
+from lifecycle_engine import (  # noqa: E402
+    BadChat,
+    Chat,
+    ChatProcessor,
+    Message,
     TransformersRunner,
 )
-from lifecycle_engine.processor import BadChat, Chat, Message  # noqa: E402
+from lifecycle_engine.cli import cli  # noqa: E402
 
 
 @pytest.fixture
 def copied(kits: Callable[[str], Kit], tmp_path: Path) -> Callable[..., Path]:
-    """A function that copies a checkpoint, with other values in its config."""
+    """Return a function that copies a checkpoint with changes to its config."""
 
     def copy(family: str, **values: Any) -> Path:
         folder = tmp_path / "copy"
@@ -53,13 +53,13 @@ def copied(kits: Callable[[str], Kit], tmp_path: Path) -> Callable[..., Path]:
 def test_checkpoint_that_lacks_weights_is_refused(
     copied: Callable[..., Path], family: str, name: str
 ) -> None:
-    """Else they would be drawn at random, and differ from start to start."""
+    """Otherwise they would be random, and differ from start to start."""
     path = copied(family) / "model.safetensors"
     weights = load_file(path)
     fewer = {key: value for key, value in weights.items() if name not in key}
     assert len(fewer) < len(weights)
     save_file(fewer, path, metadata={"format": "pt"})
-    with pytest.raises(ValueError, match=rf"lacks \d+ of the .*{name}.*take a whole"):
+    with pytest.raises(ValueError, match=rf"lacks \d+ of the .*{name}.*use a complete"):
         load_model(path.parent, device="cpu", dtype="float32")
 
 
@@ -75,31 +75,31 @@ def test_checkpoint_that_lacks_weights_is_refused(
     ],
     ids=lambda values: next(iter(values)),
 )
-def test_whatever_transformers_raises_is_told_in_a_sentence(
+def test_errors_of_transformers_become_value_errors(
     copied: Callable[..., Path], values: dict[str, Any]
 ) -> None:
-    """Its errors are of many types; one that is none of ours ends in a traceback."""
+    """Its errors have many types; any other would end in a traceback."""
     with pytest.raises(ValueError, match=r"transformers"):
         load_model(copied("qwen3", **values), device="cpu", dtype="float32")
 
 
 @pytest.mark.parametrize("part", ["config", "text_config"])
 @pytest.mark.parametrize("method", ["gptq", "fp8", "mxfp4", "unheard-of"])
-def test_quantised_checkpoint_is_refused(
+def test_quantized_checkpoint_is_refused(
     copied: Callable[..., Path], method: str, part: str
 ) -> None:
-    """By what it is; some methods would be read as if they were none."""
+    """The error names the method; some would otherwise be ignored."""
     path = copied("llava") / "config.json"
     values = json.loads(path.read_text())
     of = values if part == "config" else values[part]
     of["quantization_config"] = {"quant_method": method, "bits": 4}
     path.write_text(json.dumps(values))
-    with pytest.raises(ValueError, match=rf"is quantised \({method}\); known are"):
+    with pytest.raises(ValueError, match=rf"is quantized \({method}\); supported are"):
         load_model(path.parent, device="cpu", dtype="float32")
 
 
 def test_model_that_does_not_run_is_refused(copied: Callable[..., Path]) -> None:
-    """At its start, and not each request by itself."""
+    """At start, not at each request."""
     path = copied("qwen3") / "model.safetensors"
     weights = load_file(path)
     weights["model.norm.weight"].fill_(float("nan"))
@@ -112,7 +112,7 @@ def test_model_that_does_not_run_is_refused(copied: Callable[..., Path]) -> None
 def test_tokenizer_that_is_no_json_is_named(
     copied: Callable[..., Path], name: str
 ) -> None:
-    """The parser's own words say where in a file, and not in which."""
+    """The parser's message says where in a file, but not in which file."""
     folder = copied("qwen3")
     (folder / name).write_text("{nope")
     with pytest.raises(ValueError, match="load the tokenizer: JSONDecodeError: Expect"):
@@ -122,7 +122,7 @@ def test_tokenizer_that_is_no_json_is_named(
 def test_checkpoint_without_a_tokenizer_is_refused(
     copied: Callable[..., Path],
 ) -> None:
-    """transformers makes an empty one, for which every chat is nothing."""
+    """transformers would create an empty tokenizer, which encodes every chat as nothing."""
     folder = copied("qwen3")
     for name in ("tokenizer.json", "tokenizer_config.json"):
         (folder / name).unlink()
@@ -135,7 +135,7 @@ def test_checkpoint_without_a_tokenizer_is_refused(
 def test_tokenizer_that_outgrew_the_model_is_refused(
     copied: Callable[..., Path],
 ) -> None:
-    """Where every chat has a token that was added and never learnt."""
+    """Its added tokens are outside the model's vocabulary."""
     folder = copied("qwen3")
     tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
     tokenizer.add_tokens(["<there>"])
@@ -150,7 +150,7 @@ def test_tokenizer_that_outgrew_the_model_is_refused(
 def test_config_that_names_another_attention_is_served_all_the_same(
     kits: Callable[[str], Kit], tmp_path: Path
 ) -> None:
-    """Which would stand, and take our masks for numbers to be added."""
+    """The named implementation would treat our masks as additive."""
     eager = {"_attn_implementation": "eager"}
     kit = kits("qwen3").copied(tmp_path, config=eager)
     prepared = [kit.prepare("see"), kit.prepare("and what of a longer one?")]
@@ -159,25 +159,25 @@ def test_config_that_names_another_attention_is_served_all_the_same(
 
 
 @pytest.mark.parametrize(
-    ("name", "options", "told"),
+    ("name", "options", "message"),
     [
-        ("Mistral", {"sliding_window": 1}, "sliding_window of 1; known are 2"),
-        ("Mistral", {"sliding_window": 0}, "sliding_window of 0; known are 2"),
-        ("Qwen3", {"is_causal": False}, "see those behind them"),
-        ("Gemma", {"use_bidirectional_attention": True}, "see those behind them"),
+        ("Mistral", {"sliding_window": 1}, "sliding_window of 1; the minimum is 2"),
+        ("Mistral", {"sliding_window": 0}, "sliding_window of 0; the minimum is 2"),
+        ("Qwen3", {"is_causal": False}, "bidirectional attention"),
+        ("Gemma", {"use_bidirectional_attention": True}, "bidirectional attention"),
     ],
 )
-def test_model_whose_tokens_see_otherwise_is_refused(
-    name: str, options: dict[str, Any], told: str
+def test_model_with_other_attention_is_refused(
+    name: str, options: dict[str, Any], message: str
 ) -> None:
-    """It would run, and write other tokens than `generate`."""
+    """It would run, but generate other tokens than `generate`."""
     config = getattr(transformers, f"{name}Config")(**options)
-    with pytest.raises(ValueError, match=told):
+    with pytest.raises(ValueError, match=message):
         family_of(config)
 
 
 def test_layers_with_windows_of_no_size_are_refused() -> None:
-    """A first request would fail at what is no number."""
+    """Otherwise the first request would fail."""
     config = transformers.Qwen3Config(num_hidden_layers=1)
     config.layer_types = ["sliding_attention"]
     with pytest.raises(ValueError, match="sliding_window of None"):
@@ -187,17 +187,17 @@ def test_layers_with_windows_of_no_size_are_refused() -> None:
 def test_checkpoint_without_a_chat_template_is_refused(
     copied: Callable[..., Path],
 ) -> None:
-    """At its start: without one there is no request that it could serve."""
+    """At start: without a template no chat can be served."""
     folder = copied("qwen3")
     (folder / "chat_template.jinja").unlink()
     with pytest.raises(ValueError, match="no chat template; put that of the model as"):
         ChatProcessor(folder)
 
 
-def test_serve_says_in_a_line_why_a_checkpoint_is_none(
+def test_serve_reports_an_unusable_checkpoint_in_one_line(
     copied: Callable[..., Path],
 ) -> None:
-    """And starts nothing."""
+    """The command starts no process."""
     folder = copied("qwen3")
     (folder / "chat_template.jinja").unlink()
     result = CliRunner().invoke(cli, ["serve", "--checkpoint", str(folder)])
@@ -207,16 +207,16 @@ def test_serve_says_in_a_line_why_a_checkpoint_is_none(
 
 
 @pytest.mark.parametrize(
-    ("said", "told"),
+    ("said", "message"),
     [
         ("'no system here'", "refuses the conversation: no system here$"),
         ("message['content']", "refuses the conversation$"),
     ],
 )
-def test_template_that_refuses_a_conversation_is_told(
-    copied: Callable[..., Path], said: str, told: str
+def test_refusal_of_a_template_is_reported(
+    copied: Callable[..., Path], said: str, message: str
 ) -> None:
-    """In its own words, but for those that it takes from the conversation."""
+    """With its own message, without text from the conversation."""
     folder = copied("qwen3")
     (folder / "chat_template.jinja").write_text(
         "{% for message in messages %}{% if message['role'] == 'system' %}"
@@ -226,5 +226,5 @@ def test_template_that_refuses_a_conversation_is_told(
     processor = ChatProcessor(folder)
     user = Message("user", ["hello"])
     assert processor.prepare(Chat([user], max_tokens=1)).prompt_tokens > 0
-    with pytest.raises(BadChat, match=told):
+    with pytest.raises(BadChat, match=message):
         processor.prepare(Chat([Message("system", ["zzzz"]), user], max_tokens=1))

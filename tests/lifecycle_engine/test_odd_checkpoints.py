@@ -3,7 +3,6 @@ from __future__ import annotations
 import random
 from collections.abc import Callable
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -11,21 +10,19 @@ import pytest
 torch = pytest.importorskip("torch")
 pytest.importorskip("transformers")
 
-from engine_kit import Kit  # noqa: E402
+from engine_kit import Kit, family_of  # noqa: E402
 from odd_configs import change_for  # noqa: E402
-from tokenizers import decoders  # noqa: E402
 
-from lifecycle_engine.chats.token_bytes import token_bytes  # noqa: E402
-from lifecycle_engine.models.checkpoint import FAMILIES  # noqa: E402
-from lifecycle_engine.models.families import family_of  # noqa: E402
+from tiny_checkpoint import FAMILIES  # noqa: E402
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("seed", range(3))
 @pytest.mark.parametrize("family", FAMILIES)
-def test_checkpoint_that_nobody_released_matches_generate(
+def test_unreleased_checkpoint_matches_generate(
     tmp_path: Path, picture: Callable[..., bytes], family: str, seed: int
 ) -> None:
-    """Any sizes and options of a family, text and odd pictures: the oracle's tokens."""
+    """Any sizes and options of a family, text and odd pictures: the tokens of `generate`."""
     torch.set_num_threads(1)
     rng = random.Random(seed)
     kit = Kit(tmp_path, family, change=change_for(family, tmp_path, seed))
@@ -43,7 +40,7 @@ def test_checkpoint_that_nobody_released_matches_generate(
 def test_model_without_any_state_to_cache_matches_generate(
     tmp_path: Path, picture: Callable[..., bytes], family: str
 ) -> None:
-    """A cache of no layers has rows all the same, packed, kept and freed as any."""
+    """A cache without layers still has rows, which are packed, cached and freed."""
 
     def empty(config: Any) -> None:
         text = config.get_text_config()
@@ -62,24 +59,9 @@ def test_model_without_any_state_to_cache_matches_generate(
 
 
 def test_llava_around_an_unknown_text_model_is_refused() -> None:
-    """What its text model does to the logits is nothing that is known here."""
+    """Its text model may transform the logits in an unsupported way."""
     from transformers import Gemma2Config, LlavaConfig, Qwen2Config
 
     assert family_of(LlavaConfig(text_config=Qwen2Config())).image_token is not None
     with pytest.raises(ValueError, match="text model is a gemma2; known are cohere, "):
         family_of(LlavaConfig(text_config=Gemma2Config()))
-
-
-def test_token_outside_of_the_byte_alphabet_is_its_own_text() -> None:
-    """As the tokenizer's own decoder has it."""
-    text = '{"decoder": {"type": "ByteLevel"}}'
-    vocab = {"a": 0, "\u2581b": 1, "\u0120c": 2}
-    tokenizer = SimpleNamespace(
-        added_tokens_decoder={},
-        backend_tokenizer=SimpleNamespace(to_str=lambda: text),
-        get_vocab=lambda: vocab,
-    )
-    table, _ = token_bytes(tokenizer)
-    oracle = decoders.ByteLevel()
-    for token, id_ in vocab.items():
-        assert table[id_].decode() == oracle.decode([token])

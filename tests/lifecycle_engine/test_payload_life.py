@@ -8,23 +8,21 @@ from typing import Any
 import numpy as np
 import pytest
 
-from lifecycle_engine.runner import Emitted, Prompt
-from lifecycle_engine.scheduler import Scheduler
-from lifecycle_engine.sim_runner import SimRunner
+from lifecycle_engine import Emitted, Prompt, Scheduler, SimRunner
 
 COUNT = 6
 
 
 @pytest.fixture(autouse=True)
 def _no_collector() -> Iterator[None]:
-    """Nothing here may need the garbage collector."""
+    """Run without the garbage collector."""
     gc.disable()
     yield
     gc.enable()
 
 
 class Payload:
-    """Tensors of one request as the link hands them over, and who still lives."""
+    """Tensors of one request as the link hands them over, and which are alive."""
 
     def __init__(self, arrays: dict[str, np.ndarray]) -> None:
         self._arrays = {name: array.copy() for name, array in arrays.items()}
@@ -42,7 +40,7 @@ class Payload:
 
 
 class Recorder:
-    """Weak references to what the vision tower makes of the pixels."""
+    """Weak references to the inputs and outputs of the vision tower."""
 
     def __init__(self, visual: Any) -> None:
         self.refs: list[weakref.ref[Any]] = []
@@ -70,7 +68,7 @@ def tower(model: Any) -> Iterator[Recorder]:
 @pytest.fixture
 def torch_scheduler(model: Any) -> Scheduler:
     """A scheduler over the real model."""
-    from lifecycle_engine.models.transformers_runner import TransformersRunner
+    from lifecycle_engine import TransformersRunner
 
     return Scheduler(TransformersRunner(model, slots=2, max_length=512))
 
@@ -80,13 +78,13 @@ def request_of(prepared: Any) -> dict[str, Any]:
     return prepared.request | {"max_tokens": COUNT}
 
 
-def test_payload_is_dead_after_prefill(
+def test_payload_is_freed_after_prefill(
     torch_scheduler: Scheduler,
     tower: Recorder,
     prepared: list[Any],
     expected: list[Any],
 ) -> None:
-    """When prefill returns, pixels and encoder outputs are gone; tokens go on."""
+    """After prefill, pixels and encoder outputs are freed; decoding continues."""
     payload = Payload(prepared[4].tensors)
     torch_scheduler.start("a", request_of(prepared[4]), payload.hand_over())
     assert payload.alive == 2
@@ -106,8 +104,8 @@ def test_payload_is_dead_after_prefill(
 def test_strip_keeps_only_the_position_deltas(
     model: Any, prepared: list[Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """What is left of a request's tensors after prefill is one number."""
-    from lifecycle_engine.models.transformers_runner import TransformersRunner
+    """After prefill one number is left of a request's tensors."""
+    from lifecycle_engine import TransformersRunner
 
     seen: list[Prompt] = []
 
@@ -129,8 +127,8 @@ def test_strip_keeps_only_the_position_deltas(
 def test_payload_lives_as_long_as_a_chunk_needs_it(
     model: Any, prepare: Callable[..., Any], picture: Any
 ) -> None:
-    """Pixels go with the last image's last token; an image's features with its own."""
-    from lifecycle_engine.models.transformers_runner import TransformersRunner
+    """Pixels are freed after the last image token, features after their image."""
+    from lifecycle_engine import TransformersRunner
 
     runner = TransformersRunner(model, slots=1, max_length=512)
     encode, encoded = runner._family.encode, []
@@ -160,15 +158,15 @@ def test_payload_lives_as_long_as_a_chunk_needs_it(
 
 @pytest.mark.parametrize("leave", ["cancel", "end"])
 @pytest.mark.parametrize("chunks", [1, 4, 8])
-def test_payload_is_dead_when_leaving_in_prefill(
+def test_payload_is_freed_by_cancel_and_end_in_prefill(
     model: Any,
     tower: Recorder,
     prepared: list[Any],
     leave: str,
     chunks: int,
 ) -> None:
-    """Who leaves between two chunks takes pixels and encoder outputs along."""
-    from lifecycle_engine.models.transformers_runner import TransformersRunner
+    """A cancel between two chunks frees pixels and encoder outputs."""
+    from lifecycle_engine import TransformersRunner
 
     runner = TransformersRunner(model, slots=1, max_length=512)
     scheduler = Scheduler(runner, chunk=5)
@@ -183,7 +181,7 @@ def test_payload_is_dead_when_leaving_in_prefill(
 
 
 @pytest.mark.parametrize("layer", [0, 1])
-def test_payload_is_dead_after_failing_prefill(
+def test_payload_is_freed_after_failing_prefill(
     torch_scheduler: Scheduler,
     tower: Recorder,
     prepared: list[Any],
@@ -225,7 +223,7 @@ def sim_payload() -> Payload:
     return Payload({"pixels": np.ones((10, 6), np.float32)})
 
 
-def test_payload_is_dead_after_cyclic_error() -> None:
+def test_payload_is_freed_after_cyclic_error() -> None:
     """Errors that form a cycle with their frames do not keep the payload."""
     scheduler = Scheduler(Cyclic(sleep=lambda _: None))
     payload = sim_payload()
@@ -238,8 +236,10 @@ def test_payload_is_dead_after_cyclic_error() -> None:
 
 @pytest.mark.parametrize("leave", ["cancel", "end"])
 @pytest.mark.parametrize("ahead", [0, 1])
-def test_payload_is_dead_when_leaving_the_line(leave: str, ahead: int) -> None:
-    """Who is cancelled or ended while waiting takes the payload along at once."""
+def test_payload_is_freed_by_cancel_and_end_in_the_queue(
+    leave: str, ahead: int
+) -> None:
+    """A cancel or END of a waiting request frees its payload at once."""
     scheduler = Scheduler(SimRunner(slots=1, sleep=lambda _: None))
     for number in range(ahead):
         scheduler.start(f"x{number}", {"input_ids": [1], "max_tokens": 50}, {})
@@ -251,8 +251,8 @@ def test_payload_is_dead_when_leaving_the_line(leave: str, ahead: int) -> None:
     assert payload.alive == 0
 
 
-def test_payload_is_dead_when_refused() -> None:
-    """A refused request leaves nothing with the scheduler."""
+def test_payload_is_freed_when_rejected() -> None:
+    """The scheduler keeps nothing of a rejected request."""
     scheduler = Scheduler(SimRunner(sleep=lambda _: None))
     payload = sim_payload()
     refused: Sequence[Callable[[], None]] = [

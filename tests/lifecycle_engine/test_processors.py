@@ -1,6 +1,5 @@
 from __future__ import annotations
 
-import contextlib
 import gc
 import io
 import json
@@ -18,15 +17,20 @@ from typing import Any, ClassVar
 
 import numpy as np
 import pytest
-from hypothesis import HealthCheck, given, settings, strategies as st
 from PIL import Image
 
-from lifecycle_engine.chats.sim_processor import SimProcessor
-from lifecycle_engine.images import images
-from lifecycle_engine.images.correction import Correction
-from lifecycle_engine.images.media import MediaLimits, measure, weigh
-from lifecycle_engine.processor import BadChat, BadImage, Chat, Message
-from lifecycle_engine.sim_runner import SimRunner
+from lifecycle_engine import (
+    BadChat,
+    BadImage,
+    Chat,
+    Correction,
+    MediaLimits,
+    Message,
+    SimProcessor,
+    SimRunner,
+    estimate_memory,
+    read_image_size,
+)
 
 # Of a pixel in RGB, which no allocator of Python's knows of.
 _PILLOW_BYTES = 4
@@ -73,54 +77,6 @@ def encoded(image: Image.Image, kind: str) -> bytes:
     return out.getvalue()
 
 
-@pytest.mark.parametrize("kind", images.FORMATS)
-def test_decode_every_format(picture: Callable[..., bytes], kind: str) -> None:
-    """Each accepted format decodes to RGB of its size."""
-    image = images.decode(picture(31, 17, kind=kind), 1, max_pixels=1000)
-    assert (image.mode, image.size) == ("RGB", (31, 17))
-
-
-@pytest.mark.parametrize("mode", ["1", "L", "P", "LA", "RGBA", "CMYK", "I;16", "F"])
-def test_decode_every_mode(mode: str) -> None:
-    """Grey, palette, alpha and print colours all become RGB."""
-    kind = "TIFF" if mode in ("CMYK", "F") else "PNG"
-    image = images.decode(encoded(Image.new(mode, (5, 9)), kind), 1, max_pixels=100)
-    assert (image.mode, image.size) == ("RGB", (5, 9))
-
-
-@pytest.mark.parametrize("kind", ["PNG", "TIFF"])
-def test_decode_keeps_grey_of_sixteen_bits(kind: str) -> None:
-    """A grey of sixteen bits is scaled to eight; clipped, it would be white."""
-    grey = Image.new("I;16", (5, 9), 0x8040)
-    image = images.decode(encoded(grey, kind), 1, max_pixels=100)
-    assert image.getpixel((0, 0)) == (0x80, 0x80, 0x80)
-
-
-@pytest.mark.parametrize("kind", ["JPEG", "PNG", "WEBP", "TIFF"])
-def test_decode_turns_a_photo_the_right_side_up(kind: str) -> None:
-    """What a camera notes of its orientation is what the model sees."""
-    photo = Image.new("RGB", (16, 8), "red")
-    photo.paste("blue", (0, 0, 8, 8))  # its left half, which becomes the top
-    tags = Image.Exif()
-    tags[0x0112] = 6
-    out = io.BytesIO()
-    photo.save(out, kind, exif=tags)
-    image = images.decode(out.getvalue(), 1, max_pixels=1000)
-    assert image.size == (8, 16)
-    red, _green, blue = image.getpixel((4, 2))
-    assert blue > 200
-    assert red < 50
-
-
-@pytest.mark.filterwarnings("ignore::UserWarning")  # Pillow's, of the tags
-@pytest.mark.parametrize("tags", [b"MM\0*\xff\xff\xff\xff", b"junk", b"II*\0\x08"])
-def test_decode_takes_a_photo_whose_tags_are_junk(tags: bytes) -> None:
-    """Tags that cannot be read turn nothing, and are no reason to refuse."""
-    out = io.BytesIO()
-    Image.new("RGB", (16, 8)).save(out, "JPEG", exif=b"Exif\0\0" + tags)
-    assert images.decode(out.getvalue(), 1, max_pixels=1000).size == (16, 8)
-
-
 @pytest.mark.parametrize(
     ("data", "message"),
     [
@@ -135,13 +91,13 @@ def test_decode_takes_a_photo_whose_tags_are_junk(tags: bytes) -> None:
     ids=["empty", "stub", "svg", "eps", "no-end", "bomb", "large"],
 )
 def test_bad_image_says_why(either: Any, data: bytes, message: str) -> None:
-    """What cannot be used is told in a sentence with the image's place."""
+    """An unusable image gets an error with its position."""
     with pytest.raises(BadImage, match=message) as caught:
         either.prepare(chat("see", data))
     assert str(caught.value).startswith("image 1 ")
 
 
-@pytest.mark.parametrize("kind", images.FORMATS)
+@pytest.mark.parametrize("kind", ["PNG", "JPEG", "WEBP", "GIF", "BMP", "TIFF"])
 def test_truncated_image_is_refused(
     either: Any, picture: Callable[..., bytes], kind: str
 ) -> None:
@@ -149,27 +105,6 @@ def test_truncated_image_is_refused(
     whole = picture(64, 48, kind=kind)
     with pytest.raises(BadImage, match="image 2 "):
         either.prepare(chat(whole, whole[: len(whole) // 2], "see"))
-
-
-def test_image_over_the_limit_is_not_decoded(picture: Callable[..., bytes]) -> None:
-    """The size is taken from the header; the message has value and limit."""
-    with pytest.raises(BadImage, match=r"20 x 10 pixels; the limit is 199"):
-        images.decode(picture(20, 10), 1, max_pixels=199)
-    assert images.decode(picture(20, 10), 1, max_pixels=200).size == (20, 10)
-
-
-@settings(deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
-@given(seed=st.integers(0, 10_000), kind=st.sampled_from(images.FORMATS))
-def test_mangled_image_decodes_or_is_bad(
-    picture: Callable[..., bytes], seed: int, kind: str
-) -> None:
-    """Random damage to a real picture never raises anything but `BadImage`."""
-    rng = random.Random(seed)
-    data = bytearray(picture(24, 24, kind=kind))
-    for _ in range(rng.randint(1, 8)):
-        data[rng.randrange(len(data))] = rng.randrange(256)
-    with contextlib.suppress(BadImage):
-        images.decode(bytes(data), 1, max_pixels=10_000)
 
 
 @pytest.fixture
@@ -186,7 +121,7 @@ def _no_collector() -> Iterator[None]:
     ids=["text", "truncated", "large"],
 )
 def test_bad_image_keeps_nothing_alive(either: Any, data: bytes) -> None:
-    """Whoever keeps the error keeps neither the image nor its frames."""
+    """A stored error keeps neither the image nor its frames."""
     payload = Encoded(data)
     Encoded.gone.clear()
     with pytest.raises(BadImage) as caught:
@@ -233,9 +168,9 @@ def test_request_map_has_exact_types(either: Any) -> None:
         "min_p",
         "seed",
         "session",
-        "share",
         "stop_ids",
         "temperature",
+        "tenant",
         "top_k",
         "top_p",
     ]
@@ -258,7 +193,7 @@ def test_sim_pixels_are_real_and_accepted(picture: Callable[..., bytes]) -> None
     assert prepared.nbytes == pixels.nbytes == 24 * (30 * 20 + 7 * 9)
     assert 0.4 < float(pixels.mean()) < 0.6
     runner = SimRunner(sleep=lambda _: None)
-    from lifecycle_engine.runner import Prompt
+    from lifecycle_engine import Prompt
 
     runner.check(Prompt([1], {"pixels": memoryview(pixels)}))
 
@@ -308,8 +243,8 @@ def test_sim_prompt_is_its_text() -> None:
 def test_sim_side_needs_no_torch() -> None:
     """The simulated engine and its processor import neither torch nor transformers."""
     code = (
-        "import sys; import lifecycle_engine.chats.sim_processor, lifecycle_engine.scheduler,"
-        "lifecycle_engine.sim_runner, lifecycle_engine.worker;"
+        "import sys; import lifecycle_engine.sim, lifecycle_engine.core.scheduler,"
+        "lifecycle_engine.sim, lifecycle_engine.worker;"
         "print([m for m in ('torch', 'transformers') if m in sys.modules])"
     )
     result = subprocess.run(
@@ -326,8 +261,8 @@ def test_qwen_side_needs_no_torch(
     code = (
         "import sys; sys.modules['torch'] = None\n"
         "from pathlib import Path\n"
-        "from lifecycle_engine.processor import Chat, Message\n"
-        "from lifecycle_engine.chats.chat_processor import ChatProcessor\n"
+        "from lifecycle_engine.processing.processor import Chat, Message\n"
+        "from lifecycle_engine.processing.chat_processor import ChatProcessor\n"
         "content = [Path(sys.argv[2]).read_bytes(), 'hi']\n"
         "chat = Chat([Message('user', content)], max_tokens=1)\n"
         "print(ChatProcessor(sys.argv[1]).prepare(chat).nbytes)\n"
@@ -337,7 +272,7 @@ def test_qwen_side_needs_no_torch(
         capture_output=True,
         text=True,
         check=False,
-        timeout=60,
+        timeout=600,
     )
     assert result.stdout == f"{16 * 1176 * 4 + 24}\n", result.stderr
 
@@ -413,7 +348,7 @@ def test_qwen_makes_pictures_within_what_is_charged(processor: Any) -> None:
         peak = tracemalloc.get_traced_memory()[1] + _PILLOW_BYTES * 10**6
     finally:
         tracemalloc.stop()
-    weight = weigh([measure(data, MediaLimits(), param="")])
+    weight = estimate_memory([read_image_size(data, MediaLimits(), param="")])
     assert peak <= Correction().bytes(weight, 1 + processor.copies)
 
 
@@ -463,7 +398,7 @@ def test_qwen_stop_ids_come_from_the_checkpoint(processor: Any) -> None:
 
 def test_qwen_runs_without_generation_config(checkpoint: Path, tmp_path: Path) -> None:
     """Where a checkpoint has no generation config, the tokenizer's end counts."""
-    from lifecycle_engine.chats.chat_processor import ChatProcessor
+    from lifecycle_engine import ChatProcessor
 
     for file in checkpoint.iterdir():
         if file.name not in ("generation_config.json", "model.safetensors"):

@@ -5,16 +5,14 @@ from typing import Any
 
 import pytest
 
-from lifecycle_engine.runner import DeviceLost, Emitted, Prompt
-from lifecycle_engine.scheduler import Scheduler
-from lifecycle_engine.scheduling.backend import Output, RequestRejected
-from lifecycle_engine.sim_runner import SimRunner
+from lifecycle_engine import DeviceLost, Emitted, Prompt, Scheduler, SimRunner
+from lifecycle_zmq import Output, RequestRejected
 
 PIXELS = 24
 
 
-class Doctored(SimRunner):
-    """A simulated model that fails when told to, and notes its calls."""
+class FailingRunner(SimRunner):
+    """A simulated model that fails on demand, and records its calls."""
 
     def __init__(self, slots: int = 2) -> None:
         super().__init__(slots=slots, max_length=100, sleep=lambda _: None)
@@ -41,13 +39,13 @@ class Doctored(SimRunner):
 
 
 @pytest.fixture
-def runner() -> Doctored:
-    """A simulated model that works until told otherwise."""
-    return Doctored()
+def runner() -> FailingRunner:
+    """A simulated model that works until it is set to fail."""
+    return FailingRunner()
 
 
 @pytest.fixture
-def scheduler(runner: Doctored) -> Scheduler:
+def scheduler(runner: FailingRunner) -> Scheduler:
     """A scheduler over it."""
     return Scheduler(runner)
 
@@ -67,7 +65,7 @@ def drain(scheduler: Scheduler) -> list[Output]:
 
 
 def assert_idle(scheduler: Scheduler, runner: SimRunner) -> None:
-    """Nothing is held, and every start has its ending."""
+    """Everything is freed, and every started request has ended once."""
     status = scheduler.status()
     assert not scheduler.busy
     assert status["waiting"] == status["running"] == status["payload_bytes"] == 0
@@ -76,7 +74,7 @@ def assert_idle(scheduler: Scheduler, runner: SimRunner) -> None:
     assert status["started"] == sum(status["finished"].values())
 
 
-def test_stream_until_max_tokens(scheduler: Scheduler, runner: Doctored) -> None:
+def test_stream_until_max_tokens(scheduler: Scheduler, runner: FailingRunner) -> None:
     """A request gets one token a step and then its finish reason, in order."""
     start(scheduler, "a", 3)
     outputs = drain(scheduler)
@@ -90,10 +88,10 @@ def test_stream_until_max_tokens(scheduler: Scheduler, runner: Doctored) -> None
 
 
 @pytest.mark.parametrize("position", [0, 1, 3])
-def test_stop_token_ends_the_stream_unsaid(
-    scheduler: Scheduler, runner: Doctored, position: int
+def test_stop_token_ends_the_stream_and_is_not_emitted(
+    scheduler: Scheduler, runner: FailingRunner, position: int
 ) -> None:
-    """A stop id ends the stream at the first token as at any other, unemitted."""
+    """A stop id ends the stream at any token, and is not emitted."""
     start(scheduler, "a", 8)
     tokens = [output.items[0][0] for output in drain(scheduler)]
     first = tokens.index(tokens[position])
@@ -104,9 +102,9 @@ def test_stop_token_ends_the_stream_unsaid(
 
 
 def test_prefills_alternate_with_decode_steps(
-    scheduler: Scheduler, runner: Doctored
+    scheduler: Scheduler, runner: FailingRunner
 ) -> None:
-    """One prefill a step at most, and whoever runs is decoded before it."""
+    """At most one prefill per step, and running requests are decoded first."""
     start(scheduler, "a", 5)
     start(scheduler, "b", 5)
     scheduler.step()
@@ -114,16 +112,16 @@ def test_prefills_alternate_with_decode_steps(
     assert runner.calls == [("prefill", 0), ("decode", [0]), ("prefill", 1)]
 
 
-def test_line_is_served_in_order(scheduler: Scheduler) -> None:
-    """Who came first runs first, however many wait."""
+def test_queue_is_served_in_order(scheduler: Scheduler) -> None:
+    """Requests run in order of arrival, however many wait."""
     for key in "abcde":
         start(scheduler, key, 1)
     assert [output.key for output in drain(scheduler)] == list("abcde")
 
 
 def test_batch_is_bounded_below_the_slots() -> None:
-    """max_batch requests run at a time, also where more slots are free."""
-    runner = Doctored(slots=4)
+    """At most max_batch requests run at once, even if more slots are free."""
+    runner = FailingRunner(slots=4)
     scheduler = Scheduler(runner, max_batch=2)
     for key in "abc":
         start(scheduler, key, 10)
@@ -135,10 +133,10 @@ def test_batch_is_bounded_below_the_slots() -> None:
 
 @pytest.mark.parametrize("leave", ["cancel", "end"])
 @pytest.mark.parametrize("steps", [0, 1, 2, 3])
-def test_leave_in_any_phase_frees_everything_at_once(
-    scheduler: Scheduler, runner: Doctored, leave: str, steps: int
+def test_cancel_and_end_free_everything_in_any_phase(
+    scheduler: Scheduler, runner: FailingRunner, leave: str, steps: int
 ) -> None:
-    """Waiting, prefilled, decoding, at the last step: all of it is free (peers-22)."""
+    """Queued, in prefill, decoding or at the last step: all is freed (peers-22)."""
     start(scheduler, "a", 4)
     for _ in range(steps):
         scheduler.step()
@@ -146,14 +144,16 @@ def test_leave_in_any_phase_frees_everything_at_once(
     status = scheduler.status()
     assert (status["slots_free"], status["payload_bytes"]) == (2, 0)
     outputs = drain(scheduler)
-    told = [output.finish.reason for output in outputs if output.finish is not None]
-    assert told == (["cancelled"] if leave == "cancel" else [])
+    reasons = [output.finish.reason for output in outputs if output.finish is not None]
+    assert reasons == (["cancelled"] if leave == "cancel" else [])
     assert not any(output.items for output in outputs)
     assert_idle(scheduler, runner)
 
 
-def test_end_after_cancel_silences_it(scheduler: Scheduler, runner: Doctored) -> None:
-    """A stream that is ended before its cancellation was told is never heard of."""
+def test_end_after_cancel_discards_the_output(
+    scheduler: Scheduler, runner: FailingRunner
+) -> None:
+    """A stream that is ended before its cancellation is reported sends nothing more."""
     start(scheduler, "a")
     scheduler.cancel("a")
     scheduler.end("a")
@@ -162,10 +162,10 @@ def test_end_after_cancel_silences_it(scheduler: Scheduler, runner: Doctored) ->
     assert scheduler.status()["finished"]["cancelled"] == 1
 
 
-def test_leaving_unknown_keys_is_nothing(
-    scheduler: Scheduler, runner: Doctored
+def test_cancel_and_end_of_unknown_keys_are_no_ops(
+    scheduler: Scheduler, runner: FailingRunner
 ) -> None:
-    """Cancel and END of a key that is not there, or no more, change nothing."""
+    """Cancel and END of an unknown or finished key change nothing."""
     start(scheduler, "a", 1)
     drain(scheduler)
     for key in ("a", "b"):
@@ -175,7 +175,7 @@ def test_leaving_unknown_keys_is_nothing(
 
 
 def test_key_is_refused_while_in_use(scheduler: Scheduler) -> None:
-    """A key is unique while it waits, runs, or its cancellation is untold."""
+    """A key is in use while it is queued, runs, or its cancellation is unreported."""
     start(scheduler, "a", 5)
     for act in (lambda: None, scheduler.step, lambda: scheduler.cancel("a")):
         act()
@@ -185,8 +185,8 @@ def test_key_is_refused_while_in_use(scheduler: Scheduler) -> None:
     start(scheduler, "a")
 
 
-def test_full_line_refuses(runner: Doctored) -> None:
-    """A bounded line refuses the next one and holds nothing of it."""
+def test_full_queue_rejects(runner: FailingRunner) -> None:
+    """A full queue rejects the next request and keeps nothing of it."""
     scheduler = Scheduler(runner, max_waiting=1)
     start(scheduler, "a")
     with pytest.raises(RequestRejected, match="retry later") as caught:
@@ -197,9 +197,9 @@ def test_full_line_refuses(runner: Doctored) -> None:
 
 
 def test_failing_prefill_fails_alone(
-    scheduler: Scheduler, runner: Doctored, caplog: pytest.LogCaptureFixture
+    scheduler: Scheduler, runner: FailingRunner, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """A prompt that the model chokes on is told so; its neighbours go on."""
+    """A prompt on which the model fails gets the error; its neighbours continue."""
     start(scheduler, "a", 4)
     scheduler.step()
     runner.fail_prefill = ValueError("secret words of the prompt")
@@ -219,8 +219,10 @@ def test_failing_prefill_fails_alone(
     assert_idle(scheduler, runner)
 
 
-def test_failing_decode_fails_that_step(scheduler: Scheduler, runner: Doctored) -> None:
-    """All of a failing batch are told; who was not in it goes on."""
+def test_failing_decode_fails_that_step(
+    scheduler: Scheduler, runner: FailingRunner
+) -> None:
+    """All requests of a failing batch fail; others continue."""
     for key in "abc":
         start(scheduler, key, 4)
     scheduler.step()
@@ -239,11 +241,11 @@ def test_failing_decode_fails_that_step(scheduler: Scheduler, runner: Doctored) 
 
 
 @pytest.mark.parametrize("leaves", ["completed", "cancel", "end", "deadline", "failed"])
-def test_failing_clean_up_costs_nobody_anything(
+def test_failing_free_affects_no_request(
     leaves: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """A runner that cannot free a slot is told of in the log; all others go on."""
-    runner, now = Doctored(), [0.0]
+    """A runner that cannot free a slot is logged; other requests continue."""
+    runner, now = FailingRunner(), [0.0]
     scheduler = Scheduler(runner, clock=lambda: now[0])
     free = runner.free
 
@@ -271,15 +273,27 @@ def test_failing_clean_up_costs_nobody_anything(
     else:
         of_a = {"a": bad[leaves]} if leaves in bad else {}
         assert found == {**of_a, "b": "completed", "c": "completed"}
-    assert "free failed (RuntimeError at " in caplog.text
+    assert "freeing a KV slot failed: RuntimeError at " in caplog.text
     assert "secret" not in caplog.text
     assert_idle(scheduler, runner)
 
 
-def test_slot_whose_clean_up_failed_is_begun_anew(
-    scheduler: Scheduler, runner: Doctored, monkeypatch: pytest.MonkeyPatch
+def test_error_of_a_runner_keeps_no_request_alive(
+    scheduler: Scheduler, runner: FailingRunner
 ) -> None:
-    """No number of failing clean-ups uses the slots up, kept ones included."""
+    """An exception that is raised again and again keeps neither frames nor prompts."""
+    error = ValueError("no")
+    for number in range(3):
+        runner.fail_prefill = error
+        start(scheduler, str(number), 2)
+        assert drain(scheduler)[-1].finish is not None
+    assert (error.__traceback__, error.__context__) == (None, None)
+
+
+def test_reuses_a_slot_after_a_failing_free(
+    scheduler: Scheduler, runner: FailingRunner, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Failing frees never use up the slots, including cached ones."""
     monkeypatch.setattr(runner, "free", lambda slot: 1 / 0)
     for number in range(9):
         key = str(number)
@@ -288,10 +302,10 @@ def test_slot_whose_clean_up_failed_is_begun_anew(
     assert scheduler.status()["slots_free"] == runner.slots
 
 
-def test_lost_device_is_not_a_failing_clean_up(
-    scheduler: Scheduler, runner: Doctored, monkeypatch: pytest.MonkeyPatch
+def test_lost_device_is_not_a_failing_free(
+    scheduler: Scheduler, runner: FailingRunner, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """What the process cannot survive passes through, also from END."""
+    """A fatal error propagates, also from END."""
 
     def lose(slot: int) -> None:
         raise DeviceLost("gone")
@@ -303,8 +317,8 @@ def test_lost_device_is_not_a_failing_clean_up(
         scheduler.end("a")
 
 
-def test_runner_that_answers_short_fails_the_step(
-    scheduler: Scheduler, runner: Doctored, monkeypatch: pytest.MonkeyPatch
+def test_runner_with_too_few_items_fails_the_step(
+    scheduler: Scheduler, runner: FailingRunner, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A runner that returns too few tokens is an error, not a shifted batch."""
     start(scheduler, "a", 4)
@@ -317,10 +331,10 @@ def test_runner_that_answers_short_fails_the_step(
 
 
 @pytest.mark.parametrize("where", ["fail_prefill", "fail_decode"])
-def test_lost_device_is_nobodys_failure(
-    scheduler: Scheduler, runner: Doctored, where: str
+def test_lost_device_is_not_a_failed_request(
+    scheduler: Scheduler, runner: FailingRunner, where: str
 ) -> None:
-    """An error that the process cannot survive is not told as a request's own."""
+    """A fatal error of the process is not reported as a request's own."""
     start(scheduler, "a", 4)
     if where == "fail_decode":
         scheduler.step()
@@ -329,7 +343,9 @@ def test_lost_device_is_nobodys_failure(
         scheduler.step()
 
 
-def test_status_is_plain_and_balances(scheduler: Scheduler, runner: Doctored) -> None:
+def test_status_is_plain_and_balances(
+    scheduler: Scheduler, runner: FailingRunner
+) -> None:
     """Counters are plain values and add up at every moment."""
     start(scheduler, "a", 9)
     start(scheduler, "b", 9)
@@ -347,7 +363,7 @@ def test_status_is_plain_and_balances(scheduler: Scheduler, runner: Doctored) ->
         "max_batch": 2,
         "slots": 2,
         "slots_free": 0,
-        "slots_kept": 0,
+        "slots_cached": 0,
         "slots_evicted": 0,
         "tokens_resumed": 0,
         "kv_used": 7 / 200,
@@ -362,14 +378,14 @@ def test_status_is_plain_and_balances(scheduler: Scheduler, runner: Doctored) ->
     }
 
 
-def test_batch_beyond_the_slots_raises(runner: Doctored) -> None:
+def test_batch_beyond_the_slots_raises(runner: FailingRunner) -> None:
     """A batch that could never fill is a mistake in the configuration."""
     with pytest.raises(ValueError, match="has 2 slots"):
         Scheduler(runner, max_batch=3)
 
 
-def test_tokens_do_not_depend_on_company(
-    runner: Doctored, check_alone: Callable[..., list[Any]]
+def test_tokens_do_not_depend_on_other_requests(
+    runner: FailingRunner, check_alone: Callable[..., list[Any]]
 ) -> None:
     """A stream is the same alone and among others that come and go."""
     alone = check_alone("a", 6)
@@ -383,10 +399,10 @@ def test_tokens_do_not_depend_on_company(
 
 @pytest.fixture
 def check_alone() -> Callable[..., list[Any]]:
-    """A function that streams one request with nobody beside it."""
+    """Return a function that streams one request alone."""
 
     def run(key: str, count: int) -> list[Any]:
-        scheduler = Scheduler(Doctored())
+        scheduler = Scheduler(FailingRunner())
         start(scheduler, key, count)
         return [item for output in drain(scheduler) for item in output.items]
 

@@ -14,13 +14,11 @@ from hypothesis.stateful import (
 )
 from more_examples import TIMES
 
-from lifecycle_engine.runner import Emitted, Prompt
-from lifecycle_engine.scheduler import Scheduler
-from lifecycle_engine.sim_runner import SimRunner
+from lifecycle_engine import Emitted, Prompt, Scheduler, SimRunner
 
 
-class Choking(SimRunner):
-    """Fails the prompt with token 255, and any batch when told to."""
+class FailingRunner(SimRunner):
+    """Fails the prompt with token 255, and any batch on demand."""
 
     choke = False
 
@@ -45,7 +43,7 @@ class Choking(SimRunner):
 
 
 def whole(request: dict[str, Any], pixels: bytes) -> list[int]:
-    """What a request streams that is read at once, alone, into a new slot."""
+    """The stream of a request that is prefilled at once, alone, in a new slot."""
     runner = SimRunner(slots=1, max_length=60, sleep=lambda _: None)
     tensors = {"pixels": memoryview(pixels).cast("f")} if pixels else {}
     ids = request["input_ids"]
@@ -64,7 +62,7 @@ class SchedulerMachine(RuleBasedStateMachine):
 
     @initialize(slots=st.integers(1, 4), data=st.data())
     def make(self, slots: int, data: st.DataObject) -> None:
-        self.runner = Choking(slots=slots, max_length=60, sleep=lambda _: None)
+        self.runner = FailingRunner(slots=slots, max_length=60, sleep=lambda _: None)
         self.scheduler = Scheduler(
             self.runner,
             max_batch=data.draw(st.integers(1, slots)),
@@ -114,7 +112,7 @@ class SchedulerMachine(RuleBasedStateMachine):
             ids = [*(before if len(before) < 16 else []), *ids]
             ids = [2 if token == 255 and not bad else token for token in ids]
             self.said[session], self.turns[key] = ids, session
-        request = {"input_ids": ids, "max_tokens": count, "share": share}
+        request = {"input_ids": ids, "max_tokens": count, "tenant": share}
         request |= {"timeout": timeout, "session": session, "last_turn": last}
         tensors = {"pixels": memoryview(bytes(24 * size)).cast("f")} if size else {}
         self.scheduler.start(key, request, tensors)
@@ -171,7 +169,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         seated = status["prefilling"] + status["running"]
         live = status["waiting"] + seated
         assert status["started"] == live + sum(status["finished"].values())
-        kept = status["slots_kept"]
+        kept = status["slots_cached"]
         assert kept <= status["slots_free"] == status["slots"] - seated
         held = len(self.runner._kv)
         assert status["running"] + kept <= held <= seated + kept
@@ -192,7 +190,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         self.books_balance()
         assert not self.scheduler.busy
         assert set(self.owed) <= set(self.finished)
-        assert len(self.runner._kv) == self.scheduler.status()["slots_kept"]
+        assert len(self.runner._kv) == self.scheduler.status()["slots_cached"]
 
 
 TestScheduler = SchedulerMachine.TestCase

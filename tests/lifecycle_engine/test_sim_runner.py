@@ -4,9 +4,9 @@ import array
 
 import pytest
 
-from lifecycle_engine.runner import Prompt
-from lifecycle_engine.sim_runner import BYTES_PER_PIXEL, SimCost, SimRunner
+from lifecycle_engine import Prompt, SimCost, SimRunner
 
+BYTES_PER_PIXEL = 24
 COST = SimCost(prefill_token=1.0, prefill_pixel=0.25, decode_step=10.0, decode_lane=2.0)
 
 
@@ -18,7 +18,7 @@ def slept() -> list[float]:
 
 @pytest.fixture
 def runner(slept: list[float]) -> SimRunner:
-    """A simulated model whose time passes at once."""
+    """A simulated model that does not sleep."""
     return SimRunner(slots=2, kv_bytes_per_token=100, cost=COST, sleep=slept.append)
 
 
@@ -45,7 +45,7 @@ def test_decode_takes_time_by_lanes(runner: SimRunner, slept: list[float]) -> No
 
 
 def test_prefill_holds_real_memory_until_freed(runner: SimRunner) -> None:
-    """KV memory is there while a request runs, of the stated size, and then gone."""
+    """A running request holds KV memory of the stated size."""
     runner.prefill(1, Prompt([0] * 50, {}), 0, 50)
     assert runner.kv_bytes == 5000
     assert bytes(runner._kv[1]) == b"\1" * 5000

@@ -19,9 +19,8 @@ from tokenizers.processors import TemplateProcessing
 from transformers import AutoProcessor, AutoTokenizer
 from typer.testing import CliRunner
 
-from lifecycle_engine.chats.chat_processor import ChatProcessor
+from lifecycle_engine import BadChat, Chat, ChatProcessor, Message
 from lifecycle_engine.cli import cli
-from lifecycle_engine.processor import BadChat, Chat, Message
 
 CHAT = Chat([Message("user", ["See <this>, s'il te pla\u00eet"])], max_tokens=1)
 EACH = "{% for message in messages %}\n"
@@ -63,9 +62,9 @@ BROKEN = {
 def test_broken_template_is_refused_at_once(
     copied: Callable[..., Path], how: str
 ) -> None:
-    """With its file and line, and not as a mistake of whoever asks first."""
+    """The error has its file and line, and is raised before the first request."""
     template, told = BROKEN[how]
-    with pytest.raises(ValueError, match=f"{told}.*; mend the template$"):
+    with pytest.raises(ValueError, match=f"{told}.*; correct the template$"):
         ChatProcessor(copied("qwen3", template))
 
 
@@ -74,7 +73,7 @@ def test_template_that_joins_texts_is_refused_where_there_are_pictures(
 ) -> None:
     """Of a model for text alone, put beside one that reads pictures."""
     folder = copied("llava", EACH + "{{ 'User: ' + message['content'] }}{% endfor %}")
-    with pytest.raises(ValueError, match=r"TypeError in .*, line 2; mend"):
+    with pytest.raises(ValueError, match=r"TypeError in .*, line 2; correct"):
         ChatProcessor(folder)
 
 
@@ -93,7 +92,7 @@ def test_template_of_a_tokenizer_config_is_named(copied: Callable[..., Path]) ->
     ("text", "told"),
     [("{}", "KeyError: 'chat_template'"), ("[1]", "TypeError"), ("{", "JSONDecodeErr")],
 )
-def test_old_file_without_a_template_is_told_in_a_sentence(
+def test_reports_an_old_file_without_a_template_in_a_sentence(
     copied: Callable[..., Path], text: str, told: str
 ) -> None:
     """Its name is that of the template's file in older checkpoints."""
@@ -116,7 +115,7 @@ def test_serve_says_where_the_template_is_broken(copied: Callable[..., Path]) ->
 def test_template_that_wants_more_than_one_message_is_served(
     copied: Callable[..., Path],
 ) -> None:
-    """It refuses by itself what it is tried with, and says so to whoever asks so."""
+    """A template that refuses the trial messages is loaded, and refuses such requests."""
     raising = (
         "{% if messages | length < 2 %}{{ raise_exception('say more') }}{% endif %}"
     )
@@ -130,7 +129,7 @@ def test_template_that_wants_more_than_one_message_is_served(
 def test_template_that_fails_over_a_conversation_refuses_it(
     copied: Callable[..., Path],
 ) -> None:
-    """What it was not tried with is no 500, and nothing of it is told."""
+    """A failure on untried input is no 500, and reveals nothing."""
     adding = (
         "{% if message['role'] == 'system' %}{{ 1 + message['content'] }}{% endif %}"
     )
@@ -157,7 +156,7 @@ def test_one_of_several_templates_is_taken(copied: Callable[..., Path]) -> None:
 
 
 def begins_by_itself(path: Path) -> None:
-    """Make a tokenizer put `<s>` before what it is not told to leave alone."""
+    """Make a tokenizer prepend `<s>` unless special tokens are disabled."""
     tokenizer = Tokenizer.from_file(str(path))
     one = [("<s>", tokenizer.token_to_id("<s>"))]
     tokenizer.post_processor = TemplateProcessing(single="<s> $A", special_tokens=one)
@@ -230,7 +229,7 @@ def test_pictures_that_do_not_fit_the_model_are_refused_at_once(
         ChatProcessor(folder)
 
 
-def test_image_processor_that_fails_is_told_in_a_sentence(
+def test_reports_an_image_processor_that_fails_in_a_sentence(
     copied: Callable[..., Path],
 ) -> None:
     """Also where it raises what is neither an `OSError` nor a `ValueError`."""

@@ -1,4 +1,4 @@
-"""Models of text: what their layers see, how positions turn, and who makes them."""
+"""Text models: attention windows, rotary positions and model families."""
 
 from __future__ import annotations
 
@@ -11,10 +11,9 @@ import pytest
 torch = pytest.importorskip("torch")
 transformers = pytest.importorskip("transformers")
 
-from engine_kit import Kit  # noqa: E402
+from engine_kit import Kit, family_of  # noqa: E402
 
-from lifecycle_engine.models.families import family_of  # noqa: E402
-from lifecycle_engine.runner import Prompt, Sampling  # noqa: E402
+from lifecycle_engine import Prompt, Sampling  # noqa: E402
 
 _ALIKE = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers")
 _ALIKE += ("num_attention_heads", "num_key_value_heads", "initializer_range")
@@ -33,25 +32,25 @@ def other(name: str, **options: Any) -> Callable[[Any], Any]:
 
 
 def some_windows(config: Any) -> None:
-    """Layers that see everything beside layers that see twenty positions."""
+    """Layers with full attention beside layers with a window of twenty positions."""
     text = config.get_text_config()
     text.use_sliding_window, text.sliding_window = True, 20
     text.layer_types = ["full_attention", "sliding_attention"]
 
 
 def around_windows(config: Any) -> None:
-    """Pictures in front of a text model that sees thirty positions."""
+    """A vision model over a text model with a window of thirty positions."""
     config.text_config = other("Mistral", sliding_window=30)(config.text_config)
 
 
 def growing(config: Any) -> None:
-    """Frequencies that grow behind as many positions as are taken."""
+    """Frequencies that depend on the length beyond the supported one."""
     config.rope_parameters = {"rope_type": "dynamic", "factor": 4.0, "rope_theta": 1e4}
     config.max_position_embeddings = 512
 
 
 def two_sets(config: Any) -> None:
-    """Other frequencies behind 512 positions of 4096."""
+    """Other frequencies after 512 of 4096 positions."""
     half = config.hidden_size // config.num_attention_heads // 2
     config.rope_parameters = {
         "rope_type": "longrope",
@@ -102,11 +101,12 @@ CASES: dict[str, tuple[str, Callable[[Any], Any]]] = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("case", CASES)
 def test_text_model_matches_generate(
     tmp_path: Path, picture: Callable[..., bytes], case: str
 ) -> None:
-    """In chunks and steps, together, whatever its layers see: the oracle's tokens."""
+    """In any chunks and batches, with any attention: the tokens of `generate`."""
     torch.set_num_threads(1)
     family, change = CASES[case]
     kit = Kit(tmp_path, family, change=change)
@@ -122,7 +122,7 @@ def test_text_model_matches_generate(
 
 
 def _check_logits(kit: Kit) -> None:
-    """What is told of the likeliest token is the model's own: a scale shows there."""
+    """The reported log probabilities are the model's own, including its scale."""
     each = kit.prepare("see", logprobs=0)
     ids = torch.tensor([each.request["input_ids"]])
     with torch.inference_mode():
@@ -135,8 +135,8 @@ def _check_logits(kit: Kit) -> None:
 
 
 @pytest.mark.parametrize("change", [growing, two_sets])
-def test_frequencies_stay_where_they_are(tmp_path: Path, change: Any) -> None:
-    """No length at which others' tokens would change is taken; a step asks nothing."""
+def test_rope_frequencies_are_frozen(tmp_path: Path, change: Any) -> None:
+    """Lengths that change other requests' tokens are rejected; no step synchronises."""
     kit = Kit(tmp_path, "llama", change=change)
     assert kit.runner(max_length=None).max_length == 512
     with pytest.raises(ValueError, match="max_length is 513; the model takes 2 to 512"):
@@ -146,7 +146,7 @@ def test_frequencies_stay_where_they_are(tmp_path: Path, change: Any) -> None:
 
 
 def test_layers_of_an_unknown_kind_are_refused() -> None:
-    """They would run, and see what they should not."""
+    """They would run with the wrong mask."""
     config = transformers.Qwen3Config(num_hidden_layers=1)
     config.layer_types = ["chunked_attention"]
     with pytest.raises(ValueError, match="layers of chunked_attention; known are full"):
@@ -156,7 +156,7 @@ def test_layers_of_an_unknown_kind_are_refused() -> None:
 def test_scale_of_a_text_model_is_left_out_behind_images(
     tmp_path: Path, picture: Callable[..., bytes]
 ) -> None:
-    """As in transformers, whose LLaVA has a head of its own."""
+    """As in transformers, whose LLaVA has its own head."""
 
     def around(config: Any) -> None:
         config.text_config = other("Granite", logits_scaling=3.0)(config.text_config)

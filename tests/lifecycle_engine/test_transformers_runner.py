@@ -1,7 +1,6 @@
 from __future__ import annotations
 
 import random
-import types
 from collections.abc import Callable
 from typing import Any
 
@@ -10,18 +9,19 @@ import pytest
 torch = pytest.importorskip("torch")
 pytest.importorskip("transformers")
 
-from lifecycle_engine.models import passes  # noqa: E402
-from lifecycle_engine.models.device import told_if_lost  # noqa: E402
-from lifecycle_engine.models.transformers_runner import TransformersRunner  # noqa: E402
-from lifecycle_engine.models.uploads import TorchDevice  # noqa: E402
-from lifecycle_engine.runner import DeviceLost, Emitted, Prompt, Sampling  # noqa: E402
-from lifecycle_engine.scheduler import Scheduler  # noqa: E402
+from lifecycle_engine import (  # noqa: E402
+    Emitted,
+    Prompt,
+    Sampling,
+    Scheduler,
+    TransformersRunner,
+)
 
 COUNT = 24
 
 
 def prompt_of(prepared: Any, **sampling: Any) -> Prompt:
-    """What a runner takes."""
+    """Build the prompt of a prepared chat."""
     ids = prepared.request["input_ids"]
     return Prompt(ids, dict(prepared.tensors), Sampling(**sampling))
 
@@ -48,7 +48,7 @@ def stream(
 
 
 def tokens_of(scheduler: Scheduler) -> list[int]:
-    """Step to the end and collect the tokens of whoever runs."""
+    """Step to the end and collect the tokens of running requests."""
     items = []
     while scheduler.busy:
         items += [item for output in scheduler.step() for item in output.items]
@@ -96,7 +96,7 @@ def test_batch_matches_generate(
 def test_requests_that_come_and_go_match_generate(
     model: Any, prepared: list[Any], expected: list[Any], seed: int
 ) -> None:
-    """Joining, finishing, cancelling and ending at random change nobody's tokens."""
+    """Joining, finishing, cancelling and ending at random change no tokens."""
     rng = random.Random(seed)
     graphs: Any = "fake" if seed % 2 else "off"
     runner = TransformersRunner(model, slots=4, max_length=512, graphs=graphs)
@@ -131,7 +131,7 @@ def test_requests_that_come_and_go_match_generate(
         whole = wanted[key] if key in completed else wanted[key][: len(tokens)]
         assert tokens == whole
     assert scheduler.status()["slots_free"] == 4
-    assert not runner._seats
+    assert not runner._rows
 
 
 def test_rope_deltas_stay_off_the_module(model: Any, prepared: list[Any]) -> None:
@@ -156,7 +156,7 @@ def test_lost_position_deltas_change_the_tokens(
     class Forgetful(TransformersRunner):
         def prefill(self, *args: Any) -> Emitted | None:
             emitted = super().prefill(*args)
-            self._seats[0].delta = 0
+            self._rows[0].delta = 0
             return emitted
 
     runner = Forgetful(model, slots=1, max_length=512)
@@ -302,42 +302,7 @@ def test_random_checkpoint_writes_readable_text(
         assert all(letter.isprintable() or letter == "\n" for letter in text)
 
 
-class _Errors:
-    """A CUDA runtime that fails every call with an error, or none."""
-
-    def __init__(self, error: RuntimeError | None) -> None:
-        self.error = error
-
-    def synchronize(self) -> None:
-        if self.error is not None:
-            raise self.error
-
-
-@pytest.mark.parametrize(
-    ("error", "then", "lost"),
-    [
-        (RuntimeError("CUDA error: illegal address"), RuntimeError("assert"), True),
-        (RuntimeError("shapes do not match"), None, False),
-        (torch.OutOfMemoryError("CUDA out of memory"), RuntimeError("assert"), False),
-        (RuntimeError("cublas: ALLOC_FAILED"), torch.OutOfMemoryError("full"), False),
-    ],
-    ids=["sticky", "ordinary", "memory", "memory of a library"],
-)
-def test_only_an_error_that_stays_is_a_lost_device(
-    monkeypatch: pytest.MonkeyPatch,
-    error: RuntimeError,
-    then: RuntimeError | None,
-    lost: bool,
-) -> None:
-    """A CUDA error ends the process only where the next call fails as well."""
-    monkeypatch.setattr(torch, "cuda", _Errors(then))
-    monkeypatch.setattr(torch, "zeros", lambda *_, **__: torch.tensor([0.0]))
-    with pytest.raises(DeviceLost if lost else type(error)):
-        with told_if_lost(types.SimpleNamespace(type="cuda")):
-            raise error
-
-
-def test_rows_that_do_not_fit_are_told_as_such(
+def test_rows_that_do_not_fit_raise(
     monkeypatch: pytest.MonkeyPatch, model: Any
 ) -> None:
     """Too many slots for the device are a mistake in the configuration, too."""
@@ -348,42 +313,6 @@ def test_rows_that_do_not_fit_are_told_as_such(
     monkeypatch.setattr(torch, "zeros", full)
     with pytest.raises(ValueError, match="7 KV slots of 64 positions do not fit"):
         TransformersRunner(model, slots=7, max_length=64)
-
-
-def test_chunk_is_over_when_the_device_is_done_with_it(
-    monkeypatch: pytest.MonkeyPatch, model: Any, prepared: list[Any]
-) -> None:
-    """Copies are waited for first, then the pass: each chunk's time is its own."""
-    begun: list[str] = []
-    waited: list[str] = []
-
-    class Device(TorchDevice):
-        """Writes down what was begun last before each mark that is waited for."""
-
-        def copy(self, source: Any) -> Any:
-            begun.append("copy")
-            return super().copy(source)
-
-        def mark(self) -> Any:
-            last = begun[-1]
-            return types.SimpleNamespace(synchronize=lambda: waited.append(last))
-
-    text = model.model.language_model
-    forward = text.forward
-
-    def run(*args: Any, **options: Any) -> Any:
-        begun.append("pass")
-        return forward(*args, **options)
-
-    monkeypatch.setattr(passes, "TorchDevice", Device)
-    monkeypatch.setattr(text, "forward", run)
-    runner = TransformersRunner(model, slots=1, max_length=512)
-    prompt = prompt_of(prepared[2])
-    whole = len(prompt.input_ids)
-    runner.prefill(0, prompt, 0, whole - 1)
-    assert waited == ["copy", "copy", "pass"]
-    runner.prefill(0, prompt, whole - 1, whole)
-    assert waited[3:] == ["pass"]
 
 
 def test_max_length_beyond_the_model_raises(model: Any) -> None:
@@ -397,7 +326,7 @@ def test_max_length_beyond_the_model_raises(model: Any) -> None:
 def test_lane_without_finite_logits_fails_alone(
     model: Any, prepared: list[Any], expected: list[Any], graphs: Any, value: float
 ) -> None:
-    """In the middle of a batch, whatever is told beside its tokens; the rest is right."""
+    """In the middle of a batch, with any report beside its tokens, the rest is right."""
     runner = TransformersRunner(model, slots=3, max_length=512, graphs=graphs)
     scheduler = Scheduler(runner)
     fields: dict[str, Any] = {
@@ -409,7 +338,7 @@ def test_lane_without_finite_logits_fails_alone(
         request = prepared[0].request | {"max_tokens": COUNT} | more
         scheduler.start(key, request, {})
         scheduler.step()
-    row = runner._seats[1].row
+    row = runner._rows[1].row
 
     def spoil(_module: Any, _args: Any, logits: Any) -> Any:
         logits = logits.clone()
@@ -425,14 +354,14 @@ def test_lane_without_finite_logits_fails_alone(
     assert failed.finish.message == "decode failed: FloatingPointError"
     while scheduler.busy:
         for output in scheduler.step():
-            tokens[output.key] += told(output)
+            tokens[output.key] += token_ids(output)
     assert expected[0][-len(tokens["b"]) :] == tokens["b"]
     assert len(tokens["b"]) > 5
     assert tokens["a"]
     assert scheduler.status()["slots_free"] == 3
 
 
-def told(output: Any) -> list[int]:
+def token_ids(output: Any) -> list[int]:
     """The tokens of an output, with log probabilities or without."""
     tokens: list[int] = []
     for item in output.items:

@@ -1,4 +1,4 @@
-"""What Prometheus is told is what the books say, at every scrape."""
+"""Prometheus metrics agree with the statistics at every scrape."""
 
 from __future__ import annotations
 
@@ -28,14 +28,14 @@ from lifecycle.events import (
     StartSettled,
     StreamEnded,
 )
-from lifecycle_asgi.events import FirstItem, PhaseEnded, RequestEnded, RequestStarted
+from lifecycle_asgi import FirstItem, PhaseEnded, RequestEnded, RequestStarted
 from lifecycle_metrics import Metrics
 
 pytestmark = pytest.mark.anyio
 
 
-def told(metrics: Metrics) -> dict[Any, float]:
-    """Every sample by its name and its labels."""
+def samples(metrics: Metrics) -> dict[Any, float]:
+    """Return every sample by its name and labels."""
     families = text_string_to_metric_families(metrics.text().decode())
     return {
         (sample.name, *sample.labels.values()): sample.value
@@ -45,33 +45,33 @@ def told(metrics: Metrics) -> dict[Any, float]:
 
 
 def of(samples: dict[Any, float], name: str) -> list[float]:
-    """All series of one metric."""
+    """Return all series of one metric."""
     return [value for key, value in samples.items() if key[0] == name]
 
 
-def test_tells_what_a_gate_holds() -> None:
-    """Limits, use and waits come from the books, refusals with their reason."""
+def test_reports_usage_of_a_gate() -> None:
+    """Limits, use and waits come from the statistics, refusals with their reason."""
     metrics = Metrics()
     gate = Gate(slots=1, bytes=100, max_waiting=0, name="pictures", observer=metrics)
     metrics.watch(gate)
     lease = gate.try_admit(bytes=40)
     with pytest.raises(GateFull):
         gate.try_admit(bytes=40)
-    now = told(metrics)
+    now = samples(metrics)
     assert now["lifecycle_gate_bytes", "pictures", "in_use"] == 40
     assert now["lifecycle_gate_bytes", "pictures", "limit"] == 100
     assert now["lifecycle_gate_slots", "pictures", "in_use"] == 1
     assert now["lifecycle_gate_requests_total", "pictures", "admitted"] == 1
-    assert now["lifecycle_refusals_total", "pictures", "full"] == 1
+    assert now["lifecycle_gate_refusals_total", "pictures", "full"] == 1
     assert now["lifecycle_gate_wait_seconds_count", "pictures"] == 1
     lease.release()
-    now = told(metrics)
+    now = samples(metrics)
     assert now["lifecycle_gate_bytes", "pictures", "in_use"] == 0
-    assert now["lifecycle_gate_released_total", "pictures", "owner"] == 1
+    assert now["lifecycle_gate_leases_released_total", "pictures", "owner"] == 1
 
 
-async def test_counts_what_became_of_those_who_came() -> None:
-    """Admitted, refused, gone from the line; given back, or only found by the collector."""
+async def test_counts_outcomes_of_requests() -> None:
+    """Requests are admitted, refused or cancelled; leases are released or collected."""
     metrics, gate = Metrics(), Gate(slots=1, max_waiting=1, name="g")
     metrics.watch(gate)
     for _ in range(2):
@@ -80,15 +80,15 @@ async def test_counts_what_became_of_those_who_came() -> None:
     async with anyio.create_task_group() as tasks:
         tasks.start_soon(gate.admit)
         await anyio.wait_all_tasks_blocked()
-        assert told(metrics)["lifecycle_gate_waiting", "g"] == 1
+        assert samples(metrics)["lifecycle_gate_waiting", "g"] == 1
         for _ in range(4):
             with pytest.raises(GateFull):
                 gate.try_admit()
         tasks.cancel_scope.cancel()
     with pytest.warns(ResourceWarning):
         del lease
-    now = told(metrics)
-    names = ("requests_total", "released_total")
+    now = samples(metrics)
+    names = ("requests_total", "leases_released_total")
     assert {key[2]: now[key] for key in now if key[0][15:] in names} == {
         "admitted": 3,
         "refused": 4,
@@ -105,66 +105,74 @@ REQUEST: Any = {"request": "r", "operation": "chat"}
 @pytest.mark.parametrize(
     ("event", "series", "value"),
     [
-        (SessionClosed(**SESSION, outcome="failed", duration_s=3), "session", 3),
-        (StartSettled(**SESSION, how="unknown", duration_s=4), "start", 4),
+        (
+            SessionClosed(**SESSION, outcome="failed", duration_s=3),
+            "session_duration",
+            3,
+        ),
+        (StartSettled(**SESSION, how="unknown", duration_s=4), "start_duration", 4),
         (StreamEnded(**SESSION, items=5), "stream_items", 5),
         (
             LeaseSettled(gate="g", estimated_bytes=4, actual_bytes=3),
-            "settled_ratio",
+            "gate_estimate_ratio",
             0.75,
         ),
-        (PhaseEnded(**REQUEST, phase="queue", began_s=1, duration_s=2), "phase", 2),
-        (FirstItem(**REQUEST, after_s=6), "first_item", 6),
+        (
+            PhaseEnded(**REQUEST, phase="queue", began_s=1, duration_s=2),
+            "phase_duration",
+            2,
+        ),
+        (FirstItem(**REQUEST, after_s=6), "time_to_first_item", 6),
     ],
 )
-def test_measures_what_an_event_tells(event: Event, series: str, value: float) -> None:
-    """Each lands in its own histogram, and in no other."""
+def test_measures_each_event(event: Event, series: str, value: float) -> None:
+    """Each event is recorded in its own histogram only."""
     metrics = Metrics()
     metrics(event)
     metrics(LeaseSettled(gate="none", estimated_bytes=0, actual_bytes=3))
-    sums = {key: value for key, value in told(metrics).items() if "_sum" in key[0]}
+    sums = {key: value for key, value in samples(metrics).items() if "_sum" in key[0]}
     found = {key[0]: value for key, value in sums.items() if value}
-    unit = "" if "_" in series and series != "first_item" else "_seconds"
+    unit = "" if series in ("stream_items", "gate_estimate_ratio") else "_seconds"
     assert found == {f"lifecycle_{series}{unit}_sum": value}
 
 
 def test_counts_an_end_once() -> None:
-    """Of one that was never told of, and of the second of one request, nothing is."""
+    """The end of an unknown request, and a second end, are not counted."""
     metrics = Metrics()
     ended = RequestEnded(**REQUEST, outcome="completed", status=200, duration_s=1)
     for event in (ended, RequestStarted(**REQUEST), ended, ended):
         metrics(event)
-    now = told(metrics)
+    now = samples(metrics)
     assert now["lifecycle_requests_started_total", "chat"] == 1
     assert now["lifecycle_requests_ended_total", "chat", "completed"] == 1
     assert now["lifecycle_requests_live", "chat"] == 0
-    assert now["lifecycle_request_seconds_count", "chat"] == 1
+    assert now["lifecycle_request_duration_seconds_count", "chat"] == 1
 
 
-def test_tells_of_a_gate_without_limits() -> None:
-    """No limit is infinity, which Prometheus knows."""
+def test_reports_a_gate_without_limits() -> None:
+    """A gate without limits reports infinity, which Prometheus supports."""
     metrics = Metrics()
-    metrics.watch(Gate(name="open"))
-    assert told(metrics)["lifecycle_gate_bytes", "open", "limit"] == float("inf")
+    metrics.watch(Gate(slots=None, name="open"))
+    assert samples(metrics)["lifecycle_gate_bytes", "open", "limit"] == float("inf")
 
 
 def test_refuses_two_gates_of_one_name() -> None:
-    """Two gates in one series would be a lie."""
+    """Two gates with one name would share a series, so the second is refused."""
     metrics = Metrics()
-    gate = Gate(name="a")
+    gate = Gate(slots=None, name="a")
     metrics.watch(gate, gate)
     with pytest.raises(ValueError, match="'a' is watched already"):
-        metrics.watch(Gate(name="a"))
+        metrics.watch(Gate(slots=None, name="a"))
 
 
-def test_enters_itself_where_it_is_told() -> None:
-    """The metrics of an application can stand beside ours."""
+def test_uses_the_given_registry() -> None:
+    """The registry can contain the application's own metrics."""
     registry = CollectorRegistry()
     assert Metrics(registry).registry is registry
 
 
 async def test_balances_at_every_scrape() -> None:
-    """Opened is live and the sum of the outcomes, whatever happens meanwhile."""
+    """Opened sessions are the live ones plus the sum of the outcomes."""
     metrics = Metrics()
     chance = random.Random(7)
     async with SessionRegistry(observer=metrics) as sessions:
@@ -192,18 +200,18 @@ async def test_balances_at_every_scrape() -> None:
             for number in range(100):
                 clients.start_soon(client, number)
                 await anyio.lowlevel.checkpoint()
-                now = told(metrics)
+                now = samples(metrics)
                 opened = now["lifecycle_sessions_opened_total",]
                 ended = sum(of(now, "lifecycle_sessions_ended_total"))
                 assert opened == now["lifecycle_sessions_live",] + ended
-        now = told(metrics)
+        now = samples(metrics)
         assert sum(of(now, "lifecycle_sessions_ended_total")) == 100
-        assert sum(of(now, "lifecycle_session_seconds_count")) == 100
-        assert sum(of(now, "lifecycle_start_seconds_count")) == 100
+        assert sum(of(now, "lifecycle_session_duration_seconds_count")) == 100
+        assert sum(of(now, "lifecycle_start_duration_seconds_count")) == 100
 
 
 async def test_has_few_series_however_many_requests() -> None:
-    """Nothing of a request becomes a label."""
+    """No label contains request data."""
     metrics = Metrics()
     gate = Gate(slots=10, observer=metrics)
     async with SessionRegistry(observer=metrics) as sessions:
@@ -212,14 +220,14 @@ async def test_has_few_series_however_many_requests() -> None:
         for number in range(200):
             with sessions.open(f"secret-{number}"), await gate.admit(key=f"k{number}"):
                 pass
-            sizes.append(len(told(metrics)))
+            sizes.append(len(samples(metrics)))
         assert sizes[-1] == sizes[0]
         assert b"secret" not in metrics.text()
 
 
 @pytest.fixture
 def hasty() -> Iterator[None]:
-    """Threads that take turns all the time."""
+    """Switch between threads as often as possible."""
     before = sys.getswitchinterval()
     sys.setswitchinterval(1e-6)
     yield
@@ -229,7 +237,7 @@ def hasty() -> Iterator[None]:
 def scraped(
     metrics: Metrics, kind: str, started: str, done: threading.Event
 ) -> list[Any]:
-    """Scrape until *done*; returns every scrape that does not balance."""
+    """Scrape until *done*; return every inconsistent scrape."""
     wrong = []
     while not done.is_set():
         now: dict[str, float] = {}
@@ -245,7 +253,7 @@ def scraped(
 
 
 async def test_balances_sessions_for_another_thread(hasty: None) -> None:
-    """A scrape in a thread never sees a session half opened or half closed."""
+    """A scrape in another thread never sees a half-opened or half-closed session."""
     metrics, done = Metrics(), threading.Event()
     async with SessionRegistry() as sessions:
         metrics.watch(sessions)
@@ -259,7 +267,7 @@ async def test_balances_sessions_for_another_thread(hasty: None) -> None:
 
 
 def test_balances_requests_for_another_thread(hasty: None) -> None:
-    """A scrape in a thread never sees a request between started and ended."""
+    """A scrape in another thread never sees a request between started and ended."""
     metrics, done = Metrics(), threading.Event()
     facts: Any = {"outcome": "completed", "status": 200, "duration_s": 0.1}
     with ThreadPoolExecutor(1) as pool:
@@ -273,7 +281,7 @@ def test_balances_requests_for_another_thread(hasty: None) -> None:
 
 
 async def test_dashboard_asks_for_series_that_exist() -> None:
-    """Each panel's query finds series by their names and by labels that they have."""
+    """Each panel's query uses existing names and labels of series."""
     series = await all_series()
     for panel in dashboard()["panels"]:
         for target in panel["targets"]:
@@ -289,13 +297,13 @@ async def test_dashboard_asks_for_series_that_exist() -> None:
                 assert found, target["expr"]
                 used = re.findall(r"by \(([^)]*)\)", target["expr"])
                 named = {label.strip() for each in used for label in each.split(",")}
-                told = re.findall(r"\{\{(\w+)\}\}", target["legendFormat"])
-                assert (named or set(told)) <= found[0].keys(), target["expr"]
-                assert set(told) <= (named or found[0].keys()), target["legendFormat"]
+                labels = re.findall(r"\{\{(\w+)\}\}", target["legendFormat"])
+                assert (named or set(labels)) <= found[0].keys(), target["expr"]
+                assert set(labels) <= (named or found[0].keys()), target["legendFormat"]
 
 
 def test_dashboard_can_be_loaded() -> None:
-    """What Grafana asks of a page is there: ids, places, and a source to choose."""
+    """The dashboard has what Grafana requires: ids, positions and a data source."""
     page = dashboard()
     (source,) = page["templating"]["list"]
     assert (source["type"], source["query"]) == ("datasource", "prometheus")
@@ -337,22 +345,23 @@ LABELS = {
     "gate",
     "state",
     "result",
-    "how",
+    "released_by",
     "outcome",
     "reason",
     "operation",
     "phase",
-} | {"what"}
+    "name",
+}
 SELECTOR = re.compile(r"(lifecycle_\w+)(\{[^}]*\})?")
 
 
 def dashboard() -> Any:
-    """The page for Grafana."""
+    """Return the dashboard for Grafana."""
     return json.loads((Path(__file__).parents[2] / "docs" / "grafana.json").read_text())
 
 
 async def busy() -> Metrics:
-    """Metrics of which every series has a sample."""
+    """Return metrics in which every series has a sample."""
     metrics = Metrics()
     gate = Gate(slots=1, bytes=9, max_waiting=0, observer=metrics)
     async with SessionRegistry(observer=metrics) as sessions:
@@ -382,7 +391,7 @@ async def busy() -> Metrics:
 
 
 async def all_series() -> dict[str, list[dict[str, str]]]:
-    """The labels of every series, by its name."""
+    """Return the labels of every series by its name."""
     found: dict[str, list[dict[str, str]]] = {}
     for family in text_string_to_metric_families((await busy()).text().decode()):
         for sample in family.samples:
@@ -391,7 +400,7 @@ async def all_series() -> dict[str, list[dict[str, str]]]:
 
 
 def test_refuses_to_watch_what_is_neither_gate_nor_registry() -> None:
-    """It is told where it is given, and not by every scrape that fails."""
+    """A wrong argument raises at once, instead of failing every scrape."""
     metrics = Metrics()
     with pytest.raises(TypeError, match="gates and registries are watched, not dict"):
         metrics.watch({})  # type: ignore[arg-type]

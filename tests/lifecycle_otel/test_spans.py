@@ -1,4 +1,4 @@
-"""Spans are made of events alone: in whatever order they come, and none too many."""
+"""Spans are created from events, in any order, and exactly once."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanE
 from opentelemetry.trace import SpanKind, StatusCode
 
 from lifecycle.events import DrainStarted
-from lifecycle_asgi.events import FirstItem, PhaseEnded, RequestEnded, RequestStarted
-from lifecycle_otel import Spans, _spans
+from lifecycle_asgi import FirstItem, PhaseEnded, RequestEnded, RequestStarted
+from lifecycle_otel import Spans
 
 
 def made(
     attributes: dict[str, str] | None = None, **settings: Any
 ) -> tuple[Spans, InMemorySpanExporter]:
-    """Spans, and where they go."""
+    """Return spans and their exporter."""
     exporter = InMemorySpanExporter()
     provider = TracerProvider()
     provider.add_span_processor(SimpleSpanProcessor(exporter))
@@ -30,24 +30,24 @@ def made(
 
 
 def started(request: str = "r", **facts: Any) -> RequestStarted:
-    """A request that has arrived."""
+    """Return the event of an arrival."""
     return RequestStarted(request=request, operation="chat", **facts)
 
 
 def ended(request: str = "r", **facts: Any) -> RequestEnded:
-    """A request that is over."""
+    """Return the event of an end."""
     facts = {"outcome": "completed", "status": 200, "duration_s": 1.0} | facts
     return RequestEnded(request=request, operation="chat", **facts)
 
 
 def cleanup(request: str = "r", **facts: Any) -> PhaseEnded:
-    """A clean-up that took half a second, one second after the arrival."""
+    """Return a clean-up of half a second, one second after the arrival."""
     of: Any = {"request": request, "operation": "chat", "phase": "cleanup"}
     return PhaseEnded(**of, began_s=1.0, duration_s=0.5, **facts)
 
 
 def test_makes_a_span_of_a_cleanup_behind_the_end() -> None:
-    """What is told when the request is over still stands below it, at its time."""
+    """The span of a phase that ends after its request is still its child."""
     spans, exporter = made()
     for event in (started(), ended(), cleanup()):
         spans(event)
@@ -57,8 +57,8 @@ def test_makes_a_span_of_a_cleanup_behind_the_end() -> None:
     assert late.end_time - late.start_time == pytest.approx(5e8, abs=1000)
 
 
-def test_tells_of_a_request_what_its_events_told() -> None:
-    """Below its caller, with its first item, its failure, and where that came from."""
+def test_span_has_the_data_of_the_events() -> None:
+    """A request's span is its caller's child and has first item, failure and traceback."""
     spans, exporter = made(
         {"gen_ai.request.model": "m"}, operations={"chat": "generate"}
     )
@@ -106,7 +106,7 @@ def test_tells_of_a_request_what_its_events_told() -> None:
 
 @pytest.mark.parametrize("outcome", ["deadline", "engine_lost"])
 def test_names_a_failure_that_nothing_was_raised_for(outcome: str) -> None:
-    """Its outcome is its type, of the server's fault; a client who left is neither."""
+    """A failure without an exception has its outcome as type; a disconnect is no error."""
     spans, exporter = made()
     for request, how in (("r", outcome), ("other", "client_gone")):
         spans(started(request))
@@ -120,7 +120,7 @@ def test_names_a_failure_that_nothing_was_raised_for(outcome: str) -> None:
 
 
 def test_keeps_nothing_of_an_ended_request_but_its_place() -> None:
-    """What a span was told, tracebacks among it, goes with whoever exports it."""
+    """Attributes and tracebacks of a span are freed once it has been exported."""
     spans, exporter = made()
     spans(started())
     spans(ended(error="E", traceback=("a:1 in b",)))
@@ -130,22 +130,21 @@ def test_keeps_nothing_of_an_ended_request_but_its_place() -> None:
     assert not hasattr(kept, "attributes")
 
 
-def test_forgets_requests_that_ended_long_ago(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of many ended requests the last ones alone are remembered."""
-    monkeypatch.setattr(_spans, "_MOST_ENDED", 10)
+def test_forgets_requests_that_ended_long_ago() -> None:
+    """Only the latest of many ended requests are remembered."""
     spans, exporter = made()
-    for number in range(100):
+    for number in range(4186):
         spans(started(str(number)))
         spans(ended(str(number)))
-    assert len(spans._ended) == 10
+    assert len(spans._ended) == 4096
     assert not spans._live
     spans(cleanup("0"))
-    spans(cleanup("99"))
-    assert len(exporter.get_finished_spans()) == 101
+    spans(cleanup("4185"))
+    assert len(exporter.get_finished_spans()) == 4187
 
 
-def test_takes_no_notice_of_what_it_was_not_told_the_start_of() -> None:
-    """An end without a start, or a second one, is no span; nor is any other event."""
+def test_ignores_requests_without_a_start() -> None:
+    """An end without a start, a second end, or another event creates no span."""
     spans, exporter = made()
     first = FirstItem(request="r", operation="chat", after_s=0.1)
     for event in (ended(), first, cleanup(), DrainStarted(live=0)):
@@ -156,8 +155,8 @@ def test_takes_no_notice_of_what_it_was_not_told_the_start_of() -> None:
     assert len(exporter.get_finished_spans()) == 1
 
 
-def test_records_nothing_where_nobody_has_set_up_an_sdk() -> None:
-    """With the API alone every event passes, and costs no memory in the end."""
+def test_records_nothing_without_an_sdk() -> None:
+    """With the API alone, events are ignored and leave no memory behind."""
     spans = Spans()
     for event in (started(), cleanup(), ended(error="E", traceback=("a:1 in b", "E"))):
         spans(event)
@@ -165,10 +164,10 @@ def test_records_nothing_where_nobody_has_set_up_an_sdk() -> None:
 
 
 def test_takes_an_event_of_a_finaliser_while_it_makes_a_span() -> None:
-    """A lease that is collected in the midst of a start is told to the same observer."""
+    """A lease collected in the middle of a start is reported to the same observer."""
 
     class Collects(SpanProcessor):
-        """Where the garbage collector may come, too."""
+        """Runs the garbage collector where a span is created."""
 
         def on_start(self, span: Any, parent_context: Any = None) -> None:
             spans(DrainStarted(live=0))

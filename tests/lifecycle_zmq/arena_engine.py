@@ -12,9 +12,9 @@ import threading
 import time
 import zlib
 from typing import Any
+from urllib.parse import parse_qsl, urlencode
 
 from lifecycle_zmq import EngineServer, Finish, Output, RequestRejected
-from lifecycle_zmq.transport import endpoints
 
 
 class KeepingBackend:
@@ -24,7 +24,7 @@ class KeepingBackend:
         self._kept: dict[str, Any] = {}
         self._ever: list[Any] = []
         self._left: dict[str, int] = {}
-        self._told: dict[str, Output] = {}
+        self._reported: dict[str, Output] = {}
 
     def start(
         self, key: str, request: dict[str, Any], tensors: dict[str, memoryview]
@@ -44,16 +44,16 @@ class KeepingBackend:
             self._kept[key] = tensors
             self._left[key] = keep if type(keep) is int else 10**9
         finish = None if "stay" in request else Finish("completed")
-        self._told[key] = Output(key, [item], finish)
+        self._reported[key] = Output(key, [item], finish)
 
     def cancel(self, key: str) -> None:
         """Let go, and end the stream at the next step."""
         self._forget(key)
-        self._told[key] = Output(key, (), Finish("cancelled"))
+        self._reported[key] = Output(key, (), Finish("cancelled"))
 
     def end(self, key: str) -> None:
         """Let go."""
-        self._told.pop(key, None)
+        self._reported.pop(key, None)
         self._forget(key)
 
     def step(self) -> list[Output]:
@@ -63,13 +63,13 @@ class KeepingBackend:
             self._left[key] -= 1
             if not self._left[key]:
                 self._forget(key)
-        told, self._told = list(self._told.values()), {}
-        return told
+        reported, self._reported = list(self._reported.values()), {}
+        return reported
 
     @property
     def busy(self) -> bool:
         """Whether steps are to be counted or something is to be said."""
-        return bool(self._told) or any(it < 10**9 for it in self._left.values())
+        return bool(self._reported) or any(it < 10**9 for it in self._left.values())
 
     def status(self) -> dict[str, Any]:
         """Return how many requests hold their tensors."""
@@ -98,9 +98,10 @@ def main() -> None:
     options = parser.parse_args()
     endpoint = options.endpoint
     if options.without_arena:
-        address, inherited = endpoints.split(endpoint)
+        address, _, query = endpoint.partition("?")
+        inherited = dict(parse_qsl(query))
         del inherited["arena"]
-        endpoint = endpoints.join(address, inherited)
+        endpoint = f"{address}?{urlencode(inherited)}"
     EngineServer(endpoint, KeepingBackend(), incarnation=options.incarnation).run()
 
 

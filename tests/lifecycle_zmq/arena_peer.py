@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any, cast
 
 from lifecycle_zmq import ArenaView, ProtocolError
-from lifecycle_zmq.protocol.wire import Place
+from lifecycle_zmq.protocol import Place
 
 
 class Peer:
@@ -22,10 +22,10 @@ class Peer:
         self.view = ArenaView(descriptor)
         self.held: dict[str, Any] = {}
 
-    def take(self, loan: int, name: str, *where: Any) -> Any:
+    def take(self, lease: int, name: str, *where: Any) -> Any:
         """Hold one tensor as a loan of its own; say what it looks like."""
         tensors: dict[str, memoryview | Place] = {"it": Place(*where)}
-        self.view.lodge((b"", loan), tensors)
+        self.view.resolve((b"", lease), tensors)
         view = self.held[name] = cast("memoryview", tensors["it"])
         return [view.readonly, view.format, list(view.shape), sum(view.cast("B")[:64])]
 
@@ -40,11 +40,11 @@ class Peer:
     def drop(self, name: str) -> Any:
         """Let go of a tensor; say which loans ended."""
         del self.held[name]
-        return [number for _, number in self.view.ended()]
+        return [number for _, number in self.view.released()]
 
-    def loans(self) -> Any:
+    def leases(self) -> Any:
         """Say how many loans go on."""
-        return self.view.loans
+        return self.view.leases
 
     def descriptors(self) -> Any:
         """Say whether the descriptor is still open."""

@@ -9,6 +9,7 @@ import struct
 import sys
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, suppress
 from pathlib import Path
@@ -19,14 +20,14 @@ import msgpack
 import numpy as np  # noqa: F401 - its OpenBLAS keeps a thread, which is no leak
 import pytest
 import zmq
+from zmq_wire import SocketPairServer, wire
 
 import lifecycle_zmq
+from lifecycle import EngineLost
 from lifecycle_zmq import ZmqEngine
-from lifecycle_zmq.protocol import wire
-from lifecycle_zmq.transport.pair import PairServer
 
 SCRIPT = Path(__file__).with_name("scripted_engine.py")
-BOUND = 20.0
+BOUND = 120.0
 EMPTY_TICK: dict[str, Any] = {
     "accepted": [],
     "rejected": [],
@@ -96,7 +97,7 @@ class PairEnds:
         theirs.setblocking(False)
         self.left: list[bool] = []
         self.framed = framed
-        self.server = PairServer(theirs.detach(), lambda: self.left.append(True))
+        self.server = SocketPairServer(theirs.detach(), lambda: self.left.append(True))
 
     def arrive(self) -> list[wire.Buffer] | None:
         """The next message, which must be soon, with the memory that it came in."""
@@ -341,3 +342,56 @@ def eventually() -> Callable[..., Any]:
                 await anyio.sleep(0.002)
 
     return wait
+
+
+class Waiters:
+    """Streams of one incarnation, and when each of them failed."""
+
+    def __init__(self, engine: ZmqEngine, tasks: Any) -> None:
+        self.engine = engine
+        self.tasks = tasks
+        self.reported: Counter[str] = Counter()
+        self.reasons: Counter[str] = Counter()
+        self.last = 0.0
+        self._live = 0
+        self._changed = anyio.Event()
+
+    async def start(self, count: int, request: dict[str, Any]) -> None:
+        """Return once every stream has its first item."""
+        number = self.engine.incarnation
+        for index in range(count):
+            self.tasks.start_soon(self._read, f"{number}.{index}", request)
+        await self._until(lambda: self._live == count)
+
+    async def _read(self, key: str, request: dict[str, Any]) -> None:
+        try:
+            async for item in await self.engine.start(key, request):
+                if item == [0]:
+                    self._live += 1
+                    self._change()
+        except EngineLost as lost:
+            self.reported[key] += 1
+            self.reasons[lost.reason] += 1
+            self.last = time.monotonic()
+            self._change()
+
+    async def all_failed(self, count: int) -> None:
+        """Wait until every one of them has failed."""
+        await self._until(lambda: self.reported.total() == count)
+        self._live = 0
+
+    def _change(self) -> None:
+        self._changed.set()
+        self._changed = anyio.Event()
+
+    async def _until(self, condition: Callable[[], bool]) -> None:
+        while not condition():
+            await self._changed.wait()
+
+
+@pytest.fixture
+async def waiters_of(anyio_backend: Any) -> Any:
+    """A function that makes `Waiters` whose tasks end with the test."""
+    async with anyio.create_task_group() as tasks:
+        yield lambda engine: Waiters(engine, tasks)
+        tasks.cancel_scope.cancel()

@@ -5,9 +5,9 @@ python tests/lifecycle_zmq/endurance.py orphans --count 500                   # 
 python tests/lifecycle_zmq/endurance.py stops --count 50                      # N6
 python tests/lifecycle_zmq/endurance.py holds --minutes 60 [--engines 12]     # N6
 
-Each ends with an error where a promise was broken: somebody told twice or not at all,
-a false verdict, something left. Times are printed beside their goals: those of a busy
-machine say more of the machine. `disconnects.py` and `fuzz.py` are N3 and N8.
+Each ends with an error where a guarantee was broken: a request failed twice or not at
+all, a false verdict, something left. Times are printed beside their goals; on a busy
+machine they say more of the machine. `disconnects.py` and `fuzz.py` are N3 and N8.
 """
 
 from __future__ import annotations
@@ -31,6 +31,10 @@ from typing import Any
 
 import anyio
 import psutil
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "kit"))
+
+import shared_memory
 
 from lifecycle import EngineLost
 from lifecycle_zmq import ZmqEngine
@@ -61,14 +65,14 @@ def left_here() -> tuple[int, int]:
 
 
 async def kills(count: int, ballast: int = 0) -> tuple[list[float], list[float]]:
-    """Kill that many engines under 128 streams; everybody is told once.
+    """Kill that many engines under 128 streams; each stream fails once.
 
     Returns:
-        Seconds until the last was told, and until the next engine served.
+        Seconds until the last stream failed, and until the next engine was ready.
     """
     argv = [*ENGINE, "--step", "0.01", "--ballast", str(ballast)]
     options: dict[str, Any] = {"backoff": 0.01, "max_backoff": 0.01}
-    told, again = [], []
+    reported, again = [], []
     async with ZmqEngine(argv, max_crashes=None, **options) as engine:
         await engine.wait_ready()
         before = left_here()
@@ -77,14 +81,14 @@ async def kills(count: int, ballast: int = 0) -> tuple[list[float], list[float]]
             with anyio.fail_after(60):
                 begin, last = await _kill(engine)
                 await engine.wait_ready()
-            told.append(last - begin)
+            reported.append(last - begin)
             again.append(time.monotonic() - begin)
         assert left_here() == before, "descriptors or processes are left"
-    return told, again
+    return reported, again
 
 
 async def _kill(engine: ZmqEngine) -> tuple[float, float]:
-    told: Counter[str] = Counter()
+    reported: Counter[str] = Counter()
     live: set[str] = set()
     last = 0.0
 
@@ -95,7 +99,7 @@ async def _kill(engine: ZmqEngine) -> tuple[float, float]:
                 live.add(key)
         except EngineLost as lost:
             assert lost.reason == "killed", lost.reason
-            told[key] += 1
+            reported[key] += 1
             last = time.monotonic()
 
     async with anyio.create_task_group() as tasks:
@@ -105,7 +109,7 @@ async def _kill(engine: ZmqEngine) -> tuple[float, float]:
             await anyio.sleep(0.002)
         begin = time.monotonic()
         os.kill(engine.pid or 0, signal.SIGKILL)
-    assert told == Counter(map(str, range(STREAMS)))
+    assert reported == Counter(map(str, range(STREAMS)))
     return begin, last
 
 
@@ -124,13 +128,13 @@ def orphans(count: int, *, seed: int = 1) -> tuple[list[float], list[float], int
     loose: list[float] = []
     left = 0
     with tempfile.TemporaryDirectory() as folder:
-        before = sorted(Path("/dev/shm").glob("lifecycle-*"))
+        before = shared_memory.names()
         longest = 1.5 * _start_seconds(Path(folder))
         for number in range(count):
             moment = draw.uniform(0.0, longest)
             _orphan(Path(folder), moment, bool(number % 2), bound, loose)
-            left += _swept(Path(folder))
-        assert sorted(Path("/dev/shm").glob("lifecycle-*")) == before
+            left += _remove_stale(Path(folder))
+        assert shared_memory.names() == before
     return bound, loose, left
 
 
@@ -150,7 +154,7 @@ def _api(folder: Path, *flags: str) -> subprocess.Popen[bytes]:
     return subprocess.Popen([*API, *flags, *ENGINE], env=env, **pipes)
 
 
-def _swept(folder: Path) -> int:
+def _remove_stale(folder: Path) -> int:
     """Remove what was left, which is never more than an empty file; say how often."""
     names = list(folder.iterdir())
     for path in names:
@@ -227,7 +231,7 @@ async def stops(count: int) -> tuple[list[float], list[float]]:
                 await anext(stream)
                 begin = time.monotonic()
                 os.kill(engine.pid or 0, signal.SIGSTOP)
-                while engine._supervisor.takes:
+                while engine._supervisor.accepting:
                     await anyio.sleep(0.001)
                 seen.append(time.monotonic() - begin)
                 try:
@@ -251,7 +255,7 @@ async def holds(seconds: float, engines: int, *, hold: float = HOLD_SECONDS) -> 
 
     async def one() -> None:
         nonlocal survived
-        # A stop is told far sooner than a hold takes, so that it would be mistaken.
+        # A stop is noticed far sooner than a hold takes, so they would be confused.
         async with ZmqEngine(ENGINE, stopped_after=0.5) as engine:
             await engine.wait_ready()
             number = 0
@@ -291,8 +295,8 @@ def main() -> None:
     options = parser.parse_args()
     logging.getLogger("lifecycle_zmq").setLevel(logging.ERROR)
     if options.what == "kills":
-        told, again = anyio.run(kills, options.count, options.ballast)
-        report(f"SIGKILL, last of {STREAMS} told", told, 0.05)
+        reported, again = anyio.run(kills, options.count, options.ballast)
+        report(f"SIGKILL, last of {STREAMS} reported", reported, 0.05)
         report("SIGKILL, serving again", again, 0.3)
     elif options.what == "orphans":
         bound, loose, left = orphans(options.count)
@@ -302,7 +306,7 @@ def main() -> None:
     elif options.what == "stops":
         seen, again = anyio.run(stops, options.count)
         report("SIGSTOP, no requests taken", seen, 0.15)
-        report("SIGSTOP, told and replaced", again, 3.0)
+        report("SIGSTOP, reported and replaced", again, 3.0)
     else:
         survived = anyio.run(holds, 60 * options.minutes, options.engines)
         hours = options.minutes * options.engines / 60

@@ -1,4 +1,4 @@
-"""Mutated streams, and descriptors that nobody announced, for the engine's end of a pair.
+"""Mutated streams and unannounced descriptors for the engine's end of a pair.
 
 python tests/lifecycle_zmq/fuzz_pair.py [--frames 10000000] [--seed 1]
 """
@@ -19,8 +19,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from lifecycle_zmq import ProtocolError
-from lifecycle_zmq.memory import parcels
-from lifecycle_zmq.transport.frames import FrameReader
+from lifecycle_zmq.shared_memory import memfd as parcels
+from lifecycle_zmq.transport.framing import FrameReader
 
 HEAD = 4096
 # One connection in so many is read under a tracer, which slows it down.
@@ -162,7 +162,7 @@ def _connect(draw: random.Random, result: Result, *, traced: bool) -> None:
 
 def _read(reader: FrameReader, result: Result, *, timed: bool) -> None:
     more = True
-    while more and not reader.over:
+    while more and not reader.at_end:
         begin = time.thread_time()
         try:
             more = reader.read()

@@ -45,7 +45,7 @@ class Tensors:
         self._memory: list[weakref.ref[Any]] = []
         self.seen: list[Any] = []
 
-    def look_at(self, tensors: dict[str, memoryview]) -> None:
+    def read_process_state(self, tensors: dict[str, memoryview]) -> None:
         """Write down of each what it is, and keep nothing of it."""
         for name, view in tensors.items():
             self._memory.append(weakref.ref(view))
@@ -55,7 +55,7 @@ class Tensors:
             self.seen.append([name, view.format, list(view.shape), sum(flat[:64])])
 
     def alive(self) -> int:
-        """How many somebody still holds."""
+        """How many are still referenced."""
         return sum(ref() is not None for ref in self._memory)
 
     def status(self) -> dict[str, Any]:
@@ -84,7 +84,7 @@ def block_at(at: int, it: dict[str, Any]) -> None:
 
 
 class ScriptedBackend:
-    """Keeps books of everything it is told, for `status`."""
+    """Records all calls, for `status`."""
 
     def __init__(self, step_seconds: float) -> None:
         self._step_seconds = step_seconds
@@ -99,7 +99,7 @@ class ScriptedBackend:
     ) -> Merge | None:
         """Take, refuse or blow up, as the request says."""
         self._calls.append(f"start {key}")
-        self._tensors.look_at(tensors)
+        self._tensors.read_process_state(tensors)
         if "eat" in request:
             used_memory(request["eat"])
         if "exit" in request:

@@ -24,7 +24,7 @@ from lifecycle_zmq import EngineFailed, GeneratorBackend, RequestRejected
 
 
 class Script:
-    """Keeps books of what the generators were told, for `status`."""
+    """Records the calls of the generators, for `status`."""
 
     def __init__(self, step_seconds: float) -> None:
         self._step_seconds = step_seconds
@@ -37,7 +37,7 @@ class Script:
         self, key: str, request: dict[str, Any], tensors: dict[str, memoryview]
     ) -> AsyncIterator[Any]:
         """Do what the request says."""
-        self._tensors.look_at(tensors)
+        self._tensors.read_process_state(tensors)
         del tensors
         time.sleep(request.get("start_seconds", 0))  # noqa: ASYNC251
         if "wait_before" in request:

@@ -1,7 +1,7 @@
 """An API process in a cgroup whose engine eats all of its memory; run as a script.
 
 Arguments: the file that takes a process into the group, and the engine's command
-line. Prints as JSON what the waiters were told, and how often by which process.
+line. Prints as JSON which errors the waiters got, and how often by which process.
 """
 
 from __future__ import annotations
@@ -20,14 +20,14 @@ from lifecycle_zmq import ZmqEngine
 async def main() -> None:
     """Hold eight streams and one request too many; then serve again."""
     Path(sys.argv[1]).write_text(str(os.getpid()))
-    told: list[str] = []
+    reported: list[str] = []
 
     async def read(key: str) -> None:
         try:
             async for _ in await engine.start(key, {"forever": True}):
                 pass
         except EngineLost as lost:
-            told.append(lost.reason)
+            reported.append(lost.reason)
 
     async with ZmqEngine(sys.argv[2:], backoff=0.01) as engine:
         await engine.wait_ready()
@@ -39,10 +39,10 @@ async def main() -> None:
             try:
                 await engine.start("hungry", {"eat": 2**32})
             except EngineLost as lost:
-                told.append(lost.reason)
+                reported.append(lost.reason)
         await engine.wait_ready()
         assert await anext(await engine.start("next", {"count": 1})) == [0]
-        print(json.dumps([told, engine.incarnation]), flush=True)
+        print(json.dumps([reported, engine.incarnation]), flush=True)
 
 
 if __name__ == "__main__":

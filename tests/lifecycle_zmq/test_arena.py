@@ -14,10 +14,10 @@ from typing import Any
 
 import numpy as np
 import pytest
+import shared_memory
 
 from lifecycle import CostTooLarge, Gate, GateFull, Refused
-from lifecycle_zmq import Arena, ArenaFull
-from lifecycle_zmq._errors import EncodeError
+from lifecycle_zmq import Arena, ArenaFull, EncodeError
 
 PAGE = 4096
 SIZE = 64 * PAGE
@@ -99,7 +99,7 @@ def test_torch_dtype_gives_a_tensor(arena: Arena) -> None:
 
 
 def test_refusal_is_typed_and_takes_nothing(arena: Arena) -> None:
-    """Full is told apart from never, both are refusals, and the books show it."""
+    """Full differs from never, both are refusals, and the statistics show it."""
     held = [arena.empty(SIZE // 4, np.uint8) for _ in range(4)]
     with pytest.raises(ArenaFull, match=f"0 of {SIZE} are free") as caught:
         arena.empty(1, np.uint8)
@@ -115,7 +115,7 @@ def test_refusal_is_typed_and_takes_nothing(arena: Arena) -> None:
 
 
 @pytest.mark.parametrize(
-    ("shape", "dtype", "told"),
+    ("shape", "dtype", "reported"),
     [
         ((2, -1), "f4", "lengths are 0 or more"),
         (3, "O", "holds objects"),
@@ -123,10 +123,10 @@ def test_refusal_is_typed_and_takes_nothing(arena: Arena) -> None:
     ],
 )
 def test_arrays_that_cannot_be_are_refused(
-    arena: Arena, shape: Any, dtype: str, told: str
+    arena: Arena, shape: Any, dtype: str, reported: str
 ) -> None:
     """Negative lengths, objects and unknown types take no region."""
-    with pytest.raises((TypeError, ValueError), match=told):
+    with pytest.raises((TypeError, ValueError), match=reported):
         arena.empty(shape, dtype)
     assert used(arena) == 0
 
@@ -147,7 +147,7 @@ def test_freed_is_called_once_when_the_region_is_free(arena: Arena) -> None:
 
 @pytest.mark.anyio
 async def test_gate_takes_its_bytes_from_the_arena(arena: Arena) -> None:
-    """Who was admitted finds room, and the next one waits until the region is free."""
+    """An admitted request finds a region, and the next waits until it is free."""
     gate = Gate(bytes=arena.capacity)
     nbytes = SIZE // 2 - 5
     first = await gate.admit(bytes=arena.cost(nbytes))
@@ -157,55 +157,55 @@ async def test_gate_takes_its_bytes_from_the_arena(arena: Arena) -> None:
     one = arena.empty(nbytes, np.uint8, freed=first.release)
     two = arena.empty(nbytes, np.uint8, freed=second.release)
     assert gate.statistics().bytes_in_use == used(arena) == SIZE
-    loan = lend(arena, one)
+    lease = acquire_lease(arena, one)
     del one
-    if loan is not None:
+    if lease is not None:
         with pytest.raises(GateFull):
             gate.try_admit(bytes=1)
-        arena.take_back(loan)
+        arena.release_lease(lease)
     gate.try_admit(bytes=arena.cost(1)).release()
     del two
     assert gate.statistics().bytes_in_use == used(arena) == 0
 
 
-def lend(arena: Arena, array: Any) -> int | None:
+def acquire_lease(arena: Arena, array: Any) -> int | None:
     """Lend what an array lies in; None where it would be sent."""
     found = arena.find(memoryview(array))
-    return None if found is None else arena.lend([found[1]])
+    return None if found is None else arena.acquire_lease([found[1]])
 
 
-def test_loan_keeps_the_region_when_all_views_are_gone(arena: Arena) -> None:
+def test_lease_keeps_the_region_when_all_views_are_gone(arena: Arena) -> None:
     """After hand-off the array is dead and its region is in use until given back."""
     array = arena.empty(PAGE, np.uint8)
     watch = weakref.ref(array)
-    loan = lend(arena, array)
-    again = lend(arena, array[10:20])
+    lease = acquire_lease(arena, array)
+    again = acquire_lease(arena, array[10:20])
     del array
     assert watch() is None
     if arena.kind == "frames":
-        assert loan is again is None
+        assert lease is again is None
         assert used(arena) == 0
         return
-    assert loan is not None
+    assert lease is not None
     assert again is not None
-    arena.take_back(loan)
+    arena.release_lease(lease)
     assert used(arena) == PAGE
-    arena.take_back(again)
+    arena.release_lease(again)
     assert used(arena) == 0
-    for ended in (loan, again, 0, 10**9):
+    for ended in (lease, again, 0, 10**9):
         with pytest.raises(KeyError):
-            arena.take_back(ended)
+            arena.release_lease(ended)
 
 
-def test_engine_death_ends_every_loan(arena: Arena) -> None:
+def test_engine_death_releases_every_lease(arena: Arena) -> None:
     """What is still seen here stays; what only the engine had is free."""
     arrays = [arena.empty(PAGE, np.uint8) for _ in range(8)]
     for array in arrays:
-        lend(arena, array)
+        acquire_lease(arena, array)
     del arrays[:6], array
-    arena.take_back_all()
+    arena.release_all_leases()
     assert used(arena) == 2 * PAGE
-    assert arena.statistics().loans == 0
+    assert arena.statistics().leases == 0
 
 
 def test_view_that_is_not_of_the_arena_has_to_be_sent(arena: Arena) -> None:
@@ -233,21 +233,21 @@ def test_errors_name_no_place(arena: Arena) -> None:
     kept = arena.empty(37 * PAGE, np.uint8)
     secrets = {str(arena._base), hex(arena._base), str(37 * PAGE), "/dev", "memfd"}
     secrets |= {f"fd {arena.descriptor}", f"descriptor {arena.descriptor}"}
-    told = []
+    reported = []
     for nbytes in (SIZE, 2 * SIZE, 28 * PAGE):
         with pytest.raises(Refused) as refused:
             arena.empty(nbytes, np.uint8)
-        told.append(str(refused.value))
+        reported.append(str(refused.value))
     if arena.shared:
         raw = (ctypes.c_ubyte * SIZE).from_address(kept.ctypes.data)
         with pytest.raises(EncodeError) as caught:
             arena.find(memoryview(raw).cast("B"))
-        told.append(str(caught.value))
+        reported.append(str(caught.value))
     arena.close()
     with pytest.raises(RuntimeError) as closed:
         arena.empty(1, np.uint8)
-    told.append(str(closed.value))
-    assert [text for text in told if any(it in text for it in secrets)] == []
+    reported.append(str(closed.value))
+    assert [text for text in reported if any(it in text for it in secrets)] == []
 
 
 def test_fragments_are_joined_again(arena: Arena) -> None:
@@ -272,7 +272,7 @@ def test_fragments_are_joined_again(arena: Arena) -> None:
 
 
 def test_threads_share_an_arena(arena: Arena) -> None:
-    """Eight threads write and drop; nobody sees another's bytes, nothing is left."""
+    """Eight threads write and drop; none sees another's bytes, nothing is left."""
     wrong: list[int] = []
     calls: list[int] = []
 
@@ -287,10 +287,10 @@ def test_threads_share_an_arena(arena: Arena) -> None:
             array[:] = seed
             if int(array.min()) != seed or int(array.max()) != seed:
                 wrong.append(seed)
-            loan = lend(arena, array)
+            lease = acquire_lease(arena, array)
             del array
-            if loan is not None:
-                arena.take_back(loan)
+            if lease is not None:
+                arena.release_lease(lease)
 
     threads = [threading.Thread(target=work, args=(seed,)) for seed in range(8)]
     for thread in threads:
@@ -309,7 +309,7 @@ def test_view_that_dies_while_the_books_are_open_is_freed_after(arena: Arena) ->
     cycle: list[Any] = [arena.empty(PAGE, np.uint8, freed=lambda: gone.append(1))]
     cycle.append(cycle)
     del cycle
-    with arena._books() as regions:
+    with arena._locked_regions() as regions:
         gc.collect()
         assert regions.used == PAGE
         assert gone == []
@@ -329,7 +329,7 @@ def test_closed_arena_gives_nothing_and_keeps_what_is_seen(arena: Arena) -> None
 
 
 def test_views_outlive_the_arena_itself() -> None:
-    """An array is good for as long as somebody has it, whatever became of the rest."""
+    """An array is valid for as long as it is referenced, whatever happens to the rest."""
     for kind in KINDS:
         made = Arena(SIZE, kind=kind)
         array = made.put(np.arange(10))
@@ -339,7 +339,7 @@ def test_views_outlive_the_arena_itself() -> None:
 
 
 def test_full_shared_memory_is_an_error_and_no_signal() -> None:
-    """More than there is: told when the arena is made, and nothing left (`fault-51`, `peers-65`)."""
+    """More than is available: raised when the arena is created, nothing left (`fault-51`, `peers-65`)."""
     there = os.statvfs("/dev/shm")
     before = _left()
     with pytest.raises(OSError, match="space"):
@@ -362,5 +362,5 @@ def test_descriptors_and_names_return_to_baseline() -> None:
 def _left() -> tuple[int, list[str], int]:
     maps = Path("/proc/self/maps").read_text()
     shared = maps.count("memfd:arena") + maps.count("/lifecycle-")
-    names = sorted(path.name for path in Path("/dev/shm").glob("lifecycle-*"))
-    return len(list(Path("/proc/self/fd").iterdir())), names, shared
+    open_now = len(list(Path("/proc/self/fd").iterdir()))
+    return open_now, shared_memory.names(), shared

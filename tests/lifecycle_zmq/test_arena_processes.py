@@ -15,6 +15,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from shared_memory import names
 
 from lifecycle_zmq import Arena
 
@@ -82,17 +83,12 @@ def spawn(arena: Arena, environment: dict[str, str]) -> Iterator[Callable[..., P
         yield make
 
 
-def names() -> list[str]:
-    """What has a name of ours in shared memory."""
-    return sorted(path.name for path in Path("/dev/shm").glob("lifecycle-*"))
-
-
 def place(arena: Arena, array: Any) -> tuple[int, int]:
     """Lend an array; return the number of the loan and where it begins."""
     found = arena.find(memoryview(array))
     assert found is not None
     offset, block = found
-    return arena.lend([block]), offset
+    return arena.acquire_lease([block]), offset
 
 
 def test_peer_sees_what_is_written_without_a_copy(
@@ -104,16 +100,16 @@ def test_peer_sees_what_is_written_without_a_copy(
     assert peer("descriptors") is False
     array = arena.empty((4, 300), np.float32)
     array[:] = 0
-    loan, offset = place(arena, array)
-    assert peer("take", loan, "a", offset, "f", [4, 300]) == [True, "f", [4, 300], 0]
+    lease, offset = place(arena, array)
+    assert peer("take", lease, "a", offset, "f", [4, 300]) == [True, "f", [4, 300], 0]
     array.reshape(-1).view(np.uint8)[:64] = 2
     del array
     assert peer("look", "a") == 128
     assert peer("write", "a") == "TypeError"
-    assert (peer("loans"), arena.statistics().used) == (1, 2 * PAGE)
-    assert peer("drop", "a") == [loan]
-    assert peer("loans") == 0
-    arena.take_back(loan)
+    assert (peer("leases"), arena.statistics().used) == (1, 2 * PAGE)
+    assert peer("drop", "a") == [lease]
+    assert peer("leases") == 0
+    arena.release_lease(lease)
     assert arena.statistics().used == 0
 
 
@@ -144,11 +140,11 @@ def test_what_is_no_memory_is_not_mapped(spawn: Callable[..., Peer]) -> None:
     finally:
         os.close(reading)
         os.close(writing)
-    assert greeting == "OSError: what was inherited as an arena is no memory"
+    assert greeting == "OSError: the inherited arena descriptor refers to no memory"
 
 
 def test_memory_cannot_be_cut_off(environment: dict[str, str]) -> None:
-    """Sealed: nobody with the descriptor can shrink what the other is reading (`S5`)."""
+    """Sealed: the descriptor cannot shrink what the other process reads (`S5`)."""
     arena = Arena(SIZE, kind="memfd")
     descriptor = arena.descriptor
     assert descriptor is not None
@@ -165,28 +161,28 @@ def test_killed_peer_gives_everything_back_once_reaped(
     for _ in range(2):
         peer = spawn()
         array = arena.put(np.ones(SIZE - PAGE, np.uint8))
-        loan, offset = place(arena, array)
+        lease, offset = place(arena, array)
         del array
-        assert peer("take", loan, "a", offset, "B", [SIZE - PAGE])[3] == 64
+        assert peer("take", lease, "a", offset, "B", [SIZE - PAGE])[3] == 64
         os.kill(peer.process.pid, signal.SIGKILL)
         peer.process.wait(20)
         assert arena.statistics().free == PAGE
-        arena.take_back_all()
+        arena.release_all_leases()
         assert arena.statistics().free == SIZE
 
 
 def test_peer_that_leaves_takes_nothing_along(
     arena: Arena, spawn: Callable[..., Peer]
 ) -> None:
-    """No tracker of resources: whoever only looked does not end it (`peers-67`)."""
+    """No resource tracker: a process that only maps it does not remove it (`peers-67`)."""
     array = arena.put(np.ones(PAGE, np.uint8))
     for _ in range(2):
         peer = spawn()
-        loan, offset = place(arena, array)
-        assert peer("take", loan, "a", offset, "B", [PAGE])[3] == 64
+        lease, offset = place(arena, array)
+        assert peer("take", lease, "a", offset, "B", [PAGE])[3] == 64
         peer.process.communicate(timeout=20)
         assert peer.process.returncode == 0
-        arena.take_back(loan)
+        arena.release_lease(lease)
     assert array.sum() == PAGE
 
 

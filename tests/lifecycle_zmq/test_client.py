@@ -14,13 +14,10 @@ import anyio
 import anyio.lowlevel
 import pytest
 import zmq
+from zmq_wire import Kind, ZmqClientTransport, pack_tokens, wire
 
 from lifecycle import EngineLost
 from lifecycle_zmq import EngineClient, EngineFailed, RequestRejected
-from lifecycle_zmq.protocol import wire
-from lifecycle_zmq.protocol.items import pack_tokens
-from lifecycle_zmq.protocol.wire import Kind
-from lifecycle_zmq.transport.zmq_client import Link
 
 pytestmark = [pytest.mark.anyio, pytest.mark.usefixtures("no_leaks")]
 
@@ -99,7 +96,7 @@ async def test_start_raises_what_the_engine_refused_with(fake_engine: Any) -> No
 async def test_start_before_ready_fails_at_once(fake_engine: Any) -> None:
     """Before READY nothing is sent and nothing waits."""
     async with EngineClient(fake_engine.endpoint, incarnation=7) as client:
-        with anyio.fail_after(1), pytest.raises(EngineLost) as caught:
+        with anyio.fail_after(20), pytest.raises(EngineLost) as caught:
             await client.start("a#1", {})
         assert caught.value.reason == "starting"
         with pytest.raises(EngineLost):
@@ -148,7 +145,7 @@ async def test_stream_yields_items_then_ends(fake_engine: Any) -> None:
 
 
 async def test_stream_raises_a_failure_once(fake_engine: Any) -> None:
-    """A failed finish is told after the items, once; then the stream has ended."""
+    """A failed finish is raised after the items, once; then the stream has ended."""
     error = {"code": "oom", "message": "no memory"}
     async with connected(fake_engine) as client:
         stream = await started(client, fake_engine)
@@ -184,7 +181,7 @@ async def test_cancelling_anext_loses_no_item(fake_engine: Any) -> None:
         assert got == [20, 21, 22, 23]
 
 
-async def test_second_reader_of_a_stream_is_told_so(fake_engine: Any) -> None:
+async def test_second_reader_of_a_stream_is_refused(fake_engine: Any) -> None:
     """Two tasks cannot wait for an item; the first is not disturbed."""
     got = []
 
@@ -263,7 +260,7 @@ async def test_end_without_start_sends_nothing(fake_engine: Any) -> None:
 
 
 async def test_end_before_a_refusal_waits_for_done(fake_engine: Any) -> None:
-    """END and REJECTED may cross; the stream is over with DONE, told once each."""
+    """END and REJECTED may cross; the stream is over with DONE, reported once each."""
     async with connected(fake_engine) as client:
         with anyio.move_on_after(0.01):
             await client.start("a#1", {})
@@ -384,20 +381,20 @@ FAULTS: dict[str, Any] = {
 
 
 @pytest.mark.parametrize("fault", FAULTS)
-async def test_fault_of_the_engine_is_told_to_its_waiters(
+async def test_fault_of_the_engine_fails_its_waiters(
     fake_engine: Any, fault: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     """A broken protocol loses this engine, nothing more (`fault-40`, `fault-46`)."""
     async with connected(fake_engine) as client:
         stream = await started(client, fake_engine)
-        told: list[str] = []
+        reported: list[str] = []
 
         async def wait_for(awaitable: Any) -> None:
             with pytest.raises(EngineLost) as caught:
                 await awaitable
             assert caught.value.retry_after == 3.0
             assert "canary" not in str(caught.value)
-            told.append(caught.value.reason)
+            reported.append(caught.value.reason)
 
         with anyio.fail_after(20):
             async with anyio.create_task_group() as tasks:
@@ -407,17 +404,17 @@ async def test_fault_of_the_engine_is_told_to_its_waiters(
                 await fake_engine.hear()
                 await fake_engine.hear()
                 FAULTS[fault](fake_engine)
-        assert told == ["protocol"] * 3
+        assert reported == ["protocol"] * 3
         with pytest.raises(StopAsyncIteration):
             await anext(stream)
         with pytest.raises(EngineLost):
             await client.start("c#1", {})
-        with anyio.fail_after(1):
+        with anyio.fail_after(20):
             await client.end("a#1")
             await client.end("b#1")
         assert client.streams == 0
     (line,) = caplog.messages
-    assert line.startswith("engine 7 is given up: protocol: ")
+    assert line.startswith("engine 7 is lost: protocol: ")
     assert "canary" not in caplog.text
 
 
@@ -495,14 +492,14 @@ async def test_items_after_the_finish_are_a_fault(fake_engine: Any) -> None:
 async def test_losing_the_engine_delivers_what_had_arrived_first(
     fake_engine: Any,
 ) -> None:
-    """Items that arrived are read before the loss is told, once."""
+    """Items that arrived are read before the loss is raised, once."""
     async with connected(fake_engine) as client:
         stream = await started(client, fake_engine)
         fake_engine.chunk("a#1", 0, [1, 2])
         with anyio.fail_after(20):
             assert await anext(stream) == 1
-        client.lose("killed")
-        client.lose("later")
+        client.mark_failed("killed")
+        client.mark_failed("later")
         assert await anext(stream) == 2
         with pytest.raises(EngineLost) as caught:
             await anext(stream)
@@ -562,7 +559,7 @@ async def test_fault_of_the_client_ends_its_waiters_only(
     monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    """An unexpected error in the background task is told, never raised out."""
+    """An unexpected error in the background task is reported, not raised."""
     async with connected(fake_engine) as client:
         stream = await started(client, fake_engine)
 
@@ -589,7 +586,7 @@ async def test_send_that_swallows_the_news_of_a_message_handles_it(
         with anyio.fail_after(20):
             for number in range(300):
                 fake_engine.chunk("a#1", number, [number])
-                client._sender.say(Kind.STATUS, {"ask": 0})
+                client._sender.send_now(Kind.STATUS, {"ask": 0})
                 if number % 3 == 0:
                     await anyio.lowlevel.checkpoint()
             async for item in stream:
@@ -604,7 +601,7 @@ async def test_hang_up_of_the_engine_is_seen_at_the_next_send(
 ) -> None:
     """Without a connection nothing is queued for another engine (`fault-47`, `S4`).
 
-    It is told a second later: the end of the process, which comes first, tells more.
+    It is reported a second later: the end of the process comes first and says more.
     """
     async with connected(fake_engine) as client:
         await started(client, fake_engine)
@@ -626,7 +623,7 @@ async def test_hang_up_of_the_engine_is_seen_at_the_next_send(
         gc.collect()
 
 
-async def test_hang_up_of_the_engine_is_told_to_who_says_nothing(
+async def test_hang_up_of_the_engine_is_noticed_by_an_idle_client(
     fake_engine: Any,
 ) -> None:
     """As of an engine that cannot take a message in, and lives (`fault-47`)."""
@@ -639,7 +636,7 @@ async def test_hang_up_of_the_engine_is_told_to_who_says_nothing(
 
 
 async def test_refuses_to_connect_without_descriptors(tmp_path: Path) -> None:
-    """The socket library would end the process: whoever asks gets an error instead."""
+    """The socket library would end the process; the caller gets an error instead."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     hoard = [os.dup(0)]
     try:
@@ -649,7 +646,7 @@ async def test_refuses_to_connect_without_descriptors(tmp_path: Path) -> None:
                 hoard.append(os.dup(0))
         os.close(hoard.pop())
         with pytest.raises(OSError, match="open files"):
-            Link(f"ipc://{tmp_path}/e", lambda _: True)
+            ZmqClientTransport(f"ipc://{tmp_path}/e", lambda _: True)
     finally:
         resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
         for descriptor in hoard:

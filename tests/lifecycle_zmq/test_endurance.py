@@ -45,7 +45,7 @@ async def test_stopped_engines_are_replaced_in_three_seconds(endurance: Any) -> 
     """With the bounds that everybody has who sets none (`N6`, `fault-23`)."""
     _, starts = await endurance.kills(2)
     seen, again = await endurance.stops(2)
-    # What a start takes is the machine's; the stop itself is told after two seconds.
+    # A start depends on the machine; the stop itself is noticed after two seconds.
     slow = max(starts)
     assert min(seen) < max(0.15, slow / 3)
     assert 2.0 <= min(again) < 2.0 + max(1.0, 2 * slow)

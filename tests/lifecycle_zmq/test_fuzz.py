@@ -12,10 +12,9 @@ from typing import Any
 
 import pytest
 import zmq
+from zmq_wire import Kind, wire
 
 from lifecycle_zmq import EngineServer
-from lifecycle_zmq.protocol import wire
-from lifecycle_zmq.protocol.wire import Kind
 
 SECONDS = 8.0
 

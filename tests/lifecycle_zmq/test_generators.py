@@ -18,24 +18,22 @@ import anyio
 import anyio.lowlevel
 import numpy as np
 import pytest
+from zmq_wire import Kind, pack_request, wire
 
 from lifecycle import EngineLost, Payload, SessionRegistry
 from lifecycle_zmq import (
     EngineFailed,
     EngineLoop,
     GeneratorBackend,
+    QueuedTransport,
     RequestRejected,
     ThreadEngine,
     ZmqEngine,
 )
-from lifecycle_zmq.protocol import wire
-from lifecycle_zmq.protocol.items import pack_request
-from lifecycle_zmq.protocol.wire import Kind
-from lifecycle_zmq.transport.queued import QueuedTransport
 
 pytestmark = [pytest.mark.anyio, pytest.mark.usefixtures("no_leaks")]
 
-BOUND = 20.0
+BOUND = 120.0
 Loop = Literal["asyncio", "trio"]
 Make = Callable[..., ZmqEngine]
 LOOPS: tuple[Loop, ...] = ("asyncio", "trio")
@@ -136,15 +134,19 @@ async def test_tells_of_an_end_when_the_generator_is_closed(make_engine: Make) -
     async with make_engine() as engine:
         await engine.wait_ready()
         with anyio.fail_after(BOUND):
-            request = {"hold": True, "close_seconds": 0.5}
+            request = {"hold": True, "close_seconds": 2.0}
             await engine.start("a", request)
             await engine.start("b", {"hold": True})
-            begin = time.monotonic()
+            ended: list[str] = []
+
+            async def end(key: str) -> None:
+                await engine.end(key)
+                ended.append(key)
+
             async with anyio.create_task_group() as tasks:
-                tasks.start_soon(engine.end, "a")
-                await engine.end("b")
-                assert time.monotonic() - begin < 0.4
-            assert time.monotonic() - begin >= 0.45
+                tasks.start_soon(end, "a")
+                tasks.start_soon(end, "b")
+            assert ended == ["b", "a"]
             assert (await books(engine))["live"] == []
 
 
@@ -207,9 +209,9 @@ async def test_sends_on_what_the_socket_had_no_room_for(make_engine: Make) -> No
 async def test_fails_the_stream_of_the_generator_that_raised_alone(
     make_engine: Make, anyio_backend: str
 ) -> None:
-    """Its reader is told the type, in no words of the error; the neighbour reads on."""
+    """Its reader gets the error's type without its message; the neighbour reads on."""
     requests: list[dict[str, Any]] = [{"raise_at": 2}]
-    if anyio_backend == "asyncio":  # where any future may be cancelled by anybody
+    if anyio_backend == "asyncio":  # where any task may cancel any future
         requests.append({"lost_at": 2})
     async with make_engine() as engine:
         await engine.wait_ready()
@@ -247,7 +249,7 @@ async def test_frees_tensors_that_a_generator_has_dropped(make_engine: Make) -> 
 async def test_closes_generators_in_their_own_tasks_at_shutdown(
     make_engine: Make, tmp_path: Path
 ) -> None:
-    """The engine is told to leave, and each of its generators runs its clean-up."""
+    """The engine shuts down, and each of its generators runs its clean-up."""
     marks = [tmp_path / f"mark-{number}" for number in range(8)]
     async with make_engine() as engine:
         await engine.wait_ready()
@@ -286,7 +288,7 @@ async def read_lost(stream: Any, reason: str) -> None:
 
 
 @pytest.mark.parametrize("reason", ["killed", "exit"])
-async def test_tells_all_readers_once_when_it_dies(
+async def test_fails_all_readers_once_when_it_dies(
     make_engine: Make, reason: str
 ) -> None:
     """128 streams, one word each; another engine serves after."""
@@ -441,8 +443,8 @@ def test_key_is_free_after_a_start_with_a_merge_that_is_none(on: Loop) -> None:
     queue = Queue(["a", "a"])
     queue.over, queue.ends = loop.stop, 1
     loop.run(queue)
-    told = "merge returned str, not None or a Merge"
-    assert next(it["rejected"] for it in queue.said) == [[1, "internal", told]]
+    reported = "merge returned str, not None or a Merge"
+    assert next(it["rejected"] for it in queue.said) == [[1, "internal", reported]]
     assert [it["accepted"] for it in queue.said if it["accepted"]] == [[2]]
     assert made == ["a"]
 
@@ -474,23 +476,25 @@ def test_tells_nothing_of_a_stream_that_was_ended_since() -> None:
 @pytest.mark.parametrize("on", LOOPS)
 async def test_lives_around_its_generators(on: Loop) -> None:
     """What a lifespan makes is there before the first one and until the last closes."""
-    told: list[str] = []
+    reported: list[str] = []
 
     @asynccontextmanager
     async def lifespan() -> AsyncIterator[None]:
-        told.append("up")
+        reported.append("up")
         yield
-        told.append("down")
+        reported.append("down")
 
     async def serve(key: str, request: Any, tensors: Any) -> AsyncIterator[Any]:
-        told.append("serve")
+        reported.append("serve")
         try:
             yield [1]
             await anyio.sleep_forever()
         finally:
             with anyio.CancelScope(shield=True):
-                await anyio.wait_all_tasks_blocked()  # nobody else is left to wait for
-            told.append("closed")
+                await (
+                    anyio.wait_all_tasks_blocked()
+                )  # no other task is left to wait for
+            reported.append("closed")
 
     async with ThreadEngine(
         lambda: GeneratorBackend(serve, backend=on, lifespan=lifespan)
@@ -498,12 +502,12 @@ async def test_lives_around_its_generators(on: Loop) -> None:
         with anyio.fail_after(BOUND):
             await engine.wait_ready()
             assert await anext(await engine.start("a", {})) == [1]
-    assert told == ["up", "serve", "closed", "down"]
+    assert reported == ["up", "serve", "closed", "down"]
 
 
 @pytest.mark.parametrize("on", LOOPS)
 async def test_names_what_ended_the_loop(on: Loop) -> None:
-    """What leaves a generator's task is told as it is, and not as a group of one."""
+    """An error of a generator's task is raised as it is, not as a group of one."""
 
     async def serve(key: str, request: Any, tensors: Any) -> AsyncIterator[Any]:
         yield [1]
@@ -548,12 +552,12 @@ async def test_ends_when_its_event_loop_does(on: Loop) -> None:
             await read_lost(stream, "RuntimeError")
 
 
-async def test_fails_the_stream_alone_whose_task_was_cancelled() -> None:
+async def test_fails_only_the_stream_of_a_cancelled_task() -> None:
     """As a library may do that knows the task: the loop goes on, with all others."""
 
     async def serve(key: str, request: Any, tensors: Any) -> AsyncIterator[Any]:
         yield [1]
-        await anyio.lowlevel.checkpoint()  # until that is told of
+        await anyio.lowlevel.checkpoint()  # until that is reported
         if key == "a":
             task = asyncio.current_task()
             assert task is not None and task.cancel()
@@ -589,7 +593,7 @@ async def test_lets_the_loop_turn_though_more_has_come() -> None:
 
 @pytest.mark.parametrize("on", LOOPS)
 async def test_says_what_is_no_generator(on: Loop) -> None:
-    """A coroutine function is told at once, what is returned when it is called."""
+    """A coroutine function raises at once; a wrong result raises at the call."""
 
     async def answers(key: str, request: Any, tensors: Any) -> Any:
         return [key]

@@ -10,10 +10,10 @@ from typing import Any
 import anyio
 import numpy as np
 import pytest
+from zmq_wire import ZmqClientTransport
 
 from lifecycle import EngineLost, Payload
 from lifecycle_zmq import EngineClient, RequestRejected, ZmqEngine
-from lifecycle_zmq.transport.zmq_client import Link
 
 pytestmark = [pytest.mark.anyio, pytest.mark.usefixtures("no_leaks")]
 
@@ -112,19 +112,19 @@ def _bad_tensor(_: pytest.MonkeyPatch) -> tuple[str, Any, Boxed]:
 
 
 def _bad_socket(monkeypatch: pytest.MonkeyPatch) -> tuple[str, Any, Boxed]:
-    def send(_link: Link, parts: Any) -> bool:
+    def send(_link: ZmqClientTransport, parts: Any) -> bool:
         local = list(parts)  # a frame that holds the memory when it raises
         raise ZeroDivisionError(len(local))
 
-    monkeypatch.setattr(Link, "send", send)
+    monkeypatch.setattr(ZmqClientTransport, "send", send)
     return "a#1", {}, boxed()
 
 
 def _no_socket(monkeypatch: pytest.MonkeyPatch) -> tuple[str, Any, Boxed]:
-    def send(_link: Link, parts: Any) -> bool:
+    def send(_link: ZmqClientTransport, parts: Any) -> bool:
         return False
 
-    monkeypatch.setattr(Link, "send", send)
+    monkeypatch.setattr(ZmqClientTransport, "send", send)
     return "a#1", {}, boxed()
 
 

@@ -7,11 +7,9 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import pytest
+from zmq_wire import Kind, pack_request, wire
 
 from lifecycle_zmq import EngineLoop, Output
-from lifecycle_zmq.protocol import wire
-from lifecycle_zmq.protocol.items import pack_request
-from lifecycle_zmq.protocol.wire import Kind
 
 CLIENT = b"client"
 
@@ -80,7 +78,7 @@ def start(key: str) -> dict[str, Any]:
 
 @pytest.mark.parametrize("reached", [0, 1])
 def test_starts_nothing_for_a_client_that_is_gone(reached: int) -> None:
-    """What it had said before lies there still, but nobody would ever end it."""
+    """Its earlier messages are still there, but its streams would never be ended."""
     backend = Idle()
     loop = EngineLoop(backend, incarnation=1)
     script = Script(loop, reached)
@@ -88,4 +86,4 @@ def test_starts_nothing_for_a_client_that_is_gone(reached: int) -> None:
         script.bring(Kind.START, start(f"key-{generation}"), generation=generation)
     loop.run(script)
     assert backend.live == set()
-    assert loop._books.counters()["live"] == 0
+    assert loop._state.counters()["live"] == 0

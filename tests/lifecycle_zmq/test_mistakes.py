@@ -1,4 +1,4 @@
-"""Mistakes that everybody makes once are told at once, with the remedy."""
+"""Common mistakes raise at once, with the remedy."""
 
 from __future__ import annotations
 
@@ -79,7 +79,7 @@ class Spinning(Once):
     ],
 )
 def test_names_what_a_backend_lacks(backend: Any, words: str) -> None:
-    """It is told before the first request, and a `busy` never spins unnoticed."""
+    """A wrong backend raises before the first request, and `busy` never spins."""
     with pytest.raises(TypeError, match=f"^{words}"):
         EngineLoop(backend, incarnation=1)
 
@@ -94,17 +94,17 @@ OTHERS: list[tuple[Callable[..., object], dict[str, Any], str]] = [
     (ZmqEngine, {"argv": "python engine.py"}, "argv must be a list, not str; shlex"),
     (ZmqEngine, {"argv": 5}, "argv must be a list, not int"),
     (ZmqEngine, {"argv": []}, "argv is empty; name a program"),
-    (ZmqEngine, {"argv": ["python", 5]}, "what argv lists must be text, not int"),
+    (ZmqEngine, {"argv": ["python", 5]}, "arguments in argv must be text, not int"),
     (ZmqEngine, {"env": "A=1"}, "env must be a map, or None, not str"),
     (ZmqEngine, {"env": {"PORT": 1}}, "what env maps must be text, not int"),
     (ZmqEngine, {"pass_fds": 3}, "pass_fds must be a list of descriptors, not int"),
     (ZmqEngine, {"pass_fds": "3"}, "what pass_fds lists must be a whole number, not"),
     (ZmqEngine, {"pass_fds": [-1]}, "what pass_fds lists must be 0 or more, not -1"),
-    (ZmqEngine, {"transport": "tcp"}, "transport 'tcp' is none of pair, ipc"),
+    (ZmqEngine, {"transport": "tcp"}, "transport must be one of pair, ipc"),
     (ZmqEngine, {"directory": "/tmp"}, "directory must be a Path or None, not str"),
     (ZmqEngine, {"arena_bytes": 1e6}, "arena_bytes must be a whole number, not float"),
     (ZmqEngine, {"arena_bytes": -1}, "arena_bytes must be 0 or more, not -1"),
-    (ZmqEngine, {"arena": "file"}, "arena 'file' is none of None, memfd, shm, frames"),
+    (ZmqEngine, {"arena": "file"}, "arena must be one of None, memfd, shm, frames"),
     (ZmqEngine, {"max_crashes": 1.5}, "max_crashes must be a whole number, not float"),
     (ZmqEngine, {"max_crashes": -1}, "max_crashes must be 0 or more, not -1"),
     (ThreadEngine, {"hold": "1"}, "hold must be a whole number, not str"),
@@ -115,24 +115,24 @@ OTHERS: list[tuple[Callable[..., object], dict[str, Any], str]] = [
     (EngineServer, {"leave_with_parent": "no"}, "leave_with_parent must be True or F"),
     (EngineServer, {"writable_arena": 1}, "writable_arena must be True or False, not"),
     (EngineServer, {"hold": None}, "hold must be a whole number, not NoneType"),
-    (EngineClient, {"endpoint": 5}, "endpoint must be something to call, not int"),
+    (EngineClient, {"endpoint": 5}, "endpoint must be callable, not int"),
     (EngineClient, {"incarnation": "1"}, "incarnation must be a whole number, not str"),
     (EngineClient, {"window": 0}, "window must be 1 or more, not 0"),
     (EngineClient, {"arena": 4096}, "arena must be an Arena or None, not int"),
-    (GeneratorBackend, {"serve": 5}, "serve must be something to call, not int"),
-    (GeneratorBackend, {"merge": "join"}, "merge 'join' is none of None, concatenate"),
-    (GeneratorBackend, {"backend": "curio"}, "backend 'curio' is none of asyncio, tri"),
-    (GeneratorBackend, {"lifespan": 5}, "lifespan must be something to call, not int"),
-    (GeneratorBackend, {"status": {}}, "status must be something to call, not dict"),
+    (GeneratorBackend, {"serve": 5}, "serve must be callable, not int"),
+    (GeneratorBackend, {"merge": "join"}, "merge must be one of None, concatenate"),
+    (GeneratorBackend, {"backend": "curio"}, "backend must be one of asyncio, tri"),
+    (GeneratorBackend, {"lifespan": 5}, "lifespan must be callable, not int"),
+    (GeneratorBackend, {"status": {}}, "status must be callable, not dict"),
     (Arena, {"size": "1"}, "size must be a whole number, not str"),
     (Arena, {"size": -1}, "size must be 1 or more, not -1"),
-    (Arena, {"kind": "file"}, "kind 'file' is none of None, memfd, shm, frames"),
+    (Arena, {"kind": "file"}, "kind must be one of None, memfd, shm, frames"),
     (ArenaView, {"descriptor": None}, "descriptor must be a whole number, not None"),
     (ArenaView, {"writable": "no"}, "writable must be True or False, not str"),
-    (Supervisor, {"spawn": 5}, "spawn must be something to call, not int"),
+    (Supervisor, {"spawn": 5}, "spawn must be callable, not int"),
     (Supervisor, {"restarts": None}, "restarts must be Restarts, not NoneType"),
     (SupervisedEngine, {"supervisor": 5}, "supervisor must be a Supervisor, not int"),
-    (Finish, {"reason": "done"}, "reason 'done' is none of completed, cancelled, fai"),
+    (Finish, {"reason": "done"}, "reason must be one of completed, cancelled, fai"),
 ]
 # Of each of them, what is right.
 RIGHT: dict[Callable[..., object], dict[str, Any]] = {
@@ -200,13 +200,13 @@ async def test_says_when_the_engine_was_not_entered(
 
 
 async def test_says_what_of_a_start_is_wrong() -> None:
-    """A request, tensors or a result of another kind are told, and nothing runs."""
+    """Requests, tensors or results of a wrong type raise, and nothing runs."""
     box: Any = {"pixels": b"x"}
     odd: Any = "text"
     with anyio.fail_after(20):
         async with ThreadEngine(Once) as engine:
             await engine.wait_ready()
-            with pytest.raises(TypeError, match="travel in a Payload, not dict: give"):
+            with pytest.raises(TypeError, match="must be a Payload, not dict; pass"):
                 await engine.start("a", {}, box)
             with pytest.raises(TypeError, match="a map of plain values, not str"):
                 await engine.start("a", odd)
@@ -219,7 +219,7 @@ async def test_says_what_of_a_start_is_wrong() -> None:
 
 
 async def test_says_what_an_item_may_be() -> None:
-    """Whoever streams a number of numpy's is told what to stream instead."""
+    """Streaming a numpy number raises an error that names the alternative."""
 
     class Odd(Once):
         def step(self) -> list[Output]:

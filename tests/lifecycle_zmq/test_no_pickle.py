@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 # Beside what Python says of classes that a pickle asks for, of code from `marshal`
-# there is nothing to be told: imports are made of it.
+# there is nothing to be reported: imports are made of it.
 PROGRAM = """
 import sys
 found = []
@@ -30,7 +30,7 @@ import sys
 import anyio
 from lifecycle import Payload
 from lifecycle_zmq import ZmqEngine, ProtocolError
-from lifecycle_zmq.protocol import wire
+from lifecycle_zmq import protocol as wire
 
 async def main():
     evil = open(sys.argv[1], "rb").read()
@@ -77,7 +77,7 @@ def test_nothing_is_unpickled_on_either_side(
         env=environment | {"TMPDIR": str(tmp_path)},
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=600,
         check=False,
     )
     assert done.returncode == 0, done.stderr

@@ -48,10 +48,10 @@ import ctypes, os, sys
 import anyio
 from lifecycle import EngineLost, Payload
 from lifecycle_zmq import ZmqEngine
-from lifecycle_zmq.memory import parcels
+from lifecycle_zmq.shared_memory import memfd as parcels
 
 async def main():
-    assert ctypes.sizeof(parcels._Region) <= sys.maxsize
+    assert ctypes.sizeof(parcels._MappedTensors) <= sys.maxsize
     size = int(sys.argv[3])
     async with ZmqEngine(sys.argv[4:], arena_bytes=size, backoff=0.01) as engine:
         for _ in range(2):
@@ -95,7 +95,7 @@ def test_engine_serves_and_is_replaced_on_other_systems(
         env={**environment, "PYTHONPATH": paths},
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=600,
         check=False,
     )
     assert (done.stdout, done.returncode) == ("killed\n", 0), done.stderr

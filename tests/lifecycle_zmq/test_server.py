@@ -10,10 +10,9 @@ from typing import Any
 import msgpack
 import pytest
 import zmq
+from zmq_wire import Kind, wire
 
 from lifecycle_zmq import EngineServer, Finish, Output, RequestRejected
-from lifecycle_zmq.protocol import wire
-from lifecycle_zmq.protocol.wire import Kind
 
 pytestmark = pytest.mark.usefixtures("no_leaks")
 
@@ -58,7 +57,7 @@ class ListBackend:
         return bool(self.ticks) and "start go" in self.calls
 
     def status(self) -> dict[str, Any]:
-        """Return a set, which cannot be sent, when told to."""
+        """Return a set, which cannot be sent, on demand."""
         return {"odd": {1}} if self.odd_status else {}
 
 
@@ -431,10 +430,10 @@ def test_server_splits_a_tick_that_is_too_large(served: Served) -> None:
     ],
     ids=["object", "int key", "int", "bytes"],
 )
-def test_server_fails_only_the_stream_whose_item_cannot_be_sent(
+def test_server_fails_only_the_stream_of_an_item_that_cannot_be_sent(
     served: Served, odd: Any, code: str
 ) -> None:
-    """An odd item ends its own stream, told with a code; the others go on."""
+    """An invalid item ends its own stream with a code; the others continue."""
     client = served.client()
     client.start("a")
     client.start("b")
@@ -451,7 +450,7 @@ def test_server_fails_only_the_stream_whose_item_cannot_be_sent(
 def test_server_fails_all_streams_when_a_step_raises(
     served: Served, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    """Each is told, all is released, the engine goes on (`fault-28`)."""
+    """Each stream fails, all is released, the engine continues (`fault-28`)."""
     client = served.client()
     client.start("a")
     served.backend.ticks.extend([RuntimeError("canary"), [Output("b", [1])]])
@@ -515,8 +514,8 @@ def test_server_forgets_idle_clients_for_new_ones(served: Served) -> None:
     assert kept.status()["live"] == 2
 
 
-def test_server_leaves_an_address_to_whoever_had_it_first(served: Served) -> None:
-    """A second client under the name of the first is not heard, nor told (`fault-49`)."""
+def test_server_leaves_an_address_to_its_first_owner(served: Served) -> None:
+    """A second client with the name of the first is ignored (`fault-49`)."""
     first, second = served.client(), served.client()
     endpoint = served.endpoint
     for client in (first, second):
@@ -546,7 +545,7 @@ def test_server_refuses_clients_beyond_its_limit(served: Served) -> None:
     assert not late.socket.poll(0)
 
 
-def test_server_shuts_down_when_told(tmp_path: Path) -> None:
+def test_server_shuts_down_on_request(tmp_path: Path) -> None:
     """SHUTDOWN ends `run`, also with a stream that is live."""
     it = Served(f"ipc://{tmp_path}/served")
     it.client().start("a")

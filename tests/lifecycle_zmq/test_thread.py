@@ -61,7 +61,7 @@ def no_collector() -> Iterator[None]:
 @pytest.mark.parametrize("anyio_backend", ["asyncio", "trio"])
 @pytest.mark.usefixtures("no_collector")
 async def test_payloads_die_with_the_backend_that_had_them(eventually: Any) -> None:
-    """They are this process's own memory, which nobody else would give back."""
+    """They are this process's own memory, which nothing else would free."""
 
     class Array(np.ndarray):
         """One that can be referred to weakly."""

@@ -1,7 +1,7 @@
-"""The interpreter's own tests of its semaphore, with a gate in its place.
+"""CPython's own tests of its semaphore, run with a gate in its place.
 
-Whoever wrote them did not know of gates, so they promise what a limiter promises
-anywhere: an order, no place lost, nobody stranded by a cancellation.
+They were written without gates in mind, so they promise what a limiter promises
+anywhere: an order, no slot lost, no task stranded by a cancellation.
 """
 
 import asyncio
@@ -20,7 +20,7 @@ WHITE_BOX = {"test_repr", "test_acquire_fifo_order_4"}
 
 
 class Semaphore:
-    """What the tests use of a semaphore: each permit is a lease."""
+    """The part of a semaphore that the tests use; each permit is a lease."""
 
     def __init__(self, value: int = 1) -> None:
         self._gate = Gate(slots=value)

@@ -24,16 +24,15 @@ sys.path.insert(0, str(Path(__file__).parent))
 import scenarios
 import soak
 import world
+from exploration import explore, explore_trio
+from reentrancy import reenter_everywhere
 
-from lifecycle import _books, _gate, _lease, _ledger, _monitor
+from lifecycle import _gate, _lock, _queues
 from lifecycle.testing import (
     cancel_everywhere,
-    explore,
-    explore_trio,
-    reenter_everywhere,
 )
 
-_GATE = (_books, _gate, _lease, _ledger, _monitor)
+_GATE = (_gate, _lock, _queues)
 
 Trial = tuple[str, Callable[[], object]]
 
@@ -49,7 +48,7 @@ def trials() -> Iterator[Trial]:
     for cancelled in scenarios.CANCELLED:
         yield (
             f"cancel_everywhere {cancelled.__name__}",
-            partial(cancel_everywhere, cancelled, patience=2.0),
+            partial(cancel_everywhere, cancelled, timeout=2.0),
         )
     for seed in range(1_000):
         yield f"world {seed}", partial(world.run, seed)

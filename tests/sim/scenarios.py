@@ -12,6 +12,7 @@ from weakref import ref
 
 import anyio
 import anyio.lowlevel
+from reentrancy import Arm
 
 from lifecycle import (
     AdmissionTimeout,
@@ -26,7 +27,7 @@ from lifecycle import (
     StreamTimeout,
     managed,
 )
-from lifecycle.testing import Arm, Attempt, Script, ScriptedEngine, simulate
+from lifecycle.testing import Attempt, Script, ScriptedEngine, simulate
 
 Scenario = Callable[[], Awaitable[object]]
 
@@ -47,7 +48,7 @@ def _assert_empty(gate: Gate) -> None:
 
 
 async def line_with_cancellations() -> None:
-    """Four waiters, two of which are cancelled, and one who comes late (B1)."""
+    """Four waiters, two of which are cancelled, and one that comes late (B1)."""
     gate = Gate(slots=1)
     inside = 0
     done: set[int] = set()
@@ -157,7 +158,7 @@ async def lower_priority_stays_behind() -> None:
         await _until_waiting(gate, 1)
         tasks.start_soon(want, 2, 0)
         await _until_waiting(gate, 2)
-        gate.resize(bytes=11)  # room for the small one, were it its turn
+        gate.resize(bytes=11)  # the small one fits, were it its turn
         assert gate.statistics().waiting == 2
         lease.release()
     assert set(got) == {2, 8}
@@ -165,17 +166,17 @@ async def lower_priority_stays_behind() -> None:
 
 
 async def shrinking_refuses_who_never_fits() -> None:
-    """Who asks for more than there will be is told so, and is never granted."""
+    """A request for more than the capacity is refused, and never granted."""
     gate = Gate(bytes=10)
     lease = gate.try_admit(bytes=4)
-    told: list[str] = []
+    seen: list[str] = []
 
     async def want(nbytes: int) -> None:
         try:
             with await gate.admit(bytes=nbytes):
-                told.append(f"{nbytes} in")
+                seen.append(f"{nbytes} in")
         except CostTooLarge:
-            told.append(f"{nbytes} out")
+            seen.append(f"{nbytes} out")
 
     async with anyio.create_task_group() as tasks:
         tasks.start_soon(want, 9)
@@ -186,7 +187,7 @@ async def shrinking_refuses_who_never_fits() -> None:
         gate.resize(bytes=20)
         assert not gate.statistics().waiting
     lease.release()
-    assert sorted(told) == ["3 in", "9 out"]
+    assert sorted(seen) == ["3 in", "9 out"]
     _assert_empty(gate)
 
 
@@ -212,8 +213,8 @@ async def keys_take_turns() -> None:
     _assert_empty(gate)
 
 
-async def nested_admission_is_told() -> None:
-    """Whoever holds a lease of the gate is told that it waits for itself (B18)."""
+async def nested_admission_is_seen() -> None:
+    """A task that holds a lease of the gate is refused, since its wait would be a deadlock (B18)."""
     gate = Gate(slots=1)
     with await gate.admit():
         try:
@@ -251,7 +252,7 @@ async def _admit_once(gate: Gate) -> None:
 
 
 async def closing_sends_everybody_away() -> None:
-    """Those in line and those to come are told so; live leases stay (peers-11)."""
+    """Waiting and later requests are refused; live leases stay (peers-11)."""
     gate = Gate(slots=1)
     lease = gate.try_admit()
     refused = 0
@@ -278,7 +279,7 @@ async def closing_sends_everybody_away() -> None:
 
 
 async def raising_the_limit_wakes() -> None:
-    """Everybody who fits after a raise is let in without a release (B21)."""
+    """All requests that fit after a raise are admitted without a release (B21)."""
     gate = Gate(slots=0, bytes=10)
     async with anyio.create_task_group() as tasks:
         tasks.start_soon(_admit_once, gate)
@@ -365,9 +366,9 @@ async def _start(session: Session, engine: ScriptedEngine) -> object:
 
 
 async def stopping_reaches_the_owner() -> None:
-    """Whoever is ended by id is told so at the end of its block (peers-21)."""
+    """A session that is ended by id raises at the end of its block (peers-21)."""
     engine = ScriptedEngine(Script(end_delay=0.01))
-    told: list[str] = []
+    seen: list[str] = []
     async with SessionRegistry() as sessions:
 
         async def own() -> None:
@@ -376,14 +377,14 @@ async def stopping_reaches_the_owner() -> None:
                     await _start(session, engine)
                     await anyio.sleep_forever()
             except SessionEnded as error:
-                told.append(error.outcome)
+                seen.append(error.outcome)
 
         async with anyio.create_task_group() as tasks:
             tasks.start_soon(own)
             await anyio.sleep(0.1)
             await sessions.cancel("a")
             assert not engine.live, "cancel returns when the engine is quiet"
-    assert told == ["cancelled"]
+    assert seen == ["cancelled"]
 
 
 async def start_of_an_ended_session_takes_nothing() -> None:
@@ -522,7 +523,7 @@ EXPLORED: tuple[Scenario, ...] = (
     lower_priority_stays_behind,
     shrinking_refuses_who_never_fits,
     keys_take_turns,
-    nested_admission_is_told,
+    nested_admission_is_seen,
     lost_lease_comes_back,
     closing_sends_everybody_away,
     raising_the_limit_wakes,
@@ -598,14 +599,14 @@ async def cancelled_request(attempt: Attempt) -> None:
 
 
 def _go_straight_in(gate: Gate) -> None:
-    """Whoever has nobody to wait for does not wait."""
+    """A request with none before it does not wait."""
     admission = gate.admit()
     try:
         admission.send(None)
     except StopIteration as admitted:
         admitted.value.release()
     else:
-        raise AssertionError("waited for nobody")
+        raise AssertionError("waited for no other request")
 
 
 CANCELLED = (cancelled_waiter, cancelled_request)
@@ -633,7 +634,7 @@ def finaliser_releases(arm: Arm) -> None:
 
         async def leaves() -> None:
             with scope, await gate.admit(bytes=8):
-                raise AssertionError("there was no room")
+                raise AssertionError("there was no capacity")
 
         async with anyio.create_task_group() as tasks:
             tasks.start_soon(leaves)

@@ -27,7 +27,7 @@ from lifecycle.testing import (
     simulate_trio,
 )
 
-# Without early timers: these stories count on who comes first.
+# Without early timers: these stories count on the order of requests.
 BOTH = pytest.mark.parametrize(
     "run", [partial(simulate, early_timers=0.0), simulate_trio], ids=["asyncio", "trio"]
 )
@@ -41,8 +41,8 @@ def started(session, engine):
 
 
 @BOTH
-def test_renders_nobody_whom_it_will_refuse(run):
-    """Room is reserved before the work begins, not counted after it (peers-1)."""
+def test_renders_no_request_that_it_will_refuse(run):
+    """Capacity is reserved before the work begins, not counted after it (peers-1)."""
     gate = Gate(slots=4, max_waiting=0)
     rendered = refused = 0
 
@@ -134,7 +134,7 @@ def test_admits_a_fan_out_whole_or_not_at_all(run):
 
 
 @BOTH
-def test_keeps_its_room_for_the_whole_stream(run):
+def test_keeps_its_capacity_for_the_whole_stream(run):
     """A lease around a stream outlasts the first item and ends with it (peers-9)."""
     gate = Gate(slots=1)
     engine = ScriptedEngine(Script(item_delay=1.0))
@@ -152,7 +152,7 @@ def test_keeps_its_room_for_the_whole_stream(run):
 
 @BOTH
 def test_admits_before_the_payload_is_made(run):
-    """A managed function does not begin before it has room (peers-15)."""
+    """A managed function does not begin before it is admitted (peers-15)."""
     gate = Gate(slots=1)
     made = []
 
@@ -249,7 +249,7 @@ def test_ends_an_old_session_without_touching_its_successor(run):
 
 
 @BOTH
-def test_forgets_nobody_when_one_end_fails(run):
+def test_forgets_no_session_when_one_end_fails(run):
     """Ending all goes on after an END that raises or never answers (peers-37)."""
     scripts = [Script(end_error=OSError()), Script(end_delay=math.inf), Script()]
     engine = ScriptedEngine(lambda key: scripts[int(key[0])])
@@ -271,8 +271,8 @@ def test_forgets_nobody_when_one_end_fails(run):
     run(main)
 
 
-def test_refuses_a_registry_that_nobody_runs():
-    """Whoever comes before the registry is entered fails, and does not wait (peers-36)."""
+def test_refuses_a_registry_that_is_not_entered():
+    """A request before the registry is entered fails, and does not wait (peers-36)."""
     with pytest.raises(RuntimeError, match="async with"):
         SessionRegistry().open("a")
 
@@ -314,7 +314,7 @@ def test_never_takes_a_lease_back_for_its_age(run):
 
 
 @BOTH
-def test_serves_nobody_who_has_left_the_line(run):
+def test_serves_no_request_that_was_cancelled(run):
     """After a storm of impatient clients, only the living are served (peers-46, B8)."""
     gate = Gate(slots=1)
     served = []

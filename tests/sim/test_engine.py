@@ -1,4 +1,4 @@
-"""The scripted engine does what it is told, and counts what it is told."""
+"""The scripted engine plays its script, and counts calls."""
 
 from __future__ import annotations
 
@@ -95,7 +95,7 @@ def test_refuses_fails_and_hangs_on_cue(run):
 
 @BOTH
 def test_dies_and_comes_back(run):
-    """Whoever waits is told; what the dead one had stays lost (fault-22)."""
+    """Waiting tasks get an error; what the dead engine had stays lost (fault-22)."""
     engine = ScriptedEngine(
         lambda key: Script(
             start_delay=math.inf if key == "mute" else 0,
@@ -104,12 +104,12 @@ def test_dies_and_comes_back(run):
             die_at=1 if key == "deadly" else None,
         )
     )
-    told = []
+    reasons = []
 
     async def expect(waiting):
         with pytest.raises(EngineLost) as lost:
             await waiting
-        told.append(lost.value.reason)
+        reasons.append(lost.value.reason)
 
     async def main():
         stream = await engine.start("hang")
@@ -122,7 +122,7 @@ def test_dies_and_comes_back(run):
             engine.die("oom")
             engine.die("twice")
         await expect(engine.start("late"))
-        assert told == ["oom"] * 3
+        assert reasons == ["oom"] * 3
         assert (engine.alive, engine.live) == (False, set())
         await engine.end("hang")
         engine.restart()
@@ -173,7 +173,7 @@ def test_keeps_a_start_that_was_cancelled(run):
 
 @BOTH
 def test_breaks_an_idle_deadline(run):
-    """A stream that goes silent is told by the session's own deadline (fault-37)."""
+    """A stream that goes silent is ended by the session's own deadline (fault-37)."""
     engine = ScriptedEngine(Script(hang_at=1))
 
     async def main():

@@ -17,7 +17,7 @@ from lifecycle.testing import Script, ScriptedEngine, simulate, simulate_trio
 
 @pytest.mark.parametrize("run", [simulate, simulate_trio])
 @pytest.mark.parametrize("style", ["two_phase", "generator"])
-def test_keeps_the_lease_of_a_managed_start_whose_consumer_left(run, style):
+def test_keeps_the_lease_of_a_managed_start_after_its_consumer_left(run, style):
     """A start that goes on alone keeps its bytes until it settles (fault-3, peers-8).
 
     They were released with the consumer, while the payload was still on its way

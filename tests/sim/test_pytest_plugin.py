@@ -1,4 +1,4 @@
-"""The plugin, in suites of somebody else."""
+"""The plugin, in test suites of its users."""
 
 from __future__ import annotations
 
@@ -165,7 +165,7 @@ def test_excuses_a_test_from_what_it_names(pytester):
 
 
 def test_forgives_what_only_a_cycle_kept(pytester):
-    """A payload in a garbage cycle is collected before anybody is blamed."""
+    """A payload in a garbage cycle is collected before a test fails for it."""
     result = suite(
         pytester,
         "def test_makes_a_cycle():\n"

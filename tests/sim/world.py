@@ -113,7 +113,7 @@ _ODD = ("fail", "hang", "refuse", "mute", "slow_end", "bad_end", "deaf")
 
 
 def _draw_plan(rng: random.Random, number: int, styles: tuple[str, ...]) -> Plan:
-    """Draw one client. Most are ordinary, so that the odd ones meet somebody."""
+    """Draw one client. Most are ordinary, so that the odd ones meet others."""
     items = rng.choice((1, 2, 2, 3))
     odd = rng.choice(_ODD) if rng.random() < 0.35 else ""
     ends = {"slow_end": 0.05, "deaf": math.inf}
@@ -213,7 +213,7 @@ class World:
     # The program.
 
     async def main(self) -> None:
-        """Live through the whole story, and hold the end of it to the laws."""
+        """Run the whole story, and check the laws at its end."""
         self.broken, self.draining = anyio.Event(), anyio.Event()
         self.drain_over = anyio.Event()
         self.engine = ScriptedEngine(lambda key: self.by_key[key].plan.script)
@@ -346,7 +346,7 @@ class World:
         stream = session.stream(source, first_item=plan.idle, idle=plan.idle)
         self.streams += 1
         whole = await self._read(client, stream)
-        assert whole or source.closed, "a source that nobody closed"
+        assert whole or source.closed, "a source that was not closed"
         if whole and session.outcome is None:
             assert stream.items == len(plan.script.items), "items are missing"
 
@@ -402,11 +402,11 @@ class World:
         finally:
             self.asked.remove(client)
         if alone and _would_fit(before, plan.cost):
-            assert self.step == step, "waited for nobody"
+            assert self.step == step, "waited for no other request"
         return lease
 
     def _check_turn(self, client: Client, *, waited: bool) -> None:
-        """Nobody goes before those who came earlier and still want to."""
+        """No request is granted before earlier ones that still wait."""
         if self.order != "fifo" or not (self.enforce and self.exact):
             return
         earlier = self.asked[: self.asked.index(client)]
@@ -414,7 +414,7 @@ class World:
         assert self.gate is not None
         now = self.gate.statistics()
         others = now.admitted - now.released - held - 1
-        # Those who wait resume in any order once they are granted.
+        # Waiting tasks resume in any order once they are granted.
         if not waited or not others:
             overtaken = [
                 c
@@ -423,7 +423,7 @@ class World:
                 # One whose session was ended wants nothing more, and is on its way.
                 and (c.session is None or c.session.outcome is None)
             ]
-            assert not overtaken or self.closed, "overtaken in line"
+            assert not overtaken or self.closed, "overtaken in the queue"
 
     async def _read(self, client: Client, stream: Any) -> bool:
         expected = 0
@@ -586,7 +586,7 @@ class World:
                 self.broken.set()
             case "shrink":
                 self.disturbed = True
-                self.smallest = number  # who needs more is refused already
+                self.smallest = number  # larger requests are refused already
                 self.gate.resize(bytes=number)
                 self.broken.set()
             case "quit":
@@ -634,7 +634,9 @@ class World:
         for key in engine.live:
             session = self.by_key[key].session
             assert session is not None
-            assert session.phase != "quiet", "the engine has what nobody will end"
+            assert session.phase != "quiet", (
+                "the engine has a session that will not be ended"
+            )
 
     def _check_gate(self, gate: Gate) -> None:
         now = gate.statistics()
@@ -646,13 +648,13 @@ class World:
             assert now.admitted == self.granted, "granted over capacity, or closed"
         self.granted, self.disturbed = now.admitted, False
         most = self.max_waiting
-        assert most is None or now.waiting <= most, "the line is too long"
+        assert most is None or now.waiting <= most, "the queue is too long"
         if not self.exact:
             return
         held = [c.lease for c in self.clients if c.lease is not None and c.lease.held]
         on_the_way = now.admitted - now.released - len(held)
         assert on_the_way >= 0, "more leases held than granted"
-        assert now.waiting <= len(self.asked), "somebody waits who does not ask"
+        assert now.waiting <= len(self.asked), "a request waits that is not asked for"
         assert now.received == self.asks, "requests received, and what became of them"
         if on_the_way:
             return
@@ -662,9 +664,9 @@ class World:
             first = _would_fit(now, self.asked[0].plan.cost)
             assert not first or self.order != "fifo", "a free place beside a waiter"
             most = max(client.plan.cost for client in self.asked)
-            assert most <= now.bytes, "somebody waits for what will never be"
+            assert most <= now.bytes, "a request waits that can never fit"
             if not slots and now.slots and self.order != "lanes":
-                assert not first, "an empty gate, and somebody waits"
+                assert not first, "an empty gate, and a request waits"
 
     def _check_outcome(
         self, session: Session, left: type[BaseException] | None, ended: str | None
@@ -706,7 +708,7 @@ class World:
         assert sorted(begun) == sorted(g for g, _ in self.ended), "starts and ENDs"
         for client in self.clients:
             assert client.session is None or client.session.phase == "quiet"
-            assert not client.sources, "a stream that nobody ended"
+            assert not client.sources, "a stream that was not ended"
             settled = (
                 self.settled.get(client.session.generation, ())
                 if client.session

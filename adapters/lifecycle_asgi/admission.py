@@ -1,0 +1,353 @@
+"""`Admission`: admission control around the application of any server, in one line."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from contextvars import ContextVar
+from dataclasses import replace
+from types import MappingProxyType
+from typing import Any, Final
+
+from lifecycle import CostTooLarge, GateStatistics, Lease
+from lifecycle.events import Observer
+from lifecycle_asgi._types import App, Message, Receive, Scope, Send
+from lifecycle_asgi.admission_settings import AdmissionSettings
+from lifecycle_asgi.api_keys import ApiKeys
+from lifecycle_asgi.body_reader import FIRST_CHARGE, BodyReader, ClientLeft
+from lifecycle_asgi.lanes import Lane
+from lifecycle_asgi.limits import BodyTooLarge, ClientIdentity, Refusal
+from lifecycle_asgi.media_body import BodyEstimator
+from lifecycle_asgi.media_memory import Correction, MemoryEstimate
+from lifecycle_asgi.media_profiles import media_profile, server_of
+from lifecycle_asgi.middleware import LifecycleMiddleware
+from lifecycle_asgi.refusals import (
+    REFUSALS,
+    RequestBody,
+    Unauthorised,
+    protocol_refusal,
+    send_and_linger,
+)
+
+_SCOPE_KEY: Final = "lifecycle.admission"
+_CURRENT: Final[ContextVar[AdmittedRequest | None]] = ContextVar(
+    "lifecycle_admission", default=None
+)
+_METHODS_WITH_BODY: Final = frozenset({"POST", "PUT", "PATCH"})
+# SGLang looks for a disconnect every four seconds: `_wait_one_response` in its
+# managers/tokenizer_manager.py.
+_SECONDS_TO_LOOK: Final = MappingProxyType({"sglang": 5.0})
+_LANES: Final = ("small", "bodies", "requests")
+_SHARES: Final = (1, 3, 12)  # sixteenths of the bytes
+# Larger bodies are never small, whatever the bytes.
+_MAX_SMALL_BODY: Final = 65536
+# Ratios of the tensors of media to their estimate, as far as they are learned.
+_FLOOR, _CEILING = 0.25, 4.0
+# Bytes charged for each byte of a body: the bytes, their text, and the parsed values.
+_BODY_COPIES: Final = 3
+# A refused body is dropped for a few seconds at most, and only so much of one that the
+# server would never accept.
+_LINGER_SECONDS: Final = 5.0
+_MAX_UNACCEPTABLE: Final = 8 * 2**20
+
+
+def handed_off(scope: Scope | None = None, *, tensor_bytes: int | None = None) -> None:
+    """Release what a request was admitted with: the engine has it now. Idempotent.
+
+    For hooks that learn when an engine has taken over a request. Without one, the first
+    bytes of a streamed response tell, and the end of any other.
+
+    Args:
+        tensor_bytes: Bytes of the tensors of its media, if known. Later estimates are
+            corrected by them.
+        scope: The ASGI scope of the request. Default: the request that the current
+            task, or the task that created it, works on. Without `Admission` above,
+            nothing happens.
+    """
+    request = _CURRENT.get() if scope is None else scope.get(_SCOPE_KEY)
+    if request is not None:
+        request.hand_off(tensor_bytes)
+
+
+class Admission:
+    """Admits requests by the memory that they will need, before they need it.
+
+    Pure ASGI, and made with the application alone, as servers make their middleware:
+    ``vllm serve MODEL --middleware lifecycle_asgi.Admission``. Settings come from the
+    arguments, and from ``LIFECYCLE_*`` in the environment. Per request:
+
+    * Without a valid API key, it is refused before a byte of the body is read.
+    * The rest of a refused body is read and dropped, within limits, as many servers
+      would otherwise reset the connection, and with it the answer.
+    * Its body is admitted by its declared length before it is read, or metered.
+    * The memory that it needs until hand-off is admitted: the sizes of its images are
+      read from their headers, which needs Pillow (the extra ``media``).
+    * The body is given to the application once, without a copy.
+    * The memory is released with the first bytes of a streamed response, by
+      `handed_off`, or at the end.
+    * A client that leaves ends its request, as under `LifecycleMiddleware`.
+
+    Three lanes divide the bytes: a sixteenth is for small requests without media, three
+    sixteenths are for bodies that arrive or wait, and the rest is for requests that the
+    application works on. A request keeps its lease until it has the one of the next
+    lane. Those of the last lane wait for nothing, so no two requests wait for each
+    other. In each lane, clients share by bytes and seconds, and one client may have
+    half of the queue.
+
+    Args:
+        app: The application to wrap.
+        client: Returns the client of a request. Default: the network address, or the
+            API key where there are several.
+        observer: Called with each grant and refusal of the three gates.
+        environment: Instead of that of the process.
+        **options: Attributes of `AdmissionSettings`.
+
+    Raises:
+        TypeError: An option is unknown or of another type.
+        ValueError: An option, or a variable of the environment, is out of range.
+    """
+
+    def __init__(
+        self,
+        app: App,
+        *,
+        client: Callable[[Scope], bytes] | None = None,
+        observer: Observer | None = None,
+        environment: Mapping[str, str] | None = None,
+        **options: Any,
+    ) -> None:
+        environment = os.environ if environment is None else environment
+        settings = AdmissionSettings.from_environment(environment, **options)
+        self._app = app
+        self._settings = settings
+        server_key = environment.get("VLLM_API_KEY", "")
+        self._keys = ApiKeys(
+            settings.api_keys,
+            server_key=server_key,
+            prefixes=settings.guarded_prefixes,
+        )
+        shared = len(settings.api_keys) < 2
+        self._identity = ClientIdentity(() if shared else settings.api_keys)
+        self._client_of = client or self._identity
+        profile = media_profile(settings.profile)
+        if settings.tensor_pixels is not None:
+            profile = replace(profile, tensor_pixels=settings.tensor_pixels)
+        self._media = BodyEstimator(profile)
+        self._correction = Correction(floor=_FLOOR, ceiling=_CEILING)
+        shares = [settings.bytes * share // 16 or 1 for share in _SHARES]
+        self._small, self._bodies, self._requests = (
+            Lane(
+                f"admission-{name}",
+                bytes=share,
+                max_waiting=settings.max_waiting,
+                max_wait=settings.max_wait,
+                observer=observer,
+            )
+            for name, share in zip(_LANES, shares, strict=True)
+        )
+        self._capacity = shares[-1]
+        # Small requests with media keep their lease while they wait in another lane.
+        # All of those together leave half of this lane to the others.
+        fits = shares[0] // (4 * _BODY_COPIES * max(1, settings.max_waiting))
+        self._max_small_body = min(_MAX_SMALL_BODY, fits)
+        fits = max(1, shares[1] // (4 * _BODY_COPIES))
+        self._first_charge = min(FIRST_CHARGE, settings.max_body, fits)
+        delay = settings.cancel_delay
+        if delay is None:
+            named = settings.profile if isinstance(settings.profile, str) else "default"
+            delay = _SECONDS_TO_LOOK.get(server_of(named), 0.0)
+        self._watched = LifecycleMiddleware(self._serve, cancel_delay=delay)
+
+    def statistics(self) -> dict[str, GateStatistics]:
+        """Return the state of each lane: ``small``, ``bodies`` and ``requests``."""
+        lanes = (self._small, self._bodies, self._requests)
+        gates = [lane.gate.statistics() for lane in lanes]
+        return dict(zip(_LANES, gates, strict=True))
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Serve one connection.
+
+        Cancellation:
+            Passes through; a request that waits leaves its queue.
+        """
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+        elif _has_body(scope) and not self._keys.accept(scope):
+            await self._refuse(scope, RequestBody(receive), send, Unauthorised())
+        else:
+            await self._watched(scope, receive, send)
+
+    async def _serve(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if not _has_body(scope):
+            await self._app(scope, receive, send)
+            return
+        request = AdmittedRequest(receive, send, self._correction)
+        refusal: Refusal | None = None
+        try:
+            await self._admit(scope, request)
+        except REFUSALS as error:
+            refusal = error
+        except ClientLeft:
+            return
+        finally:
+            if request.body is None:  # not admitted
+                request.release()
+        if refusal is not None:
+            await self._refuse(scope, request.rest, send, refusal)
+            return
+        scope[_SCOPE_KEY] = request
+        token = _CURRENT.set(request)
+        try:
+            await self._app(scope, request.receive, request.send)
+        finally:
+            _CURRENT.reset(token)
+            request.release()
+            # Servers keep the scope of an idle connection until its next request.
+            scope.pop(_SCOPE_KEY, None)
+
+    async def _refuse(
+        self,
+        scope: Scope,
+        body: RequestBody,
+        send: Send,
+        refusal: Refusal | Unauthorised,
+    ) -> None:
+        max_bytes = self._settings.max_body
+        if isinstance(refusal, Unauthorised | BodyTooLarge | CostTooLarge):
+            max_bytes = _MAX_UNACCEPTABLE
+        await send_and_linger(
+            scope,
+            body,
+            send,
+            protocol_refusal(scope, refusal),
+            max_bytes=max_bytes,
+            seconds=_LINGER_SECONDS,
+        )
+
+    async def _admit(self, scope: Scope, request: AdmittedRequest) -> None:
+        settings, declared = self._settings, _content_length(scope)
+        if declared is not None and declared > settings.max_body:
+            raise BodyTooLarge(settings.max_body)
+        client = self._identity.digest(self._client_of(scope)).hex()
+        size = self._first_charge if declared is None else declared
+        small = declared is not None and declared <= self._max_small_body
+        lane = self._small if small else self._bodies
+        request.lease = await lane.admit(_BODY_COPIES * size, client)
+        reader = BodyReader(
+            request.receive,
+            lane,
+            request.lease,
+            declared=declared,
+            copies=_BODY_COPIES,
+            max_body=settings.max_body,
+            timeout=settings.body_timeout,
+            slow_after=settings.slow_after,
+        )
+        body = await reader.read()
+        request.estimate = self._media.estimate(scope, body)
+        is_text = not request.estimate.total
+        needed = self._needed(len(body), request.estimate)
+        if is_text and len(body) <= self._max_small_body:
+            if not small:
+                await self._exchange(request, self._small, client, needed)
+        else:
+            await self._exchange(request, self._requests, client, needed)
+        request.body = body
+
+    def _needed(self, length: int, estimate: MemoryEstimate) -> int:
+        """Return the bytes to admit for a body of *length* and its media.
+
+        Neither a guess nor what was learned from others is a reason to refuse a request
+        for ever: then it counts as all there is.
+        """
+        body, capacity = _BODY_COPIES * length, self._capacity
+        needed = body + self._correction.bytes(estimate)
+        if needed <= capacity:
+            return needed
+        known = body + estimate.total - estimate.assumed
+        return max(capacity, min(known, needed))
+
+    async def _exchange(
+        self, request: AdmittedRequest, lane: Lane, client: str, nbytes: int
+    ) -> None:
+        """Exchange the lease of a body for one of all that the request needs."""
+        lease = await lane.admit(nbytes, client)
+        request.release()
+        request.lease = lease
+
+
+class AdmittedRequest:
+    """One request: its lease, and its body until the application asks for it.
+
+    Args:
+        receive: The server's.
+        send: The server's.
+        correction: Learns from what the request really needed.
+
+    Attributes:
+        body: The body, until the application has it.
+        estimate: Of its media.
+        lease: What it holds.
+        rest: What the server has yet to receive.
+    """
+
+    __slots__ = ("_correction", "_send", "body", "estimate", "lease", "rest")
+
+    def __init__(self, receive: Receive, send: Send, correction: Correction) -> None:
+        self.rest = RequestBody(receive)
+        self._send = send
+        self._correction = correction
+        self.estimate = MemoryEstimate()
+        self.body: bytes | None = None
+        self.lease: Lease | None = None
+
+    async def receive(self) -> Message:
+        """The application's ``receive``: the whole body, then what the server has.
+
+        Cancellation:
+            No message is lost.
+        """
+        body, self.body = self.body, None
+        if body is None:
+            return await self.rest.receive()
+        return {"type": "http.request", "body": body, "more_body": False}
+
+    async def send(self, message: Message) -> None:
+        """The application's ``send``.
+
+        Cancellation:
+            As for the server's ``send``.
+        """
+        if message["type"] == "http.response.body" and message.get("body"):
+            self.release()
+        await self._send(message)
+
+    def hand_off(self, tensor_bytes: int | None) -> None:
+        """Release the lease, and learn from the tensors if their size is known."""
+        # A guess is not corrected: nothing in the next request is like this one.
+        if self.lease is not None and tensor_bytes and not self.estimate.assumed:
+            self._correction.learn(self.estimate, tensor_bytes)
+        self.release()
+
+    def release(self) -> None:
+        """Release the lease. Idempotent."""
+        lease, self.lease = self.lease, None
+        if lease is not None:
+            lease.release()
+
+
+def _has_body(scope: Scope) -> bool:
+    return scope["method"] in _METHODS_WITH_BODY and _content_length(scope) != 0
+
+
+def _content_length(scope: Scope) -> int | None:
+    """Return the declared length; ``None`` without one that is a number."""
+    # A chunked body overrides a length, and h11 lets both through.
+    if any(name == b"transfer-encoding" for name, _ in scope["headers"]):
+        return None
+    for name, value in scope["headers"]:
+        if name == b"content-length":
+            with suppress(ValueError):
+                return max(int(value), 0)
+    return None

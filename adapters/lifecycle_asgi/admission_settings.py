@@ -1,0 +1,134 @@
+"""Settings of `Admission`, from arguments or from the environment of a server."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any, Final, Self
+
+from lifecycle.lowlevel import check_int, check_seconds
+from lifecycle_asgi.api_keys import GUARDED_PREFIXES
+from lifecycle_asgi.media_memory import MediaProfile
+
+_SIZE: Final = re.compile(r"(\d+(?:\.\d+)?)\s*(?:([KMGT])(?:i?B)?)?", re.IGNORECASE)
+_UNITS: Final = {"": 0, "K": 10, "M": 20, "G": 30, "T": 40}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AdmissionSettings:
+    """Settings of `Admission`.
+
+    Each can be given to `Admission` by its name, or in the environment as the name in
+    capitals with ``LIFECYCLE_`` in front of it: ``LIFECYCLE_BYTES=8GiB``.
+
+    Attributes:
+        bytes: Memory of all admitted requests together: bodies, decoded media and
+            tensors, until the engine has them.
+        max_body: Maximum size of one body, in bytes.
+        max_waiting: Maximum number of requests that wait in each lane.
+        max_wait: Longest wait in a lane, in seconds.
+        body_timeout: Seconds for one whole body.
+        slow_after: Seconds after which a body that is not complete yet is charged with
+            what has arrived, and no longer with its declared length.
+        profile: What media cost the server: ``"vllm"``, ``"sglang"``, ``"lmdeploy"``,
+            ``"proxy"``, ``"default"``, a `MediaProfile`, or ``"auto"`` for that of the
+            server whose package is imported.
+        tensor_pixels: Pixels to which the model scales a larger image down, instead of
+            what the profile says. ``None``: as in the profile, which for servers of any
+            model is not at all.
+        cancel_delay: Seconds between a disconnect and the cancellation of a request
+            that does not wait for one. ``None``: 5 for SGLang, which looks every four
+            seconds and then stops its engine, and 0 for other servers.
+        api_keys: Keys that the server accepts, separated by commas in the environment.
+            Requests that have a body and no such key are refused before the body is
+            read. Empty: the keys of vLLM, if it is the server and has any.
+        guarded_prefixes: Beginnings of the paths that the keys of vLLM guard. Keys in
+            `api_keys` guard bodies on all paths.
+    """
+
+    bytes: int = 4 * 2**30
+    max_body: int = 64 * 2**20
+    max_waiting: int = 128
+    max_wait: float = 20.0
+    body_timeout: float = 60.0
+    slow_after: float = 2.0
+    profile: str | MediaProfile = "auto"
+    tensor_pixels: int | None = None
+    cancel_delay: float | None = None
+    api_keys: tuple[str, ...] = field(default=(), repr=False)
+    guarded_prefixes: tuple[str, ...] = GUARDED_PREFIXES
+
+    def __post_init__(self) -> None:
+        check_int(1, bytes=self.bytes, max_body=self.max_body)
+        check_int(0, max_waiting=self.max_waiting)
+        if self.tensor_pixels is not None:
+            check_int(1, tensor_pixels=self.tensor_pixels)
+        if self.cancel_delay is not None:
+            check_seconds(cancel_delay=self.cancel_delay)
+        check_seconds(
+            max_wait=self.max_wait,
+            body_timeout=self.body_timeout,
+            slow_after=self.slow_after,
+        )
+        keys: object = self.api_keys
+        if isinstance(keys, str):
+            raise TypeError("api_keys takes several keys: write (key,)")
+        prefixes: object = self.guarded_prefixes
+        if isinstance(prefixes, str):
+            raise TypeError("guarded_prefixes takes several: write (prefix,)")
+
+    @classmethod
+    def from_environment(cls, environment: Mapping[str, str], **options: Any) -> Self:
+        """Return the settings of *environment*, replaced by *options*.
+
+        Args:
+            environment: Such as ``os.environ``; only ``LIFECYCLE_*`` is read.
+            **options: Attributes of this class.
+
+        Raises:
+            TypeError: An option is unknown or of another type.
+            ValueError: A value cannot be read or is out of range.
+        """
+        found: dict[str, Any] = {}
+        for name, read in _READERS.items():
+            text = environment.get(f"LIFECYCLE_{name.upper()}")
+            if text and name not in options:
+                try:
+                    found[name] = read(text)
+                except ValueError:
+                    raise ValueError(_unreadable(name, text)) from None
+        return cls(**found, **options)
+
+
+def _unreadable(name: str, text: str) -> str:
+    variable = f"LIFECYCLE_{name.upper()}"
+    example = "8GiB" if _READERS[name] is _read_size else "20"
+    return f"{variable} must be a number such as {example}, not {text[:40]!r}"
+
+
+def _read_size(text: str) -> int:
+    found = _SIZE.fullmatch(text.strip())
+    if found is None:
+        raise ValueError
+    number, unit = found.groups(default="")
+    return int(float(number) * 2 ** _UNITS[unit.upper()])
+
+
+def _read_list(text: str) -> tuple[str, ...]:
+    return tuple(item for each in text.split(",") if (item := each.strip()))
+
+
+_READERS: Final[Mapping[str, Callable[[str], Any]]] = {
+    "bytes": _read_size,
+    "max_body": _read_size,
+    "max_waiting": int,
+    "max_wait": float,
+    "body_timeout": float,
+    "slow_after": float,
+    "profile": str,
+    "tensor_pixels": int,
+    "cancel_delay": float,
+    "api_keys": _read_list,
+    "guarded_prefixes": _read_list,
+}

@@ -1,0 +1,143 @@
+"""Reads a body under a lease: limited in size and time, charged for what it holds."""
+
+from __future__ import annotations
+
+import math
+
+import anyio
+
+from lifecycle import GateFull, Lease
+from lifecycle_asgi._types import Receive
+from lifecycle_asgi.lanes import Lane
+from lifecycle_asgi.limits import BodyTooLarge, BodyTooSlow
+
+# The first charge of a body without a declared length; it grows by doubling.
+FIRST_CHARGE = 65536
+_RETRY_SECONDS = 1.0
+
+
+class ClientLeft(Exception):
+    """The client disconnected before its body was complete."""
+
+
+class BodyReader:
+    """Reads one body into memory.
+
+    A complete body is charged with a multiple of its length, since a server holds it
+    as bytes, as text and parsed. A body is charged with its declared length, until it
+    turns out to be slow: then with what has arrived, so that it keeps out no others.
+    What arrives later is charged if there are bytes left, and refused if not. Waiting
+    for bytes here, while holding some, could be a deadlock.
+
+    Args:
+        receive: Of the request; a cancelled wait in it loses no message.
+        lane: That granted the lease.
+        lease: Charged with the body.
+        declared: Declared length, or ``None``.
+        copies: Bytes charged for each byte of the body.
+        max_body: Maximum length.
+        timeout: Seconds for the whole body.
+        slow_after: Seconds after which an incomplete body is slow.
+    """
+
+    __slots__ = (
+        "_copies",
+        "_deadline",
+        "_lane",
+        "_lease",
+        "_max_body",
+        "_metered",
+        "_read",
+        "_receive",
+        "_slow_at",
+        "_timeout",
+    )
+
+    def __init__(
+        self,
+        receive: Receive,
+        lane: Lane,
+        lease: Lease,
+        *,
+        declared: int | None,
+        copies: int,
+        max_body: int,
+        timeout: float,
+        slow_after: float,
+    ) -> None:
+        self._receive = receive
+        self._lane = lane
+        self._lease = lease
+        self._copies = copies
+        self._max_body = max_body
+        self._timeout = timeout
+        self._metered = declared is None
+        self._read = 0
+        now = anyio.current_time()
+        self._deadline = now + timeout
+        self._slow_at = math.inf if self._metered else now + slow_after
+
+    async def read(self) -> bytes:
+        """Return the whole body.
+
+        Raises:
+            BodyTooLarge: It is larger than the limit.
+            BodyTooSlow: It took too long.
+            GateFull: It has no declared length, or is slow, and the bytes are taken.
+            ClientLeft: The client disconnected.
+
+        Cancellation:
+            What was read is dropped.
+        """
+        chunks: list[bytes] = []
+        more = True
+        while more:
+            chunk, more = await self._next()
+            self._read += len(chunk)
+            if self._read > self._max_body:
+                raise BodyTooLarge(self._max_body)
+            chunks.append(chunk)
+            self._charge(complete=not more)
+        if len(chunks) == 1:
+            return chunks[0]
+        body = b"".join(chunks)
+        chunks.clear()
+        return body
+
+    async def _next(self) -> tuple[bytes, bool]:
+        while True:
+            wake_at = min(self._deadline, self._slow_at)
+            with anyio.CancelScope(deadline=wake_at):
+                message = await self._receive()
+                if message["type"] == "http.disconnect":
+                    raise ClientLeft
+                return message.get("body", b""), message.get("more_body", False)
+            if wake_at >= self._deadline:
+                raise BodyTooSlow(self._timeout)
+            self._release_rest()
+
+    def _release_rest(self) -> None:
+        """From now on, charge what has arrived."""
+        self._metered, self._slow_at = True, math.inf
+        arrived = self._copies * (self._read + FIRST_CHARGE)
+        self._lease.settle(bytes=min(arrived, self._lease.bytes))
+
+    def _charge(self, *, complete: bool) -> None:
+        now = anyio.current_time()
+        if not complete and now >= self._deadline:
+            raise BodyTooSlow(self._timeout)
+        if not complete and now >= self._slow_at:
+            self._release_rest()
+        if complete:
+            charges = [self._read]
+        elif not self._metered or self._copies * self._read <= self._lease.bytes:
+            return
+        else:
+            charges = [min(2 * self._read, self._max_body), self._read]
+        lane, lease = self._lane, self._lease
+        if not any(lane.grow(lease, self._copies * each) for each in charges):
+            raise GateFull(
+                "the bytes for the rest of the body are taken; retry in "
+                f"{_RETRY_SECONDS:g} s, with a declared length",
+                retry_after=_RETRY_SECONDS,
+            )

@@ -1,0 +1,499 @@
+"""Limits: bytes of request bodies, requests per client, and the refusals of both."""
+
+from __future__ import annotations
+
+import hashlib
+import ipaddress
+import json
+import math
+import secrets
+from collections.abc import Awaitable, Callable, Iterable
+from contextlib import suppress
+from functools import partial
+
+import anyio
+
+from lifecycle import CostTooLarge, Gate, GateClosed, GateFull, Lease, Refused
+from lifecycle.events import Observer
+from lifecycle.lowlevel import check_int
+from lifecycle_asgi._types import App, Message, Receive, Scope, Send
+from lifecycle_asgi.request import SCOPE_KEY, RequestScope
+
+_API_KEY_HEADERS = (b"authorization", b"x-api-key")
+
+
+class BodyTooLarge(Exception):
+    """Raised by ``receive`` under `BodyLimit` when a body is larger than the limit.
+
+    Attributes:
+        limit: Maximum number of bytes.
+    """
+
+    def __init__(self, limit: int) -> None:
+        super().__init__(f"the request body is larger than {limit} bytes")
+        self.limit = limit
+
+
+class BodyTooSlow(Exception):
+    """Raised by ``receive`` under `BodyLimit` when a body does not arrive in time.
+
+    Attributes:
+        limit: Maximum number of seconds.
+    """
+
+    def __init__(self, limit: float) -> None:
+        super().__init__(f"the request body took longer than {limit:g} s")
+        self.limit = limit
+
+
+class ClientLimitExceeded(Refused):
+    """A client has as many requests in flight as `ClientLimit` allows."""
+
+
+Headers = list[tuple[bytes, bytes]]
+Refusal = BodyTooLarge | BodyTooSlow | Refused
+Response = tuple[int, Headers, bytes]
+Answer = Callable[[Scope, Refusal], Response]
+_REFUSALS = (BodyTooLarge, BodyTooSlow, Refused)
+
+
+def client_address(scope: Scope) -> bytes:
+    """Return the network of a client: its IPv4 address, or the /64 of its IPv6 address.
+
+    It is the peer address of the connection. Behind a proxy that is the proxy, unless
+    the server trusts the proxy's headers (uvicorn's ``forwarded_allow_ips``). A client
+    that can choose its own address, or has more than one /64, can evade a limit.
+    """
+    client = scope.get("client")
+    if not client:
+        return b""
+    host = str(client[0])
+    if ":" not in host:
+        return host.encode()
+    try:
+        address = ipaddress.IPv6Address(host.partition("%")[0])
+    except ValueError:  # a server may put any text there
+        return host.encode()
+    if address.ipv4_mapped is not None:
+        return str(address.ipv4_mapped).encode()
+    return address.packed[:8]
+
+
+class ClientIdentity:
+    """Identifies clients by the API keys that you issued, all others by address.
+
+    A key is read from ``Authorization: Bearer`` and from ``x-api-key``. An unknown key
+    is ignored: a client could make one up for each request. It is not refused either;
+    authentication belongs in front of the server.
+
+    Only salted hashes are kept and returned, so neither a key nor an address can be
+    read from them; the salt is random for each instance.
+
+    Args:
+        keys: API keys that you issued.
+
+    Raises:
+        TypeError: *keys* is a single string, each letter of which would be a key.
+    """
+
+    def __init__(self, keys: Iterable[str] = ()) -> None:
+        if isinstance(keys, str | bytes):
+            kind = type(self).__name__
+            raise TypeError(f"{kind} takes several keys: write {kind}([key])")
+        self._salt = secrets.token_bytes(16)
+        self._known = frozenset(self.digest(key.encode()) for key in keys)
+
+    def __call__(self, scope: Scope) -> bytes:
+        """Return the client of a request, as the *key* of a `ClientLimit`."""
+        for name, value in scope["headers"]:
+            if name in _API_KEY_HEADERS:
+                found = self.digest(bytes(value).rpartition(b" ")[2])  # no "Bearer"
+                if found in self._known:
+                    return found
+        return client_address(scope)
+
+    def digest(self, *parts: bytes) -> bytes:
+        """Return a salted hash of *parts*, 16 bytes; different parts never collide."""
+        digest = hashlib.blake2b(key=self._salt, digest_size=16)
+        for part in parts:
+            # Prefixed by their lengths, no two sequences of parts are written alike.
+            digest.update(len(part).to_bytes(8, "big"))
+            digest.update(part)
+        return digest.digest()
+
+    def tenant_id(self, client: bytes, user: str) -> str:
+        """Return the id of a tenant: of one client, and the user that it names.
+
+        Clients choose the names of their users and conversations freely, so two of
+        them may choose the same. The id contains the client, which a client cannot
+        choose: what an engine caches for one tenant is neither found nor evicted by
+        another, and the engine learns neither the client nor the user.
+
+        Args:
+            client: What this object, or `client_address`, returned for the request.
+            user: Name of the user, from the request.
+
+        Returns:
+            32 hexadecimal digits, the same for the same arguments.
+        """
+        return self.digest(client, user.encode("utf-8", "surrogatepass")).hex()
+
+
+class ClientLimit:
+    """Answers 429 to clients that already have *slots* requests in flight.
+
+    The limit is checked before any of the body is read, so it bounds the bodies of one
+    client, too. Of a client only a salted hash is kept, and only while one of its
+    requests is in flight.
+
+    Args:
+        app: The application to wrap.
+        slots: Maximum number of requests in flight for one client.
+        key: Returns the client of a request, or ``None`` for a request that is not
+            limited. Default: `client_address`.
+        answer: Returns status, headers and body of a refusal, given the scope and the
+            reason. Default: JSON in the format of OpenAI's API.
+        observer: Called with each grant and refusal, of a gate named ``"client"``.
+
+    Raises:
+        TypeError: *slots* is no whole number.
+        ValueError: *slots* is less than 1.
+    """
+
+    def __init__(
+        self,
+        app: App,
+        *,
+        slots: int,
+        key: Callable[[Scope], bytes | None] | None = None,
+        answer: Answer | None = None,
+        observer: Observer | None = None,
+    ) -> None:
+        check_int(1, slots=slots)
+        self._app = app
+        self._slots = slots
+        self._client_of = key or client_address
+        self._answer = answer or openai_refusal
+        self._new_gate = partial(
+            Gate, slots=slots, max_waiting=0, name="client", observer=observer
+        )
+        self._identity = ClientIdentity()
+        self._gates: dict[bytes, Gate] = {}
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Serve one connection.
+
+        Cancellation:
+            Passes through.
+        """
+        client = self._client_of(scope) if scope["type"] == "http" else None
+        if client is None:
+            await self._app(scope, receive, send)
+            return
+        name = self._identity.digest(client)
+        gate = self._gates.get(name) or self._gates.setdefault(name, self._new_gate())
+        try:
+            lease = gate.try_admit()
+        except GateFull as full:
+            refusal = ClientLimitExceeded(
+                f"This client has {self._slots} requests in flight, which is its "
+                f"limit; wait until one of them has ended",
+                retry_after=full.retry_after,
+            )
+        else:
+            try:
+                await self._app(scope, receive, send)
+            finally:
+                lease.release()
+                if not gate.statistics().slots_in_use:
+                    self._gates.pop(name, None)
+            return
+        await send_response(send, self._answer(scope, refusal))
+
+
+class BodyLimit:
+    """Answers 413 to a body larger than a limit, and 503 where all bodies are.
+
+    A body with a declared length is refused before any of it is read and before the
+    application is called. A body without one is counted while it is read: as soon as it
+    passes the limit, 413 is answered unless the response has begun, and the
+    application's ``receive`` raises `BodyTooLarge`. What the application sends after
+    that is dropped, and the exception ends here.
+
+    With a gate, the total bytes of all bodies are limited, too. A declared length is
+    admitted before any of the body is read, an undeclared one with the first bytes of
+    the body. A refused request gets 503 with ``Retry-After``. The lease lasts as long
+    as the request, or until `RequestScope.release_body`: frameworks keep bodies.
+
+    Without a *timeout*, a slow body holds its lease for as long as the client likes.
+    With one, 408 is answered in time, and ``receive`` raises `BodyTooSlow`.
+
+    The connection is not closed: a client that is still sending would see a reset and
+    might never read the response, so the server reads and drops the rest.
+
+    Args:
+        app: The application to wrap.
+        max_bytes: Maximum size of one body, in bytes.
+        gate: Admits the bytes of bodies.
+        timeout: Seconds for a whole body, from the application's first ``receive``.
+            Default: no limit but the server's own.
+        answer: Returns status, headers and body of a refusal, given the scope and the
+            reason. Default: JSON in the format of OpenAI's API.
+
+    Raises:
+        ValueError: *max_bytes* is negative, or *timeout* is not above 0.
+    """
+
+    def __init__(
+        self,
+        app: App,
+        *,
+        max_bytes: int,
+        gate: Gate | None = None,
+        timeout: float | None = None,
+        answer: Answer | None = None,
+    ) -> None:
+        if not max_bytes >= 0:  # false for NaN, too: no body would be above it
+            message = f"max_bytes must not be negative, got {max_bytes}"
+            raise ValueError(message)
+        if timeout is not None and not timeout > 0:
+            raise ValueError(f"timeout must be above 0 s or None, got {timeout}")
+        self._app = app
+        self._timeout = timeout
+        self._max_bytes = max_bytes
+        self._gate = gate
+        self._answer = answer or openai_refusal
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Serve one connection.
+
+        Cancellation:
+            Passes through; a request that waits at the gate leaves the queue.
+        """
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+        elif (declared := _content_length(scope)) > self._max_bytes:
+            refusal = BodyTooLarge(self._max_bytes)
+            await send_response(send, self._answer(scope, refusal))
+        else:
+            await self._serve_metered(scope, receive, send, declared)
+
+    async def _serve_metered(
+        self, scope: Scope, receive: Receive, send: Send, declared: int
+    ) -> None:
+        async def refuse(refusal: Refusal) -> None:
+            await send_response(send, self._answer(scope, refusal))
+
+        timed = _TimedReceive(receive, self._timeout)
+        meter = _BodyMeter(timed.receive, send, refuse, self._max_bytes, self._gate)
+        request = scope.get(SCOPE_KEY)
+        if not isinstance(request, RequestScope):
+            request = RequestScope()  # no LifecycleMiddleware above: without effect
+        request.body = meter
+        try:
+            if declared:
+                with request.phase("queue"):
+                    await meter.admit(declared)
+            await self._app(scope, meter.receive, meter.send)
+        except _REFUSALS:
+            if not meter.refused:
+                raise
+        except BaseExceptionGroup as group:  # the application reads in a task group
+            if not meter.refused:
+                raise
+            _, rest = group.split(_REFUSALS)
+            if rest is not None:
+                raise rest from None
+        finally:
+            meter.release()
+
+
+class _TimedReceive:
+    """Limits the time that one body takes."""
+
+    __slots__ = ("_deadline", "_receive", "_timeout")
+
+    def __init__(self, receive: Receive, timeout: float | None) -> None:
+        self._receive = receive
+        self._timeout = timeout
+        self._deadline: float | None = None
+
+    async def receive(self) -> Message:
+        timeout = self._timeout
+        if timeout is None:
+            return await self._receive()
+        if self._deadline is None:
+            self._deadline = anyio.current_time() + timeout
+        with anyio.CancelScope(deadline=self._deadline):
+            message = await self._receive()
+            if not message.get("more_body", False):
+                self._timeout = None  # the body is complete: a disconnect may come late
+            return message
+        raise BodyTooSlow(timeout)
+
+
+class _BodyMeter:
+    """Counts one body, and takes over the response if the body is refused.
+
+    Attributes:
+        refused: The response was a refusal.
+    """
+
+    __slots__ = (
+        "_gate",
+        "_lease",
+        "_limit",
+        "_read",
+        "_receive",
+        "_refuse",
+        "_send",
+        "_started",
+        "_too_large",
+        "refused",
+    )
+
+    def __init__(
+        self,
+        receive: Receive,
+        send: Send,
+        refuse: Callable[[Refusal], Awaitable[None]],
+        limit: int,
+        gate: Gate | None,
+    ) -> None:
+        self._receive = receive
+        self._send = send
+        self._refuse = refuse
+        self._limit = limit
+        self._gate = gate
+        self._lease: Lease | None = None
+        self._read = 0
+        self._too_large = False
+        self._started = False
+        self.refused = False
+
+    async def admit(self, size: int) -> None:
+        """Have the gate, if there is one, admit *size* bytes.
+
+        Raises:
+            Refused: The gate refused; the client has got the response.
+        """
+        if self._gate is None:
+            return
+        try:
+            self._lease = await self._gate.admit(bytes=size)
+        except Refused as refusal:
+            await self._answer(refusal)  # noqa: ASYNC120 - cancelled: the client is gone
+            raise
+
+    def release(self) -> None:
+        """Release the lease of the body. Idempotent."""
+        # Without a gate the rest counts no more: the application did not ask for it.
+        self._gate = None
+        lease, self._lease = self._lease, None
+        if lease is not None:
+            lease.release()
+
+    async def receive(self) -> Message:
+        if self._too_large:
+            raise BodyTooLarge(self._limit)
+        try:
+            message = await self._receive()
+        except BodyTooSlow as late:
+            await self._answer(late)  # noqa: ASYNC120 - cancelled: the client is gone
+            raise
+        self._read += len(message.get("body", b""))
+        if self._read > self._limit:
+            del message
+            self._too_large = True
+            refusal = BodyTooLarge(self._limit)
+            await self._answer(refusal)
+            raise refusal
+        if self._lease is not None and self._read > self._lease.bytes:
+            self._lease.settle(bytes=self._read)
+        elif self._lease is None and self._read:
+            await self.admit(self._read)
+        return message
+
+    async def send(self, message: Message) -> None:
+        if self.refused:
+            return
+        self._started = True
+        await self._send(message)
+
+    async def _answer(self, refusal: Refusal) -> None:
+        if not self._started:
+            self._started = self.refused = True
+            await self._refuse(refusal)
+
+
+async def send_response(send: Send, response: Response) -> None:
+    """Send a response of status, headers and body.
+
+    Cancellation:
+        The response may be cut off.
+    """
+    status, headers, body = response
+    await send({"type": "http.response.start", "status": status, "headers": headers})
+    await send({"type": "http.response.body", "body": body})
+
+
+def openai_refusal(_scope: Scope, refusal: Refusal) -> Response:
+    """Return the response to a refused request, as the *answer* of a limit."""
+    return refusal_response(refusal)
+
+
+def refusal_response(refusal: Refusal) -> Response:
+    """Return the response to a refused request, in the format of OpenAI's API.
+
+    Args:
+        refusal: A `lifecycle.Refused`, `BodyTooLarge` or `BodyTooSlow`.
+
+    Returns:
+        Status, headers and JSON body: 413 if the request can never be admitted, 408 for
+        a slow body, 429 above a client's own limit, and 503 with ``Retry-After`` if the
+        server is full.
+    """
+    status, code, message, headers = _describe_refusal(refusal)
+    kind = "invalid_request_error" if status < 500 else "server_error"
+    kind = "rate_limit_error" if status == 429 else kind
+    error = {"message": message, "type": kind, "param": None, "code": code}
+    body = json.dumps({"error": error}).encode()
+    headers += [
+        (b"content-type", b"application/json"),
+        (b"content-length", str(len(body)).encode()),
+    ]
+    return status, headers, body
+
+
+def _describe_refusal(refusal: Refusal) -> tuple[int, str, str, Headers]:
+    """Return status, error code, message and headers."""
+    if isinstance(refusal, BodyTooLarge):
+        message = f"The request body is larger than {refusal.limit} bytes; send less"
+        return 413, "request_too_large", message, []
+    if isinstance(refusal, BodyTooSlow):
+        message = f"The request body took over {refusal.limit:g} s; send it faster"
+        return 408, "body_timeout", message, []
+    if isinstance(refusal, CostTooLarge):
+        message = "The request body is larger than this server can hold; send less"
+        return 413, "request_too_large", message, []
+    after = min(max(refusal.retry_after or 1.0, 0.001), 60.0)
+    headers = [
+        (b"retry-after", str(math.ceil(after)).encode()),
+        (b"retry-after-ms", str(math.ceil(1000 * after)).encode()),
+    ]
+    if isinstance(refusal, ClientLimitExceeded):
+        return 429, "rate_limit_exceeded", f"{refusal}", headers
+    if isinstance(refusal, GateClosed):
+        do_not_retry = [(b"x-should-retry", b"false")]
+        return 503, "shutting_down", "The server is shutting down", do_not_retry
+    message = f"The server is full; try again in {math.ceil(after)} s"
+    return 503, "server_overloaded", message, headers
+
+
+def _content_length(scope: Scope) -> int:
+    """Return the declared length; 0 if there is none, or none that is a number."""
+    for name, value in scope["headers"]:
+        if name == b"content-length":
+            with suppress(ValueError):
+                return max(int(value), 0)
+    return 0

@@ -1,0 +1,115 @@
+"""The media of a request body: JSON, a form, or a file."""
+
+from __future__ import annotations
+
+import json
+import logging
+import re
+from collections.abc import Iterator
+from typing import Final
+
+from lifecycle_asgi._types import Scope
+from lifecycle_asgi.media import Kind, Media, TooDeep, find_media
+from lifecycle_asgi.media_memory import (
+    MediaProfile,
+    MemoryEstimate,
+    estimate_media,
+)
+
+_BOUNDARY: Final = re.compile(rb'boundary="?([^";,]+)"?', re.IGNORECASE)
+_PART_TYPE: Final = re.compile(
+    rb"^content-type:\s*([a-z]+)/", re.IGNORECASE | re.MULTILINE
+)
+_KINDS: Final[dict[bytes, Kind]] = {
+    b"image": "image",
+    b"video": "video",
+    b"audio": "audio",
+}
+_MAX_PART_HEAD: Final = 4096
+_MAX_PARTS: Final = 1024
+_MAX_OPENED: Final = 1024
+
+
+class BodyEstimator:
+    """Estimates the memory that the media of request bodies need.
+
+    Without Pillow, images count as the profile assumes, which is logged once.
+
+    Args:
+        profile: What media cost the server.
+    """
+
+    __slots__ = ("_profile", "_warned")
+
+    def __init__(self, profile: MediaProfile) -> None:
+        self._profile = profile
+        self._warned = False
+
+    def estimate(self, scope: Scope, body: bytes) -> MemoryEstimate:
+        """Return what the media of *body* need; nothing for what is no media.
+
+        Args:
+            scope: The ASGI scope, for the type of the body.
+            body: The whole body.
+        """
+        total = MemoryEstimate()
+        found = _media_of(_content_type(scope), body)
+        # Opening takes time, and the event loop waits: the rest counts as assumed.
+        found[_MAX_OPENED:] = [Media(it.kind, it.path) for it in found[_MAX_OPENED:]]
+        for media in found:
+            total += self._estimate_one(media)
+        return total
+
+    def _estimate_one(self, media: Media) -> MemoryEstimate:
+        try:
+            return estimate_media(media, self._profile)
+        except ImportError as error:
+            if not self._warned:
+                self._warned = True
+                message = "%s; until then, each image counts as %d pixels"
+                pixels = self._profile.assumed_pixels
+                logging.getLogger("lifecycle").warning(message, error, pixels)
+            return estimate_media(Media(media.kind, media.path), self._profile)
+
+
+def _media_of(content_type: bytes, body: bytes) -> list[Media]:
+    """Return the media of a body."""
+    kind = _KINDS.get(content_type.partition(b"/")[0].strip().lower())
+    if kind is not None:
+        return [Media(kind, "", body)]
+    boundary = _BOUNDARY.search(content_type)
+    if boundary is not None and content_type.lstrip().lower().startswith(b"multipart/"):
+        return list(_form_media(body, boundary[1]))
+    try:
+        return find_media(json.loads(body))
+    except TooDeep:
+        return [Media("image", "")]
+    except (ValueError, RecursionError):  # the server refuses it, too
+        return []
+
+
+def _form_media(body: bytes, boundary: bytes) -> Iterator[Media]:
+    """Yield the media among the parts of a form."""
+    mark, at = b"--" + boundary, 0
+    for _ in range(_MAX_PARTS):
+        start = body.find(mark, at)
+        if start < 0:
+            return
+        head_end = body.find(b"\r\n\r\n", start, start + _MAX_PART_HEAD)
+        at = start + len(mark)
+        if head_end < 0:
+            continue
+        found = _PART_TYPE.search(body, start, head_end)
+        kind = _KINDS.get(found[1].lower()) if found is not None else None
+        end = body.find(b"\r\n" + mark, head_end)
+        at = end if end >= 0 else len(body)  # no byte is in two parts
+        if kind is not None:
+            yield Media(kind, "", body[head_end + 4 : at])
+    yield Media("image", "")  # not searched to its end, as with TooDeep
+
+
+def _content_type(scope: Scope) -> bytes:
+    for name, value in scope["headers"]:
+        if name == b"content-type":
+            return bytes(value)
+    return b""

@@ -1,0 +1,347 @@
+"""The memory that the media of a request will need, estimated before decoding.
+
+`estimate` reads the sizes of images from their headers, with Pillow, whatever the
+format of the request. A `MediaProfile` says what a server needs for each pixel, and a
+`Correction` learns from what was used.
+"""
+
+from __future__ import annotations
+
+import base64
+import binascii
+import io
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Final
+
+from lifecycle_asgi.image_structure import structure_error
+from lifecycle_asgi.media import Media, find_media
+
+IMAGE_FORMATS: Final = ("PNG", "JPEG", "WEBP", "GIF", "BMP", "TIFF")
+"""Formats that are opened; Pillow knows many more, and not all are safe to open."""
+
+TENSOR_BYTES_PER_PIXEL: Final = 24
+"""Bytes of ``pixel_values``: three channels of float32, twice (temporal patches)."""
+
+WORK_BYTES_PER_PIXEL: Final = 15
+"""Bytes during preprocessing: one RGB copy and one of float32."""
+
+# Audio samples are float32; features are 100 frames of 128 mels per second.
+_SAMPLES_PER_SECOND: Final = 16_000
+_FEATURE_BYTES_PER_SECOND: Final = 100 * 128 * 4
+# The headers of these formats are at the beginning, whatever follows. In characters of
+# base64; metadata in front of the size may take as much.
+_PREFIX: Final = 2**18
+_PREFIX_FORMATS: Final = (b"\x89PNG\r\n\x1a\n", b"\xff\xd8\xff")
+# Processors scale thinner images up, to as many pixels as they have length.
+_MIN_SIDE: Final = 2
+# A sample below the ratio moves it by this fraction of the difference.
+_DECAY: Final = 0.05
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MediaProfile:
+    """What the media of a request cost a server, from its body to the engine.
+
+    Attributes:
+        work_bytes_per_pixel: Bytes for each pixel while an image is decoded and
+            prepared: all copies that exist at the same time.
+        tensor_bytes_per_pixel: Bytes of tensors for each pixel.
+        tensor_pixels: Maximum pixels of one image in the tensors, if the model scales
+            images down; ``None`` if it does not, or is unknown.
+        image_pixels: Maximum pixels of one image; larger ones count as this, since the
+            server refuses them.
+        assumed_pixels: Pixels of an image whose size cannot be read from the request,
+            as it is given by URL.
+        all_frames: Whether all frames of an animation are decoded, or the first one.
+        video_frames: Frames assumed for a video.
+        frame_pixels: Pixels assumed for each of them.
+        audio_seconds: Seconds assumed for a piece of audio.
+    """
+
+    work_bytes_per_pixel: int = WORK_BYTES_PER_PIXEL
+    tensor_bytes_per_pixel: int = TENSOR_BYTES_PER_PIXEL
+    tensor_pixels: int | None = None
+    image_pixels: int = 40_000_000
+    assumed_pixels: int = 40_000_000
+    all_frames: bool = True
+    video_frames: int = 64
+    frame_pixels: int = 1_003_520
+    audio_seconds: int = 600
+
+
+@dataclass(frozen=True, slots=True)
+class ImageSize:
+    """The size of one image, read from its header.
+
+    Attributes:
+        encoded: Bytes of the file.
+        pixels: Pixels of all frames together.
+        frames: 1 unless the file is an animation or has several pages.
+    """
+
+    encoded: int
+    pixels: int
+    frames: int
+
+
+@dataclass(frozen=True, slots=True)
+class MemoryEstimate:
+    """Bytes that the media of a request need in this process until hand-off.
+
+    Attributes:
+        work: Bytes of the files, and of their pixels during preprocessing.
+        tensors: Bytes of the tensors, for each choice.
+        assumed: How many of these bytes are a guess, as the media are elsewhere or do
+            not state their size.
+    """
+
+    work: int = 0
+    tensors: int = 0
+    assumed: int = 0
+
+    def __add__(self, other: MemoryEstimate) -> MemoryEstimate:
+        return MemoryEstimate(
+            self.work + other.work,
+            self.tensors + other.tensors,
+            self.assumed + other.assumed,
+        )
+
+    @property
+    def total(self) -> int:
+        """Bytes in total, for one choice."""
+        return self.work + self.tensors
+
+
+class UnreadableImage(ValueError):
+    """The size of an image cannot be read from its header."""
+
+
+class ImageTooLarge(UnreadableImage):
+    """Pillow refuses an image for its number of pixels."""
+
+
+def read_image_header(encoded: bytes) -> tuple[int, int, int]:
+    """Return width, height and number of frames of an image.
+
+    Args:
+        encoded: The file, in one of `IMAGE_FORMATS`.
+
+    Raises:
+        ImageTooLarge: Pillow refuses it for its number of pixels.
+        UnreadableImage: It is no image, damaged, or of a structure that makes opening
+            it expensive.
+        ImportError: Pillow is not installed.
+    """
+    problem = structure_error(encoded)
+    if problem is not None:
+        raise UnreadableImage(f"The image {problem}")
+    Image = _pillow()  # noqa: N806 - the name of the module
+    bombs = (Image.DecompressionBombError, Image.DecompressionBombWarning)
+    try:
+        with Image.open(io.BytesIO(encoded), formats=IMAGE_FORMATS) as image:
+            return *image.size, getattr(image, "n_frames", 1)
+    except bombs:
+        failure: UnreadableImage = ImageTooLarge(
+            "The image has too many pixels; scale it down"
+        )
+    except MemoryError:
+        raise
+    except Exception as error:  # noqa: BLE001 - Pillow raises many kinds
+        known = type(error).__name__ != "UnidentifiedImageError"
+        failure = UnreadableImage(
+            "The image is damaged or truncated; encode it again"
+            if known
+            else "The file is not an image in a known format; use "
+            + ", ".join(IMAGE_FORMATS)
+        )
+    # Outside of the handler: otherwise the error's context would hold the file.
+    raise failure
+
+
+def estimate_memory(
+    sizes: Sequence[ImageSize], profile: MediaProfile | None = None
+) -> MemoryEstimate:
+    """Estimate the memory that images need in this process until hand-off.
+
+    An upper bound: files, decoded pixels and tensors at the same time. The lease is
+    settled to the real size once the tensors exist.
+
+    Args:
+        sizes: Sizes of the images.
+        profile: Of the server. Default: the bundled one.
+    """
+    profile = profile or MediaProfile()
+    total = MemoryEstimate()
+    for size in sizes:
+        cap = profile.tensor_pixels
+        in_tensors = size.pixels if cap is None else min(size.pixels, cap * size.frames)
+        total += MemoryEstimate(
+            size.encoded + profile.work_bytes_per_pixel * size.pixels,
+            profile.tensor_bytes_per_pixel * in_tensors,
+        )
+    return total
+
+
+def estimate(request: object, profile: MediaProfile | None = None) -> MemoryEstimate:
+    """Estimate the memory that the media of *request* need in this process at most.
+
+    An image counts by the size in its header, and as the largest one of the profile if
+    it is larger or cannot be read. An image given by URL counts as the profile assumes,
+    and so do video and audio. Text counts nothing.
+
+    Args:
+        request: Request in any format that `find_media` knows.
+        profile: What media cost the server. Default: the bundled server.
+
+    Raises:
+        TooDeep: As from `find_media`.
+        ImportError: There is an image, and Pillow is not installed.
+    """
+    profile = profile or MediaProfile()
+    total = MemoryEstimate()
+    for media in find_media(request):
+        total += estimate_media(media, profile)
+    return total
+
+
+def estimate_media(media: Media, profile: MediaProfile) -> MemoryEstimate:
+    """Estimate one part of a request. See `estimate`."""
+    encoded = _encoded_size(media)
+    if media.kind == "audio":
+        samples = profile.audio_seconds * _SAMPLES_PER_SECOND
+        features = profile.audio_seconds * _FEATURE_BYTES_PER_SECOND
+        return _assumed(MemoryEstimate(encoded + 4 * samples, features))
+    if media.kind == "video":
+        frames = profile.video_frames
+        size = ImageSize(encoded, frames * profile.frame_pixels, frames)
+        return _assumed(estimate_memory([size], profile))
+    size = ImageSize(encoded, profile.assumed_pixels, 1)
+    if not profile.work_bytes_per_pixel and not profile.tensor_bytes_per_pixel:
+        return MemoryEstimate(encoded)  # needs no Pillow either
+    found = _read_size(media, profile) if media.kind == "image" else None
+    if found is None:
+        return _assumed(estimate_memory([size], profile))
+    return estimate_memory([found], profile)
+
+
+def _assumed(found: MemoryEstimate) -> MemoryEstimate:
+    return MemoryEstimate(found.work, found.tensors, found.total)
+
+
+def _read_size(media: Media, profile: MediaProfile) -> ImageSize | None:
+    """The size of an image in the request; ``None`` if it is elsewhere."""
+    encoded = _encoded_size(media)
+    largest = ImageSize(encoded, profile.image_pixels, 1)
+    for content in _contents(media):
+        try:
+            width, height, frames = read_image_header(content)
+        except ImageTooLarge:
+            return largest
+        except UnreadableImage:
+            continue  # of a prefix; the whole file may be readable
+        if min(width, height) < _MIN_SIDE:
+            return largest
+        frames = frames if profile.all_frames else 1
+        pixels = min(width * height * frames, profile.image_pixels)
+        return ImageSize(encoded, pixels, frames)
+    return None
+
+
+def _encoded_size(media: Media) -> int:
+    if media.data is None:
+        return 0
+    return media.data.nbytes if isinstance(media.data, memoryview) else len(media.data)
+
+
+def _contents(media: Media) -> Iterator[bytes]:
+    """Yield the beginning of the file, and the file, if the request contains it."""
+    data = media.data
+    if not isinstance(data, str):
+        if data is not None:
+            yield bytes(data)
+        return
+    head, comma, text = data.partition(",")
+    if not head.startswith("data:"):
+        text = "" if ":" in data[:16] else data  # a URL: not here
+    elif not comma or not head.endswith(";base64"):
+        return
+    if len(text) > _PREFIX:
+        beginning = _decode_base64(text[:_PREFIX])
+        if beginning.startswith(_PREFIX_FORMATS):
+            yield beginning
+    yield _decode_base64(text)
+
+
+def _decode_base64(text: str) -> bytes:
+    try:
+        return base64.b64decode(text)
+    except (binascii.Error, ValueError):
+        return b""
+
+
+def _pillow() -> Any:
+    try:
+        from PIL import Image
+    except ImportError as error:
+        message = 'estimates need PIL; pip install "anyio-lifecycle[media]"'
+        raise ImportError(message) from error
+    return Image
+
+
+class Correction:
+    """Corrects estimated tensor sizes by those of recent requests.
+
+    Models scale large images down, so their tensors are smaller than their pixels
+    suggest. A ratio is learned for each size class, a factor of four wide. It starts
+    at 1, rises at once to the largest sample and falls slowly. It never exceeds
+    *ceiling* and never falls below *floor*, so even if all requests change at once,
+    memory in use is at most ``1 / floor`` of what was admitted.
+
+    Args:
+        floor: Minimum ratio, above 0 and at most 1.
+        ceiling: Maximum ratio, at least 1.
+
+    Raises:
+        ValueError: *floor* or *ceiling* is out of range.
+    """
+
+    def __init__(self, *, floor: float = 0.25, ceiling: float = 1.0) -> None:
+        if not 0 < floor <= 1:
+            raise ValueError(f"floor must be above 0 and at most 1, not {floor}")
+        if not 1 <= ceiling < math.inf:
+            raise ValueError(f"ceiling must be at least 1 and finite, not {ceiling}")
+        self._floor = floor
+        self._ceiling = ceiling
+        self._ratios: dict[int, float] = {}
+
+    def bytes(self, estimate: MemoryEstimate, choices: int = 1) -> int:
+        """Return the bytes to admit.
+
+        Args:
+            estimate: Estimate from the headers of the images.
+            choices: Number of answers, each with its own tensors.
+        """
+        ratio = self._ratios.get(_size_class(estimate), 1.0)
+        return estimate.work + choices * math.ceil(estimate.tensors * ratio)
+
+    def learn(self, estimate: MemoryEstimate, tensors: int) -> None:
+        """Record that the tensors of an estimate had *tensors* bytes."""
+        if not estimate.tensors:
+            return
+        sample = tensors / estimate.tensors
+        ratio = self._ratios.get(_size_class(estimate), 1.0)
+        ratio = sample if sample > ratio else ratio + _DECAY * (sample - ratio)
+        self._ratios[_size_class(estimate)] = min(
+            max(ratio, self._floor), self._ceiling
+        )
+
+    @property
+    def ratios(self) -> Mapping[int, float]:
+        """The learned ratios, by the upper limit of their size class in bytes."""
+        return {4**size: ratio for size, ratio in sorted(self._ratios.items())}
+
+
+def _size_class(estimate: MemoryEstimate) -> int:
+    return (estimate.tensors.bit_length() + 1) // 2

@@ -1,0 +1,566 @@
+"""The middleware: detects disconnects and cancels the application."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from typing import Final
+
+import anyio
+import anyio.lowlevel
+
+from lifecycle.events import Observer, guarded
+from lifecycle.lowlevel import check_int
+from lifecycle_asgi._types import App, Message, Receive, Scope, Send
+from lifecycle_asgi.events import RequestRecorder
+from lifecycle_asgi.request import SCOPE_KEY, RequestScope
+
+DISCONNECT: Final = "http.disconnect"
+CLIENT_CLOSED_REQUEST: Final = 499
+
+# More messages than a source has ready when its client disconnects, and more time than
+# sending those takes. A source that works for each message must not go on for long.
+_MAX_LATE_MESSAGES: Final = 100
+_MAX_LATE_SECONDS: Final = 0.005
+# A server has nothing to wait for when its client is gone; one that does is left.
+_LATE_SEND_SECONDS: Final = 1.0
+# For an application that has not asked for its body yet: when it does, it learns of the
+# disconnect itself.
+_FIRST_LOOK_SECONDS: Final = 0.5
+# What a server's ``receive`` does not raise itself.
+_NOT_OF_RECEIVE: Final = (KeyboardInterrupt, SystemExit, GeneratorExit)
+# More often than an application that handles the disconnect receives it.
+_MAX_DISCONNECTS: Final = 100
+# Limits between two forced yields to the event loop: at each of them, the frames above
+# the body are suspended in a send.
+_YIELD_EVERY_MESSAGES: Final = 16
+_YIELD_EVERY_SECONDS: Final = 0.002
+
+
+def _operation_http(_: Scope) -> str:
+    return "http"
+
+
+class LifecycleMiddleware:
+    """Cancels the application when its client disconnects during the request.
+
+    Pure ASGI, so it works above and below any other middleware. Per request:
+
+    * One task reads ``receive`` and replays it; the application runs in the task
+      that the server called, so context variables and native cancellation keep
+      working.
+    * The application finds a `RequestScope` in ``scope["lifecycle"]``.
+    * If the client disconnects before the response is complete, all sessions attached
+      to the request are marked, and the application receives ``http.disconnect`` from
+      ``receive``, as it does without this class.
+    * An application that has not called ``receive`` since it had the whole body is
+      then cancelled; half a second later if it has not asked for the body yet.
+    * An application that has, or that waits there for more of the body, handles
+      disconnects itself: it reacts as it does without this class, background tasks
+      included, and is cancelled only if it has not ended after *disconnect_grace*.
+    * ``send`` raises no cancellation of its own, so a response that an application has
+      ready is given to the server, and what the application does after a complete
+      response is not cancelled. If a cancelled application has sent nothing, 499 is
+      sent on its behalf, as outer middleware may rely on a response.
+    * A cancellation from outside always propagates, and an exception of the
+      application propagates as it was raised.
+    * When the response is complete, reading ends.
+    * What the request owns, such as the generator of its body, is closed in the task
+      that the server called.
+
+    Lifespan and websocket scopes pass through, and so does a request that another
+    `LifecycleMiddleware` already handles.
+
+    Args:
+        app: The application to wrap.
+        read_ahead: Bytes of the request body to read before the application asks. A
+            disconnect behind an unread body is only reported after the body. With 0, a
+            body is read when the application asks, so that no more of it is read than
+            a limit inside the application allows. A body that its client announced
+            with ``Expect: 100-continue`` is never read ahead.
+        grace: Seconds that each stream owned by a request may take to close.
+        disconnect_grace: Seconds that an application that handles disconnects itself
+            may continue after one; ``math.inf`` for no limit.
+        cancel_delay: Seconds by which all others are cancelled later: for one that
+            only looks for a disconnect now and then, a little more than the time
+            between two looks.
+        observer: Called with the events of requests; see `RequestEvent`.
+        operation: Returns the kind of request of a scope, as a fixed word; ``None``
+            for a request without events. Default: ``"http"`` for all.
+
+    Raises:
+        TypeError: *read_ahead* is no whole number.
+        ValueError: *read_ahead*, *disconnect_grace* or *cancel_delay* is negative.
+    """
+
+    def __init__(
+        self,
+        app: App,
+        *,
+        read_ahead: int = 65536,
+        grace: float = 5.0,
+        disconnect_grace: float = 30.0,
+        cancel_delay: float = 0.0,
+        observer: Observer | None = None,
+        operation: Callable[[Scope], str | None] = _operation_http,
+    ) -> None:
+        check_int(0, read_ahead=read_ahead)
+        delays = {"disconnect_grace": disconnect_grace, "cancel_delay": cancel_delay}
+        for name, seconds in delays.items():
+            if not seconds >= 0:  # false for NaN, too
+                raise ValueError(f"{name} must be 0 s or more, not {seconds}")
+        self._app = app
+        self._read_ahead = read_ahead
+        self._grace = grace
+        self._disconnect_grace = disconnect_grace
+        self._cancel_delay = cancel_delay
+        self._emit = guarded(observer)
+        self._operation = operation
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Serve one connection.
+
+        Cancellation:
+            A cancellation from outside reaches the application and then the caller;
+            one by a disconnect reaches the application only.
+        """
+        if scope["type"] != "http" or _is_handled(scope):
+            await self._app(scope, receive, send)
+            return
+        channel = RequestChannel(
+            receive,
+            send,
+            read_ahead=_allowed_read_ahead(scope, self._read_ahead),
+            disconnect_grace=self._disconnect_grace,
+            cancel_delay=self._cancel_delay,
+        )
+        # The scope does not declare that ``send`` raises after a disconnect
+        # (spec_version 2.4). If it did, Starlette would no longer listen and so take no
+        # body from a stream that reads it; but a stream in a task of the application's
+        # own would continue without a client.
+        scope[SCOPE_KEY] = channel.request
+        self._start_recording(scope, channel.request)
+        error: BaseException | None = None
+        try:
+            await self._run(scope, channel)
+        except BaseException as raised:
+            error = raised
+            raise
+        finally:
+            channel.request.end(channel.response.status, error)
+            del error  # a frame that refers to its own exception is a cycle
+        if channel.application.cancel_called and not channel.response.started:
+            # No client reads this; a server may raise for it. An application that has
+            # ended by itself has sent what it wanted.
+            with suppress(OSError):
+                await _send_client_closed(send)
+
+    def _start_recording(self, scope: Scope, request: RequestScope) -> None:
+        if self._emit is None:
+            return
+        operation = self._operation(scope)
+        if operation is not None:
+            request.set_recorder(RequestRecorder(self._emit, operation, scope))
+
+    async def _run(self, scope: Scope, channel: RequestChannel) -> None:
+        failure: BaseException | None = None
+        async with anyio.create_task_group() as tasks:
+            tasks.start_soon(channel.read)
+            try:
+                with channel.application, channel.finishing:
+                    await self._app(scope, channel.receive, channel.send)
+            except BaseException as error:  # noqa: ASYNC103, BLE001
+                # Raised below, outside the task group: the group would wrap an error in
+                # an exception group and, being shielded, take a cancellation from
+                # outside for its own and swallow it.
+                failure = error
+            channel.stop_reading()
+            # Only the reader is left to wait for, and it is about to end. A
+            # cancellation of this wait would lose the application's own error.
+            tasks.cancel_scope.shield = True
+            try:
+                await channel.request.close(self._grace)
+            except Exception as error:  # noqa: BLE001 - raised below, as above
+                failure = failure or error
+        try:
+            if failure is not None:
+                raise failure
+        finally:
+            # A frame in a traceback that refers to the exception is a cycle, and would
+            # keep the application's locals alive until the garbage collector runs.
+            del failure
+
+
+def _is_handled(scope: Scope) -> bool:
+    found = scope.get(SCOPE_KEY)
+    return isinstance(found, RequestScope) and found.live
+
+
+def _allowed_read_ahead(scope: Scope, read_ahead: int) -> int:
+    """Return *read_ahead*, or what else is right for this request."""
+    headers = dict(scope.get("headers", ()))
+    if b"expect" in headers:  # the first `receive` asks the client for the body
+        return 0
+    bodiless = scope.get("method") in ("GET", "HEAD")
+    declared = headers.keys() & {b"content-length", b"transfer-encoding"}
+    if bodiless and not declared:
+        return max(read_ahead, 1)  # there is nothing to read but the disconnect
+    return read_ahead
+
+
+async def _send_client_closed(send: Send) -> None:
+    headers = [(b"content-length", b"0")]
+    status = CLIENT_CLOSED_REQUEST
+    await send({"type": "http.response.start", "status": status, "headers": headers})
+    await send({"type": "http.response.body", "body": b""})
+
+
+class RequestChannel:
+    """One request and its response, between a server and an application.
+
+    A disconnect is only reported to a task that waits in ``receive``, and two readers
+    of one ``receive`` take messages from each other. So one task owns it (`read`), and
+    the application is given `receive` and `send` of this object.
+
+    The object holds no bound method of its own: such a cycle would keep request bodies
+    alive until the garbage collector runs.
+
+    Args:
+        receive: The server's.
+        send: The server's.
+        read_ahead: Bytes of the body to read before the application asks. A disconnect
+            behind an unread body is only reported after the body; no server in use
+            reports it earlier.
+        disconnect_grace: Seconds between a disconnect and the cancellation of an
+            application that listens for it.
+        cancel_delay: The same for an application that does not.
+
+    Attributes:
+        request: State of the request.
+        response: State of the response.
+        application: Cancels the application.
+        finishing: Inside of it; protects what follows a complete response.
+        reading: Cancels `read`.
+    """
+
+    __slots__ = (
+        "_buffer",
+        "_cancel_delay",
+        "_disconnect_grace",
+        "_late",
+        "_receive",
+        "_send",
+        "_sent",
+        "_since",
+        "application",
+        "finishing",
+        "reading",
+        "request",
+        "response",
+    )
+
+    def __init__(
+        self,
+        receive: Receive,
+        send: Send,
+        *,
+        read_ahead: int,
+        disconnect_grace: float,
+        cancel_delay: float,
+    ) -> None:
+        self._receive = receive
+        self._send = send
+        self._buffer = ReceiveBuffer(read_ahead)
+        self._disconnect_grace = disconnect_grace
+        self._cancel_delay = cancel_delay
+        self._late = 0
+        self._sent = 0
+        # Time of the last yield to the event loop, or of the first late message.
+        self._since = time.monotonic()
+        self.request = RequestScope()
+        self.response = ResponseState()
+        self.application = anyio.CancelScope()
+        self.finishing = anyio.CancelScope()
+        self.reading = anyio.CancelScope()
+
+    async def read(self) -> None:
+        """Read until a disconnect, an error of ``receive``, or `stop_reading`.
+
+        Cancellation:
+            Ends the reading. Messages that were read stay available.
+        """
+        error: BaseException | None = None
+        mine = (anyio.get_cancelled_exc_class(), *_NOT_OF_RECEIVE)
+        with self.reading:
+            try:
+                await self._read_messages()
+            except mine:
+                raise
+            except BaseException as failure:  # noqa: ASYNC103, BLE001 - of `receive`
+                # For the application, if it asks: without us, nothing else would call.
+                error = failure
+        self._buffer.close(error)
+
+    async def _read_messages(self) -> None:
+        while True:
+            await self._buffer.wait_space()
+            message = await self._receive()
+            if message["type"] == DISCONNECT:
+                await self._on_disconnect()
+                return
+            self._buffer.put(message)
+            del message  # the next wait may last as long as the response
+
+    async def _on_disconnect(self) -> None:
+        if self.response.complete:
+            return
+        self.request.mark_client_gone()
+        self._buffer.close()
+        delay = self._cancel_delay
+        if not self._buffer.body_taken:
+            delay = max(delay, _FIRST_LOOK_SECONDS)
+        if delay and not self._buffer.listens:
+            await anyio.sleep(delay)
+        if self._buffer.listens:
+            await anyio.sleep(self._disconnect_grace)
+        self.application.cancel(reason="the client disconnected")
+        try:
+            await anyio.sleep_forever()
+        finally:  # the application has ended, or a cancellation from outside is due
+            self.finishing.shield = False
+
+    async def receive(self) -> Message:
+        """The application's ``receive``; see `ReceiveBuffer.get`.
+
+        Cancellation:
+            No message is lost.
+        """
+        return await self._buffer.get()
+
+    async def send(self, message: Message) -> None:
+        """The application's ``send``.
+
+        Cancellation:
+            None but that of the server's ``send``, so that a response that is ready is
+            sent. A cancellation by a disconnect is delivered where the application
+            waits next, for example in the generator of a body, whose ``finally`` then
+            runs; in here it would be suspended at its ``yield``, where no framework
+            closes it. So forced yields to the event loop, which a stream that never
+            suspends needs, are shielded, and only after many messages or some
+            milliseconds is this a checkpoint.
+        """
+        if self.application.cancel_called:
+            await self._send_late(message)
+            return
+        self.response.update(message)
+        await self._send(message)
+        if self.request.client_gone:
+            self._late += 1
+            if self._late > _MAX_LATE_MESSAGES:
+                await self._end_stream()
+        self._sent += 1
+        if self.response.complete:
+            self.stop_reading()
+        elif (
+            self._sent % _YIELD_EVERY_MESSAGES == 0
+            or time.monotonic() - self._since > _YIELD_EVERY_SECONDS
+        ):
+            await anyio.lowlevel.cancel_shielded_checkpoint()
+            self._since = time.monotonic()
+
+    async def _end_stream(self) -> None:
+        """End a stream that never suspends, and so does not see the disconnect."""
+        if not self._buffer.listens:  # it will not look any more
+            self.application.cancel(reason="the client disconnected")
+        else:  # its own cancellation, if it has one, finds no other place
+            await anyio.lowlevel.checkpoint()
+
+    async def _send_late(self, message: Message) -> None:
+        now = time.monotonic()
+        self._since = self._since if self._late else now
+        self._late += 1
+        if self._late > _MAX_LATE_MESSAGES or now - self._since > _MAX_LATE_SECONDS:
+            await anyio.lowlevel.checkpoint()
+        self.response.update(message)
+        until = anyio.current_time() + _LATE_SEND_SECONDS
+        with anyio.CancelScope(shield=True, deadline=until):
+            await self._send(message)
+        # A cancellation cannot be taken back, but what follows can be kept from it.
+        self.finishing.shield = self.response.complete
+
+    def stop_reading(self) -> None:
+        """End `read`: the response is complete, or the application has ended."""
+        self._buffer.close()
+        self.reading.cancel()
+
+
+class ReceiveBuffer:
+    """Bounded buffer between the one reader of ``receive`` and the application.
+
+    Args:
+        max_bytes: Bytes of the body to buffer before the reader has to wait.
+
+    Attributes:
+        body_taken: Whether the application has got the last part of the body.
+        listens: Whether the application waits for a message, or has asked for one since
+            it had the whole body: it handles disconnects itself.
+    """
+
+    __slots__ = (
+        "_body_read",
+        "_bytes",
+        "_changed",
+        "_closed",
+        "_disconnects",
+        "_error",
+        "_max_bytes",
+        "_messages",
+        "_waiting",
+        "_wanted",
+        "body_taken",
+        "listens",
+    )
+
+    def __init__(self, max_bytes: int) -> None:
+        self._max_bytes = max_bytes
+        self._messages: list[Message] = []
+        self._bytes = 0
+        self._waiting = 0  # tasks of the application
+        self._wanted = False  # the application has asked since the last message
+        self._closed = False
+        self._body_read = False  # only a disconnect can follow
+        self._disconnects = 0
+        self._error: BaseException | None = None
+        self.body_taken = False
+        self.listens = False
+        # An event has 900 bytes, so there is one only while a task waits. A list has
+        # 50, and is as short as what was read ahead.
+        self._changed: anyio.Event | None = None
+
+    def put(self, message: Message) -> None:
+        """Append *message*."""
+        self._messages.append(message)
+        self._bytes += len(message.get("body", b""))
+        if self._body_read:  # a server that repeats itself must not be read for ever
+            self._max_bytes = 0
+        self._body_read = not (message.get("more_body", False) or self._body_read)
+        self._wanted = False
+        self._notify()
+
+    async def wait_space(self) -> None:
+        """Wait until the next message may be read.
+
+        That is when fewer bytes than the limit are buffered, when the application asks,
+        or when only the disconnect is left to read.
+
+        Cancellation:
+            Changes nothing.
+        """
+        while not self._body_read and not self._wanted:
+            if self._bytes < self._max_bytes:
+                return
+            await self._wait_changed()
+
+    async def get(self) -> Message:
+        """Return the next message; after the last one always ``http.disconnect``.
+
+        Raises:
+            Exception: What the server's ``receive`` raised, after all messages that it
+                returned before.
+
+        Cancellation:
+            As in the servers, only a call that has to wait is cancelled, and no message
+            is lost. Starlette's ``is_disconnected`` asks in a cancelled scope, and does
+            see a disconnect. Only an application that asks for it all the time is
+            cancelled here.
+        """
+        # A deadline in the past is a cancelled scope: it looks for a disconnect.
+        looks = anyio.current_effective_deadline() == -math.inf
+        self.listens |= looks or self.body_taken
+        waited = False
+        while not self._messages:
+            if self._error is not None:
+                raise self._error
+            if self._closed:
+                await self._yield_before_disconnect(waited=waited)
+                return {"type": DISCONNECT}
+            await self._wait_message()
+            waited = True
+        message = self._messages.pop(0)
+        self.body_taken = not message.get("more_body", False)
+        self._bytes -= len(message.get("body", b""))
+        self._notify()
+        return message
+
+    async def _yield_before_disconnect(self, *, waited: bool) -> None:
+        self._disconnects += 1
+        if self._disconnects > _MAX_DISCONNECTS:
+            await anyio.lowlevel.checkpoint()
+        elif not waited:
+            await anyio.lowlevel.cancel_shielded_checkpoint()
+
+    def close(self, error: BaseException | None = None) -> None:
+        """Accept no more messages, because of *error* if there is one."""
+        self._closed = True
+        self.listens |= self._waiting > 0
+        self._error = self._error or error
+        self._notify()
+
+    async def _wait_message(self) -> None:
+        self._wanted = True
+        self._notify()
+        self._waiting += 1
+        try:
+            await self._wait_changed()
+        finally:
+            self._waiting -= 1
+
+    async def _wait_changed(self) -> None:
+        if self._changed is None:
+            self._changed = anyio.Event()
+        await self._changed.wait()
+
+    def _notify(self) -> None:
+        changed, self._changed = self._changed, None
+        if changed is not None:
+            changed.set()
+
+
+class ResponseState:
+    """How much of one response was sent.
+
+    Attributes:
+        started: The response has begun: no other status can be sent.
+        complete: The last message was given to the server.
+        status: HTTP status of the response.
+    """
+
+    __slots__ = ("_trailers", "complete", "started", "status")
+
+    def __init__(self) -> None:
+        self._trailers = False
+        self.started = False
+        self.complete = False
+        self.status: int | None = None
+
+    def update(self, message: Message) -> None:
+        """Update the state by *message*, before it is sent.
+
+        Before and not after, because the response is then out of our hands: while the
+        last message is being flushed, servers send ``http.disconnect``, as they do
+        after every success.
+        """
+        kind = message["type"]
+        if kind == "http.response.start":
+            self.started = True
+            self.status = message.get("status")
+            self._trailers = bool(message.get("trailers", False))
+        elif kind in ("http.response.body", "http.response.zerocopysend"):
+            last = not message.get("more_body", False)
+            self.complete = last and not self._trailers
+        elif kind == "http.response.pathsend":
+            self.complete = not self._trailers
+        elif kind == "http.response.trailers":
+            self.complete = not message.get("more_trailers", False)

@@ -1,0 +1,180 @@
+"""Refusals: in the format of the API of a request, and so that they arrive.
+
+A server that closes a connection while it has unread bytes resets it, and a client that
+is still sending then loses the response that it was sent.
+"""
+
+from __future__ import annotations
+
+import json
+from contextlib import suppress
+from typing import Final
+
+import anyio
+
+from lifecycle import CostTooLarge, Refused
+from lifecycle_asgi._types import Message, Receive, Scope, Send
+from lifecycle_asgi.limits import (
+    BodyTooLarge,
+    BodyTooSlow,
+    Headers,
+    Refusal,
+    Response,
+    openai_refusal,
+    send_response,
+)
+
+REFUSALS: Final = (BodyTooLarge, BodyTooSlow, Refused)
+"""What `protocol_refusal` has a response for, besides `Unauthorised`."""
+
+_ANTHROPIC_TYPES: Final = {
+    401: "authentication_error",
+    413: "request_too_large",
+    429: "rate_limit_error",
+    503: "overloaded_error",
+}
+_CONTINUE: Final = (b"expect", b"100-continue")
+
+
+class Unauthorised(Exception):
+    """A request has none of the keys that the server accepts."""
+
+
+def protocol_refusal(scope: Scope, refusal: Refusal | Unauthorised) -> Response:
+    """Return the response to a refused request, in the format of its API.
+
+    Anthropic's format for its messages, OpenAI's for other paths under ``/v1/`` and for
+    JSON, plain text for anything else. The status is 401 for a missing key, 408 for a
+    body that is too slow, 413 for what can never fit, 429 for a client over its share
+    and 503 for a full server. The last two have ``Retry-After``.
+
+    Args:
+        scope: The ASGI scope of the request.
+        refusal: Why it is refused.
+
+    Returns:
+        Status, headers and body.
+    """
+    status, headers, error = _openai_error(scope, refusal)
+    path = str(scope.get("path", ""))
+    request_headers = dict(scope["headers"])
+    if path.endswith("/messages") or b"anthropic-version" in request_headers:
+        kind = _ANTHROPIC_TYPES.get(status, "invalid_request_error")
+        details = {"type": kind, "message": error["message"]}
+        return _json(status, headers, {"type": "error", "error": details})
+    if "/v1/" in path or b"json" in request_headers.get(b"content-type", b""):
+        return _json(status, headers, {"error": error})
+    text = str(error["message"]).encode()
+    return _response(status, headers, b"text/plain; charset=utf-8", text)
+
+
+def _openai_error(
+    scope: Scope, refusal: Refusal | Unauthorised
+) -> tuple[int, Headers, dict[str, str | None]]:
+    """Return status, headers without those of the body, and OpenAI's error."""
+    if isinstance(refusal, Unauthorised):
+        error: dict[str, str | None] = {
+            "message": "The API key is missing or unknown; send a valid one",
+            "type": "invalid_request_error",
+            "param": None,
+            "code": "invalid_api_key",
+        }
+        return 401, [(b"www-authenticate", b"Bearer")], error
+    status, headers, body = openai_refusal(scope, refusal)
+    error = json.loads(body)["error"]
+    if isinstance(refusal, CostTooLarge):
+        what = "The request needs more memory than this server admits"
+        error["message"] = f"{what}; send less, or smaller media"
+    kept = [each for each in headers if not each[0].startswith(b"content-")]
+    return status, kept, error
+
+
+def _json(status: int, headers: Headers, content: object) -> Response:
+    return _response(status, headers, b"application/json", json.dumps(content).encode())
+
+
+def _response(status: int, headers: Headers, kind: bytes, body: bytes) -> Response:
+    headers = [
+        *headers,
+        (b"content-type", kind),
+        (b"content-length", str(len(body)).encode()),
+    ]
+    return status, headers, body
+
+
+class RequestBody:
+    """A server's ``receive``, and how far the body has come.
+
+    Args:
+        receive: The server's.
+    """
+
+    __slots__ = ("_begun", "_complete", "_receive")
+
+    def __init__(self, receive: Receive) -> None:
+        self._receive = receive
+        self._begun = False
+        self._complete = False
+
+    async def receive(self) -> Message:
+        """Return the next message.
+
+        Cancellation:
+            As for the server's ``receive``.
+        """
+        self._begun = True
+        message = await self._receive()
+        if not message.get("more_body", False):  # or the client has left
+            self._complete = True
+        return message
+
+    def is_expected(self, scope: Scope) -> bool:
+        """Whether there is more to come on a connection of this request alone."""
+        if self._complete or not scope.get("http_version", "1.1").startswith("1"):
+            return False  # a stream of HTTP/2 ends without the others
+        headers = ((name, value.lower()) for name, value in scope["headers"])
+        return self._begun or _CONTINUE not in headers
+
+    async def drop_rest(self, max_bytes: int, seconds: float) -> None:
+        """Read the rest and keep nothing, up to *max_bytes* and for *seconds*.
+
+        Cancellation:
+            Passes through.
+        """
+        dropped = 0
+        with anyio.move_on_after(seconds):
+            while not self._complete and dropped <= max_bytes:
+                dropped += len((await self.receive()).get("body", b""))
+
+
+async def send_and_linger(
+    scope: Scope,
+    body: RequestBody,
+    send: Send,
+    response: Response,
+    *,
+    max_bytes: int,
+    seconds: float,
+) -> None:
+    """Send a complete response, and end it when the rest of the body was dropped.
+
+    Args:
+        scope: The ASGI scope of the request.
+        body: Of the request.
+        send: The server's.
+        response: Status, headers with the length of the content, and the content.
+        max_bytes: Most bytes of the body to drop.
+        seconds: Longest time to do so.
+
+    Cancellation:
+        The response may be cut off.
+    """
+    if not body.is_expected(scope):
+        await send_response(send, response)
+        return
+    status, headers, content = response
+    await send({"type": "http.response.start", "status": status, "headers": headers})
+    await send({"type": "http.response.body", "body": content, "more_body": True})
+    await body.drop_rest(max_bytes, seconds)
+    with suppress(OSError):  # the client may have left
+        await send({"type": "http.response.body", "body": b""})

@@ -1,0 +1,461 @@
+"""The state of one request: `RequestScope`, and the iterators that it closes."""
+
+# ruff: noqa: SLF001 - the copies that frameworks keep are in private attributes
+
+from __future__ import annotations
+
+from collections.abc import (
+    AsyncGenerator,
+    AsyncIterator,
+    Callable,
+    Iterator,
+    Mapping,
+)
+from contextlib import AsyncExitStack
+from types import MappingProxyType
+from typing import Any, Generic, Literal, Protocol, Self, TypeVar, overload
+
+import anyio
+
+from lifecycle import in_thread
+from lifecycle.events import Outcome
+from lifecycle_asgi.events import (
+    Phase,
+    PhaseTimer,
+    RequestRecorder,
+    request_outcome,
+)
+
+T = TypeVar("T")
+S = TypeVar("S", bound="Closable")
+
+SCOPE_KEY = "lifecycle"
+"""Key of the `RequestScope` in the ASGI scope, set by `LifecycleMiddleware`."""
+
+
+class Attachable(Protocol):
+    """What can be attached to a request, such as a `lifecycle.Session`."""
+
+    @property
+    def cancelled_as(self) -> str:
+        """Outcome of the session if its owner is cancelled."""
+
+    @cancelled_as.setter
+    def cancelled_as(self, outcome: Literal["client_gone"]) -> None: ...
+
+
+class Closable(Protocol):
+    """An async generator, a `lifecycle.Stream`, or another object with ``aclose``."""
+
+    async def aclose(self) -> object:
+        """Close it."""
+
+
+class AdmittedBody(Protocol):
+    """The lease of a request's body, held by a `BodyLimit` with a gate."""
+
+    def release(self) -> None:
+        """Release the lease."""
+
+
+class RequestScope:
+    """State of one request and its client, found in ``scope["lifecycle"]``.
+
+    A cancellation alone does not say what caused it. Sessions attached here are marked
+    before the cancellation is delivered, so that a disconnect is counted as
+    ``client_gone`` and not as ``cancelled``.
+
+    A stream given to `own` or `begin` is closed when the application has ended, in the
+    task that the server called, however the response ended. Most frameworks never close
+    the generator of a body: a generator left at a ``yield`` is closed when the garbage
+    collector finds it, during another request, and one that was never iterated runs
+    none of its ``finally`` blocks.
+
+    Attributes:
+        body: Lease of the request's body, if a `BodyLimit` holds one.
+    """
+
+    __slots__ = (
+        "_attached",
+        "_cancelled_when_gone",
+        "_client_gone",
+        "_live",
+        "_owned",
+        "_recorder",
+        "body",
+    )
+
+    def __init__(self, *, cancelled_when_gone: bool = False) -> None:
+        self._cancelled_when_gone = cancelled_when_gone
+        self._attached: list[Attachable] = []
+        self._owned: list[Closable] = []
+        self.body: AdmittedBody | None = None
+        self._recorder: RequestRecorder | None = None
+        self._client_gone = False
+        self._live = True
+
+    def __repr__(self) -> str:
+        state = "gone" if self._client_gone else "connected"
+        return f"<RequestScope client {state}, {len(self._attached)} attached>"
+
+    @property
+    def client_gone(self) -> bool:
+        """Whether the client disconnected before its response was complete.
+
+        The value never changes back: servers disagree on whether a second ``receive``
+        repeats the disconnect or blocks for ever.
+        """
+        return self._client_gone
+
+    @property
+    def live(self) -> bool:
+        """Whether the application still works on the request."""
+        return self._live
+
+    def attach(self, session: Attachable) -> None:
+        """Have *session* count a cancellation by this client as a disconnect.
+
+        Args:
+            session: An object with a settable ``cancelled_as``. If the client has
+                disconnected already, it is set at once.
+
+        Raises:
+            TypeError: *session* has no such attribute, so a disconnect would be lost.
+        """
+        if not hasattr(session, "cancelled_as"):
+            kind = type(session).__name__
+            raise TypeError(f"a session is attached, from sessions.open, not {kind}")
+        self._attached.append(session)
+        if self._client_gone or self._cancelled_when_gone:
+            session.cancelled_as = "client_gone"
+
+    @overload
+    def own(self, source: S) -> S: ...
+    @overload
+    def own(self, source: Iterator[T]) -> AsyncGenerator[T, Any]: ...
+    def own(self, source: Any) -> Any:
+        """Close *source* at the end of the request; returns *source*.
+
+        Args:
+            source: An async generator, a `lifecycle.Stream`, or another object with
+                ``aclose``. A blocking generator is returned as an async one that runs
+                in a thread; see `lifecycle.in_thread`.
+        """
+        source = _asynchronous(source)
+        self._owned.append(source)
+        return source
+
+    async def begin(
+        self, source: AsyncIterator[T] | Iterator[T]
+    ) -> PrefetchedIterator[T]:
+        """Own *source*, and wait for its first item before the response begins.
+
+        Frameworks send the status before they ask a body for its first item. If that
+        item has to be admitted first, a refusal would come after the status.
+
+        Args:
+            source: An async generator, a `lifecycle.Stream`, or a blocking generator,
+                which runs in a thread.
+
+        Returns:
+            An iterator over all items of *source*: the body of a response.
+
+        Raises:
+            Exception: What *source* raised before its first item.
+
+        Cancellation:
+            Goes through to *source*, which is closed at the end of the request.
+        """
+        items: AsyncIterator[T] = _asynchronous(source)
+        self.own(PrefetchedIterator([], items))
+        return await prefetch(items)
+
+    def phase(self, phase: Phase) -> PhaseTimer:
+        """Return a context manager that reports one phase of the request.
+
+        It may be entered after the request has ended, for example for the END of an
+        engine's session.
+        """
+        return PhaseTimer(self._recorder, phase)
+
+    def count(self, **counts: int) -> None:
+        """Report *counts*, by fixed words, to the observer when the request ends."""
+        if self._recorder is not None:
+            self._recorder.count(**counts)
+
+    def first_item(self) -> None:
+        """Report that the first item of the response is available. Idempotent."""
+        if self._recorder is not None:
+            self._recorder.first_item()
+
+    def fail(self, error: BaseException) -> None:
+        """Report *error* to the observer as the reason of a failure, without its text.
+
+        For applications that turn the error into a response themselves; an error that
+        propagates is reported by the middleware.
+        """
+        if self._recorder is not None:
+            self._recorder.fail(error)
+
+    def release_body(self, request: object = None) -> None:
+        """Release the lease of the request's body: another body may come. Idempotent.
+
+        Call it at hand-off, when nothing else refers to the body any more. Asking the
+        framework for the body after that gives an error or an empty body.
+
+        Args:
+            request: The request object of the framework, if it has read the body: it
+                keeps a copy, and what it parsed from it, for as long as the response
+                lasts. These are dropped. Starlette and FastAPI, Litestar, Quart,
+                Django, BlackSheep and aiohttp are supported.
+
+        Raises:
+            TypeError: *request* is of an unsupported framework, or of a version that
+                keeps its copies elsewhere.
+        """
+        if request is not None:
+            drop_body_copies(request)
+        body, self.body = self.body, None
+        if body is not None:
+            body.release()
+
+    async def close(self, grace: float) -> None:
+        """Called by the middleware: close what the request owns. See `close_all`.
+
+        Cancellation:
+            Shielded for up to *grace* seconds for each.
+        """
+        owned, self._owned = self._owned, []
+        await close_all(owned, grace)
+
+    def mark_client_gone(self) -> None:
+        """Called by the middleware: mark all attached sessions as ``client_gone``."""
+        self._client_gone = True
+        for session in self._attached:
+            session.cancelled_as = "client_gone"
+
+    def set_recorder(self, recorder: RequestRecorder) -> None:
+        """Called by the middleware: report the request to *recorder*."""
+        self._recorder = recorder
+
+    def end(
+        self,
+        status: int | None = None,
+        error: BaseException | None = None,
+        *,
+        outcome: Outcome | None = None,
+    ) -> None:
+        """Called by the middleware: report the end and drop all references.
+
+        Servers keep the ASGI scope of an idle connection until its next request.
+
+        Args:
+            status: HTTP status of the response.
+            error: What the application raised.
+            outcome: Outcome of a request without a session. Default: by *status*.
+        """
+        self._live = False
+        self.body = None
+        sessions, self._attached = self._attached, []
+        recorder, self._recorder = self._recorder, None
+        if recorder is None:
+            return
+        if isinstance(error, Exception):
+            recorder.fail(error)
+        ended = [each for each in sessions if getattr(each, "outcome", None)]
+        # Of several sessions, one that did not complete says more.
+        session: Any = min(ended, key=_completed, default=None)
+        if session is None:
+            outcome = outcome or request_outcome(
+                status, error, client_gone=self._client_gone
+            )
+            recorder.end(outcome, status, None)
+        else:
+            recorder.end(session.outcome, status, getattr(session, "id", None))
+
+
+def _asynchronous(source: Any) -> Any:
+    kind = type(source)
+    blocking = hasattr(kind, "__next__") and not hasattr(kind, "__anext__")
+    return in_thread(_blocking)(source) if blocking else source
+
+
+def _blocking(source: Iterator[T]) -> Iterator[T]:
+    return source
+
+
+def _completed(session: Any) -> bool:
+    return bool(session.outcome == "completed")
+
+
+def request_of(scope: Any) -> RequestScope:
+    """Return the `RequestScope` of an ASGI scope.
+
+    Args:
+        scope: The ASGI scope that the application was called with.
+
+    Raises:
+        LookupError: There is no `LifecycleMiddleware` above this application, or the
+            scope belongs to a websocket and not to a request.
+        TypeError: The argument is no scope, but a request object, for example.
+    """
+    if not hasattr(scope, "get"):
+        kind = type(scope).__name__
+        raise TypeError(f"request_of takes a scope, as in request.scope, not {kind}")
+    found = scope.get(SCOPE_KEY)
+    if isinstance(found, RequestScope):
+        return found
+    remedy = (
+        "wrap the application in lifecycle_asgi.LifecycleMiddleware, or call "
+        "lifecycle_asgi.starlette.install(app)"
+    )
+    if (kind := scope.get("type", "http")) != "http":
+        remedy = f"only requests have one, and this is a {kind}"
+    raise LookupError(f"scope[{SCOPE_KEY!r}] holds no RequestScope: {remedy}")
+
+
+class PrefetchedIterator(Generic[T]):
+    """An async iterator whose first item is already available.
+
+    Not a generator: an abandoned generator would have to be closed, too.
+    """
+
+    __slots__ = ("_first", "_source")
+
+    def __init__(self, first: list[T], source: AsyncIterator[T]) -> None:
+        self._first = first
+        self._source = source
+
+    def __aiter__(self) -> Self:
+        return self
+
+    async def __anext__(self) -> T:
+        return self._first.pop() if self._first else await self._source.__anext__()
+
+    async def aclose(self) -> None:
+        """Drop the first item and close the source.
+
+        Cancellation:
+            Goes through to the source.
+        """
+        self._first.clear()
+        close = getattr(self._source, "aclose", None)
+        if close is not None:
+            await close()
+
+
+async def prefetch(source: AsyncIterator[T]) -> PrefetchedIterator[T]:
+    """Wait for the first item of *source*, if it has one.
+
+    Raises:
+        Exception: What *source* raised instead.
+
+    Cancellation:
+        Goes through to *source*.
+    """
+    async for item in source:
+        return PrefetchedIterator([item], source)
+    return PrefetchedIterator([], source)
+
+
+async def close_all(sources: list[Any], grace: float) -> None:
+    """Close *sources* in reverse order; an error of one does not keep others open.
+
+    Raises:
+        Exception: Of the last source whose ``aclose`` failed.
+
+    Cancellation:
+        Shielded for up to *grace* seconds for each.
+    """
+    async with AsyncExitStack() as stack:
+        for source in sources:
+            stack.push_async_callback(_close, source, grace)
+
+
+async def _close(source: Closable, grace: float) -> None:
+    with anyio.CancelScope(shield=True, deadline=anyio.current_time() + grace):
+        await source.aclose()
+
+
+def drop_body_copies(request: object) -> None:
+    """Drop the copies of the body that a framework's request object keeps.
+
+    They are attributes of other projects, most of them private: for each framework a
+    test measures the memory of a server, and fails when the attributes have moved.
+
+    Args:
+        request: The request object of a framework.
+
+    Raises:
+        TypeError: *request* is of an unsupported framework, or of a version that keeps
+            its copies elsewhere.
+    """
+    # ``__class__`` and not ``type``: Quart's request is a proxy.
+    for base in request.__class__.__mro__:
+        framework = base.__module__.partition(".")[0]
+        if framework in _DROP_COPIES:
+            _drop_copies_of(framework, request)
+            return
+    raise TypeError(
+        f"release_body knows the requests of {', '.join(_DROP_COPIES)}, not "
+        f"{type(request).__qualname__}; read the body where nothing keeps it"
+    )
+
+
+def _drop_copies_of(framework: str, request: object) -> None:
+    try:
+        _DROP_COPIES[framework](request)
+    except AttributeError as error:
+        raise TypeError(
+            f"release_body does not know the requests of this version of {framework}: "
+            f"no {error.name}; read the body where nothing keeps it"
+        ) from None
+
+
+def _drop_starlette(request: Any) -> None:
+    for name in ("_body", "_json"):
+        vars(request).pop(name, None)
+
+
+def _drop_litestar(request: Any) -> None:
+    from litestar.types import Empty
+
+    _reset(request, Empty, "_body", "_json", "_msgpack")
+    # Shared by all request objects of one scope.
+    _reset(request._connection_state, Empty, "body", "json", "msgpack")
+
+
+def _drop_quart(request: Any) -> None:
+    request.body.clear()
+    request._cached_json = dict.fromkeys(request._cached_json, ...)
+
+
+def _drop_django(request: Any) -> None:
+    vars(request).pop("_body", None)
+    request._stream.close()
+
+
+def _drop_blacksheep(request: Any) -> None:
+    request.content.dispose()
+
+
+def _drop_aiohttp(request: Any) -> None:
+    _reset(request, None, "_read_bytes")
+
+
+def _reset(holder: Any, value: object, *names: str) -> None:
+    for name in names:
+        getattr(holder, name)  # raises for a version that keeps the copy elsewhere
+        setattr(holder, name, value)
+
+
+_DROP_COPIES: Mapping[str, Callable[[Any], None]] = MappingProxyType(
+    {
+        "starlette": _drop_starlette,
+        "litestar": _drop_litestar,
+        "quart": _drop_quart,
+        "django": _drop_django,
+        "blacksheep": _drop_blacksheep,
+        "aiohttp": _drop_aiohttp,
+    }
+)

@@ -1,0 +1,222 @@
+"""Starlette and FastAPI: `install`, and `ManagedResponse` for streams.
+
+The only module here that imports a web framework.
+"""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Iterator
+from contextlib import AsyncExitStack
+from typing import Any, Final, Generic, Self, TypeVar, cast
+
+import anyio
+import anyio.to_thread
+from starlette.applications import Starlette
+from starlette.requests import Request
+from starlette.responses import Response, StreamingResponse
+
+from lifecycle import Gate, Refused
+from lifecycle.events import Observer
+from lifecycle_asgi._types import App, Message, Receive, Scope, Send
+from lifecycle_asgi.limits import BodyLimit, refusal_response
+from lifecycle_asgi.middleware import LifecycleMiddleware
+from lifecycle_asgi.request import request_of
+
+__all__ = ("ManagedResponse", "install", "refusal_handler")
+
+T = TypeVar("T")
+_END: Final = object()
+_CLOSE_SECONDS: Final = 5.0  # as the middleware's `grace`
+
+
+def install(
+    app: Starlette,
+    *,
+    gate: Gate | None = None,
+    max_body: int = 64 * 2**20,
+    observer: Observer | None = None,
+) -> None:
+    """Install all that this package has for a Starlette or FastAPI application.
+
+    That is a `LifecycleMiddleware`, a `BodyLimit`, and `refusal_handler` for every
+    `Refused`. The status of a response is sent together with the first part of its
+    body, so that a stream that is refused at its first item never becomes a 200 with an
+    empty body.
+
+    Args:
+        app: The application, before it serves its first request.
+        gate: Admits the bytes of request bodies. Not the gate of a `ManagedResponse`:
+            one request would wait for itself.
+        max_body: Maximum size of one request body, in bytes.
+        observer: Called with the events of requests; see `RequestEvent`.
+
+    Raises:
+        TypeError: *app* is no Starlette or FastAPI application.
+        RuntimeError: *app* has a `LifecycleMiddleware` already, or serves requests.
+        ValueError: *max_body* is negative.
+    """
+    given: object = app  # a mistake that types do not prevent
+    if not isinstance(given, Starlette):
+        kind = type(app).__name__
+        raise TypeError(f"install takes a Starlette or FastAPI application, not {kind}")
+    added: list[object] = [each.cls for each in app.user_middleware]
+    if LifecycleMiddleware in added:
+        raise RuntimeError("the application has a LifecycleMiddleware: install it once")
+    if not max_body >= 0:  # here and now, not when the server starts
+        raise ValueError(f"max_body must not be negative, got {max_body}")
+    app.add_middleware(_RefusedResponse)
+    app.add_middleware(BodyLimit, max_bytes=max_body, gate=gate)
+    app.add_middleware(LifecycleMiddleware, observer=observer)
+    app.add_exception_handler(Refused, refusal_handler)
+
+
+async def refusal_handler(_request: Request, refusal: Exception) -> Response:
+    """Return the response to a `Refused`; an exception handler of Starlette.
+
+    Raises:
+        TypeError: *refusal* is another exception.
+
+    Cancellation:
+        None: it does not wait.
+    """
+    if not isinstance(refusal, Refused):
+        kind = type(refusal).__name__
+        raise TypeError(f"refusal_handler is a handler of Refused, not of {kind}")
+    return _response_to(refusal)
+
+
+def _response_to(refusal: Refused) -> Response:
+    status, headers, body = refusal_response(refusal)
+    pairs = {name.decode(): value.decode() for name, value in headers}
+    return Response(body, status, pairs)
+
+
+class ManagedResponse(StreamingResponse):
+    """A response that is admitted before it begins, and closes its stream.
+
+    It asks *stream* for its first item before the status is sent, so that a refusal
+    becomes 413 or 503. The stream is closed, and its lease released, when the response
+    is over, whether it is complete, the client has disconnected, or it has failed.
+
+    Args:
+        stream: An async iterator, such as a generator or a `lifecycle.Stream`, or an
+            iterator that blocks, which runs in a thread and is closed there.
+        gate: Admits the response before the stream is asked for anything.
+        bytes: What the response costs there, in bytes.
+        slots: What it costs there, in slots.
+        options: Those of Starlette's ``StreamingResponse``.
+
+    Raises:
+        TypeError: *stream* cannot be iterated, or a cost is given without a gate.
+        LookupError: When called: the application is not installed.
+        Refused: When called: the gate refused.
+    """
+
+    def __init__(
+        self,
+        stream: AsyncIterator[Any] | Iterator[Any],
+        *,
+        gate: Gate | None = None,
+        bytes: int | None = None,  # noqa: A002 - as in `Gate.admit`
+        slots: int | None = None,
+        **options: Any,
+    ) -> None:
+        if isinstance(stream, Iterator):
+            stream = _ThreadIterator(stream)
+        if not hasattr(stream, "__anext__"):
+            kind = type(stream).__name__
+            raise TypeError(f"ManagedResponse takes an iterator, not {kind}")
+        costs = {"bytes": bytes, "slots": slots}
+        self._gate = gate
+        self._costs: dict[str, Any] = {
+            name: cost for name, cost in costs.items() if cost is not None
+        }
+        if gate is None and self._costs:
+            raise TypeError("ManagedResponse has a cost and no gate: pass gate=, too")
+        super().__init__(stream, **options)
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Send the response.
+
+        Cancellation:
+            Goes through to the stream, which is then closed.
+        """
+        request = request_of(scope)
+        source: Any = request.own(cast("Any", self.body_iterator))
+        async with AsyncExitStack() as stack:
+            if self._gate is not None:
+                # One lease at a time: the handler has taken the body.
+                request.release_body()
+                stack.enter_context(await self._gate.admit(**self._costs))
+            stack.push_async_callback(_close, source)
+            self.body_iterator = await request.begin(source)
+            await super().__call__(scope, receive, send)
+
+
+async def _close(source: Any) -> None:
+    close = getattr(source, "aclose", None)
+    if close is not None:
+        with anyio.move_on_after(_CLOSE_SECONDS, shield=True):
+            await close()
+
+
+class _ThreadIterator(Generic[T]):
+    """A blocking iterator as an async one; each item is made in a thread."""
+
+    def __init__(self, source: Iterator[T]) -> None:
+        self._source = source
+
+    def __aiter__(self) -> Self:
+        return self
+
+    async def __anext__(self) -> T:
+        item: Any = await anyio.to_thread.run_sync(next, self._source, _END)
+        if item is _END:
+            raise StopAsyncIteration
+        return item  # type: ignore[no-any-return]
+
+    async def aclose(self) -> None:
+        close = getattr(self._source, "close", None)
+        if close is not None:
+            await anyio.to_thread.run_sync(close)
+
+
+class _RefusedResponse:
+    """Sends the status with what follows it, or the response to a refusal instead."""
+
+    def __init__(self, app: App) -> None:
+        self._app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        held: list[Message] = []
+        sent = False
+
+        async def send_together(message: Message) -> None:
+            nonlocal sent
+            if message["type"] == "http.response.start" and not sent:
+                held.append(message)
+                return
+            sent = True
+            while held:
+                await send(held.pop())
+            await send(message)
+
+        try:
+            await self._app(scope, receive, send_together)
+        except Exception as error:
+            refusal = _refusal_in(error)
+            if sent or refusal is None:
+                raise
+        else:
+            return
+        await _response_to(refusal)(scope, receive, send)
+
+
+def _refusal_in(error: BaseException | None) -> Refused | None:
+    """Return the refusal that *error* is or was caused by: Starlette wraps it."""
+    while error is not None and not isinstance(error, Refused):
+        error = error.__cause__
+    return error

@@ -1,0 +1,305 @@
+"""Anthropic's messages API: request and response, complete or as events.
+
+Validation is as strict as for chat completions.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+from pydantic import BeforeValidator, Field, model_validator
+
+from lifecycle_engine.api.base import (
+    ApiFormat,
+    Document,
+    Piece,
+    ResponseWriter,
+    Usage,
+    named_event,
+)
+from lifecycle_engine.api.chat_request import (
+    BASE64,
+    MAX_MESSAGES,
+    MAX_PARTS,
+    URI,
+    ChatMessage,
+    ChatRequest,
+    ImageUrl,
+    Part,
+    Schema,
+    Unsupported,
+    check_image_role,
+    validate,
+)
+from lifecycle_engine.api.request_body import ParsedRequest
+from lifecycle_engine.errors import ApiError
+
+UNSUPPORTED: Unsupported = {
+    "container": (),
+    "mcp_servers": ([],),
+    "output_config": ({},),
+    "thinking": ({"type": "disabled"},),
+    "tool_choice": ({"type": "none"}, {"type": "auto"}),
+    "tools": ([],),
+    # Fields of OpenAI's API, which this API does not have.
+    "logprobs": (False,),
+    "n": (1,),
+    "seed": (),
+    "stop": ([],),
+    "top_logprobs": (0,),
+}
+
+
+class _Base64Source(Schema):
+    type: Literal["base64"]
+    media_type: Literal["image/jpeg", "image/png", "image/gif", "image/webp"]
+    data: str = Field(json_schema_extra=BASE64)
+
+
+class _UrlSource(Schema):
+    type: Literal["url"]
+    url: str = Field(json_schema_extra=URI)
+
+
+class _Text(Schema):
+    type: Literal["text"]
+    text: str
+
+
+class _Image(Schema):
+    type: Literal["image"]
+    source: Annotated[_Base64Source | _UrlSource, Field(discriminator="type")]
+
+
+def _as_blocks(content: Any) -> Any:
+    return [{"type": "text", "text": content}] if isinstance(content, str) else content
+
+
+_Block = Annotated[_Text | _Image, Field(discriminator="type")]
+_Blocks = Annotated[list[_Block], Field(max_length=MAX_PARTS, fail_fast=True)]
+
+
+class _Message(Schema):
+    role: Literal["user", "assistant"]
+    content: Annotated[
+        _Blocks, BeforeValidator(_as_blocks, json_schema_input_type=str | _Blocks)
+    ]
+
+    @model_validator(mode="after")
+    def _images_by_users(self) -> _Message:
+        check_image_role(self.role, [block.type for block in self.content])
+        return self
+
+
+class _Metadata(Schema):
+    user_id: str | None = Field(default=None, max_length=256)
+
+
+class MessagesRequest(Schema):
+    """The body of a message request, with the limits of this server."""
+
+    model: str = Field(min_length=1, max_length=256)
+    # One less than the maximum: the system prompt becomes a message.
+    messages: list[_Message] = Field(
+        min_length=1, max_length=MAX_MESSAGES - 1, fail_fast=True
+    )
+    max_tokens: int = Field(ge=1, lt=2**31)
+    system: Annotated[
+        list[_Text],
+        Field(max_length=MAX_PARTS, fail_fast=True),
+        BeforeValidator(_as_blocks, json_schema_input_type=str | list[_Text]),
+    ] = Field(default_factory=list)
+    stop_sequences: list[Annotated[str, Field(min_length=1, max_length=256)]] = Field(
+        default_factory=list, max_length=4, fail_fast=True
+    )
+    temperature: float | None = Field(default=None, ge=0, le=1)
+    top_p: float | None = Field(default=None, ge=0, le=1)
+    top_k: int | None = Field(default=None, ge=-1, lt=2**31)
+    stream: bool | None = None
+    metadata: _Metadata | None = None
+    # As in chat completions; this API does not define them.
+    prompt_cache_key: str | None = Field(default=None, max_length=256)
+    min_p: float | None = Field(default=None, ge=0, le=1)
+
+    tools: list[Any] | None = None
+    tool_choice: dict[str, Any] | None = None
+    thinking: dict[str, Any] | None = None
+    mcp_servers: list[Any] | None = None
+    container: Any = None
+    output_config: dict[str, Any] | None = None
+
+
+def parse_messages(body: bytes) -> ChatRequest:
+    """Validate a body and return it as a chat completion request.
+
+    Raises:
+        ApiError: 400; it does not refer to the body.
+    """
+    request = validate(MessagesRequest, body, UNSUPPORTED)
+    messages = [ChatMessage(role=m.role, content=_parts(m)) for m in request.messages]
+    if request.system:
+        parts = [Part(type="text", text=block.text) for block in request.system]
+        messages.insert(0, ChatMessage(role="system", content=parts))
+    return ChatRequest(
+        model=request.model,
+        messages=messages,
+        max_tokens=request.max_tokens,
+        temperature=request.temperature,
+        top_p=request.top_p,
+        top_k=request.top_k,
+        min_p=request.min_p,
+        stop=request.stop_sequences,
+        stream=request.stream,
+        user=request.metadata.user_id if request.metadata else None,
+        prompt_cache_key=request.prompt_cache_key,
+    )
+
+
+def _parts(message: _Message) -> list[Part]:
+    parts = []
+    for block in message.content:
+        if isinstance(block, _Text):
+            parts.append(Part(type="text", text=block.text))
+            continue
+        source = block.source
+        if isinstance(source, _UrlSource):
+            url, source.url = source.url, ""  # keep one copy at a time
+        else:
+            url = f"data:{source.media_type};base64,{source.data}"
+            source.data = ""
+        parts.append(Part(type="image_url", image_url=ImageUrl(url=url)))
+    return parts
+
+
+# The status that the SDK knows as "overloaded".
+_OVERLOADED = 529
+# Error types that the SDK knows; the status distinguishes the rest.
+_ERROR_TYPES = {
+    401: "authentication_error",
+    403: "permission_error",
+    404: "not_found_error",
+    429: "rate_limit_error",
+    504: "timeout_error",
+    _OVERLOADED: "overloaded_error",
+}
+
+
+class MessagesAnswer:
+    """The answer to one request, complete or as events.
+
+    Args:
+        writer: Writes the response.
+        model: Name of the served model.
+        usage: Token counts, updated while the tokens are read.
+        stream: Whether to stream the answer.
+    """
+
+    def __init__(
+        self, writer: ResponseWriter, model: str, usage: Usage, *, stream: bool
+    ) -> None:
+        self._writer, self._usage, self._stream = writer, usage, stream
+        self._model = model
+        self._text: list[str] = []
+        self._reason: str | None = None
+        self._stop: str | None = None
+        self._begun = False
+
+    async def piece(self, index: int, piece: Piece) -> None:
+        """Receive a piece; the first one starts the stream.
+
+        Cancellation:
+            The response may be cut.
+        """
+        del index  # there is one choice
+        if not self._stream:
+            self._text.append(piece.text)
+            return
+        await self._begin()
+        if piece.text:
+            delta = {"type": "text_delta", "text": piece.text}
+            await self._event("content_block_delta", index=0, delta=delta)
+
+    async def finished(self, index: int, finish_reason: str, stop: str | None) -> None:
+        """Receive the end.
+
+        Cancellation:
+            As for `piece`.
+        """
+        del index
+        self._reason = "max_tokens" if finish_reason == "length" else "end_turn"
+        if stop is not None:
+            self._reason, self._stop = "stop_sequence", stop
+        if self._stream:
+            await self._begin()
+            await self._event("content_block_stop", index=0)
+
+    async def done(self) -> None:
+        """Send the response, or end the stream.
+
+        Cancellation:
+            As for `piece`.
+        """
+        if not self._stream:
+            content = [{"type": "text", "text": "".join(self._text)}]
+            await self._writer.json(200, self._message(content))
+            return
+        delta = {"stop_reason": self._reason, "stop_sequence": self._stop}
+        usage = {"output_tokens": self._usage.completion_tokens}
+        await self._event("message_delta", delta=delta, usage=usage)
+        await self._event("message_stop")
+        await self._writer.done()
+
+    async def _begin(self) -> None:
+        if self._begun:
+            return
+        self._begun = True
+        await self._event("message_start", message=self._message([]))
+        block = {"type": "text", "text": ""}
+        await self._event("content_block_start", index=0, content_block=block)
+
+    async def _event(self, kind: str, **fields: Any) -> None:
+        await self._writer.event({"type": kind, **fields})
+
+    def _message(self, content: list[Document]) -> Document:
+        usage = self._usage
+        return {
+            "id": f"msg_{self._writer.request_id}",
+            "type": "message",
+            "role": "assistant",
+            "model": self._model,
+            "content": content,
+            "stop_reason": self._reason,
+            "stop_sequence": self._stop,
+            "usage": {
+                # In this API the input tokens do not include the cached ones.
+                "input_tokens": usage.prompt_tokens - usage.cached_tokens,
+                "cache_read_input_tokens": usage.cached_tokens,
+                "output_tokens": usage.completion_tokens,
+            },
+        }
+
+
+def _answer(
+    writer: ResponseWriter, parsed: ParsedRequest, model: str, usage: Usage
+) -> MessagesAnswer:
+    return MessagesAnswer(writer, model, usage, stream=parsed.stream)
+
+
+def _error(error: ApiError, request_id: str | None) -> tuple[int, Document]:
+    status = _OVERLOADED if error.status == 503 else error.status
+    kind = "invalid_request_error" if status < 500 else "api_error"
+    kind = (
+        "overloaded_error" if status == _OVERLOADED else _ERROR_TYPES.get(status, kind)
+    )
+    body = {"type": kind, "message": error.message}
+    return status, {"type": "error", "error": body, "request_id": request_id}
+
+
+ANTHROPIC = ApiFormat(
+    parse=parse_messages,
+    answer=_answer,
+    frame=named_event,
+    end=b"",
+    error=_error,
+    id_header=b"request-id",
+)

@@ -1,0 +1,237 @@
+"""OpenAI's chat completions: the response, complete or streamed."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import anyio
+
+from lifecycle_engine.api.base import (
+    Answer,
+    ApiFormat,
+    Document,
+    Piece,
+    ResponseWriter,
+    Usage,
+    dump,
+)
+from lifecycle_engine.api.chat_request import parse_request
+from lifecycle_engine.api.request_body import ParsedRequest
+from lifecycle_engine.errors import ApiError
+
+
+@dataclass(frozen=True, slots=True)
+class Completion:
+    """Builds the documents of one chat completion.
+
+    Attributes:
+        id: ``chatcmpl-…``.
+        created: Unix seconds.
+        model: The served model.
+        include_usage: Whether streamed chunks carry a ``usage`` field.
+    """
+
+    id: str
+    created: int
+    model: str
+    include_usage: bool = False
+
+    def whole(
+        self,
+        choices: Sequence[tuple[str, str, list[dict[str, Any]] | None]],
+        usage: Usage,
+    ) -> dict[str, Any]:
+        """Return the complete response.
+
+        Args:
+            choices: Text, finish reason and log probabilities of each choice.
+            usage: Token counts of all choices together.
+        """
+        documents = [
+            {
+                "index": index,
+                "message": {"role": "assistant", "content": text, "refusal": None},
+                "logprobs": _logprobs(logprobs),
+                "finish_reason": reason,
+            }
+            for index, (text, reason, logprobs) in enumerate(choices)
+        ]
+        head = self._head("chat.completion")
+        return {**head, "choices": documents, "usage": usage.document()}
+
+    def first(self, index: int) -> dict[str, Any]:
+        """Return the first chunk of a choice: the role."""
+        delta = {"role": "assistant", "content": "", "refusal": None}
+        return self._chunk(index, delta)
+
+    def text(
+        self, index: int, text: str, logprobs: list[dict[str, Any]] | None = None
+    ) -> dict[str, Any]:
+        """Return a chunk of text."""
+        return self._chunk(index, {"content": text}, logprobs=logprobs)
+
+    def last(self, index: int, finish_reason: str) -> dict[str, Any]:
+        """Return the last chunk of a choice."""
+        return self._chunk(index, {}, finish_reason)
+
+    def usage(self, usage: Usage) -> dict[str, Any]:
+        """Return the final chunk with the usage, sent if requested."""
+        head = self._head("chat.completion.chunk")
+        return {**head, "choices": [], "usage": usage.document()}
+
+    def _chunk(
+        self,
+        index: int,
+        delta: dict[str, Any],
+        finish_reason: str | None = None,
+        logprobs: list[dict[str, Any]] | None = None,
+    ) -> dict[str, Any]:
+        choice = {
+            "index": index,
+            "delta": delta,
+            "logprobs": _logprobs(logprobs),
+            "finish_reason": finish_reason,
+        }
+        chunk = {**self._head("chat.completion.chunk"), "choices": [choice]}
+        if self.include_usage:
+            chunk["usage"] = None
+        return chunk
+
+    def _head(self, kind: str) -> dict[str, Any]:
+        return {
+            "id": self.id,
+            "object": kind,
+            "created": self.created,
+            "model": self.model,
+        }
+
+
+def _logprobs(content: list[dict[str, Any]] | None) -> dict[str, Any] | None:
+    return None if content is None else {"content": content, "refusal": None}
+
+
+class CompleteAnswer:
+    """Collects the choices and sends one response."""
+
+    def __init__(
+        self, completion: Completion, writer: ResponseWriter, usage: Usage, choices: int
+    ) -> None:
+        self._completion, self._writer, self._usage = completion, writer, usage
+        self._pieces: list[list[Piece]] = [[] for _ in range(choices)]
+        self._reasons = [""] * choices
+
+    async def piece(self, index: int, piece: Piece) -> None:
+        """Store a piece."""
+        self._pieces[index].append(piece)
+
+    async def finished(self, index: int, finish_reason: str, stop: str | None) -> None:
+        """Store the finish reason."""
+        del stop  # not part of OpenAI's API
+        self._reasons[index] = finish_reason
+
+    async def done(self) -> None:
+        """Send the response.
+
+        Cancellation:
+            The response may be cut.
+        """
+        choices = []
+        for pieces, reason in zip(self._pieces, self._reasons, strict=True):
+            logprobs = [each for piece in pieces for each in piece.logprobs or ()]
+            requested = any(piece.logprobs is not None for piece in pieces)
+            text = "".join(piece.text for piece in pieces)
+            choices.append((text, reason, logprobs if requested else None))
+        await self._writer.json(200, self._completion.whole(choices, self._usage))
+
+
+class StreamedAnswer:
+    """Sends each piece as an event.
+
+    The status is sent with the first token: until then a failure can still become an
+    error response that clients retry.
+    """
+
+    def __init__(
+        self, completion: Completion, writer: ResponseWriter, usage: Usage, choices: int
+    ) -> None:
+        self._completion, self._writer, self._usage = completion, writer, usage
+        self._begun = [False] * choices
+        # Each choice is read by its own task; events must not interleave.
+        self._lock = anyio.Lock(fast_acquire=True)
+
+    async def piece(self, index: int, piece: Piece) -> None:
+        """Send a piece, unless it is empty.
+
+        Cancellation:
+            The response may be cut.
+        """
+        async with self._lock:
+            await self._begin(index)
+            if piece.text or piece.logprobs:
+                await self._event(
+                    self._completion.text(index, piece.text, piece.logprobs)
+                )
+
+    async def finished(self, index: int, finish_reason: str, stop: str | None) -> None:
+        """Send the last chunk of a choice.
+
+        Cancellation:
+            As for `piece`.
+        """
+        del stop
+        async with self._lock:
+            await self._begin(index)
+            await self._event(self._completion.last(index, finish_reason))
+
+    async def done(self) -> None:
+        """End the stream, with the usage if requested.
+
+        Cancellation:
+            As for `piece`.
+        """
+        if self._completion.include_usage:
+            await self._event(self._completion.usage(self._usage))
+        await self._writer.done()
+
+    async def _begin(self, index: int) -> None:
+        if not self._begun[index]:
+            self._begun[index] = True
+            await self._event(self._completion.first(index))
+
+    async def _event(self, document: dict[str, Any]) -> None:
+        await self._writer.event(document)
+
+
+def _answer(
+    writer: ResponseWriter, parsed: ParsedRequest, model: str, usage: Usage
+) -> Answer:
+    completion = Completion(
+        id=f"chatcmpl-{writer.request_id}",
+        created=int(time.time()),
+        model=model,
+        include_usage=parsed.include_usage,
+    )
+    kind = StreamedAnswer if parsed.stream else CompleteAnswer
+    return kind(completion, writer, usage, parsed.choices)
+
+
+def _frame(document: Document) -> bytes:
+    return b"data: " + dump(document) + b"\n\n"
+
+
+def _error(error: ApiError, request_id: str | None) -> tuple[int, Document]:
+    del request_id  # sent in a header
+    return error.status, {"error": error.fields}
+
+
+OPENAI = ApiFormat(
+    parse=parse_request,
+    answer=_answer,
+    frame=_frame,
+    end=b"data: [DONE]\n\n",
+    error=_error,
+    id_header=b"x-request-id",
+)

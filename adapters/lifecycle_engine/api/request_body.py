@@ -1,0 +1,402 @@
+"""Request bodies: read within limits, and parsed without keeping a copy."""
+
+from __future__ import annotations
+
+import re
+import secrets
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import anyio
+import anyio.to_thread
+
+from lifecycle import GateClosed, Payload
+from lifecycle_asgi import ClientIdentity, find_media
+from lifecycle_engine.api.chat_request import (
+    ANY_MODEL,
+    ChatMessage,
+    ChatRequest,
+    Fields,
+    parse_request,
+    unknown_model,
+)
+from lifecycle_engine.errors import ApiError, bad_request
+from lifecycle_engine.multimodal.limits import (
+    MediaLimits,
+    check_count,
+    check_total,
+    decode_data_url,
+    read_image_size,
+)
+from lifecycle_engine.multimodal.size_estimate import (
+    ImageSize,
+    MemoryEstimate,
+    estimate_memory,
+)
+from lifecycle_engine.processing.processor import Chat, ChatDefaults, Message
+
+ID_PATTERN = "[A-Za-z0-9._-]{1,128}"
+_ID = re.compile(ID_PATTERN.encode())
+
+# Bytes of a body that must arrive, on average, within the idle time.
+_MIN_RATE = 65536
+# Seconds between checks for other waiting requests.
+_CHECK_INTERVAL = 0.5
+# Seconds that a body always gets: bytes sent with the head are here but not yet read.
+_MIN_TIMEOUT = 0.05
+# Shorter bodies are parsed on the event loop: a thread costs more.
+_INLINE_BYTES = 4096
+
+ParseBody = Callable[[bytes], ChatRequest]
+
+
+class ClientDisconnected(Exception):
+    """The client disconnected while its request was being read."""
+
+
+class BodyReader:
+    """Reads request bodies within time limits.
+
+    A body is admitted with its full size when it begins, and keeps other requests out
+    while it arrives. So it must arrive at a minimum rate, and while other requests wait
+    for memory, it must be complete within *timeout* seconds.
+
+    Args:
+        idle: Seconds without progress, or for 64 KiB.
+        timeout: Seconds for a whole body while other requests wait.
+        contended: Whether other requests wait.
+    """
+
+    def __init__(
+        self,
+        *,
+        idle: float = 10.0,
+        timeout: float = 30.0,
+        contended: Callable[[], bool] = lambda: False,
+    ) -> None:
+        self._idle = idle
+        self._timeout = timeout
+        self._contended = contended
+        self._closed = False
+        self._reading: set[anyio.CancelScope] = set()
+
+    def close(self) -> None:
+        """Stop reading: requests whose bodies are incomplete are refused."""
+        self._closed = True
+        for scope in self._reading:
+            scope.cancel()
+
+    async def read(self, receive: Any) -> list[bytes]:
+        """Read one body and return its chunks.
+
+        Raises:
+            ApiError: 408.
+            ClientDisconnected: The client disconnected.
+            GateClosed: `close` was called.
+
+        Cancellation:
+            At any time.
+        """
+        chunks: list[bytes] = []
+        began = anyio.current_time()
+        last = began + self._idle
+        while True:
+            until = min(last, anyio.current_time() + self._idle)
+            contended_until = began + max(self._timeout, _MIN_TIMEOUT)
+            message = await self._message(receive, until, contended_until)
+            if message["type"] == "http.disconnect":
+                raise ClientDisconnected
+            chunks.append(message.get("body", b""))
+            last += self._idle * len(chunks[-1]) / _MIN_RATE
+            if not message.get("more_body", False):
+                return chunks
+
+    async def _message(self, receive: Any, until: float, contended_until: float) -> Any:
+        while True:
+            now = anyio.current_time()
+            late = now >= contended_until
+            if late and self._contended():
+                problem = (
+                    f"The body took over {self._timeout:g} s while other requests "
+                    f"wait for memory; send it faster, or later"
+                )
+                raise ApiError(408, problem, code="body_timeout")
+            check = now + _CHECK_INTERVAL if late else contended_until
+            message = await self._receive(receive, min(until, check))
+            if message is not None:
+                return message
+            if self._closed:
+                raise GateClosed(
+                    "the server is shutting down; send the request to another one"
+                )
+            if anyio.current_time() >= until:
+                problem = f"64 KiB of the body took over {self._idle:g} s"
+                message = f"{problem}; send it faster"
+                raise ApiError(408, message, code="body_timeout")
+
+    async def _receive(self, receive: Any, until: float) -> Any:
+        """The next message; ``None`` if none arrived until then."""
+        with anyio.CancelScope(deadline=until) as scope:
+            if self._closed:
+                scope.cancel()
+            self._reading.add(scope)
+            try:
+                return await receive()
+            finally:
+                self._reading.discard(scope)
+        return None
+
+
+@dataclass(frozen=True, slots=True)
+class RemoteImage:
+    """An image given by URL.
+
+    Attributes:
+        url: Its URL.
+        message: Index of its message.
+        part: Index of its part in that message.
+        param: Path of the field, for errors.
+    """
+
+    url: str = field(repr=False)
+    message: int
+    part: int
+    param: str
+
+
+@dataclass(frozen=True, slots=True)
+class ParsedRequest:
+    """A validated request; its chat, which may be large, is in a payload.
+
+    A body with images exists three times while it is read: as bytes, as strings of the
+    JSON, and as files. Each lives in the frame of one function and is gone when that
+    function returns; only this object goes on.
+
+    Attributes:
+        chat: For the processor; can be taken once.
+        estimate: Memory that its images need until hand-off.
+        images: Number of images; without any, the request never waits for bytes.
+        stream: Whether to stream the answer.
+        include_usage: Whether the stream ends with a usage chunk.
+        choices: Number of answers.
+        stop: Stop strings.
+        echo: Fields of the request that the answer repeats.
+        image_sizes: Sizes of the images in the body.
+        remote: Images given by URL, to be fetched.
+        fields: Names of the body's content fields, for errors.
+    """
+
+    chat: Payload[Chat] = field(repr=False)
+    estimate: MemoryEstimate
+    images: int
+    stream: bool
+    include_usage: bool
+    choices: int = 1
+    stop: tuple[str, ...] = field(default=(), repr=False)
+    echo: Mapping[str, Any] = field(default_factory=dict, repr=False)
+    image_sizes: tuple[ImageSize, ...] = ()
+    remote: tuple[RemoteImage, ...] = ()
+    fields: Fields = field(default_factory=Fields)
+
+    @property
+    def payload_bytes(self) -> int:
+        """Bytes that it will need until hand-off, with tensors for each choice."""
+        return self.estimate.work + self.choices * self.estimate.tensors
+
+
+class RequestParser:
+    """Reads request bodies and turns them into `ParsedRequest` objects.
+
+    Args:
+        model: Name of the served model.
+        limits: Limits on images.
+        defaults: Values for options that a request does not set.
+        limiter: Limits the threads, and so the copies, that parse concurrently.
+        text_chars: Maximum number of characters in all messages of a request.
+        bodies: Reads the bodies.
+        remote_images: Whether images may be given by https URL.
+    """
+
+    def __init__(
+        self,
+        model: str,
+        *,
+        limits: MediaLimits,
+        defaults: ChatDefaults,
+        limiter: anyio.CapacityLimiter,
+        text_chars: int = 2**20,
+        bodies: BodyReader | None = None,
+        remote_images: bool = False,
+    ) -> None:
+        self._model = model
+        self._remote_images = remote_images
+        self._text_chars = text_chars
+        self._bodies = bodies or BodyReader()
+        self._limits = limits
+        self._defaults = defaults
+        self._limiter = limiter
+        self._identity = ClientIdentity()
+
+    def close(self) -> None:
+        """Stop reading: requests whose bodies are incomplete are refused."""
+        self._bodies.close()
+
+    async def read(
+        self, receive: Any, parse: ParseBody = parse_request, client: bytes = b""
+    ) -> ParsedRequest:
+        """Read and parse one request body.
+
+        Args:
+            receive: The ASGI ``receive``.
+            parse: Validates the body in the format of its API.
+            client: Identity of the client.
+
+        Raises:
+            ApiError: 400, 404, 408 or 413.
+            ClientDisconnected: The client disconnected.
+            GateClosed: `close` was called.
+
+        Cancellation:
+            At any time; waits for a thread that parses.
+        """
+        chunks = await self._bodies.read(receive)
+        size = sum(map(len, chunks))
+        if size <= _INLINE_BYTES:
+            return self.parse(b"".join(chunks), parse, client)
+        box = Payload(chunks, nbytes=size)
+        del chunks
+
+        def run() -> ParsedRequest | ApiError:
+            try:
+                return self.parse(b"".join(box.take()), parse, client)
+            except ApiError as error:
+                # A traceback holds the body's frames, and a worker thread refers to
+                # what it raised until it runs again.
+                return error.with_traceback(None)
+
+        outcome = await anyio.to_thread.run_sync(run, limiter=self._limiter)
+        if isinstance(outcome, ApiError):
+            raise outcome
+        return outcome
+
+    def parse(
+        self, body: bytes, parse: ParseBody = parse_request, client: bytes = b""
+    ) -> ParsedRequest:
+        """Parse and validate a body; callable from any thread.
+
+        Raises:
+            ApiError: 400, 404 or 413. It retains nothing of the body.
+        """
+        request = parse(body)
+        del body
+        if request.model not in (self._model, ANY_MODEL):
+            raise unknown_model(self._model)
+        self._check_text(request)
+        images = find_media(request.messages)
+        sizes: list[ImageSize] = []
+        remote: list[RemoteImage] = []
+        if images:
+            check_count(len(images), self._limits, param=request.fields.images)
+            messages = self._messages(request, sizes, remote)
+        else:
+            messages = _text_messages(request)
+        limit = request.max_completion_tokens or request.max_tokens
+        options = request.stream_options
+        chat = Chat(
+            messages,
+            limit or self._defaults.max_tokens,
+            seed=request.seed,
+            ignore_eos=bool(request.ignore_eos),
+            logprobs=(request.top_logprobs or 0) if request.logprobs else None,
+            tenant=self._identity.tenant_id(client, request.user or ""),
+            session=request.prompt_cache_key,
+            **self._defaults.sampling(request),
+        )
+        choices = request.n or 1
+        encoded = sum(size.encoded for size in sizes)
+        return ParsedRequest(
+            Payload(chat, nbytes=encoded),
+            estimate_memory(sizes) if sizes else MemoryEstimate(),
+            len(images),
+            bool(request.stream),
+            bool(options and options.include_usage),
+            choices,
+            tuple(request.stop),
+            request.echo,
+            tuple(sizes),
+            tuple(remote),
+            request.fields,
+        )
+
+    def _check_text(self, request: ChatRequest) -> None:
+        """Refuse more text than the tokenizer should process."""
+        parts = [part for message in request.messages for part in message.content]
+        chars = sum(len(part.text or "") for part in parts)
+        if chars > self._text_chars:
+            raise bad_request(
+                f"The messages have {chars} characters of text; the limit is "
+                f"{self._text_chars}: shorten them",
+                param=request.fields.text,
+                code="context_length_exceeded",
+            )
+
+    def _messages(
+        self,
+        request: ChatRequest,
+        sizes: list[ImageSize],
+        remote: list[RemoteImage],
+    ) -> list[Message]:
+        """Decode the images of a request, adding their sizes and URLs to the lists."""
+        messages = []
+        for i, message in enumerate(request.messages):
+            content: list[str | bytes] = []
+            for j, part in enumerate(message.content):
+                if part.image_url is None or not find_media(part):
+                    content.append(part.text or "")
+                    continue
+                chat = f"messages[{i}].content[{j}].image_url.url"
+                param = part.image_url.path or chat
+                url = part.image_url.url
+                if self._remote_images and url[:8].lower() == "https://":
+                    remote.append(RemoteImage(url, i, len(content), param))
+                    content.append(b"")  # replaced when it is fetched
+                    continue
+                image = decode_data_url(url, param=param)
+                del url
+                part.image_url.url = ""  # keep one copy at a time
+                sizes.append(read_image_size(image, self._limits, param=param))
+                check_total(sizes, self._limits, param=request.fields.images)
+                content.append(image)
+            messages.append(Message(_role(message), content))
+        return messages
+
+
+def _text_messages(request: ChatRequest) -> list[Message]:
+    return [
+        Message(_role(message), [part.text or "" for part in message.content])
+        for message in request.messages
+    ]
+
+
+def _role(message: ChatMessage) -> str:
+    return "system" if message.role == "developer" else message.role
+
+
+def request_id(scope: Any) -> str:
+    """Return the client's ``x-request-id``, or a new one.
+
+    Raises:
+        ApiError: 400 unless it is 1 to 128 letters, digits, ``.``, ``_``, ``-``:
+            it is repeated in headers and events.
+    """
+    for name, value in scope["headers"]:
+        if name == b"x-request-id":
+            if _ID.fullmatch(value) is None:
+                message = (
+                    f"x-request-id has {len(value)} bytes; it must be 1 to 128 of "
+                    "A-Z a-z 0-9 . _ -"
+                )
+                raise bad_request(message, param="x-request-id", code="invalid_id")
+            return str(value, "ascii")
+    return secrets.token_hex(12)

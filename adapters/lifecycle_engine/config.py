@@ -1,0 +1,523 @@
+"""The configuration of ``lifecycle-engine serve``: one `ServerConfig`, four sections.
+
+Each field of a section is one key of the TOML file, one option of the command and one
+environment variable, which has the name of the option: ``max_waiting`` of
+``[admission]`` is ``--max-waiting`` and ``LIFECYCLE_ADMISSION_MAX_WAITING``.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import re
+import tomllib
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+from .config_values import (
+    Choice,
+    FilePath,
+    Flag,
+    Function,
+    Kind,
+    Many,
+    Network,
+    Number,
+    Seconds,
+    Size,
+    Text,
+    Timeout,
+    Whole,
+)
+
+ENVIRONMENT = "LIFECYCLE_"
+CONFIG_VARIABLE = f"{ENVIRONMENT}CONFIG"
+"""The environment variable that names the TOML file."""
+
+# Variables that Kubernetes sets for a service whose name begins with "lifecycle".
+_KUBERNETES_NAME = re.compile(
+    r"_SERVICE_(HOST|PORT)(_\w+)?$|_PORT_\d+_(TCP|UDP|SCTP)(_\w+)?$"
+)
+_KUBERNETES_VALUE = re.compile(r"(tcp|udp|sctp)://")
+
+
+class ConfigError(ValueError):
+    """A value that the server cannot be configured with.
+
+    Attributes:
+        source: The option, environment variable or key of a file that it came from.
+        problem: The value, its limit, and the remedy.
+    """
+
+    def __init__(self, source: str, problem: str) -> None:
+        super().__init__(f"{source}: {problem}")
+        self.source = source
+        self.problem = problem
+
+
+@dataclass(frozen=True, slots=True)
+class Setting:
+    """One field of a section, as users see it.
+
+    Attributes:
+        section: The section's name.
+        key: The field's name.
+        kind: Parses and checks its value.
+        help: What it sets.
+        option: Name of its option.
+        default: Its default; ``None`` if it is unset.
+    """
+
+    section: str
+    key: str
+    kind: Kind
+    help: str
+    option: str
+    default: Any
+
+    @property
+    def name(self) -> str:
+        """A name in Python, unique among all settings."""
+        return f"{self.section}_{self.key}"
+
+    @property
+    def variable(self) -> str:
+        """The environment variable: of the section and the option, ``LIFECYCLE_``.
+
+        An option with the name of its section does not repeat it: ``LIFECYCLE_MODEL``.
+        """
+        section, option = self.section.upper(), _upper(self.option)
+        return ENVIRONMENT + (option if option == section else f"{section}_{option}")
+
+    @property
+    def path(self) -> str:
+        """The key with its section, as in TOML."""
+        return f"{self.section}.{self.key}"
+
+    @property
+    def shown_default(self) -> str:
+        """The default as in TOML; empty if there is none, or the help says it."""
+        if self.default is None or self.default == ():
+            return ""
+        return self.kind.show(self.default).strip('"')
+
+    def parse(self, source: str, value: Any) -> Any:
+        """Return the checked value.
+
+        Raises:
+            ConfigError: With *source*, the value, its limit and the remedy.
+        """
+        try:
+            return self.kind.parse(value)
+        except ValueError as error:
+            raise ConfigError(source, str(error)) from None
+
+
+def _upper(option: str) -> str:
+    return option.removeprefix("--").replace("-", "_").upper()
+
+
+def _setting(default: Any, kind: Kind, help_: str, option: str | None = None) -> Any:
+    """Declare a field; *option* is its option, where that has another name."""
+    metadata = {"kind": kind, "help": help_, "option": option}
+    return dataclasses.field(default=default, metadata=metadata)
+
+
+class _Section:
+    """Checks the fields of a section when it is made."""
+
+    __slots__ = ()
+
+    def __post_init__(self) -> None:
+        for setting in settings_of(type(self)):
+            value = getattr(self, setting.key)
+            if value is not setting.default:
+                checked = setting.parse(setting.path, value)
+                object.__setattr__(self, setting.key, checked)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelConfig(_Section):
+    """The model, and how it generates."""
+
+    checkpoint: Path | None = _setting(  # noqa: RUF009 - makes a field
+        None,
+        FilePath(),
+        "Folder of the model's checkpoint. Required, except with --runner sim.",
+    )
+    name: str | None = _setting(
+        None,
+        Text(),
+        "Model name for clients. Default: the name of the checkpoint folder.",
+        "--model",
+    )
+    runner: Literal["torch", "sim"] = _setting(
+        "torch",
+        Choice(("torch", "sim")),
+        "torch runs the checkpoint; sim simulates a model and needs no torch.",
+    )
+    device: Literal["cpu", "cuda"] = _setting(
+        "cpu", Choice(("cpu", "cuda")), "Device that torch runs the model on."
+    )
+    dtype: str | None = _setting(
+        None,
+        Choice(("auto", "float32", "bfloat16", "float16")),
+        "Data type of the weights. Default: the checkpoint's on cuda, else float32.",
+    )
+    max_length: int | None = _setting(
+        None,
+        Whole(1),
+        "Maximum number of tokens of prompt and answer together. Default: the model's "
+        "limit, at most 8192.",
+    )
+    sampling_defaults: Literal["model", "openai"] = _setting(
+        "model",
+        Choice(("model", "openai")),
+        "Sampling defaults for requests that set none: the model's generation_config, "
+        "or OpenAI's.",
+    )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AdmissionConfig(_Section):
+    """Admission control: concurrent requests, their memory, and the queues."""
+
+    slots: int = _setting(
+        256, Whole(), "Maximum number of concurrent requests; 0 is unlimited."
+    )
+    per_client: int = _setting(
+        0,
+        Whole(),
+        "Maximum number of concurrent requests of one client; 0 is unlimited.",
+    )
+    client_keys: Path | None = _setting(  # noqa: RUF009 - makes a field
+        None,
+        FilePath(),
+        "File of API keys, one per line; - is standard input. A key identifies a "
+        "client; requests without a known key are identified by their address.",
+    )
+    max_waiting: int = _setting(
+        1024,
+        Whole(),
+        "Maximum number of requests that wait at each gate; more are refused.",
+    )
+    max_wait: float = _setting(
+        60.0, Seconds(), "Maximum wait at a gate; then the request is refused."
+    )
+    payload_bytes: int | None = _setting(
+        None,
+        Size(1),
+        "Maximum size of all decoded images in memory. Default: --arena-bytes, or 2GiB "
+        "without an arena.",
+    )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HttpConfig(_Section):
+    """The HTTP server: connections, request bodies, shutdown and logs."""
+
+    host: str = _setting("127.0.0.1", Text(), "Address to listen on.")
+    port: int = _setting(
+        8000, Whole(0, 65535), "Port to listen on; 0 takes a free one."
+    )
+    proxies: tuple[str, ...] = _setting(
+        (),
+        Many(Network()),
+        "Address or network of a trusted proxy; may be repeated. X-Forwarded-For is "
+        "ignored from all other addresses.",
+        "--proxy",
+    )
+    max_connections: int = _setting(
+        16384, Whole(1), "Maximum number of connections; more are answered with 503."
+    )
+    header_timeout: float = _setting(
+        10.0, Timeout(), "Time limit for the head of a request."
+    )
+    body_bytes: int = _setting(64 * 2**20, Size(1), "Maximum size of a request body.")
+    body_timeout: float = _setting(
+        30.0,
+        Seconds(),
+        "Time limit for a request body while other requests wait for memory.",
+    )
+    send_timeout: float = _setting(
+        30.0,
+        Timeout(),
+        "Time limit for a client to read 64 KiB of an answer; then the connection is "
+        "closed.",
+    )
+    threads: int = _setting(
+        2, Whole(1), "Number of threads that parse and preprocess requests."
+    )
+    remote_images: bool = _setting(
+        False,
+        Flag(),
+        "Fetch images that requests name by https URL, from public addresses only.",
+    )
+    drain: float = _setting(
+        10.0, Seconds(), "Time that running streams get to finish after SIGTERM."
+    )
+    log: Literal["failures", "json", "console"] = _setting(
+        "failures",
+        Choice(("failures", "json", "console")),
+        "Log failed requests only, or each request as JSON or for a terminal.",
+    )
+    observers: tuple[str, ...] = _setting(
+        (),
+        Many(Function()),
+        "Function that is called with every lifecycle event; may be repeated.",
+        "--observer",
+    )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineConfig(_Section):
+    """The engine: where it runs, its batches, its memory and its timeouts."""
+
+    executor: Literal["process", "ray"] = _setting(
+        "process",
+        Choice(("process", "ray")),
+        "process runs the engine in a child process; ray runs it in Ray actors.",
+        "--engine",
+    )
+    ray_address: str | None = _setting(
+        None, Text(), "Address of a Ray cluster. Default: starts a private one."
+    )
+    replicas: int = _setting(1, Whole(1), "Number of engines on Ray.")
+    gpus: float | None = _setting(
+        None, Number(), "GPUs of each engine on Ray. Default: 1 on cuda, else 0."
+    )
+    max_batch: int = _setting(
+        8, Whole(1), "Maximum number of requests in one engine step."
+    )
+    kv_slots: int | None = _setting(
+        None,
+        Whole(1),
+        "Number of KV cache slots: for the requests of a step, and for conversations "
+        "between two turns (prompt_cache_key). Each takes the memory of --max-length "
+        "tokens. Default: --max-batch.",
+    )
+    chunk: int = _setting(
+        512, Whole(1), "Maximum number of prompt tokens prefilled in one step."
+    )
+    arena_bytes: int = _setting(
+        2 * 2**30,
+        Size(),
+        "Size of the memory shared with a local engine, which reads payloads there; 0 "
+        "sends payloads instead.",
+    )
+    stalled_after: float = _setting(
+        30.0,
+        Seconds(1),
+        "Time limit for an engine step; then the engine is restarted.",
+    )
+    start_timeout: float = _setting(
+        60.0,
+        Timeout(),
+        "Time limit for the engine to accept a request, preprocessing included.",
+    )
+    first_token_timeout: float = _setting(
+        120.0, Timeout(), "Time limit for the first token of an answer."
+    )
+    token_timeout: float = _setting(
+        60.0, Timeout(), "Time limit between two tokens of an answer."
+    )
+    total_timeout: float | None = _setting(
+        None, Timeout(), "Time limit for a whole answer. Default: unlimited."
+    )
+
+    def __post_init__(self) -> None:
+        # No super() without arguments: slots make the decorator replace the class.
+        _Section.__post_init__(self)
+        if self.kv_slots is not None and self.kv_slots < self.max_batch:
+            raise ConfigError(
+                "engine.kv_slots",
+                f"{self.kv_slots} cannot hold a batch of {self.max_batch}; give "
+                f"{self.max_batch} or more, or a smaller max_batch",
+            )
+        if self.executor != "ray":
+            self._check_no_ray()
+
+    def _check_no_ray(self) -> None:
+        for setting in settings_of(type(self)):
+            value = getattr(self, setting.key)
+            if setting.key in _RAY_ONLY and value != setting.default:
+                raise ConfigError(
+                    setting.path,
+                    f"{value} has no effect on an engine in a child process; give "
+                    f"--engine ray as well, or remove it",
+                )
+
+
+_RAY_ONLY = ("ray_address", "replicas", "gpus")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ServerConfig:
+    """All settings of a server.
+
+    Attributes:
+        model: The model, and how it generates.
+        admission: Concurrent requests, their memory, and the queues.
+        http: Connections, request bodies, shutdown and logs.
+        engine: Where the engine runs, its batches, memory and timeouts.
+        sources: The option, environment variable or key of a file that each value came
+            from, by ``section.key``; for error messages.
+    """
+
+    model: ModelConfig = dataclasses.field(default_factory=ModelConfig)
+    admission: AdmissionConfig = dataclasses.field(default_factory=AdmissionConfig)
+    http: HttpConfig = dataclasses.field(default_factory=HttpConfig)
+    engine: EngineConfig = dataclasses.field(default_factory=EngineConfig)
+    sources: Mapping[str, str] = dataclasses.field(
+        default_factory=dict, compare=False, repr=False
+    )
+
+    def source_of(self, path: str) -> str:
+        """Return where the value of a setting came from, given ``section.key``."""
+        return self.sources.get(path, path)
+
+    def to_toml(self) -> str:
+        """Return the settings as a TOML file that `load_config` reads back."""
+        lines: list[str] = []
+        for name, section in SECTIONS.items():
+            lines += ["", f"[{name}]"]
+            for setting in settings_of(section):
+                value = getattr(getattr(self, name), setting.key)
+                shown = "" if value is None else setting.kind.show(value)
+                lines.append(
+                    f"{setting.key} = {shown}" if shown else f"# {setting.key}"
+                )
+        return "\n".join(lines[1:]) + "\n"
+
+
+SECTIONS: dict[str, type[_Section]] = {
+    "model": ModelConfig,
+    "admission": AdmissionConfig,
+    "http": HttpConfig,
+    "engine": EngineConfig,
+}
+
+
+def settings_of(section: type[_Section]) -> Iterator[Setting]:
+    """Yield the settings of a section, in their order."""
+    name = section.__name__.removesuffix("Config").lower()
+    for field in dataclasses.fields(section):  # type: ignore[arg-type]
+        own = f"--{field.name.replace('_', '-')}"
+        yield Setting(
+            section=name,
+            key=field.name,
+            kind=field.metadata["kind"],
+            help=field.metadata["help"],
+            option=field.metadata["option"] or own,
+            default=field.default,
+        )
+
+
+SETTINGS = tuple(
+    setting for section in SECTIONS.values() for setting in settings_of(section)
+)
+"""Every setting of the server."""
+
+
+def load_config(
+    options: Mapping[str, Any] | None = None,
+    *,
+    environment: Mapping[str, str] | None = None,
+    file: Path | None = None,
+) -> ServerConfig:
+    """Merge all sources: an option wins over the environment, this over the file.
+
+    Args:
+        options: Values by `Setting.name`; ``None`` is unset.
+        environment: Such as `os.environ`. Empty values are ignored, and names that
+            are no setting; see `unknown_variables`.
+        file: A TOML file with a table for each section.
+
+    Raises:
+        ConfigError: A value is wrong, or the file has an unknown key.
+        OSError: The file cannot be read.
+    """
+    options, environment = options or {}, environment or {}
+    document = _read(file) if file else {}
+    values: dict[str, dict[str, Any]] = {name: {} for name in SECTIONS}
+    origins: dict[str, str] = {}
+    for setting in SETTINGS:
+        table = document.get(setting.section, {})
+        sources = (
+            (setting.option, options.get(setting.name)),
+            (setting.variable, environment.get(setting.variable) or None),
+            (f"{file}: {setting.path}", table.get(setting.key)),
+        )
+        for source, value in sources:
+            if value is not None:
+                checked = setting.parse(source, value)
+                values[setting.section].setdefault(setting.key, checked)
+                origins.setdefault(setting.path, source)
+        origins.setdefault(setting.path, setting.option)
+    try:
+        return ServerConfig(
+            model=ModelConfig(**values["model"]),
+            admission=AdmissionConfig(**values["admission"]),
+            http=HttpConfig(**values["http"]),
+            engine=EngineConfig(**values["engine"]),
+            sources=origins,
+        )
+    except ConfigError as error:  # of values that do not fit together
+        source = origins.get(error.source, error.source)
+        raise ConfigError(source, error.problem) from None
+
+
+def unknown_variables(environment: Mapping[str, str]) -> Iterator[str]:
+    """Yield a sentence for each ``LIFECYCLE_*`` variable that is no setting.
+
+    Variables that Kubernetes sets for services are left out.
+
+    Args:
+        environment: Such as `os.environ`.
+    """
+    # A key of the file, or an option without its section, is a likely mistake.
+    known = {CONFIG_VARIABLE: CONFIG_VARIABLE}
+    for setting in SETTINGS:
+        for name in (setting.name.upper(), _upper(setting.option)):
+            known[ENVIRONMENT + name] = setting.variable
+    known |= {setting.variable: setting.variable for setting in SETTINGS}
+    names = {name.removeprefix(ENVIRONMENT): name for name in known}
+    for name in sorted(environment):
+        value = environment[name]
+        if not (name.startswith(ENVIRONMENT) and value) or name in known.values():
+            continue
+        if _KUBERNETES_NAME.search(name) or _KUBERNETES_VALUE.match(value):
+            continue
+        close = difflib.get_close_matches(name.removeprefix(ENVIRONMENT), names, 1, 0)
+        nearest = known[names[close[0]]]
+        yield f"{name} is no setting of the server; the nearest name is {nearest}"
+
+
+def _read(file: Path) -> dict[str, Any]:
+    try:
+        document = tomllib.loads(file.read_text(encoding="utf-8"))
+    except ValueError as error:  # of TOML, or of UTF-8
+        raise ConfigError(str(file), f"{error}; correct the TOML") from None
+    _check_keys(document, list(SECTIONS), str(file), "section")
+    for name, table in document.items():
+        if not isinstance(table, dict):
+            raise ConfigError(
+                f"{file}: {name}", f"{table!r} is not a table; write [{name}]"
+            )
+        keys = [setting.key for setting in SETTINGS if setting.section == name]
+        _check_keys(table, keys, f"{file}: [{name}]", "key")
+    return document
+
+
+def _check_keys(
+    table: Mapping[str, Any], known: list[str], source: str, what: str
+) -> None:
+    for key in table:
+        if key not in known:
+            close = difflib.get_close_matches(key, known, 1)
+            hint = (
+                f"did you mean {close[0]}?" if close else f"known: {', '.join(known)}"
+            )
+            raise ConfigError(source, f"{key} is not a {what}; {hint}")

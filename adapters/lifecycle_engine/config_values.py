@@ -1,0 +1,302 @@
+"""Kinds of configuration values: each parses text or TOML, checks limits and prints.
+
+Options and environment variables are text, TOML and Python values have a type; both
+are accepted wherever they mean the same.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from decimal import Decimal
+from ipaddress import ip_network
+from pathlib import Path
+from typing import Any, ClassVar, Protocol
+
+_UNITS = {"": 1, "B": 1}
+_UNITS |= {f"{letter}B": 1000**power for power, letter in enumerate("KMGT", 1)}
+_UNITS |= {f"{letter}IB": 1024**power for power, letter in enumerate("KMGT", 1)}
+_SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*([A-Z]*)", re.ASCII)
+_TRUE, _FALSE = ("true", "yes", "on", "1"), ("false", "no", "off", "0")
+
+
+class Kind(Protocol):
+    """What a value has to be.
+
+    Attributes:
+        metavar: What stands for the value in ``--help``.
+    """
+
+    @property
+    def metavar(self) -> str:
+        """What stands for the value in ``--help``."""
+        ...
+
+    def parse(self, value: Any) -> Any:
+        """Return the checked value.
+
+        Raises:
+            ValueError: With the value, the limit and the remedy.
+        """
+        ...
+
+    def show(self, value: Any) -> str:
+        """Return a value as TOML; `parse` reads it back."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class Whole:
+    """A whole number."""
+
+    least: int = 0
+    most: int | None = None
+    metavar: str = "N"
+
+    def parse(self, value: Any) -> int:
+        """Return the checked number."""
+        number = value
+        if isinstance(value, str):
+            number = int(value) if re.fullmatch(r"[+-]?[0-9]+", value) else None
+        if type(number) is not int:
+            raise _not(value, "a whole number")
+        _check_range(number, self.least, self.most)
+        return number
+
+    def show(self, value: int) -> str:
+        """Return the digits."""
+        return str(value)
+
+
+@dataclass(frozen=True, slots=True)
+class Number:
+    """A finite number."""
+
+    least: float = 0
+    metavar: str = "N"
+    infinite: ClassVar[bool] = False
+
+    def parse(self, value: Any) -> float:
+        """Return the checked number."""
+        number = value
+        if isinstance(value, str):
+            try:
+                number = float(value)
+            except ValueError:
+                number = None
+        if isinstance(number, bool) or not isinstance(number, int | float):
+            raise _not(value, "a number")
+        if math.isnan(number) or (math.isinf(number) and not self.infinite):
+            raise _not(value, "a finite number")
+        _check_range(number, self.least)
+        return float(number)
+
+    def show(self, value: float) -> str:
+        """Return the digits."""
+        return f"{value:g}" if float(f"{value:g}") == value else repr(value)
+
+
+@dataclass(frozen=True, slots=True)
+class Seconds(Number):
+    """A duration in seconds; ``inf`` is no limit."""
+
+    metavar: str = "SECONDS"
+    infinite: ClassVar[bool] = True
+
+
+@dataclass(frozen=True, slots=True)
+class Timeout(Seconds):
+    """A time limit in seconds, more than 0; ``inf`` is no limit."""
+
+    least: float = -math.inf
+
+    def parse(self, value: Any) -> float:
+        """Return the checked number."""
+        # No super() without arguments: slots make the decorator replace the class.
+        seconds = Seconds.parse(self, value)
+        if seconds <= 0:
+            raise ValueError(
+                f"{seconds:g} is not more than 0; give more, or inf for no limit"
+            )
+        return seconds
+
+
+@dataclass(frozen=True, slots=True)
+class Size:
+    """A number of bytes, as ``2GiB`` or in digits."""
+
+    least: int = 0
+    metavar: str = "SIZE"
+
+    def parse(self, value: Any) -> int:
+        """Return the checked number of bytes."""
+        size = value
+        if isinstance(value, str):
+            found = _SIZE.fullmatch(value.strip().upper())
+            unit = _UNITS.get(found[2]) if found else None
+            size = int(Decimal(found[1]) * unit) if found and unit else None
+        if type(size) is not int:
+            raise _not(value, "a size in bytes, KiB, MiB, GiB or TiB, as 2GiB")
+        _check_range(size, self.least)
+        return size
+
+    def show(self, value: int) -> str:
+        """Return the size in the largest unit that divides it."""
+        for power, letter in reversed([*enumerate("KMGT", 1)]):
+            if value and value % 1024**power == 0:
+                return json.dumps(f"{value // 1024**power}{letter}iB")
+        return str(value)
+
+
+@dataclass(frozen=True, slots=True)
+class Text:
+    """A text that is not empty."""
+
+    metavar: str = "TEXT"
+
+    def parse(self, value: Any) -> str:
+        """Return the text."""
+        if not isinstance(value, str) or not value:
+            raise _not(value, "a text")
+        return value
+
+    def show(self, value: str) -> str:
+        """Return the text in quotation marks."""
+        return json.dumps(value, ensure_ascii=False)
+
+
+@dataclass(frozen=True, slots=True)
+class Function:
+    """The name of a function in a module; imported when the server is made."""
+
+    metavar: str = "MODULE:NAME"
+
+    def parse(self, value: Any) -> str:
+        """Return the name."""
+        module, colon, name = (
+            value.partition(":") if isinstance(value, str) else ("",) * 3
+        )
+        parts = [*module.split("."), name]
+        if not colon or not all(part.isidentifier() for part in parts):
+            raise _not(value, "a function, as package.module:name")
+        return str(value)
+
+    def show(self, value: str) -> str:
+        """Return the name in quotation marks."""
+        return json.dumps(value, ensure_ascii=False)
+
+
+@dataclass(frozen=True, slots=True)
+class FilePath:
+    """A path of a file or folder; whether it exists is seen when it is used."""
+
+    metavar: str = "PATH"
+
+    def parse(self, value: Any) -> Path:
+        """Return the path."""
+        if not isinstance(value, str | Path) or not str(value):
+            raise _not(value, "a path")
+        return Path(value)
+
+    def show(self, value: Path) -> str:
+        """Return the path in quotation marks."""
+        return json.dumps(str(value), ensure_ascii=False)
+
+
+@dataclass(frozen=True, slots=True)
+class Choice:
+    """One of some words."""
+
+    words: tuple[str, ...]
+
+    @property
+    def metavar(self) -> str:
+        """The words."""
+        return f"[{'|'.join(self.words)}]"
+
+    def parse(self, value: Any) -> str:
+        """Return the word."""
+        if value not in self.words:
+            raise ValueError(f"{value!r} is unknown; give {' or '.join(self.words)}")
+        return str(value)
+
+    def show(self, value: str) -> str:
+        """Return the word in quotation marks."""
+        return json.dumps(value)
+
+
+@dataclass(frozen=True, slots=True)
+class Flag:
+    """True or false."""
+
+    metavar: str = ""
+
+    def parse(self, value: Any) -> bool:
+        """Return the flag."""
+        if isinstance(value, str) and value.lower() in _TRUE + _FALSE:
+            return value.lower() in _TRUE
+        if not isinstance(value, bool):
+            raise _not(value, "a value of true or false")
+        return value
+
+    def show(self, value: bool) -> str:  # noqa: FBT001
+        """Return the flag."""
+        return str(value).lower()
+
+
+@dataclass(frozen=True, slots=True)
+class Network:
+    """An IP address, or a network as ``10.0.0.0/8``."""
+
+    metavar: str = "ADDRESS"
+
+    def parse(self, value: Any) -> str:
+        """Return the address as it was written."""
+        # A name would match no address, and all clients would count as one.
+        try:
+            ip_network(value if isinstance(value, str) else "")
+        except ValueError:
+            raise _not(value, "an address, or a network as 10.0.0.0/8") from None
+        return str(value)
+
+    def show(self, value: str) -> str:
+        """Return the address in quotation marks."""
+        return json.dumps(value)
+
+
+@dataclass(frozen=True, slots=True)
+class Many:
+    """A list; in an environment variable, the items are separated by commas."""
+
+    item: Kind
+
+    @property
+    def metavar(self) -> str:
+        """That of an item."""
+        return self.item.metavar
+
+    def parse(self, value: Any) -> tuple[Any, ...]:
+        """Return the checked items."""
+        if isinstance(value, str):
+            value = [each.strip() for each in value.split(",") if each.strip()]
+        if not isinstance(value, Sequence) or isinstance(value, bytes | Mapping):
+            raise _not(value, "a list")
+        return tuple(self.item.parse(each) for each in value)
+
+    def show(self, value: Sequence[Any]) -> str:
+        """Return the items in brackets."""
+        return f"[{', '.join(self.item.show(each) for each in value)}]"
+
+
+def _not(value: Any, what: str) -> ValueError:
+    return ValueError(f"{value!r} is not {what}; give one")
+
+
+def _check_range(value: float, least: float, most: float | None = None) -> None:
+    if most is not None and not least <= value <= most:
+        raise ValueError(f"{value} is out of range; give {least} to {most}")
+    if value < least:
+        raise ValueError(f"{value} is less than {least}; give {least} or more")

@@ -1,0 +1,1 @@
+"""The engine process: scheduler, queue, slots."""

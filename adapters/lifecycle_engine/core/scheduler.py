@@ -1,0 +1,585 @@
+"""The scheduler: continuous batching of requests over the KV slots of a runner."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections import Counter, deque
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+from lifecycle import strip
+from lifecycle.lowlevel import describe_error
+from lifecycle_engine.core.model_runner import Emitted, Runner
+from lifecycle_engine.core.request import (
+    Finish,
+    Merge,
+    Output,
+    RequestQueue,
+    RequestRejected,
+    Task,
+    parse_request,
+)
+from lifecycle_engine.core.slots import KVSlotCache
+from lifecycle_engine.errors import discard_error
+
+# How a started request ended.
+Outcome = Literal["completed", "cancelled", "failed", "ended"]
+# Number of latest steps that the "recent" figures cover.
+_RECENT = 64
+_log = logging.getLogger(__name__)
+
+
+class Scheduler:
+    """Runs requests over a `Runner`; the backend of an engine server.
+
+    Each `step` decodes one token of every running request and then prefills one chunk
+    of one prompt. A running stream is therefore delayed by at most one chunk per
+    token, however many and however long the prompts are.
+
+    All state changes happen between steps, on one thread, and each is complete when
+    its call returns. A request is in exactly one place: queued, in prefill or in the
+    running batch. Its slot and tensors are freed when it leaves.
+    """
+
+    def __init__(
+        self,
+        runner: Runner,
+        *,
+        max_batch: int | None = None,
+        max_waiting: int | None = None,
+        max_tokens: int | None = None,
+        chunk: int = 512,
+        merge: Merge = "never",
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        """Make an idle scheduler.
+
+        Args:
+            runner: The model.
+            max_batch: Maximum number of requests that hold a slot at once; the
+                default is all of the runner's slots.
+            max_waiting: Maximum number of queued requests; ``None`` leaves the limit
+                to the admission control in front of the engine.
+            max_tokens: Upper limit of a request's ``max_tokens``.
+            chunk: Maximum number of prompt tokens that one step prefills.
+            merge: How to merge items for a client that reads slowly;
+                ``"concatenate"`` suits a runner whose items are lists of tokens.
+            clock: Monotonic seconds.
+        """
+        if max_batch is not None and not 1 <= max_batch <= runner.slots:
+            raise ValueError(
+                f"max_batch is {max_batch}; the runner has {runner.slots} slots"
+            )
+        if chunk < 1:
+            raise ValueError(f"chunk is {chunk}; at least one token a step is needed")
+        self._runner = runner
+        self._max_batch = max_batch or runner.slots
+        self._max_waiting = max_waiting
+        self._max_tokens = max_tokens
+        self._chunk = chunk
+        self._merge = merge
+        self._clock = clock
+        self._slots = KVSlotCache(runner)
+        self._waiting: RequestQueue[Task] = RequestQueue()
+        # Dicts keep the order and remove from the middle in constant time.
+        self._prefilling: dict[str, Task] = {}
+        self._running: dict[str, Task] = {}
+        self._timed: dict[str, Task] = {}
+        self._ready_outputs: dict[str, Output] = {}
+        self._policy = PrefillPolicy()
+        self._timer = StepTimer(clock)
+        self._stats = SchedulerStats()
+        self._payload_bytes = 0
+
+    @property
+    def busy(self) -> bool:
+        """Whether `step` has anything to do."""
+        return bool(
+            self._waiting or self._prefilling or self._running or self._ready_outputs
+        )
+
+    def start(
+        self, key: str, request: Mapping[str, Any], tensors: Mapping[str, memoryview]
+    ) -> Merge:
+        """Queue a request, or reject it and keep nothing of it.
+
+        Raises:
+            RequestRejected: See `parse_request`; also ``duplicate_key`` and
+                ``overloaded``.
+        """
+        try:
+            self._check_admissible(key)
+            parsed = parse_request(
+                request, tensors, self._runner, max_tokens=self._max_tokens
+            )
+        except RequestRejected:
+            self._stats.rejected += 1
+            raise
+        deadline = self._clock() + parsed.timeout if parsed.timeout else None
+        task = Task(key, parsed, parsed.nbytes, deadline)
+        self._waiting.push(key, parsed.tenant, task)
+        if deadline is not None:
+            self._timed[key] = task
+        self._stats.started += 1
+        self._payload_bytes += parsed.nbytes
+        return self._merge
+
+    def cancel(self, key: str) -> None:
+        """Stop a stream; the next step reports it as cancelled. Unknown: no-op.
+
+        The request's slot and tensors are free when this returns.
+        """
+        if self._remove(key, "cancelled"):
+            self._ready_outputs[key] = Output(key, finish=Finish("cancelled"))
+
+    def end(self, key: str) -> None:
+        """Discard a stream and free all it holds, without output. Unknown: no-op.
+
+        The slot that a completed turn left in the cache stays there.
+        """
+        self._ready_outputs.pop(key, None)
+        self._remove(key, "ended")
+
+    def step(self) -> list[Output]:
+        """Run one step for all streams.
+
+        Raises:
+            DeviceLost: The process has to end.
+        """
+        self._stats.steps += 1
+        with self._timer.step():
+            if self._timed:
+                self._expire()
+            outputs = list(self._ready_outputs.values())
+            self._ready_outputs.clear()
+            if self._running:
+                outputs += self._decode()
+            outputs += self._assign_slots()
+            if self._prefilling:
+                task = self._policy.next(self._prefilling.values())
+                outputs += self._prefill(task)
+        return outputs
+
+    def status(self) -> dict[str, Any]:
+        """Return all counters, consistent with each other, as plain values."""
+        active = [*self._prefilling.values(), *self._running.values()]
+        used = sum(task.prefilled + task.emitted for task in active)
+        return {
+            "waiting": len(self._waiting),
+            "prefilling": len(self._prefilling),
+            "running": len(self._running),
+            "max_batch": self._max_batch,
+            **self._slots.report(),
+            "kv_used": used / (self._runner.slots * self._runner.max_length),
+            "payload_bytes": self._payload_bytes,
+            **self._stats.report(),
+            "times": self._timer.report(),
+            "runner": runner_status(self._runner),
+        }
+
+    def _check_admissible(self, key: str) -> None:
+        used = (self._waiting, self._prefilling, self._running, self._ready_outputs)
+        if any(key in keys for keys in used):
+            raise RequestRejected("duplicate_key", "the key is in use; END it first")
+        if self._max_waiting is not None and len(self._waiting) >= self._max_waiting:
+            raise RequestRejected(
+                "overloaded",
+                f"{len(self._waiting)} requests wait, the limit is "
+                f"{self._max_waiting}: retry later",
+            )
+
+    def _remove(self, key: str, outcome: Outcome) -> bool:
+        """Remove a task and free what it holds; return whether it was there."""
+        task = (
+            self._running.pop(key, None)
+            or self._prefilling.pop(key, None)
+            or self._waiting.remove(key)
+        )
+        if task is None:
+            return False
+        self._stats.finished[outcome] += 1
+        cache = outcome == "completed" and not task.request.last_turn
+        self._release(task, cache=cache)
+        return True
+
+    def _release(self, task: Task, *, cache: bool = False) -> None:
+        self._timed.pop(task.key, None)
+        self._strip(task, keep=())
+        self._slots.release(task, cache=cache)
+
+    def _strip(self, task: Task, keep: Any) -> None:
+        strip(task.request.prompt.tensors, keep=keep)
+        self._payload_bytes -= task.payload
+        task.payload = 0
+
+    def _expire(self) -> None:
+        """End the requests whose deadline has passed."""
+        now = self._clock()
+        late = [
+            task
+            for task in self._timed.values()
+            if task.deadline is not None and task.deadline <= now
+        ]
+        for task in late:
+            self._remove(task.key, "failed")
+            message = f"not done in its {task.request.timeout:g} s; ask for less"
+            finish = Finish("failed", "deadline_exceeded", message)
+            self._ready_outputs[task.key] = Output(task.key, finish=finish)
+
+    def _assign_slots(self) -> list[Output]:
+        """Move queued requests into free slots, preempting where that is fair."""
+        failed = []
+        while self._waiting:
+            tenant = None
+            if len(self._prefilling) + len(self._running) >= self._max_batch:
+                prefilling = list(self._prefilling.values())
+                preemption = choose_preemption(
+                    self._waiting.tenants, prefilling, self._running.values()
+                )
+                if preemption is None:
+                    break
+                victim, tenant = preemption
+                self._preempt(victim)
+            task = self._waiting.pop(tenant)
+            self._prefilling[task.key] = task
+            try:
+                self._slots.acquire(task)
+            except Exception as error:  # noqa: BLE001  # fails this request only
+                failed.append(self._fail(task, "prefill_failed", error))
+        return failed
+
+    def _preempt(self, task: Task) -> None:
+        """Put a request back at the head of its queue; its prefill starts over."""
+        del self._prefilling[task.key]
+        self._waiting.push_front(task.key, task.request.tenant, task)
+        self._stats.preempted += 1
+        task.restart_prefill()
+        # The runner's own state in the tensors is computed again.
+        strip(task.request.prompt.tensors, keep=task.request.tensors)
+        self._slots.release(task)
+
+    def _prefill(self, task: Task) -> list[Output]:
+        """Run one chunk of a prompt; the last chunk produces the first token."""
+        prompt, start = task.request.prompt, task.prefilled
+        stop = start + min(self._chunk, task.remaining)
+        assert task.slot is not None
+        try:
+            with self._timer.run(self._timer.prefill, stop - start):
+                output = self._runner.prefill(task.slot, prompt, start, stop)
+            task.prefilled = stop
+            emitted = validate_prefill_output(output, remaining=task.remaining)
+            if not task.stripped and stop >= self._runner.needs_tensors_until(prompt):
+                self._strip(task, keep=self._runner.keep)
+                task.stripped = True
+        except Exception as error:  # noqa: BLE001  # fails this request only
+            return [self._fail(task, "prefill_failed", error)]
+        if emitted is None:
+            return []
+        del self._prefilling[task.key]
+        self._running[task.key] = task
+        return [self._advance(task, emitted)]
+
+    def _decode(self) -> list[Output]:
+        """Decode one item of every running request; an error in it fails them all."""
+        batch = list(self._running.values())
+        slots = [task.slot for task in batch if task.slot is not None]
+        try:
+            with self._timer.run(self._timer.decode, len(batch)):
+                items = validate_decode_output(self._runner.decode(slots), len(batch))
+        except Exception as error:  # noqa: BLE001  # fails the batch, not the engine
+            return [self._fail(task, "decode_failed", error) for task in batch]
+        return [
+            self._advance(task, emitted)
+            for task, emitted in zip(batch, items, strict=True)
+        ]
+
+    def _advance(self, task: Task, emitted: Emitted | Exception) -> Output:
+        """Record an item; a finished task is removed before its output is returned."""
+        if isinstance(emitted, Exception):
+            return self._fail(task, "decode_failed", emitted)
+        items = task.first_items()
+        reason = "stop" if emitted.token in task.request.stop_ids else None
+        if reason is None:
+            task.emitted += 1
+            self._stats.tokens += 1
+            items.append(emitted.item)
+            if emitted.last:
+                reason = "stop"
+            elif task.emitted == task.request.max_tokens:
+                reason = "length"
+        if reason is None:
+            return Output(task.key, items)
+        self._remove(task.key, "completed")
+        items.append({"finish_reason": reason})
+        return Output(task.key, items, Finish("completed"))
+
+    def _fail(self, task: Task, code: str, error: Exception) -> Output:
+        """Fail a task; the error's text may quote the prompt, so it is not reported."""
+        message = f"{code.replace('_', ' ')}: {public_message(error)}"
+        _log.warning("%s (%s)", message, describe_error(error))
+        discard_error(error)
+        # Before the clean-up: if that raises, END must not find the task again.
+        self._running.pop(task.key, None)
+        self._prefilling.pop(task.key, None)
+        self._stats.finished["failed"] += 1
+        self._release(task)
+        return Output(task.key, finish=Finish("failed", code, message))
+
+
+class PrefillPolicy:
+    """Chooses the prompt of the next chunk: alternately the oldest and the shortest.
+
+    The oldest alone would make a short prompt wait for all of a long one; the shortest
+    alone could starve a long prompt.
+    """
+
+    __slots__ = ("_oldest",)
+
+    def __init__(self) -> None:
+        self._oldest = True
+
+    def next(self, prefilling: Collection[Task]) -> Task:
+        """Return one of the tasks, which are ordered by arrival."""
+        oldest, self._oldest = self._oldest, not self._oldest
+        if oldest:
+            return next(iter(prefilling))
+        return min(prefilling, key=lambda task: task.remaining)
+
+
+def choose_preemption(
+    waiting: Sequence[str], prefilling: Sequence[Task], running: Collection[Task]
+) -> tuple[Task, str] | None:
+    """Choose a task to preempt so that a waiting tenant without a slot gets one.
+
+    The victim is the newest prompt that can still be prefilled from its start and
+    whose tenant has another slot. So every tenant makes progress, and only part of a
+    prefill is lost.
+
+    Args:
+        waiting: Tenants with queued requests, the next one to be served first.
+        prefilling: Tasks in prefill, in order of arrival.
+        running: Tasks that stream.
+
+    Returns:
+        The task to preempt and the tenant that gets its slot; ``None`` to preempt
+        nothing.
+    """
+    if not prefilling:
+        return None
+    slots = Counter(task.request.tenant for task in (*prefilling, *running))
+    tenant = next((each for each in waiting if not slots[each]), None)
+    if tenant is None:
+        return None
+    for task in reversed(prefilling):
+        if task.replayable and slots[task.request.tenant] > 1:
+            return task, tenant
+    return None
+
+
+class InvalidRunnerOutput(Exception):
+    """A runner's return value breaks its protocol; the message quotes no content."""
+
+
+def public_message(error: Exception) -> str:
+    """Return what a client may see of an error: of a runner's own, only the type."""
+    return (
+        str(error) if isinstance(error, InvalidRunnerOutput) else type(error).__name__
+    )
+
+
+def validate_prefill_output(output: Any, *, remaining: int) -> Emitted | None:
+    """Return the output of a chunk if it follows the protocol.
+
+    A runner may be user code, so its values are checked before the scheduler acts on
+    them. An invalid value fails only its own request.
+
+    Args:
+        output: What `Runner.prefill` returned.
+        remaining: Prompt tokens after the chunk.
+
+    Raises:
+        InvalidRunnerOutput: The runner returned an output before the last chunk, none
+            from the last chunk, or a value of another type.
+    """
+    if output is None and remaining:
+        return None
+    if remaining or output is None:
+        what = "an item" if remaining else "None"
+        raise InvalidRunnerOutput(
+            f"prefill returned {what} with {remaining} tokens left"
+        )
+    emitted = _validate_emitted(output)
+    if isinstance(emitted, Exception):
+        raise emitted
+    return emitted
+
+
+def validate_decode_output(
+    output: Iterable[Any], count: int
+) -> list[Emitted | Exception]:
+    """Return the output of a step for each slot, or the error that replaces it.
+
+    Args:
+        output: What `Runner.decode` returned. Errors of a lazy iterable propagate.
+        count: Number of slots in the step.
+
+    Raises:
+        InvalidRunnerOutput: The number of items differs from the number of slots.
+    """
+    items = list(output)
+    if len(items) != count:
+        raise InvalidRunnerOutput(
+            f"decode returned {len(items)} items for {count} slots"
+        )
+    return [_validate_emitted(item) for item in items]
+
+
+def runner_status(runner: Runner) -> dict[str, Any]:
+    """Return a runner's counters; an error in them fails no request."""
+    try:
+        return runner.status()
+    except Exception as error:  # noqa: BLE001  # replaces only the counters
+        return {"error": type(error).__name__}
+
+
+def _validate_emitted(value: Any) -> Emitted | Exception:
+    if isinstance(value, Exception):
+        return value
+    if not isinstance(value, Emitted):
+        kind = type(value).__name__
+        return InvalidRunnerOutput(f"the runner returned a {kind}, not an Emitted")
+    for name, allowed in (("token", (int, type(None))), ("last", (bool,))):
+        found = type(getattr(value, name))
+        if found not in allowed:
+            expected = " or ".join(each.__name__ for each in allowed)
+            return InvalidRunnerOutput(
+                f"{name} of an Emitted is a {found.__name__}, not {expected}"
+            )
+    return value
+
+
+class SchedulerStats:
+    """Counters of a scheduler; every started request ends once, with one outcome.
+
+    Attributes:
+        steps: Steps of the scheduler.
+        tokens: Items emitted.
+        started: Requests accepted.
+        rejected: Requests rejected.
+        preempted: Prompts that gave up their slot during prefill.
+        finished: Ended requests by outcome.
+    """
+
+    __slots__ = ("finished", "preempted", "rejected", "started", "steps", "tokens")
+
+    def __init__(self) -> None:
+        self.steps = self.tokens = self.started = self.rejected = self.preempted = 0
+        self.finished: dict[Outcome, int] = {
+            "completed": 0,
+            "cancelled": 0,
+            "failed": 0,
+            "ended": 0,
+        }
+
+    def report(self) -> dict[str, Any]:
+        """Return all counters as plain values."""
+        return {
+            "steps": self.steps,
+            "tokens": self.tokens,
+            "started": self.started,
+            "rejected": self.rejected,
+            "preempted": self.preempted,
+            "finished": dict(self.finished),
+        }
+
+
+class StepTimer:
+    """Measures how long steps take, prefill and decode apart.
+
+    Args:
+        clock: Monotonic seconds.
+    """
+
+    __slots__ = ("_clock", "_steps", "decode", "prefill")
+
+    def __init__(self, clock: Callable[[], float]) -> None:
+        self._clock = clock
+        self.prefill = _Timings()
+        self.decode = _Timings()
+        self._steps = _Timings()
+
+    @contextmanager
+    def step(self) -> Iterator[None]:
+        """Time a whole step."""
+        begin = self._clock()
+        try:
+            yield
+        finally:
+            self._steps.add(0, self._clock() - begin)
+
+    @contextmanager
+    def run(self, timings: _Timings, tokens: int) -> Iterator[None]:
+        """Time one call of the runner for *tokens*."""
+        begin = self._clock()
+        try:
+            yield
+        finally:
+            timings.add(tokens, self._clock() - begin)
+
+    def report(self) -> dict[str, Any]:
+        """Return totals and the averages of the latest steps, as plain values."""
+        steps = self._steps
+        inside = self.prefill.seconds + self.decode.seconds
+        recent = [seconds for _, seconds in steps.recent]
+        return {
+            "step_seconds": steps.seconds,
+            "overhead_seconds": max(steps.seconds - inside, 0.0),
+            "recent_step_seconds": sum(recent) / len(recent) if recent else 0.0,
+            "longest_recent_step_seconds": max(recent, default=0.0),
+            "prefill": self.prefill.report(),
+            "decode": self.decode.report(),
+        }
+
+
+@dataclass(slots=True)
+class _Timings:
+    """Timings of one kind of work: prefill or decode.
+
+    Attributes:
+        runs: Calls of the runner.
+        tokens: Prompt tokens prefilled, or tokens generated.
+        seconds: Time spent in the runner.
+        recent: ``(tokens, seconds)`` of the latest runs.
+    """
+
+    runs: int = 0
+    tokens: int = 0
+    seconds: float = 0.0
+    recent: deque[tuple[int, float]] = field(
+        default_factory=lambda: deque(maxlen=_RECENT)
+    )
+
+    def add(self, tokens: int, seconds: float) -> None:
+        self.runs += 1
+        self.tokens += tokens
+        self.seconds += seconds
+        self.recent.append((tokens, seconds))
+
+    def report(self) -> dict[str, Any]:
+        tokens = sum(count for count, _ in self.recent)
+        seconds = sum(second for _, second in self.recent)
+        runs = len(self.recent)
+        return {
+            "runs": self.runs,
+            "tokens": self.tokens,
+            "seconds": self.seconds,
+            "recent_tokens_per_second": tokens / seconds if seconds else 0.0,
+            "recent_run_seconds": seconds / runs if runs else 0.0,
+            "recent_tokens_per_run": tokens / runs if runs else 0.0,
+            "longest_recent_run_seconds": max(
+                (second for _, second in self.recent), default=0.0
+            ),
+        }

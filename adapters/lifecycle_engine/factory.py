@@ -1,0 +1,317 @@
+"""Makes the engine, its processor and the application of a `ServerConfig`."""
+
+from __future__ import annotations
+
+import errno
+import importlib
+import inspect
+import os
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from lifecycle_engine.config import ConfigError, ModelConfig, ServerConfig
+
+if TYPE_CHECKING:
+    from starlette.applications import Starlette
+
+    from lifecycle.events import Observer
+    from lifecycle_engine.processing.processor import ChatDefaults, Empty, Processor
+    from lifecycle_engine.server.app import AppSettings
+    from lifecycle_engine.server.service import Engine
+    from lifecycle_metrics import Metrics
+    from lifecycle_ray import RayEngine
+
+
+class CheckpointError(ValueError):
+    """A checkpoint that cannot be served."""
+
+
+def make_app(config: ServerConfig) -> Starlette:
+    """Make the application of a server; running it starts the engine.
+
+    Args:
+        config: All its settings.
+
+    Raises:
+        ConfigError: A setting names what is not there; with the source of its value.
+        CheckpointError: The checkpoint cannot be served.
+        ImportError: An extra is missing.
+    """
+    try:
+        return _make_app(config)
+    except ConfigError as error:
+        raise ConfigError(config.source_of(error.source), error.problem) from None
+    except CheckpointError as error:
+        source = config.source_of("model.checkpoint")
+        raise CheckpointError(f"{source}: {error}") from None
+
+
+def _make_app(config: ServerConfig) -> Starlette:
+    from lifecycle import Gate
+    from lifecycle.events import combine_observers
+    from lifecycle_engine.events import request_logger, tracing_observer
+    from lifecycle_engine.processing.processor import in_arena, payload_capacity
+    from lifecycle_engine.server.app import create_app
+    from lifecycle_zmq import ZmqEngine
+
+    folder = checkpoint_of(config.model)
+    engine, arena_bytes = make_engine(config, folder), 0
+    empty = None
+    if isinstance(engine, ZmqEngine) and config.engine.arena_bytes:
+        empty, arena_bytes = in_arena(engine), config.engine.arena_bytes
+    metrics = _metrics()
+    observer: Observer | None = metrics
+    if config.http.observers:
+        observer = combine_observers(metrics, *observers(config.http.observers))
+    gate = partial(
+        Gate,
+        max_waiting=config.admission.max_waiting,
+        max_wait=config.admission.max_wait,
+        observer=observer,
+    )
+    capacity = payload_capacity(config.admission.payload_bytes, arena_bytes)
+    return create_app(
+        engine,
+        _processor_of(folder, empty),
+        gate=gate(bytes=capacity, name="payloads"),
+        in_flight=gate(slots=config.admission.slots or None, name="in_flight"),
+        bodies=gate(bytes=8 * config.http.body_bytes, name="bodies"),
+        observer=observer,
+        metrics=metrics,
+        log=combine_observers(
+            request_logger(config.http.log), tracing_observer(model_name(config.model))
+        ),
+        settings=_app_settings(config, folder),
+    )
+
+
+def model_name(config: ModelConfig) -> str:
+    """The name that clients ask for."""
+    if config.name is not None:
+        return config.name
+    named = config.runner == "torch" and config.checkpoint is not None
+    return config.checkpoint.name if named and config.checkpoint else "sim"
+
+
+def checkpoint_of(config: ModelConfig) -> Path | None:
+    """The folder of the checkpoint; ``None`` for the simulated model.
+
+    Raises:
+        ConfigError: No folder is named, or it holds no checkpoint.
+    """
+    if config.runner == "sim":
+        return None
+    if config.checkpoint is None:
+        raise ConfigError(
+            "model.checkpoint",
+            "the server needs a checkpoint folder; `hf download MODEL --local-dir "
+            "FOLDER` gets one, and --runner sim simulates a model",
+        )
+    require_checkpoint(config.checkpoint)
+    return config.checkpoint
+
+
+def require_checkpoint(folder: Path, source: str = "model.checkpoint") -> None:
+    """Check that a folder holds a checkpoint.
+
+    Args:
+        folder: The folder.
+        source: Where its name came from.
+
+    Raises:
+        ConfigError: It holds none.
+    """
+    if (folder / "config.json").exists():
+        return
+    raise ConfigError(
+        source,
+        f"{folder} holds no config.json; name the folder of a checkpoint "
+        f"(`hf download MODEL --local-dir {folder}` gets one)",
+    )
+
+
+def make_engine(config: ServerConfig, folder: Path | None) -> Engine:
+    """Make the engine, in a child process or on Ray; entering it starts it.
+
+    Args:
+        config: Where it runs, and its limits.
+        folder: Of the checkpoint; ``None`` simulates a model.
+    """
+    argv = worker_argv(config, folder)
+    if config.engine.executor == "ray":
+        return _on_ray(config, argv)
+    from lifecycle_zmq import ZmqEngine
+
+    return ZmqEngine(
+        argv,
+        stalled_after=config.engine.stalled_after,
+        stop_timeout=1.0,  # clients are gone by then, and it has nothing to save
+        arena_bytes=config.engine.arena_bytes,
+    )
+
+
+def worker_argv(config: ServerConfig, folder: Path | None) -> list[str]:
+    """The command line of the engine process."""
+    model, engine = config.model, config.engine
+    argv = [sys.executable, "-m", "lifecycle_engine.worker"]
+    argv += ["--runner", model.runner, "--max-batch", str(engine.max_batch)]
+    argv += ["--chunk", str(engine.chunk)]
+    if engine.kv_slots is not None:
+        argv += ["--slots", str(engine.kv_slots)]
+    if model.max_length is not None:
+        argv += ["--max-length", str(model.max_length)]
+    if model.dtype is not None:
+        argv += ["--dtype", model.dtype]
+    if folder is not None:
+        argv += ["--checkpoint", str(folder), "--device", model.device]
+    return argv
+
+
+def _on_ray(config: ServerConfig, argv: Sequence[str]) -> RayEngine:
+    from lifecycle_engine.worker import make_backend
+    from lifecycle_ray import Placement, RayEngine
+
+    gpus = config.engine.gpus
+    if gpus is None:
+        gpus = float(config.model.device == "cuda")
+    _python, _m, _module, *arguments = argv
+    return RayEngine(
+        partial(make_backend, arguments),
+        replicas=config.engine.replicas,
+        placement=Placement(num_gpus=gpus),
+        address=config.engine.ray_address,
+        stalled_after=config.engine.stalled_after,
+    )
+
+
+def make_processor(folder: Path | None, empty: Empty | None = None) -> Processor:
+    """The processor of a checkpoint; of the simulated model if there is none.
+
+    Args:
+        folder: Of the checkpoint.
+        empty: Makes the buffers of pixels; ``None``: in ordinary memory.
+    """
+    if folder is None:
+        from lifecycle_engine.sim import SimProcessor
+
+        return SimProcessor(empty=empty)
+    from lifecycle_engine._compat import hf
+    from lifecycle_engine.processing.chat_processor import ChatProcessor
+
+    hf("set_verbosity_error", "utils.logging")()
+    return ChatProcessor(folder, empty=empty)
+
+
+def _processor_of(folder: Path | None, empty: Empty | None) -> Processor:
+    with _served(folder):
+        return make_processor(folder, empty)
+
+
+@contextmanager
+def _served(folder: Path | None) -> Iterator[None]:
+    try:
+        yield
+    except (OSError, ValueError) as error:
+        # Only the first line: transformers goes on with advice about its hub.
+        first = str(error).strip().partition("\n")[0]
+        raise CheckpointError(f"{folder} cannot be served: {first}") from None
+
+
+def _app_settings(config: ServerConfig, folder: Path | None) -> AppSettings:
+    from lifecycle_engine.server.app import AppSettings
+    from lifecycle_engine.server.remote_images import FetchLimits, HttpsGet
+    from lifecycle_engine.server.service import Deadlines
+
+    engine = config.engine
+    return AppSettings(
+        model=model_name(config.model),
+        body_bytes=config.http.body_bytes,
+        body_timeout=config.http.body_timeout,
+        defaults=_defaults_of(folder, config.model),
+        deadlines=Deadlines(
+            start=engine.start_timeout,
+            first_token=engine.first_token_timeout,
+            idle=engine.token_timeout,
+            total=engine.total_timeout,
+        ),
+        threads=config.http.threads,
+        per_client=config.admission.per_client or None,
+        client=_clients(config.admission.client_keys),
+        fetch=HttpsGet(FetchLimits()) if config.http.remote_images else None,
+    )
+
+
+def _defaults_of(folder: Path | None, config: ModelConfig) -> ChatDefaults:
+    from lifecycle_engine.processing.processor import ChatDefaults, defaults_of
+
+    if folder is None or config.sampling_defaults == "openai":
+        return ChatDefaults()
+    with _served(folder):
+        return defaults_of(folder)
+
+
+def _clients(keys: Path | None) -> Callable[[Any], bytes]:
+    from lifecycle_asgi import ClientIdentity, client_address
+
+    if keys is None:
+        return client_address
+    try:
+        text = _read_standard_input() if str(keys) == "-" else keys.read_text("utf-8")
+    except (OSError, ValueError) as error:
+        why = getattr(error, "strerror", None) or type(error).__name__
+        raise ConfigError(
+            "admission.client_keys",
+            f"{keys} cannot be read: {why}; name a text file, or - for standard input",
+        ) from None
+    return ClientIdentity(text.split())
+
+
+def _read_standard_input() -> str:
+    if sys.stdin is None:  # closed by the process that started this one
+        raise OSError(errno.EBADF, os.strerror(errno.EBADF))
+    return sys.stdin.read()
+
+
+def observers(names: Sequence[str]) -> Sequence[Observer]:
+    """Import the functions of these names.
+
+    Raises:
+        ConfigError: One of them is not a function that observes events.
+    """
+    found = []
+    for name in names:
+        module, _, function = name.partition(":")
+        try:
+            each = getattr(importlib.import_module(module), function)
+        except (ImportError, AttributeError, ValueError) as error:
+            raise ConfigError(
+                "http.observers",
+                f"{name}: {error}; give MODULE:NAME, of a module on PYTHONPATH",
+            ) from None
+        if not callable(each) or _is_async(each):
+            what = "async" if callable(each) else f"a {type(each).__name__}"
+            raise ConfigError(
+                "http.observers",
+                f"{name} is {what}, not a function of an event that returns at once",
+            )
+        found.append(each)
+    return found
+
+
+def _is_async(function: Callable[..., Any]) -> bool:
+    """Whether a call returns what would have to be awaited."""
+    kinds = (inspect.iscoroutinefunction, inspect.isasyncgenfunction)
+    made = type(function).__call__  # of an object that can be called
+    return any(kind(each) for kind in kinds for each in (function, made))
+
+
+def _metrics() -> Metrics | None:
+    try:
+        from lifecycle_metrics import Metrics
+    except ImportError:  # the server runs without its extra
+        return None
+    return Metrics()

@@ -1,1 +1,0 @@
-"""Checkpoints under transformers: loading, KV cache, graphs, sampling, copies."""

@@ -1,0 +1,1 @@
+"""From a chat to an engine request, and from tokens to text."""

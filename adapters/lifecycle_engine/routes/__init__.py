@@ -1,1 +1,0 @@
-"""What a request goes through between its parsing and its answer."""

@@ -1,1 +1,0 @@
-"""The parts of the scheduler: its line, its slots, its books."""

@@ -1,0 +1,262 @@
+"""Administration: models, health, cancel by id, and the live view."""
+
+from __future__ import annotations
+
+import os
+import re
+import time
+from collections.abc import Mapping
+from dataclasses import asdict
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import anyio
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response
+
+from lifecycle import Session, SessionNotFound
+from lifecycle_engine.api.anthropic_messages import ANTHROPIC
+from lifecycle_engine.api.chat_request import unknown_model
+from lifecycle_engine.api.openai_chat import OPENAI
+from lifecycle_engine.api.openai_responses import empty_response
+from lifecycle_engine.api.openapi import openapi_document
+from lifecycle_engine.errors import ApiError
+from lifecycle_engine.server.service import Service
+
+if TYPE_CHECKING:
+    from lifecycle_metrics import Metrics
+
+
+_RESPONSE = "resp_"
+
+
+class CancelEndpoints:
+    """Endpoints that cancel requests of a `Service`, of any API format.
+
+    Args:
+        service: The service whose requests they cancel.
+    """
+
+    def __init__(self, service: Service) -> None:
+        self._service = service
+
+    async def request(self, request: Request) -> Response:
+        """``POST /_lifecycle/requests/{id}/cancel``; waits for the engine.
+
+        Cancellation:
+            The request is cancelled all the same; only the wait ends.
+        """
+        id_ = request.path_params["id"]
+        if await self._cancel(id_) is None:
+            return _not_found("No request with this id is running")
+        return JSONResponse({"id": id_, "status": "cancelled"})
+
+    async def response(self, request: Request) -> Response:
+        """``POST /v1/responses/{id}/cancel``, for the SDK's ``responses.cancel``.
+
+        Cancellation:
+            As for `request`.
+        """
+        id_ = request.path_params["id"]
+        session = None
+        if id_.startswith(_RESPONSE):
+            session = await self._cancel(id_.removeprefix(_RESPONSE))
+        if session is None:
+            return _not_found("No response with this id is running; none are stored")
+        age = anyio.current_time() - session.opened_at
+        created, model = int(time.time() - age), self._service.model
+        return JSONResponse(empty_response(session.id, model, created, "cancelled"))
+
+    async def stored(self, _: Request) -> Response:
+        """``GET`` and ``DELETE`` of ``/v1/responses/{id}``: none are stored."""
+        return _not_found("This server does not store responses; keep your own copy")
+
+    async def _cancel(self, id_: str) -> Session | None:
+        sessions = self._service.sessions
+        try:
+            session = sessions.get(id_)
+            await sessions.cancel(id_)
+        except SessionNotFound:
+            return None
+        return session
+
+
+def _not_found(message: str) -> Response:
+    error = ApiError(404, message, code="not_found", param="id")
+    return JSONResponse({"error": error.fields}, error.status)
+
+
+# A header of each request of the Anthropic SDK.
+_ANTHROPIC_HEADER = "anthropic-version"
+_METRIC = re.compile("[a-z_][a-z0-9_]*")
+
+
+class StatusEndpoints:
+    """Read-only endpoints of a `Service`: models, health, status and metrics.
+
+    Args:
+        service: The service to show.
+        metrics: Metrics for ``/metrics``, if any.
+    """
+
+    def __init__(self, service: Service, metrics: Metrics | None = None) -> None:
+        self._service = service
+        self._metrics = metrics
+        self._created = int(time.time())
+
+    async def models(self, request: Request) -> Response:
+        """``GET /v1/models``, in the format of the SDK that asks."""
+        if _ANTHROPIC_HEADER not in request.headers:
+            return JSONResponse({"object": "list", "data": [self._model()]})
+        name = self._service.model
+        page = {"has_more": False, "first_id": name, "last_id": name}
+        return JSONResponse({"data": [self._model_info()], **page})
+
+    async def model(self, request: Request) -> Response:
+        """``GET /v1/models/{model}``, in the format of the SDK that asks."""
+        anthropic = _ANTHROPIC_HEADER in request.headers
+        if request.path_params["model"] == self._service.model:
+            return JSONResponse(self._model_info() if anthropic else self._model())
+        api = ANTHROPIC if anthropic else OPENAI
+        status, document = api.error(unknown_model(self._service.model), None)
+        return JSONResponse(document, status)
+
+    async def openapi(self, _: Request) -> Response:
+        """``GET /openapi.json``: the description of all endpoints."""
+        return JSONResponse(openapi_document(self._service.model))
+
+    async def health(self, _: Request) -> Response:
+        """``GET /health``: this process is alive; includes the health of the engine."""
+        return JSONResponse({"status": "ok", "engine": self._health})
+
+    async def ready(self, _: Request) -> Response:
+        """``GET /ready``: 200 if a request would be served now, else 503."""
+        if self._service.ready:
+            return JSONResponse({"status": "ready"})
+        why = f"engine {self._health}"
+        if self._service.sessions.draining:
+            why = "draining"
+        elif not self._service.started:
+            why = "not started; serve with lifespan on"
+        return JSONResponse({"status": why}, 503, {"retry-after": "1"})
+
+    async def status(self, _: Request) -> Response:
+        """``GET /_lifecycle/status``: all counters."""
+        return JSONResponse(await snapshot(self._service))
+
+    async def requests(self, _: Request) -> Response:
+        """``GET /_lifecycle/requests``: all running requests, oldest first."""
+        now = anyio.current_time()
+        rows = [
+            {
+                "id": session.id,
+                "phase": session.phase,
+                "age_s": round(now - session.opened_at, 3),
+            }
+            for session in self._service.sessions.live()
+        ]
+        return JSONResponse({"requests": rows})
+
+    async def metrics(self, _: Request) -> Response:
+        """``GET /metrics``: gates, sessions and the engine's counters."""
+        if self._metrics is None:
+            message = "install prometheus-client on the server to get metrics\n"
+            return Response(message, 404, media_type="text/plain")
+        status = await self._service.engine_status() or {}
+        text = self._metrics.text() + engine_gauges(status).encode()
+        text += _ratios(self._service.correction.ratios).encode()
+        return Response(text, media_type="text/plain; version=0.0.4")
+
+    @property
+    def _health(self) -> str:
+        return str(getattr(self._service.engine, "health", "unavailable"))
+
+    def _model_info(self) -> dict[str, Any]:
+        created = datetime.fromtimestamp(self._created, UTC)
+        return {
+            "id": self._service.model,
+            "type": "model",
+            "created_at": created.isoformat(),
+            "display_name": self._service.model,
+            "lifecycle": "active",
+        }
+
+    def _model(self) -> dict[str, Any]:
+        return {
+            "id": self._service.model,
+            "object": "model",
+            "created": self._created,
+            "owned_by": "lifecycle",
+        }
+
+
+def _ratios(ratios: Mapping[int, float]) -> str:
+    name = "lifecycle_estimate_ratio"
+    lines = [
+        f'{name}{{below_bytes="{size}"}} {each}\n' for size, each in ratios.items()
+    ]
+    return "".join([f"# TYPE {name} gauge\n", *lines])
+
+
+def engine_gauges(status: Mapping[str, Any], path: str = "lifecycle_engine") -> str:
+    """Return the numbers of an engine's status, nested ones too, as Prometheus gauges.
+
+    Args:
+        status: Status of the engine.
+        path: Prefix of the names.
+    """
+    lines = []
+    for name, value in status.items():
+        inner = f"{path}_{name}"
+        if isinstance(value, Mapping):
+            lines.append(engine_gauges(value, inner))
+        elif isinstance(value, int | float) and _METRIC.fullmatch(inner):
+            lines.append(f"# TYPE {inner} gauge\n{inner} {float(value)}\n")
+    return "".join(lines)
+
+
+async def snapshot(service: Service) -> dict[str, Any]:
+    """Return the state of gates, sessions and both processes; counts only, no ids.
+
+    Cancellation:
+        At any time.
+    """
+    engine = service.engine
+    pid, ready = engine.pid, engine.ready
+    phases: dict[str, int] = {}
+    for session in service.sessions.live():
+        phases[session.phase] = phases.get(session.phase, 0) + 1
+    return {
+        "ready": service.ready,
+        "bodies": asdict(service.bodies.statistics()),
+        "payloads": asdict(service.payloads.statistics()),
+        "in_flight": asdict(service.in_flight.statistics()),
+        "sessions": {**asdict(service.sessions.statistics()), "phases": phases},
+        "engine": {
+            "ready": ready,
+            "pid": pid,
+            "incarnation": engine.incarnation,
+            "status": await service.engine_status() if ready else None,
+            "rss_bytes": resident_bytes(pid),
+        },
+        "arena": _arena(engine),
+        "process": {"pid": os.getpid(), "rss_bytes": resident_bytes("self")},
+    }
+
+
+def _arena(engine: Any) -> dict[str, Any] | None:
+    """Return the statistics of the engine's arena, if it has one."""
+    try:
+        return asdict(engine.arena.statistics())
+    except (AttributeError, RuntimeError):
+        return None
+
+
+def resident_bytes(pid: int | str | None) -> int | None:
+    """Return the resident memory of a process; ``None`` where it is not available."""
+    try:
+        pages = Path(f"/proc/{pid}/statm").read_text(encoding="ascii").split()[1]
+        return int(pages) * os.sysconf("SC_PAGE_SIZE")
+    except (OSError, IndexError, ValueError):
+        return None

@@ -1,0 +1,384 @@
+"""The HTTP server around an engine, as a Starlette application."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager, suppress
+from dataclasses import dataclass, field
+from functools import partial
+from typing import TYPE_CHECKING, Any, Self
+
+import anyio
+from anyio.abc import TaskGroup
+from starlette.applications import Starlette
+from starlette.exceptions import HTTPException
+from starlette.middleware import Middleware
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.routing import Route
+
+from lifecycle import Gate, Refused, SessionRegistry
+from lifecycle.events import Observer, combine_observers, guarded
+from lifecycle_asgi import (
+    BodyLimit,
+    BodyTooLarge,
+    BodyTooSlow,
+    ClientLimit,
+    LifecycleMiddleware,
+    client_address,
+)
+from lifecycle_asgi.events import log_failures
+from lifecycle_engine.api.anthropic_messages import ANTHROPIC
+from lifecycle_engine.api.base import ApiFormat, dump
+from lifecycle_engine.api.generate import PLAIN
+from lifecycle_engine.api.openai_chat import OPENAI
+from lifecycle_engine.api.openai_responses import RESPONSES
+from lifecycle_engine.api.request_body import BodyReader, RequestParser, request_id
+from lifecycle_engine.errors import INTERNAL, ApiError, to_api_error
+from lifecycle_engine.events import EngineMeter
+from lifecycle_engine.multimodal.limits import MediaLimits
+from lifecycle_engine.processing.processor import ChatDefaults, Processor
+from lifecycle_engine.server.admin import CancelEndpoints, StatusEndpoints
+from lifecycle_engine.server.admission import (
+    EarlyRefusal,
+    FairAcceptMiddleware,
+    operation_of,
+)
+from lifecycle_engine.server.generate import GenerateEndpoint
+from lifecycle_engine.server.remote_images import HttpsGet, RemoteImages
+from lifecycle_engine.server.service import Deadlines, Engine, Service
+
+if TYPE_CHECKING:
+    from lifecycle_metrics import Metrics
+
+
+# Bytes read ahead per request still waiting for admission; bounds memory under a
+# connection flood.
+_READ_AHEAD = 8192
+
+
+class EngineMonitor:
+    """Polls the counters of the engine and reports them to an observer, while entered.
+
+    Args:
+        service: The running service whose engine is polled.
+        observer: Receives `EngineMeasured`. With ``None`` the engine is not polled.
+        every: Seconds from one event to the next, while there are requests.
+    """
+
+    def __init__(
+        self, service: Service, observer: Observer | None, *, every: float
+    ) -> None:
+        self._service, self._every = service, every
+        self._emit = guarded(observer)
+        self._tasks: TaskGroup | None = None
+
+    async def __aenter__(self) -> Self:
+        if self._emit is not None:
+            self._tasks = await anyio.create_task_group().__aenter__()
+            self._tasks.start_soon(self._measure)
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        if self._tasks is not None:
+            self._tasks.cancel_scope.cancel()
+            await self._tasks.__aexit__(None, None, None)  # noqa: ASYNC102 - cut above
+
+    async def _measure(self) -> None:
+        try:
+            await self._poll()
+        except Exception:
+            # Requests are served without measurements, too.
+            log = logging.getLogger("lifecycle")
+            log.exception("polling the engine failed; its metrics stop until a restart")
+
+    async def _poll(self) -> None:
+        service, measures = self._service, EngineMeter()
+        assert self._emit is not None
+        seen: int | None = None
+        while True:
+            now = service.sessions.statistics()
+            if not now.live and now.opened == seen:
+                measures.idle(anyio.current_time())
+            elif (status := await service.engine_status(self._every)) is not None:
+                for event in measures.events(status, anyio.current_time()):
+                    self._emit(event)
+                # One more poll after the last request reports the idle engine.
+                seen = None if now.live else now.opened
+            await anyio.sleep(self._every)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AppSettings:
+    """Settings of the application.
+
+    Attributes:
+        model: Model name for clients.
+        body_bytes: Maximum size of a request body.
+        body_idle_timeout: Maximum seconds without progress of a body, and per 64 KiB.
+        body_timeout: Maximum seconds for a body while other requests wait for memory.
+        text_chars: Maximum text of one request.
+        media: Limits on images.
+        defaults: Sampling defaults of requests.
+        deadlines: Timeouts for the engine.
+        threads: Maximum number of requests preprocessed, and parsed, concurrently.
+        end_timeout: Seconds that the END of one request may take.
+        per_client: Maximum concurrent requests of one client; ``None`` is unlimited.
+        client: Returns the client identity of an ASGI scope.
+        fetch: Fetches images by https URL; ``None`` refuses them.
+        measured_every: Seconds from one `EngineMeasured` event to the next.
+    """
+
+    model: str = "lifecycle"
+    body_bytes: int = 64 * 2**20
+    body_idle_timeout: float = 10.0
+    body_timeout: float = 30.0
+    text_chars: int = 2**20
+    media: MediaLimits = field(default_factory=MediaLimits)
+    defaults: ChatDefaults = field(default_factory=ChatDefaults)
+    deadlines: Deadlines = field(default_factory=Deadlines)
+    threads: int = 2
+    end_timeout: float = 10.0
+    per_client: int | None = None
+    client: Callable[[Any], bytes] = client_address
+    fetch: HttpsGet | None = None
+    measured_every: float = 1.0
+
+
+def create_app(
+    engine: Engine,
+    processor: Processor,
+    *,
+    gate: Gate,
+    in_flight: Gate | None = None,
+    bodies: Gate | None = None,
+    settings: AppSettings | None = None,
+    observer: Observer | None = None,
+    metrics: Metrics | None = None,
+    log: Observer = log_failures,
+) -> Starlette:
+    """Create the application; its lifespan runs the engine and the sessions.
+
+    Args:
+        engine: Not entered yet; started and stopped by the lifespan.
+        processor: Processor for the engine's model.
+        gate: Gate over the bytes of payloads, until the engine has read them. Text
+            requests do not pass it.
+        in_flight: Gate over all requests, until they end. Default: no limit.
+        bodies: Gate over the bytes of bodies, until hand-off. Default: memory for
+            eight bodies of the maximum size.
+        settings: All other settings.
+        observer: Receives the events of requests, sessions, starts, payloads, drains
+            and the engine, for example *metrics*.
+        metrics: Serves ``/metrics``; watches the gates and the sessions.
+        log: Also receives the events of requests. Default: logs failed requests.
+
+    Returns:
+        The application; ``app.state.service`` is its `Service`.
+    """
+    settings = settings or AppSettings()
+    service = _service(
+        engine,
+        processor,
+        gate=gate,
+        in_flight=in_flight or Gate(slots=None, name="in_flight"),
+        bodies=bodies or Gate(bytes=8 * settings.body_bytes, name="bodies"),
+        settings=settings,
+        observer=observer,
+    )
+    monitor = EngineMonitor(service, observer, every=settings.measured_every)
+    app = Starlette(
+        routes=_routes(service, metrics),
+        lifespan=lambda _: _running(service, metrics, monitor),
+        middleware=_middleware(service, settings, observer, log),
+        exception_handlers={HTTPException: _http_error, Exception: _internal_error},
+    )
+    # A redirect would contain the scheme and host as this process sees them.
+    app.router.redirect_slashes = False
+    app.state.service = service
+    return app
+
+
+def _service(
+    engine: Engine,
+    processor: Processor,
+    *,
+    gate: Gate,
+    in_flight: Gate,
+    bodies: Gate,
+    settings: AppSettings,
+    observer: Observer | None,
+) -> Service:
+    threads = anyio.CapacityLimiter(settings.threads)
+    return Service(
+        model=settings.model,
+        engine=engine,
+        processor=processor,
+        parser=RequestParser(
+            settings.model,
+            limits=settings.media,
+            defaults=settings.defaults,
+            limiter=anyio.CapacityLimiter(settings.threads),
+            text_chars=settings.text_chars,
+            bodies=_reader(settings, bodies),
+            remote_images=settings.fetch is not None,
+        ),
+        bodies=bodies,
+        payloads=gate,
+        in_flight=in_flight,
+        threads=threads,
+        deadlines=settings.deadlines,
+        new_sessions=partial(
+            SessionRegistry, end_timeout=settings.end_timeout, observer=observer
+        ),
+        client=settings.client,
+        remote=_remote(settings, threads),
+    )
+
+
+def _middleware(
+    service: Service, settings: AppSettings, observer: Observer | None, log: Observer
+) -> list[Middleware]:
+    """Return the middleware, outermost first."""
+    observers = combine_observers(observer, log)
+    early = EarlyRefusal(
+        service.admission.pending,
+        _FORMATS,
+        body_bytes=settings.body_bytes,
+        observer=observers,
+    )
+    return [
+        Middleware(FairAcceptMiddleware, refuse=early),
+        Middleware(
+            LifecycleMiddleware,
+            read_ahead=_READ_AHEAD,
+            observer=observers,
+            operation=operation_of,
+        ),
+        *_per_client(settings, observer),
+        Middleware(
+            BodyLimit,
+            max_bytes=settings.body_bytes,
+            gate=service.bodies,
+            answer=_refusal,
+        ),
+    ]
+
+
+def _reader(settings: AppSettings, gate: Gate) -> BodyReader:
+    return BodyReader(
+        idle=settings.body_idle_timeout,
+        timeout=settings.body_timeout,
+        contended=lambda: gate.statistics().waiting > 0,
+    )
+
+
+def _per_client(settings: AppSettings, observer: Observer | None) -> list[Middleware]:
+    if settings.per_client is None:
+        return []
+
+    def client(scope: Any) -> bytes | None:
+        """Return the client of a generating request; ``None`` for all others."""
+        return settings.client(scope) if operation_of(scope) else None
+
+    limit = Middleware(
+        ClientLimit,
+        slots=settings.per_client,
+        key=client,
+        answer=_refusal,
+        observer=observer,
+    )
+    return [limit]
+
+
+def _remote(
+    settings: AppSettings, threads: anyio.CapacityLimiter
+) -> RemoteImages | None:
+    if settings.fetch is None:
+        return None
+    get, media = settings.fetch, settings.media
+    gate = Gate(bytes=get.limits.bytes, name="fetched")
+    return RemoteImages(get=get, media=media, gate=gate, threads=threads)
+
+
+@asynccontextmanager
+async def _running(
+    service: Service,
+    metrics: Metrics | None,
+    monitor: EngineMonitor,
+) -> AsyncIterator[None]:
+    async with service.running():
+        if metrics is not None:
+            metrics.watch(*service.gates, service.sessions)
+        async with monitor:
+            yield
+
+
+def _routes(service: Service, metrics: Metrics | None) -> list[Route]:
+    live, cancels = StatusEndpoints(service, metrics), CancelEndpoints(service)
+    response, stored = "/v1/responses/{id}", ["GET", "DELETE"]
+    cancel = "/_lifecycle/requests/{id}/cancel"
+    return [
+        *(
+            Route(path, GenerateEndpoint(service, api), methods=["POST"])
+            for path, api in _FORMATS.items()
+        ),
+        Route(f"{response}/cancel", cancels.response, methods=["POST"]),
+        Route(response, cancels.stored, methods=stored),
+        Route(cancel, cancels.request, methods=["POST"]),
+        Route("/openapi.json", live.openapi),
+        Route("/v1/models", live.models),
+        Route("/v1/models/{model:path}", live.model),  # as of a hub: owner/name
+        Route("/health", live.health),
+        Route("/ready", live.ready),
+        Route("/metrics", live.metrics),
+        Route("/_lifecycle/status", live.status),
+        Route("/_lifecycle/requests", live.requests),
+    ]
+
+
+_FORMATS = {
+    "/v1/chat/completions": OPENAI,
+    "/v1/responses": RESPONSES,
+    "/v1/messages": ANTHROPIC,
+    "/generate": PLAIN,
+}
+
+
+def _format_of(path: str) -> ApiFormat:
+    return ANTHROPIC if path.startswith("/v1/messages") else OPENAI
+
+
+def _refusal(
+    scope: Any, refusal: BodyTooLarge | BodyTooSlow | Refused
+) -> tuple[int, list[tuple[bytes, bytes]], bytes]:
+    """What `BodyLimit` answers, in the form of the API that was asked."""
+    response = _response(scope, to_api_error(refusal) or INTERNAL)
+    return response.status_code, response.raw_headers, bytes(response.body)
+
+
+async def _http_error(request: Request, error: Exception) -> Response:
+    assert isinstance(error, HTTPException)
+    code = {404: "not_found", 405: "method_not_allowed"}.get(error.status_code, "http")
+    problem = ApiError(error.status_code, error.detail, code=code)
+    response = _response(request.scope, problem)
+    response.headers.update(error.headers or {})
+    return response
+
+
+async def _internal_error(request: Request, error: Exception) -> Response:
+    del error  # logged by the server; a client learns nothing of it
+    return _response(request.scope, INTERNAL)
+
+
+def _response(scope: Any, error: ApiError) -> Response:
+    api, id_ = _format_of(scope["path"]), None
+    with suppress(ApiError):  # of one that may not come back
+        id_ = request_id(scope)
+    status, document = api.error(error, id_)
+    response = Response(dump(document), status, media_type="application/json")
+    response.raw_headers += error.headers
+    if id_ is not None:
+        response.raw_headers.append((api.id_header, id_.encode()))
+    return response

@@ -1,0 +1,323 @@
+"""Running the server: announce it when it is ready, drain it on a signal."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import ctypes
+import gc
+import resource
+import signal
+import socket
+import sys
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+from types import FrameType
+
+import anyio
+import uvicorn
+from PIL import Image
+from starlette.applications import Starlette
+
+from lifecycle import EngineLost
+from lifecycle_engine.server.service import Service
+from lifecycle_engine.server.uvicorn_protocol import (
+    Connection,
+    ConnectionLimits,
+    http_protocol,
+)
+
+_SIGNALS = (signal.SIGINT, signal.SIGTERM)
+_POLL = 0.05
+_SWITCH_INTERVAL = 0.001
+# Backlog of the kernel, and number of connections that asyncio accepts in one turn of
+# the loop (uvloop accepts one). asyncio has one option for both.
+_BACKLOG, _ACCEPTED_AT_ONCE = 2048, 1
+# Seconds after the drain: for the engine to end the remaining sessions, and for clients
+# to read what has been sent. Together less than the two seconds that an exit may take.
+_END_SECONDS = 0.3
+_FLUSH_SECONDS = 0.3
+# Descriptors that are not for clients: for the engine, files and libraries.
+_RESERVED = 256
+# Options of glibc's mallopt.
+_M_TRIM_THRESHOLD = -1
+_M_MMAP_THRESHOLD = -3
+_M_ARENA_MAX = -8
+# Larger blocks get pages of their own; for smaller ones that would cost too much.
+_LARGE = 4 * 2**20
+# Up to this much free memory stays at the end of a heap, for the next request.
+_KEPT = 16 * 2**20
+
+
+def configure_malloc() -> bool:
+    """Make ``free`` return pages to the system; False without glibc.
+
+    By default, glibc puts blocks on the heap that are as large as the largest block
+    freed so far, up to 32 MiB. After a burst of pictures many small blocks lie between
+    large holes, and the process keeps its peak memory forever.
+
+    Threads share one heap: each further heap would keep free memory of its own.
+    """
+    try:
+        mallopt = ctypes.CDLL(None).mallopt
+    except (OSError, AttributeError):
+        return False
+    options = {
+        _M_MMAP_THRESHOLD: _LARGE,
+        _M_TRIM_THRESHOLD: _KEPT,
+        _M_ARENA_MAX: 1,
+    }
+    done = [mallopt(name, value) for name, value in options.items()]
+    return all(done)
+
+
+def reuse_image_memory(count: int) -> None:
+    """Decode pictures into the memory of earlier ones.
+
+    Fresh pages are a large part of the cost of decoding. And without reuse, the peak
+    memory depends on how decodings overlap. Pillow keeps one block for each thread, as
+    large as the last picture decoded in it and 16 MiB at most.
+
+    Args:
+        count: Number of threads that decode.
+    """
+    Image.core.set_blocks_max(count)  # type: ignore[attr-defined]
+
+
+@contextlib.contextmanager
+def frozen_heap() -> Iterator[None]:
+    """Exclude the objects of now from garbage collection, until the end of the block.
+
+    A full collection stops the process and visits all objects. A server's modules are
+    some hundred thousand objects that never become garbage: 30 to 80 ms each time.
+    """
+    gc.collect()
+    gc.freeze()
+    try:
+        yield
+    finally:
+        gc.unfreeze()
+
+
+class DrainingServer(uvicorn.Server):
+    """uvicorn that drains the sessions before it closes connections.
+
+    The first SIGTERM or SIGINT closes admission: readiness becomes false, new requests
+    are refused as shutting down, streams get *drain* seconds, and the remaining ones
+    end with an error in the form of their API. A second SIGINT ends the drain early, a
+    third one kills the process. Unlike in uvicorn, the exit is ordinary otherwise: the
+    signal is not raised again.
+
+    Args:
+        config: With a limited ``timeout_graceful_shutdown``.
+        service: The service whose sessions are drained.
+        drain: Seconds that streams may take.
+        on_ready: Called once the server listens and the engine is ready.
+
+    Attributes:
+        failure: Why the engine never became ready; the server then stops by itself.
+    """
+
+    def __init__(
+        self,
+        config: uvicorn.Config,
+        service: Service,
+        *,
+        drain: float,
+        on_ready: Callable[[], None] = lambda: None,
+    ) -> None:
+        config.backlog = _ACCEPTED_AT_ONCE
+        super().__init__(config)
+        self._service = service
+        self._drain = drain
+        self._on_ready = on_ready
+        self._awaiting: asyncio.Task[None] | None = None
+        self._end_now = False
+        self._draining: anyio.CancelScope | None = None
+        self.failure: EngineLost | None = None
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        """Listen at once; announce the server when the engine is ready, too."""
+        await super().startup(sockets)
+        for each in sockets or ():
+            each.listen(_BACKLOG)
+        if not self.should_exit:
+            self._awaiting = asyncio.create_task(self._await_engine())
+
+    async def _await_engine(self) -> None:
+        try:
+            await self._service.engine.wait_ready()
+        except EngineLost as error:
+            # An engine that never became ready will not become ready next time.
+            self.failure = error
+            self.should_exit = True
+        else:
+            self._on_ready()
+
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        """Drain, then shut down as uvicorn does."""
+        service = self._service
+        if self._awaiting is not None:
+            self._awaiting.cancel()
+        service.parser.close()
+        for gate in service.gates:
+            gate.close()
+        async with anyio.create_task_group() as tasks:
+            tasks.start_soon(self._end_on_second_signal)
+            with anyio.move_on_after(self._drain + _END_SECONDS) as self._draining:
+                await service.sessions.drain(self._drain)
+            service.sessions.close_all("shutdown")
+            if service.sessions.statistics().closing:
+                # An engine that is slow or stopped would delay the exit.
+                service.engine.close()
+            loop = asyncio.get_running_loop()
+            loop.call_later(_FLUSH_SECONDS, self._abort_idle_connections)
+            await super().shutdown(sockets)
+            tasks.cancel_scope.cancel()
+
+    def _abort_idle_connections(self) -> None:
+        # An idle connection may still have a task that is about to close it.
+        for connection in list(self.server_state.connections):
+            if isinstance(connection, Connection):
+                connection.abort_if_idle()
+
+    async def _end_on_second_signal(self) -> None:
+        # A signal handler sets a flag; there is nothing to wait on.
+        while not self._end_now:  # noqa: ASYNC110
+            await anyio.sleep(_POLL)
+        if self._draining is not None:
+            self._draining.cancel()
+        self._service.sessions.close_all("shutdown")
+        self._service.engine.close()
+
+    def handle_exit(self, sig: int, frame: FrameType | None) -> None:  # noqa: ARG002
+        """Record a signal."""
+        # uvicorn's own handler would skip the end of the lifespan after a second
+        # signal, also if that interrupts the first one.
+        if self.should_exit and sig == signal.SIGINT:
+            self._end_now = True
+        self.should_exit = True
+
+    @contextlib.contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        """Do nothing: uvicorn would restore the handlers too early."""
+        yield
+
+    @contextlib.contextmanager
+    def handling_signals(self) -> Iterator[None]:
+        """Handle signals in the block, and restore the handlers afterwards."""
+
+        def handle(number: int, frame: FrameType | None) -> None:
+            if number == signal.SIGINT and self.should_exit:
+                # The next one kills the process.
+                signal.signal(number, signal.SIG_DFL)
+            self.handle_exit(number, frame)
+
+        before = {number: signal.signal(number, handle) for number in _SIGNALS}
+        try:
+            yield
+        finally:
+            for number, handler in before.items():
+                signal.signal(number, handler)
+
+
+def run(
+    app: Starlette,
+    *,
+    host: str,
+    port: int,
+    drain: float = 10.0,
+    limits: ConnectionLimits | None = None,
+    announce: Callable[[str], None] = print,
+    proxies: Sequence[str] = (),
+) -> None:
+    """Serve *app* until SIGTERM or SIGINT; must be called on the main thread.
+
+    Call it in a process of its own: while it serves, it changes the process's signal
+    handlers, garbage collector and thread switching, and the settings of glibc's and
+    Pillow's allocators for good.
+
+    Args:
+        app: Made by `create_app`.
+        host: Address to listen on.
+        port: Port to listen on; 0 takes a free one.
+        drain: Seconds that running streams get to finish at shutdown.
+        limits: Limits on each connection, and on their number, which is also limited
+            by the number of file descriptors.
+        announce: Called once with the server's address, when it is ready.
+        proxies: Addresses and networks whose ``X-Forwarded-For`` is trusted. By
+            default none is, not even the loopback address.
+
+    Raises:
+        OSError: The address cannot be listened on.
+        EngineLost: The engine ended before it ever served, with the tail of its output.
+    """
+    # Broken metadata in clients' pictures would add a log line for each tag.
+    warnings.filterwarnings("ignore", module=r"PIL\.")
+    configure_malloc()
+    reuse_image_memory(int(app.state.service.threads.total_tokens))
+    config = _uvicorn_config(app, limits or ConnectionLimits(), proxies)
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    with socket.create_server(
+        (host, port), family=family, backlog=_BACKLOG
+    ) as listener:
+        address = _address(host, listener.getsockname()[1])
+        server = DrainingServer(
+            config,
+            app.state.service,
+            drain=drain,
+            on_ready=lambda: announce(address),
+        )
+        with frozen_heap(), _short_switch_interval(), server.handling_signals():
+            server.run(sockets=[listener])
+    if server.failure is not None:
+        raise server.failure
+
+
+def _uvicorn_config(
+    app: Starlette, limits: ConnectionLimits, proxies: Sequence[str]
+) -> uvicorn.Config:
+    return uvicorn.Config(
+        app,
+        http=http_protocol(_within_descriptor_limit(limits)),
+        ws="none",
+        lifespan="on",  # without the lifespan there is no engine, so startup fails
+        log_level="error",  # requests that are not HTTP are not logged
+        access_log=False,
+        timeout_graceful_shutdown=1,
+        server_header=False,
+        proxy_headers=bool(proxies),
+        forwarded_allow_ips=list(proxies),
+    )
+
+
+@contextlib.contextmanager
+def _short_switch_interval() -> Iterator[None]:
+    # The event loop releases the GIL whenever it polls its sockets. While a thread
+    # parses a body, the loop gets the GIL back after this, not after the default 5 ms.
+    before = sys.getswitchinterval()
+    sys.setswitchinterval(_SWITCH_INTERVAL)
+    try:
+        yield
+    finally:
+        sys.setswitchinterval(before)
+
+
+def _within_descriptor_limit(limits: ConnectionLimits) -> ConnectionLimits:
+    """Limit connections by the number of descriptors, raised if possible."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    wanted = limits.connections + _RESERVED
+    if soft in range(wanted):
+        most = wanted if hard == resource.RLIM_INFINITY else min(wanted, hard)
+        with contextlib.suppress(
+            OSError, ValueError
+        ):  # some systems have a lower maximum
+            resource.setrlimit(resource.RLIMIT_NOFILE, (most, hard))
+            soft = most
+        wanted = min(wanted, soft)
+    return replace(limits, connections=max(wanted - _RESERVED, 1))
+
+
+def _address(host: str, port: int) -> str:
+    return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"

@@ -1,0 +1,498 @@
+"""uvicorn's HTTP protocol, with timeouts and limits for each connection.
+
+`Connection` adds to uvicorn's protocol: timeouts for slow senders and readers, limits
+on heads and pipelining, disconnects reported to every request, and a lingering close.
+The helpers below it bound reads (`BoundedReads`), parse requests that offer an upgrade
+(`RequestHeadParser`) and answer HTTP/1.0 (`without_chunks`).
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Protocol, cast
+
+import httptools
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
+
+# Pipelined requests that are read while another one runs, and bytes of their bodies,
+# which no gate counts. Beyond this a disconnect is not seen until they are answered.
+_PIPELINED, _PIPELINED_BYTES = 8, 16384
+# Bytes of an answer that a client must read within the reader timeout.
+_MIN_READ_BYTES = 65536
+# Read sizes: for a body that the application has not asked for, and for one it has.
+_SMALL_READ, _LARGE_READ = 16384, 262144
+# Headers that offer another protocol.
+_UPGRADE_TOKENS = (b"upgrade", b"http2-settings")
+
+Headers = list[tuple[bytes, bytes]]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ConnectionLimits:
+    """Timeouts and limits for client connections.
+
+    Attributes:
+        head: Seconds for the head of a request, from the connection, or from the first
+            byte after the previous request.
+        head_bytes: Maximum size of a head, and of framing between the chunks of a body.
+        rest: Seconds for the rest of a body that was answered early.
+        reader: Seconds for a client to read 64 KiB of an answer, or the rest of it,
+            once the system's buffer is full.
+        connections: Maximum number of connections; further ones get 503 at once.
+    """
+
+    head: float = 10.0
+    head_bytes: int = 32768
+    rest: float = 30.0
+    reader: float = 30.0
+    connections: int = 16384
+
+
+def http_protocol(limits: ConnectionLimits | None = None) -> type[asyncio.Protocol]:
+    """Return a protocol for ``uvicorn.Config(http=...)``.
+
+    Args:
+        limits: Timeouts and limits for each connection.
+    """
+    limits = limits or ConnectionLimits()
+
+    def protocol(*args: Any, **kwargs: Any) -> BoundedReads:
+        connection = Connection(*args, limits=limits, **kwargs)
+        return BoundedReads(connection, connection.read_size)
+
+    return cast("type[asyncio.Protocol]", protocol)
+
+
+class Connection(HttpToolsProtocol):
+    """One client connection.
+
+    A disconnect reaches every request of the connection, and no further one is begun;
+    uvicorn reports it to the request that was read last, and stops reading behind it.
+
+    If a request is answered before its body has arrived and the connection ends, the
+    rest of the body is read and dropped (RFC 9112, 9.6). uvicorn closes at once, and
+    the system resets the connection, so that the client may never see the answer.
+
+    Offers of another protocol are ignored, see `RequestHeadParser`.
+    """
+
+    # In the instance dict they would exceed CPython's limit for shared keys (thirty
+    # names), at over a kilobyte per waiting client.
+    __slots__ = (
+        "_body_bytes",
+        "_cycles",
+        "_framing_bytes",
+        "_ignore_input",
+        "_in_body",
+        "_in_head",
+        "_limits",
+        "_lingering",
+        "_message_ended",
+        "_read_timer",
+        "_send_timer",
+        "_unread_bytes",
+    )
+
+    def __init__(self, *args: Any, limits: ConnectionLimits, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.parser = RequestHeadParser(self)  # type: ignore[assignment]
+        self._limits = limits
+        self._cycles: list[Any] = []
+        self._in_head = self._in_body = False
+        self._message_ended = self._lingering = self._ignore_input = False
+        self._framing_bytes = self._body_bytes = 0
+        self._send_timer: asyncio.TimerHandle | None = None
+        self._read_timer: asyncio.TimerHandle | None = None
+        self._unread_bytes = 0
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        """Accept the connection, or answer 503 if there are too many."""
+        super().connection_made(transport)
+        # Bytes are buffered here only once the system's buffer is full. With 0,
+        # asyncio's TLS never resumes writing.
+        transport.set_write_buffer_limits(high=1)
+        if len(self.connections) > self._limits.connections:
+            self._write_response(b"503 Service Unavailable\r\nretry-after: 1")
+            transport.close()
+        else:
+            self._start_send_timer()
+
+    def read_size(self) -> int:
+        """Maximum bytes of the next read: large once the application reads the body.
+
+        A request that waits for admission never gets that far, see `create_app`.
+        """
+        cycle: Any = self.cycle  # None before the first one, whatever its type says
+        if self._lingering:
+            return _LARGE_READ
+        if cycle is None or not self._in_body:  # a head comes next
+            return _SMALL_READ
+        taken = self._body_bytes - len(cycle.body)
+        return _LARGE_READ if taken > 2 * _SMALL_READ else _SMALL_READ
+
+    def data_received(self, data: bytes | memoryview) -> None:
+        """Parse data, within the limits."""
+        if self._lingering or self._ignore_input:
+            return
+        self._message_ended, before = False, self._body_bytes
+        super().data_received(data)  # type: ignore[arg-type]
+        if self._in_body and self._busy and len(self.cycle.body) >= self.read_size():
+            self.flow.pause_reading()  # until the application asks for more
+        if self._message_ended or (self._in_body and self._body_bytes > before):
+            self._framing_bytes = 0
+        elif (self._in_head or self._in_body) and not self._lingering:
+            # Of a head, or of chunk headers and trailers.
+            self._framing_bytes += len(data)
+            if self._framing_bytes > self._limits.head_bytes:
+                self._refuse(b"431 Request Header Fields Too Large")
+        self._start_send_timer()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        """Report the disconnect to every request."""
+        for timer in (self._send_timer, self._read_timer):
+            if timer is not None:
+                timer.cancel()
+        self.pipeline.clear()
+        for cycle in self._cycles:
+            cycle.transport = self.transport  # breaks a reference cycle
+            if not cycle.response_complete:
+                cycle.disconnected = True
+                cycle.message_event.set()
+        super().connection_lost(exc)
+
+    def close_after_response(self) -> None:
+        """Close after the last response, once the client has finished sending."""
+        sending = self._in_body or self._ignore_input
+        if not sending or self._lingering or self.transport.is_closing():
+            self.transport.close()
+        else:
+            self.cycle.body = bytearray()
+            self._lingering_close()
+
+    def _lingering_close(self) -> None:
+        self._lingering = True
+        if self.transport.can_write_eof():  # TLS cannot half-close
+            self.transport.write_eof()
+        self.flow.resume_reading()
+        self._stop_send_timer()
+        self._send_timer = self.loop.call_later(self._limits.rest, self.transport.close)
+
+    def abort_if_idle(self) -> None:
+        """Close now if only the client is waited for.
+
+        It has to read what was written, or to send a body that will be dropped.
+        """
+        if self._lingering or self.transport.get_write_buffer_size():
+            self.transport.abort()
+
+    def send_400_response(self, msg: str) -> None:
+        """Refuse input that is not valid HTTP."""
+        self._refuse(b"400 Bad Request", msg.encode())
+
+    def _refuse(self, status: bytes, text: bytes = b"") -> None:
+        """Stop parsing; send *status* unless it would end up inside another answer."""
+        if self.transport.is_closing():
+            return
+        if self._in_body and self.pipeline:  # not begun yet: drop it
+            self.pipeline.popleft()
+            self._cycles.pop()
+            self.cycle, self._in_body = self._cycles[-1], False
+        if self._busy and not self._in_body:
+            # After a complete request, such as a stray byte: that request is answered.
+            self._ignore_input, self.cycle.keep_alive = True, False
+        elif self._in_body and self.cycle.response_started:
+            self.transport.close()
+        else:
+            if self._in_body:  # the application waits for the rest of the body
+                self.cycle.disconnected = self.cycle.response_complete = True
+                self.cycle.waiting_for_100_continue = False  # no response follows
+                self.cycle.message_event.set()
+            self._write_response(status, text)
+            self._lingering_close()
+
+    def _write_response(self, status: bytes, text: bytes = b"") -> None:
+        head = b"HTTP/1.1 %b\r\nconnection: close\r\ncontent-length: %d\r\n\r\n"
+        self.transport.write(head % (status, len(text)) + text)
+
+    def on_message_begin(self) -> None:
+        """Called when a head begins."""
+        super().on_message_begin()
+        self._in_head, self._framing_bytes = True, 0
+
+    def on_header(self, name: bytes, value: bytes) -> None:
+        """Called for each header. Trailer fields are ignored."""
+        if self._in_head:
+            super().on_header(name, value)
+
+    def on_headers_complete(self) -> None:
+        """Called when a head is complete."""
+        if self.parser.should_upgrade():
+            return
+        if self.parser.get_http_version() == "1.0":
+            self.expect_100_continue = False  # unknown in HTTP/1.0
+        super().on_headers_complete()  # raises for an invalid target
+        self._in_head, self._in_body = False, True
+        self._cycles = [it for it in self._cycles if not it.response_complete]
+        self._cycles.append(self.cycle)
+        piped = sum(len(cycle.body) for cycle, _ in self.pipeline)
+        if len(self.pipeline) <= _PIPELINED and piped <= _PIPELINED_BYTES:
+            self.flow.resume_reading()
+
+    def _start_asgi_task(self, cycle: Any, app: Any) -> None:
+        if cycle.scope["http_version"] == "1.0":
+            app = without_chunks(app, cycle)
+        cycle.transport = _ResponseTransport(self)
+        super()._start_asgi_task(cycle, app)
+
+    def on_response_complete(self) -> None:
+        """Called when a response is complete; after the last one no request follows."""
+        if self._lingering:
+            self.server_state.total_requests += 1
+        else:
+            super().on_response_complete()
+
+    def on_body(self, body: bytes) -> None:
+        """Called for each part of a body."""
+        self._body_bytes += len(body)
+        super().on_body(body)
+
+    def on_message_complete(self) -> None:
+        """Called when a body is complete."""
+        if self.parser.should_upgrade():
+            return
+        self._in_body, self._message_ended, self._body_bytes = False, True, 0
+        self._stop_send_timer()
+        super().on_message_complete()
+
+    @property
+    def _busy(self) -> bool:
+        """Whether a request is being served; its application then times its body."""
+        cycle: Any = self.cycle  # None before the first one, whatever its type says
+        return cycle is not None and not cycle.response_complete
+
+    def _start_send_timer(self) -> None:
+        if self._busy or self.transport.is_closing():
+            self._stop_send_timer()
+        elif self._send_timer is None:
+            limit = self._limits.rest if self._in_body else self._limits.head
+            self._send_timer = self.loop.call_later(limit, self._on_send_timeout)
+
+    def _stop_send_timer(self) -> None:
+        if self._send_timer is not None:
+            self._send_timer.cancel()
+            self._send_timer = None
+
+    def _on_send_timeout(self) -> None:
+        self._send_timer = None
+        if self._in_head and not self.transport.is_closing():
+            self._write_response(b"408 Request Timeout")
+        self.transport.close()
+
+    def pause_writing(self) -> None:
+        """Called when the system's buffer is full; the client has to read."""
+        super().pause_writing()
+        self._unread_bytes = self.transport.get_write_buffer_size()
+        self._read_timer = self.loop.call_later(self._limits.reader, self._check_reader)
+
+    def resume_writing(self) -> None:
+        """Called when the client has read."""
+        super().resume_writing()
+        if self._read_timer is not None:
+            self._read_timer.cancel()
+            self._read_timer = None
+
+    def _check_reader(self) -> None:
+        self._read_timer = None
+        left = self.transport.get_write_buffer_size()
+        if self._unread_bytes - left < _MIN_READ_BYTES:
+            self.transport.abort()
+        else:
+            self._unread_bytes = left
+            self._read_timer = self.loop.call_later(
+                self._limits.reader, self._check_reader
+            )
+
+
+class _ResponseTransport:
+    """The transport of one request: closing it may linger."""
+
+    __slots__ = ("close", "is_closing", "write")
+
+    def __init__(self, connection: Connection) -> None:
+        self.write = connection.transport.write
+        self.is_closing = connection.transport.is_closing
+        self.close = connection.close_after_response
+
+
+def without_chunks(app: Any, cycle: Any) -> Any:
+    """Wrap an application for HTTP/1.0, which knows no chunked encoding.
+
+    uvicorn sends responses without a declared length in chunks even there. The wrapped
+    application sends them as they are; the end of the connection ends them.
+
+    Args:
+        app: The application.
+        cycle: uvicorn's state of the one request that it will serve.
+    """
+
+    async def served(scope: Any, receive: Any, send: Any) -> None:
+        declared = True
+
+        async def sent(message: Any) -> None:
+            nonlocal declared
+            if message["type"] == "http.response.start":
+                names = {bytes(name).lower() for name, _ in message.get("headers", ())}
+                declared = b"content-length" in names
+                if not declared:
+                    cycle.chunked_encoding = False
+            elif not declared:
+                # Make uvicorn accept each part as complete.
+                cycle.expected_content_length = len(message.get("body", b""))
+            await send(message)
+
+        await app(scope, receive, sent)
+
+    return served
+
+
+class BoundedReads(asyncio.BufferedProtocol):
+    """Reads for a protocol that chooses the size of each read.
+
+    By default an event loop reads 256 KiB at a time from every client, also from those
+    that wait for admission.
+
+    Args:
+        protocol: Receives all calls.
+        read_size: Maximum bytes of the next read; at least one.
+    """
+
+    def __init__(
+        self, protocol: asyncio.Protocol, read_size: Callable[[], int]
+    ) -> None:
+        self._protocol = protocol
+        self._read_size = read_size
+        self._buffer = bytearray()
+
+    def get_buffer(self, sizehint: int) -> memoryview:  # noqa: ARG002
+        """Return a buffer for the next read."""
+        # A new one for each read: one for all would save nothing, and would mix
+        # clients' bytes across event loops.
+        self._buffer = bytearray(self._read_size())
+        # asyncio's TLS writes to slices of it; slices of a bytearray would be copies.
+        return memoryview(self._buffer)
+
+    def buffer_updated(self, nbytes: int) -> None:
+        """Pass on what was read."""
+        data, self._buffer = memoryview(self._buffer)[:nbytes], bytearray()
+        self._protocol.data_received(data)  # type: ignore[arg-type]
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        """Pass on to the protocol."""
+        self._protocol.connection_made(transport)
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        """Pass on to the protocol."""
+        self._protocol.connection_lost(exc)
+
+    def eof_received(self) -> bool | None:
+        """Pass on to the protocol."""
+        return self._protocol.eof_received()
+
+    def pause_writing(self) -> None:
+        """Pass on to the protocol."""
+        self._protocol.pause_writing()
+
+    def resume_writing(self) -> None:
+        """Pass on to the protocol."""
+        self._protocol.resume_writing()
+
+
+class ParserCallbacks(Protocol):
+    """httptools' callbacks, with what has been parsed of a request."""
+
+    url: bytes
+    headers: Headers
+
+
+class RequestHeadParser:
+    """httptools' parser, ignoring offers to upgrade to another protocol.
+
+    httptools stops after a head that offers an upgrade and takes the body for the other
+    protocol. A server may ignore the offer, so the head is parsed again without it.
+    ``curl --http2`` and some Java clients offer HTTP/2 with their first request.
+
+    While `should_upgrade` is true, the owner must ignore that a head or a message is
+    complete: both are reported again.
+
+    Args:
+        owner: Its callbacks are called.
+    """
+
+    __slots__ = ("_owner", "_parser")
+
+    def __init__(self, owner: ParserCallbacks) -> None:
+        self._owner = owner
+        self._parser = _new_parser(owner)
+
+    def feed_data(self, data: bytes) -> None:
+        """Parse *data*, calling the owner.
+
+        Raises:
+            httptools.HttpParserError: Not HTTP, or a CONNECT.
+        """
+        rest = memoryview(data)
+        while rest:
+            try:
+                self._parser.feed_data(rest)
+            except httptools.HttpParserUpgrade as offer:
+                rest = rest[offer.args[0] :]
+            else:
+                return
+            self._parse_again()
+
+    def _parse_again(self) -> None:
+        head = _head(self._parser, self._owner)
+        self._parser = _new_parser(self._owner)
+        try:
+            self._parser.feed_data(head)
+        except httptools.HttpParserUpgrade:
+            raise httptools.HttpParserError("CONNECT is only for proxies") from None
+
+    def should_upgrade(self) -> bool:
+        """Whether the current head offers an upgrade."""
+        return bool(self._parser.should_upgrade())
+
+    def should_keep_alive(self) -> bool:
+        """Whether the connection may be reused."""
+        return bool(self._parser.should_keep_alive())
+
+    def get_http_version(self) -> str:
+        """Return the version, such as ``"1.1"``."""
+        return str(self._parser.get_http_version())
+
+    def get_method(self) -> bytes:
+        """Return the method, such as ``b"POST"``."""
+        return bytes(self._parser.get_method())
+
+
+def _new_parser(owner: ParserCallbacks) -> httptools.HttpRequestParser:
+    parser = httptools.HttpRequestParser(owner)
+    # As in uvicorn: data after the last request is dropped, not refused.
+    parser.set_dangerous_leniencies(lenient_data_after_close=True)
+    return parser
+
+
+def _head(parser: httptools.HttpRequestParser, request: ParserCallbacks) -> bytes:
+    version = parser.get_http_version().encode()
+    head = [parser.get_method() + b" " + request.url + b" HTTP/" + version]
+    for name, value in request.headers:
+        if name == b"connection":
+            tokens = [token.strip() for token in value.split(b",")]
+            value = b", ".join(it for it in tokens if it.lower() not in _UPGRADE_TOKENS)  # noqa: PLW2901
+            if not value:
+                continue
+        if name not in _UPGRADE_TOKENS:
+            head.append(name + b": " + value)
+    return b"\r\n".join([*head, b"", b""])

@@ -1,1 +1,0 @@
-"""The API process's end: what it knows of its streams, and what it says of them."""

@@ -1,1 +1,0 @@
-"""Memory that both processes see, the arena or passed, and tensors over it."""

@@ -1,1 +1,0 @@
-"""One engine process, link or no link: started, watched, and reaped."""

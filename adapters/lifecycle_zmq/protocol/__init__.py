@@ -1,1 +1,0 @@
-"""What client and server say to each other, as bytes: values, items and messages."""

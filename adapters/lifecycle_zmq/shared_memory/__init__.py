@@ -1,0 +1,1 @@
+"""Memory that the client and the engine process share."""

@@ -1,0 +1,274 @@
+"""Run the parts of `make quick`, `make test` or `make prove`, with a line for each.
+
+    python scripts/check.py quick|test|prove [PART ...]
+
+Parts on one line of the tables below run side by side, lines one after another. What a
+part prints goes to build/checks/PART.log, and to the terminal if the part fails; then
+no other part begins, and the last line names the one that failed. A part that still
+runs shows its last line every minute, and has failed after half an hour.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import resource
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[1]
+LOGS = ROOT / "build" / "checks"
+PYTHON = sys.executable
+BIN = Path(PYTHON).parent
+
+# A worker takes a gigabyte where it loads torch and transformers.
+WORKERS = max(2, min(os.cpu_count() or 2, 4))
+PYTEST = (PYTHON, "-m", "pytest", "-q", "-n", str(WORKERS), "--dist", "loadfile")
+# Guards against a part that hangs. Ten minutes is the longest that any of them takes.
+MOST_SECONDS = 1800.0
+SECONDS_BETWEEN_LINES = 60.0
+# Apart, so that tests which walk the heap do not find torch and eight frameworks there.
+PURE = ("tests/core", "tests/sim", "tests/others")
+COVERAGE = ("--cov=lifecycle", "--cov-report=term-missing:skip-covered")
+ASYNC_RULES = (
+    "--isolated",
+    "--select=ASYNC1,ASYNC2,ASYNC3",
+    "--extend-ignore=ASYNC109,ASYNC124",
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """A command that has to succeed.
+
+    Attributes:
+        name: One word.
+        argv: The command, or several, run one after another.
+    """
+
+    name: str
+    argv: tuple[tuple[str, ...], ...]
+
+
+def part(name: str, *argv: Sequence[str]) -> Part:
+    """Return a part of these commands."""
+    return Part(name, tuple(tuple(each) for each in argv))
+
+
+def tests(name: str, select: str, *arguments: str) -> Part:
+    """Return a part that runs the tests whose markers match *select*."""
+    return part(name, [*PYTEST, "-m", select, *arguments])
+
+
+def make(target: str) -> Part:
+    """Return a part that is a target of the Makefile."""
+    return part(target, ["make", "--no-print-directory", target])
+
+
+LINK = "tests/lifecycle_zmq"
+ENDURANCE = f"{LINK}/endurance.py"
+HANG_UPS = "tests/http/hang_ups.py"
+MUTATION = "scripts/mutation.py"
+RAY_STORM = "tests/engine_protocol/ray_disconnects.py"
+TEST = (
+    (make("lint"), make("types"), make("docs")),
+    (tests("core", "not slow", *COVERAGE, "--cov-fail-under=100", *PURE),),
+    (tests("others", "not slow", "tests", *(f"--ignore={each}" for each in PURE)),),
+)
+PROVE = (
+    # Fifty thousand schedules, every planted mistake, the models, slow checkpoints.
+    (tests("slow", "slow", "tests"),),
+    (
+        part(
+            "disconnects",
+            [PYTHON, f"{LINK}/disconnects.py", "--count", "30000"],
+            [PYTHON, f"{LINK}/disconnects.py", "--count", "30000", "--trio"],
+        ),
+        part("fuzz", [PYTHON, f"{LINK}/fuzz.py", "--frames", "2000000"]),
+    ),
+    (
+        part(
+            "endurance",
+            [PYTHON, ENDURANCE, "kills", "--count", "100"],
+            [PYTHON, ENDURANCE, "orphans", "--count", "100"],
+            [PYTHON, ENDURANCE, "stops", "--count", "20"],
+            [PYTHON, ENDURANCE, "holds", "--minutes", "0.5", "--engines", "4"],
+        ),
+        part("fuzz_pair", [PYTHON, f"{LINK}/fuzz_pair.py", "--frames", "1000000"]),
+    ),
+    (
+        part("shutdowns", [PYTHON, "tests/http/shutdowns.py", "--count", "60"]),
+        # A sample, reported; `make mutation` tries all and judges, for hours.
+        part("mutation", [PYTHON, MUTATION, "--sample", "60", "--seconds", "240"]),
+    ),
+    (
+        part("hang_ups", [PYTHON, HANG_UPS, "--minutes", "3", "--every", "5"]),
+        part("attack", [PYTHON, "tests/http/attack.py", "100"]),
+    ),
+    # Other projects' own tests, with and without the middleware.
+    (part("suites", [PYTHON, "tests/lifecycle_asgi/suites.py"]),),
+    (make("wheel"), part("ray", [PYTHON, RAY_STORM, "--count", "2000"])),
+)
+
+
+def quick() -> tuple[tuple[Part, ...], ...]:
+    """Return what is checked while one works: changed files, the core, ASGI."""
+    changed = changed_files()
+    product = ("src/", "adapters/", "tools/", "examples/")
+    styled = [each for each in changed if each.startswith(product)]
+    others = ("benchmarks/", "scripts/", "docs/")
+    typed = styled + [each for each in changed if each.startswith(others)]
+    lint = [[str(BIN / "ruff"), "check", "--quiet", "."]]
+    lint.append([str(BIN / "ruff"), "format", "--quiet", "--check", "."])
+    if styled:
+        lint.append([str(BIN / "flake8"), *ASYNC_RULES, *styled])
+    checks = [part("lint", *lint)]
+    if typed:
+        checks.append(part("types", [str(BIN / "mypy"), "--no-error-summary", *typed]))
+    suites = ("tests/core", "tests/lifecycle_asgi")
+    return ((*checks, tests("tests", "not slow", *suites)),)
+
+
+def changed_files() -> list[str]:
+    """Return the Python files that differ from where this branch left main."""
+
+    def git(*arguments: str) -> list[str]:
+        done = subprocess.run(
+            ["git", *arguments],  # noqa: S607 - the user's own git
+            cwd=ROOT,
+            capture_output=True,
+            text=True,
+            check=False,
+        )
+        return done.stdout.splitlines()
+
+    base = git("merge-base", "HEAD", "main") or git("merge-base", "HEAD", "origin/main")
+    names = git("diff", "--name-only", *(base or ["HEAD"]), "--", "*.py")
+    names += git("ls-files", "--others", "--exclude-standard", "--", "*.py")
+    return sorted(each for each in set(names) if (ROOT / each).exists())
+
+
+@dataclass(slots=True)
+class Running:
+    """A part that runs.
+
+    Attributes:
+        part: What runs.
+        log: Where its output goes.
+        began: When, by the monotonic clock.
+        shown: When its line was last printed.
+        process: Of the command that runs now.
+    """
+
+    part: Part
+    log: Path
+    began: float = field(default_factory=time.monotonic)
+    shown: float = field(default_factory=time.monotonic)
+    process: subprocess.Popen[bytes] | None = None
+    _next: int = 0
+
+    def poll(self) -> int | None:
+        """Begin the next command if one has ended; return the status after the last."""
+        status = self.process.poll() if self.process else 0
+        if status == 0 and self._next < len(self.part.argv):
+            with self.log.open("ab") as output:
+                self.process = subprocess.Popen(
+                    self.part.argv[self._next],
+                    cwd=ROOT,
+                    stdin=subprocess.DEVNULL,
+                    stdout=output,
+                    stderr=output,
+                    process_group=0,
+                )
+            self._next += 1
+            return None
+        if status is None and time.monotonic() - self.began > MOST_SECONDS:
+            self.stop()
+            with self.log.open("a") as output:
+                output.write(f"\n{self.part.name}: ended after {MOST_SECONDS:.0f} s\n")
+            return 1
+        return status
+
+    def show(self) -> None:
+        """Print the line again if a minute has passed."""
+        if time.monotonic() - self.shown > SECONDS_BETWEEN_LINES:
+            self.shown = time.monotonic()
+            print(f"  {self.line()}", flush=True)
+
+    def stop(self) -> None:
+        """End the command and all that it started."""
+        if self.process and self.process.poll() is None:
+            with suppress(ProcessLookupError):
+                os.killpg(self.process.pid, signal.SIGTERM)
+            with suppress(subprocess.TimeoutExpired):
+                self.process.wait(10)
+            with suppress(ProcessLookupError):
+                os.killpg(self.process.pid, signal.SIGKILL)
+
+    def line(self) -> str:
+        """Return what is to be said of it: its time and its last words."""
+        text = self.log.read_text(errors="replace").strip().splitlines()
+        seconds = time.monotonic() - self.began
+        last = text[-1] if text else ""
+        return f"{self.part.name:<12}{seconds:6.0f} s  {last}"[:120].rstrip()
+
+
+def run(group: Sequence[Part]) -> Part | None:
+    """Run parts side by side; return one that failed, if any."""
+    running = [Running(each, LOGS / f"{each.name}.log") for each in group]
+    try:
+        while running:
+            for each in list(running):
+                status = each.poll()
+                if status is None:
+                    each.show()
+                    continue
+                running.remove(each)
+                if status != 0:
+                    sys.stderr.write(each.log.read_text(errors="replace"))
+                    return each.part
+                print(each.line(), flush=True)
+            time.sleep(0.05)
+    finally:
+        for each in running:
+            each.stop()
+    return None
+
+
+def main() -> int:
+    """Run the command line; 1 if a part failed."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("what", choices=("quick", "test", "prove"))
+    parser.add_argument("parts", nargs="*", help="run these parts only")
+    options = parser.parse_args()
+    groups = {"test": TEST, "prove": PROVE}.get(options.what) or quick()
+    names = [each.name for group in groups for each in group]
+    if unknown := set(options.parts) - set(names):
+        parser.error(f"no part {sorted(unknown)} in {', '.join(names)}")
+    shutil.rmtree(LOGS, ignore_errors=True)
+    LOGS.mkdir(parents=True)
+    print(f"{options.what}: {', '.join(options.parts or names)}; logs in build/checks")
+    began = time.monotonic()
+    for group in groups:
+        chosen = [each for each in group if each.name in (options.parts or names)]
+        if failed := run(chosen):
+            (LOGS / "failed").write_text(f"{failed.name}\n")
+            print(f"{options.what}: failed: {failed.name}", file=sys.stderr)
+            return 1
+    used = resource.getrusage(resource.RUSAGE_CHILDREN)
+    print(
+        f"{options.what}: all passed in {time.monotonic() - began:.0f} s, "
+        f"{used.ru_utime + used.ru_stime:.0f} s of processor time"
+    )
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,311 @@
+"""Streams of decorated functions: payloads in boxes, admission, session and end.
+
+What `lifecycle.managed`, `lifecycle.scrub`, `Gate.admits` and `SessionRegistry.track`
+share. Gates and registries are known here by what is called on them.
+"""
+
+# ruff: noqa: SLF001 - what ends a managed stream and its session is not public
+from __future__ import annotations
+
+import functools
+import inspect
+import sys
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable
+from dataclasses import dataclass
+from typing import Any, Generic, TypeVar
+from weakref import ref
+
+from ._payload import Payload, clear_traceback_frames
+from ._stream import Stream
+from ._thread_iterator import (
+    Held,
+    ThreadIterator,
+    asynchronous,
+    give_up,
+    is_generator_function,
+)
+from ._validation import check, check_amount, check_cost
+
+T = TypeVar("T")
+_First = Callable[[], Awaitable[T]]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, repr=False)
+class Options:
+    """Options of a decorated function; see `lifecycle.managed`."""
+
+    gate: Any = None
+    cost: int | Callable[..., int] = 0
+    slots: int = 1
+    sessions: Any = None
+    key: Callable[..., str] | None = None
+    scrub: tuple[str, ...] = ()
+
+
+def decorator(**options: Any) -> Any:
+    """Return a decorator for functions that stream; see `lifecycle.managed`."""
+    how = Options(**options)
+    _check_options(how)
+    givers = {"lease": how.gate, "session": how.sessions}
+    given = tuple(name for name, giver in givers.items() if giver is not None)
+
+    def decorate(function: Callable[..., Any]) -> Callable[..., Any]:
+        function = asynchronous(function)
+        streams = is_generator_function(function)
+        if not streams and not inspect.iscoroutinefunction(function):
+            what = f"{name_of(function)} is neither a generator function nor"
+            remedy = "a coroutine function that returns a stream; make it `async def`"
+            other = "or, if it returns a blocking iterator, decorate it with @in_thread"
+            raise TypeError(f"{what} {remedy}, {other}")
+        visible, bind = boxing(function, how.scrub, given)
+
+        def call(*args: Any, **kwargs: Any) -> Stream[Any]:
+            bound, held = bind(*args, **kwargs)
+            nbytes = how.cost(*args, **kwargs) if callable(how.cost) else how.cost
+            id_ = "" if how.key is None else how.key(*args, **kwargs)
+            return _ManagedStream(
+                _Call(how, function, streams, bound, held, nbytes, id_)
+            )
+
+        return wrapped(function, call, visible)
+
+    return decorate
+
+
+def _check_options(how: Options) -> None:
+    gate, sessions, key, cost = how.gate, how.sessions, how.key, how.cost
+    is_gate, is_registry = hasattr(gate, "admit"), hasattr(sessions, "open")
+    check(is_gate or gate is None, "managed takes a Gate", gate)
+    check(is_registry or sessions is None, "managed takes a SessionRegistry", sessions)
+    if (sessions is None) != (key is None):
+        raise TypeError("sessions and key go together")
+    check(callable(key) or key is None, "key must be a function of arguments", key)
+    if inspect.iscoroutinefunction(cost) or inspect.isasyncgenfunction(cost):
+        raise TypeError("cost is a plain function; to decorate, write @gate.admits()")
+    if gate is None and (cost != 0 or how.slots != 1):
+        raise TypeError("cost and slots are asked of a gate; name one by gate=")
+    check_cost(how.slots, check_amount("cost", 1 if callable(cost) else cost))
+
+
+def wrapped(function: Any, call: Any, visible: inspect.Signature) -> Callable[..., Any]:
+    """Return *call* with the name, documentation and *visible* signature."""
+
+    @functools.wraps(function)
+    def guarded(*args: Any, **kwargs: Any) -> Any:
+        outside = sys.exc_info()[1]
+        try:
+            return call(*args, **kwargs)
+        except BaseException as error:
+            del args, kwargs  # with these, an error that is kept keeps the payload
+            clear_traceback_frames(error, until=outside)
+            raise
+        finally:
+            del outside
+
+    guarded.__signature__ = visible  # type: ignore[attr-defined]
+    return guarded
+
+
+def name_of(function: object) -> str:
+    """Return how an error names *function*."""
+    return getattr(function, "__qualname__", type(function).__name__)
+
+
+def boxing(
+    function: Callable[..., Any], names: tuple[str, ...], given: tuple[str, ...] = ()
+) -> tuple[inspect.Signature, Callable[..., tuple[inspect.BoundArguments, Held]]]:
+    """Return what callers see, and what binds a call to it, with the boxes' clears.
+
+    Args:
+        function: The decorated function.
+        names: Parameters that are put into `Payload` boxes.
+        given: Parameters that callers do not see.
+    """
+    whole = inspect.signature(function)
+    seen = [p for p in whole.parameters.values() if p.name not in given]
+    visible = whole.replace(parameters=seen)
+    of_kind = {p.kind: p.name for p in seen}
+    rest = of_kind.get(inspect.Parameter.VAR_KEYWORD, "")
+    # What a caller leaves out travels in a box, too; most leave out `None`.
+    defaults = [p.default for p in seen if p.name in names]
+    fill = any(d is not None and d is not inspect.Parameter.empty for d in defaults)
+    collecting = (rest, of_kind.get(inspect.Parameter.VAR_POSITIONAL))
+    for name in names:
+        if name in collecting or not (rest or name in visible.parameters):
+            raise TypeError(f"{name_of(function)} has no parameter {name!r} to scrub")
+
+    def bind(*args: Any, **kwargs: Any) -> tuple[inspect.BoundArguments, Held]:
+        bound = visible.bind(*args, **kwargs)
+        if fill:
+            bound.apply_defaults()
+        arguments = bound.arguments
+        held: Held = [arguments.clear]
+        for values in (arguments, arguments.get(rest, {})):
+            for name in names:
+                value = values.get(name)
+                if value is not None:
+                    box = value if isinstance(value, Payload) else Payload(value)
+                    values[name] = box
+                    held.append(box.clear)
+        return inspect.BoundArguments(whole, arguments), held
+
+    return visible, bind
+
+
+class Scrubbed(Generic[T]):
+    """An async generator whose payload is in boxes; what `scrub` returns."""
+
+    # The interpreter fetches `__anext__` from the type as a descriptor, and the
+    # descriptor of a slot returns what is stored in the instance: from the
+    # second item on that is the generator's own method, without a frame between.
+    __slots__ = ("__anext__", "__weakref__", "_held", "_inner")
+
+    __anext__: _First[T]
+
+    def __init__(
+        self, inner: AsyncGenerator[T, None] | None, held: Held, first: _First[T]
+    ) -> None:
+        self._inner = inner
+        self._held = held
+        # A weak reference: a bound method in the slot would be a cycle, and would
+        # leave a generator that is never iterated to the collector.
+        me = None if inner is None else ref(self)
+        self.__anext__ = functools.partial(_first_item, me, held, first)
+
+    def __aiter__(self) -> AsyncIterator[T]:
+        return self
+
+    async def asend(self, value: Any) -> T:
+        """Resume the generator with *value* as the result of its ``yield``.
+
+        Cancellation:
+            Goes through to the generator.
+        """
+        return await self._resume("asend", value)
+
+    async def athrow(self, *error: Any) -> T:
+        """Raise *error* where the generator is suspended.
+
+        Cancellation:
+            Goes through to the generator.
+        """
+        return await self._resume("athrow", *error)
+
+    async def _resume(self, method: str, *args: Any) -> T:
+        resume = functools.partial(getattr(self._inner, method), *args)
+        self.__anext__ = getattr(self._inner, "__anext__")  # noqa: B009 - a slot
+        return await _first_item(None, self._held, resume)
+
+    async def aclose(self) -> None:
+        """Clear the boxes and close the generator.
+
+        Cancellation:
+            Goes through to the generator.
+        """
+        give_up(self._held)
+        if self._inner is not None:
+            await self._inner.aclose()
+
+    def __repr__(self) -> str:
+        return f"<Scrubbed {self._inner!r}>"
+
+
+async def _first_item(
+    owner: ref[Scrubbed[T]] | None, held: Held, first: _First[T]
+) -> T:
+    scrubbed = None if owner is None else owner()
+    if scrubbed is not None:
+        scrubbed.__anext__ = first
+    del scrubbed
+    outside = sys.exc_info()[1]  # what the caller is handling is the caller's
+    try:
+        return await first()
+    except BaseException as error:
+        clear_traceback_frames(error, until=outside)
+        raise
+    finally:
+        del outside
+        give_up(held)
+
+
+@dataclass(frozen=True, slots=True, repr=False)
+class _Call:
+    """One call of a decorated function, whose first item has not been asked for."""
+
+    how: Options
+    function: Callable[..., Any]
+    streams: bool  # whether it is an async generator function
+    bound: inspect.BoundArguments
+    held: Held
+    nbytes: int
+    id: str
+
+
+class _ManagedStream(Stream[T]):
+    """A stream that begins with admission and ends its session."""
+
+    _session: Any = None
+
+    def __init__(self, call: _Call) -> None:
+        # A weak reference, or the stream would refer to itself.
+        begin: Any = _ManagedStream.begin
+        # The call is given up with the first item: its function may close over payload.
+        me, calls = ref(self), [call]
+        super().__init__(Scrubbed(None, call.held, lambda: begin(me(), calls.pop())))
+
+    async def begin(self, call: _Call) -> Any:
+        """Open a session, admit a lease, run the function and return its first item."""
+        how, bound, session, lease = call.how, call.bound, None, None
+        if how.sessions is not None:
+            session = self._session = how.sessions.open(call.id)
+            session._stop_with(self)
+        if how.gate is not None:
+            admitted = await how.gate.admit(bytes=call.nbytes, slots=how.slots)
+            lease = admitted.__enter__()
+            call.held.append(functools.partial(lease.__exit__, None, None, None))
+        if session is not None:
+            session.lease = lease
+            session._check_open()
+        for name, value in (("lease", lease), ("session", session)):
+            if value is not None:
+                bound.arguments[name] = value
+        source = call.function(*bound.args, **bound.kwargs)
+        bound.arguments.clear()  # what the function lets go of is gone
+        if isinstance(source, ThreadIterator):
+            _hold_in_thread(source, call.held, lease)
+        if not call.streams:
+            source = await source
+            give_up(call.held)
+        self._source = source = _items(source, call.function)
+        if isinstance(source, Stream):  # its deadlines end the caller's block
+            source._join_block(self._scope, self._errors)
+        return await anext(source)
+
+    def _finish(self, error: BaseException | None) -> None:
+        super()._finish(error)
+        if self._session is not None:
+            # A deadline of the source comes as a cancellation of the block.
+            end = (*self._errors, error or GeneratorExit())[0]
+            self._session._close_after(end)
+
+    def _lose(self) -> bool:
+        if self._session is not None:
+            self._session._lose()
+        return self._session is not None
+
+
+def _hold_in_thread(source: ThreadIterator[Any], held: Held, lease: Any) -> None:
+    """Let the thread of *source* give up what is *held*: it cannot be interrupted."""
+    leave = [] if lease is None else [held.pop()]  # the block is this task's
+    if lease is not None:
+        lease.owned_by_start = True
+        held.append(lease.release)
+    source.hold(held)
+    held += leave
+
+
+def _items(source: Any, function: object) -> AsyncIterator[Any]:
+    if not hasattr(type(source), "__aiter__"):
+        what = f"{name_of(function)} returned {type(source).__name__}"
+        raise TypeError(f"{what}; return the stream, or make it yield")
+    return aiter(source)

@@ -1,0 +1,137 @@
+"""Checks of arguments and options: value, limit and remedy in the message."""
+
+from __future__ import annotations
+
+import math
+import operator
+import warnings
+from collections.abc import Collection
+from numbers import Real
+from types import UnionType
+from typing import Any
+
+
+def check_amount(name: str, value: object) -> int:
+    """Return *value* if it is a whole number of 0 or more.
+
+    Raises:
+        ValueError: It is not. Fractions and NaN are refused because sums of them
+            do not return to zero.
+    """
+    try:
+        number = operator.index(value)  # type: ignore[arg-type]
+    except TypeError:
+        kind = type(value).__name__
+        raise ValueError(f"{name} must be a whole number, not {kind}") from None
+    if number < 0:
+        raise ValueError(f"{name} must be 0 or more, not {number}")
+    return number
+
+
+def check_capacity(name: str, value: object) -> float:
+    """Return *value* as a capacity: a whole number, or infinity for ``None``."""
+    return math.inf if value is None else check_amount(name, value)
+
+
+def check_cost(slots: object, nbytes: object) -> tuple[int, int]:
+    """Return a request's cost. A zero cost is almost always a mistake: refused."""
+    cost = check_amount("slots", slots), check_amount("bytes", nbytes)
+    if cost == (0, 0):
+        raise ValueError("a request must cost at least one slot or one byte")
+    return cost
+
+
+def check_deadline(name: str, value: float, or_none: str = "") -> float:
+    """Return *value*, which may be added to a clock's time: any number but NaN."""
+    requirement = f"{name} must be a number of seconds{or_none}, not"
+    try:
+        if not math.isnan(value):
+            return value if isinstance(value, int) else float(value)
+    except TypeError:
+        raise TypeError(f"{requirement} {type(value).__name__}") from None
+    raise ValueError(f"{requirement} NaN")
+
+
+def check_deadline_or_none(name: str, value: float | None) -> float | None:
+    """Return *value* if it is a number of seconds or ``None``."""
+    return None if value is None else check_deadline(name, value, " or None")
+
+
+def check(met: bool, requirement: str, given: object) -> None:  # noqa: FBT001
+    """Raise `TypeError` unless *met*: the *requirement*, and the type of *given*."""
+    if not met:
+        raise TypeError(f"{requirement}, not {type(given).__name__}")
+
+
+def check_type(
+    types: type | UnionType | tuple[type, ...], requirement: str, given: object
+) -> None:
+    """Raise `TypeError` unless *given* is of one of *types*."""
+    check(isinstance(given, types), requirement, given)
+
+
+def check_callable(**options: object) -> None:
+    """Raise `TypeError` unless each option can be called."""
+    for name, value in options.items():
+        check(callable(value), f"{name} must be callable", value)
+
+
+def check_bool(**options: object) -> None:
+    """Raise `TypeError` for anything but True and False, such as the text ``"no"``."""
+    for name, value in options.items():
+        check(isinstance(value, bool), f"{name} must be True or False", value)
+
+
+def check_int(minimum: int = 0, /, **options: object) -> None:
+    """Raise unless each option is a whole number of at least *minimum*.
+
+    Raises:
+        TypeError: One is no whole number; a bool is none.
+        ValueError: One is less than *minimum*.
+    """
+    for name, value in options.items():
+        if isinstance(value, bool) or not hasattr(value, "__index__"):
+            kind = type(value).__name__
+            raise TypeError(f"{name} must be a whole number, not {kind}")
+        if value.__index__() < minimum:
+            raise ValueError(f"{name} must be {minimum} or more, not {value}")
+
+
+def check_seconds(**options: object) -> None:
+    """Raise unless each option is a number of 0 or more; infinity is one.
+
+    Raises:
+        TypeError: One is no number; a bool is none.
+        ValueError: One is negative or NaN.
+    """
+    for name, value in options.items():
+        if isinstance(value, bool) or not isinstance(value, Real):
+            kind = type(value).__name__
+            raise TypeError(f"{name} must be a number of seconds, not {kind}")
+        if not float(value) >= 0:
+            raise ValueError(f"{name} must be 0 seconds or more, not {value}")
+
+
+def check_choice(choices: Collection[object], /, **options: object) -> None:
+    """Raise unless each option is one of *choices*.
+
+    Raises:
+        ValueError: One is not.
+    """
+    for name, value in options.items():
+        if value not in choices:
+            listed = ", ".join(map(str, choices))
+            raise ValueError(f"{name} must be one of {listed}, not {value!r}")
+
+
+class NoCopy:
+    """Base class for objects with identity: copying and pickling raise TypeError."""
+
+    __slots__ = ()
+
+    def __reduce__(self) -> str | tuple[Any, ...]:
+        kind = type(self).__name__
+        raise TypeError(f"a {kind} cannot be pickled or copied; pass it on as it is")
+
+    def _warn(self, message: str) -> None:
+        warnings.warn(message, ResourceWarning, stacklevel=3, source=self)

@@ -1,0 +1,51 @@
+"""Building blocks for adapters: engine clients, transports and middleware.
+
+Semi-public, as ``anyio.lowlevel`` is: stable for adapters, not needed by
+applications.
+
+- Waiting and waking: `Waiter`, `new_waiter`, `LoopWaiter`, `ThreadsafeEvent`,
+  `threadsafe_call`, `event_loop_clock`.
+- Errors without their text or payload: `describe_error`, `clear_traceback_frames`.
+- Argument checks: `check_type`, `check_bool`, `check_callable`, `check_int`,
+  `check_seconds`, `check_choice`.
+- Backpressure: `DrainRate`.
+"""
+
+from __future__ import annotations
+
+from ._eventloop import (
+    LoopWaiter,
+    ThreadsafeEvent,
+    Waiter,
+    event_loop_clock,
+    new_waiter,
+    threadsafe_call,
+)
+from ._payload import clear_traceback_frames, describe_error
+from ._queues import DrainRate
+from ._validation import (
+    check_bool,
+    check_callable,
+    check_choice,
+    check_int,
+    check_seconds,
+    check_type,
+)
+
+__all__ = (
+    "DrainRate",
+    "LoopWaiter",
+    "ThreadsafeEvent",
+    "Waiter",
+    "check_bool",
+    "check_callable",
+    "check_choice",
+    "check_int",
+    "check_seconds",
+    "check_type",
+    "clear_traceback_frames",
+    "describe_error",
+    "event_loop_clock",
+    "new_waiter",
+    "threadsafe_call",
+)

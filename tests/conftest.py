@@ -1,0 +1,53 @@
+"""What all tests share: a heap that is small to walk, whatever was imported."""
+
+from __future__ import annotations
+
+import gc
+import os
+import shutil
+import sys
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+sys.path.insert(0, str(Path(__file__).parent / "kit"))
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Give Ray a folder of this process: in its own it would find another's cluster."""
+    folder = tempfile.mkdtemp(
+        prefix="ray-", dir="/tmp"
+    )  # its sockets need a short path
+    config.add_cleanup(lambda: shutil.rmtree(folder, ignore_errors=True))
+    (Path(folder) / "ray").mkdir()
+    os.environ["RAY_TMPDIR"] = folder
+
+
+def pytest_collection_finish(session: pytest.Session) -> None:
+    """Hide from the collector what imports and the collection itself have made.
+
+    Hundreds of tests collect or walk the heap; of its objects most are pytest's own.
+    """
+    gc.collect()
+    gc.freeze()
+
+
+@pytest.fixture
+def whole_heap() -> Iterator[None]:
+    """Show modules and classes to the collector again, for tests that look for them."""
+    gc.unfreeze()
+    try:
+        yield
+    finally:
+        gc.collect()
+        gc.freeze()
+
+
+@pytest.hookimpl(wrapper=True, tryfirst=True)
+def pytest_runtest_teardown(item: pytest.Item) -> Iterator[None]:
+    """Collect after each test of the core: what it left is not blamed on another one."""
+    yield
+    if {"core", "sim", "others"} & set(item.path.parts):
+        gc.collect()

@@ -1,0 +1,107 @@
+"""Each mistake of mutants.toml is caught by the test that is named there."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+import tomllib
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Final
+
+import pytest
+
+import lifecycle
+
+HERE: Final = Path(__file__).parent
+PACKAGE: Final = Path(lifecycle.__file__).parent
+# A mutant may hang where the code does not.
+_HANGS: Final = 600.0
+
+
+@dataclass(frozen=True, slots=True)
+class Mutant:
+    """A mistake in the core.
+
+    Attributes:
+        name: What goes wrong.
+        file: The module that it is in.
+        old: What the module says.
+        new: What the mutant says instead.
+        test: The test that catches it.
+    """
+
+    name: str
+    file: str
+    old: str
+    new: str
+    test: str
+
+    def plant(self, root: Path) -> None:
+        """Copy the package to *root*, with the mistake in it."""
+        copy = root / PACKAGE.name
+        shutil.copytree(PACKAGE, copy, ignore=shutil.ignore_patterns("__pycache__"))
+        module = copy / self.file
+        text = module.read_text()
+        assert text.count(self.old) == 1, f"{self.name} fits {text.count(self.old)} x"
+        module.write_text(text.replace(self.old, self.new))
+
+    def caught_in(self, root: Path) -> str:
+        """Return what caught it in the copy under *root*; empty if it lives."""
+        argv = [
+            sys.executable,
+            "-m",
+            "pytest",
+            "-q",
+            "-x",
+            "-p",
+            "no:cacheprovider",
+            "--timeout=60",
+        ]
+        argv += [str(HERE / "test_regressions.py"), "-k", f"test_{self.test}"]
+        environment = {**os.environ, "PYTHONPATH": str(root)}
+        try:
+            done = subprocess.run(
+                argv,
+                env=environment,
+                cwd=HERE.parents[1],
+                capture_output=True,
+                text=True,
+                timeout=_HANGS,
+                check=False,
+            )
+        except subprocess.TimeoutExpired:
+            return "it hung"
+        assert done.returncode in (0, 1), done.stdout[-2000:] + done.stderr[-2000:]
+        failed = [it for it in done.stdout.splitlines() if it.startswith("FAILED")]
+        return failed[0] if done.returncode else ""
+
+
+MUTANTS: Final = [
+    Mutant(**each)
+    for each in tomllib.loads((HERE / "mutants.toml").read_text())["mutant"]
+]
+
+
+@pytest.mark.parametrize("mutant", MUTANTS, ids=lambda mutant: mutant.name)
+def test_fits_the_code(mutant: Mutant, tmp_path: Path) -> None:
+    """A planted mistake replaces a text that the module has exactly once."""
+    mutant.plant(tmp_path)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("mutant", MUTANTS, ids=lambda mutant: mutant.name)
+def test_catches_mutant(mutant: Mutant, tmp_path: Path) -> None:
+    """A planted mistake fails the test that is named for it."""
+    mutant.plant(tmp_path)
+    assert mutant.caught_in(tmp_path), f"{mutant.name} lives"
+
+
+@pytest.mark.slow
+def test_passes_without_a_mutant(tmp_path: Path) -> None:
+    """The same tests pass in an unchanged copy."""
+    nothing = Mutant("nothing", "_gate.py", "class Lease(", "class Lease(", "")
+    nothing.plant(tmp_path)
+    assert not nothing.caught_in(tmp_path)

@@ -1,0 +1,235 @@
+"""The test suites of web frameworks, with and without `LifecycleMiddleware`.
+
+    python tests/lifecycle_asgi/suites.py              all of them
+    python tests/lifecycle_asgi/suites.py starlette    one of them
+    python tests/lifecycle_asgi/suites.py quart --source quart=PATH
+
+A test that passes without the middleware passes with it, or this fails. The source of
+a framework comes from PyPI, in the version that is installed; what its tests need and
+is not installed goes into `build/suites`. Without a network, a suite is reported as
+skipped, and the last line says so.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib.metadata
+import json
+import os
+import subprocess
+import sys
+import tarfile
+from collections import Counter
+from dataclasses import dataclass
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[2]
+BUILD = ROOT / "build" / "suites"
+SITE = BUILD / "site"
+PLUGIN = Path(__file__).resolve().parent
+PIP = (sys.executable, "-m", "pip", "--disable-pip-version-check", "--quiet")
+LIMIT_SECONDS = 3600
+
+
+@dataclass(frozen=True)
+class Suite:
+    """The tests of one framework.
+
+    Attributes:
+        name: On PyPI.
+        paths: Of the tests, in its source.
+        needs: What the tests import beside what is installed here.
+        options: Of pytest.
+    """
+
+    name: str
+    paths: tuple[str, ...] = ("tests",)
+    needs: tuple[str, ...] = ()
+    options: tuple[str, ...] = ("-p", "no:asyncio")
+
+
+SUITES = (
+    Suite("starlette", needs=("python-multipart", "itsdangerous")),
+    Suite(
+        "fastapi",
+        needs=(
+            *("dirty-equals", "inline-snapshot", "executing", "asttokens", "a2wsgi"),
+            *("python-multipart", "itsdangerous", "orjson", "sqlmodel", "sqlalchemy"),
+            *("pwdlib", "pyjwt", "passlib", "pydantic-settings", "email-validator"),
+            *("dnspython", "python-slugify", "text-unidecode", "ujson", "flask"),
+        ),
+        options=("-p", "no:asyncio", "--ignore=tests/test_tutorial/test_graphql"),
+    ),
+    Suite("quart", options=("-o", "asyncio_mode=auto"), needs=("python-dotenv",)),
+    Suite(
+        "litestar",
+        paths=("tests/e2e", "tests/unit/test_response", "tests/unit/test_asgi"),
+        options=("-o", "asyncio_mode=auto"),
+        needs=(
+            *("pytest-lazy-fixtures", "polyfactory", "faker", "redis", "valkey"),
+            *("pytest-mock", "time-machine", "fsspec", "httpx-sse"),
+        ),
+    ),
+    Suite(
+        "django",
+        paths=("asgi", "handlers", "async"),
+        options=("-p", "no:asyncio", "-c", os.devnull, "-o", "python_files=test*.py"),
+    ),
+)
+
+
+class Unavailable(Exception):
+    """The source of a suite cannot be had."""
+
+
+def fetch(suite: Suite) -> Path:
+    """Return the unpacked source of the installed version.
+
+    Raises:
+        Unavailable: Not installed, no network, or a source without tests.
+    """
+    try:
+        version = importlib.metadata.version(suite.name)
+    except importlib.metadata.PackageNotFoundError:
+        raise Unavailable("not installed") from None
+    folder = BUILD / f"{suite.name}-{version}"
+    if not folder.is_dir():
+        BUILD.mkdir(parents=True, exist_ok=True)
+        options = ("--no-deps", "--no-binary", suite.name, "--dest", str(BUILD))
+        pin = f"{suite.name}=={version}"
+        done = run([*PIP, "download", *options, pin], timeout=300)
+        found = sorted(BUILD.glob(f"{suite.name}-{version}.tar.gz"))
+        if done.returncode or not found:
+            raise Unavailable("PyPI cannot be reached")
+        with tarfile.open(found[0]) as archive:
+            archive.extractall(BUILD, filter="data")
+    if not (folder / "tests").is_dir():
+        raise Unavailable("the source on PyPI has no tests; use --source")
+    return folder
+
+
+def run(
+    command: list[str], *, timeout: float, **options: object
+) -> subprocess.CompletedProcess[str]:
+    """Run *command*; a failure is the caller's to read."""
+    return subprocess.run(
+        command,
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=timeout,
+        **options,  # type: ignore[call-overload]
+    )
+
+
+def install(suite: Suite) -> None:
+    """Install what the tests need, apart from the environment of this checkout.
+
+    Tests that miss something fail in the same way with and without the middleware.
+    """
+    for package in suite.needs:
+        options = ("--no-deps", "--target", str(SITE), "--upgrade")
+        if not (SITE / f".{package}").exists():
+            done = run([*PIP, "install", *options, package], timeout=300)
+            if done.returncode == 0:
+                (SITE / f".{package}").touch()
+
+
+def outcomes(suite: Suite, folder: Path, wrap: str, *only: str) -> dict[str, str]:
+    """Run a suite, and return the outcome of each test by its id.
+
+    Args:
+        suite: What to run.
+        folder: Its source.
+        wrap: Empty, or the `read_ahead` of the middleware.
+        only: Run these tests only.
+    """
+    report = BUILD / f"{suite.name}-{wrap or 'without'}.json"
+    report.unlink(missing_ok=True)
+    where = folder / "tests" if suite.name == "django" else folder
+    # The source first: Django's tests are run by a program of their own otherwise.
+    path = [str(PLUGIN), str(folder), str(where), str(SITE)]
+    settings = {
+        "SUITE_WRAP": wrap,
+        "SUITE_REPORT": str(report),
+        "PYTHONPATH": os.pathsep.join(path),
+        "OMP_NUM_THREADS": "1",
+    }
+    quiet = ("-q", "--no-header", "--tb=short", "-o", "filterwarnings=")
+    plugins = ("-p", "suites_plugin", "-p", "no:cacheprovider", "-p", "no:randomly")
+    # Ids are the same for all tests and for some only with a root.
+    command = [sys.executable, "-m", "pytest", *quiet, *plugins, *suite.options]
+    command.append(f"--rootdir={where}")
+    done = run(
+        [*command, "--continue-on-collection-errors", *(only or suite.paths)],
+        timeout=LIMIT_SECONDS,
+        cwd=where,
+        env={**os.environ, **settings},
+    )
+    log = done.stdout[-1_000_000:] + done.stderr[-100_000:]
+    report.with_suffix(".log").write_text(log)
+    if not report.exists() and not wrap:
+        raise Unavailable(f"its tests do not start; see {report.stem}.log")
+    if not report.exists():
+        sys.exit(f"{suite.name}: no report; see {report.with_suffix('.log')}\n{log}")
+    found: dict[str, str] = json.loads(report.read_text())
+    return found
+
+
+def compare(suite: Suite, folder: Path) -> tuple[str, bool]:
+    """Return a line of the table, and whether both runs agree."""
+    install(suite)
+    without = outcomes(suite, folder, "")
+    if not without:
+        raise Unavailable("no test was collected")
+    wrapped = outcomes(suite, folder, "65536")
+    differ = [each for each in without if wrapped.get(each) != without[each]]
+    strict: list[str] = []
+    if differ:  # a limit on bodies inside the application needs read_ahead=0
+        again = outcomes(suite, folder, "0", *differ)
+        strict = [each for each in differ if again.get(each) == without[each]]
+        differ = [each for each in differ if each not in strict]
+    counts = Counter(without.values())
+    version = folder.name.rpartition("-")[2]
+    line = (
+        f"| {suite.name} {version} | {len(without)} | {counts['passed']} "
+        f"| {len(differ)} | {len(strict)} |"
+    )
+    for name in differ:
+        print(f"{name}: {without[name]}, wrapped {wrapped.get(name)}")
+    for name in strict:
+        print(f"{name}: the same with read_ahead=0 only")
+    return line, not differ
+
+
+def main() -> int:
+    """Run the command line; 1 if a suite gives another result."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("names", nargs="*", help="suites, instead of all")
+    parser.add_argument("--source", action="append", default=[], help="NAME=PATH")
+    options = parser.parse_args()
+    sources = dict(each.split("=", 1) for each in options.source)
+    if unknown := set(options.names) - {each.name for each in SUITES}:
+        parser.error(f"no suite {sorted(unknown)}")
+    rows, skipped, agree = [], [], True
+    for suite in SUITES:
+        if options.names and suite.name not in options.names:
+            continue
+        try:
+            given = sources.get(suite.name)
+            folder = Path(given).resolve() if given else fetch(suite)
+            row, same = compare(suite, folder)
+        except Unavailable as reason:
+            skipped.append(f"{suite.name} ({reason})")
+            continue
+        rows.append(row)
+        agree = agree and same
+    print("| suite | tests | pass without | differ with | only with read_ahead=0 |")
+    print("| --- | ---: | ---: | ---: | ---: |")
+    print("\n".join(rows))
+    print(f"compared {len(rows)}, SKIPPED: {', '.join(skipped) or 'none'}")
+    return 0 if agree else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,189 @@
+"""Refusals of Admission reach clients that are still sending their bodies."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import AsyncIterator
+from typing import Any
+
+import anyio
+import pytest
+import trio.testing
+from asgi_kit import ScriptedServer, http_scope, serving
+
+from lifecycle_asgi import Admission
+
+Streams = tuple[asyncio.StreamReader, asyncio.StreamWriter]
+PART = b"x" * 65536
+PARTS = 40
+OK = {"type": "http.response.start", "status": 200}
+OK["headers"] = [(b"content-length", b"2")]
+REFUSALS: dict[int, dict[str, Any]] = {
+    401: {"api_keys": ("k",)},
+    408: {"body_timeout": 0.05},
+    413: {"max_body": len(PART) * PARTS - 1},
+    503: {"bytes": 64 * 2**20, "max_waiting": 0, "slow_after": 60.0},
+}
+
+
+async def read_body(scope: Any, receive: Any, send: Any) -> None:
+    """An application that reads its body, and says 200."""
+    while (await receive()).get("more_body"):
+        pass
+    await send(OK)
+    await send({"type": "http.response.body", "body": b"ok"})
+
+
+def head(size: int, *more: bytes) -> bytes:
+    """The head of a request that declares *size*."""
+    lines = [b"POST /v1/x HTTP/1.1", b"host: here", b"content-length: %d" % size]
+    return b"\r\n".join([*lines, *more, b"", b""])
+
+
+async def read_answer(reader: asyncio.StreamReader) -> tuple[int, bytes]:
+    """The status and the content of one response."""
+    start = (await reader.readuntil(b"\r\n\r\n")).lower()
+    length = int(start.partition(b"content-length:")[2].split()[0])
+    return int(start.split()[1]), await reader.readexactly(length)
+
+
+@contextlib.asynccontextmanager
+async def connected(port: int) -> AsyncIterator[Streams]:
+    """A connection, closed without a wait."""
+    reader, writer = await asyncio.open_connection("127.0.0.1", port)
+    try:
+        yield reader, writer
+    finally:
+        writer.transport.abort()
+        await asyncio.sleep(0)
+
+
+async def take_bytes(admission: Admission, writer: asyncio.StreamWriter) -> None:
+    """Hold most of the bytes for bodies, and send nothing."""
+    writer.write(head(len(PART) * PARTS))
+    while not admission.statistics()["bodies"].bytes_in_use:
+        await asyncio.sleep(0)
+
+
+@pytest.mark.asyncio
+@pytest.mark.parametrize("http", ["h11", "httptools"])
+@pytest.mark.parametrize("status", REFUSALS)
+async def test_answers_client_that_sends_before_it_reads(
+    status: int, http: str
+) -> None:
+    """With ``connection: close`` the connection is closed, and not reset."""
+    admission = Admission(read_body, environment={}, **REFUSALS[status])
+    async with asyncio.timeout(120), serving(admission, http=http) as port:
+        async with connected(port) as (_, first), connected(port) as (reader, writer):
+            if status == 503:
+                await take_bytes(admission, first)
+            writer.write(head(len(PART) * PARTS, b"connection: close"))
+            # It has arrived; behind a reset, most clients would not get to read it.
+            assert (await read_answer(reader))[0] == status
+            for _ in range(PARTS):
+                writer.write(PART)
+                await writer.drain()
+            assert await reader.read() == b""
+
+
+@pytest.mark.asyncio
+@pytest.mark.parametrize("http", ["h11", "httptools"])
+@pytest.mark.parametrize("size", [0, 1, PARTS])
+async def test_serves_next_request_after_a_refusal(size: int, http: str) -> None:
+    """A refused body is read to its end, and the connection is used again."""
+    admission = Admission(read_body, environment={}, api_keys=("k",))
+    body = PART * size or b"{}"
+    async with asyncio.timeout(120), serving(admission, http=http) as port:
+        async with connected(port) as (reader, writer):
+            for _ in range(2):
+                writer.write(head(len(body)) + body)
+                assert (await read_answer(reader))[0] == 401
+                writer.write(head(len(body), b"authorization: bearer k") + body)
+                assert await read_answer(reader) == (200, b"ok")
+
+
+@pytest.mark.asyncio
+@pytest.mark.parametrize("http", ["h11", "httptools"])
+async def test_waits_for_no_body_that_the_client_holds_back(http: str) -> None:
+    """A client that waits for 100 sends no body after a refusal."""
+    admission = Admission(read_body, environment={}, api_keys=("k",))
+    lines = [b"expect: 100-continue", b"connection: close"]
+    async with asyncio.timeout(120), serving(admission, http=http) as port:
+        async with connected(port) as (reader, writer):
+            writer.write(head(1000, *lines))
+            assert (await read_answer(reader))[0] == 401
+            assert await reader.read() == b""
+
+
+class Endless(ScriptedServer):
+    """A client whose body has no end, with a part every *seconds*."""
+
+    def __init__(self, seconds: float) -> None:
+        super().__init__()
+        self.seconds = seconds
+        self.read = 0
+
+    async def receive(self) -> dict[str, Any]:
+        """The next part."""
+        await anyio.sleep(self.seconds)
+        self.read += len(PART)
+        return {"type": "http.request", "body": PART, "more_body": True}
+
+
+def refuse(server: ScriptedServer, *more: Any, **options: Any) -> float:
+    """Refuse one request, and return the seconds of virtual time that it took."""
+    admission = Admission(read_body, environment={}, **options)
+    scope = http_scope("/v1/x", **dict(more))
+
+    async def ask() -> float:
+        await admission(scope, server.receive, server.send)
+        return anyio.current_time()
+
+    clock = trio.testing.MockClock(autojump_threshold=0)
+    started = clock.current_time()
+    ended = anyio.run(ask, backend="trio", backend_options={"clock": clock})
+    return ended - started
+
+
+@pytest.mark.parametrize("seconds", [0.001, 1.0, 1000.0])
+def test_stops_dropping_after_seconds_or_bytes(seconds: float) -> None:
+    """A body without end is dropped for five seconds, and eight MiB at most."""
+    server = Endless(seconds)
+    assert refuse(server, api_keys=("k",)) <= 5.1
+    assert server.status == 401
+    assert server.read <= 8 * 2**20 + len(PART)
+    assert not server.sent[-1].get("more_body")
+
+
+def test_drops_up_to_the_limit_of_a_body_that_it_might_accept() -> None:
+    """What is refused as the bytes are taken is dropped up to ``max_body``."""
+    server = Endless(0.001)
+    options = {"bytes": 16 * 2**20, "max_body": 2**26, "max_wait": 0.01}
+    refuse(server, **options)
+    assert server.status == 503
+    assert 2**26 < server.read <= 2**26 + 2**22
+
+
+def test_stops_dropping_when_the_client_leaves() -> None:
+    """A disconnect ends the request at once."""
+    server = ScriptedServer()
+    server.messages = []
+    server.on_send = lambda _: server.gone.set()
+    assert refuse(server, api_keys=("k",)) < 1
+    assert server.status == 401
+
+
+def test_waits_for_no_body_that_was_not_asked_for() -> None:
+    """A client that expects 100 is not sent it, and so sends no body."""
+    server = Endless(1000.0)
+    headers = [(b"expect", b"100-Continue")]
+    assert refuse(server, ("headers", headers), api_keys=("k",)) < 1
+    assert server.read == 0
+
+
+def test_ends_a_stream_of_http2_at_once() -> None:
+    """There the end of the response is what the client waits for."""
+    server = Endless(1000.0)
+    assert refuse(server, ("http_version", "2"), api_keys=("k",)) < 1
+    assert server.read == 0

@@ -1,0 +1,235 @@
+"""Blocking generators, and sessions in generators, of clients that hang up for real."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import gc
+import logging
+import threading
+import weakref
+from collections.abc import AsyncIterator, Callable, Iterator
+from typing import Any
+
+import pytest
+from asgi_kit import ScriptedServer, http_scope, serving
+from fastapi import FastAPI, Request
+from starlette.responses import StreamingResponse
+
+from lifecycle import Gate, SessionRegistry, in_thread, managed, scrub
+from lifecycle_asgi import LifecycleMiddleware, RequestScope, request_of
+
+pytestmark = pytest.mark.asyncio
+CLIENTS = 16
+PATIENCE = 120
+
+
+@pytest.fixture
+def no_collector() -> Iterator[None]:
+    """Reference counts alone must do; the collector comes too late."""
+    gc.collect()
+    gc.disable()
+    yield
+    gc.enable()
+
+
+class Picture:
+    """A decoded picture: large, and watched by a weak reference."""
+
+    def __init__(self) -> None:
+        self.pixels = bytearray(1_000_000)
+
+
+class Watch:
+    """Counts pictures and generators that live, and where generators were closed."""
+
+    def __init__(self) -> None:
+        self.pictures: weakref.WeakSet[Picture] = weakref.WeakSet()
+        self.made = 0
+        self.generators = 0
+        self.closed_in: set[int] = set()
+
+    def picture(self) -> Picture:
+        """Decode a picture."""
+        self.pictures.add(picture := Picture())
+        self.made += 1
+        return picture
+
+    def events(self, picture: Any) -> Iterator[bytes]:
+        """Stream events without end, and hold the picture all the while."""
+        pixels = picture if isinstance(picture, Picture) else picture.take()
+        self.generators += 1
+        try:
+            while True:
+                yield b"event\n" if pixels.pixels else b""
+        finally:
+            self.generators -= 1
+            self.closed_in.add(threading.get_ident())
+
+
+async def hang_up(port: int) -> None:
+    """Read three events and leave."""
+    reader, writer = await asyncio.open_connection("127.0.0.1", port)
+    writer.write(b"GET / HTTP/1.1\r\nhost: here\r\n\r\n")
+    await reader.readuntil(b"\r\n\r\n")
+    events = 0
+    while events < 3:
+        events += await reader.readline() == b"event\n"
+    writer.transport.abort()
+
+
+async def until(ready: Callable[[], bool]) -> None:
+    """Let the loop run until *ready*."""
+    async with asyncio.timeout(PATIENCE):
+        while not ready():
+            await asyncio.sleep(0.001)
+
+
+def body_begun(request: Request, watch: Watch) -> Any:
+    """The generator as it is, its first item awaited."""
+    return request_of(request.scope).begin(watch.events(watch.picture()))
+
+
+async def body_owned(request: Request, watch: Watch) -> Any:
+    """The generator as it is."""
+    return request_of(request.scope).own(watch.events(watch.picture()))
+
+
+async def body_in_thread(request: Request, watch: Watch) -> Any:
+    """Owned by nothing."""
+    return in_thread(watch.events)(watch.picture())
+
+
+async def body_managed(request: Request, watch: Watch) -> Any:
+    """Admitted by a gate, scrubbed, and owned."""
+    stream = managed(gate=Gate(slots=1), scrub="picture")(watch.events)
+    return await request_of(request.scope).begin(stream(watch.picture()))
+
+
+async def body_scrubbed(request: Request, watch: Watch) -> Any:
+    """Scrubbed, and owned by nothing."""
+    return scrub("picture")(watch.events)(watch.picture())
+
+
+BODIES = {
+    "begun": body_begun,
+    "owned": body_owned,
+    "in_thread": body_in_thread,
+    "managed": body_managed,
+    "scrubbed": body_scrubbed,
+}
+
+
+@pytest.mark.usefixtures("no_collector")
+@pytest.mark.parametrize("body", BODIES.values(), ids=BODIES)
+async def test_leaves_nothing_of_blocking_generators_after_their_clients_hang_up(
+    body: Any,
+) -> None:
+    """Of 16 clients that leave after three events, no generator or picture is left."""
+    watch, app = Watch(), FastAPI()
+
+    @app.get("/")
+    async def events(request: Request) -> Any:
+        return StreamingResponse(await body(request, watch))
+
+    app.add_middleware(LifecycleMiddleware)
+    async with asyncio.timeout(PATIENCE), serving(app) as port:
+        await asyncio.gather(*[hang_up(port) for _ in range(CLIENTS)])
+        await until(lambda: not watch.generators and not watch.pictures)
+    assert watch.made == CLIENTS
+    assert len(watch.closed_in) >= 1
+    assert threading.get_ident() not in watch.closed_in
+
+
+@pytest.mark.usefixtures("no_collector")
+async def test_leaves_nothing_without_the_middleware() -> None:
+    """Under Starlette alone a disconnect closes the generators, too."""
+    watch, app = Watch(), FastAPI()
+
+    @app.get("/")
+    async def events() -> Any:
+        return StreamingResponse(in_thread(watch.events)(watch.picture()))
+
+    async with asyncio.timeout(PATIENCE), serving(app) as port:
+        await asyncio.gather(*[hang_up(port) for _ in range(CLIENTS)])
+        await until(lambda: not watch.generators and not watch.pictures)
+    assert threading.get_ident() not in watch.closed_in
+
+
+async def test_owns_what_is_already_asynchronous_as_it_is() -> None:
+    """Only blocking iterators get a thread; one that never began is just dropped."""
+    request = RequestScope()
+    watch = Watch()
+    source = in_thread(watch.events)(watch.picture())
+    assert request.own(source) is source
+    request.own(watch.events(watch.picture()))
+    await request.close(1.0)
+    assert watch.generators == 0
+    assert not watch.pictures
+
+
+@pytest.mark.parametrize("waits", [True, False], ids=["waits", "never-waits"])
+@pytest.mark.usefixtures("no_collector")
+async def test_ends_sessions_of_generators_after_their_clients_hang_up(
+    waits: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A block around the items of a response leaves no session and no error behind."""
+    sessions, app, ids = SessionRegistry(), FastAPI(), iter(range(CLIENTS))
+
+    @app.get("/")
+    async def events(request: Request) -> Any:
+        async def body(name: str) -> AsyncIterator[bytes]:
+            with sessions.open(name) as session:
+                request_of(request.scope).attach(session)
+                while True:
+                    yield b"event\n"
+                    if waits:
+                        await asyncio.sleep(0)
+
+        return StreamingResponse(body(str(next(ids))))
+
+    app.add_middleware(LifecycleMiddleware)
+    with caplog.at_level(logging.ERROR):
+        async with asyncio.timeout(PATIENCE), sessions, serving(app) as port:
+            await asyncio.gather(*[hang_up(port) for _ in range(CLIENTS)])
+            await until(lambda: not sessions.live())
+            outcomes = sessions.statistics().outcomes
+    assert outcomes["client_gone"] == CLIENTS
+    assert caplog.records == []
+
+
+async def test_ends_the_session_of_a_generator_that_is_read_to_its_end() -> None:
+    """A response that ends by itself completes its session."""
+    server = ScriptedServer()
+
+    async def app(scope: Any, receive: Any, send: Any) -> None:
+        async def body() -> AsyncIterator[bytes]:
+            with sessions.open("a"):
+                yield b"one"
+                yield b"two"
+
+        await StreamingResponse(body())(scope, receive, send)
+
+    async with SessionRegistry() as sessions:
+        await LifecycleMiddleware(app)(http_scope(), server.receive, server.send)
+        assert sessions.statistics().outcomes["completed"] == 1
+    assert server.body == b"onetwo"
+
+
+async def test_keeps_a_session_with_items_from_several_tasks() -> None:
+    """A keep-alive that awaits each item in a new task does not end the session."""
+    async with SessionRegistry() as sessions:
+
+        async def body() -> AsyncIterator[int]:
+            with sessions.open("a"):
+                yield 1
+                yield 2
+
+        source = body()
+        for expected in (1, 2):
+            assert await asyncio.create_task(anext(source)) == expected
+            await asyncio.sleep(0)
+            assert len(sessions.live()) == 1
+        with contextlib.suppress(StopAsyncIteration):
+            await asyncio.create_task(anext(source))
+        assert sessions.statistics().outcomes["completed"] == 1

@@ -1,0 +1,347 @@
+"""`install` and `ManagedResponse`, with Starlette and FastAPI, and the client for tests."""
+
+from __future__ import annotations
+
+import difflib
+import importlib.util
+import io
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import anyio
+import pytest
+from starlette.applications import Starlette
+from starlette.background import BackgroundTask
+from starlette.requests import Request
+from starlette.responses import StreamingResponse
+from starlette.routing import Route
+
+from lifecycle import Gate, GateFull, managed
+from lifecycle_asgi import LifecycleMiddleware, refusal_response, request_of
+from lifecycle_asgi.starlette import ManagedResponse, install, refusal_handler
+from lifecycle_asgi.testing import lifespan, request
+
+pytestmark = pytest.mark.anyio
+CAPTION = Path(__file__).resolve().parents[2] / "examples" / "caption"
+
+
+class Words:
+    """A stream, how many items it made, and whether it was closed."""
+
+    def __init__(self) -> None:
+        self.made = 0
+        self.closed = False
+
+    async def __call__(self) -> Any:
+        try:
+            while self.made < 1000:
+                self.made += 1
+                yield f"word {self.made}\n"
+                await anyio.sleep(0.001)
+        finally:
+            self.closed = True
+
+    def blocking(self) -> Iterator[str]:
+        """The same in a thread."""
+        try:
+            while self.made < 1000:
+                self.made += 1
+                yield f"word {self.made}\n"
+                time.sleep(0.001)
+        finally:
+            self.closed = True
+
+
+def app_of(make: Any, **options: Any) -> Starlette:
+    """An installed application whose one endpoint returns what *make* returns."""
+
+    async def endpoint(request: Request) -> Any:
+        await request.body()
+        return make()
+
+    app = Starlette(routes=[Route("/", endpoint, methods=["GET", "POST"])])
+    install(app, **options)
+    return app
+
+
+@pytest.mark.parametrize("way", ["__call__", "blocking"])
+async def test_closes_the_stream_of_a_client_that_leaves(way: str) -> None:
+    """After three items the work has ended, and the lease is back."""
+    words, gate = Words(), Gate(bytes=10)
+    app = app_of(lambda: ManagedResponse(getattr(words, way)(), gate=gate, bytes=4))
+    answer = await request(app, "GET", "/", leave_after_items=3)
+    assert (answer.status, answer.left, len(answer.items)) == (200, True, 3)
+    assert words.closed
+    assert words.made < 1000
+    assert gate.statistics().bytes_in_use == 0
+
+
+async def test_leaves_after_some_seconds() -> None:
+    """A client may also leave a handler that says nothing."""
+
+    async def make() -> Any:
+        await anyio.sleep_forever()
+
+    async def endpoint(request: Request) -> Any:
+        await request.body()
+        return await make()
+
+    app = Starlette(routes=[Route("/", endpoint)])
+    install(app)
+    answer = await request(app, "GET", "/", leave_after_seconds=0.01)
+    assert (answer.left, answer.body) == (True, b"")
+
+
+@pytest.mark.parametrize("way", ["__call__", "blocking"])
+async def test_sends_the_whole_stream(way: str) -> None:
+    """A client that stays has every item."""
+    words = Words()
+    words.made = 996
+    app = app_of(lambda: ManagedResponse(getattr(words, way)()))
+    answer = await request(app, "GET", "/?x=1")
+    assert answer.body == b"".join(b"word %d\n" % n for n in range(997, 1001))
+    assert not answer.left
+    assert words.closed
+
+
+@pytest.mark.parametrize(
+    ("gate", "status"),
+    [(Gate(bytes=10, max_waiting=0), 413), (Gate(slots=0, max_waiting=0), 503)],
+)
+async def test_refuses_before_the_status(gate: Gate, status: int) -> None:
+    """413 for what never fits, else 503 and when to try again; the stream is closed."""
+    words = Words()
+    cost = {"bytes": 11} if status == 413 else {"slots": 1}
+    app = app_of(lambda: ManagedResponse(words(), gate=gate, **cost))
+    answer = await request(app, "GET", "/")
+    assert answer.status == status
+    assert ("retry-after" in answer.headers) == (status == 503)
+    assert words.made == 0
+
+
+@pytest.mark.parametrize("response", [ManagedResponse, StreamingResponse])
+async def test_refuses_a_managed_stream_in_any_response(response: Any) -> None:
+    """A refusal at the first item is never a 200 with an empty body."""
+    gate = Gate(slots=0, max_waiting=0)
+
+    @managed(gate=gate)
+    async def speak() -> Any:
+        yield b"word"
+
+    answer = await request(app_of(lambda: response(speak())), "GET", "/")
+    assert answer.status == 503
+    assert b"server_overloaded" in answer.body
+
+
+async def test_raises_at_once_where_a_step_is_missing() -> None:
+    """Each mistake is an error that names the remedy, and nothing is sent."""
+
+    async def endpoint(_request: Request) -> Any:
+        return ManagedResponse(Words()())
+
+    app = Starlette(routes=[Route("/", endpoint)])
+    with pytest.raises(LookupError, match=r"lifecycle_asgi\.starlette\.install\(app\)"):
+        await request(app, "GET", "/")
+    with pytest.raises(TypeError, match="takes an iterator, not function"):
+        ManagedResponse(endpoint)  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match="a cost and no gate: pass gate="):
+        ManagedResponse(iter(()), bytes=3)
+    with pytest.raises(TypeError, match="Starlette or FastAPI application, not App"):
+        other: Any = type("App", (), {})()
+        install(other)
+    app = Starlette()
+    with pytest.raises(ValueError, match="max_body must not be negative"):
+        install(app, max_body=-1)
+    install(app)
+    with pytest.raises(RuntimeError, match="install it once"):
+        install(app)
+    with pytest.raises(TypeError, match="a handler of Refused, not of KeyError"):
+        await refusal_handler(None, KeyError())  # type: ignore[arg-type]
+
+
+async def test_raises_an_error_of_the_stream_before_the_status() -> None:
+    """Any other error at the first item propagates, and can become a 500."""
+
+    async def broken() -> Any:
+        raise KeyError("mine")
+        yield b""
+
+    app = app_of(lambda: ManagedResponse(broken()))
+    with pytest.raises(KeyError, match="mine"):
+        await request(app, "GET", "/")
+
+
+async def test_limits_bodies_and_admits_their_bytes() -> None:
+    """A body above the limit is 413; its lease is released before the next one."""
+    gate = Gate(bytes=10, max_waiting=0)
+    app = app_of(
+        lambda: ManagedResponse(Words()(), gate=gate, bytes=10), gate=gate, max_body=20
+    )
+    answer = await request(app, "POST", "/", body=b"x" * 21)
+    assert answer.status == 413
+    answer = await request(app, "POST", "/", body=b"x" * 8, leave_after_items=1)
+    assert answer.status == 200
+    assert gate.statistics().bytes_in_use == 0
+
+
+async def test_runs_background_task_of_a_managed_response() -> None:
+    """Also after its client has left, as Starlette does."""
+    ran = []
+
+    async def release() -> None:
+        await anyio.sleep(0.001)
+        ran.append("released")
+
+    app = app_of(lambda: ManagedResponse(Words()(), background=BackgroundTask(release)))
+    await request(app, "GET", "/", leave_after_items=1)
+    assert ran == ["released"]
+
+
+async def test_describes_a_refusal_for_any_server() -> None:
+    """`refusal_response` returns status, headers and body."""
+    status, headers, body = refusal_response(GateFull("full", retry_after=1.5))
+    assert status == 503
+    assert (b"retry-after", b"2") in headers
+    assert b"try again in 2 s" in body
+
+
+async def test_runs_the_lifespan_of_an_application() -> None:
+    """It starts before the block, ends after it, and tells why it did not start."""
+    seen = []
+
+    async def app(scope: Any, receive: Any, send: Any) -> None:
+        await receive()
+        if scope.get("fails"):
+            seen.append("fails")
+        await send({"type": "lifespan.startup.complete"})
+        seen.append("started")
+        await receive()
+        await send({"type": "lifespan.shutdown.complete"})
+        seen.append("ended")
+
+    async def broken(scope: Any, receive: Any, send: Any) -> None:
+        await receive()
+        await send({"type": "lifespan.startup.failed", "message": "no model"})
+
+    async with lifespan(app):
+        assert seen[:1] == ["started"]
+    assert seen == ["started", "ended"]
+    with pytest.raises(RuntimeError, match="no startup: no model"):
+        async with lifespan(broken):
+            pass
+
+
+async def test_times_out_where_work_goes_on_after_the_client() -> None:
+    """The client for tests fails a test of an application that works on."""
+
+    async def app(scope: Any, receive: Any, send: Any) -> None:
+        await send({"type": "http.response.start", "status": 200, "headers": []})
+        await anyio.sleep_forever()
+
+    with pytest.raises(TimeoutError):
+        await request(app, "GET", "/", leave_after_items=0, timeout=0.05)
+
+
+async def test_passes_other_scopes_through_the_installed_application() -> None:
+    """A lifespan reaches an installed application."""
+    async with lifespan(app_of(Words)):
+        pass
+
+
+# The caption application of the documentation ----------------------------------
+
+
+def caption(name: str) -> Any:
+    """The application of one of the two files, loaded anew."""
+    pytest.importorskip("fastapi")
+    spec = importlib.util.spec_from_file_location(f"caption_{name}", CAPTION / name)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def test_changes_twelve_lines_of_the_caption_application() -> None:
+    """Added and removed lines together, without the docstring of the file."""
+    texts = [(CAPTION / name).read_text() for name in ("before.py", "after.py")]
+    before, after = (text.partition('"""\n')[2].splitlines() for text in texts)
+    changed = [
+        line
+        for line in difflib.ndiff(before, after)
+        if line[:2] in ("+ ", "- ") and line[2:].strip()
+    ]
+    assert len(changed) <= 12, changed
+
+
+async def test_refuses_and_stops_captions(anyio_backend_name: str) -> None:
+    """A picture that never fits is 413, and a client that leaves ends its caption."""
+    image = pytest.importorskip("PIL.Image")
+    pytest.importorskip("python_multipart")
+    module = caption("after.py")
+    for side, status in ((6000, 413), (20, 200)):
+        file = io.BytesIO()
+        image.new("1", (side, side)).save(file, "PNG")
+        body = (
+            b'--b\r\ncontent-disposition: form-data; name="image"; filename="i.png"'
+            b"\r\n\r\n" + file.getvalue() + b"\r\n--b--\r\n"
+        )
+        kind = {"content-type": "multipart/form-data; boundary=b"}
+        answer = await request(
+            module.app, "POST", "/caption", body=body, headers=kind, leave_after_items=2
+        )
+        assert answer.status == status
+    assert answer.items == [b"data: A\n\n", b"data: picture\n\n"]
+    assert module.live == {"captions": 0}
+    assert module.gate.statistics().bytes_in_use == 0
+
+
+async def test_finds_the_request_of_an_installed_application() -> None:
+    """What `install` adds is the same middleware as by hand."""
+    seen = []
+
+    async def endpoint(request: Request) -> Any:
+        seen.append(request_of(request.scope).live)
+        return ManagedResponse(iter(["word"]))
+
+    app = Starlette(routes=[Route("/", endpoint)])
+    install(app)
+    added: list[Any] = [each.cls for each in app.user_middleware]
+    assert LifecycleMiddleware in added
+    assert (await request(app, "GET", "/")).body == b"word"
+    assert seen == [True]
+
+
+async def test_reports_an_application_that_ends_instead_of_starting() -> None:
+    """`lifespan` raises, and leaves no scope behind."""
+
+    async def ends(scope: Any, receive: Any, send: Any) -> None:
+        """Know no lifespan."""
+
+    with anyio.fail_after(60), pytest.raises(RuntimeError, match="application ended"):
+        async with lifespan(ends):
+            pass
+
+
+async def test_bounds_how_long_a_stream_may_close(monkeypatch: Any) -> None:
+    """A clean-up that hangs does not hold the request without limit."""
+    closing = anyio.Event()
+
+    async def words() -> Any:
+        try:
+            yield b"word"
+            await anyio.sleep_forever()
+        finally:
+            closing.set()
+            with anyio.CancelScope(shield=True):
+                await anyio.lowlevel.checkpoint()
+            await anyio.sleep_forever()
+
+    monkeypatch.setattr("lifecycle_asgi.starlette._CLOSE_SECONDS", 0.01)
+    app = Starlette(routes=[Route("/", lambda _: ManagedResponse(words()))])
+    install(app)
+    with anyio.fail_after(60):
+        await request(app, "GET", "/", leave_after_items=1)
+    assert closing.is_set()

@@ -1,0 +1,286 @@
+"""Admission control of the bundled server: arrivals, turns, deadlines and forecasts."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import math
+from typing import Any
+
+import anyio
+import anyio.lowlevel
+import pytest
+from asgi_kit import http_scope
+
+from lifecycle import Gate, GateFull
+from lifecycle_engine.server.admission import (
+    PROBES,
+    FairAcceptMiddleware,
+    PendingArrivals,
+    WaitEstimator,
+    client_timeout,
+)
+
+
+async def begun_by(*hosts: str) -> list[str]:
+    """The order of requests that arrive at the same time."""
+    begun: list[str] = []
+
+    async def app(scope: Any, receive: Any, send: Any) -> None:
+        begun.append(scope["client"][0])
+
+    turns: Any = FairAcceptMiddleware(app)
+    with anyio.fail_after(120):
+        async with anyio.create_task_group() as tasks:
+            for host in hosts:
+                scope = http_scope(client=(host, 1))
+                tasks.start_soon(turns, scope, None, None)
+    return begun
+
+
+@pytest.mark.anyio
+async def test_addresses_take_turns() -> None:
+    """A hundred of one address are before another's by one or two, not by all (N12)."""
+    crowd, others = ["10.0.0.1"] * 100, [f"10.0.1.{each}" for each in range(8)]
+    begun = await begun_by(*crowd, *others)
+    assert sorted(begun) == sorted([*crowd, *others])
+    ahead = [begun[: begun.index(each)].count("10.0.0.1") for each in others]
+    # One or two may be in line with the crowd; that is drawn anew in each process.
+    assert sorted(ahead)[4] < 30
+
+
+@pytest.mark.anyio
+async def test_starts_other_requests_when_one_leaves_its_queue() -> None:
+    """A request that is cancelled in line is none, and its turn is another's."""
+    begun: list[int] = []
+
+    async def app(scope: Any, receive: Any, send: Any) -> None:
+        begun.append(scope["number"])
+
+    turns: Any = FairAcceptMiddleware(app, clock=lambda: 1.0)
+    with anyio.fail_after(120):
+        await turns(http_scope(number=9), None, None)  # who comes alone needs no line
+        async with anyio.create_task_group() as tasks:
+            scopes = [anyio.CancelScope() for _ in range(9)]
+
+            async def one(number: int) -> None:
+                with scopes[number]:
+                    await turns(http_scope(number=number), None, None)
+
+            for number in range(9):
+                tasks.start_soon(one, number)
+            for number in range(2, 9, 2):
+                scopes[number].cancel()
+    assert set(begun) >= {1, 3, 5, 7}
+    assert not set(begun) & {2, 4, 6, 8}
+
+
+@pytest.mark.anyio
+@pytest.mark.parametrize("end", ["waits", "raises", "cancelled"])
+async def test_starts_other_requests_after_one_has_begun(end: str) -> None:
+    """A slow body, an error and a client that left are no reason to wait for others."""
+    begun: list[int] = []
+    first = anyio.CancelScope()
+
+    async def app(scope: Any, receive: Any, send: Any) -> None:
+        begun.append(scope["number"])
+        if scope["number"] or end == "cancelled":
+            return
+        if end == "raises":
+            raise ValueError
+        await anyio.sleep_forever()
+
+    turns: Any = FairAcceptMiddleware(app, clock=lambda: 1.0)
+    with contextlib.suppress(ValueError):
+        with anyio.CancelScope() as alone:  # who comes alone has no turn to hold
+            alone.cancel()
+            await turns(http_scope(number=0), None, None)
+    begun.clear()
+
+    async def one(number: int) -> None:
+        with contextlib.suppress(ValueError):
+            await turns(http_scope(number=number), None, None)
+
+    with anyio.fail_after(120):
+        async with anyio.create_task_group() as tasks:
+            with first:
+                if end == "cancelled":  # with its turn, before it begins
+                    first.cancel()
+                    await one(0)
+            if end != "cancelled":
+                tasks.start_soon(one, 0)
+            for number in range(1, 5):
+                tasks.start_soon(one, number)
+            # In whatever order: trio draws lots.
+            wanted = {1, 2, 3, 4} | ({0} if end != "cancelled" else set())
+            while not wanted <= set(begun):
+                await anyio.lowlevel.checkpoint()
+            tasks.cancel_scope.cancel()
+    assert (0 in begun) == (end != "cancelled")
+
+
+@pytest.mark.anyio
+async def test_begins_a_single_request_at_once() -> None:
+    """The first request does not yield to the event loop; concurrent ones do."""
+    begun: list[str] = []
+    now = 1.0
+
+    async def app(scope: Any, receive: Any, send: Any) -> None:
+        begun.append(scope["path"])
+
+    turns: Any = FairAcceptMiddleware(app, clock=lambda: now)
+
+    async def at_once(path: str) -> None:
+        with anyio.CancelScope() as never:
+            never.cancel()  # so that any wait is the end
+            await turns(http_scope(path), None, None)
+
+    await at_once("/a")
+    await at_once("/b")
+    assert begun == ["/a"]
+    now = 1.5
+    await at_once("/c")
+    assert begun == ["/a", "/c"]
+
+
+@pytest.mark.anyio
+@pytest.mark.parametrize("path", sorted(PROBES))
+async def test_probes_stand_behind_no_request(path: str) -> None:
+    """What a proxy asks for itself does not wait for its clients' requests to begin."""
+    begun: list[str] = []
+
+    async def app(scope: Any, receive: Any, send: Any) -> None:
+        begun.append(scope["path"])
+
+    turns: Any = FairAcceptMiddleware(app, clock=lambda: 1.0)
+    with anyio.fail_after(120):
+        async with anyio.create_task_group() as tasks:
+            for asked in [*["/generate"] * 100, path]:
+                tasks.start_soon(turns, http_scope(asked), None, None)
+    assert begun.index(path) < 10
+
+
+@pytest.mark.anyio
+async def test_says_no_before_anything_else_is_done() -> None:
+    """A request that is refused here never reaches the application."""
+    refused, begun = [], []
+
+    async def app(scope: Any, receive: Any, send: Any) -> None:
+        begun.append(scope["number"])
+
+    async def refuse(scope: Any, send: Any) -> bool:
+        if scope["number"] % 2:
+            refused.append(scope["number"])
+        return bool(scope["number"] % 2)
+
+    turns: Any = FairAcceptMiddleware(app, refuse, clock=lambda: 1.0)
+    with anyio.fail_after(120):
+        async with anyio.create_task_group() as tasks:
+            for number in range(10):
+                tasks.start_soon(turns, http_scope(number=number), None, None)
+    assert (sorted(begun), sorted(refused)) == ([0, 2, 4, 6, 8], [1, 3, 5, 7, 9])
+
+
+@pytest.mark.anyio
+async def test_lets_other_scopes_pass() -> None:
+    """A lifespan is no request."""
+    seen = []
+
+    async def app(scope: Any, receive: Any, send: Any) -> None:
+        seen.append(scope["type"])
+
+    turns: Any = FairAcceptMiddleware(app)
+    await turns({"type": "lifespan"}, None, None)
+    assert seen == ["lifespan"]
+
+
+@pytest.mark.asyncio
+async def test_keeps_places_for_those_on_their_way() -> None:
+    """Of all that come while one place is free one is let through, for a moment."""
+    now = 0.0
+    gate = Gate(slots=2, max_waiting=1, name="in_flight", clock=lambda: now)
+    pending = PendingArrivals(gate, clock=lambda: now)
+    with gate.try_admit():
+        for each in "ab":
+            pending.refuse_when_full()
+            pending.add(each)
+        with pytest.raises(GateFull):
+            pending.refuse_when_full()
+        assert gate.statistics().refused == 1
+        pending.discard("b")
+        pending.discard("b")
+        pending.refuse_when_full()
+        pending.add("c")
+        now = 0.049
+        assert pending.full
+        now = 0.051  # whoever sends that slowly keeps nobody out
+        assert not pending.full
+        pending.refuse_when_full()
+        assert gate.statistics().refused == 1
+
+
+@pytest.mark.asyncio
+async def test_refuses_no_request_at_an_idle_gate_for_good() -> None:
+    """With more on their way than there are slots it is full, not too small."""
+    gate = Gate(slots=2, max_waiting=0, name="in_flight", clock=lambda: 0.0)
+    pending = PendingArrivals(gate, clock=lambda: 0.0)
+    for each in range(5):
+        pending.add(each)
+    with gate.try_admit(), pytest.raises(GateFull):
+        pending.refuse_when_full()
+
+
+# The client's own deadline ---------------------------------------------------------
+
+
+@pytest.mark.asyncio
+@pytest.mark.parametrize(
+    ("headers", "seconds"),
+    [
+        ([], math.inf),
+        ([(b"x-stainless-read-timeout", b"600")], 600),
+        ([(b"x-stainless-timeout", b"2.5")], 2.5),
+        ([(b"x-stainless-timeout", b"9"), (b"x-stainless-read-timeout", b"3")], 3),
+        ([(b"x-stainless-read-timeout", b"NOT_GIVEN")], math.inf),
+        ([(b"x-stainless-read-timeout", b"nan")], math.inf),
+        ([(b"x-stainless-read-timeout", b"-1")], math.inf),
+        ([(b"x-stainless-read-timeout", b"0")], math.inf),
+    ],
+)
+async def test_reads_how_long_a_client_waits(headers: Any, seconds: float) -> None:
+    """The SDKs say it in headers; what is no time is none."""
+    assert client_timeout({"headers": headers}) == seconds
+
+
+class Clock:
+    """A clock that stands still until it is advanced."""
+
+    now = 0.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+@pytest.mark.asyncio
+async def test_forecasts_by_how_fast_a_gate_drains() -> None:
+    """With two released a second and five in line, a newcomer waits three seconds."""
+    clock = Clock()
+    gate = Gate(slots=1, name="line", clock=clock)
+    forecast = WaitEstimator(gate, clock)
+    assert forecast.wait() == 0
+    lease = gate.try_admit()
+    tasks = [asyncio.create_task(gate.admit()) for _ in range(9)]
+    await asyncio.sleep(0)
+    assert forecast.wait() == 0
+    for left in range(8, 4, -1):
+        clock.now += 0.5
+        lease.release()
+        lease = await tasks[8 - left]
+        assert gate.statistics().waiting == left
+    assert forecast.wait() == pytest.approx(3)
+    clock.now += 10
+    assert forecast.wait() == pytest.approx(60)
+    lease.release()
+    for task in tasks[4:]:
+        (await task).release()
+    assert forecast.wait() == 0

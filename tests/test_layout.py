@@ -1,0 +1,168 @@
+"""The layout of the source: few files, no cycles, and tests through public names.
+
+The figures are ceilings that keep the code readable in an evening. Raise one only with
+a reason written beside it.
+"""
+
+import ast
+import json
+import subprocess
+import sys
+from collections import Counter, defaultdict
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[1]
+SOURCES = {
+    ".".join(path.relative_to(top).with_suffix("").parts).removesuffix(
+        ".__init__"
+    ): path
+    for top in (ROOT / "src", ROOT / "adapters")
+    for path in sorted(top.rglob("*.py"))
+}
+TESTS = sorted((ROOT / "tests").rglob("*.py"))
+
+MOST_FILES = 120
+MOST_LINES_OF_A_FILE = 700
+MOST_LINES_OF_A_FUNCTION = 60
+MOST_TESTS_OF_INTERNALS = 30
+# Files that one request enters; `python scripts/trace_request.py --files` lists them.
+MOST_FILES_ENTERED = {"text": 35, "picture": 45, "disconnect": 32}
+
+# Modules below a package that users import or run, by its documentation.
+PUBLIC_MODULES = {
+    "lifecycle.debug",
+    "lifecycle.events",
+    "lifecycle.lowlevel",
+    "lifecycle.testing",
+    "lifecycle.testing.pytest_plugin",
+    "lifecycle_asgi.events",
+    "lifecycle_asgi.media",
+    "lifecycle_asgi.request_scope",
+    "lifecycle_asgi.vllm_plugin",
+    "lifecycle_asgi.starlette",
+    "lifecycle_asgi.testing",
+    "lifecycle_engine.cli",
+    "lifecycle_engine.worker",
+}
+
+
+def imported(path: Path, module: str) -> Iterator[str]:
+    """Yield the modules of ours that a file imports, also for type checkers only."""
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names if alias.name in SOURCES)
+        elif isinstance(node, ast.ImportFrom):
+            base = node.module or ""
+            if node.level:
+                package = module.split(".")
+                if path.name != "__init__.py":
+                    package = package[:-1]
+                package = package[: len(package) - node.level + 1]
+                base = ".".join([*package, *([node.module] if node.module else [])])
+            for alias in node.names:
+                inner = f"{base}.{alias.name}"
+                if inner in SOURCES or base in SOURCES:
+                    yield inner if inner in SOURCES else base
+
+
+def test_has_no_import_cycle() -> None:
+    """Imports never lead back to where they began, those of type checkers included."""
+    graph = {module: {*imported(path, module)} for module, path in SOURCES.items()}
+    done: set[str] = set()
+
+    def walk(module: str, path: tuple[str, ...]) -> None:
+        assert module not in path, " -> ".join([*path[path.index(module) :], module])
+        if module not in done:
+            for target in sorted(graph[module] - {module}):
+                walk(target, (*path, module))
+            done.add(module)
+
+    for module in graph:
+        walk(module, ())
+
+
+def test_has_few_files() -> None:
+    """The product is read in an evening: a bounded number of files."""
+    assert sum(path.name != "__init__.py" for path in SOURCES.values()) <= MOST_FILES
+
+
+@pytest.mark.parametrize("module", SOURCES)
+def test_has_short_files_and_functions(module: str) -> None:
+    """No file and no function is longer than a reader can follow."""
+    text = SOURCES[module].read_text()
+    assert len(text.splitlines()) <= MOST_LINES_OF_A_FILE
+    long = [
+        f"{node.name}, line {node.lineno}: {node.end_lineno - node.lineno + 1} lines"
+        for node in ast.walk(ast.parse(text))
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)
+        and node.end_lineno - node.lineno >= MOST_LINES_OF_A_FUNCTION
+    ]
+    assert long == []
+
+
+def test_names_no_class_twice_in_a_package() -> None:
+    """A class name means one thing in a package."""
+    names: dict[str, Counter[str]] = defaultdict(Counter)
+    for module, path in SOURCES.items():
+        for node in ast.parse(path.read_text()).body:
+            if isinstance(node, ast.ClassDef):
+                names[module.partition(".")[0]][node.name] += 1
+    twice = {
+        package: [name for name, count in found.items() if count > 1]
+        for package, found in names.items()
+    }
+    assert {package: found for package, found in twice.items() if found} == {}
+
+
+def test_shadows_no_module_of_the_standard_library() -> None:
+    """`inspect` or `http` in a traceback means the standard library."""
+    names = {part for module in SOURCES for part in module.split(".")}
+    assert names & set(sys.stdlib_module_names) == set()
+
+
+def test_tests_use_public_names() -> None:
+    """Most tests import what users import, so that internals may change."""
+    inside = [
+        path.relative_to(ROOT).as_posix()
+        for path in TESTS
+        if any(
+            "." in module and module not in PUBLIC_MODULES
+            for module in imported(path, "tests")
+        )
+    ]
+    assert len(inside) <= MOST_TESTS_OF_INTERNALS, inside
+
+
+def test_picture_of_the_imports_is_current() -> None:
+    """The picture in CONTRIBUTING is drawn from the code as it is."""
+    done = subprocess.run(
+        [sys.executable, ROOT / "scripts" / "draw_layout.py", "--check"],
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+
+
+def test_requests_enter_few_files() -> None:
+    """To follow a request or a disconnect through the code takes few files."""
+    done = subprocess.run(
+        [sys.executable, ROOT / "scripts" / "trace_request.py", "--json"],
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    found = json.loads(done.stdout)
+    counts = {name: len(files) for name, files in found.items()}
+    over = {
+        name: found[name]
+        for name, most in MOST_FILES_ENTERED.items()
+        if counts[name] > most
+    }
+    assert over == {}, counts

@@ -204,6 +204,23 @@ async def test_ends_stream_with_error() -> None:
     assert not sent[-1]["more_body"]
 
 
+@pytest.mark.anyio
+@pytest.mark.parametrize("way", ["json", "done", "error"])
+async def test_sends_nothing_after_a_complete_response(way: str) -> None:
+    """A request that fails once its client has all of it sends no second end (fault-61)."""
+    sent: list[Any] = []
+    reply = ResponseWriter(cut_at(100, sent), OPENAI)
+    answers = {
+        "json": lambda: reply.json(200, {"a": 1}),
+        "done": lambda: reply.done({"a": 1}),
+        "error": lambda: reply.error(ERROR),
+    }
+    await answers[way]()
+    complete = list(sent)
+    await reply.error(ERROR)
+    assert sent == complete
+
+
 ONE_MESSAGE = {"messages": [{"role": "user", "content": "x"}], "max_tokens": 1}
 FORMS: dict[str, tuple[Callable[[bytes], Any], dict[str, Any]]] = {
     "ChatRequest": (parse_request, ONE_MESSAGE),

@@ -132,6 +132,7 @@ class ResponseWriter:
 
     __slots__ = (
         "_api",
+        "_complete",
         "_pending_body",
         "_send",
         "failure",
@@ -146,6 +147,7 @@ class ResponseWriter:
         self._api = api
         # Body of a JSON response whose head has been sent.
         self._pending_body: bytes | None = None
+        self._complete = False
         self.request_id: str | None = None
         self.failure = None
         self.started = False
@@ -162,11 +164,14 @@ class ResponseWriter:
         """Send *error* as the response, or as the last event of a stream.
 
         If a JSON response was cut after its head, its body is sent instead, since the
-        head has declared a length.
+        head has declared a length. Nothing is sent after a complete response: a
+        request can still fail then, for example if the server closes its session.
 
         Cancellation:
             As for `json`.
         """
+        if self._complete:
+            return
         if self._pending_body is not None:
             await self._send_body()
             return
@@ -201,6 +206,7 @@ class ResponseWriter:
         await self._send(
             {"type": "http.response.body", "body": body, "more_body": more}
         )
+        self._complete = not more
 
     async def _send_whole(
         self, status: int, body: bytes, headers: list[tuple[bytes, bytes]]
@@ -213,6 +219,7 @@ class ResponseWriter:
     async def _send_body(self) -> None:
         await self._send({"type": "http.response.body", "body": self._pending_body})
         self._pending_body = None
+        self._complete = True
 
     async def _start(self, status: int, headers: list[tuple[bytes, bytes]]) -> None:
         if self.request_id is not None:

@@ -24,7 +24,10 @@ SOURCES = {
 }
 TESTS = sorted((ROOT / "tests").rglob("*.py"))
 
-MOST_FILES = 120
+# Of the packages that a request passes through; the tools beside them come apart.
+MOST_FILES = 130
+TOOLS = {"lifecycle_cli", "lifecycle_check", "lifecycle_proxy", "lifecycle_top"}
+MOST_FILES_OF_TOOLS = 30
 MOST_LINES_OF_A_FILE = 700
 MOST_LINES_OF_A_FUNCTION = 60
 MOST_TESTS_OF_INTERNALS = 30
@@ -86,7 +89,10 @@ def test_has_no_import_cycle() -> None:
 
 def test_has_few_files() -> None:
     """The product is read in an evening: a bounded number of files."""
-    assert sum(path.name != "__init__.py" for path in SOURCES.values()) <= MOST_FILES
+    files = [name for name, path in SOURCES.items() if path.name != "__init__.py"]
+    tools = [name for name in files if name.partition(".")[0] in TOOLS]
+    assert len(files) - len(tools) <= MOST_FILES
+    assert len(tools) <= MOST_FILES_OF_TOOLS
 
 
 @pytest.mark.parametrize("module", SOURCES)

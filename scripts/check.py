@@ -135,7 +135,12 @@ def quick() -> tuple[tuple[Part, ...], ...]:
     checks = [part("lint", *lint)]
     if typed:
         checks.append(part("types", [str(BIN / "mypy"), "--no-error-summary", *typed]))
-    suites = ("tests/core", "tests/lifecycle_asgi")
+    # It starts servers and waits for them, a minute long: from the beginning.
+    servers = "tests/lifecycle_asgi/test_servers.py"
+    checks.append(
+        part("servers", [PYTHON, "-m", "pytest", "-q", "-m", "not slow", servers])
+    )
+    suites = ("tests/core", "tests/lifecycle_asgi", f"--ignore={servers}")
     return ((*checks, tests("tests", "not slow", *suites)),)
 
 

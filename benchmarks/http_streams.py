@@ -25,7 +25,6 @@ from typing import Any
 
 from _figures import machine, write
 from http_streams_app import WAYS
-from overload_report import quantile
 
 HERE = Path(__file__).parent
 TICKS = os.sysconf("SC_CLK_TCK")
@@ -94,12 +93,28 @@ def measure(way: str, streams: int, kind: str, rate: float, seconds: float) -> F
             server.kill()
             server.wait()
     gaps = sorted(found["gaps"]) or [0.0]
+    hundredths = statistics.quantiles(gaps, n=100) if len(gaps) > 1 else gaps * 99
     return Figures(
         cpu_ms=spent * 1e6 / found["events"],
         per_second=found["events"] / found["seconds"],
         first_ms=statistics.median(found["first"]) * 1e3,
-        gap_p50_ms=quantile(gaps, 0.5) * 1e3,
-        gap_p99_ms=quantile(gaps, 0.99) * 1e3,
+        gap_p50_ms=hundredths[49] * 1e3,
+        gap_p99_ms=hundredths[98] * 1e3,
+    )
+
+
+def median(name: str, figures: list[Figures]) -> float:
+    """Return the median of a figure over the rounds."""
+    return float(statistics.median(getattr(each, name) for each in figures))
+
+
+def ratio(name: str, figures: list[Figures], basis: list[Figures]) -> float:
+    """Return the median of the ratios within each round."""
+    pairs = zip(figures, basis, strict=True)
+    return float(
+        statistics.median(
+            getattr(one, name) / (getattr(other, name) or 1.0) for one, other in pairs
+        )
     )
 
 
@@ -109,23 +124,17 @@ def report(cell: str, taken: dict[str, list[Figures]]) -> None:
     print(f"\n{cell}\n{'':12}{'CPU ms/1,000':>13}{'spread':>16}{'ratio':>7}", end="")
     print(f"{'per second':>12}{'first ms':>10}{'gap p50':>9}{'p99':>8}{'ratio':>7}")
     for way, figures in taken.items():
-
-        def ratio(name: str, figures: list[Figures] = figures) -> float:
-            pairs = zip(figures, taken[basis], strict=True)
-            return statistics.median(
-                getattr(one, name) / (getattr(other, name) or 1.0)
-                for one, other in pairs
-            )
-
-        def median(name: str, figures: list[Figures] = figures) -> float:
-            return statistics.median(getattr(each, name) for each in figures)
-
         least, most = (f(each.cpu_ms for each in figures) for f in (min, max))
+        cpu, first, middle, late = (
+            median(name, figures)
+            for name in ("cpu_ms", "first_ms", "gap_p50_ms", "gap_p99_ms")
+        )
         print(
-            f"  {way:<10}{median('cpu_ms'):13.1f}{f'{least:.1f} - {most:.1f}':>16}"
-            f"{ratio('cpu_ms'):7.2f}{median('per_second'):12,.0f}"
-            f"{median('first_ms'):10.1f}{median('gap_p50_ms'):9.2f}"
-            f"{median('gap_p99_ms'):8.2f}{ratio('gap_p99_ms'):7.2f}",
+            f"  {way:<10}{cpu:13.1f}{f'{least:.1f} - {most:.1f}':>16}"
+            f"{ratio('cpu_ms', figures, taken[basis]):7.2f}"
+            f"{median('per_second', figures):12,.0f}"
+            f"{first:10.1f}{middle:9.2f}{late:8.2f}"
+            f"{ratio('gap_p99_ms', figures, taken[basis]):7.2f}",
             flush=True,
         )
 

@@ -54,10 +54,12 @@ async def test_refuses_declared_length_before_reading(stack: Any) -> None:
 
 
 async def test_leaves_declared_body_unread() -> None:
-    """Not one message of a refused body is taken from the server."""
+    """Not one message of a refused body is taken before the answer is sent."""
     server = ScriptedServer(b"x" * 11)
+    unread: list[int] = []
+    server.on_send = lambda _: unread.append(len(server.messages))
     await call(BodyLimit(APP, max_bytes=10), server, declared=11)
-    assert len(server.messages) == 2
+    assert unread == [2, 2, 0]  # head, content, and the end after the body
 
 
 @pytest.mark.parametrize("stack", STACKS.values(), ids=STACKS)

@@ -104,13 +104,13 @@ async def leave(model: str, way: str, budget: int) -> dict[str, Any]:
     async with server(model, way, budget) as (_, port):
         _, writer = await asyncio.open_connection("127.0.0.1", port)
         writer.write(head.encode() + body)
-        while not (await working(port))[1]:
+        while not (await working(port))[1]:  # noqa: ASYNC110 - another process
             await asyncio.sleep(0.01)
         await asyncio.sleep(1)
         before = (await working(port))[1]
         writer.close()
         await asyncio.sleep(LONG * STEP * 1.5)
-        active, after = await working(port)
+        after = (await working(port))[1]
     return {"way": way, "tokens": LONG, "before": before, "after": after - before}
 
 

@@ -6,7 +6,7 @@ as ``lmdeploy serve api_server MODEL --backend pytorch`` does: its routes, its
 the engine behind that is a fake: it drops what a request brought, and generates tokens.
 With ``admission`` in front, it runs the lines of docs/howto/lmdeploy.md before.
 
-``GET /engine`` tells how many requests the engine works on, and how many tokens it made.
+``GET /engine`` has the number of requests that the engine works on, and of its tokens.
 """
 
 from __future__ import annotations

@@ -181,10 +181,12 @@ async def server(model: str, way: str, budget: int) -> AsyncIterator[tuple[int, 
 def start(
     command: list[str], environment: dict[str, str], log: IO[str]
 ) -> subprocess.Popen[bytes]:
+    """Start a process whose output goes to *log*."""
     return subprocess.Popen(command, env=environment, stdout=log, stderr=log)
 
 
 async def listening(port: int, process: subprocess.Popen[bytes]) -> None:
+    """Wait until *process* accepts connections."""
     async with asyncio.timeout(START):
         while process.poll() is None:
             try:

@@ -290,12 +290,16 @@ class BodyLimit:
     async def _serve_metered(
         self, scope: Scope, receive: Receive, send: Send, declared: int
     ) -> None:
+        refusing: Refusing | None = None
+
         async def refuse(refusal: Refusal) -> None:
+            nonlocal refusing
+            begun, complete = timed.begun, timed.complete
+            body = RequestBody(receive, begun=begun, complete=complete)
+            refusing = Refusing(scope, body, send)
             await refusing.send(self._answer(scope, refusal))
 
-        body = RequestBody(receive)
-        refusing = Refusing(scope, body, send)
-        timed = _TimedReceive(body.receive, self._timeout)
+        timed = _TimedReceive(receive, self._timeout)
         meter = _BodyMeter(timed.receive, send, refuse, self._max_bytes, self._gate)
         request = scope.get(SCOPE_KEY)
         if not isinstance(request, RequestScope):
@@ -317,30 +321,39 @@ class BodyLimit:
                 raise rest from None
         finally:
             meter.release()
-        # Refused, and the application has ended: nothing waits for the rest.
-        await refusing.linger(max_bytes=MAX_UNACCEPTABLE)
+        if refusing is not None:  # the application has ended, too
+            await refusing.linger(max_bytes=MAX_UNACCEPTABLE)
 
 
 class _TimedReceive:
-    """Limits the time that one body takes."""
+    """Limits the time that one body takes.
 
-    __slots__ = ("_deadline", "_receive", "_timeout")
+    Attributes:
+        begun: The application has asked for the body.
+        complete: The last part has come.
+    """
+
+    __slots__ = ("_deadline", "_receive", "_timeout", "begun", "complete")
 
     def __init__(self, receive: Receive, timeout: float | None) -> None:
         self._receive = receive
         self._timeout = timeout
         self._deadline: float | None = None
+        self.begun = False
+        self.complete = False
 
     async def receive(self) -> Message:
+        self.begun = True
         timeout = self._timeout
-        if timeout is None:
-            return await self._receive()
+        if timeout is None or self.complete:  # a disconnect may come late
+            message = await self._receive()
+            self.complete = not message.get("more_body", False)
+            return message
         if self._deadline is None:
             self._deadline = anyio.current_time() + timeout
         with anyio.CancelScope(deadline=self._deadline):
             message = await self._receive()
-            if not message.get("more_body", False):
-                self._timeout = None  # the body is complete: a disconnect may come late
+            self.complete = not message.get("more_body", False)
             return message
         raise BodyTooSlow(timeout)
 

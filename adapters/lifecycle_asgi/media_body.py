@@ -25,13 +25,18 @@ _KINDS: Final[dict[bytes, Kind]] = {
     b"video": "video",
     b"audio": "audio",
 }
-_FILE: Final = re.compile(rb"^content-disposition:.*filename", re.I | re.MULTILINE)
+_FILE: Final = re.compile(
+    rb"^content-disposition:.*filename", re.IGNORECASE | re.MULTILINE
+)
 # The first bytes of files, for parts whose type says nothing.
 _MAGIC: Final[tuple[tuple[re.Pattern[bytes], Kind], ...]] = (
     (re.compile(rb"\xff\xd8\xff|\x89PNG|GIF8|BM|II\*\0|MM\0\*"), "image"),
-    (re.compile(rb"RIFF....WEBP|....ftyp(?:avif|avis|hei|hev|mif1)", re.S), "image"),
-    (re.compile(rb"RIFF....AVI |....ftyp|\x1aE\xdf\xa3", re.DOTALL), "video"),
-    (re.compile(rb"RIFF....WAVE|ID3|fLaC|OggS|\xff[\xf2\xf3\xfb]", re.S), "audio"),
+    (
+        re.compile(rb"RIFF....WEBP|....ftyp(?:avif|avis|hei|hev|mif1)", re.DOTALL),
+        "image",
+    ),
+    (re.compile(rb"(?s)RIFF....AVI |....ftyp|\x1aE\xdf\xa3"), "video"),
+    (re.compile(rb"(?s)RIFF....WAVE|ID3|fLaC|OggS|\xff[\xf2\xf3\xfb]"), "audio"),
 )
 _MAX_PART_HEAD: Final = 4096
 _MAX_PARTS: Final = 1024

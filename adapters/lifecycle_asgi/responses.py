@@ -26,14 +26,18 @@ class RequestBody:
 
     Args:
         receive: The server's.
+        begun: Something has been asked for.
+        complete: The last part has come.
     """
 
     __slots__ = ("_begun", "_complete", "_receive")
 
-    def __init__(self, receive: Receive) -> None:
+    def __init__(
+        self, receive: Receive, *, begun: bool = False, complete: bool = False
+    ) -> None:
         self._receive = receive
-        self._begun = False
-        self._complete = False
+        self._begun = begun
+        self._complete = complete
 
     async def receive(self) -> Message:
         """Return the next message.

@@ -8,7 +8,6 @@ server.
 
 from __future__ import annotations
 
-import multiprocessing
 import os
 import sys
 from collections.abc import Awaitable, Callable
@@ -56,9 +55,9 @@ def __getattr__(name: str) -> Any:
 
 
 def _may_serve() -> bool:
-    # Applying a hook imports its module. Schedulers and detokenizers, which are child
-    # processes, are not to import the HTTP server for it.
-    return multiprocessing.parent_process() is None or _SERVER in sys.modules
+    # Applying a hook imports its module. Schedulers and detokenizers, which Python
+    # starts with this name for the main module, should not import the server for it.
+    return "__mp_main__" not in sys.modules or _SERVER in sys.modules
 
 
 async def _hand_off(

@@ -103,8 +103,9 @@ async def test_serves_small_text_beside_slow_clients(http: str, size: int) -> No
         async with clients(port, count, 10, 24) as slow, clients(port, 1) as honest:
             for each in slow:
                 each.writer.write(head(b"content-length: %d" % size) + b"x")
-            while admission.statistics()["small" if count > 24 else "bodies"].waiting:
-                await asyncio.sleep(0.01)
+            lane = "small" if count > 24 else "bodies"
+            while admission.statistics()[lane].received < count:
+                await asyncio.sleep(0.001)
             honest[0].writer.write(head(b"content-length: 2") + b"{}")
             assert await honest[0].answer() == (200, b"2")
         await released(admission)

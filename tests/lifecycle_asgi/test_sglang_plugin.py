@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import functools
 import json
-import multiprocessing
 import pkgutil
 import sys
 import types
@@ -183,10 +182,14 @@ async def test_leaves_other_processes_alone(
     sglang: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A scheduler does not import the HTTP server; a server in a child has it."""
-    monkeypatch.setattr(multiprocessing, "parent_process", object)
-    monkeypatch.delitem(sys.modules, SERVER)
+    monkeypatch.setitem(sys.modules, "__mp_main__", types.ModuleType("__mp_main__"))
+    with monkeypatch.context() as scheduler:
+        scheduler.delitem(sys.modules, SERVER)
+        load_plugins(sglang)
+        assert not sglang.registry.hooks
     load_plugins(sglang)
-    assert not sglang.registry.hooks
+    launch("args")
+    assert sglang.runs == [("args", [Admission])]
 
 
 async def test_serves_workers_that_import_the_application(sglang: Any) -> None:
@@ -211,7 +214,6 @@ async def test_hands_off_what_the_scheduler_has(sglang: Any, single: bool) -> No
     launch("args")
     manager, held = sglang.manager(), []
 
-    @sglang.app.post("/v1/chat/completions")
     async def chat(request: Request) -> dict[str, Any]:
         await request.json()
         held.append(in_use())
@@ -219,6 +221,8 @@ async def test_hands_off_what_the_scheduler_has(sglang: Any, single: bool) -> No
         await manager.generate(*parts, single=single)
         held.append(in_use())
         return {}
+
+    sglang.app.post("/v1/chat/completions")(chat)
 
     def in_use() -> int:
         layer = sglang.app.middleware_stack

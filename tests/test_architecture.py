@@ -92,8 +92,8 @@ LAYERS: dict[str, tuple[str, ...]] = {
     "lifecycle_asgi": (
         *("_types", "media", "image_structure", "media_memory", "media_body"),
         *("media_profiles", "events", "request", "middleware", "request_scope"),
-        *("limits", "refusals", "api_keys", "admission_settings", "lanes"),
-        *("body_reader", "admission", "vllm_plugin"),
+        *("responses", "limits", "refusals", "api_keys", "admission_settings", "lanes"),
+        *("body_reader", "admission", "vllm_plugin", "sglang_plugin"),
         *("starlette", "testing"),
     ),
     "lifecycle_zmq": (

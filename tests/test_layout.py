@@ -45,6 +45,7 @@ PUBLIC_MODULES = {
     "lifecycle_asgi.media",
     "lifecycle_asgi.request_scope",
     "lifecycle_asgi.vllm_plugin",
+    "lifecycle_asgi.sglang_plugin",
     "lifecycle_asgi.starlette",
     "lifecycle_asgi.testing",
     "lifecycle_engine.cli",

@@ -12,12 +12,14 @@ Modules::
     request        RequestScope: state of a request, and what is closed at its end
     middleware     LifecycleMiddleware: cancels applications on a disconnect
     request_scope  request_scope: the same for servers that do not speak ASGI
+    responses      responses of a middleware itself, and so that they arrive
     limits         BodyLimit, ClientLimit, ClientIdentity, refusal_response
     refusals       refusals in the format of the request's API
     api_keys       API keys, checked before a body is read
     lanes          gates that clients share
     body_reader    reads a body under a lease
     vllm_plugin    hand-off in vLLM, by its entry point for plugins
+    sglang_plugin  SGLang: Admission and hand-off, by its entry point for plugins
     admission      Admission: all of this around the application of any server
     starlette      install, ManagedResponse; imported by name only
     testing        a client for tests that leaves; imported by name only

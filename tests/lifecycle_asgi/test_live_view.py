@@ -2,21 +2,16 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
-import os
-import socket
-import subprocess
-import sys
 import time
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import anyio
 import httpx
 import pytest
 from asgi_kit import ScriptedServer, http_scope
+from live_kit import CANARY, asked, live_server
 
 from lifecycle import Gate
 from lifecycle_asgi import (
@@ -30,36 +25,12 @@ from lifecycle_asgi import (
     local_client,
 )
 
-KIT = Path(__file__).parents[1] / "kit"
-CANARY = "canary-5d1f"
-
 
 @pytest.fixture(scope="module")
 def port() -> Iterator[int]:
     """A server process with all the faults, and its port."""
-    with socket.create_server(("127.0.0.1", 0)) as listener:
-        argv = [sys.executable, "-m", "uvicorn", "--fd", str(listener.fileno())]
-        argv += ["--log-level", "critical", "--lifespan", "off", "live_app:app"]
-        process = subprocess.Popen(
-            argv,
-            pass_fds=[listener.fileno()],
-            env={**os.environ, "PYTHONPATH": f"{KIT}"},
-        )
-        try:
-            yield listener.getsockname()[1]
-        finally:
-            process.kill()
-            process.wait()
-
-
-@contextlib.contextmanager
-def asked(port: int, path: str, *headers: str) -> Iterator[socket.socket]:
-    """A client that has sent a request, and reads nothing."""
-    with socket.create_connection(("127.0.0.1", port)) as connection:
-        head = [f"POST {path}?key={CANARY} HTTP/1.1", "host: here", *headers]
-        head += [f"authorization: Bearer {CANARY}", f"content-length: {len(CANARY)}"]
-        connection.sendall("\r\n".join([*head, "", CANARY]).encode())
-        yield connection
+    with live_server() as port:
+        yield port
 
 
 def events(port: int) -> Iterator[dict[str, Any]]:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import secrets
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from types import MappingProxyType
 from typing import Any, Final, Literal
 from weakref import WeakSet, ref
@@ -179,13 +179,13 @@ class LiveRequest:
     @property
     def cancellable(self) -> bool:
         """Whether `cancel` can end it."""
-        if self.ended is not None:
-            return False
-        return self._cancel is not None or any(self._live_sessions())
+        if self._cancel is not None:
+            return self.ended is None
+        return any(each.outcome is None for each in self.sessions())
 
     def cancel(self) -> None:
         """Stop its sessions, or cancel the application where it has none."""
-        sessions = self._live_sessions()
+        sessions = [each for each in self.sessions() if each.outcome is None]
         for session in sessions:
             session.stop()
         if not sessions and self._cancel is not None and self.ended is None:
@@ -193,40 +193,44 @@ class LiveRequest:
 
     def sessions(self) -> list[Session]:
         """Its sessions that are not quiet yet."""
-        found = (each() for each in self._sessions)
-        return [each for each in found if each is not None and each.phase != "quiet"]
+        found = []
+        for each in self._sessions:
+            session = each()
+            # Most are open, and to ask for the phase costs more.
+            if session is not None and (
+                session.outcome is None or session.phase != "quiet"
+            ):
+                found.append(session)
+        return found
 
-    def _live_sessions(self) -> list[Session]:
-        return [each for each in self.sessions() if each.outcome is None]
-
-    def leases(self) -> Iterator[tuple[Lease, bool]]:
-        """Yield its leases, and whether each of them is held; else it waits."""
-        for each in list(self._leases):
-            lease = each()
-            if lease is not None and (state := lease_state(lease)) != "done":
-                yield lease, state == "held"
-
-    def holdings(self) -> tuple[int, Gate | None]:
+    def holdings(self, sessions: Iterable[Session]) -> tuple[int, Gate | None]:
         """Return the bytes that it holds, and the gate that it waits at.
 
         Payloads are in bytes that leases are charged with, as a rule; so it is
         whichever is more.
+
+        Args:
+            sessions: Its sessions, which the caller has asked for already.
         """
-        charged, gate = 0, None
-        for lease, held in self.leases():
-            if held:
+        charged, boxed, gate = 0, 0, None
+        for each in self._leases:
+            lease = each()
+            if lease is None:
+                continue
+            if lease.held:
                 charged += lease.bytes
-            else:
+            elif lease_state(lease) == "waiting":
                 gate = lease.gate
-        if not self._sessions:
-            return charged, gate
-        boxes = (box for each in self.sessions() for box in payloads(each))
-        return max(charged, sum(box.nbytes for box in boxes)), gate
+        for session in sessions:
+            for box in payloads(session):
+                boxed += box.nbytes
+        return max(charged, boxed), gate
 
     def held_objects(self) -> Iterator[tuple[str, object]]:
         """Yield what keeps bytes: its leases and its boxes, each with a name."""
-        for lease, held in self.leases():
-            if held and lease.bytes:
+        for each in self._leases:
+            lease = each()
+            if lease is not None and lease.held and lease.bytes:
                 yield f"lease of gate {lease.gate.name!r}", lease
         for session in self.sessions():
             for box in payloads(session):
@@ -234,9 +238,9 @@ class LiveRequest:
 
     def phase(self, *, waits: bool) -> tuple[ShownPhase, float]:
         """Return what it is doing, and since when."""
-        for over in (self.ended, self.gone, self.complete):
-            if over is not None:
-                return "ending", over
+        over = self.ended or self.gone or self.complete
+        if over is not None:
+            return "ending", over
         if waits:
             return "waiting", self._waiting_since
         if self.first_part is not None:

@@ -7,6 +7,7 @@ import os
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
+from heapq import nlargest
 from typing import Any, Final
 
 from lifecycle import Gate
@@ -24,8 +25,13 @@ from lifecycle_asgi.live_warnings import (
 _MOST_REQUESTS: Final = 200
 _MOST_CLIENTS: Final = 20
 _MOST_WARNINGS: Final = 50
-# A snapshot serves all viewers for this long.
-_FRESH_SECONDS: Final = 0.4
+# Seconds between two snapshots, which serve all viewers; and how many times longer
+# that is than the time of the processor that one takes.
+_EVERY_SECONDS: Final = 1.0
+_SHARE: Final = 150
+_MOST_SECONDS: Final = 10.0
+# Viewers do not come at the same moment: a snapshot that is almost due is made.
+_EARLY: Final = 0.9
 
 
 class Snapshots:
@@ -35,6 +41,10 @@ class Snapshots:
         requests: The requests, and their gates.
         limits: When a warning is due.
         engine: Returns ``health``, ``incarnation`` and ``pid`` of the engine.
+
+    Attributes:
+        pause: Seconds until the next snapshot: one, or more where there are so many
+            requests that this would take about a hundredth of a core.
     """
 
     def __init__(
@@ -50,28 +60,33 @@ class Snapshots:
         self._waiting: dict[str, float] = {}
         self._started = time.monotonic()
         self._text, self._taken_at = "", 0.0
+        self.pause = _EVERY_SECONDS
 
     def text(self) -> str:
         """Return a snapshot as JSON; that of another viewer, if it is new enough."""
         now = time.monotonic()
-        if not self._text or now - self._taken_at >= _FRESH_SECONDS:
+        if not self._text or now - self._taken_at >= _EARLY * self.pause:
+            began = time.thread_time()
             self._text = json.dumps(self.take(now), separators=(",", ":"))
             self._taken_at = now
+            due = _SHARE * (time.thread_time() - began)
+            self.pause = min(max(_EVERY_SECONDS, due), _MOST_SECONDS)
         return self._text
 
     def take(self, now: float) -> dict[str, Any]:
         """Return a snapshot of *now*, by `time.monotonic`."""
-        requests = [_view(each, now) for each in self._requests.all()]
+        requests = self._requests.all()
+        views = [_view(each, now) for each in requests]
         gates = self._gates(now)
         engine = self._engine_view(now)
-        warnings = find_warnings(requests, gates, engine, self._limits)
+        warnings = find_warnings(views, gates, engine, self._limits)
         return {
             "uptime_s": round(now - self._started, 1),
             "pid": os.getpid(),
             "total": len(requests),
-            "phases": Counter(each.phase for each in requests),
-            "requests": _rows(requests, warnings),
-            "clients": _clients(requests),
+            "phases": Counter(each.phase for each in views),
+            "requests": _rows(requests, views, warnings, now),
+            "clients": _clients(views),
             "gates": [each._asdict() for each in gates],
             "engine": engine and {**engine._asdict(), "restarts": engine.restarts},
             "warnings": [each._asdict() for each in warnings[:_MOST_WARNINGS]],
@@ -110,68 +125,61 @@ class Snapshots:
 
 
 def _view(request: LiveRequest, now: float) -> RequestView:
-    request.measure(now)
-    nbytes, gate = request.holdings()
+    """Return what warnings, clients and the choice of rows need: it is made for all."""
+    nbytes, gate = request.holdings(request.sessions())
     phase, since = request.phase(waits=gate is not None)
-    sessions = request.sessions()
     return RequestView(
         request.id,
-        ",".join(each.id for each in sessions) if sessions else "",
-        request.what,
         request.client,
         phase,
         now - since,
         now - request.began,
         nbytes,
-        None if gate is None else gate.name,
-        _age(request.gone, now),
-        _age(request.first_part, now),
-        _age(request.sending, now),
+        None if request.gone is None else now - request.gone,
+        None if request.first_part is None else now - request.first_part,
+        None if request.sending is None else now - request.sending,
         request.gives_up_s,
-        request.read,
-        request.sent,
-        request.tokens or request.parts,
-        request.rate,
-        request.cancellable,
     )
 
 
-def _age(since: float | None, now: float) -> float | None:
-    return None if since is None else now - since
-
-
 def _rows(
-    requests: list[RequestView], warnings: Iterable[LiveWarning]
+    requests: list[LiveRequest],
+    views: list[RequestView],
+    warnings: Iterable[LiveWarning],
+    now: float,
 ) -> list[dict[str, Any]]:
-    """Return what is shown of the requests: those with warnings, then by bytes."""
+    """Return what is shown: requests with warnings, then those that hold most."""
     kinds: dict[str, list[str]] = {}
     for warning in warnings:
         kinds.setdefault(warning.subject, []).append(warning.kind)
-
-    def weight(each: RequestView) -> tuple[bool, int, float]:
-        return each.id in kinds, each.bytes, each.age_s
-
-    if len(requests) > _MOST_REQUESTS:
-        requests = sorted(requests, key=weight, reverse=True)[:_MOST_REQUESTS]
-        requests.sort(key=lambda each: -each.age_s)
-    return [_row(each, kinds.get(each.id, [])) for each in requests]
+    pairs = list(zip(requests, views, strict=True))
+    if len(pairs) > _MOST_REQUESTS:
+        weights = [(each.id in kinds, each.bytes, each.age_s) for each in views]
+        places = nlargest(_MOST_REQUESTS, range(len(pairs)), key=weights.__getitem__)
+        pairs = [pairs[place] for place in sorted(places)]
+    return [_row(each, view, kinds.get(each.id, []), now) for each, view in pairs]
 
 
-def _row(each: RequestView, kinds: list[str]) -> dict[str, Any]:
+def _row(
+    each: LiveRequest, view: RequestView, kinds: list[str], now: float
+) -> dict[str, Any]:
+    each.measure(now)
+    sessions = each.sessions()
+    _, gate = each.holdings(())
     return {
         "id": each.id,
-        "session": each.session,
+        "session": ",".join(session.id for session in sessions),
         "what": each.what,
         "client": each.client,
-        "phase": each.phase,
-        "phase_s": round(each.phase_s, 1),
-        "age_s": round(each.age_s, 1),
-        "bytes": each.bytes,
-        "gate": each.gate,
-        "gone_s": None if each.gone_s is None else round(each.gone_s, 1),
+        "phase": view.phase,
+        "phase_s": round(view.phase_s, 1),
+        "age_s": round(view.age_s, 1),
+        "bytes": view.bytes,
+        "gate": None if gate is None else gate.name,
+        "gone_s": None if view.gone_s is None else round(view.gone_s, 1),
         "read": each.read,
         "sent": each.sent,
-        "tokens": each.tokens,
+        "tokens": each.tokens or each.parts,
         "rate": round(each.rate, 1),
         "cancellable": each.cancellable,
         "warnings": kinds,

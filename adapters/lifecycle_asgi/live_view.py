@@ -39,9 +39,7 @@ _TIMEOUTS: Final = frozenset({b"x-stainless-read-timeout", b"x-stainless-timeout
 _TOKEN_HEADER: Final = b"x-lifecycle-token"
 _MAX_PATH: Final = 100
 _MAX_ID: Final = 300
-# Seconds between snapshots, and until viewers connect again: servers wait for open
-# responses before they exit.
-_EVERY_SECONDS: Final = 1.0
+# Until viewers connect again: servers wait for open responses before they exit.
 _STREAM_SECONDS: Final = 10.0
 # Seconds between two questions of what holds bytes: each stops the event loop for a
 # walk over the heap.
@@ -265,7 +263,7 @@ class LiveView:
             part = {"type": "http.response.body", "body": body, "more_body": True}
             await send(part)
             retry = b""
-            with anyio.move_on_after(_EVERY_SECONDS):
+            with anyio.move_on_after(self._snapshots.pause):
                 await left.wait()
 
     def _event(self) -> bytes:

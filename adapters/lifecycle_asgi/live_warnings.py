@@ -12,7 +12,12 @@ from typing import Final, Literal, NamedTuple
 from lifecycle_asgi.live_requests import ShownPhase
 
 WarningKind = Literal[
-    "outlived client", "held", "overdue", "gate binding", "reader behind", "engine slow"
+    "work after its client left",
+    "payload held after hand-off",
+    "overdue",
+    "gate binding",
+    "reader behind",
+    "engine slow",
 ]
 
 # Health of an engine, as `lifecycle_zmq` calls it, that delays requests.
@@ -24,43 +29,27 @@ class RequestView(NamedTuple):
 
     Attributes:
         id: Its id.
-        session: Ids of its sessions.
-        what: Method and path.
         client: Name of the client.
         phase: What it is doing.
         phase_s: For how long.
         age_s: Since its arrival.
         bytes: Bytes that it holds.
-        gate: Name of the gate that it waits at.
         gone_s: Since its client left.
         first_s: Since the first part of its response was sent.
         sending_s: Since the part that the client has yet to take was sent.
         gives_up_s: Seconds from its arrival until the client gives up.
-        read: Bytes of the body.
-        sent: Bytes of the response.
-        tokens: Tokens or parts of the response.
-        rate: The same per second.
-        cancellable: Whether it can be cancelled.
     """
 
     id: str
-    session: str
-    what: str
     client: str
     phase: ShownPhase
     phase_s: float
     age_s: float
     bytes: int = 0
-    gate: str | None = None
     gone_s: float | None = None
     first_s: float | None = None
     sending_s: float | None = None
     gives_up_s: float | None = None
-    read: int = 0
-    sent: int = 0
-    tokens: int = 0
-    rate: float = 0.0
-    cancellable: bool = False
 
 
 class GateView(NamedTuple):
@@ -171,11 +160,12 @@ def find_warnings(
 
 def _of_request(request: RequestView, limits: WarningLimits) -> Iterator[LiveWarning]:
     """Yield the warnings of one request; most have none, so it is quick to say so."""
-    held = f", {size_text(request.bytes)} held" if request.bytes else ""
     begun = request.first_s is not None or request.gone_s is not None
     if request.gone_s is not None and request.gone_s >= limits.gone_s:
         text = f"{_name(request)} works {_seconds(request.gone_s)} after its client "
-        yield LiveWarning("outlived client", request.id, f"{text}left{held}")
+        yield LiveWarning(
+            "work after its client left", request.id, f"{text}left{_held(request)}"
+        )
     elif (
         request.first_s is not None
         and request.first_s >= limits.held_s
@@ -183,12 +173,11 @@ def _of_request(request: RequestView, limits: WarningLimits) -> Iterator[LiveWar
     ):
         text = f"{_name(request)} holds {size_text(request.bytes)} since it began to "
         text += f"answer {_seconds(request.first_s)} ago"
-        yield LiveWarning("held", request.id, text)
+        yield LiveWarning("payload held after hand-off", request.id, text)
     if request.sending_s is not None and request.sending_s >= limits.behind_s:
         text = f"the client of {_name(request)} has read nothing for "
-        yield LiveWarning(
-            "reader behind", request.id, f"{text}{_seconds(request.sending_s)}{held}"
-        )
+        text += f"{_seconds(request.sending_s)}{_held(request)}"
+        yield LiveWarning("reader behind", request.id, text)
     if request.gives_up_s is not None and request.age_s > request.gives_up_s:
         text = f"{_name(request)} is {_seconds(request.age_s)} old, and its client "
         text += f"gives up after {_seconds(request.gives_up_s)}"
@@ -196,6 +185,10 @@ def _of_request(request: RequestView, limits: WarningLimits) -> Iterator[LiveWar
     elif request.phase_s >= limits.overdue_s and not begun:
         text = f"{_name(request)} is {request.phase} for {_seconds(request.phase_s)}"
         yield LiveWarning("overdue", request.id, text)
+
+
+def _held(request: RequestView) -> str:
+    return f", {size_text(request.bytes)} held" if request.bytes else ""
 
 
 def _name(request: RequestView) -> str:

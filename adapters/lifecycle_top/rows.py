@@ -62,12 +62,14 @@ def gate_cells(each: Mapping[str, Any]) -> list[Text]:
     if each["bytes"] is not None:
         used.append(f"{size(each['bytes_in_use']) or '0 B'} of {size(each['bytes'])}")
         full = max(full, each["bytes_in_use"] / max(1, each["bytes"]))
+    if not used:
+        used.append(f"{each['slots_in_use']}, no limit")
     filled = min(_BAR_CELLS, round(full * _BAR_CELLS))
     style = _WARNED if each["waiting"] else ""
     bar = "━" * filled
     return [
         Text(each["name"], style),
-        Text(", ".join(used) or "no limit", style),
+        Text(", ".join(used), style),
         Text.assemble((bar, style or "green"), ("─" * (_BAR_CELLS - filled), "dim")),
         Text(str(each["waiting"] or ""), style, justify="right"),
         Text(str(each["refused"] or ""), justify="right"),

@@ -24,7 +24,7 @@ from lifecycle_top.rows import (
     warning_lines,
 )
 
-_MOST_WARNINGS: Final = 6
+_MOST_WARNINGS: Final = 8
 _RETRY_SECONDS: Final = 0.5
 
 
@@ -39,8 +39,8 @@ class Top(App[None]):
     ENABLE_COMMAND_PALETTE = False
     CSS = """
     Screen { padding: 0 1; }
-    #summary { height: 1; color: $text-muted; }
-    #warnings { height: auto; max-height: 8; margin: 1 0; }
+    #summary { height: auto; color: $text-muted; }
+    #warnings { height: auto; max-height: 9; margin: 1 0; }
     #upper { height: auto; max-height: 12; margin-bottom: 1; }
     #gates { width: 2fr; height: auto; }
     #clients { width: 1fr; height: auto; margin-left: 2; }

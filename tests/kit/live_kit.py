@@ -33,9 +33,12 @@ def live_server() -> Iterator[int]:
 
 
 @contextlib.contextmanager
-def asked(port: int, path: str, *headers: str) -> Iterator[socket.socket]:
-    """A client that has sent a request, and reads nothing."""
-    with socket.create_connection(("127.0.0.1", port)) as connection:
+def asked(
+    port: int, path: str, *headers: str, source: str = "127.0.0.1"
+) -> Iterator[socket.socket]:
+    """A client at *source* that has sent a request, and reads nothing."""
+    there = ("127.0.0.1", port)
+    with socket.create_connection(there, source_address=(source, 0)) as connection:
         head = [f"POST {path}?key={CANARY} HTTP/1.1", "host: here", *headers]
         head += [f"authorization: Bearer {CANARY}", f"content-length: {len(CANARY)}"]
         connection.sendall("\r\n".join([*head, "", CANARY]).encode())

@@ -86,7 +86,7 @@ def test_names_work_that_outlives_its_client(port: int) -> None:
     """Work that goes on after its client left is a warning, with the bytes it holds."""
     with asked(port, "/outlive"):
         wait_row(port, "/outlive")
-    found = warning(port, "outlived client", "/outlive")
+    found = warning(port, "work after its client left", "/outlive")
     assert found["subject"] == row(found["event"], "/outlive")["id"]
     assert "after its client left" in found["text"]
     shown = wait_row(port, "/outlive", bytes=3 * 2**20)
@@ -97,7 +97,7 @@ def test_names_work_that_outlives_its_client(port: int) -> None:
 def test_names_payload_held_after_hand_off(port: int) -> None:
     """Bytes that are still held while the answer streams are a warning."""
     with asked(port, "/held"), asked(port, "/released"):
-        found = warning(port, "held", "/held")
+        found = warning(port, "payload held after hand-off", "/held")
         shown = row(found["event"], "/held")
         assert found["subject"] == shown["id"]
         assert "5.0 MiB" in found["text"]
@@ -352,8 +352,6 @@ def a_request(**changes: Any) -> RequestView:
     """A request that is as it should be."""
     fine: dict[str, Any] = {
         "id": "a",
-        "session": "",
-        "what": "POST /x",
         "client": "c",
         "phase": "running",
         "phase_s": 1.0,
@@ -383,10 +381,13 @@ def a_gate(**changes: Any) -> GateView:
     [
         (a_request(), []),
         (a_request(gone_s=0.4, bytes=2**20), []),
-        (a_request(gone_s=0.6), ["outlived client"]),
+        (a_request(gone_s=0.6), ["work after its client left"]),
         (a_request(phase="streaming", first_s=9.0), []),
         (a_request(phase="streaming", first_s=0.4, bytes=2**20), []),
-        (a_request(phase="streaming", first_s=0.6, bytes=2**20), ["held"]),
+        (
+            a_request(phase="streaming", first_s=0.6, bytes=2**20),
+            ["payload held after hand-off"],
+        ),
         (a_request(phase="streaming", first_s=0.6, bytes=100), []),
         (a_request(sending_s=0.4), []),
         (a_request(sending_s=0.6), ["reader behind"]),
@@ -395,7 +396,10 @@ def a_gate(**changes: Any) -> GateView:
         (a_request(phase="streaming", phase_s=61.0, first_s=61.0), []),
         (a_request(gives_up_s=2.0), []),
         (a_request(gives_up_s=0.9), ["overdue"]),
-        (a_request(gone_s=1.0, sending_s=1.0), ["outlived client", "reader behind"]),
+        (
+            a_request(gone_s=1.0, sending_s=1.0),
+            ["work after its client left", "reader behind"],
+        ),
     ],
 )
 def test_warns_of_requests(request_: RequestView, kinds: list[str]) -> None:

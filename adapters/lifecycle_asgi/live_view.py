@@ -25,7 +25,7 @@ from lifecycle import Gate
 from lifecycle.debug import who_holds
 from lifecycle.lowlevel import owner
 from lifecycle_asgi._types import App, Message, Receive, Scope, Send
-from lifecycle_asgi.limits import send_response
+from lifecycle_asgi.limits import client_address, send_response
 from lifecycle_asgi.live_requests import LIVE_KEY, LiveRequest, LiveRequests
 from lifecycle_asgi.live_snapshot import Snapshots
 from lifecycle_asgi.live_warnings import WarningLimits
@@ -39,6 +39,7 @@ _TIMEOUTS: Final = frozenset({b"x-stainless-read-timeout", b"x-stainless-timeout
 _TOKEN_HEADER: Final = b"x-lifecycle-token"
 _MAX_PATH: Final = 100
 _MAX_ID: Final = 300
+_IPV6_NETWORK: Final = 8  # bytes of what `client_address` returns
 # Until viewers connect again: servers wait for open responses before they exit.
 _STREAM_SECONDS: Final = 10.0
 # Seconds between two questions of what holds bytes: each stops the event loop for a
@@ -84,9 +85,16 @@ def _is_local(name: str) -> bool:
     return bool((mapped or address).is_loopback)
 
 
-def _client_host(scope: Scope) -> str:
-    client = scope.get("client")
-    return str(client[0]) if client else "unknown"
+def _client_name(identity: bytes | str) -> str:
+    """Return a short name for what identifies a client; of a key, part of its hash."""
+    if isinstance(identity, str):
+        return identity
+    text = identity.decode("ascii", "replace")
+    if text.isprintable() and text.isascii():
+        return text or "unknown"
+    if len(identity) == _IPV6_NETWORK:
+        return f"{ipaddress.IPv6Address(identity + bytes(_IPV6_NETWORK))}/64"
+    return f"key {identity.hex()[:8]}"
 
 
 class LiveView:
@@ -116,7 +124,9 @@ class LiveView:
         allow: Whether the sender of a scope may look. Default: clients on this machine
             that no proxy has forwarded.
         cancel: Whether viewers may cancel requests.
-        client: Returns the name of a client. Default: its address.
+        client: Returns what identifies a client, as that of a `ClientLimit`, or a name
+            for it. Default: `client_address`. Of a `ClientIdentity`, part of the hash
+            is shown, and no key.
         path: Where the view is.
         limits: When a warning is due.
 
@@ -132,7 +142,7 @@ class LiveView:
         engine: Callable[[], Mapping[str, Any]] | None = None,
         allow: Callable[[Scope], bool] = local_client,
         cancel: bool = False,
-        client: Callable[[Scope], str] = _client_host,
+        client: Callable[[Scope], bytes | str] = client_address,
         path: str = "/_lifecycle",
         limits: WarningLimits | None = None,
     ) -> None:
@@ -177,7 +187,8 @@ class LiveView:
     async def _show(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Run the application, and note what it does."""
         what = f"{scope['method']} {scope['path'][:_MAX_PATH]}"
-        shown = self._requests.begin(what, self._client(scope), _gives_up(scope))
+        client = _client_name(self._client(scope))
+        shown = self._requests.begin(what, client, _gives_up(scope))
 
         async def receive_noted() -> Message:
             shown.receiving(None)

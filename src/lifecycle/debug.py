@@ -125,7 +125,7 @@ def _sessions(registry: SessionRegistry) -> Iterator[Held]:
             age_s=None if now is None else now - session.opened_at,
         )
         yield shown
-        for payload in session._boxes.values():
+        for payload in payloads(session):
             yield replace(shown, what="payload", bytes=payload.nbytes)
 
 

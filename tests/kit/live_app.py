@@ -30,7 +30,7 @@ async def outlive(scope: Any, receive: Any, send: Any) -> None:
     while (await receive())["type"] != "http.disconnect":
         pass
     with await pictures.admit(bytes=3 * MIB):
-        await anyio.sleep(60)
+        await anyio.sleep(3600)
 
 
 async def stream(send: Any, parts: int = 600, size: int = 10) -> None:
@@ -62,14 +62,14 @@ async def slow(scope: Any, receive: Any, send: Any) -> None:
     """Prepares for longer than it may."""
     await receive()
     with request_of(scope).phase("prepare"):
-        await anyio.sleep(60)
+        await anyio.sleep(3600)
 
 
 async def binding(scope: Any, receive: Any, send: Any) -> None:
     """Needs a gate that has one slot."""
     await receive()
     with await one.admit():
-        await anyio.sleep(60)
+        await anyio.sleep(3600)
 
 
 async def flood(scope: Any, receive: Any, send: Any) -> None:
@@ -89,7 +89,7 @@ async def session(scope: Any, receive: Any, send: Any) -> None:
         with sessions.open("mine") as opened:
             request.attach(opened)
             opened.box(Fake(), nbytes=2 * MIB)
-            await anyio.sleep(60)
+            await anyio.sleep(3600)
 
 
 async def busy(scope: Any, receive: Any, send: Any) -> None:

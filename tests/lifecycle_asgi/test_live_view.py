@@ -14,13 +14,16 @@ from asgi_kit import ScriptedServer, http_scope
 from live_kit import CANARY, asked, live_server
 
 from lifecycle import Gate
+from lifecycle.lowlevel import owner
 from lifecycle_asgi import (
+    ClientIdentity,
     EngineView,
     GateView,
     LifecycleMiddleware,
     LiveView,
     RequestView,
     WarningLimits,
+    client_address,
     find_warnings,
     local_client,
 )
@@ -258,7 +261,7 @@ async def ask(app: Any, path: str, **changes: Any) -> ScriptedServer:
 
 
 @pytest.mark.anyio
-async def test_asks_its_owner_who_may_look() -> None:
+async def test_answers_only_clients_that_are_allowed() -> None:
     """`allow` decides for every path of the view, and for no other."""
 
     async def app(scope: Any, receive: Any, send: Any) -> None:
@@ -312,13 +315,14 @@ async def test_forgets_requests_that_have_ended() -> None:
     with pytest.raises(KeyError):
         await view(scope, server.receive, server.send)
     assert "lifecycle.live" not in scope
+    assert owner.get() is None  # the task may serve the next request
     shown = json.loads((await ask(view, "/_lifecycle/snapshot", method="GET")).body)
     assert shown["total"] == 0
     assert [each["name"] for each in shown["gates"]] == ["mine"]
 
 
 @pytest.mark.anyio
-async def test_shows_two_clients_and_who_holds_most() -> None:
+async def test_lists_clients_by_bytes_held() -> None:
     """Clients are listed by the bytes that they hold together."""
     gate = Gate(bytes=1000, name="mine")
     go = anyio.Event()
@@ -343,6 +347,34 @@ async def test_shows_two_clients_and_who_holds_most() -> None:
         {"client": "10.0.0.8", "requests": 2, "bytes": 400},
         {"client": "10.0.0.7", "requests": 1, "bytes": 300},
     ]
+
+
+@pytest.mark.anyio
+@pytest.mark.parametrize(
+    ("identity", "name"),
+    [
+        (client_address, "10.0.0.7"),
+        (ClientIdentity(["secret"]), "key "),
+        (lambda scope: "team a", "team a"),
+        (lambda scope: b"", "unknown"),
+        (lambda scope: bytes.fromhex("20010db800000000"), "2001:db8::/64"),
+    ],
+)
+async def test_names_clients_without_their_keys(identity: Any, name: str) -> None:
+    """A client is shown by its address, or by part of a hash of its key."""
+
+    async def app(scope: Any, receive: Any, send: Any) -> None:
+        shown.append((await ask(view, "/_lifecycle/snapshot", method="GET")).body)
+        await plain_app(scope, receive, send)
+
+    shown: list[bytes] = []
+    view = LiveView(app, allow=lambda scope: True, client=identity)
+    headers = [(b"authorization", b"Bearer secret")]
+    await ask(view, "/x", client=("10.0.0.7", 1), headers=headers)
+    (row,) = json.loads(shown[0])["requests"]
+    assert row["client"].startswith(name)
+    assert len(row["client"]) <= max(len(name), 12)
+    assert b"secret" not in shown[0]
 
 
 # The warnings, without a server -------------------------------------------------

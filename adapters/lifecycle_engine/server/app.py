@@ -277,19 +277,12 @@ def _live_view(service: Service, settings: AppSettings) -> Middleware:
         health = getattr(now, "health", "ready" if now.ready else "unavailable")
         return {"health": health, "incarnation": now.incarnation, "pid": now.pid}
 
-    def client(scope: Any) -> str:
-        """Return the address, or a hash that stands for the key of a client."""
-        found = settings.client(scope)
-        if found != client_address(scope):
-            return f"key {found.hex()[:8]}"
-        return str((scope.get("client") or ["unknown"])[0])
-
     return Middleware(
         LiveView,
         gates=service.gates,
         engine=engine,
         allow=settings.live_view,
-        client=client,
+        client=settings.client,
         cancel=True,
     )
 

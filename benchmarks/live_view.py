@@ -24,7 +24,7 @@ from pathlib import Path
 from typing import Any
 
 import anyio
-import httpx
+import httpx2
 import psutil
 
 from lifecycle import Gate, SessionRegistry
@@ -85,7 +85,7 @@ def _requests(port: int, count: int) -> Iterator[None]:
             head = b"POST /x HTTP/1.1\r\nhost: here\r\ncontent-length: 4\r\n\r\nbody"
             connection.sendall(head)
         url = f"http://127.0.0.1:{port}/_lifecycle/snapshot"
-        while httpx.get(url, timeout=60).json()["phases"].get("preparing") != count:
+        while httpx2.get(url, timeout=60).json()["phases"].get("preparing") != count:
             time.sleep(0.1)
         yield
 
@@ -93,7 +93,7 @@ def _requests(port: int, count: int) -> Iterator[None]:
 def _watch(port: int, stop: threading.Event, seen: list[int]) -> None:
     url = f"http://127.0.0.1:{port}/_lifecycle/events"
     while not stop.is_set():
-        with httpx.stream("GET", url, timeout=60) as answer:
+        with httpx2.stream("GET", url, timeout=60) as answer:
             for line in answer.iter_lines():
                 seen.append(len(line))
                 if stop.is_set():

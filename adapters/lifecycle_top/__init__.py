@@ -12,7 +12,7 @@ It needs only the address of a server that has a `lifecycle_asgi.LiveView`.
 from __future__ import annotations
 
 try:
-    import httpx as _httpx
+    import httpx2 as _httpx
     import textual as _textual
 except ModuleNotFoundError as error:
     raise ModuleNotFoundError(

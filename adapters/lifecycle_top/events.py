@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import json
-from collections.abc import AsyncIterator
+from collections.abc import Callable
 from typing import Any, Final
 
-import httpx
+import httpx2
 
 _PATH: Final = "/_lifecycle"
 _CONNECT_SECONDS: Final = 5.0
@@ -29,15 +29,17 @@ class Viewer:
     def __init__(self, url: str) -> None:
         if "://" not in url:
             url = f"http://{url}"
-        parsed = httpx.URL(url)
+        parsed = httpx2.URL(url)
         path = parsed.path.rstrip("/") or _PATH
         self.url = str(parsed.copy_with(path=path, query=None, fragment=None))
-        timeout = httpx.Timeout(_SILENT_SECONDS, connect=_CONNECT_SECONDS)
-        self._client = httpx.AsyncClient(timeout=timeout, trust_env=False)
+        timeout = httpx2.Timeout(_SILENT_SECONDS, connect=_CONNECT_SECONDS)
+        self._client = httpx2.AsyncClient(timeout=timeout, trust_env=False)
         self._token = ""
 
-    async def events(self) -> AsyncIterator[dict[str, Any]]:
-        """Yield snapshots until the server ends the events, as it does now and then.
+    async def read(self, show: Callable[[dict[str, Any]], object]) -> None:
+        """Call *show* with each snapshot, until the server ends the events.
+
+        It does so now and then; call this again.
 
         Raises:
             NoLiveView: There is none, or it may not be seen from here.
@@ -52,12 +54,12 @@ class Viewer:
                     if line.startswith(_DATA):
                         event = json.loads(line.removeprefix(_DATA))
                         self._token = event["token"]
-                        yield event
-        except httpx.HTTPError as error:
+                        show(event)
+        except httpx2.HTTPError as error:
             what = str(error) or type(error).__name__
             raise NoLiveView(f"{self.url} does not answer: {what}") from error
 
-    async def _check(self, answer: httpx.Response) -> None:
+    async def _check(self, answer: httpx2.Response) -> None:
         if answer.status_code == 403:
             await answer.aread()
             raise NoLiveView(f"{self.url}: {answer.text}")
@@ -95,7 +97,7 @@ class Viewer:
             answer = await self._client.post(
                 f"{self.url}/{what}", content=id_, headers=headers
             )
-        except httpx.HTTPError as error:
+        except httpx2.HTTPError as error:
             return f"{self.url} does not answer: {error}"
         return answer.text
 

@@ -93,8 +93,7 @@ class Top(App[None]):
     async def _read(self) -> None:
         while True:
             try:
-                async for event in self._viewer.events():
-                    self.show(event)
+                await self._viewer.read(self.show)
             except NoLiveView as error:
                 self.query_one("#summary", Static).update(Text(str(error), "bold red"))
             await asyncio.sleep(_RETRY_SECONDS)

@@ -9,7 +9,7 @@ import signal
 from collections.abc import Callable
 from typing import Any
 
-import httpx
+import httpx2
 import pytest
 from http_kit import Server, running, user
 
@@ -30,7 +30,7 @@ def browser_path() -> str:
 
 async def snapshot(server: Server) -> dict[str, Any]:
     """One event."""
-    async with httpx.AsyncClient() as client:
+    async with httpx2.AsyncClient() as client:
         url = f"http://127.0.0.1:{server.port}/_lifecycle/snapshot"
         answer = await client.get(url, timeout=60)
         assert "canary-77aa" not in answer.text

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import anyio
-import httpx
+import httpx2
 import pytest
 from asgi_kit import ScriptedServer, http_scope
 from live_kit import CANARY, asked, live_server
@@ -40,7 +40,7 @@ def events(port: int) -> Iterator[dict[str, Any]]:
     """The events that a viewer gets, which connects again as a browser does."""
     while True:
         url = f"http://127.0.0.1:{port}/_lifecycle/events"
-        with httpx.stream("GET", url, timeout=60) as answer:
+        with httpx2.stream("GET", url, timeout=60) as answer:
             assert answer.headers["content-type"] == "text/event-stream"
             for line in answer.iter_lines():
                 if line.startswith("data: "):
@@ -61,10 +61,10 @@ def warning(port: int, kind: str, path: str, within: int = 12) -> dict[str, Any]
     raise AssertionError(f"no warning {kind!r} in {within} events: {event}")
 
 
-def post(port: int, what: str, id_: str, **headers: str) -> httpx.Response:
+def post(port: int, what: str, id_: str, **headers: str) -> httpx2.Response:
     """Ask the view to do something."""
     url = f"http://127.0.0.1:{port}/_lifecycle/{what}"
-    return httpx.post(url, content=id_, headers=headers, timeout=60)
+    return httpx2.post(url, content=id_, headers=headers, timeout=60)
 
 
 def row(event: dict[str, Any], path: str) -> dict[str, Any]:
@@ -216,15 +216,15 @@ def test_refuses_post_from_elsewhere(port: int) -> None:
 
 def test_shows_page_with_strict_policy(port: int) -> None:
     """The page runs its own script and no other, and no other site can frame it."""
-    answer = httpx.get(f"http://127.0.0.1:{port}/_lifecycle", timeout=60)
+    answer = httpx2.get(f"http://127.0.0.1:{port}/_lifecycle", timeout=60)
     assert answer.headers["content-type"].startswith("text/html")
     policy = answer.headers["content-security-policy"]
     assert "default-src 'none'; script-src 'sha256-" in policy
     assert "unsafe" not in policy
     assert answer.headers["cache-control"] == "no-store"
     assert "http" not in answer.text.replace("http-equiv", "")  # nothing from elsewhere
-    assert httpx.post(answer.url, timeout=60).status_code == 405
-    snapshot = httpx.get(f"{answer.url}/snapshot", timeout=60).json()
+    assert httpx2.post(answer.url, timeout=60).status_code == 405
+    snapshot = httpx2.get(f"{answer.url}/snapshot", timeout=60).json()
     assert {"requests", "gates", "clients", "warnings"} <= snapshot.keys()
 
 

@@ -103,8 +103,7 @@ async def test_names_what_to_wrap(port: int) -> None:
     """A server without a live view is told apart from one that does not answer."""
     viewer = Viewer(f"http://127.0.0.1:{port}/elsewhere")
     with pytest.raises(NoLiveView, match="LiveView"):
-        async for _ in viewer.events():
-            pass
+        await viewer.read(lambda event: None)
     await viewer.aclose()
 
 
@@ -128,7 +127,7 @@ async def test_is_a_subcommand() -> None:
     assert run("-c", script).returncode == 0
 
 
-@pytest.mark.parametrize("missing", ["textual", "httpx"])
+@pytest.mark.parametrize("missing", ["textual", "httpx2"])
 async def test_names_extra_that_is_missing(missing: str) -> None:
     """Without its extra, the command says what to install."""
     script = f"import sys; sys.modules[{missing!r}] = None; import lifecycle_top"

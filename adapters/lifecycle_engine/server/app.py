@@ -382,7 +382,10 @@ def _refusal(
 async def _http_error(request: Request, error: Exception) -> Response:
     assert isinstance(error, HTTPException)
     code = {404: "not_found", 405: "method_not_allowed"}.get(error.status_code, "http")
-    problem = ApiError(error.status_code, error.detail, code=code)
+    message = error.detail
+    if error.status_code == 404:
+        message = "There is no such path; GET /openapi.json describes those there are"
+    problem = ApiError(error.status_code, message, code=code)
     response = _response(request.scope, problem)
     response.headers.update(error.headers or {})
     return response

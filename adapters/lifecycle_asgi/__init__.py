@@ -8,6 +8,7 @@ Modules::
     media_memory   estimate: the memory of media, from their headers; Correction
     media_body     the media of JSON, forms and files
     media_profiles  media_profile: what media cost known servers
+    live_requests  what requests do and hold, for the live view
     events         events of a request, their recorder, the request log
     request        RequestScope: state of a request, and what is closed at its end
     middleware     LifecycleMiddleware: cancels applications on a disconnect
@@ -21,6 +22,9 @@ Modules::
     vllm_plugin    hand-off in vLLM, by its entry point for plugins
     sglang_plugin  SGLang: Admission and hand-off, by its entry point for plugins
     admission      Admission: all of this around the application of any server
+    live_warnings  find_warnings: what is wrong, of one moment
+    live_snapshot  snapshots of the live view
+    live_view      LiveView: a page and server-sent events
     starlette      install, ManagedResponse; imported by name only
     testing        a client for tests that leaves; imported by name only
 
@@ -51,6 +55,15 @@ from lifecycle_asgi.limits import (
     client_address,
     refusal_response,
 )
+from lifecycle_asgi.live_view import LiveView, local_client
+from lifecycle_asgi.live_warnings import (
+    EngineView,
+    GateView,
+    LiveWarning,
+    RequestView,
+    WarningLimits,
+    find_warnings,
+)
 from lifecycle_asgi.media import Media, TooDeep, find_media
 from lifecycle_asgi.media_memory import (
     Correction,
@@ -78,10 +91,14 @@ __all__ = (
     "ClientLimit",
     "ClientLimitExceeded",
     "Correction",
+    "EngineView",
     "FirstItem",
+    "GateView",
     "ImageSize",
     "ImageTooLarge",
     "LifecycleMiddleware",
+    "LiveView",
+    "LiveWarning",
     "Media",
     "MediaProfile",
     "MemoryEstimate",
@@ -91,13 +108,17 @@ __all__ = (
     "RequestEvent",
     "RequestScope",
     "RequestStarted",
+    "RequestView",
     "TooDeep",
     "UnreadableImage",
+    "WarningLimits",
     "client_address",
     "estimate",
     "estimate_memory",
     "find_media",
+    "find_warnings",
     "handed_off",
+    "local_client",
     "media_profile",
     "read_image_header",
     "record_refusal",

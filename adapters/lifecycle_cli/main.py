@@ -44,6 +44,22 @@ def root(
     """Keep the subcommands apart, also while there is only one."""
 
 
+@app.command()
+def top(
+    url: Annotated[
+        str, typer.Argument(help="Address of the server, as http://127.0.0.1:8000.")
+    ] = "http://127.0.0.1:8000",
+) -> None:
+    """Show the live requests, gates and warnings of a running server.
+
+    The server needs lifecycle_asgi.LiveView around its application; lifecycle-engine
+    has it.
+    """
+    from lifecycle_top import run
+
+    run(url)
+
+
 def main() -> None:
     """Run the command."""
     app()

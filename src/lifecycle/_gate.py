@@ -17,6 +17,7 @@ from ._eventloop import current_task, fallback_clock, new_waiter, wait_until
 from ._exceptions import AdmissionTimeout, CostTooLarge, GateClosed, GateFull, Refused
 from ._lock import ChangeLock
 from ._managed_stream import decorator
+from ._owner import owner
 from ._queues import DONE, HELD, DrainRate, FairQueue, FifoQueue, Ticket
 from ._signatures import GivingDecorator
 from ._validation import (
@@ -438,6 +439,8 @@ class Gate(NoCopy):
         lease.key = key
         lease.state = DONE
         lease.waiter = None  # type: ignore[assignment]
+        if (claim := owner.get()) is not None:
+            claim(lease)
         lock = self._lock
         if lock.mutex.locked() and not lock.usable():
             raise self._refuse_interruption(lease)

@@ -14,6 +14,7 @@ from anyio.abc import TaskGroup
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
 from starlette.middleware import Middleware
+from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
@@ -39,6 +40,7 @@ from lifecycle_engine.errors import INTERNAL, ApiError, to_api_error
 from lifecycle_engine.events import EngineMeter
 from lifecycle_engine.multimodal.limits import MediaLimits
 from lifecycle_engine.processing.processor import ChatDefaults, Processor
+from lifecycle_engine.server.access import AccessControl, AccessRules
 from lifecycle_engine.server.admin import CancelEndpoints, StatusEndpoints
 from lifecycle_engine.server.admission import (
     EarlyRefusal,
@@ -126,6 +128,7 @@ class AppSettings:
         end_timeout: Seconds that the END of one request may take.
         per_client: Maximum concurrent requests of one client; ``None`` is unlimited.
         client: Returns the client identity of an ASGI scope.
+        access: Which requests may do what.
         fetch: Fetches images by https URL; ``None`` refuses them.
         measured_every: Seconds from one `EngineMeasured` event to the next.
     """
@@ -142,6 +145,7 @@ class AppSettings:
     end_timeout: float = 10.0
     per_client: int | None = None
     client: Callable[[Any], bytes] = client_address
+    access: AccessRules = field(default_factory=AccessRules)
     fetch: HttpsGet | None = None
     measured_every: float = 1.0
 
@@ -249,6 +253,8 @@ def _middleware(
         observer=observers,
     )
     return [
+        *_cross_origin(settings.access),
+        Middleware(AccessControl, rules=settings.access, answer=_response),
         Middleware(FairAcceptMiddleware, refuse=early),
         Middleware(
             LifecycleMiddleware,
@@ -264,6 +270,20 @@ def _middleware(
             answer=_refusal,
         ),
     ]
+
+
+def _cross_origin(rules: AccessRules) -> list[Middleware]:
+    """Return what lets pages of the permitted origins read answers."""
+    if not rules.origins:
+        return []
+    cors = Middleware(
+        CORSMiddleware,
+        allow_origins=rules.origins,
+        allow_methods=["GET", "POST"],
+        allow_headers=["*"],
+        expose_headers=["x-request-id", "request-id", "retry-after", "retry-after-ms"],
+    )
+    return [cors]
 
 
 def _reader(settings: AppSettings, gate: Gate) -> BodyReader:
@@ -373,6 +393,7 @@ async def _internal_error(request: Request, error: Exception) -> Response:
 
 
 def _response(scope: Any, error: ApiError) -> Response:
+    """What a refused request is answered, in the form of the API that was asked."""
     api, id_ = _format_of(scope["path"]), None
     with suppress(ApiError):  # of one that may not come back
         id_ = request_id(scope)
@@ -381,4 +402,9 @@ def _response(scope: Any, error: ApiError) -> Response:
     response.raw_headers += error.headers
     if id_ is not None:
         response.raw_headers.append((api.id_header, id_.encode()))
+    if status == 401:
+        # A browser asks for a password where it shows a page.
+        admin = scope["path"].startswith("/_lifecycle")
+        scheme = b'Basic realm="lifecycle"' if admin else b"Bearer"
+        response.raw_headers.append((b"www-authenticate", scheme))
     return response

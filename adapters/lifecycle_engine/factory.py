@@ -74,6 +74,7 @@ def _make_app(config: ServerConfig) -> Starlette:
         Gate,
         max_waiting=config.admission.max_waiting,
         max_wait=config.admission.max_wait,
+        order="fair",
         observer=observer,
     )
     capacity = payload_capacity(config.admission.payload_bytes, arena_bytes)

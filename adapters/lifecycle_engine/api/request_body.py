@@ -47,6 +47,8 @@ _CHECK_INTERVAL = 0.5
 _MIN_TIMEOUT = 0.05
 # Shorter bodies are parsed on the event loop: a thread costs more.
 _INLINE_BYTES = 4096
+SMALL_BYTES = 65536
+"""Bodies up to this size are admitted, and parsed, apart from larger ones."""
 
 ParseBody = Callable[[bytes], ChatRequest]
 
@@ -213,6 +215,7 @@ class RequestParser:
         limits: Limits on images.
         defaults: Values for options that a request does not set.
         limiter: Limits the threads, and so the copies, that parse concurrently.
+        small_limiter: The same for small bodies, which then wait for no large one.
         text_chars: Maximum number of characters in all messages of a request.
         bodies: Reads the bodies.
         remote_images: Whether images may be given by https URL.
@@ -225,6 +228,7 @@ class RequestParser:
         limits: MediaLimits,
         defaults: ChatDefaults,
         limiter: anyio.CapacityLimiter,
+        small_limiter: anyio.CapacityLimiter | None = None,
         text_chars: int = 2**20,
         bodies: BodyReader | None = None,
         remote_images: bool = False,
@@ -236,6 +240,7 @@ class RequestParser:
         self._limits = limits
         self._defaults = defaults
         self._limiter = limiter
+        self._small_limiter = small_limiter or limiter
         self._identity = ClientIdentity()
 
     def close(self) -> None:
@@ -275,7 +280,8 @@ class RequestParser:
                 # what it raised until it runs again.
                 return error.with_traceback(None)
 
-        outcome = await anyio.to_thread.run_sync(run, limiter=self._limiter)
+        limiter = self._small_limiter if size <= SMALL_BYTES else self._limiter
+        outcome = await anyio.to_thread.run_sync(run, limiter=limiter)
         if isinstance(outcome, ApiError):
             raise outcome
         return outcome

@@ -22,7 +22,6 @@ from starlette.routing import Route
 from lifecycle import Gate, Refused, SessionRegistry
 from lifecycle.events import Observer, combine_observers, guarded
 from lifecycle_asgi import (
-    BodyLimit,
     BodyTooLarge,
     BodyTooSlow,
     ClientLimit,
@@ -47,6 +46,7 @@ from lifecycle_engine.server.admission import (
     FairAcceptMiddleware,
     operation_of,
 )
+from lifecycle_engine.server.body_admission import BodyAdmission
 from lifecycle_engine.server.generate import GenerateEndpoint
 from lifecycle_engine.server.remote_images import HttpsGet, RemoteImages
 from lifecycle_engine.server.service import Deadlines, Engine, Service
@@ -58,6 +58,8 @@ if TYPE_CHECKING:
 # Bytes read ahead per request still waiting for admission; bounds memory under a
 # connection flood.
 _READ_AHEAD = 8192
+# For small bodies: more than all of them that may wait take.
+_SMALL_BYTES = 32 * 2**20
 
 
 class EngineMonitor:
@@ -124,7 +126,9 @@ class AppSettings:
         media: Limits on images.
         defaults: Sampling defaults of requests.
         deadlines: Timeouts for the engine.
-        threads: Maximum number of requests preprocessed, and parsed, concurrently.
+        threads: Maximum number of requests parsed, and of threads that preprocess.
+        preprocessing: Maximum number of requests with images that are preprocessed
+            concurrently. Default: *threads*.
         end_timeout: Seconds that the END of one request may take.
         per_client: Maximum concurrent requests of one client; ``None`` is unlimited.
         client: Returns the client identity of an ASGI scope.
@@ -142,6 +146,7 @@ class AppSettings:
     defaults: ChatDefaults = field(default_factory=ChatDefaults)
     deadlines: Deadlines = field(default_factory=Deadlines)
     threads: int = 2
+    preprocessing: int | None = None
     end_timeout: float = 10.0
     per_client: int | None = None
     client: Callable[[Any], bytes] = client_address
@@ -215,6 +220,7 @@ def _service(
     observer: Observer | None,
 ) -> Service:
     threads = anyio.CapacityLimiter(settings.threads)
+    queue = in_flight.statistics().max_waiting
     return Service(
         model=settings.model,
         engine=engine,
@@ -226,12 +232,22 @@ def _service(
             limiter=anyio.CapacityLimiter(settings.threads),
             text_chars=settings.text_chars,
             bodies=_reader(settings, bodies),
+            small_limiter=anyio.CapacityLimiter(settings.threads),
             remote_images=settings.fetch is not None,
         ),
         bodies=bodies,
         payloads=gate,
         in_flight=in_flight,
+        small_bodies=Gate(
+            bytes=_SMALL_BYTES, max_waiting=queue, order="fair", name="small_bodies"
+        ),
+        preprocessing=Gate(
+            slots=settings.preprocessing or settings.threads,
+            order="fair",
+            name="preprocessing",
+        ),
         threads=threads,
+        text_threads=anyio.CapacityLimiter(settings.threads),
         deadlines=settings.deadlines,
         new_sessions=partial(
             SessionRegistry, end_timeout=settings.end_timeout, observer=observer
@@ -247,8 +263,9 @@ def _middleware(
     """Return the middleware, outermost first."""
     observers = combine_observers(observer, log)
     early = EarlyRefusal(
-        service.admission.pending,
+        service.admission,
         _FORMATS,
+        client=settings.client,
         body_bytes=settings.body_bytes,
         observer=observers,
     )
@@ -264,9 +281,11 @@ def _middleware(
         ),
         *_per_client(settings, observer),
         Middleware(
-            BodyLimit,
+            BodyAdmission,
+            large=service.bodies,
+            small=service.small_bodies,
             max_bytes=settings.body_bytes,
-            gate=service.bodies,
+            client=settings.client,
             answer=_refusal,
         ),
     ]

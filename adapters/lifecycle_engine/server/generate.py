@@ -6,7 +6,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequenc
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Any
+from typing import Any, TypeVar
 
 import anyio
 import anyio.to_thread
@@ -41,6 +41,7 @@ from lifecycle_engine.server.remote_images import RemoteImages
 from lifecycle_engine.server.service import Service
 from lifecycle_zmq import EngineFailed, RequestRejected
 
+T = TypeVar("T")
 Items = AsyncIterator[Any]
 Open = Callable[[], Awaitable[Items]]
 End = Callable[[Items | None], Awaitable[None]]
@@ -98,9 +99,9 @@ class GenerateEndpoint:
         try:
             writer.request_id = request_id(scope)
             refuse_compressed(scope)
-            admission.refuse_when_full()
+            admission.refuse_when_full(client)
             await self._refuse_when_engine_lost()
-            admission.pending.add(writer)
+            admission.pending.add(writer, client)
             with request.phase("read"):
                 parsed = await self._service.parser.read(
                     receive, self._api.parse, client
@@ -143,7 +144,7 @@ class GenerateEndpoint:
             try:
                 with request.phase("queue"):
                     lease = await service.admission.admit_request(
-                        deadline=call.deadline
+                        call.client, deadline=call.deadline
                     )
                 with lease:
                     streams = await self._open_streams(session, box, call)
@@ -191,7 +192,9 @@ class GenerateEndpoint:
         if call.parsed.images:  # requests of text alone never wait for bytes
             with call.request.phase("queue"):
                 lease = await service.admission.admit_payload(
-                    self._payload_bytes(call.parsed), deadline=call.deadline
+                    self._payload_bytes(call.parsed),
+                    call.client,
+                    deadline=call.deadline,
                 )
         prepare = partial(self._prepare, box, lease, call)
         shared = SharedPreprocessing(prepare, choices=choices)
@@ -274,13 +277,19 @@ class GenerateEndpoint:
 
         parsed, usage = call.parsed, call.usage
         with call.request.phase("prepare"):
-            request, tensors, usage.prompt_tokens = await anyio.to_thread.run_sync(
-                prepare, limiter=self._service.threads
-            )
+            request, tensors, usage.prompt_tokens = await self._in_thread(prepare, call)
         if lease is not None:
             lease.settle(bytes=tensors.nbytes * parsed.choices)
             self._service.correction.learn(parsed.estimate, tensors.nbytes)
         return request, tensors
+
+    async def _in_thread(self, prepare: Callable[[], T], call: _Call) -> T:
+        """Preprocess in a thread: clients take turns, and text waits for no image."""
+        service = self._service
+        if not call.parsed.images:
+            return await anyio.to_thread.run_sync(prepare, limiter=service.text_threads)
+        with await service.preprocessing.admit(key=call.client.hex()):
+            return await anyio.to_thread.run_sync(prepare, limiter=service.threads)
 
     async def _answer(
         self, streams: Sequence[Stream[Any]], call: _Call, writer: ResponseWriter

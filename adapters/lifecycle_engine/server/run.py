@@ -35,6 +35,9 @@ _SWITCH_INTERVAL = 0.001
 # Backlog of the kernel, and number of connections that asyncio accepts in one turn of
 # the loop (uvloop accepts one). asyncio has one option for both.
 _BACKLOG, _ACCEPTED_AT_ONCE = 2048, 1
+# Connections accepted in one turn: the kernel hands them over in the order of arrival,
+# whatever client they are of. Turns are fair only among those that were accepted.
+_ACCEPTORS = 16
 # Seconds after the drain: for the engine to end the remaining sessions, and for clients
 # to read what has been sent. Together less than the two seconds that an exit may take.
 _END_SECONDS = 0.3
@@ -276,7 +279,9 @@ def run(
             on_ready=lambda: announce(address),
         )
         with frozen_heap(), _short_switch_interval(), server.handling_signals():
-            server.run(sockets=[listener])
+            # Each of them accepts one connection in one turn of the loop.
+            copies = [listener.dup() for _ in range(_ACCEPTORS - 1)]
+            server.run(sockets=[listener, *copies])
     if server.failure is not None:
         raise server.failure
 

@@ -101,10 +101,13 @@ class Service:
         engine: Runs the requests.
         processor: Turns chats into engine requests.
         parser: Reads and validates request bodies.
-        bodies: Gate over the bytes of request bodies, until hand-off.
+        bodies: Gate over the bytes of large request bodies, until hand-off.
+        small_bodies: Gate over the bytes of small ones.
         payloads: Gate over the bytes of payloads, until the engine has read them.
         in_flight: Gate over requests, until they end.
-        threads: Limits concurrent preprocessing.
+        preprocessing: Gate over requests with images that are preprocessed.
+        threads: Threads that preprocess them.
+        text_threads: Threads that preprocess all other requests.
         deadlines: Timeouts for the engine.
         new_sessions: Creates the session registry of one run.
         client: Returns a request's client identity, given its ASGI scope.
@@ -125,7 +128,10 @@ class Service:
     bodies: Gate
     payloads: Gate
     in_flight: Gate
+    small_bodies: Gate
+    preprocessing: Gate
     threads: anyio.CapacityLimiter
+    text_threads: anyio.CapacityLimiter
     deadlines: Deadlines
     new_sessions: Callable[[], SessionRegistry]
     client: Callable[[Any], bytes]
@@ -165,7 +171,8 @@ class Service:
     def gates(self) -> tuple[Gate, ...]:
         """All gates, in the order in which a request passes them."""
         fetched = (self.remote.gate,) if self.remote is not None else ()
-        return self.bodies, self.in_flight, *fetched, self.payloads
+        bodies = self.small_bodies, self.bodies
+        return *bodies, self.in_flight, *fetched, self.payloads, self.preprocessing
 
     @property
     def ready(self) -> bool:

@@ -209,6 +209,23 @@ class AdmissionConfig(_Section):
     max_wait: float = _setting(
         60.0, Seconds(), "Maximum wait at a gate; then the request is refused."
     )
+    order: Literal["fair", "fifo"] = _setting(
+        "fair",
+        Choice(("fair", "fifo")),
+        "fair lets clients take turns; fifo goes by arrival, and by the priority that "
+        "requests name.",
+    )
+    shadow: bool = _setting(
+        False,
+        Flag(),
+        "Count what the gates would refuse or keep waiting, and admit all of it.",
+    )
+    max_preprocess_concurrency: int | None = _setting(
+        None,
+        Whole(1),
+        "Maximum number of requests with images that are preprocessed concurrently. "
+        "Default: --threads.",
+    )
     payload_bytes: int | None = _setting(
         None,
         Size(1),
@@ -347,6 +364,12 @@ class EngineConfig(_Section):
     )
     max_batch: int = _setting(
         8, Whole(1), "Maximum number of requests in one engine step."
+    )
+    graphs: Literal["on", "off", "fake"] | None = _setting(
+        None,
+        Choice(("on", "off", "fake")),
+        "Decode with CUDA graphs; fake runs their shapes alone. Default: on with "
+        "--device cuda, else off.",
     )
     kv_slots: int | None = _setting(
         None,

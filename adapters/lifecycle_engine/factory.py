@@ -72,9 +72,11 @@ def _make_app(config: ServerConfig) -> Starlette:
         observer = combine_observers(metrics, *observers(config.http.observers))
     gate = partial(
         Gate,
-        max_waiting=config.admission.max_waiting,
+        # Without a limit, a client's share of the queue is none either.
+        max_waiting=None if config.admission.shadow else config.admission.max_waiting,
+        enforce=not config.admission.shadow,
         max_wait=config.admission.max_wait,
-        order="fair",
+        order=config.admission.order,
         observer=observer,
     )
     capacity = payload_capacity(config.admission.payload_bytes, arena_bytes)
@@ -164,6 +166,8 @@ def worker_argv(config: ServerConfig, folder: Path | None) -> list[str]:
     argv = [sys.executable, "-m", "lifecycle_engine.worker"]
     argv += ["--runner", model.runner, "--max-batch", str(engine.max_batch)]
     argv += ["--chunk", str(engine.chunk)]
+    if engine.graphs is not None:
+        argv += ["--graphs", engine.graphs]
     if engine.kv_slots is not None:
         argv += ["--slots", str(engine.kv_slots)]
     if model.max_length is not None:
@@ -245,6 +249,8 @@ def _app_settings(config: ServerConfig, folder: Path | None) -> AppSettings:
         ),
         threads=config.http.threads,
         per_client=config.admission.per_client or None,
+        preprocessing=config.admission.max_preprocess_concurrency,
+        shadow=config.admission.shadow,
         client=_clients(config, api_keys),
         access=AccessRules(
             api_keys=api_keys,

@@ -15,6 +15,7 @@ from lifecycle import GateClosed, Payload
 from lifecycle_asgi import ClientIdentity, find_media
 from lifecycle_engine.api.chat_request import (
     ANY_MODEL,
+    MAX_PRIORITY,
     ChatMessage,
     ChatRequest,
     Fields,
@@ -187,6 +188,7 @@ class ParsedRequest:
         image_sizes: Sizes of the images in the body.
         remote: Images given by URL, to be fetched.
         fields: Names of the body's content fields, for errors.
+        priority: A higher one goes first in a queue by arrival; ``None`` without one.
     """
 
     chat: Payload[Chat] = field(repr=False)
@@ -200,6 +202,7 @@ class ParsedRequest:
     image_sizes: tuple[ImageSize, ...] = ()
     remote: tuple[RemoteImage, ...] = ()
     fields: Fields = field(default_factory=Fields)
+    priority: int | None = None
 
     @property
     def payload_bytes(self) -> int:
@@ -333,6 +336,7 @@ class RequestParser:
             tuple(sizes),
             tuple(remote),
             request.fields,
+            request.priority,
         )
 
     def _check_text(self, request: ChatRequest) -> None:
@@ -387,6 +391,23 @@ def _text_messages(request: ChatRequest) -> list[Message]:
 
 def _role(message: ChatMessage) -> str:
     return "system" if message.role == "developer" else message.role
+
+
+def header_priority(scope: Any) -> int:
+    """Return the priority in ``x-priority``, for clients that cannot set the field.
+
+    Raises:
+        ApiError: 400 unless it is a whole number in the range of the field.
+    """
+    for name, value in scope["headers"]:
+        if name == b"x-priority":
+            if re.fullmatch(rb"-?[0-9]{1,3}", value) is not None:
+                priority = int(value)
+                if abs(priority) <= MAX_PRIORITY:
+                    return priority
+            message = f"x-priority must be -{MAX_PRIORITY} to {MAX_PRIORITY}"
+            raise bad_request(message, param="x-priority")
+    return 0
 
 
 def request_id(scope: Any) -> str:

@@ -129,6 +129,8 @@ class AppSettings:
         threads: Maximum number of requests parsed, and of threads that preprocess.
         preprocessing: Maximum number of requests with images that are preprocessed
             concurrently. Default: *threads*.
+        shadow: Whether clients and slow bodies are admitted beyond their limits; of
+            gates, ``enforce`` says it.
         end_timeout: Seconds that the END of one request may take.
         per_client: Maximum concurrent requests of one client; ``None`` is unlimited.
         client: Returns the client identity of an ASGI scope.
@@ -147,6 +149,7 @@ class AppSettings:
     deadlines: Deadlines = field(default_factory=Deadlines)
     threads: int = 2
     preprocessing: int | None = None
+    shadow: bool = False
     end_timeout: float = 10.0
     per_client: int | None = None
     client: Callable[[Any], bytes] = client_address
@@ -286,6 +289,7 @@ def _middleware(
             small=service.small_bodies,
             max_bytes=settings.body_bytes,
             client=settings.client,
+            enforce=not settings.shadow,
             answer=_refusal,
         ),
     ]
@@ -314,7 +318,7 @@ def _reader(settings: AppSettings, gate: Gate) -> BodyReader:
 
 
 def _per_client(settings: AppSettings, observer: Observer | None) -> list[Middleware]:
-    if settings.per_client is None:
+    if settings.per_client is None or settings.shadow:
         return []
 
     def client(scope: Any) -> bytes | None:

@@ -41,6 +41,7 @@ class BodyAdmission:
         small: Gate over the bytes of small ones.
         max_bytes: Maximum size of one body.
         client: Returns the client of a request.
+        enforce: Whether a slow body is refused where the bytes are taken.
         answer: Returns status, headers and body of a refusal.
     """
 
@@ -52,12 +53,14 @@ class BodyAdmission:
         small: Gate,
         max_bytes: int,
         client: Callable[[Any], bytes],
+        enforce: bool = True,
         answer: Answer,
     ) -> None:
         self._app = app
         self._large, self._small = Lane(large), Lane(small)
         self._max_bytes = max_bytes
         self._client_of = client
+        self._enforce = enforce
         self._answer = answer
 
     async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
@@ -72,7 +75,9 @@ class BodyAdmission:
             return
         is_small = declared is not None and declared <= SMALL_BYTES
         lane = self._small if is_small else self._large
-        body = AdmittedBody(receive, lane, declared, self._max_bytes)
+        body = AdmittedBody(
+            receive, lane, declared, self._max_bytes, enforce=self._enforce
+        )
         request = request_of(scope)
         request.body = body
         refusal: BodyTooLarge | Refused | None = None
@@ -98,11 +103,13 @@ class AdmittedBody:
         lane: The lane that it is admitted in.
         declared: Declared length; ``None`` without one.
         max_bytes: Maximum size.
+        enforce: Whether it is refused where the bytes are taken.
     """
 
     __slots__ = (
         "_began",
         "_declared",
+        "_enforce",
         "_lane",
         "_lease",
         "_look_at",
@@ -113,8 +120,15 @@ class AdmittedBody:
     )
 
     def __init__(
-        self, receive: Any, lane: Lane, declared: int | None, max_bytes: int
+        self,
+        receive: Any,
+        lane: Lane,
+        declared: int | None,
+        max_bytes: int,
+        *,
+        enforce: bool = True,
     ) -> None:
+        self._enforce = enforce
         self._receive = receive
         self._lane = lane
         self._declared = declared
@@ -197,6 +211,9 @@ class AdmittedBody:
         for size in (min(2 * self._read, self._max_bytes), self._read):
             if lane.grow(lease, size):
                 return
+        if not self._enforce:
+            lease.settle(bytes=self._read)
+            return
         raise GateFull(
             f"the bytes for the rest of the body are taken; retry in "
             f"{_RETRY_SECONDS:g} s, and send it faster",

@@ -25,6 +25,7 @@ from lifecycle_engine.api.chat_request import Fields
 from lifecycle_engine.api.request_body import (
     ClientDisconnected,
     ParsedRequest,
+    header_priority,
     request_id,
 )
 from lifecycle_engine.errors import (
@@ -60,6 +61,7 @@ class _Call:
         parsed: What it asks for.
         client: Identity of its client.
         deadline: When its client gives up, by the loop's clock.
+        priority: As for `Gate.admit`.
         usage: Its tokens so far.
     """
 
@@ -67,6 +69,7 @@ class _Call:
     parsed: ParsedRequest
     client: bytes
     deadline: float
+    priority: int
     usage: Usage = field(default_factory=Usage)
 
 
@@ -98,6 +101,7 @@ class GenerateEndpoint:
         fields, client = Fields(), self._service.client(scope)
         try:
             writer.request_id = request_id(scope)
+            priority = header_priority(scope)
             refuse_compressed(scope)
             admission.refuse_when_full(client)
             await self._refuse_when_engine_lost()
@@ -108,7 +112,10 @@ class GenerateEndpoint:
                 )
             fields = parsed.fields
             deadline = anyio.current_time() + client_timeout(scope)
-            await self._serve(_Call(request, parsed, client, deadline), writer)
+            if parsed.priority is not None:
+                priority = parsed.priority
+            call = _Call(request, parsed, client, deadline, priority)
+            await self._serve(call, writer)
         except ClientDisconnected:
             return
         except Exception as error:  # noqa: BLE001 - uvicorn would log its text
@@ -144,7 +151,7 @@ class GenerateEndpoint:
             try:
                 with request.phase("queue"):
                     lease = await service.admission.admit_request(
-                        call.client, deadline=call.deadline
+                        call.client, deadline=call.deadline, priority=call.priority
                     )
                 with lease:
                     streams = await self._open_streams(session, box, call)
@@ -195,6 +202,7 @@ class GenerateEndpoint:
                     self._payload_bytes(call.parsed),
                     call.client,
                     deadline=call.deadline,
+                    priority=call.priority,
                 )
         prepare = partial(self._prepare, box, lease, call)
         shared = SharedPreprocessing(prepare, choices=choices)

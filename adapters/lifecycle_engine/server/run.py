@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import ctypes
 import gc
 import resource
 import signal
@@ -18,10 +17,14 @@ from types import FrameType
 
 import anyio
 import uvicorn
-from PIL import Image
 from starlette.applications import Starlette
 
 from lifecycle import EngineLost
+from lifecycle_engine.server.heap import (
+    HeapTrimmer,
+    configure_malloc,
+    reuse_image_memory,
+)
 from lifecycle_engine.server.service import Service
 from lifecycle_engine.server.uvicorn_protocol import (
     Connection,
@@ -44,49 +47,6 @@ _END_SECONDS = 0.3
 _FLUSH_SECONDS = 0.3
 # Descriptors that are not for clients: for the engine, files and libraries.
 _RESERVED = 256
-# Options of glibc's mallopt.
-_M_TRIM_THRESHOLD = -1
-_M_MMAP_THRESHOLD = -3
-_M_ARENA_MAX = -8
-# Larger blocks get pages of their own; for smaller ones that would cost too much.
-_LARGE = 4 * 2**20
-# Up to this much free memory stays at the end of a heap, for the next request.
-_KEPT = 16 * 2**20
-
-
-def configure_malloc() -> bool:
-    """Make ``free`` return pages to the system; False without glibc.
-
-    By default, glibc puts blocks on the heap that are as large as the largest block
-    freed so far, up to 32 MiB. After a burst of pictures many small blocks lie between
-    large holes, and the process keeps its peak memory forever.
-
-    Threads share one heap: each further heap would keep free memory of its own.
-    """
-    try:
-        mallopt = ctypes.CDLL(None).mallopt
-    except (OSError, AttributeError):
-        return False
-    options = {
-        _M_MMAP_THRESHOLD: _LARGE,
-        _M_TRIM_THRESHOLD: _KEPT,
-        _M_ARENA_MAX: 1,
-    }
-    done = [mallopt(name, value) for name, value in options.items()]
-    return all(done)
-
-
-def reuse_image_memory(count: int) -> None:
-    """Decode pictures into the memory of earlier ones.
-
-    Fresh pages are a large part of the cost of decoding. And without reuse, the peak
-    memory depends on how decodings overlap. Pillow keeps one block for each thread, as
-    large as the last picture decoded in it and 16 MiB at most.
-
-    Args:
-        count: Number of threads that decode.
-    """
-    Image.core.set_blocks_max(count)  # type: ignore[attr-defined]
 
 
 @contextlib.contextmanager
@@ -137,6 +97,7 @@ class DrainingServer(uvicorn.Server):
         self._drain = drain
         self._on_ready = on_ready
         self._awaiting: asyncio.Task[None] | None = None
+        self._trimming: asyncio.Task[None] | None = None
         self._end_now = False
         self._draining: anyio.CancelScope | None = None
         self.failure: EngineLost | None = None
@@ -148,6 +109,8 @@ class DrainingServer(uvicorn.Server):
             each.listen(_BACKLOG)
         if not self.should_exit:
             self._awaiting = asyncio.create_task(self._await_engine())
+            trimmer = HeapTrimmer((self._service.bodies, self._service.payloads))
+            self._trimming = asyncio.create_task(trimmer.run())
 
     async def _await_engine(self) -> None:
         try:
@@ -162,8 +125,9 @@ class DrainingServer(uvicorn.Server):
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         """Drain, then shut down as uvicorn does."""
         service = self._service
-        if self._awaiting is not None:
-            self._awaiting.cancel()
+        for task in (self._awaiting, self._trimming):
+            if task is not None:
+                task.cancel()
         service.parser.close()
         for gate in service.gates:
             gate.close()

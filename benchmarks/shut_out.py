@@ -155,8 +155,9 @@ def server(*options: str) -> Iterator[int]:
 
     argv = [sys.executable, "-m", "lifecycle_engine.cli", "serve", "--runner", "sim"]
     argv += ["--port", "0", *options]
-    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.DEVNULL}
-    with subprocess.Popen(argv, text=True, env=ENV, **pipes) as process:
+    with subprocess.Popen(
+        argv, text=True, env=ENV, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL
+    ) as process:
         assert process.stdout is not None
         line = process.stdout.readline()
         try:

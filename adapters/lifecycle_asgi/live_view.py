@@ -25,10 +25,11 @@ from lifecycle import Gate
 from lifecycle.debug import who_holds
 from lifecycle.lowlevel import owner
 from lifecycle_asgi._types import App, Message, Receive, Scope, Send
-from lifecycle_asgi.limits import client_address, send_response
+from lifecycle_asgi.limits import client_address
 from lifecycle_asgi.live_requests import LIVE_KEY, LiveRequest, LiveRequests
 from lifecycle_asgi.live_snapshot import Snapshots
 from lifecycle_asgi.live_warnings import WarningLimits
+from lifecycle_asgi.responses import send_response
 
 _PAGE: Final = Path(__file__).with_name("live_view.html")
 _INLINE: Final = re.compile(r"<(script|style)>(.*?)</\1>", re.DOTALL)

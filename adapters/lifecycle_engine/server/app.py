@@ -310,7 +310,7 @@ def _live_view(service: Service, settings: AppSettings) -> Middleware:
         LiveView,
         gates=service.gates,
         engine=engine,
-        allow=lambda scope: scope[ADMIN_KEY] or settings.live_view(scope),
+        allow=lambda scope: scope.get(ADMIN_KEY) or settings.live_view(scope),
         client=settings.client,
         cancel=True,
     )

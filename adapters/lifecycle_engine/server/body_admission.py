@@ -11,7 +11,8 @@ import anyio
 from lifecycle import Gate, GateFull, Lease, Refused
 from lifecycle_asgi import BodyTooLarge, request_of
 from lifecycle_asgi.lanes import Lane
-from lifecycle_asgi.limits import Answer, send_response
+from lifecycle_asgi.limits import Answer
+from lifecycle_asgi.responses import send_response
 from lifecycle_engine.api.request_body import SMALL_BYTES
 
 # The first charge of a body without a declared length, and what may arrive before the

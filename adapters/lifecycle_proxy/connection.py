@@ -135,7 +135,7 @@ class Connection:
             return None
         if isinstance(event, h11.ConnectionClosed):
             raise UpstreamLost("The upstream closed the connection without a response")
-        assert not isinstance(event, h11.Request)
+        assert isinstance(event, Event), event
         return event
 
     async def _receive(self) -> None:

@@ -23,8 +23,10 @@ async def send_error(
     Cancellation:
         The response may be cut off.
     """
-    response = protocol_error(scope, status, code=code, message=reason)
-    await _send(send, *response)
+    status, headers, body = protocol_error(scope, status, code=code, message=reason)
+    if status == 400:  # where the next request begins is in doubt
+        headers = [*headers, (b"connection", b"close")]
+    await _send(send, status, headers, body)
 
 
 async def send_refusal(scope: Scope, send: Send, refusal: Refused) -> None:

@@ -80,7 +80,9 @@ MAY_USE = {
     "lifecycle_ray": {"lifecycle_zmq"},
     "lifecycle_metrics": {"lifecycle_asgi"},
     "lifecycle_otel": {"lifecycle_asgi"},
-    "lifecycle_cli": {"lifecycle_top"},
+    "lifecycle_proxy": {"lifecycle_asgi"},
+    # Each subcommand is a package of its own.
+    "lifecycle_cli": {"lifecycle_proxy", "lifecycle_top"},
     "lifecycle_engine": {
         "lifecycle_asgi",
         "lifecycle_metrics",
@@ -106,6 +108,10 @@ LAYERS: dict[str, tuple[str, ...]] = {
         *("backend", "tensor_copy", "process", "heartbeat", "client_streams"),
         *("client", "flow_control", "server", "generator_backend", "supervisor"),
         *("engine", "thread_engine"),
+    ),
+    "lifecycle_proxy": (
+        *("responses", "headers", "connection", "upstream", "exchange"),
+        *("application", "server", "command"),
     ),
     "lifecycle_ray": ("placement", "replica", "router", "engine"),
     "lifecycle_engine": (

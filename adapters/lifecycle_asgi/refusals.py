@@ -45,11 +45,34 @@ def protocol_refusal(scope: Scope, refusal: Refusal | Unauthorised) -> Response:
     Returns:
         Status, headers and body.
     """
-    status, headers, error = _openai_error(scope, refusal)
+    return _protocol_response(scope, *_openai_error(scope, refusal))
+
+
+def protocol_error(scope: Scope, status: int, *, code: str, message: str) -> Response:
+    """Return the response to a request that failed, in the format of its API.
+
+    Args:
+        scope: The ASGI scope of the request.
+        status: Of the response.
+        code: What is wrong, as a word.
+        message: The same, as a sentence without payload.
+
+    Returns:
+        Status, headers and body, as from `protocol_refusal`.
+    """
+    kind = "invalid_request_error" if status < 500 else "server_error"
+    error = {"message": message, "type": kind, "param": None, "code": code}
+    return _protocol_response(scope, status, [], error)
+
+
+def _protocol_response(
+    scope: Scope, status: int, headers: Headers, error: dict[str, str | None]
+) -> Response:
     path = str(scope.get("path", ""))
     request_headers = dict(scope["headers"])
     if path.endswith("/messages") or b"anthropic-version" in request_headers:
-        kind = _ANTHROPIC_TYPES.get(status, "invalid_request_error")
+        other = "invalid_request_error" if status < 500 else "api_error"
+        kind = _ANTHROPIC_TYPES.get(status, other)
         details = {"type": kind, "message": error["message"]}
         return _json(status, headers, {"type": "error", "error": details})
     if "/v1/" in path or b"json" in request_headers.get(b"content-type", b""):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from importlib.metadata import version
-from typing import Annotated
+from typing import Annotated, Final
 
 try:
     import typer
@@ -58,6 +58,18 @@ def top(
     from lifecycle_top import run
 
     run(url)
+
+
+# A subcommand reads its arguments itself, so that its package is imported only then.
+_PASS_ON: Final = {"ignore_unknown_options": True, "allow_extra_args": True}
+
+
+@app.command("proxy", context_settings=_PASS_ON, add_help_option=False)
+def proxy(ctx: typer.Context) -> None:
+    """Admit requests in front of a server of any kind, and end what clients leave."""
+    from lifecycle_proxy.command import run
+
+    run(ctx.args)
 
 
 def main() -> None:

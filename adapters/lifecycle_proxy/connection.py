@@ -1,8 +1,7 @@
 """One connection to the upstream: h11 over a stream of anyio.
 
-The clients that were tried (httpx, httpcore and aiohttp) drop trailers, and the first
-two read no response before they have sent the whole body. h11 is the parser that two
-of them are made of.
+h11 shows trailers, and lets a response be read while the body is still being sent; the
+API of an HTTP client hides both.
 """
 
 from __future__ import annotations

@@ -55,9 +55,9 @@ async def test_closes_upstream_soon_after_client_left(phase, tmp_path, record_pr
         async with running_proxy(url, tmp_path) as proxy:
             await seconds_to_close(phase, proxy, upstream)
             before = proxy.descriptors()
-            took = sorted([
-                await seconds_to_close(phase, proxy, upstream) for _ in range(40)
-            ])
+            took = sorted(
+                [await seconds_to_close(phase, proxy, upstream) for _ in range(40)]
+            )
             record_property("p50_ms", 1000 * took[20])
             record_property("max_ms", 1000 * took[-1])
             print(f"{phase}: p50 {1e3 * took[20]:.1f} ms, max {1e3 * took[-1]:.1f} ms")

@@ -179,7 +179,9 @@ async def test_refuses_websockets_in_a_sentence(tmp_path):
     """An upgrade to a WebSocket is a 501 that says where to connect."""
     async with running_proxy("http://127.0.0.1:1", tmp_path) as proxy:
         upgrade = b"connection: upgrade\r\nupgrade: websocket\r\n"
-        head, body = await proxy.ask(GET.replace(b"\r\n\r\n", b"\r\n" + upgrade + b"\r\n"))
+        head, body = await proxy.ask(
+            GET.replace(b"\r\n\r\n", b"\r\n" + upgrade + b"\r\n")
+        )
         assert head.startswith(b"HTTP/1.1 501")
         assert b"no WebSockets" in body
 

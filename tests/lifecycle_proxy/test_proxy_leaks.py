@@ -9,5 +9,7 @@ def test_leaves_nothing_after_many_requests():
     """After 2,000 requests, half of them left, no descriptor and no megabytes stay."""
     script = Path(__file__).parent / "long_run.py"
     command = [sys.executable, str(script), "--requests", "2000"]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=600)
+    done = subprocess.run(
+        command, capture_output=True, text=True, timeout=600, check=False
+    )
     assert done.returncode == 0, done.stdout + done.stderr

@@ -98,7 +98,10 @@ async def test_sets_forwarded_headers_by_option(how, expected, tmp_path):
     [
         (b"HEAD", b"HTTP/1.1 200 OK\r\ncontent-length: 99\r\n\r\n"),
         (b"GET", b"HTTP/1.1 204 No Content\r\n\r\n"),
-        (b"GET", b'HTTP/1.1 304 Not Modified\r\netag: "a"\r\ncontent-length: 9\r\n\r\n'),
+        (
+            b"GET",
+            b'HTTP/1.1 304 Not Modified\r\netag: "a"\r\ncontent-length: 9\r\n\r\n',
+        ),
     ],
 )
 @pytest.mark.asyncio

@@ -16,6 +16,14 @@ Modules::
 
 from __future__ import annotations
 
+try:
+    import h11  # noqa: F401 - only its absence matters here
+except ModuleNotFoundError as error:
+    raise ModuleNotFoundError(
+        f'lifecycle_proxy needs {error.name}; pip install "anyio-lifecycle[proxy]"',
+        name=error.name,
+    ) from None
+
 from lifecycle_proxy.application import Proxy
 from lifecycle_proxy.headers import ForwardedHeaders
 from lifecycle_proxy.server import create_app

@@ -18,97 +18,109 @@ _TIMEOUTS = "Timeouts, in seconds"
 _HEADERS = "Headers"
 
 
+# Options, apart from the function that is short without them.
+UpstreamUrl = Annotated[
+    str,
+    typer.Option(
+        help="http://HOST:PORT, https://HOST or unix:PATH.",
+        rich_help_panel=_UPSTREAM,
+    ),
+]
+MaxConnectionsOption = Annotated[
+    int,
+    typer.Option(
+        min=1,
+        help="Connections to the upstream at a time; as many requests wait.",
+        rich_help_panel=_UPSTREAM,
+    ),
+]
+HostOption = Annotated[str, typer.Option(help="Address.", rich_help_panel=_LISTEN)]
+PortOption = Annotated[int, typer.Option(help="Port.", rich_help_panel=_LISTEN)]
+UdsOption = Annotated[
+    str | None,
+    typer.Option(help="Path of a unix socket instead.", rich_help_panel=_LISTEN),
+]
+HealthPathOption = Annotated[
+    str | None,
+    typer.Option(
+        help="A path that the proxy answers itself, with 200.",
+        rich_help_panel=_LISTEN,
+    ),
+]
+ConnectTimeoutOption = Annotated[
+    float,
+    typer.Option(help="For a connection to the upstream.", rich_help_panel=_TIMEOUTS),
+]
+HeadTimeoutOption = Annotated[
+    float,
+    typer.Option(
+        help="From a request to the head of its response.",
+        rich_help_panel=_TIMEOUTS,
+    ),
+]
+IdleTimeoutOption = Annotated[
+    float,
+    typer.Option(
+        help="Between two pieces of a response, or of a body.",
+        rich_help_panel=_TIMEOUTS,
+    ),
+]
+UpstreamKeepAliveOption = Annotated[
+    float,
+    typer.Option(
+        help="An unused connection is kept for so long; 0 keeps none. Less than "
+        "the upstream keeps it.",
+        rich_help_panel=_TIMEOUTS,
+    ),
+]
+DrainTimeoutOption = Annotated[
+    int,
+    typer.Option(
+        min=0,
+        help="For requests under way after SIGTERM.",
+        rich_help_panel=_TIMEOUTS,
+    ),
+]
+KeepHostOption = Annotated[
+    bool,
+    typer.Option(
+        "--keep-host/--rewrite-host",
+        help="Pass on the client's Host, or send that of the upstream.",
+        rich_help_panel=_HEADERS,
+    ),
+]
+ForwardedOption = Annotated[
+    ForwardedHeaders,
+    typer.Option(
+        help="Pass X-Forwarded-* on, add to them, or replace them.",
+        rich_help_panel=_HEADERS,
+    ),
+]
+TrustedProxiesOption = Annotated[
+    str,
+    typer.Option(
+        help="Addresses, separated by commas, whose X-Forwarded-For names the client.",
+        rich_help_panel=_HEADERS,
+    ),
+]
+
+
 def proxy(
     *,
-    upstream: Annotated[
-        str,
-        typer.Option(
-            help="http://HOST:PORT, https://HOST or unix:PATH.",
-            rich_help_panel=_UPSTREAM,
-        ),
-    ],
-    max_connections: Annotated[
-        int,
-        typer.Option(
-            min=1,
-            help="Connections to the upstream at a time; as many requests wait.",
-            rich_help_panel=_UPSTREAM,
-        ),
-    ] = 1000,
-    host: Annotated[
-        str, typer.Option(help="Address.", rich_help_panel=_LISTEN)
-    ] = "127.0.0.1",
-    port: Annotated[int, typer.Option(help="Port.", rich_help_panel=_LISTEN)] = 8080,
-    uds: Annotated[
-        str | None,
-        typer.Option(help="Path of a unix socket instead.", rich_help_panel=_LISTEN),
-    ] = None,
-    health_path: Annotated[
-        str | None,
-        typer.Option(
-            help="A path that the proxy answers itself, with 200.",
-            rich_help_panel=_LISTEN,
-        ),
-    ] = None,
-    connect_timeout: Annotated[
-        float,
-        typer.Option(
-            help="For a connection to the upstream.", rich_help_panel=_TIMEOUTS
-        ),
-    ] = 5.0,
-    head_timeout: Annotated[
-        float,
-        typer.Option(
-            help="From a request to the head of its response.",
-            rich_help_panel=_TIMEOUTS,
-        ),
-    ] = 600.0,
-    idle_timeout: Annotated[
-        float,
-        typer.Option(
-            help="Between two pieces of a response, or of a body.",
-            rich_help_panel=_TIMEOUTS,
-        ),
-    ] = 300.0,
-    upstream_keep_alive: Annotated[
-        float,
-        typer.Option(
-            help="An unused connection is kept for so long; 0 keeps none. Less than "
-            "the upstream keeps it.",
-            rich_help_panel=_TIMEOUTS,
-        ),
-    ] = 3.0,
-    drain_timeout: Annotated[
-        int,
-        typer.Option(
-            min=0,
-            help="For requests under way after SIGTERM.",
-            rich_help_panel=_TIMEOUTS,
-        ),
-    ] = 30,
-    keep_host: Annotated[
-        bool,
-        typer.Option(
-            "--keep-host/--rewrite-host",
-            help="Pass on the client's Host, or send that of the upstream.",
-            rich_help_panel=_HEADERS,
-        ),
-    ] = True,
-    forwarded: Annotated[
-        ForwardedHeaders,
-        typer.Option(
-            help="Pass X-Forwarded-* on, add to them, or replace them.",
-            rich_help_panel=_HEADERS,
-        ),
-    ] = ForwardedHeaders.KEEP,
-    trusted_proxies: Annotated[
-        str,
-        typer.Option(
-            help="Addresses, separated by commas, whose X-Forwarded-For names the "
-            "client.",
-            rich_help_panel=_HEADERS,
-        ),
-    ] = "",
+    upstream: UpstreamUrl,
+    max_connections: MaxConnectionsOption = 1000,
+    host: HostOption = "127.0.0.1",
+    port: PortOption = 8080,
+    uds: UdsOption = None,
+    health_path: HealthPathOption = None,
+    connect_timeout: ConnectTimeoutOption = 5.0,
+    head_timeout: HeadTimeoutOption = 600.0,
+    idle_timeout: IdleTimeoutOption = 300.0,
+    upstream_keep_alive: UpstreamKeepAliveOption = 3.0,
+    drain_timeout: DrainTimeoutOption = 30,
+    keep_host: KeepHostOption = True,
+    forwarded: ForwardedOption = ForwardedHeaders.KEEP,
+    trusted_proxies: TrustedProxiesOption = "",
 ) -> None:
     """Admit requests in front of a server of any kind, and end what clients leave.
 

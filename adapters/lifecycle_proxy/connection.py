@@ -10,14 +10,7 @@ import select
 from typing import Final, TypeAlias
 
 import anyio
-
-try:
-    import h11
-except ModuleNotFoundError as error:
-    raise ModuleNotFoundError(
-        f'lifecycle_proxy needs {error.name}; pip install "anyio-lifecycle[proxy]"',
-        name=error.name,
-    ) from None
+import h11
 from anyio.abc import ByteStream, SocketAttribute
 
 _READ_BYTES: Final = 65536

@@ -10,7 +10,7 @@ from dataclasses import replace
 from types import MappingProxyType
 from typing import Any, Final
 
-from lifecycle import CostTooLarge, Gate, GateStatistics, Lease
+from lifecycle import CostTooLarge, GateStatistics, Lease
 from lifecycle.events import Observer
 from lifecycle_asgi._types import App, Message, Receive, Scope, Send
 from lifecycle_asgi.admission_settings import AdmissionSettings
@@ -129,14 +129,11 @@ class Admission:
         shares = [settings.bytes * share // 16 or 1 for share in _SHARES]
         self._small, self._bodies, self._requests = (
             Lane(
-                Gate(
-                    bytes=share,
-                    max_waiting=settings.max_waiting,
-                    max_wait=settings.max_wait,
-                    order="fair",
-                    name=f"admission-{name}",
-                    observer=observer,
-                )
+                f"admission-{name}",
+                bytes=share,
+                max_waiting=settings.max_waiting,
+                max_wait=settings.max_wait,
+                observer=observer,
             )
             for name, share in zip(_LANES, shares, strict=True)
         )

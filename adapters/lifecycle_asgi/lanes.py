@@ -2,22 +2,26 @@
 
 from __future__ import annotations
 
-import math
 from collections import Counter
 from dataclasses import replace
 
 import anyio
 
 from lifecycle import Gate, GateStatistics, Lease
+from lifecycle.events import Observer
 from lifecycle.lowlevel import DrainRate
 from lifecycle_asgi.limits import ClientLimitExceeded
 
 
 class Lane:
-    """A gate with a limit on the waiting of one client, which is half of its queue.
+    """A gate over bytes in fair order, with a limit on the waiting of one client.
 
     Args:
-        gate: The gate; in fair order, clients share what it admits, too.
+        name: Of the gate.
+        bytes: Capacity.
+        max_waiting: Maximum number of waiting requests; of one client, half of it.
+        max_wait: Longest wait in seconds.
+        observer: Of the gate.
 
     Attributes:
         gate: The gate.
@@ -25,10 +29,24 @@ class Lane:
 
     __slots__ = ("_drain_rate", "_over_share", "_share", "_waiting", "gate")
 
-    def __init__(self, gate: Gate) -> None:
-        self.gate = gate
-        longest = gate.statistics().max_waiting
-        self._share = math.inf if longest is None else max(1, longest // 2)
+    def __init__(
+        self,
+        name: str,
+        *,
+        bytes: int,  # noqa: A002 - the unit is the name
+        max_waiting: int,
+        max_wait: float,
+        observer: Observer | None,
+    ) -> None:
+        self.gate = Gate(
+            bytes=bytes,
+            max_waiting=max_waiting,
+            max_wait=max_wait,
+            order="fair",
+            name=name,
+            observer=observer,
+        )
+        self._share = max(1, max_waiting // 2)
         self._waiting: Counter[str] = Counter()
         self._over_share = 0
         self._drain_rate = DrainRate()
@@ -38,21 +56,8 @@ class Lane:
         now = self.gate.statistics()
         return replace(now, refused=now.refused + self._over_share)
 
-    async def admit(
-        self,
-        nbytes: int,
-        client: str,
-        *,
-        priority: int = 0,
-        max_wait: float | None = None,
-    ) -> Lease:
+    async def admit(self, nbytes: int, client: str) -> Lease:
         """Admit *nbytes* of a request of *client*.
-
-        Args:
-            nbytes: Estimated size.
-            client: The client, whose requests wait behind each other.
-            priority: As for `Gate.admit`.
-            max_wait: Seconds; ``None`` for the gate's own.
 
         Raises:
             ClientLimitExceeded: The client has half of the queue already.
@@ -61,54 +66,29 @@ class Lane:
         Cancellation:
             As for `Gate.admit`.
         """
-        self.check_share(client)
+        if self._waiting[client] >= self._share:
+            self._over_share += 1
+            released = self.gate.statistics().released
+            after = self._drain_rate.retry_after(
+                self._share, released, anyio.current_time()
+            )
+            raise ClientLimitExceeded(
+                f"This client has {self._share} requests in the queue, which is its "
+                f"share; wait until one of them has been served",
+                retry_after=after,
+            )
         self._waiting[client] += 1
         try:
-            if max_wait is None:
-                return await self.gate.admit(
-                    bytes=nbytes, key=client, priority=priority
-                )
-            return await self.gate.admit(
-                bytes=nbytes, key=client, priority=priority, max_wait=max_wait
-            )
+            return await self.gate.admit(bytes=nbytes, key=client)
         finally:
             self._waiting[client] -= 1
             if not self._waiting[client]:
                 del self._waiting[client]
 
-    def check_share(self, client: str, *, arriving: int = 0) -> None:
-        """Refuse a request of a client that has its share of the queue.
-
-        Args:
-            client: The client.
-            arriving: Further requests of it, which will wait soon.
-
-        Raises:
-            ClientLimitExceeded: The client has half of the queue already.
-        """
-        if self._waiting[client] + arriving < self._share:
-            return
-        self._over_share += 1
-        share, released = int(self._share), self.gate.statistics().released
-        after = self._drain_rate.retry_after(share, released, anyio.current_time())
-        raise ClientLimitExceeded(
-            f"This client has {share} requests in the queue, which is its "
-            f"share; wait until one of them has been served",
-            retry_after=after,
-        )
-
-    def ahead(self, client: str) -> int:
-        """Return how many waiting requests go before the next one of *client*.
-
-        In fair order clients take turns: as many of each other client as of this one.
-        """
-        turns = (self._waiting[client] + 1) * len(self._waiting.keys() | {client})
-        return min(self.gate.statistics().waiting, turns - 1)
-
     def grow(self, lease: Lease, nbytes: int) -> bool:
         """Charge *lease* with *nbytes*, unless that takes more than the capacity."""
         now = self.gate.statistics()
-        free = math.inf if now.bytes is None else now.bytes - now.bytes_in_use
+        free = (now.bytes or 0) - now.bytes_in_use
         if nbytes - lease.bytes > free:
             return False
         lease.settle(bytes=nbytes)

@@ -6,7 +6,6 @@ import errno
 import importlib
 import inspect
 import os
-import ssl
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -60,8 +59,6 @@ def _make_app(config: ServerConfig) -> Starlette:
     from lifecycle_zmq import ZmqEngine
 
     folder = checkpoint_of(config.model)
-    _check_certificate(config)
-    settings = _app_settings(config, folder)
     engine, arena_bytes = make_engine(config, folder), 0
     empty = None
     if isinstance(engine, ZmqEngine) and config.engine.arena_bytes:
@@ -72,11 +69,8 @@ def _make_app(config: ServerConfig) -> Starlette:
         observer = combine_observers(metrics, *observers(config.http.observers))
     gate = partial(
         Gate,
-        # Without a limit, a client's share of the queue is none either.
-        max_waiting=None if config.admission.shadow else config.admission.max_waiting,
-        enforce=not config.admission.shadow,
+        max_waiting=config.admission.max_waiting,
         max_wait=config.admission.max_wait,
-        order=config.admission.order,
         observer=observer,
     )
     capacity = payload_capacity(config.admission.payload_bytes, arena_bytes)
@@ -91,7 +85,7 @@ def _make_app(config: ServerConfig) -> Starlette:
         log=combine_observers(
             request_logger(config.http.log), tracing_observer(model_name(config.model))
         ),
-        settings=settings,
+        settings=_app_settings(config, folder),
     )
 
 
@@ -166,8 +160,6 @@ def worker_argv(config: ServerConfig, folder: Path | None) -> list[str]:
     argv = [sys.executable, "-m", "lifecycle_engine.worker"]
     argv += ["--runner", model.runner, "--max-batch", str(engine.max_batch)]
     argv += ["--chunk", str(engine.chunk)]
-    if engine.graphs is not None:
-        argv += ["--graphs", engine.graphs]
     if engine.kv_slots is not None:
         argv += ["--slots", str(engine.kv_slots)]
     if model.max_length is not None:
@@ -230,12 +222,11 @@ def _served(folder: Path | None) -> Iterator[None]:
 
 
 def _app_settings(config: ServerConfig, folder: Path | None) -> AppSettings:
-    from lifecycle_engine.server.access import AccessRules
     from lifecycle_engine.server.app import AppSettings
     from lifecycle_engine.server.remote_images import FetchLimits, HttpsGet
     from lifecycle_engine.server.service import Deadlines
 
-    engine, api_keys = config.engine, _api_keys(config)
+    engine = config.engine
     return AppSettings(
         model=model_name(config.model),
         body_bytes=config.http.body_bytes,
@@ -249,16 +240,7 @@ def _app_settings(config: ServerConfig, folder: Path | None) -> AppSettings:
         ),
         threads=config.http.threads,
         per_client=config.admission.per_client or None,
-        preprocessing=config.admission.max_preprocess_concurrency,
-        shadow=config.admission.shadow,
-        client=_clients(config, api_keys),
-        access=AccessRules(
-            api_keys=api_keys,
-            admin_keys=config.access.admin_keys,
-            metrics_open=config.access.metrics == "open",
-            hosts=config.access.allowed_hosts,
-            origins=config.access.allowed_origins,
-        ),
+        client=_clients(config.admission.client_keys),
         fetch=HttpsGet(FetchLimits()) if config.http.remote_images else None,
     )
 
@@ -272,61 +254,20 @@ def _defaults_of(folder: Path | None, config: ModelConfig) -> ChatDefaults:
         return defaults_of(folder)
 
 
-def _api_keys(config: ServerConfig) -> tuple[str, ...]:
-    file, keys = config.access.api_key_file, config.access.api_keys
-    if file is None:
-        return keys
-    read = _read_keys(file, "access.api_key_file")
-    if not read:
-        raise ConfigError(
-            "access.api_key_file",
-            f"{file} holds no key, and every request would pass; write one per line",
-        )
-    return (*keys, *read)
-
-
-def _clients(config: ServerConfig, api_keys: Sequence[str]) -> Callable[[Any], bytes]:
+def _clients(keys: Path | None) -> Callable[[Any], bytes]:
     from lifecycle_asgi import ClientIdentity, client_address
 
-    file, keys = config.admission.client_keys, list(api_keys)
-    if file is not None:
-        keys += _read_keys(file, "admission.client_keys")
-    elif not keys:
+    if keys is None:
         return client_address
-    return ClientIdentity(keys)
-
-
-def _read_keys(file: Path, source: str) -> list[str]:
     try:
-        text = _read_standard_input() if str(file) == "-" else file.read_text("utf-8")
+        text = _read_standard_input() if str(keys) == "-" else keys.read_text("utf-8")
     except (OSError, ValueError) as error:
         why = getattr(error, "strerror", None) or type(error).__name__
         raise ConfigError(
-            source,
-            f"{file} cannot be read: {why}; name a text file, or - for standard input",
+            "admission.client_keys",
+            f"{keys} cannot be read: {why}; name a text file, or - for standard input",
         ) from None
-    return text.split()
-
-
-def _check_certificate(config: ServerConfig) -> None:
-    """Read the certificate before anything starts."""
-    certificate, key = config.http.ssl_certfile, config.http.ssl_keyfile
-    if certificate is None:
-        if key is not None:
-            what = f"{key} is the key of no certificate; give --ssl-certfile as well"
-            raise ConfigError("http.ssl_keyfile", what)
-        return
-    try:
-        # An empty password: asked for one, OpenSSL would wait for a terminal.
-        context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
-        context.load_cert_chain(certificate, key, password="")
-    except (OSError, ValueError) as error:  # of ssl, too
-        why = getattr(error, "reason", None) or getattr(error, "strerror", None)
-        raise ConfigError(
-            "http.ssl_certfile",
-            f"{certificate} cannot be served: {why or error}; name PEM files of a "
-            f"certificate and its key, without a password",
-        ) from None
+    return ClientIdentity(text.split())
 
 
 def _read_standard_input() -> str:

@@ -295,7 +295,6 @@ async def test_does_not_take_one_gate_for_another_of_its_name() -> None:
     ):
         status, _, _ = await answer_to(server.port, body("x", encoded()))
         assert status == 200
-        admission = server.service.admission
-        lanes = admission._requests.lane, admission._payloads.lane
-        assert [id(lane.gate) for lane in lanes] == [id(in_flight), id(gate)]
+        known = server.service.admission._estimators
+        assert {id(it.gate) for it in known.values()} == {id(gate), id(in_flight)}
         await server.quiet()

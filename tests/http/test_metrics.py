@@ -186,12 +186,11 @@ async def test_says_where_metrics_are_missing() -> None:
 
 async def test_bounds_all_bodies_together_until_hand_off() -> None:
     """A body that finds no room is 503; one that was handed over makes room (fault-16)."""
-    # Larger than what counts as a small body, which has a gate of its own.
-    bodies = Gate(bytes=100_000, max_waiting=0, name="bodies")
+    bodies = Gate(bytes=10_000, max_waiting=0, name="bodies")
     question = {"model": "sim", "messages": user("x" * 6000), "max_tokens": 4}
-    body = json.dumps(question).encode().ljust(70_000)
+    body = json.dumps(question).encode()
     async with asyncio.timeout(120), running(bodies=bodies) as server:
-        with bodies.try_admit(bytes=60_000):
+        with bodies.try_admit(bytes=6000):
             status, headers, document = await answer_to(server.port, body)
         assert status == 503
         assert document["error"]["code"] == "server_overloaded"
@@ -211,11 +210,9 @@ async def test_bounds_all_bodies_together_until_hand_off() -> None:
 
         server.service.engine.start = start  # type: ignore[method-assign]
         question |= {"max_tokens": 400, "ignore_eos": True}
-        status, _, _ = await answer_to(
-            server.port, json.dumps(question).encode().ljust(70_000)
-        )
+        status, _, _ = await answer_to(server.port, json.dumps(question).encode())
         assert status == 200
-        assert seen[0] == 70_000
+        assert seen[0] > 6000
         assert seen[1:] == [0]
         await server.quiet()
 

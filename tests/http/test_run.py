@@ -219,7 +219,7 @@ async def echo(scope: Any, receive: Any, send: Any) -> None:
 # Payloads of all sizes in several threads, each with a small thing that stays.
 BURST = """
 import os, sys, threading
-from lifecycle_engine.server.heap import configure_malloc
+from lifecycle_engine.server.run import configure_malloc
 
 if "before" not in sys.argv:
     assert configure_malloc()
@@ -247,7 +247,7 @@ print((resident() - start) >> 20)
 # As many pieces as a picture is decoded in, in four threads, one after the other.
 PIECES = """
 import os, sys, threading
-from lifecycle_engine.server.heap import configure_malloc
+from lifecycle_engine.server.run import configure_malloc
 
 if "before" not in sys.argv:
     assert configure_malloc()
@@ -273,7 +273,7 @@ print((resident() - start) >> 20)
 DECODES = """
 import io, sys, threading
 from PIL import Image
-from lifecycle_engine.server.heap import configure_malloc, reuse_image_memory
+from lifecycle_engine.server.run import configure_malloc, reuse_image_memory
 
 configure_malloc()
 if "before" not in sys.argv:
@@ -336,53 +336,3 @@ def test_collector_skips_loaded_modules_while_a_server_runs() -> None:
         assert gc.get_freeze_count() > 10_000
         assert not any(each is gc.__dict__ for each in gc.get_objects())
     assert gc.get_freeze_count() <= before
-
-
-_TRIMMED = """
-import asyncio
-from lifecycle import Gate
-from lifecycle_engine.server.heap import HeapTrimmer, configure_malloc
-
-def resident():
-    with open("/proc/self/statm") as file:
-        return int(file.read().split()[1]) * 4096
-
-async def main():
-    gate = Gate(bytes=2**30, name="bodies")
-    trims = HeapTrimmer([gate], every=0.01)
-    assert not trims.is_due()
-    before = resident()
-    lease = gate.try_admit(bytes=1)
-    burst = [bytearray(65536) for _ in range(4096)]
-    kept = burst[::256]  # among the free blocks, so that the heap stays long
-    peak = resident()
-    del burst
-    assert not trims.is_due()  # bytes are held
-    lease.release()
-    tasks = asyncio.create_task(trims.run())
-    for _ in range(1000):
-        if resident() - before < (peak - before) / 8:
-            break
-        await asyncio.sleep(0.01)
-    else:
-        raise SystemExit(f"{before} {peak} {resident()}")
-    assert not trims.is_due()  # nothing more was given back
-    tasks.cancel()
-    assert len(kept) == 16
-
-configure_malloc()
-asyncio.run(main())
-"""
-
-
-@pytest.mark.skipif(sys.platform != "linux", reason="malloc_trim is glibc's")
-def test_trims_the_heap_after_a_burst() -> None:
-    """Free pages below blocks in use return to the system once all bytes are back."""
-    done = subprocess.run(
-        [sys.executable, "-c", _TRIMMED],
-        check=False,
-        env=ENV,
-        capture_output=True,
-        text=True,
-    )
-    assert done.returncode == 0, done.stderr

@@ -157,9 +157,9 @@ async def test_takes_little_behind_a_large_body() -> None:
 
 async def test_detects_a_disconnect_while_a_short_body_waits() -> None:
     """A body that came whole is no reason to be deaf while it waits for room."""
-    async with running(engine=make_engine()) as server:
-        bodies = server.service.small_bodies
-        with bodies.try_admit(bytes=bodies.statistics().bytes or 0):
+    bodies = Gate(bytes=_LENGTH, name="bodies")
+    async with running(engine=make_engine(), bodies=bodies) as server:
+        with bodies.try_admit(bytes=_LENGTH):
             _, writer = await asyncio.open_connection("127.0.0.1", server.port)
             writer.write(_HEAD % 12_000 + b" " * 12_000)
             await server.until(lambda: bodies.statistics().waiting)

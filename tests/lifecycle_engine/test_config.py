@@ -29,7 +29,7 @@ from lifecycle_engine import (
 from lifecycle_engine.cli import PANELS, cli
 from lifecycle_engine.config import SECTIONS, SETTINGS, unknown_variables
 from lifecycle_engine.config_values import Timeout
-from lifecycle_engine.factory import observers, worker_argv
+from lifecycle_engine.factory import observers
 
 ROOT = Path(__file__).parents[2]
 
@@ -100,8 +100,6 @@ def test_reads_every_setting_from_every_source(setting: Any, tmp_path: Path) -> 
         "[model|openai]": ["openai", "model"],
         "[process|ray]": ["ray", "process"],
     }
-    texts |= {"[fair|fifo]": ["fifo", "fair"], "[on|off|fake]": ["off", "fake"]}
-    texts |= {"[open|admin]": ["admin", "open"]}
     texts |= {"[failures|json|console]": ["json", "console"]}
     texts |= {"[auto|float32|bfloat16|float16]": ["auto", "float32"]}
     texts |= {"ADDRESS": ["10.0.0.1", "10.0.0.2"], "": ["true", "false"]}
@@ -198,7 +196,7 @@ def test_names_the_source_of_a_wrong_value(tmp_path: Path) -> None:
         ("[modle]\n", "modle is not a section; did you mean model"),
         (
             "port = 8000\n",
-            "port is not a section; known: model, admission, access, http",
+            "port is not a section; known: model, admission, http, engine",
         ),
         ("http = 3\n", "http: 3 is not a table; write [http]"),
         ("[http\n", "correct the TOML"),
@@ -581,14 +579,6 @@ def test_refuses_keys_from_closed_standard_input(
     config = load_config({"model_runner": "sim", "admission_client_keys": "-"})
     with pytest.raises(ConfigError, match="--client-keys: - cannot be read: Bad file"):
         make_app(config)
-
-
-def test_passes_graphs_on(tmp_path: Path) -> None:
-    """`--graphs` is that of the engine's process, and left out by default."""
-    config = load_config({"model_runner": "sim", "engine_graphs": "fake"})
-    argv = worker_argv(config, tmp_path)
-    assert argv[argv.index("--graphs") + 1] == "fake"
-    assert "--graphs" not in worker_argv(load_config({}), tmp_path)
 
 
 def test_prints_no_keys(tmp_path: Path) -> None:

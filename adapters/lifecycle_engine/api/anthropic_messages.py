@@ -21,7 +21,6 @@ from lifecycle_engine.api.chat_request import (
     BASE64,
     MAX_MESSAGES,
     MAX_PARTS,
-    MAX_PRIORITY,
     URI,
     ChatMessage,
     ChatRequest,
@@ -120,7 +119,6 @@ class MessagesRequest(Schema):
     metadata: _Metadata | None = None
     # As in chat completions; this API does not define them.
     prompt_cache_key: str | None = Field(default=None, max_length=256)
-    priority: int | None = Field(default=None, ge=-MAX_PRIORITY, le=MAX_PRIORITY)
     min_p: float | None = Field(default=None, ge=0, le=1)
 
     tools: list[Any] | None = None
@@ -154,7 +152,6 @@ def parse_messages(body: bytes) -> ChatRequest:
         stream=request.stream,
         user=request.metadata.user_id if request.metadata else None,
         prompt_cache_key=request.prompt_cache_key,
-        priority=request.priority,
     )
 
 

@@ -27,8 +27,6 @@ from lifecycle_asgi import TooDeep, find_media
 from lifecycle_engine.errors import ApiError, bad_request
 
 F = TypeVar("F", bound="Schema")
-MAX_PRIORITY = 100
-"""Priorities of requests are between this and its negative."""
 # Unsupported fields, each with the values that change nothing.
 Unsupported = Mapping[str, tuple[Any, ...]]
 
@@ -346,8 +344,6 @@ class Options(Schema):
     stream: bool | None = None
     user: str | None = Field(default=None, max_length=256)
     prompt_cache_key: str | None = Field(default=None, max_length=256)
-    # As in other servers; here a higher one goes first, with --order fifo.
-    priority: int | None = Field(default=None, ge=-MAX_PRIORITY, le=MAX_PRIORITY)
     ignore_eos: bool | None = None
 
 

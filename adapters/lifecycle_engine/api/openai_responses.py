@@ -25,7 +25,6 @@ from lifecycle_engine.api.base import (
 from lifecycle_engine.api.chat_request import (
     MAX_MESSAGES,
     MAX_PARTS,
-    MAX_PRIORITY,
     URI,
     ChatMessage,
     ChatRequest,
@@ -143,7 +142,6 @@ class ResponsesRequest(Schema):
     store: bool | None = None
     user: str | None = Field(default=None, max_length=256)
     prompt_cache_key: str | None = Field(default=None, max_length=256)
-    priority: int | None = Field(default=None, ge=-MAX_PRIORITY, le=MAX_PRIORITY)
     ignore_eos: bool | None = None
 
     background: bool | None = None
@@ -190,7 +188,6 @@ def parse_responses(body: bytes) -> ChatRequest:
         stream=request.stream,
         user=request.user,
         prompt_cache_key=request.prompt_cache_key,
-        priority=request.priority,
         ignore_eos=request.ignore_eos,
     )
     return chat.with_fields(text="input", images="input").with_echo(

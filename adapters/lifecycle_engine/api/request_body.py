@@ -15,7 +15,6 @@ from lifecycle import GateClosed, Payload
 from lifecycle_asgi import ClientIdentity, find_media
 from lifecycle_engine.api.chat_request import (
     ANY_MODEL,
-    MAX_PRIORITY,
     ChatMessage,
     ChatRequest,
     Fields,
@@ -48,8 +47,6 @@ _CHECK_INTERVAL = 0.5
 _MIN_TIMEOUT = 0.05
 # Shorter bodies are parsed on the event loop: a thread costs more.
 _INLINE_BYTES = 4096
-SMALL_BYTES = 65536
-"""Bodies up to this size are admitted, and parsed, apart from larger ones."""
 
 ParseBody = Callable[[bytes], ChatRequest]
 
@@ -188,7 +185,6 @@ class ParsedRequest:
         image_sizes: Sizes of the images in the body.
         remote: Images given by URL, to be fetched.
         fields: Names of the body's content fields, for errors.
-        priority: A higher one goes first in a queue by arrival; ``None`` without one.
     """
 
     chat: Payload[Chat] = field(repr=False)
@@ -202,7 +198,6 @@ class ParsedRequest:
     image_sizes: tuple[ImageSize, ...] = ()
     remote: tuple[RemoteImage, ...] = ()
     fields: Fields = field(default_factory=Fields)
-    priority: int | None = None
 
     @property
     def payload_bytes(self) -> int:
@@ -218,7 +213,6 @@ class RequestParser:
         limits: Limits on images.
         defaults: Values for options that a request does not set.
         limiter: Limits the threads, and so the copies, that parse concurrently.
-        small_limiter: The same for small bodies, which then wait for no large one.
         text_chars: Maximum number of characters in all messages of a request.
         bodies: Reads the bodies.
         remote_images: Whether images may be given by https URL.
@@ -231,7 +225,6 @@ class RequestParser:
         limits: MediaLimits,
         defaults: ChatDefaults,
         limiter: anyio.CapacityLimiter,
-        small_limiter: anyio.CapacityLimiter | None = None,
         text_chars: int = 2**20,
         bodies: BodyReader | None = None,
         remote_images: bool = False,
@@ -243,7 +236,6 @@ class RequestParser:
         self._limits = limits
         self._defaults = defaults
         self._limiter = limiter
-        self._small_limiter = small_limiter or limiter
         self._identity = ClientIdentity()
 
     def close(self) -> None:
@@ -283,8 +275,7 @@ class RequestParser:
                 # what it raised until it runs again.
                 return error.with_traceback(None)
 
-        limiter = self._small_limiter if size <= SMALL_BYTES else self._limiter
-        outcome = await anyio.to_thread.run_sync(run, limiter=limiter)
+        outcome = await anyio.to_thread.run_sync(run, limiter=self._limiter)
         if isinstance(outcome, ApiError):
             raise outcome
         return outcome
@@ -336,7 +327,6 @@ class RequestParser:
             tuple(sizes),
             tuple(remote),
             request.fields,
-            request.priority,
         )
 
     def _check_text(self, request: ChatRequest) -> None:
@@ -391,23 +381,6 @@ def _text_messages(request: ChatRequest) -> list[Message]:
 
 def _role(message: ChatMessage) -> str:
     return "system" if message.role == "developer" else message.role
-
-
-def header_priority(scope: Any) -> int:
-    """Return the priority in ``x-priority``, for clients that cannot set the field.
-
-    Raises:
-        ApiError: 400 unless it is a whole number in the range of the field.
-    """
-    for name, value in scope["headers"]:
-        if name == b"x-priority":
-            if re.fullmatch(rb"-?[0-9]{1,3}", value) is not None:
-                priority = int(value)
-                if abs(priority) <= MAX_PRIORITY:
-                    return priority
-            message = f"x-priority must be -{MAX_PRIORITY} to {MAX_PRIORITY}"
-            raise bad_request(message, param="x-priority")
-    return 0
 
 
 def request_id(scope: Any) -> str:

@@ -22,7 +22,6 @@ from lifecycle_engine.api.openai_chat import OPENAI
 from lifecycle_engine.api.openai_responses import empty_response
 from lifecycle_engine.api.openapi import openapi_document
 from lifecycle_engine.errors import ApiError
-from lifecycle_engine.server.access import ADMIN_KEY
 from lifecycle_engine.server.service import Service
 
 if TYPE_CHECKING:
@@ -49,8 +48,8 @@ class CancelEndpoints:
             The request is cancelled all the same; only the wait ends.
         """
         id_ = request.path_params["id"]
-        if await self._cancel(id_, request) is None:
-            return _not_found("This client runs no request with this id")
+        if await self._cancel(id_) is None:
+            return _not_found("No request with this id is running")
         return JSONResponse({"id": id_, "status": "cancelled"})
 
     async def response(self, request: Request) -> Response:
@@ -62,11 +61,9 @@ class CancelEndpoints:
         id_ = request.path_params["id"]
         session = None
         if id_.startswith(_RESPONSE):
-            session = await self._cancel(id_.removeprefix(_RESPONSE), request)
+            session = await self._cancel(id_.removeprefix(_RESPONSE))
         if session is None:
-            return _not_found(
-                "This client runs no response with this id, and none are stored"
-            )
+            return _not_found("No response with this id is running; none are stored")
         age = anyio.current_time() - session.opened_at
         created, model = int(time.time() - age), self._service.model
         return JSONResponse(empty_response(session.id, model, created, "cancelled"))
@@ -75,14 +72,10 @@ class CancelEndpoints:
         """``GET`` and ``DELETE`` of ``/v1/responses/{id}``: none are stored."""
         return _not_found("This server does not store responses; keep your own copy")
 
-    async def _cancel(self, id_: str, request: Request) -> Session | None:
-        """Cancel a session of the client that asks; any, with an admin key."""
-        sessions, scope = self._service.sessions, request.scope
+    async def _cancel(self, id_: str) -> Session | None:
+        sessions = self._service.sessions
         try:
             session = sessions.get(id_)
-            owner = self._service.owners.get(session)
-            if not scope.get(ADMIN_KEY) and owner != self._service.client(scope):
-                return None
             await sessions.cancel(id_)
         except SessionNotFound:
             return None

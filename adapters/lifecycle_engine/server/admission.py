@@ -6,7 +6,7 @@ it protects.
 1. `FairAcceptMiddleware`: requests begin one at a time, addresses in turn.
 2. `EarlyRefusal`: while the server is full, requests are refused by their heads.
 3. `lifecycle_asgi.ClientLimit`: concurrent requests of one client.
-4. `BodyAdmission`: bytes of request bodies, in a lane for small and one for large.
+4. `lifecycle_asgi.BodyLimit`: bytes of all request bodies.
 5. `Admission.refuse_when_full`: as 2, for requests that had to pass 3 and 4 first.
 6. `Admission.admit_request`: a slot for the parsed request, until it ends.
 7. `Admission.admit_payload`: bytes for its images, until the engine has read them.
@@ -18,7 +18,6 @@ Nothing else in the server decides about admission; the gates themselves are
 from __future__ import annotations
 
 import math
-from collections import Counter
 from collections.abc import Awaitable, Callable, Mapping
 from contextlib import suppress
 from types import MappingProxyType
@@ -29,8 +28,7 @@ import anyio.lowlevel
 
 from lifecycle import Gate, Lease, Refused
 from lifecycle.events import Observer, guarded
-from lifecycle_asgi import ClientLimitExceeded, client_address, record_refusal
-from lifecycle_asgi.lanes import Lane
+from lifecycle_asgi import client_address, record_refusal
 from lifecycle_engine.api.base import ApiFormat, ResponseWriter
 from lifecycle_engine.api.request_body import request_id
 from lifecycle_engine.errors import INTERNAL, ApiError, bad_request, to_api_error
@@ -112,43 +110,26 @@ class Admission:
         pending: Requests that passed `refuse_when_full` and are still being read.
     """
 
-    __slots__ = ("_payloads", "_requests", "pending")
+    __slots__ = ("_estimators", "pending")
 
     def __init__(self, *, in_flight: Gate, payloads: Gate) -> None:
         self.pending = PendingArrivals(in_flight)
-        self._requests = EstimatedLane(in_flight)
-        self._payloads = EstimatedLane(payloads)
+        self._estimators = {
+            "request": WaitEstimator(in_flight),
+            "payload": WaitEstimator(payloads),
+        }
 
-    def is_full(self, client: bytes) -> bool:
-        """Whether a request of *client* would be refused once it has arrived."""
-        if self.pending.full:
-            return True
-        try:
-            self._check_share(client)
-        except ClientLimitExceeded:
-            return True
-        return False
-
-    def refuse_when_full(self, client: bytes) -> None:
+    def refuse_when_full(self) -> None:
         """Refuse a request that would be refused once its body has arrived.
 
         Raises:
-            ClientLimitExceeded: The client has its share of the queue.
             GateFull: The queue is full; the refusal is counted by the gate.
             GateClosed: The gate is closed as well.
         """
-        self._check_share(client)
         self.pending.refuse_when_full()
 
-    def _check_share(self, client: bytes) -> None:
-        if self.pending.queues:
-            arriving = self.pending.count_of(client)
-            self._requests.lane.check_share(client.hex(), arriving=arriving)
-
-    async def admit_request(
-        self, client: bytes, *, deadline: float, priority: int = 0
-    ) -> Lease:
-        """Admit a request of *client*, which gives up at *deadline*.
+    async def admit_request(self, *, deadline: float) -> Lease:
+        """Admit a request whose client gives up at *deadline*, by the loop's clock.
 
         Raises:
             Refused: As from `Gate.admit`.
@@ -156,12 +137,10 @@ class Admission:
         Cancellation:
             As for `Gate.admit`.
         """
-        return await self._requests.admit(0, client, deadline, priority)
+        return await self._admit(self._estimators["request"], deadline)
 
-    async def admit_payload(
-        self, size: int, client: bytes, *, deadline: float, priority: int = 0
-    ) -> Lease:
-        """Admit *size* bytes of a request of *client*, which gives up at *deadline*.
+    async def admit_payload(self, size: int, *, deadline: float) -> Lease:
+        """Admit *size* bytes of a request whose client gives up at *deadline*.
 
         Raises:
             Refused: As from `Gate.admit`.
@@ -169,42 +148,16 @@ class Admission:
         Cancellation:
             As for `Gate.admit`.
         """
-        return await self._payloads.admit(size, client, deadline, priority)
+        return await self._admit(self._estimators["payload"], deadline, size)
 
-
-class EstimatedLane:
-    """A lane in which no request waits that would be admitted too late.
-
-    Args:
-        gate: The gate of the lane.
-
-    Attributes:
-        lane: The lane.
-    """
-
-    __slots__ = ("_estimator", "lane")
-
-    def __init__(self, gate: Gate) -> None:
-        self.lane = Lane(gate)
-        self._estimator = WaitEstimator(gate)
-
-    async def admit(
-        self, size: int, client: bytes, deadline: float, priority: int
+    async def _admit(
+        self, estimator: WaitEstimator, deadline: float, size: int = 0
     ) -> Lease:
-        """Admit *size* bytes, now or at a time before the deadline.
-
-        Raises:
-            Refused: As from `Lane.admit`.
-
-        Cancellation:
-            As for `Gate.admit`.
-        """
-        key = client.hex()
-        wait = self._estimator.wait(self.lane.ahead(key))
-        late = anyio.current_time() + wait > deadline
-        return await self.lane.admit(
-            size, key, priority=priority, max_wait=0 if late else None
-        )
+        # A request that would be admitted too late does not wait: it is admitted now
+        # or refused.
+        if anyio.current_time() + estimator.wait() > deadline:
+            return await estimator.gate.admit(bytes=size, max_wait=0)
+        return await estimator.gate.admit(bytes=size)
 
 
 class WaitEstimator:
@@ -230,12 +183,8 @@ class WaitEstimator:
         self._released = 0
         self._interval = 0.0
 
-    def wait(self, ahead: int | None = None) -> float:
-        """Return seconds; 0 while the queue is empty or nothing is known yet.
-
-        Args:
-            ahead: Requests that go before the new one. Default: all that wait.
-        """
+    def wait(self) -> float:
+        """Return seconds; 0 while the queue is empty or nothing is known yet."""
         now, gate = self._clock(), self.gate.statistics()
         if self._since is None or not gate.waiting:
             # An idle gate says nothing about its drain rate under load.
@@ -247,7 +196,7 @@ class WaitEstimator:
             self._since, self._released = now, gate.released
         elif window > self._interval and not departures:
             self._interval = window  # no departure for at least this long
-        return self._interval * ((gate.waiting if ahead is None else ahead) + 1)
+        return self._interval * (gate.waiting + 1)
 
 
 class PendingArrivals:
@@ -263,15 +212,14 @@ class PendingArrivals:
         clock: Monotonic seconds.
     """
 
-    __slots__ = ("_clients", "_clock", "_expiry", "_gate")
+    __slots__ = ("_clock", "_expiry", "_gate")
 
     def __init__(
         self, gate: Gate, clock: Callable[[], float] = anyio.current_time
     ) -> None:
         self._gate = gate
         self._clock = clock
-        self._expiry: dict[object, tuple[float, bytes]] = {}  # ordered by time
-        self._clients: Counter[bytes] = Counter()
+        self._expiry: dict[object, float] = {}  # ordered by time
 
     @property
     def full(self) -> bool:
@@ -300,39 +248,18 @@ class PendingArrivals:
             slots = max(self._gate.statistics().slots or 0, 1)
             self._gate.try_admit(slots=min(self._count() + 1, slots)).release()
 
-    @property
-    def queues(self) -> bool:
-        """Whether a request that arrives now would have to wait."""
-        now = self._gate.statistics()
-        if now.slots is None:
-            return now.waiting > 0
-        return now.waiting > 0 or now.slots_in_use + self._count() >= now.slots
-
-    def add(self, request: object, client: bytes = b"") -> None:
-        """Reserve a place for *request* of *client*, which was let through."""
-        self.discard(request)
-        self._expiry[request] = self._clock() + _ARRIVAL_SECONDS, client
-        self._clients[client] += 1
+    def add(self, request: object) -> None:
+        """Reserve a place for *request*, which was let through."""
+        self._expiry[request] = self._clock() + _ARRIVAL_SECONDS
 
     def discard(self, request: object) -> None:
         """Drop the reservation: the request has arrived or failed. Idempotent."""
-        _, client = self._expiry.pop(request, (0.0, None))
-        if client is not None:
-            self._clients[client] -= 1
-            if not self._clients[client]:
-                del self._clients[client]
-
-    def count_of(self, client: bytes) -> int:
-        """Return how many requests of *client* are arriving."""
-        self._count()
-        return self._clients[client]
+        self._expiry.pop(request, None)
 
     def _count(self) -> int:
         now = self._clock()
-        while (
-            self._expiry and self._expiry[first := next(iter(self._expiry))][0] <= now
-        ):
-            self.discard(first)
+        while self._expiry and self._expiry[first := next(iter(self._expiry))] <= now:
+            del self._expiry[first]
         return len(self._expiry)
 
 
@@ -344,8 +271,7 @@ class EarlyRefusal:
     `GenerateEndpoint` would give; whatever is uncertain is left to that.
 
     Args:
-        admission: Decides which requests are admitted.
-        client: Returns the client of a request.
+        pending: Requests whose bodies are arriving.
         formats: API formats by path.
         body_bytes: Maximum size of a body. A larger one gets another refusal.
         observer: Receives the events of refused requests.
@@ -353,15 +279,13 @@ class EarlyRefusal:
 
     def __init__(
         self,
-        admission: Admission,
+        pending: PendingArrivals,
         formats: Mapping[str, ApiFormat],
         *,
-        client: Callable[[Any], bytes],
         body_bytes: int,
         observer: Observer | None,
     ) -> None:
-        self._admission = admission
-        self._client_of = client
+        self._pending = pending
         self._formats = formats
         self._body_bytes = body_bytes
         self._emit = guarded(observer)
@@ -372,10 +296,7 @@ class EarlyRefusal:
         Cancellation:
             The answer may be cut. The request counts as refused all the same.
         """
-        if scope["method"] != "POST":
-            return False
-        client = self._client_of(scope)
-        if not self._admission.is_full(client):
+        if scope["method"] != "POST" or not self._pending.full:
             return False
         api = self._formats.get(scope["path"])
         if api is None or _declared_length(scope) > self._body_bytes:
@@ -384,7 +305,7 @@ class EarlyRefusal:
         try:
             writer.request_id = request_id(scope)
             refuse_compressed(scope)
-            self._admission.refuse_when_full(client)
+            self._pending.refuse_when_full()
         except Refused as refusal:
             problem = to_api_error(refusal) or INTERNAL
         except ApiError:

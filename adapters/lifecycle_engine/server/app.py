@@ -14,7 +14,6 @@ from anyio.abc import TaskGroup
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
 from starlette.middleware import Middleware
-from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
@@ -22,6 +21,7 @@ from starlette.routing import Route
 from lifecycle import Gate, Refused, SessionRegistry
 from lifecycle.events import Observer, combine_observers, guarded
 from lifecycle_asgi import (
+    BodyLimit,
     BodyTooLarge,
     BodyTooSlow,
     ClientLimit,
@@ -41,14 +41,12 @@ from lifecycle_engine.errors import INTERNAL, ApiError, to_api_error
 from lifecycle_engine.events import EngineMeter
 from lifecycle_engine.multimodal.limits import MediaLimits
 from lifecycle_engine.processing.processor import ChatDefaults, Processor
-from lifecycle_engine.server.access import ADMIN_KEY, AccessControl, AccessRules
 from lifecycle_engine.server.admin import CancelEndpoints, StatusEndpoints
 from lifecycle_engine.server.admission import (
     EarlyRefusal,
     FairAcceptMiddleware,
     operation_of,
 )
-from lifecycle_engine.server.body_admission import BodyAdmission
 from lifecycle_engine.server.generate import GenerateEndpoint
 from lifecycle_engine.server.remote_images import HttpsGet, RemoteImages
 from lifecycle_engine.server.service import Deadlines, Engine, Service
@@ -60,8 +58,6 @@ if TYPE_CHECKING:
 # Bytes read ahead per request still waiting for admission; bounds memory under a
 # connection flood.
 _READ_AHEAD = 8192
-# For small bodies: more than all of them that may wait take.
-_SMALL_BYTES = 32 * 2**20
 
 
 class EngineMonitor:
@@ -128,15 +124,10 @@ class AppSettings:
         media: Limits on images.
         defaults: Sampling defaults of requests.
         deadlines: Timeouts for the engine.
-        threads: Maximum number of requests parsed, and of threads that preprocess.
-        preprocessing: Maximum number of requests with images that are preprocessed
-            concurrently. Default: *threads*.
-        shadow: Whether clients and slow bodies are admitted beyond their limits; of
-            gates, ``enforce`` says it.
+        threads: Maximum number of requests preprocessed, and parsed, concurrently.
         end_timeout: Seconds that the END of one request may take.
         per_client: Maximum concurrent requests of one client; ``None`` is unlimited.
         client: Returns the client identity of an ASGI scope.
-        access: Which requests may do what.
         fetch: Fetches images by https URL; ``None`` refuses them.
         measured_every: Seconds from one `EngineMeasured` event to the next.
         live_view: Whether the sender of an ASGI scope may see the live view.
@@ -151,12 +142,9 @@ class AppSettings:
     defaults: ChatDefaults = field(default_factory=ChatDefaults)
     deadlines: Deadlines = field(default_factory=Deadlines)
     threads: int = 2
-    preprocessing: int | None = None
-    shadow: bool = False
     end_timeout: float = 10.0
     per_client: int | None = None
     client: Callable[[Any], bytes] = client_address
-    access: AccessRules = field(default_factory=AccessRules)
     fetch: HttpsGet | None = None
     measured_every: float = 1.0
     live_view: Callable[[Any], bool] = local_client
@@ -227,7 +215,6 @@ def _service(
     observer: Observer | None,
 ) -> Service:
     threads = anyio.CapacityLimiter(settings.threads)
-    queue = in_flight.statistics().max_waiting
     return Service(
         model=settings.model,
         engine=engine,
@@ -239,22 +226,12 @@ def _service(
             limiter=anyio.CapacityLimiter(settings.threads),
             text_chars=settings.text_chars,
             bodies=_reader(settings, bodies),
-            small_limiter=anyio.CapacityLimiter(settings.threads),
             remote_images=settings.fetch is not None,
         ),
         bodies=bodies,
         payloads=gate,
         in_flight=in_flight,
-        small_bodies=Gate(
-            bytes=_SMALL_BYTES, max_waiting=queue, order="fair", name="small_bodies"
-        ),
-        preprocessing=Gate(
-            slots=settings.preprocessing or settings.threads,
-            order="fair",
-            name="preprocessing",
-        ),
         threads=threads,
-        text_threads=anyio.CapacityLimiter(settings.threads),
         deadlines=settings.deadlines,
         new_sessions=partial(
             SessionRegistry, end_timeout=settings.end_timeout, observer=observer
@@ -270,15 +247,12 @@ def _middleware(
     """Return the middleware, outermost first."""
     observers = combine_observers(observer, log)
     early = EarlyRefusal(
-        service.admission,
+        service.admission.pending,
         _FORMATS,
-        client=settings.client,
         body_bytes=settings.body_bytes,
         observer=observers,
     )
     return [
-        *_cross_origin(settings.access),
-        Middleware(AccessControl, rules=settings.access, answer=_response),
         _live_view(service, settings),
         Middleware(FairAcceptMiddleware, refuse=early),
         Middleware(
@@ -289,12 +263,9 @@ def _middleware(
         ),
         *_per_client(settings, observer),
         Middleware(
-            BodyAdmission,
-            large=service.bodies,
-            small=service.small_bodies,
+            BodyLimit,
             max_bytes=settings.body_bytes,
-            client=settings.client,
-            enforce=not settings.shadow,
+            gate=service.bodies,
             answer=_refusal,
         ),
     ]
@@ -310,24 +281,10 @@ def _live_view(service: Service, settings: AppSettings) -> Middleware:
         LiveView,
         gates=service.gates,
         engine=engine,
-        allow=lambda scope: scope.get(ADMIN_KEY) or settings.live_view(scope),
+        allow=settings.live_view,
         client=settings.client,
         cancel=True,
     )
-
-
-def _cross_origin(rules: AccessRules) -> list[Middleware]:
-    """Return what lets pages of the permitted origins read answers."""
-    if not rules.origins:
-        return []
-    cors = Middleware(
-        CORSMiddleware,
-        allow_origins=rules.origins,
-        allow_methods=["GET", "POST"],
-        allow_headers=["*"],
-        expose_headers=["x-request-id", "request-id", "retry-after", "retry-after-ms"],
-    )
-    return [cors]
 
 
 def _reader(settings: AppSettings, gate: Gate) -> BodyReader:
@@ -339,7 +296,7 @@ def _reader(settings: AppSettings, gate: Gate) -> BodyReader:
 
 
 def _per_client(settings: AppSettings, observer: Observer | None) -> list[Middleware]:
-    if settings.per_client is None or settings.shadow:
+    if settings.per_client is None:
         return []
 
     def client(scope: Any) -> bytes | None:
@@ -440,7 +397,6 @@ async def _internal_error(request: Request, error: Exception) -> Response:
 
 
 def _response(scope: Any, error: ApiError) -> Response:
-    """What a refused request is answered, in the form of the API that was asked."""
     api, id_ = _format_of(scope["path"]), None
     with suppress(ApiError):  # of one that may not come back
         id_ = request_id(scope)
@@ -449,9 +405,4 @@ def _response(scope: Any, error: ApiError) -> Response:
     response.raw_headers += error.headers
     if id_ is not None:
         response.raw_headers.append((api.id_header, id_.encode()))
-    if status == 401:
-        # A browser asks for a password where it shows a page.
-        admin = scope["path"].startswith("/_lifecycle")
-        scheme = b'Basic realm="lifecycle"' if admin else b"Bearer"
-        response.raw_headers.append((b"www-authenticate", scheme))
     return response

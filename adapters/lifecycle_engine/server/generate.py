@@ -6,7 +6,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequenc
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Any, TypeVar
+from typing import Any
 
 import anyio
 import anyio.to_thread
@@ -25,7 +25,6 @@ from lifecycle_engine.api.chat_request import Fields
 from lifecycle_engine.api.request_body import (
     ClientDisconnected,
     ParsedRequest,
-    header_priority,
     request_id,
 )
 from lifecycle_engine.errors import (
@@ -42,7 +41,6 @@ from lifecycle_engine.server.remote_images import RemoteImages
 from lifecycle_engine.server.service import Service
 from lifecycle_zmq import EngineFailed, RequestRejected
 
-T = TypeVar("T")
 Items = AsyncIterator[Any]
 Open = Callable[[], Awaitable[Items]]
 End = Callable[[Items | None], Awaitable[None]]
@@ -59,17 +57,13 @@ class _Call:
     Attributes:
         request: Its phases and counters, for events.
         parsed: What it asks for.
-        client: Identity of its client.
         deadline: When its client gives up, by the loop's clock.
-        priority: As for `Gate.admit`.
         usage: Its tokens so far.
     """
 
     request: RequestScope
     parsed: ParsedRequest
-    client: bytes
     deadline: float
-    priority: int
     usage: Usage = field(default_factory=Usage)
 
 
@@ -98,24 +92,20 @@ class GenerateEndpoint:
         """
         writer, request = ResponseWriter(send, self._api), request_of(scope)
         admission = self._service.admission
-        fields, client = Fields(), self._service.client(scope)
+        fields = Fields()
         try:
             writer.request_id = request_id(scope)
-            priority = header_priority(scope)
             refuse_compressed(scope)
-            admission.refuse_when_full(client)
+            admission.refuse_when_full()
             await self._refuse_when_engine_lost()
-            admission.pending.add(writer, client)
+            admission.pending.add(writer)
             with request.phase("read"):
                 parsed = await self._service.parser.read(
-                    receive, self._api.parse, client
+                    receive, self._api.parse, self._service.client(scope)
                 )
             fields = parsed.fields
             deadline = anyio.current_time() + client_timeout(scope)
-            if parsed.priority is not None:
-                priority = parsed.priority
-            call = _Call(request, parsed, client, deadline, priority)
-            await self._serve(call, writer)
+            await self._serve(_Call(request, parsed, deadline), writer)
         except ClientDisconnected:
             return
         except Exception as error:  # noqa: BLE001 - uvicorn would log its text
@@ -144,14 +134,13 @@ class GenerateEndpoint:
     async def _serve(self, call: _Call, writer: ResponseWriter) -> None:
         service, request, parsed = self._service, call.request, call.parsed
         with service.sessions.open(str(writer.request_id)) as session:
-            service.owners[session] = call.client
             request.attach(session)
             box = session.box(parsed.chat.take(), nbytes=parsed.chat.nbytes)
             service.admission.pending.discard(writer)
             try:
                 with request.phase("queue"):
                     lease = await service.admission.admit_request(
-                        call.client, deadline=call.deadline, priority=call.priority
+                        deadline=call.deadline
                     )
                 with lease:
                     streams = await self._open_streams(session, box, call)
@@ -199,10 +188,7 @@ class GenerateEndpoint:
         if call.parsed.images:  # requests of text alone never wait for bytes
             with call.request.phase("queue"):
                 lease = await service.admission.admit_payload(
-                    self._payload_bytes(call.parsed),
-                    call.client,
-                    deadline=call.deadline,
-                    priority=call.priority,
+                    self._payload_bytes(call.parsed), deadline=call.deadline
                 )
         prepare = partial(self._prepare, box, lease, call)
         shared = SharedPreprocessing(prepare, choices=choices)
@@ -285,19 +271,13 @@ class GenerateEndpoint:
 
         parsed, usage = call.parsed, call.usage
         with call.request.phase("prepare"):
-            request, tensors, usage.prompt_tokens = await self._in_thread(prepare, call)
+            request, tensors, usage.prompt_tokens = await anyio.to_thread.run_sync(
+                prepare, limiter=self._service.threads
+            )
         if lease is not None:
             lease.settle(bytes=tensors.nbytes * parsed.choices)
             self._service.correction.learn(parsed.estimate, tensors.nbytes)
         return request, tensors
-
-    async def _in_thread(self, prepare: Callable[[], T], call: _Call) -> T:
-        """Preprocess in a thread: clients take turns, and text waits for no image."""
-        service = self._service
-        if not call.parsed.images:
-            return await anyio.to_thread.run_sync(prepare, limiter=service.text_threads)
-        with await service.preprocessing.admit(key=call.client.hex()):
-            return await anyio.to_thread.run_sync(prepare, limiter=service.threads)
 
     async def _answer(
         self, streams: Sequence[Stream[Any]], call: _Call, writer: ResponseWriter

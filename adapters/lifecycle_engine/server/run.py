@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import ctypes
 import gc
-import logging
 import resource
 import signal
 import socket
@@ -13,19 +13,14 @@ import sys
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
-from pathlib import Path
 from types import FrameType
 
 import anyio
 import uvicorn
+from PIL import Image
 from starlette.applications import Starlette
 
 from lifecycle import EngineLost
-from lifecycle_engine.server.heap import (
-    HeapTrimmer,
-    configure_malloc,
-    reuse_image_memory,
-)
 from lifecycle_engine.server.service import Service
 from lifecycle_engine.server.uvicorn_protocol import (
     Connection,
@@ -39,18 +34,55 @@ _SWITCH_INTERVAL = 0.001
 # Backlog of the kernel, and number of connections that asyncio accepts in one turn of
 # the loop (uvloop accepts one). asyncio has one option for both.
 _BACKLOG, _ACCEPTED_AT_ONCE = 2048, 1
-# Connections accepted in one turn: the kernel hands them over in the order of arrival,
-# whatever client they are of. Turns are fair only among those that were accepted.
-_ACCEPTORS = 16
 # Seconds after the drain: for the engine to end the remaining sessions, and for clients
 # to read what has been sent. Together less than the two seconds that an exit may take.
 _END_SECONDS = 0.3
 _FLUSH_SECONDS = 0.3
 # Descriptors that are not for clients: for the engine, files and libraries.
 _RESERVED = 256
-# Fewer than this are worth a warning.
-_FEW_CONNECTIONS = 256
-_log = logging.getLogger("lifecycle")
+# Options of glibc's mallopt.
+_M_TRIM_THRESHOLD = -1
+_M_MMAP_THRESHOLD = -3
+_M_ARENA_MAX = -8
+# Larger blocks get pages of their own; for smaller ones that would cost too much.
+_LARGE = 4 * 2**20
+# Up to this much free memory stays at the end of a heap, for the next request.
+_KEPT = 16 * 2**20
+
+
+def configure_malloc() -> bool:
+    """Make ``free`` return pages to the system; False without glibc.
+
+    By default, glibc puts blocks on the heap that are as large as the largest block
+    freed so far, up to 32 MiB. After a burst of pictures many small blocks lie between
+    large holes, and the process keeps its peak memory forever.
+
+    Threads share one heap: each further heap would keep free memory of its own.
+    """
+    try:
+        mallopt = ctypes.CDLL(None).mallopt
+    except (OSError, AttributeError):
+        return False
+    options = {
+        _M_MMAP_THRESHOLD: _LARGE,
+        _M_TRIM_THRESHOLD: _KEPT,
+        _M_ARENA_MAX: 1,
+    }
+    done = [mallopt(name, value) for name, value in options.items()]
+    return all(done)
+
+
+def reuse_image_memory(count: int) -> None:
+    """Decode pictures into the memory of earlier ones.
+
+    Fresh pages are a large part of the cost of decoding. And without reuse, the peak
+    memory depends on how decodings overlap. Pillow keeps one block for each thread, as
+    large as the last picture decoded in it and 16 MiB at most.
+
+    Args:
+        count: Number of threads that decode.
+    """
+    Image.core.set_blocks_max(count)  # type: ignore[attr-defined]
 
 
 @contextlib.contextmanager
@@ -101,7 +133,6 @@ class DrainingServer(uvicorn.Server):
         self._drain = drain
         self._on_ready = on_ready
         self._awaiting: asyncio.Task[None] | None = None
-        self._trimming: asyncio.Task[None] | None = None
         self._end_now = False
         self._draining: anyio.CancelScope | None = None
         self.failure: EngineLost | None = None
@@ -113,8 +144,6 @@ class DrainingServer(uvicorn.Server):
             each.listen(_BACKLOG)
         if not self.should_exit:
             self._awaiting = asyncio.create_task(self._await_engine())
-            trimmer = HeapTrimmer((self._service.bodies, self._service.payloads))
-            self._trimming = asyncio.create_task(trimmer.run())
 
     async def _await_engine(self) -> None:
         try:
@@ -129,9 +158,8 @@ class DrainingServer(uvicorn.Server):
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         """Drain, then shut down as uvicorn does."""
         service = self._service
-        for task in (self._awaiting, self._trimming):
-            if task is not None:
-                task.cancel()
+        if self._awaiting is not None:
+            self._awaiting.cancel()
         service.parser.close()
         for gate in service.gates:
             gate.close()
@@ -203,8 +231,6 @@ def run(
     limits: ConnectionLimits | None = None,
     announce: Callable[[str], None] = print,
     proxies: Sequence[str] = (),
-    certificate: Path | None = None,
-    key: Path | None = None,
 ) -> None:
     """Serve *app* until SIGTERM or SIGINT; must be called on the main thread.
 
@@ -222,8 +248,6 @@ def run(
         announce: Called once with the server's address, when it is ready.
         proxies: Addresses and networks whose ``X-Forwarded-For`` is trusted. By
             default none is, not even the loopback address.
-        certificate: PEM file of a certificate and its chain; serves HTTPS.
-        key: PEM file of its key. Default: in *certificate*.
 
     Raises:
         OSError: The address cannot be listened on.
@@ -234,12 +258,11 @@ def run(
     configure_malloc()
     reuse_image_memory(int(app.state.service.threads.total_tokens))
     config = _uvicorn_config(app, limits or ConnectionLimits(), proxies)
-    config.ssl_certfile, config.ssl_keyfile = certificate, key
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     with socket.create_server(
         (host, port), family=family, backlog=_BACKLOG
     ) as listener:
-        address = _address(host, listener.getsockname()[1], tls=config.is_ssl)
+        address = _address(host, listener.getsockname()[1])
         server = DrainingServer(
             config,
             app.state.service,
@@ -247,9 +270,7 @@ def run(
             on_ready=lambda: announce(address),
         )
         with frozen_heap(), _short_switch_interval(), server.handling_signals():
-            # Each of them accepts one connection in one turn of the loop.
-            copies = [listener.dup() for _ in range(_ACCEPTORS - 1)]
-            server.run(sockets=[listener, *copies])
+            server.run(sockets=[listener])
     if server.failure is not None:
         raise server.failure
 
@@ -295,18 +316,8 @@ def _within_descriptor_limit(limits: ConnectionLimits) -> ConnectionLimits:
             resource.setrlimit(resource.RLIMIT_NOFILE, (most, hard))
             soft = most
         wanted = min(wanted, soft)
-    served = max(wanted - _RESERVED, 1)
-    if served < min(limits.connections, _FEW_CONNECTIONS):
-        _log.warning(
-            "open files are limited to %d, which leaves %d for connections; raise the "
-            "limit (ulimit -n) to %d or more",
-            soft,
-            served,
-            limits.connections + _RESERVED,
-        )
-    return replace(limits, connections=served)
+    return replace(limits, connections=max(wanted - _RESERVED, 1))
 
 
-def _address(host: str, port: int, *, tls: bool) -> str:
-    scheme = "https" if tls else "http"
-    return f"{scheme}://[{host}]:{port}" if ":" in host else f"{scheme}://{host}:{port}"
+def _address(host: str, port: int) -> str:
+    return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"

@@ -7,11 +7,10 @@ from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, field
 from types import TracebackType
 from typing import Any, Protocol, Self
-from weakref import WeakKeyDictionary
 
 import anyio
 
-from lifecycle import EngineLost, Gate, Payload, Session, SessionRegistry
+from lifecycle import EngineLost, Gate, Payload, SessionRegistry
 from lifecycle_engine.api.request_body import RequestParser
 from lifecycle_engine.multimodal.size_estimate import Correction
 from lifecycle_engine.processing.processor import Processor
@@ -101,13 +100,10 @@ class Service:
         engine: Runs the requests.
         processor: Turns chats into engine requests.
         parser: Reads and validates request bodies.
-        bodies: Gate over the bytes of large request bodies, until hand-off.
-        small_bodies: Gate over the bytes of small ones.
+        bodies: Gate over the bytes of request bodies, until hand-off.
         payloads: Gate over the bytes of payloads, until the engine has read them.
         in_flight: Gate over requests, until they end.
-        preprocessing: Gate over requests with images that are preprocessed.
-        threads: Threads that preprocess them.
-        text_threads: Threads that preprocess all other requests.
+        threads: Limits concurrent preprocessing.
         deadlines: Timeouts for the engine.
         new_sessions: Creates the session registry of one run.
         client: Returns a request's client identity, given its ASGI scope.
@@ -116,7 +112,6 @@ class Service:
         admission: Decides which requests are admitted.
         sessions: Every request, from its arrival until the engine has released it; a
             new registry in each run.
-        owners: The client of each session, which alone may cancel it.
         failure: Why the engine could not be entered, if it could not.
         started: Whether the lifespan has been entered; without it there is no engine.
     """
@@ -128,10 +123,7 @@ class Service:
     bodies: Gate
     payloads: Gate
     in_flight: Gate
-    small_bodies: Gate
-    preprocessing: Gate
     threads: anyio.CapacityLimiter
-    text_threads: anyio.CapacityLimiter
     deadlines: Deadlines
     new_sessions: Callable[[], SessionRegistry]
     client: Callable[[Any], bytes]
@@ -141,9 +133,6 @@ class Service:
     failure: OSError | ValueError | None = field(default=None, init=False)
     started: bool = field(default=False, init=False)
     sessions: SessionRegistry = field(init=False)
-    owners: WeakKeyDictionary[Session, bytes] = field(
-        default_factory=WeakKeyDictionary, init=False
-    )
 
     def __post_init__(self) -> None:
         self.admission = Admission(in_flight=self.in_flight, payloads=self.payloads)
@@ -171,8 +160,7 @@ class Service:
     def gates(self) -> tuple[Gate, ...]:
         """All gates, in the order in which a request passes them."""
         fetched = (self.remote.gate,) if self.remote is not None else ()
-        bodies = self.small_bodies, self.bodies
-        return *bodies, self.in_flight, *fetched, self.payloads, self.preprocessing
+        return self.bodies, self.in_flight, *fetched, self.payloads
 
     @property
     def ready(self) -> bool:

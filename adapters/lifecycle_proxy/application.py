@@ -157,7 +157,7 @@ class Proxy:
                     raise
                 fresh = True
             finally:
-                await self._upstream.give_back(connection)
+                await self._upstream.give_back(connection)  # noqa: ASYNC102 - shielded
 
     async def _fail(
         self, scope: Scope, send: Send, status: int, code: str, reason: str

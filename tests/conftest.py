@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import os
 import shutil
+import signal
 import sys
 import tempfile
 from collections.abc import Iterator
@@ -16,7 +17,13 @@ sys.path.insert(0, str(Path(__file__).parent / "kit"))
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Give Ray a folder of this process: in its own it would find another's cluster."""
+    """Give Ray a folder of this process: in its own it would find another's cluster.
+
+    A shell starts background jobs with SIGINT ignored, and children inherit that:
+    the programs that tests interrupt must not.
+    """
+    if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
     folder = tempfile.mkdtemp(
         prefix="ray-", dir="/tmp"
     )  # its sockets need a short path

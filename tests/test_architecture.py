@@ -77,6 +77,7 @@ MAY_USE = {
     "lifecycle_ray": {"lifecycle_zmq"},
     "lifecycle_metrics": {"lifecycle_asgi"},
     "lifecycle_otel": {"lifecycle_asgi"},
+    "lifecycle_cli": {"lifecycle_check"},
     "lifecycle_engine": {
         "lifecycle_asgi",
         "lifecycle_metrics",
@@ -103,6 +104,10 @@ LAYERS: dict[str, tuple[str, ...]] = {
         *("engine", "thread_engine"),
     ),
     "lifecycle_ray": ("placement", "replica", "router", "engine"),
+    "lifecycle_check": (
+        *("client", "payloads", "process", "report", "target", "leaving", "bombs"),
+        *("overload", "suite", "cli"),
+    ),
     "lifecycle_engine": (
         *("_compat", "events", "errors", "multimodal", "processing", "core", "model"),
         *("sim", "worker", "api", "server", "config_values", "config", "factory"),

@@ -13,6 +13,8 @@ except ModuleNotFoundError as error:
         name=error.name,
     ) from None
 
+from lifecycle_check.cli import check, check_compare
+
 app = typer.Typer(
     name="lifecycle",
     add_completion=False,
@@ -20,6 +22,10 @@ app = typer.Typer(
     pretty_exceptions_show_locals=False,
     help="Tools for the lifecycle of requests, in front of servers of any kind.",
 )
+
+
+app.command("check")(check)
+app.command("check-compare")(check_compare)
 
 
 def _show_version(value: bool) -> None:  # noqa: FBT001 - typer passes it so
@@ -41,7 +47,7 @@ def root(
         ),
     ] = False,
 ) -> None:
-    """Keep the subcommands apart, also while there is only one."""
+    """Keep the subcommands apart."""
 
 
 def main() -> None:

@@ -1,6 +1,7 @@
-"""Draw the experiments: ``docs/memory.svg``, ``overload.svg`` and ``peers_vllm.svg``.
+"""Draw the experiments: ``docs/memory.svg``, ``overload.svg``, ``peers_*.svg``.
 
     python benchmarks/draw.py [--check] [memory] [overload] [peers_vllm]
+        [peers_lmdeploy]
 
 The figures are those in ``benchmarks/results``. With ``--check`` nothing is written,
 and the exit status tells whether the files are what this script draws.
@@ -202,10 +203,20 @@ def _lines(panel: Panel, rows: list[Row], name: str) -> None:
 
 def peers_vllm(found: dict[str, Any]) -> str:
     """Draw the memory of vLLM's API server, with and without `Admission`."""
+    return peer(found, "vLLM", found["settings"]["vllm"])
+
+
+def peers_lmdeploy(found: dict[str, Any]) -> str:
+    """Draw the memory of LMDeploy's API server, with and without `Admission`."""
+    return peer(found, "LMDeploy", found["settings"]["lmdeploy"])
+
+
+def peer(found: dict[str, Any], name: str, version: str) -> str:
+    """Draw the memory of a server, with and without `Admission`."""
     settings, rows = found["settings"], found["rows"]
     panel = Panel(24, 10, 600, 320, left=48)
     panel.titles(
-        f"vLLM {settings['vllm']}: clients that each send a picture at the same time",
+        f"{name} {version}: clients that each send a picture at the same time",
         f"its memory above idle, {settings['pixels'] / 1e6:.0f} megapixels each",
     )
     grown = {
@@ -231,12 +242,17 @@ def peers_vllm(found: dict[str, Any]) -> str:
             height = y(grown[row["way"], row["clients"]])
             words = f"killed, {lost} requests lost"
             panel.parts.append(text(place - 10, height + 4, words, "end", RED))
-    parts = key(24, 360, [("vLLM", GREY), ("vLLM behind Admission", GREEN)])
-    label = "Memory of vLLM's API server with and without Admission"
+    parts = key(24, 360, [(name, GREY), (f"{name} behind Admission", GREEN)])
+    label = f"Memory of {name}'s API server with and without Admission"
     return picture(648, 380, label, panel.parts + parts)
 
 
-_PICTURES = {"memory": memory, "overload": overload, "peers_vllm": peers_vllm}
+_PICTURES = {
+    "memory": memory,
+    "overload": overload,
+    "peers_vllm": peers_vllm,
+    "peers_lmdeploy": peers_lmdeploy,
+}
 
 if __name__ == "__main__":
     sys.exit(main())

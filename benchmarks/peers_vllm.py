@@ -39,6 +39,7 @@ import tempfile
 import time
 from collections import Counter
 from collections.abc import AsyncIterator
+from contextlib import AbstractAsyncContextManager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import IO, Any
@@ -53,7 +54,7 @@ TOKENS = 8
 WIDTH, HEIGHT = 3000, 2000
 MIB = 2**20
 # Seconds until a server listens, and for all clients of a case.
-START, PATIENCE = 180.0, 180.0
+START, PATIENCE = 600.0, 600.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -161,10 +162,10 @@ async def server(model: str, way: str, budget: int) -> AsyncIterator[tuple[int, 
         }
         commands = [argv("serve", folder, *options), argv("engine", folder)]
         log = (folder / "log").open("w+")
-        started = [_start(command, environment, log) for command in commands]
+        started = [start(command, environment, log) for command in commands]
         try:
             try:
-                await _listening(port, started[0])
+                await listening(port, started[0])
             except (RuntimeError, TimeoutError):
                 log.seek(0)
                 print(log.read()[-4000:], file=sys.stderr)
@@ -177,13 +178,15 @@ async def server(model: str, way: str, budget: int) -> AsyncIterator[tuple[int, 
             log.close()
 
 
-def _start(
+def start(
     command: list[str], environment: dict[str, str], log: IO[str]
 ) -> subprocess.Popen[bytes]:
+    """Start a process whose output goes to *log*."""
     return subprocess.Popen(command, env=environment, stdout=log, stderr=log)
 
 
-async def _listening(port: int, process: subprocess.Popen[bytes]) -> None:
+async def listening(port: int, process: subprocess.Popen[bytes]) -> None:
+    """Wait until *process* accepts connections."""
     async with asyncio.timeout(START):
         while process.poll() is None:
             try:
@@ -197,11 +200,15 @@ async def _listening(port: int, process: subprocess.Popen[bytes]) -> None:
 
 
 async def measure(
-    model: str, way: str, clients: int, budget: int, limit: int, requests: list[bytes]
+    running: AbstractAsyncContextManager[tuple[int, int]],
+    way: str,
+    clients: int,
+    limit: int,
+    requests: list[bytes],
 ) -> Case:
-    """Measure one case."""
+    """Measure one case on a server of its own: its process and its port."""
     answers: Counter[str] = Counter()
-    async with server(model, way, budget) as (pid, port):
+    async with running as (pid, port):
         warm: Counter[str] = Counter()
         for number in (1, 2):
             await ask(port, requests[-number], 999, warm)
@@ -252,9 +259,8 @@ async def run(options: argparse.Namespace) -> None:
     rows: list[dict[str, Any]] = []
     for clients in options.clients:
         for way in options.ways:
-            case = await measure(
-                model, way, clients, options.budget, options.limit, requests
-            )
+            running = server(model, way, options.budget)
+            case = await measure(running, way, clients, options.limit, requests)
             print(line(case, options.budget), flush=True)
             rows.append(asdict(case))
             settings = {"budget_mib": options.budget, "limit_mib": options.limit}

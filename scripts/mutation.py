@@ -3,9 +3,12 @@
     python scripts/mutation.py [--sample N] [--seed N] [--seconds S] [MODULE ...]
 
 The mutants are those of cosmic-ray's operators, in a copy of the package; one that
-differs in annotations alone is none. Each is run against the tests of its module, and
-against all tests of the core if it lives. Survivors that tests/core/survivors.toml
-names with a reason are not counted.
+differs in annotations alone is none. Each meets the tests that run one of its lines,
+first those that have caught most, until one fails. Survivors that
+tests/core/survivors.toml names with a reason are not counted.
+
+All mutants must score 95 %. A sample is reported, with the interval in which the score
+lies by 95 % (Wilson's), and judges nothing: how large it is depends on the machine.
 """
 
 from __future__ import annotations
@@ -13,14 +16,13 @@ from __future__ import annotations
 import argparse
 import ast
 import difflib
-import os
+import math
 import random
-import shutil
 import sys
 import tempfile
 import time
 import tomllib
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
@@ -28,40 +30,16 @@ from typing import Any, Final
 from cosmic_ray.ast import Visitor, get_ast
 from cosmic_ray.mutating import mutate_code
 from cosmic_ray.plugins import get_operator, operator_names
-from cosmic_ray.testing import run_tests
-from cosmic_ray.work_item import TestOutcome
+from mutation_tests import CORE, PACKAGE, Coverage, Run, check_unchanged, cover
 
-ROOT: Final = Path(__file__).resolve().parents[1]
-PACKAGE: Final = ROOT / "src" / "lifecycle"
-CORE: Final = ROOT / "tests" / "core"
 KNOWN: Final = CORE / "survivors.toml"
 # They take arguments, and there are none that would suit all modules.
 _LEFT_OUT: Final = ("core/VariableInserter", "core/VariableReplacer")
-# Of one run of tests; a mutant may hang.
-_HANGS: Final = 900.0
-# Of all mutants; a sample is too small to judge by, and reports only.
 _LEAST: Final = 0.95
 
-TESTS: Final = {
-    "_decorators": ("decorators", "scrub"),
-    "_eventloop": ("regressions", "lowlevel", "gate", "admission", "start"),
-    "_exceptions": ("mistakes", "retry_after", "admission"),
-    "_gate": ("regressions", "lease", "gate", "admission", "gate_reentrancy", "fair"),
-    "_lock": ("gate_reentrancy", "gate"),
-    "_managed_stream": ("decorators", "scrub", "mistakes"),
-    "_payload": ("payload", "regressions", "scrub"),
-    "_queues": ("queues", "regressions", "retry_after", "fair"),
-    "_session": ("sessions", "start", "regressions"),
-    "_sessions": ("sessions", "mistakes", "regressions"),
-    "_signatures": ("decorators", "scrub"),
-    "_start": ("start", "sessions"),
-    "_stream": ("stream", "watchdog", "sessions"),
-    "_thread_iterator": ("in_thread",),
-    "_validation": ("mistakes", "admission"),
-    "debug": ("debug", "debug_holders", "debug_snapshot"),
-    "events": ("events",),
-    "lowlevel": ("lowlevel",),
-}
+MODULES: Final = sorted(
+    it.stem for it in PACKAGE.glob("*.py") if it.stem not in ("__init__", "lowlevel")
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,6 +52,7 @@ class Mutant:
         occurrence: Which of the places that the operator finds there.
         code: The whole module, with the mistake.
         change: The lines that differ, as in a diff.
+        lines: Where they are in the module.
     """
 
     module: str
@@ -81,6 +60,7 @@ class Mutant:
     occurrence: int
     code: str
     change: str
+    lines: frozenset[int]
 
 
 class _Count(Visitor):  # type: ignore[misc]
@@ -135,40 +115,31 @@ def make(module: str, operator: str, occurrence: int) -> Mutant | None:
             return None
     except SyntaxError:  # an operator took `*` for a product
         return None
-    lines = difflib.ndiff(code.splitlines(), mutated.splitlines())
-    change = [line.rstrip() for line in lines if line.startswith(("- ", "+ "))]
-    return Mutant(module, operator, occurrence, mutated, "\n".join(change))
+    old, new = code.splitlines(), mutated.splitlines()
+    change, lines = list[str](), set[int]()
+    for tag, i, j, k, m in difflib.SequenceMatcher(None, old, new, False).get_opcodes():
+        if tag != "equal":
+            change += [f"- {line}".rstrip() for line in old[i:j]]
+            change += [f"+ {line}".rstrip() for line in new[k:m]]
+            lines |= _statements(code, range(i + 1, max(j, i + 1) + 1))
+    change_text = "\n".join(change)
+    return Mutant(module, operator, occurrence, mutated, change_text, frozenset(lines))
 
 
-def command(tests: Sequence[str]) -> str:
-    """Return a command that fails if one of *tests* does."""
-    argv = [sys.executable, "-m", "pytest", "-q", "-x", "--timeout=60"]
-    argv += ["-p", "no:cacheprovider", "-p", "no:randomly", "-m", "'not slow'"]
-    return " ".join([*argv, *tests])
-
-
-def lives(mutant: Mutant, copy: Path) -> bool:
-    """Whether all tests of the core pass with the mutant in the copied package."""
-    own = [str(CORE / f"test_{each}.py") for each in TESTS[mutant.module]]
-    others = [str(CORE), f"--ignore={CORE / 'test_mutants.py'}"]
-    module = copy / f"{mutant.module}.py"
-    whole = module.read_text()
-    module.write_text(mutant.code)
-    try:
-        outcomes = (run_tests(command(each), _HANGS)[0] for each in (own, others))
-        return all(outcome is TestOutcome.SURVIVED for outcome in outcomes)
-    finally:
-        module.write_text(whole)
-
-
-def check_copy(copy: Path) -> None:
-    """Raise unless tests pass in the unchanged copy: or every mutant seems caught."""
-    files = {CORE / f"test_{each}.py" for own in TESTS.values() for each in own}
-    if absent := sorted(it.name for it in files if not it.exists()):
-        raise SystemExit(f"no such tests: {', '.join(absent)}; correct TESTS")
-    found = run_tests(command([str(CORE / "test_regressions.py")]), _HANGS)
-    if found[0] is not TestOutcome.SURVIVED:
-        raise SystemExit(f"no mutant was tried, as tests fail in {copy}:\n{found[1]}")
+def _statements(code: str, changed: range) -> set[int]:
+    """Return the lines of the innermost statements that *changed* lines are in."""
+    found = set(changed)
+    for line in changed:
+        around = [
+            node
+            for node in ast.walk(ast.parse(code))
+            if isinstance(node, ast.stmt)
+            and node.lineno <= line <= (node.end_lineno or line)
+        ]
+        if around:
+            inner = max(around, key=lambda it: it.lineno)
+            found |= {inner.lineno, line}
+    return found
 
 
 def known() -> dict[tuple[str, str], str]:
@@ -186,48 +157,107 @@ def main() -> int:
     parser.add_argument("--sample", type=int, help="try this many, drawn by --seed")
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--seconds", type=float, help="begin none after these many")
+    parser.add_argument(
+        "--jobs", type=int, default=2, help="runs at once (%(default)s)"
+    )
     options = parser.parse_args()
     wanted = {name for each in options.modules for name in (each, f"_{each}")}
-    modules = [each for each in TESTS if not wanted or each in wanted]
+    modules = [each for each in MODULES if not wanted or each in wanted]
     if not modules:
-        parser.error(f"no such module; there are {', '.join(TESTS)}")
+        parser.error(f"no such module; there are {', '.join(MODULES)}")
     drawn = [place for module in modules for place in places(module)]
     random.Random(options.seed).shuffle(drawn)  # noqa: S311 - seeded on purpose
-    found = len(drawn)
-    tried, survivors = run(drawn, options.sample, options.seconds)
-    score = 1 - len(survivors) / tried if tried else 1.0
+    covered = cover()
+    check_unchanged(covered)
+    trial = Trial(covered, known())
+    trial.run(drawn, options.sample, options.seconds, options.jobs)
+    tried, lived = trial.tried, len(trial.survivors)
+    low, high = interval(tried - lived, tried)
     print(
-        f"{tried} of at most {found} mutants, seed {options.seed}: "
-        f"{len(survivors)} lived unexplained, a score of {score:.1%}"
+        f"{tried} of at most {len(drawn)} mutants, seed {options.seed}: {lived} lived "
+        f"unexplained, a score of {1 - lived / max(tried, 1):.1%} "
+        f"({low:.1%} to {high:.1%}, by 95 %); {trial.explained} more are explained"
     )
     sampled = options.sample is not None or options.seconds is not None
-    return int(not sampled and score < _LEAST)
+    return int(not sampled and 1 - lived / max(tried, 1) < _LEAST)
 
 
-def run(
-    drawn: list[tuple[str, str, int]], sample: int | None, seconds: float | None
-) -> tuple[int, list[Mutant]]:
-    """Try mutants in order; return how many, and those that lived unexplained."""
-    began, tried, survivors, reasons = time.monotonic(), 0, list[Mutant](), known()
-    with tempfile.TemporaryDirectory() as directory:
-        copy = Path(directory) / PACKAGE.name
-        shutil.copytree(PACKAGE, copy, ignore=shutil.ignore_patterns("__pycache__"))
-        os.environ["PYTHONPATH"] = directory
-        check_copy(copy)
+def interval(hits: int, tries: int) -> tuple[float, float]:
+    """Return Wilson's interval of a share that was *hits* of *tries*, by 95 %."""
+    if not tries:
+        return 0.0, 1.0
+    z = 1.96
+    share, spread = hits / tries, z * z / tries
+    half = z * math.sqrt(share * (1 - share) / tries + spread / tries / 4)
+    middle = share + spread / 2
+    return (middle - half) / (1 + spread), (middle + half) / (1 + spread)
+
+
+class Trial:
+    """What became of the mutants that were tried.
+
+    Args:
+        coverage: Which tests run which lines.
+        reasons: Why survivors that are known live, by module and change.
+    """
+
+    def __init__(self, coverage: Coverage, reasons: dict[tuple[str, str], str]):
+        self.coverage = coverage
+        self.reasons = reasons
+        self.tried = self.explained = 0
+        self.survivors: list[Mutant] = []
+        self._running: dict[Mutant, tuple[Run, tempfile.TemporaryDirectory[str]]] = {}
+
+    def run(
+        self,
+        drawn: list[tuple[str, str, int]],
+        sample: int | None,
+        seconds: float | None,
+        jobs: int,
+    ) -> None:
+        """Try mutants in order, *jobs* at once."""
+        began = time.monotonic()
         for place in drawn:
-            if tried == sample or (seconds and time.monotonic() - began > seconds):
+            if self.tried == sample:
+                break
+            if seconds and time.monotonic() - began > seconds:
                 break
             mutant = make(*place)
-            if mutant is None or (mutant.module, mutant.change) in reasons:
+            if mutant is None:
                 continue
-            tried += 1
-            if tried % 20 == 0:
-                print(f"{tried} tried, {len(survivors)} live", flush=True)
-            if lives(mutant, copy):
-                survivors.append(mutant)
+            if (mutant.module, mutant.change) in self.reasons:
+                self.explained += 1
+                continue
+            self._begin(mutant)
+            while len(self._running) >= jobs:
+                self._poll()
+        while self._running:
+            self._poll()
+
+    def _begin(self, mutant: Mutant) -> None:
+        self.tried += 1
+        if self.tried % 20 == 0:
+            print(f"{self.tried} tried, {len(self.survivors)} live", flush=True)
+        directory = tempfile.TemporaryDirectory(ignore_cleanup_errors=True)
+        order = self.coverage.order(mutant.module, mutant.lines)
+        run = Run(Path(directory.name), mutant.module, mutant.code, order)
+        self._running[mutant] = run, directory
+
+    def _poll(self) -> None:
+        time.sleep(0.02)
+        for mutant, (run, directory) in list(self._running.items()):
+            found = run.poll()
+            if found is None:
+                continue
+            del self._running[mutant]
+            directory.cleanup()
+            outcome, test = found
+            if outcome == "lives":
+                self.survivors.append(mutant)
                 what = f"{mutant.module} {mutant.operator} {mutant.occurrence}"
                 print(f"lives: {what}\n{mutant.change}", flush=True)
-    return tried, survivors
+            else:
+                self.coverage.caught[test] += 1
 
 
 if __name__ == "__main__":

@@ -24,6 +24,7 @@ ARROWS: dict[str, set[str]] = {
     "events": set(),
     "_exceptions": {"events"},
     "_lock": set(),
+    "_owner": set(),
     # Queues are pure: they order and count tickets, and refuse nothing themselves.
     "_queues": set(),
     # Payloads and streams know nothing of gates.
@@ -33,19 +34,21 @@ ARROWS: dict[str, set[str]] = {
     "_managed_stream": {"_payload", "_stream", "_thread_iterator", "_validation"},
     "_thread_iterator": {"_eventloop", "_payload", "_validation"},
     "_signatures": {"_stream"},
-    "_gate": {"_lock", "_managed_stream", "_queues", "_signatures"} | FLOOR,
+    "_gate": {"_lock", "_managed_stream", "_owner", "_queues", "_signatures"} | FLOOR,
     # A start is given what it needs of its session.
     "_start": {"_payload"} | FLOOR,
     "_session": {"_gate", "_payload", "_start", "_stream"} | FLOOR,
-    "_sessions": {"_managed_stream", "_session", "_signatures", "_start", "_stream"}
-    | FLOOR,
+    "_sessions": {
+        *("_managed_stream", "_owner", "_session", "_signatures", "_start", "_stream"),
+        *FLOOR,
+    },
     # On top: only `__init__` imports decorators, diagnostics and adapters' tools.
     "_decorators": {
         *("_gate", "_managed_stream", "_session", "_sessions", "_signatures"),
         *("_thread_iterator", "_validation"),
     },
-    "debug": {"_gate", "_sessions"},
-    "lowlevel": {"_eventloop", "_payload", "_queues", "_validation"},
+    "debug": {"_gate", "_payload", "_queues", "_session", "_sessions"},
+    "lowlevel": {"_eventloop", "_owner", "_payload", "_queues", "_validation"},
 }
 TOP = {"_decorators", "debug", "lowlevel"}
 
@@ -77,7 +80,9 @@ MAY_USE = {
     "lifecycle_ray": {"lifecycle_zmq"},
     "lifecycle_metrics": {"lifecycle_asgi"},
     "lifecycle_otel": {"lifecycle_asgi"},
-    "lifecycle_cli": {"lifecycle_check"},
+    "lifecycle_proxy": {"lifecycle_asgi"},
+    # Each subcommand is a package of its own.
+    "lifecycle_cli": {"lifecycle_check", "lifecycle_proxy", "lifecycle_top"},
     "lifecycle_engine": {
         "lifecycle_asgi",
         "lifecycle_metrics",
@@ -92,16 +97,21 @@ MAY_USE = {
 LAYERS: dict[str, tuple[str, ...]] = {
     "lifecycle_asgi": (
         *("_types", "media", "image_structure", "media_memory", "media_body"),
-        *("media_profiles", "events", "request", "middleware", "request_scope"),
-        *("limits", "refusals", "api_keys", "admission_settings", "lanes"),
-        *("body_reader", "admission", "vllm_plugin"),
-        *("starlette", "testing"),
+        *("media_profiles", "live_requests", "events", "request", "middleware"),
+        *("request_scope", "responses", "limits", "refusals", "api_keys"),
+        *("admission_settings", "lanes", "body_reader", "admission"),
+        *("vllm_plugin", "sglang_plugin"),
+        *("live_warnings", "live_snapshot", "live_view", "starlette", "testing"),
     ),
     "lifecycle_zmq": (
         *("exceptions", "shared_memory", "codec", "protocol", "transport"),
         *("backend", "tensor_copy", "process", "heartbeat", "client_streams"),
         *("client", "flow_control", "server", "generator_backend", "supervisor"),
         *("engine", "thread_engine"),
+    ),
+    "lifecycle_proxy": (
+        *("responses", "headers", "connection", "upstream", "exchange"),
+        *("application", "server", "command"),
     ),
     "lifecycle_ray": ("placement", "replica", "router", "engine"),
     "lifecycle_check": (

@@ -16,6 +16,8 @@ RESULTS = ROOT / "benchmarks" / "results"
 WAYS = ("none", "admission")
 PATH = os.pathsep.join(str(ROOT / name) for name in ("src", "adapters", "tools"))
 
+PICTURES = ["memory", "overload", "peers_vllm", "peers_lmdeploy"]
+
 
 def run(script: str, *arguments: str) -> subprocess.CompletedProcess[str]:
     """Run a script of the benchmarks in a process of its own."""
@@ -35,14 +37,14 @@ def results(name: str) -> dict[str, Any]:
     return found
 
 
-@pytest.mark.parametrize("name", ["memory", "overload", "peers_vllm"])
+@pytest.mark.parametrize("name", PICTURES)
 def test_draws_the_figures_that_are_in_the_tree(name: str) -> None:
     """A chart shows its committed figures."""
     done = run("draw.py", "--check", name)
     assert done.returncode == 0, f"run python benchmarks/draw.py {name}\n{done.stderr}"
 
 
-@pytest.mark.parametrize("name", ["memory", "overload", "peers_vllm"])
+@pytest.mark.parametrize("name", PICTURES)
 def test_says_what_machine_it_was_measured_on(name: str) -> None:
     """Figures name the kind of machine, and nothing that identifies it."""
     described = {"cpu", "cores", "memory_gib", "system", "python"}
@@ -135,6 +137,21 @@ def test_keeps_vllm_within_the_budget_in_the_figures() -> None:
         assert row["answers"]["200"] == row["clients"]
 
 
+def test_keeps_lmdeploy_within_the_budget_in_the_figures() -> None:
+    """LMDeploy grew beyond the budget without the middleware, and not with it."""
+    found = results("peers_lmdeploy")
+    limit = 1.15 * found["settings"]["budget_mib"]
+    most = max(row["clients"] for row in found["rows"])
+    assert most >= 128
+    for row in found["rows"]:
+        grown = row["peak"] - row["base"]
+        if row["way"] == "admission":
+            assert grown <= limit
+            assert row["answers"]["200"] == row["clients"]
+        elif row["clients"] == most:
+            assert grown > 2 * limit
+
+
 def test_ends_what_litellm_left_running_in_the_figures() -> None:
     """With the middleware the backend of LiteLLM stops within two seconds."""
     rows = results("peers_litellm")["rows"]
@@ -144,7 +161,7 @@ def test_ends_what_litellm_left_running_in_the_figures() -> None:
     assert min(after["none"]) >= 10
 
 
-@pytest.mark.parametrize("name", ["peers_vllm", "peers_litellm"])
+@pytest.mark.parametrize("name", ["peers_vllm", "peers_litellm", "peers_lmdeploy"])
 def test_explains_experiments_with_other_servers_without_them(name: str) -> None:
     """Without vLLM and LiteLLM their experiments still say what their options are."""
     done = run(f"{name}.py", "--help")

@@ -32,7 +32,8 @@ MOST_LINES_OF_A_FILE = 700
 MOST_LINES_OF_A_FUNCTION = 60
 MOST_TESTS_OF_INTERNALS = 30
 # Files that one request enters; `python scripts/trace_request.py --files` lists them.
-MOST_FILES_ENTERED = {"text": 35, "picture": 45, "disconnect": 32}
+# Two of them note what the live view shows.
+MOST_FILES_ENTERED = {"text": 37, "picture": 45, "disconnect": 33}
 
 # Modules below a package that users import or run, by its documentation.
 PUBLIC_MODULES = {
@@ -45,6 +46,7 @@ PUBLIC_MODULES = {
     "lifecycle_asgi.media",
     "lifecycle_asgi.request_scope",
     "lifecycle_asgi.vllm_plugin",
+    "lifecycle_asgi.sglang_plugin",
     "lifecycle_asgi.starlette",
     "lifecycle_asgi.testing",
     "lifecycle_engine.cli",

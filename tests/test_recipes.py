@@ -98,7 +98,7 @@ def running(code: str, *arguments: object) -> Iterator[subprocess.Popen[str]]:
             process.wait(10)
         with contextlib.suppress(ProcessLookupError):  # it has exited
             os.killpg(process.pid, signal.SIGKILL)
-        process.communicate(timeout=10)
+        process.communicate(timeout=60)
 
 
 def free_port() -> int:
@@ -145,7 +145,7 @@ def leave_http(port: int, process: subprocess.Popen[str]) -> None:
 
 def connected(port: int, process: subprocess.Popen[str]) -> socket.socket:
     """Connect as soon as the server listens."""
-    until = time.monotonic() + 30
+    until = time.monotonic() + 300
     while time.monotonic() < until and process.poll() is None:
         try:
             return socket.create_connection(("127.0.0.1", port), 10)
@@ -214,7 +214,7 @@ def test_frees_worker_of_litserve_when_client_leaves(bare: bool) -> None:
         first = ask(port, "/predict", {})
         assert first.getresponse().read(5) == b"word\n"
         first.close()
-        second = ask(port, "/predict", {}, timeout=3 if bare else 30)
+        second = ask(port, "/predict", {}, timeout=3 if bare else 300)
         if bare:
             with pytest.raises(TimeoutError):
                 second.getresponse().read(5)
@@ -349,4 +349,4 @@ def test_ends_work_in_replica_of_ray_serve() -> None:
         assert said in ends
         # SIGINT stops its cluster, SIGKILL does not.
         process.send_signal(signal.SIGINT)
-        process.wait(30)
+        process.wait(300)

@@ -8,17 +8,23 @@ Modules::
     media_memory   estimate: the memory of media, from their headers; Correction
     media_body     the media of JSON, forms and files
     media_profiles  media_profile: what media cost known servers
+    live_requests  what requests do and hold, for the live view
     events         events of a request, their recorder, the request log
     request        RequestScope: state of a request, and what is closed at its end
     middleware     LifecycleMiddleware: cancels applications on a disconnect
     request_scope  request_scope: the same for servers that do not speak ASGI
+    responses      responses of a middleware itself, and so that they arrive
     limits         BodyLimit, ClientLimit, ClientIdentity, refusal_response
     refusals       refusals in the format of the request's API
     api_keys       API keys, checked before a body is read
     lanes          gates that clients share
     body_reader    reads a body under a lease
     vllm_plugin    hand-off in vLLM, by its entry point for plugins
+    sglang_plugin  SGLang: Admission and hand-off, by its entry point for plugins
     admission      Admission: all of this around the application of any server
+    live_warnings  find_warnings: what is wrong, of one moment
+    live_snapshot  snapshots of the live view
+    live_view      LiveView: a page and server-sent events
     starlette      install, ManagedResponse; imported by name only
     testing        a client for tests that leaves; imported by name only
 
@@ -49,6 +55,15 @@ from lifecycle_asgi.limits import (
     client_address,
     refusal_response,
 )
+from lifecycle_asgi.live_view import LiveView, local_client
+from lifecycle_asgi.live_warnings import (
+    EngineView,
+    GateView,
+    LiveWarning,
+    RequestView,
+    WarningLimits,
+    find_warnings,
+)
 from lifecycle_asgi.media import Media, TooDeep, find_media
 from lifecycle_asgi.media_memory import (
     Correction,
@@ -76,10 +91,14 @@ __all__ = (
     "ClientLimit",
     "ClientLimitExceeded",
     "Correction",
+    "EngineView",
     "FirstItem",
+    "GateView",
     "ImageSize",
     "ImageTooLarge",
     "LifecycleMiddleware",
+    "LiveView",
+    "LiveWarning",
     "Media",
     "MediaProfile",
     "MemoryEstimate",
@@ -89,13 +108,17 @@ __all__ = (
     "RequestEvent",
     "RequestScope",
     "RequestStarted",
+    "RequestView",
     "TooDeep",
     "UnreadableImage",
+    "WarningLimits",
     "client_address",
     "estimate",
     "estimate_memory",
     "find_media",
+    "find_warnings",
     "handed_off",
+    "local_client",
     "media_profile",
     "read_image_header",
     "record_refusal",

@@ -22,13 +22,8 @@ from lifecycle_asgi.media_body import BodyEstimator
 from lifecycle_asgi.media_memory import Correction, MemoryEstimate
 from lifecycle_asgi.media_profiles import media_profile, server_of
 from lifecycle_asgi.middleware import LifecycleMiddleware
-from lifecycle_asgi.refusals import (
-    REFUSALS,
-    RequestBody,
-    Unauthorised,
-    protocol_refusal,
-    send_and_linger,
-)
+from lifecycle_asgi.refusals import REFUSALS, Unauthorised, protocol_refusal
+from lifecycle_asgi.responses import MAX_UNACCEPTABLE, Refusing, RequestBody
 
 _SCOPE_KEY: Final = "lifecycle.admission"
 _CURRENT: Final[ContextVar[AdmittedRequest | None]] = ContextVar(
@@ -46,10 +41,6 @@ _MAX_SMALL_BODY: Final = 65536
 _FLOOR, _CEILING = 0.25, 4.0
 # Bytes charged for each byte of a body: the bytes, their text, and the parsed values.
 _BODY_COPIES: Final = 3
-# A refused body is dropped for a few seconds at most, and only so much of one that the
-# server would never accept.
-_LINGER_SECONDS: Final = 5.0
-_MAX_UNACCEPTABLE: Final = 8 * 2**20
 
 
 def handed_off(scope: Scope | None = None, *, tensor_bytes: int | None = None) -> None:
@@ -162,8 +153,8 @@ class Admission:
     def statistics(self) -> dict[str, GateStatistics]:
         """Return the state of each lane: ``small``, ``bodies`` and ``requests``."""
         lanes = (self._small, self._bodies, self._requests)
-        gates = [lane.gate.statistics() for lane in lanes]
-        return dict(zip(_LANES, gates, strict=True))
+        found = [lane.statistics() for lane in lanes]
+        return dict(zip(_LANES, found, strict=True))
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Serve one connection.
@@ -215,15 +206,10 @@ class Admission:
     ) -> None:
         max_bytes = self._settings.max_body
         if isinstance(refusal, Unauthorised | BodyTooLarge | CostTooLarge):
-            max_bytes = _MAX_UNACCEPTABLE
-        await send_and_linger(
-            scope,
-            body,
-            send,
-            protocol_refusal(scope, refusal),
-            max_bytes=max_bytes,
-            seconds=_LINGER_SECONDS,
-        )
+            max_bytes = MAX_UNACCEPTABLE
+        refusing = Refusing(scope, body, send)
+        await refusing.send(protocol_refusal(scope, refusal))
+        await refusing.linger(max_bytes=max_bytes)
 
     async def _admit(self, scope: Scope, request: AdmittedRequest) -> None:
         settings, declared = self._settings, _content_length(scope)

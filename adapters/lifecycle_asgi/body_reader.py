@@ -50,6 +50,7 @@ class BodyReader:
         "_read",
         "_receive",
         "_slow_at",
+        "_slow_charge",
         "_timeout",
     )
 
@@ -72,6 +73,8 @@ class BodyReader:
         self._max_body = max_body
         self._timeout = timeout
         self._metered = declared is None
+        # Many small bodies that are slow leave room for others of their size.
+        self._slow_charge = min(FIRST_CHARGE, (declared or 0) // 8)
         self._read = 0
         now = anyio.current_time()
         self._deadline = now + timeout
@@ -119,7 +122,7 @@ class BodyReader:
     def _release_rest(self) -> None:
         """From now on, charge what has arrived."""
         self._metered, self._slow_at = True, math.inf
-        arrived = self._copies * (self._read + FIRST_CHARGE)
+        arrived = self._copies * (self._read + self._slow_charge)
         self._lease.settle(bytes=min(arrived, self._lease.bytes))
 
     def _charge(self, *, complete: bool) -> None:

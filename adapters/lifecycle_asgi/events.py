@@ -20,6 +20,7 @@ import anyio
 
 from lifecycle.events import Event, Observer, Outcome
 from lifecycle_asgi._types import Scope
+from lifecycle_asgi.live_requests import LiveRequest
 
 Phase = Literal["read", "queue", "fetch", "prepare", "hand_off", "stream", "cleanup"]
 """What a request is doing. ``cleanup`` may continue after the request has ended."""
@@ -195,21 +196,32 @@ class RequestRecorder:
 
 
 class PhaseTimer:
-    """Context manager that times one phase; without a recorder it does nothing.
+    """Context manager that times one phase, and shows it in the live view.
+
+    Without a recorder and a live view it does nothing.
 
     A class and not a generator: a generator would add a frame to every traceback.
     """
 
-    __slots__ = ("_began", "_phase", "_recorder")
+    __slots__ = ("_before", "_began", "_phase", "_recorder", "_shown")
 
-    def __init__(self, recorder: RequestRecorder | None, phase: Phase) -> None:
+    def __init__(
+        self,
+        recorder: RequestRecorder | None,
+        phase: Phase,
+        shown: LiveRequest | None = None,
+    ) -> None:
         self._recorder = recorder
         self._phase: Phase = phase
+        self._shown = shown
+        self._before: str | None = None
         self._began = 0.0
 
     def __enter__(self) -> None:
         if self._recorder is not None:
             self._began = anyio.current_time()
+        if self._shown is not None:
+            self._before = self._shown.enter(self._phase)
 
     def __exit__(
         self,
@@ -217,6 +229,8 @@ class PhaseTimer:
         exc: BaseException | None,
         traceback: TracebackType | None,
     ) -> None:
+        if self._shown is not None:
+            self._shown.leave(self._before)
         if self._recorder is not None:
             name = None if exc_type is None else exc_type.__name__
             self._recorder.phase_ended(self._phase, self._began, name)

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections import Counter
+from dataclasses import replace
 
 import anyio
 
-from lifecycle import Gate, Lease
+from lifecycle import Gate, GateStatistics, Lease
 from lifecycle.events import Observer
 from lifecycle.lowlevel import DrainRate
 from lifecycle_asgi.limits import ClientLimitExceeded
@@ -26,7 +27,7 @@ class Lane:
         gate: The gate.
     """
 
-    __slots__ = ("_drain_rate", "_share", "_waiting", "gate")
+    __slots__ = ("_drain_rate", "_over_share", "_share", "_waiting", "gate")
 
     def __init__(
         self,
@@ -47,7 +48,13 @@ class Lane:
         )
         self._share = max(1, max_waiting // 2)
         self._waiting: Counter[str] = Counter()
+        self._over_share = 0
         self._drain_rate = DrainRate()
+
+    def statistics(self) -> GateStatistics:
+        """Return the state of the gate; clients over their share count as refused."""
+        now = self.gate.statistics()
+        return replace(now, refused=now.refused + self._over_share)
 
     async def admit(self, nbytes: int, client: str) -> Lease:
         """Admit *nbytes* of a request of *client*.
@@ -60,6 +67,7 @@ class Lane:
             As for `Gate.admit`.
         """
         if self._waiting[client] >= self._share:
+            self._over_share += 1
             released = self.gate.statistics().released
             after = self._drain_rate.retry_after(
                 self._share, released, anyio.current_time()

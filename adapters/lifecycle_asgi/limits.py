@@ -18,6 +18,13 @@ from lifecycle.events import Observer
 from lifecycle.lowlevel import check_int
 from lifecycle_asgi._types import App, Message, Receive, Scope, Send
 from lifecycle_asgi.request import SCOPE_KEY, RequestScope
+from lifecycle_asgi.responses import (
+    MAX_UNACCEPTABLE,
+    Headers,
+    Refusing,
+    RequestBody,
+    Response,
+)
 
 _API_KEY_HEADERS = (b"authorization", b"x-api-key")
 
@@ -50,9 +57,7 @@ class ClientLimitExceeded(Refused):
     """A client has as many requests in flight as `ClientLimit` allows."""
 
 
-Headers = list[tuple[bytes, bytes]]
 Refusal = BodyTooLarge | BodyTooSlow | Refused
-Response = tuple[int, Headers, bytes]
 Answer = Callable[[Scope, Refusal], Response]
 _REFUSALS = (BodyTooLarge, BodyTooSlow, Refused)
 
@@ -208,7 +213,9 @@ class ClientLimit:
                 if not gate.statistics().slots_in_use:
                     self._gates.pop(name, None)
             return
-        await send_response(send, self._answer(scope, refusal))
+        refusing = Refusing(scope, RequestBody(receive), send)
+        await refusing.send(self._answer(scope, refusal))
+        await refusing.linger(max_bytes=MAX_UNACCEPTABLE)
 
 
 class BodyLimit:
@@ -228,8 +235,9 @@ class BodyLimit:
     Without a *timeout*, a slow body holds its lease for as long as the client likes.
     With one, 408 is answered in time, and ``receive`` raises `BodyTooSlow`.
 
-    The connection is not closed: a client that is still sending would see a reset and
-    might never read the response, so the server reads and drops the rest.
+    A client that is still sending would see a reset and might never read the response,
+    so the rest of a refused body is dropped: up to 8 MiB of it, for five seconds at
+    most, when the application has ended.
 
     Args:
         app: The application to wrap.
@@ -273,16 +281,23 @@ class BodyLimit:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
         elif (declared := _content_length(scope)) > self._max_bytes:
-            refusal = BodyTooLarge(self._max_bytes)
-            await send_response(send, self._answer(scope, refusal))
+            refusing = Refusing(scope, RequestBody(receive), send)
+            await refusing.send(self._answer(scope, BodyTooLarge(self._max_bytes)))
+            await refusing.linger(max_bytes=MAX_UNACCEPTABLE)
         else:
             await self._serve_metered(scope, receive, send, declared)
 
     async def _serve_metered(
         self, scope: Scope, receive: Receive, send: Send, declared: int
     ) -> None:
+        refusing: Refusing | None = None
+
         async def refuse(refusal: Refusal) -> None:
-            await send_response(send, self._answer(scope, refusal))
+            nonlocal refusing
+            begun, complete = timed.begun, timed.complete
+            body = RequestBody(receive, begun=begun, complete=complete)
+            refusing = Refusing(scope, body, send)
+            await refusing.send(self._answer(scope, refusal))
 
         timed = _TimedReceive(receive, self._timeout)
         meter = _BodyMeter(timed.receive, send, refuse, self._max_bytes, self._gate)
@@ -306,28 +321,39 @@ class BodyLimit:
                 raise rest from None
         finally:
             meter.release()
+        if refusing is not None:  # the application has ended, too
+            await refusing.linger(max_bytes=MAX_UNACCEPTABLE)
 
 
 class _TimedReceive:
-    """Limits the time that one body takes."""
+    """Limits the time that one body takes.
 
-    __slots__ = ("_deadline", "_receive", "_timeout")
+    Attributes:
+        begun: The application has asked for the body.
+        complete: The last part has come.
+    """
+
+    __slots__ = ("_deadline", "_receive", "_timeout", "begun", "complete")
 
     def __init__(self, receive: Receive, timeout: float | None) -> None:
         self._receive = receive
         self._timeout = timeout
         self._deadline: float | None = None
+        self.begun = False
+        self.complete = False
 
     async def receive(self) -> Message:
+        self.begun = True
         timeout = self._timeout
-        if timeout is None:
-            return await self._receive()
+        if timeout is None or self.complete:  # a disconnect may come late
+            message = await self._receive()
+            self.complete = not message.get("more_body", False)
+            return message
         if self._deadline is None:
             self._deadline = anyio.current_time() + timeout
         with anyio.CancelScope(deadline=self._deadline):
             message = await self._receive()
-            if not message.get("more_body", False):
-                self._timeout = None  # the body is complete: a disconnect may come late
+            self.complete = not message.get("more_body", False)
             return message
         raise BodyTooSlow(timeout)
 
@@ -424,17 +450,6 @@ class _BodyMeter:
         if not self._started:
             self._started = self.refused = True
             await self._refuse(refusal)
-
-
-async def send_response(send: Send, response: Response) -> None:
-    """Send a response of status, headers and body.
-
-    Cancellation:
-        The response may be cut off.
-    """
-    status, headers, body = response
-    await send({"type": "http.response.start", "status": status, "headers": headers})
-    await send({"type": "http.response.body", "body": body})
 
 
 def openai_refusal(_scope: Scope, refusal: Refusal) -> Response:

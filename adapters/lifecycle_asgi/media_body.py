@@ -25,8 +25,24 @@ _KINDS: Final[dict[bytes, Kind]] = {
     b"video": "video",
     b"audio": "audio",
 }
+_FILE: Final = re.compile(
+    rb"^content-disposition:.*filename", re.IGNORECASE | re.MULTILINE
+)
+# The first bytes of files, for parts whose type says nothing.
+_MAGIC: Final[tuple[tuple[re.Pattern[bytes], Kind], ...]] = (
+    (re.compile(rb"\xff\xd8\xff|\x89PNG|GIF8|BM|II\*\0|MM\0\*"), "image"),
+    (
+        re.compile(rb"RIFF....WEBP|....ftyp(?:avif|avis|hei|hev|mif1)", re.DOTALL),
+        "image",
+    ),
+    (re.compile(rb"(?s)RIFF....AVI |....ftyp|\x1aE\xdf\xa3"), "video"),
+    (re.compile(rb"(?s)RIFF....WAVE|ID3|fLaC|OggS|\xff[\xf2\xf3\xfb]"), "audio"),
+)
 _MAX_PART_HEAD: Final = 4096
 _MAX_PARTS: Final = 1024
+# Bodies that a server may unpack; the second is SGLang's.
+_ENCODINGS: Final = (b"content-encoding", b"x-body-compressed")
+_PLAIN: Final = (b"", b"identity")
 _MAX_OPENED: Final = 1024
 
 
@@ -53,7 +69,7 @@ class BodyEstimator:
             body: The whole body.
         """
         total = MemoryEstimate()
-        found = _media_of(_content_type(scope), body)
+        found = _media_of(scope, body)
         # Opening takes time, and the event loop waits: the rest counts as assumed.
         found[_MAX_OPENED:] = [Media(it.kind, it.path) for it in found[_MAX_OPENED:]]
         for media in found:
@@ -72,8 +88,11 @@ class BodyEstimator:
             return estimate_media(Media(media.kind, media.path), self._profile)
 
 
-def _media_of(content_type: bytes, body: bytes) -> list[Media]:
+def _media_of(scope: Scope, body: bytes) -> list[Media]:
     """Return the media of a body."""
+    if any(_header(scope, name) not in _PLAIN for name in _ENCODINGS):
+        return [Media("image", "")]  # not searched, as with TooDeep
+    content_type = _header(scope, b"content-type")
     kind = _KINDS.get(content_type.partition(b"/")[0].strip().lower())
     if kind is not None:
         return [Media(kind, "", body)]
@@ -84,8 +103,15 @@ def _media_of(content_type: bytes, body: bytes) -> list[Media]:
         return find_media(json.loads(body))
     except TooDeep:
         return [Media("image", "")]
-    except (ValueError, RecursionError):  # the server refuses it, too
-        return []
+    except (ValueError, RecursionError):  # the server refuses it, or it is a file
+        kind = _sniff(body, 0)
+        return [] if kind is None else [Media(kind, "", body)]
+
+
+def _sniff(body: bytes, start: int) -> Kind | None:
+    """Return the kind of a file by its first bytes; ``None`` for what is no media."""
+    found = (kind for magic, kind in _MAGIC if magic.match(body, start))
+    return next(found, None)
 
 
 def _form_media(body: bytes, boundary: bytes) -> Iterator[Media]:
@@ -101,6 +127,8 @@ def _form_media(body: bytes, boundary: bytes) -> Iterator[Media]:
             continue
         found = _PART_TYPE.search(body, start, head_end)
         kind = _KINDS.get(found[1].lower()) if found is not None else None
+        if kind is None and _FILE.search(body, start, head_end):
+            kind = _sniff(body, head_end + 4)
         end = body.find(b"\r\n" + mark, head_end)
         at = end if end >= 0 else len(body)  # no byte is in two parts
         if kind is not None:
@@ -108,8 +136,8 @@ def _form_media(body: bytes, boundary: bytes) -> Iterator[Media]:
     yield Media("image", "")  # not searched to its end, as with TooDeep
 
 
-def _content_type(scope: Scope) -> bytes:
+def _header(scope: Scope, wanted: bytes) -> bytes:
     for name, value in scope["headers"]:
-        if name == b"content-type":
+        if name == wanted:
             return bytes(value)
     return b""

@@ -15,6 +15,7 @@ from lifecycle.events import Observer, guarded
 from lifecycle.lowlevel import check_int
 from lifecycle_asgi._types import App, Message, Receive, Scope, Send
 from lifecycle_asgi.events import RequestRecorder
+from lifecycle_asgi.live_requests import LIVE_KEY
 from lifecycle_asgi.request import SCOPE_KEY, RequestScope
 
 DISCONNECT: Final = "http.disconnect"
@@ -142,6 +143,8 @@ class LifecycleMiddleware:
         # own would continue without a client.
         scope[SCOPE_KEY] = channel.request
         self._start_recording(scope, channel.request)
+        if (shown := scope.get(LIVE_KEY)) is not None:
+            channel.request.show(shown, channel.application.cancel)
         error: BaseException | None = None
         try:
             await self._run(scope, channel)

@@ -1,28 +1,19 @@
-"""Refusals: in the format of the API of a request, and so that they arrive.
-
-A server that closes a connection while it has unread bytes resets it, and a client that
-is still sending then loses the response that it was sent.
-"""
+"""Refusals in the format of the API of a request."""
 
 from __future__ import annotations
 
 import json
-from contextlib import suppress
 from typing import Final
 
-import anyio
-
 from lifecycle import CostTooLarge, Refused
-from lifecycle_asgi._types import Message, Receive, Scope, Send
+from lifecycle_asgi._types import Scope
 from lifecycle_asgi.limits import (
     BodyTooLarge,
     BodyTooSlow,
-    Headers,
     Refusal,
-    Response,
     openai_refusal,
-    send_response,
 )
+from lifecycle_asgi.responses import Headers, Response
 
 REFUSALS: Final = (BodyTooLarge, BodyTooSlow, Refused)
 """What `protocol_refusal` has a response for, besides `Unauthorised`."""
@@ -33,7 +24,6 @@ _ANTHROPIC_TYPES: Final = {
     429: "rate_limit_error",
     503: "overloaded_error",
 }
-_CONTINUE: Final = (b"expect", b"100-continue")
 
 
 class Unauthorised(Exception):
@@ -55,11 +45,34 @@ def protocol_refusal(scope: Scope, refusal: Refusal | Unauthorised) -> Response:
     Returns:
         Status, headers and body.
     """
-    status, headers, error = _openai_error(scope, refusal)
+    return _protocol_response(scope, *_openai_error(scope, refusal))
+
+
+def protocol_error(scope: Scope, status: int, *, code: str, message: str) -> Response:
+    """Return the response to a request that failed, in the format of its API.
+
+    Args:
+        scope: The ASGI scope of the request.
+        status: Of the response.
+        code: What is wrong, as a word.
+        message: The same, as a sentence without payload.
+
+    Returns:
+        Status, headers and body, as from `protocol_refusal`.
+    """
+    kind = "invalid_request_error" if status < 500 else "server_error"
+    error = {"message": message, "type": kind, "param": None, "code": code}
+    return _protocol_response(scope, status, [], error)
+
+
+def _protocol_response(
+    scope: Scope, status: int, headers: Headers, error: dict[str, str | None]
+) -> Response:
     path = str(scope.get("path", ""))
     request_headers = dict(scope["headers"])
     if path.endswith("/messages") or b"anthropic-version" in request_headers:
-        kind = _ANTHROPIC_TYPES.get(status, "invalid_request_error")
+        other = "invalid_request_error" if status < 500 else "api_error"
+        kind = _ANTHROPIC_TYPES.get(status, other)
         details = {"type": kind, "message": error["message"]}
         return _json(status, headers, {"type": "error", "error": details})
     if "/v1/" in path or b"json" in request_headers.get(b"content-type", b""):
@@ -100,81 +113,3 @@ def _response(status: int, headers: Headers, kind: bytes, body: bytes) -> Respon
         (b"content-length", str(len(body)).encode()),
     ]
     return status, headers, body
-
-
-class RequestBody:
-    """A server's ``receive``, and how far the body has come.
-
-    Args:
-        receive: The server's.
-    """
-
-    __slots__ = ("_begun", "_complete", "_receive")
-
-    def __init__(self, receive: Receive) -> None:
-        self._receive = receive
-        self._begun = False
-        self._complete = False
-
-    async def receive(self) -> Message:
-        """Return the next message.
-
-        Cancellation:
-            As for the server's ``receive``.
-        """
-        self._begun = True
-        message = await self._receive()
-        if not message.get("more_body", False):  # or the client has left
-            self._complete = True
-        return message
-
-    def is_expected(self, scope: Scope) -> bool:
-        """Whether there is more to come on a connection of this request alone."""
-        if self._complete or not scope.get("http_version", "1.1").startswith("1"):
-            return False  # a stream of HTTP/2 ends without the others
-        headers = ((name, value.lower()) for name, value in scope["headers"])
-        return self._begun or _CONTINUE not in headers
-
-    async def drop_rest(self, max_bytes: int, seconds: float) -> None:
-        """Read the rest and keep nothing, up to *max_bytes* and for *seconds*.
-
-        Cancellation:
-            Passes through.
-        """
-        dropped = 0
-        with anyio.move_on_after(seconds):
-            while not self._complete and dropped <= max_bytes:
-                dropped += len((await self.receive()).get("body", b""))
-
-
-async def send_and_linger(
-    scope: Scope,
-    body: RequestBody,
-    send: Send,
-    response: Response,
-    *,
-    max_bytes: int,
-    seconds: float,
-) -> None:
-    """Send a complete response, and end it when the rest of the body was dropped.
-
-    Args:
-        scope: The ASGI scope of the request.
-        body: Of the request.
-        send: The server's.
-        response: Status, headers with the length of the content, and the content.
-        max_bytes: Most bytes of the body to drop.
-        seconds: Longest time to do so.
-
-    Cancellation:
-        The response may be cut off.
-    """
-    if not body.is_expected(scope):
-        await send_response(send, response)
-        return
-    status, headers, content = response
-    await send({"type": "http.response.start", "status": status, "headers": headers})
-    await send({"type": "http.response.body", "body": content, "more_body": True})
-    await body.drop_rest(max_bytes, seconds)
-    with suppress(OSError):  # the client may have left
-        await send({"type": "http.response.body", "body": b""})

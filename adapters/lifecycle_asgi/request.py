@@ -25,6 +25,7 @@ from lifecycle_asgi.events import (
     RequestRecorder,
     request_outcome,
 )
+from lifecycle_asgi.live_requests import LiveRequest
 
 T = TypeVar("T")
 S = TypeVar("S", bound="Closable")
@@ -82,6 +83,7 @@ class RequestScope:
         "_live",
         "_owned",
         "_recorder",
+        "_shown",
         "body",
     )
 
@@ -91,6 +93,7 @@ class RequestScope:
         self._owned: list[Closable] = []
         self.body: AdmittedBody | None = None
         self._recorder: RequestRecorder | None = None
+        self._shown: LiveRequest | None = None
         self._client_gone = False
         self._live = True
 
@@ -176,10 +179,16 @@ class RequestScope:
         It may be entered after the request has ended, for example for the END of an
         engine's session.
         """
-        return PhaseTimer(self._recorder, phase)
+        return PhaseTimer(self._recorder, phase, self._shown)
 
     def count(self, **counts: int) -> None:
-        """Report *counts*, by fixed words, to the observer when the request ends."""
+        """Report *counts*, by fixed words, to the observer when the request ends.
+
+        A later count replaces one of the same word. ``output_tokens`` is shown in the
+        live view meanwhile.
+        """
+        if self._shown is not None and "output_tokens" in counts:
+            self._shown.tokens = counts["output_tokens"]
         if self._recorder is not None:
             self._recorder.count(**counts)
 
@@ -237,6 +246,11 @@ class RequestScope:
     def set_recorder(self, recorder: RequestRecorder) -> None:
         """Called by the middleware: report the request to *recorder*."""
         self._recorder = recorder
+
+    def show(self, shown: LiveRequest, cancel: Callable[[], object]) -> None:
+        """Called by the middleware: show phases in the live view, which may cancel."""
+        self._shown = shown
+        shown.cancel_with(cancel)
 
     def end(
         self,

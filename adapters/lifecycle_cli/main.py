@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from importlib.metadata import version
-from typing import Annotated
+from typing import Annotated, Final
 
 try:
     import typer
@@ -48,6 +48,34 @@ def root(
     ] = False,
 ) -> None:
     """Keep the subcommands apart."""
+
+
+@app.command()
+def top(
+    url: Annotated[
+        str, typer.Argument(help="Address of the server, as http://127.0.0.1:8000.")
+    ] = "http://127.0.0.1:8000",
+) -> None:
+    """Show the live requests, gates and warnings of a running server.
+
+    The server needs lifecycle_asgi.LiveView around its application; lifecycle-engine
+    has it.
+    """
+    from lifecycle_top import run
+
+    run(url)
+
+
+# A subcommand reads its arguments itself, so that its package is imported only then.
+_PASS_ON: Final = {"ignore_unknown_options": True, "allow_extra_args": True}
+
+
+@app.command("proxy", context_settings=_PASS_ON, add_help_option=False)
+def proxy(ctx: typer.Context) -> None:
+    """Admit requests in front of a server of any kind, and end what clients leave."""
+    from lifecycle_proxy.command import run
+
+    run(ctx.args)
 
 
 def main() -> None:

@@ -477,6 +477,9 @@ def unknown_variables(environment: Mapping[str, str]) -> Iterator[str]:
     Args:
         environment: Such as `os.environ`.
     """
+    from lifecycle_asgi import AdmissionSettings  # read once, at the start
+
+    of_admission = {field.name for field in dataclasses.fields(AdmissionSettings)}
     # A key of the file, or an option without its section, is a likely mistake.
     known = {CONFIG_VARIABLE: CONFIG_VARIABLE}
     for setting in SETTINGS:
@@ -492,7 +495,10 @@ def unknown_variables(environment: Mapping[str, str]) -> Iterator[str]:
             continue
         close = difflib.get_close_matches(name.removeprefix(ENVIRONMENT), names, 1, 0)
         nearest = known[names[close[0]]]
-        yield f"{name} is no setting of the server; the nearest name is {nearest}"
+        kind = "no setting of the server"
+        if name.removeprefix(ENVIRONMENT).lower() in of_admission:
+            kind = "a setting of lifecycle_asgi.Admission and not of this server"
+        yield f"{name} is {kind}; the nearest name is {nearest}"
 
 
 def _read(file: Path) -> dict[str, Any]:

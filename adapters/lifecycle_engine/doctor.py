@@ -35,6 +35,9 @@ _EXTRAS = {
     "structlog": ("structlog",),
     "metrics": ("prometheus-client",),
     "otel": ("opentelemetry-api",),
+    "cli": ("typer", "rich"),
+    "proxy": ("typer", "uvicorn", "h11", "httptools", "pillow"),
+    "top": ("typer", "httpx2", "textual"),
 }
 _FASTER = {"httptools": "parses requests faster", "uvloop": "is a faster event loop"}
 

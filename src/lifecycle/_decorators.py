@@ -16,7 +16,7 @@ from ._signatures import (
     KeepingDecorator,
 )
 from ._thread_iterator import ThreadIterator, asynchronous, is_generator_function
-from ._validation import check
+from ._validation import UNSTATED, check
 
 T = TypeVar("T")
 P = ParamSpec("P")
@@ -132,7 +132,7 @@ def managed(
     /,
     *,
     gate: Gate | None = None,
-    cost: int | Callable[..., int] = 0,
+    cost: int | Callable[..., int] = UNSTATED,
     slots: int = 1,
     sessions: SessionRegistry | None = None,
     key: Callable[..., str] | None = None,

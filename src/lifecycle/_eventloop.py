@@ -200,8 +200,11 @@ async def run_to_end(closing: Awaitable[object]) -> None:
     variable) may be left in this task only. So this task takes its steps by hand.
 
     Cancellation:
-        Scopes of anyio and of trio get through, and so does what *closing* itself has
-        asked for, as with a timeout.
+        Scopes of anyio and of trio get through, and so does what an ``asyncio.timeout``
+        or ``asyncio.TaskGroup`` of *closing* asked for. It is one of *closing* where
+        its frames refer to it: one that the caller has entered and passed in counts,
+        too, and cuts. Other cancellers, such as a timer that calls ``Task.cancel()``,
+        count as the caller's even where *closing* has set them: they wait.
     """
     if _get_running_loop() is None:
         await closing
@@ -439,7 +442,12 @@ class TaskSupervisor:
     def _spawn_in_loop(
         self, create: Callable[..., Any], run: Run, *args: object
     ) -> None:
-        task = create(run(*args), name=run.__qualname__)
+        running = run(*args)
+        try:
+            task = create(running, name=run.__qualname__)
+        except BaseException:
+            running.close()
+            raise
         self._running.add(task)
         task.add_done_callback(self._done)
 

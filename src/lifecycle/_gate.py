@@ -17,9 +17,11 @@ from ._eventloop import current_task, fallback_clock, new_waiter, wait_until
 from ._exceptions import AdmissionTimeout, CostTooLarge, GateClosed, GateFull, Refused
 from ._lock import ChangeLock
 from ._managed_stream import decorator
+from ._owner import owner
 from ._queues import DONE, HELD, DrainRate, FairQueue, FifoQueue, Ticket
 from ._signatures import GivingDecorator
 from ._validation import (
+    UNSTATED,
     NoCopy,
     check_amount,
     check_capacity,
@@ -126,16 +128,6 @@ class _Unchanged:
 
 
 _UNCHANGED: Final[Any] = _Unchanged()
-
-
-class _Unstated(int):
-    """A default of 0 that can be told from a 0 that was named."""
-
-    def __repr__(self) -> str:
-        return "0"
-
-
-_UNSTATED: Final = _Unstated()
 
 
 def _warn(message: str, stacklevel: int) -> None:
@@ -248,6 +240,7 @@ class Gate(NoCopy):
         self._max_waiting = check_capacity("max_waiting", max_waiting)
         limits = check_capacity("slots", slots), check_capacity("bytes", bytes)
         self._bytes_only = limits[0] == math.inf > limits[1]  # until it has warned
+        self._has_warned = False
         fair = order == "fair"
         self._queue = FairQueue(*limits, self._clock) if fair else FifoQueue(*limits)
         self._drain_rate = DrainRate()
@@ -267,7 +260,7 @@ class Gate(NoCopy):
     async def admit(
         self,
         *,
-        bytes: int = _UNSTATED,  # noqa: A002 - the unit is the name
+        bytes: int = UNSTATED,  # noqa: A002 - the unit is the name
         slots: int = 1,
         key: str | None = None,
         priority: int = 0,
@@ -306,7 +299,7 @@ class Gate(NoCopy):
         """
         if max_wait is not _UNCHANGED:
             max_wait = check_deadline_or_none("max_wait", max_wait)
-        if bytes is _UNSTATED:
+        if bytes is UNSTATED:
             bytes = 0  # noqa: A001
             if self._bytes_only:
                 self._warn_of_bytes()
@@ -321,7 +314,7 @@ class Gate(NoCopy):
     def try_admit(
         self,
         *,
-        bytes: int = _UNSTATED,  # noqa: A002 - the unit is the name
+        bytes: int = UNSTATED,  # noqa: A002 - the unit is the name
         slots: int = 1,
         key: str | None = None,
         priority: int = 0,
@@ -333,7 +326,7 @@ class Gate(NoCopy):
         Raises:
             GateFull: It does not fit, others wait, or this interrupts the gate itself.
         """
-        if bytes is _UNSTATED and self._bytes_only:
+        if bytes is UNSTATED and self._bytes_only:
             self._warn_of_bytes()
         slots, bytes = check_cost(slots, bytes)  # noqa: A001
         return self._request(slots, bytes, key, priority, False)
@@ -363,7 +356,7 @@ class Gate(NoCopy):
         self._apply(self._resize, checked)
 
     def _warn_of_bytes(self) -> None:
-        self._bytes_only = False
+        self._bytes_only, self._has_warned = False, True
         what = f"a request named no bytes at gate {self.name!r}, which limits bytes"
         _warn(f"{what}; say how many, if only bytes=0", 4)
 
@@ -375,7 +368,7 @@ class Gate(NoCopy):
         self._apply(self._close)
 
     def admits(
-        self, cost: int | Callable[..., int] = 0, *, slots: int = 1
+        self, cost: int | Callable[..., int] = UNSTATED, *, slots: int = 1
     ) -> GivingDecorator[Lease]:
         """Decorate a function that streams, as `lifecycle.managed` with this gate."""
         given: GivingDecorator[Lease] = decorator(gate=self, cost=cost, slots=slots)
@@ -446,6 +439,8 @@ class Gate(NoCopy):
         lease.key = key
         lease.state = DONE
         lease.waiter = None  # type: ignore[assignment]
+        if (claim := owner.get()) is not None:
+            claim(lease)
         lock = self._lock
         if lock.mutex.locked() and not lock.usable():
             raise self._refuse_interruption(lease)
@@ -586,6 +581,8 @@ class Gate(NoCopy):
         queue = self._queue
         queue.slots = capacity.get("slots", queue.slots)
         queue.nbytes = capacity.get("bytes", queue.nbytes)
+        bytes_only = queue.slots == math.inf > queue.nbytes
+        self._bytes_only = bytes_only and not self._has_warned
         misfits = [each for each in queue.tickets() if queue.too_large(each)]
         self._refuse_waiting({each: self._too_large(each) for each in misfits})
 

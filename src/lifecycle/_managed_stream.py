@@ -24,7 +24,7 @@ from ._thread_iterator import (
     give_up,
     is_generator_function,
 )
-from ._validation import check, check_amount, check_cost
+from ._validation import UNSTATED, check, check_amount, check_cost
 
 T = TypeVar("T")
 _First = Callable[[], Awaitable[T]]
@@ -35,7 +35,7 @@ class Options:
     """Options of a decorated function; see `lifecycle.managed`."""
 
     gate: Any = None
-    cost: int | Callable[..., int] = 0
+    cost: int | Callable[..., int] = UNSTATED
     slots: int = 1
     sessions: Any = None
     key: Callable[..., str] | None = None
@@ -139,7 +139,7 @@ def boxing(
         if fill:
             bound.apply_defaults()
         arguments = bound.arguments
-        held: Held = [arguments.clear]
+        held: Held = []
         for values in (arguments, arguments.get(rest, {})):
             for name in names:
                 value = values.get(name)

@@ -173,7 +173,8 @@ class _NoScope:
     """Stands for the scope of a block in an async generator: none may span a yield.
 
     Args:
-        lose: Called if the task that enters is cancelled and leaves the block behind.
+        lose: Called if the task that enters is cancelled: mostly it leaves the block
+            behind. It cannot be seen whether it passed the generator on before.
     """
 
     def __init__(self, lose: Callable[[], object]) -> None:
@@ -196,7 +197,9 @@ class Session(NoCopy):
 
     In an async generator, such as the body of a response, its block may be left by
     another task. So `stop` does not cancel such a block: it gets `SessionEnded` with
-    the next item of `stream`, or where it is left.
+    the next item of `stream`, or where it is left. On asyncio the session is closed as
+    well if the task that entered it is cancelled, also where that task had passed the
+    generator on: enter it in the task that reads the rest.
 
     Attributes:
         id: The id that clients know.
@@ -300,15 +303,16 @@ class Session(NoCopy):
         """
         if lease is None and not self._starts:
             lease = self.lease
+        outside = sys.exc_info()[1]  # what the caller is handling is the caller's
         try:
             tasks = self._begin(starts, lease, timeout)
         except BaseException as error:
-            clear_traceback_frames(error)
+            clear_traceback_frames(error, until=outside)
             if isinstance(lease, Lease):
                 lease.release()
             raise
         finally:
-            del starts
+            del starts, outside
         return await self._opened(tasks)
 
     def _begin(
@@ -335,9 +339,16 @@ class Session(NoCopy):
         self._starts, self.lease = starts, lease
         if lease is not None:
             lease.owned_by_start = True
-        context = self._start_context()
-        for start in starts:
-            state.supervisor.spawn(start.run, context)
+        context, tasks = self._start_context(), iter(starts)
+        try:
+            for start in tasks:
+                state.supervisor.spawn(start.run, context)
+        except BaseException:
+            for each in starts:
+                each.close()  # what has a task is withheld there
+            for each in (start, *tasks):
+                each.abort(context)
+            raise
         return starts
 
     def _start_context(self) -> StartContext:

@@ -22,6 +22,7 @@ from ._eventloop import (
 )
 from ._exceptions import GateClosed, SessionExists, SessionNotFound
 from ._managed_stream import decorator
+from ._owner import owner
 from ._session import RegistryState, Session, check_outcome
 from ._signatures import GivingDecorator
 from ._start import StartEnvironment
@@ -108,6 +109,8 @@ class SessionRegistry(NoCopy):
         now = state.clock()
         session = Session(state, id_, number, f"{id_}#{number}", now)
         state.live[id_] = ref(session)
+        if (claim := owner.get()) is not None:
+            claim(session)
         if state.emit is not None:
             state.emit(events.SessionOpened(session=id_, generation=number))
         return session

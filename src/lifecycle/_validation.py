@@ -8,7 +8,17 @@ import warnings
 from collections.abc import Collection
 from numbers import Real
 from types import UnionType
-from typing import Any
+from typing import Any, Final
+
+
+class _Unstated(int):
+    """A default of 0 that can be told from a 0 that was named."""
+
+    def __repr__(self) -> str:
+        return "0"
+
+
+UNSTATED: Final = _Unstated()
 
 
 def check_amount(name: str, value: object) -> int:

@@ -13,14 +13,25 @@ from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from contextvars import Context
 from dataclasses import dataclass, replace
-from typing import Any, Final
+from typing import Any, Final, Literal
 
 import anyio
 
 from ._gate import Gate, Lease
+from ._payload import Payload
+from ._queues import HELD, WAITING
+from ._session import Session
 from ._sessions import SessionRegistry
 
-__all__ = ("Held", "Holder", "Snapshot", "snapshot", "who_holds")
+__all__ = (
+    "Held",
+    "Holder",
+    "Snapshot",
+    "lease_state",
+    "payloads",
+    "snapshot",
+    "who_holds",
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -114,8 +125,20 @@ def _sessions(registry: SessionRegistry) -> Iterator[Held]:
             age_s=None if now is None else now - session.opened_at,
         )
         yield shown
-        for payload in session._boxes.values():
+        for payload in payloads(session):
             yield replace(shown, what="payload", bytes=payload.nbytes)
+
+
+def lease_state(lease: Lease) -> Literal["waiting", "held", "done"]:
+    """Whether *lease* waits in the queue, is held, or neither any more."""
+    if lease.state == HELD:
+        return "held"
+    return "waiting" if lease.state == WAITING else "done"
+
+
+def payloads(session: Session) -> list[Payload[Any]]:
+    """Return the boxes of *session* that are not empty. Any thread."""
+    return list(session._boxes.values())
 
 
 # What can be suspended: where its frame is, and what it waits for.

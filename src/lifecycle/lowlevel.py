@@ -9,6 +9,7 @@ applications.
 - Argument checks: `check_type`, `check_bool`, `check_callable`, `check_int`,
   `check_seconds`, `check_choice`.
 - Backpressure: `DrainRate`.
+- Which request made a lease or a session: `owner`.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ from ._eventloop import (
     new_waiter,
     threadsafe_call,
 )
+from ._owner import owner
 from ._payload import clear_traceback_frames, describe_error
 from ._queues import DrainRate
 from ._validation import (
@@ -47,5 +49,6 @@ __all__ = (
     "describe_error",
     "event_loop_clock",
     "new_waiter",
+    "owner",
     "threadsafe_call",
 )

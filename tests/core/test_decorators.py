@@ -201,7 +201,7 @@ class TestManaged:
         gate = Gate(bytes=10)
         async with SessionRegistry() as sessions:
 
-            @managed(gate=gate, sessions=sessions, key=lambda name, *_: name)
+            @managed(gate=gate, cost=1, sessions=sessions, key=lambda name, *_: name)
             async def stream(
                 session: Session, name: str, lease: Lease, *rest: int
             ) -> AsyncGenerator[object, None]:

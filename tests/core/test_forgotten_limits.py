@@ -2,10 +2,12 @@
 
 import inspect
 import warnings
+from collections.abc import AsyncGenerator, Callable
+from typing import Any
 
 import pytest
 
-from lifecycle import Gate
+from lifecycle import Gate, managed
 
 pytestmark = pytest.mark.anyio
 
@@ -45,3 +47,45 @@ async def test_warns_of_no_request_that_costs_slots() -> None:
         for gate in (Gate(slots=1), Gate(slots=1, bytes=1)):
             (await gate.admit()).release()
             gate.try_admit().release()
+
+
+def by_gate(gate: Gate) -> Any:
+    return gate.admits()
+
+
+def by_option(gate: Gate) -> Any:
+    return managed(gate=gate)
+
+
+async def test_warns_once_of_a_decorated_function_without_cost() -> None:
+    """Both decorators forget the bytes in the same way; a cost of 0 is meant."""
+
+    async def numbers() -> AsyncGenerator[int, None]:
+        yield 1
+
+    makers: tuple[Callable[[Gate], Any], ...] = (by_gate, by_option)
+    for decorate in makers:
+        gate = Gate(bytes=10)
+        stream = decorate(gate)(numbers)
+        with pytest.warns(RuntimeWarning, match="named no bytes at gate 'gate'"):
+            assert [item async for item in stream()] == [1]
+        assert [item async for item in stream()] == [1]
+    gate = Gate(bytes=10)
+    for meant in (gate.admits(0), gate.admits(lambda: 0), managed(gate=gate, cost=0)):
+        assert [item async for item in meant(numbers)()] == [1]
+
+
+async def test_warns_by_the_limits_that_there_are() -> None:
+    """A resized gate may limit bytes alone from then on, or no longer."""
+    gate = Gate(bytes=10)
+    gate.resize(bytes=None, slots=2)
+    (await gate.admit()).release()
+    gate.resize(slots=None)
+    gate.try_admit().release()
+    gate.resize(bytes=10)
+    with pytest.warns(RuntimeWarning, match="named no bytes"):
+        gate.try_admit().release()
+    gate.resize(bytes=9)
+    gate.try_admit().release()
+    gate.resize(slots=1)
+    gate.try_admit().release()

@@ -191,6 +191,33 @@ async def test_is_closed_where_its_task_was_cancelled_outside_of_it(
         gc.enable()
 
 
+async def test_goes_on_where_its_first_task_was_cancelled(
+    anyio_backend_name: str,
+) -> None:
+    """The generator goes on in another task; its session has closed, on asyncio."""
+    ended: list[str] = []
+    async with SessionRegistry() as sessions:
+        source = endless(sessions, ended)
+
+        async def peek() -> None:
+            await anext(source)
+            await anyio.sleep_forever()
+
+        async with anyio.create_task_group() as tasks:
+            tasks.start_soon(peek)
+            while not sessions.live():
+                await checkpoint()
+            tasks.cancel_scope.cancel()
+        for _ in range(5):
+            await checkpoint()
+        live = 0 if anyio_backend_name == "asyncio" else 1
+        assert (len(sessions.live()), ended) == (live, [])
+        assert await anext(source) == 1
+        await source.aclose()
+        assert (sessions.live(), ended) == ([], ["closed"])
+        assert sessions.statistics().outcomes["cancelled"] == 1
+
+
 def test_refuses_a_block_in_a_thread_without_event_loop() -> None:
     """Frames without a coroutine among them belong to no generator."""
     raised: list[type] = []

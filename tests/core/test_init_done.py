@@ -299,3 +299,40 @@ class TestRemove:
                 sessions.remove(3)  # type: ignore[arg-type]
             with pytest.raises(ValueError, match="no outcome of a session"):
                 sessions.remove("a", outcome="gone")  # type: ignore[arg-type]
+
+
+@pytest.mark.anyio
+@pytest.mark.parametrize("anyio_backend", ["asyncio"], indirect=True)
+async def test_is_set_where_a_start_gets_no_task() -> None:
+    """A loop that makes no more tasks fails the start whole: none of it begins."""
+    begun: list[str] = []
+
+    def refuse(*_: Any, **__: Any) -> Any:
+        made.append(1)
+        if len(made) == 2:
+            raise OSError("no more tasks")
+        return asyncio.Task(*_, loop=loop, **__)
+
+    async def open_() -> str:
+        begun.append("opened")
+        return "stream"
+
+    async def withhold(sessions: SessionRegistry) -> Session:
+        with sessions.open("a") as session:
+            supervisor = session._state.supervisor
+            spawn = partial(supervisor._spawn_in_loop, refuse)
+            supervisor.spawn = spawn
+            with pytest.raises(OSError, match="no more tasks"):
+                await session.start_all([(open_, None)] * 3)
+            for _ in range(5):
+                await asyncio.sleep(0)
+            assert session.init_done
+            return session
+
+    made: list[int] = []
+    loop = asyncio.get_running_loop()
+    async with SessionRegistry() as sessions:
+        session = await withhold(sessions)
+        await session.quiet()
+        assert_quiescent(sessions)
+    assert begun == []

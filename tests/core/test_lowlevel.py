@@ -197,3 +197,47 @@ async def test_wakes_no_task_that_was_cancelled_before() -> None:
         scope.cancel()
         await anyio.wait_all_tasks_blocked()
         waiter.wake()
+
+
+GOLDEN = (5**0.5 - 1) / 2
+
+
+def jitter(refused: int) -> float:
+    """Return the factor of the refusal of that number: from 0.5 to 1.5, well spread."""
+    return 0.5 + refused * GOLDEN % 1.0
+
+
+def test_estimates_by_windows_of_a_second_or_more() -> None:
+    """The figures that the estimate is made of, one after another."""
+    rate = DrainRate()
+    assert rate.seconds_per_release(10, 100.0) == 0.0
+    # Nothing was released: the wait so far, and no new window.
+    assert rate.seconds_per_release(10, 104.0) == 4.0
+    # Less than a second with releases: an answer, and no new window.
+    rate = DrainRate()
+    rate.restart(10, 100.0)
+    assert rate.seconds_per_release(12, 100.5) == 0.25
+    # Of exactly a second: a window of its own, the first one counts whole.
+    assert rate.seconds_per_release(14, 101.0) == 0.25
+    # From there on by weight: three seconds of four.
+    assert rate.seconds_per_release(15, 104.0) == 0.25 + 0.75 * (3.0 - 0.25)
+    assert rate.seconds_per_release(15, 104.0) == 0.25 + 0.75 * (3.0 - 0.25)
+    # A stuck gate: longer and longer, and the window stays open.
+    assert rate.seconds_per_release(15, 105.0) == 2.3125 + 0.5 * (1.0 - 2.3125)
+    assert rate.seconds_per_release(15, 107.0) == 2.3125 + 0.75 * (3.0 - 2.3125)
+    # A restart forgets the window, and no estimate.
+    rate.restart(15, 200.0)
+    assert rate.seconds_per_release(16, 201.0) == 2.3125 + 0.5 * (1.0 - 2.3125)
+
+
+@pytest.mark.parametrize(
+    ("ahead", "expected"), [(0, 2.0), (1, 2.0), (2, 4.0), (19, 38.0), (999, 40.0)]
+)
+def test_says_when_to_retry_within_bounds(ahead: int, expected: float) -> None:
+    """Ahead times the interval, from 2 to 40 s, times the jitter of each refusal."""
+    rate = DrainRate()
+    assert rate.retry_after(5, 0, 0.0) == pytest.approx(2.0 * jitter(1))
+    for refused in range(2, 40):
+        found = rate.retry_after(ahead, 0, 2.0)
+        assert found == pytest.approx(expected * jitter(refused))
+        assert 1.0 <= found <= 60.0

@@ -20,7 +20,15 @@ from hypothesis.stateful import (
     rule,
 )
 
-from lifecycle._queues import DONE, HELD, MAX_OVERTAKERS, WAITING, FairQueue, FifoQueue
+from lifecycle._queues import (
+    DONE,
+    HELD,
+    MAX_OVERTAKERS,
+    WAITING,
+    FairQueue,
+    FifoQueue,
+    Flow,
+)
 from lifecycle._validation import check_capacity as limit, check_cost as cost_of
 
 SLOTS = st.integers(0, 4)
@@ -473,3 +481,25 @@ def test_looks_at_no_more_for_each_grant_where_ten_times_as_many_wait() -> None:
         looks.append(ledger.looks)
         assert ledger.waiting == waiting - 2
     assert looks == [1 + MAX_OVERTAKERS] * 2
+
+
+@pytest.mark.parametrize(
+    ("sizes", "classes"),
+    [
+        ((0,), 1),
+        ((1, 2, 3), 1),
+        ((3, 4), 2),
+        ((4, 15), 1),
+        ((15, 16), 2),
+        ((16, 63), 1),
+        ((63, 64), 2),
+        (tuple(range(1, 2**12)), 6),
+    ],
+)
+def test_sorts_sizes_by_a_factor_of_four(sizes: tuple[int, ...], classes: int) -> None:
+    """Few classes, as each costs a look: a thousand sizes have five."""
+    flow = Flow(0.0, 0.0)
+    for size in sizes:
+        ticket: Any = MockTicket((1, size))
+        assert flow.size_class(ticket) is flow.size_class(ticket)
+    assert len(flow.classes) == classes

@@ -149,6 +149,27 @@ def test_survives_a_native_cancel_of_its_own_task() -> None:
     assert at > 4
 
 
+def test_stops_the_block_where_its_own_task_is_cancelled_natively() -> None:
+    """The owner, which waits for its stream, is woken: its stream is being ended."""
+
+    async def main() -> None:
+        engine = Engine()
+        async with SessionRegistry() as sessions:
+            before = asyncio.all_tasks()
+            with pytest.raises(SessionEnded) as caught:
+                with sessions.open("a") as session:
+                    await session.start(engine.open, end=engine.end)
+                    for task in asyncio.all_tasks() - before:
+                        task.cancel()
+                    async with asyncio.timeout(60):
+                        await anyio.sleep_forever()
+            assert caught.value.outcome == "cancelled"
+            await session.quiet()
+        assert len(engine.ended_with) == 1
+
+    asyncio.run(main())
+
+
 @pytest.mark.filterwarnings("ignore:coroutine .* was never awaited:RuntimeWarning")
 def test_tells_the_caller_where_the_task_never_ran() -> None:
     """Cancelled natively before its first step, a start settles with the registry."""

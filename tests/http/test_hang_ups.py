@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
 import signal
 import socket
@@ -40,15 +41,19 @@ async def test_passes_no_run_that_was_interrupted() -> None:
     process = await asyncio.create_subprocess_exec(
         sys.executable, str(script), stderr=asyncio.subprocess.PIPE, env=ENV
     )
+    children: list[psutil.Process] = []
     try:
-        async with asyncio.timeout(120):
+        async with asyncio.timeout(600):
             while not psutil.Process(process.pid).children(recursive=True)[1:]:
                 await asyncio.sleep(0.05)  # until there is an engine
+            children = psutil.Process(process.pid).children(recursive=True)
             process.send_signal(signal.SIGINT)
             _, told = await process.communicate()
     finally:
         if process.returncode is None:
-            process.kill()
+            for each in (process, *children):  # they keep its stderr open
+                with contextlib.suppress(ProcessLookupError, psutil.NoSuchProcess):
+                    each.kill()
             await process.wait()
     assert process.returncode == 1
     assert told.endswith(b"interrupted: no verdict\n")

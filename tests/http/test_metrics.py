@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import re
+import urllib.error
 import urllib.request
 from pathlib import Path
 from typing import Any
@@ -214,3 +215,23 @@ async def test_bounds_all_bodies_together_until_hand_off() -> None:
         assert seen[0] > 6000
         assert seen[1:] == [0]
         await server.quiet()
+
+
+async def test_says_what_each_family_is() -> None:
+    """Every family of a scrape has help, also those that the engine counts."""
+    async with running(metrics=Metrics()) as server:
+        url = f"http://127.0.0.1:{server.port}/metrics"
+        text = await asyncio.to_thread(lambda: urllib.request.urlopen(url).read())
+        families = list(text_string_to_metric_families(text.decode()))
+        assert any(each.name.startswith("lifecycle_engine_") for each in families)
+        assert [each.name for each in families if not each.documentation] == []
+
+
+async def test_names_what_describes_the_paths() -> None:
+    """A path that does not exist is answered with where the others are described."""
+    async with running() as server:
+        url = f"http://127.0.0.1:{server.port}/v1/nothing"
+        with pytest.raises(urllib.error.HTTPError) as caught:
+            await asyncio.to_thread(urllib.request.urlopen, url)
+        with caught.value as answer:
+            assert "/openapi.json" in json.loads(answer.read())["error"]["message"]

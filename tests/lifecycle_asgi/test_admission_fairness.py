@@ -135,6 +135,7 @@ async def test_refuses_a_client_over_its_share() -> None:
         await anyio.wait_all_tasks_blocked()
         await served.ask(admission, "many", picture())
         assert served.statuses["many"] == [429]
+        assert admission.statistics()["requests"].refused == 1
         tasks.start_soon(served.ask, admission, "other", picture())
         await anyio.wait_all_tasks_blocked()
         assert "other" not in served.statuses

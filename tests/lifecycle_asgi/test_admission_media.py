@@ -10,7 +10,7 @@ import struct
 import sys
 import tracemalloc
 import zlib
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import anyio
@@ -74,7 +74,10 @@ def messages(file: bytes) -> dict[str, Any]:
 
 
 def priced(
-    body: bytes, content_type: bytes = b"application/json", **environment: str
+    body: bytes,
+    content_type: bytes = b"application/json",
+    headers: Sequence[tuple[bytes, bytes]] = (),
+    **environment: str,
 ) -> int:
     """The bytes that `Admission` charges for the media in a body."""
     charged = []
@@ -83,10 +86,10 @@ def priced(
         charged.append(admission.statistics()["requests"].bytes_in_use)
 
     async def ask() -> None:
-        headers = [(b"content-type", content_type)]
-        headers += [(b"content-length", str(len(body)).encode())]
+        declared = [(b"content-type", content_type), *headers]
+        declared += [(b"content-length", str(len(body)).encode())]
         server = ScriptedServer(body)
-        await admission(http_scope(headers=headers), server.receive, server.send)
+        await admission(http_scope(headers=declared), server.receive, server.send)
 
     admission = Admission(app, environment=environment, profile=PLAIN)
     anyio.run(ask)
@@ -194,6 +197,56 @@ def test_prices_forms_and_files() -> None:
         (FILE, b"image/png"),
     ):
         assert priced(body, kind) == len(FILE) + 60_000
+
+
+def form_of(file: bytes, *lines: bytes) -> bytes:
+    """A form of one part."""
+    return b"\r\n".join([b"--xyz", *lines, b"", file, b"--xyz--", b""])
+
+
+UNTYPED = b'Content-Disposition: form-data; name="image"; filename="a"'
+
+
+@pytest.mark.parametrize("kind", ["PNG", "JPEG", "GIF", "WEBP", "BMP", "TIFF"])
+@pytest.mark.parametrize("stated", [b"", b"application/octet-stream", b"text/plain"])
+def test_prices_files_of_a_form_by_their_first_bytes(kind: str, stated: bytes) -> None:
+    """A client that gives no type, or a wrong one, pays the same."""
+    file = picture(200, 100, kind)
+    form = b"multipart/form-data; boundary=xyz"
+    right = form_of(file, UNTYPED, b"Content-Type: image/" + kind.lower().encode())
+    lines = [b"Content-Type: " + stated] if stated else []
+    assert priced(form_of(file, UNTYPED, *lines), form) == priced(right, form)
+    assert priced(right, form) > 0
+
+
+@pytest.mark.parametrize(
+    ("start", "is_media"),
+    [
+        (b"\0\0\0\x18ftypmp42", True),
+        (b"\0\0\0\x18ftypavif", True),
+        (b"RIFF\0\0\0\0WAVE", True),
+        (b"ID3\3", True),
+        (b"BM is a text without a file name", False),
+        (b"%PDF-1.7", False),
+    ],
+)
+def test_finds_media_of_other_kinds_by_their_first_bytes(
+    start: bytes, is_media: bool
+) -> None:
+    """Video and audio without a type are charged, and documents are not."""
+    form = b"multipart/form-data; boundary=xyz"
+    head = UNTYPED.partition(b"; filename")[0] if start[:2] == b"BM" else UNTYPED
+    assert (priced(form_of(start, head), form) > 0) is is_media
+    if start[:2] != b"BM":
+        assert (priced(start, b"application/octet-stream") > 0) is is_media
+
+
+def test_assumes_what_a_compressed_body_contains() -> None:
+    """A server that unpacks it may find anything."""
+    body, headers = zlib.compress(b"x" * 10_000), [(b"content-encoding", b"gzip")]
+    assert priced(body) == 0
+    assert priced(body, headers=headers) == 3 * PLAIN.assumed_pixels
+    assert priced(body, headers=[(b"content-encoding", b"identity")]) == 0
 
 
 @pytest.mark.parametrize("body", [b"", b"no json", b"[" * 100_000, b'{"a": 1}', b"3"])

@@ -12,7 +12,8 @@ import pytest
 import trio.testing
 from asgi_kit import ScriptedServer, http_scope, serving
 
-from lifecycle_asgi import Admission
+from lifecycle import Gate
+from lifecycle_asgi import Admission, BodyLimit, ClientLimit
 
 Streams = tuple[asyncio.StreamReader, asyncio.StreamWriter]
 PART = b"x" * 65536
@@ -105,6 +106,45 @@ async def test_serves_next_request_after_a_refusal(size: int, http: str) -> None
 
 @pytest.mark.asyncio
 @pytest.mark.parametrize("http", ["h11", "httptools"])
+@pytest.mark.parametrize("status", [413, 408, 429, 503])
+async def test_limits_answer_client_that_sends_before_it_reads(
+    status: int, http: str
+) -> None:
+    """`BodyLimit` and `ClientLimit` drop the rest of a body before they end, too."""
+    size = len(PART) * PARTS
+    gate = Gate(bytes=size, max_waiting=0)
+    layers: dict[int, Any] = {
+        408: BodyLimit(read_body, max_bytes=size, timeout=0.05),
+        413: BodyLimit(read_body, max_bytes=size - 1),
+        429: ClientLimit(read_body, slots=1, key=lambda _: b"one"),
+        503: BodyLimit(read_body, max_bytes=size, gate=gate),
+    }
+    limit = layers[status]
+    entered = anyio.Event()
+
+    async def app(scope: Any, receive: Any, send: Any) -> None:
+        entered.set()
+        await limit(scope, receive, send)
+
+    if status == 503:
+        lease = gate.try_admit(bytes=size)
+    async with asyncio.timeout(120), serving(app, http=http) as port:
+        async with connected(port) as (_, first), connected(port) as (reader, writer):
+            if status == 429:
+                first.write(head(size))
+                await entered.wait()
+            writer.write(head(size, b"connection: close"))
+            for _ in range(PARTS if status != 408 else 1):
+                writer.write(PART)
+                await asyncio.sleep(0.005)
+            answer = await read_answer(reader)
+            assert answer[0] == status
+    if status == 503:
+        lease.release()
+
+
+@pytest.mark.asyncio
+@pytest.mark.parametrize("http", ["h11", "httptools"])
 async def test_waits_for_no_body_that_the_client_holds_back(http: str) -> None:
     """A client that waits for 100 sends no body after a refusal."""
     admission = Admission(read_body, environment={}, api_keys=("k",))
@@ -134,7 +174,8 @@ class Endless(ScriptedServer):
 def refuse(server: ScriptedServer, *more: Any, **options: Any) -> float:
     """Refuse one request, and return the seconds of virtual time that it took."""
     admission = Admission(read_body, environment={}, **options)
-    scope = http_scope("/v1/x", **dict(more))
+    chunked = [(b"transfer-encoding", b"chunked")]
+    scope = http_scope("/v1/x", **{"headers": chunked, **dict(more)})
 
     async def ask() -> float:
         await admission(scope, server.receive, server.send)

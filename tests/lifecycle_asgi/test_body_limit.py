@@ -54,19 +54,24 @@ async def test_refuses_declared_length_before_reading(stack: Any) -> None:
 
 
 async def test_leaves_declared_body_unread() -> None:
-    """Not one message of a refused body is taken from the server."""
+    """Not one message of a refused body is taken before the answer is sent."""
     server = ScriptedServer(b"x" * 11)
+    unread: list[int] = []
+    server.on_send = lambda _: unread.append(len(server.messages))
     await call(BodyLimit(APP, max_bytes=10), server, declared=11)
-    assert len(server.messages) == 2
+    assert unread == [2, 2, 0]  # head, content, and the end after the body
 
 
 @pytest.mark.parametrize("stack", STACKS.values(), ids=STACKS)
 async def test_refuses_metered_body_as_soon_as_it_passes(stack: Any) -> None:
     """An undeclared body is 413 at the chunk that passes the limit (fault-16)."""
     server = ScriptedServer(*[b"x" * 6] * 100)
+    unread: list[int] = []
+    server.on_send = lambda _: unread.append(len(server.messages))
     await call(stack(10), server)
     assert server.status == 413
-    assert len(server.messages) > 90  # a few may have been read ahead
+    assert unread[0] > 90  # a few may have been read ahead
+    assert not server.messages  # the rest was dropped after the answer
 
 
 @pytest.mark.parametrize("stack", STACKS.values(), ids=STACKS)

@@ -264,7 +264,6 @@ def test_names_variables_of_renamed_keys() -> None:
     ("name", "nearest"),
     [
         ("LIFECYCLE_ADMISION_MAX_WAITING", "LIFECYCLE_ADMISSION_MAX_WAITING"),
-        ("LIFECYCLE_MAX_WAITING", "LIFECYCLE_ADMISSION_MAX_WAITING"),
         ("LIFECYCLE_MODEL_NAME", "LIFECYCLE_MODEL"),
         ("LIFECYCLE_HTTP_PROXIES", "LIFECYCLE_HTTP_PROXY"),
         ("LIFECYCLE_CONFIG_FILE", "LIFECYCLE_CONFIG"),
@@ -275,6 +274,13 @@ def test_finds_unknown_variables(name: str, nearest: str) -> None:
     (sentence,) = unknown_variables({name: "1", "LIFECYCLE_CONFIG": "a.toml"})
     assert sentence.startswith(f"{name} is no setting of the server")
     assert sentence.endswith(f" {nearest}")
+
+
+def test_knows_the_settings_of_admission() -> None:
+    """They are no mistake, but they do nothing here."""
+    (sentence,) = unknown_variables({"LIFECYCLE_MAX_WAITING": "1"})
+    assert "a setting of lifecycle_asgi.Admission and not of this server" in sentence
+    assert sentence.endswith(" LIFECYCLE_ADMISSION_MAX_WAITING")
 
 
 def test_takes_known_variables_and_those_of_kubernetes() -> None:

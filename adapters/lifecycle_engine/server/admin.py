@@ -196,7 +196,8 @@ def _ratios(ratios: Mapping[int, float]) -> str:
     lines = [
         f'{name}{{below_bytes="{size}"}} {each}\n' for size, each in ratios.items()
     ]
-    return "".join([f"# TYPE {name} gauge\n", *lines])
+    about = "Actual bytes of payloads divided by estimated ones, by size"
+    return "".join([f"# HELP {name} {about}\n# TYPE {name} gauge\n", *lines])
 
 
 def engine_gauges(status: Mapping[str, Any], path: str = "lifecycle_engine") -> str:
@@ -212,6 +213,8 @@ def engine_gauges(status: Mapping[str, Any], path: str = "lifecycle_engine") -> 
         if isinstance(value, Mapping):
             lines.append(engine_gauges(value, inner))
         elif isinstance(value, int | float) and _METRIC.fullmatch(inner):
+            what = f"{name.replace('_', ' ')}, as the engine counts"
+            lines.append(f"# HELP {inner} {what.capitalize()}\n")
             lines.append(f"# TYPE {inner} gauge\n{inner} {float(value)}\n")
     return "".join(lines)
 

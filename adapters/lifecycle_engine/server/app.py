@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass, field
 from functools import partial
@@ -26,7 +26,9 @@ from lifecycle_asgi import (
     BodyTooSlow,
     ClientLimit,
     LifecycleMiddleware,
+    LiveView,
     client_address,
+    local_client,
 )
 from lifecycle_asgi.events import log_failures
 from lifecycle_engine.api.anthropic_messages import ANTHROPIC
@@ -128,6 +130,7 @@ class AppSettings:
         client: Returns the client identity of an ASGI scope.
         fetch: Fetches images by https URL; ``None`` refuses them.
         measured_every: Seconds from one `EngineMeasured` event to the next.
+        live_view: Whether the sender of an ASGI scope may see the live view.
     """
 
     model: str = "lifecycle"
@@ -144,6 +147,7 @@ class AppSettings:
     client: Callable[[Any], bytes] = client_address
     fetch: HttpsGet | None = None
     measured_every: float = 1.0
+    live_view: Callable[[Any], bool] = local_client
 
 
 def create_app(
@@ -249,6 +253,7 @@ def _middleware(
         observer=observers,
     )
     return [
+        _live_view(service, settings),
         Middleware(FairAcceptMiddleware, refuse=early),
         Middleware(
             LifecycleMiddleware,
@@ -264,6 +269,22 @@ def _middleware(
             answer=_refusal,
         ),
     ]
+
+
+def _live_view(service: Service, settings: AppSettings) -> Middleware:
+    def engine() -> Mapping[str, Any]:
+        now = service.engine
+        health = getattr(now, "health", "ready" if now.ready else "unavailable")
+        return {"health": health, "incarnation": now.incarnation, "pid": now.pid}
+
+    return Middleware(
+        LiveView,
+        gates=service.gates,
+        engine=engine,
+        allow=settings.live_view,
+        client=settings.client,
+        cancel=True,
+    )
 
 
 def _reader(settings: AppSettings, gate: Gate) -> BodyReader:
@@ -361,7 +382,10 @@ def _refusal(
 async def _http_error(request: Request, error: Exception) -> Response:
     assert isinstance(error, HTTPException)
     code = {404: "not_found", 405: "method_not_allowed"}.get(error.status_code, "http")
-    problem = ApiError(error.status_code, error.detail, code=code)
+    message = error.detail
+    if error.status_code == 404:
+        message = "There is no such path; GET /openapi.json describes those there are"
+    problem = ApiError(error.status_code, message, code=code)
     response = _response(request.scope, problem)
     response.headers.update(error.headers or {})
     return response

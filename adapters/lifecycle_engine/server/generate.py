@@ -284,7 +284,7 @@ class GenerateEndpoint:
     ) -> None:
         parsed, usage = call.parsed, call.usage
         answer = self._api.answer(writer, parsed, self._service.model, usage)
-        observed = _ObservedAnswer(answer, call.request)
+        observed = _ObservedAnswer(answer, call)
         if len(streams) == 1:
             await self._read(streams[0], 0, parsed.stop, usage, observed)
         else:
@@ -326,18 +326,19 @@ class GenerateEndpoint:
 
 
 class _ObservedAnswer:
-    """Reports the first piece of an answer to the events of its request."""
+    """Reports the first piece of an answer, and its tokens, to its request."""
 
-    __slots__ = ("_answer", "_request", "done", "finished")
+    __slots__ = ("_answer", "_request", "_usage", "done", "finished")
 
-    def __init__(self, answer: Answer, request: RequestScope) -> None:
+    def __init__(self, answer: Answer, call: _Call) -> None:
         self._answer = answer
-        self._request = request
+        self._request, self._usage = call.request, call.usage
         self.finished = answer.finished
         self.done = answer.done
 
     async def piece(self, index: int, piece: Piece) -> None:
         self._request.first_item()
+        self._request.count(output_tokens=self._usage.completion_tokens)
         await self._answer.piece(index, piece)
 
 

@@ -1,0 +1,224 @@
+"""Snapshots of the live view: requests, clients, gates and warnings, as JSON."""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping
+from heapq import nlargest
+from typing import Any, Final
+
+from lifecycle import Gate
+from lifecycle_asgi.live_requests import LiveRequest, LiveRequests
+from lifecycle_asgi.live_warnings import (
+    EngineView,
+    GateView,
+    LiveWarning,
+    RequestView,
+    WarningLimits,
+    find_warnings,
+)
+
+# Rows of each table: more than a screen has, and what bounds the cost of a snapshot.
+_MOST_REQUESTS: Final = 200
+_MOST_CLIENTS: Final = 20
+_MOST_WARNINGS: Final = 50
+# Seconds between two snapshots, which serve all viewers; and how many times longer
+# that is than the time of the processor that one takes.
+_EVERY_SECONDS: Final = 1.0
+_SHARE: Final = 150
+_MOST_SECONDS: Final = 10.0
+# Viewers do not come at the same moment: a snapshot that is almost due is made.
+_EARLY: Final = 0.9
+
+
+class Snapshots:
+    """Takes snapshots of requests, gates and an engine.
+
+    Args:
+        requests: The requests, and their gates.
+        limits: When a warning is due.
+        engine: Returns ``health``, ``incarnation`` and ``pid`` of the engine.
+
+    Attributes:
+        pause: Seconds until the next snapshot: one, or more where there are so many
+            requests that this would take about a hundredth of a core.
+    """
+
+    def __init__(
+        self,
+        requests: LiveRequests,
+        limits: WarningLimits,
+        engine: Callable[[], Mapping[str, Any]] | None = None,
+    ) -> None:
+        self._requests = requests
+        self._limits = limits
+        self._engine = engine
+        self._health: tuple[str, float] = ("", 0.0)
+        self._waiting: dict[str, float] = {}
+        self._started = time.monotonic()
+        self._text, self._taken_at = "", 0.0
+        self.pause = _EVERY_SECONDS
+
+    def text(self) -> str:
+        """Return a snapshot as JSON; that of another viewer, if it is new enough."""
+        now = time.monotonic()
+        if not self._text or now - self._taken_at >= _EARLY * self.pause:
+            began = time.thread_time()
+            self._text = json.dumps(self.take(now), separators=(",", ":"))
+            self._taken_at = now
+            due = _SHARE * (time.thread_time() - began)
+            self.pause = min(max(_EVERY_SECONDS, due), _MOST_SECONDS)
+        return self._text
+
+    def take(self, now: float) -> dict[str, Any]:
+        """Return a snapshot of *now*, by `time.monotonic`."""
+        requests = self._requests.all()
+        views = [_view(each, now) for each in requests]
+        gates = self._gates(now)
+        engine = self._engine_view(now)
+        warnings = find_warnings(views, gates, engine, self._limits)
+        return {
+            "uptime_s": round(now - self._started, 1),
+            "pid": os.getpid(),
+            "total": len(requests),
+            "phases": Counter(each.phase for each in views),
+            "requests": _rows(requests, views, warnings, now),
+            "clients": _clients(views),
+            "gates": [each._asdict() for each in gates],
+            "engine": engine and {**engine._asdict(), "restarts": engine.restarts},
+            "warnings": [each._asdict() for each in warnings[:_MOST_WARNINGS]],
+            "warnings_total": len(warnings),
+        }
+
+    def _gates(self, now: float) -> list[GateView]:
+        by_name: dict[str, list[Gate]] = {}
+        for gate in sorted(self._requests.gates, key=lambda each: each.name):
+            by_name.setdefault(gate.name, []).append(gate)
+        views = [_gate_view(name, gates) for name, gates in by_name.items()]
+        since = {
+            view.name: self._waiting.get(view.name, now)
+            for view in views
+            if view.waiting
+        }
+        self._waiting = since
+        return [
+            view._replace(waiting_s=round(now - since.get(view.name, now), 1))
+            for view in views
+        ]
+
+    def _engine_view(self, now: float) -> EngineView | None:
+        if self._engine is None:
+            return None
+        state = self._engine()
+        health = str(state.get("health", "unknown"))
+        if health != self._health[0]:
+            self._health = health, now
+        return EngineView(
+            health,
+            round(now - self._health[1], 1),
+            int(state.get("incarnation", 0)),
+            state.get("pid"),
+        )
+
+
+def _view(request: LiveRequest, now: float) -> RequestView:
+    """Return what warnings, clients and the choice of rows need: it is made for all."""
+    nbytes, gate = request.holdings(request.sessions())
+    phase, since = request.phase(waits=gate is not None)
+    return RequestView(
+        request.id,
+        request.client,
+        phase,
+        now - since,
+        now - request.began,
+        nbytes,
+        None if request.gone is None else now - request.gone,
+        None if request.first_part is None else now - request.first_part,
+        None if request.sending is None else now - request.sending,
+        request.gives_up_s,
+    )
+
+
+def _rows(
+    requests: list[LiveRequest],
+    views: list[RequestView],
+    warnings: Iterable[LiveWarning],
+    now: float,
+) -> list[dict[str, Any]]:
+    """Return what is shown: requests with warnings, then those that hold most."""
+    kinds: dict[str, list[str]] = {}
+    for warning in warnings:
+        kinds.setdefault(warning.subject, []).append(warning.kind)
+    pairs = list(zip(requests, views, strict=True))
+    if len(pairs) > _MOST_REQUESTS:
+        weights = [(each.id in kinds, each.bytes, each.age_s) for each in views]
+        places = nlargest(_MOST_REQUESTS, range(len(pairs)), key=weights.__getitem__)
+        pairs = [pairs[place] for place in sorted(places)]
+    return [_row(each, view, kinds.get(each.id, []), now) for each, view in pairs]
+
+
+def _row(
+    each: LiveRequest, view: RequestView, kinds: list[str], now: float
+) -> dict[str, Any]:
+    each.measure(now)
+    sessions = each.sessions()
+    _, gate = each.holdings(())
+    return {
+        "id": each.id,
+        "session": ",".join(session.id for session in sessions),
+        "what": each.what,
+        "client": each.client,
+        "phase": view.phase,
+        "phase_s": round(view.phase_s, 1),
+        "age_s": round(view.age_s, 1),
+        "bytes": view.bytes,
+        "gate": None if gate is None else gate.name,
+        "gone_s": None if view.gone_s is None else round(view.gone_s, 1),
+        "read": each.read,
+        "sent": each.sent,
+        "tokens": each.tokens or each.parts,
+        "rate": round(each.rate, 1),
+        "cancellable": each.cancellable,
+        "warnings": kinds,
+    }
+
+
+def _clients(requests: Iterable[RequestView]) -> list[dict[str, Any]]:
+    """Return the clients, those that hold most bytes first."""
+    number: Counter[str] = Counter()
+    held: Counter[str] = Counter()
+    for each in requests:
+        number[each.client] += 1
+        held[each.client] += each.bytes
+    first = sorted(number, key=lambda name: (-held[name], -number[name], name))
+    return [
+        {"client": name, "requests": number[name], "bytes": held[name]}
+        for name in first[:_MOST_CLIENTS]
+    ]
+
+
+def _gate_view(name: str, gates: list[Gate]) -> GateView:
+    """Return the sum of the gates of one name: one for each client, for example."""
+    each = [gate.statistics() for gate in gates]
+    limits = [
+        None if None in values else sum(value or 0 for value in values)
+        for values in (
+            [now.slots for now in each],
+            [now.bytes for now in each],
+            [now.max_waiting for now in each],
+        )
+    ]
+    return GateView(
+        name,
+        limits[0],
+        sum(now.slots_in_use for now in each),
+        limits[1],
+        sum(now.bytes_in_use for now in each),
+        sum(now.waiting for now in each),
+        limits[2],
+        sum(now.refused for now in each),
+        0.0,
+    )

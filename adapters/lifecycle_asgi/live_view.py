@@ -1,0 +1,385 @@
+"""`LiveView`: what a running application does and holds, in a browser or a terminal.
+
+Reads the requests that pass through it, and shows them at paths of its own, as
+one page and as server-sent events. Nothing is computed while there is no viewer.
+"""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+import ipaddress
+import json
+import re
+import secrets
+import time
+from collections.abc import Callable, Iterable, Mapping
+from contextlib import suppress
+from pathlib import Path
+from typing import Any, Final
+from weakref import ref
+
+import anyio
+
+from lifecycle import Gate
+from lifecycle.debug import who_holds
+from lifecycle.lowlevel import owner
+from lifecycle_asgi._types import App, Message, Receive, Scope, Send
+from lifecycle_asgi.limits import client_address
+from lifecycle_asgi.live_requests import LIVE_KEY, LiveRequest, LiveRequests
+from lifecycle_asgi.live_snapshot import Snapshots
+from lifecycle_asgi.live_warnings import WarningLimits
+from lifecycle_asgi.responses import send_response
+
+_PAGE: Final = Path(__file__).with_name("live_view.html")
+_INLINE: Final = re.compile(r"<(script|style)>(.*?)</\1>", re.DOTALL)
+_LOCAL_NAMES: Final = frozenset({"localhost", "ip6-localhost"})
+# Behind a proxy on the same machine, every client has its address.
+_FORWARDED: Final = frozenset({b"forwarded", b"x-forwarded-for", b"x-real-ip"})
+_TIMEOUTS: Final = frozenset({b"x-stainless-read-timeout", b"x-stainless-timeout"})
+_TOKEN_HEADER: Final = b"x-lifecycle-token"
+_MAX_PATH: Final = 100
+_MAX_ID: Final = 300
+_IPV6_NETWORK: Final = 8  # bytes of what `client_address` returns
+# Until viewers connect again: servers wait for open responses before they exit.
+_STREAM_SECONDS: Final = 10.0
+# Seconds between two questions of what holds bytes: each stops the event loop for a
+# walk over the heap.
+_HOLDERS_SECONDS: Final = 1.0
+_HTML: Final = b"text/html; charset=utf-8"
+_JSON: Final = b"application/json"
+_TEXT: Final = b"text/plain; charset=utf-8"
+
+Headers = list[tuple[bytes, bytes]]
+
+
+def local_client(scope: Scope) -> bool:
+    """Whether a request comes from this machine, by its own name for itself.
+
+    The peer is a loopback address, ``Host`` names one, and no proxy has forwarded the
+    request. A page of another site that has its name resolved to a loopback address
+    (DNS rebinding) has the wrong ``Host``.
+    """
+    client = scope.get("client")
+    headers = scope.get("headers", ())
+    if client is None or any(name in _FORWARDED for name, _ in headers):
+        return False
+    hosts = [value.decode("latin-1") for name, value in headers if name == b"host"]
+    return len(hosts) == 1 and all(map(_is_local, (str(client[0]), _name_of(hosts[0]))))
+
+
+def _name_of(host: str) -> str:
+    """Return *host* without its port and brackets."""
+    if host.startswith("["):
+        return host[1:].partition("]")[0]
+    return host.partition(":")[0]
+
+
+def _is_local(name: str) -> bool:
+    if name in _LOCAL_NAMES:
+        return True
+    try:
+        address = ipaddress.ip_address(name)
+    except ValueError:
+        return False
+    mapped = getattr(address, "ipv4_mapped", None)
+    return bool((mapped or address).is_loopback)
+
+
+def _client_name(identity: bytes | str) -> str:
+    """Return a short name for what identifies a client; of a key, part of its hash."""
+    if isinstance(identity, str):
+        return identity
+    text = identity.decode("ascii", "replace")
+    if text.isprintable() and text.isascii():
+        return text or "unknown"
+    if len(identity) == _IPV6_NETWORK:
+        return f"{ipaddress.IPv6Address(identity + bytes(_IPV6_NETWORK))}/64"
+    return f"key {identity.hex()[:8]}"
+
+
+class LiveView:
+    """Shows the live requests of an application at ``/_lifecycle``.
+
+    Pure ASGI, to be put around all other middleware. Every request that passes is
+    shown, with its phase, its client, the bytes that it holds, and its rate; and so is
+    every gate that one of them came to. Leases and sessions belong to the request in
+    whose context they were made, also in its threads and tasks.
+
+    =============================  =====================================================
+    ``GET /_lifecycle``            the page
+    ``GET /_lifecycle/events``     the same as server-sent events, one each second
+    ``GET /_lifecycle/snapshot``   one of these events, as JSON
+    ``POST /_lifecycle/cancel``    ends the request whose id is the body
+    ``POST /_lifecycle/holders``   what keeps the bytes of that request
+    =============================  =====================================================
+
+    All other paths are the application's. Of a request, neither headers nor query nor
+    body are shown, only method, path, client and ids. Both ``POST`` need the token that
+    the events contain, in ``x-lifecycle-token``, so that no other site can send them.
+
+    Args:
+        app: The application to wrap.
+        gates: Gates to show before a request comes to them.
+        engine: Returns ``health``, ``incarnation`` and ``pid`` of an engine.
+        allow: Whether the sender of a scope may look. Default: clients on this machine
+            that no proxy has forwarded.
+        cancel: Whether viewers may cancel requests.
+        client: Returns what identifies a client, as that of a `ClientLimit`, or a name
+            for it. Default: `client_address`. Of a `ClientIdentity`, part of the hash
+            is shown, and no key.
+        path: Where the view is.
+        limits: When a warning is due.
+
+    Raises:
+        ValueError: *path* does not begin with a slash, or ends with one.
+    """
+
+    def __init__(
+        self,
+        app: App,
+        *,
+        gates: Iterable[Gate] = (),
+        engine: Callable[[], Mapping[str, Any]] | None = None,
+        allow: Callable[[Scope], bool] = local_client,
+        cancel: bool = False,
+        client: Callable[[Scope], bytes | str] = client_address,
+        path: str = "/_lifecycle",
+        limits: WarningLimits | None = None,
+    ) -> None:
+        if not path.startswith("/") or path.endswith("/"):
+            raise ValueError(
+                f"path is {path!r}; it needs a slash in front, none behind"
+            )
+        self._app = app
+        self._requests = LiveRequests(tuple(gates))
+        self._snapshots = Snapshots(self._requests, limits or WarningLimits(), engine)
+        self._allow = allow
+        self._cancel_allowed = cancel
+        self._client = client
+        self._token = secrets.token_urlsafe(24)
+        self._asked_holders = 0.0
+        self._path = path
+        self._page, self._page_headers = _read_page()
+        self._gets = {
+            path: self._send_page,
+            f"{path}/": self._send_page,
+            f"{path}/events": self._send_events,
+            f"{path}/snapshot": self._send_snapshot,
+        }
+        self._posts = {
+            f"{path}/cancel": self._cancel,
+            f"{path}/holders": self._holders,
+        }
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Serve one connection.
+
+        Cancellation:
+            Passes through.
+        """
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+        elif scope["path"] in self._gets or scope["path"] in self._posts:
+            await self._view(scope, receive, send)
+        else:
+            await self._show(scope, receive, send)
+
+    async def _show(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Run the application, and note what it does."""
+        what = f"{scope['method']} {scope['path'][:_MAX_PATH]}"
+        client = _client_name(self._client(scope))
+        shown = self._requests.begin(what, client, _gives_up(scope))
+
+        async def receive_noted() -> Message:
+            shown.receiving(None)
+            message = await receive()
+            shown.receiving(message)
+            return message
+
+        async def send_noted(message: Message) -> None:
+            shown.sending = time.monotonic()
+            await send(message)
+            shown.sent_message(message)
+
+        scope[LIVE_KEY] = shown
+        context = owner.set(shown.claim)
+        try:
+            await self._app(scope, receive_noted, send_noted)
+        finally:
+            owner.reset(context)
+            self._requests.end(shown)
+            # Servers keep the scope of an idle connection until its next request.
+            scope.pop(LIVE_KEY, None)
+
+    # The view itself.
+
+    async def _view(self, scope: Scope, receive: Receive, send: Send) -> None:
+        method, path = scope["method"], scope["path"]
+        if not self._allow(scope):
+            what = (
+                "The live view is for clients on the machine of the server; ask there"
+            )
+            await _answer(send, 403, what.encode())
+        elif method in ("GET", "HEAD") and path in self._gets:
+            await self._gets[path](receive, send)
+        elif method == "POST" and path in self._posts:
+            if self._came_from_view(scope):
+                id_ = await _read_id(receive)
+                await self._posts[path](id_, send)
+            else:
+                await _answer(
+                    send, 403, b"Send the token of the events, from this site"
+                )
+        else:
+            await _answer(
+                send, 405, b"The page takes GET; cancel and holders take POST"
+            )
+
+    def _came_from_view(self, scope: Scope) -> bool:
+        """Whether a POST has the token, and comes from a page of this very site."""
+        headers = dict(scope["headers"])
+        origin, host = headers.get(b"origin"), headers.get(b"host", b"")
+        if origin is not None and origin.partition(b"://")[2] != host:
+            return False
+        token = headers.get(_TOKEN_HEADER, b"")
+        return secrets.compare_digest(token, self._token.encode())
+
+    async def _send_page(self, _: Receive, send: Send) -> None:
+        await _answer(send, 200, self._page, _HTML, self._page_headers)
+
+    async def _send_snapshot(self, _: Receive, send: Send) -> None:
+        await _answer(send, 200, self._event(), _JSON)
+
+    async def _send_events(self, receive: Receive, send: Send) -> None:
+        """Send a snapshot each second, until the viewer leaves, or for a while."""
+        headers = [*_SAFE_HEADERS, (b"content-type", b"text/event-stream")]
+        start = {"type": "http.response.start", "status": 200, "headers": headers}
+        await send(start)
+        until = time.monotonic() + _STREAM_SECONDS
+        left = anyio.Event()
+        async with anyio.create_task_group() as tasks:
+            tasks.start_soon(_wait_disconnect, receive, left)
+            with suppress(OSError):  # of a viewer that has left
+                await self._send_each_second(send, until, left)
+                if not left.is_set():
+                    await send({"type": "http.response.body", "body": b""})
+            tasks.cancel_scope.cancel()
+
+    async def _send_each_second(
+        self, send: Send, until: float, left: anyio.Event
+    ) -> None:
+        retry = b"retry: 200\n"
+        while not left.is_set() and time.monotonic() < until:
+            body = retry + b"data: " + self._event() + b"\n\n"
+            part = {"type": "http.response.body", "body": body, "more_body": True}
+            await send(part)
+            retry = b""
+            with anyio.move_on_after(self._snapshots.pause):
+                await left.wait()
+
+    def _event(self) -> bytes:
+        about = {"token": self._token, "cancel": self._cancel_allowed}
+        text = json.dumps(about)[:-1] + "," + self._snapshots.text()[1:]
+        return text.encode()
+
+    async def _cancel(self, id_: str, send: Send) -> None:
+        found = self._requests.get(id_)
+        if not self._cancel_allowed:
+            await _answer(send, 403, b"Cancelling is off; make LiveView(cancel=True)")
+        elif found is None:
+            await _answer(send, 404, b"No request with this id is running")
+        elif not found.cancellable:
+            what = b"It cannot be cancelled: there is no LifecycleMiddleware around it"
+            await _answer(send, 409, what)
+        else:
+            found.cancel()
+            await _answer(send, 200, b"cancelled")
+
+    async def _holders(self, id_: str, send: Send) -> None:
+        found, now = self._requests.get(id_), time.monotonic()
+        if found is None:
+            await _answer(send, 404, b"No request with this id is running")
+            return
+        if now - self._asked_holders < _HOLDERS_SECONDS:
+            await _answer(send, 429, b"This stops the server for a moment; ask later")
+            return
+        self._asked_holders = now
+        # A dictionary of names: this frame must not be one of the holders.
+        body = json.dumps(_holders_of(ref(found))).encode()
+        await _answer(send, 200, body, _JSON)
+
+
+def _holders_of(request: ref[LiveRequest]) -> dict[str, list[str]]:
+    """Return the places that keep the bytes of a request, by what they keep."""
+    found: dict[str, list[str]] = {}
+    shown = request()
+    for name, held in [] if shown is None else shown.held_objects():
+        found[name] = [str(each) for each in who_holds(held)]
+    return found
+
+
+def _gives_up(scope: Scope) -> float | None:
+    """Return the seconds after which the client gives up, if it says so."""
+    for name, value in scope["headers"]:
+        if name in _TIMEOUTS:
+            with suppress(ValueError):
+                return float(value)
+    return None
+
+
+async def _wait_disconnect(receive: Receive, left: anyio.Event) -> None:
+    while (await receive())["type"] != "http.disconnect":
+        pass
+    left.set()
+
+
+async def _read_id(receive: Receive) -> str:
+    """Return the body, up to a limit that every id is below."""
+    body, more = b"", True
+    while more and len(body) <= _MAX_ID:
+        message = await receive()
+        body += message.get("body", b"")
+        more = message.get("more_body", False)
+    return body[:_MAX_ID].decode("utf-8", "replace")
+
+
+# Answers are not kept, framed, sniffed or told to other sites.
+_SAFE_HEADERS: Final = (
+    (b"cache-control", b"no-store"),
+    (b"x-content-type-options", b"nosniff"),
+    (b"x-frame-options", b"DENY"),
+    (b"referrer-policy", b"no-referrer"),
+    (b"cross-origin-resource-policy", b"same-origin"),
+)
+
+
+async def _answer(
+    send: Send,
+    status: int,
+    body: bytes,
+    content_type: bytes = _TEXT,
+    more: Headers | None = None,
+) -> None:
+    headers = [
+        *_SAFE_HEADERS,
+        (b"content-type", content_type),
+        (b"content-length", str(len(body)).encode()),
+        *(more or []),
+    ]
+    await send_response(send, (status, headers, body))
+
+
+def _read_page() -> tuple[bytes, Headers]:
+    """Return the page, and a policy: only its own script and style, by hashes."""
+    page = _PAGE.read_text(encoding="utf-8")
+    hashes = {"script": "'none'", "style": "'none'"}
+    for kind, text in _INLINE.findall(page):
+        digest = base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()
+        hashes[kind] = f"'sha256-{digest}'"
+    policy = (
+        f"default-src 'none'; script-src {hashes['script']}; "
+        f"style-src {hashes['style']}; connect-src 'self'; base-uri 'none'; "
+        "form-action 'none'; frame-ancestors 'none'"
+    )
+    return page.encode(), [(b"content-security-policy", policy.encode())]

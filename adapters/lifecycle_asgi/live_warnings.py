@@ -1,0 +1,223 @@
+"""Warnings of the live view: what is wrong with requests, gates and the engine.
+
+Pure functions of one moment, so that each warning is tested without a server.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Final, Literal, NamedTuple
+
+from lifecycle_asgi.live_requests import ShownPhase
+
+WarningKind = Literal[
+    "work after its client left",
+    "payload held after hand-off",
+    "overdue",
+    "gate binding",
+    "reader behind",
+    "engine slow",
+]
+
+# Health of an engine, as `lifecycle_zmq` calls it, that delays requests.
+_SLOW: Final = frozenset({"busy", "stopped", "stalled", "broken", "restarting"})
+
+
+class RequestView(NamedTuple):
+    """One request at one moment; seconds are ages, and ``None`` is for never.
+
+    Attributes:
+        id: Its id.
+        client: Name of the client.
+        phase: What it is doing.
+        phase_s: For how long.
+        age_s: Since its arrival.
+        bytes: Bytes that it holds.
+        gone_s: Since its client left.
+        first_s: Since the first part of its response was sent.
+        sending_s: Since the part that the client has yet to take was sent.
+        gives_up_s: Seconds from its arrival until the client gives up.
+    """
+
+    id: str
+    client: str
+    phase: ShownPhase
+    phase_s: float
+    age_s: float
+    bytes: int = 0
+    gone_s: float | None = None
+    first_s: float | None = None
+    sending_s: float | None = None
+    gives_up_s: float | None = None
+
+
+class GateView(NamedTuple):
+    """A gate, or all gates of one name, at one moment.
+
+    Attributes:
+        name: Its name.
+        slots: Capacity in slots; ``None`` without a limit.
+        slots_in_use: Slots that are held.
+        bytes: Capacity in bytes; ``None`` without a limit.
+        bytes_in_use: Bytes that are held.
+        waiting: Requests in its queue.
+        max_waiting: Most of them; ``None`` without a limit.
+        refused: Refused so far.
+        waiting_s: For how long there has always been a request in the queue.
+    """
+
+    name: str
+    slots: int | None
+    slots_in_use: int
+    bytes: int | None
+    bytes_in_use: int
+    waiting: int
+    max_waiting: int | None
+    refused: int
+    waiting_s: float
+
+
+class EngineView(NamedTuple):
+    """The engine at one moment.
+
+    Attributes:
+        health: One word, such as ``serving`` or ``busy``.
+        health_s: For how long.
+        incarnation: Number of engine processes started so far.
+        pid: Its process id, if it has one.
+    """
+
+    health: str
+    health_s: float
+    incarnation: int
+    pid: int | None = None
+
+    @property
+    def restarts(self) -> int:
+        """How often it was started again."""
+        return max(0, self.incarnation - 1)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WarningLimits:
+    """When a warning is due, in seconds and bytes.
+
+    Attributes:
+        gone_s: Work goes on for so long after its client left.
+        held_s: So long after the first part of the response, bytes are still held.
+        held_bytes: At least so many.
+        overdue_s: So long in one phase before the response begins.
+        waiting_s: So long, a gate always had requests in its queue.
+        behind_s: For so long, the client has not taken what was sent.
+        engine_s: For so long, the engine is not serving.
+    """
+
+    gone_s: float = 0.5
+    held_s: float = 0.5
+    held_bytes: int = 2**16
+    overdue_s: float = 60.0
+    waiting_s: float = 0.5
+    behind_s: float = 0.5
+    engine_s: float = 0.5
+
+
+class LiveWarning(NamedTuple):
+    """One warning.
+
+    Attributes:
+        kind: What is wrong, as fixed words.
+        subject: Id of the request, name of the gate, or ``engine``.
+        text: One sentence about it.
+    """
+
+    kind: WarningKind
+    subject: str
+    text: str
+
+
+def find_warnings(
+    requests: Sequence[RequestView],
+    gates: Iterable[GateView],
+    engine: EngineView | None,
+    limits: WarningLimits,
+) -> list[LiveWarning]:
+    """Return all warnings of one moment: of the engine, of gates, then of requests."""
+    found: list[LiveWarning] = []
+    if engine is not None and engine.health in _SLOW:
+        text = f"the engine is {engine.health} for {_seconds(engine.health_s)}"
+        if engine.health_s >= limits.engine_s:
+            found.append(LiveWarning("engine slow", "engine", text))
+    found += (
+        LiveWarning("gate binding", gate.name, _binding(gate, requests))
+        for gate in gates
+        if gate.waiting and gate.waiting_s >= limits.waiting_s
+    )
+    for request in requests:
+        found += _of_request(request, limits)
+    return found
+
+
+def _of_request(request: RequestView, limits: WarningLimits) -> Iterator[LiveWarning]:
+    """Yield the warnings of one request; most have none, so it is quick to say so."""
+    begun = request.first_s is not None or request.gone_s is not None
+    if request.gone_s is not None and request.gone_s >= limits.gone_s:
+        text = f"{_name(request)} works {_seconds(request.gone_s)} after its client "
+        yield LiveWarning(
+            "work after its client left", request.id, f"{text}left{_held(request)}"
+        )
+    elif (
+        request.first_s is not None
+        and request.first_s >= limits.held_s
+        and request.bytes >= limits.held_bytes
+    ):
+        text = f"{_name(request)} holds {size_text(request.bytes)} since it began to "
+        text += f"answer {_seconds(request.first_s)} ago"
+        yield LiveWarning("payload held after hand-off", request.id, text)
+    if request.sending_s is not None and request.sending_s >= limits.behind_s:
+        text = f"the client of {_name(request)} has read nothing for "
+        text += f"{_seconds(request.sending_s)}{_held(request)}"
+        yield LiveWarning("reader behind", request.id, text)
+    if request.gives_up_s is not None and request.age_s > request.gives_up_s:
+        text = f"{_name(request)} is {_seconds(request.age_s)} old, and its client "
+        text += f"gives up after {_seconds(request.gives_up_s)}"
+        yield LiveWarning("overdue", request.id, text)
+    elif request.phase_s >= limits.overdue_s and not begun:
+        text = f"{_name(request)} is {request.phase} for {_seconds(request.phase_s)}"
+        yield LiveWarning("overdue", request.id, text)
+
+
+def _held(request: RequestView) -> str:
+    return f", {size_text(request.bytes)} held" if request.bytes else ""
+
+
+def _name(request: RequestView) -> str:
+    return f"{request.id} of {request.client}"
+
+
+def _binding(gate: GateView, requests: Iterable[RequestView]) -> str:
+    used = []
+    if gate.slots is not None:
+        used.append(f"{gate.slots_in_use} of {gate.slots} slots")
+    if gate.bytes is not None:
+        used.append(f"{size_text(gate.bytes_in_use)} of {size_text(gate.bytes)}")
+    taken = f" at {' and '.join(used)}" if used else ""
+    wait = "request waits" if gate.waiting == 1 else "requests wait"
+    text = f"{gate.waiting} {wait} at gate {gate.name!r}{taken}"
+    largest = max(requests, key=lambda each: each.bytes, default=None)
+    if gate.bytes is not None and largest is not None and largest.bytes:
+        text += f"; {_name(largest)} holds most, {size_text(largest.bytes)}"
+    return text
+
+
+def size_text(nbytes: float) -> str:
+    """Return *nbytes* with a unit, as ``12.0 MiB``."""
+    for unit in ("B", "KiB", "MiB"):
+        if nbytes < 1024:
+            return f"{nbytes:.0f} B" if unit == "B" else f"{nbytes:.1f} {unit}"
+        nbytes /= 1024
+    return f"{nbytes:.1f} GiB"
+
+
+def _seconds(seconds: float) -> str:
+    return f"{seconds:.1f} s" if seconds < 100 else f"{seconds:.0f} s"

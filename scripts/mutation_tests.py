@@ -1,0 +1,236 @@
+"""Run the core's tests against a changed module, in a process that is warm already.
+
+What tests import from elsewhere is imported once; each run is a fork that imports the
+package from a copy with the change in it.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import importlib
+import json
+import os
+import shutil
+import signal
+import sys
+import tempfile
+import time
+import traceback
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Final, Literal
+
+import coverage
+import pytest
+
+ROOT: Final = Path(__file__).resolve().parents[1]
+PACKAGE: Final = ROOT / "src" / "lifecycle"
+CORE: Final = ROOT / "tests" / "core"
+CACHE: Final = ROOT / "build" / "mutation"
+
+Outcome = Literal["caught", "lives"]
+
+# It plants mutants itself.
+_LEFT_OUT: Final = CORE / "test_mutants.py"
+_WARM: Final = ("trio.testing", "anyio.pytest_plugin", "hypothesis.stateful", "uvloop")
+# Seconds of one test, and of one run: a mutant may hang.
+_TEST_HANGS: Final = 40
+_RUN_HANGS: Final = 400.0
+_OPTIONS: Final = ("-q", "-x", "-p", "no:cacheprovider", "-p", "no:randomly")
+
+
+class _Recorder:
+    """Notes which lines each test runs, and for how long."""
+
+    def __init__(self, measuring: coverage.Coverage) -> None:
+        self.measuring = measuring
+        self.seconds: dict[str, float] = {}
+
+    @pytest.hookimpl(wrapper=True, tryfirst=True)
+    def pytest_runtest_protocol(self, item: pytest.Item) -> Iterator[None]:
+        self.measuring.switch_context(item.nodeid)
+        return (yield)
+
+    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
+        before = self.seconds.get(report.nodeid, 0.0)
+        self.seconds[report.nodeid] = before + report.duration
+
+
+class _Chosen:
+    """Runs chosen tests only, in a given order, and writes down which one failed."""
+
+    def __init__(self, order: list[str], failed: Path) -> None:
+        self.rank = {test: rank for rank, test in enumerate(order)}
+        self.failed = failed
+
+    def pytest_collection_modifyitems(self, items: list[pytest.Item]) -> None:
+        items[:] = [item for item in items if item.nodeid in self.rank]
+        items.sort(key=lambda item: self.rank[item.nodeid])
+
+    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
+        if report.failed:
+            self.failed.write_text(report.nodeid)
+
+
+@dataclass(slots=True)
+class Coverage:
+    """Which tests run which lines.
+
+    Attributes:
+        seconds: What each test takes.
+        tests: The tests by module and line; those of ``""`` ran as it was imported.
+        caught: How many mutants each test has caught.
+    """
+
+    seconds: dict[str, float]
+    tests: dict[str, dict[str, list[str]]]
+    caught: Counter[str] = field(default_factory=Counter)
+
+    def order(self, module: str, lines: frozenset[int]) -> list[str]:
+        """Return the tests to run for a change of *lines*, the likeliest first."""
+        by_line = self.tests.get(module, {})
+        found = {test for line in lines for test in by_line.get(str(line), [])}
+        near = {test for tests in by_line.values() for test in tests}
+        if not found or "" in found:
+            found = set(self.seconds)
+        return sorted(
+            found - {""},
+            key=lambda it: (
+                it not in near,
+                -self.caught[it],
+                self.seconds.get(it, 0.0),
+            ),
+        )
+
+
+class Run:
+    """One run of tests, in a process of its own.
+
+    Args:
+        directory: An empty one, for the copy of the package.
+        module: The module that is changed.
+        code: What it says instead.
+        order: The tests.
+    """
+
+    def __init__(self, directory: Path, module: str, code: str, order: list[str]):
+        self._failed = directory / "failed"
+        self._until = time.monotonic() + _RUN_HANGS
+        shutil.copytree(PACKAGE, directory / PACKAGE.name, ignore=_without_caches)
+        (directory / PACKAGE.name / f"{module}.py").write_text(code)
+        self._pid = os.fork()
+        if not self._pid:
+            _in_child(directory, order, self._failed)
+
+    def poll(self) -> tuple[Outcome, str] | None:
+        """Return the outcome and the test that failed, or ``None`` while it runs."""
+        pid, status = os.waitpid(self._pid, os.WNOHANG)
+        if not pid and time.monotonic() < self._until:
+            return None
+        with suppress(ProcessLookupError):
+            os.killpg(self._pid, signal.SIGKILL)
+        if not pid:
+            os.waitpid(self._pid, 0)
+            return "caught", ""
+        failed = self._failed.read_text() if self._failed.exists() else ""
+        return ("caught" if status or failed else "lives"), failed
+
+
+def check_unchanged(covered: Coverage) -> None:
+    """Raise unless tests pass without a mutant: or every one seems caught.
+
+    Raises:
+        SystemExit: They fail.
+    """
+    module = "_lock"
+    order = covered.order(module, frozenset())
+    with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as directory:
+        code = (PACKAGE / f"{module}.py").read_text()
+        run = Run(Path(directory), module, code, order[::40])
+        while (found := run.poll()) is None:
+            time.sleep(0.1)
+        if found[0] != "lives":
+            log = (Path(directory) / "log").read_text()
+            raise SystemExit(f"no mutant was tried, as tests fail:\n{log}")
+
+
+def _without_caches(_: str, names: list[str]) -> list[str]:
+    return [name for name in names if name == "__pycache__"]
+
+
+def _in_child(directory: Path, order: list[str], failed: Path) -> None:
+    os.setsid()
+    with (directory / "log").open("wb") as log:
+        os.dup2(log.fileno(), 1)
+        os.dup2(log.fileno(), 2)
+    sys.path.insert(0, str(directory))
+    os.environ["PYTHONPATH"] = str(directory)
+    files = sorted({test.partition("::")[0] for test in order})
+    options = [*_OPTIONS, f"--timeout={_TEST_HANGS}", "-m", "not slow"]
+    # What is imported already holds no assertion of ours.
+    options += ["-W", "ignore::pytest.PytestAssertRewriteWarning"]
+    code = 1
+    try:
+        code = pytest.main([*options, *files], plugins=[_Chosen(order, failed)])
+    except BaseException:  # noqa: BLE001 - shown, and ends this process
+        traceback.print_exc()
+    finally:
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(int(code))
+
+
+def cover() -> Coverage:
+    """Return which tests run which lines, measured again if one has changed.
+
+    Raises:
+        SystemExit: A test fails: or every mutant would seem caught.
+    """
+    os.chdir(ROOT)
+    for name in _WARM:
+        with suppress(ImportError):
+            importlib.import_module(name)
+    files = sorted([*PACKAGE.glob("*.py"), *CORE.rglob("*.py")])
+    texts = b"\0".join(it.read_bytes() for it in files)
+    known = CACHE / f"{hashlib.sha256(texts).hexdigest()[:16]}.json"
+    if not known.exists():
+        CACHE.mkdir(parents=True, exist_ok=True)
+        pid = os.fork()
+        if not pid:
+            try:
+                _measure(known)
+            finally:
+                os._exit(1)
+        if os.waitpid(pid, 0)[1]:
+            raise SystemExit(f"tests fail without a mutant; see {CACHE / 'log'}")
+    return Coverage(**json.loads(known.read_text()))
+
+
+def _measure(known: Path) -> None:
+    with (CACHE / "log").open("wb") as log:
+        os.dup2(log.fileno(), 1)
+        os.dup2(log.fileno(), 2)
+    # Of the measurers this one alone knows which test runs.
+    os.environ["COVERAGE_CORE"] = "ctrace"
+    measuring = coverage.Coverage(
+        data_file=str(known.with_suffix(".coverage")),
+        source_pkgs=[PACKAGE.name],
+        config_file=False,
+    )
+    recorder = _Recorder(measuring)
+    measuring.start()
+    options = [*_OPTIONS, "-m", "not slow", f"--ignore={_LEFT_OUT}"]
+    code = pytest.main([*options, str(CORE.relative_to(ROOT))], plugins=[recorder])
+    measuring.stop()
+    measuring.save()
+    if code:
+        os._exit(int(code))
+    tests: dict[str, Any] = {}
+    data = measuring.get_data()
+    for file in data.measured_files():
+        tests[Path(file).stem] = data.contexts_by_lineno(file)
+    known.write_text(json.dumps({"seconds": recorder.seconds, "tests": tests}))
+    os._exit(0)

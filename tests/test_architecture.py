@@ -116,7 +116,7 @@ LAYERS: dict[str, tuple[str, ...]] = {
     "lifecycle_ray": ("placement", "replica", "router", "engine"),
     "lifecycle_check": (
         *("client", "payloads", "process", "report", "target", "leaving", "bombs"),
-        *("overload", "suite", "cli"),
+        *("overload", "suite", "command"),
     ),
     "lifecycle_engine": (
         *("_compat", "events", "errors", "multimodal", "processing", "core", "model"),

@@ -11,11 +11,24 @@ Modules::
     bombs       requests that are small, and cost much
     overload    more requests than a server has room for, and slow ones
     suite       all checks, in their order
-    cli         the subcommands ``check`` and ``check-compare``
+    command     the subcommands ``check`` and ``check-compare``
 """
 
 from __future__ import annotations
 
+try:
+    import rich as _rich
+    import typer as _typer
+except ModuleNotFoundError as error:
+    raise ModuleNotFoundError(
+        f'lifecycle_check needs {error.name}; pip install "anyio-lifecycle[check]"',
+        name=error.name,
+    ) from None
+
 from lifecycle_check.report import Finding, Report
 
 __all__ = ("Finding", "Report")
+
+for _name in __all__:
+    globals()[_name].__module__ = __name__
+del _name, _rich, _typer

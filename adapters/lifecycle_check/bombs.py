@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
 
 import anyio
+from anyio.abc import ByteStream
 
 from lifecycle_check import payloads
 from lifecycle_check.client import GONE, Response, ask, read_response
@@ -119,61 +120,92 @@ async def declared_body(target: Target) -> Finding:
         ("Content-Type", "application/json"),
         ("Content-Length", str(DECLARED_BYTES)),
     )
-    response = await ask(target.address, head, timeout=min(5, target.settings.seconds))
+    limit = min(5.0, target.settings.seconds)
+    response = await ask(target.address, head, timeout=limit)
     name, sent = "bomb.declared_body", "the head of a body of 100 GiB"
-    if 400 <= response.status < 500:
+    if 400 <= response.status < 500 or response.status == 503:
         because = "Refused by its declared length, before the body."
         return Finding(name, sent, response.described, "pass", because)
-    because = "The server waits for a body that it can never hold."
+    if response.status:
+        because = "A body of that length is answered by 413."
+    elif response.seconds < limit / 2:
+        because = "The connection ends without a response."
+    else:
+        because = "The server waits for a body that it can never hold."
     return Finding(name, sent, response.described, "fail", because)
+
+
+@dataclass(slots=True)
+class _Upload:
+    sent: int = 0
+    # Whether a response or the end of the connection came in time.
+    answered: bool = False
 
 
 async def chunked_body(target: Target) -> Finding:
     """Send a body without a declared length, until the server refuses it."""
-    sent_bytes = 0
+    upload = _Upload()
 
     async def send() -> Response:
-        nonlocal sent_bytes
-        response, started = Response(), time.monotonic()
-        head = target.address.head(
-            "POST",
-            target.path,
-            ("Content-Type", "application/json"),
-            ("Transfer-Encoding", "chunked"),
-        )
-        chunk = b"10000\r\n" + b" " * 0x10000 + b"\r\n"
-        stream = await target.address.connect()
+        response = Response()
+        try:
+            stream = await target.address.connect()
+        except OSError:
+            return response
         try:
             with anyio.move_on_after(4 * target.settings.seconds):
-                try:
-                    await stream.send(head)
-                    while sent_bytes < CHUNKED_BYTES:
-                        await stream.send(chunk)
-                        sent_bytes += 0x10000
-                    await stream.send(b"0\r\n\r\n")
-                except GONE:
-                    pass  # refused: the response may be there to read
-                response = await read_response(stream)
+                async with anyio.create_task_group() as tasks:
+                    tasks.start_soon(_send_chunks, target, stream, upload)
+                    response = await read_response(stream)
+                    upload.answered = True
+                    tasks.cancel_scope.cancel()
         finally:
             await anyio.aclose_forcefully(stream)
-        response.seconds = time.monotonic() - started
         return response
 
     response, rise = await _measured(target, send)
-    return _judged_chunks(response, rise, sent_bytes)
+    return _judged_chunks(response, rise, upload)
 
 
-def _judged_chunks(response: Response, rise: int | None, count: int) -> Finding:
+async def _send_chunks(target: Target, stream: ByteStream, upload: _Upload) -> None:
+    head = target.address.head(
+        "POST",
+        target.path,
+        ("Content-Type", "application/json"),
+        ("Transfer-Encoding", "chunked"),
+    )
+    chunk = b"10000\r\n" + b" " * 0x10000 + b"\r\n"
+    try:
+        await stream.send(head)
+        while upload.sent < CHUNKED_BYTES:
+            await stream.send(chunk)
+            upload.sent += 0x10000
+        await stream.send(b"0\r\n\r\n")
+    except GONE:
+        pass  # refused: the response may be there to read
+
+
+def _judged_chunks(response: Response, rise: int | None, upload: _Upload) -> Finding:
     name = "bomb.chunked_body"
     sent = f"up to {CHUNKED_BYTES // MIB} MiB in chunks"
-    seen = f"{response.described} after {count // MIB} MiB"
+    seen = f"{response.described} after {upload.sent // MIB} MiB"
     if rise is not None:
         seen += f", memory +{rise / MIB:.0f} MiB"
-    if count < CHUNKED_BYTES and response.status < 500:
-        because = "The server ended the upload before its end."
-        return Finding(name, sent, seen, "pass", because)
-    if response.status == 413 and (rise is None or rise <= MEMORY_LIMIT):
+    whole = upload.sent >= CHUNKED_BYTES
+    if not upload.answered:
+        because = "The server neither refused the body nor ended the connection."
+        return Finding(name, sent, seen, "fail", because)
+    if rise is not None and rise > MEMORY_LIMIT:
+        because = f"The body took more than {MEMORY_LIMIT // MIB} MiB of memory."
+        return Finding(name, sent, seen, "fail", because)
+    if response.status == 413:
         because = "The server refused the body as too large."
         return Finding(name, sent, seen, "pass", because)
-    because = "The server read the whole body, which has no limit."
+    if not whole and (response.status < 500 or response.status == 503):
+        because = "The server ended the upload before its end."
+        return Finding(name, sent, seen, "pass", because)
+    if whole:
+        because = "The server read the whole body, which has no limit."
+    else:
+        because = "A large body is answered as a fault of the server."
     return Finding(name, sent, seen, "fail", because)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ssl
 import time
+from contextlib import suppress
 from dataclasses import dataclass, field
 from urllib.parse import urlsplit
 
@@ -29,6 +30,8 @@ class Address:
     def parse(cls, url: str, headers: tuple[tuple[str, str], ...] = ()) -> Address:
         """Read an address from *url*; a path in it goes before every path.
 
+        A ``/v1`` at its end is left out, as each path begins with it.
+
         Raises:
             ValueError: *url* is no http or https URL with a host.
         """
@@ -37,7 +40,8 @@ class Address:
             raise ValueError(f"{url!r} is no http:// or https:// URL with a host")
         tls = parts.scheme == "https"
         port = parts.port or (443 if tls else 80)
-        return cls(parts.hostname, port, tls, parts.path.rstrip("/"), headers)
+        prefix = parts.path.rstrip("/").removesuffix("/v1")
+        return cls(parts.hostname, port, tls, prefix, headers)
 
     def head(self, method: str, path: str, *headers: tuple[str, str]) -> bytes:
         """Return the head of a request."""
@@ -84,6 +88,21 @@ class Response:
     complete: bool = False
 
     @property
+    def content(self) -> bytes:
+        """The body without the framing of chunks."""
+        if "chunked" not in self.headers.get("transfer-encoding", ""):
+            return self.body
+        content, rest = b"", self.body
+        while rest:
+            size, _, rest = rest.partition(b"\r\n")
+            try:
+                count = int(size.partition(b";")[0], 16)
+            except ValueError:
+                break
+            content, rest = content + rest[:count], rest[count + 2 :]
+        return content
+
+    @property
     def described(self) -> str:
         """The status, or that there was none."""
         return str(self.status) if self.status else "no response"
@@ -113,8 +132,9 @@ async def read_head(stream: ByteStream) -> Response:
 
 
 def _is_complete(response: Response) -> bool:
-    if "content-length" in response.headers:
-        return len(response.body) >= int(response.headers["content-length"])
+    length = response.headers.get("content-length", "")
+    if length.isdigit():
+        return len(response.body) >= int(length)
     if "chunked" in response.headers.get("transfer-encoding", ""):
         return response.body.endswith(b"0\r\n\r\n")
     return False
@@ -152,10 +172,8 @@ async def ask(address: Address, request: bytes, *, timeout: float) -> Response:
         except OSError:
             return response
         try:
-            try:
+            with suppress(*GONE):  # an early refusal may still be there to read
                 await stream.send(request)
-            except GONE:
-                pass  # an early refusal may still be there to read
             response = await read_response(stream)
         finally:
             await anyio.aclose_forcefully(stream)

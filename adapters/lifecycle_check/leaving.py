@@ -26,7 +26,7 @@ class Phase:
     works: bool = True
 
 
-async def _nothing(target: Target, stream: ByteStream) -> bool:
+async def _nothing(_target: Target, _stream: ByteStream) -> bool:
     return True
 
 
@@ -160,7 +160,7 @@ async def leave(target: Target, phase: Phase) -> Finding:
     await target.settle()
     seen = "; ".join(text for text, _ in signals) or "no sign of work"
     if not signals:
-        because = "Also with clients that stay, no work can be seen at this time."
+        because = "With clients that stay, no work is seen either; try more --tokens."
         return Finding(phase.id, phase.sent, seen, "not observable", because)
     if any(works for _, works in signals):
         because = f"The server works on {GRACE:g} s after all clients left."

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections import Counter
+from email.utils import parsedate
 
 import anyio
 
@@ -45,6 +46,9 @@ async def burst(target: Target) -> list[Finding]:
     wrong = [r for r in responses if r.status not in (200, 429, 503)]
     if wrong:
         because = "An overload is answered by 429 or 503, and by nothing else."
+        if not any(r.status for r in wrong):
+            limit = 4 * target.settings.seconds
+            because = f"Some requests were neither served nor refused in {limit:g} s."
         findings = [Finding("overload.status", sent, seen, "fail", because)]
     else:
         because = "Each request was served, or refused as overload."
@@ -59,7 +63,7 @@ async def burst(target: Target) -> list[Finding]:
 
 def _judged(refusals: list[Response], sent: str) -> list[Finding]:
     count = len(refusals)
-    waits = sum(r.headers.get("retry-after", "").isdigit() for r in refusals)
+    waits = sum(_says_when(r.headers.get("retry-after", "")) for r in refusals)
     shaped = sum(_is_error(r) for r in refusals)
     slowest = max(r.seconds for r in refusals)
     return [
@@ -93,12 +97,13 @@ def _judged(refusals: list[Response], sent: str) -> list[Finding]:
     ]
 
 
+def _says_when(value: str) -> bool:
+    return value.isdigit() or parsedate(value) is not None
+
+
 def _is_error(response: Response) -> bool:
-    body = response.body
-    if "chunked" in response.headers.get("transfer-encoding", ""):
-        body = body.partition(b"\r\n")[2].rpartition(b"\r\n0\r\n")[0]
     try:
-        data = json.loads(body)
+        data = json.loads(response.content)
         return isinstance(data["error"]["message"], str)
     except (ValueError, KeyError, TypeError):
         return False
@@ -117,7 +122,10 @@ async def slow_bodies(target: Target) -> Finding:
     )
 
     async def client() -> None:
-        stream = await target.address.connect()
+        try:
+            stream = await target.address.connect()
+        except OSError:
+            return  # refused, too
         try:
             await stream.send(head + b" " * 0x10000)
             while True:
@@ -158,6 +166,7 @@ async def picture_memory(target: Target) -> Finding:
         return Finding(name, sent, "unknown", "not observable", because)
     process = target.process
     request = target.request(tokens=4, stream=False, images=(picture(1024),))
+    await _burst(target, request, 1)  # loads what decodes pictures
     process.peak = 0
     levels = [process.memory()]
     statuses: set[int] = set()

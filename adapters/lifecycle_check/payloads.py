@@ -12,6 +12,8 @@ from typing import Literal
 
 Api = Literal["chat", "messages"]
 PATHS: dict[str, str] = {"chat": "/v1/chat/completions", "messages": "/v1/messages"}
+# What a response of each API has at its top.
+FIELDS: dict[str, str] = {"chat": "choices", "messages": "content"}
 
 
 def generation(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import suppress
 
 import anyio
 
@@ -21,11 +21,16 @@ class ServerProcess:
     """A process and its descendants, as the operating system counts them.
 
     Raises:
-        psutil.NoSuchProcess: there is no process *pid*.
+        ProcessLookupError: there is no process *pid*.
     """
 
     def __init__(self, pid: int) -> None:
-        self._root = psutil.Process(pid)
+        try:
+            self._root = psutil.Process(pid)
+        except psutil.NoSuchProcess:
+            raise ProcessLookupError(
+                f"--pid {pid}: no such process; give the server's own"
+            ) from None
         self.peak = 0
         self._seen: dict[int, float] = {}
 
@@ -37,7 +42,7 @@ class ServerProcess:
         """CPU seconds used so far; those of a process that ended are kept."""
         try:
             for process in self._tree():
-                with _may_end():
+                with suppress(psutil.NoSuchProcess):
                     times = process.cpu_times()
                     self._seen[process.pid] = times.user + times.system
         except psutil.NoSuchProcess:
@@ -49,7 +54,7 @@ class ServerProcess:
         total = 0
         try:
             for process in self._tree():
-                with _may_end():
+                with suppress(psutil.NoSuchProcess):
                     total += _memory_of(process)
         except psutil.NoSuchProcess:
             pass
@@ -75,11 +80,3 @@ def _memory_of(process: psutil.Process) -> int:
     except psutil.AccessDenied:
         return int(process.memory_info().rss)
     return int(getattr(full, "pss", full.rss))
-
-
-@contextmanager
-def _may_end() -> Iterator[None]:
-    try:
-        yield
-    except psutil.NoSuchProcess:
-        pass

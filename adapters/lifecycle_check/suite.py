@@ -42,7 +42,7 @@ async def run(
     target: Target,
     *,
     only: tuple[str, ...] = (),
-    progress: Callable[[str], None] = lambda name: None,
+    progress: Callable[[str], None],
 ) -> tuple[Finding, ...]:
     """Run the checks one after the other.
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import time
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -9,7 +10,7 @@ from typing import TYPE_CHECKING
 import anyio
 
 from lifecycle_check.client import Address, Response, ask
-from lifecycle_check.payloads import PATHS, generation
+from lifecycle_check.payloads import FIELDS, PATHS, generation
 
 if TYPE_CHECKING:
     from lifecycle_check.process import ServerProcess
@@ -18,11 +19,15 @@ if TYPE_CHECKING:
 GAUGES = (
     "vllm:num_requests_running",
     "sglang:num_running_reqs",
-    "lifecycle_engine_running",
+    "lifecycle_engine_backend_running",
     "llamacpp:requests_processing",
     "tgi_batch_current_size",
 )
 GRACE = 2.0
+
+
+class CannotCheck(Exception):
+    """The server serves no honest request, so that nothing can be compared with it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -69,7 +74,8 @@ class Target:
     """A server under test.
 
     Raises:
-        psutil.NoSuchProcess: there is no process *pid*.
+        ProcessLookupError: there is no process *pid*.
+        ModuleNotFoundError: *pid* is given, and psutil is missing.
     """
 
     def __init__(
@@ -134,16 +140,54 @@ class Target:
         latency = self.settings.seconds if failed else response.seconds
         return Load(latency, cpu, running)
 
-    async def measure_idle(self) -> Response:
-        """Measure the idle server, and return its response to an honest request.
+    async def measure_idle(self) -> None:
+        """Measure the idle server, which serves an honest request.
+
+        Raises:
+            CannotCheck: it does not.
 
         Cancellation: the measurement ends.
         """
+        try:
+            with anyio.fail_after(self.settings.seconds):
+                await anyio.aclose_forcefully(await self.address.connect())
+        except OSError:  # of which TimeoutError is one
+            raise CannotCheck(
+                f"no server accepts connections at {self.address.host} port "
+                f"{self.address.port}; start it, or correct the URL"
+            ) from None
         await self.honest()
-        response = await self.honest()
-        if response.status == 200:
-            self.idle = await self.load()
-        return response
+        problem = self._problem(await self.honest())
+        if problem:
+            raise CannotCheck(problem)
+        self.idle = await self.load()
+
+    def _problem(self, response: Response) -> str:
+        status, path = response.described, self.path
+        if response.status in (401, 403):
+            return f"the server answers {status}; give a key with --api-key"
+        if response.status in (404, 405):
+            return (
+                f"the server answers {status} at {path}: it has no such API, or no "
+                f"model {self.settings.model!r}; correct the URL, --api or --model"
+            )
+        if not response.status:
+            seconds = self.settings.seconds
+            return f"no response at {path} in {seconds:g} s; wait longer with --seconds"
+        if response.status != 200:
+            model = self.settings.model
+            return (
+                f"the server answers {status} to an honest request for the model "
+                f"{model!r}; correct --model or --api"
+            )
+        field = FIELDS[self.settings.api]
+        try:
+            found = field in json.loads(response.content)
+        except (ValueError, TypeError):
+            found = False
+        if found:
+            return ""
+        return f"the response at {path} has no {field!r}: this is no such API"
 
     async def settle(self) -> bool:
         """Wait until the server is idle again; False when it stays busy.
@@ -168,7 +212,7 @@ class Target:
 
 def _process(pid: int) -> ServerProcess:
     # psutil is needed for this alone.
-    from lifecycle_check.process import ServerProcess  # noqa: PLC0415
+    from lifecycle_check.process import ServerProcess
 
     return ServerProcess(pid)
 

@@ -13,8 +13,6 @@ except ModuleNotFoundError as error:
         name=error.name,
     ) from None
 
-from lifecycle_check.cli import check, check_compare
-
 app = typer.Typer(
     name="lifecycle",
     add_completion=False,
@@ -22,10 +20,6 @@ app = typer.Typer(
     pretty_exceptions_show_locals=False,
     help="Tools for the lifecycle of requests, in front of servers of any kind.",
 )
-
-
-app.command("check")(check)
-app.command("check-compare")(check_compare)
 
 
 def _show_version(value: bool) -> None:  # noqa: FBT001 - typer passes it so
@@ -76,6 +70,22 @@ def proxy(ctx: typer.Context) -> None:
     from lifecycle_proxy.command import run
 
     run(ctx.args)
+
+
+@app.command("check", context_settings=_PASS_ON, add_help_option=False)
+def check(ctx: typer.Context) -> None:
+    """Leave, attack and overload a server, and report in a table what it does."""
+    from lifecycle_check.command import run
+
+    run(ctx.args)
+
+
+@app.command("check-compare", context_settings=_PASS_ON, add_help_option=False)
+def check_compare(ctx: typer.Context) -> None:
+    """Print several reports of `lifecycle check` as one Markdown table."""
+    from lifecycle_check.command import run_compare
+
+    run_compare(ctx.args)
 
 
 def main() -> None:

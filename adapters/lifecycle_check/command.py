@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
-import datetime
+import datetime as dt
 import ipaddress
+from collections.abc import Callable, Sequence
 from importlib.metadata import version
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Literal
+from typing import Annotated, Literal
 
+import anyio
 import typer
+from rich.console import Console
+from rich.table import Table
 
-if TYPE_CHECKING:
-    from lifecycle_check.report import Report
-    from lifecycle_check.target import Target
+from lifecycle_check.client import Address
+from lifecycle_check.report import Report, compare, markdown
+from lifecycle_check.suite import checks, run as run_checks
+from lifecycle_check.target import CannotCheck, Settings, Target
 
 
 def check(
@@ -41,11 +46,6 @@ def check(
 
     Exit status: 0 no check failed, 1 a check failed, 2 the checks could not run.
     """
-    import anyio  # noqa: PLC0415 - subcommands load what they need when they run
-
-    from lifecycle_check.client import Address  # noqa: PLC0415
-    from lifecycle_check.target import Settings, Target  # noqa: PLC0415
-
     headers = [_header(text) for text in header or ()]
     if api_key:
         headers.append(("Authorization", f"Bearer {api_key}"))
@@ -70,23 +70,23 @@ def check(
     )
     try:
         target = Target(address, settings, pid=pid)
-    except Exception as error:  # noqa: BLE001 - psutil is imported only where it is used
-        raise typer.BadParameter(f"--pid {pid}: {error}") from None
-    report = anyio.run(_run, target, tuple(only or ()), label or url)
+    except (ImportError, ProcessLookupError) as error:
+        raise typer.BadParameter(str(error)) from None
+    try:
+        report = anyio.run(_run, target, tuple(only or ()), label or url)
+    except CannotCheck as error:
+        typer.echo(f"{url}: {error}", err=True)
+        raise typer.Exit(2) from None
     _show(report)
     if json_file:
         json_file.write_text(report.to_json())
     if markdown_file:
-        from lifecycle_check.report import markdown  # noqa: PLC0415
-
         markdown_file.write_text(markdown(report))
     raise typer.Exit(1 if report.failed else 0)
 
 
 def check_compare(files: list[Path]) -> None:
     """Print several JSON reports as one Markdown table."""
-    from lifecycle_check.report import Report, compare  # noqa: PLC0415
-
     try:
         typer.echo(compare([Report.read(path) for path in files]), nl=False)
     except (OSError, ValueError) as error:
@@ -111,29 +111,24 @@ def _header(text: str) -> tuple[str, str]:
 
 
 async def _run(target: Target, only: tuple[str, ...], label: str) -> Report:
-    from rich.console import Console  # noqa: PLC0415
-
-    from lifecycle_check.report import Report  # noqa: PLC0415
-    from lifecycle_check.suite import checks, run  # noqa: PLC0415
-
     settings = target.settings
     names = [name for name, _ in checks(image=settings.image, only=only)]
     if not names:
         raise typer.BadParameter("no check has a name that begins so")
-    console = Console(stderr=True)
-    console.print(
+    await target.measure_idle()
+    typer.echo(
         f"{len(names)} checks: at most {settings.concurrency} requests at once, "
-        f"{settings.tokens} tokens each, and one body of 192 MiB."
+        f"{settings.tokens} tokens each, and one body of 192 MiB.",
+        err=True,
     )
-    response = await target.measure_idle()
-    if response.status != 200:
-        console.print(f"An honest request got {response.described}: nothing to check.")
-        raise typer.Exit(2)
-    with console.status("") as status:
-        findings = await run(target, only=only, progress=status.update)
+
+    def show(name: str) -> None:
+        typer.echo(f"{names.index(name) + 1}/{len(names)} {name}", err=True)
+
+    findings = await run_checks(target, only=only, progress=show)
     return Report(
         server=label,
-        date=datetime.datetime.now(datetime.UTC).date().isoformat(),
+        date=dt.datetime.now(dt.UTC).date().isoformat(),
         version=version("anyio-lifecycle"),
         settings={
             "api": settings.api,
@@ -149,12 +144,25 @@ async def _run(target: Target, only: tuple[str, ...], label: str) -> Report:
 
 
 def _show(report: Report) -> None:
-    from rich.console import Console  # noqa: PLC0415
-    from rich.table import Table  # noqa: PLC0415
-
     table = Table("check", "seen", "verdict", "because", title=report.server)
     colours = {"pass": "green", "fail": "red", "not observable": "yellow"}
     for found in report.findings:
         verdict = f"[{colours[found.verdict]}]{found.verdict}[/]"
         table.add_row(found.id, found.seen, verdict, found.because)
     Console().print(table)
+
+
+def run(arguments: Sequence[str]) -> None:
+    """Run ``lifecycle check`` with *arguments*."""
+    _run_as(check, "check", arguments)
+
+
+def run_compare(arguments: Sequence[str]) -> None:
+    """Run ``lifecycle check-compare`` with *arguments*."""
+    _run_as(check_compare, "check-compare", arguments)
+
+
+def _run_as(function: Callable[..., None], name: str, arguments: Sequence[str]) -> None:
+    command = typer.Typer(add_completion=False, pretty_exceptions_show_locals=False)
+    command.command()(function)
+    command(list(arguments), prog_name=f"lifecycle {name}")

@@ -40,14 +40,14 @@ def _judged(name: str, sent: str, response: Response, rise: int | None) -> Findi
     seen = f"{response.described} in {response.seconds:.1f} s"
     if rise is not None:
         seen += f", memory +{rise / MIB:.0f} MiB"
+    if rise is not None and rise > MEMORY_LIMIT:
+        because = f"One small request took more than {MEMORY_LIMIT // MIB} MiB."
+        return Finding(name, sent, seen, "fail", because)
     if not response.status:
         because = "The server neither accepted nor refused the request."
         return Finding(name, sent, seen, "fail", because)
     if response.status >= 500 and response.status != 503:
         because = "A bad request is answered as a fault of the server."
-        return Finding(name, sent, seen, "fail", because)
-    if rise is not None and rise > MEMORY_LIMIT:
-        because = f"One small request took more than {MEMORY_LIMIT // MIB} MiB."
         return Finding(name, sent, seen, "fail", because)
     if response.status in (429, 503) or 400 <= response.status < 500:
         because = "The server refused it as a fault of the client."

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import datetime as dt
 import ipaddress
+import json
 from collections.abc import Callable, Sequence
 from importlib.metadata import version
 from pathlib import Path
@@ -32,6 +33,7 @@ def check(
     concurrency: Annotated[int, typer.Option(min=1, max=1024)] = 64,
     clients: Annotated[int, typer.Option(min=1, max=64)] = 4,
     tokens: Annotated[int, typer.Option(min=1, help="Of a long request.")] = 512,
+    body: Annotated[str, typer.Option(help="More fields, as JSON.")] = "{}",
     gauge: Annotated[str | None, typer.Option(help="Name on /metrics.")] = None,
     image: Annotated[bool, typer.Option(help="Send pictures.")] = True,
     only: Annotated[list[str] | None, typer.Option(help="Names begin so.")] = None,
@@ -66,6 +68,7 @@ def check(
         clients=clients,
         tokens=tokens,
         image=image,
+        more=_fields(body),
         gauge=gauge,
     )
     try:
@@ -110,6 +113,16 @@ def _header(text: str) -> tuple[str, str]:
     return name.strip(), value.strip()
 
 
+def _fields(text: str) -> dict[str, object]:
+    try:
+        fields = json.loads(text)
+    except ValueError:
+        fields = None
+    if not isinstance(fields, dict):
+        raise typer.BadParameter("--body takes a JSON object, as '{\"seed\": 1}'")
+    return fields
+
+
 async def _run(target: Target, only: tuple[str, ...], label: str) -> Report:
     settings = target.settings
     names = [name for name, _ in checks(image=settings.image, only=only)]
@@ -136,6 +149,7 @@ async def _run(target: Target, only: tuple[str, ...], label: str) -> Report:
             "concurrency": settings.concurrency,
             "clients": settings.clients,
             "tokens": settings.tokens,
+            "body": dict(settings.more),
             "pid": target.process is not None,
             "idle_latency": round(target.idle.latency, 3),
         },

@@ -8,6 +8,8 @@ import gzip
 import json
 import struct
 import zlib
+from collections.abc import Mapping
+from types import MappingProxyType
 from typing import Literal
 
 Api = Literal["chat", "messages"]
@@ -23,8 +25,9 @@ def generation(
     tokens: int,
     stream: bool,
     images: tuple[bytes, ...] = (),
+    more: Mapping[str, object] = MappingProxyType({}),
 ) -> bytes:
-    """Return the body of a request for *tokens* tokens about *images*."""
+    """Return the body of a request for *tokens* tokens, with *more* fields."""
     content: object = "Count to one thousand, one number a line."
     if images:
         content = [_image(image, api) for image in images]
@@ -35,6 +38,7 @@ def generation(
             "messages": [{"role": "user", "content": content}],
             "max_tokens": tokens,
             "stream": stream,
+            **more,
         }
     ).encode()
 

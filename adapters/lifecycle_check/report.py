@@ -85,6 +85,7 @@ def compare(reports: Sequence[Report]) -> str:
     lines = [
         _row("check", *(report.server for report in reports)),
         _row(*["---"] * (1 + len(reports))),
+        _row("measured on", *(report.date for report in reports)),
     ]
     for name in ids:
         cells = []

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import json
 import time
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 import anyio
@@ -42,6 +43,7 @@ class Settings:
         clients: clients that leave together.
         tokens: tokens of a request whose client leaves.
         image: whether to send pictures.
+        more: fields that each request has besides.
         gauge: the name on ``/metrics`` of the number of running requests.
     """
 
@@ -52,6 +54,7 @@ class Settings:
     clients: int = 4
     tokens: int = 512
     image: bool = True
+    more: Mapping[str, object] = field(default_factory=dict)
     gauge: str | None = None
 
 
@@ -101,6 +104,7 @@ class Target:
             tokens=tokens,
             stream=stream,
             images=images,
+            more=self.settings.more,
         )
         return self.address.post(self.path, body)
 
@@ -156,11 +160,16 @@ class Target:
                 f"no server accepts connections at {self.address.host} port "
                 f"{self.address.port}; start it, or correct the URL"
             ) from None
-        await self.honest()
+        with anyio.move_on_after(self.settings.seconds):
+            await self._started()
         problem = self._problem(await self.honest())
         if problem:
             raise CannotCheck(problem)
         self.idle = await self.load()
+
+    async def _started(self) -> None:
+        while (await self.honest()).status == 503:  # noqa: ASYNC110 - another process
+            await anyio.sleep(0.2)
 
     def _problem(self, response: Response) -> str:
         status, path = response.described, self.path
@@ -174,20 +183,22 @@ class Target:
         if not response.status:
             seconds = self.settings.seconds
             return f"no response at {path} in {seconds:g} s; wait longer with --seconds"
+        if response.status in (429, 503):
+            return f"the server answers {status}; it is starting or busy, so wait"
         if response.status != 200:
             model = self.settings.model
             return (
                 f"the server answers {status} to an honest request for the model "
                 f"{model!r}; correct --model or --api"
             )
-        field = FIELDS[self.settings.api]
+        needed = FIELDS[self.settings.api]
         try:
-            found = field in json.loads(response.content)
+            found = needed in json.loads(response.content)
         except (ValueError, TypeError):
             found = False
         if found:
             return ""
-        return f"the response at {path} has no {field!r}: this is no such API"
+        return f"the response at {path} has no {needed!r}: this is no such API"
 
     async def settle(self) -> bool:
         """Wait until the server is idle again; False when it stays busy.

@@ -16,11 +16,11 @@ class Chat(litserve.LitAPI):
     def setup(self, device: str) -> None:
         """Need nothing."""
 
-    def predict(self, prompt: Any, context: dict[str, Any]) -> Iterator[str]:
+    def predict(self, request: Any) -> Iterator[str]:
         """Decode the pictures of a conversation, and generate."""
-        messages = [m if isinstance(m, dict) else m.model_dump() for m in prompt]
+        messages = [message.model_dump() for message in request.messages]
         images = conformance.decode(messages)
-        for _ in range(context.get("max_tokens") or 4):
+        for _ in range(request.max_tokens or 4):
             time.sleep(conformance.PAUSE)
             yield conformance.token()
         images.clear()

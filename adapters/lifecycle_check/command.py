@@ -51,15 +51,7 @@ def check(
     headers = [_header(text) for text in header or ()]
     if api_key:
         headers.append(("Authorization", f"Bearer {api_key}"))
-    try:
-        address = Address.parse(url, tuple(headers))
-    except ValueError as error:
-        raise typer.BadParameter(str(error)) from None
-    if not is_local(address.host) and not i_may_test_this_server:
-        raise typer.BadParameter(
-            f"{address.host} is not this host; the checks load a server, so add "
-            "--i-may-test-this-server if you may do that"
-        )
+    address = _address(url, tuple(headers), anywhere=i_may_test_this_server)
     settings = Settings(
         model=model,
         api=api,
@@ -94,6 +86,21 @@ def check_compare(files: list[Path]) -> None:
         typer.echo(compare([Report.read(path) for path in files]), nl=False)
     except (OSError, ValueError) as error:
         raise typer.BadParameter(str(error)) from None
+
+
+def _address(
+    url: str, headers: tuple[tuple[str, str], ...], *, anywhere: bool
+) -> Address:
+    try:
+        address = Address.parse(url, headers)
+    except ValueError as error:
+        raise typer.BadParameter(str(error)) from None
+    if not is_local(address.host) and not anywhere:
+        raise typer.BadParameter(
+            f"{address.host} is not this host; the checks load a server, so add "
+            "--i-may-test-this-server if you may do that"
+        )
+    return address
 
 
 def is_local(host: str) -> bool:

@@ -115,7 +115,7 @@ def _signals(idle: Load, stayed: Load, left: Load) -> list[tuple[str, bool]]:
     found = []
     if stayed.cpu is not None and idle.cpu is not None and left.cpu is not None:
         rise = stayed.cpu - idle.cpu
-        if rise > 0.1:
+        if rise > 0.05 + idle.cpu:
             seen = f"CPU {left.cpu:.2f} s/s (stayed {stayed.cpu:.2f})"
             found.append((seen, left.cpu > idle.cpu + rise / 2))
     if stayed.running and left.running is not None:

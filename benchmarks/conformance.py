@@ -271,7 +271,7 @@ def check(name: str, python: str) -> None:
         if kind == "litellm":
             options += ["--api-key", environment["LITELLM_MASTER_KEY"]]
         options += ["--label", label + (", in Admission" if admission else "")]
-        options += ["--concurrency", "256", "--json", str(RESULTS / f"{name}.json")]
+        options += ["--json", str(RESULTS / f"{name}.json")]
         arguments = ["check", f"http://127.0.0.1:{port}", *options]
         code = "from lifecycle_cli import main; main()"
         checker = [sys.executable, "-c", code, *arguments]

@@ -37,7 +37,7 @@ async def generate(request: Request, tokens: int) -> None:
         while time.thread_time() < until:
             pass
         await asyncio.sleep(0.005)
-        if FAULT != "works-on" and await request.is_disconnected():
+        if FAULT != "careless" and await request.is_disconnected():
             return
 
 
@@ -47,7 +47,7 @@ def look_at(content: object) -> bool:
         if part["type"] == "image_url":
             data = base64.b64decode(part["image_url"]["url"].split(",")[1])
             image = Image.open(io.BytesIO(data))
-            if FAULT != "decodes" and image.width * image.height > MOST_PIXELS:
+            if FAULT != "careless" and image.width * image.height > MOST_PIXELS:
                 return False
             image.convert("RGB")
     return True

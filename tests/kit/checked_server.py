@@ -33,10 +33,10 @@ def error(status: int, **headers: str) -> Response:
 async def generate(request: Request, tokens: int) -> None:
     """Use CPU time for each token, until the client leaves; or whether it leaves or not."""
     for _ in range(tokens):
-        until = time.thread_time() + 0.002
+        until = time.thread_time() + 0.001
         while time.thread_time() < until:
             pass
-        await asyncio.sleep(0.005)
+        await asyncio.sleep(0.01)
         if FAULT != "careless" and await request.is_disconnected():
             return
 

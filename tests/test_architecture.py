@@ -82,7 +82,7 @@ MAY_USE = {
     "lifecycle_otel": {"lifecycle_asgi"},
     "lifecycle_proxy": {"lifecycle_asgi"},
     # Each subcommand is a package of its own.
-    "lifecycle_cli": {"lifecycle_proxy", "lifecycle_top"},
+    "lifecycle_cli": {"lifecycle_check", "lifecycle_proxy", "lifecycle_top"},
     "lifecycle_engine": {
         "lifecycle_asgi",
         "lifecycle_metrics",
@@ -114,6 +114,10 @@ LAYERS: dict[str, tuple[str, ...]] = {
         *("application", "server", "command"),
     ),
     "lifecycle_ray": ("placement", "replica", "router", "engine"),
+    "lifecycle_check": (
+        *("client", "payloads", "process", "report", "target", "leaving", "bombs"),
+        *("overload", "suite", "command"),
+    ),
     "lifecycle_engine": (
         *("_compat", "events", "errors", "multimodal", "processing", "core", "model"),
         *("sim", "worker", "api", "server", "config_values", "config", "factory"),

@@ -73,6 +73,7 @@ def test_imports_core_without_any_extra() -> None:
         ("lifecycle_otel", "opentelemetry", "otel"),
         ("lifecycle_metrics", "prometheus_client", "metrics"),
         ("lifecycle_proxy", "h11", "proxy"),
+        ("lifecycle_check", "rich", "check"),
         ("lifecycle_ray", "ray", "ray"),
         ("lifecycle_engine.cli", "typer", "engine"),
         ("lifecycle_engine.server.app", "starlette", "engine"),

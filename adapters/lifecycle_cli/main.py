@@ -41,7 +41,7 @@ def root(
         ),
     ] = False,
 ) -> None:
-    """Keep the subcommands apart, also while there is only one."""
+    """Keep the subcommands apart."""
 
 
 @app.command()
@@ -70,6 +70,22 @@ def proxy(ctx: typer.Context) -> None:
     from lifecycle_proxy.command import run
 
     run(ctx.args)
+
+
+@app.command("check", context_settings=_PASS_ON, add_help_option=False)
+def check(ctx: typer.Context) -> None:
+    """Leave, attack and overload a server, and report in a table what it does."""
+    from lifecycle_check.command import run
+
+    run(ctx.args)
+
+
+@app.command("check-compare", context_settings=_PASS_ON, add_help_option=False)
+def check_compare(ctx: typer.Context) -> None:
+    """Print several reports of `lifecycle check` as one Markdown table."""
+    from lifecycle_check.command import run_compare
+
+    run_compare(ctx.args)
 
 
 def main() -> None:

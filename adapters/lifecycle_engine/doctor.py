@@ -37,6 +37,7 @@ _EXTRAS = {
     "otel": ("opentelemetry-api",),
     "cli": ("typer", "rich"),
     "proxy": ("typer", "uvicorn", "h11", "httptools", "pillow"),
+    "check": ("typer", "rich", "psutil"),
     "top": ("typer", "httpx2", "textual"),
 }
 _FASTER = {"httptools": "parses requests faster", "uvloop": "is a faster event loop"}

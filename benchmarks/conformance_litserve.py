@@ -1,0 +1,35 @@
+"""What `conformance.py` serves with LitServe, whose workers import it by its name."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import conformance
+import litserve
+
+
+class Chat(litserve.LitAPI):
+    """Generates as many tokens as a request asks for, and four by default."""
+
+    def setup(self, device: str) -> None:
+        """Need nothing."""
+
+    def predict(self, request: Any) -> Iterator[str]:
+        """Decode the pictures of a conversation, and generate."""
+        messages = [message.model_dump() for message in request.messages]
+        images = conformance.decode(messages)
+        for _ in range(request.max_tokens or 4):
+            time.sleep(conformance.PAUSE)
+            yield conformance.token()
+        images.clear()
+
+
+def serve(port: int, middlewares: list[Any]) -> None:
+    """Serve until interrupted."""
+    api = Chat(spec=litserve.OpenAISpec())
+    server = litserve.LitServer(api, accelerator="cpu", middlewares=middlewares)
+    server.run(
+        host="127.0.0.1", port=port, log_level="warning", generate_client_file=False
+    )

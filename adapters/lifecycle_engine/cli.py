@@ -41,6 +41,7 @@ if TYPE_CHECKING:
 PANELS = {
     "model": "Model",
     "admission": "Admission control",
+    "access": "Access control",
     "http": "HTTP server",
     "engine": "Engine",
 }
@@ -207,6 +208,8 @@ def _run(app: Starlette, config: ServerConfig, hints: Callable[[str], str]) -> N
                 connections=http.max_connections,
             ),
             proxies=http.proxies,
+            certificate=http.ssl_certfile,
+            key=http.ssl_keyfile,
             announce=announce,
         )
 

@@ -13,6 +13,7 @@ import sys
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
+from pathlib import Path
 from types import FrameType
 
 import anyio
@@ -231,6 +232,8 @@ def run(
     limits: ConnectionLimits | None = None,
     announce: Callable[[str], None] = print,
     proxies: Sequence[str] = (),
+    certificate: Path | None = None,
+    key: Path | None = None,
 ) -> None:
     """Serve *app* until SIGTERM or SIGINT; must be called on the main thread.
 
@@ -248,6 +251,8 @@ def run(
         announce: Called once with the server's address, when it is ready.
         proxies: Addresses and networks whose ``X-Forwarded-For`` is trusted. By
             default none is, not even the loopback address.
+        certificate: PEM file of a certificate and its chain; serves HTTPS.
+        key: PEM file of its key. Default: in *certificate*.
 
     Raises:
         OSError: The address cannot be listened on.
@@ -258,11 +263,12 @@ def run(
     configure_malloc()
     reuse_image_memory(int(app.state.service.threads.total_tokens))
     config = _uvicorn_config(app, limits or ConnectionLimits(), proxies)
+    config.ssl_certfile, config.ssl_keyfile = certificate, key
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     with socket.create_server(
         (host, port), family=family, backlog=_BACKLOG
     ) as listener:
-        address = _address(host, listener.getsockname()[1])
+        address = _address(host, listener.getsockname()[1], tls=config.is_ssl)
         server = DrainingServer(
             config,
             app.state.service,
@@ -319,5 +325,6 @@ def _within_descriptor_limit(limits: ConnectionLimits) -> ConnectionLimits:
     return replace(limits, connections=max(wanted - _RESERVED, 1))
 
 
-def _address(host: str, port: int) -> str:
-    return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
+def _address(host: str, port: int, *, tls: bool) -> str:
+    scheme = "https" if tls else "http"
+    return f"{scheme}://[{host}]:{port}" if ":" in host else f"{scheme}://{host}:{port}"

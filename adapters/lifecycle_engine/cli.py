@@ -206,6 +206,7 @@ def _run(app: Starlette, config: ServerConfig, hints: Callable[[str], str]) -> N
                 head=http.header_timeout,
                 reader=http.send_timeout,
                 connections=http.max_connections,
+                half_closed=http.half_closed,
             ),
             proxies=http.proxies,
             certificate=http.ssl_certfile,

@@ -292,6 +292,12 @@ class HttpConfig(_Section):
         Seconds(),
         "Time limit for a request body while other requests wait for memory.",
     )
+    half_closed: bool = _setting(
+        False,
+        Flag(),
+        "Answer clients that have finished sending. By default they count as gone, as "
+        "nearly all of them are.",
+    )
     send_timeout: float = _setting(
         30.0,
         Timeout(),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import signal
 import ssl
 from pathlib import Path
@@ -9,8 +10,8 @@ from pathlib import Path
 import httpx
 import pytest
 from certificates import certificate
-from http_kit import user
-from serve_kit import served
+from http_kit import ENV, user
+from serve_kit import CLI, served
 from typer.testing import CliRunner
 
 from lifecycle_engine import ConfigError, ServerConfig, load_config, make_app
@@ -70,3 +71,23 @@ def test_refuses_to_start_without_what_it_should_ask_for(tmp_path: Path) -> None
     for wrong in (empty, tmp_path / "none"):
         with pytest.raises(ConfigError, match="cannot be served"):
             make_app(config_of(http_ssl_certfile=str(wrong)))
+
+
+@pytest.mark.asyncio
+async def test_says_that_descriptors_are_few() -> None:
+    """A limit that leaves few connections is named at the start, with the remedy."""
+    limited = 'ulimit -n 300; exec "$@"'
+    argv = [*CLI, "serve", "--runner", "sim", "--port", "0"]
+    pipe = asyncio.subprocess.PIPE
+    process = await asyncio.create_subprocess_exec(
+        "sh", "-c", limited, "sh", *argv, stdout=pipe, stderr=pipe, env=ENV
+    )
+    try:
+        async with asyncio.timeout(120):
+            assert process.stderr is not None
+            said = (await process.stderr.readline()).decode()
+        assert "limited to 300, which leaves 44 for connections" in said
+        assert "ulimit -n" in said
+    finally:
+        process.terminate()
+        await process.communicate()

@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import ctypes
 import gc
+import logging
 import resource
 import signal
 import socket
@@ -41,6 +42,8 @@ _END_SECONDS = 0.3
 _FLUSH_SECONDS = 0.3
 # Descriptors that are not for clients: for the engine, files and libraries.
 _RESERVED = 256
+# Fewer than this are worth a warning.
+_FEW_CONNECTIONS = 256
 # Options of glibc's mallopt.
 _M_TRIM_THRESHOLD = -1
 _M_MMAP_THRESHOLD = -3
@@ -322,7 +325,16 @@ def _within_descriptor_limit(limits: ConnectionLimits) -> ConnectionLimits:
             resource.setrlimit(resource.RLIMIT_NOFILE, (most, hard))
             soft = most
         wanted = min(wanted, soft)
-    return replace(limits, connections=max(wanted - _RESERVED, 1))
+    served = max(wanted - _RESERVED, 1)
+    if served < min(limits.connections, _FEW_CONNECTIONS):
+        logging.getLogger("lifecycle").warning(
+            "open files are limited to %d, which leaves %d for connections; raise the "
+            "limit (ulimit -n) to %d or more",
+            soft,
+            served,
+            limits.connections + _RESERVED,
+        )
+    return replace(limits, connections=served)
 
 
 def _address(host: str, port: int, *, tls: bool) -> str:

@@ -166,7 +166,8 @@ class Connection(HttpToolsProtocol):
                 cycle.message_event.set()
         super().connection_lost(exc)
 
-    def eof_received(self) -> bool:
+    # uvicorn's annotation is narrower than that of asyncio.
+    def eof_received(self) -> bool:  # type: ignore[override]
         """Called when the client has finished sending; returns whether it may read."""
         cycle: Any = self.cycle
         answering = self._busy and not self._in_body and not self.pipeline

@@ -23,6 +23,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from lifecycle_engine.api.request_body import RequestParser
     from lifecycle_engine.config import (
+        AccessConfig,
         AdmissionConfig,
         ConfigError,
         EngineConfig,
@@ -69,6 +70,7 @@ if TYPE_CHECKING:
         in_arena,
         payload_capacity,
     )
+    from lifecycle_engine.server.access import AccessRules
     from lifecycle_engine.server.app import AppSettings, create_app
     from lifecycle_engine.server.remote_images import (
         FetchLimits,
@@ -80,6 +82,8 @@ if TYPE_CHECKING:
     from lifecycle_engine.sim import SimCost, SimProcessor, SimRunner
 
 __all__ = (
+    "AccessConfig",
+    "AccessRules",
     "AdmissionConfig",
     "ApiError",
     "AppSettings",
@@ -139,6 +143,7 @@ __all__ = (
 _MODULES = {
     "api.request_body": ("RequestParser",),
     "config": (
+        "AccessConfig",
         "AdmissionConfig",
         "ConfigError",
         "EngineConfig",
@@ -182,6 +187,7 @@ _MODULES = {
         "payload_capacity",
     ),
     "server.service": ("Deadlines", "Engine", "Service"),
+    "server.access": ("AccessRules",),
     "server.app": ("AppSettings", "create_app"),
     "server.remote_images": ("FetchLimits", "HttpsGet", "RemoteImages"),
     "server.uvicorn_protocol": ("ConnectionLimits", "http_protocol"),

@@ -41,6 +41,7 @@ if TYPE_CHECKING:
 PANELS = {
     "model": "Model",
     "admission": "Admission control",
+    "access": "Access control",
     "http": "HTTP server",
     "engine": "Engine",
 }
@@ -205,8 +206,11 @@ def _run(app: Starlette, config: ServerConfig, hints: Callable[[str], str]) -> N
                 head=http.header_timeout,
                 reader=http.send_timeout,
                 connections=http.max_connections,
+                half_closed=http.half_closed,
             ),
             proxies=http.proxies,
+            certificate=http.ssl_certfile,
+            key=http.ssl_keyfile,
             announce=announce,
         )
 

@@ -1,4 +1,4 @@
-"""The configuration of ``lifecycle-engine serve``: one `ServerConfig`, four sections.
+"""The configuration of ``lifecycle-engine serve``: one `ServerConfig`, five sections.
 
 Each field of a section is one key of the TOML file, one option of the command and one
 environment variable, which has the name of the option: ``max_waiting`` of
@@ -26,6 +26,7 @@ from .config_values import (
     Network,
     Number,
     Seconds,
+    Secret,
     Size,
     Text,
     Timeout,
@@ -122,7 +123,9 @@ def _upper(option: str) -> str:
 def _setting(default: Any, kind: Kind, help_: str, option: str | None = None) -> Any:
     """Declare a field; *option* is its option, where that has another name."""
     metadata = {"kind": kind, "help": help_, "option": option}
-    return dataclasses.field(default=default, metadata=metadata)
+    item = kind.item if isinstance(kind, Many) else kind
+    shown = not isinstance(item, Secret)
+    return dataclasses.field(default=default, metadata=metadata, repr=shown)
 
 
 class _Section:
@@ -215,12 +218,60 @@ class AdmissionConfig(_Section):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class AccessConfig(_Section):
+    """Access control: API keys, the operator's key, and web pages of other sites."""
+
+    api_keys: tuple[str, ...] = _setting(
+        (),
+        Many(Secret()),
+        "Key that a client must send; may be repeated. The environment, or "
+        "--api-key-file, keeps it out of the list of processes.",
+        "--api-key",
+    )
+    api_key_file: Path | None = _setting(  # noqa: RUF009 - makes a field
+        None, FilePath(), "File of API keys, one per line; - is standard input."
+    )
+    admin_keys: tuple[str, ...] = _setting(
+        (),
+        Many(Secret()),
+        "Key for /_lifecycle; may be repeated. Without one, it is open to the server's "
+        "own machine if there are no API keys, and closed otherwise.",
+        "--admin-key",
+    )
+    metrics: Literal["open", "admin"] = _setting(
+        "open",
+        Choice(("open", "admin")),
+        "Whether /metrics is open, or as /_lifecycle.",
+    )
+    allowed_hosts: tuple[str, ...] = _setting(
+        (),
+        Many(Text()),
+        "Name of the server that a request to a loopback address may have in Host, "
+        "besides addresses and names without a dot; may be repeated, * is any.",
+        "--allowed-host",
+    )
+    allowed_origins: tuple[str, ...] = _setting(
+        (),
+        Many(Text()),
+        "Origin of web pages that may send requests (CORS), as https://chat.example; "
+        "may be repeated, * is any.",
+        "--allowed-origin",
+    )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class HttpConfig(_Section):
     """The HTTP server: connections, request bodies, shutdown and logs."""
 
     host: str = _setting("127.0.0.1", Text(), "Address to listen on.")
     port: int = _setting(
         8000, Whole(0, 65535), "Port to listen on; 0 takes a free one."
+    )
+    ssl_certfile: Path | None = _setting(  # noqa: RUF009 - makes a field
+        None, FilePath(), "PEM file of the certificate, and its chain; serves HTTPS."
+    )
+    ssl_keyfile: Path | None = _setting(  # noqa: RUF009 - makes a field
+        None, FilePath(), "PEM file of the key. Default: in --ssl-certfile."
     )
     proxies: tuple[str, ...] = _setting(
         (),
@@ -240,6 +291,12 @@ class HttpConfig(_Section):
         30.0,
         Seconds(),
         "Time limit for a request body while other requests wait for memory.",
+    )
+    half_closed: bool = _setting(
+        False,
+        Flag(),
+        "Answer clients that have finished sending. By default they count as gone, as "
+        "nearly all of them are.",
     )
     send_timeout: float = _setting(
         30.0,
@@ -360,6 +417,7 @@ class ServerConfig:
     Attributes:
         model: The model, and how it generates.
         admission: Concurrent requests, their memory, and the queues.
+        access: API keys, the operator's key, and web pages of other sites.
         http: Connections, request bodies, shutdown and logs.
         engine: Where the engine runs, its batches, memory and timeouts.
         sources: The option, environment variable or key of a file that each value came
@@ -368,6 +426,7 @@ class ServerConfig:
 
     model: ModelConfig = dataclasses.field(default_factory=ModelConfig)
     admission: AdmissionConfig = dataclasses.field(default_factory=AdmissionConfig)
+    access: AccessConfig = dataclasses.field(default_factory=AccessConfig)
     http: HttpConfig = dataclasses.field(default_factory=HttpConfig)
     engine: EngineConfig = dataclasses.field(default_factory=EngineConfig)
     sources: Mapping[str, str] = dataclasses.field(
@@ -395,6 +454,7 @@ class ServerConfig:
 SECTIONS: dict[str, type[_Section]] = {
     "model": ModelConfig,
     "admission": AdmissionConfig,
+    "access": AccessConfig,
     "http": HttpConfig,
     "engine": EngineConfig,
 }
@@ -460,6 +520,7 @@ def load_config(
         return ServerConfig(
             model=ModelConfig(**values["model"]),
             admission=AdmissionConfig(**values["admission"]),
+            access=AccessConfig(**values["access"]),
             http=HttpConfig(**values["http"]),
             engine=EngineConfig(**values["engine"]),
             sources=origins,

@@ -169,6 +169,25 @@ class Text:
 
 
 @dataclass(frozen=True, slots=True)
+class Secret:
+    """A key: neither an error nor ``--print-config`` shows it."""
+
+    metavar: str = "KEY"
+
+    def parse(self, value: Any) -> str:
+        """Return the key."""
+        # What a header can carry, and no spaces: they would part it from its scheme.
+        if not isinstance(value, str) or not re.fullmatch(r"[!-~]+", value):
+            raise ValueError("a key has 1 or more printable ASCII characters, no space")
+        return value
+
+    def show(self, value: str) -> str:
+        """Return nothing."""
+        del value
+        return ""
+
+
+@dataclass(frozen=True, slots=True)
 class Function:
     """The name of a function in a module; imported when the server is made."""
 
@@ -288,7 +307,8 @@ class Many:
 
     def show(self, value: Sequence[Any]) -> str:
         """Return the items in brackets."""
-        return f"[{', '.join(self.item.show(each) for each in value)}]"
+        shown = [self.item.show(each) for each in value]
+        return f"[{', '.join(shown)}]" if all(shown) else ""
 
 
 def _not(value: Any, what: str) -> ValueError:

@@ -6,6 +6,7 @@ import errno
 import importlib
 import inspect
 import os
+import ssl
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -59,6 +60,8 @@ def _make_app(config: ServerConfig) -> Starlette:
     from lifecycle_zmq import ZmqEngine
 
     folder = checkpoint_of(config.model)
+    _check_certificate(config)
+    settings = _app_settings(config, folder)
     engine, arena_bytes = make_engine(config, folder), 0
     empty = None
     if isinstance(engine, ZmqEngine) and config.engine.arena_bytes:
@@ -85,7 +88,7 @@ def _make_app(config: ServerConfig) -> Starlette:
         log=combine_observers(
             request_logger(config.http.log), tracing_observer(model_name(config.model))
         ),
-        settings=_app_settings(config, folder),
+        settings=settings,
     )
 
 
@@ -222,11 +225,12 @@ def _served(folder: Path | None) -> Iterator[None]:
 
 
 def _app_settings(config: ServerConfig, folder: Path | None) -> AppSettings:
+    from lifecycle_engine.server.access import AccessRules
     from lifecycle_engine.server.app import AppSettings
     from lifecycle_engine.server.remote_images import FetchLimits, HttpsGet
     from lifecycle_engine.server.service import Deadlines
 
-    engine = config.engine
+    engine, api_keys = config.engine, _api_keys(config)
     return AppSettings(
         model=model_name(config.model),
         body_bytes=config.http.body_bytes,
@@ -240,7 +244,14 @@ def _app_settings(config: ServerConfig, folder: Path | None) -> AppSettings:
         ),
         threads=config.http.threads,
         per_client=config.admission.per_client or None,
-        client=_clients(config.admission.client_keys),
+        client=_clients(config, api_keys),
+        access=AccessRules(
+            api_keys=api_keys,
+            admin_keys=config.access.admin_keys,
+            metrics_open=config.access.metrics == "open",
+            hosts=config.access.allowed_hosts,
+            origins=config.access.allowed_origins,
+        ),
         fetch=HttpsGet(FetchLimits()) if config.http.remote_images else None,
     )
 
@@ -254,20 +265,61 @@ def _defaults_of(folder: Path | None, config: ModelConfig) -> ChatDefaults:
         return defaults_of(folder)
 
 
-def _clients(keys: Path | None) -> Callable[[Any], bytes]:
+def _api_keys(config: ServerConfig) -> tuple[str, ...]:
+    file, keys = config.access.api_key_file, config.access.api_keys
+    if file is None:
+        return keys
+    read = _read_keys(file, "access.api_key_file")
+    if not read:
+        raise ConfigError(
+            "access.api_key_file",
+            f"{file} holds no key, and every request would pass; write one per line",
+        )
+    return (*keys, *read)
+
+
+def _clients(config: ServerConfig, api_keys: Sequence[str]) -> Callable[[Any], bytes]:
     from lifecycle_asgi import ClientIdentity, client_address
 
-    if keys is None:
+    file, keys = config.admission.client_keys, list(api_keys)
+    if file is not None:
+        keys += _read_keys(file, "admission.client_keys")
+    elif not keys:
         return client_address
+    return ClientIdentity(keys)
+
+
+def _read_keys(file: Path, source: str) -> list[str]:
     try:
-        text = _read_standard_input() if str(keys) == "-" else keys.read_text("utf-8")
+        text = _read_standard_input() if str(file) == "-" else file.read_text("utf-8")
     except (OSError, ValueError) as error:
         why = getattr(error, "strerror", None) or type(error).__name__
         raise ConfigError(
-            "admission.client_keys",
-            f"{keys} cannot be read: {why}; name a text file, or - for standard input",
+            source,
+            f"{file} cannot be read: {why}; name a text file, or - for standard input",
         ) from None
-    return ClientIdentity(text.split())
+    return text.split()
+
+
+def _check_certificate(config: ServerConfig) -> None:
+    """Read the certificate before anything starts."""
+    certificate, key = config.http.ssl_certfile, config.http.ssl_keyfile
+    if certificate is None:
+        if key is not None:
+            what = f"{key} is the key of no certificate; give --ssl-certfile as well"
+            raise ConfigError("http.ssl_keyfile", what)
+        return
+    try:
+        # An empty password: asked for one, OpenSSL would wait for a terminal.
+        context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+        context.load_cert_chain(certificate, key, password="")
+    except (OSError, ValueError) as error:  # of ssl, too
+        why = getattr(error, "reason", None) or getattr(error, "strerror", None)
+        raise ConfigError(
+            "http.ssl_certfile",
+            f"{certificate} cannot be served: {why or error}; name PEM files of a "
+            f"certificate and its key, without a password",
+        ) from None
 
 
 def _read_standard_input() -> str:

@@ -290,15 +290,16 @@ async def test_ignores_offers_of_another_protocol(cuts: tuple[int, ...]) -> None
 
 async def test_ignores_offers_in_a_row() -> None:
     """Requests with an offer may stand one behind another, chunked or without body."""
-    chunked = b"POST /c HTTP/1.1\r\ntransfer-encoding: chunked\r\n" + OFFER
+    chunked = b"POST /c HTTP/1.1\r\nhost: x\r\ntransfer-encoding: chunked\r\n" + OFFER
     chunked += b"\r\n5\r\nhello\r\n0\r\n\r\n"
-    get = b"GET /g HTTP/1.1\r\nconnection: keep-alive, upgrade\r\nupgrade: websocket\r\n\r\n"
+    get = b"GET /g HTTP/1.1\r\nhost: x\r\nconnection: keep-alive, upgrade\r\n"
+    get += b"upgrade: websocket\r\n\r\n"
     async with echoing() as port, peer(port) as client:
         await client.say((HELLO % OFFER) + get + chunked + (HELLO % b""))
         seen = [(await client.answer())[1] for _ in range(4)]
     assert [each[1] for each in seen] == ["/here", "/g", "/c", "/here"]
     assert [each[3] for each in seen] == ["hello", "", "hello", "hello"]
-    assert seen[1][2] == ["connection"]
+    assert seen[1][2] == ["connection", "host"]
 
 
 async def test_refuses_connect() -> None:

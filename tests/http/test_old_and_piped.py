@@ -89,7 +89,7 @@ async def test_keeps_one_body_behind_the_one_that_is_read() -> None:
         reader, writer = await asyncio.open_connection("127.0.0.1", port)
         for _ in range(9):
             writer.write(whole)
-        writer.write(whole.replace(b"host: x", b"connection: close"))
+        writer.write(whole.replace(b"host: x", b"host: x\r\nconnection: close"))
         await begun.wait()
         await asyncio.sleep(0.3)
         # Those of other tests, if any are left, have nothing in their pipelines.

@@ -216,6 +216,16 @@ async def test_needs_every_address_to_be_public(site: Site) -> None:
 
 
 INSIDE_ADDRESSES = [
+    "192.0.0.9",
+    "192.0.0.192",
+    "192.88.99.1",
+    "168.63.129.16",
+    "3fff::1",
+    "3fff:fff::1",
+    "5f00::1",
+    "2001:1::1",
+    "no address",
+    "",
     "0.0.0.0",
     "10.1.2.3",
     "100.64.0.1",
@@ -262,7 +272,15 @@ async def test_knows_addresses_of_ones_own(address: str) -> None:
 
 @pytest.mark.parametrize(
     "address",
-    [PUBLIC, "8.8.8.8", "2606:4700::1111", "::ffff:8.8.8.8", "64:ff9b::808:808"],
+    [
+        PUBLIC,
+        "8.8.8.8",
+        "168.63.129.17",
+        "2620:fe::fe",
+        "2606:4700::1111",
+        "::ffff:8.8.8.8",
+        "64:ff9b::808:808",
+    ],
 )
 async def test_accepts_public_addresses(address: str) -> None:
     """All others."""

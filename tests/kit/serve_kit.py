@@ -50,7 +50,7 @@ async def served(
     try:
         async with asyncio.timeout(600):
             line = (await process.stdout.readline()).decode()
-        assert "ready at http://" in line, (await process.stderr.read()).decode()
+        assert "ready at http" in line, (await process.stderr.read()).decode()
         children = family.children(recursive=True)
         assert children, "there is no engine process"
         yield Served(process, line.split()[-1])

@@ -100,6 +100,7 @@ def test_reads_every_setting_from_every_source(setting: Any, tmp_path: Path) -> 
         "[model|openai]": ["openai", "model"],
         "[process|ray]": ["ray", "process"],
     }
+    texts |= {"[open|admin]": ["admin", "open"]}
     texts |= {"[failures|json|console]": ["json", "console"]}
     texts |= {"[auto|float32|bfloat16|float16]": ["auto", "float32"]}
     texts |= {"ADDRESS": ["10.0.0.1", "10.0.0.2"], "": ["true", "false"]}
@@ -196,7 +197,7 @@ def test_names_the_source_of_a_wrong_value(tmp_path: Path) -> None:
         ("[modle]\n", "modle is not a section; did you mean model"),
         (
             "port = 8000\n",
-            "port is not a section; known: model, admission, http, engine",
+            "port is not a section; known: model, admission, access, http",
         ),
         ("http = 3\n", "http: 3 is not a table; write [http]"),
         ("[http\n", "correct the TOML"),

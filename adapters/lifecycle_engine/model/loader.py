@@ -68,6 +68,7 @@ def load_model(checkpoint: str | Path, *, device: str, dtype: str) -> Any:
             attn_implementation=_ATTENTION,
             local_files_only=True,
             trust_remote_code=False,
+            use_safetensors=True,  # other formats are programs that run when loaded
             output_loading_info=True,
         )
         _check_complete(report["missing_keys"])

@@ -22,6 +22,7 @@ from lifecycle_engine.api.openai_chat import OPENAI
 from lifecycle_engine.api.openai_responses import empty_response
 from lifecycle_engine.api.openapi import openapi_document
 from lifecycle_engine.errors import ApiError
+from lifecycle_engine.server.access import ADMIN_KEY
 from lifecycle_engine.server.service import Service
 
 if TYPE_CHECKING:
@@ -48,8 +49,8 @@ class CancelEndpoints:
             The request is cancelled all the same; only the wait ends.
         """
         id_ = request.path_params["id"]
-        if await self._cancel(id_) is None:
-            return _not_found("No request with this id is running")
+        if await self._cancel(id_, request) is None:
+            return _not_found("This client runs no request with this id")
         return JSONResponse({"id": id_, "status": "cancelled"})
 
     async def response(self, request: Request) -> Response:
@@ -61,9 +62,11 @@ class CancelEndpoints:
         id_ = request.path_params["id"]
         session = None
         if id_.startswith(_RESPONSE):
-            session = await self._cancel(id_.removeprefix(_RESPONSE))
+            session = await self._cancel(id_.removeprefix(_RESPONSE), request)
         if session is None:
-            return _not_found("No response with this id is running; none are stored")
+            return _not_found(
+                "This client runs no response with this id, and none are stored"
+            )
         age = anyio.current_time() - session.opened_at
         created, model = int(time.time() - age), self._service.model
         return JSONResponse(empty_response(session.id, model, created, "cancelled"))
@@ -72,10 +75,14 @@ class CancelEndpoints:
         """``GET`` and ``DELETE`` of ``/v1/responses/{id}``: none are stored."""
         return _not_found("This server does not store responses; keep your own copy")
 
-    async def _cancel(self, id_: str) -> Session | None:
-        sessions = self._service.sessions
+    async def _cancel(self, id_: str, request: Request) -> Session | None:
+        """Cancel a session of the client that asks; any, with an admin key."""
+        sessions, scope = self._service.sessions, request.scope
         try:
             session = sessions.get(id_)
+            owner = self._service.owners.get(session)
+            if not scope.get(ADMIN_KEY) and owner != self._service.client(scope):
+                return None
             await sessions.cancel(id_)
         except SessionNotFound:
             return None

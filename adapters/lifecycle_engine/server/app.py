@@ -14,6 +14,7 @@ from anyio.abc import TaskGroup
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
 from starlette.middleware import Middleware
+from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
@@ -41,6 +42,11 @@ from lifecycle_engine.errors import INTERNAL, ApiError, to_api_error
 from lifecycle_engine.events import EngineMeter
 from lifecycle_engine.multimodal.limits import MediaLimits
 from lifecycle_engine.processing.processor import ChatDefaults, Processor
+from lifecycle_engine.server.access import (
+    ADMIN_KEY,
+    AccessControl,
+    AccessRules,
+)
 from lifecycle_engine.server.admin import CancelEndpoints, StatusEndpoints
 from lifecycle_engine.server.admission import (
     EarlyRefusal,
@@ -128,6 +134,7 @@ class AppSettings:
         end_timeout: Seconds that the END of one request may take.
         per_client: Maximum concurrent requests of one client; ``None`` is unlimited.
         client: Returns the client identity of an ASGI scope.
+        access: Which requests may do what.
         fetch: Fetches images by https URL; ``None`` refuses them.
         measured_every: Seconds from one `EngineMeasured` event to the next.
         live_view: Whether the sender of an ASGI scope may see the live view.
@@ -145,6 +152,7 @@ class AppSettings:
     end_timeout: float = 10.0
     per_client: int | None = None
     client: Callable[[Any], bytes] = client_address
+    access: AccessRules = field(default_factory=AccessRules)
     fetch: HttpsGet | None = None
     measured_every: float = 1.0
     live_view: Callable[[Any], bool] = local_client
@@ -253,6 +261,8 @@ def _middleware(
         observer=observers,
     )
     return [
+        *_cross_origin(settings.access),
+        Middleware(AccessControl, rules=settings.access, answer=_response),
         _live_view(service, settings),
         Middleware(FairAcceptMiddleware, refuse=early),
         Middleware(
@@ -271,6 +281,20 @@ def _middleware(
     ]
 
 
+def _cross_origin(rules: AccessRules) -> list[Middleware]:
+    """Return what lets pages of the permitted origins read answers."""
+    if not rules.origins:
+        return []
+    cors = Middleware(
+        CORSMiddleware,
+        allow_origins=rules.origins,
+        allow_methods=["GET", "POST"],
+        allow_headers=["*"],
+        expose_headers=["x-request-id", "request-id", "retry-after", "retry-after-ms"],
+    )
+    return [cors]
+
+
 def _live_view(service: Service, settings: AppSettings) -> Middleware:
     def engine() -> Mapping[str, Any]:
         now = service.engine
@@ -281,7 +305,7 @@ def _live_view(service: Service, settings: AppSettings) -> Middleware:
         LiveView,
         gates=service.gates,
         engine=engine,
-        allow=settings.live_view,
+        allow=lambda scope: scope.get(ADMIN_KEY) or settings.live_view(scope),
         client=settings.client,
         cancel=True,
     )
@@ -397,6 +421,7 @@ async def _internal_error(request: Request, error: Exception) -> Response:
 
 
 def _response(scope: Any, error: ApiError) -> Response:
+    """What a refused request is answered, in the form of the API that was asked."""
     api, id_ = _format_of(scope["path"]), None
     with suppress(ApiError):  # of one that may not come back
         id_ = request_id(scope)
@@ -405,4 +430,9 @@ def _response(scope: Any, error: ApiError) -> Response:
     response.raw_headers += error.headers
     if id_ is not None:
         response.raw_headers.append((api.id_header, id_.encode()))
+    if status == 401:
+        # A browser asks for a password where it shows a page.
+        admin = scope["path"].startswith("/_lifecycle")
+        scheme = b'Basic realm="lifecycle"' if admin else b"Bearer"
+        response.raw_headers.append((b"www-authenticate", scheme))
     return response

@@ -57,12 +57,14 @@ class _Call:
     Attributes:
         request: Its phases and counters, for events.
         parsed: What it asks for.
+        client: Identity of its client.
         deadline: When its client gives up, by the loop's clock.
         usage: Its tokens so far.
     """
 
     request: RequestScope
     parsed: ParsedRequest
+    client: bytes
     deadline: float
     usage: Usage = field(default_factory=Usage)
 
@@ -92,7 +94,7 @@ class GenerateEndpoint:
         """
         writer, request = ResponseWriter(send, self._api), request_of(scope)
         admission = self._service.admission
-        fields = Fields()
+        fields, client = Fields(), self._service.client(scope)
         try:
             writer.request_id = request_id(scope)
             refuse_compressed(scope)
@@ -101,11 +103,11 @@ class GenerateEndpoint:
             admission.pending.add(writer)
             with request.phase("read"):
                 parsed = await self._service.parser.read(
-                    receive, self._api.parse, self._service.client(scope)
+                    receive, self._api.parse, client
                 )
             fields = parsed.fields
             deadline = anyio.current_time() + client_timeout(scope)
-            await self._serve(_Call(request, parsed, deadline), writer)
+            await self._serve(_Call(request, parsed, client, deadline), writer)
         except ClientDisconnected:
             return
         except Exception as error:  # noqa: BLE001 - uvicorn would log its text
@@ -134,6 +136,7 @@ class GenerateEndpoint:
     async def _serve(self, call: _Call, writer: ResponseWriter) -> None:
         service, request, parsed = self._service, call.request, call.parsed
         with service.sessions.open(str(writer.request_id)) as session:
+            service.owners[session] = call.client
             request.attach(session)
             box = session.box(parsed.chat.take(), nbytes=parsed.chat.nbytes)
             service.admission.pending.discard(writer)

@@ -46,11 +46,23 @@ _CONNECTION_ERRORS = (
 )
 # IPv6 addresses that end with an IPv4 address.
 _NAT64 = ipaddress.ip_network("64:ff9b::/96")
-# Tunnels to unknown networks: local NAT64, Teredo, 6to4, site-local.
-_TUNNELS = [
-    ipaddress.ip_network(each)
-    for each in ("64:ff9b:1::/48", "2001::/32", "2002::/16", "fec0::/10")
-]
+# A list of our own: Python's differs from release to release. From IANA's registries of
+# special-purpose addresses, with the tunnels that lead to unknown networks.
+_INSIDE_4 = tuple(
+    ipaddress.IPv4Network(each)
+    for each in (
+        *("0.0.0.0/8", "10.0.0.0/8", "100.64.0.0/10", "127.0.0.0/8"),
+        *("169.254.0.0/16", "172.16.0.0/12", "192.0.0.0/24", "192.0.2.0/24"),
+        *("192.88.99.0/24", "192.168.0.0/16", "198.18.0.0/15", "198.51.100.0/24"),
+        *("203.0.113.0/24", "224.0.0.0/3"),
+        "168.63.129.16/32",  # Azure's agent, inside of every machine there
+    )
+)
+_GLOBAL_6 = ipaddress.IPv6Network("2000::/3")
+_INSIDE_6 = tuple(
+    ipaddress.IPv6Network(each)
+    for each in ("2001::/23", "2001:db8::/32", "2002::/16", "3fff::/20")
+)
 
 Resolve = Callable[[str], Awaitable[list[str]]]
 Connect = Callable[[str, str], Awaitable[ByteStream]]
@@ -134,14 +146,18 @@ async def connect(
 
 
 def is_public(address: str) -> bool:
-    """Whether an address belongs to the public internet."""
-    ip = ipaddress.ip_address(address)
-    if isinstance(ip, ipaddress.IPv6Address):
-        if ip in _NAT64 or ip.ipv4_mapped is not None:
-            return is_public(str(ipaddress.IPv4Address(int(ip) & 0xFFFFFFFF)))
-        if any(ip in network for network in _TUNNELS) or ip.scope_id is not None:
-            return False
-    return ip.is_global and not (ip.is_multicast or ip.is_reserved)
+    """Whether an address belongs to the public internet; False for what is none."""
+    try:
+        ip = ipaddress.ip_address(address)
+    except ValueError:
+        return False
+    if isinstance(ip, ipaddress.IPv4Address):
+        return not any(ip in network for network in _INSIDE_4)
+    if ip.scope_id is not None:
+        return False
+    if ip in _NAT64 or ip.ipv4_mapped is not None:
+        return is_public(str(ipaddress.IPv4Address(int(ip) & 0xFFFFFFFF)))
+    return ip in _GLOBAL_6 and not any(ip in network for network in _INSIDE_6)
 
 
 def _connect_with_system_certificates() -> Connect:

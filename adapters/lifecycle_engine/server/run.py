@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import ctypes
 import gc
+import logging
 import resource
 import signal
 import socket
@@ -13,6 +14,7 @@ import sys
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
+from pathlib import Path
 from types import FrameType
 
 import anyio
@@ -40,6 +42,8 @@ _END_SECONDS = 0.3
 _FLUSH_SECONDS = 0.3
 # Descriptors that are not for clients: for the engine, files and libraries.
 _RESERVED = 256
+# Fewer than this are worth a warning.
+_FEW_CONNECTIONS = 256
 # Options of glibc's mallopt.
 _M_TRIM_THRESHOLD = -1
 _M_MMAP_THRESHOLD = -3
@@ -231,6 +235,8 @@ def run(
     limits: ConnectionLimits | None = None,
     announce: Callable[[str], None] = print,
     proxies: Sequence[str] = (),
+    certificate: Path | None = None,
+    key: Path | None = None,
 ) -> None:
     """Serve *app* until SIGTERM or SIGINT; must be called on the main thread.
 
@@ -248,6 +254,8 @@ def run(
         announce: Called once with the server's address, when it is ready.
         proxies: Addresses and networks whose ``X-Forwarded-For`` is trusted. By
             default none is, not even the loopback address.
+        certificate: PEM file of a certificate and its chain; serves HTTPS.
+        key: PEM file of its key. Default: in *certificate*.
 
     Raises:
         OSError: The address cannot be listened on.
@@ -258,11 +266,12 @@ def run(
     configure_malloc()
     reuse_image_memory(int(app.state.service.threads.total_tokens))
     config = _uvicorn_config(app, limits or ConnectionLimits(), proxies)
+    config.ssl_certfile, config.ssl_keyfile = certificate, key
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     with socket.create_server(
         (host, port), family=family, backlog=_BACKLOG
     ) as listener:
-        address = _address(host, listener.getsockname()[1])
+        address = _address(host, listener.getsockname()[1], tls=config.is_ssl)
         server = DrainingServer(
             config,
             app.state.service,
@@ -316,8 +325,18 @@ def _within_descriptor_limit(limits: ConnectionLimits) -> ConnectionLimits:
             resource.setrlimit(resource.RLIMIT_NOFILE, (most, hard))
             soft = most
         wanted = min(wanted, soft)
-    return replace(limits, connections=max(wanted - _RESERVED, 1))
+    served = max(wanted - _RESERVED, 1)
+    if served < min(limits.connections, _FEW_CONNECTIONS):
+        logging.getLogger("lifecycle").warning(
+            "open files are limited to %d, which leaves %d for connections; raise the "
+            "limit (ulimit -n) to %d or more",
+            soft,
+            served,
+            limits.connections + _RESERVED,
+        )
+    return replace(limits, connections=served)
 
 
-def _address(host: str, port: int) -> str:
-    return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
+def _address(host: str, port: int, *, tls: bool) -> str:
+    scheme = "https" if tls else "http"
+    return f"{scheme}://[{host}]:{port}" if ":" in host else f"{scheme}://{host}:{port}"

@@ -7,10 +7,11 @@ from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, field
 from types import TracebackType
 from typing import Any, Protocol, Self
+from weakref import WeakKeyDictionary
 
 import anyio
 
-from lifecycle import EngineLost, Gate, Payload, SessionRegistry
+from lifecycle import EngineLost, Gate, Payload, Session, SessionRegistry
 from lifecycle_engine.api.request_body import RequestParser
 from lifecycle_engine.multimodal.size_estimate import Correction
 from lifecycle_engine.processing.processor import Processor
@@ -112,6 +113,7 @@ class Service:
         admission: Decides which requests are admitted.
         sessions: Every request, from its arrival until the engine has released it; a
             new registry in each run.
+        owners: The client of each session, which alone may cancel it.
         failure: Why the engine could not be entered, if it could not.
         started: Whether the lifespan has been entered; without it there is no engine.
     """
@@ -133,6 +135,9 @@ class Service:
     failure: OSError | ValueError | None = field(default=None, init=False)
     started: bool = field(default=False, init=False)
     sessions: SessionRegistry = field(init=False)
+    owners: WeakKeyDictionary[Session, bytes] = field(
+        default_factory=WeakKeyDictionary, init=False
+    )
 
     def __post_init__(self) -> None:
         self.admission = Admission(in_flight=self.in_flight, payloads=self.payloads)

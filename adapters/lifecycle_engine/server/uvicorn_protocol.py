@@ -41,6 +41,9 @@ class ConnectionLimits:
         reader: Seconds for a client to read 64 KiB of an answer, or the rest of it,
             once the system's buffer is full.
         connections: Maximum number of connections; further ones get 503 at once.
+        half_closed: Whether a client that has finished sending gets its answer. Most
+            clients that finish sending have left: their requests then run on until
+            writing to them fails. Without effect on TLS.
     """
 
     head: float = 10.0
@@ -48,6 +51,7 @@ class ConnectionLimits:
     rest: float = 30.0
     reader: float = 30.0
     connections: int = 16384
+    half_closed: bool = False
 
 
 def http_protocol(limits: ConnectionLimits | None = None) -> type[asyncio.Protocol]:
@@ -162,6 +166,18 @@ class Connection(HttpToolsProtocol):
                 cycle.message_event.set()
         super().connection_lost(exc)
 
+    # uvicorn's annotation is narrower than that of asyncio.
+    def eof_received(self) -> bool:  # type: ignore[override]
+        """Called when the client has finished sending; returns whether it may read."""
+        cycle: Any = self.cycle
+        answering = self._busy and not self._in_body and not self.pipeline
+        if not (self._limits.half_closed and answering):
+            return False
+        if not self.transport.can_write_eof():  # TLS
+            return False
+        cycle.keep_alive = False
+        return True
+
     def close_after_response(self) -> None:
         """Close after the last response, once the client has finished sending."""
         sending = self._in_body or self._ignore_input
@@ -230,6 +246,7 @@ class Connection(HttpToolsProtocol):
         """Called when a head is complete."""
         if self.parser.should_upgrade():
             return
+        _check_head(self.parser.get_http_version(), self.headers)
         if self.parser.get_http_version() == "1.0":
             self.expect_100_continue = False  # unknown in HTTP/1.0
         super().on_headers_complete()  # raises for an invalid target
@@ -313,6 +330,20 @@ class Connection(HttpToolsProtocol):
             self._read_timer = self.loop.call_later(
                 self._limits.reader, self._check_reader
             )
+
+
+def _check_head(version: str, headers: Headers) -> None:
+    """Raise `ValueError`, which is answered with 400, for a head that is ambiguous.
+
+    Proxies in front may read it in another way (RFC 9112, 3.2 and 6.1).
+    """
+    names = [name for name, _ in headers]
+    if version not in ("1.0", "1.1"):
+        raise ValueError(f"HTTP/{version} is not served; use HTTP/1.1")
+    if names.count(b"host") != 1 and (version == "1.1" or b"host" in names):
+        raise ValueError("a request has one Host")
+    if version == "1.0" and b"transfer-encoding" in names:
+        raise ValueError("HTTP/1.0 knows no Transfer-Encoding")
 
 
 class _ResponseTransport:

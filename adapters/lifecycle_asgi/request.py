@@ -20,12 +20,12 @@ import anyio
 from lifecycle import in_thread
 from lifecycle.events import Outcome
 from lifecycle_asgi.events import (
+    LiveRequest,
     Phase,
     PhaseTimer,
     RequestRecorder,
     request_outcome,
 )
-from lifecycle_asgi.live_requests import LiveRequest
 
 T = TypeVar("T")
 S = TypeVar("S", bound="Closable")
@@ -250,7 +250,7 @@ class RequestScope:
     def show(self, shown: LiveRequest, cancel: Callable[[], object]) -> None:
         """Called by the middleware: show phases in the live view, which may cancel."""
         self._shown = shown
-        shown.cancel_with(cancel)
+        shown.cancel = cancel
 
     def end(
         self,

@@ -9,7 +9,6 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Final, Literal, NamedTuple
 
-
 ShownPhase = Literal[
     "waiting", "reading", "preparing", "running", "streaming", "ending"
 ]

@@ -128,6 +128,11 @@ class RequestEnded(RequestEvent):
     traceback: tuple[str, ...] = ()
 
 
+def current_count(count: int | Callable[[], int]) -> int:
+    """Return a count as it is now."""
+    return count() if callable(count) else count
+
+
 class RequestRecorder:
     """Emits the events of one request.
 
@@ -158,13 +163,13 @@ class RequestRecorder:
         self._request = secrets.token_hex(8)
         self._operation = operation
         self._began = anyio.current_time()
-        self._counts: dict[str, int] = {}
+        self._counts: dict[str, int | Callable[[], int]] = {}
         self._error: str | None = None
         self._traceback: tuple[str, ...] = ()
         self._has_first_item = False
         self._emit_event(RequestStarted, traceparent=_traceparent(scope))
 
-    def count(self, **counts: int) -> None:
+    def count(self, **counts: int | Callable[[], int]) -> None:
         """Report *counts* when the request ends."""
         self._counts |= counts
 
@@ -187,7 +192,7 @@ class RequestRecorder:
             status=status,
             duration_s=anyio.current_time() - self._began,
             session=session,
-            counts=dict(self._counts),
+            counts={name: current_count(each) for name, each in self._counts.items()},
             error=self._error,
             traceback=self._traceback,
         )
@@ -224,7 +229,7 @@ class LiveRequest:
         body_done: The whole body was given to the application.
         sent: Bytes of its response so far.
         parts: Parts of the response that were sent.
-        tokens: Tokens that the application counted.
+        tokens: Tokens that the application counted, or what returns them.
         first_part: The first part of the response was sent.
         sending: The application waits in ``send`` since then.
         complete: The response is complete.
@@ -273,7 +278,8 @@ class LiveRequest:
         self.gates = gates
         self.gives_up_s = _gives_up(scope)
         self.began = self.waiting_since = self.phase_began = time.monotonic()
-        self.read = self.sent = self.parts = self.tokens = 0
+        self.read = self.sent = self.parts = 0
+        self.tokens: int | Callable[[], int] = 0
         self.reading = False
         self.body_done: float | None = None
         self.first_part: float | None = None

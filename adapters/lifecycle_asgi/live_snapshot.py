@@ -14,7 +14,7 @@ from typing import Any, Final
 
 from lifecycle import Gate, Session
 from lifecycle.debug import lease_state, payloads
-from lifecycle_asgi.events import LiveRequest, LiveRequests
+from lifecycle_asgi.events import LiveRequest, LiveRequests, current_count
 from lifecycle_asgi.live_warnings import (
     EngineView,
     GateView,
@@ -198,7 +198,7 @@ def _row(
         "gone_s": None if view.gone_s is None else round(view.gone_s, 1),
         "read": each.read,
         "sent": each.sent,
-        "tokens": each.tokens or each.parts,
+        "tokens": _count(each),
         "rate": round(each.rate, 1),
         "cancellable": is_cancellable(each),
         "warnings": kinds,
@@ -339,9 +339,14 @@ def _measure(request: LiveRequest, now: float) -> None:
     """Compute its rate, if the last time was long enough ago."""
     since, before = request.measured
     if now - since >= 0.5:
-        count = request.tokens or request.parts
+        count = _count(request)
         request.rate = max(0.0, (count - before) / (now - since))
         request.measured = now, count
+
+
+def _count(request: LiveRequest) -> int:
+    """Return its tokens, or the parts of its response where it counts none."""
+    return current_count(request.tokens) or request.parts
 
 
 def _client_name(identity: bytes | str) -> str:

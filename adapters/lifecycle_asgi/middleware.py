@@ -277,6 +277,7 @@ class RequestChannel:
         "_call_soon",
         "_cancel_delay",
         "_disconnect_grace",
+        "_gone",
         "_late",
         "_receive",
         "_send",
@@ -304,8 +305,8 @@ class RequestChannel:
         self._buffer = ReceiveBuffer(read_ahead)
         self._disconnect_grace = disconnect_grace
         self._cancel_delay = cancel_delay
-        self._late = 0
-        self._sent = 0
+        self._gone = False
+        self._late = self._sent = 0
         # Time of the first message in this turn of the event loop, if there was one, or
         # of the first late message.
         self._since: float | None = None
@@ -352,6 +353,7 @@ class RequestChannel:
     async def _on_disconnect(self) -> None:
         if self.response.complete:
             return
+        self._gone = True
         self.request.mark_client_gone()
         self._buffer.close()
         delay = self._cancel_delay
@@ -391,13 +393,14 @@ class RequestChannel:
             await self._send_late(message)
             return
         shown, response = self.shown, self.response
-        response.update(message)
+        if not message.get("more_body", False):
+            response.update(message)
         if shown is not None:
             shown.sending = time.monotonic()
         await self._send(message)
         if shown is not None:
             shown.sent_message(message)
-        if self.request.client_gone:
+        if self._gone:
             self._late += 1
             if self._late > _MAX_LATE_MESSAGES:
                 await self._end_stream()

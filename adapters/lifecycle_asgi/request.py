@@ -181,10 +181,11 @@ class RequestScope:
         """
         return PhaseTimer(self._recorder, phase, self._shown)
 
-    def count(self, **counts: int) -> None:
+    def count(self, **counts: int | Callable[[], int]) -> None:
         """Report *counts*, by fixed words, to the observer when the request ends.
 
-        A later count replaces one of the same word. ``output_tokens`` is shown in the
+        A count may be a function, which returns it when it is reported or shown. A
+        later count replaces one of the same word. ``output_tokens`` is shown in the
         live view meanwhile.
         """
         if self._shown is not None and "output_tokens" in counts:

@@ -280,9 +280,6 @@ class StopStrings:
         self._undecided = ""
         self.hit = None
 
-    def __bool__(self) -> bool:
-        return bool(self._strings)
-
     def push(self, text: str) -> str:
         """Add text; return what certainly comes before any stop string."""
         if not self._strings:
@@ -325,17 +322,19 @@ class TextDecoder:
 
     Attributes:
         finish_reason: Why the text ended; empty until it has.
+        stop: The stop string that ended it, if one did.
     """
 
-    __slots__ = ("_detokenizer", "_stops", "_usage", "finish_reason")
+    __slots__ = ("_detokenizer", "_stops", "_usage", "finish_reason", "stop")
 
     def __init__(
         self, detokenizer: Detokenizer, usage: Usage, stop: Sequence[str] = ()
     ) -> None:
         self._detokenizer = detokenizer
         self._usage = usage
-        self._stops = StopStrings(stop)
+        self._stops = StopStrings(stop) if stop else None
         self.finish_reason = ""
+        self.stop: str | None = None
 
     def push(self, item: Any) -> Piece | None:
         """Add an item of the engine; return the text that it completes, if it has any.
@@ -361,30 +360,32 @@ class TextDecoder:
         if not self.finish_reason:
             message = "the stream ended without a finish_reason"
             raise EngineFailed("stream_cut", message)
-        text = self._stops.push(self._detokenizer.flush())
-        if self._stops.hit is not None:
-            self.finish_reason = "stop"
-        return Piece(text + self._stops.flush())
-
-    @property
-    def stop(self) -> str | None:
-        """The stop string that ended the text, if any."""
-        return self._stops.hit
+        text, stops = self._detokenizer.flush(), self._stops
+        if stops is None:
+            return Piece(text)
+        text = stops.push(text)
+        self._take_stop(stops)
+        return Piece(text + stops.flush())
 
     def _text_of(self, tokens: Sequence[int]) -> str:
         """The text of further tokens, up to the one that completes a stop string."""
-        if not self._stops:
+        stops = self._stops
+        if stops is None:
             self._usage.completion_tokens += len(tokens)
             return self._detokenizer.push(tokens)
         parts = []
         for token in tokens:  # several, if they queued up for a slow reader
             self._usage.completion_tokens += 1
-            parts.append(self._stops.push(self._detokenizer.push([token])))
-            if self._stops.hit is not None:
+            parts.append(stops.push(self._detokenizer.push([token])))
+            if stops.hit is not None:
                 # The reader leaves the stream now, which ends it in the engine.
-                self.finish_reason = "stop"
+                self._take_stop(stops)
                 break
         return "".join(parts)
+
+    def _take_stop(self, stops: StopStrings) -> None:
+        if stops.hit is not None:
+            self.finish_reason, self.stop = "stop", stops.hit
 
     def _count_cached(self, tokens: int) -> None:
         usage = self._usage

@@ -283,17 +283,24 @@ class GenerateEndpoint:
     async def _answer(
         self, streams: Sequence[Stream[Any]], call: _Call, writer: ResponseWriter
     ) -> None:
-        answer = self._api.answer(writer, call.parsed, self._service.model, call.usage)
-        if len(streams) == 1:
+        usage = call.usage
+        call.request.count(output_tokens=lambda: usage.completion_tokens)
+        answer = self._api.answer(writer, call.parsed, self._service.model, usage)
+        if not call.parsed.stream and len(streams) == 1:
             await self._read(streams[0], 0, call, answer)
         else:
-            await self._read_all(streams, call, _OrderedAnswer(answer))
+            one_at_a_time = answer if len(streams) == 1 else _OrderedAnswer(answer)
+            await self._read_all(streams, call, one_at_a_time)
         await answer.done()
 
     async def _read_all(
         self, streams: Sequence[Stream[Any]], call: _Call, answer: Answer
     ) -> None:
-        """Read all choices concurrently; the first that fails ends the others."""
+        """Read all choices concurrently; the first that fails ends the others.
+
+        A streamed choice has a task of its own also where it is alone: each token then
+        resumes that task, and not all middleware around the request.
+        """
         try:
             async with anyio.create_task_group() as tasks:
                 for index, stream in enumerate(streams):
@@ -308,16 +315,17 @@ class GenerateEndpoint:
         self, stream: Stream[Any], index: int, call: _Call, answer: Answer
     ) -> None:
         """Read one choice: all that is done for each of its tokens begins here."""
-        request, usage = call.request, call.usage
-        detokenizer = self._service.processor.detokenizer()
-        text = TextDecoder(detokenizer, usage, call.parsed.stop)
+        request, detokenizer = call.request, self._service.processor.detokenizer()
+        text = TextDecoder(detokenizer, call.usage, call.parsed.stop)
+        begun = False
         async with stream:
             async for item in stream:
                 piece = text.push(item)
                 if piece is None:
                     continue
-                request.first_item()
-                request.count(output_tokens=usage.completion_tokens)
+                if not begun:
+                    begun = True
+                    request.first_item()
                 await answer.piece(index, piece)
                 if text.stop is not None:
                     break

@@ -7,18 +7,25 @@ the middle of the stream. For the last one, only what runs after the disconnect 
     python scripts/trace_request.py            # counts
     python scripts/trace_request.py --files    # and the files, in the order of entry
     python scripts/trace_request.py --json     # the same as JSON
+
+With --calls, eight text requests stream at once instead, and it prints how many of our
+functions the server calls for one token, and how many of our coroutines it resumes.
 """
 
 from __future__ import annotations
 
 import base64
+import dis
+import functools
+import inspect
 import io
 import json
 import sys
 import threading
+from collections import Counter
 from collections.abc import MutableMapping
 from pathlib import Path
-from types import FrameType
+from types import CodeType, FrameType
 from typing import Any
 
 import anyio
@@ -52,6 +59,32 @@ class Trace:
         self.on = False
         files, self.files = list(self.files), {}
         return files
+
+
+@functools.cache
+def _starts_at(code: CodeType) -> int:
+    """Return where a coroutine begins; one that is resumed is behind that."""
+    resumes = (each.offset for each in dis.get_instructions(code) if each.arg == 0)
+    return next(iter(resumes), 0)
+
+
+class Calls:
+    """Counts calls of our functions in this thread, and coroutines that are resumed."""
+
+    def __init__(self) -> None:
+        self.calls: Counter[str] = Counter()
+        self.resumed: Counter[str] = Counter()
+
+    def __call__(self, frame: FrameType, event: str, _argument: object) -> None:
+        """Take one event of the interpreter, as `sys.setprofile` wants it."""
+        code = frame.f_code
+        name = code.co_filename
+        if event != "call" or not name.startswith((f"{ROOT}/src/", f"{ROOT}/adap")):
+            return
+        where = f"{Path(name).name}:{code.co_qualname}"
+        coroutine = code.co_flags & inspect.CO_COROUTINE
+        resumed = coroutine and frame.f_lasti > _starts_at(code)
+        (self.resumed if resumed else self.calls)[where] += 1
 
 
 def body(*, picture: bool, tokens: int) -> bytes:
@@ -153,8 +186,46 @@ async def trace_requests() -> dict[str, list[str]]:
     return found
 
 
+async def count_calls(streams: int = 8, tokens: int = 300) -> dict[str, Counter[str]]:
+    """Return calls, and resumed coroutines, of streams that all get their tokens."""
+    counted = Calls()
+
+    def runner() -> Scheduler:
+        return Scheduler(SimRunner(slots=streams, max_length=8192), merge="concatenate")
+
+    engine: Any = ThreadEngine(runner)
+    app = create_app(engine, SimProcessor(), gate=Gate(bytes=2**28))
+    async with app.router.lifespan_context(app):
+        await engine.wait_ready()
+        for counting, asked in ((False, 5), (True, tokens)):
+            payload = body(picture=False, tokens=asked)
+            sys.setprofile(counted if counting else None)
+            async with anyio.create_task_group() as tasks:
+                for _ in range(streams):
+                    tasks.start_soon(call, app, payload, Trace())
+            sys.setprofile(None)
+    return {"calls": counted.calls, "resumed": counted.resumed}
+
+
+def print_calls(found: dict[str, Counter[str]]) -> None:
+    """Print what was counted, for one token."""
+    tokens = found["calls"]["base.py:TextDecoder.push"]
+    if "--json" in sys.argv:
+        sums = {kind: sum(each.values()) / tokens for kind, each in found.items()}
+        print(json.dumps(sums))
+        return
+    for kind, counts in found.items():
+        print(f"{kind}: {sum(counts.values()) / tokens:.1f} for each token")
+        if "--files" in sys.argv:
+            for where, count in counts.most_common(40):
+                print(f"  {count / tokens:5.2f}  {where}")
+
+
 def main() -> None:
     """Print what was traced."""
+    if "--calls" in sys.argv:
+        print_calls(anyio.run(count_calls))
+        return
     found = anyio.run(trace_requests)
     if "--json" in sys.argv:
         print(json.dumps(found))

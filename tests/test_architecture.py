@@ -97,7 +97,7 @@ MAY_USE = {
 LAYERS: dict[str, tuple[str, ...]] = {
     "lifecycle_asgi": (
         *("_types", "media", "image_structure", "media_memory", "media_body"),
-        *("media_profiles", "live_requests", "events", "request", "middleware"),
+        *("media_profiles", "events", "request", "middleware"),
         *("request_scope", "responses", "limits", "refusals", "api_keys"),
         *("admission_settings", "lanes", "body_reader", "admission"),
         *("vllm_plugin", "sglang_plugin"),

@@ -11,6 +11,7 @@ import sys
 from collections import Counter, defaultdict
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -32,8 +33,11 @@ MOST_LINES_OF_A_FILE = 700
 MOST_LINES_OF_A_FUNCTION = 60
 MOST_TESTS_OF_INTERNALS = 30
 # Files that one request enters; `python scripts/trace_request.py --files` lists them.
-# Two of them note what the live view shows.
-MOST_FILES_ENTERED = {"text": 37, "picture": 45, "disconnect": 33}
+MOST_FILES_ENTERED = {"text": 35, "picture": 42, "disconnect": 30}
+
+# For one token of eight streams; `python scripts/trace_request.py --calls --files` lists
+# them. Resumed coroutines are calls, too.
+MOST_CALLS = {"calls": 25.0, "resumed": 4.0}
 
 # Modules below a package that users import or run, by its documentation.
 PUBLIC_MODULES = {
@@ -156,17 +160,22 @@ def test_picture_of_the_imports_is_current() -> None:
     assert done.returncode == 0, done.stderr
 
 
-def test_requests_enter_few_files() -> None:
-    """To follow a request or a disconnect through the code takes few files."""
+def traced(*options: str) -> dict[str, Any]:
+    """What the script that follows requests prints."""
     done = subprocess.run(
-        [sys.executable, ROOT / "scripts" / "trace_request.py", "--json"],
+        [sys.executable, ROOT / "scripts" / "trace_request.py", "--json", *options],
         capture_output=True,
         text=True,
         timeout=120,
         check=False,
     )
     assert done.returncode == 0, done.stderr
-    found = json.loads(done.stdout)
+    return dict(json.loads(done.stdout))
+
+
+def test_requests_enter_few_files() -> None:
+    """To follow a request or a disconnect through the code takes few files."""
+    found = traced()
     counts = {name: len(files) for name, files in found.items()}
     over = {
         name: found[name]
@@ -174,3 +183,11 @@ def test_requests_enter_few_files() -> None:
         if counts[name] > most
     }
     assert over == {}, counts
+
+
+def test_tokens_take_few_calls() -> None:
+    """What is done for each token is little, and no coroutine around it is resumed."""
+    found = traced("--calls")
+    assert {
+        name: count for name, count in found.items() if count > MOST_CALLS[name]
+    } == {}

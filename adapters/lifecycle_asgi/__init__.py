@@ -8,8 +8,7 @@ Modules::
     media_memory   estimate: the memory of media, from their headers; Correction
     media_body     the media of JSON, forms and files
     media_profiles  media_profile: what media cost known servers
-    live_requests  what requests do and hold, for the live view
-    events         events of a request, their recorder, the request log
+    events         events of a request, the live view's notes, the request log
     request        RequestScope: state of a request, and what is closed at its end
     middleware     LifecycleMiddleware: cancels applications on a disconnect
     request_scope  request_scope: the same for servers that do not speak ASGI

@@ -1,4 +1,4 @@
-"""Events of a request, the recorder that emits them, and the request log.
+"""What is noted of a request: its events for observers, its state for the live view.
 
 As in `lifecycle.events`, fields are ids, counts, seconds and fixed words. An exception
 is described by its type and its places in the code only: its text and the values of
@@ -10,17 +10,24 @@ from __future__ import annotations
 import logging
 import re
 import secrets
+import time
 import traceback
 from collections.abc import Callable, Iterable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field
 from types import TracebackType
 from typing import Any, Final, Literal
+from weakref import WeakSet, ref
 
 import anyio
 
+from lifecycle import Gate, Lease, Session
+from lifecycle.debug import lease_state
 from lifecycle.events import Event, Observer, Outcome
 from lifecycle_asgi._types import Scope
-from lifecycle_asgi.live_requests import LiveRequest
+
+LIVE_KEY: Final = "lifecycle.live"
+"""Key of the `LiveRequest` in the ASGI scope, set by `LiveView`."""
 
 Phase = Literal["read", "queue", "fetch", "prepare", "hand_off", "stream", "cleanup"]
 """What a request is doing. ``cleanup`` may continue after the request has ended."""
@@ -29,6 +36,10 @@ Phase = Literal["read", "queue", "fetch", "prepare", "hand_off", "stream", "clea
 _TRACEPARENT: Final = re.compile(
     rb"00-(?!0{32})[0-9a-f]{32}-(?!0{16})[0-9a-f]{16}-[0-9a-f]{2}"
 )
+# A request that admits again and again: what is over is forgotten at so many.
+_MOST_CLAIMS: Final = 16
+_MAX_PATH: Final = 100
+_TIMEOUTS: Final = frozenset({b"x-stainless-read-timeout", b"x-stainless-timeout"})
 # Longer chains and stacks are recursion: their ends are enough to find the cause.
 _MAX_ERRORS: Final = 8
 _MAX_FRAMES: Final = 32
@@ -117,6 +128,11 @@ class RequestEnded(RequestEvent):
     traceback: tuple[str, ...] = ()
 
 
+def current_count(count: int | Callable[[], int]) -> int:
+    """Return a count as it is now."""
+    return count() if callable(count) else count
+
+
 class RequestRecorder:
     """Emits the events of one request.
 
@@ -147,13 +163,13 @@ class RequestRecorder:
         self._request = secrets.token_hex(8)
         self._operation = operation
         self._began = anyio.current_time()
-        self._counts: dict[str, int] = {}
+        self._counts: dict[str, int | Callable[[], int]] = {}
         self._error: str | None = None
         self._traceback: tuple[str, ...] = ()
         self._has_first_item = False
         self._emit_event(RequestStarted, traceparent=_traceparent(scope))
 
-    def count(self, **counts: int) -> None:
+    def count(self, **counts: int | Callable[[], int]) -> None:
         """Report *counts* when the request ends."""
         self._counts |= counts
 
@@ -176,7 +192,7 @@ class RequestRecorder:
             status=status,
             duration_s=anyio.current_time() - self._began,
             session=session,
-            counts=dict(self._counts),
+            counts={name: current_count(each) for name, each in self._counts.items()},
             error=self._error,
             traceback=self._traceback,
         )
@@ -193,6 +209,198 @@ class RequestRecorder:
 
     def _emit_event(self, event: Callable[..., Event], **fields: Any) -> None:
         self._emit(event(request=self._request, operation=self._operation, **fields))
+
+
+class LiveRequest:
+    """One request, from its arrival until its application and its sessions have ended.
+
+    It only notes what happens; `lifecycle_asgi.live_snapshot` computes the rest when a
+    viewer looks. All times are seconds of `time.monotonic`; ``None`` is for what has
+    not happened.
+
+    Attributes:
+        id: Random id.
+        what: Method and path, without the query.
+        client: What identifies the client.
+        gives_up_s: Seconds after which the client gives up, if it said so.
+        began: Arrival.
+        read: Bytes of its body so far.
+        reading: The application waits for more of the body.
+        body_done: The whole body was given to the application.
+        sent: Bytes of its response so far.
+        parts: Parts of the response that were sent.
+        tokens: Tokens that the application counted, or what returns them.
+        first_part: The first part of the response was sent.
+        sending: The application waits in ``send`` since then.
+        complete: The response is complete.
+        gone: The client disconnected before that.
+        ended: The application has returned.
+        phase: Phase of the application, if it named one.
+        phase_began: Since when.
+        leases: Leases that were made for it.
+        waiting_since: When the last of them was made.
+        cancel: Cancels the application, where that is possible.
+    """
+
+    __slots__ = (
+        "__weakref__",
+        "_sessions",
+        "began",
+        "body_done",
+        "cancel",
+        "client",
+        "complete",
+        "ended",
+        "first_part",
+        "gates",
+        "gives_up_s",
+        "gone",
+        "id",
+        "leases",
+        "measured",
+        "parts",
+        "phase",
+        "phase_began",
+        "rate",
+        "read",
+        "reading",
+        "sending",
+        "sent",
+        "tokens",
+        "waiting_since",
+        "what",
+    )
+
+    def __init__(self, scope: Scope, client: bytes | str, gates: WeakSet[Gate]) -> None:
+        self.id = secrets.token_hex(4)
+        self.what = f"{scope['method']} {scope['path'][:_MAX_PATH]}"
+        self.client = client
+        self.gates = gates
+        self.gives_up_s = _gives_up(scope)
+        self.began = self.waiting_since = self.phase_began = time.monotonic()
+        self.read = self.sent = self.parts = 0
+        self.tokens: int | Callable[[], int] = 0
+        self.reading = False
+        self.body_done: float | None = None
+        self.first_part: float | None = None
+        self.sending: float | None = None
+        self.complete: float | None = None
+        self.gone: float | None = None
+        self.ended: float | None = None
+        self.leases: list[ref[Lease]] = []
+        self._sessions: list[ref[Session]] = []
+        self.phase: str | None = None
+        self.cancel: Callable[[], object] | None = None
+        # Of the last time that a viewer looked: when, how many tokens, and their rate.
+        self.measured, self.rate = (self.began, 0), 0.0
+
+    def claim(self, made: object) -> None:
+        """Note a lease or a session that was made for this request."""
+        if isinstance(made, Lease):
+            if len(self.leases) >= _MOST_CLAIMS:
+                self.leases = [each for each in self.leases if _is_live(each())]
+            self.leases.append(ref(made))
+            self.waiting_since = time.monotonic()
+            self.gates.add(made.gate)
+        elif isinstance(made, Session):
+            if len(self._sessions) >= _MOST_CLAIMS:
+                self._sessions = [ref(each) for each in self.sessions()]
+            self._sessions.append(ref(made))
+
+    def sessions(self) -> list[Session]:
+        """Its sessions that are not quiet yet."""
+        found = []
+        for each in self._sessions:
+            session = each()
+            # Most are open, and to ask for the phase costs more.
+            if session is not None and (
+                session.outcome is None or session.phase != "quiet"
+            ):
+                found.append(session)
+        return found
+
+    def enter(self, phase: str) -> str | None:
+        """Begin *phase*; return the one before, for `leave`."""
+        before, self.phase = self.phase, phase
+        self.phase_began = time.monotonic()
+        return before
+
+    def leave(self, before: str | None) -> None:
+        """End the phase."""
+        self.phase, self.phase_began = before, time.monotonic()
+
+    def receiving(self, message: Mapping[str, Any] | None) -> None:
+        """Note that the application asks for a message, or what it got."""
+        if message is None:
+            self.reading = True
+            return
+        self.reading = False
+        if message["type"] == "http.disconnect":
+            if self.complete is None and self.gone is None:
+                self.gone = time.monotonic()
+            return
+        self.read += len(message.get("body", b""))
+        if not message.get("more_body", False):
+            self.body_done = time.monotonic()
+
+    def sent_message(self, message: Mapping[str, Any]) -> None:
+        """Note a message that was sent."""
+        self.sending = None
+        if message["type"] != "http.response.body":
+            return
+        if size := len(message.get("body", b"")):
+            self.sent += size
+            self.parts += 1
+            if self.first_part is None:
+                self.first_part = time.monotonic()
+        if not message.get("more_body", False):
+            self.complete = time.monotonic()
+
+
+def _gives_up(scope: Scope) -> float | None:
+    """Return the seconds after which the client gives up, if it says so."""
+    for name, value in scope["headers"]:
+        if name in _TIMEOUTS:
+            with suppress(ValueError):
+                return float(value)
+    return None
+
+
+def _is_live(lease: Lease | None) -> bool:
+    return lease is not None and lease_state(lease) != "done"
+
+
+class LiveRequests:
+    """The requests that are shown, and the gates that they came by.
+
+    Args:
+        gates: Gates to show before a request comes to them.
+        client: Returns what identifies the client of a scope.
+
+    Attributes:
+        gates: The gates.
+        found: The requests by their ids.
+    """
+
+    def __init__(
+        self, gates: Iterable[Gate], client: Callable[[Scope], bytes | str]
+    ) -> None:
+        self._given = tuple(gates)  # the set alone would let go of them
+        self._client = client
+        self.gates: WeakSet[Gate] = WeakSet(self._given)
+        self.found: dict[str, LiveRequest] = {}
+
+    def begin(self, scope: Scope) -> LiveRequest:
+        """Return a new request, which is shown until it has ended."""
+        request = LiveRequest(scope, self._client(scope), self.gates)
+        self.found[request.id] = request
+        return request
+
+    def end(self, request: LiveRequest) -> None:
+        """Its application has returned; a session that is not quiet keeps it here."""
+        request.ended = time.monotonic()
+        if not request.sessions():
+            self.found.pop(request.id, None)
 
 
 class PhaseTimer:

@@ -440,16 +440,20 @@ class _BodyMeter:
             await self.admit(self._read)
         return message
 
-    async def send(self, message: Message) -> None:
+    def send(self, message: Message) -> Awaitable[None]:
         if self.refused:
-            return
+            return _drop()
         self._started = True
-        await self._send(message)
+        return self._send(message)
 
     async def _answer(self, refusal: Refusal) -> None:
         if not self._started:
             self._started = self.refused = True
             await self._refuse(refusal)
+
+
+async def _drop() -> None:
+    """Send nothing: the client has got another response."""
 
 
 def openai_refusal(_scope: Scope, refusal: Refusal) -> Response:

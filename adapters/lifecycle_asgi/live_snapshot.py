@@ -2,21 +2,25 @@
 
 from __future__ import annotations
 
+import ipaddress
 import json
 import os
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from heapq import nlargest
+from types import MappingProxyType
 from typing import Any, Final
 
-from lifecycle import Gate
-from lifecycle_asgi.live_requests import LiveRequest, LiveRequests
+from lifecycle import Gate, Session
+from lifecycle.debug import lease_state, payloads
+from lifecycle_asgi.events import LiveRequest, LiveRequests, current_count
 from lifecycle_asgi.live_warnings import (
     EngineView,
     GateView,
     LiveWarning,
     RequestView,
+    ShownPhase,
     WarningLimits,
     find_warnings,
 )
@@ -30,8 +34,23 @@ _MOST_WARNINGS: Final = 50
 _EVERY_SECONDS: Final = 1.0
 _SHARE: Final = 150
 _MOST_SECONDS: Final = 10.0
+_IPV6_NETWORK: Final = 8  # bytes of what `client_address` returns
 # Viewers do not come at the same moment: a snapshot that is almost due is made.
 _EARLY: Final = 0.9
+
+
+# What a phase of `RequestScope.phase` is called.
+_SHOWN: Final[Mapping[str, ShownPhase]] = MappingProxyType(
+    {
+        "read": "reading",
+        "queue": "waiting",
+        "fetch": "preparing",
+        "prepare": "preparing",
+        "hand_off": "preparing",
+        "stream": "running",
+        "cleanup": "ending",
+    }
+)
 
 
 class Snapshots:
@@ -75,7 +94,7 @@ class Snapshots:
 
     def take(self, now: float) -> dict[str, Any]:
         """Return a snapshot of *now*, by `time.monotonic`."""
-        requests = self._requests.all()
+        requests = all_of(self._requests)
         views = [_view(each, now) for each in requests]
         gates = self._gates(now)
         engine = self._engine_view(now)
@@ -126,11 +145,11 @@ class Snapshots:
 
 def _view(request: LiveRequest, now: float) -> RequestView:
     """Return what warnings, clients and the choice of rows need: it is made for all."""
-    nbytes, gate = request.holdings(request.sessions())
-    phase, since = request.phase(waits=gate is not None)
+    nbytes, gate = _holdings(request, request.sessions())
+    phase, since = _phase(request, waits=gate is not None)
     return RequestView(
         request.id,
-        request.client,
+        _client_name(request.client),
         phase,
         now - since,
         now - request.began,
@@ -163,14 +182,14 @@ def _rows(
 def _row(
     each: LiveRequest, view: RequestView, kinds: list[str], now: float
 ) -> dict[str, Any]:
-    each.measure(now)
+    _measure(each, now)
     sessions = each.sessions()
-    _, gate = each.holdings(())
+    _, gate = _holdings(each, ())
     return {
         "id": each.id,
         "session": ",".join(session.id for session in sessions),
         "what": each.what,
-        "client": each.client,
+        "client": view.client,
         "phase": view.phase,
         "phase_s": round(view.phase_s, 1),
         "age_s": round(view.age_s, 1),
@@ -179,9 +198,9 @@ def _row(
         "gone_s": None if view.gone_s is None else round(view.gone_s, 1),
         "read": each.read,
         "sent": each.sent,
-        "tokens": each.tokens or each.parts,
+        "tokens": _count(each),
         "rate": round(each.rate, 1),
-        "cancellable": each.cancellable,
+        "cancellable": is_cancellable(each),
         "warnings": kinds,
     }
 
@@ -222,3 +241,121 @@ def _gate_view(name: str, gates: list[Gate]) -> GateView:
         sum(now.refused for now in each),
         0.0,
     )
+
+
+# Of one request -------------------------------------------------------------------
+
+
+def all_of(requests: LiveRequests) -> list[LiveRequest]:
+    """Return all requests, oldest first, and forget those that have ended."""
+    found = list(requests.found.values())
+    over = {each.id for each in found if each.ended and not each.sessions()}
+    for id_ in over:
+        requests.found.pop(id_, None)
+    return [each for each in found if each.id not in over]
+
+
+def find(requests: LiveRequests, id_: str) -> LiveRequest | None:
+    """Return the request with this id, or with a session of this id."""
+    of_session = (
+        each
+        for each in requests.found.values()
+        if any(session.id == id_ for session in each.sessions())
+    )
+    return requests.found.get(id_) or next(of_session, None)
+
+
+def is_cancellable(request: LiveRequest) -> bool:
+    """Whether `cancel` can end it."""
+    if request.cancel is not None:
+        return request.ended is None
+    return any(each.outcome is None for each in request.sessions())
+
+
+def cancel(request: LiveRequest) -> None:
+    """Stop its sessions, or cancel the application where it has none."""
+    sessions = [each for each in request.sessions() if each.outcome is None]
+    for session in sessions:
+        session.stop()
+    if not sessions and request.cancel is not None and request.ended is None:
+        request.cancel()
+
+
+def held_objects(request: LiveRequest) -> Iterator[tuple[str, object]]:
+    """Yield what keeps bytes: its leases and its boxes, each with a name."""
+    for each in request.leases:
+        lease = each()
+        if lease is not None and lease.held and lease.bytes:
+            yield f"lease of gate {lease.gate.name!r}", lease
+    for session in request.sessions():
+        for box in payloads(session):
+            yield f"payload of {box.nbytes} bytes", box
+
+
+def _holdings(
+    request: LiveRequest, sessions: Iterable[Session]
+) -> tuple[int, Gate | None]:
+    """Return the bytes that it holds, and the gate that it waits at.
+
+    Payloads are in bytes that leases are charged with, as a rule; so it is whichever
+    is more.
+
+    Args:
+        request: The request.
+        sessions: Its sessions, which the caller has asked for already.
+    """
+    charged, boxed, gate = 0, 0, None
+    for each in request.leases:
+        lease = each()
+        if lease is None:
+            continue
+        if lease.held:
+            charged += lease.bytes
+        elif lease_state(lease) == "waiting":
+            gate = lease.gate
+    for session in sessions:
+        for box in payloads(session):
+            boxed += box.nbytes
+    return max(charged, boxed), gate
+
+
+def _phase(request: LiveRequest, *, waits: bool) -> tuple[ShownPhase, float]:
+    """Return what it is doing, and since when."""
+    over = request.ended or request.gone or request.complete
+    if over is not None:
+        return "ending", over
+    if waits:
+        return "waiting", request.waiting_since
+    if request.first_part is not None:
+        return "streaming", request.first_part
+    if request.phase is not None:
+        return _SHOWN.get(request.phase, "running"), request.phase_began
+    if request.body_done is None and request.reading:
+        return "reading", request.began
+    return "running", request.body_done or request.began
+
+
+def _measure(request: LiveRequest, now: float) -> None:
+    """Compute its rate, if the last time was long enough ago."""
+    since, before = request.measured
+    if now - since >= 0.5:
+        count = _count(request)
+        request.rate = max(0.0, (count - before) / (now - since))
+        request.measured = now, count
+
+
+def _count(request: LiveRequest) -> int:
+    """Return its tokens, or the parts of its response where it counts none."""
+    return current_count(request.tokens) or request.parts
+
+
+def _client_name(identity: bytes | str) -> str:
+    """Return a short name for what identifies a client; of a key, part of its hash."""
+    if isinstance(identity, str):
+        return identity
+    text = identity.decode("ascii", "replace")
+    if text.isprintable() and text.isascii():
+        return text or "unknown"
+    if len(identity) == _IPV6_NETWORK:
+        return f"{ipaddress.IPv6Address(identity + bytes(_IPV6_NETWORK))}/64"
+    return f"key {identity.hex()[:8]}"

@@ -25,9 +25,15 @@ from lifecycle import Gate
 from lifecycle.debug import who_holds
 from lifecycle.lowlevel import owner
 from lifecycle_asgi._types import App, Message, Receive, Scope, Send
+from lifecycle_asgi.events import LIVE_KEY, LiveRequest, LiveRequests
 from lifecycle_asgi.limits import client_address
-from lifecycle_asgi.live_requests import LIVE_KEY, LiveRequest, LiveRequests
-from lifecycle_asgi.live_snapshot import Snapshots
+from lifecycle_asgi.live_snapshot import (
+    Snapshots,
+    cancel,
+    find,
+    held_objects,
+    is_cancellable,
+)
 from lifecycle_asgi.live_warnings import WarningLimits
 from lifecycle_asgi.responses import send_response
 
@@ -36,11 +42,8 @@ _INLINE: Final = re.compile(r"<(script|style)>(.*?)</\1>", re.DOTALL)
 _LOCAL_NAMES: Final = frozenset({"localhost", "ip6-localhost"})
 # Behind a proxy on the same machine, every client has its address.
 _FORWARDED: Final = frozenset({b"forwarded", b"x-forwarded-for", b"x-real-ip"})
-_TIMEOUTS: Final = frozenset({b"x-stainless-read-timeout", b"x-stainless-timeout"})
 _TOKEN_HEADER: Final = b"x-lifecycle-token"
-_MAX_PATH: Final = 100
 _MAX_ID: Final = 300
-_IPV6_NETWORK: Final = 8  # bytes of what `client_address` returns
 # Until viewers connect again: servers wait for open responses before they exit.
 _STREAM_SECONDS: Final = 10.0
 # Seconds between two questions of what holds bytes: each stops the event loop for a
@@ -84,18 +87,6 @@ def _is_local(name: str) -> bool:
         return False
     mapped = getattr(address, "ipv4_mapped", None)
     return bool((mapped or address).is_loopback)
-
-
-def _client_name(identity: bytes | str) -> str:
-    """Return a short name for what identifies a client; of a key, part of its hash."""
-    if isinstance(identity, str):
-        return identity
-    text = identity.decode("ascii", "replace")
-    if text.isprintable() and text.isascii():
-        return text or "unknown"
-    if len(identity) == _IPV6_NETWORK:
-        return f"{ipaddress.IPv6Address(identity + bytes(_IPV6_NETWORK))}/64"
-    return f"key {identity.hex()[:8]}"
 
 
 class LiveView:
@@ -152,25 +143,15 @@ class LiveView:
                 f"path is {path!r}; it needs a slash in front, none behind"
             )
         self._app = app
-        self._requests = LiveRequests(tuple(gates))
-        self._snapshots = Snapshots(self._requests, limits or WarningLimits(), engine)
-        self._allow = allow
-        self._cancel_allowed = cancel
-        self._client = client
-        self._token = secrets.token_urlsafe(24)
-        self._asked_holders = 0.0
-        self._path = path
-        self._page, self._page_headers = _read_page()
-        self._gets = {
-            path: self._send_page,
-            f"{path}/": self._send_page,
-            f"{path}/events": self._send_events,
-            f"{path}/snapshot": self._send_snapshot,
-        }
-        self._posts = {
-            f"{path}/cancel": self._cancel,
-            f"{path}/holders": self._holders,
-        }
+        self._requests = LiveRequests(gates, client)
+        self._pages = LivePages(
+            self._requests,
+            engine=engine,
+            allow=allow,
+            cancel=cancel,
+            path=path,
+            limits=limits,
+        )
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Serve one connection.
@@ -180,16 +161,14 @@ class LiveView:
         """
         if scope["type"] != "http":
             await self._app(scope, receive, send)
-        elif scope["path"] in self._gets or scope["path"] in self._posts:
-            await self._view(scope, receive, send)
+        elif scope["path"] in self._pages.paths:
+            await self._pages(scope, receive, send)
         else:
             await self._show(scope, receive, send)
 
     async def _show(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Run the application, and note what it does."""
-        what = f"{scope['method']} {scope['path'][:_MAX_PATH]}"
-        client = _client_name(self._client(scope))
-        shown = self._requests.begin(what, client, _gives_up(scope))
+        shown = self._requests.begin(scope)
 
         async def receive_noted() -> Message:
             shown.receiving(None)
@@ -212,9 +191,57 @@ class LiveView:
             # Servers keep the scope of an idle connection until its next request.
             scope.pop(LIVE_KEY, None)
 
-    # The view itself.
 
-    async def _view(self, scope: Scope, receive: Receive, send: Send) -> None:
+class LivePages:
+    """What a `LiveView` serves, as an application, for requests that others note.
+
+    Args:
+        requests: The requests to show.
+        engine: As of `LiveView`.
+        allow: As of `LiveView`.
+        cancel: As of `LiveView`.
+        path: As of `LiveView`.
+        limits: As of `LiveView`.
+
+    Attributes:
+        paths: The paths that it serves.
+    """
+
+    def __init__(
+        self,
+        requests: LiveRequests,
+        *,
+        engine: Callable[[], Mapping[str, Any]] | None,
+        allow: Callable[[Scope], bool],
+        cancel: bool,
+        path: str = "/_lifecycle",
+        limits: WarningLimits | None = None,
+    ) -> None:
+        self._requests = requests
+        self._snapshots = Snapshots(requests, limits or WarningLimits(), engine)
+        self._allow = allow
+        self._cancel_allowed = cancel
+        self._token = secrets.token_urlsafe(24)
+        self._asked_holders = 0.0
+        self._page, self._page_headers = _read_page()
+        self._gets = {
+            path: self._send_page,
+            f"{path}/": self._send_page,
+            f"{path}/events": self._send_events,
+            f"{path}/snapshot": self._send_snapshot,
+        }
+        self._posts = {
+            f"{path}/cancel": self._cancel,
+            f"{path}/holders": self._holders,
+        }
+        self.paths = frozenset((*self._gets, *self._posts))
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Serve one request to one of the paths.
+
+        Cancellation:
+            Passes through.
+        """
         method, path = scope["method"], scope["path"]
         if not self._allow(scope):
             what = (
@@ -284,20 +311,20 @@ class LiveView:
         return text.encode()
 
     async def _cancel(self, id_: str, send: Send) -> None:
-        found = self._requests.get(id_)
+        found = find(self._requests, id_)
         if not self._cancel_allowed:
             await _answer(send, 403, b"Cancelling is off; make LiveView(cancel=True)")
         elif found is None:
             await _answer(send, 404, b"No request with this id is running")
-        elif not found.cancellable:
+        elif not is_cancellable(found):
             what = b"It cannot be cancelled: there is no LifecycleMiddleware around it"
             await _answer(send, 409, what)
         else:
-            found.cancel()
+            cancel(found)
             await _answer(send, 200, b"cancelled")
 
     async def _holders(self, id_: str, send: Send) -> None:
-        found, now = self._requests.get(id_), time.monotonic()
+        found, now = find(self._requests, id_), time.monotonic()
         if found is None:
             await _answer(send, 404, b"No request with this id is running")
             return
@@ -314,18 +341,9 @@ def _holders_of(request: ref[LiveRequest]) -> dict[str, list[str]]:
     """Return the places that keep the bytes of a request, by what they keep."""
     found: dict[str, list[str]] = {}
     shown = request()
-    for name, held in [] if shown is None else shown.held_objects():
+    for name, held in [] if shown is None else held_objects(shown):
         found[name] = [str(each) for each in who_holds(held)]
     return found
-
-
-def _gives_up(scope: Scope) -> float | None:
-    """Return the seconds after which the client gives up, if it says so."""
-    for name, value in scope["headers"]:
-        if name in _TIMEOUTS:
-            with suppress(ValueError):
-                return float(value)
-    return None
 
 
 async def _wait_disconnect(receive: Receive, left: anyio.Event) -> None:

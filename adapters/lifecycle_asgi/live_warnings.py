@@ -9,7 +9,10 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Final, Literal, NamedTuple
 
-from lifecycle_asgi.live_requests import ShownPhase
+ShownPhase = Literal[
+    "waiting", "reading", "preparing", "running", "streaming", "ending"
+]
+"""What a request is doing, in the words of the live view."""
 
 WarningKind = Literal[
     "work after its client left",

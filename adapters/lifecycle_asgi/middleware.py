@@ -6,16 +6,21 @@ import math
 import time
 from collections.abc import Callable
 from contextlib import suppress
-from typing import Final
+from contextvars import Token
+from typing import Any, Final
 
 import anyio
 import anyio.lowlevel
 
 from lifecycle.events import Observer, guarded
-from lifecycle.lowlevel import check_int
+from lifecycle.lowlevel import call_soon, check_int, owner
 from lifecycle_asgi._types import App, Message, Receive, Scope, Send
-from lifecycle_asgi.events import RequestRecorder
-from lifecycle_asgi.live_requests import LIVE_KEY
+from lifecycle_asgi.events import (
+    LIVE_KEY,
+    LiveRequest,
+    LiveRequests,
+    RequestRecorder,
+)
 from lifecycle_asgi.request import SCOPE_KEY, RequestScope
 
 DISCONNECT: Final = "http.disconnect"
@@ -34,8 +39,8 @@ _FIRST_LOOK_SECONDS: Final = 0.5
 _NOT_OF_RECEIVE: Final = (KeyboardInterrupt, SystemExit, GeneratorExit)
 # More often than an application that handles the disconnect receives it.
 _MAX_DISCONNECTS: Final = 100
-# Limits between two forced yields to the event loop: at each of them, the frames above
-# the body are suspended in a send.
+# Limits on what is sent within one turn of the event loop, before it is forced to turn:
+# at that point, the frames above the body are suspended in a send.
 _YIELD_EVERY_MESSAGES: Final = 16
 _YIELD_EVERY_SECONDS: Final = 0.002
 
@@ -90,6 +95,9 @@ class LifecycleMiddleware:
         observer: Called with the events of requests; see `RequestEvent`.
         operation: Returns the kind of request of a scope, as a fixed word; ``None``
             for a request without events. Default: ``"http"`` for all.
+        live: Notes the requests that have an operation, for the live view of a server
+            that serves its pages itself. All others wrap the application in a
+            `LiveView`.
 
     Raises:
         TypeError: *read_ahead* is no whole number.
@@ -106,6 +114,7 @@ class LifecycleMiddleware:
         cancel_delay: float = 0.0,
         observer: Observer | None = None,
         operation: Callable[[Scope], str | None] = _operation_http,
+        live: LiveRequests | None = None,
     ) -> None:
         check_int(0, read_ahead=read_ahead)
         delays = {"disconnect_grace": disconnect_grace, "cancel_delay": cancel_delay}
@@ -119,6 +128,7 @@ class LifecycleMiddleware:
         self._cancel_delay = cancel_delay
         self._emit = guarded(observer)
         self._operation = operation
+        self._live = live
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Serve one connection.
@@ -142,9 +152,7 @@ class LifecycleMiddleware:
         # body from a stream that reads it; but a stream in a task of the application's
         # own would continue without a client.
         scope[SCOPE_KEY] = channel.request
-        self._start_recording(scope, channel.request)
-        if (shown := scope.get(LIVE_KEY)) is not None:
-            channel.request.show(shown, channel.application.cancel)
+        context = self._begin(scope, channel)
         error: BaseException | None = None
         try:
             await self._run(scope, channel)
@@ -154,18 +162,33 @@ class LifecycleMiddleware:
         finally:
             channel.request.end(channel.response.status, error)
             del error  # a frame that refers to its own exception is a cycle
+            if context is not None:
+                owner.reset(context)
+                self._end(channel)
         if channel.application.cancel_called and not channel.response.started:
             # No client reads this; a server may raise for it. An application that has
             # ended by itself has sent what it wanted.
             with suppress(OSError):
                 await _send_client_closed(send)
 
-    def _start_recording(self, scope: Scope, request: RequestScope) -> None:
-        if self._emit is None:
-            return
-        operation = self._operation(scope)
+    def _begin(self, scope: Scope, channel: RequestChannel) -> Token[Any] | None:
+        """Note the request for the observer and the live view, where there are some."""
+        request, operation = channel.request, self._operation(scope)
+        shown = scope.get(LIVE_KEY)  # a `LiveView` notes the messages itself
+        context = None
         if operation is not None:
-            request.set_recorder(RequestRecorder(self._emit, operation, scope))
+            if self._emit is not None:
+                request.set_recorder(RequestRecorder(self._emit, operation, scope))
+            if self._live is not None:
+                shown = channel.shown = self._live.begin(scope)
+                context = owner.set(shown.claim)
+        if shown is not None:
+            request.show(shown, channel.application.cancel)
+        return context
+
+    def _end(self, channel: RequestChannel) -> None:
+        if self._live is not None and channel.shown is not None:
+            self._live.end(channel.shown)
 
     async def _run(self, scope: Scope, channel: RequestChannel) -> None:
         failure: BaseException | None = None
@@ -246,12 +269,15 @@ class RequestChannel:
         application: Cancels the application.
         finishing: Inside of it; protects what follows a complete response.
         reading: Cancels `read`.
+        shown: Notes the messages for the live view, if it is this object's to do.
     """
 
     __slots__ = (
         "_buffer",
+        "_call_soon",
         "_cancel_delay",
         "_disconnect_grace",
+        "_gone",
         "_late",
         "_receive",
         "_send",
@@ -262,6 +288,7 @@ class RequestChannel:
         "reading",
         "request",
         "response",
+        "shown",
     )
 
     def __init__(
@@ -278,15 +305,18 @@ class RequestChannel:
         self._buffer = ReceiveBuffer(read_ahead)
         self._disconnect_grace = disconnect_grace
         self._cancel_delay = cancel_delay
-        self._late = 0
-        self._sent = 0
-        # Time of the last yield to the event loop, or of the first late message.
-        self._since = time.monotonic()
+        self._gone = False
+        self._late = self._sent = 0
+        # Time of the first message in this turn of the event loop, if there was one, or
+        # of the first late message.
+        self._since: float | None = None
+        self._call_soon = call_soon()
         self.request = RequestScope()
         self.response = ResponseState()
         self.application = anyio.CancelScope()
         self.finishing = anyio.CancelScope()
         self.reading = anyio.CancelScope()
+        self.shown: LiveRequest | None = None
 
     async def read(self) -> None:
         """Read until a disconnect, an error of ``receive``, or `stop_reading`.
@@ -309,7 +339,11 @@ class RequestChannel:
     async def _read_messages(self) -> None:
         while True:
             await self._buffer.wait_space()
+            if self.shown is not None:
+                self.shown.receiving(None)
             message = await self._receive()
+            if self.shown is not None:
+                self.shown.receiving(message)
             if message["type"] == DISCONNECT:
                 await self._on_disconnect()
                 return
@@ -319,6 +353,7 @@ class RequestChannel:
     async def _on_disconnect(self) -> None:
         if self.response.complete:
             return
+        self._gone = True
         self.request.mark_client_gone()
         self._buffer.close()
         delay = self._cancel_delay
@@ -357,21 +392,33 @@ class RequestChannel:
         if self.application.cancel_called:
             await self._send_late(message)
             return
-        self.response.update(message)
+        shown, response = self.shown, self.response
+        if not message.get("more_body", False):
+            response.update(message)
+        if shown is not None:
+            shown.sending = time.monotonic()
         await self._send(message)
-        if self.request.client_gone:
+        if shown is not None:
+            shown.sent_message(message)
+        if self._gone:
             self._late += 1
             if self._late > _MAX_LATE_MESSAGES:
                 await self._end_stream()
-        self._sent += 1
-        if self.response.complete:
+        if response.complete:
             self.stop_reading()
-        elif (
-            self._sent % _YIELD_EVERY_MESSAGES == 0
-            or time.monotonic() - self._since > _YIELD_EVERY_SECONDS
-        ):
-            await anyio.lowlevel.cancel_shielded_checkpoint()
-            self._since = time.monotonic()
+        elif self._since is None:
+            self._since, self._sent = time.monotonic(), 1
+            self._call_soon(self._turn)
+        else:
+            self._sent += 1
+            late = time.monotonic() - self._since > _YIELD_EVERY_SECONDS
+            if late or self._sent >= _YIELD_EVERY_MESSAGES:
+                await anyio.lowlevel.cancel_shielded_checkpoint()
+
+    def _turn(self) -> None:
+        """The event loop turns: other tasks run between two messages."""
+        if not self.application.cancel_called:
+            self._since = None
 
     async def _end_stream(self) -> None:
         """End a stream that never suspends, and so does not see the disconnect."""
@@ -382,7 +429,8 @@ class RequestChannel:
 
     async def _send_late(self, message: Message) -> None:
         now = time.monotonic()
-        self._since = self._since if self._late else now
+        if not self._late or self._since is None:
+            self._since = now
         self._late += 1
         if self._late > _MAX_LATE_MESSAGES or now - self._since > _MAX_LATE_SECONDS:
             await anyio.lowlevel.checkpoint()

@@ -20,12 +20,12 @@ import anyio
 from lifecycle import in_thread
 from lifecycle.events import Outcome
 from lifecycle_asgi.events import (
+    LiveRequest,
     Phase,
     PhaseTimer,
     RequestRecorder,
     request_outcome,
 )
-from lifecycle_asgi.live_requests import LiveRequest
 
 T = TypeVar("T")
 S = TypeVar("S", bound="Closable")
@@ -181,10 +181,11 @@ class RequestScope:
         """
         return PhaseTimer(self._recorder, phase, self._shown)
 
-    def count(self, **counts: int) -> None:
+    def count(self, **counts: int | Callable[[], int]) -> None:
         """Report *counts*, by fixed words, to the observer when the request ends.
 
-        A later count replaces one of the same word. ``output_tokens`` is shown in the
+        A count may be a function, which returns it when it is reported or shown. A
+        later count replaces one of the same word. ``output_tokens`` is shown in the
         live view meanwhile.
         """
         if self._shown is not None and "output_tokens" in counts:
@@ -250,7 +251,7 @@ class RequestScope:
     def show(self, shown: LiveRequest, cancel: Callable[[], object]) -> None:
         """Called by the middleware: show phases in the live view, which may cancel."""
         self._shown = shown
-        shown.cancel_with(cancel)
+        shown.cancel = cancel
 
     def end(
         self,

@@ -363,6 +363,13 @@ def threadsafe_call() -> Callable[[Callable[[], object]], None]:
     return post_soon
 
 
+def call_soon() -> Callable[[Callable[[], object]], object]:
+    """What runs a function in the next turn of the running loop, from its own tasks."""
+    loop: Any = current_loop()
+    post: Callable[..., object] = getattr(loop, "call_soon", None) or loop.run_sync_soon
+    return post
+
+
 def event_loop_clock() -> Callable[[], float]:
     """The running loop's own clock, without anyio's look-up at each reading."""
     loop = _get_running_loop()

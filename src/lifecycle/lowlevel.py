@@ -4,7 +4,7 @@ Semi-public, as ``anyio.lowlevel`` is: stable for adapters, not needed by
 applications.
 
 - Waiting and waking: `Waiter`, `new_waiter`, `LoopWaiter`, `ThreadsafeEvent`,
-  `threadsafe_call`, `event_loop_clock`.
+  `call_soon`, `threadsafe_call`, `event_loop_clock`.
 - Errors without their text or payload: `describe_error`, `clear_traceback_frames`.
 - Argument checks: `check_type`, `check_bool`, `check_callable`, `check_int`,
   `check_seconds`, `check_choice`.
@@ -18,6 +18,7 @@ from ._eventloop import (
     LoopWaiter,
     ThreadsafeEvent,
     Waiter,
+    call_soon,
     event_loop_clock,
     new_waiter,
     threadsafe_call,
@@ -39,6 +40,7 @@ __all__ = (
     "LoopWaiter",
     "ThreadsafeEvent",
     "Waiter",
+    "call_soon",
     "check_bool",
     "check_callable",
     "check_choice",

@@ -5,6 +5,7 @@ import threading
 from collections.abc import Callable
 
 import anyio
+import anyio.lowlevel
 import anyio.to_thread
 import pytest
 
@@ -13,6 +14,7 @@ from lifecycle.lowlevel import (
     DrainRate,
     LoopWaiter,
     ThreadsafeEvent,
+    call_soon,
     check_bool,
     check_callable,
     check_choice,
@@ -241,3 +243,15 @@ def test_says_when_to_retry_within_bounds(ahead: int, expected: float) -> None:
         found = rate.retry_after(ahead, 0, 2.0)
         assert found == pytest.approx(expected * jitter(refused))
         assert 1.0 <= found <= 60.0
+
+
+@pytest.mark.anyio
+async def test_calls_soon_in_the_next_turn() -> None:
+    """What is to be called soon is called once this task waits, and not before."""
+    called: list[bool] = []
+    call_soon()(lambda: called.append(True))
+    assert not called
+    with anyio.fail_after(60):
+        while not called:
+            await anyio.lowlevel.checkpoint()
+    assert called == [True]

@@ -6,6 +6,7 @@ import asyncio
 import signal
 import socket
 import sys
+import time
 from typing import Any
 
 import pytest
@@ -105,3 +106,26 @@ async def test_ends_beside_a_client_that_neither_sends_the_body_nor_leaves() -> 
         if process.returncode is None:
             process.kill()
             await process.wait()
+
+
+def test_sends_in_one_write_what_one_turn_has() -> None:
+    """Messages between two turns of the event loop reach the client together."""
+
+    async def app(scope: Any, receive: Any, send: Any) -> None:
+        await send({"type": "http.response.start", "status": 200, "headers": []})
+        for part in (b"one", b"two", b""):
+            time.sleep(0.05)  # noqa: ASYNC251 - time to arrive, if it was sent
+            more = bool(part)
+            await send({"type": "http.response.body", "body": part, "more_body": more})
+
+    def first(port: int) -> bytes:
+        with socket.create_connection(("127.0.0.1", port)) as client:
+            client.sendall(b"GET / HTTP/1.1\r\nhost: x\r\n\r\n")
+            return client.recv(65536)
+
+    async def ask() -> bytes:
+        async with serving(app, http=http_protocol()) as port:
+            return await asyncio.to_thread(first, port)
+
+    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as it:
+        assert it.run(ask()).endswith(b"3\r\none\r\n3\r\ntwo\r\n0\r\n\r\n")

@@ -14,6 +14,7 @@ from starlette.background import BackgroundTask
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse, StreamingResponse
 
+from lifecycle.lowlevel import call_soon
 from lifecycle_asgi import Admission, LifecycleMiddleware, request_of
 
 pytestmark = pytest.mark.anyio
@@ -26,6 +27,27 @@ async def serve(app: Any, server: ScriptedServer, **headers: str) -> None:
         async with alone():
             scope = http_scope(headers=pairs)
             await app(scope, server.receive, server.send)
+
+
+async def test_sends_at_once_what_comes_after_a_wait() -> None:
+    """A stream that waits for its items is never made to wait in ``send`` as well."""
+    server, turned = ScriptedServer(), []
+    part = {"type": "http.response.body", "body": b"x", "more_body": True}
+
+    async def app(scope: Any, receive: Any, send: Any) -> None:
+        soon = call_soon()
+        await send({"type": "http.response.start", "status": 200, "headers": []})
+        for _ in range(20):
+            await anyio.sleep(0.005)
+            soon(lambda: turned.append(1))
+            before = len(turned)
+            await send(part)
+            assert len(turned) == before, "the event loop turned in send"
+        await send({**part, "more_body": False})
+
+    await serve(LifecycleMiddleware(app), server)
+    assert server.body == b"x" * 21
+    assert turned
 
 
 @pytest.mark.parametrize("reads", [True, False])

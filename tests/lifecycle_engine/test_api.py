@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import tracemalloc
-from collections.abc import AsyncIterator, Callable
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -28,7 +28,15 @@ from lifecycle import (
 )
 from lifecycle_engine import ApiError, BadChat, BadImage, SimProcessor
 from lifecycle_engine.api.anthropic_messages import parse_messages
-from lifecycle_engine.api.base import ResponseWriter, StopStrings, TextStream, Usage
+from lifecycle_engine.api.base import (
+    EventTemplate,
+    Piece,
+    ResponseWriter,
+    StopStrings,
+    TextDecoder,
+    Usage,
+    dump,
+)
 from lifecycle_engine.api.chat_request import UNSUPPORTED_EVERYWHERE, parse_request
 from lifecycle_engine.api.generate import parse_generate
 from lifecycle_engine.api.openai_chat import OPENAI
@@ -97,37 +105,47 @@ def test_nothing_is_held_without_need() -> None:
     assert seen == ["a ", "", "STA", "R", "x"]
 
 
-@pytest.mark.asyncio
 @pytest.mark.parametrize(("told", "counted"), [(3, 3), (9, 5)])
-async def test_no_more_is_cached_than_was_asked(told: int, counted: int) -> None:
+def test_no_more_is_cached_than_was_asked(told: int, counted: int) -> None:
     """Whatever an engine says: what was read of a prompt is never less than nothing."""
     usage = Usage(prompt_tokens=5)
-
-    async def items() -> AsyncIterator[Any]:
-        yield {"cached_tokens": told}
-        yield [104]
-        yield {"finish_reason": "stop"}
-
-    texts = TextStream(items(), SimProcessor().detokenizer(), usage, ())
-    assert "".join([piece.text async for piece in texts]) == "h"
+    text = TextDecoder(SimProcessor().detokenizer(), usage)
+    items = [{"cached_tokens": told}, [104], {"finish_reason": "stop"}]
+    assert text_of(text, items) == "h"
     assert (usage.cached_tokens, usage.completion_tokens) == (counted, 1)
 
 
-@pytest.mark.asyncio
 @pytest.mark.parametrize("together", [True, False])
-async def test_no_token_behind_a_stop_is_counted(together: bool) -> None:
+def test_no_token_behind_a_stop_is_counted(together: bool) -> None:
     """Tokens that wait for a slow reader come at once, with the same report."""
     usage = Usage(prompt_tokens=1)
+    text = TextDecoder(SimProcessor().detokenizer(), usage, ["STOP"])
+    tokens = list(b"one STOP two")
+    items = [tokens] if together else [[token] for token in tokens]
+    assert text_of(text, [*items, {"finish_reason": "length"}]) == "one "
+    assert (usage.completion_tokens, text.finish_reason) == (8, "stop")
 
-    async def items() -> AsyncIterator[Any]:
-        tokens = list(b"one STOP two")
-        for each in [tokens] if together else [[token] for token in tokens]:
-            yield each
-        yield {"finish_reason": "length"}
 
-    texts = TextStream(items(), SimProcessor().detokenizer(), usage, ["STOP"])
-    assert "".join([piece.text async for piece in texts]) == "one "
-    assert (usage.completion_tokens, texts.finish_reason) == (8, "stop")
+def text_of(text: TextDecoder, items: list[Any]) -> str:
+    """The text of *items*, as the reader of a stream takes it."""
+    parts = []
+    for item in items:
+        parts.append(text.push(item) or Piece(""))
+        if text.stop is not None:
+            break
+    else:
+        parts.append(text.flush())
+    return "".join(piece.text for piece in parts)
+
+
+@pytest.mark.parametrize("text", ["a", "", '"\\\n\x00', "é€😀", "\u2028"])
+def test_encodes_events_of_text_as_any_other(text: str) -> None:
+    """An event that is made from a template is the one that its document makes."""
+
+    def document(text: str) -> dict[str, Any]:
+        return {"id": "\x00x", "choices": [{"delta": {"content": text}, "n": 1.5}]}
+
+    assert EventTemplate(dump, document).event(text) == dump(document(text))
 
 
 ERROR = ApiError(503, "The server is shutting down", code="shutting_down")

@@ -12,6 +12,7 @@ from pydantic import BeforeValidator, Field, model_validator
 from lifecycle_engine.api.base import (
     ApiFormat,
     Document,
+    EventTemplate,
     Piece,
     ResponseWriter,
     Usage,
@@ -184,6 +185,14 @@ _ERROR_TYPES = {
 }
 
 
+def _text_delta(text: str) -> Document:
+    delta = {"type": "text_delta", "text": text}
+    return {"type": "content_block_delta", "index": 0, "delta": delta}
+
+
+_TEXT = EventTemplate(named_event, _text_delta)
+
+
 class MessagesAnswer:
     """The answer to one request, complete or as events.
 
@@ -216,8 +225,7 @@ class MessagesAnswer:
             return
         await self._begin()
         if piece.text:
-            delta = {"type": "text_delta", "text": piece.text}
-            await self._event("content_block_delta", index=0, delta=delta)
+            await self._writer.part(_TEXT.event(piece.text))
 
     async def finished(self, index: int, finish_reason: str, stop: str | None) -> None:
         """Receive the end.

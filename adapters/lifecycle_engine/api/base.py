@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import json
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from json.encoder import encode_basestring
 from typing import TYPE_CHECKING, Any, Protocol
-
-import anyio.lowlevel
 
 from lifecycle_engine.errors import ApiError
 from lifecycle_engine.processing.processor import Detokenizer
@@ -51,9 +50,34 @@ class ApiFormat:
     stream_type: bytes = b"text/event-stream; charset=utf-8"
 
 
-def dump(document: Document) -> bytes:
+# Made once: `json.dumps` makes an encoder for each document.
+_encode = json.JSONEncoder(separators=(",", ":"), ensure_ascii=False).encode
+
+
+def dump(document: Document | str) -> bytes:
     """Encode a document as JSON."""
-    return json.dumps(document, separators=(",", ":"), ensure_ascii=False).encode()
+    return _encode(document).encode()
+
+
+class EventTemplate:
+    """Events that differ in one text only, as those of nearly all tokens do.
+
+    Args:
+        frame: Encodes a document as one event of a stream.
+        document: Returns the document with a given text.
+    """
+
+    __slots__ = ("_after", "_before")
+
+    def __init__(
+        self, frame: Callable[[Document], bytes], document: Callable[[str], Document]
+    ) -> None:
+        # No other value of a document is this one character.
+        self._before, _, self._after = frame(document("\0")).partition(dump("\0"))
+
+    def event(self, text: str) -> bytes:
+        """Return the event with *text*."""
+        return self._before + encode_basestring(text).encode() + self._after
 
 
 def named_event(document: Document) -> bytes:
@@ -180,7 +204,7 @@ class ResponseWriter:
             await self._send_whole(status, dump(document), error.headers)
             return
         last = [document] if self.failure is None else self.failure(error)
-        await self._send_part(b"".join(map(self._api.frame, last)), more=False)
+        await self.part(b"".join(map(self._api.frame, last)), more=False)
 
     async def event(self, *documents: Document) -> None:
         """Stream *documents*, one event each; the first one starts the stream.
@@ -188,7 +212,7 @@ class ResponseWriter:
         Cancellation:
             As for `json`.
         """
-        await self._send_part(b"".join(map(self._api.frame, documents)), more=True)
+        await self.part(b"".join(map(self._api.frame, documents)))
 
     async def done(self, *documents: Document) -> None:
         """End the stream, with *documents* as its last events.
@@ -197,9 +221,14 @@ class ResponseWriter:
             As for `json`.
         """
         last = b"".join(map(self._api.frame, documents))
-        await self._send_part(last + self._api.end, more=False)
+        await self.part(last + self._api.end, more=False)
 
-    async def _send_part(self, body: bytes, *, more: bool) -> None:
+    async def part(self, body: bytes, *, more: bool = True) -> None:
+        """Stream events that are encoded already; the first ones start the stream.
+
+        Cancellation:
+            As for `json`.
+        """
         if not self.started:
             content_type = (b"content-type", self._api.stream_type)
             await self._start(200, [content_type, *_STREAM_HEADERS])
@@ -283,69 +312,80 @@ def _overlap(text: str, stop: str) -> int:
     return next(size for size in range(longest, -1, -1) if text.endswith(stop[:size]))
 
 
-class TextStream:
+class TextDecoder:
     """The text of a stream of tokens, up to a stop string, and why it ended.
 
-    An iterator and not a generator: an abandoned generator is closed by the garbage
-    collector, in another task.
-
     Args:
-        items: Output of the engine.
         detokenizer: A fresh one.
         usage: Counts the tokens.
         stop: Strings that end the text and are not part of it.
 
     Attributes:
-        finish_reason: Known when the iteration is over.
+        finish_reason: Why the text ended; empty until it has.
+        stop: The stop string that ended it, if one did.
     """
 
+    __slots__ = ("_detokenizer", "_stops", "_usage", "finish_reason", "stop")
+
     def __init__(
-        self,
-        items: AsyncIterator[Any],
-        detokenizer: Detokenizer,
-        usage: Usage,
-        stop: Sequence[str] = (),
+        self, detokenizer: Detokenizer, usage: Usage, stop: Sequence[str] = ()
     ) -> None:
-        self._items = items
         self._detokenizer = detokenizer
         self._usage = usage
-        self._stops = StopStrings(stop)
-        self._over = False
+        self._stops = StopStrings(stop) if stop else None
         self.finish_reason = ""
+        self.stop: str | None = None
 
-    def __aiter__(self) -> TextStream:
-        return self
+    def push(self, item: Any) -> Piece | None:
+        """Add an item of the engine; return the text that it completes, if it has any.
 
-    async def __anext__(self) -> Piece:
-        if self._over:
-            raise StopAsyncIteration
-        async for item in self._items:
-            if isinstance(item, dict) and "finish_reason" in item:
-                self.finish_reason = str(item["finish_reason"])
-                continue
-            if isinstance(item, dict) and "cached_tokens" in item:
-                self._count_cached(int(item["cached_tokens"]))
-                continue
-            tokens = [item["token"]] if isinstance(item, dict) else item
-            return Piece(self._text_of(tokens), self._logprobs(item))
-        return await self._last()
+        After a stop string no more may follow: `stop` is set.
+        """
+        if not isinstance(item, dict):
+            return Piece(self._text_of(item))
+        if "finish_reason" in item:
+            self.finish_reason = str(item["finish_reason"])
+        elif "cached_tokens" in item:
+            self._count_cached(int(item["cached_tokens"]))
+        else:
+            return Piece(self._text_of([item["token"]]), self._logprobs(item))
+        return None
 
-    @property
-    def stop(self) -> str | None:
-        """The stop string that ended the text, if any."""
-        return self._stops.hit
+    def flush(self) -> Piece:
+        """Return the rest of the text, when the engine has sent all items.
+
+        Raises:
+            EngineFailed: The engine did not say why they ended.
+        """
+        if not self.finish_reason:
+            message = "the stream ended without a finish_reason"
+            raise EngineFailed("stream_cut", message)
+        text, stops = self._detokenizer.flush(), self._stops
+        if stops is None:
+            return Piece(text)
+        text = stops.push(text)
+        self._take_stop(stops)
+        return Piece(text + stops.flush())
 
     def _text_of(self, tokens: Sequence[int]) -> str:
         """The text of further tokens, up to the one that completes a stop string."""
+        stops = self._stops
+        if stops is None:
+            self._usage.completion_tokens += len(tokens)
+            return self._detokenizer.push(tokens)
         parts = []
         for token in tokens:  # several, if they queued up for a slow reader
             self._usage.completion_tokens += 1
-            parts.append(self._stops.push(self._detokenizer.push([token])))
-            if self._stops.hit is not None:
+            parts.append(stops.push(self._detokenizer.push([token])))
+            if stops.hit is not None:
                 # The reader leaves the stream now, which ends it in the engine.
-                self._over, self.finish_reason = True, "stop"
+                self._take_stop(stops)
                 break
         return "".join(parts)
+
+    def _take_stop(self, stops: StopStrings) -> None:
+        if stops.hit is not None:
+            self.finish_reason, self.stop = "stop", stops.hit
 
     def _count_cached(self, tokens: int) -> None:
         usage = self._usage
@@ -353,21 +393,7 @@ class TextStream:
         # users may report anything and some APIs subtract it.
         usage.cached_tokens = min(max(usage.cached_tokens, tokens), usage.prompt_tokens)
 
-    async def _last(self) -> Piece:
-        self._over = True
-        if not self.finish_reason:
-            # If the session was ended, so was the stream: raise the cancellation first.
-            await anyio.lowlevel.checkpoint_if_cancelled()
-            message = "the stream ended without a finish_reason"
-            raise EngineFailed("stream_cut", message)
-        text = self._stops.push(self._detokenizer.flush())
-        if self._stops.hit is not None:
-            self.finish_reason = "stop"
-        return Piece(text + self._stops.flush())
-
-    def _logprobs(self, item: Any) -> list[dict[str, Any]] | None:
-        if not isinstance(item, dict):
-            return None
+    def _logprobs(self, item: Document) -> list[dict[str, Any]]:
         top = [self._logprob(token, logprob) for token, logprob in item["top"]]
         chosen = self._logprob(item["token"], item["logprob"])
         return [{**chosen, "top_logprobs": top}]

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import Annotated, Any
 
-import anyio
 from pydantic import ConfigDict, Field
 
 from lifecycle_engine.api.base import (
@@ -109,8 +108,6 @@ class GenerateAnswer:
         self._head = {"id": writer.request_id, "model": model}
         self._pieces: list[list[Piece]] = [[] for _ in range(parsed.choices)]
         self._ends: list[Document] = [{} for _ in range(parsed.choices)]
-        # Each choice is read by its own task; lines must not interleave.
-        self._lock = anyio.Lock(fast_acquire=True)
 
     async def piece(self, index: int, piece: Piece) -> None:
         """Store a piece, or send it unless it is empty.
@@ -121,7 +118,7 @@ class GenerateAnswer:
         if not self._stream:
             self._pieces[index].append(piece)
         elif piece.text or piece.logprobs:
-            await self._line({"index": index, **_output([piece])})
+            await self._writer.event({"index": index, **_output([piece])})
 
     async def finished(self, index: int, finish_reason: str, stop: str | None) -> None:
         """Store the end of a choice, or send it.
@@ -131,7 +128,8 @@ class GenerateAnswer:
         """
         self._ends[index] = {"finish_reason": finish_reason, "stop": stop}
         if self._stream:
-            await self._line({"index": index, "text": "", **self._ends[index]})
+            end = {"index": index, "text": "", **self._ends[index]}
+            await self._writer.event(end)
 
     async def done(self) -> None:
         """Send the response, or end the stream.
@@ -141,18 +139,13 @@ class GenerateAnswer:
         """
         usage = {**self._head, "usage": self._usage.document()}
         if self._stream:
-            await self._line(usage)
-            await self._writer.done()
+            await self._writer.done(usage)
             return
         outputs = [
             {**_output(pieces), **end}
             for pieces, end in zip(self._pieces, self._ends, strict=True)
         ]
         await self._writer.json(200, {**usage, "outputs": outputs})
-
-    async def _line(self, document: Document) -> None:
-        async with self._lock:
-            await self._writer.event(document)
 
 
 def _output(pieces: list[Piece]) -> Document:

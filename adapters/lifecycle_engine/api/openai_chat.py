@@ -5,14 +5,14 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
-
-import anyio
 
 from lifecycle_engine.api.base import (
     Answer,
     ApiFormat,
     Document,
+    EventTemplate,
     Piece,
     ResponseWriter,
     Usage,
@@ -158,9 +158,7 @@ class StreamedAnswer:
         self, completion: Completion, writer: ResponseWriter, usage: Usage, choices: int
     ) -> None:
         self._completion, self._writer, self._usage = completion, writer, usage
-        self._begun = [False] * choices
-        # Each choice is read by its own task; events must not interleave.
-        self._lock = anyio.Lock(fast_acquire=True)
+        self._templates: list[EventTemplate | None] = [None] * choices
 
     async def piece(self, index: int, piece: Piece) -> None:
         """Send a piece, unless it is empty.
@@ -168,12 +166,15 @@ class StreamedAnswer:
         Cancellation:
             The response may be cut.
         """
-        async with self._lock:
-            await self._begin(index)
-            if piece.text or piece.logprobs:
-                await self._event(
-                    self._completion.text(index, piece.text, piece.logprobs)
-                )
+        template, events = self._templates[index], b""
+        if template is None:
+            template, events = self._begin(index)
+        if piece.logprobs:
+            events += _frame(self._completion.text(index, piece.text, piece.logprobs))
+        elif piece.text:
+            events += template.event(piece.text)
+        if events:
+            await self._writer.part(events)
 
     async def finished(self, index: int, finish_reason: str, stop: str | None) -> None:
         """Send the last chunk of a choice.
@@ -182,9 +183,9 @@ class StreamedAnswer:
             As for `piece`.
         """
         del stop
-        async with self._lock:
-            await self._begin(index)
-            await self._event(self._completion.last(index, finish_reason))
+        events = b"" if self._templates[index] else self._begin(index)[1]
+        events += _frame(self._completion.last(index, finish_reason))
+        await self._writer.part(events)
 
     async def done(self) -> None:
         """End the stream, with the usage if requested.
@@ -192,17 +193,14 @@ class StreamedAnswer:
         Cancellation:
             As for `piece`.
         """
-        if self._completion.include_usage:
-            await self._event(self._completion.usage(self._usage))
-        await self._writer.done()
+        usage = [self._completion.usage(self._usage)]
+        await self._writer.done(*(usage if self._completion.include_usage else ()))
 
-    async def _begin(self, index: int) -> None:
-        if not self._begun[index]:
-            self._begun[index] = True
-            await self._event(self._completion.first(index))
-
-    async def _event(self, document: dict[str, Any]) -> None:
-        await self._writer.event(document)
+    def _begin(self, index: int) -> tuple[EventTemplate, bytes]:
+        """Return what encodes the events of a choice, and the first of them."""
+        template = EventTemplate(_frame, partial(self._completion.text, index))
+        self._templates[index] = template
+        return template, _frame(self._completion.first(index))
 
 
 def _answer(

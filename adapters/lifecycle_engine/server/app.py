@@ -27,11 +27,11 @@ from lifecycle_asgi import (
     BodyTooSlow,
     ClientLimit,
     LifecycleMiddleware,
-    LiveView,
     client_address,
     local_client,
 )
-from lifecycle_asgi.events import log_failures
+from lifecycle_asgi.events import LiveRequests, log_failures
+from lifecycle_asgi.live_view import LivePages
 from lifecycle_engine.api.anthropic_messages import ANTHROPIC
 from lifecycle_engine.api.base import ApiFormat, dump
 from lifecycle_engine.api.generate import PLAIN
@@ -200,10 +200,11 @@ def create_app(
         observer=observer,
     )
     monitor = EngineMonitor(service, observer, every=settings.measured_every)
+    live = LiveRequests(service.gates, settings.client)
     app = Starlette(
-        routes=_routes(service, metrics),
+        routes=[*_routes(service, metrics), *_live_view(service, settings, live)],
         lifespan=lambda _: _running(service, metrics, monitor),
-        middleware=_middleware(service, settings, observer, log),
+        middleware=_middleware(service, settings, observer, log, live),
         exception_handlers={HTTPException: _http_error, Exception: _internal_error},
     )
     # A redirect would contain the scheme and host as this process sees them.
@@ -250,7 +251,11 @@ def _service(
 
 
 def _middleware(
-    service: Service, settings: AppSettings, observer: Observer | None, log: Observer
+    service: Service,
+    settings: AppSettings,
+    observer: Observer | None,
+    log: Observer,
+    live: LiveRequests,
 ) -> list[Middleware]:
     """Return the middleware, outermost first."""
     observers = combine_observers(observer, log)
@@ -263,13 +268,13 @@ def _middleware(
     return [
         *_cross_origin(settings.access),
         Middleware(AccessControl, rules=settings.access, answer=_response),
-        _live_view(service, settings),
         Middleware(FairAcceptMiddleware, refuse=early),
         Middleware(
             LifecycleMiddleware,
             read_ahead=_READ_AHEAD,
             observer=observers,
             operation=operation_of,
+            live=live,
         ),
         *_per_client(settings, observer),
         Middleware(
@@ -295,20 +300,19 @@ def _cross_origin(rules: AccessRules) -> list[Middleware]:
     return [cors]
 
 
-def _live_view(service: Service, settings: AppSettings) -> Middleware:
+def _live_view(
+    service: Service, settings: AppSettings, live: LiveRequests
+) -> list[Route]:
     def engine() -> Mapping[str, Any]:
         now = service.engine
         health = getattr(now, "health", "ready" if now.ready else "unavailable")
         return {"health": health, "incarnation": now.incarnation, "pid": now.pid}
 
-    return Middleware(
-        LiveView,
-        gates=service.gates,
-        engine=engine,
-        allow=lambda scope: scope.get(ADMIN_KEY) or settings.live_view(scope),
-        client=settings.client,
-        cancel=True,
-    )
+    def allow(scope: Any) -> bool:
+        return scope.get(ADMIN_KEY) or settings.live_view(scope)
+
+    pages = LivePages(live, engine=engine, allow=allow, cancel=True)
+    return [Route(path, pages) for path in sorted(pages.paths)]
 
 
 def _reader(settings: AppSettings, gate: Gate) -> BodyReader:

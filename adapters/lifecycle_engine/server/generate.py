@@ -9,6 +9,7 @@ from functools import partial
 from typing import Any
 
 import anyio
+import anyio.lowlevel
 import anyio.to_thread
 
 from lifecycle import Lease, Payload, Session, SessionEnded, Stream
@@ -18,7 +19,7 @@ from lifecycle_engine.api.base import (
     ApiFormat,
     Piece,
     ResponseWriter,
-    TextStream,
+    TextDecoder,
     Usage,
 )
 from lifecycle_engine.api.chat_request import Fields
@@ -285,27 +286,28 @@ class GenerateEndpoint:
     async def _answer(
         self, streams: Sequence[Stream[Any]], call: _Call, writer: ResponseWriter
     ) -> None:
-        parsed, usage = call.parsed, call.usage
-        answer = self._api.answer(writer, parsed, self._service.model, usage)
-        observed = _ObservedAnswer(answer, call)
-        if len(streams) == 1:
-            await self._read(streams[0], 0, parsed.stop, usage, observed)
+        usage = call.usage
+        call.request.count(output_tokens=lambda: usage.completion_tokens)
+        answer = self._api.answer(writer, call.parsed, self._service.model, usage)
+        if not call.parsed.stream and len(streams) == 1:
+            await self._read(streams[0], 0, call, answer)
         else:
-            await self._read_all(streams, parsed.stop, usage, observed)
-        await observed.done()
+            one_at_a_time = answer if len(streams) == 1 else _OrderedAnswer(answer)
+            await self._read_all(streams, call, one_at_a_time)
+        await answer.done()
 
     async def _read_all(
-        self,
-        streams: Sequence[Stream[Any]],
-        stop: Sequence[str],
-        usage: Usage,
-        answer: Answer,
+        self, streams: Sequence[Stream[Any]], call: _Call, answer: Answer
     ) -> None:
-        """Read all choices concurrently; the first that fails ends the others."""
+        """Read all choices concurrently; the first that fails ends the others.
+
+        A streamed choice has a task of its own also where it is alone: each token then
+        resumes that task, and not all middleware around the request.
+        """
         try:
             async with anyio.create_task_group() as tasks:
                 for index, stream in enumerate(streams):
-                    tasks.start_soon(self._read, stream, index, stop, usage, answer)
+                    tasks.start_soon(self._read, stream, index, call, answer)
         except ExceptionGroup as group:
             first = group.exceptions[0]
         else:
@@ -313,36 +315,50 @@ class GenerateEndpoint:
         raise first
 
     async def _read(
-        self,
-        stream: Stream[Any],
-        index: int,
-        stop: Sequence[str],
-        usage: Usage,
-        answer: Answer,
+        self, stream: Stream[Any], index: int, call: _Call, answer: Answer
     ) -> None:
+        """Read one choice: all that is done for each of its tokens begins here."""
+        request, detokenizer = call.request, self._service.processor.detokenizer()
+        text = TextDecoder(detokenizer, call.usage, call.parsed.stop)
+        begun = False
         async with stream:
-            detokenizer = self._service.processor.detokenizer()
-            text = TextStream(stream, detokenizer, usage, stop)
-            async for piece in text:
+            async for item in stream:
+                piece = text.push(item)
+                if piece is None:
+                    continue
+                if not begun:
+                    begun = True
+                    request.first_item()
                 await answer.piece(index, piece)
+                if text.stop is not None:
+                    break
+            else:
+                # If the session was ended, so was the stream: raise the cancellation
+                # first.
+                await anyio.lowlevel.checkpoint_if_cancelled()
+                rest = text.flush()
+                request.first_item()
+                await answer.piece(index, rest)
             await answer.finished(index, text.finish_reason, text.stop)
 
 
-class _ObservedAnswer:
-    """Reports the first piece of an answer, and its tokens, to its request."""
+class _OrderedAnswer:
+    """Lets one choice at a time write: each is read by a task of its own."""
 
-    __slots__ = ("_answer", "_request", "_usage", "done", "finished")
+    __slots__ = ("_answer", "_lock", "done")
 
-    def __init__(self, answer: Answer, call: _Call) -> None:
+    def __init__(self, answer: Answer) -> None:
         self._answer = answer
-        self._request, self._usage = call.request, call.usage
-        self.finished = answer.finished
+        self._lock = anyio.Lock(fast_acquire=True)
         self.done = answer.done
 
     async def piece(self, index: int, piece: Piece) -> None:
-        self._request.first_item()
-        self._request.count(output_tokens=self._usage.completion_tokens)
-        await self._answer.piece(index, piece)
+        async with self._lock:
+            await self._answer.piece(index, piece)
+
+    async def finished(self, index: int, finish_reason: str, stop: str | None) -> None:
+        async with self._lock:
+            await self._answer.finished(index, finish_reason, stop)
 
 
 class PreprocessingFailed(Exception):

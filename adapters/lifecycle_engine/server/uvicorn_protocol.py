@@ -19,6 +19,8 @@ from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 # Pipelined requests that are read while another one runs, and bytes of their bodies,
 # which no gate counts. Beyond this a disconnect is not seen until they are answered.
 _PIPELINED, _PIPELINED_BYTES = 8, 16384
+# Bytes that wait for the end of a turn of the event loop, at most.
+_GATHERED_BYTES = 16384
 # Bytes of an answer that a client must read within the reader timeout.
 _MIN_READ_BYTES = 65536
 # Read sizes: for a body that the application has not asked for, and for one it has.
@@ -113,13 +115,14 @@ class Connection(HttpToolsProtocol):
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         """Accept the connection, or answer 503 if there are too many."""
-        super().connection_made(transport)
+        gathering: Any = GatheringTransport(transport, self.loop)
+        super().connection_made(gathering)
         # Bytes are buffered here only once the system's buffer is full. With 0,
         # asyncio's TLS never resumes writing.
         transport.set_write_buffer_limits(high=1)
         if len(self.connections) > self._limits.connections:
             self._write_response(b"503 Service Unavailable\r\nretry-after: 1")
-            transport.close()
+            self.transport.close()
         else:
             self._start_send_timer()
 
@@ -344,6 +347,59 @@ def _check_head(version: str, headers: Headers) -> None:
         raise ValueError("a request has one Host")
     if version == "1.0" and b"transfer-encoding" in names:
         raise ValueError("HTTP/1.0 knows no Transfer-Encoding")
+
+
+class GatheringTransport:
+    """A transport whose writes of one turn of the event loop leave in one, at its end.
+
+    A write is a system call and wakes the client: once for the head and the body of a
+    short answer, and for all events that a stream has at that moment. All else is as
+    the transport has it.
+
+    Args:
+        transport: The connection's.
+        loop: The event loop.
+    """
+
+    __slots__ = ("_bytes", "_gathered", "_loop", "_transport")
+
+    def __init__(
+        self, transport: asyncio.Transport, loop: asyncio.AbstractEventLoop
+    ) -> None:
+        self._transport, self._loop = transport, loop
+        self._gathered: list[bytes] = []
+        self._bytes = 0
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._transport, name)
+
+    def write(self, data: bytes) -> None:
+        """Write *data* at the end of this turn, or now if much has gathered."""
+        if not self._gathered:
+            self._loop.call_soon(self._flush)
+        self._gathered.append(data)
+        self._bytes += len(data)
+        if self._bytes > _GATHERED_BYTES:
+            self._flush()
+
+    def write_eof(self) -> None:
+        """Write what has gathered, and the end."""
+        self._flush()
+        self._transport.write_eof()
+
+    def close(self) -> None:
+        """Write what has gathered, and close."""
+        self._flush()
+        self._transport.close()
+
+    def get_write_buffer_size(self) -> int:
+        """Return the bytes that the system has not taken yet."""
+        return self._transport.get_write_buffer_size() + self._bytes
+
+    def _flush(self) -> None:
+        gathered, self._gathered, self._bytes = self._gathered, [], 0
+        if gathered and not self._transport.is_closing():
+            self._transport.write(b"".join(gathered))
 
 
 class _ResponseTransport:

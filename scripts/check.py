@@ -105,7 +105,11 @@ PROVE = (
         ),
         part("fuzz_pair", [PYTHON, f"{LINK}/fuzz_pair.py", "--frames", "1000000"]),
     ),
-    (part("shutdowns", [PYTHON, "tests/http/shutdowns.py", "--count", "60"]),),
+    (
+        part("shutdowns", [PYTHON, "tests/http/shutdowns.py", "--count", "60"]),
+        # Recorded mutants, each against the test that caught it.
+        part("mutation", [PYTHON, "scripts/mutation.py", "--replay", "--seconds=150"]),
+    ),
     (
         part("hang_ups", [PYTHON, HANG_UPS, "--minutes", "3", "--every", "5"]),
         part("attack", [PYTHON, "tests/http/attack.py", "100"]),

@@ -1,14 +1,23 @@
 """Mutation score of the core: small mistakes that its tests do or do not notice.
 
     python scripts/mutation.py [--sample N] [--seed N] [--seconds S] [MODULE ...]
+    python scripts/mutation.py --sample 300 --record
+    python scripts/mutation.py --replay [--seconds S]
 
 The mutants are those of cosmic-ray's operators, in a copy of the package; one that
 differs in annotations alone is none. Each meets the tests that run one of its lines,
 first those that have caught most, until one fails. Survivors that
 tests/core/survivors.toml names with a reason are not counted.
 
-All mutants must score 95 %. A sample is reported, with the interval in which the score
-lies by 95 % (Wilson's), and judges nothing: how large it is depends on the machine.
+Which lines a test runs is measured first, which takes longer than all tests, and each
+time that the core or a test has changed. So `--record` keeps a sample in
+benchmarks/results/mutation.json, and `--replay` plants its mutants again, each against
+the one test that caught it. A mutant whose lines or test are no longer there is left
+out; where half of them are, the sample has to be recorded again.
+
+All mutants must score 95 %. A sample, also a replayed one, must not be evidence of
+less: the upper end of the interval in which the score lies by 95 % (Wilson's) may not
+be below.
 """
 
 from __future__ import annotations
@@ -16,13 +25,14 @@ from __future__ import annotations
 import argparse
 import ast
 import difflib
+import json
 import math
 import random
 import sys
 import tempfile
 import time
 import tomllib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
@@ -30,12 +40,25 @@ from typing import Any, Final
 from cosmic_ray.ast import Visitor, get_ast
 from cosmic_ray.mutating import mutate_code
 from cosmic_ray.plugins import get_operator, operator_names
-from mutation_tests import CORE, PACKAGE, Coverage, Run, check_unchanged, cover
+from mutation_tests import (
+    CORE,
+    PACKAGE,
+    ROOT,
+    Coverage,
+    Outcome,
+    Run,
+    check_unchanged,
+    cover,
+    warm_up,
+)
 
 KNOWN: Final = CORE / "survivors.toml"
+RECORD: Final = ROOT / "benchmarks" / "results" / "mutation.json"
 # They take arguments, and there are none that would suit all modules.
 _LEFT_OUT: Final = ("core/VariableInserter", "core/VariableReplacer")
 _LEAST: Final = 0.95
+# A mutant that a test needs longer to catch, such as one that hangs, is not replayed.
+_REPLAYED_SECONDS: Final = 60.0
 
 MODULES: Final = sorted(
     it.stem for it in PACKAGE.glob("*.py") if it.stem not in ("__init__", "lowlevel")
@@ -53,6 +76,7 @@ class Mutant:
         code: The whole module, with the mistake.
         change: The lines that differ, as in a diff.
         lines: Where they are in the module.
+        nth: How often the lines that differ are in the module before.
     """
 
     module: str
@@ -61,6 +85,7 @@ class Mutant:
     code: str
     change: str
     lines: frozenset[int]
+    nth: int
 
 
 class _Count(Visitor):  # type: ignore[misc]
@@ -116,14 +141,17 @@ def make(module: str, operator: str, occurrence: int) -> Mutant | None:
     except SyntaxError:  # an operator took `*` for a product
         return None
     old, new = code.splitlines(), mutated.splitlines()
-    change, lines = list[str](), set[int]()
+    change, lines, nth = list[str](), set[int](), 0
     for tag, i, j, k, m in difflib.SequenceMatcher(None, old, new, False).get_opcodes():
         if tag != "equal":
             change += [f"- {line}".rstrip() for line in old[i:j]]
             change += [f"+ {line}".rstrip() for line in new[k:m]]
             lines |= _statements(code, range(i + 1, max(j, i + 1) + 1))
+            nth = sum(old[at : at + j - i] == old[i:j] for at in range(i))
     change_text = "\n".join(change)
-    return Mutant(module, operator, occurrence, mutated, change_text, frozenset(lines))
+    return Mutant(
+        module, operator, occurrence, mutated, change_text, frozenset(lines), nth
+    )
 
 
 def _statements(code: str, changed: range) -> set[int]:
@@ -160,26 +188,102 @@ def main() -> int:
     parser.add_argument(
         "--jobs", type=int, default=2, help="runs at once (%(default)s)"
     )
+    parser.add_argument("--record", action="store_true", help=f"write {RECORD.name}")
+    parser.add_argument("--replay", action="store_true", help=f"try {RECORD.name}")
     options = parser.parse_args()
     wanted = {name for each in options.modules for name in (each, f"_{each}")}
     modules = [each for each in MODULES if not wanted or each in wanted]
     if not modules:
         parser.error(f"no such module; there are {', '.join(MODULES)}")
+    warm_up()
+    if options.replay:
+        return replay(options.seconds, options.jobs)
     drawn = [place for module in modules for place in places(module)]
     random.Random(options.seed).shuffle(drawn)  # noqa: S311 - seeded on purpose
     covered = cover()
-    check_unchanged(covered)
+    check_unchanged(covered.order("", frozenset())[::40])
     trial = Trial(covered, known())
     trial.run(drawn, options.sample, options.seconds, options.jobs)
     tried, lived = trial.tried, len(trial.survivors)
-    low, high = interval(tried - lived, tried)
-    print(
-        f"{tried} of at most {len(drawn)} mutants, seed {options.seed}: {lived} lived "
-        f"unexplained, a score of {1 - lived / max(tried, 1):.1%} "
-        f"({low:.1%} to {high:.1%}, by 95 %); {trial.explained} more are explained"
+    summary = (
+        f"{tried} of at most {len(drawn)} mutants, seed {options.seed}: "
+        f"{score(tried, lived)}; {trial.explained} more are explained"
     )
+    print(summary)
+    if options.record:
+        record(summary, trial)
     sampled = options.sample is not None or options.seconds is not None
-    return int(not sampled and 1 - lived / max(tried, 1) < _LEAST)
+    best = interval(tried - lived, tried)[1]
+    return int((best if sampled else 1 - lived / max(tried, 1)) < _LEAST)
+
+
+def score(tried: int, lived: int) -> str:
+    """Return a line that says how many mutants were caught."""
+    low, high = interval(tried - lived, tried)
+    return (
+        f"{lived} lived unexplained, a score of {1 - lived / max(tried, 1):.1%} "
+        f"({low:.1%} to {high:.1%}, by 95 %)"
+    )
+
+
+def record(summary: str, trial: Trial) -> None:
+    """Keep what a trial found, for `replay`."""
+    found = {
+        "command": f"python {' '.join(sys.argv)}",
+        "python": ".".join(map(str, sys.version_info[:3])),
+        "summary": summary,
+        "lived": [f"{it.module}\n{it.change}" for it in trial.survivors],
+        "caught": trial.catches,
+    }
+    RECORD.write_text(json.dumps(found, indent=1, ensure_ascii=False) + "\n")
+
+
+def replay(seconds: float | None, jobs: int) -> int:
+    """Plant the recorded mutants again; 1 if too many live, or too few are there."""
+    entries = json.loads(RECORD.read_text())["caught"]
+    entries = [it for it in entries if it["seconds"] <= _REPLAYED_SECONDS]
+    random.Random(1).shuffle(entries)  # noqa: S311 - seeded on purpose
+    ready = [(each, code) for each in entries if (code := plant(each)) is not None]
+    check_unchanged(sorted({each["test"] for each, _ in ready}))
+    caught = lived = missing = 0
+
+    def done(entry: dict[str, Any], outcome: Outcome, *_: object) -> None:
+        nonlocal caught, lived, missing
+        caught += outcome == "caught"
+        missing += outcome == "not run"
+        if outcome == "lives":
+            lived += 1
+            print(f"lives: {entry['module']} in {entry['test']}\n{entry['change']}")
+
+    runs = Runs(done)
+    began = time.monotonic()
+    for entry, code in ready:
+        if seconds and time.monotonic() - began > seconds:
+            break
+        runs.begin(entry, entry["module"], code, [entry["test"]], jobs)
+    runs.finish()
+    missing += len(entries) - len(ready)
+    tried = caught + lived
+    print(f"{tried} recorded mutants: {score(tried, lived)}; {missing} have changed")
+    if missing > len(entries) / 2:
+        print("record a new sample: make mutation ARGS='--sample 300 --record'")
+        return 1
+    return int(interval(caught, tried)[1] < _LEAST)
+
+
+def plant(entry: dict[str, Any]) -> str | None:
+    """Return the module with a recorded mistake, or ``None`` where it has changed."""
+    if not (ROOT / entry["test"].partition("::")[0]).exists():
+        return None
+    code = (PACKAGE / f"{entry['module']}.py").read_text()
+    lines = entry["change"].splitlines()
+    old, new = ([it[2:] for it in lines if it[0] == sign] for sign in "-+")
+    text = code.splitlines()
+    found = [i for i in range(len(text)) if text[i : i + len(old)] == old]
+    if not old or len(found) <= entry["nth"]:
+        return None
+    place = found[entry["nth"]]
+    return "\n".join([*text[:place], *new, *text[place + len(old) :], ""])
 
 
 def interval(hits: int, tries: int) -> tuple[float, float]:
@@ -191,6 +295,43 @@ def interval(hits: int, tries: int) -> tuple[float, float]:
     half = z * math.sqrt(share * (1 - share) / tries + spread / tries / 4)
     middle = share + spread / 2
     return (middle - half) / (1 + spread), (middle + half) / (1 + spread)
+
+
+class Runs:
+    """Runs of tests, some at once.
+
+    Args:
+        done: Called with what a run was begun for, its outcome, the test that failed,
+            and the seconds that it took.
+    """
+
+    def __init__(self, done: Callable[[Any, Outcome, str, float], None]) -> None:
+        self._done = done
+        self._running: list[tuple[Any, Run, tempfile.TemporaryDirectory[str]]] = []
+
+    def begin(
+        self, what: object, module: str, code: str, order: list[str], jobs: int
+    ) -> None:
+        """Begin a run, and return when fewer than *jobs* are left."""
+        directory = tempfile.TemporaryDirectory(ignore_cleanup_errors=True)
+        run = Run(Path(directory.name), module, code, order)
+        self._running.append((what, run, directory))
+        while len(self._running) >= jobs:
+            self._poll()
+
+    def finish(self) -> None:
+        """Return when all have ended."""
+        while self._running:
+            self._poll()
+
+    def _poll(self) -> None:
+        time.sleep(0.02)
+        for each in list(self._running):
+            what, run, directory = each
+            if (found := run.poll()) is not None:
+                self._running.remove(each)
+                directory.cleanup()
+                self._done(what, *found, run.seconds)
 
 
 class Trial:
@@ -206,7 +347,8 @@ class Trial:
         self.reasons = reasons
         self.tried = self.explained = 0
         self.survivors: list[Mutant] = []
-        self._running: dict[Mutant, tuple[Run, tempfile.TemporaryDirectory[str]]] = {}
+        self.catches: list[dict[str, Any]] = []
+        self._runs = Runs(self._done)
 
     def run(
         self,
@@ -228,36 +370,36 @@ class Trial:
             if (mutant.module, mutant.change) in self.reasons:
                 self.explained += 1
                 continue
-            self._begin(mutant)
-            while len(self._running) >= jobs:
-                self._poll()
-        while self._running:
-            self._poll()
+            self._begin(mutant, jobs)
+        self._runs.finish()
 
-    def _begin(self, mutant: Mutant) -> None:
+    def _begin(self, mutant: Mutant, jobs: int) -> None:
         self.tried += 1
         if self.tried % 20 == 0:
             print(f"{self.tried} tried, {len(self.survivors)} live", flush=True)
-        directory = tempfile.TemporaryDirectory(ignore_cleanup_errors=True)
         order = self.coverage.order(mutant.module, mutant.lines)
-        run = Run(Path(directory.name), mutant.module, mutant.code, order)
-        self._running[mutant] = run, directory
+        self._runs.begin(mutant, mutant.module, mutant.code, order, jobs)
 
-    def _poll(self) -> None:
-        time.sleep(0.02)
-        for mutant, (run, directory) in list(self._running.items()):
-            found = run.poll()
-            if found is None:
-                continue
-            del self._running[mutant]
-            directory.cleanup()
-            outcome, test = found
-            if outcome == "lives":
-                self.survivors.append(mutant)
-                what = f"{mutant.module} {mutant.operator} {mutant.occurrence}"
-                print(f"lives: {what}\n{mutant.change}", flush=True)
-            else:
-                self.coverage.caught[test] += 1
+    def _done(
+        self, mutant: Mutant, outcome: Outcome, test: str, seconds: float
+    ) -> None:
+        if outcome != "caught":
+            self.survivors.append(mutant)
+            what = f"{mutant.module} {mutant.operator} {mutant.occurrence}"
+            print(f"lives: {what}\n{mutant.change}", flush=True)
+            return
+        self.coverage.caught[test] += 1
+        # Where the package could not even be imported, any test notices.
+        order = self.coverage.order(mutant.module, mutant.lines)
+        self.catches.append(
+            {
+                "module": mutant.module,
+                "change": mutant.change,
+                "nth": mutant.nth,
+                "test": test or order[0],
+                "seconds": round(seconds, 1),
+            }
+        )
 
 
 if __name__ == "__main__":

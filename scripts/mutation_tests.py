@@ -31,7 +31,7 @@ PACKAGE: Final = ROOT / "src" / "lifecycle"
 CORE: Final = ROOT / "tests" / "core"
 CACHE: Final = ROOT / "build" / "mutation"
 
-Outcome = Literal["caught", "lives"]
+Outcome = Literal["caught", "lives", "not run"]
 
 # It plants mutants itself.
 _LEFT_OUT: Final = CORE / "test_mutants.py"
@@ -39,7 +39,13 @@ _WARM: Final = ("trio.testing", "anyio.pytest_plugin", "hypothesis.stateful", "u
 # Seconds of one test, and of one run: a mutant may hang.
 _TEST_HANGS: Final = 40
 _RUN_HANGS: Final = 400.0
-_OPTIONS: Final = ("-q", "-x", "-p", "no:cacheprovider", "-p", "no:randomly")
+# Tests that run before the files of all others are read: mostly one of them fails.
+_FIRST: Final = 20
+_OPTIONS: Final = (
+    *("-q", "-x", "-p", "no:cacheprovider", "-p", "no:randomly"),
+    # What is imported already holds no assertion of ours.
+    *("-W", "ignore::pytest.PytestAssertRewriteWarning"),
+)
 
 
 class _Recorder:
@@ -93,16 +99,11 @@ class Coverage:
         """Return the tests to run for a change of *lines*, the likeliest first."""
         by_line = self.tests.get(module, {})
         found = {test for line in lines for test in by_line.get(str(line), [])}
-        near = {test for tests in by_line.values() for test in tests}
         if not found or "" in found:
-            found = set(self.seconds)
+            found = set(self.seconds)  # it runs as the module is imported
         return sorted(
             found - {""},
-            key=lambda it: (
-                it not in near,
-                -self.caught[it],
-                self.seconds.get(it, 0.0),
-            ),
+            key=lambda it: (-self.caught[it], self.seconds.get(it, 0.0)),
         )
 
 
@@ -118,38 +119,44 @@ class Run:
 
     def __init__(self, directory: Path, module: str, code: str, order: list[str]):
         self._failed = directory / "failed"
-        self._until = time.monotonic() + _RUN_HANGS
+        self._began = time.monotonic()
         shutil.copytree(PACKAGE, directory / PACKAGE.name, ignore=_without_caches)
         (directory / PACKAGE.name / f"{module}.py").write_text(code)
         self._pid = os.fork()
         if not self._pid:
             _in_child(directory, order, self._failed)
 
+    @property
+    def seconds(self) -> float:
+        """Since it began."""
+        return time.monotonic() - self._began
+
     def poll(self) -> tuple[Outcome, str] | None:
         """Return the outcome and the test that failed, or ``None`` while it runs."""
         pid, status = os.waitpid(self._pid, os.WNOHANG)
-        if not pid and time.monotonic() < self._until:
+        if not pid and self.seconds < _RUN_HANGS:
             return None
         with suppress(ProcessLookupError):
             os.killpg(self._pid, signal.SIGKILL)
         if not pid:
             os.waitpid(self._pid, 0)
-            return "caught", ""
+            return "lives", ""  # no test that ran has noticed; each has its own limit
         failed = self._failed.read_text() if self._failed.exists() else ""
+        if os.waitstatus_to_exitcode(status) == pytest.ExitCode.NO_TESTS_COLLECTED:
+            return "not run", ""
         return ("caught" if status or failed else "lives"), failed
 
 
-def check_unchanged(covered: Coverage) -> None:
-    """Raise unless tests pass without a mutant: or every one seems caught.
+def check_unchanged(tests: list[str]) -> None:
+    """Raise unless *tests* pass without a mutant: or every one seems caught.
 
     Raises:
-        SystemExit: They fail.
+        SystemExit: One fails.
     """
     module = "_lock"
-    order = covered.order(module, frozenset())
     with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as directory:
         code = (PACKAGE / f"{module}.py").read_text()
-        run = Run(Path(directory), module, code, order[::40])
+        run = Run(Path(directory), module, code, tests)
         while (found := run.poll()) is None:
             time.sleep(0.1)
         if found[0] != "lives":
@@ -166,12 +173,15 @@ def _in_child(directory: Path, order: list[str], failed: Path) -> None:
     with (directory / "log").open("wb") as log:
         os.dup2(log.fileno(), 1)
         os.dup2(log.fileno(), 2)
+    if len(order) > _FIRST:
+        pid = os.fork()
+        if pid and (status := os.waitpid(pid, 0)[1]):
+            os._exit(max(os.waitstatus_to_exitcode(status), 1))
+        order = order[_FIRST:] if pid else order[:_FIRST]
     sys.path.insert(0, str(directory))
     os.environ["PYTHONPATH"] = str(directory)
     files = sorted({test.partition("::")[0] for test in order})
     options = [*_OPTIONS, f"--timeout={_TEST_HANGS}", "-m", "not slow"]
-    # What is imported already holds no assertion of ours.
-    options += ["-W", "ignore::pytest.PytestAssertRewriteWarning"]
     code = 1
     try:
         code = pytest.main([*options, *files], plugins=[_Chosen(order, failed)])
@@ -183,16 +193,20 @@ def _in_child(directory: Path, order: list[str], failed: Path) -> None:
         os._exit(int(code))
 
 
+def warm_up() -> None:
+    """Import what tests import from elsewhere: once, as runs are forks."""
+    os.chdir(ROOT)
+    for name in _WARM:
+        with suppress(ImportError):
+            importlib.import_module(name)
+
+
 def cover() -> Coverage:
     """Return which tests run which lines, measured again if one has changed.
 
     Raises:
         SystemExit: A test fails: or every mutant would seem caught.
     """
-    os.chdir(ROOT)
-    for name in _WARM:
-        with suppress(ImportError):
-            importlib.import_module(name)
     files = sorted([*PACKAGE.glob("*.py"), *CORE.rglob("*.py")])
     texts = b"\0".join(it.read_bytes() for it in files)
     known = CACHE / f"{hashlib.sha256(texts).hexdigest()[:16]}.json"
@@ -202,7 +216,11 @@ def cover() -> Coverage:
         if not pid:
             try:
                 _measure(known)
+            except BaseException:  # noqa: BLE001 - shown, and ends this process
+                traceback.print_exc()
             finally:
+                sys.stdout.flush()
+                sys.stderr.flush()
                 os._exit(1)
         if os.waitpid(pid, 0)[1]:
             raise SystemExit(f"tests fail without a mutant; see {CACHE / 'log'}")
@@ -227,7 +245,7 @@ def _measure(known: Path) -> None:
     measuring.stop()
     measuring.save()
     if code:
-        os._exit(int(code))
+        raise SystemExit(f"pytest ended with {code!r}")
     tests: dict[str, Any] = {}
     data = measuring.get_data()
     for file in data.measured_files():

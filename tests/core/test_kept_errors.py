@@ -310,7 +310,8 @@ def test_raises_on_with_what_is_left(no_collector: None) -> None:
     assert ref() is None
 
 
-async def test_leaves_an_error_alone_that_the_caller_is_handling() -> None:
+@pytest.mark.parametrize("way", ["managed", "scrub", "scrubbed call"])
+async def test_leaves_an_error_alone_that_the_caller_is_handling(way: str) -> None:
     """Where a fallback fails, too, the frames of the first error stay whole."""
 
     def fails() -> None:
@@ -322,12 +323,24 @@ async def test_leaves_an_error_alone_that_the_caller_is_handling() -> None:
         raise ValueError
         yield 0
 
+    @scrub("picture")
+    async def scrubbed(picture: object) -> AsyncIterator[int]:
+        raise ValueError
+        yield 0
+
     try:
         fails()
     except KeyError as first:
-        with pytest.raises(ValueError, match="^$"):
-            async with fallback() as stream:
-                await anext(stream)
+        if way == "managed":
+            with pytest.raises(ValueError, match="^$"):
+                async with fallback() as stream:
+                    await anext(stream)
+        elif way == "scrub":
+            with pytest.raises(ValueError, match="^$"):
+                await anext(scrubbed(Pixels()))
+        else:
+            with pytest.raises(TypeError):
+                scrubbed()  # type: ignore[call-arg]
         kept = first.__traceback__
     assert kept is not None
     assert kept.tb_next is not None

@@ -29,7 +29,7 @@ except ModuleNotFoundError as error:
         name=error.name,
     ) from None
 
-from lifecycle_zmq.backend import Backend, Finish, Merge, Output
+from lifecycle_zmq.backend import Backend, Merge, Output
 from lifecycle_zmq.client import EngineClient
 from lifecycle_zmq.engine import ZmqEngine
 from lifecycle_zmq.exceptions import (
@@ -40,6 +40,7 @@ from lifecycle_zmq.exceptions import (
 )
 from lifecycle_zmq.generator_backend import GeneratorBackend
 from lifecycle_zmq.process import exit_with_parent
+from lifecycle_zmq.protocol import Finish
 from lifecycle_zmq.server import EngineLoop, EngineServer
 from lifecycle_zmq.shared_memory.arena import Arena, ArenaFull, ArenaStatistics
 from lifecycle_zmq.shared_memory.arena_reader import ArenaView

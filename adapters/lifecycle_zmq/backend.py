@@ -3,39 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any, Final, Literal, NamedTuple, Protocol, get_args
 
-from lifecycle.lowlevel import check_choice
+from lifecycle_zmq.protocol import Finish
 
 # How items of a stream are queued while its reader has no credit: "concatenate" joins
 # neighbours that are lists, "replace" keeps the latest item only, "never" keeps each
 # apart. The queue is bounded in bytes.
 Merge = Literal["concatenate", "replace", "never"]
-Reason = Literal["completed", "cancelled", "failed"]
-_REASONS: Final = get_args(Reason)
 MERGES: Final = (None, *get_args(Merge))
 _METHODS: Final = ("start", "cancel", "end", "step", "status")
-
-
-@dataclass(frozen=True, slots=True)
-class Finish:
-    """How a stream ended.
-
-    Attributes:
-        reason: ``"failed"`` reaches the reader as `EngineFailed`; after the other two
-            the stream just ends.
-        code: One word for metrics and status codes; of failures only.
-        message: A sentence without any content of the request; of failures only.
-    """
-
-    reason: Reason
-    code: str = ""
-    message: str = ""
-
-    def __post_init__(self) -> None:
-        """Raise `ValueError` for an unknown reason."""
-        check_choice(_REASONS, reason=self.reason)
 
 
 class Output(NamedTuple):

@@ -11,7 +11,7 @@ from itertools import pairwise
 from typing import Any
 
 from lifecycle_zmq import protocol
-from lifecycle_zmq.backend import Backend, Finish, Merge, Output
+from lifecycle_zmq.backend import Backend, Merge, Output
 from lifecycle_zmq.codec import (
     BASE_COST,
     MAX_TOKEN,
@@ -23,7 +23,7 @@ from lifecycle_zmq.codec import (
     pack_tokens,
 )
 from lifecycle_zmq.exceptions import EncodeError, ProtocolError
-from lifecycle_zmq.protocol import Kind, Message
+from lifecycle_zmq.protocol import Finish, Kind, Message
 
 # An item in its wire form: a token list, or the msgpack of any other value.
 Piece = list[int] | bytes

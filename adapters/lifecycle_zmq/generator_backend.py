@@ -19,9 +19,10 @@ from lifecycle.lowlevel import (
     check_choice,
     clear_traceback_frames,
 )
-from lifecycle_zmq.backend import MERGES, Finish, Merge, Output
+from lifecycle_zmq.backend import MERGES, Merge, Output
 from lifecycle_zmq.exceptions import EngineFailed, RequestRejected, log_exception
 from lifecycle_zmq.heartbeat import Heartbeat, loop_hooks
+from lifecycle_zmq.protocol import Finish
 from lifecycle_zmq.server import EngineLoop
 from lifecycle_zmq.transport.base import AwaitedTransport
 

@@ -33,8 +33,9 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import IntEnum
 from itertools import chain
-from typing import Any, NamedTuple
+from typing import Any, Final, Literal, NamedTuple, get_args
 
+from lifecycle.lowlevel import check_choice
 from lifecycle_zmq.codec import (
     BASE_COST,
     MAX_ITEM,
@@ -65,7 +66,8 @@ MAX_CODE = 64
 MAX_TEXT = 4096
 MAX_DIMENSIONS = 8
 MAX_LENGTH = 2**40
-REASONS = frozenset({"completed", "cancelled", "failed"})
+Reason = Literal["completed", "cancelled", "failed"]
+REASONS: Final = get_args(Reason)
 
 _TENSOR = ([str, str, list, type(None)], [str, str, list, int])
 
@@ -331,6 +333,26 @@ _SCHEMAS: dict[Kind, Schema] = {
     Kind.TICK: TICK,
     Kind.REPORT: REPORT,
 }
+
+
+@dataclass(frozen=True, slots=True)
+class Finish:
+    """How a stream ended.
+
+    Attributes:
+        reason: ``"failed"`` reaches the reader as `EngineFailed`; after the other two
+            the stream just ends.
+        code: One word for metrics and status codes; of failures only.
+        message: A sentence without any content of the request; of failures only.
+    """
+
+    reason: Reason
+    code: str = ""
+    message: str = ""
+
+    def __post_init__(self) -> None:
+        """Raise `ValueError` for an unknown reason."""
+        check_choice(REASONS, reason=self.reason)
 
 
 class Message(NamedTuple):

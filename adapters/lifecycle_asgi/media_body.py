@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import logging
 import re
+from collections import Counter
 from collections.abc import Iterator
 from typing import Final
 
@@ -44,6 +45,9 @@ _MAX_PARTS: Final = 1024
 _ENCODINGS: Final = (b"content-encoding", b"x-body-compressed")
 _PLAIN: Final = (b"", b"identity")
 _MAX_OPENED: Final = 1024
+# The event loop waits for the parser, so JSON of more values is not parsed. Between two
+# values there is a comma.
+_MAX_VALUES: Final = 2**18
 
 
 class BodyEstimator:
@@ -70,10 +74,12 @@ class BodyEstimator:
         """
         total = MemoryEstimate()
         found = _media_of(scope, body)
-        # Opening takes time, and the event loop waits: the rest counts as assumed.
-        found[_MAX_OPENED:] = [Media(it.kind, it.path) for it in found[_MAX_OPENED:]]
-        for media in found:
+        for media in found[:_MAX_OPENED]:
             total += self._estimate_one(media)
+        # Opening takes time, and the event loop waits: the rest counts as assumed.
+        rest = Counter(media.kind for media in found[_MAX_OPENED:])
+        for kind, count in rest.items():
+            total += self._estimate_one(Media(kind, "")) * count
         return total
 
     def _estimate_one(self, media: Media) -> MemoryEstimate:
@@ -99,8 +105,10 @@ def _media_of(scope: Scope, body: bytes) -> list[Media]:
     boundary = _BOUNDARY.search(content_type)
     if boundary is not None and content_type.lstrip().lower().startswith(b"multipart/"):
         return list(_form_media(body, boundary[1]))
+    if body.count(b",") > _MAX_VALUES:
+        return [Media("image", "")]  # not searched, as with TooDeep
     try:
-        return find_media(json.loads(body))
+        return find_media(json.loads(body), max_values=_MAX_VALUES)
     except TooDeep:
         return [Media("image", "")]
     except (ValueError, RecursionError):  # the server refuses it, or it is a file

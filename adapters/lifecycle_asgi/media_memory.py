@@ -108,6 +108,11 @@ class MemoryEstimate:
             self.assumed + other.assumed,
         )
 
+    def __mul__(self, count: int) -> MemoryEstimate:
+        return MemoryEstimate(
+            self.work * count, self.tensors * count, self.assumed * count
+        )
+
     @property
     def total(self) -> int:
         """Bytes in total, for one choice."""

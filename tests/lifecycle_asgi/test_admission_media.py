@@ -533,3 +533,31 @@ def test_prices_images_beyond_a_thousand_by_assumption() -> None:
     """To open each of them would block the event loop."""
     urls = [data_url(picture(1, 1))] * 1025
     assert priced(json.dumps(chat(*urls)).encode(), b"application/json") > 300_000
+
+
+def test_counts_each_image_beyond_a_thousand() -> None:
+    """What is not opened is assumed as often as it is there."""
+    url = data_url(picture(1, 1))
+    prices = [
+        priced(json.dumps(chat(*[url] * count)).encode(), b"application/json")
+        for count in (1025, 1034)
+    ]
+    assert 9 * 300_000 <= prices[1] - prices[0] < 10 * 300_000
+
+
+def test_parses_no_json_of_very_many_values(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The event loop would wait for the parser: seconds for 50 MB of numbers."""
+    parsed: list[int] = []
+    loads = json.loads
+
+    def loads_noted(text: Any, **options: Any) -> Any:
+        parsed.append(len(text))
+        return loads(text, **options)
+
+    monkeypatch.setattr(json, "loads", loads_noted)
+    text = b'{"prompt":[' + b"1," * 2**17 + b"1]}"
+    many = b'{"prompt":[' + b"1," * (2**18 + 1) + b"1]}"
+    assert priced(text) == 0
+    assert parsed == [len(text)]
+    assert priced(many) == 300_000
+    assert parsed == [len(text)]

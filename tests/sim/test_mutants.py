@@ -22,13 +22,15 @@ import lifecycle
 PACKAGE = Path(lifecycle.__file__).parent
 HUNT = Path(__file__).parent / "hunt.py"
 
+# Copied here: pytest changes it between two tests, while threads start processes.
+ENVIRONMENT = dict(os.environ)
 # Seconds of processor time that a mutant may live.
 LIMIT = 10.0
 
 
 def hunt(root: Path) -> dict[str, object]:
     """Hunt in the package under *root*; say what was found, and how soon."""
-    environment = {**os.environ, "PYTHONPATH": str(root), "PYTHONWARNINGS": "ignore"}
+    environment = {**ENVIRONMENT, "PYTHONPATH": str(root), "PYTHONWARNINGS": "ignore"}
     result = subprocess.run(
         [sys.executable, str(HUNT), "--seconds", str(LIMIT)],
         env=environment,

@@ -142,7 +142,7 @@ def asked(*content: str | bytes) -> bytes:
 
 PLAIN = request_of(PATHS[0], asked("go"))
 KINDS = {
-    "odd-ids": (PLAIN.replace(b"host: here", b"x-request-id: a b"), b"400"),
+    "odd-ids": (PLAIN.replace(b"\r\n", b"\r\nx-request-id: a b\r\n", 1), b"400"),
     "too-large": (request_of(PATHS[0], b"")[:-5] + b"999999999\r\n\r\n", b"413"),
     "deep": (request_of(PATHS[0], b"[" * 3000), b"400"),
     "deep-and-long": (request_of(PATHS[0], b"[" * 30_000), b"400"),

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from typing import Any
 
 import aiohttp
@@ -107,7 +106,7 @@ async def test_plain_endpoint_tells_it_as_well(server: Server) -> None:
     async with aiohttp.ClientSession() as http:
         for more in ({}, {"n": 2}):
             url = f"http://127.0.0.1:{server.port}/generate"
-            async with http.post(url, data=json.dumps(ask | more)) as answer:
+            async with http.post(url, json=ask | more) as answer:
                 told.append((await answer.json())["usage"])
             await server.quiet()
     first, second = (each["prompt_tokens_details"]["cached_tokens"] for each in told)

@@ -64,7 +64,7 @@ def test_decode_raises_nothing_but_protocol_errors(
     assert result.frames > 10_000
     assert 0.3 * result.frames < result.refused < result.frames
     assert result.median() < 1e-3
-    assert max(result.seconds) < 5e-3  # a goal of 1 ms, and a collection in between
+    assert max(result.seconds) < 50e-3  # a goal of 1 ms, and pauses of a busy machine
     assert result.peak < 2**20
 
 

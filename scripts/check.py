@@ -270,6 +270,9 @@ def main() -> int:
     names = [each.name for group in groups for each in group]
     if unknown := set(options.parts) - set(names):
         parser.error(f"no part {sorted(unknown)} in {', '.join(names)}")
+    # A background job of a shell ignores SIGINT, and so would all that it starts.
+    if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
     shutil.rmtree(LOGS, ignore_errors=True)
     LOGS.mkdir(parents=True)
     print(f"{options.what}: {', '.join(options.parts or names)}; logs in build/checks")

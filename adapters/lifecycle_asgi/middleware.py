@@ -173,7 +173,9 @@ class LifecycleMiddleware:
 
     def _begin(self, scope: Scope, channel: RequestChannel) -> Token[Any] | None:
         """Note the request for the observer and the live view, where there are some."""
-        request, operation = channel.request, self._operation(scope)
+        request, operation = channel.request, None
+        if self._emit is not None or self._live is not None:
+            operation = self._operation(scope)
         shown = scope.get(LIVE_KEY)  # a `LiveView` notes the messages itself
         context = None
         if operation is not None:

@@ -7,7 +7,7 @@ import os
 import sys
 import tempfile
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import ExitStack, suppress
 from functools import partial
 from pathlib import Path
@@ -31,7 +31,8 @@ RAY_ON_TRIO = {
 }
 
 
-_RUNNING = ExitStack()
+# The cluster that runs now, and what ends it.
+_RUNNING: list[tuple[ExitStack, Any]] = []
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
@@ -82,20 +83,22 @@ def disconnects() -> ModuleType:
     return load("disconnects")
 
 
-@pytest.fixture(scope="session")
-def cluster(scripted: ModuleType) -> Iterator[Any]:
-    """A Ray of one node, to which a test may add others; one for this folder."""
+@pytest.fixture
+def cluster(scripted: ModuleType) -> Any:
+    """A Ray of one node, to which a test may add others; one until others' tests run.
+
+    No fixture of the session: a worker may run a test of another folder between two
+    files of this one, before which Ray ends, and the second file needs a new one.
+    """
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        pytest.importorskip("ray", reason="Ray is not installed")
-    with ExitStack() as stack:
-        made = start_ray(stack)
-        import ray
-
-        ray.cloudpickle.register_pickle_by_value(scripted)
-        _RUNNING.enter_context(stack.pop_all())
-        yield made
-        _RUNNING.close()
+        ray = pytest.importorskip("ray", reason="Ray is not installed")
+    if not _RUNNING:
+        with ExitStack() as stack:
+            made = start_ray(stack)
+            ray.cloudpickle.register_pickle_by_value(scripted)
+            _RUNNING.append((stack.pop_all(), made))
+    return _RUNNING[0][1]
 
 
 def start_ray(stack: ExitStack) -> Any:
@@ -139,11 +142,22 @@ def start_ray(stack: ExitStack) -> Any:
     return made
 
 
+def end_ray() -> None:
+    """End the cluster, if one runs."""
+    while _RUNNING:
+        _RUNNING.pop()[0].close()
+
+
 @pytest.hookimpl(trylast=True)
 def pytest_runtest_teardown(item: pytest.Item, nextitem: pytest.Item | None) -> None:
     """End Ray with the last test of this folder: others measure times."""
     if nextitem is None or nextitem.path.parent != item.path.parent:
-        _RUNNING.close()
+        end_ray()
+
+
+def pytest_sessionfinish() -> None:
+    """End Ray after a run that stopped at a failure, too."""
+    end_ray()
 
 
 @pytest.fixture

@@ -197,11 +197,14 @@ LITSERVE = """
 import sys, litserve_app as r, counting_api as c
 {bare}r.main({api}, port=int(sys.argv[2]), generate_client_file=False)
 """
+# What a server does without us shows that the tests can fail; `make prove` looks.
+WITHOUT = pytest.param(True, id="without", marks=pytest.mark.slow)
+BOTH = [pytest.param(False, id="with"), WITHOUT]
 # Without the middleware no request owns anything, and all is wanted forever.
 NO_OWNER = "r.request_of = lambda _: type('NoOwner', (), {'own': lambda _, it: it})()\n"
 
 
-@pytest.mark.parametrize("bare", [False, True], ids=["with", "without"])
+@pytest.mark.parametrize("bare", BOTH)
 def test_frees_worker_of_litserve_when_client_leaves(bare: bool) -> None:
     """The only worker serves the next client; without us, the disconnected one."""
     pytest.importorskip("litserve")
@@ -226,7 +229,7 @@ def test_frees_worker_of_litserve_when_client_leaves(bare: bool) -> None:
 @pytest.mark.parametrize(
     "api", ["r.Speak(stream=True)", "c.Count()"], ids=["stream", "whole"]
 )
-@pytest.mark.parametrize("bare", [False, True], ids=["with", "without"])
+@pytest.mark.parametrize("bare", BOTH)
 def test_stops_prediction_of_litserve_when_client_leaves(bare: bool, api: str) -> None:
     """A worker without a client uses no CPU; without the middleware it continues."""
     pytest.importorskip("litserve")
@@ -252,7 +255,7 @@ torch.set_num_threads(1)
 
 
 @pytest.mark.parametrize("batched", [False, True], ids=["alone", "batched"])
-@pytest.mark.parametrize("bare", [False, True], ids=["with", "without"])
+@pytest.mark.parametrize("bare", BOTH)
 def test_stops_transformers_serve_when_client_leaves(
     tmp_path: Path, bare: bool, batched: bool
 ) -> None:

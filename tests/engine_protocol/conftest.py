@@ -23,6 +23,8 @@ from lifecycle_zmq import Restarts, ThreadEngine, ZmqEngine
 BOUND = 120.0
 SCRIPTS = Path(__file__).parents[1] / "lifecycle_zmq"
 KINDS = ("thread", "pair", "ipc", "ray", "generators")
+# `make test` has trio with an engine in a thread and in a process, and every kind.
+IN_PROVE = {("ipc", "trio"), ("generators", "trio")}
 # What goes through other code on trio than on asyncio; an actor takes a second each.
 RAY_ON_TRIO = {
     "test_streams_items_in_order_and_ends",
@@ -40,7 +42,11 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     if "make_engine" in metafunc.fixturenames:
         name = metafunc.function.__name__
         pairs = [
-            pytest.param((kind, backend), id=f"{kind}-{backend}")
+            pytest.param(
+                (kind, backend),
+                id=f"{kind}-{backend}",
+                marks=[pytest.mark.slow] if (kind, backend) in IN_PROVE else [],
+            )
             for kind in KINDS
             for backend in ("asyncio", "trio")
             if (kind, backend) != ("ray", "trio") or name in RAY_ON_TRIO

@@ -63,11 +63,11 @@ def png_chunk(kind: bytes, data: bytes) -> bytes:
 
 
 def png(width: int, height: int) -> bytes:
-    """A flat PNG of this size, small however large it is."""
+    """A flat PNG of this size, small however large it is, of one bit for each pixel."""
     pack = zlib.compressobj(9)
-    row = b"\0" + b"\x55\xaa\x33" * width
+    row = b"\0" + b"\x55" * (-(-width // 8))
     data = b"".join(pack.compress(row) for _ in range(height)) + pack.flush()
-    head = struct.pack(">IIBBBBB", width, height, 8, 2, 0, 0, 0)
+    head = struct.pack(">IIBBBBB", width, height, 1, 0, 0, 0, 0)
     body = png_chunk(b"IHDR", head) + png_chunk(b"IDAT", data) + png_chunk(b"IEND", b"")
     return b"\x89PNG\r\n\x1a\n" + body
 

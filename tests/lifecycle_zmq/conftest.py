@@ -28,6 +28,7 @@ from lifecycle_zmq import ZmqEngine
 
 SCRIPT = Path(__file__).with_name("scripted_engine.py")
 BOUND = 120.0
+FOLDER = Path(__file__).parent
 EMPTY_TICK: dict[str, Any] = {
     "accepted": [],
     "rejected": [],
@@ -36,6 +37,21 @@ EMPTY_TICK: dict[str, Any] = {
     "done": [],
     "freed": [],
 }
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Leave trio with any but the first transport and kind of arena to `make prove`.
+
+    `make test` runs every test on both loops and over every transport, not on each pair.
+    """
+    for item in items:
+        if isinstance(item, pytest.Function) and FOLDER in item.path.parents:
+            spec = getattr(item, "callspec", None)
+            chosen = list(spec.params.values()) if spec else []
+            others = any(each in chosen for each in ("ipc", "shm", "frames"))
+            if "trio" in chosen and others:
+                item.add_marker(pytest.mark.slow)
 
 
 @pytest.fixture(params=["asyncio", "trio"])

@@ -17,7 +17,7 @@ torch = pytest.importorskip("torch")
 pytest.importorskip("transformers")
 
 import numpy as np  # noqa: E402
-from engine_kit import Kit, load_model  # noqa: E402
+from engine_kit import load_model  # noqa: E402
 from torch.utils._python_dispatch import TorchDispatchMode  # noqa: E402
 from torch.utils._pytree import tree_leaves  # noqa: E402
 
@@ -27,8 +27,7 @@ from lifecycle_engine import (  # noqa: E402
     Scheduler,
     TransformersRunner,
 )
-from lifecycle_engine.model import attention, transformers_runner  # noqa: E402
-from lifecycle_engine.model.attention import grouped_attention  # noqa: E402
+from lifecycle_engine.model import transformers_runner  # noqa: E402
 from lifecycle_engine.model.cuda_graphs import (  # noqa: E402
     FixedShapeSteps,
     Lane,
@@ -711,30 +710,3 @@ def test_cuda_reads_a_pinned_arena_before_it_is_freed() -> None:
         assert bool((copy == number).all())
     unpin(view)
     arena.close()
-
-
-@pytest.mark.parametrize("family", FAMILIES)
-def test_grouped_attention_matches_generate(
-    kits: Callable[[str], Kit],
-    prompts: Callable[[str], Any],
-    family: str,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """The replacement for earlier releases of transformers changes no token."""
-    calls = []
-
-    def noting(module: Any, query: Any, *rest: Any, **more: Any) -> Any:
-        calls.append(query.shape)
-        return grouped_attention(module, query, *rest, **more)
-
-    monkeypatch.setattr(attention, "grouped_attention", noting)
-    monkeypatch.setattr(
-        transformers_runner, "decode_attention", attention.register_grouped_attention
-    )
-    pairs = prompts(family)
-    kit = kits(family)
-    served = kit.serve([each for each, _ in pairs], chunk=32, graphs="fake")
-    assert served == [expected for _, expected in pairs]
-    assert calls
-    assert all(shape[2] == 1 for shape in calls)
-    assert kit.model.get_decoder().config._attn_implementation == "sdpa"

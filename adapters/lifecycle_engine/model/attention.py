@@ -1,14 +1,11 @@
-"""Attention masks, and decode attention over grouped heads."""
+"""Attention masks of the language models that the runner supports."""
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
 
-from lifecycle_engine._compat import hf
 from lifecycle_engine.model.cuda_graphs import StepInputs
 
 _FULL, _SLIDING = "full_attention", "sliding_attention"
@@ -91,68 +88,3 @@ class AttentionMasks:
     def _for_layers(self, full: Any, local: Any) -> Any:
         # A model with several types of layers looks its mask up by type.
         return {_FULL: full, _SLIDING: local} if self._by_layer else local
-
-
-# The name under which transformers registers `grouped_attention`.
-_NAME = "lifecycle_grouped_heads"
-_SDPA = "integrations.sdpa_attention"
-
-
-def grouped_attention(
-    module: Any,
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    attention_mask: torch.Tensor,
-    scaling: float | None = None,
-    **_: Any,
-) -> tuple[torch.Tensor, None]:
-    """Attend from one token of each lane, ``(lanes, heads, 1, head_dim)``.
-
-    Where several query heads share a key head, transformers before 5.23 copies the
-    keys and values of a masked step once for each query head. With one query token the
-    heads of a group can take the place of the query tokens, and nothing is copied.
-
-    Returns:
-        The output ``(lanes, 1, heads, head_dim)``, and no weights.
-    """
-    del module
-    lanes, heads, _tokens, width = query.shape
-    grouped = query.reshape(lanes, key.shape[1], -1, width)
-    output = torch.nn.functional.scaled_dot_product_attention(
-        grouped, key, value, attn_mask=attention_mask, scale=scaling
-    )
-    return output.reshape(lanes, 1, heads, width), None
-
-
-def decode_attention(
-    text: Any,
-) -> Callable[[], contextlib.AbstractContextManager[None]]:
-    """Return a context manager for decode steps that avoids copies of grouped heads.
-
-    It does nothing where transformers avoids the copies itself.
-    """
-    try:
-        hf("pack_gqa", _SDPA)
-    except AttributeError:
-        return register_grouped_attention(text)
-    return contextlib.nullcontext
-
-
-def register_grouped_attention(
-    text: Any,
-) -> Callable[[], contextlib.AbstractContextManager[None]]:
-    """Register `grouped_attention`; the returned context manager switches to it."""
-    hf("AttentionInterface").register(_NAME, grouped_attention)
-    config = text.config
-
-    @contextlib.contextmanager
-    def use_grouped_attention() -> Iterator[None]:
-        before = config._attn_implementation  # noqa: SLF001  # has no public name
-        config._attn_implementation = _NAME  # noqa: SLF001
-        try:
-            yield
-        finally:
-            config._attn_implementation = before  # noqa: SLF001
-
-    return use_grouped_attention

@@ -12,6 +12,7 @@ rows of a batch adjacent costs one `swap` when a request leaves.
 
 from __future__ import annotations
 
+import inspect
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -107,8 +108,14 @@ class SlotLayer(_CacheLayer):  # type: ignore[misc]  # a base of type Any
         """Positions of one row."""
         return int(self.keys.shape[2])
 
-    # The abstract method's name in transformers before 5.20.
-    get_max_cache_shape = get_max_length
+
+def cache_parameter(text: Any) -> str:
+    """Return the name of the parameter by which a language model takes its cache.
+
+    transformers calls it ``cache`` from 5.24 on, and ``past_key_values`` before.
+    """
+    parameters = inspect.signature(type(text).forward).parameters
+    return "cache" if "cache" in parameters else "past_key_values"
 
 
 class SlotCache(_Cache):  # type: ignore[misc]  # a base of type Any

@@ -14,7 +14,7 @@ import torch
 
 from lifecycle_engine.core.model_runner import Emitted, Prompt, Sampling
 from lifecycle_engine.core.slots import PrefixContents
-from lifecycle_engine.model.attention import AttentionMasks, decode_attention
+from lifecycle_engine.model.attention import AttentionMasks
 from lifecycle_engine.model.cuda_graphs import (
     EagerSteps,
     FixedShapeSteps,
@@ -44,6 +44,7 @@ from lifecycle_engine.model.kv_cache import (
     PrefillWindow,
     RowState,
     SlotCache,
+    cache_parameter,
 )
 from lifecycle_engine.model.loader import load_model
 from lifecycle_engine.model.sampler import (
@@ -314,7 +315,7 @@ class ForwardPass:
         self._text = getattr(model.model, "language_model", model.model)
         self._masks = AttentionMasks(model.config.get_text_config())
         self._logits_transform = logits_transform(model.config)
-        self._decode_attention = decode_attention(self._text)
+        self._cache_argument = {cache_parameter(self._text): cache}
         self._device = TorchDevice(model.device)
         self._copies = PendingCopies(self._device)
 
@@ -341,14 +342,13 @@ class ForwardPass:
         positions = inputs.rotary[:, None]
         if self._family.axes:
             positions = positions.expand(self._family.axes, -1, -1)
-        with self._decode_attention():
-            output = self._text(
-                input_ids=inputs.ids[:, None],
-                position_ids=positions,
-                attention_mask=self._masks.decode(inputs),
-                past_key_values=self._cache,
-                use_cache=True,
-            )
+        output = self._text(
+            input_ids=inputs.ids[:, None],
+            position_ids=positions,
+            attention_mask=self._masks.decode(inputs),
+            use_cache=True,
+            **self._cache_argument,
+        )
         return self.logits(output.last_hidden_state)
 
     def _prefill(self, row: int, prompt: Prompt, start: int, stop: int) -> torch.Tensor:
@@ -361,8 +361,8 @@ class ForwardPass:
             inputs_embeds=embeds,
             position_ids=positions[..., None, :],
             attention_mask=self._masks.prefill(start, stop, device),
-            past_key_values=self._cache,
             use_cache=True,
+            **self._cache_argument,
             **extra,
         )
         hidden: torch.Tensor = output.last_hidden_state

@@ -11,7 +11,7 @@ MAKEFLAGS += --no-print-directory
 .NOTPARALLEL:
 export PYTHON
 
-.PHONY: help demo quick test prove serve load bench bench-memory bench-overload docs lint types pytest coverage wheel sbom attack soak \
+.PHONY: help demo quick test prove serve load bench bench-memory bench-overload docs lint types pytest coverage wheel sbom update canary attack soak \
   faults hang-ups models mutation coverage-of-cases gpu-check clean
 
 help:
@@ -26,6 +26,8 @@ help:
 	@echo 'make coverage   branch coverage of all packages by the tests of make test'
 	@echo 'make wheel      build the wheel and import it with anyio alone installed'
 	@echo 'make sbom       what the wheel brings along with all its extras, as CycloneDX'
+	@echo 'make update     move the pinned versions to the newest releases, if make test passes with them'
+	@echo 'make canary     try the newest and the oldest releases that are permitted; ARGS=newest for one of them'
 	@echo 'make attack     a thousand made-up requests to each HTTP endpoint; make attack ARGS=100 for fewer'
 	@echo 'make soak       a million seeded schedules of the core; make soak ARGS=5000 for fewer'
 	@echo 'make faults     the engine link under kills, stops, leavers and mutated frames; make faults ARGS=50 for fewer kills'
@@ -94,6 +96,12 @@ sbom: .venv/.ready
 	@$(BIN)/python scripts/sbom.py >build/sbom.json
 	@echo build/sbom.json
 
+update: .venv/.ready
+	@$(BIN)/python scripts/versions.py update
+
+canary: .venv/.ready
+	@$(BIN)/python scripts/versions.py canary $(ARGS)
+
 attack: .venv/.ready
 	@$(BIN)/python tests/http/attack.py $(or $(ARGS),1000)
 
@@ -149,7 +157,7 @@ clean:
 	  .pytest_cache .mypy_cache .ruff_cache .hypothesis
 	find src adapters tools tests -name __pycache__ -type d -prune -exec rm -rf {} +
 
-.venv/.ready: pyproject.toml constraints/cpu.txt scripts/setup.sh
+.venv/.ready: pyproject.toml constraints/tested.txt scripts/setup.sh
 	@sh scripts/setup.sh
 
 .venv/.docs: .venv/.ready

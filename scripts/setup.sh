@@ -7,6 +7,7 @@ cd "$(dirname "$0")/.." || exit 1
 extras='engine'
 space_mib=3072
 log=.venv/setup.log
+pins=.venv/constraints.txt
 
 fail() {
     for line in "$@"; do echo "setup: $line" >&2; done
@@ -47,7 +48,7 @@ fi
 stamp=.venv/.${1:-ready}
 current() {
     [ -e "$stamp" ] && new_enough .venv/bin/python || return 1
-    for input in pyproject.toml constraints/cpu.txt scripts/setup.sh; do
+    for input in pyproject.toml constraints/tested.txt scripts/setup.sh; do
         [ "$input" -nt "$stamp" ] && return 1
     done
     return 0
@@ -101,7 +102,7 @@ next_line=30
 
 if [ "${1:-}" = docs ]; then
     step 'installing the documentation tools' \
-        .venv/bin/python -m pip install --group docs
+        .venv/bin/python -m pip install --constraint "$pins" --group docs
     touch "$stamp"
     exit 0
 fi
@@ -130,14 +131,16 @@ mkdir -p .venv
 if [ ! -e .venv/bin/python ]; then
     step 'making the environment' "$python" -m venv $site .venv
 fi
+# Exact versions, except of a torch that is there.
 if [ -n "$cuda_torch" ]; then
-    echo "torch==$cuda_torch" >.venv/constraints.txt
+    { grep -v '^torch==' constraints/tested.txt; echo "torch==$cuda_torch"; } >"$pins"
 else
-    cp constraints/cpu.txt .venv/constraints.txt
+    cp constraints/tested.txt "$pins"
 fi
 # The pip of Debian 12 knows no dependency groups.
-step 'updating pip' .venv/bin/python -m pip install --upgrade 'pip>=25.1'
+step 'updating pip' .venv/bin/python -m pip install --upgrade --constraint "$pins" pip
 step 'installing packages' .venv/bin/python -m pip install \
-    --constraint .venv/constraints.txt --editable ".[$extras]" --group test --group lint
+    --constraint "$pins" --build-constraint "$pins" \
+    --editable ".[$extras]" --group test --group lint
 touch "$stamp"
 echo ".venv is ready ($(($(date +%s) - began)) s)" >&2

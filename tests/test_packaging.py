@@ -15,6 +15,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
 
 ROOT = Path(__file__).resolve().parents[1]
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
@@ -216,6 +218,36 @@ def test_says_what_it_depends_on_and_what_it_defends() -> None:
     threats = (ROOT / "SECURITY.md").read_text()
     for who in ("another user on the machine | yes", "of the same user | no"):
         assert who in threats
+
+
+def wanted() -> Iterator[Requirement]:
+    """Everything that the extras and the dependency groups name."""
+    lists = [*PROJECT["project"]["optional-dependencies"].values()]
+    lists += [
+        PROJECT["project"]["dependencies"],
+        *PROJECT["dependency-groups"].values(),
+    ]
+    for each in (each for named in lists for each in named if isinstance(each, str)):
+        requirement = Requirement(each)
+        if requirement.name not in {"anyio-lifecycle", "matplotlib"}:
+            yield requirement
+
+
+def test_pins_a_permitted_release_of_everything_that_make_installs() -> None:
+    """`constraints/tested.txt` has an exact version of each, within its range, and of pip."""
+    lines = (ROOT / "constraints" / "tested.txt").read_text().splitlines()
+    rows = [line.split("==") for line in lines if not line.startswith("#")]
+    pins = {canonicalize_name(name): version for name, version in rows}
+    assert {"pip", "hatchling", "setuptools", "torch"} <= set(pins)
+    for each in wanted():
+        assert each.specifier.contains(pins[canonicalize_name(each.name)]), each
+    assert not [line for line in lines if "+" in line or "/" in line]
+
+
+def test_shows_the_table_of_versions_that_was_tried() -> None:
+    """The page has the ranges of pyproject.toml and the pins of today."""
+    done = run(ROOT / "scripts" / "versions.py", "table", "--check")
+    assert done.returncode == 0, "run python scripts/versions.py table"
 
 
 def test_lists_what_it_brings_along_and_no_tool_of_ours() -> None:

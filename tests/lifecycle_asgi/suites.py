@@ -38,37 +38,25 @@ class Suite:
     Attributes:
         name: On PyPI.
         paths: Of the tests, in its source.
-        needs: What the tests import beside what is installed here.
         options: Of pytest.
     """
 
     name: str
     paths: tuple[str, ...] = ("tests",)
-    needs: tuple[str, ...] = ()
     options: tuple[str, ...] = ("-p", "no:asyncio")
 
 
 SUITES = (
-    Suite("starlette", needs=("python-multipart", "itsdangerous")),
+    Suite("starlette"),
     Suite(
         "fastapi",
-        needs=(
-            *("dirty-equals", "inline-snapshot", "executing", "asttokens", "a2wsgi"),
-            *("python-multipart", "itsdangerous", "orjson", "sqlmodel", "sqlalchemy"),
-            *("pwdlib", "pyjwt", "passlib", "pydantic-settings", "email-validator"),
-            *("dnspython", "python-slugify", "text-unidecode", "ujson", "flask"),
-        ),
         options=("-p", "no:asyncio", "--ignore=tests/test_tutorial/test_graphql"),
     ),
-    Suite("quart", options=("-o", "asyncio_mode=auto"), needs=("python-dotenv",)),
+    Suite("quart", options=("-o", "asyncio_mode=auto")),
     Suite(
         "litestar",
         paths=("tests/e2e", "tests/unit/test_response", "tests/unit/test_asgi"),
         options=("-o", "asyncio_mode=auto"),
-        needs=(
-            *("pytest-lazy-fixtures", "polyfactory", "faker", "redis", "valkey"),
-            *("pytest-mock", "time-machine", "fsspec", "httpx-sse"),
-        ),
     ),
     Suite(
         "django",
@@ -122,17 +110,19 @@ def run(
     )
 
 
-def install(suite: Suite) -> None:
+def install() -> None:
     """Install what the tests need, apart from the environment of this checkout.
 
     Tests that miss something fail in the same way with and without the middleware.
     """
-    for package in suite.needs:
-        options = ("--no-deps", "--target", str(SITE), "--upgrade")
-        if not (SITE / f".{package}").exists():
-            done = run([*PIP, "install", *options, package], timeout=300)
-            if done.returncode == 0:
-                (SITE / f".{package}").touch()
+    ready = SITE / ".ready"
+    pins = ROOT / "constraints" / "tested.txt"
+    if ready.exists() and ready.stat().st_mtime > pins.stat().st_mtime:
+        return
+    options = ("--no-deps", "--upgrade", "--target", str(SITE))
+    group = ("--constraint", str(pins), "--group", f"{ROOT}/pyproject.toml:suites")
+    if run([*PIP, "install", *options, *group], timeout=600).returncode == 0:
+        ready.touch()
 
 
 def outcomes(suite: Suite, folder: Path, wrap: str, *only: str) -> dict[str, str]:
@@ -178,7 +168,6 @@ def outcomes(suite: Suite, folder: Path, wrap: str, *only: str) -> dict[str, str
 
 def compare(suite: Suite, folder: Path) -> tuple[str, bool]:
     """Return a line of the table, and whether both runs agree."""
-    install(suite)
     without = outcomes(suite, folder, "")
     if not without:
         raise Unavailable("no test was collected")
@@ -211,6 +200,7 @@ def main() -> int:
     sources = dict(each.split("=", 1) for each in options.source)
     if unknown := set(options.names) - {each.name for each in SUITES}:
         parser.error(f"no suite {sorted(unknown)}")
+    install()
     rows, skipped, agree = [], [], True
     for suite in SUITES:
         if options.names and suite.name not in options.names:

@@ -88,8 +88,8 @@ class ClientIdentity:
     """Identifies clients by the API keys that you issued, all others by address.
 
     A key is read from ``Authorization: Bearer`` and from ``x-api-key``. An unknown key
-    is ignored: a client could make one up for each request. It is not refused either;
-    authentication belongs in front of the server.
+    is ignored: a client could make one up for each request. To refuse it is the work of
+    a check of keys, as in `Admission` or in the bundled server.
 
     Only salted hashes are kept and returned, so neither a key nor an address can be
     read from them; the salt is random for each instance.

@@ -1,12 +1,15 @@
 """Run the parts of `make quick`, `make test` or `make prove`, with a line for each.
 
-    python scripts/check.py quick|test|prove [PART ...]
+    python scripts/check.py quick|test|prove [--repeat] [PART ...]
 
 Parts on one line of the tables below run side by side, lines one after another. What a
 part prints goes to build/checks/PART.log, and to the terminal if the part fails; then
 no other part begins, and the last line names the one that failed. A part that still
 runs shows its last line every minute, and has failed if it prints nothing for half an
 hour.
+
+With --repeat, as in CI, a part of `prove` that fails runs once more, with nothing
+beside it. If it then passes, the run goes on, and its last line calls it unsteady.
 """
 
 from __future__ import annotations
@@ -19,13 +22,19 @@ import signal
 import subprocess
 import sys
 import time
+import tomllib
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
+from datetime import UTC, date, datetime
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
 LOGS = ROOT / "build" / "checks"
+LISTED = "tests/unsteady.toml"
+UNSTEADY = ROOT / LISTED
+MOST_UNSTEADY = 3
+MOST_UNSTEADY_DAYS = 7
 PYTHON = sys.executable
 BIN = Path(PYTHON).parent
 
@@ -240,8 +249,8 @@ class Running:
         return f"{self.part.name:<12}{seconds:6.0f} s  {last}"[:120].rstrip()
 
 
-def run(group: Sequence[Part]) -> Part | None:
-    """Run parts side by side; return one that failed, if any."""
+def run(group: Sequence[Part]) -> list[Part]:
+    """Run parts side by side; return one that failed, and those that it cut short."""
     running = [Running(each, LOGS / f"{each.name}.log") for each in group]
     try:
         while running:
@@ -253,12 +262,87 @@ def run(group: Sequence[Part]) -> Part | None:
                 running.remove(each)
                 if status != 0:
                     sys.stderr.write(each.log.read_text(errors="replace"))
-                    return each.part
+                    return [each.part, *(it.part for it in running)]
                 print(each.line(), flush=True)
             time.sleep(0.05)
     finally:
         for each in running:
             each.stop()
+    return []
+
+
+def run_all(
+    groups: Sequence[Sequence[Part]], *, repeat: bool
+) -> tuple[Part | None, list[Part]]:
+    """Run groups one after another, until a part fails.
+
+    Args:
+        groups: The parts.
+        repeat: Run a part that fails once more, with nothing beside it.
+
+    Returns:
+        The part that failed, if any, and those that passed the second time alone.
+    """
+    unsteady: list[Part] = []
+    for group in groups:
+        left = list(group)
+        while left := run(left):
+            failed = left.pop(0)
+            if not repeat:
+                return failed, unsteady
+            print(f"{failed.name} failed; once more, and alone", flush=True)
+            if run([failed]):
+                return failed, unsteady
+            unsteady.append(failed)
+    return None, unsteady
+
+
+@dataclass(frozen=True, slots=True)
+class Unsteady:
+    """A part that is known to fail now and then.
+
+    Attributes:
+        part: Its name.
+        reason: What is known of it.
+        date: When it was listed.
+    """
+
+    part: str
+    reason: str
+    date: date
+
+
+def known_unsteady() -> list[Unsteady]:
+    """Return the entries of tests/unsteady.toml, whatever their age.
+
+    Raises:
+        ValueError: An entry names no part, gives no reason, or is one too many.
+    """
+    tables = tomllib.loads(UNSTEADY.read_text()).get("unsteady", [])
+    names = {each.name for group in PROVE for each in group}
+    found = []
+    for table in tables:
+        if set(table) != {"part", "reason", "date"} or type(table["date"]) is not date:
+            raise ValueError(f"an entry has part, reason and date, unlike {table}")
+        if table["part"] not in names:
+            raise ValueError(f"no part {table['part']!r} in {', '.join(sorted(names))}")
+        if not str(table["reason"]).strip():
+            raise ValueError(f"{table['part']} has no reason")
+        found.append(Unsteady(**table))
+    if len(found) > MOST_UNSTEADY:
+        raise ValueError(f"{len(found)} entries, of {MOST_UNSTEADY} at most; mend some")
+    return found
+
+
+def outdated(entries: Sequence[Unsteady], today: date) -> str | None:
+    """Return what is to be done about an entry that is too old, if any is."""
+    for each in entries:
+        # A day ahead: the date may be that of another time zone.
+        if not -1 <= (today - each.date).days <= MOST_UNSTEADY_DAYS:
+            return (
+                f"{each.part} is listed with the date {each.date}, which counts for "
+                f"{MOST_UNSTEADY_DAYS} days; mend the part, or remove the entry"
+            )
     return None
 
 
@@ -267,7 +351,12 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("what", choices=("quick", "test", "prove"))
     parser.add_argument("parts", nargs="*", help="run these parts only")
+    parser.add_argument(
+        "--repeat", action="store_true", help="run a part of prove that fails once more"
+    )
     options = parser.parse_args()
+    if options.repeat and options.what != "prove":
+        parser.error(f"--repeat is for prove; {options.what} has to pass at once")
     groups = {"test": TEST, "prove": PROVE}.get(options.what) or quick()
     names = [each.name for group in groups for each in group]
     if unknown := set(options.parts) - set(names):
@@ -280,19 +369,34 @@ def main() -> int:
     shutil.rmtree(LOGS, ignore_errors=True)
     LOGS.mkdir(parents=True)
     print(f"{options.what}: {', '.join(options.parts or names)}; logs in build/checks")
+    known = known_unsteady() if options.repeat else []
+    if problem := outdated(known, datetime.now(UTC).date()):
+        return fail(options.what, f"{LISTED}: {problem}")
     began = time.monotonic()
-    for group in groups:
-        chosen = [each for each in group if each.name in (options.parts or names)]
-        if failed := run(chosen):
-            (LOGS / "failed").write_text(f"{failed.name}\n")
-            print(f"{options.what}: failed: {failed.name}", file=sys.stderr)
-            return 1
+    chosen = options.parts or names
+    failed, unsteady = run_all(
+        [[each for each in group if each.name in chosen] for group in groups],
+        repeat=options.repeat,
+    )
+    if failed:
+        return fail(options.what, failed.name)
     used = resource.getrusage(resource.RUSAGE_CHILDREN)
     print(
         f"{options.what}: all passed in {time.monotonic() - began:.0f} s, "
         f"{used.ru_utime + used.ru_stime:.0f} s of processor time"
     )
+    for each in unsteady:
+        listed = each.name in {entry.part for entry in known}
+        what = "" if listed else f" (not in {LISTED}: add it with a reason, or mend it)"
+        print(f"unsteady: {each.name}{what}")
     return 0
+
+
+def fail(what: str, why: str) -> int:
+    """Say in the last line, and in a file for .ci/run, why a run failed."""
+    (LOGS / "failed").write_text(f"{why}\n")
+    print(f"{what}: failed: {why}", file=sys.stderr)
+    return 1
 
 
 if __name__ == "__main__":

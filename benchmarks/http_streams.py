@@ -63,7 +63,8 @@ def load(port: int, streams: int, tokens: int, kind: str) -> dict[str, Any]:
     done = subprocess.run(argv, stdout=subprocess.PIPE, timeout=600, check=True)
     found: dict[str, Any] = json.loads(done.stdout)
     if found["failed"]:
-        raise RuntimeError(f"{found['failed']} of {streams} clients got no answer")
+        what = f"{found['failed']} of {streams} clients got no answer"
+        raise RuntimeError(f"{what}; the first got {found['instead']}")
     return found
 
 

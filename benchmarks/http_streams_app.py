@@ -100,7 +100,8 @@ def serve_engine(streams: int, rate: float) -> None:
     work = [sys.executable, "-m", "lifecycle_engine.worker", "--runner", "sim"]
     work += ["--max-batch", str(streams), "--sim-decode-lane", "0"]
     work += ["--sim-decode-step", str(1 / rate if rate else 0)]
-    work += ["--sim-prefill-token", "0"]
+    # A flood of one stream asks for more tokens than this model takes by default.
+    work += ["--sim-prefill-token", "0", "--max-length", str(2**20)]
     app = create_app(
         ZmqEngine(work),
         SimProcessor(),

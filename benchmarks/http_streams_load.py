@@ -7,7 +7,8 @@ KIND is ``stream``: STREAMS connections ask at once for TOKENS events each; or
 not streamed, TOKENS times each.
 
 Prints JSON: the seconds of the whole, of first events, and of the gaps between reads
-of one stream that brought events (a read may bring several); and how many events came.
+of one stream that brought events (a read may bring several); how many events came; how
+many clients got no answer, and what the first of these got instead.
 """
 
 from __future__ import annotations
@@ -65,11 +66,18 @@ class Seen:
     gaps: list[float] = field(default_factory=list)
     events: int = 0
     failed: int = 0
+    instead: str = ""
+
+    def fail(self, got: bytes) -> None:
+        """Note a client without an answer."""
+        self.failed += 1
+        self.instead = self.instead or got.decode(errors="replace") or "nothing"
 
     def streamed(self, client: Client, data: bytes, now: float) -> bool:
         """Note what came of a stream; whether that was its end."""
-        if not data:
-            self.failed += 1
+        begins = not client.tail
+        if not data or (begins and b" 200 " not in data[:16]):
+            self.fail(data or client.tail)
             return True
         events = (client.tail[-1:] + data).count(b"\n\n")
         client.tail = (client.tail + data)[-64:]
@@ -91,7 +99,8 @@ class Seen:
         length = head.lower().partition(b"content-length:")[2].partition(b"\r\n")[0]
         if data and len(body) < int(length):
             return False
-        self.failed += not data or b" 200 " not in head[:16]
+        if not data or b" 200 " not in head[:16]:
+            self.fail(client.tail)
         self.first.append(now - client.asked)
         self.events += 1
         client.tail = b""
@@ -132,6 +141,7 @@ def run(port: int, streams: int, tokens: int, kind: str) -> dict[str, object]:
         "gaps": seen.gaps,
         "events": seen.events,
         "failed": seen.failed,
+        "instead": seen.instead,
     }
 
 

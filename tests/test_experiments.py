@@ -126,6 +126,31 @@ def test_compares_two_checkouts_row_by_row(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stderr
 
 
+def flood_of_one_stream(seconds: float, json_file: Path) -> Any:
+    """Run one cell of the experiment with streams over HTTP."""
+    cell = ("--streams", "1", "--kinds", "flood", "--ways", "server", "--rounds", "1")
+    more = ("--seconds", str(seconds), "--json", str(json_file))
+    return run("http_streams.py", *cell, *more)
+
+
+def test_measures_a_flood_of_one_stream(tmp_path: Path) -> None:
+    """One stream gets all tokens of a flood, more than the model takes by default."""
+    done = flood_of_one_stream(0.6, tmp_path / "found.json")
+    assert done.returncode == 0, done.stderr
+    cells = json.loads((tmp_path / "found.json").read_text())["cells"]
+    (figures,) = cells["flood, 1 at a time"]["server"]
+    assert figures["per_second"] > 0
+    assert figures["first_ms"] > 0
+
+
+def test_says_what_clients_got_instead_of_an_answer(tmp_path: Path) -> None:
+    """A request that the server refuses ends the experiment with the refusal."""
+    done = flood_of_one_stream(100, tmp_path / "found.json")
+    assert done.returncode == 1
+    assert "1 of 1 clients got no answer; the first got HTTP/1.1 400" in done.stderr
+    assert "context_length_exceeded" in done.stderr
+
+
 def test_keeps_vllm_within_the_budget_in_the_figures() -> None:
     """With the middleware vLLM grew by at most 1.15 budgets, and served all clients."""
     found = results("peers_vllm")

@@ -354,7 +354,7 @@ def main() -> int:
     parser.add_argument(
         "--repeat", action="store_true", help="run a part of prove that fails once more"
     )
-    options = parser.parse_args()
+    options = parser.parse_intermixed_args()
     if options.repeat and options.what != "prove":
         parser.error(f"--repeat is for prove; {options.what} has to pass at once")
     groups = {"test": TEST, "prove": PROVE}.get(options.what) or quick()

@@ -50,9 +50,20 @@ ENV = {
 }
 
 
-def make_engine(*options: str, **settings: Any) -> ZmqEngine:
-    """An engine process with the simulated runner, fast by default."""
+def make_engine(
+    *options: str, begin_when: Path | None = None, **settings: Any
+) -> ZmqEngine:
+    """An engine process with the simulated runner, fast by default.
+
+    Args:
+        *options: Of the engine.
+        begin_when: A file without which no process of it begins to load.
+        **settings: Of `ZmqEngine`.
+    """
     argv = [sys.executable, "-m", "lifecycle_engine.worker", "--runner=sim"]
+    if begin_when is not None:
+        wait = 'while ! [ -e "$0" ]; do sleep 0.01; done; exec "$@"'
+        argv = ["sh", "-c", wait, str(begin_when), *argv]
     return ZmqEngine([*argv, *FAST, *options], env=ENV, **settings)
 
 

@@ -16,7 +16,8 @@ from typing import Any
 import psutil
 
 HEAD_END = b"\r\n\r\n"
-PATIENCE = 30.0
+HEALTH = b"GET /-/health HTTP/1.1\r\nhost: a\r\nconnection: close\r\n\r\n"
+PATIENCE = 120.0
 CUTS = (ConnectionError, asyncio.IncompleteReadError)
 Handler = Callable[["Peer"], Awaitable[None]]
 
@@ -81,6 +82,13 @@ class RawUpstream:
             self.open -= 1
             self.heads.append(peer.head)
             writer.close()
+
+    async def settled(self) -> int:
+        """Wait until no connection is open; return how many are."""
+        until = time.monotonic() + PATIENCE
+        while self.open and time.monotonic() < until:
+            await asyncio.sleep(0.01)
+        return self.open
 
 
 @contextlib.asynccontextmanager
@@ -200,7 +208,12 @@ async def _until_healthy(proxy: ProxyProcess) -> None:
     until = time.monotonic() + PATIENCE
     while True:
         try:
-            head, _ = await proxy.ask(b"GET /-/health HTTP/1.1\r\nhost: a\r\n\r\n")
+            reader, writer = await proxy.connect()
+            writer.write(HEALTH)
+            # Until the proxy has closed its end: who counts its descriptors next must
+            # not count that one.
+            head = await asyncio.wait_for(reader.read(), PATIENCE)
+            writer.close()
         except OSError:
             assert proxy.process.returncode is None, proxy.log()
             assert time.monotonic() < until, proxy.log()

@@ -104,7 +104,8 @@ async def run(requests: int, folder: Path, *, clients: int = 16) -> Remains:
             seconds=seconds,
             descriptors=await proxy.settled(empty) - empty,
             resident=proxy.resident() - resident,
-            upstream=upstream.open,
+            # It sees the end of a connection after the proxy has closed it.
+            upstream=await upstream.settled(),
         )
 
 

@@ -15,7 +15,7 @@ import anyio
 import pytest
 
 from lifecycle import EngineLost, Payload
-from lifecycle_zmq import RequestRejected, ZmqEngine
+from lifecycle_zmq import EngineClient, RequestRejected, ZmqEngine
 
 pytestmark = [
     pytest.mark.skipif(sys.platform != "linux", reason="no such memory"),
@@ -56,13 +56,13 @@ def open_files() -> int:
     return len(list(Path("/proc/self/fd").iterdir()))
 
 
-async def send_all(engine: ZmqEngine, reported: list[str]) -> None:
+async def send_all(client: EngineClient, reported: list[str]) -> None:
     """Hand over payloads of 8 MiB, and note how each ends."""
     source = memoryview(bytes(8 * MIB))
 
     async def send(key: str) -> None:
         try:
-            async for _ in await engine.start(
+            async for _ in await client.start(
                 key, {"count": 1}, Payload({"x": source})
             ):
                 pass
@@ -71,7 +71,7 @@ async def send_all(engine: ZmqEngine, reported: list[str]) -> None:
             reported.append(lost.reason)
         finally:
             with anyio.CancelScope(shield=True):
-                await engine.end(key)
+                await client.end(key)
 
     async with anyio.create_task_group() as tasks:
         for number in range(COUNT):
@@ -84,19 +84,19 @@ async def test_engine_that_stands_still_lets_no_payload_pile_up_here(
     make_engine: Callable[..., ZmqEngine], eventually: Any, end: signal.Signals
 ) -> None:
     """16 of 8 MiB wait for it, and take none of this process; then it goes on, or dies."""
-    async with make_engine(stopped_after=60.0) as engine:
+    async with make_engine(stopped_after=3600.0) as engine:
         await engine.wait_ready()
         pid, reported = engine.pid, []
+        # Not by the engine, which refuses requests once it has seen that it is stopped.
+        client = engine._client
         assert pid is not None
-        await send_all(
-            engine, reported
-        )  # what is needed for the first ones is no difference
+        assert client is not None
+        # What is needed for the first ones is no difference.
+        await send_all(client, reported)
         before, open_before = held(), open_files()
         os.kill(pid, signal.SIGSTOP)
         async with anyio.create_task_group() as tasks:
-            tasks.start_soon(send_all, engine, reported)
-            client = engine._client
-            assert client is not None
+            tasks.start_soon(send_all, client, reported)
             await eventually(lambda: client.streams == COUNT)
             assert held() - before < 8
             assert open_files() == open_before

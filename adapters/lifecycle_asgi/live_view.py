@@ -64,11 +64,16 @@ def local_client(scope: Scope) -> bool:
     (DNS rebinding) has the wrong ``Host``.
     """
     client = scope.get("client")
-    headers = scope.get("headers", ())
-    if client is None or any(name in _FORWARDED for name, _ in headers):
+    if client is None or was_forwarded(scope):
         return False
+    headers = scope.get("headers", ())
     hosts = [value.decode("latin-1") for name, value in headers if name == b"host"]
     return len(hosts) == 1 and all(map(_is_local, (str(client[0]), _name_of(hosts[0]))))
+
+
+def was_forwarded(scope: Scope) -> bool:
+    """Whether a proxy says that it passes on the request of another client."""
+    return any(name in _FORWARDED for name, _ in scope.get("headers", ()))
 
 
 def _name_of(host: str) -> str:

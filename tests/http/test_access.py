@@ -114,6 +114,15 @@ async def test_shows_local_operators_all_without_keys(open_server: Server) -> No
     assert await status(open_server, STATUS) == 200
 
 
+@pytest.mark.parametrize("header", ["x-forwarded-for", "forwarded", "x-real-ip"])
+@pytest.mark.parametrize("path", [STATUS, "/_lifecycle/requests", "/_lifecycle"])
+async def test_shows_nothing_to_clients_of_a_proxy_on_the_machine(
+    open_server: Server, path: str, header: str
+) -> None:
+    """They have its address, and with the ids of others could cancel them."""
+    assert await status(open_server, path, {header: "203.0.113.9"}) == 403
+
+
 @pytest.mark.parametrize("rules", [{"api_keys": KEYS}])
 async def test_closes_to_all_without_an_admin_key(rules: dict[str, Any]) -> None:
     """With API keys alone, no client is the operator, wherever it connects from."""

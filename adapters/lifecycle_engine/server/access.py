@@ -17,6 +17,7 @@ from typing import Any, Final
 from urllib.parse import urlsplit
 
 from lifecycle_asgi.api_keys import ApiKeys
+from lifecycle_asgi.live_view import was_forwarded
 from lifecycle_engine.errors import ApiError
 
 ADMIN_KEY: Final = "lifecycle.admin_key"
@@ -42,7 +43,8 @@ class AccessRules:
     Attributes:
         api_keys: Keys of clients; without any, no key is asked for.
         admin_keys: Keys for ``/_lifecycle``. Without any, it is open to the server's
-            own machine if there are no API keys, and closed otherwise.
+            own machine if there are no API keys, and closed otherwise, as to requests
+            that a proxy has forwarded.
         metrics_open: Whether ``/metrics`` needs no key, or an admin key.
         hosts: Further names of the server in ``Host``; ``*`` is any.
         origins: Origins of web pages that may send requests; ``*`` is any.
@@ -170,7 +172,8 @@ class AccessControl:
         if self._admins is not None:
             raise _no_key("admin key", "Bearer KEY, or Basic with it as the password")
         peer = scope.get("client")
-        if self._clients is None and (peer is None or _is_loopback(peer)):
+        here = (peer is None or _is_loopback(peer)) and not was_forwarded(scope)
+        if self._clients is None and here:
             return
         raise ApiError(
             403,

@@ -247,7 +247,8 @@ class QuietServer(uvicorn.Server):
 @contextlib.asynccontextmanager
 async def serving(app: Any, **settings: Any) -> AsyncIterator[int]:
     """Serve *app* by uvicorn on this loop and yield the port."""
-    settings = {"log_level": "error", "lifespan": "auto", **settings}
+    # No WebSockets: earlier releases of uvicorn import a deprecated part of websockets.
+    settings = {"log_level": "error", "lifespan": "auto", "ws": "none", **settings}
     config = uvicorn.Config(app, timeout_graceful_shutdown=2, **settings)
     server = QuietServer(config)
     with socket.create_server(("127.0.0.1", 0)) as listener:

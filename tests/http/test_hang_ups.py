@@ -71,11 +71,13 @@ async def test_takes_no_answer_for_a_fault(
     try:
         with socket.socket() as nobody:
             nobody.bind(("127.0.0.1", 0))
-            run = Soak(nobody.getsockname()[1], os.getpid(), 1, patience=0.1)
+            port, pid = nobody.getsockname()[1], os.getpid()
+            run = Soak(port, pid, 1)
             await run.client(time.monotonic() + 0.1)
             cut = set() if manner == "leaves" else {f"cut off by the server: {manner}"}
             assert set(run.wrong) == cut
             nobody.listen()  # and never accepts
+            run = Soak(port, pid, 1, patience=0.1)
             await run.client(time.monotonic() + 0.1)
             late = {name for name in run.wrong if name.startswith("not answered")}
     finally:

@@ -191,7 +191,7 @@ def try_releases(which: str) -> bool:
 def table(*, check: bool) -> int:
     """Write the table of the documentation, or compare it."""
     before = PAGE.read_text(encoding="utf-8")
-    rows = ["| package | oldest tried | newest tried |", "| --- | --- | --- |"]
+    rows = ["| package | oldest permitted | pinned |", "| --- | --- | --- |"]
     lowest, newest = oldest(), read_pins(TESTED)
     rows += [f"| {name} | {lowest[name]} | {newest[name]} |" for name in sorted(lowest)]
     after = before.partition(MARK)[0] + MARK + "\n" + "\n".join(rows) + "\n"

@@ -240,7 +240,7 @@ async def test_lets_slow_reader_read() -> None:
 
 async def test_has_few_enough_attributes_to_share_their_names() -> None:
     """CPython gives each object with over thirty attributes its own dict, of 1 KiB."""
-    config = uvicorn.Config(echo)
+    config = uvicorn.Config(echo, ws="none")
     config.load()
     protocol: Any = http_protocol()
     made = protocol(config=config, server_state=ServerState(), app_state={})

@@ -12,6 +12,7 @@ import re
 import secrets
 import time
 import traceback
+from collections import deque
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -389,6 +390,8 @@ class LiveRequests:
         self._client = client
         self.gates: WeakSet[Gate] = WeakSet(self._given)
         self.found: dict[str, LiveRequest] = {}
+        # Those that have ended before their sessions were quiet.
+        self._closing: deque[LiveRequest] = deque()
 
     def begin(self, scope: Scope) -> LiveRequest:
         """Return a new request, which is shown until it has ended."""
@@ -399,8 +402,17 @@ class LiveRequests:
     def end(self, request: LiveRequest) -> None:
         """Its application has returned; a session that is not quiet keeps it here."""
         request.ended = time.monotonic()
-        if not request.sessions():
+        if request.sessions():
+            self._closing.append(request)
+        else:
             self.found.pop(request.id, None)
+        # Two for each that ends, so that they go without a viewer who looks, too.
+        for _ in range(min(2, len(self._closing))):
+            oldest = self._closing.popleft()
+            if oldest.sessions():
+                self._closing.append(oldest)
+            else:
+                self.found.pop(oldest.id, None)
 
 
 class PhaseTimer:

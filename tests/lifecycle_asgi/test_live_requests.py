@@ -11,7 +11,7 @@ pytestmark = pytest.mark.anyio
 SCOPE = {"method": "POST", "path": "/", "headers": []}
 
 
-async def test_forgets_requests_whose_sessions_became_quiet_later() -> None:
+async def test_forgets_requests_after_late_sessions() -> None:
     """A thousand clients that left before their session had closed leave two entries at most."""
     requests = LiveRequests((), lambda _: "client")
     async with SessionRegistry() as sessions:
@@ -28,7 +28,7 @@ async def test_forgets_requests_whose_sessions_became_quiet_later() -> None:
     assert most <= 2
 
 
-async def test_keeps_requests_whose_sessions_are_not_quiet() -> None:
+async def test_keeps_requests_with_open_sessions() -> None:
     """One session that stays open holds up none of the others."""
     requests = LiveRequests((), lambda _: "client")
     async with SessionRegistry() as sessions:

@@ -2,13 +2,13 @@
 
 import http.client
 import os
-import socket
 import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from ports import free_port
 
 EXAMPLES = Path(__file__).resolve().parents[1] / "examples"
 SHOWN = {
@@ -51,9 +51,7 @@ def test_runs_example(name: str) -> None:
 @pytest.fixture
 def server() -> Iterator[int]:
     """Run the FastAPI example on a free port, and return the port."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
+    port = free_port()
     process = subprocess.Popen(
         [sys.executable, EXAMPLES / "fastapi_gate.py"],
         env={**os.environ, "PORT": str(port)},

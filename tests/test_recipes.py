@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from ports import free_port
 
 RECIPES = Path(__file__).resolve().parents[1] / "examples" / "recipes"
 KIT = Path(__file__).resolve().parent / "kit"
@@ -99,13 +100,6 @@ def running(code: str, *arguments: object) -> Iterator[subprocess.Popen[str]]:
         with contextlib.suppress(ProcessLookupError):  # it has exited
             os.killpg(process.pid, signal.SIGKILL)
         process.communicate(timeout=60)
-
-
-def free_port() -> int:
-    """Return an unused port."""
-    with socket.create_server(("127.0.0.1", 0)) as probe:
-        port: int = probe.getsockname()[1]
-    return port
 
 
 def outcome(process: subprocess.Popen[str]) -> str:

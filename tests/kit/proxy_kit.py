@@ -6,7 +6,6 @@ import asyncio
 import contextlib
 import os
 import signal
-import socket
 import sys
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable
@@ -14,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import psutil
+from ports import free_port
 
 HEAD_END = b"\r\n\r\n"
 HEALTH = b"GET /-/health HTTP/1.1\r\nhost: a\r\nconnection: close\r\n\r\n"
@@ -166,12 +166,6 @@ async def read_response(reader: asyncio.StreamReader) -> tuple[bytes, bytes]:
     if b"transfer-encoding: chunked" in head.lower():
         return head, await reader.readuntil(b"0" + HEAD_END)
     return head, await reader.readexactly(length_of(head))
-
-
-def free_port() -> int:
-    """Return a port that was free a moment ago."""
-    with socket.create_server(("127.0.0.1", 0)) as listener:
-        return int(listener.getsockname()[1])
 
 
 @contextlib.asynccontextmanager

@@ -28,6 +28,8 @@ from importlib import metadata, util
 from pathlib import Path
 from typing import Any
 
+from ports import free_port
+
 ROOT = Path(__file__).parents[2]
 # Where the middleware is, of `probe_app`, and what the table calls it.
 STACKS = {
@@ -190,13 +192,6 @@ def _read_out(peer: socket.socket, patience: float) -> None:
     with contextlib.suppress(OSError):
         while peer.recv(65536):
             pass
-
-
-def free_port() -> int:
-    """Return an unused port."""
-    with socket.create_server(("127.0.0.1", 0)) as probe:
-        port: int = probe.getsockname()[1]
-    return port
 
 
 @contextlib.contextmanager

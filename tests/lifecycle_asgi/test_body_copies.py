@@ -5,6 +5,7 @@ from __future__ import annotations
 import http.client
 import json
 import os
+import socket
 import subprocess
 import sys
 import time
@@ -13,6 +14,7 @@ from types import SimpleNamespace
 
 import pytest
 import servers
+from ports import free_port
 
 from lifecycle_asgi import RequestScope
 
@@ -30,18 +32,24 @@ MIB = 1 << 20
 SIZE = 32 * MIB
 
 
+def wait_up(port: int, process: subprocess.Popen[bytes]) -> None:
+    """Wait until the server accepts connections, for as long as its process runs."""
+    until = time.monotonic() + 600
+    while True:
+        try:
+            socket.create_connection(("127.0.0.1", port), 60).close()
+            return
+        except ConnectionRefusedError:
+            assert process.poll() is None, f"it exited with {process.returncode}"
+            assert time.monotonic() < until, "no server"
+            time.sleep(0.05)
+
+
 def memory(port: int, path: str, size: int) -> int:
     """Send a body of *size* and return the server's memory while it streams."""
     body = json.dumps({"text": "a" * size})
-    until = time.monotonic() + 60
-    while True:
-        peer = http.client.HTTPConnection("127.0.0.1", port, timeout=600)
-        try:
-            peer.request("POST", path, body, {"content-type": "application/json"})
-            break
-        except ConnectionRefusedError:
-            assert time.monotonic() < until, "no server"
-            time.sleep(0.05)
+    peer = http.client.HTTPConnection("127.0.0.1", port, timeout=600)
+    peer.request("POST", path, body, {"content-type": "application/json"})
     answer = peer.getresponse()
     assert answer.status in (200, 201)
     seen = min(int(answer.readline()) for _ in range(3))
@@ -53,7 +61,7 @@ def memory(port: int, path: str, size: int) -> int:
 def test_drops_copies_of_framework_at_hand_off(name: str) -> None:
     """Of 32 MiB nothing is left, and without the call at least one copy."""
     pytest.importorskip(name)
-    port = servers.free_port()
+    port = free_port()
     env = {
         **os.environ,
         "PYTHONWARNINGS": "ignore",
@@ -64,9 +72,9 @@ def test_drops_copies_of_framework_at_hand_off(name: str) -> None:
         [sys.executable, APPS, name, str(port)],
         env=env,
         stdout=subprocess.DEVNULL,
-        stderr=subprocess.DEVNULL,
     )
     try:
+        wait_up(port, process)
         idle = memory(port, "/keep", 1)
         assert memory(port, "/release", SIZE) - idle < 4 * MIB
         assert memory(port, "/keep", SIZE) - idle > 28 * MIB

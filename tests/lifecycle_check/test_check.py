@@ -12,6 +12,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from ports import free_port
 
 pytest.importorskip("psutil")
 pytest.importorskip("typer")
@@ -20,13 +21,6 @@ from lifecycle_check import Finding, Report
 
 SERVER = Path(__file__).resolve().parents[1] / "kit" / "checked_server.py"
 CHECK = "from lifecycle_cli import main; main()"
-
-
-def free_port() -> int:
-    """Return a port that is free at the moment."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
 
 
 @contextlib.contextmanager

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import http.server
-import socket
 import subprocess
 import sys
 import threading
 
 from http_kit import ENV, ROOT
+from ports import free_port
 
 LOAD = [sys.executable, ROOT / "benchmarks" / "load.py"]
 
@@ -48,9 +48,7 @@ def test_says_that_it_is_another_server() -> None:
 
 def test_says_that_no_server_is_there() -> None:
     """One line and status 1, where nothing listens."""
-    with socket.create_server(("127.0.0.1", 0)) as probe:
-        port = probe.getsockname()[1]
-    done = load("--url", f"http://127.0.0.1:{port}")
+    done = load("--url", f"http://127.0.0.1:{free_port()}")
     assert done.returncode == 1
     assert "is a server running" in done.stderr
     assert "Traceback" not in done.stderr

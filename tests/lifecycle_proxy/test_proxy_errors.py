@@ -5,7 +5,8 @@ import json
 import signal
 
 import pytest
-from proxy_kit import HEAD_END, Peer, free_port, raw_upstream, running_proxy
+from ports import free_port
+from proxy_kit import HEAD_END, Peer, raw_upstream, running_proxy
 
 from lifecycle_proxy import Upstream
 

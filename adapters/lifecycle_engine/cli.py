@@ -165,9 +165,6 @@ def serve(
         app = factory.make_app(config)
         name = factory.model_name(config.model)
     _run(app, config, lambda address: first_steps(address, name) if hints else "")
-    # All is done, and nothing left that a signal could cut short.
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    signal.signal(signal.SIGTERM, signal.SIG_IGN)
 
 
 def _load(file: Path | None, options: Mapping[str, Any]) -> ServerConfig:
@@ -212,6 +209,7 @@ def _run(app: Starlette, config: ServerConfig, hints: Callable[[str], str]) -> N
             certificate=http.ssl_certfile,
             key=http.ssl_keyfile,
             announce=announce,
+            signals_after=signal.SIG_IGN,
         )
 
 

@@ -11,6 +11,7 @@ import gc
 import json
 import platform
 import selectors
+import signal
 import socket
 import subprocess
 import sys
@@ -75,6 +76,24 @@ def test_changes_its_process_only_while_it_serves() -> None:
     assert serving[1]
     assert serving[2] != before[2]
     assert blocks == AppSettings().threads  # pages that one picture after another gets
+
+
+def test_a_signal_after_its_end_can_be_ignored() -> None:
+    """A second Ctrl+C that comes late does not make a failure of a good end."""
+    serve = "port=0, announce=ready, signals_after=signal.SIG_IGN)\n"
+    late = "os.kill(os.getpid(), signal.SIGINT)\n"
+    script = SCRIPT.replace("port=0, announce=ready)\n", serve + late)
+    assert late in script
+    done = subprocess.run(
+        [sys.executable, "-c", script],
+        env=ENV,
+        capture_output=True,
+        check=False,
+        timeout=600,
+    )
+    assert (done.returncode, done.stderr) == (0, b"")
+    handlers = json.loads(done.stdout)[3][2]
+    assert handlers == [str(signal.SIG_IGN)] * 2
 
 
 # The longest time that the loop works without a break --------------------------------

@@ -209,8 +209,8 @@ class DrainingServer(uvicorn.Server):
         yield
 
     @contextlib.contextmanager
-    def handling_signals(self) -> Iterator[None]:
-        """Handle signals in the block, and restore the handlers afterwards."""
+    def handling_signals(self, after: signal.Handlers | None) -> Iterator[None]:
+        """Handle signals in the block; then *after* does, or what did so before."""
 
         def handle(number: int, frame: FrameType | None) -> None:
             if number == signal.SIGINT and self.should_exit:
@@ -223,7 +223,7 @@ class DrainingServer(uvicorn.Server):
             yield
         finally:
             for number, handler in before.items():
-                signal.signal(number, handler)
+                signal.signal(number, handler if after is None else after)
 
 
 def run(
@@ -237,6 +237,7 @@ def run(
     proxies: Sequence[str] = (),
     certificate: Path | None = None,
     key: Path | None = None,
+    signals_after: signal.Handlers | None = None,
 ) -> None:
     """Serve *app* until SIGTERM or SIGINT; must be called on the main thread.
 
@@ -256,6 +257,9 @@ def run(
             default none is, not even the loopback address.
         certificate: PEM file of a certificate and its chain; serves HTTPS.
         key: PEM file of its key. Default: in *certificate*.
+        signals_after: What SIGTERM and SIGINT do afterwards; ``SIG_IGN`` where the
+            process exits then, which a late signal would make a failure. Default: what
+            they did before.
 
     Raises:
         OSError: The address cannot be listened on.
@@ -278,7 +282,8 @@ def run(
             drain=drain,
             on_ready=lambda: announce(address),
         )
-        with frozen_heap(), _short_switch_interval(), server.handling_signals():
+        signals = server.handling_signals(signals_after)
+        with frozen_heap(), _short_switch_interval(), signals:
             server.run(sockets=[listener])
     if server.failure is not None:
         raise server.failure

@@ -51,6 +51,8 @@ SECONDS_BETWEEN_LINES = 60.0
 # Apart, so that tests which walk the heap do not find torch and eight frameworks there.
 PURE = ("tests/core", "tests/sim", "tests/others")
 COVERAGE = ("--cov=lifecycle", "--cov-report=term-missing:skip-covered")
+# What mypy and flake8-async are strict with.
+PRODUCT = ("src/", "adapters/", "tools/", "examples/")
 ASYNC_RULES = (
     "--isolated",
     "--select=ASYNC1,ASYNC2,ASYNC3",
@@ -90,11 +92,6 @@ LINK = "tests/lifecycle_zmq"
 ENDURANCE = f"{LINK}/endurance.py"
 HANG_UPS = "tests/http/hang_ups.py"
 RAY_STORM = "tests/engine_protocol/ray_disconnects.py"
-TEST = (
-    (make("lint"), make("types"), make("docs")),
-    (tests("core", "not slow", *COVERAGE, "--cov-fail-under=100", *PURE),),
-    (tests("others", "not slow", "tests", *(f"--ignore={each}" for each in PURE)),),
-)
 PROVE = (
     # Fifty thousand schedules, every planted mistake, the models, slow checkpoints.
     (tests("slow", "slow", "tests"),),
@@ -125,24 +122,16 @@ PROVE = (
         part("hang_ups", [PYTHON, HANG_UPS, "--minutes", "3", "--every", "5"]),
         part("attack", [PYTHON, "tests/http/attack.py", "100"]),
     ),
-    # Other projects' own tests, with and without the middleware.
-    (part("suites", [PYTHON, "tests/lifecycle_asgi/suites.py"]),),
+    # Other projects' own tests, with and without the middleware; flake8 on all files.
+    (part("suites", [PYTHON, "tests/lifecycle_asgi/suites.py"]), make("lint")),
     (make("wheel"), part("ray", [PYTHON, RAY_STORM, "--count", "2000"])),
 )
 
 
 def quick() -> tuple[tuple[Part, ...], ...]:
     """Return what is checked while one works: changed files, the core, ASGI."""
-    changed = changed_files()
-    product = ("src/", "adapters/", "tools/", "examples/")
-    styled = [each for each in changed if each.startswith(product)]
-    others = ("benchmarks/", "scripts/", "docs/")
-    typed = styled + [each for each in changed if each.startswith(others)]
-    lint = [[str(BIN / "ruff"), "check", "--quiet", "."]]
-    lint.append([str(BIN / "ruff"), "format", "--quiet", "--check", "."])
-    if styled:
-        lint.append([str(BIN / "flake8"), *ASYNC_RULES, *styled])
-    checks = [part("lint", *lint)]
+    checks = [lint()]
+    typed = changed_files(*PRODUCT, "benchmarks/", "scripts/", "docs/")
     if typed:
         checks.append(part("types", [str(BIN / "mypy"), "--no-error-summary", *typed]))
     # It starts servers and waits for them, a minute long: from the beginning.
@@ -154,8 +143,18 @@ def quick() -> tuple[tuple[Part, ...], ...]:
     return ((*checks, tests("tests", "not slow", *suites)),)
 
 
-def changed_files() -> list[str]:
-    """Return the Python files that differ from where this branch left main."""
+def before_push() -> tuple[tuple[Part, ...], ...]:
+    """Return what `make test` checks: all but what takes long, and the wheel."""
+    others = (f"--ignore={each}" for each in PURE)
+    return (
+        (lint(), make("types"), make("docs")),
+        (tests("core", "not slow", *COVERAGE, "--cov-fail-under=100", *PURE),),
+        (tests("others", "not slow", "tests", *others),),
+    )
+
+
+def changed_files(*under: str) -> list[str]:
+    """Return Python files in these folders that differ from where this left main."""
 
     def git(*arguments: str) -> list[str]:
         done = subprocess.run(
@@ -170,7 +169,17 @@ def changed_files() -> list[str]:
     base = git("merge-base", "HEAD", "main") or git("merge-base", "HEAD", "origin/main")
     names = git("diff", "--name-only", *(base or ["HEAD"]), "--", "*.py")
     names += git("ls-files", "--others", "--exclude-standard", "--", "*.py")
-    return sorted(each for each in set(names) if (ROOT / each).exists())
+    there = (each for each in set(names) if (ROOT / each).exists())
+    return sorted(each for each in there if each.startswith(under))
+
+
+def lint() -> Part:
+    """Return ruff on all files, and on changed ones flake8, which takes a minute."""
+    argv = [[str(BIN / "ruff"), "check", "--quiet", "."]]
+    argv.append([str(BIN / "ruff"), "format", "--quiet", "--check", "."])
+    if changed := changed_files(*PRODUCT):
+        argv.append([str(BIN / "flake8"), *ASYNC_RULES, *changed])
+    return part("lint", *argv)
 
 
 @dataclass(slots=True)
@@ -357,7 +366,7 @@ def main() -> int:
     options = parser.parse_intermixed_args()
     if options.repeat and options.what != "prove":
         parser.error(f"--repeat is for prove; {options.what} has to pass at once")
-    groups = {"test": TEST, "prove": PROVE}.get(options.what) or quick()
+    groups = {"quick": quick, "test": before_push}.get(options.what, lambda: PROVE)()
     names = [each.name for group in groups for each in group]
     if unknown := set(options.parts) - set(names):
         parser.error(f"no part {sorted(unknown)} in {', '.join(names)}")

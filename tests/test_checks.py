@@ -64,7 +64,7 @@ def selections(groups: Any) -> Iterator[Selection]:
 @pytest.mark.parametrize("slow", [True, False])
 def test_runs_every_test_in_one_of_two_commands(slow: bool) -> None:
     """What `make test` leaves out runs in `make prove`, and nothing runs twice."""
-    found = [*selections(check.TEST), *selections(check.PROVE)]
+    found = [*selections(check.before_push()), *selections(check.PROVE)]
     assert len(found) >= 3
     for path in TESTS.rglob("test_*.py"):
         takers = [each for each in found if each.takes(path, slow=slow)]
@@ -74,7 +74,9 @@ def test_runs_every_test_in_one_of_two_commands(slow: bool) -> None:
 def test_runs_what_is_slow_in_the_long_command_only() -> None:
     """The command of the README is the short one."""
     path = TESTS / "sim" / "test_world.py"
-    assert not any(each.takes(path, slow=True) for each in selections(check.TEST))
+    assert not any(
+        each.takes(path, slow=True) for each in selections(check.before_push())
+    )
     assert any(each.takes(path, slow=True) for each in selections(check.PROVE))
 
 
@@ -105,7 +107,7 @@ def commands(groups: Any) -> list[str]:
 
 def test_checks_style_types_documentation_and_coverage() -> None:
     """Nothing that had to pass before is left out."""
-    words = set(commands(check.TEST)) | set(commands(check.PROVE))
+    words = set(commands(check.before_push())) | set(commands(check.PROVE))
     assert {"lint", "types", "docs", "wheel", "--cov-fail-under=100"} <= words
 
 
@@ -198,14 +200,15 @@ def test_looks_at_the_files_that_changed(
     git("init", "-q", "-b", "main")
     git("add", "-A")
     git("commit", "-q", "-m", "base")
-    assert check.changed_files() == []
+    assert check.changed_files("") == []
     git("checkout", "-q", "-b", "work")
     (tmp_path / "committed.py").write_text("1")
     git("commit", "-q", "-a", "-m", "work")
     (tmp_path / "edited.py").write_text("1")
     (tmp_path / "removed.py").unlink()
     (tmp_path / "new.py").touch()
-    assert check.changed_files() == ["committed.py", "edited.py", "new.py"]
+    assert check.changed_files("") == ["committed.py", "edited.py", "new.py"]
+    assert check.changed_files("ed", "n") == ["edited.py", "new.py"]
 
 
 def test_ends_a_part_that_hangs(run: Any, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -317,7 +320,7 @@ def test_repeats_nothing_unless_it_is_asked_to(
     assert run((fails,))[0] == 1
     assert (tmp_path / "runs").read_text() == "ran\n"
     monkeypatch.setattr(sys, "argv", ["check.py", "test", "--repeat"])
-    monkeypatch.setattr(check, "TEST", ((fails,),))
+    monkeypatch.setattr(check, "before_push", lambda: ((fails,),))
     with pytest.raises(SystemExit):
         check.main()
     assert (tmp_path / "runs").read_text() == "ran\n"

@@ -66,7 +66,7 @@ def trials() -> Iterator[Trial]:
 
 
 def _sweep(seed: int) -> None:
-    verdict = soak.work(soak.Job("asyncio", seed, 1, sweep=True))
+    verdict = soak.work(soak.Job("asyncio", seed, 1, sweep=1))
     assert verdict.failure is None, verdict.failure.splitlines()[-1]
 
 

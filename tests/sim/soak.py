@@ -33,7 +33,7 @@ class Job:
     backend: str
     first: int
     count: int
-    sweep: bool = False
+    sweep: int = 0  # single faults at every so many steps, if not 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,11 +69,11 @@ def _seeds(job: Job) -> Verdict:
 
 
 def _sweep(job: Job) -> Verdict:
-    """Each fault at each step of one world."""
+    """Each fault at steps of one world, from the first on."""
     steps = run(job.first, [], backend=job.backend).steps
     faults = World(job.first, []).possible_faults()
     done = 1
-    for step in range(1, steps + 1):
+    for step in range(1, steps + 1, job.sweep):
         for fault in faults:
             done += 1
             failure = attempt(job.first, [(step, fault)], job.backend)

@@ -47,9 +47,9 @@ def test_keeps_the_laws_in_seeded_schedules(backend):
     assert_clean(soak.seeds(backend, 0, QUICK[backend]))
 
 
-def test_keeps_the_laws_under_each_fault_at_each_step():
-    """One fault of every kind, to every client, at every step (B4, fault-9)."""
-    assert_clean(soak.Job("asyncio", seed, 1, sweep=True) for seed in range(1))
+def test_keeps_the_laws_under_each_fault_at_many_steps():
+    """One fault of every kind, to every client, at every fourth step (B4, fault-9)."""
+    assert_clean(iter([soak.Job("asyncio", 0, 1, sweep=4)]))
 
 
 @pytest.mark.slow
@@ -59,7 +59,7 @@ def test_keeps_the_laws_in_as_many_schedules_as_a_release_needs():
 
     def jobs():
         for seed in range(WORLDS):
-            yield soak.Job("asyncio", seed, 1, sweep=True)
+            yield soak.Job("asyncio", seed, 1, sweep=1)
         yield from soak.seeds("asyncio", 0, FULL)
         yield from soak.seeds("trio", 0, FULL // 25)
 

@@ -257,9 +257,8 @@ def run(
             default none is, not even the loopback address.
         certificate: PEM file of a certificate and its chain; serves HTTPS.
         key: PEM file of its key. Default: in *certificate*.
-        signals_after: What SIGTERM and SIGINT do afterwards; ``SIG_IGN`` where the
-            process exits then, which a late signal would make a failure. Default: what
-            they did before.
+        signals_after: What SIGTERM and SIGINT do afterwards, such as ``SIG_IGN`` in a
+            process that then exits. Default: what they did before.
 
     Raises:
         OSError: The address cannot be listened on.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import importlib.util
 import os
 import sys
@@ -100,8 +101,11 @@ def cluster(scripted: ModuleType) -> Any:
         warnings.simplefilter("ignore")
         ray = pytest.importorskip("ray", reason="Ray is not installed")
     if not _RUNNING:
-        with ExitStack() as stack:
+        with ExitStack() as stack, warnings.catch_warnings():
+            # Earlier releases give advice at the start, and leave files open.
+            warnings.simplefilter("ignore")
             made = start_ray(stack)
+            gc.collect()
             ray.cloudpickle.register_pickle_by_value(scripted)
             _RUNNING.append((stack.pop_all(), made))
     return _RUNNING[0][1]

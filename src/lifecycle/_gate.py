@@ -5,14 +5,17 @@ from __future__ import annotations
 import math
 import sys
 import warnings
+import weakref
 from collections import deque
 from collections.abc import Callable
 from contextlib import suppress
+from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import Any, Final, Literal, Self, TypeVar, TypeVarTuple, final
 
 import anyio
 
+from . import _lock
 from ._eventloop import current_task, fallback_clock, new_waiter, wait_until
 from ._exceptions import AdmissionTimeout, CostTooLarge, GateClosed, GateFull, Refused
 from ._lock import ChangeLock
@@ -60,6 +63,7 @@ class Lease(Ticket, NoCopy):
     """
 
     # ruff: noqa: SLF001 - a lease calls its gate, which is defined below
+    # ruff: noqa: SIM105 - nothing may come before a `release`: see `ChangeLock`
     # Only a gate makes leases, hence no `__init__`. `entered_by` is the task inside
     # the `with` block, and `owned_by_start` means that a supervised start releases it.
     __slots__ = ("__weakref__", "entered_by", "gate", "owned_by_start", "seen_at")
@@ -98,12 +102,15 @@ class Lease(Ticket, NoCopy):
         self.gate._settle(self, check_amount("bytes", bytes))
 
     def __enter__(self) -> Self:
-        if self.state == HELD:
-            self.gate._enter_block(self)
+        if self.state == HELD and (task := current_task()) is not None:
+            self.entered_by = task
+            _entered.set((*filter(_inside, _entered.get()), weakref.ref(self)))
         return self
 
     def __exit__(self, *_: object) -> None:
-        self.gate._leave_block(self)
+        if getattr(self, "entered_by", None) is not None:
+            self.entered_by = None
+            _entered.set((*filter(_inside, _entered.get()),))
         if not getattr(self, "owned_by_start", False):
             self.release()
 
@@ -118,6 +125,16 @@ class Lease(Ticket, NoCopy):
         state = "held" if self.held else "not held"
         what = f"{self.slots} slots, {self.bytes} bytes"
         return f"<Lease of gate {self.gate.name!r}: {what}, {state}>"
+
+
+# The leases inside whose blocks a task is; its context dies with it. They are weak: one
+# that is dropped there, for example with an exit stack, is lost like any other.
+_entered: ContextVar[tuple[weakref.ref[Lease], ...]] = ContextVar("entered", default=())
+
+
+def _inside(entered: weakref.ref[Lease]) -> bool:
+    lease = entered()
+    return lease is not None and lease.held and lease.entered_by is not None
 
 
 class _Unchanged:
@@ -247,8 +264,6 @@ class Gate(NoCopy):
         self._refused = self._timed_out = self._lost = self._over_limit = 0
         # Why waiting requests were refused, until their tasks run again.
         self._refusals: dict[Ticket, Refused] = {}
-        # Tasks inside `with lease:` blocks, and the leases of these.
-        self._blocks: dict[object, tuple[Lease, ...]] = {}
         self._lock = ChangeLock()
         # Reported without the lock: an observer may use the gate.
         self._emit = guarded(observer)
@@ -375,7 +390,11 @@ class Gate(NoCopy):
         return given
 
     def statistics(self) -> GateStatistics:
-        """Return the gate as it is now. Any thread."""
+        """Return the gate as it is now. Any thread.
+
+        A signal handler that interrupts a change of this gate in its own thread sees
+        half of it. So does a call that another thread's change held up for a second.
+        """
         return self._ask(self._read)
 
     def __repr__(self) -> str:
@@ -394,18 +413,29 @@ class Gate(NoCopy):
         self._lock.deferred.append((change, args))
         self._flush()
 
-    def _ask(self, question: Callable[[*Ts], T], *args: *Ts) -> T:
+    def _ask(
+        self,
+        question: Callable[[*Ts], T],
+        *args: *Ts,
+        longest: float | None = None,
+    ) -> T:
         """Return what *question* returns while nothing changes.
 
-        In the middle of a change by this very thread, it sees half of that.
+        It sees half of a change by this very thread, or of one that takes *longest*.
         """
         lock = self._lock
-        if lock.mutex.locked() and not lock.usable():
+        mutex = lock.mutex
+        if lock.interrupted():
             return question(*args)
         try:
-            with lock.mutex:
-                return question(*args)
+            if not mutex.acquire(False):
+                mutex.acquire(True, _lock.LONGEST_WAIT if longest is None else longest)
+            return question(*args)
         finally:
+            try:
+                mutex.release()
+            except RuntimeError:
+                pass
             self._flush()
 
     def _flush(self) -> None:
@@ -415,11 +445,7 @@ class Gate(NoCopy):
         with suppress(IndexError):  # another thread was faster
             # Not during a change, which may be further up this very stack: an observer
             # may use the gate. The holder of the lock reports once it has unlocked.
-            while (
-                self._events
-                and self._emit is not None
-                and not self._lock.mutex.locked()
-            ):
+            while self._emit and self._events and not self._lock.interrupted():
                 self._emit(self._events.popleft())
 
     def _request(
@@ -442,32 +468,44 @@ class Gate(NoCopy):
         if (claim := owner.get()) is not None:
             claim(lease)
         lock = self._lock
-        if lock.mutex.locked() and not lock.usable():
-            raise self._refuse_interruption(lease)
+        mutex = lock.mutex
+        if lock.interrupted():
+            raise self._refuse_busy(lease, "is interrupted by this very call")
         try:
-            with lock.mutex:
-                queue = self._queue
-                ahead = queue.ahead if may_wait else queue.waiting
-                if self.closed or not queue.admit(lease, ahead):
-                    self._enqueue(lease, priority, may_wait)
-                elif self._emit is not None:
-                    self._note(LeaseGranted, lease, waited_s=0.0)
-                return lease
+            if not mutex.acquire(False) and not mutex.acquire(True, _lock.LONGEST_WAIT):
+                raise self._refuse_busy(lease, "is held up by another thread")
+            queue = self._queue
+            ahead = queue.ahead if may_wait else queue.waiting
+            if self.closed or not queue.admit(lease, ahead):
+                self._enqueue(lease, priority, may_wait)
+            elif self._emit is not None:
+                self._note(LeaseGranted, lease, waited_s=0.0)
+            return lease
         finally:
+            try:
+                mutex.release()
+            except RuntimeError:
+                pass
             if lock.deferred or self._events:
                 self._flush()
 
     def _release(self, lease: Lease) -> None:
         # `_apply`, written out: every request comes through here.
         lock = self._lock
-        if lock.mutex.locked():
+        mutex = lock.mutex
+        if lock.interrupted():
             self._apply(self._take_back, lease)
             return
         try:
-            with lock.mutex:
-                if self._queue.release(lease) and self._emit is not None:
-                    self._note(LeaseReleased, lease, lost=False)
+            if not mutex.acquire(False):
+                lock.deferred.append((self._take_back, (lease,)))
+            elif self._queue.release(lease) and self._emit is not None:
+                self._note(LeaseReleased, lease, lost=False)
         finally:
+            try:
+                mutex.release()
+            except RuntimeError:
+                pass
             if lock.deferred or self._events:
                 self._flush()
 
@@ -494,23 +532,23 @@ class Gate(NoCopy):
                 )
                 refusal = self._retry_later(GateFull, f"is full, and {why}")
                 raise self._refuse(lease, refusal)
-            if self._blocks:
+            if _entered.get():
                 self._refuse_deadlock(lease)
         lease.priority = priority
         lease.waiter = new_waiter()
         queue.enqueue(lease)
 
     def _refuse_deadlock(self, lease: Lease) -> None:
-        leases = self._blocks.get(current_task(), ())
-        if any(each.held for each in leases):
+        task = current_task()
+        inside = (entered() for entered in _entered.get() if _inside(entered))
+        if any(it and it.gate is self and it.entered_by is task for it in inside):
             self._refuse(lease, GateFull("nested"))
             what = f"deadlock at gate {self.name!r}: this task would wait inside a with"
             how = "ask for all that the request needs in one admission"
             raise RuntimeError(f"{what} block of a lease of the same gate; {how}")
 
-    def _refuse_interruption(self, lease: Lease) -> Refused:
-        how = "is busy, most likely interrupted by this very call; retry in 1.0 s"
-        refusal = GateFull(f"gate {self.name!r} {how}", retry_after=1.0)
+    def _refuse_busy(self, lease: Lease, how: str) -> Refused:
+        refusal = GateFull(f"gate {self.name!r} {how}; retry in 1.0 s", retry_after=1.0)
         self._apply(self._refuse, lease, refusal)
         return refusal
 
@@ -523,10 +561,8 @@ class Gate(NoCopy):
                 await waiter
             else:
                 await wait_until(waiter, anyio.current_time() + max_wait)
-                # A task never interrupts a change of its own: another thread makes one.
-                while self._lock.mutex.locked() and not self._lock.usable():
-                    pass
-                self._ask(self._time_out, lease, max_wait)
+                # However long a thread takes: a task holds up no other gate.
+                self._ask(self._time_out, lease, max_wait, longest=-1)
         except BaseException:
             self._apply(self._cancel, lease, began)
             raise
@@ -596,27 +632,6 @@ class Gate(NoCopy):
         for ticket, refusal in refusals.items():
             self._refusals[ticket] = self._refuse(ticket, refusal)
             ticket.waiter.wake()
-
-    def _enter_block(self, lease: Lease) -> None:
-        task = current_task()
-        if task is not None:
-            self._forget_block(lease)  # the task of another block passed it on
-            self._blocks[task] = (*self._blocks.get(task, ()), lease)
-            lease.entered_by = task
-
-    def _leave_block(self, lease: Lease) -> None:
-        if self._forget_block(lease):
-            lease.entered_by = None
-
-    def _forget_block(self, lease: Lease) -> bool:
-        task = getattr(lease, "entered_by", None)
-        if task is None:
-            return False
-        leases = self._blocks.pop(task, ())
-        others = tuple(other for other in leases if other is not lease)
-        if others:
-            self._blocks[task] = others
-        return True
 
     def _held_seconds(self, lease: Lease) -> float | None:
         """Seconds that *lease* has been held, where the order depends on it."""

@@ -1,13 +1,16 @@
 """Lease: released once, from any task and thread."""
 
+import asyncio
 import copy
 import gc
 import pickle
+import traceback
 import tracemalloc
 import warnings
 import weakref
-from collections.abc import Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from contextlib import ExitStack
+from contextvars import copy_context
 
 import anyio
 import pytest
@@ -222,4 +225,122 @@ def test_enters_a_released_lease_without_effect() -> None:
     lease.release()
     with lease:
         gate.try_admit().release()
+    assert_quiescent(gate)
+
+
+class Stack:
+    """A handler that keeps its lease open across methods, and is dropped."""
+
+    def __init__(self, lease: Lease) -> None:
+        self.stack = ExitStack()
+        self.stack.enter_context(lease)
+
+
+async def by_exit_stack(gate: Gate) -> None:
+    """An exit stack is dropped before it is closed."""
+    Stack(await gate.admit())
+
+
+async def by_cycle(gate: Gate) -> None:
+    """So is one that only refers to itself."""
+    handler = Stack(await gate.admit())
+    handler.stack.callback(lambda: handler)
+
+
+async def by_object(gate: Gate) -> None:
+    """A lease is entered by hand, and nothing leaves it."""
+    (await gate.admit()).__enter__()
+
+
+async def by_task(gate: Gate) -> None:
+    """A task ends, and its result is thrown away with the stack inside."""
+    stacks: list[Stack] = []
+
+    async def request() -> None:
+        stacks.append(Stack(await gate.admit()))
+
+    async with anyio.create_task_group() as tasks:
+        tasks.start_soon(request)
+
+
+async def by_traceback(gate: Gate) -> None:
+    """The frame of an error is all that keeps it, until that is cleared."""
+
+    async def request() -> None:
+        handler = Stack(await gate.admit())
+        raise ValueError(len(vars(handler)))
+
+    try:
+        await request()
+    except ValueError as error:
+        kept = error
+    gc.collect()
+    assert gate.statistics().slots_in_use == 1
+    traceback.clear_frames(kept.__traceback__)
+
+
+@pytest.mark.parametrize(
+    "lose", [by_exit_stack, by_cycle, by_object, by_task, by_traceback]
+)
+async def test_comes_back_when_it_is_lost_inside_its_block(
+    lose: Callable[[Gate], Awaitable[None]],
+) -> None:
+    """An entered lease is lost like any other, once, with a warning."""
+    gate = Gate(slots=1)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        await lose(gate)
+        gc.collect()
+    assert len([w for w in caught if "of gate 'gate'" in str(w.message)]) == 1
+    assert gate.statistics().lost == 1
+    assert_quiescent(gate)
+
+
+@pytest.mark.filterwarnings("ignore::ResourceWarning")
+def test_comes_back_from_a_block_that_is_suspended_for_ever() -> None:
+    """A generator or a coroutine that is dropped in its block leaves it."""
+
+    def generate(gate: Gate) -> Iterator[None]:
+        with gate.try_admit():
+            yield
+
+    async def stream(gate: Gate) -> AsyncIterator[None]:
+        with await gate.admit():
+            yield
+
+    async def work(gate: Gate) -> None:
+        with await gate.admit():
+            await asyncio.get_running_loop().create_future()
+
+    gate = Gate(slots=4)
+
+    async def main() -> None:
+        next(generate(gate))
+        await anext(stream(gate))
+        tasks.append(asyncio.ensure_future(work(gate)))
+        await asyncio.sleep(0)
+        assert gate.statistics().slots_in_use >= 1
+
+    tasks: list[asyncio.Future[None]] = []
+    loop = asyncio.new_event_loop()
+    loop.set_exception_handler(lambda *_: None)  # a task was destroyed
+    loop.run_until_complete(main())
+    loop.close()  # as on a crash: neither tasks nor generators are ended
+    tasks.clear()
+    gc.collect()
+    assert_quiescent(gate)
+
+
+async def test_keeps_no_trace_of_released_leases_that_never_left_their_blocks() -> None:
+    """A task that enters blocks for ever collects nothing, and may wait again."""
+    gate = Gate(slots=1)
+    for _ in range(100):
+        (await gate.admit()).__enter__().release()
+    entered = {var.name: value for var, value in copy_context().items()}["entered"]
+    assert len(entered) <= 1
+    other = gate.try_admit()
+    with anyio.move_on_after(0.01) as scope:
+        await gate.admit()  # waits, and is not taken for its own holder
+    assert scope.cancelled_caught
+    other.release()
     assert_quiescent(gate)

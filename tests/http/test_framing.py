@@ -11,9 +11,7 @@ from collections.abc import AsyncIterator
 from typing import Any
 
 import pytest
-import uvicorn
-from asgi_kit import serving
-from packaging.version import Version
+from asgi_kit import ANNOUNCES_CLOSE, serving
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 from lifecycle_asgi import LifecycleMiddleware
@@ -135,9 +133,7 @@ async def test_answers_what_stands_before_junk(requests: int, junk: bytes) -> No
         answers = await reader.read()
         assert answers.count(b"HTTP/1.1 200 ") == answers.count(b'"host"') == requests
         assert b"HTTP/1.1 400 " not in answers
-        # Earlier releases close the connection without a word.
-        announced = Version(uvicorn.__version__) >= Version("0.53")
-        assert answers.count(b"\r\nconnection: close\r\n") == announced
+        assert answers.count(b"\r\nconnection: close\r\n") == ANNOUNCES_CLOSE
         assert not app.gone.is_set()
 
 

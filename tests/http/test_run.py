@@ -208,7 +208,12 @@ def test_takes_connections_one_by_one() -> None:
                 taken.append(len(steps.seen))
                 transport.abort()
 
-        config = uvicorn.Config(echo, http=lambda **_: Taken(), lifespan="off")  # type: ignore[arg-type]
+        config = uvicorn.Config(
+            echo,
+            http=lambda **_: Taken(),  # type: ignore[arg-type]
+            ws="none",
+            lifespan="off",
+        )
         engine = SimpleNamespace(wait_ready=asyncio.Event().wait)
         service: Any = SimpleNamespace(engine=engine)
         server = DrainingServer(config, service, drain=0)

@@ -12,8 +12,11 @@ from typing import Any
 import anyio
 import anyio.lowlevel
 import uvicorn
+from packaging.version import Version
 
 Message = dict[str, Any]
+# Earlier releases of uvicorn close a connection without a word.
+ANNOUNCES_CLOSE = Version(uvicorn.__version__) >= Version("0.53")
 KINDS = [
     ("asyncio", "scope", "early"),
     ("asyncio", "scope", "late"),

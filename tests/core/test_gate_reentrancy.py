@@ -126,9 +126,8 @@ def test_times_out_after_a_long_change_of_another_thread(
     ask = gate._ask
 
     def let_go(*args: Any, **options: Any) -> object:
-        threading.Timer(
-            0.02, over.set
-        ).start()  # longer than what needs an answer waits
+        # Later than what needs an answer waits.
+        threading.Timer(0.02, over.set).start()
         return ask(*args, **options)
 
     monkeypatch.setattr(gate, "_ask", let_go)

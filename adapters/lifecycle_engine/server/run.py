@@ -146,7 +146,7 @@ class DrainingServer(uvicorn.Server):
         """Listen at once; announce the server when the engine is ready, too."""
         await super().startup(sockets)
         if self.lifespan.should_exit:
-            sys.exit(_STARTUP_FAILURE)  # as uvicorn itself does from 0.48 on
+            sys.exit(_STARTUP_FAILURE)  # as later releases of uvicorn do
         for each in sockets or ():
             each.listen(_BACKLOG)
         if not self.should_exit:

@@ -98,8 +98,8 @@ LAYERS: dict[str, tuple[str, ...]] = {
     "lifecycle_asgi": (
         *("_types", "media", "image_structure", "media_memory", "media_body"),
         *("media_profiles", "events", "request", "middleware"),
-        *("request_scope", "responses", "limits", "refusals", "api_keys"),
-        *("admission_settings", "lanes", "body_reader", "admission"),
+        *("request_scope", "body", "responses", "limits", "refusals", "api_keys"),
+        *("admission_settings", "lanes", "admission"),
         *("vllm_plugin", "sglang_plugin"),
         *("live_warnings", "live_snapshot", "live_view", "starlette", "testing"),
     ),

@@ -12,12 +12,12 @@ Modules::
     request        RequestScope: state of a request, and what is closed at its end
     middleware     LifecycleMiddleware: cancels applications on a disconnect
     request_scope  request_scope: the same for servers that do not speak ASGI
+    body           how a body is read under a lease, or dropped
     responses      responses of a middleware itself, and so that they arrive
     limits         BodyLimit, ClientLimit, ClientIdentity, refusal_response
     refusals       refusals in the format of the request's API
     api_keys       API keys, checked before a body is read
     lanes          gates that clients share
-    body_reader    reads a body under a lease
     vllm_plugin    hand-off in vLLM, by its entry point for plugins
     sglang_plugin  SGLang: Admission and hand-off, by its entry point for plugins
     admission      Admission: all of this around the application of any server
@@ -34,6 +34,7 @@ from __future__ import annotations
 
 from lifecycle_asgi.admission import Admission, handed_off
 from lifecycle_asgi.admission_settings import AdmissionSettings
+from lifecycle_asgi.body import BodyTooLarge, BodyTooSlow
 from lifecycle_asgi.events import (
     FirstItem,
     Phase,
@@ -46,8 +47,6 @@ from lifecycle_asgi.events import (
 )
 from lifecycle_asgi.limits import (
     BodyLimit,
-    BodyTooLarge,
-    BodyTooSlow,
     ClientIdentity,
     ClientLimit,
     ClientLimitExceeded,

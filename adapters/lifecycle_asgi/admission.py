@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Mapping
-from contextlib import suppress
 from contextvars import ContextVar
 from dataclasses import replace
 from types import MappingProxyType
@@ -15,15 +14,22 @@ from lifecycle.events import Observer
 from lifecycle_asgi._types import App, Message, Receive, Scope, Send
 from lifecycle_asgi.admission_settings import AdmissionSettings
 from lifecycle_asgi.api_keys import ApiKeys
-from lifecycle_asgi.body_reader import FIRST_CHARGE, BodyReader, ClientLeft
+from lifecycle_asgi.body import (
+    FIRST_CHARGE,
+    BodyReader,
+    BodyTooLarge,
+    ClientLeft,
+    RequestBody,
+)
 from lifecycle_asgi.lanes import Lane
-from lifecycle_asgi.limits import BodyTooLarge, ClientIdentity, Refusal
+from lifecycle_asgi.limits import ClientIdentity, Refusal
 from lifecycle_asgi.media_body import BodyEstimator
 from lifecycle_asgi.media_memory import Correction, MemoryEstimate
 from lifecycle_asgi.media_profiles import media_profile, server_of
 from lifecycle_asgi.middleware import LifecycleMiddleware
 from lifecycle_asgi.refusals import REFUSALS, Unauthorised, protocol_refusal
-from lifecycle_asgi.responses import MAX_UNACCEPTABLE, Refusing, RequestBody
+from lifecycle_asgi.request import declared_length
+from lifecycle_asgi.responses import MAX_UNACCEPTABLE, Refusing
 
 _SCOPE_KEY: Final = "lifecycle.admission"
 _CURRENT: Final[ContextVar[AdmittedRequest | None]] = ContextVar(
@@ -212,7 +218,7 @@ class Admission:
         await refusing.linger(max_bytes=max_bytes)
 
     async def _admit(self, scope: Scope, request: AdmittedRequest) -> None:
-        settings, declared = self._settings, _content_length(scope)
+        settings, declared = self._settings, declared_length(scope)
         if declared is not None and declared > settings.max_body:
             raise BodyTooLarge(settings.max_body)
         client = self._identity.digest(self._client_of(scope)).hex()
@@ -222,7 +228,7 @@ class Admission:
         request.lease = await lane.admit(_BODY_COPIES * size, client)
         reader = BodyReader(
             request.receive,
-            lane,
+            lane.grow,
             request.lease,
             declared=declared,
             copies=_BODY_COPIES,
@@ -324,16 +330,4 @@ class AdmittedRequest:
 
 
 def _has_body(scope: Scope) -> bool:
-    return scope["method"] in _METHODS_WITH_BODY and _content_length(scope) != 0
-
-
-def _content_length(scope: Scope) -> int | None:
-    """Return the declared length; ``None`` without one that is a number."""
-    # A chunked body overrides a length, and h11 lets both through.
-    if any(name == b"transfer-encoding" for name, _ in scope["headers"]):
-        return None
-    for name, value in scope["headers"]:
-        if name == b"content-length":
-            with suppress(ValueError):
-                return max(int(value), 0)
-    return None
+    return scope["method"] in _METHODS_WITH_BODY and declared_length(scope) != 0

@@ -8,7 +8,6 @@ import json
 import math
 import secrets
 from collections.abc import Awaitable, Callable, Iterable
-from contextlib import suppress
 from functools import partial
 
 import anyio
@@ -17,40 +16,16 @@ from lifecycle import CostTooLarge, Gate, GateClosed, GateFull, Lease, Refused
 from lifecycle.events import Observer
 from lifecycle.lowlevel import check_int
 from lifecycle_asgi._types import App, Message, Receive, Scope, Send
-from lifecycle_asgi.request import SCOPE_KEY, RequestScope
+from lifecycle_asgi.body import BodyTooLarge, BodyTooSlow, RequestBody
+from lifecycle_asgi.request import SCOPE_KEY, RequestScope, declared_length
 from lifecycle_asgi.responses import (
     MAX_UNACCEPTABLE,
     Headers,
     Refusing,
-    RequestBody,
     Response,
 )
 
 _API_KEY_HEADERS = (b"authorization", b"x-api-key")
-
-
-class BodyTooLarge(Exception):
-    """Raised by ``receive`` under `BodyLimit` when a body is larger than the limit.
-
-    Attributes:
-        limit: Maximum number of bytes.
-    """
-
-    def __init__(self, limit: int) -> None:
-        super().__init__(f"the request body is larger than {limit} bytes")
-        self.limit = limit
-
-
-class BodyTooSlow(Exception):
-    """Raised by ``receive`` under `BodyLimit` when a body does not arrive in time.
-
-    Attributes:
-        limit: Maximum number of seconds.
-    """
-
-    def __init__(self, limit: float) -> None:
-        super().__init__(f"the request body took longer than {limit:g} s")
-        self.limit = limit
 
 
 class ClientLimitExceeded(Refused):
@@ -280,7 +255,7 @@ class BodyLimit:
         """
         if scope["type"] != "http":
             await self._app(scope, receive, send)
-        elif (declared := _content_length(scope)) > self._max_bytes:
+        elif (declared := declared_length(scope) or 0) > self._max_bytes:
             refusing = Refusing(scope, RequestBody(receive), send)
             await refusing.send(self._answer(scope, BodyTooLarge(self._max_bytes)))
             await refusing.linger(max_bytes=MAX_UNACCEPTABLE)
@@ -507,12 +482,3 @@ def _describe_refusal(refusal: Refusal) -> tuple[int, str, str, Headers]:
         return 503, "shutting_down", "The server is shutting down", do_not_retry
     message = f"The server is full; try again in {math.ceil(after)} s"
     return 503, "server_overloaded", message, headers
-
-
-def _content_length(scope: Scope) -> int:
-    """Return the declared length; 0 if there is none, or none that is a number."""
-    for name, value in scope["headers"]:
-        if name == b"content-length":
-            with suppress(ValueError):
-                return max(int(value), 0)
-    return 0

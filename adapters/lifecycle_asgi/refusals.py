@@ -7,12 +7,8 @@ from typing import Final
 
 from lifecycle import CostTooLarge, Refused
 from lifecycle_asgi._types import Scope
-from lifecycle_asgi.limits import (
-    BodyTooLarge,
-    BodyTooSlow,
-    Refusal,
-    openai_refusal,
-)
+from lifecycle_asgi.body import BodyTooLarge, BodyTooSlow
+from lifecycle_asgi.limits import Refusal, openai_refusal
 from lifecycle_asgi.responses import Headers, Response
 
 REFUSALS: Final = (BodyTooLarge, BodyTooSlow, Refused)

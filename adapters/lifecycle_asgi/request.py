@@ -13,7 +13,7 @@ from collections.abc import (
 )
 from contextlib import AsyncExitStack
 from types import MappingProxyType
-from typing import Any, Generic, Literal, Protocol, Self, TypeVar, overload
+from typing import Any, Final, Generic, Literal, Protocol, Self, TypeVar, overload
 
 import anyio
 
@@ -32,6 +32,10 @@ S = TypeVar("S", bound="Closable")
 
 SCOPE_KEY = "lifecycle"
 """Key of the `RequestScope` in the ASGI scope, set by `LifecycleMiddleware`."""
+FRAMING: Final = (b"content-length", b"transfer-encoding")
+"""Headers without which a request of HTTP/1 has no body."""
+# Longer numbers are no lengths, and slow to read.
+_MOST_DIGITS: Final = 18
 
 
 class Attachable(Protocol):
@@ -301,6 +305,24 @@ def _blocking(source: Iterator[T]) -> Iterator[T]:
 
 def _completed(session: Any) -> bool:
     return bool(session.outcome == "completed")
+
+
+def declared_length(scope: Mapping[str, Any]) -> int | None:
+    """Return the declared length of a body, or ``None`` if only reading tells.
+
+    A chunked body overrides a length, and some servers let both through. A length
+    counts only if there is one, of digits: what another reader of the request could
+    take for another number is not trusted.
+
+    Args:
+        scope: The ASGI scope of the request.
+    """
+    found = [each for each in scope["headers"] if each[0] in FRAMING]
+    if len(found) != 1:
+        return None
+    name, value = found[0]
+    is_length = name == b"content-length" and value.isdigit()
+    return int(value) if is_length and len(value) <= _MOST_DIGITS else None
 
 
 def request_of(scope: Any) -> RequestScope:

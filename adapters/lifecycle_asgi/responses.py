@@ -8,9 +8,8 @@ from __future__ import annotations
 
 from contextlib import suppress
 
-import anyio
-
-from lifecycle_asgi._types import Message, Receive, Scope, Send
+from lifecycle_asgi._types import Scope, Send
+from lifecycle_asgi.body import RequestBody
 
 Headers = list[tuple[bytes, bytes]]
 Response = tuple[int, Headers, bytes]
@@ -19,60 +18,6 @@ LINGER_SECONDS = 5.0
 """Longest time that the rest of a refused body is read and dropped."""
 MAX_UNACCEPTABLE = 8 * 2**20
 """Most bytes that are dropped of a body that the server would never accept."""
-
-
-class RequestBody:
-    """A server's ``receive``, and how far the body has come.
-
-    Args:
-        receive: The server's.
-        begun: Something has been asked for.
-        complete: The last part has come.
-    """
-
-    __slots__ = ("_begun", "_complete", "_receive")
-
-    def __init__(
-        self, receive: Receive, *, begun: bool = False, complete: bool = False
-    ) -> None:
-        self._receive = receive
-        self._begun = begun
-        self._complete = complete
-
-    async def receive(self) -> Message:
-        """Return the next message.
-
-        Cancellation:
-            As for the server's ``receive``.
-        """
-        self._begun = True
-        message = await self._receive()
-        if not message.get("more_body", False):  # or the client has left
-            self._complete = True
-        return message
-
-    def is_expected(self, scope: Scope) -> bool:
-        """Whether there is more to come on a connection of this request alone."""
-        if self._complete or not scope.get("http_version", "1.1").startswith("1"):
-            return False  # a stream of HTTP/2 ends without the others
-        if self._begun:
-            return True
-        headers = {name: value.lower() for name, value in scope["headers"]}
-        length = headers.get(b"content-length", b"0").strip(b"0")
-        if not length and b"transfer-encoding" not in headers:
-            return False
-        return headers.get(b"expect") != b"100-continue"
-
-    async def drop_rest(self, max_bytes: int, seconds: float) -> None:
-        """Read the rest and keep nothing, up to *max_bytes* and for *seconds*.
-
-        Cancellation:
-            Passes through.
-        """
-        dropped = 0
-        with anyio.move_on_after(seconds):
-            while not self._complete and dropped <= max_bytes:
-                dropped += len((await self.receive()).get("body", b""))
 
 
 async def send_response(send: Send, response: Response) -> None:

@@ -9,8 +9,9 @@ import anyio
 import h11
 
 from lifecycle import Refused
+from lifecycle_asgi.body import ClientLeft
 from lifecycle_proxy.connection import UpstreamError, UpstreamLost
-from lifecycle_proxy.exchange import ClientLeft, Exchange, RequestStream
+from lifecycle_proxy.exchange import Exchange, RequestStream
 from lifecycle_proxy.headers import (
     ForwardedHeaders,
     ambiguity,

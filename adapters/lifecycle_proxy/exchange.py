@@ -7,6 +7,8 @@ from typing import Final
 import anyio
 import h11
 
+from lifecycle_asgi.body import ClientLeft
+from lifecycle_asgi.request import declared_length
 from lifecycle_proxy.connection import Connection, UpstreamLost, UpstreamTimeout
 from lifecycle_proxy.headers import (
     Header,
@@ -21,10 +23,6 @@ from lifecycle_proxy.upstream import ProxyTimeouts
 _SLICE_BYTES: Final = 65536
 # What RFC 9110, 9.2.2 lets a proxy send again.
 _IDEMPOTENT: Final = frozenset({"GET", "HEAD", "OPTIONS", "TRACE", "PUT", "DELETE"})
-
-
-class ClientLeft(Exception):
-    """The client disconnected before its body was complete."""
 
 
 class RequestStream:
@@ -55,10 +53,10 @@ class RequestStream:
         self._body: bytes | None = body
         self.more_body = more_body
         self._replayable = scope["method"] in _IDEMPOTENT
-        declared = [each for each in scope["headers"] if each[0] == b"content-length"]
+        declared = declared_length(scope)
         chunked = any(each[0] == b"transfer-encoding" for each in scope["headers"])
-        if declared:
-            headers = [*headers, declared[0]]
+        if declared is not None:
+            headers = [*headers, (b"content-length", str(declared).encode())]
         elif chunked or body or more_body:
             headers = [*headers, (b"transfer-encoding", b"chunked")]
         self.head = h11.Request(

@@ -10,6 +10,7 @@ from collections.abc import Iterable
 from enum import StrEnum
 from typing import Final, TypeAlias
 
+from lifecycle_asgi.request import declared_length
 from lifecycle_proxy.responses import Scope
 
 Header: TypeAlias = tuple[bytes, bytes]
@@ -74,7 +75,7 @@ def ambiguity(scope: Scope) -> str | None:
         return "Content-Length and Transfer-Encoding exclude each other; send one"
     if codings not in ([], [b"chunked"]):
         return "Transfer-Encoding must be chunked and nothing else"
-    if len(lengths) > 1 or not all(each.isdigit() for each in lengths):
+    if lengths and declared_length(scope) is None:
         return "Content-Length must be one number"
     if len(values(headers, b"host")) > 1:
         return "Host must be sent once"

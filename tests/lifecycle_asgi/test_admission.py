@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -482,3 +483,22 @@ async def test_guards_a_chunked_body_that_declares_no_length() -> None:
     await call(wrap(held, api_keys=("k",)), server, headers=headers)
     assert server.status == 401
     assert held.entered == 0
+
+
+@pytest.mark.parametrize("values", [["-5"], ["+5"], ["5_0"], ["5", "0"], ["9" * 5000]])
+async def test_believes_no_length_that_can_be_read_in_two_ways(
+    values: list[str],
+) -> None:
+    """Such a body is guarded, and charged as one that declares no length."""
+    headers = [(b"content-length", value.encode()) for value in values]
+    admission = wrap(Held(), api_keys=("k",))
+    server = ScriptedServer(b"body")
+    await call(admission, server, headers=headers)
+    assert server.status == 401
+    admission, server = wrap(Held()), ScriptedServer()
+    server.messages = []
+    async with anyio.create_task_group() as tasks:
+        tasks.start_soon(partial(call, admission, server, headers=headers))
+        await anyio.wait_all_tasks_blocked()
+        assert in_use(admission) == NONE | {"bodies": 3 * 65536}
+        server.gone.set()

@@ -29,6 +29,7 @@ import anyio.lowlevel
 from lifecycle import Gate, Lease, Refused
 from lifecycle.events import Observer, guarded
 from lifecycle_asgi import client_address, record_refusal
+from lifecycle_asgi.request import declared_length
 from lifecycle_engine.api.base import ApiFormat, ResponseWriter
 from lifecycle_engine.api.request_body import request_id
 from lifecycle_engine.errors import INTERNAL, ApiError, bad_request, to_api_error
@@ -299,7 +300,7 @@ class EarlyRefusal:
         if scope["method"] != "POST" or not self._pending.full:
             return False
         api = self._formats.get(scope["path"])
-        if api is None or _declared_length(scope) > self._body_bytes:
+        if api is None or (declared_length(scope) or 0) > self._body_bytes:
             return False
         writer = ResponseWriter(send, api)
         try:
@@ -318,14 +319,6 @@ class EarlyRefusal:
         with suppress(OSError):  # some servers raise it when the client has left
             await writer.error(problem)
         return True
-
-
-def _declared_length(scope: Any) -> int:
-    for name, value in scope["headers"]:
-        if name == b"content-length":
-            with suppress(ValueError):
-                return int(value)
-    return 0
 
 
 async def _refuse_none(scope: Any, send: Any) -> bool:  # noqa: ARG001

@@ -1,23 +1,101 @@
-"""Reads a body under a lease: limited in size and time, charged for what it holds."""
+"""Request bodies: how far they have come, and what they are charged."""
 
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 
 import anyio
 
 from lifecycle import GateFull, Lease
-from lifecycle_asgi._types import Receive
-from lifecycle_asgi.lanes import Lane
-from lifecycle_asgi.limits import BodyTooLarge, BodyTooSlow
+from lifecycle_asgi._types import Message, Receive, Scope
+from lifecycle_asgi.request import FRAMING, declared_length
 
 # The first charge of a body without a declared length; it grows by doubling.
 FIRST_CHARGE = 65536
 _RETRY_SECONDS = 1.0
 
 
+class BodyTooLarge(Exception):
+    """Raised by ``receive`` under `BodyLimit` when a body is larger than the limit.
+
+    Attributes:
+        limit: Maximum number of bytes.
+    """
+
+    def __init__(self, limit: int) -> None:
+        super().__init__(f"the request body is larger than {limit} bytes")
+        self.limit = limit
+
+
+class BodyTooSlow(Exception):
+    """Raised by ``receive`` under `BodyLimit` when a body does not arrive in time.
+
+    Attributes:
+        limit: Maximum number of seconds.
+    """
+
+    def __init__(self, limit: float) -> None:
+        super().__init__(f"the request body took longer than {limit:g} s")
+        self.limit = limit
+
+
 class ClientLeft(Exception):
     """The client disconnected before its body was complete."""
+
+
+class RequestBody:
+    """A server's ``receive``, and how far the body has come.
+
+    Args:
+        receive: The server's.
+        begun: Something has been asked for.
+        complete: The last part has come.
+    """
+
+    __slots__ = ("_begun", "_complete", "_receive")
+
+    def __init__(
+        self, receive: Receive, *, begun: bool = False, complete: bool = False
+    ) -> None:
+        self._receive = receive
+        self._begun = begun
+        self._complete = complete
+
+    async def receive(self) -> Message:
+        """Return the next message.
+
+        Cancellation:
+            As for the server's ``receive``.
+        """
+        self._begun = True
+        message = await self._receive()
+        if not message.get("more_body", False):  # or the client has left
+            self._complete = True
+        return message
+
+    def is_expected(self, scope: Scope) -> bool:
+        """Whether there is more to come on a connection of this request alone."""
+        if self._complete or not scope.get("http_version", "1.1").startswith("1"):
+            return False  # a stream of HTTP/2 ends without the others
+        if self._begun:
+            return True
+        headers = {name: value.lower() for name, value in scope["headers"]}
+        framed = not headers.keys().isdisjoint(FRAMING)
+        if not framed or declared_length(scope) == 0:
+            return False
+        return headers.get(b"expect") != b"100-continue"
+
+    async def drop_rest(self, max_bytes: int, seconds: float) -> None:
+        """Read the rest and keep nothing, up to *max_bytes* and for *seconds*.
+
+        Cancellation:
+            Passes through.
+        """
+        dropped = 0
+        with anyio.move_on_after(seconds):
+            while not self._complete and dropped <= max_bytes:
+                dropped += len((await self.receive()).get("body", b""))
 
 
 class BodyReader:
@@ -31,7 +109,7 @@ class BodyReader:
 
     Args:
         receive: Of the request; a cancelled wait in it loses no message.
-        lane: That granted the lease.
+        grow: Charges a lease with more bytes, and returns whether there are as many.
         lease: Charged with the body.
         declared: Declared length, or ``None``.
         copies: Bytes charged for each byte of the body.
@@ -43,7 +121,7 @@ class BodyReader:
     __slots__ = (
         "_copies",
         "_deadline",
-        "_lane",
+        "_grow",
         "_lease",
         "_max_body",
         "_metered",
@@ -57,7 +135,7 @@ class BodyReader:
     def __init__(
         self,
         receive: Receive,
-        lane: Lane,
+        grow: Callable[[Lease, int], bool],
         lease: Lease,
         *,
         declared: int | None,
@@ -67,7 +145,7 @@ class BodyReader:
         slow_after: float,
     ) -> None:
         self._receive = receive
-        self._lane = lane
+        self._grow = grow
         self._lease = lease
         self._copies = copies
         self._max_body = max_body
@@ -137,8 +215,8 @@ class BodyReader:
             return
         else:
             charges = [min(2 * self._read, self._max_body), self._read]
-        lane, lease = self._lane, self._lease
-        if not any(lane.grow(lease, self._copies * each) for each in charges):
+        grow, lease = self._grow, self._lease
+        if not any(grow(lease, self._copies * each) for each in charges):
             raise GateFull(
                 "the bytes for the rest of the body are taken; retry in "
                 f"{_RETRY_SECONDS:g} s, with a declared length",

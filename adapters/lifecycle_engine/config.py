@@ -209,6 +209,12 @@ class AdmissionConfig(_Section):
     max_wait: float = _setting(
         60.0, Seconds(), "Maximum wait at a gate; then the request is refused."
     )
+    media_slots: int | None = _setting(
+        None,
+        Whole(1),
+        "Maximum number of requests with images that are preprocessed or handed to the "
+        "engine at once; the others wait. Default: as many as --payload-bytes permits.",
+    )
     payload_bytes: int | None = _setting(
         None,
         Size(1),
@@ -357,6 +363,18 @@ class EngineConfig(_Section):
     )
     chunk: int = _setting(
         512, Whole(1), "Maximum number of prompt tokens prefilled in one step."
+    )
+    graphs: Literal["on", "off", "fake"] | None = _setting(
+        None,
+        Choice(("on", "off", "fake")),
+        "Whether torch decodes with CUDA graphs; fake runs steps of the same shapes "
+        "without them, on any device. Default: on with --device cuda, else off.",
+    )
+    buckets: tuple[int, ...] = _setting(
+        (),
+        Many(Whole(1)),
+        "Batch size that graphs are made for; may be repeated. Default: powers of two.",
+        "--bucket",
     )
     arena_bytes: int = _setting(
         2 * 2**30,

@@ -61,6 +61,7 @@ def _make_app(config: ServerConfig) -> Starlette:
 
     folder = checkpoint_of(config.model)
     _check_certificate(config)
+    _check_graphs(config)
     settings = _app_settings(config, folder)
     engine, arena_bytes = make_engine(config, folder), 0
     empty = None
@@ -80,7 +81,7 @@ def _make_app(config: ServerConfig) -> Starlette:
     return create_app(
         engine,
         _processor_of(folder, empty),
-        gate=gate(bytes=capacity, name="payloads"),
+        gate=gate(slots=config.admission.media_slots, bytes=capacity, name="payloads"),
         in_flight=gate(slots=config.admission.slots or None, name="in_flight"),
         bodies=gate(bytes=8 * config.http.body_bytes, name="bodies"),
         observer=observer,
@@ -163,6 +164,10 @@ def worker_argv(config: ServerConfig, folder: Path | None) -> list[str]:
     argv = [sys.executable, "-m", "lifecycle_engine.worker"]
     argv += ["--runner", model.runner, "--max-batch", str(engine.max_batch)]
     argv += ["--chunk", str(engine.chunk)]
+    if engine.graphs is not None:
+        argv += ["--graphs", engine.graphs]
+    for size in engine.buckets:
+        argv += ["--bucket", str(size)]
     if engine.kv_slots is not None:
         argv += ["--slots", str(engine.kv_slots)]
     if model.max_length is not None:
@@ -172,6 +177,23 @@ def worker_argv(config: ServerConfig, folder: Path | None) -> list[str]:
     if folder is not None:
         argv += ["--checkpoint", str(folder), "--device", model.device]
     return argv
+
+
+def _check_graphs(config: ServerConfig) -> None:
+    graphs, buckets = config.engine.graphs, config.engine.buckets
+    on_cuda = config.model.runner == "torch" and config.model.device == "cuda"
+    if graphs == "on" and not on_cuda:
+        raise ConfigError(
+            "engine.graphs",
+            "CUDA graphs need --runner torch and --device cuda; give both, or fake "
+            "graphs, or none",
+        )
+    if buckets and (graphs or ("on" if on_cuda else "off")) == "off":
+        raise ConfigError(
+            "engine.buckets",
+            f"{', '.join(map(str, buckets))} has no effect without graphs; give "
+            f"--graphs as well, or remove it",
+        )
 
 
 def _on_ray(config: ServerConfig, argv: Sequence[str]) -> RayEngine:

@@ -346,12 +346,17 @@ async def test_says_so_when_port_is_taken() -> None:
 
 
 async def test_serves_images_with_torch(tmp_path: Path) -> None:
-    """The torch engine answers an image over a checkpoint on disk."""
+    """The torch engine answers an image over a checkpoint on disk.
+
+    With steps of fixed shapes, and a slot for one request with images.
+    """
     folder = tmp_path / "tiny"
     build = [sys.executable, "-m", "tiny_checkpoint", folder]
     built = await asyncio.create_subprocess_exec(*build, env=ENV)
     assert await built.wait() == 0
     options = ["--checkpoint", str(folder), "--max-batch", "2"]
+    options += ["--graphs", "fake", "--bucket", "1", "--bucket", "2"]
+    options += ["--media-slots", "1"]
     async with served(*options, runner="torch") as server, server.client() as client:
         stream = await client.chat.completions.create(
             model="tiny",
@@ -364,6 +369,9 @@ async def test_serves_images_with_torch(tmp_path: Path) -> None:
         chunks = [chunk async for chunk in stream]
         assert chunks[-1].usage.completion_tokens <= 5
         assert chunks[-2].choices[0].finish_reason in ("stop", "length")
+        url = f"{server.address}/_lifecycle/status"
+        status = (await client._client.get(url)).json()
+        assert status["payloads"]["slots"] == 1
         assert await server.exit(signal.SIGTERM) == 0
 
 
@@ -389,6 +397,8 @@ async def test_says_in_a_line_which_module_is_missing() -> None:
         ([], b"--runner sim simulates a model"),
         (["--checkpoint", "nowhere"], b"--local-dir nowhere"),
         (["--runner", "sim", "--kv-slots", "7"], b"7 cannot hold a batch of 8"),
+        (["--runner", "sim", "--graphs", "on"], b"graphs need --runner torch"),
+        (["--runner", "sim", "--bucket", "2"], b"2 has no effect without graphs"),
         *(
             (["--runner", "sim", f"--{name}", value], b"--" + name.encode())
             for name, value in [
@@ -399,6 +409,7 @@ async def test_says_in_a_line_which_module_is_missing() -> None:
                 ("max-length", "-1"),
                 ("max-wait", "-1"),
                 ("max-waiting", "-1"),
+                ("media-slots", "0"),
                 ("payload-bytes", "-5"),
                 ("port", "99999"),
                 ("proxy", "10.0.0.5/8"),

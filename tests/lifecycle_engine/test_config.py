@@ -100,7 +100,7 @@ def test_reads_every_setting_from_every_source(setting: Any, tmp_path: Path) -> 
         "[model|openai]": ["openai", "model"],
         "[process|ray]": ["ray", "process"],
     }
-    texts |= {"[open|admin]": ["admin", "open"]}
+    texts |= {"[open|admin]": ["admin", "open"], "[on|off|fake]": ["fake", "off"]}
     texts |= {"[failures|json|console]": ["json", "console"]}
     texts |= {"[auto|float32|bfloat16|float16]": ["auto", "float32"]}
     texts |= {"ADDRESS": ["10.0.0.1", "10.0.0.2"], "": ["true", "false"]}
@@ -164,6 +164,8 @@ def test_reads_sizes_with_units(text: str, size: int) -> None:
         ({"http_proxies": ["proxy.example"]}, "or a network as 10.0.0.0/8"),
         ({"http_remote_images": "maybe"}, "'maybe' is not a value of true or false"),
         ({"engine_kv_slots": "7"}, "--kv-slots: 7 cannot hold a batch of 8; give 8"),
+        ({"engine_buckets": "0"}, "--bucket: 0 is less than 1"),
+        ({"admission_media_slots": "0"}, "--media-slots: 0 is less than 1"),
         ({"engine_total_timeout": "0"}, "--total-timeout: 0 is not more than 0"),
         ({"http_send_timeout": "-0.5"}, "give more, or inf for no limit"),
         ({"http_observers": ["json"]}, "--observer: 'json' is not a function, as"),

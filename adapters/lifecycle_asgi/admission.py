@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import math
 import os
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from contextvars import ContextVar
 from dataclasses import replace
+from functools import partial
 from types import MappingProxyType
 from typing import Any, Final
+
+import anyio
 
 from lifecycle import CostTooLarge, GateStatistics, Lease
 from lifecycle.events import Observer
@@ -40,6 +45,8 @@ _METHODS_WITH_BODY: Final = frozenset({"POST", "PUT", "PATCH"})
 # managers/tokenizer_manager.py.
 _SECONDS_TO_LOOK: Final = MappingProxyType({"sglang": 5.0})
 _LANES: Final = ("small", "bodies", "requests")
+# Request headers of the SDKs of OpenAI and Anthropic: the client's timeout in seconds.
+_TIMEOUTS: Final = (b"x-stainless-read-timeout", b"x-stainless-timeout")
 _SHARES: Final = (1, 3, 12)  # sixteenths of the bytes
 # Larger bodies are never small, whatever the bytes.
 _MAX_SMALL_BODY: Final = 65536
@@ -88,9 +95,13 @@ class Admission:
     Three lanes divide the bytes: a sixteenth is for small requests without media, three
     sixteenths are for bodies that arrive or wait, and the rest is for requests that the
     application works on. A request keeps its lease until it has the one of the next
-    lane. Those of the last lane wait for nothing, so no two requests wait for each
-    other. In each lane, clients share by bytes and seconds, and one client may have
-    half of the queue.
+    lane, and then waits for a slot, if those are limited. A request with a slot waits
+    for nothing, so no two requests wait for each other. In each lane, clients share by
+    cost and seconds, and one client may have half of the queue. Where the queue for
+    slots is full, a request is refused before its body is read.
+
+    A client that says when it gives up, as the SDKs of OpenAI and Anthropic do, does
+    not wait for longer, nor at all if its turn would come too late.
 
     Args:
         app: The application to wrap.
@@ -133,16 +144,21 @@ class Admission:
         self._media = BodyEstimator(profile)
         self._correction = Correction(floor=_FLOOR, ceiling=_CEILING)
         shares = [settings.bytes * share // 16 or 1 for share in _SHARES]
-        self._small, self._bodies, self._requests = (
-            Lane(
-                f"admission-{name}",
-                bytes=share,
-                max_waiting=settings.max_waiting,
-                max_wait=settings.max_wait,
-                observer=observer,
-            )
-            for name, share in zip(_LANES, shares, strict=True)
+        lane = partial(
+            Lane,
+            max_waiting=settings.max_waiting,
+            max_wait=settings.max_wait,
+            order=settings.order,
+            observer=observer,
         )
+        self._small = lane("admission-small", bytes=shares[0])
+        self._bodies = lane("admission-bodies", bytes=shares[1])
+        self._requests = lane(
+            "admission-requests", bytes=shares[2], slots=settings.media_slots
+        )
+        self._slots: Lane | None = None
+        if settings.slots is not None:
+            self._slots = lane("admission-slots", slots=settings.slots)
         self._capacity = shares[-1]
         # Small requests with media keep their lease while they wait in another lane.
         # All of those together leave half of this lane to the others.
@@ -157,10 +173,15 @@ class Admission:
         self._watched = LifecycleMiddleware(self._serve, cancel_delay=delay)
 
     def statistics(self) -> dict[str, GateStatistics]:
-        """Return the state of each lane: ``small``, ``bodies`` and ``requests``."""
+        """Return the state of each lane.
+
+        ``small``, ``bodies`` and ``requests``, and ``slots`` where they are limited.
+        """
         lanes = (self._small, self._bodies, self._requests)
-        found = [lane.statistics() for lane in lanes]
-        return dict(zip(_LANES, found, strict=True))
+        found = {n: lane.statistics() for n, lane in zip(_LANES, lanes, strict=True)}
+        if self._slots is not None:
+            found["slots"] = self._slots.statistics()
+        return found
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Serve one connection.
@@ -189,7 +210,7 @@ class Admission:
             return
         finally:
             if request.body is None:  # not admitted
-                request.release()
+                request.end()
         if refusal is not None:
             await self._refuse(scope, request.rest, send, refusal)
             return
@@ -199,7 +220,7 @@ class Admission:
             await self._app(scope, request.receive, request.send)
         finally:
             _CURRENT.reset(token)
-            request.release()
+            request.end()
             # Servers keep the scope of an idle connection until its next request.
             scope.pop(_SCOPE_KEY, None)
 
@@ -218,34 +239,52 @@ class Admission:
         await refusing.linger(max_bytes=max_bytes)
 
     async def _admit(self, scope: Scope, request: AdmittedRequest) -> None:
-        settings, declared = self._settings, declared_length(scope)
-        if declared is not None and declared > settings.max_body:
-            raise BodyTooLarge(settings.max_body)
+        declared = declared_length(scope)
+        if declared is not None and declared > self._settings.max_body:
+            raise BodyTooLarge(self._settings.max_body)
         client = self._identity.digest(self._client_of(scope)).hex()
-        size = self._first_charge if declared is None else declared
+        if self._slots is not None:
+            self._slots.check(client)
         small = declared is not None and declared <= self._max_small_body
-        lane = self._small if small else self._bodies
-        request.lease = await lane.admit(_BODY_COPIES * size, client)
+        arrival = self._small if small else self._bodies
+        size = self._first_charge if declared is None else declared
+        request.lease = await arrival.admit(_BODY_COPIES * size, client)
+        body = await self._read(request, arrival.grow, declared)
+        deadline = anyio.current_time() + client_timeout(scope)
+        request.estimate = self._media.estimate(scope, body)
+        has_media = request.estimate.total > 0
+        lane = self._small
+        if has_media or len(body) > self._max_small_body:
+            lane = self._requests
+        if lane is not arrival:
+            needed = self._needed(len(body), request.estimate)
+            lease = await lane.admit(
+                needed, client, slots=int(has_media), deadline=deadline
+            )
+            request.release()
+            request.lease = lease
+        if self._slots is not None:
+            request.slot = await self._slots.admit(0, client, deadline=deadline)
+        request.body = body
+
+    async def _read(
+        self,
+        request: AdmittedRequest,
+        grow: Callable[[Lease, int], bool],
+        declared: int | None,
+    ) -> bytes:
+        assert request.lease is not None
         reader = BodyReader(
             request.receive,
-            lane.grow,
+            grow,
             request.lease,
             declared=declared,
             copies=_BODY_COPIES,
-            max_body=settings.max_body,
-            timeout=settings.body_timeout,
-            slow_after=settings.slow_after,
+            max_body=self._settings.max_body,
+            timeout=self._settings.body_timeout,
+            slow_after=self._settings.slow_after,
         )
-        body = await reader.read()
-        request.estimate = self._media.estimate(scope, body)
-        is_text = not request.estimate.total
-        needed = self._needed(len(body), request.estimate)
-        if is_text and len(body) <= self._max_small_body:
-            if not small:
-                await self._exchange(request, self._small, client, needed)
-        else:
-            await self._exchange(request, self._requests, client, needed)
-        request.body = body
+        return await reader.read()
 
     def _needed(self, length: int, estimate: MemoryEstimate) -> int:
         """Return the bytes to admit for a body of *length* and its media.
@@ -260,14 +299,6 @@ class Admission:
         known = body + estimate.total - estimate.assumed
         return max(capacity, min(known, needed))
 
-    async def _exchange(
-        self, request: AdmittedRequest, lane: Lane, client: str, nbytes: int
-    ) -> None:
-        """Exchange the lease of a body for one of all that the request needs."""
-        lease = await lane.admit(nbytes, client)
-        request.release()
-        request.lease = lease
-
 
 class AdmittedRequest:
     """One request: its lease, and its body until the application asks for it.
@@ -280,11 +311,12 @@ class AdmittedRequest:
     Attributes:
         body: The body, until the application has it.
         estimate: Of its media.
-        lease: What it holds.
+        lease: The bytes that it holds until hand-off.
+        slot: The slot that it holds until its end, where slots are limited.
         rest: What the server has yet to receive.
     """
 
-    __slots__ = ("_correction", "_send", "body", "estimate", "lease", "rest")
+    __slots__ = ("_correction", "_send", "body", "estimate", "lease", "rest", "slot")
 
     def __init__(self, receive: Receive, send: Send, correction: Correction) -> None:
         self.rest = RequestBody(receive)
@@ -293,6 +325,7 @@ class AdmittedRequest:
         self.estimate = MemoryEstimate()
         self.body: bytes | None = None
         self.lease: Lease | None = None
+        self.slot: Lease | None = None
 
     async def receive(self) -> Message:
         """The application's ``receive``: the whole body, then what the server has.
@@ -323,10 +356,27 @@ class AdmittedRequest:
         self.release()
 
     def release(self) -> None:
-        """Release the lease. Idempotent."""
+        """Release the bytes. Idempotent."""
         lease, self.lease = self.lease, None
         if lease is not None:
             lease.release()
+
+    def end(self) -> None:
+        """Release everything. Idempotent."""
+        self.release()
+        slot, self.slot = self.slot, None
+        if slot is not None:
+            slot.release()
+
+
+def client_timeout(scope: Scope) -> float:
+    """Return the seconds until the client gives up; infinite if it does not say."""
+    timeouts = [math.inf]
+    for name, value in scope["headers"]:
+        if name in _TIMEOUTS:
+            with suppress(ValueError):
+                timeouts.append(float(value))
+    return min(timeout for timeout in timeouts if timeout > 0)
 
 
 def _has_body(scope: Scope) -> bool:

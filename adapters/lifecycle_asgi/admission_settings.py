@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Any, Final, Self
+from typing import Any, Final, Literal, Self
 
 from lifecycle.lowlevel import check_int, check_seconds
 from lifecycle_asgi.api_keys import GUARDED_PREFIXES
@@ -25,6 +25,11 @@ class AdmissionSettings:
     Attributes:
         bytes: Memory of all admitted requests together: bodies, decoded media and
             tensors, until the engine has them.
+        slots: Requests with a body that the application works on at once, until their
+            responses are complete. ``None``: no limit.
+        media_slots: Requests with media that are decoded at once, until the engine has
+            them. ``None``: as many as the bytes permit.
+        order: ``"fair"`` lets clients take turns; ``"fifo"`` goes by arrival.
         max_body: Maximum size of one body, in bytes.
         max_waiting: Maximum number of requests that wait in each lane.
         max_wait: Longest wait in a lane, in seconds.
@@ -48,6 +53,9 @@ class AdmissionSettings:
     """
 
     bytes: int = 4 * 2**30
+    slots: int | None = None
+    media_slots: int | None = None
+    order: Literal["fair", "fifo"] = "fair"
     max_body: int = 64 * 2**20
     max_waiting: int = 128
     max_wait: float = 20.0
@@ -62,8 +70,11 @@ class AdmissionSettings:
     def __post_init__(self) -> None:
         check_int(1, bytes=self.bytes, max_body=self.max_body)
         check_int(0, max_waiting=self.max_waiting)
-        if self.tensor_pixels is not None:
-            check_int(1, tensor_pixels=self.tensor_pixels)
+        for name in ("slots", "media_slots", "tensor_pixels"):
+            if getattr(self, name) is not None:
+                check_int(1, **{name: getattr(self, name)})
+        if self.order not in ("fair", "fifo"):
+            raise ValueError(f"order must be 'fair' or 'fifo', not {self.order!r:.40}")
         if self.cancel_delay is not None:
             check_seconds(cancel_delay=self.cancel_delay)
         check_seconds(
@@ -121,6 +132,9 @@ def _read_list(text: str) -> tuple[str, ...]:
 
 _READERS: Final[Mapping[str, Callable[[str], Any]]] = {
     "bytes": _read_size,
+    "slots": int,
+    "media_slots": int,
+    "order": str,
     "max_body": _read_size,
     "max_waiting": int,
     "max_wait": float,

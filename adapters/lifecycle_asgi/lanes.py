@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from dataclasses import replace
+from typing import Literal
 
-import anyio
+from anyio import current_time as _now
 
 from lifecycle import Gate, GateStatistics, Lease
 from lifecycle.events import Observer
@@ -14,38 +16,53 @@ from lifecycle_asgi.limits import ClientLimitExceeded
 
 
 class Lane:
-    """A gate over bytes in fair order, with a limit on the waiting of one client.
+    """A gate that clients share, with a limit on the waiting of one client.
 
     Args:
         name: Of the gate.
-        bytes: Capacity.
+        slots: Capacity in requests; ``None`` is unlimited.
+        bytes: Capacity in bytes; ``None`` is unlimited.
         max_waiting: Maximum number of waiting requests; of one client, half of it.
         max_wait: Longest wait in seconds.
+        order: Of the gate.
         observer: Of the gate.
 
     Attributes:
         gate: The gate.
     """
 
-    __slots__ = ("_drain_rate", "_over_share", "_share", "_waiting", "gate")
+    __slots__ = (
+        "_drain_rate",
+        "_max_wait",
+        "_max_waiting",
+        "_over_share",
+        "_share",
+        "_waiting",
+        "gate",
+    )
 
     def __init__(
         self,
         name: str,
         *,
-        bytes: int,  # noqa: A002 - the unit is the name
+        slots: int | None = None,
+        bytes: int | None = None,  # noqa: A002 - the unit is the name
         max_waiting: int,
         max_wait: float,
+        order: Literal["fair", "fifo"] = "fair",
         observer: Observer | None,
     ) -> None:
         self.gate = Gate(
+            slots=slots,
             bytes=bytes,
             max_waiting=max_waiting,
             max_wait=max_wait,
-            order="fair",
+            order=order,
             name=name,
             observer=observer,
         )
+        self._max_waiting = max_waiting
+        self._max_wait = max_wait
         self._share = max(1, max_waiting // 2)
         self._waiting: Counter[str] = Counter()
         self._over_share = 0
@@ -56,8 +73,17 @@ class Lane:
         now = self.gate.statistics()
         return replace(now, refused=now.refused + self._over_share)
 
-    async def admit(self, nbytes: int, client: str) -> Lease:
-        """Admit *nbytes* of a request of *client*.
+    async def admit(
+        self, nbytes: int, client: str, *, slots: int = 1, deadline: float = math.inf
+    ) -> Lease:
+        """Admit a request of *client*.
+
+        Args:
+            nbytes: Bytes that it needs.
+            client: Whose it is.
+            slots: Slots that it needs.
+            deadline: When the client gives up, by the loop's clock. A request that
+                would be admitted later does not wait: nobody would read its answer.
 
         Raises:
             ClientLimitExceeded: The client has half of the queue already.
@@ -66,24 +92,34 @@ class Lane:
         Cancellation:
             As for `Gate.admit`.
         """
-        if self._waiting[client] >= self._share:
-            self._over_share += 1
-            released = self.gate.statistics().released
-            after = self._drain_rate.retry_after(
-                self._share, released, anyio.current_time()
-            )
-            raise ClientLimitExceeded(
-                f"This client has {self._share} requests in the queue, which is its "
-                f"share; wait until one of them has been served",
-                retry_after=after,
-            )
+        self._check_share(client)
         self._waiting[client] += 1
         try:
-            return await self.gate.admit(bytes=nbytes, key=client)
+            return await self.gate.admit(
+                bytes=nbytes, slots=slots, key=client, max_wait=self._patience(deadline)
+            )
         finally:
             self._waiting[client] -= 1
             if not self._waiting[client]:
                 del self._waiting[client]
+
+    def check(self, client: str) -> None:
+        """Refuse a request of *client* that would find the queue for slots full.
+
+        For a request whose body has yet to arrive. One that passes may be refused
+        later, as others may come first.
+
+        Raises:
+            ClientLimitExceeded: The client has half of the queue already.
+            GateFull: All slots are taken, and the queue is full.
+            GateClosed: The gate is closed as well.
+        """
+        self._check_share(client)
+        now = self.gate.statistics()
+        taken = now.slots is not None and now.slots_in_use >= now.slots
+        if taken and now.waiting >= self._max_waiting:
+            # The gate refuses, says when to retry, and counts the refusal.
+            self.gate.try_admit(bytes=0, key=client).release()
 
     def grow(self, lease: Lease, nbytes: int) -> bool:
         """Charge *lease* with *nbytes*, unless that takes more than the capacity."""
@@ -93,3 +129,28 @@ class Lane:
             return False
         lease.settle(bytes=nbytes)
         return True
+
+    def _check_share(self, client: str) -> None:
+        if self._waiting[client] < self._share:
+            return
+        self._over_share += 1
+        released = self.gate.statistics().released
+        after = self._drain_rate.retry_after(self._share, released, _now())
+        raise ClientLimitExceeded(
+            f"This client has {self._share} requests in the queue, which is its "
+            f"share; wait until one of them has been served",
+            retry_after=after,
+        )
+
+    def _patience(self, deadline: float) -> float:
+        """Return how long a client that gives up at *deadline* is kept waiting."""
+        if deadline == math.inf:
+            return self._max_wait
+        now, gate = _now(), self.gate.statistics()
+        if not gate.waiting:
+            self._drain_rate.restart(gate.released, now)
+            return min(self._max_wait, max(0.0, deadline - now))
+        each = self._drain_rate.seconds_per_release(gate.released, now)
+        if now + each * (gate.waiting + 1) > deadline:
+            return 0.0
+        return min(self._max_wait, deadline - now)

@@ -7,7 +7,8 @@ import ipaddress
 import json
 import math
 import secrets
-from collections.abc import Awaitable, Callable, Iterable
+from collections.abc import Awaitable, Callable, Iterable, Iterator
+from contextlib import suppress
 from functools import partial
 
 import anyio
@@ -24,8 +25,6 @@ from lifecycle_asgi.responses import (
     Refusing,
     Response,
 )
-
-_API_KEY_HEADERS = (b"authorization", b"x-api-key")
 
 
 class ClientLimitExceeded(Refused):
@@ -62,9 +61,10 @@ def client_address(scope: Scope) -> bytes:
 class ClientIdentity:
     """Identifies clients by the API keys that you issued, all others by address.
 
-    A key is read from ``Authorization: Bearer`` and from ``x-api-key``. An unknown key
-    is ignored: a client could make one up for each request. To refuse it is the work of
-    a check of keys, as in `Admission` or in the bundled server.
+    A key is read from the first ``Authorization``, if it is ``Bearer``, and from
+    ``x-api-key``. An unknown key is ignored: a client could make one up for each
+    request. To refuse it is the work of a check of keys, as in `Admission` or in the
+    bundled server.
 
     Only salted hashes are kept and returned, so neither a key nor an address can be
     read from them; the salt is random for each instance.
@@ -81,16 +81,24 @@ class ClientIdentity:
             kind = type(self).__name__
             raise TypeError(f"{kind} takes several keys: write {kind}([key])")
         self._salt = secrets.token_bytes(16)
-        self._known = frozenset(self.digest(key.encode()) for key in keys)
+        self._issued: dict[bytes, bytes] = {}
+        for key in keys:
+            client = self.digest(key.encode())
+            self._issued[client] = client
+            with suppress(UnicodeEncodeError):  # as vLLM expects them in a header
+                self._issued[self.digest(key.encode("latin-1"))] = client
 
     def __call__(self, scope: Scope) -> bytes:
         """Return the client of a request, as the *key* of a `ClientLimit`."""
-        for name, value in scope["headers"]:
-            if name in _API_KEY_HEADERS:
-                found = self.digest(bytes(value).rpartition(b" ")[2])  # no "Bearer"
-                if found in self._known:
-                    return found
-        return client_address(scope)
+        return self.issued(scope) or client_address(scope)
+
+    def issued(self, scope: Scope) -> bytes | None:
+        """Return the client by the first issued key of a request; ``None`` without one.
+
+        Only salted hashes are compared, so the time says nothing about the keys.
+        """
+        found = (self._issued.get(self.digest(key)) for key in _given_keys(scope))
+        return next(filter(None, found), None)
 
     def digest(self, *parts: bytes) -> bytes:
         """Return a salted hash of *parts*, 16 bytes; different parts never collide."""
@@ -117,6 +125,19 @@ class ClientIdentity:
             32 hexadecimal digits, the same for the same arguments.
         """
         return self.digest(client, user.encode("utf-8", "surrogatepass")).hex()
+
+
+def _given_keys(scope: Scope) -> Iterator[bytes]:
+    """Yield the key of the first ``Authorization``, and those in ``x-api-key``."""
+    authorised = False
+    for name, value in scope["headers"]:
+        if name == b"x-api-key":
+            yield bytes(value)
+        elif name == b"authorization" and not authorised:
+            authorised = True
+            scheme, _, key = bytes(value).partition(b" ")
+            if scheme.lower() == b"bearer":
+                yield key
 
 
 class ClientLimit:

@@ -1,11 +1,9 @@
-"""Limits: bytes of request bodies, requests per client, and the refusals of both."""
+"""Limits: bytes of request bodies, and requests per client."""
 
 from __future__ import annotations
 
 import hashlib
 import ipaddress
-import json
-import math
 import secrets
 from collections.abc import Awaitable, Callable, Iterable, Iterator
 from contextlib import suppress
@@ -13,27 +11,25 @@ from functools import partial
 
 import anyio
 
-from lifecycle import CostTooLarge, Gate, GateClosed, GateFull, Lease, Refused
+from lifecycle import Gate, GateFull, Lease, Refused
 from lifecycle.events import Observer
 from lifecycle.lowlevel import check_int
 from lifecycle_asgi._types import App, Message, Receive, Scope, Send
 from lifecycle_asgi.body import BodyTooLarge, BodyTooSlow, RequestBody
+from lifecycle_asgi.refusals import (
+    REFUSALS,
+    ClientLimitExceeded,
+    Refusal,
+    refusal_response,
+)
 from lifecycle_asgi.request import SCOPE_KEY, RequestScope, declared_length
 from lifecycle_asgi.responses import (
     MAX_UNACCEPTABLE,
-    Headers,
     Refusing,
     Response,
 )
 
-
-class ClientLimitExceeded(Refused):
-    """A client has as many requests in flight as `ClientLimit` allows."""
-
-
-Refusal = BodyTooLarge | BodyTooSlow | Refused
 Answer = Callable[[Scope, Refusal], Response]
-_REFUSALS = (BodyTooLarge, BodyTooSlow, Refused)
 
 
 def client_address(scope: Scope) -> bytes:
@@ -140,6 +136,10 @@ def _given_keys(scope: Scope) -> Iterator[bytes]:
                 yield key
 
 
+def _openai_answer(_scope: Scope, refusal: Refusal) -> Response:
+    return refusal_response(refusal)
+
+
 class ClientLimit:
     """Answers 429 to clients that already have *slots* requests in flight.
 
@@ -174,7 +174,7 @@ class ClientLimit:
         self._app = app
         self._slots = slots
         self._client_of = key or client_address
-        self._answer = answer or openai_refusal
+        self._answer = answer or _openai_answer
         self._new_gate = partial(
             Gate, slots=slots, max_waiting=0, name="client", observer=observer
         )
@@ -266,7 +266,7 @@ class BodyLimit:
         self._timeout = timeout
         self._max_bytes = max_bytes
         self._gate = gate
-        self._answer = answer or openai_refusal
+        self._answer = answer or _openai_answer
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Serve one connection.
@@ -306,13 +306,13 @@ class BodyLimit:
                 with request.phase("queue"):
                     await meter.admit(declared)
             await self._app(scope, meter.receive, meter.send)
-        except _REFUSALS:
+        except REFUSALS:
             if not meter.refused:
                 raise
         except BaseExceptionGroup as group:  # the application reads in a task group
             if not meter.refused:
                 raise
-            _, rest = group.split(_REFUSALS)
+            _, rest = group.split(REFUSALS)
             if rest is not None:
                 raise rest from None
         finally:
@@ -450,56 +450,3 @@ class _BodyMeter:
 
 async def _drop() -> None:
     """Send nothing: the client has got another response."""
-
-
-def openai_refusal(_scope: Scope, refusal: Refusal) -> Response:
-    """Return the response to a refused request, as the *answer* of a limit."""
-    return refusal_response(refusal)
-
-
-def refusal_response(refusal: Refusal) -> Response:
-    """Return the response to a refused request, in the format of OpenAI's API.
-
-    Args:
-        refusal: A `lifecycle.Refused`, `BodyTooLarge` or `BodyTooSlow`.
-
-    Returns:
-        Status, headers and JSON body: 413 if the request can never be admitted, 408 for
-        a slow body, 429 above a client's own limit, and 503 with ``Retry-After`` if the
-        server is full.
-    """
-    status, code, message, headers = _describe_refusal(refusal)
-    kind = "invalid_request_error" if status < 500 else "server_error"
-    kind = "rate_limit_error" if status == 429 else kind
-    error = {"message": message, "type": kind, "param": None, "code": code}
-    body = json.dumps({"error": error}).encode()
-    headers += [
-        (b"content-type", b"application/json"),
-        (b"content-length", str(len(body)).encode()),
-    ]
-    return status, headers, body
-
-
-def _describe_refusal(refusal: Refusal) -> tuple[int, str, str, Headers]:
-    """Return status, error code, message and headers."""
-    if isinstance(refusal, BodyTooLarge):
-        message = f"The request body is larger than {refusal.limit} bytes; send less"
-        return 413, "request_too_large", message, []
-    if isinstance(refusal, BodyTooSlow):
-        message = f"The request body took over {refusal.limit:g} s; send it faster"
-        return 408, "body_timeout", message, []
-    if isinstance(refusal, CostTooLarge):
-        message = "The request body is larger than this server can hold; send less"
-        return 413, "request_too_large", message, []
-    after = min(max(refusal.retry_after or 1.0, 0.001), 60.0)
-    headers = [
-        (b"retry-after", str(math.ceil(after)).encode()),
-        (b"retry-after-ms", str(math.ceil(1000 * after)).encode()),
-    ]
-    if isinstance(refusal, ClientLimitExceeded):
-        return 429, "rate_limit_exceeded", f"{refusal}", headers
-    if isinstance(refusal, GateClosed):
-        do_not_retry = [(b"x-should-retry", b"false")]
-        return 503, "shutting_down", "The server is shutting down", do_not_retry
-    message = f"The server is full; try again in {math.ceil(after)} s"
-    return 503, "server_overloaded", message, headers

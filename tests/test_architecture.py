@@ -98,7 +98,7 @@ LAYERS: dict[str, tuple[str, ...]] = {
     "lifecycle_asgi": (
         *("_types", "media", "image_structure", "media_memory", "media_body"),
         *("media_profiles", "events", "request", "middleware"),
-        *("request_scope", "body", "responses", "limits", "refusals", "api_keys"),
+        *("request_scope", "body", "responses", "refusals", "limits", "api_keys"),
         *("admission_settings", "lanes", "admission"),
         *("vllm_plugin", "sglang_plugin"),
         *("live_warnings", "live_snapshot", "live_view", "starlette", "testing"),

@@ -14,8 +14,8 @@ Modules::
     request_scope  request_scope: the same for servers that do not speak ASGI
     body           how a body is read under a lease, or dropped
     responses      responses of a middleware itself, and so that they arrive
-    limits         BodyLimit, ClientLimit, ClientIdentity, refusal_response
-    refusals       refusals in the format of the request's API
+    refusals       refusal_response; refusals in the format of the request's API
+    limits         BodyLimit, ClientLimit, ClientIdentity
     api_keys       API keys, checked before a body is read
     lanes          gates that clients share
     vllm_plugin    hand-off in vLLM, by its entry point for plugins
@@ -49,9 +49,7 @@ from lifecycle_asgi.limits import (
     BodyLimit,
     ClientIdentity,
     ClientLimit,
-    ClientLimitExceeded,
     client_address,
-    refusal_response,
 )
 from lifecycle_asgi.live_view import LiveView, local_client
 from lifecycle_asgi.live_warnings import (
@@ -76,6 +74,7 @@ from lifecycle_asgi.media_memory import (
 )
 from lifecycle_asgi.media_profiles import media_profile
 from lifecycle_asgi.middleware import LifecycleMiddleware
+from lifecycle_asgi.refusals import ClientLimitExceeded, refusal_response
 from lifecycle_asgi.request import RequestScope, request_of
 from lifecycle_asgi.request_scope import request_scope
 

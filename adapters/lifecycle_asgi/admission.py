@@ -27,12 +27,18 @@ from lifecycle_asgi.body import (
     RequestBody,
 )
 from lifecycle_asgi.lanes import Lane
-from lifecycle_asgi.limits import ClientIdentity, Refusal
+from lifecycle_asgi.limits import ClientIdentity
 from lifecycle_asgi.media_body import BodyEstimator
 from lifecycle_asgi.media_memory import Correction, MemoryEstimate
 from lifecycle_asgi.media_profiles import media_profile, server_of
 from lifecycle_asgi.middleware import LifecycleMiddleware
-from lifecycle_asgi.refusals import REFUSALS, Unauthorised, protocol_refusal
+from lifecycle_asgi.refusals import (
+    REFUSALS,
+    Refusal,
+    Unauthorised,
+    describe,
+    protocol_response,
+)
 from lifecycle_asgi.request import declared_length
 from lifecycle_asgi.responses import MAX_UNACCEPTABLE, Refusing
 
@@ -235,7 +241,7 @@ class Admission:
         if isinstance(refusal, Unauthorised | BodyTooLarge | CostTooLarge):
             max_bytes = MAX_UNACCEPTABLE
         refusing = Refusing(scope, body, send)
-        await refusing.send(protocol_refusal(scope, refusal))
+        await refusing.send(protocol_response(scope, describe(refusal)))
         await refusing.linger(max_bytes=max_bytes)
 
     async def _admit(self, scope: Scope, request: AdmittedRequest) -> None:

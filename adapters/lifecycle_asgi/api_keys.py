@@ -2,21 +2,18 @@
 
 from __future__ import annotations
 
-import hashlib
-import hmac
-import secrets
-from collections.abc import Iterable, Iterator
-from contextlib import suppress
+from collections.abc import Iterable
 from typing import Any, Final
 
 from lifecycle_asgi._types import Scope
+from lifecycle_asgi.limits import ClientIdentity
 
 # Those of vLLM's own check.
 GUARDED_PREFIXES: Final = ("/v1", "/v2", "/inference", "/cohere")
 
 
 class ApiKeys:
-    """The keys that a server accepts, compared in constant time.
+    """The keys that a server accepts, in the headers where `ClientIdentity` reads them.
 
     vLLM makes its middleware with the application alone and outside of its own check of
     keys, so its keys are taken from the application: ``--api-key`` is in
@@ -37,54 +34,23 @@ class ApiKeys:
         server_key: str = "",
         prefixes: Iterable[str] = GUARDED_PREFIXES,
     ) -> None:
-        self._salt = secrets.token_bytes(16)
-        self._own = self._digests(keys)
+        own = tuple(keys)  # not kept: the identity has only their hashes
+        self._own = ClientIdentity(own) if own else None
         self._server_key = server_key
         self._prefixes = tuple(prefixes)
 
     def accept(self, scope: Scope) -> bool:
         """Whether a request may pass."""
-        if self._own:
-            return self._known(scope, self._own)
+        if self._own is not None:
+            return self._own.issued(scope) is not None
         path = str(scope.get("path", "")).removeprefix(scope.get("root_path") or "")
         if not path.startswith(self._prefixes) or scope["method"] == "OPTIONS":
             return True
-        keys = self._digests(self._of_server(scope))
-        return not keys or self._known(scope, keys)
+        keys = self._of_server(scope)
+        return not keys or ClientIdentity(keys).issued(scope) is not None
 
     def _of_server(self, scope: Scope) -> list[str]:
         args: Any = getattr(getattr(scope.get("app"), "state", None), "args", None)
         given = getattr(args, "api_key", None) or [self._server_key]
         keys = [given] if isinstance(given, str) else given
         return [key for key in keys if isinstance(key, str) and key]
-
-    def _known(self, scope: Scope, keys: list[bytes]) -> bool:
-        found = False
-        for given in map(self._digest, _given_keys(scope)):
-            for key in keys:  # all of them: the time says nothing about which one
-                found |= hmac.compare_digest(given, key)
-        return found
-
-    def _digests(self, keys: Iterable[str]) -> list[bytes]:
-        found = []
-        for key in keys:
-            found.append(self._digest(key.encode()))
-            with suppress(UnicodeEncodeError):  # as vLLM expects them in a header
-                found.append(self._digest(key.encode("latin-1")))
-        return found
-
-    def _digest(self, key: bytes) -> bytes:
-        return hashlib.blake2b(key, key=self._salt, digest_size=16).digest()
-
-
-def _given_keys(scope: Scope) -> Iterator[bytes]:
-    """Yield the key of the first ``Authorization``, and those in ``x-api-key``."""
-    authorised = False
-    for name, value in scope["headers"]:
-        if name == b"x-api-key":
-            yield bytes(value)
-        elif name == b"authorization" and not authorised:
-            authorised = True
-            scheme, _, key = bytes(value).partition(b" ")
-            if scheme.lower() == b"bearer":
-                yield key

@@ -12,7 +12,7 @@ from anyio import current_time as _now
 from lifecycle import Gate, GateStatistics, Lease
 from lifecycle.events import Observer
 from lifecycle.lowlevel import DrainRate
-from lifecycle_asgi.limits import ClientLimitExceeded
+from lifecycle_asgi.refusals import ClientLimitExceeded
 
 
 class Lane:

@@ -1,40 +1,35 @@
-"""Limits: bytes of request bodies, requests per client, and the refusals of both."""
+"""Limits: bytes of request bodies, and requests per client."""
 
 from __future__ import annotations
 
 import hashlib
 import ipaddress
-import json
-import math
 import secrets
-from collections.abc import Awaitable, Callable, Iterable
+from collections.abc import Awaitable, Callable, Iterable, Iterator
+from contextlib import suppress
 from functools import partial
 
 import anyio
 
-from lifecycle import CostTooLarge, Gate, GateClosed, GateFull, Lease, Refused
+from lifecycle import Gate, GateFull, Lease, Refused
 from lifecycle.events import Observer
 from lifecycle.lowlevel import check_int
 from lifecycle_asgi._types import App, Message, Receive, Scope, Send
 from lifecycle_asgi.body import BodyTooLarge, BodyTooSlow, RequestBody
+from lifecycle_asgi.refusals import (
+    REFUSALS,
+    ClientLimitExceeded,
+    Refusal,
+    refusal_response,
+)
 from lifecycle_asgi.request import SCOPE_KEY, RequestScope, declared_length
 from lifecycle_asgi.responses import (
     MAX_UNACCEPTABLE,
-    Headers,
     Refusing,
     Response,
 )
 
-_API_KEY_HEADERS = (b"authorization", b"x-api-key")
-
-
-class ClientLimitExceeded(Refused):
-    """A client has as many requests in flight as `ClientLimit` allows."""
-
-
-Refusal = BodyTooLarge | BodyTooSlow | Refused
 Answer = Callable[[Scope, Refusal], Response]
-_REFUSALS = (BodyTooLarge, BodyTooSlow, Refused)
 
 
 def client_address(scope: Scope) -> bytes:
@@ -62,9 +57,10 @@ def client_address(scope: Scope) -> bytes:
 class ClientIdentity:
     """Identifies clients by the API keys that you issued, all others by address.
 
-    A key is read from ``Authorization: Bearer`` and from ``x-api-key``. An unknown key
-    is ignored: a client could make one up for each request. To refuse it is the work of
-    a check of keys, as in `Admission` or in the bundled server.
+    A key is read from the first ``Authorization``, if it is ``Bearer``, and from
+    ``x-api-key``. An unknown key is ignored: a client could make one up for each
+    request. To refuse it is the work of a check of keys, as in `Admission` or in the
+    bundled server.
 
     Only salted hashes are kept and returned, so neither a key nor an address can be
     read from them; the salt is random for each instance.
@@ -81,16 +77,24 @@ class ClientIdentity:
             kind = type(self).__name__
             raise TypeError(f"{kind} takes several keys: write {kind}([key])")
         self._salt = secrets.token_bytes(16)
-        self._known = frozenset(self.digest(key.encode()) for key in keys)
+        self._issued: dict[bytes, bytes] = {}
+        for key in keys:
+            client = self.digest(key.encode())
+            self._issued[client] = client
+            with suppress(UnicodeEncodeError):  # as vLLM expects them in a header
+                self._issued[self.digest(key.encode("latin-1"))] = client
 
     def __call__(self, scope: Scope) -> bytes:
         """Return the client of a request, as the *key* of a `ClientLimit`."""
-        for name, value in scope["headers"]:
-            if name in _API_KEY_HEADERS:
-                found = self.digest(bytes(value).rpartition(b" ")[2])  # no "Bearer"
-                if found in self._known:
-                    return found
-        return client_address(scope)
+        return self.issued(scope) or client_address(scope)
+
+    def issued(self, scope: Scope) -> bytes | None:
+        """Return the client by the first issued key of a request; ``None`` without one.
+
+        Only salted hashes are compared, so the time says nothing about the keys.
+        """
+        found = (self._issued.get(self.digest(key)) for key in _given_keys(scope))
+        return next(filter(None, found), None)
 
     def digest(self, *parts: bytes) -> bytes:
         """Return a salted hash of *parts*, 16 bytes; different parts never collide."""
@@ -117,6 +121,23 @@ class ClientIdentity:
             32 hexadecimal digits, the same for the same arguments.
         """
         return self.digest(client, user.encode("utf-8", "surrogatepass")).hex()
+
+
+def _given_keys(scope: Scope) -> Iterator[bytes]:
+    """Yield the key of the first ``Authorization``, and those in ``x-api-key``."""
+    authorised = False
+    for name, value in scope["headers"]:
+        if name == b"x-api-key":
+            yield bytes(value)
+        elif name == b"authorization" and not authorised:
+            authorised = True
+            scheme, _, key = bytes(value).partition(b" ")
+            if scheme.lower() == b"bearer":
+                yield key
+
+
+def _openai_answer(_scope: Scope, refusal: Refusal) -> Response:
+    return refusal_response(refusal)
 
 
 class ClientLimit:
@@ -153,7 +174,7 @@ class ClientLimit:
         self._app = app
         self._slots = slots
         self._client_of = key or client_address
-        self._answer = answer or openai_refusal
+        self._answer = answer or _openai_answer
         self._new_gate = partial(
             Gate, slots=slots, max_waiting=0, name="client", observer=observer
         )
@@ -245,7 +266,7 @@ class BodyLimit:
         self._timeout = timeout
         self._max_bytes = max_bytes
         self._gate = gate
-        self._answer = answer or openai_refusal
+        self._answer = answer or _openai_answer
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Serve one connection.
@@ -285,13 +306,13 @@ class BodyLimit:
                 with request.phase("queue"):
                     await meter.admit(declared)
             await self._app(scope, meter.receive, meter.send)
-        except _REFUSALS:
+        except REFUSALS:
             if not meter.refused:
                 raise
         except BaseExceptionGroup as group:  # the application reads in a task group
             if not meter.refused:
                 raise
-            _, rest = group.split(_REFUSALS)
+            _, rest = group.split(REFUSALS)
             if rest is not None:
                 raise rest from None
         finally:
@@ -429,56 +450,3 @@ class _BodyMeter:
 
 async def _drop() -> None:
     """Send nothing: the client has got another response."""
-
-
-def openai_refusal(_scope: Scope, refusal: Refusal) -> Response:
-    """Return the response to a refused request, as the *answer* of a limit."""
-    return refusal_response(refusal)
-
-
-def refusal_response(refusal: Refusal) -> Response:
-    """Return the response to a refused request, in the format of OpenAI's API.
-
-    Args:
-        refusal: A `lifecycle.Refused`, `BodyTooLarge` or `BodyTooSlow`.
-
-    Returns:
-        Status, headers and JSON body: 413 if the request can never be admitted, 408 for
-        a slow body, 429 above a client's own limit, and 503 with ``Retry-After`` if the
-        server is full.
-    """
-    status, code, message, headers = _describe_refusal(refusal)
-    kind = "invalid_request_error" if status < 500 else "server_error"
-    kind = "rate_limit_error" if status == 429 else kind
-    error = {"message": message, "type": kind, "param": None, "code": code}
-    body = json.dumps({"error": error}).encode()
-    headers += [
-        (b"content-type", b"application/json"),
-        (b"content-length", str(len(body)).encode()),
-    ]
-    return status, headers, body
-
-
-def _describe_refusal(refusal: Refusal) -> tuple[int, str, str, Headers]:
-    """Return status, error code, message and headers."""
-    if isinstance(refusal, BodyTooLarge):
-        message = f"The request body is larger than {refusal.limit} bytes; send less"
-        return 413, "request_too_large", message, []
-    if isinstance(refusal, BodyTooSlow):
-        message = f"The request body took over {refusal.limit:g} s; send it faster"
-        return 408, "body_timeout", message, []
-    if isinstance(refusal, CostTooLarge):
-        message = "The request body is larger than this server can hold; send less"
-        return 413, "request_too_large", message, []
-    after = min(max(refusal.retry_after or 1.0, 0.001), 60.0)
-    headers = [
-        (b"retry-after", str(math.ceil(after)).encode()),
-        (b"retry-after-ms", str(math.ceil(1000 * after)).encode()),
-    ]
-    if isinstance(refusal, ClientLimitExceeded):
-        return 429, "rate_limit_exceeded", f"{refusal}", headers
-    if isinstance(refusal, GateClosed):
-        do_not_retry = [(b"x-should-retry", b"false")]
-        return 503, "shutting_down", "The server is shutting down", do_not_retry
-    message = f"The server is full; try again in {math.ceil(after)} s"
-    return 503, "server_overloaded", message, headers

@@ -1,111 +1,186 @@
-"""Refusals in the format of the API of a request."""
+"""What a client is told of a request that was refused, in the format of its API."""
 
 from __future__ import annotations
 
 import json
-from typing import Final
+import math
+from typing import Any, Final
 
-from lifecycle import CostTooLarge, Refused
+from lifecycle import CostTooLarge, GateClosed, Refused
 from lifecycle_asgi._types import Scope
 from lifecycle_asgi.body import BodyTooLarge, BodyTooSlow
-from lifecycle_asgi.limits import Refusal, openai_refusal
 from lifecycle_asgi.responses import Headers, Response
 
 REFUSALS: Final = (BodyTooLarge, BodyTooSlow, Refused)
-"""What `protocol_refusal` has a response for, besides `Unauthorised`."""
+"""What `describe` knows, besides `Unauthorised`."""
+Refusal = BodyTooLarge | BodyTooSlow | Refused
 
+_LONGEST_RETRY: Final = 60.0
+_TYPES: Final = {429: "rate_limit_error"}
+# Error types that the SDK knows; the status distinguishes the rest.
 _ANTHROPIC_TYPES: Final = {
     401: "authentication_error",
+    403: "permission_error",
+    404: "not_found_error",
     413: "request_too_large",
     429: "rate_limit_error",
     503: "overloaded_error",
+    504: "timeout_error",
 }
+
+
+class ClientLimitExceeded(Refused):
+    """A client has as many requests in flight as `ClientLimit` allows."""
 
 
 class Unauthorised(Exception):
     """A request has none of the keys that the server accepts."""
 
 
-def protocol_refusal(scope: Scope, refusal: Refusal | Unauthorised) -> Response:
-    """Return the response to a refused request, in the format of its API.
+class ApiError(Exception):
+    """An error response; its format is that of the API of the request.
+
+    Attributes:
+        status: The HTTP status.
+        message: The value, the limit and the remedy; never content of a request.
+        code: Machine-readable code.
+        param: Path of the offending field, such as ``messages[0].content``.
+        retry_after: Seconds until a retry is worthwhile, or ``None``.
+        retry: ``False`` tells clients not to retry by themselves.
+    """
+
+    def __init__(
+        self,
+        status: int,
+        message: str,
+        *,
+        code: str,
+        param: str | None = None,
+        retry_after: float | None = None,
+        retry: bool | None = None,
+    ) -> None:
+        super().__init__(message)
+        self.status = status
+        self.message = message
+        self.code = code
+        self.param = param
+        self.retry_after = retry_after
+        self.retry = retry
+
+    @property
+    def fields(self) -> dict[str, Any]:
+        """The content of ``error`` in OpenAI's format."""
+        return {
+            "message": self.message,
+            "type": _TYPES.get(self.status, _kind(self.status, "server_error")),
+            "param": self.param,
+            "code": self.code,
+        }
+
+    @property
+    def anthropic_fields(self) -> dict[str, str]:
+        """The content of ``error`` in Anthropic's format."""
+        kind = _kind(self.status, "api_error")
+        kind = _ANTHROPIC_TYPES.get(self.status, kind)
+        return {"type": kind, "message": self.message}
+
+    @property
+    def headers(self) -> list[tuple[bytes, bytes]]:
+        """``Retry-After`` in whole seconds, and the headers that the SDKs read."""
+        headers = []
+        if self.retry_after is not None:
+            seconds = min(max(self.retry_after, 0.001), _LONGEST_RETRY)
+            headers += [
+                (b"retry-after", str(math.ceil(seconds)).encode()),
+                (b"retry-after-ms", str(math.ceil(seconds * 1000)).encode()),
+            ]
+        if self.retry is not None:
+            headers.append((b"x-should-retry", str(self.retry).lower().encode()))
+        return headers
+
+
+def _kind(status: int, of_server: str) -> str:
+    return "invalid_request_error" if status < 500 else of_server
+
+
+def describe(refusal: Refusal | Unauthorised) -> ApiError:
+    """Return what the client of a refused request is told.
+
+    The status is 401 for a missing key, 408 for a body that is too slow, 413 for what
+    can never fit, 429 for a client over its share and 503 for a full server. The last
+    two have ``Retry-After``.
+    """
+    if isinstance(refusal, Unauthorised):
+        message = "The API key is missing or unknown; send a valid one"
+        return ApiError(401, message, code="invalid_api_key")
+    if isinstance(refusal, BodyTooSlow):
+        message = f"The request body took over {refusal.limit:g} s; send it faster"
+        return ApiError(408, message, code="body_timeout")
+    if isinstance(refusal, BodyTooLarge):
+        message = f"The request body is larger than {refusal.limit} bytes; send less"
+        return ApiError(413, message, code="request_too_large")
+    if isinstance(refusal, CostTooLarge):
+        what = "The request needs more memory than this server admits"
+        message = f"{what}; send less, or smaller media"
+        return ApiError(413, message, code="request_too_large")
+    if isinstance(refusal, GateClosed):
+        message = "The server is shutting down"
+        return ApiError(503, message, code="shutting_down", retry=False)
+    after = min(refusal.retry_after or 1.0, _LONGEST_RETRY)
+    if isinstance(refusal, ClientLimitExceeded):
+        code = "rate_limit_exceeded"
+        return ApiError(429, str(refusal), code=code, retry_after=after)
+    message = f"The server is full; try again in {math.ceil(after)} s"
+    return ApiError(503, message, code="server_overloaded", retry_after=after)
+
+
+def refusal_response(refusal: Refusal) -> Response:
+    """Return the response to a refused request, in the format of OpenAI's API.
+
+    Args:
+        refusal: A `lifecycle.Refused`, `BodyTooLarge` or `BodyTooSlow`.
+
+    Returns:
+        Status, headers and JSON body: 413 if the request can never be admitted, 408 for
+        a slow body, 429 above a client's own limit, and 503 with ``Retry-After`` if the
+        server is full.
+    """
+    error = describe(refusal)
+    return _json(error, {"error": error.fields})
+
+
+def protocol_response(scope: Scope, error: ApiError) -> Response:
+    """Return the response to a request that failed, in the format of its API.
 
     Anthropic's format for its messages, OpenAI's for other paths under ``/v1/`` and for
-    JSON, plain text for anything else. The status is 401 for a missing key, 408 for a
-    body that is too slow, 413 for what can never fit, 429 for a client over its share
-    and 503 for a full server. The last two have ``Retry-After``.
+    JSON, plain text for anything else.
 
     Args:
         scope: The ASGI scope of the request.
-        refusal: Why it is refused.
+        error: What is wrong.
 
     Returns:
         Status, headers and body.
     """
-    return _protocol_response(scope, *_openai_error(scope, refusal))
-
-
-def protocol_error(scope: Scope, status: int, *, code: str, message: str) -> Response:
-    """Return the response to a request that failed, in the format of its API.
-
-    Args:
-        scope: The ASGI scope of the request.
-        status: Of the response.
-        code: What is wrong, as a word.
-        message: The same, as a sentence without payload.
-
-    Returns:
-        Status, headers and body, as from `protocol_refusal`.
-    """
-    kind = "invalid_request_error" if status < 500 else "server_error"
-    error = {"message": message, "type": kind, "param": None, "code": code}
-    return _protocol_response(scope, status, [], error)
-
-
-def _protocol_response(
-    scope: Scope, status: int, headers: Headers, error: dict[str, str | None]
-) -> Response:
     path = str(scope.get("path", ""))
     request_headers = dict(scope["headers"])
     if path.endswith("/messages") or b"anthropic-version" in request_headers:
-        other = "invalid_request_error" if status < 500 else "api_error"
-        kind = _ANTHROPIC_TYPES.get(status, other)
-        details = {"type": kind, "message": error["message"]}
-        return _json(status, headers, {"type": "error", "error": details})
+        return _json(error, {"type": "error", "error": error.anthropic_fields})
     if "/v1/" in path or b"json" in request_headers.get(b"content-type", b""):
-        return _json(status, headers, {"error": error})
-    text = str(error["message"]).encode()
-    return _response(status, headers, b"text/plain; charset=utf-8", text)
+        return _json(error, {"error": error.fields})
+    return _response(error, b"text/plain; charset=utf-8", error.message.encode())
 
 
-def _openai_error(
-    scope: Scope, refusal: Refusal | Unauthorised
-) -> tuple[int, Headers, dict[str, str | None]]:
-    """Return status, headers without those of the body, and OpenAI's error."""
-    if isinstance(refusal, Unauthorised):
-        error: dict[str, str | None] = {
-            "message": "The API key is missing or unknown; send a valid one",
-            "type": "invalid_request_error",
-            "param": None,
-            "code": "invalid_api_key",
-        }
-        return 401, [(b"www-authenticate", b"Bearer")], error
-    status, headers, body = openai_refusal(scope, refusal)
-    error = json.loads(body)["error"]
-    if isinstance(refusal, CostTooLarge):
-        what = "The request needs more memory than this server admits"
-        error["message"] = f"{what}; send less, or smaller media"
-    kept = [each for each in headers if not each[0].startswith(b"content-")]
-    return status, kept, error
+def _json(error: ApiError, document: dict[str, Any]) -> Response:
+    return _response(error, b"application/json", json.dumps(document).encode())
 
 
-def _json(status: int, headers: Headers, content: object) -> Response:
-    return _response(status, headers, b"application/json", json.dumps(content).encode())
-
-
-def _response(status: int, headers: Headers, kind: bytes, body: bytes) -> Response:
-    headers = [
-        *headers,
+def _response(error: ApiError, kind: bytes, body: bytes) -> Response:
+    headers: Headers = [
+        *error.headers,
         (b"content-type", kind),
         (b"content-length", str(len(body)).encode()),
     ]
-    return status, headers, body
+    if error.status == 401:
+        headers.append((b"www-authenticate", b"Bearer"))
+    return error.status, headers, body

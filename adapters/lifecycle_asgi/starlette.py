@@ -18,8 +18,9 @@ from starlette.responses import Response, StreamingResponse
 from lifecycle import Gate, Refused
 from lifecycle.events import Observer
 from lifecycle_asgi._types import App, Message, Receive, Scope, Send
-from lifecycle_asgi.limits import BodyLimit, refusal_response
+from lifecycle_asgi.limits import BodyLimit
 from lifecycle_asgi.middleware import LifecycleMiddleware
+from lifecycle_asgi.refusals import refusal_response
 from lifecycle_asgi.request import request_of
 
 __all__ = ("ManagedResponse", "install", "refusal_handler")

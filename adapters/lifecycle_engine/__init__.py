@@ -21,6 +21,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from lifecycle_asgi.refusals import ApiError
     from lifecycle_engine.api.request_body import RequestParser
     from lifecycle_engine.config import (
         AccessConfig,
@@ -41,7 +42,7 @@ if TYPE_CHECKING:
         Sampling,
     )
     from lifecycle_engine.core.scheduler import Scheduler
-    from lifecycle_engine.errors import ApiError, BadChat, BadImage
+    from lifecycle_engine.errors import BadChat, BadImage
     from lifecycle_engine.events import EngineMeasured
     from lifecycle_engine.factory import CheckpointError, make_app
     from lifecycle_engine.model.transformers_runner import TransformersRunner

@@ -6,7 +6,8 @@ from collections.abc import Awaitable, Callable, MutableMapping
 from typing import Any, TypeAlias
 
 from lifecycle import Refused
-from lifecycle_asgi.refusals import protocol_error, protocol_refusal
+from lifecycle_asgi.refusals import ApiError, describe, protocol_response
+from lifecycle_asgi.responses import send_response
 
 Scope: TypeAlias = MutableMapping[str, Any]
 Message: TypeAlias = MutableMapping[str, Any]
@@ -23,10 +24,11 @@ async def send_error(
     Cancellation:
         The response may be cut off.
     """
-    status, headers, body = protocol_error(scope, status, code=code, message=reason)
+    error = ApiError(status, reason, code=code)
+    status, headers, body = protocol_response(scope, error)
     if status == 400:  # where the next request begins is in doubt
         headers = [*headers, (b"connection", b"close")]
-    await _send(send, status, headers, body)
+    await send_response(send, (status, headers, body))
 
 
 async def send_refusal(scope: Scope, send: Send, refusal: Refused) -> None:
@@ -35,11 +37,4 @@ async def send_refusal(scope: Scope, send: Send, refusal: Refused) -> None:
     Cancellation:
         The response may be cut off.
     """
-    await _send(send, *protocol_refusal(scope, refusal))
-
-
-async def _send(
-    send: Send, status: int, headers: list[tuple[bytes, bytes]], body: bytes
-) -> None:
-    await send({"type": "http.response.start", "status": status, "headers": headers})
-    await send({"type": "http.response.body", "body": body})
+    await send_response(send, protocol_response(scope, describe(refusal)))

@@ -20,9 +20,14 @@ from http_kit import GatedProcessor, Server, data_url, encoded, png, running
 
 from lifecycle import Gate
 from lifecycle.testing.simulation import simulate
-from lifecycle_engine import AppSettings, FetchLimits, HttpsGet, MediaLimits
+from lifecycle_engine import (
+    ApiError,
+    AppSettings,
+    FetchLimits,
+    HttpsGet,
+    MediaLimits,
+)
 from lifecycle_engine.api.request_body import RemoteImage
-from lifecycle_engine.errors import ApiError
 from lifecycle_engine.server.remote_images import (
     FetchError,
     RemoteImages,

@@ -14,7 +14,9 @@ from lifecycle_metrics import Metrics
 
 pytestmark = pytest.mark.anyio
 # Those that were given out.
-KEYS = ClientIdentity(["a", "b", "mine", "other", "canary-key", "canary-a", "canary-b"])
+KEYS = ClientIdentity(
+    ["a", "b", "mine", "other", "schlüssel", "canary-key", "canary-a", "canary-b"]
+)
 
 
 class Busy:
@@ -34,9 +36,11 @@ class Busy:
         await send({"type": "http.response.body", "body": b"fine"})
 
 
-def by(key: str, name: str = "authorization", **changes: Any) -> dict[str, Any]:
+def by(
+    key: str, name: str = "x-api-key", code: str = "utf-8", **changes: Any
+) -> dict[str, Any]:
     """A request with an API key."""
-    return http_scope(headers=[(name.encode(), key.encode())], **changes)
+    return http_scope(headers=[(name.encode(), key.encode(code))], **changes)
 
 
 def at(host: str) -> dict[str, Any]:
@@ -132,8 +136,14 @@ async def test_keeps_no_key_and_nothing_of_clients_that_left() -> None:
     [
         (by("a"), by("a"), True),
         (by("a"), by("b"), False),
-        (by("a", "x-api-key"), by("a", "x-api-key"), True),
-        (by("Bearer a"), by("a", "x-api-key"), True),
+        (by("bEARER a", "authorization"), by("a"), True),
+        (
+            by("Bearer schlüssel", "authorization"),
+            by("schlüssel", code="latin-1"),
+            True,
+        ),
+        (by("Basic a", "authorization"), by("a"), False),
+        (by("a", "authorization"), http_scope(), True),
         (http_scope(), http_scope(), True),
         (http_scope(), http_scope(client=("10.0.0.2", 1)), False),
         (http_scope(), http_scope(client=("127.0.0.1", 9)), True),
@@ -172,10 +182,11 @@ async def test_made_up_keys_are_no_share_of_their_own() -> None:
     with anyio.fail_after(120):
         async with anyio.create_task_group() as tasks:
             for number in range(2):
-                tasks.start_soon(call, app, by(f"Bearer made-up-{number}"))
+                made_up = by(f"Bearer made-up-{number}", "authorization")
+                tasks.start_soon(call, app, made_up)
             await anyio.wait_all_tasks_blocked()
             for number in range(2, 9):
-                refused = await call(app, by(f"Bearer made-up-{number}", "x-api-key"))
+                refused = await call(app, by(f"made-up-{number}"))
                 assert refused.status == 429
             busy.go.set()
 

@@ -199,12 +199,13 @@ async def test_runs_background_task_of_a_managed_response() -> None:
     assert ran == ["released"]
 
 
-async def test_describes_a_refusal_for_any_server() -> None:
+@pytest.mark.parametrize(("after", "told"), [(1.5, b"2"), (1000.0, b"60")])
+async def test_describes_a_refusal_for_any_server(after: float, told: bytes) -> None:
     """`refusal_response` returns status, headers and body."""
-    status, headers, body = refusal_response(GateFull("full", retry_after=1.5))
+    status, headers, body = refusal_response(GateFull("full", retry_after=after))
     assert status == 503
-    assert (b"retry-after", b"2") in headers
-    assert b"try again in 2 s" in body
+    assert (b"retry-after", told) in headers
+    assert b"try again in %b s" % told in body
 
 
 async def test_runs_the_lifespan_of_an_application() -> None:

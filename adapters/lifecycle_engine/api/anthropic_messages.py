@@ -9,6 +9,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Field, model_validator
 
+from lifecycle_asgi.refusals import ApiError
 from lifecycle_engine.api.base import (
     ApiFormat,
     Document,
@@ -33,7 +34,6 @@ from lifecycle_engine.api.chat_request import (
     validate,
 )
 from lifecycle_engine.api.request_body import ParsedRequest
-from lifecycle_engine.errors import ApiError
 
 UNSUPPORTED: Unsupported = {
     "container": (),
@@ -174,15 +174,6 @@ def _parts(message: _Message) -> list[Part]:
 
 # The status that the SDK knows as "overloaded".
 _OVERLOADED = 529
-# Error types that the SDK knows; the status distinguishes the rest.
-_ERROR_TYPES = {
-    401: "authentication_error",
-    403: "permission_error",
-    404: "not_found_error",
-    429: "rate_limit_error",
-    504: "timeout_error",
-    _OVERLOADED: "overloaded_error",
-}
 
 
 def _text_delta(text: str) -> Document:
@@ -295,12 +286,11 @@ def _answer(
 
 def _error(error: ApiError, request_id: str | None) -> tuple[int, Document]:
     status = _OVERLOADED if error.status == 503 else error.status
-    kind = "invalid_request_error" if status < 500 else "api_error"
-    kind = (
-        "overloaded_error" if status == _OVERLOADED else _ERROR_TYPES.get(status, kind)
-    )
-    body = {"type": kind, "message": error.message}
-    return status, {"type": "error", "error": body, "request_id": request_id}
+    return status, {
+        "type": "error",
+        "error": error.anthropic_fields,
+        "request_id": request_id,
+    }
 
 
 ANTHROPIC = ApiFormat(

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from json.encoder import encode_basestring
 from typing import TYPE_CHECKING, Any, Protocol
 
-from lifecycle_engine.errors import ApiError
+from lifecycle_asgi.refusals import ApiError
 from lifecycle_engine.processing.processor import Detokenizer
 from lifecycle_zmq import EngineFailed
 

@@ -24,7 +24,8 @@ from pydantic import (
 )
 
 from lifecycle_asgi import TooDeep, find_media
-from lifecycle_engine.errors import ApiError, bad_request
+from lifecycle_asgi.refusals import ApiError
+from lifecycle_engine.errors import bad_request
 
 F = TypeVar("F", bound="Schema")
 # Unsupported fields, each with the values that change nothing.

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
+from lifecycle_asgi.refusals import ApiError
 from lifecycle_engine.api.base import (
     Answer,
     ApiFormat,
@@ -20,7 +21,6 @@ from lifecycle_engine.api.base import (
 )
 from lifecycle_engine.api.chat_request import parse_request
 from lifecycle_engine.api.request_body import ParsedRequest
-from lifecycle_engine.errors import ApiError
 
 
 @dataclass(frozen=True, slots=True)

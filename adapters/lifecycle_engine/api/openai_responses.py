@@ -14,6 +14,7 @@ from typing import Annotated, Any, Literal
 import pydantic_core
 from pydantic import BeforeValidator, ConfigDict, Field, model_validator
 
+from lifecycle_asgi.refusals import ApiError
 from lifecycle_engine.api.base import (
     ApiFormat,
     Document,
@@ -38,7 +39,7 @@ from lifecycle_engine.api.chat_request import (
 )
 from lifecycle_engine.api.openai_chat import OPENAI
 from lifecycle_engine.api.request_body import ParsedRequest
-from lifecycle_engine.errors import ApiError, bad_request
+from lifecycle_engine.errors import bad_request
 
 _LOGPROBS = "message.output_text.logprobs"
 UNSUPPORTED: Unsupported = {

@@ -13,6 +13,7 @@ import anyio.to_thread
 
 from lifecycle import GateClosed, Payload
 from lifecycle_asgi import ClientIdentity, find_media
+from lifecycle_asgi.refusals import ApiError
 from lifecycle_engine.api.chat_request import (
     ANY_MODEL,
     ChatMessage,
@@ -21,7 +22,7 @@ from lifecycle_engine.api.chat_request import (
     parse_request,
     unknown_model,
 )
-from lifecycle_engine.errors import ApiError, bad_request
+from lifecycle_engine.errors import bad_request
 from lifecycle_engine.multimodal.limits import (
     MediaLimits,
     check_count,

@@ -13,7 +13,8 @@ from lifecycle_asgi import (
     estimate_memory,
     read_image_header,
 )
-from lifecycle_engine.errors import ApiError, bad_request
+from lifecycle_asgi.refusals import ApiError
+from lifecycle_engine.errors import bad_request
 
 # Characters of base64 decoded at a time: the interpreter lock is held meanwhile.
 _SLICE = 4 * 2**20

@@ -18,7 +18,7 @@ from urllib.parse import urlsplit
 
 from lifecycle_asgi.api_keys import ApiKeys
 from lifecycle_asgi.live_view import was_forwarded
-from lifecycle_engine.errors import ApiError
+from lifecycle_asgi.refusals import ApiError
 
 ADMIN_KEY: Final = "lifecycle.admin_key"
 """Key in an ASGI scope: whether the request came with an admin key."""

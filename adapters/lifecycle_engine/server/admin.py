@@ -16,12 +16,12 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
 from lifecycle import Session, SessionNotFound
+from lifecycle_asgi.refusals import ApiError
 from lifecycle_engine.api.anthropic_messages import ANTHROPIC
 from lifecycle_engine.api.chat_request import unknown_model
 from lifecycle_engine.api.openai_chat import OPENAI
 from lifecycle_engine.api.openai_responses import empty_response
 from lifecycle_engine.api.openapi import openapi_document
-from lifecycle_engine.errors import ApiError
 from lifecycle_engine.server.access import ADMIN_KEY
 from lifecycle_engine.server.service import Service
 

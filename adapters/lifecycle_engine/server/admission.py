@@ -29,10 +29,11 @@ import anyio.lowlevel
 from lifecycle import Gate, Lease, Refused
 from lifecycle.events import Observer, guarded
 from lifecycle_asgi import client_address, record_refusal
+from lifecycle_asgi.refusals import ApiError
 from lifecycle_asgi.request import declared_length
 from lifecycle_engine.api.base import ApiFormat, ResponseWriter
 from lifecycle_engine.api.request_body import request_id
-from lifecycle_engine.errors import INTERNAL, ApiError, bad_request, to_api_error
+from lifecycle_engine.errors import INTERNAL, bad_request, to_api_error
 
 OPERATIONS: Final = {
     "/v1/chat/completions": "chat",

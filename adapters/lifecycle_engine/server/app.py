@@ -32,13 +32,14 @@ from lifecycle_asgi import (
 )
 from lifecycle_asgi.events import LiveRequests, log_failures
 from lifecycle_asgi.live_view import LivePages
+from lifecycle_asgi.refusals import ApiError
 from lifecycle_engine.api.anthropic_messages import ANTHROPIC
 from lifecycle_engine.api.base import ApiFormat, dump
 from lifecycle_engine.api.generate import PLAIN
 from lifecycle_engine.api.openai_chat import OPENAI
 from lifecycle_engine.api.openai_responses import RESPONSES
 from lifecycle_engine.api.request_body import BodyReader, RequestParser, request_id
-from lifecycle_engine.errors import INTERNAL, ApiError, to_api_error
+from lifecycle_engine.errors import INTERNAL, to_api_error
 from lifecycle_engine.events import EngineMeter
 from lifecycle_engine.multimodal.limits import MediaLimits
 from lifecycle_engine.processing.processor import ChatDefaults, Processor

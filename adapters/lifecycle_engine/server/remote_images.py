@@ -22,8 +22,8 @@ import h11
 from anyio.abc import ByteStream
 
 from lifecycle import Gate, Payload, Session
+from lifecycle_asgi.refusals import ApiError
 from lifecycle_engine.api.request_body import ParsedRequest, RemoteImage
-from lifecycle_engine.errors import ApiError
 from lifecycle_engine.multimodal.limits import (
     MediaLimits,
     check_total,

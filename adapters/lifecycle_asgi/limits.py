@@ -17,7 +17,7 @@ from lifecycle import CostTooLarge, Gate, GateClosed, GateFull, Lease, Refused
 from lifecycle.events import Observer
 from lifecycle.lowlevel import check_int
 from lifecycle_asgi._types import App, Message, Receive, Scope, Send
-from lifecycle_asgi.request import SCOPE_KEY, RequestScope
+from lifecycle_asgi.request import SCOPE_KEY, RequestScope, keep_head
 from lifecycle_asgi.responses import (
     MAX_UNACCEPTABLE,
     Headers,
@@ -285,6 +285,7 @@ class BodyLimit:
             await refusing.send(self._answer(scope, BodyTooLarge(self._max_bytes)))
             await refusing.linger(max_bytes=MAX_UNACCEPTABLE)
         else:
+            keep_head(scope)
             await self._serve_metered(scope, receive, send, declared)
 
     async def _serve_metered(

@@ -102,6 +102,7 @@ LAYERS: dict[str, tuple[str, ...]] = {
         *("admission_settings", "lanes", "admission"),
         *("vllm_plugin", "sglang_plugin"),
         *("live_warnings", "live_snapshot", "live_view", "starlette", "testing"),
+        "uvicorn_protocol",
     ),
     "lifecycle_zmq": (
         *("exceptions", "shared_memory", "codec", "protocol", "transport"),

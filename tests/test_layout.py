@@ -49,6 +49,7 @@ PUBLIC_MODULES = {
     "lifecycle_asgi.events",
     "lifecycle_asgi.media",
     "lifecycle_asgi.request_scope",
+    "lifecycle_asgi.uvicorn_protocol",
     "lifecycle_asgi.vllm_plugin",
     "lifecycle_asgi.sglang_plugin",
     "lifecycle_asgi.starlette",

@@ -29,8 +29,9 @@ for library, needed in (("lifecycle_ray", "ray"), ("lifecycle_engine", "torch"))
 # What users import from: these, and nothing below them.
 DOORS = {*NAMES, *(f"lifecycle.{name}" for name in ("debug", "events", "lowlevel"))}
 DOORS |= {"lifecycle.testing", "lifecycle.testing.pytest_plugin"}
-# A framework, and tests, are imported by their own name.
+# A framework, a server, and tests, are imported by their own name.
 DOORS |= {"lifecycle_asgi.starlette", "lifecycle_asgi.testing"}
+DOORS |= {"lifecycle_asgi.uvicorn_protocol"}
 
 # Runs in a fresh interpreter: fails on the import of anything but anyio, what
 # anyio needs, and the standard library.

@@ -26,8 +26,10 @@ Modules::
     live_view      LiveView: a page and server-sent events
     starlette      install, ManagedResponse; imported by name only
     testing        a client for tests that leaves; imported by name only
+    uvicorn_protocol  uvicorn without trailers; imported by name only
 
-Nothing but `lifecycle_asgi.starlette` imports a web framework or a server.
+Nothing but `lifecycle_asgi.starlette` imports a web framework, and nothing but
+`lifecycle_asgi.uvicorn_protocol` a server.
 """
 
 from __future__ import annotations

@@ -22,7 +22,7 @@ from lifecycle_asgi.refusals import (
     Refusal,
     refusal_response,
 )
-from lifecycle_asgi.request import SCOPE_KEY, RequestScope, declared_length
+from lifecycle_asgi.request import SCOPE_KEY, RequestScope, declared_length, keep_head
 from lifecycle_asgi.responses import (
     MAX_UNACCEPTABLE,
     Refusing,
@@ -281,6 +281,7 @@ class BodyLimit:
             await refusing.send(self._answer(scope, BodyTooLarge(self._max_bytes)))
             await refusing.linger(max_bytes=MAX_UNACCEPTABLE)
         else:
+            keep_head(scope)
             await self._serve_metered(scope, receive, send, declared)
 
     async def _serve_metered(

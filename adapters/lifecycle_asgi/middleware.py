@@ -21,7 +21,7 @@ from lifecycle_asgi.events import (
     LiveRequests,
     RequestRecorder,
 )
-from lifecycle_asgi.request import SCOPE_KEY, RequestScope
+from lifecycle_asgi.request import SCOPE_KEY, RequestScope, keep_head
 
 DISCONNECT: Final = "http.disconnect"
 CLIENT_CLOSED_REQUEST: Final = 499
@@ -72,6 +72,8 @@ class LifecycleMiddleware:
       sent on its behalf, as outer middleware may rely on a response.
     * A cancellation from outside always propagates, and an exception of the
       application propagates as it was raised.
+    * The application finds the headers of the head: trailers that a server appends to
+      them while the body arrives are no headers.
     * When the response is complete, reading ends.
     * What the request owns, such as the generator of its body, is closed in the task
       that the server called.
@@ -140,6 +142,7 @@ class LifecycleMiddleware:
         if scope["type"] != "http" or _is_handled(scope):
             await self._app(scope, receive, send)
             return
+        keep_head(scope)
         channel = RequestChannel(
             receive,
             send,

@@ -19,6 +19,7 @@ import anyio
 
 from lifecycle import in_thread
 from lifecycle.events import Outcome
+from lifecycle_asgi._types import Scope
 from lifecycle_asgi.events import (
     LiveRequest,
     Phase,
@@ -36,6 +37,18 @@ FRAMING: Final = (b"content-length", b"transfer-encoding")
 """Headers without which a request of HTTP/1 has no body."""
 # Longer numbers are no lengths, and slow to read.
 _MOST_DIGITS: Final = 18
+
+
+def keep_head(scope: Scope) -> None:
+    """Keep the headers of a request as they are when it reaches a middleware.
+
+    uvicorn with httptools appends the trailers of a chunked body to the list that it
+    put into the scope, while the body arrives. Middleware that waits for the body would
+    show the application those, too: a key, or an address, that no proxy in front has
+    seen.
+    """
+    # In the scope itself: what middleware above and below finds there stays the same.
+    scope["headers"] = list(scope.get("headers", ()))
 
 
 class Attachable(Protocol):

@@ -112,6 +112,8 @@ def serve(app: App, settings: ListenSettings) -> None:
     """
     import uvicorn
 
+    from lifecycle_asgi.uvicorn_protocol import HeadersOnly
+
     logging.getLogger("uvicorn.error").addFilter(_hide_cut_responses)
     config = uvicorn.Config(
         app,
@@ -119,6 +121,7 @@ def serve(app: App, settings: ListenSettings) -> None:
         port=settings.port,
         uds=settings.uds,
         backlog=settings.backlog,
+        http=HeadersOnly,
         ws="none",
         lifespan="on",
         # The upstream has sent its own.

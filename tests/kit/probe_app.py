@@ -15,7 +15,7 @@ from typing import Any
 import anyio
 from starlette.middleware.base import BaseHTTPMiddleware
 
-from lifecycle_asgi import LifecycleMiddleware, request_of
+from lifecycle_asgi import Admission, BodyLimit, LifecycleMiddleware, request_of
 
 _LOG = os.environ["PROBE_LOG"]
 _OK = {"type": "http.response.start", "status": 200, "headers": []}
@@ -83,3 +83,25 @@ bare: Any = _probe
 plain: Any = LifecycleMiddleware(_probe)
 above: Any = LifecycleMiddleware(BaseHTTPMiddleware(_probe, _dispatch))
 below: Any = BaseHTTPMiddleware(LifecycleMiddleware(_probe), _dispatch)
+
+
+async def _names(scope: Any, receive: Any, send: Any) -> None:
+    """Answer with the names of the headers, before the body was read and after."""
+    names = [[name.decode() for name, _ in scope["headers"]]]
+    while (await receive()).get("more_body"):
+        pass
+    names.append([name.decode() for name, _ in scope["headers"]])
+    await send(_OK)
+    await send({"type": "http.response.body", "body": json.dumps(names).encode()})
+
+
+_NAMES: dict[str, Any] = {
+    "/admission": Admission(_names, environment={}),
+    "/middleware": LifecycleMiddleware(_names),
+    "/limit": BodyLimit(_names, max_bytes=1000),
+}
+
+
+async def names(scope: Any, receive: Any, send: Any) -> None:
+    """What each middleware shows of the head, by path."""
+    await _NAMES.get(scope.get("path"), _probe)(scope, receive, send)

@@ -76,6 +76,25 @@ async def test_starts_other_requests_when_one_leaves_its_queue() -> None:
 
 
 @pytest.mark.anyio
+async def test_shows_no_trailer_that_arrives_in_its_queue() -> None:
+    """Some servers append trailers to the list that they put into the scope."""
+    servers_own: list[Any] = [(b"host", b"a")]
+    seen: list[Any] = []
+
+    def clock() -> float:
+        servers_own.append((b"authorization", b"Bearer k"))
+        return 1.0
+
+    async def app(scope: Any, receive: Any, send: Any) -> None:
+        seen.extend(scope["headers"])
+
+    turns: Any = FairAcceptMiddleware(app, clock=clock)
+    with anyio.fail_after(120):
+        await turns(http_scope(headers=servers_own), None, None)
+    assert seen == [(b"host", b"a")]
+
+
+@pytest.mark.anyio
 @pytest.mark.parametrize("end", ["waits", "raises", "cancelled"])
 async def test_starts_other_requests_after_one_has_begun(end: str) -> None:
     """A slow body, an error and a client that left are no reason to wait for others."""

@@ -74,6 +74,64 @@ async def test_passes_response_headers_on(tmp_path):
         ]
 
 
+CHUNKED = (
+    b"POST / HTTP/1.1\r\nhost: a\r\nexpect: 100-continue\r\n"
+    b"transfer-encoding: chunked\r\n\r\n"
+)
+TRAILERS = (
+    b"authorization: Bearer k\r\nx-forwarded-for: 10.0.0.1\r\n"
+    b"host: b\r\nx-user: admin\r\n\r\n"
+)
+
+
+async def reads_chunks(peer: Peer) -> None:
+    await peer.read_head()
+    assert await peer.reader.readuntil(b"0\r\n\r\n") == b"3\r\nabc\r\n0\r\n\r\n"
+    await peer.send(OK)
+
+
+@pytest.mark.parametrize("late", [True, False], ids=["late", "with-the-head"])
+@pytest.mark.asyncio
+async def test_passes_no_trailer_of_a_request_on(late, tmp_path):
+    """The upstream is sent what the head said, and nothing that came behind the body."""
+    async with (
+        raw_upstream(reads_chunks) as (upstream, url),
+        running_proxy(url, tmp_path) as proxy,
+    ):
+        head, _ = await send_trailers(await proxy.connect(), late=late)
+        assert head.startswith(b"HTTP/1.1 200 ")
+        await upstream.settled()
+        lines = sorted(upstream.heads[0].lower().split(b"\r\n")[1:])
+        assert lines == [b"", b"", b"host: a", b"transfer-encoding: chunked"]
+
+
+@pytest.mark.asyncio
+async def test_passes_no_late_trailer_on_under_another_server():
+    """The application alone knows what to pass on before it asks for the body."""
+    async with raw_upstream(reads_chunks) as (upstream, url):
+        target = Upstream(url)
+        async with serving(Proxy(target), http="httptools") as port:
+            pair = await asyncio.open_connection("127.0.0.1", port)
+            head, _ = await send_trailers(pair, late=True)
+            assert head.startswith(b"HTTP/1.1 200 ")
+        assert upstream.heads[0].count(b"\r\n") == 4
+
+
+async def send_trailers(pair, *, late):
+    """Send a body with trailers; return the response."""
+    reader, writer = pair
+    async with asyncio.timeout(120):
+        writer.write(CHUNKED + (b"" if late else b"3\r\nabc\r\n0\r\n" + TRAILERS))
+        if late:
+            await reader.readuntil(b"100 Continue\r\n\r\n")
+            writer.write(b"3\r\nabc\r\n0\r\n" + TRAILERS)
+        head, body = await read_response(reader)
+        if head.startswith(b"HTTP/1.1 100 "):
+            head, body = await read_response(reader)
+    writer.close()
+    return head, body
+
+
 @pytest.mark.parametrize(
     ("how", "expected"),
     [("add", b"10.0.0.9, 127.0.0.1"), ("replace", b"127.0.0.1")],

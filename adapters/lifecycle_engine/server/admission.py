@@ -368,6 +368,8 @@ class FairAcceptMiddleware:
             Passes through; a waiting request leaves the queue.
         """
         if scope["type"] == "http":
+            # Some servers append trailers to their list, in the time of this wait, too.
+            scope["headers"] = list(scope["headers"])
             gate = self._probes if scope["path"] in PROBES else self._requests
             if not self._begins_unqueued(gate):
                 bucket = hash(client_address(scope)) % _ADDRESS_BUCKETS

@@ -380,6 +380,7 @@ class Gate(NoCopy):
 
         Live leases stay valid until they are released.
         """
+        self.closed = True  # already, where the rest is deferred
         self._apply(self._close)
 
     def admits(
@@ -395,7 +396,7 @@ class Gate(NoCopy):
         A signal handler that interrupts a change of this gate in its own thread sees
         half of it. So does a call that another thread's change held up for a second.
         """
-        return self._ask(self._read)
+        return self._ask(_lock.LONGEST_WAIT, self._read)
 
     def __repr__(self) -> str:
         if not hasattr(self, "_drain_rate"):  # its arguments were refused
@@ -413,12 +414,7 @@ class Gate(NoCopy):
         self._lock.deferred.append((change, args))
         self._flush()
 
-    def _ask(
-        self,
-        question: Callable[[*Ts], T],
-        *args: *Ts,
-        longest: float | None = None,
-    ) -> T:
+    def _ask(self, longest: float, question: Callable[[*Ts], T], *args: *Ts) -> T:
         """Return what *question* returns while nothing changes.
 
         It sees half of a change by this very thread, or of one that takes *longest*.
@@ -428,8 +424,8 @@ class Gate(NoCopy):
         if lock.interrupted():
             return question(*args)
         try:
-            if not mutex.acquire(False):
-                mutex.acquire(True, _lock.LONGEST_WAIT if longest is None else longest)
+            if (mutex.acquire(False) or mutex.acquire(True, longest)) and lock.deferred:
+                lock.catch_up()
             return question(*args)
         finally:
             try:
@@ -474,6 +470,8 @@ class Gate(NoCopy):
         try:
             if not mutex.acquire(False) and not mutex.acquire(True, _lock.LONGEST_WAIT):
                 raise self._refuse_busy(lease, "is held up by another thread")
+            if lock.deferred:  # by this thread, perhaps: a release, or a `close`
+                lock.catch_up()
             queue = self._queue
             ahead = queue.ahead if may_wait else queue.waiting
             if self.closed or not queue.admit(lease, ahead):
@@ -562,7 +560,7 @@ class Gate(NoCopy):
             else:
                 await wait_until(waiter, anyio.current_time() + max_wait)
                 # However long a thread takes: a task holds up no other gate.
-                self._ask(self._time_out, lease, max_wait, longest=-1)
+                self._ask(-1, self._time_out, lease, max_wait)
         except BaseException:
             self._apply(self._cancel, lease, began)
             raise
@@ -623,7 +621,6 @@ class Gate(NoCopy):
         self._refuse_waiting({each: self._too_large(each) for each in misfits})
 
     def _close(self) -> None:
-        self.closed = True
         waiting = self._queue.tickets()
         self._refuse_waiting({each: self._gate_closed() for each in waiting})
 

@@ -5,7 +5,8 @@ interrupts one half-way (since CPython 3.12 the collector runs between bytecodes
 lock knows the thread that holds it, which tells the two apart: no code ever waits for a
 change further down its own stack. Code that needs no answer, such as a release, does
 not wait for another thread either: it appends its change to a deque of deferred
-changes, which the holder makes before it goes.
+changes, which the holder makes once it has unlocked. Whoever locks before that makes
+them first: what a thread asks next, it asks after its own release.
 """
 
 from __future__ import annotations
@@ -51,6 +52,12 @@ class ChangeLock:
         self.mutex = threading.RLock()
         self.interrupted = self.mutex._is_owned  # noqa: SLF001 - has no public name
 
+    def catch_up(self) -> None:
+        """Make all deferred changes. For the holder, before what comes after them."""
+        while self.deferred:
+            change, args = self.deferred.popleft()
+            change(*args)
+
     def make_deferred_changes(self) -> None:
         """Make all deferred changes, unless the holder will. Never waits."""
         mutex = self.mutex
@@ -60,9 +67,7 @@ class ChangeLock:
             try:
                 if not mutex.acquire(False):
                     return
-                while self.deferred:
-                    change, args = self.deferred.popleft()
-                    change(*args)
+                self.catch_up()
             finally:
                 try:
                     mutex.release()

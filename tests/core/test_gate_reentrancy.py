@@ -21,7 +21,15 @@ import trio
 from anyio.lowlevel import checkpoint
 
 import lifecycle
-from lifecycle import AdmissionTimeout, Gate, GateFull, Lease, Refused, _lock
+from lifecycle import (
+    AdmissionTimeout,
+    Gate,
+    GateClosed,
+    GateFull,
+    Lease,
+    Refused,
+    _lock,
+)
 from lifecycle.events import AdmissionRefused, Event, LeaseGranted, LeaseReleased
 from lifecycle.testing import RecordingObserver, assert_quiescent
 
@@ -224,6 +232,66 @@ def test_releases_beside_a_change_of_another_thread() -> None:
     busy.end()
     assert not lease.held
     other.release()
+    assert_quiescent(gate)
+
+
+@contextmanager
+def beside_a_change(gate: Gate) -> Iterator[None]:
+    """Another thread holds the lock, and stops between unlocking and what is deferred."""
+    held, over = threading.Event(), threading.Event()
+
+    def change() -> None:
+        with gate._lock.mutex:
+            held.set()
+            over.wait(20)
+
+    thread = threading.Thread(target=change)
+    thread.start()
+    assert held.wait(20)
+    yield
+    over.set()
+    thread.join()
+
+
+@pytest.mark.usefixtures("no_waits")
+def test_answers_after_all_that_a_thread_did_before() -> None:
+    """What was released beside another thread's change is there for the next request."""
+    gate = Gate(slots=1)
+    lease = gate.try_admit()
+    with beside_a_change(gate):
+        lease.release()
+    gate.try_admit().release()
+
+    lease = gate.try_admit()
+    with beside_a_change(gate):
+        lease.release()
+        gate.resize(slots=7)
+    now = gate.statistics()
+    assert (now.slots, now.slots_in_use) == (7, 0)
+    assert_quiescent(gate)
+
+
+@pytest.mark.anyio
+@pytest.mark.usefixtures("no_waits")
+async def test_takes_no_deferred_release_for_a_deadlock() -> None:
+    """A task that released inside of its block may be admitted there."""
+    gate = Gate(slots=1)
+    with await gate.admit() as lease:
+        with beside_a_change(gate):
+            lease.release()
+        (await gate.admit()).release()
+    assert_quiescent(gate)
+
+
+@pytest.mark.usefixtures("no_waits")
+def test_is_closed_at_once_beside_a_change() -> None:
+    """No request is admitted after `close`, however late that refuses those before it."""
+    gate = Gate(slots=1)
+    with beside_a_change(gate):
+        gate.close()
+        assert gate.closed
+    with pytest.raises(GateClosed):
+        gate.try_admit()
     assert_quiescent(gate)
 
 

@@ -372,9 +372,10 @@ def _locals(suspended: object, frame: types.FrameType) -> dict[str, Any]:
     shown = frame.f_locals
     now = {**shown, "snapshot of its locals": shown}
     before = kept.get(id(shown), {})
-    for name in shown.keys() - before.keys() if type(shown) is dict else ():
-        del shown[name]
-    shown.update(before)
+    if type(shown) is dict:  # pragma: no cover - a view from CPython 3.13 on
+        for name in shown.keys() - before.keys():
+            del shown[name]
+        shown.update(before)
     return now
 
 

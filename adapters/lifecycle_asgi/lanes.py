@@ -7,7 +7,7 @@ from collections import Counter
 from dataclasses import replace
 from typing import Literal
 
-from anyio import current_time as _now
+import anyio
 
 from lifecycle import Gate, GateStatistics, Lease
 from lifecycle.events import Observer
@@ -154,3 +154,7 @@ class Lane:
         if now + each * (gate.waiting + 1) > deadline:
             return 0.0
         return min(self._max_wait, deadline - now)
+
+
+def _now() -> float:
+    return anyio.current_time()

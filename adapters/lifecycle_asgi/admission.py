@@ -14,7 +14,7 @@ from typing import Any, Final
 
 import anyio
 
-from lifecycle import CostTooLarge, GateStatistics, Lease
+from lifecycle import CostTooLarge, Gate, GateStatistics, Lease
 from lifecycle.events import Observer
 from lifecycle_asgi._types import App, Message, Receive, Scope, Send
 from lifecycle_asgi.admission_settings import AdmissionSettings
@@ -39,8 +39,8 @@ from lifecycle_asgi.refusals import (
     describe,
     protocol_response,
 )
-from lifecycle_asgi.request import declared_length
-from lifecycle_asgi.responses import MAX_UNACCEPTABLE, Refusing
+from lifecycle_asgi.request import declared_length, request_of
+from lifecycle_asgi.responses import MAX_UNACCEPTABLE, Refusing, Response
 
 _SCOPE_KEY: Final = "lifecycle.admission"
 _CURRENT: Final[ContextVar[AdmittedRequest | None]] = ContextVar(
@@ -95,7 +95,7 @@ class Admission:
       read from their headers, which needs Pillow (the extra ``media``).
     * The body is given to the application once, without a copy.
     * The memory is released with the first bytes of a streamed response, by
-      `handed_off`, or at the end.
+      `handed_off` or `RequestScope.release_body`, or at the end.
     * A client that leaves ends its request, as under `LifecycleMiddleware`.
 
     Three lanes divide the bytes: a sixteenth is for small requests without media, three
@@ -113,6 +113,10 @@ class Admission:
         app: The application to wrap.
         client: Returns the client of a request. Default: the network address, or the
             API key where there are several.
+        price: Returns what a request needs until hand-off, besides its body. Default:
+            what its media need.
+        answer: Returns status, headers and body of a refusal, given the scope and the
+            reason. Default: in the format of the API of the request.
         observer: Called with each grant and refusal of the three gates.
         environment: Instead of that of the process.
         **options: Attributes of `AdmissionSettings`.
@@ -127,6 +131,8 @@ class Admission:
         app: App,
         *,
         client: Callable[[Scope], bytes] | None = None,
+        price: Callable[[Scope, bytes], MemoryEstimate] | None = None,
+        answer: Callable[[Scope, Refusal | Unauthorised], Response] | None = None,
         observer: Observer | None = None,
         environment: Mapping[str, str] | None = None,
         **options: Any,
@@ -147,7 +153,9 @@ class Admission:
         profile = media_profile(settings.profile)
         if settings.tensor_pixels is not None:
             profile = replace(profile, tensor_pixels=settings.tensor_pixels)
-        self._media = BodyEstimator(profile)
+        self._price = price or BodyEstimator(profile).estimate
+        self._answer = answer or _answer
+        self._reading: set[BodyReader] = set()
         self._correction = Correction(floor=_FLOOR, ceiling=_CEILING)
         shares = [settings.bytes * share // 16 or 1 for share in _SHARES]
         lane = partial(
@@ -188,6 +196,22 @@ class Admission:
         if self._slots is not None:
             found["slots"] = self._slots.statistics()
         return found
+
+    @property
+    def gates(self) -> tuple[Gate, ...]:
+        """The gates of all lanes, for metrics and for a live view."""
+        lanes = (self._small, self._bodies, self._requests, self._slots)
+        return tuple(lane.gate for lane in lanes if lane is not None)
+
+    def close(self) -> None:
+        """Refuse what waits or arrives, and bodies that are incomplete. Idempotent.
+
+        For a server that shuts down. Requests that the application works on go on.
+        """
+        for gate in self.gates:
+            gate.close()
+        for reader in self._reading:
+            reader.stop()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Serve one connection.
@@ -241,7 +265,7 @@ class Admission:
         if isinstance(refusal, Unauthorised | BodyTooLarge | CostTooLarge):
             max_bytes = MAX_UNACCEPTABLE
         refusing = Refusing(scope, body, send)
-        await refusing.send(protocol_response(scope, describe(refusal)))
+        await refusing.send(self._answer(scope, refusal))
         await refusing.linger(max_bytes=max_bytes)
 
     async def _admit(self, scope: Scope, request: AdmittedRequest) -> None:
@@ -254,24 +278,29 @@ class Admission:
         small = declared is not None and declared <= self._max_small_body
         arrival = self._small if small else self._bodies
         size = self._first_charge if declared is None else declared
-        request.lease = await arrival.admit(_BODY_COPIES * size, client)
-        body = await self._read(request, arrival.grow, declared)
+        state = request_of(scope)
+        with state.phase("queue"):
+            request.lease = await arrival.admit(_BODY_COPIES * size, client)
+        with state.phase("read"):
+            body = await self._read(request, arrival.grow, declared)
         deadline = anyio.current_time() + client_timeout(scope)
-        request.estimate = self._media.estimate(scope, body)
+        request.estimate = self._price(scope, body)
         has_media = request.estimate.total > 0
         lane = self._small
         if has_media or len(body) > self._max_small_body:
             lane = self._requests
         if lane is not arrival:
             needed = self._needed(len(body), request.estimate)
-            lease = await lane.admit(
-                needed, client, slots=int(has_media), deadline=deadline
-            )
+            with state.phase("queue"):
+                lease = await lane.admit(
+                    needed, client, slots=int(has_media), deadline=deadline
+                )
             request.release()
             request.lease = lease
         if self._slots is not None:
-            request.slot = await self._slots.admit(0, client, deadline=deadline)
-        request.body = body
+            with state.phase("queue"):
+                request.slot = await self._slots.admit(0, client, deadline=deadline)
+        request.body, state.body = body, request
 
     async def _read(
         self,
@@ -290,7 +319,11 @@ class Admission:
             timeout=self._settings.body_timeout,
             slow_after=self._settings.slow_after,
         )
-        return await reader.read()
+        self._reading.add(reader)
+        try:
+            return await reader.read()
+        finally:
+            self._reading.discard(reader)
 
     def _needed(self, length: int, estimate: MemoryEstimate) -> int:
         """Return the bytes to admit for a body of *length* and its media.
@@ -373,6 +406,10 @@ class AdmittedRequest:
         slot, self.slot = self.slot, None
         if slot is not None:
             slot.release()
+
+
+def _answer(scope: Scope, refusal: Refusal | Unauthorised) -> Response:
+    return protocol_response(scope, describe(refusal))
 
 
 def client_timeout(scope: Scope) -> float:

@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 import anyio
 
-from lifecycle import GateFull, Lease
+from lifecycle import GateClosed, GateFull, Lease
 from lifecycle_asgi._types import Message, Receive, Scope
 from lifecycle_asgi.request import FRAMING, declared_length
 
@@ -129,7 +129,9 @@ class BodyReader:
         "_receive",
         "_slow_at",
         "_slow_charge",
+        "_stopped",
         "_timeout",
+        "_waiting",
     )
 
     def __init__(
@@ -157,6 +159,13 @@ class BodyReader:
         now = anyio.current_time()
         self._deadline = now + timeout
         self._slow_at = math.inf if self._metered else now + slow_after
+        self._stopped = False
+        self._waiting = anyio.CancelScope()
+
+    def stop(self) -> None:
+        """Read no further; `read` raises `GateClosed`. Idempotent."""
+        self._stopped = True
+        self._waiting.cancel()
 
     async def read(self) -> bytes:
         """Return the whole body.
@@ -165,6 +174,7 @@ class BodyReader:
             BodyTooLarge: It is larger than the limit.
             BodyTooSlow: It took too long.
             GateFull: It has no declared length, or is slow, and the bytes are taken.
+            GateClosed: `stop` was called.
             ClientLeft: The client disconnected.
 
         Cancellation:
@@ -188,11 +198,13 @@ class BodyReader:
     async def _next(self) -> tuple[bytes, bool]:
         while True:
             wake_at = min(self._deadline, self._slow_at)
-            with anyio.CancelScope(deadline=wake_at):
+            with anyio.CancelScope(deadline=wake_at) as self._waiting:
                 message = await self._receive()
                 if message["type"] == "http.disconnect":
                     raise ClientLeft
                 return message.get("body", b""), message.get("more_body", False)
+            if self._stopped:
+                raise GateClosed("the server reads no more bodies; ask another one")
             if wake_at >= self._deadline:
                 raise BodyTooSlow(self._timeout)
             self._release_rest()

@@ -70,7 +70,7 @@ class Closable(Protocol):
 
 
 class AdmittedBody(Protocol):
-    """The lease of a request's body, held by a `BodyLimit` with a gate."""
+    """What a request's body was admitted with, by `Admission` or `BodyLimit`."""
 
     def release(self) -> None:
         """Release the lease."""
@@ -90,7 +90,7 @@ class RequestScope:
     none of its ``finally`` blocks.
 
     Attributes:
-        body: Lease of the request's body, if a `BodyLimit` holds one.
+        body: What the request's body was admitted with, if it still holds that.
     """
 
     __slots__ = (

@@ -294,9 +294,10 @@ class HttpConfig(_Section):
     )
     body_bytes: int = _setting(64 * 2**20, Size(1), "Maximum size of a request body.")
     body_timeout: float = _setting(
-        30.0,
-        Seconds(),
-        "Time limit for a request body while other requests wait for memory.",
+        60.0,
+        Timeout(),
+        "Time limit for a request body. After two seconds it is charged with what has "
+        "arrived, so that it keeps no others out.",
     )
     half_closed: bool = _setting(
         False,

@@ -83,7 +83,6 @@ def _make_app(config: ServerConfig) -> Starlette:
         _processor_of(folder, empty),
         gate=gate(slots=config.admission.media_slots, bytes=capacity, name="payloads"),
         in_flight=gate(slots=config.admission.slots or None, name="in_flight"),
-        bodies=gate(bytes=8 * config.http.body_bytes, name="bodies"),
         observer=observer,
         metrics=metrics,
         log=combine_observers(
@@ -257,6 +256,8 @@ def _app_settings(config: ServerConfig, folder: Path | None) -> AppSettings:
         model=model_name(config.model),
         body_bytes=config.http.body_bytes,
         body_timeout=config.http.body_timeout,
+        max_waiting=config.admission.max_waiting,
+        max_wait=config.admission.max_wait,
         defaults=_defaults_of(folder, config.model),
         deadlines=Deadlines(
             start=engine.start_timeout,

@@ -165,8 +165,8 @@ def _left(status: dict[str, Any]) -> dict[str, Any]:
     }
     found["unaccounted"] = sessions["opened"] - sum(sessions["outcomes"].values())
     found["engine sessions"] = engine["live"]
-    for name in ("bodies", "in_flight", "payloads"):
-        gate = status[name]
+    gates = {name: status[name] for name in ("in_flight", "payloads")}
+    for name, gate in (gates | status["bodies"]).items():
         found[f"{name} not given back"] = gate["admitted"] - gate["released"]
         for what in ("bytes_in_use", "slots_in_use", "waiting", "lost"):
             found[f"{name} {what}"] = gate[what]

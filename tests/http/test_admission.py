@@ -164,7 +164,7 @@ async def test_says_no_in_each_api(path: str, why: str) -> None:
         running(in_flight=in_flight, settings=settings) as server,
     ):
         if why == "draining":
-            server.service.parser.close()
+            server.service.bodies.close()
             for gate in server.service.gates:
                 gate.close()
         held = in_flight.try_admit() if why == "full" else None

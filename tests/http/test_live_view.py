@@ -83,7 +83,7 @@ async def test_shows_requests_and_engine() -> None:
         assert event["engine"]["health"] in ("serving", "busy")
         assert event["engine"]["incarnation"] == 1
         names = {each["name"] for each in event["gates"]}
-        assert {"bodies", "in_flight", "payloads"} <= names
+        assert {"admission-bodies", "in_flight", "payloads"} <= names
         await stream.close()
         await server.quiet()
 

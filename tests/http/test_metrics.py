@@ -17,7 +17,7 @@ pytest.importorskip("prometheus_client")
 from http_kit import answer_to, encoded, make_engine, running, user
 from prometheus_client.parser import text_string_to_metric_families
 
-from lifecycle import Gate
+from lifecycle_engine import AppSettings
 from lifecycle_metrics import Metrics
 
 pytestmark = pytest.mark.asyncio
@@ -186,11 +186,12 @@ async def test_says_where_metrics_are_missing() -> None:
 
 async def test_bounds_all_bodies_together_until_hand_off() -> None:
     """A body that finds no room is 503; one that was handed over makes room (fault-16)."""
-    bodies = Gate(bytes=10_000, max_waiting=0, name="bodies")
+    settings = AppSettings(model="sim", max_waiting=0)
     question = {"model": "sim", "messages": user("x" * 6000), "max_tokens": 4}
     body = json.dumps(question).encode()
-    async with asyncio.timeout(120), running(bodies=bodies) as server:
-        with bodies.try_admit(bytes=6000):
+    async with asyncio.timeout(120), running(settings=settings) as server:
+        bodies = server.service.bodies.gates[0]
+        with bodies.try_admit(bytes=bodies.statistics().bytes or 0):
             status, headers, document = await answer_to(server.port, body)
         assert status == 503
         assert document["error"]["code"] == "server_overloaded"

@@ -466,10 +466,10 @@ async def test_gives_their_bytes_back_at_hand_off(site: Site) -> None:
         async with aiohttp.ClientSession() as http, http.post(url, json=body) as told:
             await told.content.readany()
             assert server.service.sessions.live()
-            names = [gate.name for gate in server.service.gates]
-            assert names == ["bodies", "in_flight", "fetched", "payloads"]
-            held = [gate.statistics().bytes_in_use for gate in server.service.gates]
-            assert held[0] == held[2] == 0
+            gates = {each.name: each.statistics() for each in server.service.gates}
+            del gates["payloads"]  # until the engine has read them
+            assert "fetched" in gates
+            assert not any(each.bytes_in_use for each in gates.values())
         await server.quiet()
 
 

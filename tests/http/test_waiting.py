@@ -33,10 +33,11 @@ from lifecycle_zmq import ZmqEngine
 
 config = serve.uvicorn.Config
 serve.uvicorn.Config = lambda *args, **named: config(*args, loop=sys.argv[1], **named)
-bodies, gate = Gate(bytes=2**28, name="bodies"), Gate(bytes=2**28, name="payloads")
-held = {"bodies": bodies, "payloads": gate}[sys.argv[2]].try_admit(bytes=2**28)
+gate = Gate(bytes=2**28, name="payloads")
 work = [sys.executable, "-m", "lifecycle_engine.worker", "--runner", "sim"]
-app = create_app(ZmqEngine(work), SimProcessor(), gate=gate, bodies=bodies)
+app = create_app(ZmqEngine(work), SimProcessor(), gate=gate)
+full = next(g for g in app.state.service.gates if g.name == sys.argv[2])
+held = full.try_admit(bytes=full.statistics().bytes)
 serve.run(app, host="127.0.0.1", port=0, announce=lambda at: print(at, flush=True))
 """
 
@@ -90,10 +91,16 @@ async def cost(loop: str, gate: str, body: bytes) -> float:
     return each
 
 
+def gate_of_bodies(server: Any) -> Gate:
+    """The gate of bodies that arrive."""
+    gates: tuple[Gate, ...] = server.service.gates
+    return next(gate for gate in gates if gate.name == "admission-bodies")
+
+
 @pytest.mark.parametrize("loop", ["asyncio", "uvloop"])
 async def test_waits_with_little_of_each_body(loop: str) -> None:
     """Of a body that waits for admission only a few KiB are read."""
-    assert await cost(loop, "bodies", b" " * _LENGTH) < 100 * 1024
+    assert await cost(loop, "admission-bodies", b" " * _LENGTH) < 100 * 1024
 
 
 @pytest.mark.parametrize("loop", ["asyncio", "uvloop"])
@@ -109,12 +116,10 @@ async def test_waits_with_one_copy_of_each_picture(loop: str) -> None:
 
 async def test_reads_whole_body_once_it_is_let_in() -> None:
     """What was left in the socket meanwhile comes when there is room for it."""
-    bodies = Gate(bytes=2 * _LENGTH, name="bodies")
     settings = AppSettings(model="sim", text_chars=2 * _LENGTH)
-    async with running(
-        engine=make_engine(), bodies=bodies, settings=settings
-    ) as server:
-        held = bodies.try_admit(bytes=2 * _LENGTH)
+    async with running(engine=make_engine(), settings=settings) as server:
+        bodies = gate_of_bodies(server)
+        held = bodies.try_admit(bytes=bodies.statistics().bytes or 0)
         document = {"model": "sim", "max_tokens": 1, "messages": user("a")}
         body = json.dumps(document).encode().ljust(_LENGTH)
         reader, writer = await asyncio.open_connection("127.0.0.1", server.port)
@@ -157,9 +162,9 @@ async def test_takes_little_behind_a_large_body() -> None:
 
 async def test_detects_a_disconnect_while_a_short_body_waits() -> None:
     """A body that came whole is no reason to be deaf while it waits for room."""
-    bodies = Gate(bytes=_LENGTH, name="bodies")
-    async with running(engine=make_engine(), bodies=bodies) as server:
-        with bodies.try_admit(bytes=_LENGTH):
+    async with running(engine=make_engine()) as server:
+        bodies = gate_of_bodies(server)
+        with bodies.try_admit(bytes=bodies.statistics().bytes or 0):
             _, writer = await asyncio.open_connection("127.0.0.1", server.port)
             writer.write(_HEAD % 12_000 + b" " * 12_000)
             await server.until(lambda: bodies.statistics().waiting)

@@ -1,4 +1,4 @@
-"""Request bodies: read within limits, and parsed without keeping a copy."""
+"""Request bodies, parsed without keeping a copy."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import Any
 import anyio
 import anyio.to_thread
 
-from lifecycle import GateClosed, Payload
+from lifecycle import Payload
 from lifecycle_asgi import ClientIdentity, find_media
 from lifecycle_asgi.refusals import ApiError
 from lifecycle_engine.api.chat_request import (
@@ -40,113 +40,10 @@ from lifecycle_engine.processing.processor import Chat, ChatDefaults, Message
 ID_PATTERN = "[A-Za-z0-9._-]{1,128}"
 _ID = re.compile(ID_PATTERN.encode())
 
-# Bytes of a body that must arrive, on average, within the idle time.
-_MIN_RATE = 65536
-# Seconds between checks for other waiting requests.
-_CHECK_INTERVAL = 0.5
-# Seconds that a body always gets: bytes sent with the head are here but not yet read.
-_MIN_TIMEOUT = 0.05
 # Shorter bodies are parsed on the event loop: a thread costs more.
 _INLINE_BYTES = 4096
 
 ParseBody = Callable[[bytes], ChatRequest]
-
-
-class ClientDisconnected(Exception):
-    """The client disconnected while its request was being read."""
-
-
-class BodyReader:
-    """Reads request bodies within time limits.
-
-    A body is admitted with its full size when it begins, and keeps other requests out
-    while it arrives. So it must arrive at a minimum rate, and while other requests wait
-    for memory, it must be complete within *timeout* seconds.
-
-    Args:
-        idle: Seconds without progress, or for 64 KiB.
-        timeout: Seconds for a whole body while other requests wait.
-        contended: Whether other requests wait.
-    """
-
-    def __init__(
-        self,
-        *,
-        idle: float = 10.0,
-        timeout: float = 30.0,
-        contended: Callable[[], bool] = lambda: False,
-    ) -> None:
-        self._idle = idle
-        self._timeout = timeout
-        self._contended = contended
-        self._closed = False
-        self._reading: set[anyio.CancelScope] = set()
-
-    def close(self) -> None:
-        """Stop reading: requests whose bodies are incomplete are refused."""
-        self._closed = True
-        for scope in self._reading:
-            scope.cancel()
-
-    async def read(self, receive: Any) -> list[bytes]:
-        """Read one body and return its chunks.
-
-        Raises:
-            ApiError: 408.
-            ClientDisconnected: The client disconnected.
-            GateClosed: `close` was called.
-
-        Cancellation:
-            At any time.
-        """
-        chunks: list[bytes] = []
-        began = anyio.current_time()
-        last = began + self._idle
-        while True:
-            until = min(last, anyio.current_time() + self._idle)
-            contended_until = began + max(self._timeout, _MIN_TIMEOUT)
-            message = await self._message(receive, until, contended_until)
-            if message["type"] == "http.disconnect":
-                raise ClientDisconnected
-            chunks.append(message.get("body", b""))
-            last += self._idle * len(chunks[-1]) / _MIN_RATE
-            if not message.get("more_body", False):
-                return chunks
-
-    async def _message(self, receive: Any, until: float, contended_until: float) -> Any:
-        while True:
-            now = anyio.current_time()
-            late = now >= contended_until
-            if late and self._contended():
-                problem = (
-                    f"The body took over {self._timeout:g} s while other requests "
-                    f"wait for memory; send it faster, or later"
-                )
-                raise ApiError(408, problem, code="body_timeout")
-            check = now + _CHECK_INTERVAL if late else contended_until
-            message = await self._receive(receive, min(until, check))
-            if message is not None:
-                return message
-            if self._closed:
-                raise GateClosed(
-                    "the server is shutting down; send the request to another one"
-                )
-            if anyio.current_time() >= until:
-                problem = f"64 KiB of the body took over {self._idle:g} s"
-                message = f"{problem}; send it faster"
-                raise ApiError(408, message, code="body_timeout")
-
-    async def _receive(self, receive: Any, until: float) -> Any:
-        """The next message; ``None`` if none arrived until then."""
-        with anyio.CancelScope(deadline=until) as scope:
-            if self._closed:
-                scope.cancel()
-            self._reading.add(scope)
-            try:
-                return await receive()
-            finally:
-                self._reading.discard(scope)
-        return None
 
 
 @dataclass(frozen=True, slots=True)
@@ -207,7 +104,7 @@ class ParsedRequest:
 
 
 class RequestParser:
-    """Reads request bodies and turns them into `ParsedRequest` objects.
+    """Turns request bodies into `ParsedRequest` objects.
 
     Args:
         model: Name of the served model.
@@ -215,7 +112,6 @@ class RequestParser:
         defaults: Values for options that a request does not set.
         limiter: Limits the threads, and so the copies, that parse concurrently.
         text_chars: Maximum number of characters in all messages of a request.
-        bodies: Reads the bodies.
         remote_images: Whether images may be given by https URL.
     """
 
@@ -227,50 +123,41 @@ class RequestParser:
         defaults: ChatDefaults,
         limiter: anyio.CapacityLimiter,
         text_chars: int = 2**20,
-        bodies: BodyReader | None = None,
         remote_images: bool = False,
     ) -> None:
         self._model = model
         self._remote_images = remote_images
         self._text_chars = text_chars
-        self._bodies = bodies or BodyReader()
         self._limits = limits
         self._defaults = defaults
         self._limiter = limiter
         self._identity = ClientIdentity()
 
-    def close(self) -> None:
-        """Stop reading: requests whose bodies are incomplete are refused."""
-        self._bodies.close()
-
     async def read(
         self, receive: Any, parse: ParseBody = parse_request, client: bytes = b""
     ) -> ParsedRequest:
-        """Read and parse one request body.
+        """Parse one request body, which `lifecycle_asgi.Admission` has read.
 
         Args:
-            receive: The ASGI ``receive``.
+            receive: The ASGI ``receive``; returns the whole body at once.
             parse: Validates the body in the format of its API.
             client: Identity of the client.
 
         Raises:
-            ApiError: 400, 404, 408 or 413.
-            ClientDisconnected: The client disconnected.
-            GateClosed: `close` was called.
+            ApiError: 400, 404 or 413.
 
         Cancellation:
             At any time; waits for a thread that parses.
         """
-        chunks = await self._bodies.read(receive)
-        size = sum(map(len, chunks))
-        if size <= _INLINE_BYTES:
-            return self.parse(b"".join(chunks), parse, client)
-        box = Payload(chunks, nbytes=size)
-        del chunks
+        body = (await receive()).get("body", b"")
+        if len(body) <= _INLINE_BYTES:
+            return self.parse(body, parse, client)
+        box = Payload(body, nbytes=len(body))
+        del body
 
         def run() -> ParsedRequest | ApiError:
             try:
-                return self.parse(b"".join(box.take()), parse, client)
+                return self.parse(box.take(), parse, client)
             except ApiError as error:
                 # A traceback holds the body's frames, and a worker thread refers to
                 # what it raised until it runs again.

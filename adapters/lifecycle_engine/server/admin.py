@@ -239,7 +239,7 @@ async def snapshot(service: Service) -> dict[str, Any]:
         phases[session.phase] = phases.get(session.phase, 0) + 1
     return {
         "ready": service.ready,
-        "bodies": asdict(service.bodies.statistics()),
+        "bodies": {k: asdict(v) for k, v in service.bodies.statistics().items()},
         "payloads": asdict(service.payloads.statistics()),
         "in_flight": asdict(service.in_flight.statistics()),
         "sessions": {**asdict(service.sessions.statistics()), "phases": phases},

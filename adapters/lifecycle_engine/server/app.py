@@ -19,12 +19,10 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
-from lifecycle import Gate, Refused, SessionRegistry
+from lifecycle import Gate, SessionRegistry
 from lifecycle.events import Observer, combine_observers, guarded
 from lifecycle_asgi import (
-    BodyLimit,
-    BodyTooLarge,
-    BodyTooSlow,
+    Admission,
     ClientLimit,
     LifecycleMiddleware,
     client_address,
@@ -32,14 +30,15 @@ from lifecycle_asgi import (
 )
 from lifecycle_asgi.events import LiveRequests, log_failures
 from lifecycle_asgi.live_view import LivePages
-from lifecycle_asgi.refusals import ApiError
+from lifecycle_asgi.media_memory import MemoryEstimate
+from lifecycle_asgi.refusals import ApiError, Refusal, Unauthorised, describe
 from lifecycle_engine.api.anthropic_messages import ANTHROPIC
 from lifecycle_engine.api.base import ApiFormat, dump
 from lifecycle_engine.api.generate import PLAIN
 from lifecycle_engine.api.openai_chat import OPENAI
 from lifecycle_engine.api.openai_responses import RESPONSES
-from lifecycle_engine.api.request_body import BodyReader, RequestParser, request_id
-from lifecycle_engine.errors import INTERNAL, to_api_error
+from lifecycle_engine.api.request_body import RequestParser, request_id
+from lifecycle_engine.errors import INTERNAL
 from lifecycle_engine.events import EngineMeter
 from lifecycle_engine.multimodal.limits import MediaLimits
 from lifecycle_engine.processing.processor import ChatDefaults, Processor
@@ -54,7 +53,7 @@ from lifecycle_engine.server.admission import (
     FairAcceptMiddleware,
     operation_of,
 )
-from lifecycle_engine.server.generate import GenerateEndpoint
+from lifecycle_engine.server.generate import GenerateEndpoint, HeadCheck
 from lifecycle_engine.server.remote_images import HttpsGet, RemoteImages
 from lifecycle_engine.server.service import Deadlines, Engine, Service
 
@@ -65,6 +64,9 @@ if TYPE_CHECKING:
 # Bytes read ahead per request still waiting for admission; bounds memory under a
 # connection flood.
 _READ_AHEAD = 8192
+# Memory for bodies, in bodies of the maximum size. Each is charged three times: as
+# bytes, as text and parsed. Two of them can arrive, and eight wait for hand-off.
+_BODIES = 32
 
 
 class EngineMonitor:
@@ -125,8 +127,9 @@ class AppSettings:
     Attributes:
         model: Model name for clients.
         body_bytes: Maximum size of a request body.
-        body_idle_timeout: Maximum seconds without progress of a body, and per 64 KiB.
-        body_timeout: Maximum seconds for a body while other requests wait for memory.
+        body_timeout: Maximum seconds for a request body.
+        max_waiting: Maximum number of bodies that wait in each lane.
+        max_wait: Maximum seconds that one waits.
         text_chars: Maximum text of one request.
         media: Limits on images.
         defaults: Sampling defaults of requests.
@@ -143,8 +146,9 @@ class AppSettings:
 
     model: str = "lifecycle"
     body_bytes: int = 64 * 2**20
-    body_idle_timeout: float = 10.0
-    body_timeout: float = 30.0
+    body_timeout: float = 60.0
+    max_waiting: int = 1024
+    max_wait: float = 60.0
     text_chars: int = 2**20
     media: MediaLimits = field(default_factory=MediaLimits)
     defaults: ChatDefaults = field(default_factory=ChatDefaults)
@@ -165,7 +169,6 @@ def create_app(
     *,
     gate: Gate,
     in_flight: Gate | None = None,
-    bodies: Gate | None = None,
     settings: AppSettings | None = None,
     observer: Observer | None = None,
     metrics: Metrics | None = None,
@@ -179,8 +182,6 @@ def create_app(
         gate: Gate over the bytes of payloads, until the engine has read them. Text
             requests do not pass it.
         in_flight: Gate over all requests, until they end. Default: no limit.
-        bodies: Gate over the bytes of bodies, until hand-off. Default: memory for
-            eight bodies of the maximum size.
         settings: All other settings.
         observer: Receives the events of requests, sessions, starts, payloads, drains
             and the engine, for example *metrics*.
@@ -191,19 +192,30 @@ def create_app(
         The application; ``app.state.service`` is its `Service`.
     """
     settings = settings or AppSettings()
+    endpoints: dict[str, GenerateEndpoint] = {}
+
+    async def generate(scope: Any, receive: Any, send: Any) -> None:
+        await endpoints[scope["path"]](scope, receive, send)
+
     service = _service(
         engine,
         processor,
         gate=gate,
         in_flight=in_flight or Gate(slots=None, name="in_flight"),
-        bodies=bodies or Gate(bytes=8 * settings.body_bytes, name="bodies"),
+        bodies=_bodies(generate, settings, observer),
         settings=settings,
         observer=observer,
     )
+    for path, api in _FORMATS.items():
+        endpoints[path] = GenerateEndpoint(service, api)
     monitor = EngineMonitor(service, observer, every=settings.measured_every)
     live = LiveRequests(service.gates, settings.client)
     app = Starlette(
-        routes=[*_routes(service, metrics), *_live_view(service, settings, live)],
+        routes=[
+            *_generating(service, settings),
+            *_routes(service, metrics),
+            *_live_view(service, settings, live),
+        ],
         lifespan=lambda _: _running(service, metrics, monitor),
         middleware=_middleware(service, settings, observer, log, live),
         exception_handlers={HTTPException: _http_error, Exception: _internal_error},
@@ -220,7 +232,7 @@ def _service(
     *,
     gate: Gate,
     in_flight: Gate,
-    bodies: Gate,
+    bodies: Admission,
     settings: AppSettings,
     observer: Observer | None,
 ) -> Service:
@@ -235,7 +247,6 @@ def _service(
             defaults=settings.defaults,
             limiter=anyio.CapacityLimiter(settings.threads),
             text_chars=settings.text_chars,
-            bodies=_reader(settings, bodies),
             remote_images=settings.fetch is not None,
         ),
         bodies=bodies,
@@ -278,12 +289,6 @@ def _middleware(
             live=live,
         ),
         *_per_client(settings, observer),
-        Middleware(
-            BodyLimit,
-            max_bytes=settings.body_bytes,
-            gate=service.bodies,
-            answer=_refusal,
-        ),
     ]
 
 
@@ -316,11 +321,21 @@ def _live_view(
     return [Route(path, pages) for path in sorted(pages.paths)]
 
 
-def _reader(settings: AppSettings, gate: Gate) -> BodyReader:
-    return BodyReader(
-        idle=settings.body_idle_timeout,
-        timeout=settings.body_timeout,
-        contended=lambda: gate.statistics().waiting > 0,
+def _bodies(app: Any, settings: AppSettings, observer: Observer | None) -> Admission:
+    """Return what reads the bodies of requests for *app*."""
+    return Admission(
+        app,
+        client=settings.client,
+        # What images need is admitted once they are known; see `GenerateEndpoint`.
+        price=lambda *_: MemoryEstimate(),
+        answer=_refusal,
+        observer=observer,
+        environment={},
+        bytes=_BODIES * settings.body_bytes,
+        max_body=settings.body_bytes,
+        body_timeout=settings.body_timeout,
+        max_waiting=settings.max_waiting,
+        max_wait=settings.max_wait,
     )
 
 
@@ -365,15 +380,18 @@ async def _running(
             yield
 
 
+def _generating(service: Service, settings: AppSettings) -> list[Route]:
+    check = partial(HeadCheck, service.bodies, service, body_bytes=settings.body_bytes)
+    return [
+        Route(path, check(api=api), methods=["POST"]) for path, api in _FORMATS.items()
+    ]
+
+
 def _routes(service: Service, metrics: Metrics | None) -> list[Route]:
     live, cancels = StatusEndpoints(service, metrics), CancelEndpoints(service)
     response, stored = "/v1/responses/{id}", ["GET", "DELETE"]
     cancel = "/_lifecycle/requests/{id}/cancel"
     return [
-        *(
-            Route(path, GenerateEndpoint(service, api), methods=["POST"])
-            for path, api in _FORMATS.items()
-        ),
         Route(f"{response}/cancel", cancels.response, methods=["POST"]),
         Route(response, cancels.stored, methods=stored),
         Route(cancel, cancels.request, methods=["POST"]),
@@ -401,10 +419,10 @@ def _format_of(path: str) -> ApiFormat:
 
 
 def _refusal(
-    scope: Any, refusal: BodyTooLarge | BodyTooSlow | Refused
+    scope: Any, refusal: Refusal | Unauthorised
 ) -> tuple[int, list[tuple[bytes, bytes]], bytes]:
-    """What `BodyLimit` answers, in the form of the API that was asked."""
-    response = _response(scope, to_api_error(refusal) or INTERNAL)
+    """What limits answer, in the form of the API that was asked."""
+    response = _response(scope, describe(refusal))
     return response.status_code, response.raw_headers, bytes(response.body)
 
 

@@ -14,6 +14,7 @@ import anyio.to_thread
 
 from lifecycle import Lease, Payload, Session, SessionEnded, Stream
 from lifecycle_asgi import RequestScope, request_of
+from lifecycle_asgi.request import declared_length
 from lifecycle_engine.api.base import (
     Answer,
     ApiFormat,
@@ -23,11 +24,7 @@ from lifecycle_engine.api.base import (
     Usage,
 )
 from lifecycle_engine.api.chat_request import Fields
-from lifecycle_engine.api.request_body import (
-    ClientDisconnected,
-    ParsedRequest,
-    request_id,
-)
+from lifecycle_engine.api.request_body import ParsedRequest, request_id
 from lifecycle_engine.errors import (
     INTERNAL,
     BadChat,
@@ -70,6 +67,62 @@ class _Call:
     usage: Usage = field(default_factory=Usage)
 
 
+class HeadCheck:
+    """Refuses a generating request by its head, if that is enough to know.
+
+    Args:
+        app: Called with all other requests.
+        service: The engine and the gates.
+        api: The API format.
+        body_bytes: Maximum size of a body. *app* refuses a larger one: waiting for a
+            less busy server would not help it.
+    """
+
+    def __init__(
+        self, app: Any, service: Service, api: ApiFormat, *, body_bytes: int
+    ) -> None:
+        self._app = app
+        self._service = service
+        self._api = api
+        self._body_bytes = body_bytes
+
+    async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
+        """Serve one request.
+
+        Cancellation:
+            Passes through.
+        """
+        admission, request = self._service.admission, request_of(scope)
+        writer = ResponseWriter(send, self._api)
+        try:
+            writer.request_id = request_id(scope)
+            refuse_compressed(scope)
+            if (declared_length(scope) or 0) <= self._body_bytes:
+                admission.refuse_when_full()
+            await self._refuse_when_engine_lost()
+        except Exception as error:  # noqa: BLE001 - uvicorn would log its text
+            problem = to_api_error(error) or INTERNAL
+            if problem.status == INTERNAL.status:
+                request.fail(error)
+        else:
+            admission.pending.add(request)
+            try:
+                await self._app(scope, receive, send)
+            finally:
+                admission.pending.discard(request)
+            return
+        # Outside of the handler: the client may read slowly.
+        await writer.error(problem)
+
+    async def _refuse_when_engine_lost(self) -> None:
+        """Refuse a request early if there is no engine and none is being started."""
+        if not self._service.started:
+            raise not_started()
+        if not self._service.engine.ready:
+            with anyio.move_on_after(0):
+                await self._service.engine.wait_ready()
+
+
 class GenerateEndpoint:
     """An endpoint that generates answers in one API format, as an ASGI application.
 
@@ -94,14 +147,9 @@ class GenerateEndpoint:
             request in the engine. Cancellation always propagates.
         """
         writer, request = ResponseWriter(send, self._api), request_of(scope)
-        admission = self._service.admission
         fields, client = Fields(), self._service.client(scope)
         try:
             writer.request_id = request_id(scope)
-            refuse_compressed(scope)
-            admission.refuse_when_full()
-            await self._refuse_when_engine_lost()
-            admission.pending.add(writer)
             with request.phase("read"):
                 parsed = await self._service.parser.read(
                     receive, self._api.parse, client
@@ -109,8 +157,6 @@ class GenerateEndpoint:
             fields = parsed.fields
             deadline = anyio.current_time() + client_timeout(scope)
             await self._serve(_Call(request, parsed, client, deadline), writer)
-        except ClientDisconnected:
-            return
         except Exception as error:  # noqa: BLE001 - uvicorn would log its text
             problem = to_api_error(error) or INTERNAL
             if isinstance(error, (BadChat, BadImage)):
@@ -120,19 +166,9 @@ class GenerateEndpoint:
                 request.fail(error)
         else:
             return
-        finally:
-            admission.pending.discard(writer)
         # Outside of the handler: the exception holds the frames it came through, and
         # the client may read slowly.
         await writer.error(problem)
-
-    async def _refuse_when_engine_lost(self) -> None:
-        """Refuse a request early if there is no engine and none is being started."""
-        if not self._service.started:
-            raise not_started()
-        if not self._service.engine.ready:
-            with anyio.move_on_after(0):
-                await self._service.engine.wait_ready()
 
     async def _serve(self, call: _Call, writer: ResponseWriter) -> None:
         service, request, parsed = self._service, call.request, call.parsed
@@ -140,7 +176,7 @@ class GenerateEndpoint:
             service.owners[session] = call.client
             request.attach(session)
             box = session.box(parsed.chat.take(), nbytes=parsed.chat.nbytes)
-            service.admission.pending.discard(writer)
+            service.admission.pending.discard(request)
             try:
                 with request.phase("queue"):
                     lease = await service.admission.admit_request(

@@ -12,6 +12,7 @@ from weakref import WeakKeyDictionary
 import anyio
 
 from lifecycle import EngineLost, Gate, Payload, Session, SessionRegistry
+from lifecycle_asgi import Admission as BodyAdmission
 from lifecycle_engine.api.request_body import RequestParser
 from lifecycle_engine.multimodal.size_estimate import Correction
 from lifecycle_engine.processing.processor import Processor
@@ -100,8 +101,8 @@ class Service:
         model: Model name for clients.
         engine: Runs the requests.
         processor: Turns chats into engine requests.
-        parser: Reads and validates request bodies.
-        bodies: Gate over the bytes of request bodies, until hand-off.
+        parser: Validates request bodies.
+        bodies: Reads request bodies, and admits them until hand-off.
         payloads: Gate over the bytes of payloads, until the engine has read them.
         in_flight: Gate over requests, until they end.
         threads: Limits concurrent preprocessing.
@@ -122,7 +123,7 @@ class Service:
     engine: Engine
     processor: Processor
     parser: RequestParser
-    bodies: Gate
+    bodies: BodyAdmission
     payloads: Gate
     in_flight: Gate
     threads: anyio.CapacityLimiter
@@ -165,7 +166,7 @@ class Service:
     def gates(self) -> tuple[Gate, ...]:
         """All gates, in the order in which a request passes them."""
         fetched = (self.remote.gate,) if self.remote is not None else ()
-        return self.bodies, self.in_flight, *fetched, self.payloads
+        return *self.bodies.gates, self.in_flight, *fetched, self.payloads
 
     @property
     def ready(self) -> bool:

@@ -8,11 +8,11 @@ engine is lost; on asyncio and trio.
 # A map of the package; arrows point to what a module imports.
 #
 #   _decorators                                      managed, scrub
+#     -> _managed_stream, _signatures                their streams, their types
+#   _sessions -> _session -> _start                  sessions, supervised starts
 #     -> _gate -> _queues, _lock                     admission control
-#     -> _sessions -> _session -> _start             sessions, supervised starts
-#   _managed_stream -> _stream, _payload             streams of decorated functions
-#     -> _thread_iterator                            blocking generators in threads
-#   _signatures -> _stream                           types of decorated functions
+#     -> _stream, _payload                           deadlines, payloads in boxes
+#   _thread_iterator                                 blocking generators in threads
 #   _eventloop, _exceptions, _validation, events     the floor
 #   debug, lowlevel, testing                         imported on demand
 

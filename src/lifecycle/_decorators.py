@@ -2,21 +2,27 @@
 
 from __future__ import annotations
 
+import functools
+import inspect
 from collections.abc import AsyncIterator, Callable, Iterator
 from typing import Any, ParamSpec, Protocol, TypeVar, overload
 
 from ._gate import Gate, Lease
-from ._managed_stream import Scrubbed, boxing, decorator, name_of, wrapped
+from ._managed_stream import (
+    Call,
+    ManagedStream,
+    Options,
+    Scrubbed,
+    boxing,
+    name_of,
+    wrapped,
+)
 from ._session import Session
 from ._sessions import SessionRegistry
-from ._signatures import (
-    Decorator,
-    GivingBothDecorator,
-    GivingDecorator,
-    KeepingDecorator,
-)
+from ._signatures import Decorator, GivingBothDecorator, GivingDecorator
+from ._stream import Stream
 from ._thread_iterator import ThreadIterator, asynchronous, is_generator_function
-from ._validation import UNSTATED, check
+from ._validation import UNSTATED, check, check_amount, check_cost, check_type
 
 T = TypeVar("T")
 P = ParamSpec("P")
@@ -85,13 +91,6 @@ def scrub(*names: str) -> Any:
     return decorate
 
 
-@overload
-def managed(
-    *,
-    gate: None = None,
-    sessions: None = None,
-    key: None = None,
-) -> KeepingDecorator: ...
 @overload
 def managed(
     *,
@@ -164,12 +163,53 @@ def managed(
 
     Raises:
         TypeError: The function neither is an async generator function nor a
-            coroutine function, or lacks a parameter to scrub; *sessions* comes without
-            *key*, or *cost* without *gate*; or an argument is of another kind.
+            coroutine function, or lacks a parameter to scrub; there is nothing to do,
+            *sessions* comes without *key*, or *cost* or *slots* without *gate*; or an
+            argument is of another kind.
         ValueError: *cost* or *slots* is negative or not a whole number.
     """
-    check(_bare is None, "managed needs parentheses, as in @managed()", _bare)
+    check(_bare is None, "managed needs options, as in @managed(gate=gate)", _bare)
     names = (scrub,) if isinstance(scrub, str) else tuple(scrub)
-    return decorator(
+    how = Options(
         gate=gate, cost=cost, slots=slots, sessions=sessions, key=key, scrub=names
     )
+    _check_options(how)
+    return functools.partial(_manage, how)
+
+
+def _check_options(how: Options) -> None:
+    gate, sessions, key, cost = how.gate, how.sessions, how.key, how.cost
+    check_type(Gate | None, "managed takes a Gate", gate)
+    check_type(SessionRegistry | None, "managed takes a SessionRegistry", sessions)
+    if (sessions is None) != (key is None):
+        raise TypeError("sessions and key go together")
+    check(callable(key) or key is None, "key must be a function of arguments", key)
+    for name, function in (("cost", cost), ("key", key)):
+        if inspect.iscoroutinefunction(function):
+            raise TypeError(f"{name} is called, not awaited: make it a plain function")
+    if gate is None and (cost != 0 or how.slots != 1):
+        raise TypeError("cost and slots are asked of a gate; name one by gate=")
+    if gate is None and sessions is None and not how.scrub:
+        raise TypeError("managed has nothing to do; name gate=, sessions= or scrub=")
+    check_cost(how.slots, check_amount("cost", 1 if callable(cost) else cost))
+
+
+def _manage(how: Options, function: Callable[..., Any]) -> Callable[..., Stream[Any]]:
+    function = asynchronous(function)
+    streams = is_generator_function(function)
+    if not streams and not inspect.iscoroutinefunction(function):
+        what = f"{name_of(function)} is neither a generator function nor"
+        remedy = "a coroutine function that returns a stream; make it `async def`"
+        other = "or, if it returns a blocking iterator, decorate it with @in_thread"
+        raise TypeError(f"{what} {remedy}, {other}")
+    givers = {"lease": how.gate, "session": how.sessions}
+    given = tuple(name for name, giver in givers.items() if giver is not None)
+    visible, bind = boxing(function, how.scrub, given)
+
+    def call(*args: Any, **kwargs: Any) -> Stream[Any]:
+        bound, held = bind(*args, **kwargs)
+        nbytes = how.cost(*args, **kwargs) if callable(how.cost) else how.cost
+        id_ = "" if how.key is None else how.key(*args, **kwargs)
+        return ManagedStream(Call(how, function, streams, bound, held, nbytes, id_))
+
+    return wrapped(function, call, visible)

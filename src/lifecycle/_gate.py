@@ -19,10 +19,8 @@ from . import _lock
 from ._eventloop import current_task, fallback_clock, new_waiter, wait_until
 from ._exceptions import AdmissionTimeout, CostTooLarge, GateClosed, GateFull, Refused
 from ._lock import ChangeLock
-from ._managed_stream import decorator
 from ._owner import owner
 from ._queues import DONE, HELD, DrainRate, FairQueue, FifoQueue, Ticket
-from ._signatures import GivingDecorator
 from ._validation import (
     UNSTATED,
     NoCopy,
@@ -382,13 +380,6 @@ class Gate(NoCopy):
         """
         self.closed = True  # already, where the rest is deferred
         self._apply(self._close)
-
-    def admits(
-        self, cost: int | Callable[..., int] = UNSTATED, *, slots: int = 1
-    ) -> GivingDecorator[Lease]:
-        """Decorate a function that streams, as `lifecycle.managed` with this gate."""
-        given: GivingDecorator[Lease] = decorator(gate=self, cost=cost, slots=slots)
-        return given
 
     def statistics(self) -> GateStatistics:
         """Return the gate as it is now. Any thread.

@@ -1,8 +1,4 @@
-"""Streams of decorated functions: payloads in boxes, admission, session and end.
-
-What `lifecycle.managed`, `lifecycle.scrub`, `Gate.admits` and `SessionRegistry.track`
-share. Gates and registries are known here by what is called on them.
-"""
+"""Streams of decorated functions: payloads in boxes, admission, session and end."""
 
 # ruff: noqa: SLF001 - what ends a managed stream and its session is not public
 from __future__ import annotations
@@ -15,16 +11,12 @@ from dataclasses import dataclass
 from typing import Any, Generic, TypeVar
 from weakref import ref
 
+from ._gate import Gate, Lease
 from ._payload import Payload, clear_traceback_frames
+from ._session import Session
+from ._sessions import SessionRegistry
 from ._stream import Stream
-from ._thread_iterator import (
-    Held,
-    ThreadIterator,
-    asynchronous,
-    give_up,
-    is_generator_function,
-)
-from ._validation import UNSTATED, check, check_amount, check_cost
+from ._thread_iterator import Held, ThreadIterator, give_up
 
 T = TypeVar("T")
 _First = Callable[[], Awaitable[T]]
@@ -34,57 +26,12 @@ _First = Callable[[], Awaitable[T]]
 class Options:
     """Options of a decorated function; see `lifecycle.managed`."""
 
-    gate: Any = None
-    cost: int | Callable[..., int] = UNSTATED
-    slots: int = 1
-    sessions: Any = None
-    key: Callable[..., str] | None = None
-    scrub: tuple[str, ...] = ()
-
-
-def decorator(**options: Any) -> Any:
-    """Return a decorator for functions that stream; see `lifecycle.managed`."""
-    how = Options(**options)
-    _check_options(how)
-    givers = {"lease": how.gate, "session": how.sessions}
-    given = tuple(name for name, giver in givers.items() if giver is not None)
-
-    def decorate(function: Callable[..., Any]) -> Callable[..., Any]:
-        function = asynchronous(function)
-        streams = is_generator_function(function)
-        if not streams and not inspect.iscoroutinefunction(function):
-            what = f"{name_of(function)} is neither a generator function nor"
-            remedy = "a coroutine function that returns a stream; make it `async def`"
-            other = "or, if it returns a blocking iterator, decorate it with @in_thread"
-            raise TypeError(f"{what} {remedy}, {other}")
-        visible, bind = boxing(function, how.scrub, given)
-
-        def call(*args: Any, **kwargs: Any) -> Stream[Any]:
-            bound, held = bind(*args, **kwargs)
-            nbytes = how.cost(*args, **kwargs) if callable(how.cost) else how.cost
-            id_ = "" if how.key is None else how.key(*args, **kwargs)
-            return _ManagedStream(
-                _Call(how, function, streams, bound, held, nbytes, id_)
-            )
-
-        return wrapped(function, call, visible)
-
-    return decorate
-
-
-def _check_options(how: Options) -> None:
-    gate, sessions, key, cost = how.gate, how.sessions, how.key, how.cost
-    is_gate, is_registry = hasattr(gate, "admit"), hasattr(sessions, "open")
-    check(is_gate or gate is None, "managed takes a Gate", gate)
-    check(is_registry or sessions is None, "managed takes a SessionRegistry", sessions)
-    if (sessions is None) != (key is None):
-        raise TypeError("sessions and key go together")
-    check(callable(key) or key is None, "key must be a function of arguments", key)
-    if inspect.iscoroutinefunction(cost) or inspect.isasyncgenfunction(cost):
-        raise TypeError("cost is a plain function; to decorate, write @gate.admits()")
-    if gate is None and (cost != 0 or how.slots != 1):
-        raise TypeError("cost and slots are asked of a gate; name one by gate=")
-    check_cost(how.slots, check_amount("cost", 1 if callable(cost) else cost))
+    gate: Gate | None
+    cost: int | Callable[..., int]
+    slots: int
+    sessions: SessionRegistry | None
+    key: Callable[..., str] | None
+    scrub: tuple[str, ...]
 
 
 def wrapped(function: Any, call: Any, visible: inspect.Signature) -> Callable[..., Any]:
@@ -229,7 +176,7 @@ async def _first_item(
 
 
 @dataclass(frozen=True, slots=True, repr=False)
-class _Call:
+class Call:
     """One call of a decorated function, whose first item has not been asked for."""
 
     how: Options
@@ -241,19 +188,19 @@ class _Call:
     id: str
 
 
-class _ManagedStream(Stream[T]):
+class ManagedStream(Stream[T]):
     """A stream that begins with admission and ends its session."""
 
-    _session: Any = None
+    _session: Session | None = None
 
-    def __init__(self, call: _Call) -> None:
+    def __init__(self, call: Call) -> None:
         # A weak reference, or the stream would refer to itself.
-        begin: Any = _ManagedStream.begin
+        begin: Any = ManagedStream.begin
         # The call is given up with the first item: its function may close over payload.
         me, calls = ref(self), [call]
         super().__init__(Scrubbed(None, call.held, lambda: begin(me(), calls.pop())))
 
-    async def begin(self, call: _Call) -> Any:
+    async def begin(self, call: Call) -> Any:
         """Open a session, admit a lease, run the function and return its first item."""
         how, bound, session, lease = call.how, call.bound, None, None
         if how.sessions is not None:
@@ -294,7 +241,9 @@ class _ManagedStream(Stream[T]):
         return self._session is not None
 
 
-def _hold_in_thread(source: ThreadIterator[Any], held: Held, lease: Any) -> None:
+def _hold_in_thread(
+    source: ThreadIterator[Any], held: Held, lease: Lease | None
+) -> None:
     """Let the thread of *source* give up what is *held*: it cannot be interrupted."""
     leave = [] if lease is None else [held.pop()]  # the block is this task's
     if lease is not None:

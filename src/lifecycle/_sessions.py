@@ -3,7 +3,7 @@
 # ruff: noqa: SLF001 - the registry ends what its sessions started
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Any, Self, final
@@ -21,10 +21,8 @@ from ._eventloop import (
     threadsafe_call,
 )
 from ._exceptions import GateClosed, SessionExists, SessionNotFound
-from ._managed_stream import decorator
 from ._owner import owner
 from ._session import RegistryState, Session, check_outcome
-from ._signatures import GivingDecorator
 from ._start import StartEnvironment
 from ._stream import DeadlineWatchdog
 from ._validation import NoCopy, check, check_amount, check_deadline
@@ -202,14 +200,6 @@ class SessionRegistry(NoCopy):
             ends_failed=self._state.ends_failed,
             outcomes=dict(self._state.outcomes),
         )
-
-    def track(self, key: Callable[..., str]) -> GivingDecorator[Session]:
-        """Decorate a function that streams: each stream is a session here.
-
-        Its id is what *key* returns for the call's arguments. See `managed`.
-        """
-        given: GivingDecorator[Session] = decorator(sessions=self, key=key)
-        return given
 
     async def cancel(self, id_: str) -> None:
         """End a session with ``"cancelled"`` and wait until its engine is quiet.

@@ -63,13 +63,6 @@ class StreamFunction(Protocol[P, T_co]):
     ) -> StreamFunction[Q, T]: ...
 
 
-class KeepingDecorator(Protocol):
-    """A `Decorator` that gives the function nothing."""
-
-    def __call__(self, function: Callable[P, Source[T]], /) -> StreamFunction[P, T]:
-        """Decorate *function*."""
-
-
 @final
 class _Any:
     """What no parameter is annotated with: one that takes it may take anything.

@@ -141,11 +141,12 @@ class TestManaged:
             yield size
 
         for cost in (7, lambda size: size):
-            [item] = [i async for i in gate.admits(cost, slots=2)(stream)(4)]
+            decorated = managed(gate=gate, cost=cost, slots=2)(stream)
+            [item] = [i async for i in decorated(4)]
             assert item == 4
         assert held == [(7, 2), (4, 2)]
         with pytest.raises(CostTooLarge):
-            await anext(gate.admits(lambda size: size)(stream)(11))
+            await anext(managed(gate=gate, cost=lambda size: size)(stream)(11))
         assert_quiescent(gate)
 
     async def test_gives_lease_and_session_to_parameters_of_these_names(self) -> None:
@@ -189,7 +190,7 @@ class TestManaged:
             with pytest.raises(TypeError, match="'image'"):
                 call("a")
 
-        @gate.admits(5)
+        @managed(gate=gate, cost=5)
         async def plain(session: str) -> AsyncGenerator[str, None]:
             yield session
 
@@ -219,16 +220,16 @@ class TestManaged:
         """A second stream of a full gate before the first item of one never hangs."""
         gate = Gate(slots=1)
 
-        @gate.admits()
+        @managed(gate=gate)
         async def inner() -> AsyncGenerator[int, None]:
             yield 1
 
-        @gate.admits()
+        @managed(gate=gate)
         async def generator() -> AsyncGenerator[int, None]:
             async for item in inner():
                 yield item
 
-        @gate.admits()
+        @managed(gate=gate)
         async def coroutine() -> AsyncIterator[int]:
             first = await anext(inner())
             return generator() if first else inner()
@@ -353,7 +354,7 @@ class TestManaged:
         """Cancelling the session ends the stream, with SessionEnded, not a group."""
         async with SessionRegistry() as sessions:
 
-            @sessions.track(lambda: "a")
+            @managed(sessions=sessions, key=lambda: "a")
             async def stream() -> AsyncGenerator[int, None]:
                 yield 1
                 await anyio.sleep_forever()
@@ -379,7 +380,7 @@ class TestManaged:
                 yield 1
                 await anyio.sleep_forever()
 
-            @sessions.track(lambda: "a")
+            @managed(sessions=sessions, key=lambda: "a")
             async def stream(session: Session) -> AsyncIterator[int]:
                 return session.stream(words(), idle=0.01)
 
@@ -393,7 +394,7 @@ class TestManaged:
         """Outside of async with, a stopped stream says so when it is asked again."""
         async with SessionRegistry() as sessions:
 
-            @sessions.track(lambda: "a")
+            @managed(sessions=sessions, key=lambda: "a")
             async def stream() -> AsyncGenerator[int, None]:
                 yield 1
                 yield 2
@@ -439,7 +440,7 @@ class TestManaged:
             def __aiter__(self) -> "Items":
                 return self
 
-        @managed()
+        @managed(gate=Gate(slots=1))
         async def stream() -> Any:
             return Items()
 
@@ -523,7 +524,7 @@ async def test_keeps_no_argument_that_its_function_lets_go(no_collector: None) -
     """Of what is in no box, either, there is no second holder."""
     gone: list[bool] = []
 
-    @managed()
+    @managed(gate=Gate(slots=1))
     async def look(tensor: Tensor) -> AsyncGenerator[int, None]:
         known = weakref.ref(tensor)
         del tensor
@@ -557,7 +558,7 @@ def test_refuses_what_it_cannot_decorate() -> None:
         yield 1
 
     with pytest.raises(TypeError, match="neither a generator"):
-        managed()(plain)  # type: ignore[arg-type]
+        managed(gate=Gate(slots=1))(plain)  # type: ignore[arg-type]
     with pytest.raises(TypeError, match="no parameter 'image'"):
         managed(scrub="image")(stream)
     with pytest.raises(TypeError, match="sessions and key go together"):

@@ -559,10 +559,11 @@ class TestDecorated:
     async def test_manages_what_in_thread_made(self, blocking: Blocking) -> None:
         """With a limiter of its own, a function is decorated twice."""
         limiter = anyio.CapacityLimiter(1)
-        look = managed()(in_thread(blocking.numbers, limiter=limiter))
+        decorate = managed(gate=Gate(slots=1))
+        look = decorate(in_thread(blocking.numbers, limiter=limiter))
         assert [item async for item in look()] == [0, 1, 2]
         with pytest.raises(TypeError, match="neither a generator function"):
-            managed()(look)
+            decorate(look)
 
     async def test_raises_where_giving_up_fails(self) -> None:
         """An error of a box's `on_release` ends the stream, and is raised."""

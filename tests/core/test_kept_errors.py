@@ -183,7 +183,7 @@ async def test_frees_what_end_refers_to_when_the_error_is_kept(
 
 
 def managed_by_closure(pixels: Pixels) -> Callable[..., Stream[int]]:
-    @managed()
+    @managed(gate=Gate(slots=1))
     async def answer() -> AsyncIterator[int]:
         await checkpoint()
         no(pixels)
@@ -193,7 +193,7 @@ def managed_by_closure(pixels: Pixels) -> Callable[..., Stream[int]]:
 
 
 def managed_by_default(pixels: Pixels) -> Callable[..., Stream[int]]:
-    @managed()
+    @managed(gate=Gate(slots=1))
     async def answer(pixels: Pixels = pixels) -> AsyncIterator[int]:
         no()
         return one()
@@ -202,7 +202,7 @@ def managed_by_default(pixels: Pixels) -> Callable[..., Stream[int]]:
 
 
 def managed_generator(pixels: Pixels) -> Callable[..., Stream[int]]:
-    @managed()
+    @managed(gate=Gate(slots=1))
     async def answer(pixels: Pixels = pixels) -> AsyncIterator[int]:
         await checkpoint()
         no(pixels)
@@ -212,7 +212,7 @@ def managed_generator(pixels: Pixels) -> Callable[..., Stream[int]]:
 
 
 def managed_that_returns_no_stream(pixels: Pixels) -> Callable[..., Any]:
-    @managed()
+    @managed(gate=Gate(slots=1))
     async def answer() -> Any:
         return type(pixels)
 

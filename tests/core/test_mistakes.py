@@ -153,7 +153,7 @@ async def test_names_function_that_does_not_stream() -> None:
     async def coroutine(picture: Any) -> None: ...
 
     with pytest.raises(TypeError, match=r"\.plain is neither .* make it `async def`"):
-        managed()(plain)  # type: ignore[type-var, arg-type]
+        managed(gate=Gate(slots=1))(plain)  # type: ignore[type-var, arg-type]
     with pytest.raises(TypeError, match=r"\.coroutine is not a generator .*@man"):
         scrub("picture")(coroutine)  # type: ignore[arg-type]
 
@@ -161,18 +161,11 @@ async def test_names_function_that_does_not_stream() -> None:
 async def test_names_function_that_returns_no_stream() -> None:
     """A ``return`` that was forgotten raises with the name of the function."""
 
-    @managed()
+    @managed(gate=Gate(slots=1))
     async def forgetful() -> Any: ...
 
     with pytest.raises(TypeError, match=r"\.forgetful returned NoneType; return the"):
         await anext(forgetful())
-
-
-def test_says_when_admits_lacks_its_parentheses() -> None:
-    """The function is not taken for the cost, which would be found out by a call."""
-    for function in (words, test_names_function_that_returns_no_stream):
-        with pytest.raises(TypeError, match=r"write @gate\.admits\(\)"):
-            Gate(slots=1).admits(function)  # type: ignore[arg-type]
 
 
 def test_refuses_one_path_to_keep_that_is_no_list() -> None:
@@ -327,10 +320,13 @@ async def slow_bytes(_: object) -> int:
         ({"gate": 5}, "managed takes a Gate, not int"),
         ({"sessions": 5, "key": bytes_of_call}, "takes a SessionRegistry, not int"),
         ({"sessions": SessionRegistry(), "key": "id"}, "key must be a function .*str"),
-        ({"gate": Gate(slots=None), "cost": slow_bytes}, "cost is a plain function"),
+        ({"gate": Gate(slots=None), "cost": slow_bytes}, "cost is called, not awaited"),
+        ({"sessions": SessionRegistry(), "key": slow_bytes}, "key is called, not aw"),
         ({"cost": bytes_of_call}, "asked of a gate; name one by gate="),
         ({"cost": 5}, "asked of a gate; name one by gate="),
         ({"slots": 2}, "asked of a gate; name one by gate="),
+        ({}, "nothing to do; name gate=, sessions= or scrub="),
+        ({"scrub": ()}, "nothing to do; name gate=, sessions= or scrub="),
     ],
 )
 def test_refuses_what_managed_cannot_use_where_it_is_written(
@@ -351,9 +347,9 @@ def test_refuses_cost_that_is_no_amount_where_it_is_written() -> None:
             managed(gate=Gate(slots=None), **odd)  # type: ignore[arg-type]
 
 
-def test_says_when_managed_lacks_its_parentheses() -> None:
+def test_says_when_managed_lacks_its_options() -> None:
     """The function is not taken for an argument too many."""
-    with pytest.raises(TypeError, match=r"parentheses, as in @managed\(\)"):
+    with pytest.raises(TypeError, match=r"options, as in @managed\(gate=gate\)"):
         managed(words)  # type: ignore[arg-type]
 
 

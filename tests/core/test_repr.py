@@ -207,7 +207,7 @@ def test_shows_no_secret_at_any_phase(backend: str) -> None:
             )
             seen |= world.classes
     made = {"Gate", "Lease", "Session", "SessionRegistry", "Payload", "InitDone"}
-    made |= {"WatchedStream", "_ManagedStream", "Scrubbed", "StartTask", "_Call"}
+    made |= {"WatchedStream", "ManagedStream", "Scrubbed", "StartTask", "Call"}
     made |= {"FairQueue", "FifoQueue", "GateFull", "Options", "RegistryState"}
     assert made <= seen
 

@@ -16,7 +16,6 @@ import lifecycle.lowlevel
 MODULES = (lifecycle, lifecycle.debug, lifecycle.events, lifecycle.lowlevel)
 # They are what the call is about, and read well without a name.
 POSITIONAL = {
-    "Gate.admits(cost)",
     "LoopWaiter(like)",
     "Session(cancelled_as)",
     "Session(lease)",
@@ -36,8 +35,6 @@ NUMBERS = {
     "Gate.admit(bytes)": 0,
     "Gate.admit(priority)": 0,
     "Gate.admit(slots)": 1,
-    "Gate.admits(cost)": 0,
-    "Gate.admits(slots)": 1,
     "Gate.try_admit(bytes)": 0,
     "Gate.try_admit(priority)": 0,
     "Gate.try_admit(slots)": 1,

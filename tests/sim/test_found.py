@@ -98,7 +98,7 @@ def test_forgets_the_arguments_of_a_managed_call_that_was_refused(run):
     """
     gate = Gate(bytes=10)
 
-    @gate.admits(cost=11)
+    @managed(gate=gate, cost=11)
     async def function(image: object) -> AsyncIterator[object]:
         yield image
 

@@ -520,7 +520,7 @@ class World:
                 yield item
                 assert not lease.held, "held after the first item"
 
-        admitted = gate.admits(lambda client, _image: client.plan.cost)
+        admitted = managed(gate=gate, cost=lambda client, _image: client.plan.cost)
         self.styles = {
             "two_phase": decorator(two_phase),
             "generator": decorator(generator),

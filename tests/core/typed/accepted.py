@@ -21,22 +21,17 @@ gate = Gate(slots=1)
 sessions = SessionRegistry()
 
 
-@managed()
-async def bare(name: str, size: int = 3) -> AsyncIterator[str]:
-    yield name
-
-
 @managed(gate=gate, cost=1)
 async def admitted(name: str, size: int) -> AsyncIterator[bytes]:
     yield b""
 
 
-@gate.admits(len)
+@managed(gate=gate, cost=len)
 async def leased(lease: Lease, name: str) -> AsyncIterator[str]:
     yield name
 
 
-@sessions.track(key=lambda name: name)
+@managed(sessions=sessions, key=lambda name: name)
 async def tracked(name: str, session: Session, size: int = 3) -> AsyncIterator[str]:
     yield name
 
@@ -89,8 +84,6 @@ class Model:
 
 
 async def calls() -> None:
-    assert_type(bare("x"), Stream[str])
-    assert_type(bare("x", size=4), Stream[str])
     assert_type(admitted("x", 4), Stream[bytes])
     assert_type(leased(name="x"), Stream[str])
     assert_type(tracked("x", 4), Stream[str])

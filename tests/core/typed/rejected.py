@@ -3,7 +3,6 @@
 from accepted import (
     Model,
     admitted,
-    bare,
     blocking,
     both,
     leased,
@@ -15,7 +14,6 @@ from accepted import (
 from lifecycle import Gate, in_thread, managed, scrub
 
 gate = Gate(slots=1)
-bare("x", 3, 4, zz=1)  # rejected
 admitted("x", 3, 4, zz=1)  # rejected
 leased("x", 3, 4, zz=1)  # rejected
 tracked("x", 3, 4, zz=1)  # rejected
@@ -25,7 +23,7 @@ limited("x", 3, 4, zz=1)  # rejected
 managed_blocking("x", 3, 4, zz=1)  # rejected
 Model().ask("x", 3, 4, zz=1)  # rejected
 admitted("x", "y")  # rejected
-bare()  # rejected
+tracked()  # rejected
 leased(3)  # rejected
 
 
@@ -40,4 +38,6 @@ async def coroutine(picture: object) -> int:
 
 
 in_thread(3)  # rejected
+managed()  # rejected
 managed(sessions=None, key=len)  # rejected
+managed(cost=len)  # rejected

@@ -1,13 +1,14 @@
-"""The test suites of web frameworks, with and without `LifecycleMiddleware`.
+"""The test suites of web frameworks, with and without our middlewares.
 
     python tests/lifecycle_asgi/suites.py              all of them
     python tests/lifecycle_asgi/suites.py starlette    one of them
     python tests/lifecycle_asgi/suites.py quart --source quart=PATH
 
-A test that passes without the middleware passes with it, or this fails. The source of
-a framework comes from PyPI, in the version that is installed; what its tests need and
-is not installed goes into `build/suites`. Without a network, a suite is reported as
-skipped, and the last line says so.
+A test that passes alone passes under `LifecycleMiddleware`, and where a suite says so
+under `Admission`, or is one of `EXCEPTIONS`, or this fails. The source of a framework comes from PyPI, in the
+version that is installed; what its tests need and is not installed goes into
+`build/suites`. Without a network, a suite is reported as skipped, and the last line
+says so.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ import sys
 import tarfile
 import tempfile
 from collections import Counter
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -31,7 +32,7 @@ BUILD = ROOT / "build" / "suites"
 SITE = BUILD / "site"
 PLUGIN = Path(__file__).resolve().parent
 PIP = (sys.executable, "-m", "pip", "--disable-pip-version-check", "--quiet")
-LIMIT_SECONDS = 3600
+MIDDLEWARE, ON_DEMAND, ADMISSION = "65536", "0", "admission"
 
 
 @dataclass(frozen=True)
@@ -42,18 +43,27 @@ class Suite:
         name: On PyPI.
         paths: Of the tests, in its source.
         options: Of pytest.
+        wraps: What it runs under.
+        limit: Seconds for one run, on a busy machine.
     """
 
     name: str
     paths: tuple[str, ...] = ("tests",)
     options: tuple[str, ...] = ("-p", "no:asyncio")
+    wraps: tuple[str, ...] = (MIDDLEWARE,)
+    limit: float = 900.0
 
 
 SUITES = (
-    Suite("starlette"),
+    Suite("starlette", wraps=(MIDDLEWARE, ADMISSION)),
     Suite(
         "fastapi",
         options=("-p", "no:asyncio", "--ignore=tests/test_tutorial/test_graphql"),
+    ),
+    Suite(
+        "sse-starlette",
+        options=("-o", "asyncio_mode=auto"),
+        wraps=(MIDDLEWARE, ADMISSION),
     ),
     Suite("quart", options=("-o", "asyncio_mode=auto")),
     Suite(
@@ -67,6 +77,23 @@ SUITES = (
         options=("-p", "no:asyncio", "-c", os.devnull, "-o", "python_files=test*.py"),
     ),
 )
+
+
+@dataclass(frozen=True)
+class Report:
+    """What one run of a suite wrote.
+
+    Attributes:
+        outcomes: By the id of a test.
+        calls: That went through the middleware, by the type of their scope.
+    """
+
+    outcomes: dict[str, str]
+    calls: dict[str, int]
+
+
+# By suite and middleware: tests that differ, and why they may.
+EXCEPTIONS: dict[tuple[str, str], dict[str, str]] = {}
 
 
 class Unavailable(Exception):
@@ -83,13 +110,14 @@ def fetch(suite: Suite) -> Path:
         version = importlib.metadata.version(suite.name)
     except importlib.metadata.PackageNotFoundError:
         raise Unavailable("not installed") from None
-    folder = BUILD / f"{suite.name}-{version}"
+    name = suite.name.replace("-", "_")  # as in the name of the archive
+    folder = BUILD / f"{name}-{version}"
     if not folder.is_dir():
         BUILD.mkdir(parents=True, exist_ok=True)
         options = ("--no-deps", "--no-binary", suite.name, "--dest", str(BUILD))
         pin = f"{suite.name}=={version}"
         done = run([*PIP, "download", *options, pin], timeout=300)
-        found = sorted(BUILD.glob(f"{suite.name}-{version}.tar.gz"))
+        found = sorted(BUILD.glob(f"{name}-{version}.tar.gz"))
         if done.returncode or not found:
             raise Unavailable("PyPI cannot be reached")
         with tarfile.open(found[0]) as archive:
@@ -120,7 +148,10 @@ def install() -> None:
     """
     ready = SITE / ".ready"
     pins = ROOT / "constraints" / "tested.txt"
-    if ready.exists() and ready.stat().st_mtime > pins.stat().st_mtime:
+    # What is installed there has a version, too.
+    sys.path.append(str(SITE))
+    newest = max(path.stat().st_mtime for path in (pins, ROOT / "pyproject.toml"))
+    if ready.exists() and ready.stat().st_mtime > newest:
         return
     options = ("--no-deps", "--upgrade", "--target", str(SITE))
     group = ("--constraint", str(pins), "--group", f"{ROOT}/pyproject.toml:suites")
@@ -128,14 +159,17 @@ def install() -> None:
         ready.touch()
 
 
-def outcomes(suite: Suite, folder: Path, wrap: str, *only: str) -> dict[str, str]:
+def outcomes(suite: Suite, folder: Path, wrap: str, *only: str) -> Report:
     """Run a suite, and return the outcome of each test by its id.
 
     Args:
         suite: What to run.
         folder: Its source.
-        wrap: Empty, or the `read_ahead` of the middleware.
+        wrap: Empty, ``admission``, or the `read_ahead` of the middleware.
         only: Run these tests only.
+
+    Raises:
+        Unavailable: Its tests do not start without us.
     """
     report = BUILD / f"{suite.name}-{wrap or 'without'}.json"
     report.unlink(missing_ok=True)
@@ -153,52 +187,76 @@ def outcomes(suite: Suite, folder: Path, wrap: str, *only: str) -> dict[str, str
     # Ids are the same for all tests and for some only with a root.
     command = [sys.executable, "-m", "pytest", *quiet, *plugins, *suite.options]
     command.append(f"--rootdir={where}")
-    done = run(
-        [*command, "--continue-on-collection-errors", *(only or suite.paths)],
-        timeout=LIMIT_SECONDS,
-        cwd=where,
-        env={**os.environ, **settings},
-    )
+    try:
+        done = run(
+            [*command, "--continue-on-collection-errors", *(only or suite.paths)],
+            timeout=suite.limit,
+            cwd=where,
+            env={**os.environ, **settings},
+        )
+    except subprocess.TimeoutExpired:
+        sys.exit(f"{suite.name} {wrap}: not done after {suite.limit:g} s")
     log = done.stdout[-1_000_000:] + done.stderr[-100_000:]
     report.with_suffix(".log").write_text(log)
     if not report.exists() and not wrap:
         raise Unavailable(f"its tests do not start; see {report.stem}.log")
     if not report.exists():
         sys.exit(f"{suite.name}: no report; see {report.with_suffix('.log')}\n{log}")
-    found: dict[str, str] = json.loads(report.read_text())
-    return found
+    found = json.loads(report.read_text())
+    if wrap and not found["calls"].get("http"):
+        sys.exit(f"{suite.name} {wrap}: no request went through the middleware")
+    return Report(**found)
 
 
 def compare(suite: Suite, folder: Path) -> tuple[str, bool]:
-    """Return a line of the table, and whether both runs agree."""
+    """Return lines of the table, and whether all runs agree."""
     # Each from a source of its own: some tests write where they are.
-    with tempfile.TemporaryDirectory(dir=BUILD) as copy, ThreadPoolExecutor() as pool:
-        other = shutil.copytree(folder, Path(copy, folder.name))
-        runs = [
-            pool.submit(outcomes, suite, *each)
-            for each in ((folder, ""), (other, "65536"))
-        ]
-        without = runs[0].result()
+    with tempfile.TemporaryDirectory(dir=BUILD) as copies, ThreadPoolExecutor(2) as two:
+
+        def start(wrap: str) -> Future[Report]:
+            copy = Path(copies, wrap or "without", folder.name)
+            shutil.copytree(folder, copy)
+            return two.submit(outcomes, suite, copy, wrap)
+
+        runs = {wrap: start(wrap) for wrap in ("", *suite.wraps)}
+        without = runs.pop("").result().outcomes
         if not without:
             raise Unavailable("no test was collected")
-        wrapped = runs[1].result()
-    differ = [each for each in without if wrapped.get(each) != without[each]]
+        reports = {wrap: each.result() for wrap, each in runs.items()}
+    pairs = [
+        judge(suite, folder, wrap, without, report) for wrap, report in reports.items()
+    ]
+    return "\n".join(line for line, _ in pairs), all(same for _, same in pairs)
+
+
+def judge(
+    suite: Suite, folder: Path, wrap: str, without: dict[str, str], report: Report
+) -> tuple[str, bool]:
+    """Return a line of the table, and whether nothing differs without a reason."""
+    found = report.outcomes
+    excepted = EXCEPTIONS.get((suite.name, wrap), {})
+    differ = [each for each in without if found.get(each) != without[each]]
+    unknown = [each for each in differ if each not in excepted]
     strict: list[str] = []
-    if differ:  # a limit on bodies inside the application needs read_ahead=0
-        again = outcomes(suite, folder, "0", *differ)
-        strict = [each for each in differ if again.get(each) == without[each]]
-        differ = [each for each in differ if each not in strict]
-    counts = Counter(without.values())
-    version = folder.name.rpartition("-")[2]
-    line = (
-        f"| {suite.name} {version} | {len(without)} | {counts['passed']} "
-        f"| {len(differ)} | {len(strict)} |"
-    )
-    for name in differ:
-        print(f"{name}: {without[name]}, wrapped {wrapped.get(name)}")
+    if unknown and wrap == MIDDLEWARE:
+        # A limit on bodies inside the application needs it.
+        again = outcomes(suite, folder, ON_DEMAND, *unknown).outcomes
+        strict = [each for each in unknown if again.get(each) == without[each]]
+        unknown = [each for each in unknown if each not in strict]
+    for name in unknown:
+        print(f"{name}: {without[name]}, {wrap} {found.get(name)}")
     for name in strict:
         print(f"{name}: the same with read_ahead=0 only")
-    return line, not differ
+    stale = [each for each in excepted if each not in differ and each in without]
+    for name in stale:
+        print(f"{name}: no exception under {wrap} any more")
+    passed = Counter(without.values())["passed"]
+    numbers = (len(without), passed, len(unknown), len(strict), len(excepted))
+    calls = (report.calls.get("http", 0), report.calls.get("websocket", 0))
+    title = f"{suite.name} {folder.name.rpartition('-')[2]}"
+    kind = "Admission" if wrap == ADMISSION else "LifecycleMiddleware"
+    row = " | ".join(map(str, (title, kind, *numbers, *calls)))
+    return f"| {row} |", not unknown and not stale
 
 
 def main() -> int:
@@ -224,8 +282,11 @@ def main() -> int:
             continue
         rows.append(row)
         agree = agree and same
-    print("| suite | tests | pass without | differ with | only with read_ahead=0 |")
-    print("| --- | ---: | ---: | ---: | ---: |")
+    print(
+        "| suite | under | tests | pass without | differ with | only with read_ahead=0 "
+        "| exceptions | requests | WebSockets |"
+    )
+    print("| --- | --- | ---: | ---: | ---: | ---: | ---: | ---: | ---: |")
     print("\n".join(rows))
     print(f"compared {len(rows)}, SKIPPED: {', '.join(skipped) or 'none'}")
     return 0 if agree else 1

@@ -6,13 +6,17 @@ import functools
 import importlib
 import json
 import os
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
 OUTCOMES: dict[str, str] = {}
+# Calls that went through a middleware, by the type of their scope.
+CALLS: Counter[str] = Counter()
 # Where frameworks are called as an application, and where their clients take one.
 APPLICATIONS = (
     ("starlette.applications", "Starlette"),
+    ("sse_starlette.sse", "EventSourceResponse"),
     ("quart", "Quart"),
     ("litestar", "Litestar"),
     ("django.core.handlers.asgi", "ASGIHandler"),
@@ -36,15 +40,16 @@ def pytest_runtest_logreport(report: Any) -> None:
 
 def pytest_sessionfinish() -> None:
     """Write the report."""
-    Path(os.environ["SUITE_REPORT"]).write_text(json.dumps(OUTCOMES))
+    report = {"outcomes": OUTCOMES, "calls": CALLS}
+    Path(os.environ["SUITE_REPORT"]).write_text(json.dumps(report))
 
 
 def pytest_configure() -> None:
     """Set up Django, as its own test program does, and wrap applications."""
     if Path.cwd().parent.name.startswith("django"):
         set_up_django()
-    if read_ahead := os.environ["SUITE_WRAP"]:
-        wrap_all(int(read_ahead))
+    if how := os.environ["SUITE_WRAP"]:
+        wrap_all(how)
 
 
 def set_up_django() -> None:
@@ -74,11 +79,17 @@ def set_up_django() -> None:
     runner.setup_databases()
 
 
-def wrap_all(read_ahead: int) -> None:
-    """Have every application of a framework called through the middleware."""
-    from lifecycle_asgi import LifecycleMiddleware
+def wrap_all(how: str) -> None:
+    """Have every application of a framework called through a middleware.
 
-    wrapped = functools.partial(LifecycleMiddleware, read_ahead=read_ahead)
+    Args:
+        how: ``admission``, or the `read_ahead` of `LifecycleMiddleware`.
+    """
+    from lifecycle_asgi import Admission, LifecycleMiddleware
+
+    wrapped: Any = functools.partial(Admission, environment={})
+    if how != "admission":
+        wrapped = functools.partial(LifecycleMiddleware, read_ahead=int(how))
     for module, name in APPLICATIONS:
         if (found := look_up(module, name)) is not None:
             found.__call__ = called_through(wrapped, found.__call__)
@@ -99,6 +110,7 @@ def called_through(wrapped: Any, call: Any) -> Any:
     """Return a ``__call__`` that goes through the middleware."""
 
     async def through(self: Any, scope: Any, receive: Any, send: Any) -> None:
+        CALLS[scope["type"]] += 1
         await wrapped(functools.partial(call, self))(scope, receive, send)
 
     return through
@@ -109,6 +121,16 @@ def made_with(wrapped: Any, init: Any) -> Any:
 
     @functools.wraps(init)
     def make(self: Any, app: Any, *args: Any, **options: Any) -> None:
-        init(self, wrapped(app), *args, **options)
+        init(self, counted(wrapped(app)), *args, **options)
 
     return make
+
+
+def counted(app: Any) -> Any:
+    """Return *app*, with its calls counted."""
+
+    async def call(scope: Any, receive: Any, send: Any) -> None:
+        CALLS[scope["type"]] += 1
+        await app(scope, receive, send)
+
+    return call

@@ -192,7 +192,7 @@ async def test_refuses_large_body_in_its_own_form() -> None:
             with pytest.raises(anthropic.APIStatusError) as caught:
                 await sdk.messages.create(**{**ASK, "messages": user("x" * 2000)})
             assert caught.value.status_code == 413
-            assert caught.value.body["error"]["type"] == "request_too_large"
+            assert caught.value.body["error"]["type"] == "invalid_request_error"
 
 
 async def test_tells_engine_death_in_the_stream() -> None:

@@ -158,21 +158,22 @@ class Admission:
         self._reading: set[BodyReader] = set()
         self._correction = Correction(floor=_FLOOR, ceiling=_CEILING)
         shares = [settings.bytes * share // 16 or 1 for share in _SHARES]
-        lane = partial(
-            Lane,
+        gate = partial(
+            Gate,
             max_waiting=settings.max_waiting,
             max_wait=settings.max_wait,
             order=settings.order,
             observer=observer,
         )
-        self._small = lane("admission-small", bytes=shares[0])
-        self._bodies = lane("admission-bodies", bytes=shares[1])
+        lane = partial(Lane, max_wait=settings.max_wait)
+        self._small = lane(gate(bytes=shares[0], name="admission-small"))
+        self._bodies = lane(gate(bytes=shares[1], name="admission-bodies"))
         self._requests = lane(
-            "admission-requests", bytes=shares[2], slots=settings.media_slots
+            gate(bytes=shares[2], slots=settings.media_slots, name="admission-requests")
         )
         self._slots: Lane | None = None
         if settings.slots is not None:
-            self._slots = lane("admission-slots", slots=settings.slots)
+            self._slots = lane(gate(slots=settings.slots, name="admission-slots"))
         self._capacity = shares[-1]
         # Small requests with media keep their lease while they wait in another lane.
         # All of those together leave half of this lane to the others.

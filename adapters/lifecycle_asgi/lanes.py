@@ -5,12 +5,10 @@ from __future__ import annotations
 import math
 from collections import Counter
 from dataclasses import replace
-from typing import Literal
 
 import anyio
 
 from lifecycle import Gate, GateStatistics, Lease
-from lifecycle.events import Observer
 from lifecycle.lowlevel import DrainRate
 from lifecycle_asgi.refusals import ClientLimitExceeded
 
@@ -19,13 +17,8 @@ class Lane:
     """A gate that clients share, with a limit on the waiting of one client.
 
     Args:
-        name: Of the gate.
-        slots: Capacity in requests; ``None`` is unlimited.
-        bytes: Capacity in bytes; ``None`` is unlimited.
-        max_waiting: Maximum number of waiting requests; of one client, half of it.
+        gate: The gate; in fair order, clients take turns.
         max_wait: Longest wait in seconds.
-        order: Of the gate.
-        observer: Of the gate.
 
     Attributes:
         gate: The gate.
@@ -41,29 +34,12 @@ class Lane:
         "gate",
     )
 
-    def __init__(
-        self,
-        name: str,
-        *,
-        slots: int | None = None,
-        bytes: int | None = None,  # noqa: A002 - the unit is the name
-        max_waiting: int,
-        max_wait: float,
-        order: Literal["fair", "fifo"] = "fair",
-        observer: Observer | None,
-    ) -> None:
-        self.gate = Gate(
-            slots=slots,
-            bytes=bytes,
-            max_waiting=max_waiting,
-            max_wait=max_wait,
-            order=order,
-            name=name,
-            observer=observer,
-        )
-        self._max_waiting = max_waiting
+    def __init__(self, gate: Gate, *, max_wait: float) -> None:
+        limit = gate.statistics().max_waiting
+        self.gate = gate
         self._max_wait = max_wait
-        self._share = max(1, max_waiting // 2)
+        self._max_waiting = math.inf if limit is None else limit
+        self._share = math.inf if limit is None else max(1, limit // 2)
         self._waiting: Counter[str] = Counter()
         self._over_share = 0
         self._drain_rate = DrainRate()
@@ -114,12 +90,12 @@ class Lane:
             GateFull: All slots are taken, and the queue is full.
             GateClosed: The gate is closed as well.
         """
-        self._check_share(client)
         now = self.gate.statistics()
         taken = now.slots is not None and now.slots_in_use >= now.slots
         if taken and now.waiting >= self._max_waiting:
             # The gate refuses, says when to retry, and counts the refusal.
             self.gate.try_admit(bytes=0, key=client).release()
+        self._check_share(client)
 
     def grow(self, lease: Lease, nbytes: int) -> bool:
         """Charge *lease* with *nbytes*, unless that takes more than the capacity."""
@@ -131,14 +107,15 @@ class Lane:
         return True
 
     def _check_share(self, client: str) -> None:
-        if self._waiting[client] < self._share:
-            return
+        now = self.gate.statistics()
+        if self._waiting[client] < self._share or now.waiting >= self._max_waiting:
+            return  # a full queue is no client's fault, and the gate's to refuse
         self._over_share += 1
-        released = self.gate.statistics().released
-        after = self._drain_rate.retry_after(self._share, released, _now())
+        share = self._waiting[client]
+        after = self._drain_rate.retry_after(share, now.released, _now())
         raise ClientLimitExceeded(
-            f"This client has {self._share} requests in the queue, which is its "
-            f"share; wait until one of them has been served",
+            f"This client has {share} requests in the queue, which is its share; wait "
+            f"until one of them has been served",
             retry_after=after,
         )
 

@@ -209,6 +209,11 @@ class AdmissionConfig(_Section):
     max_wait: float = _setting(
         60.0, Seconds(), "Maximum wait at a gate; then the request is refused."
     )
+    order: Literal["fair", "fifo"] = _setting(
+        "fair",
+        Choice(("fair", "fifo")),
+        "Whether clients that wait take turns, or requests go by their arrival.",
+    )
     media_slots: int | None = _setting(
         None,
         Whole(1),

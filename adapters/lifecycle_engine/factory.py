@@ -75,6 +75,7 @@ def _make_app(config: ServerConfig) -> Starlette:
         Gate,
         max_waiting=config.admission.max_waiting,
         max_wait=config.admission.max_wait,
+        order=config.admission.order,
         observer=observer,
     )
     capacity = payload_capacity(config.admission.payload_bytes, arena_bytes)
@@ -258,6 +259,7 @@ def _app_settings(config: ServerConfig, folder: Path | None) -> AppSettings:
         body_timeout=config.http.body_timeout,
         max_waiting=config.admission.max_waiting,
         max_wait=config.admission.max_wait,
+        order=config.admission.order,
         defaults=_defaults_of(folder, config.model),
         deadlines=Deadlines(
             start=engine.start_timeout,

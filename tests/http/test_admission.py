@@ -283,18 +283,3 @@ async def test_learns_what_images_become_and_tells() -> None:
     assert 0.8 < ratio < 0.9
     assert f'lifecycle_estimate_ratio{{below_bytes="262144"}} {ratio}' in text
     assert 'lifecycle_gate_estimate_ratio_bucket{gate="payloads",le="0.1"} 3.0' in text
-
-
-async def test_does_not_take_one_gate_for_another_of_its_name() -> None:
-    """How fast requests end says nothing of how fast bytes are given back."""
-    gate, in_flight = Gate(bytes=10**9), Gate(slots=8)
-    assert gate.name == in_flight.name
-    async with (
-        asyncio.timeout(120),
-        running(gate=gate, in_flight=in_flight) as server,
-    ):
-        status, _, _ = await answer_to(server.port, body("x", encoded()))
-        assert status == 200
-        known = server.service.admission._estimators
-        assert {id(it.gate) for it in known.values()} == {id(gate), id(in_flight)}
-        await server.quiet()

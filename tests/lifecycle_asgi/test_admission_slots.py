@@ -13,7 +13,7 @@ import pytest
 from anyio.abc import TaskGroup
 from asgi_kit import ScriptedServer, http_scope
 
-from lifecycle import AdmissionTimeout
+from lifecycle import AdmissionTimeout, Gate
 from lifecycle_asgi import Admission, MediaProfile, handed_off, lanes
 from lifecycle_asgi.admission import client_timeout
 from lifecycle_asgi.lanes import Lane
@@ -222,7 +222,8 @@ async def test_limits_media_until_hand_off(hands_off: bool) -> None:
         ([], float("inf")),
         ([(b"x-stainless-timeout", b"12.5")], 12.5),
         ([(b"x-stainless-timeout", b"600"), (b"x-stainless-read-timeout", b"3")], 3.0),
-        ([(b"x-stainless-timeout", b"soon")], float("inf")),
+        ([(b"x-stainless-read-timeout", b"NOT_GIVEN")], float("inf")),
+        ([(b"x-stainless-read-timeout", b"0")], float("inf")),
         ([(b"x-stainless-timeout", b"nan")], float("inf")),
         ([(b"x-stainless-timeout", b"-1")], float("inf")),
         ([(b"x-stainless-timeout", b"inf")], float("inf")),
@@ -258,7 +259,7 @@ async def test_refuses_at_once_what_would_come_too_late(
     clock: SimpleNamespace,
 ) -> None:
     """An hour a request and two ahead: a client that waits for less than three goes."""
-    lane = Lane("x", slots=1, max_waiting=9, max_wait=1e6, observer=None)
+    lane = Lane(Gate(slots=1, max_waiting=9), max_wait=1e6)
     held = [await lane.admit(0, "a")]
     refused = anyio.Event()
 

@@ -1,10 +1,8 @@
-"""Admission control of the bundled server: arrivals, turns, deadlines and forecasts."""
+"""Admission control of the bundled server: requests begin in turns."""
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
-import math
 from typing import Any
 
 import anyio
@@ -12,14 +10,7 @@ import anyio.lowlevel
 import pytest
 from asgi_kit import http_scope
 
-from lifecycle import Gate, GateFull
-from lifecycle_engine.server.admission import (
-    PROBES,
-    FairAcceptMiddleware,
-    PendingArrivals,
-    WaitEstimator,
-    client_timeout,
-)
+from lifecycle_engine.server.admission import PROBES, FairAcceptMiddleware
 
 
 async def begun_by(*hosts: str) -> list[str]:
@@ -211,95 +202,3 @@ async def test_lets_other_scopes_pass() -> None:
     turns: Any = FairAcceptMiddleware(app)
     await turns({"type": "lifespan"}, None, None)
     assert seen == ["lifespan"]
-
-
-@pytest.mark.asyncio
-async def test_keeps_places_for_those_on_their_way() -> None:
-    """Of all that come while one place is free one is let through, for a moment."""
-    now = 0.0
-    gate = Gate(slots=2, max_waiting=1, name="in_flight", clock=lambda: now)
-    pending = PendingArrivals(gate, clock=lambda: now)
-    with gate.try_admit():
-        for each in "ab":
-            pending.refuse_when_full()
-            pending.add(each)
-        with pytest.raises(GateFull):
-            pending.refuse_when_full()
-        assert gate.statistics().refused == 1
-        pending.discard("b")
-        pending.discard("b")
-        pending.refuse_when_full()
-        pending.add("c")
-        now = 0.049
-        assert pending.full
-        now = 0.051  # whoever sends that slowly keeps nobody out
-        assert not pending.full
-        pending.refuse_when_full()
-        assert gate.statistics().refused == 1
-
-
-@pytest.mark.asyncio
-async def test_refuses_no_request_at_an_idle_gate_for_good() -> None:
-    """With more on their way than there are slots it is full, not too small."""
-    gate = Gate(slots=2, max_waiting=0, name="in_flight", clock=lambda: 0.0)
-    pending = PendingArrivals(gate, clock=lambda: 0.0)
-    for each in range(5):
-        pending.add(each)
-    with gate.try_admit(), pytest.raises(GateFull):
-        pending.refuse_when_full()
-
-
-# The client's own deadline ---------------------------------------------------------
-
-
-@pytest.mark.asyncio
-@pytest.mark.parametrize(
-    ("headers", "seconds"),
-    [
-        ([], math.inf),
-        ([(b"x-stainless-read-timeout", b"600")], 600),
-        ([(b"x-stainless-timeout", b"2.5")], 2.5),
-        ([(b"x-stainless-timeout", b"9"), (b"x-stainless-read-timeout", b"3")], 3),
-        ([(b"x-stainless-read-timeout", b"NOT_GIVEN")], math.inf),
-        ([(b"x-stainless-read-timeout", b"nan")], math.inf),
-        ([(b"x-stainless-read-timeout", b"-1")], math.inf),
-        ([(b"x-stainless-read-timeout", b"0")], math.inf),
-    ],
-)
-async def test_reads_how_long_a_client_waits(headers: Any, seconds: float) -> None:
-    """The SDKs say it in headers; what is no time is none."""
-    assert client_timeout({"headers": headers}) == seconds
-
-
-class Clock:
-    """A clock that stands still until it is advanced."""
-
-    now = 0.0
-
-    def __call__(self) -> float:
-        return self.now
-
-
-@pytest.mark.asyncio
-async def test_forecasts_by_how_fast_a_gate_drains() -> None:
-    """With two released a second and five in line, a newcomer waits three seconds."""
-    clock = Clock()
-    gate = Gate(slots=1, name="line", clock=clock)
-    forecast = WaitEstimator(gate, clock)
-    assert forecast.wait() == 0
-    lease = gate.try_admit()
-    tasks = [asyncio.create_task(gate.admit()) for _ in range(9)]
-    await asyncio.sleep(0)
-    assert forecast.wait() == 0
-    for left in range(8, 4, -1):
-        clock.now += 0.5
-        lease.release()
-        lease = await tasks[8 - left]
-        assert gate.statistics().waiting == left
-    assert forecast.wait() == pytest.approx(3)
-    clock.now += 10
-    assert forecast.wait() == pytest.approx(60)
-    lease.release()
-    for task in tasks[4:]:
-        (await task).release()
-    assert forecast.wait() == 0

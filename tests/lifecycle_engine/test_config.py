@@ -101,6 +101,7 @@ def test_reads_every_setting_from_every_source(setting: Any, tmp_path: Path) -> 
         "[process|ray]": ["ray", "process"],
     }
     texts |= {"[open|admin]": ["admin", "open"], "[on|off|fake]": ["fake", "off"]}
+    texts |= {"[fair|fifo]": ["fifo", "fair"]}
     texts |= {"[failures|json|console]": ["json", "console"]}
     texts |= {"[auto|float32|bfloat16|float16]": ["auto", "float32"]}
     texts |= {"ADDRESS": ["10.0.0.1", "10.0.0.2"], "": ["true", "false"]}

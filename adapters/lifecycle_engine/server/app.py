@@ -7,7 +7,7 @@ from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass, field
 from functools import partial
-from typing import TYPE_CHECKING, Any, Self
+from typing import TYPE_CHECKING, Any, Literal, Self
 
 import anyio
 from anyio.abc import TaskGroup
@@ -49,11 +49,11 @@ from lifecycle_engine.server.access import (
 )
 from lifecycle_engine.server.admin import CancelEndpoints, StatusEndpoints
 from lifecycle_engine.server.admission import (
-    EarlyRefusal,
     FairAcceptMiddleware,
+    HeadCheck,
     operation_of,
 )
-from lifecycle_engine.server.generate import GenerateEndpoint, HeadCheck
+from lifecycle_engine.server.generate import GenerateEndpoint
 from lifecycle_engine.server.remote_images import HttpsGet, RemoteImages
 from lifecycle_engine.server.service import Deadlines, Engine, Service
 
@@ -129,7 +129,8 @@ class AppSettings:
         body_bytes: Maximum size of a request body.
         body_timeout: Maximum seconds for a request body.
         max_waiting: Maximum number of bodies that wait in each lane.
-        max_wait: Maximum seconds that one waits.
+        max_wait: Maximum seconds that a request waits at a gate.
+        order: In which order bodies are admitted: ``"fair"`` lets clients take turns.
         text_chars: Maximum text of one request.
         media: Limits on images.
         defaults: Sampling defaults of requests.
@@ -149,6 +150,7 @@ class AppSettings:
     body_timeout: float = 60.0
     max_waiting: int = 1024
     max_wait: float = 60.0
+    order: Literal["fair", "fifo"] = "fair"
     text_chars: int = 2**20
     media: MediaLimits = field(default_factory=MediaLimits)
     defaults: ChatDefaults = field(default_factory=ChatDefaults)
@@ -212,7 +214,6 @@ def create_app(
     live = LiveRequests(service.gates, settings.client)
     app = Starlette(
         routes=[
-            *_generating(service, settings),
             *_routes(service, metrics),
             *_live_view(service, settings, live),
         ],
@@ -259,6 +260,7 @@ def _service(
         ),
         client=settings.client,
         remote=_remote(settings, threads),
+        max_wait=settings.max_wait,
     )
 
 
@@ -271,8 +273,8 @@ def _middleware(
 ) -> list[Middleware]:
     """Return the middleware, outermost first."""
     observers = combine_observers(observer, log)
-    early = EarlyRefusal(
-        service.admission.pending,
+    check = HeadCheck(
+        service,
         _FORMATS,
         body_bytes=settings.body_bytes,
         observer=observers,
@@ -280,7 +282,7 @@ def _middleware(
     return [
         *_cross_origin(settings.access),
         Middleware(AccessControl, rules=settings.access, answer=_response),
-        Middleware(FairAcceptMiddleware, refuse=early),
+        Middleware(FairAcceptMiddleware, refuse=check),
         Middleware(
             LifecycleMiddleware,
             read_ahead=_READ_AHEAD,
@@ -336,6 +338,7 @@ def _bodies(app: Any, settings: AppSettings, observer: Observer | None) -> Admis
         body_timeout=settings.body_timeout,
         max_waiting=settings.max_waiting,
         max_wait=settings.max_wait,
+        order=settings.order,
     )
 
 
@@ -380,18 +383,12 @@ async def _running(
             yield
 
 
-def _generating(service: Service, settings: AppSettings) -> list[Route]:
-    check = partial(HeadCheck, service.bodies, service, body_bytes=settings.body_bytes)
-    return [
-        Route(path, check(api=api), methods=["POST"]) for path, api in _FORMATS.items()
-    ]
-
-
 def _routes(service: Service, metrics: Metrics | None) -> list[Route]:
     live, cancels = StatusEndpoints(service, metrics), CancelEndpoints(service)
     response, stored = "/v1/responses/{id}", ["GET", "DELETE"]
     cancel = "/_lifecycle/requests/{id}/cancel"
     return [
+        *(Route(path, service.bodies, methods=["POST"]) for path in _FORMATS),
         Route(f"{response}/cancel", cancels.response, methods=["POST"]),
         Route(response, cancels.stored, methods=stored),
         Route(cancel, cancels.request, methods=["POST"]),

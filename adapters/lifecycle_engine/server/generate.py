@@ -14,7 +14,7 @@ import anyio.to_thread
 
 from lifecycle import Lease, Payload, Session, SessionEnded, Stream
 from lifecycle_asgi import RequestScope, request_of
-from lifecycle_asgi.request import declared_length
+from lifecycle_asgi.admission import client_timeout
 from lifecycle_engine.api.base import (
     Answer,
     ApiFormat,
@@ -30,11 +30,9 @@ from lifecycle_engine.errors import (
     BadChat,
     BadImage,
     is_slow_client,
-    not_started,
     to_api_error,
 )
 from lifecycle_engine.processing.processor import Chat
-from lifecycle_engine.server.admission import client_timeout, refuse_compressed
 from lifecycle_engine.server.remote_images import RemoteImages
 from lifecycle_engine.server.service import Service
 from lifecycle_zmq import EngineFailed, RequestRejected
@@ -56,6 +54,7 @@ class _Call:
         request: Its phases and counters, for events.
         parsed: What it asks for.
         client: Identity of its client.
+        key: Of its client, in lanes.
         deadline: When its client gives up, by the loop's clock.
         usage: Its tokens so far.
     """
@@ -63,64 +62,9 @@ class _Call:
     request: RequestScope
     parsed: ParsedRequest
     client: bytes
+    key: str
     deadline: float
     usage: Usage = field(default_factory=Usage)
-
-
-class HeadCheck:
-    """Refuses a generating request by its head, if that is enough to know.
-
-    Args:
-        app: Called with all other requests.
-        service: The engine and the gates.
-        api: The API format.
-        body_bytes: Maximum size of a body. *app* refuses a larger one: waiting for a
-            less busy server would not help it.
-    """
-
-    def __init__(
-        self, app: Any, service: Service, api: ApiFormat, *, body_bytes: int
-    ) -> None:
-        self._app = app
-        self._service = service
-        self._api = api
-        self._body_bytes = body_bytes
-
-    async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
-        """Serve one request.
-
-        Cancellation:
-            Passes through.
-        """
-        admission, request = self._service.admission, request_of(scope)
-        writer = ResponseWriter(send, self._api)
-        try:
-            writer.request_id = request_id(scope)
-            refuse_compressed(scope)
-            if (declared_length(scope) or 0) <= self._body_bytes:
-                admission.refuse_when_full()
-            await self._refuse_when_engine_lost()
-        except Exception as error:  # noqa: BLE001 - uvicorn would log its text
-            problem = to_api_error(error) or INTERNAL
-            if problem.status == INTERNAL.status:
-                request.fail(error)
-        else:
-            admission.pending.add(request)
-            try:
-                await self._app(scope, receive, send)
-            finally:
-                admission.pending.discard(request)
-            return
-        # Outside of the handler: the client may read slowly.
-        await writer.error(problem)
-
-    async def _refuse_when_engine_lost(self) -> None:
-        """Refuse a request early if there is no engine and none is being started."""
-        if not self._service.started:
-            raise not_started()
-        if not self._service.engine.ready:
-            with anyio.move_on_after(0):
-                await self._service.engine.wait_ready()
 
 
 class GenerateEndpoint:
@@ -156,7 +100,8 @@ class GenerateEndpoint:
                 )
             fields = parsed.fields
             deadline = anyio.current_time() + client_timeout(scope)
-            await self._serve(_Call(request, parsed, client, deadline), writer)
+            key = self._service.client_key(scope)
+            await self._serve(_Call(request, parsed, client, key, deadline), writer)
         except Exception as error:  # noqa: BLE001 - uvicorn would log its text
             problem = to_api_error(error) or INTERNAL
             if isinstance(error, (BadChat, BadImage)):
@@ -176,11 +121,10 @@ class GenerateEndpoint:
             service.owners[session] = call.client
             request.attach(session)
             box = session.box(parsed.chat.take(), nbytes=parsed.chat.nbytes)
-            service.admission.pending.discard(request)
             try:
                 with request.phase("queue"):
-                    lease = await service.admission.admit_request(
-                        deadline=call.deadline
+                    lease = await service.request_lane.admit(
+                        0, call.key, deadline=call.deadline
                     )
                 with lease:
                     streams = await self._open_streams(session, box, call)
@@ -227,8 +171,8 @@ class GenerateEndpoint:
         lease: Lease | None = None
         if call.parsed.images:  # requests of text alone never wait for bytes
             with call.request.phase("queue"):
-                lease = await service.admission.admit_payload(
-                    self._payload_bytes(call.parsed), deadline=call.deadline
+                lease = await service.payload_lane.admit(
+                    self._payload_bytes(call.parsed), call.key, deadline=call.deadline
                 )
         prepare = partial(self._prepare, box, lease, call)
         shared = SharedPreprocessing(prepare, choices=choices)

@@ -12,11 +12,11 @@ from weakref import WeakKeyDictionary
 import anyio
 
 from lifecycle import EngineLost, Gate, Payload, Session, SessionRegistry
-from lifecycle_asgi import Admission as BodyAdmission
+from lifecycle_asgi import Admission, ClientIdentity
+from lifecycle_asgi.lanes import Lane
 from lifecycle_engine.api.request_body import RequestParser
 from lifecycle_engine.multimodal.size_estimate import Correction
 from lifecycle_engine.processing.processor import Processor
-from lifecycle_engine.server.admission import Admission
 from lifecycle_engine.server.remote_images import RemoteImages
 
 
@@ -111,7 +111,9 @@ class Service:
         client: Returns a request's client identity, given its ASGI scope.
         correction: Corrects the estimated size of payloads.
         remote: Fetches images by URL; ``None`` disables fetching.
-        admission: Decides which requests are admitted.
+        max_wait: Maximum seconds that a request waits at a gate.
+        request_lane: Admits requests by *in_flight*.
+        payload_lane: Admits payloads by *payloads*.
         sessions: Every request, from its arrival until the engine has released it; a
             new registry in each run.
         owners: The client of each session, which alone may cancel it.
@@ -123,7 +125,7 @@ class Service:
     engine: Engine
     processor: Processor
     parser: RequestParser
-    bodies: BodyAdmission
+    bodies: Admission
     payloads: Gate
     in_flight: Gate
     threads: anyio.CapacityLimiter
@@ -132,17 +134,25 @@ class Service:
     client: Callable[[Any], bytes]
     correction: Correction = field(default_factory=Correction)
     remote: RemoteImages | None = None
-    admission: Admission = field(init=False)
+    max_wait: float = 60.0
+    request_lane: Lane = field(init=False)
+    payload_lane: Lane = field(init=False)
     failure: OSError | ValueError | None = field(default=None, init=False)
     started: bool = field(default=False, init=False)
     sessions: SessionRegistry = field(init=False)
     owners: WeakKeyDictionary[Session, bytes] = field(
         default_factory=WeakKeyDictionary, init=False
     )
+    _identity: ClientIdentity = field(default_factory=ClientIdentity, init=False)
 
     def __post_init__(self) -> None:
-        self.admission = Admission(in_flight=self.in_flight, payloads=self.payloads)
+        self.request_lane = Lane(self.in_flight, max_wait=self.max_wait)
+        self.payload_lane = Lane(self.payloads, max_wait=self.max_wait)
         self.sessions = self.new_sessions()
+
+    def client_key(self, scope: Any) -> str:
+        """Return what tells the client of an ASGI scope from others in a lane."""
+        return self._identity.digest(self.client(scope)).hex()
 
     @asynccontextmanager
     async def running(self) -> AsyncIterator[None]:

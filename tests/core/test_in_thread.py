@@ -556,6 +556,14 @@ class TestDecorated:
         await until(lambda: ref() is None)
         assert_quiescent(gate)
 
+    async def test_tracks_what_a_thread_makes(self, blocking: Blocking) -> None:
+        """A session without a lease: its thread has nothing to give back."""
+        async with SessionRegistry() as sessions:
+            decorate = managed(sessions=sessions, key=lambda: "a")
+            look = decorate(blocking.numbers)
+            assert [item async for item in look()] == [0, 1, 2]
+            assert sessions.statistics().outcomes["completed"] == 1
+
     async def test_manages_what_in_thread_made(self, blocking: Blocking) -> None:
         """With a limiter of its own, a function is decorated twice."""
         limiter = anyio.CapacityLimiter(1)

@@ -46,6 +46,7 @@ _SCOPE_KEY: Final = "lifecycle.admission"
 _CURRENT: Final[ContextVar[AdmittedRequest | None]] = ContextVar(
     "lifecycle_admission", default=None
 )
+_NOTHING: Final = MemoryEstimate()
 _METHODS_WITH_BODY: Final = frozenset({"POST", "PUT", "PATCH"})
 # SGLang looks for a disconnect every four seconds: `_wait_one_response` in its
 # managers/tokenizer_manager.py.
@@ -113,8 +114,8 @@ class Admission:
         app: The application to wrap.
         client: Returns the client of a request. Default: the network address, or the
             API key where there are several.
-        price: Returns what a request needs until hand-off, besides its body. Default:
-            what its media need.
+        price: Returns what a request needs until hand-off, besides its body; ``None``
+            is nothing. Default: what its media need.
         answer: Returns status, headers and body of a refusal, given the scope and the
             reason. Default: in the format of the API of the request.
         observer: Called with each grant and refusal of the three gates.
@@ -131,7 +132,7 @@ class Admission:
         app: App,
         *,
         client: Callable[[Scope], bytes] | None = None,
-        price: Callable[[Scope, bytes], MemoryEstimate] | None = None,
+        price: Callable[[Scope, bytes], MemoryEstimate | None] | None = None,
         answer: Callable[[Scope, Refusal | Unauthorised], Response] | None = None,
         observer: Observer | None = None,
         environment: Mapping[str, str] | None = None,
@@ -285,8 +286,8 @@ class Admission:
         with state.phase("read"):
             body = await self._read(request, arrival.grow, declared)
         deadline = anyio.current_time() + client_timeout(scope)
-        request.estimate = self._price(scope, body)
-        has_media = request.estimate.total > 0
+        request.estimate = self._price(scope, body) or _NOTHING
+        has_media = request.estimate is not _NOTHING and request.estimate.total > 0
         lane = self._small
         if has_media or len(body) > self._max_small_body:
             lane = self._requests
@@ -362,7 +363,7 @@ class AdmittedRequest:
         self.rest = RequestBody(receive)
         self._send = send
         self._correction = correction
-        self.estimate = MemoryEstimate()
+        self.estimate = _NOTHING
         self.body: bytes | None = None
         self.lease: Lease | None = None
         self.slot: Lease | None = None

@@ -30,7 +30,6 @@ from lifecycle_asgi import (
 )
 from lifecycle_asgi.events import LiveRequests, log_failures
 from lifecycle_asgi.live_view import LivePages
-from lifecycle_asgi.media_memory import MemoryEstimate
 from lifecycle_asgi.refusals import ApiError, Refusal, Unauthorised, describe
 from lifecycle_engine.api.anthropic_messages import ANTHROPIC
 from lifecycle_engine.api.base import ApiFormat, dump
@@ -53,7 +52,11 @@ from lifecycle_engine.server.admission import (
     HeadCheck,
     operation_of,
 )
-from lifecycle_engine.server.generate import GenerateEndpoint
+from lifecycle_engine.server.generate import (
+    GenerateEndpoint,
+    GenerateEndpoints,
+    price_later,
+)
 from lifecycle_engine.server.remote_images import HttpsGet, RemoteImages
 from lifecycle_engine.server.service import Deadlines, Engine, Service
 
@@ -194,17 +197,13 @@ def create_app(
         The application; ``app.state.service`` is its `Service`.
     """
     settings = settings or AppSettings()
-    endpoints: dict[str, GenerateEndpoint] = {}
-
-    async def generate(scope: Any, receive: Any, send: Any) -> None:
-        await endpoints[scope["path"]](scope, receive, send)
-
+    endpoints = GenerateEndpoints()
     service = _service(
         engine,
         processor,
         gate=gate,
         in_flight=in_flight or Gate(slots=None, name="in_flight"),
-        bodies=_bodies(generate, settings, observer),
+        bodies=_bodies(endpoints, settings, observer),
         settings=settings,
         observer=observer,
     )
@@ -328,8 +327,7 @@ def _bodies(app: Any, settings: AppSettings, observer: Observer | None) -> Admis
     return Admission(
         app,
         client=settings.client,
-        # What images need is admitted once they are known; see `GenerateEndpoint`.
-        price=lambda *_: MemoryEstimate(),
+        price=price_later,
         answer=_refusal,
         observer=observer,
         environment={},

@@ -67,6 +67,22 @@ class _Call:
     usage: Usage = field(default_factory=Usage)
 
 
+def price_later(*_: Any) -> None:
+    """Price no media in `Admission`: `GenerateEndpoint` knows what they need."""
+
+
+class GenerateEndpoints(dict[str, "GenerateEndpoint"]):
+    """The endpoints by their paths, as one ASGI application."""
+
+    async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
+        """Answer one request.
+
+        Cancellation:
+            As for `GenerateEndpoint`.
+        """
+        await self[scope["path"]](scope, receive, send)
+
+
 class GenerateEndpoint:
     """An endpoint that generates answers in one API format, as an ASGI application.
 

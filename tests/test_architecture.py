@@ -80,9 +80,8 @@ MAY_USE = {
     "lifecycle_ray": {"lifecycle_zmq"},
     "lifecycle_metrics": {"lifecycle_asgi"},
     "lifecycle_otel": {"lifecycle_asgi"},
-    "lifecycle_proxy": {"lifecycle_asgi"},
-    # Each subcommand is a package of its own.
-    "lifecycle_cli": {"lifecycle_check", "lifecycle_proxy", "lifecycle_top"},
+    # The proxy is under admission; `lifecycle serve` is the engine's command.
+    "lifecycle_tools": {"lifecycle_asgi", "lifecycle_engine"},
     "lifecycle_engine": {
         "lifecycle_asgi",
         "lifecycle_metrics",
@@ -110,15 +109,8 @@ LAYERS: dict[str, tuple[str, ...]] = {
         *("client", "flow_control", "server", "generator_backend", "supervisor"),
         *("engine", "thread_engine"),
     ),
-    "lifecycle_proxy": (
-        *("responses", "headers", "connection", "upstream", "exchange"),
-        *("application", "server", "command"),
-    ),
     "lifecycle_ray": ("placement", "replica", "router", "engine"),
-    "lifecycle_check": (
-        *("client", "payloads", "process", "report", "target", "leaving", "bombs"),
-        *("overload", "suite", "command"),
-    ),
+    "lifecycle_tools": ("top", "check", "proxy", "command"),
     "lifecycle_engine": (
         *("_compat", "events", "errors", "multimodal", "processing", "core", "model"),
         *("sim", "worker", "api", "server", "config_values", "config", "factory"),

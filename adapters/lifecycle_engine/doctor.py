@@ -35,10 +35,10 @@ _EXTRAS = {
     "structlog": ("structlog",),
     "metrics": ("prometheus-client",),
     "otel": ("opentelemetry-api",),
-    "cli": ("typer", "rich"),
-    "proxy": ("typer", "uvicorn", "h11", "httptools", "pillow"),
-    "check": ("typer", "rich", "psutil"),
-    "top": ("typer", "httpx2", "textual"),
+    "tools": (
+        *("typer", "rich", "psutil", "httpx2", "textual"),
+        *("uvicorn", "h11", "httptools", "pillow"),
+    ),
 }
 _FASTER = {"httptools": "parses requests faster", "uvloop": "is a faster event loop"}
 

@@ -48,6 +48,8 @@ PUBLIC_MODULES = {
     "lifecycle.testing.pytest_plugin",
     "lifecycle_asgi.events",
     "lifecycle_asgi.media",
+    "lifecycle_asgi.opentelemetry",
+    "lifecycle_asgi.prometheus",
     "lifecycle_asgi.request_scope",
     "lifecycle_asgi.uvicorn_protocol",
     "lifecycle_asgi.vllm_plugin",

@@ -18,7 +18,7 @@ from http_kit import answer_to, encoded, make_engine, running, user
 from prometheus_client.parser import text_string_to_metric_families
 
 from lifecycle import Gate
-from lifecycle_metrics import Metrics
+from lifecycle_asgi.prometheus import Metrics
 
 pytestmark = pytest.mark.asyncio
 

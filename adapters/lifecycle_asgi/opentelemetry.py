@@ -1,4 +1,7 @@
-"""`Spans`: one span for each request, and a child span for each of its phases."""
+"""OpenTelemetry spans of requests: `Spans`, with the names of the GenAI conventions.
+
+Only the API of OpenTelemetry is needed. Without a configured SDK nothing is recorded.
+"""
 
 from __future__ import annotations
 
@@ -9,11 +12,25 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Final
 
-from opentelemetry import trace
-from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
+try:
+    from opentelemetry import trace
+    from opentelemetry.trace.propagation.tracecontext import (
+        TraceContextTextMapPropagator,
+    )
+except ModuleNotFoundError as error:
+    raise ModuleNotFoundError(
+        f"lifecycle_asgi.opentelemetry needs {error.name}; "
+        'pip install "anyio-lifecycle[otel]"',
+        name=error.name,
+    ) from None
 
 from lifecycle.events import Event
-from lifecycle_asgi import FirstItem, PhaseEnded, RequestEnded, RequestStarted
+from lifecycle_asgi.events import (
+    FirstItem,
+    PhaseEnded,
+    RequestEnded,
+    RequestStarted,
+)
 
 # Ended requests that are remembered for a late cleanup phase.
 _MAX_ENDED: Final = 4096
@@ -25,6 +42,9 @@ _COUNT_ATTRIBUTES: Final = {
     "max_tokens": "gen_ai.request.max_tokens",
     "choices": "gen_ai.request.choice.count",
 }
+
+
+__all__ = ("Spans",)
 
 
 @dataclass(frozen=True, slots=True)

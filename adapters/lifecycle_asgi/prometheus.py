@@ -1,10 +1,26 @@
-"""`Metrics`: counters and durations, in the text format of Prometheus."""
+"""Prometheus metrics of gates, sessions and requests: `Metrics`.
+
+Labels are names of gates and fixed words. So the number of series is small, however
+many requests there are, and no label can contain data of a request.
+"""
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any, Final
 
-from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
+try:
+    from prometheus_client import (
+        CollectorRegistry,
+        Counter,
+        Histogram,
+        generate_latest,
+    )
+except ModuleNotFoundError as error:
+    raise ModuleNotFoundError(
+        f"lifecycle_asgi.prometheus needs {error.name}; "
+        'pip install "anyio-lifecycle[metrics]"',
+        name=error.name,
+    ) from None
 
 from lifecycle import Gate, SessionRegistry
 from lifecycle.events import (
@@ -15,9 +31,13 @@ from lifecycle.events import (
     StartSettled,
     StreamEnded,
 )
-from lifecycle_asgi import FirstItem, PhaseEnded, RequestEnded, RequestStarted
-
-from ._collectors import RequestCollector, StatisticsCollector
+from lifecycle_asgi.events import (
+    FirstItem,
+    PhaseEnded,
+    RequestEnded,
+    RequestStarted,
+)
+from lifecycle_asgi.prometheus_collectors import RequestCollector, StatisticsCollector
 
 if TYPE_CHECKING:
     from lifecycle.events import Event
@@ -26,6 +46,9 @@ if TYPE_CHECKING:
 _SECONDS: Final = tuple(0.01 * 2**i for i in range(14))
 _ITEMS: Final = tuple(4**i for i in range(8))
 _RATIOS: Final = (0.1, 0.25, 0.5, 0.8, 0.9, 1.0, 1.1, 1.25, 2.0)
+
+
+__all__ = ("Metrics",)
 
 
 class Metrics:

@@ -29,7 +29,7 @@ from lifecycle.events import (
     StreamEnded,
 )
 from lifecycle_asgi import FirstItem, PhaseEnded, RequestEnded, RequestStarted
-from lifecycle_metrics import Metrics
+from lifecycle_asgi.prometheus import Metrics
 
 pytestmark = pytest.mark.anyio
 

@@ -16,7 +16,7 @@ from opentelemetry.trace import SpanKind, StatusCode
 
 from lifecycle.events import DrainStarted
 from lifecycle_asgi import FirstItem, PhaseEnded, RequestEnded, RequestStarted
-from lifecycle_otel import Spans
+from lifecycle_asgi.opentelemetry import Spans
 
 
 def made(

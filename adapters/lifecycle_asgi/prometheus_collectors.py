@@ -15,7 +15,7 @@ from lifecycle import Gate, GateStatistics, SessionRegistry, SessionStatistics
 
 if TYPE_CHECKING:
     from lifecycle.events import Outcome
-    from lifecycle_asgi import RequestEnded, RequestStarted
+    from lifecycle_asgi.events import RequestEnded, RequestStarted
 
 _MAX_READS: Final = 1000
 _RETRY_SECONDS: Final = 1e-4

@@ -76,8 +76,8 @@ def test_imports_core_without_any_extra() -> None:
     [
         ("lifecycle_zmq", "msgpack", "zmq"),
         ("lifecycle_ray", "numpy", "ray"),
-        ("lifecycle_asgi.opentelemetry", "opentelemetry", "otel"),
-        ("lifecycle_asgi.prometheus", "prometheus_client", "metrics"),
+        ("lifecycle_asgi.opentelemetry", "opentelemetry", "observe"),
+        ("lifecycle_asgi.prometheus", "prometheus_client", "observe"),
         ("lifecycle_tools", "typer", "tools"),
         ("lifecycle_tools.proxy", "h11", "tools"),
         ("lifecycle_tools.check", "rich", "tools"),

@@ -20,7 +20,7 @@ try:
 except ModuleNotFoundError as error:
     raise ModuleNotFoundError(
         f"lifecycle_asgi.opentelemetry needs {error.name}; "
-        'pip install "anyio-lifecycle[otel]"',
+        'pip install "anyio-lifecycle[observe]"',
         name=error.name,
     ) from None
 

@@ -18,7 +18,7 @@ try:
 except ModuleNotFoundError as error:
     raise ModuleNotFoundError(
         f"lifecycle_asgi.prometheus needs {error.name}; "
-        'pip install "anyio-lifecycle[metrics]"',
+        'pip install "anyio-lifecycle[observe]"',
         name=error.name,
     ) from None
 

@@ -153,7 +153,7 @@ def serve(
     LIFECYCLE_ADMISSION_MAX_WAITING) or in a TOML file. An option overrides the
     environment, and the environment overrides the file.
 
-    Try it without a model: `lifecycle-engine serve --runner sim --hints`.
+    Try it without a model: `lifecycle serve --runner sim --hints`.
     """
     with _reporting_settings():
         config = _load(config_file, options)

@@ -100,7 +100,7 @@ async def test_says_where_there_is_no_view(unused_tcp_port: int) -> None:
 
 
 async def test_names_what_to_wrap(port: int) -> None:
-    """A server without a live view is told apart from a server that does not answer."""
+    """The error about a server without a live view says what to wrap."""
     viewer = Viewer(f"http://127.0.0.1:{port}/elsewhere")
     with pytest.raises(NoLiveView, match="LiveView"):
         await viewer.read(lambda event: None)

@@ -49,10 +49,10 @@ demo: .venv/.ready
 # On the tiny checkpoint, unless ARGS names another model.
 serve: .venv/.ready
 ifneq ($(filter --runner% --checkpoint%,$(ARGS)),)
-	@$(BIN)/lifecycle-engine serve --hints $(ARGS)
+	@$(BIN)/lifecycle serve --hints $(ARGS)
 else
 	@tiny=$$($(BIN)/python -m tiny_checkpoint) && \
-	  exec $(BIN)/lifecycle-engine serve --hints --checkpoint "$$tiny" $(ARGS)
+	  exec $(BIN)/lifecycle serve --hints --checkpoint "$$tiny" $(ARGS)
 endif
 
 quick: .venv/.ready

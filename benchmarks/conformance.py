@@ -273,7 +273,7 @@ def check(name: str, python: str) -> None:
         options += ["--label", label + (", in Admission" if admission else "")]
         options += ["--json", str(RESULTS / f"{name}.json")]
         arguments = ["check", f"http://127.0.0.1:{port}", *options]
-        code = "from lifecycle_cli import main; main()"
+        code = "from lifecycle_tools import main; main()"
         checker = [sys.executable, "-c", code, *arguments]
         subprocess.run(checker, env={**os.environ, "PYTHONPATH": SOURCES}, check=False)
     finally:
@@ -321,7 +321,7 @@ def _end(process: subprocess.Popen[bytes]) -> None:
 
 def compare() -> None:
     """Write the table of the page from the reports that are in the tree."""
-    from lifecycle_check.report import Report, compare as table
+    from lifecycle_tools.check.report import Report, compare as table
 
     files = [RESULTS / f"{name}.json" for name in SERVERS]
     reports = [Report.read(file) for file in files if file.exists()]

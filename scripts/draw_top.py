@@ -16,7 +16,7 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any
 
-from lifecycle_top import Top
+from lifecycle_tools.top import Top
 
 ROOT = Path(__file__).resolve().parents[1]
 PICTURE = ROOT / "docs" / "top.svg"

@@ -75,18 +75,13 @@ PICKLES = {"pickle", "marshal", "shelve", "dill", "cloudpickle", "joblib"}
 # Public like the adapters, and above the core like them.
 TESTING = {"testing", "pytest_plugin"}
 # The bundled engine stands above all others; engines on Ray speak over another
-# transport what those in a process speak over sockets; observers know the events.
+# transport what those in a process speak over sockets.
 MAY_USE = {
     "lifecycle_ray": {"lifecycle_zmq"},
-    "lifecycle_metrics": {"lifecycle_asgi"},
-    "lifecycle_otel": {"lifecycle_asgi"},
-    "lifecycle_proxy": {"lifecycle_asgi"},
-    # Each subcommand is a package of its own.
-    "lifecycle_cli": {"lifecycle_check", "lifecycle_proxy", "lifecycle_top"},
+    # The proxy is under admission; `lifecycle serve` is the engine's command.
+    "lifecycle_tools": {"lifecycle_asgi", "lifecycle_engine"},
     "lifecycle_engine": {
         "lifecycle_asgi",
-        "lifecycle_metrics",
-        "lifecycle_otel",
         "lifecycle_zmq",
         "lifecycle_ray",
     },
@@ -101,6 +96,7 @@ LAYERS: dict[str, tuple[str, ...]] = {
         *("request_scope", "body", "responses", "refusals", "limits", "api_keys"),
         *("admission_settings", "lanes", "admission"),
         *("vllm_plugin", "sglang_plugin"),
+        *("prometheus_collectors", "prometheus", "opentelemetry"),
         *("live_warnings", "live_snapshot", "live_view", "starlette", "testing"),
         "uvicorn_protocol",
     ),
@@ -110,15 +106,8 @@ LAYERS: dict[str, tuple[str, ...]] = {
         *("client", "flow_control", "server", "generator_backend", "supervisor"),
         *("engine", "thread_engine"),
     ),
-    "lifecycle_proxy": (
-        *("responses", "headers", "connection", "upstream", "exchange"),
-        *("application", "server", "command"),
-    ),
     "lifecycle_ray": ("placement", "replica", "router", "engine"),
-    "lifecycle_check": (
-        *("client", "payloads", "process", "report", "target", "leaving", "bombs"),
-        *("overload", "suite", "command"),
-    ),
+    "lifecycle_tools": ("top", "check", "proxy", "command"),
     "lifecycle_engine": (
         *("_compat", "events", "errors", "multimodal", "processing", "core", "model"),
         *("sim", "worker", "api", "server", "config_values", "config", "factory"),

@@ -32,6 +32,9 @@ DOORS |= {"lifecycle.testing", "lifecycle.testing.pytest_plugin"}
 # A framework, a server, and tests, are imported by their own name.
 DOORS |= {"lifecycle_asgi.starlette", "lifecycle_asgi.testing"}
 DOORS |= {"lifecycle_asgi.uvicorn_protocol"}
+DOORS |= {"lifecycle_asgi.prometheus", "lifecycle_asgi.opentelemetry"}
+# Each tool is imported when its subcommand runs.
+DOORS |= {f"lifecycle_tools.{name}" for name in ("check", "proxy", "top")}
 
 # Runs in a fresh interpreter: fails on the import of anything but anyio, what
 # anyio needs, and the standard library.
@@ -73,10 +76,11 @@ def test_imports_core_without_any_extra() -> None:
     [
         ("lifecycle_zmq", "msgpack", "zmq"),
         ("lifecycle_ray", "numpy", "ray"),
-        ("lifecycle_otel", "opentelemetry", "otel"),
-        ("lifecycle_metrics", "prometheus_client", "metrics"),
-        ("lifecycle_proxy", "h11", "proxy"),
-        ("lifecycle_check", "rich", "check"),
+        ("lifecycle_asgi.opentelemetry", "opentelemetry", "observe"),
+        ("lifecycle_asgi.prometheus", "prometheus_client", "observe"),
+        ("lifecycle_tools", "typer", "tools"),
+        ("lifecycle_tools.proxy", "h11", "tools"),
+        ("lifecycle_tools.check", "rich", "tools"),
         ("lifecycle_ray", "ray", "ray"),
         ("lifecycle_engine.cli", "typer", "engine"),
         ("lifecycle_engine.server.app", "starlette", "engine"),

@@ -24,6 +24,9 @@ Modules::
     live_warnings  find_warnings: what is wrong, of one moment
     live_snapshot  snapshots of the live view
     live_view      LiveView: a page and server-sent events
+    prometheus     Metrics: an observer; imported by name only
+    prometheus_collectors  statistics of gates and sessions, read at each scrape
+    opentelemetry  Spans: an observer; imported by name only
     starlette      install, ManagedResponse; imported by name only
     testing        a client for tests that leaves; imported by name only
     uvicorn_protocol  uvicorn without trailers; imported by name only

@@ -529,7 +529,7 @@ def request_log(logger: Any = None) -> Observer:
             import structlog
         except ImportError as error:
             raise ImportError(
-                "request_log needs structlog; install anyio-lifecycle[structlog]"
+                "request_log needs structlog; install anyio-lifecycle[observe]"
             ) from error
         logger = structlog.get_logger("lifecycle")
 

@@ -8,7 +8,7 @@ import logging
 import os
 import signal
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -153,7 +153,7 @@ def serve(
     LIFECYCLE_ADMISSION_MAX_WAITING) or in a TOML file. An option overrides the
     environment, and the environment overrides the file.
 
-    Try it without a model: `lifecycle-engine serve --runner sim --hints`.
+    Try it without a model: `lifecycle serve --runner sim --hints`.
     """
     with _reporting_settings():
         config = _load(config_file, options)
@@ -329,10 +329,15 @@ def doctor(
     raise typer.Exit(1 if bad else 0)
 
 
-def main() -> None:
-    """Run the command line."""
+def main(arguments: Sequence[str] | None = None, *, name: str | None = None) -> None:
+    """Run the command line.
+
+    Args:
+        arguments: Those after the name of the command; default: of this process.
+        name: The command as help and errors call it; default: as it was started.
+    """
     try:
-        cli()
+        cli(arguments, prog_name=name)
     except ImportError as error:
         if error.name is not None and error.name.startswith("lifecycle"):
             raise

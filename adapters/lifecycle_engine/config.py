@@ -1,4 +1,4 @@
-"""The configuration of ``lifecycle-engine serve``: one `ServerConfig`, five sections.
+"""The configuration of ``lifecycle serve``: one `ServerConfig`, five sections.
 
 Each field of a section is one key of the TOML file, one option of the command and one
 environment variable, which has the name of the option: ``max_waiting`` of

@@ -1,4 +1,4 @@
-"""``lifecycle-engine doctor``: checks the machine and its packages, with remedies.
+"""``lifecycle doctor``: checks the machine and its packages, with remedies.
 
 Each check is a function that yields its findings. No check changes anything or needs
 the network.
@@ -28,17 +28,14 @@ _SHARED_BYTES = 2**30
 # Distributions by the extra that installs them.
 _EXTRAS = {
     "media": ("pillow",),
-    "zmq": ("pyzmq", "msgpack"),
-    "arena": ("numpy",),
+    "zmq": ("pyzmq", "msgpack", "numpy"),
     "ray": ("ray",),
     "engine": ("torch", "transformers", "starlette", "uvicorn", "pillow", "numpy"),
-    "structlog": ("structlog",),
-    "metrics": ("prometheus-client",),
-    "otel": ("opentelemetry-api",),
-    "cli": ("typer", "rich"),
-    "proxy": ("typer", "uvicorn", "h11", "httptools", "pillow"),
-    "check": ("typer", "rich", "psutil"),
-    "top": ("typer", "httpx2", "textual"),
+    "observe": ("structlog", "prometheus-client", "opentelemetry-api"),
+    "tools": (
+        *("typer", "rich", "psutil", "httpx2", "textual"),
+        *("uvicorn", "h11", "httptools", "pillow"),
+    ),
 }
 _FASTER = {"httptools": "parses requests faster", "uvloop": "is a faster event loop"}
 

@@ -174,7 +174,7 @@ def request_logger(name: Literal["failures", "json", "console"]) -> Observer:
 def tracing_observer(model: str) -> Observer | None:
     """Return an observer that records spans; ``None`` without OpenTelemetry."""
     try:
-        from lifecycle_otel import Spans
+        from lifecycle_asgi.opentelemetry import Spans
     except ImportError:  # the server runs without its extra
         return None
     attributes = {"gen_ai.provider.name": "lifecycle", "gen_ai.request.model": model}

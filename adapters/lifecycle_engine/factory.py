@@ -20,10 +20,10 @@ if TYPE_CHECKING:
     from starlette.applications import Starlette
 
     from lifecycle.events import Observer
+    from lifecycle_asgi.prometheus import Metrics
     from lifecycle_engine.processing.processor import ChatDefaults, Empty, Processor
     from lifecycle_engine.server.app import AppSettings
     from lifecycle_engine.server.service import Engine
-    from lifecycle_metrics import Metrics
     from lifecycle_ray import RayEngine
 
 
@@ -388,7 +388,7 @@ def _is_async(function: Callable[..., Any]) -> bool:
 
 def _metrics() -> Metrics | None:
     try:
-        from lifecycle_metrics import Metrics
+        from lifecycle_asgi.prometheus import Metrics
     except ImportError:  # the server runs without its extra
         return None
     return Metrics()

@@ -204,7 +204,7 @@ def structlog_observer(logger: Any = None) -> Observer:
             import structlog
         except ImportError as error:
             raise ImportError(
-                "structlog_observer needs structlog; install anyio-lifecycle[structlog]"
+                "structlog_observer needs structlog; install anyio-lifecycle[observe]"
             ) from error
         logger = structlog.get_logger("lifecycle")
 

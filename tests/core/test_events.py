@@ -181,7 +181,7 @@ class TestStructlog:
     def test_says_what_to_install(self, monkeypatch: pytest.MonkeyPatch) -> None:
         """Where structlog is missing, the error names the extra."""
         monkeypatch.setitem(sys.modules, "structlog", None)
-        with pytest.raises(ImportError, match=r"anyio-lifecycle\[structlog\]"):
+        with pytest.raises(ImportError, match=r"anyio-lifecycle\[observe\]"):
             structlog_observer()
 
 

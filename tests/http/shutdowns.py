@@ -2,7 +2,7 @@
 
 python tests/http/shutdowns.py [--count 500] [--seed 1] [--at-once 1]
 
-Each run starts ``lifecycle-engine serve``, lets good and bad clients at it, sends
+Each run starts ``lifecycle serve``, lets good and bad clients at it, sends
 SIGTERM or SIGINT, often a SIGINT behind it, some beside an engine that is stopped, and
 checks: exit status, time, each request answered, nothing left and nothing logged.
 """

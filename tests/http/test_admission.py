@@ -258,7 +258,7 @@ async def test_refuses_media_that_it_has_no_use_for(kind: str) -> None:
 async def test_learns_what_images_become_and_tells() -> None:
     """The ratio of tensors to their estimate is a metric, and moves what is asked for."""
     pytest.importorskip("prometheus_client")
-    from lifecycle_metrics import Metrics
+    from lifecycle_asgi.prometheus import Metrics
 
     class Small(GatedProcessor):
         def prepare(self, chat: Any) -> Any:

@@ -52,9 +52,9 @@ from structlog.testing import LogCapture
 from lifecycle.events import combine_observers, structlog_observer
 from lifecycle_asgi import request_log
 from lifecycle_asgi.events import log_failures
+from lifecycle_asgi.opentelemetry import Spans
+from lifecycle_asgi.prometheus import Metrics
 from lifecycle_engine import AppSettings, SimProcessor
-from lifecycle_metrics import Metrics
-from lifecycle_otel import Spans
 from lifecycle_zmq import ZmqEngine
 
 pytestmark = pytest.mark.asyncio

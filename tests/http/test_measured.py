@@ -15,8 +15,8 @@ pytest.importorskip("prometheus_client")
 from http_kit import make_engine, running, user
 
 from lifecycle.events import Event
+from lifecycle_asgi.prometheus import Metrics
 from lifecycle_engine import AppSettings, EngineMeasured
-from lifecycle_metrics import Metrics
 
 pytestmark = pytest.mark.asyncio
 QUICK = AppSettings(model="sim", measured_every=0.02)

@@ -17,8 +17,8 @@ pytest.importorskip("prometheus_client")
 from http_kit import answer_to, encoded, make_engine, running, user
 from prometheus_client.parser import text_string_to_metric_families
 
+from lifecycle_asgi.prometheus import Metrics
 from lifecycle_engine import AppSettings
-from lifecycle_metrics import Metrics
 
 pytestmark = pytest.mark.asyncio
 

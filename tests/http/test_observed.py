@@ -29,9 +29,9 @@ from structlog.testing import LogCapture
 from lifecycle import Gate
 from lifecycle.events import combine_observers
 from lifecycle_asgi import request_log
+from lifecycle_asgi.opentelemetry import Spans
+from lifecycle_asgi.prometheus import Metrics
 from lifecycle_engine import AppSettings, Deadlines
-from lifecycle_metrics import Metrics
-from lifecycle_otel import Spans
 
 pytestmark = pytest.mark.asyncio
 

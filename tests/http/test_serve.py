@@ -1,4 +1,4 @@
-"""`lifecycle-engine serve` as a process: ready, drained, gone."""
+"""`lifecycle serve` as a process: ready, drained, gone."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`lifecycle-engine serve` with keys and with a certificate."""
+"""`lifecycle serve` with keys and with a certificate."""
 
 from __future__ import annotations
 

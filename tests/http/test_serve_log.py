@@ -1,4 +1,4 @@
-"""What `lifecycle-engine serve` writes on its outputs, as a process of its own."""
+"""What `lifecycle serve` writes on its outputs, as a process of its own."""
 
 from __future__ import annotations
 

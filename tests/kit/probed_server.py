@@ -1,4 +1,4 @@
-"""`lifecycle-engine serve`, and how long its event loop keeps what is ready waiting.
+"""`lifecycle serve`, and how long its event loop keeps what is ready waiting.
 
 python tests/kit/probed_server.py OPTIONS...; see `LoopProbe` for what it prints.
 """

@@ -174,7 +174,7 @@ async def running_proxy(
 ) -> AsyncIterator[ProxyProcess]:
     """Run the command in front of *upstream*, until the block ends."""
     port, log = free_port(), folder / f"proxy-{time.monotonic_ns()}.log"
-    command = "from lifecycle_cli import main; main()"
+    command = "from lifecycle_tools import main; main()"
     arguments = ["proxy", "--upstream", upstream, "--port", str(port), *options]
     with log.open("wb") as output:
         process = await asyncio.create_subprocess_exec(

@@ -23,8 +23,8 @@ from prometheus_client import CollectorRegistry
 from schemathesis import GenerationMode
 from schemathesis.checks import CHECKS
 
+from lifecycle_asgi.prometheus import Metrics
 from lifecycle_engine import AppSettings, ChatDefaults
-from lifecycle_metrics import Metrics
 
 # Busy for a while is the one failure of the server that is none.
 BUSY = (503, 529)

@@ -1,4 +1,4 @@
-"""`lifecycle-engine serve` as a process."""
+"""`lifecycle serve` as a process."""
 
 from __future__ import annotations
 

@@ -10,7 +10,7 @@ import pytest
 from asgi_kit import ScriptedServer, http_scope
 
 from lifecycle_asgi import BodyLimit, ClientIdentity, ClientLimit
-from lifecycle_metrics import Metrics
+from lifecycle_asgi.prometheus import Metrics
 
 pytestmark = pytest.mark.anyio
 # Those that were given out.

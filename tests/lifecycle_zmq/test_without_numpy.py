@@ -38,7 +38,7 @@ import runpy
 sys.argv = sys.argv[1:]
 runpy.run_path(sys.argv[0], run_name="__main__")
 """
-REMEDY = 'an arena needs numpy; pip install "anyio-lifecycle[arena]"'
+REMEDY = 'an arena needs numpy; pip install "anyio-lifecycle[zmq]"'
 
 
 @pytest.fixture

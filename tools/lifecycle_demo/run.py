@@ -36,7 +36,7 @@ async def run(
     """Run the demo.
 
     Args:
-        arguments: Further arguments for ``lifecycle-engine serve``.
+        arguments: Further arguments for ``lifecycle serve``.
         clients: How many ask at the same time.
         requests: How many requests they send together.
         seed: Draws the pictures, the requests and the disconnects.

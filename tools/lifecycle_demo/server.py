@@ -102,7 +102,7 @@ class Server:
 
 @asynccontextmanager
 async def running(arguments: Sequence[str]) -> AsyncIterator[Server]:
-    """Start ``lifecycle-engine serve`` on a free port; leave nothing behind."""
+    """Start ``lifecycle serve`` on a free port; leave nothing behind."""
     port = _free_port()
     with tempfile.TemporaryDirectory() as folder:
         log = Path(folder) / "server.log"

@@ -26,7 +26,7 @@ from lifecycle_engine.server.access import ADMIN_KEY
 from lifecycle_engine.server.service import Service
 
 if TYPE_CHECKING:
-    from lifecycle_metrics import Metrics
+    from lifecycle_asgi.prometheus import Metrics
 
 
 _RESPONSE = "resp_"

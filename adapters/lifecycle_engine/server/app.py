@@ -61,7 +61,7 @@ from lifecycle_engine.server.remote_images import HttpsGet, RemoteImages
 from lifecycle_engine.server.service import Deadlines, Engine, Service
 
 if TYPE_CHECKING:
-    from lifecycle_metrics import Metrics
+    from lifecycle_asgi.prometheus import Metrics
 
 
 # Bytes read ahead per request still waiting for admission; bounds memory under a

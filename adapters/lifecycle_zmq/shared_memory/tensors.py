@@ -51,7 +51,7 @@ def numpy() -> Any:
         import numpy as np
     except ModuleNotFoundError as error:
         raise ModuleNotFoundError(
-            'an arena needs numpy; pip install "anyio-lifecycle[arena]", or pass '
+            'an arena needs numpy; pip install "anyio-lifecycle[zmq]", or pass '
             "arena_bytes=0 and payloads are sent",
             name=error.name,
         ) from None

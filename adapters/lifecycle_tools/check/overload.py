@@ -1,0 +1,190 @@
+"""More requests than a server has room for, slow ones, and pictures again and again."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from email.utils import parsedate
+
+import anyio
+
+from lifecycle_tools.check.client import GONE, Response, ask
+from lifecycle_tools.check.payloads import picture
+from lifecycle_tools.check.report import Finding
+from lifecycle_tools.check.target import Target
+
+PROMPT = 10.0
+SLOW_CLIENTS = 16
+MIB = 2**20
+
+
+async def _burst(target: Target, request: bytes, count: int) -> list[Response]:
+    responses: list[Response] = []
+
+    async def client() -> None:
+        timeout = 4 * target.settings.seconds
+        responses.append(await ask(target.address, request, timeout=timeout))
+
+    async with anyio.create_task_group() as tasks:
+        for _ in range(count):
+            tasks.start_soon(client)
+    return responses
+
+
+async def burst(target: Target) -> list[Finding]:
+    """Send many requests at once, and judge the refusals.
+
+    Cancellation: all clients leave.
+    """
+    count = target.settings.concurrency
+    request = target.request(tokens=32, stream=False)
+    responses = await _burst(target, request, count)
+    sent = f"{count} requests at once"
+    refusals = [r for r in responses if r.status in (429, 503)]
+    counted = Counter(r.described for r in responses)
+    seen = ", ".join(f"{n} x {status}" for status, n in sorted(counted.items()))
+    wrong = [r for r in responses if r.status not in (200, 429, 503)]
+    if wrong:
+        because = "An overload is answered by 429 or 503, and by nothing else."
+        if not any(r.status for r in wrong):
+            limit = 4 * target.settings.seconds
+            because = f"Some requests were neither served nor refused in {limit:g} s."
+        findings = [Finding("overload.status", sent, seen, "fail", because)]
+    else:
+        because = "Each request was served, or refused as overload."
+        findings = [Finding("overload.status", sent, seen, "pass", because)]
+    if refusals:
+        return [*findings, *_judged(refusals, sent)]
+    because = "Nothing was refused; a larger --concurrency may show it."
+    for name in ("overload.retry_after", "overload.shape", "overload.prompt"):
+        findings.append(Finding(name, sent, "no refusal", "not observable", because))
+    return findings
+
+
+def _judged(refusals: list[Response], sent: str) -> list[Finding]:
+    count = len(refusals)
+    waits = sum(_says_when(r.headers.get("retry-after", "")) for r in refusals)
+    shaped = sum(_is_error(r) for r in refusals)
+    slowest = max(r.seconds for r in refusals)
+    return [
+        Finding(
+            "overload.retry_after",
+            sent,
+            f"{waits} of {count} refusals",
+            "pass" if waits == count else "fail",
+            "Each refusal says in Retry-After when to come back."
+            if waits == count
+            else "A client that is refused cannot know when to come back.",
+        ),
+        Finding(
+            "overload.shape",
+            sent,
+            f"{shaped} of {count} refusals",
+            "pass" if shaped == count else "fail",
+            "Each refusal has the error object of the API."
+            if shaped == count
+            else "SDKs look for an error object with a message, and find none.",
+        ),
+        Finding(
+            "overload.prompt",
+            sent,
+            f"slowest refusal {slowest:.1f} s",
+            "pass" if slowest <= PROMPT else "fail",
+            f"Refusals came within {PROMPT:g} s."
+            if slowest <= PROMPT
+            else f"A refusal came later than {PROMPT:g} s.",
+        ),
+    ]
+
+
+def _says_when(value: str) -> bool:
+    return value.isdigit() or parsedate(value) is not None
+
+
+def _is_error(response: Response) -> bool:
+    try:
+        data = json.loads(response.content)
+        return isinstance(data["error"]["message"], str)
+    except (ValueError, KeyError, TypeError):
+        return False
+
+
+async def slow_bodies(target: Target) -> Finding:
+    """Measure an honest request beside clients whose bodies trickle in.
+
+    Cancellation: all clients leave.
+    """
+    head = target.address.head(
+        "POST",
+        target.path,
+        ("Content-Type", "application/json"),
+        ("Content-Length", str(8 * MIB)),
+    )
+
+    async def client() -> None:
+        try:
+            stream = await target.address.connect()
+        except OSError:
+            return  # refused, too
+        try:
+            await stream.send(head + b" " * 0x10000)
+            while True:
+                await anyio.sleep(0.2)
+                await stream.send(b" ")
+        except GONE:
+            pass  # refused, which is right
+        finally:
+            await anyio.aclose_forcefully(stream)
+
+    latencies = []
+    async with anyio.create_task_group() as tasks:
+        for _ in range(SLOW_CLIENTS):
+            tasks.start_soon(client)
+        await anyio.sleep(1)
+        for _ in range(3):
+            response = await target.honest()
+            served = response.status == 200
+            latencies.append(response.seconds if served else target.settings.seconds)
+        tasks.cancel_scope.cancel()
+    name, sent = "slow.bodies", f"{SLOW_CLIENTS} slow uploads beside a small request"
+    seen = f"worst {max(latencies):.2f} s (idle {target.idle.latency:.2f})"
+    if max(latencies) <= target.slow_after:
+        because = "A small request is not held up by slow bodies."
+        return Finding(name, sent, seen, "pass", because)
+    because = "Slow bodies of other clients hold up a small request."
+    return Finding(name, sent, seen, "fail", because)
+
+
+async def picture_memory(target: Target) -> Finding:
+    """Send honest pictures in rounds; memory must not grow with the rounds.
+
+    Cancellation: all clients leave.
+    """
+    name, sent = "memory.pictures", "4 rounds of 4 PNGs of 1024 x 1024 pixels"
+    if target.process is None:
+        because = "Memory is seen from the same host only, with --pid."
+        return Finding(name, sent, "unknown", "not observable", because)
+    process = target.process
+    request = target.request(tokens=4, stream=False, images=(picture(1024),))
+    await _burst(target, request, 1)  # loads what decodes pictures
+    process.peak = 0
+    levels = [process.memory()]
+    statuses: set[int] = set()
+    async with anyio.create_task_group() as tasks:
+        tasks.start_soon(process.watch_memory)
+        for _ in range(4):
+            statuses |= {r.status for r in await _burst(target, request, 4)}
+            await anyio.sleep(0.5)
+            levels.append(process.memory())
+        tasks.cancel_scope.cancel()
+    if 200 not in statuses:
+        because = "The server takes no pictures of this kind."
+        return Finding(name, sent, str(sorted(statuses)), "not observable", because)
+    growth = levels[-1] - levels[1]
+    each = (process.peak - levels[0]) / 4 / MIB
+    seen = f"peak +{each:.1f} MiB a picture, {growth / MIB:+.0f} MiB after the rounds"
+    if growth <= max(32 * MIB, (process.peak - levels[0]) // 2):
+        because = "Memory did not grow from round to round."
+        return Finding(name, sent, seen, "pass", because)
+    because = "Memory grew from round to round: pictures are kept."
+    return Finding(name, sent, seen, "fail", because)

@@ -1,0 +1,121 @@
+"""``lifecycle``: tools for servers of any kind, with one subcommand each."""
+
+from __future__ import annotations
+
+import sys
+from importlib.metadata import version
+from typing import Annotated, Final
+
+try:
+    import typer
+except ModuleNotFoundError as error:
+    raise ModuleNotFoundError(
+        f'lifecycle needs {error.name}; pip install "anyio-lifecycle[tools]"',
+        name=error.name,
+    ) from None
+
+app = typer.Typer(
+    name="lifecycle",
+    add_completion=False,
+    no_args_is_help=True,
+    pretty_exceptions_show_locals=False,
+    help="Tools for the lifecycle of requests, in front of servers of any kind.",
+)
+
+
+def _show_version(value: bool) -> None:  # noqa: FBT001 - typer passes it so
+    if value:
+        typer.echo(version("anyio-lifecycle"))
+        raise typer.Exit
+
+
+@app.callback()
+def root(
+    *,
+    show_version: Annotated[
+        bool,
+        typer.Option(
+            "--version",
+            callback=_show_version,
+            is_eager=True,
+            help="Show the version and exit.",
+        ),
+    ] = False,
+) -> None:
+    """Keep the subcommands apart."""
+
+
+@app.command()
+def top(
+    url: Annotated[
+        str, typer.Argument(help="Address of the server, as http://127.0.0.1:8000.")
+    ] = "http://127.0.0.1:8000",
+) -> None:
+    """Show the live requests, gates and warnings of a running server.
+
+    The server needs lifecycle_asgi.LiveView around its application; `lifecycle serve`
+    has it.
+    """
+    from lifecycle_tools.top import run
+
+    run(url)
+
+
+# A subcommand reads its arguments itself, so that its modules are imported only then.
+_PASS_ON: Final = {"ignore_unknown_options": True, "allow_extra_args": True}
+
+
+@app.command("serve", context_settings=_PASS_ON, add_help_option=False)
+def serve(ctx: typer.Context) -> None:
+    """Serve a model with the bundled engine, over the OpenAI and Anthropic APIs."""
+    _run_engine("serve", ctx.args)
+
+
+@app.command("doctor", context_settings=_PASS_ON, add_help_option=False)
+def doctor(ctx: typer.Context) -> None:
+    """Check this machine: what stops the bundled engine, what could be better."""
+    _run_engine("doctor", ctx.args)
+
+
+def _run_engine(command: str, arguments: list[str]) -> None:
+    from lifecycle_engine.cli import main as run
+
+    run([command, *arguments], name="lifecycle")
+
+
+@app.command("proxy", context_settings=_PASS_ON, add_help_option=False)
+def proxy(ctx: typer.Context) -> None:
+    """Admit requests in front of a server of any kind, and end what clients leave."""
+    from lifecycle_tools.proxy.command import run
+
+    run(ctx.args)
+
+
+@app.command("check", context_settings=_PASS_ON, add_help_option=False)
+def check(ctx: typer.Context) -> None:
+    """Leave, attack and overload a server, and report in a table what it does."""
+    from lifecycle_tools.check.command import run
+
+    run(ctx.args)
+
+
+@app.command("check-compare", context_settings=_PASS_ON, add_help_option=False)
+def check_compare(ctx: typer.Context) -> None:
+    """Print several reports of `lifecycle check` as one Markdown table."""
+    from lifecycle_tools.check.command import run_compare
+
+    run_compare(ctx.args)
+
+
+def main() -> None:
+    """Run the command; a missing extra is named in one line."""
+    try:
+        app(prog_name="lifecycle")
+    except ImportError as error:
+        if error.name is not None and error.name.startswith("lifecycle"):
+            raise
+        words = str(error)
+        if "install" not in words:
+            words += '; pip install "anyio-lifecycle[tools]"'
+        typer.echo(words, err=True)
+        sys.exit(2)

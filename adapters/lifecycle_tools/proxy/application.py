@@ -1,0 +1,192 @@
+"""The proxy as an ASGI application."""
+
+from __future__ import annotations
+
+import logging
+from typing import Final
+
+import anyio
+import h11
+
+from lifecycle import Refused
+from lifecycle_asgi.body import ClientLeft
+from lifecycle_tools.proxy.connection import UpstreamError, UpstreamLost
+from lifecycle_tools.proxy.exchange import Exchange, RequestStream
+from lifecycle_tools.proxy.headers import (
+    ForwardedHeaders,
+    ambiguity,
+    request_headers,
+    tokens,
+)
+from lifecycle_tools.proxy.responses import (
+    Receive,
+    Scope,
+    Send,
+    send_error,
+    send_refusal,
+)
+from lifecycle_tools.proxy.upstream import Upstream
+
+REACHED: Final = "lifecycle.proxy"
+"""Key of the scope of a request that was admitted."""
+
+_LOG = logging.getLogger(__name__)
+_NO_WEBSOCKETS: Final = (
+    "This proxy passes no WebSockets; connect to the server behind it"
+)
+
+
+class Proxy:
+    """Passes HTTP requests to one upstream, and its responses back, as streams.
+
+    Pure ASGI, for any server. When it is cancelled, as by `LifecycleMiddleware` or
+    `Admission` after a disconnect, the connection to the upstream is closed at once.
+
+    Args:
+        upstream: Where requests go.
+        keep_host: Pass on the client's ``Host``; if not, send that of the upstream.
+        forwarded: What to do about ``X-Forwarded-*``.
+    """
+
+    def __init__(
+        self,
+        upstream: Upstream,
+        *,
+        keep_host: bool = True,
+        forwarded: ForwardedHeaders = ForwardedHeaders.KEEP,
+    ) -> None:
+        self._upstream = upstream
+        self._keep_host = keep_host
+        self._forwarded = forwarded
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Serve one connection.
+
+        Cancellation:
+            Closes the connection to the upstream.
+        """
+        scope[REACHED] = True
+        if scope["type"] == "lifespan":
+            await self._live(receive, send)
+        elif scope["type"] != "http":
+            await send({"type": "websocket.close", "code": 1011})
+        elif b"websocket" in tokens(scope["headers"], b"upgrade"):
+            await self._fail(scope, send, 501, "websocket", _NO_WEBSOCKETS)
+        elif scope["method"] == "CONNECT":
+            text = "This proxy opens no tunnels"
+            await self._fail(scope, send, 501, "not_supported", text)
+        elif problem := ambiguity(scope):
+            await self._fail(scope, send, 400, "invalid_request", problem)
+        else:
+            await self._forward(scope, receive, send)
+
+    async def _live(self, receive: Receive, send: Send) -> None:
+        """Close unused connections in time, and all of them at shutdown."""
+        await receive()
+        async with anyio.create_task_group() as tasks:
+            tasks.start_soon(self._upstream.reap)
+            await send({"type": "lifespan.startup.complete"})
+            await receive()
+            tasks.cancel_scope.cancel()
+        await self._upstream.aclose()
+        await send({"type": "lifespan.shutdown.complete"})
+
+    async def _forward(self, scope: Scope, receive: Receive, send: Send) -> None:
+        try:
+            request = await self._read_request(scope, receive)
+            lease = await self._upstream.gate.admit()
+        except ClientLeft:
+            return
+        except h11.LocalProtocolError as error:
+            await self._fail(scope, send, 400, "invalid_request", str(error))
+            return
+        except Refused as refusal:
+            _log(scope, "refused", str(refusal))
+            await send_refusal(scope, send, refusal)
+            return
+        failure: UpstreamError | None = None
+        begun = _Begun(send)
+        try:
+            await self._exchange(scope, request, begun.send)
+        except ClientLeft:
+            return
+        except UpstreamError as error:
+            failure = error
+        except h11.LocalProtocolError as error:
+            failure = UpstreamError(str(error), status=400, code="invalid_request")
+        finally:
+            lease.release()
+        if failure is not None and not begun.yes:
+            await self._fail(scope, send, failure.status, failure.code, str(failure))
+        elif failure is not None:
+            # The server cuts a response that nothing completes.
+            _log(scope, "response cut", str(failure))
+
+    async def _read_request(self, scope: Scope, receive: Receive) -> RequestStream:
+        headers = request_headers(
+            scope,
+            authority=self._authority(scope),
+            forwarded=self._forwarded,
+        )
+        path = scope.get("raw_path") or scope["path"].encode()
+        query = scope["query_string"]
+        # What follows waits in `receive` no more, and so is cancelled by a disconnect.
+        message = await receive()
+        if message["type"] == "http.disconnect":
+            raise ClientLeft
+        return RequestStream(
+            scope,
+            receive,
+            target=self._upstream.prefix + path + (b"?" + query if query else b""),
+            headers=headers,
+            body=message.get("body", b""),
+            more_body=message.get("more_body", False),
+        )
+
+    def _authority(self, scope: Scope) -> bytes | None:
+        has_host = any(name == b"host" for name, _ in scope["headers"])
+        return None if self._keep_host and has_host else self._upstream.authority
+
+    async def _exchange(self, scope: Scope, request: RequestStream, send: Send) -> None:
+        fresh = False
+        while True:
+            connection = await self._upstream.connect(fresh=fresh)
+            exchange = Exchange(
+                scope, request, connection, send, timeouts=self._upstream.timeouts
+            )
+            try:
+                await exchange.run()
+                return
+            except UpstreamLost:
+                # An unused connection may be closed while a request is on its way.
+                stale = connection.reused and not exchange.begun
+                if not stale or fresh or not request.can_be_sent_again:
+                    raise
+                fresh = True
+            finally:
+                await self._upstream.give_back(connection)  # noqa: ASYNC102 - shielded
+
+    async def _fail(
+        self, scope: Scope, send: Send, status: int, code: str, reason: str
+    ) -> None:
+        _log(scope, str(status), reason)
+        await send_error(scope, send, status, code, reason)
+
+
+class _Begun:
+    """Knows whether a response has begun."""
+
+    __slots__ = ("_send", "yes")
+
+    def __init__(self, send: Send) -> None:
+        self._send = send
+        self.yes = False
+
+    async def send(self, message: object) -> None:
+        self.yes = True
+        await self._send(message)  # type: ignore[arg-type]
+
+
+def _log(scope: Scope, what: str, reason: str) -> None:
+    path = (scope.get("raw_path") or b"/").decode("ascii", "replace")
+    _LOG.warning("%s %s: %s: %s", scope["method"], path, what, reason)

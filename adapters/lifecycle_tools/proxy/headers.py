@@ -1,0 +1,145 @@
+"""Headers: what passes between two connections, and what is refused.
+
+RFC 9110, 7.6.1 says which headers belong to one connection, RFC 9112, 6 how the length
+of a message is found.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from enum import StrEnum
+from typing import Final, TypeAlias
+
+from lifecycle_asgi.request import declared_length
+from lifecycle_tools.proxy.responses import Scope
+
+Header: TypeAlias = tuple[bytes, bytes]
+
+_HOP_BY_HOP: Final = frozenset(
+    {
+        b"connection",
+        b"keep-alive",
+        b"proxy-connection",
+        b"te",
+        b"transfer-encoding",
+        b"upgrade",
+    }
+)
+_FORWARDED: Final = frozenset(
+    {b"x-forwarded-for", b"x-forwarded-proto", b"x-forwarded-host", b"forwarded"}
+)
+
+
+class ForwardedHeaders(StrEnum):
+    """What becomes of ``X-Forwarded-For``, ``-Proto`` and ``-Host``.
+
+    Attributes:
+        KEEP: They pass as the client sent them.
+        ADD: The client's address is added to the list; the others are added where the
+            client sent none.
+        REPLACE: Those of the client are removed, ``Forwarded`` too, and ours added.
+    """
+
+    KEEP = "keep"
+    ADD = "add"
+    REPLACE = "replace"
+
+
+def values(headers: Iterable[Header], name: bytes) -> list[bytes]:
+    """Return the values of all headers called *name*, in their order."""
+    return [value for each, value in headers if each.lower() == name]
+
+
+def tokens(headers: Iterable[Header], name: bytes) -> list[bytes]:
+    """Return the items of the lists in the headers called *name*, in lower case."""
+    items = b",".join(values(headers, name)).lower().split(b",")
+    return [item for each in items if (item := each.strip())]
+
+
+def end_to_end(headers: Iterable[Header]) -> list[Header]:
+    """Return the headers that pass to the next connection, in their order."""
+    found = [(name.lower(), value) for name, value in headers]
+    dropped = _HOP_BY_HOP.union(tokens(found, b"connection"))
+    return [each for each in found if each[0] not in dropped]
+
+
+def ambiguity(scope: Scope) -> str | None:
+    """Return why two servers could read a request differently; ``None`` if not.
+
+    Servers refuse most of this themselves; a proxy must not depend on it.
+    """
+    headers: list[Header] = list(scope["headers"])
+    codings = tokens(headers, b"transfer-encoding")
+    lengths = values(headers, b"content-length")
+    if codings and lengths:
+        return "Content-Length and Transfer-Encoding exclude each other; send one"
+    if codings not in ([], [b"chunked"]):
+        return "Transfer-Encoding must be chunked and nothing else"
+    if lengths and declared_length(scope) is None:
+        return "Content-Length must be one number"
+    if len(values(headers, b"host")) > 1:
+        return "Host must be sent once"
+    return None
+
+
+def request_headers(
+    scope: Scope, *, authority: bytes | None, forwarded: ForwardedHeaders
+) -> list[Header]:
+    """Return the headers for the upstream, without those that frame the body.
+
+    Args:
+        scope: The ASGI scope of the request.
+        authority: Replaces ``Host``; ``None`` keeps that of the client.
+        forwarded: What to do about ``X-Forwarded-*``.
+    """
+    headers: list[Header] = list(scope["headers"])
+    # The body is asked for and read here, so its client has been answered already.
+    framing = (b"content-length", b"expect")
+    passed = [each for each in end_to_end(headers) if each[0] not in framing]
+    host = next(iter(values(headers, b"host")), b"")
+    if authority is not None:
+        passed = [each for each in passed if each[0] != b"host"]
+        passed.insert(0, (b"host", authority))
+    if b"trailers" in tokens(headers, b"te") and takes_trailers(scope):
+        passed += [(b"te", b"trailers"), (b"connection", b"te")]
+    if forwarded is not ForwardedHeaders.KEEP:
+        passed = _add_forwarded(passed, scope, host, forwarded)
+    return passed
+
+
+def _add_forwarded(
+    headers: list[Header], scope: Scope, host: bytes, how: ForwardedHeaders
+) -> list[Header]:
+    if how is ForwardedHeaders.REPLACE:
+        headers = [each for each in headers if each[0] not in _FORWARDED]
+    client = scope.get("client")
+    hops = values(headers, b"x-forwarded-for")
+    if client and client[0]:
+        hops.append(str(client[0]).encode())
+    added = [
+        (b"x-forwarded-proto", str(scope.get("scheme", "http")).encode()),
+        (b"x-forwarded-host", host),
+    ]
+    present = {name for name, _ in headers}
+    kept = [each for each in headers if each[0] != b"x-forwarded-for"]
+    if hops:
+        kept.append((b"x-forwarded-for", b", ".join(hops)))
+    return kept + [each for each in added if each[1] and each[0] not in present]
+
+
+def takes_trailers(scope: Scope) -> bool:
+    """Whether the ASGI server can send trailers to this client."""
+    return "http.response.trailers" in (scope.get("extensions") or {})
+
+
+def response_headers(status: int, headers: Iterable[Header]) -> list[Header]:
+    """Return the headers for the client.
+
+    Without ``Content-Length`` where the upstream also sent ``Transfer-Encoding``, which
+    overrides it; and in a 304, where ASGI servers take it for the length of a body.
+    """
+    found = list(headers)
+    passed = end_to_end(found)
+    if status in (204, 304) or values(found, b"transfer-encoding"):
+        passed = [each for each in passed if each[0] != b"content-length"]
+    return passed

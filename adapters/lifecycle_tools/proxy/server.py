@@ -1,0 +1,143 @@
+"""uvicorn around the proxy, with admission, a health path and a log of refusals."""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Final
+
+from lifecycle_asgi import Admission
+from lifecycle_tools.proxy.application import REACHED, Proxy
+from lifecycle_tools.proxy.headers import ForwardedHeaders
+from lifecycle_tools.proxy.responses import App, Message, Receive, Scope, Send
+from lifecycle_tools.proxy.upstream import Upstream
+
+_LOG: Final = logging.getLogger(__name__)
+
+
+def create_app(
+    upstream: Upstream,
+    *,
+    keep_host: bool = True,
+    forwarded: ForwardedHeaders = ForwardedHeaders.KEEP,
+    health_path: str | None = None,
+    environment: Mapping[str, str] | None = None,
+    **options: Any,
+) -> App:
+    """Return the proxy under `lifecycle_asgi.Admission`, for any ASGI server.
+
+    Args:
+        upstream: Where requests go.
+        keep_host: Pass on the client's ``Host``; if not, send that of the upstream.
+        forwarded: What to do about ``X-Forwarded-*``.
+        health_path: Answered with 200 by the proxy itself, whatever the upstream does.
+        environment: Of the settings of `Admission`, instead of that of the process.
+        **options: Attributes of `lifecycle_asgi.AdmissionSettings`.
+
+    Raises:
+        TypeError: An option is unknown or of another type.
+        ValueError: An option, or a variable of the environment, is out of range.
+    """
+    environment = os.environ if environment is None else environment
+    if "LIFECYCLE_CANCEL_DELAY" not in environment:
+        # The delay of a profile is for a server that cleans up inside this process.
+        options.setdefault("cancel_delay", 0.0)
+    proxy = Proxy(upstream, keep_host=keep_host, forwarded=forwarded)
+    admission = Admission(proxy, environment=environment, **options)
+    return _Entrance(admission, health_path)
+
+
+class _Entrance:
+    """Answers the health path, and logs each refusal of the admission."""
+
+    def __init__(self, app: App, health_path: str | None) -> None:
+        self._app = app
+        self._health_path = health_path
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        if self._health_path is not None and scope["path"] == self._health_path:
+            await _send_health(send)
+            return
+
+        async def log(message: Message) -> None:
+            if message["type"] == "http.response.start" and REACHED not in scope:
+                path = (scope.get("raw_path") or b"/").decode("ascii", "replace")
+                status = message["status"]
+                _LOG.warning("%s %s: refused: %s", scope["method"], path, status)
+            await send(message)
+
+        await self._app(scope, receive, log)
+
+
+async def _send_health(send: Send) -> None:
+    headers = [(b"content-type", b"text/plain"), (b"content-length", b"3")]
+    await send({"type": "http.response.start", "status": 200, "headers": headers})
+    await send({"type": "http.response.body", "body": b"ok\n"})
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ListenSettings:
+    """Where and how the proxy listens.
+
+    Attributes:
+        host: Address.
+        port: Port; 0 for any that is free.
+        uds: Path of a socket, instead of both.
+        drain_timeout: Seconds for requests under way after SIGTERM.
+        keep_alive: Seconds that an unused connection of a client is kept.
+        trusted_proxies: Addresses whose ``X-Forwarded-For`` names the client, separated
+            by commas. Empty: the peer is the client.
+        backlog: Connections that wait in the kernel.
+    """
+
+    host: str = "127.0.0.1"
+    port: int = 8080
+    uds: str | None = None
+    drain_timeout: int = 30
+    keep_alive: int = 5
+    trusted_proxies: str = ""
+    backlog: int = 2048
+
+
+def serve(app: App, settings: ListenSettings) -> None:
+    """Serve *app* by uvicorn until SIGTERM or SIGINT, then drain.
+
+    Raises:
+        ModuleNotFoundError: uvicorn is not installed.
+    """
+    import uvicorn
+
+    from lifecycle_asgi.uvicorn_protocol import HeadersOnly
+
+    logging.getLogger("uvicorn.error").addFilter(_hide_cut_responses)
+    config = uvicorn.Config(
+        app,
+        host=settings.host,
+        port=settings.port,
+        uds=settings.uds,
+        backlog=settings.backlog,
+        http=HeadersOnly,
+        ws="none",
+        lifespan="on",
+        # The upstream has sent its own.
+        server_header=False,
+        date_header=False,
+        access_log=False,
+        proxy_headers=bool(settings.trusted_proxies),
+        forwarded_allow_ips=settings.trusted_proxies or None,
+        timeout_graceful_shutdown=settings.drain_timeout,
+        timeout_keep_alive=settings.keep_alive,
+        log_config=None,
+    )
+    uvicorn.Server(config).run()
+
+
+def _hide_cut_responses(record: logging.LogRecord) -> bool:
+    """Hide what uvicorn says of a response that was cut on purpose."""
+    hidden = ("without completing response", "upgrade request", "WebSocket library")
+    return not any(text in record.getMessage() for text in hidden)

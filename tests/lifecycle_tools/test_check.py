@@ -1,0 +1,174 @@
+"""`lifecycle check` finds the faults of real servers, and no others."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from ports import free_port
+
+pytest.importorskip("psutil")
+pytest.importorskip("typer")
+
+from lifecycle_tools.check import Finding, Report
+
+SERVER = Path(__file__).resolve().parents[1] / "kit" / "checked_server.py"
+CHECK = "from lifecycle_tools import main; main()"
+
+
+@contextlib.contextmanager
+def serving(fault: str) -> Iterator[tuple[str, int]]:
+    """Yield the URL and the process id of a server with that fault."""
+    port = free_port()
+    process = subprocess.Popen([sys.executable, SERVER, str(port), fault])
+    try:
+        until = time.monotonic() + 120
+        while True:
+            try:
+                socket.create_connection(("127.0.0.1", port), 5).close()
+                break
+            except OSError:
+                assert process.poll() is None and time.monotonic() < until
+                time.sleep(0.05)
+        yield f"http://127.0.0.1:{port}", process.pid
+    finally:
+        process.kill()
+        process.wait()
+
+
+def run(*arguments: str) -> subprocess.CompletedProcess[str]:
+    """Run the command `lifecycle`."""
+    return subprocess.run(
+        [sys.executable, "-c", CHECK, *arguments],
+        capture_output=True,
+        text=True,
+        timeout=900,
+        check=False,
+    )
+
+
+def checked(
+    fault: str, folder: Path, *options: str
+) -> tuple[int, dict[str, Finding], str]:
+    """Check a server; return the exit status, the findings by name, and the table."""
+    file = folder / "report.json"
+    with serving(fault) as (url, pid):
+        of = ["--pid", str(pid)] if options == FAULTS else []
+        # On a busy machine, all takes longer.
+        of += ["--seconds", "120"]
+        done = run("check", url, *of, "--json", str(file), *options)
+    assert done.returncode in (0, 1), done.stderr
+    report = Report.read(file)
+    assert report.failed == (done.returncode == 1)
+    return done.returncode, {each.id: each for each in report.findings}, done.stdout
+
+
+# The work of its requests lasts for some seconds.
+FAULTS = "--only", "leave.unstreamed", "--only", "bomb.pixels", "--tokens", "400"
+
+
+def test_finds_what_a_careless_server_does(tmp_path):
+    """Work without a client fails, by its CPU time; a decoded bomb, by its memory."""
+    status, found, table = checked("careless", tmp_path, *FAULTS)
+    assert status == 1
+    assert found["leave.unstreamed"].verdict == found["bomb.pixels"].verdict == "fail"
+    assert "CPU" in found["leave.unstreamed"].seen
+    assert "more than 128 MiB" in found["bomb.pixels"].because
+    assert "leave.unstreamed" in table
+
+
+def test_passes_a_careful_server(tmp_path):
+    """A server passes that ends work without a client, and refuses a bomb unread."""
+    status, found, _ = checked("none", tmp_path, *FAULTS)
+    verdicts = {name: each.verdict for name, each in found.items()}
+    assert (status, verdicts) == (0, dict.fromkeys(verdicts, "pass"))
+    assert len(verdicts) == 2
+
+
+@pytest.mark.parametrize(
+    ("fault", "verdict"), [("refuses-badly", "fail"), ("none", "pass")]
+)
+def test_judges_refusals(fault, verdict, tmp_path):
+    """Refusals without Retry-After, or without the API's error object, fail."""
+    options = "--only", "overload", "--concurrency", "16"
+    _, found, _ = checked(fault, tmp_path, *options)
+    verdicts = {name: each.verdict for name, each in found.items()}
+    assert verdicts == {
+        "overload.status": "pass",
+        "overload.retry_after": verdict,
+        "overload.shape": verdict,
+        "overload.prompt": "pass",
+    }
+
+
+def test_claims_nothing_without_a_refusal(tmp_path):
+    """Without a refusal, nothing is claimed about refusals."""
+    options = "--only", "overload", "--concurrency", "2"
+    status, found, _ = checked("none", tmp_path, *options)
+    assert found["overload.retry_after"].verdict == "not observable"
+    assert status == 0
+
+
+@pytest.mark.parametrize(
+    ("fault", "said"),
+    [
+        ("no-api", "404 at /v1/chat/completions: it has no such API"),
+        ("other-api", "has no 'choices': this is no such API"),
+        ("needs-key", "give a key with --api-key"),
+    ],
+)
+def test_says_why_a_server_cannot_be_checked(fault, said):
+    """What serves no honest request is one sentence and status 2, without a table."""
+    with serving(fault) as (url, _):
+        done = run("check", url)
+    assert done.returncode == 2
+    assert len(done.stderr.splitlines()) == 1 and said in done.stderr
+    assert done.stdout == ""
+
+
+def test_says_that_no_server_is_there():
+    """A port that nothing listens on is one sentence and status 2."""
+    port = free_port()
+    done = run("check", f"http://127.0.0.1:{port}")
+    assert done.returncode == 2
+    said = f"no server accepts connections at 127.0.0.1 port {port}"
+    assert len(done.stderr.splitlines()) == 1 and said in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["ftp://here"], "no http:// or https:// URL"),
+        (["http://192.0.2.1"], "--i-may-test-this-server"),
+        (["http://127.0.0.1", "--pid", "4194305"], "no such process"),
+        (["http://127.0.0.1", "--only", "nothing"], "no check has a name"),
+        (["http://127.0.0.1", "--body", "[]"], "takes a JSON object"),
+    ],
+)
+def test_refuses_wrong_arguments(arguments, said):
+    """A wrong argument ends with status 2 before anything is sent."""
+    done = run("check", *arguments)
+    assert done.returncode == 2
+    assert said in " ".join(done.stderr.replace("│", " ").split())
+
+
+def test_compares_reports(tmp_path):
+    """Reports become one table with a column for each server; other files are refused."""
+    files = []
+    for name, verdict in (("one", "pass"), ("two", "fail")):
+        found = Finding("overload.status", "sent", "seen", verdict, "because")
+        report = Report(name, "2026-01-01", "0", {}, (found,))
+        files.append(tmp_path / f"{name}.json")
+        files[-1].write_text(report.to_json())
+    done = run("check-compare", *map(str, files))
+    assert "| check | one | two |" in done.stdout
+    assert "| overload.status | pass: seen | fail: seen |" in done.stdout
+    files[0].write_text(json.dumps({}))
+    assert run("check-compare", str(files[0])).returncode == 2

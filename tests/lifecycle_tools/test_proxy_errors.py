@@ -1,0 +1,264 @@
+"""What clients are sent when the upstream fails, or when the proxy refuses."""
+
+import asyncio
+import json
+import signal
+
+import pytest
+from ports import free_port
+from proxy_kit import HEAD_END, Peer, raw_upstream, running_proxy
+
+from lifecycle_tools.proxy import Upstream
+
+CHAT = (
+    b"%s /v1/chat/completions HTTP/1.1\r\nhost: a\r\n"
+    b"content-type: application/json\r\ncontent-length: 2\r\n\r\n{}"
+)
+POST, PUT = CHAT % b"POST", CHAT % b"PUT"
+GET = b"GET / HTTP/1.1\r\nhost: a\r\n\r\n"
+OK = b"HTTP/1.1 200 OK\r\ncontent-length: 0\r\n\r\n"
+CHUNKED = b"HTTP/1.1 200 OK\r\ntransfer-encoding: chunked\r\n\r\n4\r\ndata\r\n"
+DECLARED = b"HTTP/1.1 200 OK\r\ncontent-length: 9\r\n\r\ndata"
+
+
+@pytest.mark.asyncio
+async def test_sends_502_when_upstream_refuses(tmp_path):
+    """A server that is not there is a 502 in OpenAI's format, and a line in the log."""
+    async with running_proxy(f"http://127.0.0.1:{free_port()}", tmp_path) as proxy:
+        head, body = await proxy.ask(POST)
+        assert head.startswith(b"HTTP/1.1 502")
+        assert json.loads(body)["error"]["code"] == "upstream_unavailable"
+        assert "POST /v1/chat/completions: 502: The upstream refuses" in proxy.log()
+
+
+@pytest.mark.parametrize("sent", [b"", b"HTTP/1.1 200", b"SSH-2.0-x\r\n\r\n"])
+@pytest.mark.asyncio
+async def test_sends_502_when_there_is_no_response(sent, tmp_path):
+    """A connection that ends before the head, or is no HTTP, is a 502."""
+
+    async def handle(peer: Peer) -> None:
+        await peer.read_head()
+        await peer.read_body()
+        await peer.send(sent)
+
+    async with (
+        raw_upstream(handle) as (upstream, url),
+        running_proxy(url, tmp_path) as proxy,
+    ):
+        head, _ = await proxy.ask(POST)
+        assert head.startswith(b"HTTP/1.1 502")
+        assert upstream.connections == 1
+
+
+@pytest.mark.asyncio
+async def test_sends_504_when_upstream_is_silent(tmp_path):
+    """No head in time is a 504, and the connection is closed."""
+
+    async def handle(peer: Peer) -> None:
+        await peer.read_head()
+        await peer.closed()
+
+    async with (
+        raw_upstream(handle) as (upstream, url),
+        running_proxy(url, tmp_path, "--head-timeout", "0.2") as proxy,
+    ):
+        head, body = await proxy.ask(POST)
+        assert head.startswith(b"HTTP/1.1 504")
+        assert json.loads(body)["error"]["code"] == "upstream_timeout"
+        while upstream.open:
+            await asyncio.sleep(0.01)
+
+
+@pytest.mark.parametrize("sent", [CHUNKED, DECLARED])
+@pytest.mark.asyncio
+async def test_cuts_the_response_when_upstream_is_cut(sent, tmp_path):
+    """A response that breaks off upstream never ends cleanly for the client."""
+
+    async def handle(peer: Peer) -> None:
+        await peer.read_head()
+        await peer.send(sent)
+
+    async with (
+        raw_upstream(handle) as (_, url),
+        running_proxy(url, tmp_path) as proxy,
+    ):
+        reader, writer = await proxy.connect()
+        writer.write(GET)
+        found = await asyncio.wait_for(reader.read(-1), 30)
+        assert b"data" in found
+        assert not found.endswith(b"0" + HEAD_END)
+        assert "response cut" in proxy.log()
+        assert "Traceback" not in proxy.log()
+        writer.close()
+
+
+@pytest.mark.parametrize(("request_", "tries"), [(GET, 2), (PUT, 2), (POST, 1)])
+@pytest.mark.asyncio
+async def test_sends_again_only_what_is_safe(request_, tries, tmp_path):
+    """A kept connection that is lost is replaced, but not under a POST."""
+    served = 0
+
+    async def handle(peer: Peer) -> None:
+        nonlocal served
+        while True:
+            await peer.read_head()
+            await peer.read_body()
+            served += 1
+            if served == 2:
+                return
+            await peer.send(OK)
+
+    async with (
+        raw_upstream(handle) as (_, url),
+        running_proxy(url, tmp_path, "--upstream-keep-alive", "60") as proxy,
+    ):
+        await proxy.ask(GET)
+        head, _ = await proxy.ask(request_)
+        assert served == 1 + tries
+        assert head.split()[1] == (b"200" if tries == 2 else b"502")
+
+
+@pytest.mark.asyncio
+async def test_drops_a_kept_connection_that_upstream_closed(tmp_path):
+    """A POST never meets a connection whose end was there to be seen."""
+    closed = asyncio.Event()
+
+    async def handle(peer: Peer) -> None:
+        await peer.read_head()
+        await peer.read_body()
+        await peer.send(OK)
+        peer.writer.close()
+        await peer.writer.wait_closed()
+        closed.set()
+
+    async with (
+        raw_upstream(handle) as (upstream, url),
+        running_proxy(url, tmp_path, "--upstream-keep-alive", "60") as proxy,
+    ):
+        for _ in range(20):
+            closed.clear()
+            head, _ = await proxy.ask(POST)
+            assert head.startswith(b"HTTP/1.1 200")
+            await closed.wait()
+        assert upstream.connections == 20
+
+
+@pytest.mark.parametrize(
+    "framing",
+    [
+        b"content-length: 2\r\ntransfer-encoding: chunked\r\n",
+        b"content-length: 2\r\ncontent-length: 3\r\n",
+        b"transfer-encoding: gzip, chunked\r\n",
+        b"transfer-encoding: xchunked\r\n",
+        b"content-length: +2\r\n",
+        b"host: b\r\ncontent-length: 2\r\n",
+    ],
+)
+@pytest.mark.asyncio
+async def test_refuses_what_two_servers_read_differently(framing, tmp_path):
+    """Ambiguous framing is a 400, and the upstream hears nothing of it."""
+
+    async def handle(peer: Peer) -> None:
+        await peer.read_head()
+
+    async with (
+        raw_upstream(handle) as (upstream, url),
+        running_proxy(url, tmp_path) as proxy,
+    ):
+        for method in (b"POST", b"DELETE"):
+            start = method + b" / HTTP/1.1\r\nhost: a\r\n"
+            reader, writer = await proxy.connect()
+            writer.write(start + framing + b"\r\n2\r\n{}\r\n0\r\n\r\n")
+            found = await asyncio.wait_for(reader.read(-1), 30)  # and it is closed
+            assert found.startswith(b"HTTP/1.1 400"), found
+            writer.close()
+        assert upstream.connections == 0
+
+
+@pytest.mark.asyncio
+async def test_refuses_websockets_in_a_sentence(tmp_path):
+    """An upgrade to a WebSocket is a 501 that says where to connect."""
+    async with running_proxy("http://127.0.0.1:1", tmp_path) as proxy:
+        upgrade = b"connection: upgrade\r\nupgrade: websocket\r\n"
+        head, body = await proxy.ask(
+            GET.replace(b"\r\n\r\n", b"\r\n" + upgrade + b"\r\n")
+        )
+        assert head.startswith(b"HTTP/1.1 501")
+        assert b"no WebSockets" in body
+
+
+@pytest.mark.asyncio
+async def test_reads_admission_from_the_environment(tmp_path):
+    """A body above LIFECYCLE_MAX_BODY is a 413 before the upstream hears of it."""
+
+    async def handle(peer: Peer) -> None:
+        await peer.read_head()
+
+    async with (
+        raw_upstream(handle) as (upstream, url),
+        running_proxy(url, tmp_path, LIFECYCLE_MAX_BODY="1") as proxy,
+    ):
+        head, _ = await proxy.ask(POST)
+        assert head.startswith(b"HTTP/1.1 413")
+        assert "POST /v1/chat/completions: refused: 413" in proxy.log()
+        assert upstream.connections == 0
+
+
+@pytest.mark.asyncio
+async def test_refuses_when_the_pool_is_full(tmp_path):
+    """With all connections in use, a request waits and is then refused with 503."""
+    done = asyncio.Event()
+
+    async def handle(peer: Peer) -> None:
+        await peer.read_head()
+        await peer.send(CHUNKED)
+        await done.wait()
+
+    options = ("--max-connections", "1", "--connect-timeout", "0.2")
+    async with (
+        raw_upstream(handle) as (upstream, url),
+        running_proxy(url, tmp_path, *options) as proxy,
+    ):
+        reader, writer = await proxy.connect()
+        writer.write(GET)
+        await reader.readuntil(b"data")
+        head, _ = await proxy.ask(GET)
+        assert head.startswith(b"HTTP/1.1 503")
+        assert b"retry-after" in head
+        assert upstream.connections == 1
+        writer.transport.abort()
+        done.set()
+
+
+@pytest.mark.asyncio
+async def test_drains_before_it_ends(tmp_path):
+    """After SIGTERM a response under way is completed, and then the process ends."""
+    go_on = asyncio.Event()
+
+    async def handle(peer: Peer) -> None:
+        await peer.read_head()
+        await peer.send(CHUNKED)
+        await go_on.wait()
+        await peer.send(b"4\r\nrest\r\n0\r\n\r\n")
+
+    async with (
+        raw_upstream(handle) as (_, url),
+        running_proxy(url, tmp_path) as proxy,
+    ):
+        reader, writer = await proxy.connect()
+        writer.write(GET)
+        await reader.readuntil(b"data\r\n")
+        proxy.process.send_signal(signal.SIGTERM)
+        while "Shutting down" not in proxy.log():
+            await asyncio.sleep(0.01)
+        go_on.set()
+        await asyncio.wait_for(reader.readuntil(b"4\r\nrest\r\n0\r\n\r\n"), 30)
+        assert await asyncio.wait_for(proxy.process.wait(), 30) in (0, -signal.SIGTERM)
+        writer.close()
+
+
+@pytest.mark.parametrize("url", ["", "ftp://a", "http://", "http://a?b", "unix:"])
+def test_refuses_an_address_that_is_none(url):
+    """An upstream of another form is refused with the forms that are known."""
+    with pytest.raises(ValueError, match="must be http"):
+        Upstream(url)

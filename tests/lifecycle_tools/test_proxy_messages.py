@@ -1,0 +1,303 @@
+"""Requests and responses pass as they are, but for what belongs to one connection."""
+
+import asyncio
+
+import pytest
+from asgi_kit import http_scope, serving
+from proxy_kit import Peer, raw_upstream, read_response, running_proxy
+
+from lifecycle_tools.proxy import Proxy, Upstream
+
+GET = b"GET /a%2Fb//c?d=%20&d=2 HTTP/1.1\r\nhost: example.test\r\n"
+OK = b"HTTP/1.1 200 OK\r\ncontent-length: 0\r\n\r\n"
+
+
+def answers(response: bytes, *, keep=True):
+    async def handle(peer: Peer) -> None:
+        while True:
+            await peer.read_head()
+            await peer.read_body()
+            peer.heads = [*getattr(peer, "heads", []), peer.head]
+            await peer.send(response)
+            if not keep:
+                return
+
+    return handle
+
+
+@pytest.mark.asyncio
+async def test_passes_target_and_headers_on(tmp_path):
+    """Target, repeated headers and their order pass; those of one connection do not."""
+    sent = (
+        b"x-one: 1\r\naccept: a/b\r\nx-one: 2\r\nconnection: keep-alive, x-mine\r\n"
+        b"x-mine: 1\r\nkeep-alive: 5\r\nte: trailers\r\nupgrade: h2c\r\n"
+        b"proxy-connection: close\r\nx-forwarded-for: 10.0.0.9\r\n\r\n"
+    )
+    async with (
+        raw_upstream(answers(OK, keep=False)) as (upstream, url),
+        running_proxy(url, tmp_path, "--upstream-keep-alive", "0") as proxy,
+    ):
+        await proxy.ask(GET + sent)
+        lines = upstream.heads[0].split(b"\r\n")
+        assert lines[0] == b"GET /a%2Fb//c?d=%20&d=2 HTTP/1.1"
+        assert [line.lower() for line in lines[1:] if line] == [
+            b"host: example.test",
+            b"x-one: 1",
+            b"accept: a/b",
+            b"x-one: 2",
+            b"x-forwarded-for: 10.0.0.9",
+        ]
+
+
+@pytest.mark.asyncio
+async def test_passes_response_headers_on(tmp_path):
+    """Repeated headers and a coded body pass untouched, and nothing is added."""
+    response = (
+        b"HTTP/1.1 103 Early Hints\r\nlink: </a>\r\n\r\n"
+        b"HTTP/1.1 418 T\r\nset-cookie: a=1\r\nDate: today\r\nset-cookie: b=2\r\n"
+        b"content-encoding: gzip\r\nkeep-alive: timeout=5\r\nconnection: x-mine\r\n"
+        b"x-mine: 1\r\ncontent-length: 4\r\n\r\nabcd"
+    )
+    async with (
+        raw_upstream(answers(response)) as (_, url),
+        running_proxy(url, tmp_path) as proxy,
+    ):
+        head, body = await proxy.ask(GET + b"\r\n")
+        assert body == b"abcd"
+        assert head.split(b"\r\n")[0].startswith(b"HTTP/1.1 418")
+        assert [line.lower() for line in head.split(b"\r\n")[1:] if line] == [
+            b"set-cookie: a=1",
+            b"date: today",
+            b"set-cookie: b=2",
+            b"content-encoding: gzip",
+            b"content-length: 4",
+        ]
+
+
+CHUNKED = (
+    b"POST / HTTP/1.1\r\nhost: a\r\nexpect: 100-continue\r\n"
+    b"transfer-encoding: chunked\r\n\r\n"
+)
+TRAILERS = (
+    b"authorization: Bearer k\r\nx-forwarded-for: 10.0.0.1\r\n"
+    b"host: b\r\nx-user: admin\r\n\r\n"
+)
+
+
+async def reads_chunks(peer: Peer) -> None:
+    await peer.read_head()
+    assert await peer.reader.readuntil(b"0\r\n\r\n") == b"3\r\nabc\r\n0\r\n\r\n"
+    await peer.send(OK)
+
+
+@pytest.mark.parametrize("late", [True, False], ids=["late", "with-the-head"])
+@pytest.mark.asyncio
+async def test_passes_no_trailer_of_a_request_on(late, tmp_path):
+    """The upstream is sent what the head said, and nothing that came behind the body."""
+    async with (
+        raw_upstream(reads_chunks) as (upstream, url),
+        running_proxy(url, tmp_path) as proxy,
+    ):
+        head, _ = await send_trailers(await proxy.connect(), late=late)
+        assert head.startswith(b"HTTP/1.1 200 ")
+        await upstream.settled()
+        lines = sorted(upstream.heads[0].lower().split(b"\r\n")[1:])
+        assert lines == [b"", b"", b"host: a", b"transfer-encoding: chunked"]
+
+
+@pytest.mark.asyncio
+async def test_passes_no_late_trailer_on_under_another_server():
+    """The application alone knows what to pass on before it asks for the body."""
+    async with raw_upstream(reads_chunks) as (upstream, url):
+        target = Upstream(url)
+        async with serving(Proxy(target), http="httptools") as port:
+            pair = await asyncio.open_connection("127.0.0.1", port)
+            head, _ = await send_trailers(pair, late=True)
+            assert head.startswith(b"HTTP/1.1 200 ")
+        assert upstream.heads[0].count(b"\r\n") == 4
+
+
+async def send_trailers(pair, *, late):
+    """Send a body with trailers; return the response."""
+    reader, writer = pair
+    async with asyncio.timeout(120):
+        writer.write(CHUNKED + (b"" if late else b"3\r\nabc\r\n0\r\n" + TRAILERS))
+        if late:
+            await reader.readuntil(b"100 Continue\r\n\r\n")
+            writer.write(b"3\r\nabc\r\n0\r\n" + TRAILERS)
+        head, body = await read_response(reader)
+        if head.startswith(b"HTTP/1.1 100 "):
+            head, body = await read_response(reader)
+    writer.close()
+    return head, body
+
+
+@pytest.mark.parametrize(
+    ("how", "expected"),
+    [("add", b"10.0.0.9, 127.0.0.1"), ("replace", b"127.0.0.1")],
+)
+@pytest.mark.asyncio
+async def test_sets_forwarded_headers_by_option(how, expected, tmp_path):
+    """X-Forwarded-For is added to or replaced, and Host is that of the upstream."""
+    async with (
+        raw_upstream(answers(OK, keep=False)) as (upstream, url),
+        running_proxy(url, tmp_path, "--forwarded", how, "--rewrite-host") as proxy,
+    ):
+        await proxy.ask(GET + b"x-forwarded-for: 10.0.0.9\r\n\r\n")
+        lines = upstream.heads[0].lower().split(b"\r\n")
+        assert b"x-forwarded-for: " + expected in lines
+        assert b"x-forwarded-proto: http" in lines
+        assert b"x-forwarded-host: example.test" in lines
+        assert b"host: " + url.removeprefix("http://").encode() in lines
+
+
+@pytest.mark.parametrize(
+    ("method", "response"),
+    [
+        (b"HEAD", b"HTTP/1.1 200 OK\r\ncontent-length: 99\r\n\r\n"),
+        (b"GET", b"HTTP/1.1 204 No Content\r\n\r\n"),
+        (
+            b"GET",
+            b'HTTP/1.1 304 Not Modified\r\netag: "a"\r\ncontent-length: 9\r\n\r\n',
+        ),
+    ],
+)
+@pytest.mark.asyncio
+async def test_passes_responses_without_a_body(method, response, tmp_path):
+    """HEAD, 204 and 304 end with their head, and the connection serves the next."""
+    async with (
+        raw_upstream(answers(response)) as (upstream, url),
+        running_proxy(url, tmp_path) as proxy,
+    ):
+        reader, writer = await proxy.connect()
+        for _ in range(2):
+            writer.write(method + b" / HTTP/1.1\r\nhost: a\r\n\r\n")
+            head = await asyncio.wait_for(reader.readuntil(b"\r\n\r\n"), 30)
+            assert head.split()[1] == response.split()[1]
+        writer.close()
+        assert upstream.connections == 1
+
+
+@pytest.mark.asyncio
+async def test_streams_chunks_of_a_unix_socket(tmp_path):
+    """Each chunk arrives before the upstream sends the next, also by unix socket."""
+    may_go_on = asyncio.Event()
+
+    async def handle(peer: Peer) -> None:
+        await peer.read_head()
+        await peer.send(b"HTTP/1.1 200 OK\r\ntransfer-encoding: chunked\r\n\r\n")
+        await peer.send(b"3\r\none\r\n")
+        await may_go_on.wait()
+        await peer.send(b"3\r\ntwo\r\n0\r\n\r\n")
+
+    async with (
+        raw_upstream(handle, tmp_path / "up.sock") as (_, url),
+        running_proxy(url, tmp_path) as proxy,
+    ):
+        reader, writer = await proxy.connect()
+        writer.write(b"GET / HTTP/1.1\r\nhost: a\r\n\r\n")
+        await asyncio.wait_for(reader.readuntil(b"3\r\none\r\n"), 30)
+        may_go_on.set()
+        await asyncio.wait_for(reader.readuntil(b"3\r\ntwo\r\n0\r\n\r\n"), 30)
+        writer.close()
+
+
+@pytest.mark.asyncio
+async def test_answers_an_expectation_itself(tmp_path):
+    """A client that waits for 100 gets it here, and the upstream gets the body."""
+    async with (
+        raw_upstream(answers(OK, keep=False)) as (upstream, url),
+        running_proxy(url, tmp_path) as proxy,
+    ):
+        reader, writer = await proxy.connect()
+        head = b"POST / HTTP/1.1\r\nhost: a\r\nexpect: 100-continue\r\n"
+        writer.write(head + b"content-length: 4\r\n\r\n")
+        found = await asyncio.wait_for(reader.readuntil(b"\r\n\r\n"), 30)
+        assert found.startswith(b"HTTP/1.1 100")
+        writer.write(b"body")
+        head, _ = await asyncio.wait_for(read_response(reader), 30)
+        assert head.startswith(b"HTTP/1.1 200")
+        assert b"expect" not in upstream.heads[0].lower()
+        writer.close()
+
+
+@pytest.mark.asyncio
+async def test_passes_an_early_response_while_a_body_is_sent(tmp_path):
+    """An upstream that refuses a body which it does not read is heard at once."""
+    done = asyncio.Event()
+
+    async def handle(peer: Peer) -> None:
+        await peer.read_head()
+        await peer.send(b"HTTP/1.1 413 No\r\ncontent-length: 2\r\n\r\nno")
+        await done.wait()
+
+    async with (
+        raw_upstream(handle) as (_, url),
+        running_proxy(url, tmp_path) as proxy,
+    ):
+        size = 16 * 2**20
+        head = b"POST / HTTP/1.1\r\nhost: a\r\ncontent-length: %d\r\n\r\n" % size
+        head, body = await proxy.ask(head + b"x" * size)
+        done.set()
+        assert (head[:12], body) == (b"HTTP/1.1 413", b"no")
+
+
+@pytest.mark.asyncio
+async def test_passes_trailers_to_a_server_that_can_send_them():
+    """Trailers pass with the extension of ASGI, and TE asks the upstream for them."""
+    trailed = (
+        b"HTTP/1.1 200 OK\r\ntransfer-encoding: chunked\r\ntrailer: x-sum\r\n\r\n"
+        b"2\r\nhi\r\n0\r\nx-sum: 42\r\n\r\n"
+    )
+    messages = []
+
+    async def receive():
+        return {"type": "http.request", "body": b"", "more_body": False}
+
+    async def send(message):
+        messages.append(message)
+
+    async with raw_upstream(answers(trailed, keep=False)) as (upstream, url):
+        scope = http_scope(
+            headers=[(b"host", b"a"), (b"te", b"trailers")],
+            extensions={"http.response.trailers": {}},
+        )
+        server = Upstream(url)
+        await Proxy(server)(scope, receive, send)
+        await server.aclose()
+    assert messages[0]["trailers"]
+    assert (b"trailer", b"x-sum") in messages[0]["headers"]
+    assert b"".join(each.get("body", b"") for each in messages) == b"hi"
+    assert messages[-1]["headers"] == [(b"x-sum", b"42")]
+    assert b"te: trailers" in upstream.heads[0].lower()
+
+
+@pytest.mark.asyncio
+async def test_streams_both_ways_with_uvicorn_behind(tmp_path):
+    """A body of a method that is not admitted passes in pieces, in both directions."""
+
+    async def echo(scope, receive, send):
+        if scope["type"] != "http":
+            return
+        await send({"type": "http.response.start", "status": 200, "headers": []})
+        more = True
+        while more:
+            message = await receive()
+            more = message.get("more_body", False)
+            part = {"type": "http.response.body", "body": message["body"]}
+            await send({**part, "more_body": more})
+
+    async with (
+        serving(echo, lifespan="off") as port,
+        running_proxy(f"http://127.0.0.1:{port}", tmp_path) as proxy,
+    ):
+        reader, writer = await proxy.connect()
+        writer.write(
+            b"DELETE / HTTP/1.1\r\nhost: a\r\ntransfer-encoding: chunked\r\n\r\n"
+        )
+        for text in (b"first", b"after"):
+            writer.write(b"5\r\n" + text + b"\r\n")
+            await asyncio.wait_for(reader.readuntil(text + b"\r\n"), 30)
+        writer.write(b"0\r\n\r\n")
+        await asyncio.wait_for(reader.readuntil(b"0\r\n\r\n"), 30)
+        writer.close()

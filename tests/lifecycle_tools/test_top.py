@@ -1,0 +1,135 @@
+"""`lifecycle top`: the live view of a real server, in a terminal that textual plays."""
+
+from __future__ import annotations
+
+import asyncio
+import re
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+
+pytest.importorskip("textual")
+
+from live_kit import CANARY, asked, live_server
+from textual.widgets import DataTable, Static
+
+from lifecycle_tools.top import NoLiveView, Top, Viewer
+
+pytestmark = pytest.mark.asyncio
+
+
+@pytest.fixture(scope="module")
+def port() -> Iterator[int]:
+    """A server process with planted faults."""
+    with live_server() as port:
+        yield port
+
+
+def text_of(app: Top, name: str) -> str:
+    """What a part of the screen says."""
+    part = app.query_one(f"#{name}")
+    if isinstance(part, DataTable):
+        rows = (part.get_row(key) for key in part.rows)
+        return "\n".join(" | ".join(map(str, cells)) for cells in rows)
+    assert isinstance(part, Static)
+    return str(part.render())
+
+
+async def until(pilot: Any, reached: Callable[[], Any]) -> Any:
+    """What *reached* returns, once it is true."""
+    async with asyncio.timeout(120):
+        while not (found := reached()):
+            await pilot.pause(0.1)
+        return found
+
+
+async def test_shows_and_cancels_requests(port: int) -> None:
+    """Requests, gates, clients and warnings are shown; `w` says why, and `c` cancels."""
+    app = Top(f"127.0.0.1:{port}")
+    async with app.run_test(size=(120, 40)) as pilot:
+        with asked(port, "/held") as connection:
+            await until(pilot, lambda: "since it began" in text_of(app, "warnings"))
+            row = text_of(app, "requests")
+            assert re.search(r"POST /held \| 127.0.0.1 \| streaming", row), row
+            assert "5.0 MiB" in row
+            assert "5.0 MiB of 64.0 MiB" in text_of(app, "gates")
+            assert "127.0.0.1 | 1 | 5.0 MiB" in text_of(app, "clients")
+            assert "engine serving, incarnation 3, 2 restarts" in text_of(
+                app, "summary"
+            )
+            await pilot.press("w")
+            holders = app.query_one("#holders")
+            await until(pilot, lambda: holders.display)
+            assert "held:" in text_of(app, "holders")  # the frame, and its line
+            await pilot.press("escape")
+            assert not holders.display
+            assert CANARY not in app.export_screenshot()
+            await pilot.press("c")
+            await until(pilot, lambda: not text_of(app, "requests"))
+            connection.settimeout(60)
+            while connection.recv(2**16):
+                pass  # the answer was cut
+        await until(pilot, lambda: "no warnings" in text_of(app, "warnings"))
+        await pilot.press("c")  # where there is no request, nothing happens
+
+
+async def test_keeps_cursor_where_requests_end(port: int) -> None:
+    """The cursor stays on its request, whatever becomes of those above it."""
+    app = Top(f"http://127.0.0.1:{port}")
+    async with app.run_test(size=(120, 40)) as pilot:
+        with asked(port, "/slow") as above, asked(port, "/held"):
+            table: Any = app.query_one("#requests")
+            await until(pilot, lambda: table.row_count == 2)
+            rows = text_of(app, "requests").splitlines()
+            place = next(at for at, row in enumerate(rows) if "/held" in row)
+            await pilot.press(*["down"] * place)
+            chosen = app.selected
+            above.close()
+            await until(pilot, lambda: table.row_count == 1)
+            assert app.selected == chosen
+
+
+async def test_says_where_there_is_no_view(unused_tcp_port: int) -> None:
+    """An address without a server is named, and tried again."""
+    app = Top(f"127.0.0.1:{unused_tcp_port}")
+    async with app.run_test() as pilot:
+        await until(pilot, lambda: "does not answer" in text_of(app, "summary"))
+
+
+async def test_names_what_to_wrap(port: int) -> None:
+    """The error about a server without a live view says what to wrap."""
+    viewer = Viewer(f"http://127.0.0.1:{port}/elsewhere")
+    with pytest.raises(NoLiveView, match="LiveView"):
+        await viewer.read(lambda event: None)
+    await viewer.aclose()
+
+
+def run(*arguments: str) -> subprocess.CompletedProcess[str]:
+    """Run a fresh interpreter."""
+    return subprocess.run(
+        [sys.executable, *arguments],
+        capture_output=True,
+        text=True,
+        timeout=600,
+        check=False,
+    )
+
+
+async def test_is_a_subcommand() -> None:
+    """The command has it, and imports it only when it runs."""
+    done = run("-c", "import lifecycle_tools; lifecycle_tools.main()", "top", "--help")
+    assert done.returncode == 0, done.stderr
+    assert "Address of the server" in done.stdout
+    script = "import sys, lifecycle_tools; assert 'textual' not in sys.modules"
+    assert run("-c", script).returncode == 0
+
+
+@pytest.mark.parametrize("missing", ["textual", "httpx2"])
+async def test_names_extra_that_is_missing(missing: str) -> None:
+    """Without its extra, the command says what to install."""
+    script = f"import sys; sys.modules[{missing!r}] = None; import lifecycle_tools.top"
+    last = run("-c", script).stderr.splitlines()[-1]
+    assert f'needs {missing}; pip install "anyio-lifecycle[tools]"' in last

@@ -31,7 +31,7 @@ TOOLS = {"lifecycle_tools"}
 MOST_FILES_OF_TOOLS = 30
 MOST_LINES_OF_A_FILE = 700
 MOST_LINES_OF_A_FUNCTION = 60
-MOST_TESTS_OF_INTERNALS = 30
+MOST_TESTS_OF_INTERNALS = 36
 # Files that one request enters; `python scripts/trace_request.py --files` lists them.
 MOST_FILES_ENTERED = {"text": 42, "picture": 48, "disconnect": 31}
 

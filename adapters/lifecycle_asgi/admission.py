@@ -237,7 +237,8 @@ class Admission:
         try:
             await self._admit(scope, request)
         except REFUSALS as error:
-            refusal = error
+            # The frames that it came through have the body, which counts no more.
+            refusal = error.with_traceback(None)
         except ClientLeft:
             return
         finally:
@@ -292,7 +293,7 @@ class Admission:
         if has_media or len(body) > self._max_small_body:
             lane = self._requests
         if lane is not arrival:
-            needed = self._needed(len(body), request.estimate)
+            needed = self._needed(len(body), request.estimate) or 1  # an empty body
             with state.phase("queue"):
                 lease = await lane.admit(
                     needed, client, slots=int(has_media), deadline=deadline
@@ -403,7 +404,8 @@ class AdmittedRequest:
             lease.release()
 
     def end(self) -> None:
-        """Release everything. Idempotent."""
+        """Release everything, a body that nobody asked for included. Idempotent."""
+        self.body = None
         self.release()
         slot, self.slot = self.slot, None
         if slot is not None:

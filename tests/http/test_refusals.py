@@ -303,7 +303,7 @@ async def test_refuses_body_that_trickles() -> None:
         await server.quiet()
 
 
-async def test_slow_bodies_keep_nobody_out() -> None:
+async def test_serves_requests_beside_slow_bodies() -> None:
     """Five that declare all that fits and stand still are charged what they sent."""
     settings = AppSettings(model="sim", body_bytes=10**6)
     async with running(settings=settings) as server:

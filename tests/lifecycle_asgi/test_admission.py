@@ -152,7 +152,7 @@ async def test_holds_no_body_while_it_answers_a_refusal(refused: str) -> None:
     assert max(seen) < size / 2
 
 
-async def test_keeps_no_body_that_nobody_asked_for() -> None:
+async def test_drops_a_body_that_the_application_never_reads() -> None:
     """A task that outlives the request has its context, but not its body."""
     kept = []
 

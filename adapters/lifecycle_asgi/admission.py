@@ -321,6 +321,8 @@ class Admission:
             timeout=self._settings.body_timeout,
             slow_after=self._settings.slow_after,
         )
+        if self._bodies.gate.closed:  # after it had granted the lease
+            reader.stop()
         self._reading.add(reader)
         try:
             return await reader.read()

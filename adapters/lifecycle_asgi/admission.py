@@ -165,7 +165,7 @@ class Admission:
             order=settings.order,
             observer=observer,
         )
-        lane = partial(Lane, max_wait=settings.max_wait)
+        lane = partial(Lane, max_wait=settings.max_wait, order=settings.order)
         self._small = lane(gate(bytes=shares[0], name="admission-small"))
         self._bodies = lane(gate(bytes=shares[1], name="admission-bodies"))
         self._requests = lane(

@@ -166,7 +166,7 @@ class Admission:
             order=settings.order,
             observer=observer,
         )
-        lane = partial(Lane, max_wait=settings.max_wait)
+        lane = partial(Lane, max_wait=settings.max_wait, order=settings.order)
         self._small = lane(gate(bytes=shares[0], name="admission-small"))
         self._bodies = lane(gate(bytes=shares[1], name="admission-bodies"))
         self._requests = lane(
@@ -322,6 +322,8 @@ class Admission:
             timeout=self._settings.body_timeout,
             slow_after=self._settings.slow_after,
         )
+        if self._bodies.gate.closed:  # after it had granted the lease
+            reader.stop()
         self._reading.add(reader)
         try:
             return await reader.read()

@@ -196,17 +196,22 @@ class BodyReader:
         return body
 
     async def _next(self) -> tuple[bytes, bool]:
-        while True:
+        while not self._stopped:
             wake_at = min(self._deadline, self._slow_at)
             with anyio.CancelScope(deadline=wake_at) as self._waiting:
                 message = await self._receive()
                 if message["type"] == "http.disconnect":
                     raise ClientLeft
                 return message.get("body", b""), message.get("more_body", False)
-            if self._stopped:
-                raise GateClosed("the server reads no more bodies; ask another one")
-            if wake_at >= self._deadline:
-                raise BodyTooSlow(self._timeout)
+            if not self._stopped:
+                self._check_time()
+        raise GateClosed("the server reads no more bodies; ask another one")
+
+    def _check_time(self) -> None:
+        now = anyio.current_time()
+        if now >= self._deadline:
+            raise BodyTooSlow(self._timeout)
+        if now >= self._slow_at:
             self._release_rest()
 
     def _release_rest(self) -> None:
@@ -216,11 +221,8 @@ class BodyReader:
         self._lease.settle(bytes=min(arrived, self._lease.bytes))
 
     def _charge(self, *, complete: bool) -> None:
-        now = anyio.current_time()
-        if not complete and now >= self._deadline:
-            raise BodyTooSlow(self._timeout)
-        if not complete and now >= self._slow_at:
-            self._release_rest()
+        if not complete:
+            self._check_time()
         if complete:
             charges = [self._read]
         elif not self._metered or self._copies * self._read <= self._lease.bytes:

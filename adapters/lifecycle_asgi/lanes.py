@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections import Counter
 from dataclasses import replace
+from typing import Literal
 
 import anyio
 
@@ -17,8 +18,9 @@ class Lane:
     """A gate that clients share, with a limit on the waiting of one client.
 
     Args:
-        gate: The gate; in fair order, clients take turns.
+        gate: The gate.
         max_wait: Longest wait in seconds.
+        order: Of the gate: in fair order, clients take turns.
 
     Attributes:
         gate: The gate.
@@ -26,6 +28,7 @@ class Lane:
 
     __slots__ = (
         "_drain_rate",
+        "_fair",
         "_max_wait",
         "_max_waiting",
         "_over_share",
@@ -34,9 +37,12 @@ class Lane:
         "gate",
     )
 
-    def __init__(self, gate: Gate, *, max_wait: float) -> None:
+    def __init__(
+        self, gate: Gate, *, max_wait: float, order: Literal["fair", "fifo"]
+    ) -> None:
         limit = gate.statistics().max_waiting
         self.gate = gate
+        self._fair = order == "fair"
         self._max_wait = max_wait
         self._max_waiting = math.inf if limit is None else limit
         self._share = math.inf if limit is None else max(1, limit // 2)
@@ -72,7 +78,10 @@ class Lane:
         self._waiting[client] += 1
         try:
             return await self.gate.admit(
-                bytes=nbytes, slots=slots, key=client, max_wait=self._patience(deadline)
+                bytes=nbytes,
+                slots=slots,
+                key=client,
+                max_wait=self._patience(client, deadline),
             )
         finally:
             self._waiting[client] -= 1
@@ -119,8 +128,8 @@ class Lane:
             retry_after=after,
         )
 
-    def _patience(self, deadline: float) -> float:
-        """Return how long a client that gives up at *deadline* is kept waiting."""
+    def _patience(self, client: str, deadline: float) -> float:
+        """Return how long *client*, which gives up at *deadline*, is kept waiting."""
         if deadline == math.inf:
             return self._max_wait
         now, gate = _now(), self.gate.statistics()
@@ -128,9 +137,17 @@ class Lane:
             self._drain_rate.restart(gate.released, now)
             return min(self._max_wait, max(0.0, deadline - now))
         each = self._drain_rate.seconds_per_release(gate.released, now)
-        if now + each * (gate.waiting + 1) > deadline:
+        if now + each * self._turn(client, gate.waiting) > deadline:
             return 0.0
         return min(self._max_wait, deadline - now)
+
+    def _turn(self, client: str, waiting: int) -> int:
+        """Return the place of *client*, which has begun to wait, behind *waiting*."""
+        if not self._fair:
+            return waiting + 1
+        # Each of the others comes as often before it as it has come itself.
+        own = self._waiting[client]
+        return sum(min(own, count) for count in self._waiting.values())
 
 
 def _now() -> float:

@@ -255,11 +255,12 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> Iterator[SimpleNamespace]:
     return clock
 
 
+@pytest.mark.parametrize("order", ["fifo", "fair"])
 async def test_refuses_at_once_what_would_come_too_late(
-    clock: SimpleNamespace,
+    order: Any, clock: SimpleNamespace
 ) -> None:
     """An hour a request and two ahead: a client that waits for less than three goes."""
-    lane = Lane(Gate(slots=1, max_waiting=9), max_wait=1e6)
+    lane = Lane(Gate(slots=1, max_waiting=9, order=order), max_wait=1e6, order=order)
     held = [await lane.admit(0, "a")]
     refused = anyio.Event()
 
@@ -285,6 +286,40 @@ async def test_refuses_at_once_what_would_come_too_late(
             tasks.start_soon(wait, 3.9)
             await refused.wait()
             assert lane.gate.statistics().waiting == 3
+            while held:
+                held.pop().release()
+                await anyio.wait_all_tasks_blocked()
+
+
+@pytest.mark.parametrize(("order", "late"), [("fifo", [1, 2]), ("fair", [2])])
+async def test_lets_no_crowd_make_another_client_late(
+    order: Any, late: list[int], clock: SimpleNamespace
+) -> None:
+    """In turns, the first request of a client is next, however long the queue is."""
+    lane = Lane(Gate(slots=1, max_waiting=9, order=order), max_wait=1e6, order=order)
+    held, refused = [await lane.admit(0, "crowd")], list[int]()
+
+    async def wait(number: int, client: str, hours: float) -> None:
+        deadline = clock.now + 3600 * hours
+        try:
+            held.append(await lane.admit(0, client, deadline=deadline))
+        except AdmissionTimeout:
+            refused.append(number)
+
+    with anyio.fail_after(120):
+        async with anyio.create_task_group() as tasks:
+            for number in range(4):
+                tasks.start_soon(wait, number, "crowd", 1000)
+                await anyio.wait_all_tasks_blocked()
+            clock.now += 3600.0
+            held.pop().release()
+            await anyio.wait_all_tasks_blocked()
+            for number in (1, 2):
+                tasks.start_soon(wait, number, "other", 2.5)
+                await anyio.wait_all_tasks_blocked()
+            while 2 not in refused:
+                await anyio.wait_all_tasks_blocked()
+            assert refused == late
             while held:
                 held.pop().release()
                 await anyio.wait_all_tasks_blocked()

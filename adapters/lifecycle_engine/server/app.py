@@ -133,7 +133,8 @@ class AppSettings:
         body_timeout: Maximum seconds for a request body.
         max_waiting: Maximum number of bodies that wait in each lane.
         max_wait: Maximum seconds that a request waits at a gate.
-        order: In which order bodies are admitted: ``"fair"`` lets clients take turns.
+        order: In which order bodies are admitted, and the gates admit: ``"fair"`` lets
+            clients take turns.
         text_chars: Maximum text of one request.
         media: Limits on images.
         defaults: Sampling defaults of requests.
@@ -260,6 +261,7 @@ def _service(
         client=settings.client,
         remote=_remote(settings, threads),
         max_wait=settings.max_wait,
+        order=settings.order,
     )
 
 

@@ -272,7 +272,7 @@ def test_lists_what_it_brings_along_and_no_tool_of_ours() -> None:
 
 
 def test_leaves_tools_of_the_checkout_out_of_the_wheel() -> None:
-    """The wheel contains the seven packages, and no demo, builder or benchmark."""
+    """The wheel contains the six packages, and no demo, builder or benchmark."""
     folders = {path.parent.name for path in ROOT.glob("*/*/__init__.py")}
     assert folders == {*NAMES, "lifecycle_demo", "tiny_checkpoint"}
     assert not [package for package in PACKAGES if package.startswith("tools")]

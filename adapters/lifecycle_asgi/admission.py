@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Callable, Mapping
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, suppress
 from contextvars import ContextVar
 from dataclasses import replace
 from functools import partial
@@ -156,7 +156,7 @@ class Admission:
             profile = replace(profile, tensor_pixels=settings.tensor_pixels)
         self._price = price or BodyEstimator(profile).estimate
         self._answer = answer or _answer
-        self._reading: set[BodyReader] = set()
+        self._reading: set[BodyReader | Refusing] = set()
         self._correction = Correction(floor=_FLOOR, ceiling=_CEILING)
         shares = [settings.bytes * share // 16 or 1 for share in _SHARES]
         gate = partial(
@@ -212,8 +212,8 @@ class Admission:
         """
         for gate in self.gates:
             gate.close()
-        for reader in self._reading:
-            reader.stop()
+        for reading in self._reading:
+            reading.stop()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Serve one connection.
@@ -268,8 +268,9 @@ class Admission:
         if isinstance(refusal, Unauthorised | BodyTooLarge | CostTooLarge):
             max_bytes = MAX_UNACCEPTABLE
         refusing = Refusing(scope, body, send)
-        await refusing.send(self._answer(scope, refusal))
-        await refusing.linger(max_bytes=max_bytes)
+        with self._closable(refusing):
+            await refusing.send(self._answer(scope, refusal))
+            await refusing.linger(max_bytes=max_bytes)
 
     async def _admit(self, scope: Scope, request: AdmittedRequest) -> None:
         declared = declared_length(scope)
@@ -322,13 +323,19 @@ class Admission:
             timeout=self._settings.body_timeout,
             slow_after=self._settings.slow_after,
         )
-        if self._bodies.gate.closed:  # after it had granted the lease
-            reader.stop()
-        self._reading.add(reader)
-        try:
+        with self._closable(reader):
             return await reader.read()
+
+    @contextmanager
+    def _closable(self, reading: BodyReader | Refusing) -> Iterator[None]:
+        """Stop *reading* when this is closed, or now if it is."""
+        if self._bodies.gate.closed:
+            reading.stop()
+        self._reading.add(reading)
+        try:
+            yield
         finally:
-            self._reading.discard(reader)
+            self._reading.discard(reading)
 
     def _needed(self, length: int, estimate: MemoryEstimate) -> int:
         """Return the bytes to admit for a body of *length* and its media.

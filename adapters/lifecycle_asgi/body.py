@@ -86,16 +86,15 @@ class RequestBody:
             return False
         return headers.get(b"expect") != b"100-continue"
 
-    async def drop_rest(self, max_bytes: int, seconds: float) -> None:
-        """Read the rest and keep nothing, up to *max_bytes* and for *seconds*.
+    async def drop_rest(self, max_bytes: int) -> None:
+        """Read the rest and keep nothing, up to *max_bytes*.
 
         Cancellation:
             Passes through.
         """
         dropped = 0
-        with anyio.move_on_after(seconds):
-            while not self._complete and dropped <= max_bytes:
-                dropped += len((await self.receive()).get("body", b""))
+        while not self._complete and dropped <= max_bytes:
+            dropped += len((await self.receive()).get("body", b""))
 
 
 class BodyReader:

@@ -130,12 +130,13 @@ class Lane:
 
     def _patience(self, client: str, deadline: float) -> float:
         """Return how long *client*, which gives up at *deadline*, is kept waiting."""
-        if deadline == math.inf:
-            return self._max_wait
         now, gate = _now(), self.gate.statistics()
         if not gate.waiting:
+            # Whoever comes first: an idle time says nothing of the next queue.
             self._drain_rate.restart(gate.released, now)
             return min(self._max_wait, max(0.0, deadline - now))
+        if deadline == math.inf:
+            return self._max_wait
         each = self._drain_rate.seconds_per_release(gate.released, now)
         if now + each * self._turn(client, gate.waiting) > deadline:
             return 0.0

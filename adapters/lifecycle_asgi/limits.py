@@ -307,9 +307,11 @@ class BodyLimit:
                 with request.phase("queue"):
                     await meter.admit(declared)
             await self._app(scope, meter.receive, meter.send)
-        except REFUSALS:
+        except REFUSALS as refusal:
             if not meter.refused:
                 raise
+            # A cycle, with the frames that have what the application has read.
+            refusal.with_traceback(None)
         except BaseExceptionGroup as group:  # the application reads in a task group
             if not meter.refused:
                 raise

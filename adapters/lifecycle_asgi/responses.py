@@ -8,6 +8,8 @@ from __future__ import annotations
 
 from contextlib import suppress
 
+import anyio
+
 from lifecycle_asgi._types import Scope, Send
 from lifecycle_asgi.body import RequestBody
 
@@ -16,6 +18,8 @@ Response = tuple[int, Headers, bytes]
 
 LINGER_SECONDS = 5.0
 """Longest time that the rest of a refused body is read and dropped."""
+_LAST_SECONDS = 0.2
+"""The same once a server shuts down: what a client was sending meanwhile."""
 MAX_UNACCEPTABLE = 8 * 2**20
 """Most bytes that are dropped of a body that the server would never accept."""
 
@@ -40,13 +44,19 @@ class Refusing:
         send: The server's.
     """
 
-    __slots__ = ("_body", "_lingers", "_scope", "_send")
+    __slots__ = ("_body", "_dropping", "_lingers", "_scope", "_send")
 
     def __init__(self, scope: Scope, body: RequestBody, send: Send) -> None:
         self._scope = scope
         self._body = body
         self._send = send
         self._lingers = False
+        self._dropping = anyio.CancelScope()
+
+    def stop(self) -> None:
+        """Linger only for a moment from now on. Idempotent."""
+        until = anyio.current_time() + _LAST_SECONDS
+        self._dropping.deadline = min(self._dropping.deadline, until)
 
     async def send(self, response: Response) -> None:
         """Send all of a response whose headers have the length of its content.
@@ -72,6 +82,9 @@ class Refusing:
         """
         if self._lingers:
             self._lingers = False
-            await self._body.drop_rest(max_bytes, LINGER_SECONDS)
+            until = anyio.current_time() + LINGER_SECONDS
+            with self._dropping as dropping:
+                dropping.deadline = min(dropping.deadline, until)
+                await self._body.drop_rest(max_bytes)
             with suppress(OSError):  # the client may have left
                 await self._send({"type": "http.response.body", "body": b""})

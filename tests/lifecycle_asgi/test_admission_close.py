@@ -8,7 +8,7 @@ import anyio
 import pytest
 from asgi_kit import ScriptedServer, http_scope
 
-from lifecycle_asgi import Admission
+from lifecycle_asgi import Admission, responses
 
 pytestmark = pytest.mark.anyio
 DECLARED = 1_000_000
@@ -84,3 +84,22 @@ async def test_refuses_by_the_head_what_comes_after_that() -> None:
             await anyio.wait_all_tasks_blocked()
             assert server.status == 503
             server.leave()
+
+
+@pytest.mark.parametrize("refused_first", [False, True])
+async def test_waits_for_no_rest_of_a_body_when_it_closes(
+    refused_first: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A client that stays has its answer, and keeps no server from its end."""
+    monkeypatch.setattr(responses, "LINGER_SECONDS", 1e6)
+    limit = 1 if refused_first else DECLARED
+    admission = Admission(refuse_to_work, environment={}, max_body=limit)
+    headers = [(b"content-length", str(DECLARED).encode())]
+    scope, server = http_scope("/v1/chat/completions", headers=headers), Sending()
+    with anyio.fail_after(120):
+        async with anyio.create_task_group() as tasks:
+            tasks.start_soon(admission, scope, server.receive, server.send)
+            await anyio.wait_all_tasks_blocked()
+            assert server.status == (413 if refused_first else None)
+            admission.close()
+    assert server.complete.is_set()

@@ -325,6 +325,35 @@ async def test_lets_no_crowd_make_another_client_late(
                 await anyio.wait_all_tasks_blocked()
 
 
+async def test_takes_no_idle_time_for_a_slow_queue(clock: SimpleNamespace) -> None:
+    """However rarely clients come that give up: others begin a queue, too."""
+    lane = Lane(Gate(slots=1, max_waiting=9), max_wait=1e6, order="fifo")
+    held, refused = [await lane.admit(0, "a")], list[float]()
+
+    async def wait(seconds: float) -> None:
+        try:
+            held.append(await lane.admit(0, "a", deadline=clock.now + seconds))
+        except AdmissionTimeout:
+            refused.append(seconds)
+
+    with anyio.fail_after(120):
+        async with anyio.create_task_group() as tasks:
+            for idle in (36_000.0, 0.0):
+                for seconds in (float("inf"), 1000.0, 0.0):
+                    tasks.start_soon(wait, seconds)
+                    await anyio.wait_all_tasks_blocked()
+                while 0.0 not in refused:
+                    await anyio.wait_all_tasks_blocked()
+                assert refused == [0.0]
+                refused.clear()
+                while held:
+                    held.pop().release()
+                    await anyio.wait_all_tasks_blocked()
+                clock.now += idle
+                held.append(await lane.admit(0, "a"))
+            held.pop().release()
+
+
 async def test_says_at_start_which_slots_make_no_sense() -> None:
     """No capacity is no limit, and no order is a name."""
     for options in ({"slots": 0}, {"media_slots": -1}, {"order": "lifo"}):

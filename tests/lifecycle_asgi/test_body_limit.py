@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import math
+import tracemalloc
 from typing import Any
 
 import anyio
@@ -51,6 +53,28 @@ async def test_refuses_declared_length_before_reading(stack: Any) -> None:
     error = json.loads(server.body)["error"]
     assert error["code"] == "request_too_large"
     assert "10 bytes" in error["message"]
+
+
+async def test_keeps_nothing_of_a_body_that_turns_out_too_large() -> None:
+    """What the application has read goes with it, collector or not."""
+
+    async def app(scope: Any, receive: Any, send: Any) -> None:
+        parts = []
+        while True:
+            parts.append(await receive())
+
+    server = ScriptedServer(b"", b"x")
+    gc.disable()
+    tracemalloc.start()
+    try:
+        server.messages[0]["body"] = bytes(3_000_000)
+        await call(BodyLimit(app, max_bytes=3_000_000), server)
+        left = tracemalloc.get_traced_memory()[0]
+    finally:
+        tracemalloc.stop()
+        gc.enable()
+    assert server.status == 413
+    assert left < 1_500_000
 
 
 async def test_leaves_declared_body_unread() -> None:

@@ -17,9 +17,7 @@ from asgi_kit import ScriptedServer, http_scope
 from lifecycle import Gate, Payload
 from lifecycle_asgi import RequestScope
 from lifecycle_engine import SimProcessor, create_app
-from lifecycle_engine.api.openai_chat import OPENAI
 from lifecycle_engine.server.generate import (
-    GenerateEndpoint,
     LeaseUntilFirstToken,
     PreprocessingFailed,
     SharedPreprocessing,
@@ -186,7 +184,5 @@ async def test_drops_request_after_an_unheard_disconnect() -> None:
     server.messages.clear()
     server.gone.set()
     scope = http_scope(lifecycle=RequestScope())
-    await GenerateEndpoint(app.state.service, OPENAI)(
-        scope, server.receive, server.send
-    )
+    await app.state.service.bodies(scope, server.receive, server.send)
     assert server.sent == []

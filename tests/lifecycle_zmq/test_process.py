@@ -713,6 +713,7 @@ async def test_death_is_reported_without_the_lock(
 async def test_stop_of_an_idle_engine_is_found(
     make_engine: MakeEngine,
     becomes: Any,
+    eventually: Any,
     monkeypatch: pytest.MonkeyPatch,
     *,
     there: bool,
@@ -724,9 +725,9 @@ async def test_stop_of_an_idle_engine_is_found(
         async with make_engine(stopped_after=600.0) as engine:
             await engine.wait_ready()
             os.kill(engine.pid or 0, signal.SIGSTOP)
-            await becomes(engine, lambda: engine.health == "stopped")
+            await eventually(lambda: engine.health == "stopped")
             os.kill(engine.pid or 0, signal.SIGCONT)
-            await becomes(engine, lambda: engine.health == "serving")
+            await eventually(lambda: engine.health == "serving")
             assert engine.incarnation == 1
         async with make_engine(stopped_after=0.5) as engine:
             await engine.wait_ready()

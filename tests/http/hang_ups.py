@@ -38,6 +38,9 @@ _GETS = ("health", "ready", "metrics", "v1/models", "v1/models/sim", "nothing")
 _MANNERS = {"leaves": 72, "reads": 16, "looks": 8, "lies": 4}
 # By how many MiB a line may rise in half a run: what a heap does anyway.
 MAY_RISE = 8.0
+# What the server admits of payloads at a time. They lie in the arena, whose pages both
+# processes share.
+_PAYLOAD_BYTES = 2**27
 
 
 class Soak:
@@ -186,10 +189,19 @@ def rise(samples: list[dict[str, float]], name: str) -> float:
 def drifts(samples: list[dict[str, float]]) -> dict[str, float]:
     """Memory that rose by more than it may, and descriptors that are there at the end.
 
-    During the run they are as many as there are clients.
+    During the run they are as many as there are clients. Own memory may not rise. What
+    the processes share is the arena: a page counts from its first payload on, so it
+    rises for as long as ever more payloads lie beside each other, and no further.
     """
     during = samples[:-1]
-    rises = {name: rise(during, name) for name in samples[0] if name.endswith("MiB")}
+    rises = {
+        name: rise(during, name) for name in samples[0] if name.endswith("own MiB")
+    }
+    for name in (each for each in samples[0] if each.endswith("RSS MiB")):
+        own = name.replace("RSS", "own")
+        shared = [each[name] - each[own] for each in samples]
+        over = max(shared) - shared[0] - _PAYLOAD_BYTES / 2**20
+        rises[name.replace("RSS", "shared")] = over
     kept = {
         name: samples[-1][name] - samples[0][name]
         for name in samples[0]
@@ -204,7 +216,7 @@ async def soak(
 ) -> tuple[Soak, dict[str, Any]]:
     """Run it; returns what was seen, and what was left."""
     argv = [sys.executable, "-m", "lifecycle_engine.cli", "serve", "--runner", "sim"]
-    argv += ["--port", "0", "--payload-bytes", str(2**27), "--slots", "64"]
+    argv += ["--port", "0", "--payload-bytes", str(_PAYLOAD_BYTES), "--slots", "64"]
     argv += ["--model", "sim", "--max-batch", "32"]
     with tempfile.TemporaryDirectory() as folder:
         process = await asyncio.create_subprocess_exec(

@@ -108,3 +108,16 @@ def test_tells_a_drift_from_noise() -> None:
     assert drifts(run(MAY_RISE / 15, 1)) == {"own MiB": pytest.approx(10, abs=2)}
     assert drifts(run(0, 5)) == {}
     assert drifts(run(0, 0, more=1)) == {"descriptors": 1}
+
+
+def test_tells_shared_memory_beyond_what_is_admitted() -> None:
+    """Pages of the arena may all be used once; nothing else is shared."""
+
+    def run(pages: float) -> list[dict[str, float]]:
+        return [
+            {"s": at, "api own MiB": 50, "api RSS MiB": 60 + pages * at / 39}
+            for at in range(40)
+        ]
+
+    assert drifts(run(128)) == {}
+    assert drifts(run(150)) == {"api shared MiB": pytest.approx(22)}

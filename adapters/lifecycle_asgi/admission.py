@@ -166,15 +166,14 @@ class Admission:
             order=settings.order,
             observer=observer,
         )
-        lane = partial(Lane, max_wait=settings.max_wait, order=settings.order)
-        self._small = lane(gate(bytes=shares[0], name="admission-small"))
-        self._bodies = lane(gate(bytes=shares[1], name="admission-bodies"))
-        self._requests = lane(
+        self._small = Lane(gate(bytes=shares[0], name="admission-small"))
+        self._bodies = Lane(gate(bytes=shares[1], name="admission-bodies"))
+        self._requests = Lane(
             gate(bytes=shares[2], slots=settings.media_slots, name="admission-requests")
         )
         self._slots: Lane | None = None
         if settings.slots is not None:
-            self._slots = lane(gate(slots=settings.slots, name="admission-slots"))
+            self._slots = Lane(gate(slots=settings.slots, name="admission-slots"))
         self._capacity = shares[-1]
         # Small requests with media keep their lease while they wait in another lane.
         # All of those together leave half of this lane to the others.
@@ -413,7 +412,7 @@ class AdmittedRequest:
             lease.release()
 
     def end(self) -> None:
-        """Release everything, a body that nobody asked for included. Idempotent."""
+        """Release everything, and drop a body that was not read. Idempotent."""
         self.body = None
         self.release()
         slot, self.slot = self.slot, None

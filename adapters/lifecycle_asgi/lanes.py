@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from collections import Counter
 from dataclasses import replace
-from typing import Literal
 
 import anyio
 
@@ -18,9 +17,7 @@ class Lane:
     """A gate that clients share, with a limit on the waiting of one client.
 
     Args:
-        gate: The gate.
-        max_wait: Longest wait in seconds.
-        order: Of the gate: in fair order, clients take turns.
+        gate: The gate. In fair order, clients take turns.
 
     Attributes:
         gate: The gate.
@@ -28,8 +25,6 @@ class Lane:
 
     __slots__ = (
         "_drain_rate",
-        "_fair",
-        "_max_wait",
         "_max_waiting",
         "_over_share",
         "_share",
@@ -37,13 +32,9 @@ class Lane:
         "gate",
     )
 
-    def __init__(
-        self, gate: Gate, *, max_wait: float, order: Literal["fair", "fifo"]
-    ) -> None:
+    def __init__(self, gate: Gate) -> None:
         limit = gate.statistics().max_waiting
         self.gate = gate
-        self._fair = order == "fair"
-        self._max_wait = max_wait
         self._max_waiting = math.inf if limit is None else limit
         self._share = math.inf if limit is None else max(1, limit // 2)
         self._waiting: Counter[str] = Counter()
@@ -65,7 +56,8 @@ class Lane:
             client: Whose it is.
             slots: Slots that it needs.
             deadline: When the client gives up, by the loop's clock. A request that
-                would be admitted later does not wait: nobody would read its answer.
+                would be admitted later does not wait: the client would not read its
+                answer.
 
         Raises:
             ClientLimitExceeded: The client has half of the queue already.
@@ -128,23 +120,24 @@ class Lane:
             retry_after=after,
         )
 
-    def _patience(self, client: str, deadline: float) -> float:
+    def _patience(self, client: str, deadline: float) -> float | None:
         """Return how long *client*, which gives up at *deadline*, is kept waiting."""
-        now, gate = _now(), self.gate.statistics()
+        now, gate, longest = _now(), self.gate.statistics(), self.gate.max_wait
+        longest = math.inf if longest is None else longest
+        left = max(0.0, deadline - now)
         if not gate.waiting:
-            # Whoever comes first: an idle time says nothing of the next queue.
+            # The first of a queue: an idle time says nothing of how fast this one is.
             self._drain_rate.restart(gate.released, now)
-            return min(self._max_wait, max(0.0, deadline - now))
-        if deadline == math.inf:
-            return self._max_wait
-        each = self._drain_rate.seconds_per_release(gate.released, now)
-        if now + each * self._turn(client, gate.waiting) > deadline:
-            return 0.0
-        return min(self._max_wait, deadline - now)
+        elif deadline < math.inf:
+            each = self._drain_rate.seconds_per_release(gate.released, now)
+            if each * self._turn(client, gate.waiting) > left:
+                return 0.0
+        longest = min(longest, left)
+        return None if longest == math.inf else longest
 
     def _turn(self, client: str, waiting: int) -> int:
         """Return the place of *client*, which has begun to wait, behind *waiting*."""
-        if not self._fair:
+        if self.gate.order != "fair":
             return waiting + 1
         # Each of the others comes as often before it as it has come itself.
         own = self._waiting[client]

@@ -1,4 +1,4 @@
-"""What a client is told of a request that was refused, in the format of its API."""
+"""Responses to refused requests, in the format of the API of each."""
 
 from __future__ import annotations
 
@@ -103,7 +103,7 @@ def _kind(status: int, of_server: str) -> str:
 
 
 def describe(refusal: Refusal | Unauthorised) -> ApiError:
-    """Return what the client of a refused request is told.
+    """Return the error that the client of a refused request gets.
 
     The status is 401 for a missing key, 408 for a body that is too slow, 413 for what
     can never fit, 429 for a client over its share and 503 for a full server. The last

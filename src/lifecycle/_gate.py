@@ -223,6 +223,8 @@ class Gate(NoCopy):
     Attributes:
         name: The name that was given to the gate.
         closed: Whether `close` was called.
+        order: As given.
+        max_wait: As given.
 
     Raises:
         ValueError: A limit is negative or not a whole number; or *max_wait* is
@@ -249,9 +251,10 @@ class Gate(NoCopy):
         bytes = None if bytes is _UNCHANGED else bytes  # noqa: A001
         self.name = name
         self.closed = False
+        self.order = order
         self._clock = fallback_clock(clock)
         self._enforce = enforce
-        self._max_wait = check_deadline_or_none("max_wait", max_wait)
+        self.max_wait = check_deadline_or_none("max_wait", max_wait)
         self._max_waiting = check_capacity("max_waiting", max_waiting)
         limits = check_capacity("slots", slots), check_capacity("bytes", bytes)
         self._bytes_only = limits[0] == math.inf > limits[1]  # until it has warned
@@ -320,7 +323,7 @@ class Gate(NoCopy):
             slots, bytes = check_cost(slots, bytes)  # noqa: A001
         lease = self._request(slots, bytes, key, priority, True)
         if lease.waiter is not None:
-            longest = self._max_wait if max_wait is _UNCHANGED else max_wait
+            longest = self.max_wait if max_wait is _UNCHANGED else max_wait
             await self._wait(lease, longest)
         return lease
 

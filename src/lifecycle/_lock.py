@@ -5,8 +5,8 @@ interrupts one half-way (since CPython 3.12 the collector runs between bytecodes
 lock knows the thread that holds it, which tells the two apart: no code ever waits for a
 change further down its own stack. Code that needs no answer, such as a release, does
 not wait for another thread either: it appends its change to a deque of deferred
-changes, which the holder makes once it has unlocked. Whoever locks before that makes
-them first: what a thread asks next, it asks after its own release.
+changes, which the holder makes once it has unlocked. A thread that locks before that
+makes them first: what a thread asks next, it asks after its own release.
 """
 
 from __future__ import annotations

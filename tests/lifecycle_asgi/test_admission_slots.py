@@ -116,7 +116,7 @@ async def test_holds_a_slot_until_the_end_of_the_answer() -> None:
 
 
 async def test_gives_the_slot_of_a_client_that_leaves_to_the_next() -> None:
-    """Inside, or in the queue: a slot is nobody's for longer than that."""
+    """Inside, or in the queue: a free slot goes to the next request."""
     app = Application()
     async with clients_of(app, slots=1) as clients:
         first = await clients.ask()
@@ -174,7 +174,7 @@ async def test_refuses_a_client_over_its_share_of_the_queue_by_the_head() -> Non
 
 
 async def test_serves_clients_in_turns_of_slots() -> None:
-    """Whoever came late is next, if the other has had one."""
+    """A client that came late is next, if the other has had a slot."""
     app = Application()
     app.may_begin.set()
     async with clients_of(app, slots=1) as clients:
@@ -185,7 +185,7 @@ async def test_serves_clients_in_turns_of_slots() -> None:
 
 
 async def test_goes_by_arrival_where_the_order_says_so() -> None:
-    """First come, first served, whoever it is."""
+    """First come, first served, whichever client it is."""
     app = Application()
     app.may_begin.set()
     async with clients_of(app, slots=1, order="fifo") as clients:
@@ -260,7 +260,7 @@ async def test_refuses_at_once_what_would_come_too_late(
     order: Any, clock: SimpleNamespace
 ) -> None:
     """An hour a request and two ahead: a client that waits for less than three goes."""
-    lane = Lane(Gate(slots=1, max_waiting=9, order=order), max_wait=1e6, order=order)
+    lane = Lane(Gate(slots=1, max_waiting=9, max_wait=1e6, order=order))
     held = [await lane.admit(0, "a")]
     refused = anyio.Event()
 
@@ -296,7 +296,7 @@ async def test_lets_no_crowd_make_another_client_late(
     order: Any, late: list[int], clock: SimpleNamespace
 ) -> None:
     """In turns, the first request of a client is next, however long the queue is."""
-    lane = Lane(Gate(slots=1, max_waiting=9, order=order), max_wait=1e6, order=order)
+    lane = Lane(Gate(slots=1, max_waiting=9, max_wait=1e6, order=order))
     held, refused = [await lane.admit(0, "crowd")], list[int]()
 
     async def wait(number: int, client: str, hours: float) -> None:
@@ -327,7 +327,7 @@ async def test_lets_no_crowd_make_another_client_late(
 
 async def test_takes_no_idle_time_for_a_slow_queue(clock: SimpleNamespace) -> None:
     """However rarely clients come that give up: others begin a queue, too."""
-    lane = Lane(Gate(slots=1, max_waiting=9), max_wait=1e6, order="fifo")
+    lane = Lane(Gate(slots=1, max_waiting=9, max_wait=1e6, order="fifo"))
     held, refused = [await lane.admit(0, "a")], list[float]()
 
     async def wait(seconds: float) -> None:
@@ -362,3 +362,13 @@ async def test_says_at_start_which_slots_make_no_sense() -> None:
     environment = {"LIFECYCLE_SLOTS": "2", "LIFECYCLE_ORDER": "fifo"}
     admission = Admission(Application(), environment=environment)
     assert admission.statistics()["slots"].slots == 2
+
+
+@pytest.mark.parametrize("seconds", [3600.0, float("inf")])
+async def test_waits_no_longer_than_the_gate_says(seconds: float) -> None:
+    """A patient client is refused when the longest wait of the gate is over."""
+    lane = Lane(Gate(slots=1, max_wait=0.001))
+    held = await lane.admit(0, "a")
+    with anyio.fail_after(120), pytest.raises(AdmissionTimeout):
+        await lane.admit(0, "b", deadline=anyio.current_time() + seconds)
+    held.release()

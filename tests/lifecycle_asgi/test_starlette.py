@@ -199,13 +199,13 @@ async def test_runs_background_task_of_a_managed_response() -> None:
     assert ran == ["released"]
 
 
-@pytest.mark.parametrize(("after", "told"), [(1.5, b"2"), (1000.0, b"60")])
-async def test_describes_a_refusal_for_any_server(after: float, told: bytes) -> None:
+@pytest.mark.parametrize(("after", "seconds"), [(1.5, b"2"), (1000.0, b"60")])
+async def test_describes_a_refusal_for_any_server(after: float, seconds: bytes) -> None:
     """`refusal_response` returns status, headers and body."""
     status, headers, body = refusal_response(GateFull("full", retry_after=after))
     assert status == 503
-    assert (b"retry-after", told) in headers
-    assert b"try again in %b s" % told in body
+    assert (b"retry-after", seconds) in headers
+    assert b"try again in %b s" % seconds in body
 
 
 async def test_runs_the_lifespan_of_an_application() -> None:

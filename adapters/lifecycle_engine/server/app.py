@@ -132,9 +132,8 @@ class AppSettings:
         body_bytes: Maximum size of a request body.
         body_timeout: Maximum seconds for a request body.
         max_waiting: Maximum number of bodies that wait in each lane.
-        max_wait: Maximum seconds that a request waits at a gate.
-        order: In which order bodies are admitted, and the gates admit: ``"fair"`` lets
-            clients take turns.
+        max_wait: Maximum seconds that a body waits.
+        order: In which order bodies are admitted: ``"fair"`` lets clients take turns.
         text_chars: Maximum text of one request.
         media: Limits on images.
         defaults: Sampling defaults of requests.
@@ -260,8 +259,6 @@ def _service(
         ),
         client=settings.client,
         remote=_remote(settings, threads),
-        max_wait=settings.max_wait,
-        order=settings.order,
     )
 
 

@@ -5,9 +5,8 @@ from __future__ import annotations
 from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, field
-from functools import partial
 from types import TracebackType
-from typing import Any, Literal, Protocol, Self
+from typing import Any, Protocol, Self
 from weakref import WeakKeyDictionary
 
 import anyio
@@ -112,8 +111,6 @@ class Service:
         client: Returns a request's client identity, given its ASGI scope.
         correction: Corrects the estimated size of payloads.
         remote: Fetches images by URL; ``None`` disables fetching.
-        max_wait: Maximum seconds that a request waits at a gate.
-        order: Of *in_flight* and *payloads*.
         request_lane: Admits requests by *in_flight*.
         payload_lane: Admits payloads by *payloads*.
         sessions: Every request, from its arrival until the engine has released it; a
@@ -136,8 +133,6 @@ class Service:
     client: Callable[[Any], bytes]
     correction: Correction = field(default_factory=Correction)
     remote: RemoteImages | None = None
-    max_wait: float = 60.0
-    order: Literal["fair", "fifo"] = "fair"
     request_lane: Lane = field(init=False)
     payload_lane: Lane = field(init=False)
     failure: OSError | ValueError | None = field(default=None, init=False)
@@ -149,9 +144,8 @@ class Service:
     _identity: ClientIdentity = field(default_factory=ClientIdentity, init=False)
 
     def __post_init__(self) -> None:
-        lane = partial(Lane, max_wait=self.max_wait, order=self.order)
-        self.request_lane = lane(self.in_flight)
-        self.payload_lane = lane(self.payloads)
+        self.request_lane = Lane(self.in_flight)
+        self.payload_lane = Lane(self.payloads)
         self.sessions = self.new_sessions()
 
     def client_key(self, scope: Any) -> str:

@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
+import inspect
 import math
 import os
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from contextvars import ContextVar
 from dataclasses import replace
 from functools import partial
 from types import MappingProxyType
-from typing import Any, Final
+from typing import Any, Final, TypeAlias
 
 import anyio
 
@@ -34,6 +35,7 @@ from lifecycle_asgi.media_profiles import media_profile, server_of
 from lifecycle_asgi.middleware import LifecycleMiddleware
 from lifecycle_asgi.refusals import (
     REFUSALS,
+    ApiError,
     Refusal,
     Unauthorised,
     describe,
@@ -51,7 +53,6 @@ _METHODS_WITH_BODY: Final = frozenset({"POST", "PUT", "PATCH"})
 # SGLang looks for a disconnect every four seconds: `_wait_one_response` in its
 # managers/tokenizer_manager.py.
 _SECONDS_TO_LOOK: Final = MappingProxyType({"sglang": 5.0})
-_LANES: Final = ("small", "bodies", "requests")
 # Request headers of the SDKs of OpenAI and Anthropic: the client's timeout in seconds.
 _TIMEOUTS: Final = (b"x-stainless-read-timeout", b"x-stainless-timeout")
 _SHARES: Final = (1, 3, 12)  # sixteenths of the bytes
@@ -61,6 +62,23 @@ _MAX_SMALL_BODY: Final = 65536
 _FLOOR, _CEILING = 0.25, 4.0
 # Bytes charged for each byte of a body: the bytes, their text, and the parsed values.
 _BODY_COPIES: Final = 3
+
+Price: TypeAlias = Callable[
+    [Scope, bytes], Awaitable[MemoryEstimate | None] | MemoryEstimate | None
+]
+
+
+def admitted_request(scope: Scope) -> AdmittedRequest:
+    """Return what `Admission` above knows of a request.
+
+    Args:
+        scope: The ASGI scope of a request with a body.
+
+    Raises:
+        KeyError: There is no `Admission` above, or the request has ended.
+    """
+    request: AdmittedRequest = scope[_SCOPE_KEY]
+    return request
 
 
 def handed_off(scope: Scope | None = None, *, tensor_bytes: int | None = None) -> None:
@@ -115,10 +133,14 @@ class Admission:
         client: Returns the client of a request. Default: the network address, or the
             API key where there are several.
         price: Returns what a request needs until hand-off, besides its body; ``None``
-            is nothing. Default: what its media need.
+            is nothing. May be asynchronous, and raise `ApiError` to refuse the request.
+            Default: what its media need.
         answer: Returns status, headers and body of a refusal, given the scope and the
             reason. Default: in the format of the API of the request.
-        observer: Called with each grant and refusal of the three gates.
+        gates: Gates of yours for some lanes, by their names in `statistics`: to share
+            one with other work in the process. Their limits count, not those of the
+            settings.
+        observer: Called with each grant and refusal of the gates made here.
         environment: Instead of that of the process.
         **options: Attributes of `AdmissionSettings`.
 
@@ -132,8 +154,9 @@ class Admission:
         app: App,
         *,
         client: Callable[[Scope], bytes] | None = None,
-        price: Callable[[Scope, bytes], MemoryEstimate | None] | None = None,
+        price: Price | None = None,
         answer: Callable[[Scope, Refusal | Unauthorised], Response] | None = None,
+        gates: Mapping[str, Gate] | None = None,
         observer: Observer | None = None,
         environment: Mapping[str, str] | None = None,
         **options: Any,
@@ -159,22 +182,9 @@ class Admission:
         self._reading: set[BodyReader | Refusing] = set()
         self._correction = Correction(floor=_FLOOR, ceiling=_CEILING)
         shares = [settings.bytes * share // 16 or 1 for share in _SHARES]
-        gate = partial(
-            Gate,
-            max_waiting=settings.max_waiting,
-            max_wait=settings.max_wait,
-            order=settings.order,
-            observer=observer,
-        )
-        self._small = Lane(gate(bytes=shares[0], name="admission-small"))
-        self._bodies = Lane(gate(bytes=shares[1], name="admission-bodies"))
-        self._requests = Lane(
-            gate(bytes=shares[2], slots=settings.media_slots, name="admission-requests")
-        )
-        self._slots: Lane | None = None
-        if settings.slots is not None:
-            self._slots = Lane(gate(slots=settings.slots, name="admission-slots"))
-        self._capacity = shares[-1]
+        self._lanes = _make_lanes(settings, shares, gates or {}, observer)
+        self._small, self._bodies = self._lanes["small"], self._lanes["bodies"]
+        self._requests, self._slots = self._lanes["requests"], self._lanes.get("slots")
         # Small requests with media keep their lease while they wait in another lane.
         # All of those together leave half of this lane to the others.
         fits = shares[0] // (4 * _BODY_COPIES * max(1, settings.max_waiting))
@@ -192,17 +202,33 @@ class Admission:
 
         ``small``, ``bodies`` and ``requests``, and ``slots`` where they are limited.
         """
-        lanes = (self._small, self._bodies, self._requests)
-        found = {n: lane.statistics() for n, lane in zip(_LANES, lanes, strict=True)}
-        if self._slots is not None:
-            found["slots"] = self._slots.statistics()
-        return found
+        return {name: lane.statistics() for name, lane in self._lanes.items()}
 
     @property
     def gates(self) -> tuple[Gate, ...]:
         """The gates of all lanes, for metrics and for a live view."""
-        lanes = (self._small, self._bodies, self._requests, self._slots)
-        return tuple(lane.gate for lane in lanes if lane is not None)
+        return tuple(lane.gate for lane in self._lanes.values())
+
+    @property
+    def ratios(self) -> Mapping[int, float]:
+        """Real bytes of tensors divided by estimated ones; see `Correction.ratios`."""
+        return self._correction.ratios
+
+    def check(self, scope: Scope) -> None:
+        """Refuse a request by its head, if that is enough to know.
+
+        For a server that asks before it does anything else for a request. One that
+        passes may be refused later, as others may come first.
+
+        Raises:
+            BodyTooLarge: It declares a larger body than the limit.
+            Refused: The queue for slots is full, or its client has half of it.
+        """
+        declared = declared_length(scope)
+        if declared is not None and declared > self._settings.max_body:
+            raise BodyTooLarge(self._settings.max_body)
+        if self._slots is not None:
+            self._slots.check(self._client(scope))
 
     def close(self) -> None:
         """Refuse what waits or arrives, and bodies that are incomplete. Idempotent.
@@ -232,29 +258,32 @@ class Admission:
             await self._app(scope, receive, send)
             return
         request = AdmittedRequest(receive, send, self._correction)
-        refusal: Refusal | None = None
-        try:
-            await self._admit(scope, request)
-        except REFUSALS as error:
-            # The frames that it came through have the body, which counts no more.
-            refusal = error.with_traceback(None)
-        except ClientLeft:
-            return
-        finally:
-            if request.body is None:  # not admitted
-                request.end()
-        if refusal is not None:
-            await self._refuse(scope, request.rest, send, refusal)
-            return
         scope[_SCOPE_KEY] = request
-        token = _CURRENT.set(request)
         try:
-            await self._app(scope, request.receive, request.send)
+            refusal = await self._refusal(scope, request)
+            if request.admitted:
+                token = _CURRENT.set(request)
+                try:
+                    await self._app(scope, request.receive, request.send)
+                finally:
+                    _CURRENT.reset(token)
         finally:
-            _CURRENT.reset(token)
             request.end()
             # Servers keep the scope of an idle connection until its next request.
             scope.pop(_SCOPE_KEY, None)
+        if refusal is not None:
+            await self._refuse(scope, request.rest, send, refusal)
+
+    async def _refusal(self, scope: Scope, request: AdmittedRequest) -> Refusal | None:
+        """Admit *request*; return why not if it is refused."""
+        try:
+            await self._admit(scope, request)
+        except (*REFUSALS, ApiError) as error:
+            # The frames that it came through have the body, which counts no more.
+            return error.with_traceback(None)
+        except ClientLeft:
+            pass
+        return None
 
     async def _refuse(
         self,
@@ -272,12 +301,8 @@ class Admission:
             await refusing.linger(max_bytes=max_bytes)
 
     async def _admit(self, scope: Scope, request: AdmittedRequest) -> None:
-        declared = declared_length(scope)
-        if declared is not None and declared > self._settings.max_body:
-            raise BodyTooLarge(self._settings.max_body)
-        client = self._identity.digest(self._client_of(scope)).hex()
-        if self._slots is not None:
-            self._slots.check(client)
+        self.check(scope)
+        declared, client = declared_length(scope), self._client(scope)
         small = declared is not None and declared <= self._max_small_body
         arrival = self._small if small else self._bodies
         size = self._first_charge if declared is None else declared
@@ -285,15 +310,18 @@ class Admission:
         with state.phase("queue"):
             request.lease = await arrival.admit(_BODY_COPIES * size, client)
         with state.phase("read"):
-            body = await self._read(request, arrival.grow, declared)
+            request.body = await self._read(request, arrival.grow, declared)
+        length = len(request.body)
         deadline = anyio.current_time() + client_timeout(scope)
-        request.estimate = self._price(scope, body) or _NOTHING
-        has_media = request.estimate is not _NOTHING and request.estimate.total > 0
+        request.estimate = await self._estimate(scope, request.body)
+        has_media = request.estimate.total > 0
         lane = self._small
-        if has_media or len(body) > self._max_small_body:
+        if has_media or length > self._max_small_body:
             lane = self._requests
         if lane is not arrival:
-            needed = self._needed(len(body), request.estimate) or 1  # an empty body
+            if has_media:  # counted by the estimate where *price* dropped the body
+                length = len(request.body)
+            needed = self._needed(length, request.estimate) or 1  # an empty body
             with state.phase("queue"):
                 lease = await lane.admit(
                     needed, client, slots=int(has_media), deadline=deadline
@@ -303,7 +331,15 @@ class Admission:
         if self._slots is not None:
             with state.phase("queue"):
                 request.slot = await self._slots.admit(0, client, deadline=deadline)
-        request.body, state.body = body, request
+        request.admitted, state.body = True, request
+
+    async def _estimate(self, scope: Scope, body: bytes) -> MemoryEstimate:
+        found = self._price(scope, body)
+        del body  # *price* may drop the last reference to it
+        return (await found if inspect.isawaitable(found) else found) or _NOTHING
+
+    def _client(self, scope: Scope) -> str:
+        return self._identity.digest(self._client_of(scope)).hex()
 
     async def _read(
         self,
@@ -339,15 +375,14 @@ class Admission:
     def _needed(self, length: int, estimate: MemoryEstimate) -> int:
         """Return the bytes to admit for a body of *length* and its media.
 
-        Neither a guess nor what was learned from others is a reason to refuse a request
-        for ever: then it counts as all there is.
+        Neither the body, which has arrived, nor a guess, nor what was learned from
+        others is a reason to refuse a request for ever: then it counts as all there is.
         """
-        body, capacity = _BODY_COPIES * length, self._capacity
-        needed = body + self._correction.bytes(estimate)
-        if needed <= capacity:
+        needed = _BODY_COPIES * length + self._correction.bytes(estimate)
+        capacity = self._requests.gate.statistics().bytes
+        if capacity is None or needed <= capacity:
             return needed
-        known = body + estimate.total - estimate.assumed
-        return max(capacity, min(known, needed))
+        return max(capacity, estimate.total - estimate.assumed)
 
 
 class AdmittedRequest:
@@ -359,6 +394,7 @@ class AdmittedRequest:
         correction: Learns from what the request really needed.
 
     Attributes:
+        admitted: The application may work on it.
         body: The body, until the application has it.
         estimate: Of its media.
         lease: The bytes that it holds until hand-off.
@@ -366,12 +402,22 @@ class AdmittedRequest:
         rest: What the server has yet to receive.
     """
 
-    __slots__ = ("_correction", "_send", "body", "estimate", "lease", "rest", "slot")
+    __slots__ = (
+        "_correction",
+        "_send",
+        "admitted",
+        "body",
+        "estimate",
+        "lease",
+        "rest",
+        "slot",
+    )
 
     def __init__(self, receive: Receive, send: Send, correction: Correction) -> None:
         self.rest = RequestBody(receive)
         self._send = send
         self._correction = correction
+        self.admitted = False
         self.estimate = _NOTHING
         self.body: bytes | None = None
         self.lease: Lease | None = None
@@ -402,8 +448,21 @@ class AdmittedRequest:
         """Release the lease, and learn from the tensors if their size is known."""
         # A guess is not corrected: nothing in the next request is like this one.
         if self.lease is not None and tensor_bytes and not self.estimate.assumed:
-            self._correction.learn(self.estimate, tensor_bytes)
+            self.learn(tensor_bytes)
         self.release()
+
+    def learn(self, tensor_bytes: int) -> None:
+        """Correct later estimates by the bytes that the tensors really have."""
+        self._correction.learn(self.estimate, tensor_bytes)
+
+    def drop_body(self) -> None:
+        """Free the body: the application gets an empty one."""
+        self.body = b""
+
+    def take_lease(self) -> Lease | None:
+        """Return the lease, which the caller releases from now on."""
+        lease, self.lease = self.lease, None
+        return lease
 
     def release(self) -> None:
         """Release the bytes. Idempotent."""
@@ -418,6 +477,35 @@ class AdmittedRequest:
         slot, self.slot = self.slot, None
         if slot is not None:
             slot.release()
+
+
+def _make_lanes(
+    settings: AdmissionSettings,
+    shares: Sequence[int],
+    gates: Mapping[str, Gate],
+    observer: Observer | None,
+) -> dict[str, Lane]:
+    """Return the lanes in the order in which a request passes them."""
+    gate = partial(
+        Gate,
+        max_waiting=settings.max_waiting,
+        max_wait=settings.max_wait,
+        order=settings.order,
+        observer=observer,
+    )
+    limits: dict[str, dict[str, Any]] = {
+        "small": {"bytes": shares[0]},
+        "bodies": {"bytes": shares[1]},
+        "requests": {"bytes": shares[2], "slots": settings.media_slots},
+    }
+    if settings.slots is not None or "slots" in gates:
+        limits["slots"] = {"slots": settings.slots}
+    if unknown := gates.keys() - limits:
+        raise ValueError(f"no lane {sorted(unknown)}; there are {', '.join(limits)}")
+    return {
+        name: Lane(gates.get(name) or gate(**limit, name=f"admission-{name}"))
+        for name, limit in limits.items()
+    }
 
 
 def _answer(scope: Scope, refusal: Refusal | Unauthorised) -> Response:

@@ -13,7 +13,6 @@ from lifecycle_asgi.responses import Headers, Response
 
 REFUSALS: Final = (BodyTooLarge, BodyTooSlow, Refused)
 """What `describe` knows, besides `Unauthorised`."""
-Refusal = BodyTooLarge | BodyTooSlow | Refused
 
 _LONGEST_RETRY: Final = 60.0
 _TYPES: Final = {429: "rate_limit_error"}
@@ -98,6 +97,9 @@ class ApiError(Exception):
         return headers
 
 
+Refusal = BodyTooLarge | BodyTooSlow | Refused | ApiError
+
+
 def _kind(status: int, of_server: str) -> str:
     return "invalid_request_error" if status < 500 else of_server
 
@@ -105,10 +107,14 @@ def _kind(status: int, of_server: str) -> str:
 def describe(refusal: Refusal | Unauthorised) -> ApiError:
     """Return the error that the client of a refused request gets.
 
+    An `ApiError` is what it is.
+
     The status is 401 for a missing key, 408 for a body that is too slow, 413 for what
     can never fit, 429 for a client over its share and 503 for a full server. The last
     two have ``Retry-After``.
     """
+    if isinstance(refusal, ApiError):
+        return refusal
     if isinstance(refusal, Unauthorised):
         message = "The API key is missing or unknown; send a valid one"
         return ApiError(401, message, code="invalid_api_key")

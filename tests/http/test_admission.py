@@ -164,7 +164,7 @@ async def test_says_no_in_each_api(path: str, why: str) -> None:
         running(in_flight=in_flight, settings=settings) as server,
     ):
         if why == "draining":
-            server.service.bodies.close()
+            server.service.admission.close()
             for gate in server.service.gates:
                 gate.close()
         held = in_flight.try_admit() if why == "full" else None
@@ -279,7 +279,7 @@ async def test_learns_what_images_become_and_tells() -> None:
             await answer_to(server.port, body("x", encoded(64, 64)))
         url = f"http://127.0.0.1:{server.port}/metrics"
         text = (await client._client.get(url)).text
-    (ratio,) = server.service.correction.ratios.values()
+    (ratio,) = server.service.admission.ratios.values()
     assert 0.8 < ratio < 0.9
     assert f'lifecycle_estimate_ratio{{below_bytes="262144"}} {ratio}' in text
     assert 'lifecycle_gate_estimate_ratio_bucket{gate="payloads",le="0.1"} 3.0' in text

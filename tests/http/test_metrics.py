@@ -190,7 +190,7 @@ async def test_bounds_all_bodies_together_until_hand_off() -> None:
     question = {"model": "sim", "messages": user("x" * 6000), "max_tokens": 4}
     body = json.dumps(question).encode()
     async with asyncio.timeout(120), running(settings=settings) as server:
-        bodies = server.service.bodies.gates[0]
+        bodies = server.service.admission.gates[0]
         with bodies.try_admit(bytes=bodies.statistics().bytes or 0):
             status, headers, document = await answer_to(server.port, body)
         assert status == 503

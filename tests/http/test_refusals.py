@@ -277,7 +277,7 @@ async def test_refuses_body_that_stands_still() -> None:
         writer.close()
         await writer.wait_closed()
         await server.quiet()
-        assert server.service.sessions.statistics().opened == 0
+        assert server.service.sessions.statistics().outcomes["refused"] == 1
 
 
 async def test_refuses_body_that_trickles() -> None:
@@ -313,7 +313,7 @@ async def test_serves_requests_beside_slow_bodies() -> None:
             _, writer = await asyncio.open_connection("127.0.0.1", server.port)
             writer.write(head + b"content-length: 1000000\r\n\r\n{")
             slow.append(writer)
-        lane = server.service.bodies.statistics
+        lane = server.service.admission.statistics
         await server.until(lambda: lane()["bodies"].waiting == 3)
         async with asyncio.timeout(120):
             small = await answer_to(server.port, body("small"))

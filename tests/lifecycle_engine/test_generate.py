@@ -184,5 +184,5 @@ async def test_drops_request_after_an_unheard_disconnect() -> None:
     server.messages.clear()
     server.gone.set()
     scope = http_scope(lifecycle=RequestScope())
-    await app.state.service.bodies(scope, server.receive, server.send)
+    await app.state.service.admission(scope, server.receive, server.send)
     assert server.sent == []

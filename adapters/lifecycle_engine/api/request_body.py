@@ -134,12 +134,12 @@ class RequestParser:
         self._identity = ClientIdentity()
 
     async def read(
-        self, receive: Any, parse: ParseBody = parse_request, client: bytes = b""
+        self, body: bytes, parse: ParseBody = parse_request, client: bytes = b""
     ) -> ParsedRequest:
-        """Parse one request body, which `lifecycle_asgi.Admission` has read.
+        """Parse a body: a large one in a thread.
 
         Args:
-            receive: The ASGI ``receive``; returns the whole body at once.
+            body: The body. Drop other references to it: it is freed once parsed.
             parse: Validates the body in the format of its API.
             client: Identity of the client.
 
@@ -149,7 +149,6 @@ class RequestParser:
         Cancellation:
             At any time; waits for a thread that parses.
         """
-        body = (await receive()).get("body", b"")
         if len(body) <= _INLINE_BYTES:
             return self.parse(body, parse, client)
         box = Payload(body, nbytes=len(body))

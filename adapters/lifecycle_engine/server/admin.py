@@ -172,7 +172,7 @@ class StatusEndpoints:
             return Response(message, 404, media_type="text/plain")
         status = await self._service.engine_status() or {}
         text = self._metrics.text() + engine_gauges(status).encode()
-        text += _ratios(self._service.correction.ratios).encode()
+        text += _ratios(self._service.admission.ratios).encode()
         return Response(text, media_type="text/plain; version=0.0.4")
 
     @property
@@ -232,14 +232,14 @@ async def snapshot(service: Service) -> dict[str, Any]:
     Cancellation:
         At any time.
     """
-    engine = service.engine
+    engine, bodies = service.engine, service.admission.statistics()
     pid, ready = engine.pid, engine.ready
     phases: dict[str, int] = {}
     for session in service.sessions.live():
         phases[session.phase] = phases.get(session.phase, 0) + 1
     return {
         "ready": service.ready,
-        "bodies": {k: asdict(v) for k, v in service.bodies.statistics().items()},
+        "bodies": {k: asdict(bodies[k]) for k in ("small", "bodies")},
         "payloads": asdict(service.payloads.statistics()),
         "in_flight": asdict(service.in_flight.statistics()),
         "sessions": {**asdict(service.sessions.statistics()), "phases": phases},

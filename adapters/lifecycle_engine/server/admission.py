@@ -6,9 +6,8 @@ it protects.
 1. `FairAcceptMiddleware`: requests begin one at a time, addresses in turn.
 2. `HeadCheck`: while the queue is full, or without engine, it is refused by its head.
 3. `lifecycle_asgi.ClientLimit`: concurrent requests of one client.
-4. `lifecycle_asgi.Admission`: bytes of all request bodies, clients in turn.
-5. `Service.request_lane`: a slot for the parsed request, until it ends.
-6. `Service.payload_lane`: bytes for its images, until the engine has read them.
+4. `lifecycle_asgi.Admission`: bytes of its body, bytes of its images until the engine
+   has read them, and a slot until it ends; clients in turn.
 
 Nothing else in the server decides about admission.
 """
@@ -26,9 +25,8 @@ import anyio.lowlevel
 
 from lifecycle import EngineLost, Gate, Refused
 from lifecycle.events import Observer, guarded
-from lifecycle_asgi import client_address, record_refusal
+from lifecycle_asgi import BodyTooLarge, client_address, record_refusal
 from lifecycle_asgi.refusals import ApiError
-from lifecycle_asgi.request import declared_length
 from lifecycle_engine.api.base import ApiFormat, ResponseWriter
 from lifecycle_engine.api.request_body import request_id
 from lifecycle_engine.errors import (
@@ -97,8 +95,6 @@ class HeadCheck:
     Args:
         service: The engine and the gates.
         formats: API formats by path.
-        body_bytes: Maximum size of a body. A larger one gets another refusal: waiting
-            for a less busy server would not help it.
         observer: Receives the events of refused requests.
     """
 
@@ -107,12 +103,10 @@ class HeadCheck:
         service: Service,
         formats: Mapping[str, ApiFormat],
         *,
-        body_bytes: int,
         observer: Observer | None,
     ) -> None:
         self._service = service
         self._formats = formats
-        self._body_bytes = body_bytes
         self._emit = guarded(observer)
 
     async def __call__(self, scope: Any, send: Any) -> bool:
@@ -142,8 +136,8 @@ class HeadCheck:
     async def _check(self, scope: Any) -> None:
         service = self._service
         refuse_compressed(scope)
-        if (declared_length(scope) or 0) <= self._body_bytes:
-            service.request_lane.check(service.client_key(scope))
+        with suppress(BodyTooLarge):  # `Admission` refuses it and drops the rest
+            service.admission.check(scope)
         if not service.started:
             raise not_started()
         if not service.engine.ready:  # raises if none is being started

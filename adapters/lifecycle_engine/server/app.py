@@ -55,7 +55,7 @@ from lifecycle_engine.server.admission import (
 from lifecycle_engine.server.generate import (
     GenerateEndpoint,
     GenerateEndpoints,
-    price_later,
+    session_of,
 )
 from lifecycle_engine.server.remote_images import HttpsGet, RemoteImages
 from lifecycle_engine.server.service import Deadlines, Engine, Service
@@ -198,12 +198,14 @@ def create_app(
     """
     settings = settings or AppSettings()
     endpoints = GenerateEndpoints()
+    in_flight = in_flight or Gate(slots=None, name="in_flight")
+    gates = {"requests": gate, "slots": in_flight}
     service = _service(
         engine,
         processor,
         gate=gate,
-        in_flight=in_flight or Gate(slots=None, name="in_flight"),
-        bodies=_bodies(endpoints, settings, observer),
+        in_flight=in_flight,
+        admission=_admission(endpoints, settings, gates, observer),
         settings=settings,
         observer=observer,
     )
@@ -213,6 +215,7 @@ def create_app(
     live = LiveRequests(service.gates, settings.client)
     app = Starlette(
         routes=[
+            *(Route(path, each, methods=["POST"]) for path, each in endpoints.items()),
             *_routes(service, metrics),
             *_live_view(service, settings, live),
         ],
@@ -232,7 +235,7 @@ def _service(
     *,
     gate: Gate,
     in_flight: Gate,
-    bodies: Admission,
+    admission: Admission,
     settings: AppSettings,
     observer: Observer | None,
 ) -> Service:
@@ -249,7 +252,7 @@ def _service(
             text_chars=settings.text_chars,
             remote_images=settings.fetch is not None,
         ),
-        bodies=bodies,
+        admission=admission,
         payloads=gate,
         in_flight=in_flight,
         threads=threads,
@@ -271,12 +274,7 @@ def _middleware(
 ) -> list[Middleware]:
     """Return the middleware, outermost first."""
     observers = combine_observers(observer, log)
-    check = HeadCheck(
-        service,
-        _FORMATS,
-        body_bytes=settings.body_bytes,
-        observer=observers,
-    )
+    check = HeadCheck(service, _FORMATS, observer=observers)
     return [
         *_cross_origin(settings.access),
         Middleware(AccessControl, rules=settings.access, answer=_response),
@@ -321,13 +319,19 @@ def _live_view(
     return [Route(path, pages) for path in sorted(pages.paths)]
 
 
-def _bodies(app: Any, settings: AppSettings, observer: Observer | None) -> Admission:
-    """Return what reads the bodies of requests for *app*."""
+def _admission(
+    endpoints: GenerateEndpoints,
+    settings: AppSettings,
+    gates: Mapping[str, Gate],
+    observer: Observer | None,
+) -> Admission:
+    """Return what reads and admits generating requests."""
     return Admission(
-        app,
+        endpoints,
         client=settings.client,
-        price=price_later,
-        answer=_refusal,
+        price=endpoints.price,
+        answer=_not_admitted,
+        gates=gates,
         observer=observer,
         environment={},
         bytes=_BODIES * settings.body_bytes,
@@ -385,7 +389,6 @@ def _routes(service: Service, metrics: Metrics | None) -> list[Route]:
     response, stored = "/v1/responses/{id}", ["GET", "DELETE"]
     cancel = "/_lifecycle/requests/{id}/cancel"
     return [
-        *(Route(path, service.bodies, methods=["POST"]) for path in _FORMATS),
         Route(f"{response}/cancel", cancels.response, methods=["POST"]),
         Route(response, cancels.stored, methods=stored),
         Route(cancel, cancels.request, methods=["POST"]),
@@ -410,6 +413,16 @@ _FORMATS = {
 
 def _format_of(path: str) -> ApiFormat:
     return ANTHROPIC if path.startswith("/v1/messages") else OPENAI
+
+
+def _not_admitted(
+    scope: Any, refusal: Refusal | Unauthorised
+) -> tuple[int, list[tuple[bytes, bytes]], bytes]:
+    """End the session of a request that is refused: nobody can cancel it any more."""
+    session = session_of(scope)
+    if session is not None:
+        session.close("refused")
+    return _refusal(scope, refusal)
 
 
 def _refusal(

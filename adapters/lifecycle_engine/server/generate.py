@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
@@ -13,8 +13,8 @@ import anyio.lowlevel
 import anyio.to_thread
 
 from lifecycle import Lease, Payload, Session, SessionEnded, Stream
-from lifecycle_asgi import RequestScope, request_of
-from lifecycle_asgi.admission import client_timeout
+from lifecycle_asgi import MemoryEstimate, RequestScope, request_of
+from lifecycle_asgi.admission import AdmittedRequest, admitted_request
 from lifecycle_engine.api.base import (
     Answer,
     ApiFormat,
@@ -33,7 +33,6 @@ from lifecycle_engine.errors import (
     to_api_error,
 )
 from lifecycle_engine.processing.processor import Chat
-from lifecycle_engine.server.remote_images import RemoteImages
 from lifecycle_engine.server.service import Service
 from lifecycle_zmq import EngineFailed, RequestRejected
 
@@ -46,41 +45,67 @@ EngineRequest = tuple[dict[str, Any], Payload[Mapping[str, Any]]]
 _REFUSED_BY_ENGINE = (BadChat, BadImage, RequestRejected)
 
 
-@dataclass(frozen=True, slots=True)
+_CALL = "lifecycle_engine.call"
+
+
+@dataclass(slots=True)
 class _Call:
     """One request while it is served.
 
     Attributes:
         request: Its phases and counters, for events.
-        parsed: What it asks for.
+        writer: Writes its response.
+        session: From its head on.
         client: Identity of its client.
-        key: Of its client, in lanes.
-        deadline: When its client gives up, by the loop's clock.
+        leases: Of files that were fetched for it, until hand-off.
         usage: Its tokens so far.
+        read: Its body has been parsed, which sets the last two.
+        admitted: It has all that it waited for.
+        parsed: What it asks for.
+        box: Its chat, until it is preprocessed.
     """
 
     request: RequestScope
-    parsed: ParsedRequest
+    writer: ResponseWriter
+    session: Session
     client: bytes
-    key: str
-    deadline: float
+    leases: ExitStack
     usage: Usage = field(default_factory=Usage)
-
-
-def price_later(*_: Any) -> None:
-    """Price no media in `Admission`: `GenerateEndpoint` knows what they need."""
+    read: bool = False
+    admitted: bool = False
+    parsed: ParsedRequest = field(init=False)
+    box: Payload[Chat] = field(init=False)
 
 
 class GenerateEndpoints(dict[str, "GenerateEndpoint"]):
-    """The endpoints by their paths, as one ASGI application."""
+    """The endpoints by their paths, as `Admission` calls them."""
 
-    async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
-        """Answer one request.
+    async def price(self, scope: Any, body: bytes) -> MemoryEstimate | None:
+        """Parse a body; return what its images need until the engine has them.
+
+        Raises:
+            ApiError: As from `RequestParser.read` and `RemoteImages.fetch`.
+
+        Cancellation:
+            As for those.
+        """
+        pricing = self[scope["path"]].price(scope, body)
+        del body
+        return await pricing
+
+    async def __call__(self, scope: Any, *_: Any) -> None:
+        """Answer one request that was admitted.
 
         Cancellation:
             As for `GenerateEndpoint`.
         """
-        await self[scope["path"]](scope, receive, send)
+        await self[scope["path"]].serve(scope)
+
+
+def session_of(scope: Any) -> Session | None:
+    """Return the session of a generating request, while it is served."""
+    call: _Call | None = scope.get(_CALL)
+    return None if call is None else call.session
 
 
 class GenerateEndpoint:
@@ -89,6 +114,10 @@ class GenerateEndpoint:
     It is a raw ASGI class, so that everything happens in one task and inside one
     ``with session``. The phases are functions that return: no frame that lives as long
     as the stream has ever held the body, an image or a tensor.
+
+    A request opens its session by its head, and may be cancelled by its id from then
+    on. `Admission` reads its body, has it parsed by `price`, waits for bytes and for a
+    slot, and calls `serve`.
 
     Args:
         service: The engine, the gates and the sessions.
@@ -106,18 +135,28 @@ class GenerateEndpoint:
             At any time: the session is closed at once and the registry ends the
             request in the engine. Cancellation always propagates.
         """
-        writer, request = ResponseWriter(send, self._api), request_of(scope)
-        fields, client = Fields(), self._service.client(scope)
+        service, request = self._service, request_of(scope)
+        writer, fields = ResponseWriter(send, self._api), Fields()
+        client = service.client(scope)
         try:
             writer.request_id = request_id(scope)
-            with request.phase("read"):
-                parsed = await self._service.parser.read(
-                    receive, self._api.parse, client
-                )
-            fields = parsed.fields
-            deadline = anyio.current_time() + client_timeout(scope)
-            key = self._service.client_key(scope)
-            await self._serve(_Call(request, parsed, client, key, deadline), writer)
+            with (
+                service.sessions.open(writer.request_id) as session,
+                ExitStack() as leases,
+            ):
+                service.owners[session] = client
+                request.attach(session)
+                call = _Call(request, writer, session, client, leases)
+                scope[_CALL] = call
+                try:
+                    await service.admission(scope, receive, send)
+                    if not call.admitted:  # and not refused: the client has left
+                        session.close("client_gone")
+                finally:
+                    del scope[_CALL]
+                    if call.read:
+                        fields = call.parsed.fields
+                        _count(call)
         except Exception as error:  # noqa: BLE001 - uvicorn would log its text
             problem = to_api_error(error) or INTERNAL
             if isinstance(error, (BadChat, BadImage)):
@@ -131,76 +170,73 @@ class GenerateEndpoint:
         # the client may read slowly.
         await writer.error(problem)
 
-    async def _serve(self, call: _Call, writer: ResponseWriter) -> None:
-        service, request, parsed = self._service, call.request, call.parsed
-        with service.sessions.open(str(writer.request_id)) as session:
-            service.owners[session] = call.client
-            request.attach(session)
-            box = session.box(parsed.chat.take(), nbytes=parsed.chat.nbytes)
-            try:
-                with request.phase("queue"):
-                    lease = await service.request_lane.admit(
-                        0, call.key, deadline=call.deadline
-                    )
-                with lease:
-                    streams = await self._open_streams(session, box, call)
-                    request.release_body()
-                    with request.phase("stream"):
-                        await self._answer(streams, call, writer)
-            except EngineFailed as error:
-                if is_slow_client(error):  # a disconnect, not a failure
-                    session.close("client_gone")
-                raise
-            finally:
-                request.count(
-                    choices=parsed.choices,
-                    images=parsed.images,
-                    input_tokens=call.usage.prompt_tokens,
-                    output_tokens=call.usage.completion_tokens,
-                )
+    async def price(self, scope: Any, body: bytes) -> MemoryEstimate | None:
+        """Parse a body; return what its images need until the engine has them.
 
-    def _open_streams(
-        self, session: Session, box: Payload[Chat], call: _Call
-    ) -> Awaitable[list[Stream[Any]]]:
-        if call.parsed.remote and self._service.remote is not None:
-            return self._fetch_and_start(self._service.remote, session, box, call)
-        return self._start(session, box, call)
+        Raises:
+            ApiError: As from `RequestParser.read` and `RemoteImages.fetch`.
 
-    async def _fetch_and_start(
-        self,
-        remote: RemoteImages,
-        session: Session,
-        box: Payload[Chat],
-        call: _Call,
-    ) -> list[Stream[Any]]:
-        """Fetch images by URL, then start; their bytes are admitted until hand-off."""
-        with ExitStack() as leases:
+        Cancellation:
+            As for those.
+        """
+        call: _Call = scope[_CALL]
+        remote, session = self._service.remote, call.session
+        with call.request.phase("read"):
+            reading = self._service.parser.read(body, self._api.parse, call.client)
+            del body
+            admitted_request(scope).drop_body()
+            parsed = await reading
+        box = session.box(parsed.chat.take(), nbytes=parsed.chat.nbytes)
+        if parsed.remote and remote is not None:
             with call.request.phase("fetch"):
-                parsed, box = await remote.fetch(session, box, call.parsed, leases)
-            return await self._start(session, box, replace(call, parsed=parsed))
+                parsed, box = await remote.fetch(session, box, parsed, call.leases)
+        call.parsed, call.box, call.read = parsed, box, True
+        return self._estimate(parsed) if parsed.images else None
 
-    async def _start(
-        self, session: Session, box: Payload[Chat], call: _Call
-    ) -> list[Stream[Any]]:
-        """Admit the payload, preprocess it and hand it off, once for each choice."""
-        service, choices = self._service, call.parsed.choices
-        lease: Lease | None = None
-        if call.parsed.images:  # requests of text alone never wait for bytes
-            with call.request.phase("queue"):
-                lease = await service.payload_lane.admit(
-                    self._payload_bytes(call.parsed), call.key, deadline=call.deadline
-                )
-        prepare = partial(self._prepare, box, lease, call)
+    def _estimate(self, parsed: ParsedRequest) -> MemoryEstimate:
+        """Return what its images need: the payload, and copies while it is made.
+
+        The copies are a guess, so a request for which there is only room without them
+        is not refused, but preprocessed alone.
+        """
+        choices, copies = parsed.choices, self._service.processor.copies
+        work, tensors = parsed.estimate.work, parsed.estimate.tensors
+        return MemoryEstimate(work, (choices + copies) * tensors, copies * tensors)
+
+    async def serve(self, scope: Any) -> None:
+        """Answer a request that has all that it waited for.
+
+        Cancellation:
+            As for a call of this object.
+        """
+        call: _Call = scope[_CALL]
+        call.admitted = True
+        try:
+            streams = await self._start(call, admitted_request(scope))
+            call.request.release_body()
+            with call.request.phase("stream"):
+                await self._answer(streams, call)
+        except EngineFailed as error:
+            if is_slow_client(error):  # a disconnect, not a failure
+                call.session.close("client_gone")
+            raise
+
+    async def _start(self, call: _Call, admitted: AdmittedRequest) -> list[Stream[Any]]:
+        """Preprocess the payload and hand it off, once for each choice."""
+        choices, session = call.parsed.choices, call.session
+        # Requests of text alone give back their bytes at hand-off.
+        lease = admitted.take_lease() if call.parsed.images else None
+        prepare = partial(self._prepare, call, admitted, lease)
         shared = SharedPreprocessing(prepare, choices=choices)
-        del box, prepare
+        del prepare
         payload_lease = LeaseUntilFirstToken(lease, choices)
         starts = [
-            payload_lease.wrap(index, *self._choice(session, shared, index, call))
+            payload_lease.wrap(index, *self._choice(shared, index, call))
             for index in range(choices)
         ]
-        deadlines = service.deadlines
+        deadlines = self._service.deadlines
         try:
-            with payload_lease:
+            with payload_lease, call.leases:
                 sources = await session.start_all(starts, timeout=deadlines.start)
         except _REFUSED_BY_ENGINE:
             session.close("refused")
@@ -215,25 +251,12 @@ class GenerateEndpoint:
             for source in sources
         ]
 
-    def _payload_bytes(self, parsed: ParsedRequest) -> int:
-        """Bytes to admit: the payload and the copies made while it is preprocessed.
-
-        If the gate is smaller than that, as much as it has, but never less than the
-        payload alone: such a request is not refused, it is preprocessed alone.
-        """
-        service, choices = self._service, parsed.choices
-        needed, peak = (
-            service.correction.bytes(parsed.estimate, copies)
-            for copies in (choices, choices + service.processor.copies)
-        )
-        capacity = service.payloads.statistics().bytes
-        return peak if capacity is None else max(needed, min(peak, capacity))
-
     def _choice(
-        self, session: Session, shared: SharedPreprocessing, index: int, call: _Call
+        self, shared: SharedPreprocessing, index: int, call: _Call
     ) -> tuple[Open, End]:
         """Return the functions that open and end one choice in the engine."""
         phase, choices = call.request.phase, call.parsed.choices
+        session = call.session
         hand_off, cleanup = phase("hand_off"), phase("cleanup")
         engine = self._service.engine
         key = session.key if choices == 1 else f"{session.key}-{index}"
@@ -256,9 +279,9 @@ class GenerateEndpoint:
         return open_, end
 
     async def _prepare(
-        self, box: Payload[Chat], lease: Lease | None, call: _Call
+        self, call: _Call, admitted: AdmittedRequest, lease: Lease | None
     ) -> EngineRequest:
-        processor = self._service.processor
+        processor, box = self._service.processor, call.box
 
         def prepare() -> tuple[dict[str, Any], Payload[Mapping[str, Any]], int]:
             # Boxed in the worker thread, which refers to what it returned until it
@@ -276,15 +299,14 @@ class GenerateEndpoint:
             )
         if lease is not None:
             lease.settle(bytes=tensors.nbytes * parsed.choices)
-            self._service.correction.learn(parsed.estimate, tensors.nbytes)
+            # Its estimate counts the tensors of each choice, and copies of them.
+            admitted.learn(tensors.nbytes * (parsed.choices + processor.copies))
         return request, tensors
 
-    async def _answer(
-        self, streams: Sequence[Stream[Any]], call: _Call, writer: ResponseWriter
-    ) -> None:
-        usage = call.usage
+    async def _answer(self, streams: Sequence[Stream[Any]], call: _Call) -> None:
+        usage, parsed = call.usage, call.parsed
         call.request.count(output_tokens=lambda: usage.completion_tokens)
-        answer = self._api.answer(writer, call.parsed, self._service.model, usage)
+        answer = self._api.answer(call.writer, parsed, self._service.model, usage)
         if not call.parsed.stream and len(streams) == 1:
             await self._read(streams[0], 0, call, answer)
         else:
@@ -336,6 +358,16 @@ class GenerateEndpoint:
                 request.first_item()
                 await answer.piece(index, rest)
             await answer.finished(index, text.finish_reason, text.stop)
+
+
+def _count(call: _Call) -> None:
+    """Report the size of a request that has ended."""
+    call.request.count(
+        choices=call.parsed.choices,
+        images=call.parsed.images,
+        input_tokens=call.usage.prompt_tokens,
+        output_tokens=call.usage.completion_tokens,
+    )
 
 
 class _OrderedAnswer:

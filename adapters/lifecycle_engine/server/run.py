@@ -167,7 +167,7 @@ class DrainingServer(uvicorn.Server):
         service = self._service
         if self._awaiting is not None:
             self._awaiting.cancel()
-        service.bodies.close()
+        service.admission.close()
         for gate in service.gates:
             gate.close()
         async with anyio.create_task_group() as tasks:

@@ -12,10 +12,8 @@ from weakref import WeakKeyDictionary
 import anyio
 
 from lifecycle import EngineLost, Gate, Payload, Session, SessionRegistry
-from lifecycle_asgi import Admission, ClientIdentity
-from lifecycle_asgi.lanes import Lane
+from lifecycle_asgi import Admission
 from lifecycle_engine.api.request_body import RequestParser
-from lifecycle_engine.multimodal.size_estimate import Correction
 from lifecycle_engine.processing.processor import Processor
 from lifecycle_engine.server.remote_images import RemoteImages
 
@@ -102,17 +100,14 @@ class Service:
         engine: Runs the requests.
         processor: Turns chats into engine requests.
         parser: Validates request bodies.
-        bodies: Reads request bodies, and admits them until hand-off.
+        admission: Reads and admits requests.
         payloads: Gate over the bytes of payloads, until the engine has read them.
         in_flight: Gate over requests, until they end.
         threads: Limits concurrent preprocessing.
         deadlines: Timeouts for the engine.
         new_sessions: Creates the session registry of one run.
         client: Returns a request's client identity, given its ASGI scope.
-        correction: Corrects the estimated size of payloads.
         remote: Fetches images by URL; ``None`` disables fetching.
-        request_lane: Admits requests by *in_flight*.
-        payload_lane: Admits payloads by *payloads*.
         sessions: Every request, from its arrival until the engine has released it; a
             new registry in each run.
         owners: The client of each session, which alone may cancel it.
@@ -124,33 +119,23 @@ class Service:
     engine: Engine
     processor: Processor
     parser: RequestParser
-    bodies: Admission
+    admission: Admission
     payloads: Gate
     in_flight: Gate
     threads: anyio.CapacityLimiter
     deadlines: Deadlines
     new_sessions: Callable[[], SessionRegistry]
     client: Callable[[Any], bytes]
-    correction: Correction = field(default_factory=Correction)
     remote: RemoteImages | None = None
-    request_lane: Lane = field(init=False)
-    payload_lane: Lane = field(init=False)
     failure: OSError | ValueError | None = field(default=None, init=False)
     started: bool = field(default=False, init=False)
     sessions: SessionRegistry = field(init=False)
     owners: WeakKeyDictionary[Session, bytes] = field(
         default_factory=WeakKeyDictionary, init=False
     )
-    _identity: ClientIdentity = field(default_factory=ClientIdentity, init=False)
 
     def __post_init__(self) -> None:
-        self.request_lane = Lane(self.in_flight)
-        self.payload_lane = Lane(self.payloads)
         self.sessions = self.new_sessions()
-
-    def client_key(self, scope: Any) -> str:
-        """Return what tells the client of an ASGI scope from others in a lane."""
-        return self._identity.digest(self.client(scope)).hex()
 
     @asynccontextmanager
     async def running(self) -> AsyncIterator[None]:
@@ -174,7 +159,7 @@ class Service:
     def gates(self) -> tuple[Gate, ...]:
         """All gates, in the order in which a request passes them."""
         fetched = (self.remote.gate,) if self.remote is not None else ()
-        return *self.bodies.gates, self.in_flight, *fetched, self.payloads
+        return *self.admission.gates, *fetched
 
     @property
     def ready(self) -> bool:

@@ -142,6 +142,23 @@ async def test_cancels_any_request_by_its_id(stream: bool) -> None:
         await server.quiet()
 
 
+async def test_cancels_request_while_its_body_arrives() -> None:
+    """Its session is open from its head on, and the answer says what became of it."""
+    async with asyncio.timeout(120), running() as server:
+        reader, writer = await asyncio.open_connection("127.0.0.1", server.port)
+        head = b"POST /generate HTTP/1.1\r\nhost: here\r\nx-request-id: slow\r\n"
+        writer.write(head + b"connection: close\r\ncontent-length: 90\r\n\r\n{")
+        await server.until(lambda: server.service.sessions.statistics().live)
+        status, told = await post(server, None, "/_lifecycle/requests/slow/cancel")
+        assert (status, told["status"]) == (200, "cancelled")
+        answer = await reader.read()
+        assert answer.startswith(b"HTTP/1.1 499")
+        assert b"The request was cancelled" in answer
+        writer.close()
+        await writer.wait_closed()
+        assert (await server.quiet())["backend"]["started"] == 0
+
+
 async def test_redirects_no_path_with_another_slash(server: Server) -> None:
     """Behind TLS it would send them to http."""
     status, told = await post(server, ASK, "/generate/")

@@ -211,6 +211,8 @@ class GenerateEndpoint:
         """
         call: _Call = scope[_CALL]
         call.admitted = True
+        if not call.read:  # without a body, which `Admission` asks no price for
+            self._service.parser.parse(b"", self._api.parse)  # refuses it
         try:
             streams = await self._start(call, admitted_request(scope))
             call.request.release_body()

@@ -132,7 +132,7 @@ async def test_frees_a_body_that_price_has_parsed() -> None:
 
 
 async def test_lease_outlives_a_request_that_gives_it_away() -> None:
-    """Who takes it releases it: an engine may read a payload after its client left."""
+    """Its taker releases it, as an engine may read a payload after its client left."""
     leases: list[Lease | None] = []
 
     async def app(scope: Any, receive: Any, send: Any) -> None:

@@ -8,7 +8,6 @@ import ast
 import json
 import subprocess
 import sys
-from collections import Counter, defaultdict
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -38,6 +37,11 @@ MOST_TESTS_OF_INTERNALS = 36
 MOST_FILES_ENTERED = {"text": 60, "picture": 68, "disconnect": 40}
 # The same in `Admission` alone.
 MOST_FILES_OF_ADMISSION = 16
+
+# Lines of Python, with a little to spare.
+MOST_LINES = {"product": 41_500, "benchmarks": 7_300, "repository": 900}
+# What tests the repository itself, and nothing that it installs.
+OF_THE_REPOSITORY = ("architecture", "checks", "house", "layout", "words")
 
 # For one token of eight streams; `python scripts/trace_request.py --calls --files` lists
 # them. Resumed coroutines are calls, too.
@@ -111,6 +115,21 @@ def test_has_few_files() -> None:
     assert len(tools) <= MOST_FILES_OF_TOOLS
 
 
+def test_has_few_lines() -> None:
+    """What there is to read and to keep grows with a reason only."""
+    found = {
+        "product": list(SOURCES.values()),
+        "benchmarks": list((ROOT / "benchmarks").glob("*.py")),
+        "repository": [ROOT / f"tests/test_{it}.py" for it in OF_THE_REPOSITORY],
+    }
+    counts = {
+        name: sum(len(path.read_text().splitlines()) for path in paths)
+        for name, paths in found.items()
+    }
+    over = [name for name, most in MOST_LINES.items() if counts[name] > most]
+    assert over == [], counts
+
+
 @pytest.mark.parametrize("module", SOURCES)
 def test_has_short_files_and_functions(module: str) -> None:
     """No file and no function is longer than a reader can follow."""
@@ -123,20 +142,6 @@ def test_has_short_files_and_functions(module: str) -> None:
         and node.end_lineno - node.lineno >= MOST_LINES_OF_A_FUNCTION
     ]
     assert long == []
-
-
-def test_names_no_class_twice_in_a_package() -> None:
-    """A class name means one thing in a package."""
-    names: dict[str, Counter[str]] = defaultdict(Counter)
-    for module, path in SOURCES.items():
-        for node in ast.parse(path.read_text()).body:
-            if isinstance(node, ast.ClassDef):
-                names[module.partition(".")[0]][node.name] += 1
-    twice = {
-        package: [name for name, count in found.items() if count > 1]
-        for package, found in names.items()
-    }
-    assert {package: found for package, found in twice.items() if found} == {}
 
 
 def test_shadows_no_module_of_the_standard_library() -> None:

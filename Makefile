@@ -133,7 +133,7 @@ load: .venv/.ready
 	@$(BIN)/python benchmarks/load.py $(ARGS)
 
 bench: .venv/.ready
-	@for file in core bench_payload link arena liveness engine on_ray; do \
+	@for file in core bench_payload link arena engine on_ray; do \
 	  echo "== $$file"; $(BIN)/python "benchmarks/$$file.py" || exit 1; done
 
 bench-memory: .venv/.ready

@@ -1,4 +1,4 @@
-"""The engine link beside today's design and beside no transport at all, in one run.
+"""The engine link beside no transport at all, in one run.
 
 Each cell is a process of its own, so that none inherits another's warm caches; cells
 of one round follow each other, and ratios are made within a round. While it measures,
@@ -18,7 +18,6 @@ import subprocess
 import sys
 import time
 from collections.abc import Awaitable, Callable
-from importlib.util import find_spec
 
 import anyio
 import anyio.lowlevel
@@ -143,30 +142,30 @@ Cell = Callable[[Transport, float], Awaitable[Figures]]
 CELLS: dict[str, tuple[Cell, str]] = {
     "128 x 50/s": (
         lambda it, s: paced(it, streams=128, rate=50, seconds=s),
-        "link generators link-ipc link-trio today floor raw queue grpc ray",
+        "link generators link-ipc link-trio floor",
     ),
     "512 x 20/s": (
         lambda it, s: paced(it, streams=512, rate=20, seconds=s),
-        "link link-ipc today floor raw",
+        "link link-ipc floor",
     ),
     "128 x 160/s": (
         lambda it, s: paced(it, streams=128, rate=160, seconds=s),
-        "link link-ipc today floor raw",
+        "link link-ipc floor",
     ),
     "flood, 128": (
         lambda it, s: flood(it, streams=128, seconds=s),
-        "link link-ipc today floor",
+        "link link-ipc floor",
     ),
     "starts, 64": (
         lambda it, s: starts(it, at_once=64, seconds=s),
-        "link link-ipc session today floor session-floor",
+        "link link-ipc session floor session-floor",
     ),
     "starts, 1": (
         lambda it, s: starts(it, at_once=1, seconds=s),
-        "link link-ipc session today floor session-floor",
+        "link link-ipc session floor session-floor",
     ),
-    "256 objects": (lambda it, _: distinct(it), "link today"),
-    "idle": (lambda it, s: idle(it, seconds=s), "link today"),
+    "256 objects": (lambda it, _: distinct(it), "link"),
+    "idle": (lambda it, s: idle(it, seconds=s), "link"),
 }
 
 
@@ -223,16 +222,11 @@ def main() -> None:
         cell, name = options.cell
         run_cell(cell, name, options.seconds)
         return
-    missing = {it for it in ("grpc", "ray") if find_spec(it) is None}
-    for name in sorted(missing):
-        print(f"{name}: skipped, not installed")
     print(f"{os.cpu_count()} cores, load {os.getloadavg()[0]:.1f}")
     for cell in options.only:
         rounds: dict[str, list[Figures]] = {}
         for _ in range(options.rounds):
             for name in CELLS[cell][1].split():
-                if name in missing:
-                    continue
                 seen = measure(cell, name, options.seconds)
                 rounds.setdefault(name, []).append(seen)
         report(cell, rounds)

@@ -1,4 +1,4 @@
-"""The ways to an engine that benchmarks/link.py compares."""
+"""The ways that benchmarks/link.py compares: the link, and no transport at all."""
 
 from __future__ import annotations
 
@@ -6,16 +6,13 @@ import argparse
 import asyncio
 import sys
 import time
+from collections import deque
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from typing import Any, Literal
 
 import anyio
 from link_load import Stepper, Steps, Transport
-from link_raw import Direct, Raw
-from link_ray import Ray
-from link_rivals import Grpc, Queues
-from link_today import Engine, Today
 
 from lifecycle import SessionRegistry
 from lifecycle_zmq import (
@@ -25,14 +22,6 @@ from lifecycle_zmq import (
     Output,
     ZmqEngine,
 )
-
-OTHERS: dict[str, Any] = {
-    "today": Today,
-    "queue": Queues,
-    "grpc": Grpc,
-    "ray": Ray,
-    "raw": Raw,
-}
 
 
 class Link:
@@ -72,6 +61,36 @@ class Sessions:
                     pass
 
 
+class Direct:
+    """Items by a future of the reader, which is the least that a loop can do."""
+
+    def __init__(self) -> None:
+        self._items: deque[Any] = deque()
+        self._waiter: asyncio.Future[None] | None = None
+        self._loop = asyncio.get_running_loop()
+
+    def put(self, item: Any) -> None:
+        """Take one item; ``None`` is the end."""
+        self._items.append(item)
+        waiter, self._waiter = self._waiter, None
+        if waiter is not None:
+            waiter.set_result(None)
+
+    def __aiter__(self) -> Direct:
+        """Return itself."""
+        return self
+
+    async def __anext__(self) -> Any:
+        """Return the next item."""
+        while not self._items:
+            self._waiter = self._loop.create_future()
+            await self._waiter
+        item = self._items[0]
+        if item is None:
+            raise StopAsyncIteration
+        return self._items.popleft()
+
+
 class Floor(Stepper):
     """No transport: the step engine is a task of the readers' own loop."""
 
@@ -108,9 +127,6 @@ async def way(name: str) -> AsyncIterator[Transport]:
         async with SessionRegistry() as sessions:
             yield floor if name == "floor" else Sessions(floor, sessions)
         task.cancel()
-    elif name in OTHERS:
-        async with OTHERS[name]() as other:
-            yield other
     else:
         argv = [sys.executable, __file__]
         argv += ["--generators"] if name == "generators" else []
@@ -124,8 +140,32 @@ async def way(name: str) -> AsyncIterator[Transport]:
             yield Sessions(link, sessions) if name == "session" else link
 
 
+class Engine(Stepper):
+    """The step engine behind generators, one for each request."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._queues: dict[str, asyncio.Queue[Output]] = {}
+
+    async def generate(
+        self, key: str, request: dict[str, Any]
+    ) -> AsyncIterator[list[Any]]:
+        """Yield the items of one request."""
+        queue = self._queues[key] = asyncio.Queue()
+        self._begin(key, request)
+        try:
+            while (output := await queue.get()).finish is None:
+                yield output.items[0]
+        finally:
+            self._steps.end(key)
+            del self._queues[key]
+
+    def _put(self, output: Output) -> None:
+        self._queues[output.key].put_nowait(output)
+
+
 class Generators:
-    """The step engine behind one async generator per request, as it is for `Today`."""
+    """The step engine behind one async generator per request."""
 
     def __init__(self) -> None:
         self._engine = Engine()

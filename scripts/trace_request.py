@@ -1,15 +1,20 @@
-"""Print the files of ours that one request enters, from the ASGI call and back.
+"""Print the files of ours that one request enters.
 
-Three requests go through the bundled server, with a simulated model in an engine
-thread: a text request, a request with a picture, and one whose client disconnects in
-the middle of the stream. For the last one, only what runs after the disconnect counts.
+Three requests go to a real `lifecycle serve`: uvicorn, an engine process, and torch on
+the checkpoint of `make serve`. One is a text request, one has a picture, and the client
+of the third hangs up in the middle of the stream. Both processes are traced. Functions
+that they also call without a request are left out, and from the hang-up those that its
+stream called before. A text request goes through `Admission` alone, too, in front of a
+small stream.
 
     python scripts/trace_request.py            # counts
     python scripts/trace_request.py --files    # and the files, in the order of entry
     python scripts/trace_request.py --json     # the same as JSON
+    python scripts/trace_request.py --admission  # without the server, in a second
 
-With --calls, eight text requests stream at once instead, and it prints how many of our
-functions the server calls for one token, and how many of our coroutines it resumes.
+With --calls, eight text requests stream at once through the server with a simulated
+engine in a thread, and it prints how many of our functions the server calls for one
+token, and how many of our coroutines it resumes.
 """
 
 from __future__ import annotations
@@ -17,48 +22,211 @@ from __future__ import annotations
 import base64
 import dis
 import functools
+import http.client
 import inspect
 import io
 import json
+import os
+import subprocess
 import sys
-import threading
+import tempfile
+import time
 from collections import Counter
-from collections.abc import MutableMapping
+from collections.abc import Iterator, MutableMapping
+from contextlib import contextmanager
 from pathlib import Path
 from types import CodeType, FrameType
 from typing import Any
 
 import anyio
+import file_tracer
 from PIL import Image
 
 from lifecycle import Gate
+from lifecycle_asgi import Admission
 from lifecycle_engine import Scheduler, SimProcessor, SimRunner, create_app
 from lifecycle_zmq import ThreadEngine
 
 ROOT = Path(__file__).resolve().parents[1]
 PATH = "/v1/chat/completions"
-DISCONNECT_AFTER = 6
+HEADERS = {"content-type": "application/json"}
+# Read before, and again before the hang-up.
+EVENTS = 20
+# Several periods of everything that a server does by itself.
+IDLE_SECONDS = 5.0
+# Longer than a request that goes on is ever silent, and than a hang-up takes to arrive.
+SETTLED_SECONDS = 2.0
+MOST_SECONDS = 300.0
 
 
-class Trace:
-    """Records the source files whose functions are called, while it is switched on."""
+@contextmanager
+def served(folder: Path) -> Iterator[str]:
+    """Run the server of ``make serve``, traced, and give its address."""
+    paths = [str(folder), *(str(ROOT / each) for each in ("src", "adapters", "tools"))]
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(paths)}
+    checkpoint = subprocess.run(
+        [sys.executable, "-m", "tiny_checkpoint"],
+        env={**environment, "PYTHONPATH": os.pathsep.join(paths[1:])},
+        capture_output=True,
+        text=True,
+        check=True,
+        timeout=MOST_SECONDS,
+    ).stdout.strip()
+    # As the `lifecycle` of the wheel, which an environment may lack.
+    command = [sys.executable, "-c", "import lifecycle_tools as it; it.main()"]
+    options = [
+        "serve",
+        "--port",
+        "0",
+        "--checkpoint",
+        checkpoint,
+        "--model",
+        "lifecycle",
+    ]
+    with subprocess.Popen(
+        [*command, *options],
+        env=environment,
+        stdout=subprocess.PIPE,
+        text=True,
+    ) as server:
+        try:
+            assert server.stdout is not None
+            line = server.stdout.readline()
+            if "ready at http" not in line:
+                raise RuntimeError(f"the server did not start, and said {line!r}")
+            yield line.split()[-1].removeprefix("http://")
+        finally:
+            server.terminate()
 
-    def __init__(self) -> None:
-        self.on = False
-        self.files: dict[str, None] = {}
 
-    def __call__(self, frame: FrameType, event: str, _argument: object) -> None:
-        """Take one event of the interpreter, as `sys.setprofile` wants it."""
-        if self.on and event == "call":
-            name = frame.f_code.co_filename
-            if name.startswith((f"{ROOT}/src/", f"{ROOT}/adapters/")):
-                self.files[name[len(str(ROOT)) + 1 :]] = None
+def post(
+    address: str, payload: bytes, phases: file_tracer.Phases | None = None
+) -> None:
+    """Send one request; with *phases*, hang up in the middle, as a phase of its own.
 
-    def take(self) -> list[str]:
-        """Switch off and return the files since the last call, in order of entry."""
-        self.on = False
-        files, self.files = list(self.files), {}
-        return files
+    Raises:
+        RuntimeError: The server refuses it, or ends the stream before the hang-up.
+    """
+    connection = http.client.HTTPConnection(address, timeout=MOST_SECONDS)
+    connection.request("POST", PATH, payload, HEADERS)
+    with connection.getresponse() as response:
+        if response.status != 200:
+            raise RuntimeError(f"{response.status}: {response.read().decode()}")
+        if phases is None:
+            response.read()
+            connection.close()
+            return
+        for phase in ("stream", "disconnect"):
+            for _ in range(2 * EVENTS):  # each, and the empty line after it
+                if not response.readline():
+                    raise RuntimeError("the stream ended before the hang-up")
+            phases.begin(phase)
+        connection.close()  # the response still has the socket
+
+
+def trace_server() -> dict[str, list[str]]:
+    """Return the files that each kind of request to a real server enters."""
+    with tempfile.TemporaryDirectory() as name:
+        phases = file_tracer.Phases(Path(name))
+        with served(Path(name)) as address:
+            for picture in (False, True):  # what the first request alone does
+                post(address, body(picture=picture, tokens=3))
+            phases.settle(SETTLED_SECONDS)
+            phases.begin("idle")
+            time.sleep(IDLE_SECONDS)
+            for kind, picture in (("text", False), ("picture", True)):
+                phases.begin(kind)
+                post(address, body(picture=picture, tokens=20))
+                phases.settle(SETTLED_SECONDS)
+            phases.stop()
+            post(address, body(picture=True, tokens=2000), phases)
+            phases.settle(SETTLED_SECONDS)
+            phases.stop()
+        beside = {"text": "idle", "picture": "idle", "disconnect": "stream"}
+        idle = {function for function, _ in phases.calls("idle")}
+        found = {}
+        for kind, other in beside.items():
+            anyway = idle | {function for function, _ in phases.calls(other)}
+            found[kind] = in_order(phases.calls(kind), anyway)
+        return found
+
+
+def in_order(calls: list[file_tracer.Call], anyway: set[str]) -> list[str]:
+    """Return the files of calls but those of *anyway*, in the order of entry."""
+    files = (file for function, file in calls if function not in anyway)
+    return list(dict.fromkeys(files))
+
+
+async def trace_admission() -> list[str]:
+    """Return the files that a text request enters in `Admission` alone."""
+
+    async def stream(_scope: Any, receive: Any, send: Any) -> None:
+        await receive()
+        await send({"type": "http.response.start", "status": 200, "headers": []})
+        for more in (True, True, False):
+            part = {"type": "http.response.body", "body": b"x", "more_body": more}
+            await send(part)
+
+    files: dict[str, None] = {}
+    app = Admission(stream, environment={})
+    payload = body(picture=False, tokens=20)
+    await call(app, payload)
+    sys.setprofile(file_tracer.noting(lambda _function, file: files.setdefault(file)))
+    await call(app, payload)
+    sys.setprofile(None)
+    return list(files)
+
+
+def body(*, picture: bool, tokens: int) -> bytes:
+    """Return the JSON of a streaming chat request."""
+    content: Any = "say something"
+    if picture:
+        png = io.BytesIO()
+        Image.new("RGB", (64, 64), (200, 10, 10)).save(png, "PNG")
+        url = "data:image/png;base64," + base64.b64encode(png.getvalue()).decode()
+        content = [
+            {"type": "text", "text": "what is this?"},
+            {"type": "image_url", "image_url": {"url": url}},
+        ]
+    messages = [{"role": "user", "content": content}]
+    request = {"model": "lifecycle", "stream": True, "max_tokens": tokens}
+    return json.dumps(request | {"messages": messages}).encode()
+
+
+async def call(app: Any, payload: bytes) -> None:
+    """Send one request to an ASGI application of this process."""
+    messages = [{"type": "http.request", "body": payload, "more_body": False}]
+
+    async def receive() -> MutableMapping[str, Any]:
+        if messages:
+            return messages.pop()
+        await anyio.sleep_forever()
+        raise AssertionError
+
+    async def send(message: MutableMapping[str, Any]) -> None:
+        if message["type"] == "http.response.start" and message["status"] != 200:
+            raise RuntimeError(f"the server answered {message['status']}, not 200")
+
+    headers = [
+        (b"host", b"localhost"),
+        (b"content-type", b"application/json"),
+        (b"content-length", str(len(payload)).encode()),
+    ]
+    scope = {
+        "type": "http",
+        "asgi": {"version": "3.0"},
+        "http_version": "1.1",
+        "method": "POST",
+        "scheme": "http",
+        "path": PATH,
+        "raw_path": PATH.encode(),
+        "query_string": b"",
+        "root_path": "",
+        "headers": headers,
+        "client": ("127.0.0.1", 5),
+        "server": ("127.0.0.1", 80),
+    }
+    await app(scope, receive, send)
 
 
 @functools.cache
@@ -87,105 +255,6 @@ class Calls:
         (self.resumed if resumed else self.calls)[where] += 1
 
 
-def body(*, picture: bool, tokens: int) -> bytes:
-    """Return the JSON of a streaming chat request."""
-    content: Any = "say something"
-    if picture:
-        png = io.BytesIO()
-        Image.new("RGB", (64, 64), (200, 10, 10)).save(png, "PNG")
-        url = "data:image/png;base64," + base64.b64encode(png.getvalue()).decode()
-        content = [
-            {"type": "text", "text": "what is this?"},
-            {"type": "image_url", "image_url": {"url": url}},
-        ]
-    messages = [{"role": "user", "content": content}]
-    request = {"model": "lifecycle", "stream": True, "max_tokens": tokens}
-    return json.dumps(request | {"messages": messages}).encode()
-
-
-async def call(app: Any, payload: bytes, trace: Trace, *, leaves: bool = False) -> None:
-    """Send one request to *app*; with *leaves*, disconnect after some events."""
-    messages = [{"type": "http.request", "body": payload, "more_body": False}]
-    gone = anyio.Event()
-    events = 0
-
-    async def receive() -> MutableMapping[str, Any]:
-        if messages:
-            return messages.pop()
-        await gone.wait()
-        return {"type": "http.disconnect"}
-
-    async def send(message: MutableMapping[str, Any]) -> None:
-        nonlocal events
-        if message["type"] == "http.response.start" and message["status"] != 200:
-            raise RuntimeError(f"the server answered {message['status']}, not 200")
-        events += bool(message.get("body"))
-        if leaves and events == DISCONNECT_AFTER and not gone.is_set():
-            trace.on = True
-            gone.set()
-
-    headers = [
-        (b"host", b"localhost"),
-        (b"content-type", b"application/json"),
-        (b"content-length", str(len(payload)).encode()),
-    ]
-    scope = {
-        "type": "http",
-        "asgi": {"version": "3.0"},
-        "http_version": "1.1",
-        "method": "POST",
-        "scheme": "http",
-        "path": PATH,
-        "raw_path": PATH.encode(),
-        "query_string": b"",
-        "root_path": "",
-        "headers": headers,
-        "client": ("127.0.0.1", 5),
-        "server": ("127.0.0.1", 80),
-    }
-    await app(scope, receive, send)
-
-
-async def settle(app: Any) -> None:
-    """Wait until the engine holds no session any more."""
-    with anyio.fail_after(60):
-        # The engine thread has no event for this.
-        while app.state.service.sessions.statistics().closing:  # noqa: ASYNC110
-            await anyio.sleep(0.01)
-    await anyio.sleep(0.1)
-
-
-async def trace_requests() -> dict[str, list[str]]:
-    """Return the files that each kind of request enters."""
-    trace = Trace()
-    threading.setprofile(trace)
-    sys.setprofile(trace)
-    engine: Any = ThreadEngine(
-        lambda: Scheduler(SimRunner(slots=4, max_length=8192), merge="concatenate")
-    )
-    # It has no process, and so no pid, which only the status page shows.
-    app = create_app(engine, SimProcessor(), gate=Gate(bytes=2**28))
-    found: dict[str, list[str]] = {}
-    try:
-        async with app.router.lifespan_context(app):
-            await engine.wait_ready()
-            for picture in (False, True):  # what the first request alone does
-                await call(app, body(picture=picture, tokens=3), trace)
-            for name, picture in (("text", False), ("picture", True)):
-                trace.on = True
-                await call(app, body(picture=picture, tokens=20), trace)
-                await settle(app)
-                found[name] = trace.take()
-            long = body(picture=True, tokens=2000)
-            await call(app, long, trace, leaves=True)
-            await settle(app)
-            found["disconnect"] = trace.take()
-    finally:
-        sys.setprofile(None)
-        threading.setprofile(None)
-    return found
-
-
 async def count_calls(streams: int = 8, tokens: int = 300) -> dict[str, Counter[str]]:
     """Return calls, and resumed coroutines, of streams that all get their tokens."""
     counted = Calls()
@@ -202,7 +271,7 @@ async def count_calls(streams: int = 8, tokens: int = 300) -> dict[str, Counter[
             sys.setprofile(counted if counting else None)
             async with anyio.create_task_group() as tasks:
                 for _ in range(streams):
-                    tasks.start_soon(call, app, payload, Trace())
+                    tasks.start_soon(call, app, payload)
             sys.setprofile(None)
     return {"calls": counted.calls, "resumed": counted.resumed}
 
@@ -226,7 +295,9 @@ def main() -> None:
     if "--calls" in sys.argv:
         print_calls(anyio.run(count_calls))
         return
-    found = anyio.run(trace_requests)
+    found = {"admission": anyio.run(trace_admission)}
+    if "--admission" not in sys.argv:
+        found |= trace_server()
     if "--json" in sys.argv:
         print(json.dumps(found))
         return

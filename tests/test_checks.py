@@ -2,11 +2,10 @@
 
 import importlib.util
 import re
-import subprocess
 import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
-from datetime import UTC, date, datetime, timedelta
+from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import Any
 
@@ -71,15 +70,6 @@ def test_runs_every_test_in_one_of_two_commands(slow: bool) -> None:
         assert len(takers) == 1, (path, takers)
 
 
-def test_runs_what_is_slow_in_the_long_command_only() -> None:
-    """The command of the README is the short one."""
-    path = TESTS / "sim" / "test_world.py"
-    assert not any(
-        each.takes(path, slow=True) for each in selections(check.before_push())
-    )
-    assert any(each.takes(path, slow=True) for each in selections(check.PROVE))
-
-
 def test_runs_every_script_of_the_tests() -> None:
     """A script that proves something is run by `make prove`, or by a test."""
     sources = {path: path.read_text() for path in TESTS.rglob("*.py")}
@@ -105,12 +95,6 @@ def commands(groups: Any) -> list[str]:
     ]
 
 
-def test_checks_style_types_documentation_and_coverage() -> None:
-    """Nothing that had to pass before is left out."""
-    words = set(commands(check.before_push())) | set(commands(check.PROVE))
-    assert {"lint", "types", "docs", "wheel", "--cov-fail-under=100"} <= words
-
-
 def test_runs_both_commands_before_a_change_lands() -> None:
     """The short command comes first, the long rest after it; only that may repeat."""
     last = (ROOT / ".ci" / "run").read_text().splitlines()[-2:]
@@ -118,16 +102,6 @@ def test_runs_both_commands_before_a_change_lands() -> None:
     makefile = (ROOT / "Makefile").read_text()
     for target in ("quick", "test", "prove"):
         assert f"scripts/check.py {target} " in makefile
-
-
-def test_needs_no_slow_test_while_one_works() -> None:
-    """`make quick` runs the tests of the core and of ASGI."""
-    found = list(selections(check.quick()))
-    for folder in ("core", "lifecycle_asgi"):
-        for path in (TESTS / folder).glob("test_*.py"):
-            assert sum(each.takes(path, slow=False) for each in found) == 1, path
-    slow = TESTS / "sim" / "test_world.py"
-    assert not any(each.takes(slow, slow=True) for each in found)
 
 
 def python(code: str) -> list[str]:
@@ -154,16 +128,6 @@ def run(
     return run
 
 
-def test_prints_a_line_for_each_part_and_the_sum(run: Any) -> None:
-    """Its name, its time and its last words."""
-    one = check.part("one", python("print(1)"), python("print('two said')"))
-    status, printed, errors = run((one, check.part("side", python(""))))
-    assert (status, errors) == (0, "")
-    assert re.search(r"^one +\d+ s +two said$", printed, re.MULTILINE)
-    assert re.search(r"^side +\d+ s$", printed, re.MULTILINE)
-    assert printed.splitlines()[-1].startswith("prove: all passed in ")
-
-
 def test_names_the_part_that_failed_in_its_last_line(run: Any, tmp_path: Path) -> None:
     """What it printed is shown; what runs beside it is ended, and nothing else begins."""
     fails = check.part("fails", python("print('why'); raise SystemExit(3)"))
@@ -177,40 +141,6 @@ def test_names_the_part_that_failed_in_its_last_line(run: Any, tmp_path: Path) -
     assert not (tmp_path / "ran").exists()
 
 
-def test_runs_some_parts_only(run: Any) -> None:
-    """As in `make prove ARGS=wheel`."""
-    good, bad = check.part("good", python("")), check.part("bad", python("no"))
-    assert run((good, bad), only=("good",))[0] == 0
-    with pytest.raises(SystemExit):
-        run((good, bad), only=("ugly",))
-
-
-def test_looks_at_the_files_that_changed(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    """What differs from main, committed or not, and what git does not know yet."""
-
-    def git(*arguments: str) -> None:
-        user = ["-c", "user.name=a", "-c", "user.email=a@b.c"]
-        subprocess.run(["git", *user, *arguments], cwd=tmp_path, check=True)
-
-    monkeypatch.setattr(check, "ROOT", tmp_path)
-    for name in ("same", "committed", "edited", "removed"):
-        (tmp_path / f"{name}.py").touch()
-    git("init", "-q", "-b", "main")
-    git("add", "-A")
-    git("commit", "-q", "-m", "base")
-    assert check.changed_files("") == []
-    git("checkout", "-q", "-b", "work")
-    (tmp_path / "committed.py").write_text("1")
-    git("commit", "-q", "-a", "-m", "work")
-    (tmp_path / "edited.py").write_text("1")
-    (tmp_path / "removed.py").unlink()
-    (tmp_path / "new.py").touch()
-    assert check.changed_files("") == ["committed.py", "edited.py", "new.py"]
-    assert check.changed_files("ed", "n") == ["edited.py", "new.py"]
-
-
 def test_ends_a_part_that_hangs(run: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """It has failed once it is silent; its output is shown, its processes are gone."""
     monkeypatch.setattr(check, "MOST_SILENT_SECONDS", 3.0)
@@ -222,17 +152,6 @@ def test_ends_a_part_that_hangs(run: Any, monkeypatch: pytest.MonkeyPatch) -> No
     assert status == 1
     assert "hangs: ended after 3 s without output" in errors
     assert errors.splitlines()[-1] == "prove: failed: hangs"
-
-
-def test_shows_the_last_line_of_a_part_that_takes_long(
-    run: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """A log of CI shows how far it came."""
-    monkeypatch.setattr(check, "SECONDS_BETWEEN_LINES", 0.0)
-    long = check.part("long", python("print('halfway', flush=True); input()"))
-    status, printed, _ = run((check.part("done", python("")), long))
-    assert status == 1
-    assert re.search(r"^  done +\d+ s", printed, re.MULTILINE)
 
 
 UNLISTED = " (not in tests/unsteady.toml: add it with a reason, or mend it)"
@@ -284,34 +203,6 @@ def test_repeats_a_part_with_nothing_beside_it(run: Any, tmp_path: Path) -> None
     assert printed.splitlines()[-1] == f"unsteady: fails{UNLISTED}"
 
 
-def test_says_less_of_a_part_that_is_known_to_be_unsteady(
-    run: Any, tmp_path: Path
-) -> None:
-    """An entry counts for a week; one that is not needed says nothing."""
-    check.UNSTEADY.write_text(entry("listed", days=6) + entry("steady"))
-    listed = check.part("listed", fails_until(tmp_path / "listed", 2))
-    new = check.part("new", fails_until(tmp_path / "new", 2))
-    steady = check.part("steady", fails_until(tmp_path / "steady", 1))
-    status, printed, _ = run((listed,), (new, steady), only=("--repeat",))
-    assert status == 0
-    last = ["unsteady: listed", f"unsteady: new{UNLISTED}"]
-    assert printed.splitlines()[-2:] == last
-
-
-def test_repeats_a_part_once(run: Any, tmp_path: Path) -> None:
-    """If it fails again the run has failed, and nothing else begins."""
-    check.UNSTEADY.write_text(entry("fails"))
-    fails = check.part("fails", fails_until(tmp_path / "runs", 3))
-    never = check.part("never", python(f"open({str(tmp_path / 'ran')!r}, 'w')"))
-    only = ("--repeat", "fails", "never")
-    status, printed, errors = run((fails,), (never,), only=only)
-    assert status == 1
-    assert (tmp_path / "runs").read_text() == "ran\n" * 2
-    assert errors.splitlines()[-1] == "prove: failed: fails"
-    assert "unsteady" not in printed
-    assert not (tmp_path / "ran").exists()
-
-
 def test_repeats_nothing_unless_it_is_asked_to(
     run: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -339,33 +230,3 @@ def test_refuses_an_entry_that_is_older_than_a_week(run: Any, tmp_path: Path) ->
         assert failed == errors.partition("prove: failed: ")[2]
         assert not (tmp_path / "runs").exists()
     assert run((good,))[0] == 0
-
-
-@pytest.mark.parametrize(
-    "text",
-    [
-        entry("unknown"),
-        entry("wheel", reason=" "),
-        entry("wheel") * 4,
-        "[[unsteady]]\npart = 'wheel'\nreason = 'no date'\n",
-        "[[unsteady]]\npart = 'wheel'\nreason = 'text'\ndate = '2026-01-31'\n",
-    ],
-    # Without the date of today, for workers that collect before and after midnight.
-    ids=["unknown part", "no reason", "too many", "no date", "no valid date"],
-)
-def test_rejects_a_malformed_list_of_unsteady_parts(
-    text: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    """Entries name parts, give reasons and dates, and are three at most."""
-    monkeypatch.setattr(check, "UNSTEADY", tmp_path / "unsteady.toml")
-    check.UNSTEADY.write_text(entry("wheel") * 3)
-    assert len(check.known_unsteady()) == 3
-    check.UNSTEADY.write_text(text)
-    with pytest.raises(ValueError, match=r"\w"):
-        check.known_unsteady()
-
-
-def test_lists_few_unsteady_parts_with_reasons() -> None:
-    """Their age is judged by CI alone: no test fails because time has passed."""
-    assert len(check.known_unsteady()) <= check.MOST_UNSTEADY == 3
-    assert check.outdated([], date.max) is None

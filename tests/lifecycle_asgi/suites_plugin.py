@@ -110,8 +110,12 @@ def called_through(wrapped: Any, call: Any) -> Any:
     """Return a ``__call__`` that goes through the middleware."""
 
     async def through(self: Any, scope: Any, receive: Any, send: Any) -> None:
+        app = functools.partial(call, self)
+        if is_inside(scope):
+            await app(scope, receive, send)
+            return
         CALLS[scope["type"]] += 1
-        await wrapped(functools.partial(call, self))(scope, receive, send)
+        await wrapped(app)(scope, receive, send)
 
     return through
 
@@ -121,16 +125,28 @@ def made_with(wrapped: Any, init: Any) -> Any:
 
     @functools.wraps(init)
     def make(self: Any, app: Any, *args: Any, **options: Any) -> None:
-        init(self, counted(wrapped(app)), *args, **options)
+        init(self, outermost(wrapped, app), *args, **options)
 
     return make
 
 
-def counted(app: Any) -> Any:
-    """Return *app*, with its calls counted."""
+def outermost(wrapped: Any, app: Any) -> Any:
+    """Return *app*, wrapped and with its calls counted."""
+    through = wrapped(app)
 
     async def call(scope: Any, receive: Any, send: Any) -> None:
+        if is_inside(scope):
+            await app(scope, receive, send)
+            return
         CALLS[scope["type"]] += 1
-        await app(scope, receive, send)
+        await through(scope, receive, send)
 
     return call
+
+
+def is_inside(scope: Any) -> bool:
+    """Whether this request is already inside a middleware of ours, further out.
+
+    A server has one; applications that are mounted in another would get one each.
+    """
+    return scope["type"] == "http" and getattr(scope.get("lifecycle"), "live", False)

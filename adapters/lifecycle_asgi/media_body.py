@@ -48,6 +48,12 @@ _MAX_OPENED: Final = 1024
 # The event loop waits for the parser, so JSON of more values is not parsed. Between two
 # values there is a comma.
 _MAX_VALUES: Final = 2**18
+# One of these is in each field or type that `find_media` knows. The last two are in any
+# JSON that spells them otherwise: an escape, and a zero byte of UTF-16 or UTF-32.
+_WORDS_OF_MEDIA: Final = (
+    *(b"image", b"video", b"audio", b"time_series", b"file", b"document"),
+    *(b"\\u", b"\0"),
+)
 
 
 class BodyEstimator:
@@ -105,6 +111,8 @@ def _media_of(scope: Scope, body: bytes) -> list[Media]:
     boundary = _BOUNDARY.search(content_type)
     if boundary is not None and content_type.lstrip().lower().startswith(b"multipart/"):
         return list(_form_media(body, boundary[1]))
+    if _is_text_alone(body):
+        return []
     if body.count(b",") > _MAX_VALUES:
         return [Media("image", "")]  # not searched, as with TooDeep
     try:
@@ -114,6 +122,15 @@ def _media_of(scope: Scope, body: bytes) -> list[Media]:
     except (ValueError, RecursionError):  # the server refuses it, or it is a file
         kind = _sniff(body, 0)
         return [] if kind is None else [Media(kind, "", body)]
+
+
+def _is_text_alone(body: bytes) -> bool:
+    """Whether *body* is JSON, or nonsense, without any word that media come by.
+
+    Most requests are, and are not parsed here and by the application once more.
+    """
+    begins = body[:64].lstrip()[:1]
+    return begins in (b"{", b"[") and not any(word in body for word in _WORDS_OF_MEDIA)
 
 
 def _sniff(body: bytes, start: int) -> Kind | None:

@@ -6,6 +6,7 @@ import asyncio
 import base64
 import io
 import json
+import re
 import struct
 import sys
 import tracemalloc
@@ -24,9 +25,12 @@ from lifecycle_asgi import (
     Admission,
     MediaProfile,
     estimate,
+    find_media,
     handed_off,
     media_profile,
 )
+from lifecycle_asgi.media import _KIND_BY_FIELD, _KIND_BY_TYPE
+from lifecycle_asgi.media_body import _media_of
 
 pytestmark = pytest.mark.anyio
 CHAT = "/v1/chat/completions"
@@ -545,6 +549,33 @@ def test_counts_each_image_beyond_a_thousand() -> None:
     assert 9 * 300_000 <= prices[1] - prices[0] < 10 * 300_000
 
 
+def test_parses_no_text_that_can_have_no_media(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Most requests, and a crowd of numbers: the application alone parses them."""
+    monkeypatch.delattr(json, "loads")
+    assert priced(b'{"prompt": "Why?"}') == 0
+    assert priced(b' \n[{"prompt":[' + b"1," * 2**19 + b"1]}]") == 0
+
+
+@pytest.mark.parametrize(
+    "part",
+    [
+        *({"type": name, "data": "x"} for name in _KIND_BY_TYPE),
+        *({name: "https://example.org/x"} for name in _KIND_BY_FIELD),
+    ],
+    ids=str,
+)
+def test_finds_media_by_every_name_there_is(part: dict[str, str]) -> None:
+    """As a type or as a field, also escaped, or in another encoding of JSON."""
+    request = {"messages": [{"content": [part]}]}
+    found = find_media(request)
+    assert found
+    text = json.dumps(request)
+    escaped = re.sub('(?<=")[a-z]', lambda letter: f"\\u{ord(letter[0]):04x}", text)
+    assert json.loads(escaped) == request
+    for body in (text.encode(), escaped.encode(), text.encode("utf-16-le")):
+        assert _media_of({"headers": []}, body) == found
+
+
 def test_parses_no_json_of_very_many_values(monkeypatch: pytest.MonkeyPatch) -> None:
     """The event loop would wait for the parser: seconds for 50 MB of numbers."""
     parsed: list[int] = []
@@ -555,8 +586,8 @@ def test_parses_no_json_of_very_many_values(monkeypatch: pytest.MonkeyPatch) -> 
         return loads(text, **options)
 
     monkeypatch.setattr(json, "loads", loads_noted)
-    text = b'{"prompt":[' + b"1," * 2**17 + b"1]}"
-    many = b'{"prompt":[' + b"1," * (2**18 + 1) + b"1]}"
+    text = b'{"note":"image","prompt":[' + b"1," * 2**17 + b"1]}"
+    many = b'{"note":"image","prompt":[' + b"1," * (2**18 + 1) + b"1]}"
     assert priced(text) == 0
     assert parsed == [len(text)]
     assert priced(many) == 300_000

@@ -3,6 +3,7 @@
 import dataclasses
 import json
 import random
+import re
 
 import anyio
 import anyio.lowlevel
@@ -204,9 +205,8 @@ async def test_snapshot_reads_as_a_list():
     lease.release()
     first, second, third = shown.splitlines()
     assert first == "pictures: lease, held, 1 slots, 400 bytes, 1.5 s old"
-    assert second.startswith("a#1: session, open, 0.")
-    assert second.endswith(" s old")
-    assert third.startswith("a#1: payload, open, 6 bytes, 0.")
+    assert re.fullmatch(r"a#1: session, open, \d+\.\d s old", second)
+    assert re.fullmatch(r"a#1: payload, open, 6 bytes, \d+\.\d s old", third)
 
 
 def test_snapshot_turns_into_json():

@@ -24,6 +24,7 @@ from lifecycle_asgi.body import (
     FIRST_CHARGE,
     BodyReader,
     BodyTooLarge,
+    BodyTooSlow,
     ClientLeft,
     RequestBody,
 )
@@ -43,6 +44,7 @@ from lifecycle_asgi.refusals import (
 )
 from lifecycle_asgi.request import declared_length, request_of
 from lifecycle_asgi.responses import MAX_UNACCEPTABLE, Refusing, Response
+from lifecycle_asgi.shadow_log import ShadowLog
 
 _SCOPE_KEY: Final = "lifecycle.admission"
 _CURRENT: Final[ContextVar[AdmittedRequest | None]] = ContextVar(
@@ -196,6 +198,9 @@ class Admission:
             named = settings.profile if isinstance(settings.profile, str) else "default"
             delay = _SECONDS_TO_LOOK.get(server_of(named), 0.0)
         self._watched = LifecycleMiddleware(self._serve, cancel_delay=delay)
+        self._shadow: ShadowLog | None = None
+        if settings.shadow:
+            self._shadow = ShadowLog(self._lanes)
 
     def statistics(self) -> dict[str, GateStatistics]:
         """Return the state of each lane.
@@ -210,6 +215,11 @@ class Admission:
         return tuple(lane.gate for lane in self._lanes.values())
 
     @property
+    def lanes(self) -> tuple[Lane, ...]:
+        """All lanes, for metrics: they count refusals that their gates do not know."""
+        return tuple(self._lanes.values())
+
+    @property
     def ratios(self) -> Mapping[int, float]:
         """Real bytes of tensors divided by estimated ones; see `Correction.ratios`."""
         return self._correction.ratios
@@ -218,12 +228,14 @@ class Admission:
         """Refuse a request by its head, if that is enough to know.
 
         For a server that asks before it does anything else for a request. One that
-        passes may be refused later, as others may come first.
+        passes may be refused later, as others may come first. In shadow all pass.
 
         Raises:
             BodyTooLarge: It declares a larger body than the limit.
             Refused: The queue for slots is full, or its client has half of it.
         """
+        if self._shadow is not None:
+            return
         declared = declared_length(scope)
         if declared is not None and declared > self._settings.max_body:
             raise BodyTooLarge(self._settings.max_body)
@@ -271,6 +283,8 @@ class Admission:
             request.end()
             # Servers keep the scope of an idle connection until its next request.
             scope.pop(_SCOPE_KEY, None)
+            if self._shadow is not None:
+                self._shadow.summarise()
         if refusal is not None:
             await self._refuse(scope, request.rest, send, refusal)
 
@@ -305,15 +319,18 @@ class Admission:
         declared, client = declared_length(scope), self._client(scope)
         small = declared is not None and declared <= self._max_small_body
         arrival = self._small if small else self._bodies
-        size = self._first_charge if declared is None else declared
+        size = self._first_charge
+        if declared is not None:
+            size = min(declared, self._settings.max_body)
         state = request_of(scope)
         with state.phase("queue"):
             request.lease = await arrival.admit(_BODY_COPIES * size, client)
         with state.phase("read"):
-            request.body = await self._read(request, arrival.grow, declared)
+            request.body = await self._read(request, arrival, declared)
         length = len(request.body)
         deadline = anyio.current_time() + client_timeout(scope)
-        request.estimate = await self._estimate(scope, request.body)
+        if not request.partial:
+            request.estimate = await self._estimate(scope, request.body)
         has_media = request.estimate.total > 0
         lane = self._small
         if has_media or length > self._max_small_body:
@@ -344,13 +361,13 @@ class Admission:
     async def _read(
         self,
         request: AdmittedRequest,
-        grow: Callable[[Lease, int], bool],
+        lane: Lane,
         declared: int | None,
     ) -> bytes:
         assert request.lease is not None
         reader = BodyReader(
             request.receive,
-            grow,
+            lane.grow,
             request.lease,
             declared=declared,
             copies=_BODY_COPIES,
@@ -359,7 +376,15 @@ class Admission:
             slow_after=self._settings.slow_after,
         )
         with self._closable(reader):
-            return await reader.read()
+            try:
+                return await reader.read()
+            except (BodyTooLarge, BodyTooSlow):
+                if self._shadow is None:
+                    raise
+            # The application reads the rest, as if nothing stood before it.
+            lane.count_refusal()
+            request.partial = True
+            return reader.take()
 
     @contextmanager
     def _closable(self, reading: BodyReader | Refusing) -> Iterator[None]:
@@ -398,6 +423,7 @@ class AdmittedRequest:
         body: The body, until the application has it.
         estimate: Of its media.
         lease: The bytes that it holds until hand-off.
+        partial: The body is one that is too large or too slow, or its beginning.
         slot: The slot that it holds until its end, where slots are limited.
         rest: What the server has yet to receive.
     """
@@ -409,6 +435,7 @@ class AdmittedRequest:
         "body",
         "estimate",
         "lease",
+        "partial",
         "rest",
         "slot",
     )
@@ -417,7 +444,7 @@ class AdmittedRequest:
         self.rest = RequestBody(receive)
         self._send = send
         self._correction = correction
-        self.admitted = False
+        self.admitted = self.partial = False
         self.estimate = _NOTHING
         self.body: bytes | None = None
         self.lease: Lease | None = None
@@ -432,7 +459,8 @@ class AdmittedRequest:
         body, self.body = self.body, None
         if body is None:
             return await self.rest.receive()
-        return {"type": "http.request", "body": body, "more_body": False}
+        more = self.partial and not self.rest.complete
+        return {"type": "http.request", "body": body, "more_body": more}
 
     async def send(self, message: Message) -> None:
         """The application's ``send``.
@@ -491,6 +519,7 @@ def _make_lanes(
         max_waiting=settings.max_waiting,
         max_wait=settings.max_wait,
         order=settings.order,
+        enforce=not settings.shadow,
         observer=observer,
     )
     limits: dict[str, dict[str, Any]] = {
@@ -503,7 +532,10 @@ def _make_lanes(
     if unknown := gates.keys() - limits:
         raise ValueError(f"no lane {sorted(unknown)}; there are {', '.join(limits)}")
     return {
-        name: Lane(gates.get(name) or gate(**limit, name=f"admission-{name}"))
+        name: Lane(
+            gates.get(name) or gate(**limit, name=f"admission-{name}"),
+            shadow=settings.shadow,
+        )
         for name, limit in limits.items()
     }
 

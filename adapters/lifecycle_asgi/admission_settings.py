@@ -12,6 +12,7 @@ from lifecycle_asgi.api_keys import GUARDED_PREFIXES
 from lifecycle_asgi.media_memory import MediaProfile
 
 _SIZE: Final = re.compile(r"(\d+(?:\.\d+)?)\s*(?:([KMGT])(?:i?B)?)?", re.IGNORECASE)
+_SWITCHES: Final = {"1": True, "true": True, "0": False, "false": False}
 _UNITS: Final = {"": 0, "K": 10, "M": 20, "G": 30, "T": 40}
 
 
@@ -48,6 +49,9 @@ class AdmissionSettings:
         api_keys: Keys that the server accepts, separated by commas in the environment.
             Requests that have a body and no such key are refused before the body is
             read. Empty: the keys of vLLM, if it is the server and has any.
+        shadow: Refuse nobody and keep nobody waiting, but count who would have been, in
+            ``over_limit`` of each lane: to try limits out on live traffic. Keys are
+            asked for all the same.
         guarded_prefixes: Beginnings of the paths that the keys of vLLM guard. Keys in
             `api_keys` guard bodies on all paths.
     """
@@ -66,6 +70,7 @@ class AdmissionSettings:
     cancel_delay: float | None = None
     api_keys: tuple[str, ...] = field(default=(), repr=False)
     guarded_prefixes: tuple[str, ...] = GUARDED_PREFIXES
+    shadow: bool = False
 
     def __post_init__(self) -> None:
         check_int(1, bytes=self.bytes, max_body=self.max_body)
@@ -107,15 +112,15 @@ class AdmissionSettings:
             if text and name not in options:
                 try:
                     found[name] = read(text)
-                except ValueError:
+                except (ValueError, KeyError):
                     raise ValueError(_unreadable(name, text)) from None
         return cls(**found, **options)
 
 
 def _unreadable(name: str, text: str) -> str:
     variable = f"LIFECYCLE_{name.upper()}"
-    example = "8GiB" if _READERS[name] is _read_size else "20"
-    return f"{variable} must be a number such as {example}, not {text[:40]!r}"
+    example = _EXAMPLES.get(_READERS[name], "a number such as 20")
+    return f"{variable} must be {example}, not {text[:40]!r}"
 
 
 def _read_size(text: str) -> int:
@@ -124,6 +129,10 @@ def _read_size(text: str) -> int:
         raise ValueError
     number, unit = found.groups(default="")
     return int(float(number) * 2 ** _UNITS[unit.upper()])
+
+
+def _read_switch(text: str) -> bool:
+    return _SWITCHES[text.strip().lower()]
 
 
 def _read_list(text: str) -> tuple[str, ...]:
@@ -145,4 +154,10 @@ _READERS: Final[Mapping[str, Callable[[str], Any]]] = {
     "cancel_delay": float,
     "api_keys": _read_list,
     "guarded_prefixes": _read_list,
+    "shadow": _read_switch,
+}
+
+_EXAMPLES: Final[Mapping[Callable[[str], Any], str]] = {
+    _read_size: "a number such as 8GiB",
+    _read_switch: "1 or 0",
 }

@@ -51,16 +51,19 @@ class RequestBody:
         receive: The server's.
         begun: Something has been asked for.
         complete: The last part has come.
+
+    Attributes:
+        complete: The last part has come, or the client has left.
     """
 
-    __slots__ = ("_begun", "_complete", "_receive")
+    __slots__ = ("_begun", "_receive", "complete")
 
     def __init__(
         self, receive: Receive, *, begun: bool = False, complete: bool = False
     ) -> None:
         self._receive = receive
         self._begun = begun
-        self._complete = complete
+        self.complete = complete
 
     async def receive(self) -> Message:
         """Return the next message.
@@ -71,12 +74,12 @@ class RequestBody:
         self._begun = True
         message = await self._receive()
         if not message.get("more_body", False):  # or the client has left
-            self._complete = True
+            self.complete = True
         return message
 
     def is_expected(self, scope: Scope) -> bool:
         """Whether there is more to come on a connection of this request alone."""
-        if self._complete or not scope.get("http_version", "1.1").startswith("1"):
+        if self.complete or not scope.get("http_version", "1.1").startswith("1"):
             return False  # a stream of HTTP/2 ends without the others
         if self._begun:
             return True
@@ -93,7 +96,7 @@ class RequestBody:
             Passes through.
         """
         dropped = 0
-        while not self._complete and dropped <= max_bytes:
+        while not self.complete and dropped <= max_bytes:
             dropped += len((await self.receive()).get("body", b""))
 
 
@@ -131,6 +134,7 @@ class BodyReader:
         "_stopped",
         "_timeout",
         "_waiting",
+        "chunks",
     )
 
     def __init__(
@@ -160,6 +164,7 @@ class BodyReader:
         self._slow_at = math.inf if self._metered else now + slow_after
         self._stopped = False
         self._waiting = anyio.CancelScope()
+        self.chunks: list[bytes] = []
 
     def stop(self) -> None:
         """Read no further; `read` raises `GateClosed`. Idempotent."""
@@ -179,20 +184,20 @@ class BodyReader:
         Cancellation:
             What was read is dropped.
         """
-        chunks: list[bytes] = []
-        more = True
+        chunks, more = self.chunks, True
         while more:
             chunk, more = await self._next()
             self._read += len(chunk)
+            chunks.append(chunk)
             if self._read > self._max_body:
                 raise BodyTooLarge(self._max_body)
-            chunks.append(chunk)
             self._charge(complete=not more)
-        if len(chunks) == 1:
-            return chunks[0]
-        body = b"".join(chunks)
-        chunks.clear()
-        return body
+        return self.take()
+
+    def take(self) -> bytes:
+        """Return what has arrived, and keep none of it."""
+        chunks, self.chunks = self.chunks, []
+        return chunks[0] if len(chunks) == 1 else b"".join(chunks)
 
     async def _next(self) -> tuple[bytes, bool]:
         while not self._stopped:

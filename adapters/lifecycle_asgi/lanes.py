@@ -18,6 +18,8 @@ class Lane:
 
     Args:
         gate: The gate. In fair order, clients take turns.
+        shadow: Refuse nobody, like a gate with ``enforce=False``, and count those that
+            this lane would have refused.
 
     Attributes:
         gate: The gate.
@@ -26,25 +28,34 @@ class Lane:
     __slots__ = (
         "_drain_rate",
         "_max_waiting",
-        "_over_share",
+        "_refused",
+        "_shadow",
         "_share",
         "_waiting",
         "gate",
     )
 
-    def __init__(self, gate: Gate) -> None:
+    def __init__(self, gate: Gate, *, shadow: bool = False) -> None:
         limit = gate.statistics().max_waiting
         self.gate = gate
         self._max_waiting = math.inf if limit is None else limit
         self._share = math.inf if limit is None else max(1, limit // 2)
         self._waiting: Counter[str] = Counter()
-        self._over_share = 0
+        self._shadow = shadow
+        self._refused = 0
         self._drain_rate = DrainRate()
 
+    @property
+    def name(self) -> str:
+        """That of the gate."""
+        return self.gate.name
+
     def statistics(self) -> GateStatistics:
-        """Return the state of the gate; clients over their share count as refused."""
+        """Return the state of the gate, with what the lane refused, or would have."""
         now = self.gate.statistics()
-        return replace(now, refused=now.refused + self._over_share)
+        if self._shadow:
+            return replace(now, over_limit=now.over_limit + self._refused)
+        return replace(now, refused=now.refused + self._refused)
 
     async def admit(
         self, nbytes: int, client: str, *, slots: int = 1, deadline: float = math.inf
@@ -102,16 +113,22 @@ class Lane:
         """Charge *lease* with *nbytes*, unless that takes more than the capacity."""
         now = self.gate.statistics()
         free = (now.bytes or 0) - now.bytes_in_use
-        if nbytes - lease.bytes > free:
+        if nbytes - lease.bytes > free and not self._shadow:
             return False
         lease.settle(bytes=nbytes)
         return True
+
+    def count_refusal(self) -> None:
+        """Count a request that was refused here, or would have been."""
+        self._refused += 1
 
     def _check_share(self, client: str) -> None:
         now = self.gate.statistics()
         if self._waiting[client] < self._share or now.waiting >= self._max_waiting:
             return  # a full queue is no client's fault, and the gate's to refuse
-        self._over_share += 1
+        self.count_refusal()
+        if self._shadow:
+            return
         share = self._waiting[client]
         after = self._drain_rate.retry_after(share, now.released, _now())
         raise ClientLimitExceeded(

@@ -37,6 +37,7 @@ from lifecycle_asgi.events import (
     RequestEnded,
     RequestStarted,
 )
+from lifecycle_asgi.lanes import Lane
 from lifecycle_asgi.prometheus_collectors import RequestCollector, StatisticsCollector
 
 if TYPE_CHECKING:
@@ -68,7 +69,7 @@ class Metrics:
 
     def __init__(self, registry: CollectorRegistry | None = None) -> None:
         self.registry = registry or CollectorRegistry()
-        self._gates: list[Gate] = []
+        self._gates: list[Gate | Lane] = []
         self._registries: list[SessionRegistry] = []
         self.registry.register(StatisticsCollector(self._gates, self._registries))
         self._requests = RequestCollector()
@@ -113,8 +114,11 @@ class Metrics:
             registry=self.registry,
         )
 
-    def watch(self, *parts: Gate | SessionRegistry) -> None:
+    def watch(self, *parts: Gate | Lane | SessionRegistry) -> None:
         """Read the statistics of *parts* at each scrape. Idempotent.
+
+        Args:
+            *parts: Gates, registries, and the lanes of `Admission`.
 
         Raises:
             ValueError: Another gate of that name is watched already.
@@ -127,7 +131,7 @@ class Metrics:
                 self._registries.append(part)
                 continue
             given: Any = part
-            if not isinstance(given, Gate):  # else every scrape would fail
+            if not isinstance(given, Gate | Lane):  # else every scrape would fail
                 kind = type(given).__name__
                 raise TypeError(f"gates and registries are watched, not {kind}")
             if any(gate.name == part.name for gate in self._gates):

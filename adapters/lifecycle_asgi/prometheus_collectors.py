@@ -12,6 +12,7 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metri
 from prometheus_client.registry import Collector
 
 from lifecycle import Gate, GateStatistics, SessionRegistry, SessionStatistics
+from lifecycle_asgi.lanes import Lane
 
 if TYPE_CHECKING:
     from lifecycle.events import Outcome
@@ -28,12 +29,12 @@ class StatisticsCollector(Collector):
     statistics could differ from them by what happens between two increments.
 
     Args:
-        gates: Gates, each with a different name.
+        gates: Gates, or lanes, each with a different name.
         registries: Session registries; their statistics are added up.
     """
 
     def __init__(
-        self, gates: Sequence[Gate], registries: Sequence[SessionRegistry]
+        self, gates: Sequence[Gate | Lane], registries: Sequence[SessionRegistry]
     ) -> None:
         self._gates = gates
         self._registries = registries
@@ -76,6 +77,11 @@ def _gate_metrics(gates: list[tuple[str, GateStatistics]]) -> Iterator[Metric]:
         "Leases released by their owner, or only by the garbage collector",
         labels=["gate", "released_by"],
     )
+    over_limit = CounterMetricFamily(
+        "lifecycle_gate_over_limit",
+        "Requests that a gate that only counts would have refused or kept waiting",
+        labels=["gate"],
+    )
     for name, gate in gates:
         for family, limit, used in (
             (slots, gate.slots, gate.slots_in_use),
@@ -87,9 +93,10 @@ def _gate_metrics(gates: list[tuple[str, GateStatistics]]) -> Iterator[Metric]:
         requests.add_metric([name, "admitted"], gate.admitted)
         requests.add_metric([name, "refused"], gate.refused)
         requests.add_metric([name, "cancelled"], gate.cancelled)
+        over_limit.add_metric([name], gate.over_limit)
         released.add_metric([name, "owner"], gate.released - gate.lost)
         released.add_metric([name, "collector"], gate.lost)
-    yield from (slots, size, waiting, requests, released)
+    yield from (slots, size, waiting, requests, over_limit, released)
 
 
 def _session_metrics(registries: list[SessionStatistics]) -> Iterator[Metric]:

@@ -214,6 +214,13 @@ class AdmissionConfig(_Section):
         Choice(("fair", "fifo")),
         "Whether clients that wait take turns, or requests go by their arrival.",
     )
+    shadow: bool = _setting(
+        False,
+        Flag(),
+        "Refuse nobody and keep nobody waiting for a slot or for room for a body, but "
+        "count who would have been, in /metrics: to try limits out. Images wait for "
+        "room all the same if the engine shares memory.",
+    )
     media_slots: int | None = _setting(
         None,
         Whole(1),
@@ -226,6 +233,15 @@ class AdmissionConfig(_Section):
         "Maximum size of all decoded images in memory. Default: --arena-bytes, or 2GiB "
         "without an arena.",
     )
+
+    def __post_init__(self) -> None:
+        _Section.__post_init__(self)
+        if self.shadow and self.per_client:
+            raise ConfigError(
+                "admission.shadow",
+                f"true refuses nobody, and per_client of {self.per_client} would; "
+                f"remove one of both",
+            )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -78,12 +78,20 @@ def _make_app(config: ServerConfig) -> Starlette:
         order=config.admission.order,
         observer=observer,
     )
+    shadow = config.admission.shadow
     capacity = payload_capacity(config.admission.payload_bytes, arena_bytes)
     return create_app(
         engine,
         _processor_of(folder, empty),
-        gate=gate(slots=config.admission.media_slots, bytes=capacity, name="payloads"),
-        in_flight=gate(slots=config.admission.slots or None, name="in_flight"),
+        gate=gate(
+            slots=config.admission.media_slots,
+            bytes=capacity,
+            enforce=not shadow or bool(arena_bytes),  # there is no more memory
+            name="payloads",
+        ),
+        in_flight=gate(
+            slots=config.admission.slots or None, enforce=not shadow, name="in_flight"
+        ),
         observer=observer,
         metrics=metrics,
         log=combine_observers(
@@ -260,6 +268,7 @@ def _app_settings(config: ServerConfig, folder: Path | None) -> AppSettings:
         max_waiting=config.admission.max_waiting,
         max_wait=config.admission.max_wait,
         order=config.admission.order,
+        shadow=config.admission.shadow,
         defaults=_defaults_of(folder, config.model),
         deadlines=Deadlines(
             start=engine.start_timeout,

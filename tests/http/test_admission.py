@@ -14,6 +14,7 @@ from http_kit import GatedProcessor, answer_to, encoded, running, user
 
 from lifecycle import Gate
 from lifecycle_asgi import ClientIdentity, ClientLimit
+from lifecycle_asgi.prometheus import Metrics
 from lifecycle_engine import AppSettings
 
 pytestmark = pytest.mark.asyncio
@@ -152,6 +153,25 @@ ASKS: dict[str, dict[str, Any]] = {
 }
 
 
+async def test_counts_and_serves_all_in_shadow() -> None:
+    """With all slots taken and a body that is too large, and /metrics tells of both."""
+    metrics = Metrics()
+    slots = Gate(slots=1, max_waiting=0, enforce=False, name="in_flight")
+    settings = AppSettings(model="sim", body_bytes=2000, shadow=True)
+    large = json.dumps({"model": "sim", "messages": user("x" * 3000), "max_tokens": 1})
+    async with (
+        asyncio.timeout(120),
+        running(in_flight=slots, settings=settings, metrics=metrics) as server,
+    ):
+        with slots.try_admit():
+            status, _, _ = await answer_to(server.port, large.encode())
+        assert status == 200
+        await server.quiet()
+    told = metrics.text().decode()
+    assert 'lifecycle_gate_over_limit_total{gate="in_flight"} 1.0' in told
+    assert 'lifecycle_gate_over_limit_total{gate="admission-bodies"} 1.0' in told
+
+
 @pytest.mark.parametrize("path", ASKS)
 @pytest.mark.parametrize("why", REFUSALS)
 async def test_says_no_in_each_api(path: str, why: str) -> None:
@@ -258,7 +278,6 @@ async def test_refuses_media_that_it_has_no_use_for(kind: str) -> None:
 async def test_learns_what_images_become_and_tells() -> None:
     """The ratio of tensors to their estimate is a metric, and moves what is asked for."""
     pytest.importorskip("prometheus_client")
-    from lifecycle_asgi.prometheus import Metrics
 
     class Small(GatedProcessor):
         def prepare(self, chat: Any) -> Any:

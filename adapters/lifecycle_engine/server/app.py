@@ -134,6 +134,7 @@ class AppSettings:
         max_waiting: Maximum number of bodies that wait in each lane.
         max_wait: Maximum seconds that a body waits.
         order: In which order bodies are admitted: ``"fair"`` lets clients take turns.
+        shadow: Whether slots and bodies are only counted, and nobody is refused.
         text_chars: Maximum text of one request.
         media: Limits on images.
         defaults: Sampling defaults of requests.
@@ -154,6 +155,7 @@ class AppSettings:
     max_waiting: int = 1024
     max_wait: float = 60.0
     order: Literal["fair", "fifo"] = "fair"
+    shadow: bool = False
     text_chars: int = 2**20
     media: MediaLimits = field(default_factory=MediaLimits)
     defaults: ChatDefaults = field(default_factory=ChatDefaults)
@@ -340,6 +342,7 @@ def _admission(
         max_waiting=settings.max_waiting,
         max_wait=settings.max_wait,
         order=settings.order,
+        shadow=settings.shadow,
     )
 
 
@@ -379,7 +382,9 @@ async def _running(
 ) -> AsyncIterator[None]:
     async with service.running():
         if metrics is not None:
-            metrics.watch(*service.gates, service.sessions)
+            # Lanes count refusals that their gates do not know.
+            fetched = [] if service.remote is None else [service.remote.gate]
+            metrics.watch(*service.admission.lanes, *fetched, service.sessions)
         async with monitor:
             yield
 

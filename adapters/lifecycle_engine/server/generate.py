@@ -93,13 +93,13 @@ class GenerateEndpoints(dict[str, "GenerateEndpoint"]):
         del body
         return await pricing
 
-    async def __call__(self, scope: Any, *_: Any) -> None:
+    async def __call__(self, scope: Any, receive: Any, _: Any) -> None:
         """Answer one request that was admitted.
 
         Cancellation:
             As for `GenerateEndpoint`.
         """
-        await self[scope["path"]].serve(scope)
+        await self[scope["path"]].serve(scope, receive)
 
 
 def session_of(scope: Any) -> Session | None:
@@ -180,18 +180,24 @@ class GenerateEndpoint:
             As for those.
         """
         call: _Call = scope[_CALL]
+        reading = self._read_body(call, body)
+        del body
+        admitted_request(scope).drop_body()
+        await reading
+        return self._estimate(call.parsed) if call.parsed.images else None
+
+    async def _read_body(self, call: _Call, body: bytes) -> None:
+        """Parse a body, and fetch its images by URL."""
         remote, session = self._service.remote, call.session
         with call.request.phase("read"):
             reading = self._service.parser.read(body, self._api.parse, call.client)
             del body
-            admitted_request(scope).drop_body()
             parsed = await reading
         box = session.box(parsed.chat.take(), nbytes=parsed.chat.nbytes)
         if parsed.remote and remote is not None:
             with call.request.phase("fetch"):
                 parsed, box = await remote.fetch(session, box, parsed, call.leases)
         call.parsed, call.box, call.read = parsed, box, True
-        return self._estimate(parsed) if parsed.images else None
 
     def _estimate(self, parsed: ParsedRequest) -> MemoryEstimate:
         """Return what its images need: the payload, and copies while it is made.
@@ -203,7 +209,7 @@ class GenerateEndpoint:
         work, tensors = parsed.estimate.work, parsed.estimate.tensors
         return MemoryEstimate(work, (choices + copies) * tensors, copies * tensors)
 
-    async def serve(self, scope: Any) -> None:
+    async def serve(self, scope: Any, receive: Any) -> None:
         """Answer a request that has all that it waited for.
 
         Cancellation:
@@ -211,8 +217,8 @@ class GenerateEndpoint:
         """
         call: _Call = scope[_CALL]
         call.admitted = True
-        if not call.read:  # without a body, which `Admission` asks no price for
-            self._service.parser.parse(b"", self._api.parse)  # refuses it
+        if not call.read:  # `Admission` asks no price for none, or a part of it
+            await self._read_body(call, await _whole_body(receive))
         try:
             streams = await self._start(call, admitted_request(scope))
             call.request.release_body()
@@ -360,6 +366,15 @@ class GenerateEndpoint:
                 request.first_item()
                 await answer.piece(index, rest)
             await answer.finished(index, text.finish_reason, text.stop)
+
+
+async def _whole_body(receive: Any) -> bytes:
+    chunks, more = [], True
+    while more:
+        message = await receive()
+        chunks.append(message.get("body", b""))
+        more = message.get("more_body", False)
+    return b"".join(chunks)
 
 
 def _count(call: _Call) -> None:

@@ -10,7 +10,6 @@ import array
 import os
 import random
 import socket
-import struct
 import sys
 import time
 import tracemalloc
@@ -20,7 +19,7 @@ from pathlib import Path
 
 from lifecycle_zmq import ProtocolError
 from lifecycle_zmq.shared_memory import memfd as parcels
-from lifecycle_zmq.transport.framing import FrameReader
+from lifecycle_zmq.transport.framing import FrameReader, prefix
 
 HEAD = 4096
 # One connection in so many is read under a tracer, which slows it down.
@@ -82,7 +81,7 @@ class Sender:
         frame = bytearray()
         for number, size in enumerate((chance(100), *sizes)):
             first = len(sizes) - number | (128 if apart and not number else 0)
-            frame += struct.pack("!Q", first << 56 | size)
+            frame += prefix(first, size)
             frame += bytes(0 if apart and number else size)
         passed = (
             parcels.pack([memoryview(bytes(it)) for it in sizes]) if apart else None

@@ -304,10 +304,14 @@ class Sender:
             generation=generation,
             tensors=len(memory),
         )
-        if not self._link.send([head, *memory]):
-            return False
+        # Counted before: a message that arrives meanwhile may be answered in there.
         self.sent += 1
-        return True
+        sent = False
+        try:
+            sent = self._link.send([head, *memory])
+        finally:
+            self.sent -= not sent
+        return sent
 
     def _stop_sending(self, reason: str) -> None:
         self._stopped = True

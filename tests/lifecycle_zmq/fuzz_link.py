@@ -80,7 +80,8 @@ class Damage:
         return [self._changed(message, spare)]
 
     def _changed(self, message: bytes, spare: int) -> bytes:
-        chance, changed = self._draw.randrange, bytearray(message)
+        chance = self._draw.randrange
+        changed = bytearray(message)
         at = chance(len(message) - spare)
         end = min(len(message) - spare, at + 1 + chance(16))
         if self.how == "cut":
@@ -273,8 +274,8 @@ class Case:
         )
 
         def connect(handle: Any) -> Any:
-            link = pair.connect(handle)
-            writer = link._writer if self._way == "up" else server._writer
+            link: Any = pair.connect(handle)
+            writer: Any = link._writer if self._way == "up" else server._writer
             writer._socket = DamagedSocket(writer._socket, self._damage)
             return link
 

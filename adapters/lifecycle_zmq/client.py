@@ -251,7 +251,7 @@ class Sender:
 
     def leave(self, why: str) -> None:
         """Tell the engine that the connection is over; send nothing more."""
-        self._send(Kind.LEAVE, {"message": why[: protocol.MAX_TEXT]})
+        self._send(Kind.LEAVE, {"message": why})
         self._stopped = True
 
     def _flush_if_full(self) -> None:
@@ -335,6 +335,8 @@ class LossProbe:
         self._sent = self._received = 0
         self._confirmed = -1
         self._unanswered = 0
+        # Rounds until the next PING to a busy engine.
+        self._rounds = 0
 
     async def run(self) -> None:
         """Send a PING whenever a direction was quiet for a while, forever.
@@ -342,19 +344,22 @@ class LossProbe:
         Cancellation: at any time.
         """
         while True:
-            doubled = min(max(0, self._unanswered - _PROMPT_PINGS), _MOST_DOUBLED)
-            await anyio.sleep(_PING_SECONDS * 2**doubled)
+            await anyio.sleep(_PING_SECONDS)
             self._probe()
 
     def _probe(self) -> None:
         sender, table = self._sender, self._table
-        quiet = sender.sent == self._sent or table.received == self._received
         if table.confirmed != self._confirmed:
-            self._confirmed, self._unanswered = table.confirmed, 0
+            # No longer busy: what is lost from now on shows as soon as ever.
+            self._confirmed, self._unanswered, self._rounds = table.confirmed, 0, 0
+        quiet = sender.sent == self._sent or table.received == self._received
         awaits = table.waits or table.confirmed != sender.sent - 1
+        self._rounds -= 1
         # Without a first message, there is no connection yet.
-        if sender.sent and quiet and awaits:
+        if sender.sent and quiet and awaits and self._rounds <= 0:
+            doubled = min(max(0, self._unanswered - _PROMPT_PINGS), _MOST_DOUBLED)
             self._unanswered += 1
+            self._rounds = 2**doubled
             sender.ping()
         self._sent, self._received = sender.sent, table.received
 
@@ -580,6 +585,7 @@ class EngineClient:
         self._lost = reason
         self._lost_detail = f" ({detail})" if detail else ""
         self._table.mark_failed(self._lost_error)
+        self._scopes[-1].cancel()  # nothing can be lost any more
         self._settled.set()
         self._gone.set()
 
@@ -667,7 +673,8 @@ class EngineClient:
         _log.error("engine %d is lost: %s: %s", self._incarnation, reason, why)
         self.mark_failed(reason)
         if self._sender.sent:
-            self._sender.leave(why)
+            # Without the details, which may be those of any error.
+            self._sender.leave(f"the client has lost this engine: {reason}")
 
     def _lost_error(self) -> EngineLost:
         reason = self._lost or "starting"

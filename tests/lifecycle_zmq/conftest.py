@@ -169,7 +169,7 @@ class FakeEngine:
         self.endpoint = endpoint
         self.incarnation = incarnation
         self.peer = b""
-        self.sent = 0
+        self.sent = self.pings = 0
         self.heard: list[Said] = []
         self.messages: list[wire.Message] = []
         self.granted: dict[str, int] = {}
@@ -213,6 +213,7 @@ class FakeEngine:
         self.peer, *parts = self._socket.recv_multipart()
         message = wire.decode(parts, accept=wire.FROM_CLIENT)
         if message.kind is wire.Kind.PING:
+            self.pings += 1
             return True
         self.messages.append(message)
         for what, generation in self._read(message):

@@ -235,6 +235,7 @@ BAD: dict[str, list[bytes]] = {
     "no generation": [_forge(kind=Kind.START, packed=START)],
     "generation": [_forge(generation=1, packed=EMPTY)],
     "flipped": [_flipped(_forge(kind=Kind.STATUS, packed=b"\x81\xa3ask\x01"))],
+    "version 2": [_forge(version=2, packed=EMPTY)],
     "parts": [b"x"] * 5000,
     "tensors": [_forge(packed=EMPTY, tensors=1), b"x"],
 }

@@ -129,34 +129,6 @@ def test_length_that_no_part_has_ends_the_connection(ends: Ends, claim: bytes) -
     assert ends.left == [True]
 
 
-def test_message_that_never_ends_is_a_fault(
-    ends: Ends, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Its rest is lost, and small messages come instead of it, each of them late."""
-    ends.client.sendall(frames.prefix(0, 100_000) + bytes(50_000))
-    assert ends.server.receive() is None
-    monkeypatch.setattr(frames, "_QUIET_SECONDS", 0.0)
-    small = ends.framed(b"ping")
-    ends.client.sendall(small)
-    assert ends.server.receive() is None
-    ends.client.sendall(small)
-    with pytest.raises(ProtocolError, match="never ends"):
-        ends.server.receive()
-
-
-@pytest.mark.parametrize("size", [5_000, 49_000])
-def test_message_of_a_late_writer_is_no_fault(
-    ends: Ends, monkeypatch: pytest.MonkeyPatch, size: int
-) -> None:
-    """However late it comes in pieces of a few thousand bytes, and in a small last one."""
-    monkeypatch.setattr(frames, "_QUIET_SECONDS", 0.0)
-    ends.client.sendall(frames.prefix(0, 50_000) + bytes(100))
-    for at in range(100, 50_000, size):
-        assert ends.server.receive() is None
-        ends.client.sendall(bytes(min(size, 50_000 - at)))
-    assert ends.receive() == [bytes(50_000)]
-
-
 def test_noise_is_refused_and_never_more_than_that(
     ends: Ends, make_ends: Callable[[], Ends]
 ) -> None:

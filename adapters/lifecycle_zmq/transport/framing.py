@@ -17,7 +17,7 @@ import socket
 import struct
 import time
 from collections import deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 
@@ -136,9 +136,10 @@ _NOTHING = memoryview(b"")
 _MAPPED_BYTES = 64 * 2**10
 
 
-# A writer that never waits sends more at a time, or the end of its message.
+# A `FrameWriter` hands the whole rest of a message to the system, which passes it on in
+# larger pieces, however long one of the processes is stopped between them.
 _TRICKLE_BYTES = 4096
-_QUIET_SECONDS = 0.15
+_TRICKLE_SECONDS = 0.3
 _MOST_TRICKLES = 2
 
 
@@ -185,10 +186,12 @@ class FrameReader:
         "_passed",
         "_read_at",
         "_receive",
+        "_since",
         "_sizes",
         "_skipped",
         "_start",
         "_tensors",
+        "_trickled",
         "_trickles",
         "_unfilled",
         "at_end",
@@ -209,9 +212,10 @@ class FrameReader:
         self._skipped = 0
         # Sizes of tensors in passed memory; None if they follow in the stream.
         self._sizes: list[int] | None = None
-        # Late, small reads in a row that did not complete a message.
-        self._trickles = 0
-        self._read_at = 0.0
+        # Small reads in a row that did not complete a message, their bytes, and when
+        # the last other read was.
+        self._trickles = self._trickled = 0
+        self._since = self._read_at = 0.0
         self.at_end = False
 
     @property
@@ -229,7 +233,8 @@ class FrameReader:
         try:
             if self._passed is not None and self._passed.held and not self.mid_message:
                 raise ProtocolError("memory was passed that no message announces")
-            count = self._receive(self._unfilled or self._room())
+            room = self._unfilled or self._room()
+            count = self._receive(room)
         except BlockingIOError:
             return False
         except OSError:
@@ -237,7 +242,8 @@ class FrameReader:
         except ProtocolError:
             self.close()
             raise
-        self._note_pace(count, inside=inside)
+        # A read that fills its room says nothing of what else there is.
+        self._note_pace(count, inside=inside and count < len(room))
         if not count:
             self.close()
         elif self._unfilled:
@@ -248,12 +254,18 @@ class FrameReader:
         return count > 0
 
     def _note_pace(self, count: int, *, inside: bool) -> None:
-        # The rest of a message that has lost bytes never comes. What comes instead, and
-        # slowly, are later messages: the small ones of a side that waits.
-        now = time.monotonic()
-        late = now - self._read_at >= _QUIET_SECONDS and count < _TRICKLE_BYTES
-        self._trickles = self._trickles + 1 if inside and late else 0
-        self._read_at = now
+        # The rest of a message that has lost bytes never comes. What comes instead are
+        # later messages: the small ones of a side that waits.
+        self._read_at = time.monotonic()
+        self._trickled += count
+        if inside and self._trickled < _TRICKLE_BYTES:
+            self._trickles += 1
+        else:
+            self._reset_pace()
+
+    def _reset_pace(self) -> None:
+        self._trickles = self._trickled = 0
+        self._since = self._read_at
 
     def take(self) -> Sequence[Buffer] | None:
         """Return the parts of the next whole message; None if there is none.
@@ -268,17 +280,21 @@ class FrameReader:
                 break
             if self._parts and not self._follow:
                 parts, self._parts = self._parts, []
-                self._trickles = 0
+                self._reset_pace()
                 return parts
             if self.at_end or not self._begin():
                 break
         if self._trickles >= _MOST_TRICKLES and not self.at_end:
+            self._refuse_endless()
+        return None
+
+    def _refuse_endless(self) -> None:
+        if self._read_at - self._since >= _TRICKLE_SECONDS:
             self._parts = []
             self.close()
             raise ProtocolError(
                 "bytes of a message were lost on its way: it never ends"
             )
-        return None
 
     def close(self) -> None:
         """Read nothing more, and close descriptors of incomplete messages."""
@@ -545,23 +561,21 @@ class FrameWriter:
             tensors = memfd.unpack(kept.descriptor, kept.sizes)
         except (MemoryError, ProtocolError):
             raise OSError("the memory of tensors cannot be mapped") from None
-        for frame in reversed(_framed([head, *tensors])):
-            self._kept.appendleft(_PendingFrame(memoryview(frame), False))
-            self._count(self._kept[0], 1)
+        frame = b"".join(_framed([head, *tensors]))
+        self._kept.appendleft(_PendingFrame(memoryview(frame), False))
+        self._count(self._kept[0], 1)
 
     def _send(self, frames: Sequence[Buffer], *, tensorless: bool) -> bool:
-        sent = total = 0 if self._kept else self._try_new(frames)
-        rests: list[bytes] = []
+        sent = 0 if self._kept else self._try_new(frames)
         try:
-            for frame in frames:
-                if sent < len(frame):
-                    rests.append(bytes(memoryview(frame)[sent:]))
-                sent = max(0, sent - len(frame))
+            # One piece: of several the other side may see the first alone, and take the
+            # message for one that has lost bytes.
+            rest = b"".join(_after(frames, sent))
         except MemoryError:
-            if total:  # the other side could not parse what follows
+            if sent:  # the other side could not parse what follows
                 raise
             raise _no_memory("the system has no memory for a copy") from None
-        for rest in rests:
+        if rest:
             self._keep(_PendingFrame(memoryview(rest), tensorless))
         return True
 
@@ -579,6 +593,14 @@ class FrameWriter:
             return self._socket.sendmsg(frames, (), QUIET)
         except BlockingIOError:
             return 0
+
+
+def _after(frames: Sequence[Buffer], sent: int) -> Iterator[memoryview]:
+    """Yield what is left of some frames after so many bytes of them."""
+    for frame in frames:
+        if sent < len(frame):
+            yield memoryview(frame)[sent:]
+        sent = max(0, sent - len(frame))
 
 
 def _framed(views: Sequence[memoryview]) -> list[Buffer]:

@@ -21,7 +21,7 @@ from collections import deque
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, cast
 
 import zmq
 
@@ -140,7 +140,7 @@ class DamagedLink:
 
     def _send(self, parts: Sequence[Any]) -> bool:
         # A first message that finds no connection is not on its way yet.
-        if not self._link._socket.get(zmq.EVENTS) & zmq.POLLOUT:
+        if not cast("int", self._link._socket.get(zmq.EVENTS)) & zmq.POLLOUT:
             return self._link.send(parts)
         head, *memory = parts
         return all(

@@ -15,6 +15,7 @@ from zmq_wire import Kind
 from lifecycle import EngineLost
 from lifecycle_zmq import EngineClient, ProtocolError, client as clients
 from lifecycle_zmq.client_streams import StreamTable
+from lifecycle_zmq.shared_memory import memfd
 from lifecycle_zmq.transport import framing as frames
 
 Ends = Any  # as in conftest.py
@@ -100,7 +101,7 @@ def test_writer_that_is_stopped_at_every_system_call_does_no_damage(
     queued: bool,
 ) -> None:
     """A full socket, a debugger or a quota of CPU time: no message is taken for damaged."""
-    monkeypatch.setattr(frames.memfd, "pack", lambda _: None)
+    monkeypatch.setattr(memfd, "pack", lambda _: None)
     ours, theirs = socket.socketpair()
     with ours, theirs:
         frames.prepare(ours)

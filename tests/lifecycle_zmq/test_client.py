@@ -379,7 +379,8 @@ FAULTS: dict[str, Any] = {
     "many parts": lambda fake: fake.say_raw(*[b"x"] * 200),
     "flipped": lambda fake: fake.say_raw(_flipped(fake, -1)),
     "version 2": lambda fake: fake.say_raw(_flipped(fake, 4)),
-    "FAULT": lambda fake: fake.say(Kind.FAULT, {"message": "this"}, sequence=0),
+    "FAULT": lambda fake: fake.say(Kind.FAULT, {"message": "this"}),
+    "new FAULT": lambda fake: fake.say(Kind.FAULT, {"message": "this"}, sequence=0),
 }
 
 
@@ -426,6 +427,7 @@ async def test_fault_of_the_engine_fails_its_waiters(
         assert client.streams == 0
     (line,) = caplog.messages
     assert line.startswith("engine 7 is lost: protocol: ")
+    assert ("the engine received this" in line) == ("FAULT" in fault)
     assert "canary" not in caplog.text
 
 

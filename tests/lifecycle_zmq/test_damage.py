@@ -73,6 +73,20 @@ def test_message_of_a_late_writer_is_no_fault(
     assert ends.receive() == [bytes(50_000)]
 
 
+def test_read_that_fills_its_room_is_no_small_one(ends: Ends, clock: Clock) -> None:
+    """What is left of a tensor is read by itself, and the next one's bytes after it."""
+    parts = [b"head", bytes(1_000), bytes(50_000)]
+    stream = ends.framed(*parts)
+    at = stream.index(bytes(1_000)) + 990
+    ends.client.sendall(stream[:at])
+    assert ends.server.receive() is None
+    clock.now += 60
+    ends.client.sendall(stream[at : at + 100])
+    assert ends.server.receive() is None
+    ends.client.sendall(stream[at + 100 :])
+    assert ends.receive() == parts
+
+
 class Stopped:
     """The socket of a process that is stopped for a minute before each system call."""
 

@@ -111,6 +111,7 @@ soak: .venv/.ready
 faults: .venv/.ready
 	@$(BIN)/python tests/lifecycle_zmq/fuzz.py
 	@$(BIN)/python tests/lifecycle_zmq/fuzz_pair.py
+	@$(BIN)/python tests/lifecycle_zmq/fuzz_link.py
 	@$(BIN)/python tests/lifecycle_zmq/disconnects.py
 	@$(BIN)/python tests/lifecycle_zmq/disconnects.py --trio
 	@for what in kills orphans stops; do \

@@ -111,7 +111,12 @@ PROVE = (
             [PYTHON, ENDURANCE, "stops", "--count", "20"],
             [PYTHON, ENDURANCE, "holds", "--minutes", "0.5", "--engines", "4"],
         ),
-        part("fuzz_pair", [PYTHON, f"{LINK}/fuzz_pair.py", "--frames", "1000000"]),
+        part(
+            "fuzz_pair",
+            [PYTHON, f"{LINK}/fuzz_pair.py", "--frames", "1000000"],
+            # Conversations with one damaged message, on each link in each direction.
+            [PYTHON, f"{LINK}/fuzz_link.py", "--count", "4000"],
+        ),
     ),
     (
         part("shutdowns", [PYTHON, "tests/http/shutdowns.py", "--count", "60"]),

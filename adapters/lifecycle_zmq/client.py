@@ -45,6 +45,12 @@ _MAX_START_BYTES = 16 * 2**10
 SMALL_REQUEST = 4 * 2**10
 # So many starts and ends keep the engine busy while this process gathers more.
 _WORTH_SENDING = 32
+# Seconds until a client that hears nothing, or sends nothing, makes sure that no
+# message was lost; doubled for an engine that is busy.
+_PING_SECONDS = 0.25
+_MOST_DOUBLED = 7
+# Pings without an answer before the engine counts as busy.
+_PROMPT_PINGS = 4
 # Most bytes of a start beside its key and its request.
 _START_OVERHEAD = 32
 
@@ -148,6 +154,7 @@ class Sender:
 
     Attributes:
         control_batch: What is sent at the end of this iteration.
+        sent: Number of messages sent.
         waiter: A waiter of this event loop, which streams derive theirs from.
     """
 
@@ -155,9 +162,9 @@ class Sender:
         "_incarnation",
         "_link",
         "_on_failure",
-        "_sent",
         "_stopped",
         "control_batch",
+        "sent",
         "waiter",
     )
 
@@ -170,7 +177,7 @@ class Sender:
         self._link = link
         self._incarnation = incarnation
         self._on_failure = mark_failed
-        self._sent = 0
+        self.sent = 0
         self._stopped = False
         self.control_batch = ControlBatch()
         self.waiter = LoopWaiter()
@@ -237,6 +244,16 @@ class Sender:
         self._flush()
         self._send(kind, body, generation=generation, memory=memory)
 
+    def ping(self) -> None:
+        """Send a PING, numbered like its message."""
+        self._flush()
+        self._send(Kind.PING, {"ask": self.sent})
+
+    def leave(self, why: str) -> None:
+        """Tell the engine that the connection is over; send nothing more."""
+        self._send(Kind.LEAVE, {"message": why})
+        self._stopped = True
+
     def _flush_if_full(self) -> None:
         # The engine works on these while this process prepares more.
         if self.control_batch.worth_sending:
@@ -283,14 +300,18 @@ class Sender:
             kind,
             body,
             incarnation=self._incarnation,
-            sequence=self._sent,
+            sequence=self.sent,
             generation=generation,
             tensors=len(memory),
         )
-        if not self._link.send([head, *memory]):
-            return False
-        self._sent += 1
-        return True
+        # Counted before: a message that arrives meanwhile may be answered in there.
+        self.sent += 1
+        sent = False
+        try:
+            sent = self._link.send([head, *memory])
+        finally:
+            self.sent -= not sent
+        return sent
 
     def _stop_sending(self, reason: str) -> None:
         self._stopped = True
@@ -298,6 +319,49 @@ class Sender:
 
 
 _log = logging.getLogger("lifecycle_zmq")
+
+
+class LossProbe:
+    """Asks for a sign of the engine while something of it is awaited.
+
+    A message that was lost shows by the number of the next one, so there has to be a
+    next one in each direction. An answer that takes long proves nothing: the engine may
+    be in a step.
+    """
+
+    def __init__(self, sender: Sender, table: StreamTable) -> None:
+        self._sender = sender
+        self._table = table
+        self._sent = self._received = 0
+        self._confirmed = -1
+        self._unanswered = 0
+        # Rounds until the next PING to a busy engine.
+        self._rounds = 0
+
+    async def run(self) -> None:
+        """Send a PING whenever a direction was quiet for a while, forever.
+
+        Cancellation: at any time.
+        """
+        while True:
+            await anyio.sleep(_PING_SECONDS)
+            self._probe()
+
+    def _probe(self) -> None:
+        sender, table = self._sender, self._table
+        if table.confirmed != self._confirmed:
+            # No longer busy: what is lost from now on shows as soon as ever.
+            self._confirmed, self._unanswered, self._rounds = table.confirmed, 0, 0
+        quiet = sender.sent == self._sent or table.received == self._received
+        awaits = table.waits or table.confirmed != sender.sent - 1
+        self._rounds -= 1
+        # Without a first message, there is no connection yet.
+        if sender.sent and quiet and awaits and self._rounds <= 0:
+            doubled = min(max(0, self._unanswered - _PROMPT_PINGS), _MOST_DOUBLED)
+            self._unanswered += 1
+            self._rounds = 2**doubled
+            sender.ping()
+        self._sent, self._received = sender.sent, table.received
 
 
 class EngineClient:
@@ -321,7 +385,7 @@ class EngineClient:
     """
 
     _sender: Sender
-    _scopes: tuple[anyio.CancelScope, anyio.CancelScope]
+    _scopes: tuple[anyio.CancelScope, ...]
     _settled: anyio.Event
     _gone: anyio.Event
 
@@ -357,14 +421,16 @@ class EngineClient:
         self._settled, self._gone = anyio.Event(), anyio.Event()
         # Shielded: callers of `end` wait for DONE during cancellation, too, so the
         # link must still be read.
-        self._scopes = anyio.CancelScope(shield=True), anyio.CancelScope(shield=True)
+        self._scopes = tuple(anyio.CancelScope(shield=True) for _ in range(3))
         self._link = self._connect(self._handle)
         self._copier = TensorCopier(self._arena, self._link)
         self._sender = Sender(self._link, self._incarnation, self.mark_failed)
         self._tasks = anyio.create_task_group()
         await self._tasks.__aenter__()
-        self._tasks.start_soon(self._guard, self._scopes[0], self._sender.receive)
-        self._tasks.start_soon(self._guard, self._scopes[1], self._sender.run)
+        probe = LossProbe(self._sender, self._table)
+        runs = self._sender.receive, self._sender.run, probe.run
+        for scope, run in zip(self._scopes, runs, strict=True):
+            self._tasks.start_soon(self._guard, scope, run)
         return self
 
     async def __aexit__(self, *exc_info: object) -> None:
@@ -519,6 +585,7 @@ class EngineClient:
         self._lost = reason
         self._lost_detail = f" ({detail})" if detail else ""
         self._table.mark_failed(self._lost_error)
+        self._scopes[-1].cancel()  # nothing can be lost any more
         self._settled.set()
         self._gone.set()
 
@@ -605,6 +672,9 @@ class EngineClient:
         # The only place with details: waiters get the one-word reason.
         _log.error("engine %d is lost: %s: %s", self._incarnation, reason, why)
         self.mark_failed(reason)
+        if self._sender.sent:
+            # Without the details, which may be those of any error.
+            self._sender.leave(f"the client has lost this engine: {reason}")
 
     def _lost_error(self) -> EngineLost:
         reason = self._lost or "starting"

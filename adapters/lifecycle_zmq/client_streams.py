@@ -259,18 +259,28 @@ class StreamTable:
         arena: The arena whose leases the engine releases.
 
     Attributes:
+        received: Number of messages received.
+        confirmed: Number of the newest PING that was answered; -1 before.
         leases: Lease numbers in the arena, by generation of the stream.
     """
 
     def __init__(self, incarnation: int, arena: Arena | None = None) -> None:
         self._incarnation = incarnation
         self._arena = arena
-        self._received = 0
+        self.received = 0
+        self.confirmed = -1
         self.ready = False
         self.streams: dict[int, StreamState] = {}
         self.keys: dict[str, StreamState] = {}
         self.status_replies: dict[int, StatusReply] = {}
         self.leases: dict[int, int] = {}
+
+    @property
+    def waits(self) -> bool:
+        """Whether something of the engine is awaited."""
+        return bool(
+            not self.ready or self.streams or self.status_replies or self.leases
+        )
 
     def add(self, state: StreamState) -> None:
         """Add a stream that is about to be started."""
@@ -319,13 +329,15 @@ class StreamTable:
         Raises:
             ProtocolError: The message is not legal now.
         """
+        if message.kind is Kind.FAULT:
+            raise ProtocolError(f"the engine received {message.body['message']}")
         if message.incarnation != self._incarnation:
             raise ProtocolError(f"incarnation {message.incarnation}")
-        if message.sequence != self._received:
-            raise ProtocolError(f"message {message.sequence}, not {self._received}")
+        if message.sequence != self.received:
+            raise ProtocolError(f"message {message.sequence}, not {self.received}")
         if (message.kind is Kind.READY) is self.ready:
             raise ProtocolError("READY comes first, and once")
-        self._received += 1
+        self.received += 1
         self._HANDLERS[message.kind](self, message.body)
 
     def _on_ready(self, _body: dict[str, Any]) -> None:
@@ -393,6 +405,9 @@ class StreamTable:
             reply.status = body["status"]
             reply.answered.set()
 
+    def _on_pong(self, body: dict[str, Any]) -> None:
+        self.confirmed = body["ask"]
+
     def _unsettled(self, generation: int) -> StreamState:
         state = self._known(generation)
         if state.settled:
@@ -415,6 +430,7 @@ class StreamTable:
         Kind.READY: _on_ready,
         Kind.TICK: _on_tick,
         Kind.REPORT: _on_report,
+        Kind.PONG: _on_pong,
     }
 
 

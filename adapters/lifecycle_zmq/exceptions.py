@@ -10,7 +10,13 @@ from lifecycle.lowlevel import clear_traceback_frames
 
 
 class ProtocolError(LifecycleError):
-    """A frame broke the wire format; it was not acted upon."""
+    """A frame broke the wire format; it was not acted upon.
+
+    Attributes:
+        sender: The transport's name of the client that sent it; ``None`` if unknown.
+    """
+
+    sender: bytes | None = None
 
 
 class EncodeError(ProtocolError):

@@ -8,17 +8,21 @@ are big-endian:
 offset size field
 ====== ==== =========================================================
 0      4    magic ``LCZQ``
-4      1    version, 2
+4      1    version, 3
 5      1    kind
 6      2    number of tensor parts
 8      4    bytes of the map
 12     4    incarnation of the engine
 16     8    generation of the stream that a START begins, else 0
 24     8    sequence number, from 0 per sender and connection
+32     4    CRC-32 of the header before it, and of the map
 ====== ==== =========================================================
 
 A client numbers the streams that it starts, from 1 and increasing: a *generation* names
 one stream in all later messages.
+
+The checksum and the sequence number show a message that was damaged or lost on its way.
+They do not cover the memory of tensors, of which only the sizes are checked.
 
 Both sides check every message against the same schema, the sender before it sends: no
 extension types, string keys, exact types, no unknown and no missing field. Decoding
@@ -29,6 +33,7 @@ docs/reference/wire.md describes the fields.
 from __future__ import annotations
 
 import struct
+import zlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import IntEnum
@@ -262,6 +267,7 @@ TICK: Schema = {
     "done": _are_generations,
 }
 REPORT: Schema = {"ask": _is_count, "status": is_map}
+FAULT: Schema = {"message": _is_message}
 
 
 __all__ = (
@@ -285,11 +291,14 @@ __all__ = (
     "is_key",
     "largest_head",
     "limits_of",
+    "seal",
 )
 
 MAGIC = b"LCZQ"
-VERSION = 2
-HEADER = struct.Struct("!4sBBHIIQQ")
+VERSION = 3
+HEADER = struct.Struct("!4sBBHIIQQI")
+_CHECKED = HEADER.size - 4
+_CHECKSUM = struct.Struct("!I")
 
 
 class Kind(IntEnum):
@@ -299,9 +308,13 @@ class Kind(IntEnum):
     CONTROL = 2
     STATUS = 3
     SHUTDOWN = 4
+    PING = 5
+    LEAVE = 6
     READY = 16
     TICK = 17
     REPORT = 18
+    PONG = 19
+    FAULT = 20
 
 
 FROM_CLIENT = frozenset(kind for kind in Kind if kind < Kind.READY)
@@ -329,9 +342,13 @@ _SCHEMAS: dict[Kind, Schema] = {
     Kind.CONTROL: CONTROL,
     Kind.STATUS: STATUS,
     Kind.SHUTDOWN: EMPTY,
+    Kind.PING: STATUS,
+    Kind.LEAVE: FAULT,
     Kind.READY: EMPTY,
     Kind.TICK: TICK,
     Kind.REPORT: REPORT,
+    Kind.PONG: STATUS,
+    Kind.FAULT: FAULT,
 }
 
 
@@ -416,10 +433,17 @@ def encode(
     packed = pack_block(body) if kind is Kind.TICK else None
     if packed is None:
         packed = _pack(kind, body)
-    head = HEADER.pack(
-        MAGIC, VERSION, kind, tensors, len(packed), incarnation, generation, sequence
+    return seal(
+        (MAGIC, VERSION, kind, tensors, len(packed), incarnation, generation, sequence),
+        packed,
     )
-    return head + packed
+
+
+def seal(fields: Sequence[Any], packed: bytes) -> bytes:
+    """Return a header of these fields, with its checksum, and the map after it."""
+    head = HEADER.pack(*fields, 0)[:_CHECKED]
+    checksum = zlib.crc32(packed, zlib.crc32(head))
+    return b"%b%b%b" % (head, _CHECKSUM.pack(checksum), packed)
 
 
 def _pack(kind: Kind, body: Mapping[str, Any]) -> bytes:
@@ -461,9 +485,12 @@ def _read_header(
     head = memoryview(parts[0])
     if len(head) < HEADER.size:
         raise ProtocolError(f"{len(head)} bytes, the header takes {HEADER.size}")
-    magic, version, number, tensors, size, *numbers = HEADER.unpack_from(head)
+    magic, version, number, tensors, size, *numbers, checksum = HEADER.unpack_from(head)
+    packed = head[HEADER.size :]
     if magic != MAGIC or version != VERSION:
         raise ProtocolError(f"not version {VERSION} of this protocol")
+    if checksum != zlib.crc32(packed, zlib.crc32(head[:_CHECKED])):
+        raise ProtocolError("a message was damaged on its way: its checksum differs")
     kind = _KINDS.get(number)
     if kind is None or kind not in accept:
         raise ProtocolError(f"kind {number} is not for this side")
@@ -472,7 +499,7 @@ def _read_header(
     incarnation, generation, sequence = numbers
     if (kind is Kind.START) != (0 < generation < 2**63) or generation >> 63:
         raise ProtocolError(f"a {kind.name} message of generation {generation}")
-    return kind, (incarnation, generation, sequence), head[HEADER.size :]
+    return kind, (incarnation, generation, sequence), packed
 
 
 def _unpack(kind: Kind, packed: memoryview) -> dict[str, Any]:

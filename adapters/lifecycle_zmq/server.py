@@ -300,8 +300,9 @@ _MAX_FAILED_STEPS = 3
 class EngineLoop:
     """Serves one backend to the clients of one transport, in one thread.
 
-    A message that breaks the protocol is counted and dropped. A client that is gone
-    loses its streams at the first message that cannot reach it.
+    A message that breaks the protocol, or is missing, ends the connection of its
+    client, which is told so. A client that is gone loses its streams at the first
+    message that cannot reach it.
 
     Args:
         backend: The engine that runs the requests.
@@ -417,8 +418,8 @@ class EngineLoop:
     def _receive(self) -> bool:
         try:
             arrived = self._transport.receive()
-        except ProtocolError:
-            self._state.bad_frames += 1
+        except ProtocolError as error:
+            self._break_off(error.sender, error)
             return True
         if arrived is None:
             return False
@@ -432,52 +433,62 @@ class EngineLoop:
             message = protocol.decode(parts, accept=protocol.FROM_CLIENT)
             del parts
             peer = self._check(address, message)
-        except ProtocolError:
-            self._state.bad_frames += 1
+        except ProtocolError as error:
+            self._break_off(address, error)
         else:
-            self._handle(peer, message)
+            if peer is None:
+                self._state.bad_frames += 1
+            else:
+                self._handle(peer, message)
         return True
 
-    def _check(self, address: bytes, message: Message) -> Peer:
+    def _check(self, address: bytes, message: Message) -> Peer | None:
+        """Return the client of a message; None if the message is to be ignored.
+
+        Raises:
+            ProtocolError: Nothing of this client can be trusted any more.
+        """
         if message.incarnation != self._incarnation:
-            raise ProtocolError(f"incarnation {message.incarnation}")
+            return None  # its client was lost with the engine that it was for
         peer = self._state.peers.get(address)
+        expected = 0 if peer is None else peer.received
+        if message.sequence < expected:
+            return None  # it came twice
+        if message.sequence > expected:
+            what = f"message {message.sequence} instead of {expected}"
+            raise ProtocolError(f"{what}: one was lost")
         if peer is None:
-            peer = self._add_peer(address, message.sequence)
-        if message.sequence < peer.received:
-            raise ProtocolError("a message came twice")
-        # A message refused here leaves a gap in the sequence, as a lost one does.
+            peer = self._add_peer(address)
         peer.number(message)
-        if message.sequence > peer.received:
-            self._fail_after_gap(peer)
-        peer.received = message.sequence + 1
+        peer.received += 1
         return peer
 
-    def _add_peer(self, address: bytes, sequence: int) -> Peer:
+    def _add_peer(self, address: bytes) -> Peer:
         peers = self._state.peers
         if len(peers) >= _MAX_PEERS:
-            # An idle client loses only its sequence numbers by being removed.
+            # An idle client that comes back is told that its connection is over.
             idle = next((it for it in peers.values() if not self._is_waiting(it)), None)
             if idle is None:
                 raise ProtocolError(f"more than {_MAX_PEERS} clients")
             del peers[idle.address]
-        peer = peers[address] = Peer(address, received=sequence)
+        peer = peers[address] = Peer(address)
         self._send(peer, Kind.READY, {})
         return peer
 
     def _is_waiting(self, peer: Peer) -> bool:
         return bool(peer.streams or peer.batch) or self._ends.has_pending(peer)
 
-    def _fail_after_gap(self, peer: Peer) -> None:
-        """Fail the streams of a client of which a message was lost or refused.
+    def _break_off(self, address: bytes | None, error: ProtocolError) -> None:
+        """Tell a client that its connection is over, and forget its streams.
 
-        The message may have started, cancelled, ended or granted any of them.
+        What was lost may have started, cancelled, ended or granted any of them, so the
+        client would wait forever for the answer.
         """
         self._state.bad_frames += 1
-        self._starts.accept_now(peer.streams.values())
-        for stream in list(peer.streams.values()):
-            if not stream.finished:
-                self._flow.fail(stream, "gap", "a message of its client was lost")
+        if address is not None:
+            peer = self._state.peers.get(address) or Peer(address)
+            self._forget(address)
+            self._send(peer, Kind.FAULT, {"message": str(error)[: protocol.MAX_TEXT]})
 
     def _handle(self, peer: Peer, message: Message) -> None:
         # Each of many messages may take long in the backend: that is progress.
@@ -488,6 +499,11 @@ class EngineLoop:
             self._starts.begin(peer, message.generation, message.body, message.tensors)
         elif message.kind is Kind.STATUS:
             self._report(peer, message.body["ask"])
+        elif message.kind is Kind.PING:
+            self._flush(peer)
+            self._send(peer, Kind.PONG, message.body)
+        elif message.kind is Kind.LEAVE:
+            self._forget(peer.address)
         else:
             self._running = False
 
@@ -563,8 +579,9 @@ class EngineLoop:
 class EngineServer:
     """Serves one backend on one endpoint: one thread, one socket, one loop.
 
-    A frame that breaks the protocol is counted and dropped. A client that is gone
-    loses its streams at the first message that cannot reach it.
+    A frame that breaks the protocol, or is missing, ends the connection of its client,
+    which is told so. A client that is gone loses its streams at the first message
+    that cannot reach it.
 
     Args:
         endpoint: The value of ``--endpoint``; or an ``ipc://`` address to listen on, in

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import binascii
 import os
 import signal
 import socket
@@ -94,13 +95,20 @@ def make_engine(
     return make
 
 
+def prefixed(first: int, size: int) -> bytes:
+    """The prefix of a part as docs/reference/wire.md has it."""
+    count = size.to_bytes(5, "big")
+    check = binascii.crc_hqx(bytes((first, 0, 0)) + count, 0xFFFF)
+    return struct.pack(">BH", first, check) + count
+
+
 def framed(*parts: bytes, apart: bool = False) -> bytes:
     """A message as docs/reference/wire.md has it; `apart`: without its tensors' bytes."""
     follow = reversed(range(len(parts)))
     whole = b""
     for number, (left, part) in enumerate(zip(follow, parts, strict=True)):
         first = left | (128 if apart and not number else 0)
-        whole += struct.pack(">B", first) + len(part).to_bytes(7, "big")
+        whole += prefixed(first, len(part))
         whole += b"" if apart and number else part
     return whole
 
@@ -161,7 +169,7 @@ class FakeEngine:
         self.endpoint = endpoint
         self.incarnation = incarnation
         self.peer = b""
-        self.sent = 0
+        self.sent = self.pings = 0
         self.heard: list[Said] = []
         self.messages: list[wire.Message] = []
         self.granted: dict[str, int] = {}
@@ -204,6 +212,9 @@ class FakeEngine:
             return False
         self.peer, *parts = self._socket.recv_multipart()
         message = wire.decode(parts, accept=wire.FROM_CLIENT)
+        if message.kind is wire.Kind.PING:
+            self.pings += 1
+            return True
         self.messages.append(message)
         for what, generation in self._read(message):
             self._unread.append((what, self._keys.get(generation, "")))

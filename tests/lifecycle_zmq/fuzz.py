@@ -11,6 +11,7 @@ import struct
 import sys
 import time
 import tracemalloc
+import zlib
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
@@ -69,7 +70,11 @@ def seeds() -> list[list[bytes]]:
         (Kind.CONTROL, CONTROL | {"start": [[7, "k", 9, request]], "end": [2**40]}),
         (Kind.STATUS, {"ask": 1}),
         (Kind.SHUTDOWN, {}),
+        (Kind.PING, {"ask": 2}),
+        (Kind.LEAVE, {"message": "m"}),
         (Kind.READY, {}),
+        (Kind.PONG, {"ask": 2}),
+        (Kind.FAULT, {"message": "m"}),
         (Kind.TICK, EMPTY_TICK | {"accepted": [1, 2], "rejected": [[3, "c", "m"]]}),
         (Kind.TICK, EMPTY_TICK | {"tokens": pack_tokens([1, 0, 1, 5, 2, 0, 2, 6, 7])}),
         (Kind.TICK, EMPTY_TICK | {"tokens": pack_tokens(tokens), "freed": [1, 2]}),
@@ -100,7 +105,7 @@ def _encode(kind: Kind, body: dict[str, Any], tensors: int = 0) -> bytes:
 
 
 def mutated(draw: random.Random, legal: list[list[bytes]]) -> Iterator[Parts]:
-    """Yield mutated messages for ever; most with lengths that are right again."""
+    """Yield mutated messages for ever; most with the right lengths and checksum again."""
     choice, bits, floor = draw.choice, draw.getrandbits, wire.HEADER.size
     while True:
         parts = [bytearray(part) for part in choice(legal)]
@@ -109,6 +114,8 @@ def mutated(draw: random.Random, legal: list[list[bytes]]) -> Iterator[Parts]:
         head = parts[0]
         if bits(3) and len(head) >= floor:
             struct.pack_into("!HI", head, 6, len(parts) - 1, len(head) - floor)
+            checksum = zlib.crc32(head[floor:], zlib.crc32(head[: floor - 4]))
+            struct.pack_into("!I", head, floor - 4, checksum)
         yield parts
 
 
@@ -117,8 +124,9 @@ def _mutate(bits: Any, parts: Parts) -> None:
     size = len(target)
     # Half of all changes are in the map, where most is to be got wrong.
     at = bits(16) % (size + 1)
-    if bits(1) and size > 32:
-        at = 32 + at % (size - 31)
+    floor = wire.HEADER.size
+    if bits(1) and size > floor:
+        at = floor + at % (size - floor + 1)
     how = bits(4)
     if how < 6:
         target[at : at + 1] = bytes((bits(8),))

@@ -377,7 +377,19 @@ FAULTS: dict[str, Any] = {
     "garbage": lambda fake: fake.say_raw(b"\x80\x04canary"),
     "client kind": lambda fake: fake.say(Kind.SHUTDOWN, {}),
     "many parts": lambda fake: fake.say_raw(*[b"x"] * 200),
+    "flipped": lambda fake: fake.say_raw(_flipped(fake, -1)),
+    "version 2": lambda fake: fake.say_raw(_flipped(fake, 4)),
+    "FAULT": lambda fake: fake.say(Kind.FAULT, {"message": "this"}),
+    "new FAULT": lambda fake: fake.say(Kind.FAULT, {"message": "this"}, sequence=0),
 }
+
+
+def _flipped(fake: Any, at: int) -> bytes:
+    """A legal message with one bit of it changed."""
+    said = wire.encode(Kind.PONG, {"ask": 0}, incarnation=7, sequence=fake.sent)
+    head = bytearray(said)
+    head[at] ^= 1
+    return bytes(head)
 
 
 @pytest.mark.parametrize("fault", FAULTS)
@@ -415,6 +427,7 @@ async def test_fault_of_the_engine_fails_its_waiters(
         assert client.streams == 0
     (line,) = caplog.messages
     assert line.startswith("engine 7 is lost: protocol: ")
+    assert ("the engine received this" in line) == ("FAULT" in fault)
     assert "canary" not in caplog.text
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import importlib.util
 import random
 import sys
@@ -52,6 +53,20 @@ def test_streams_with_descriptors_leave_none(
     assert result.refused > result.frames / 50
     assert result.left == 0
     assert result.peak < 2**20
+
+
+@pytest.mark.parametrize("way", ["up", "down"])
+@pytest.mark.parametrize("link", ["pair", "ipc"])
+def test_link_heals_or_dies_at_both_ends(
+    link: str, way: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """One message damaged, cut, lost, doubled or moved: nobody waits, both ends agree."""
+    result: Any = asyncio.run(load("fuzz_link").fuzz(link, way, seed=5, count=64))
+    with capsys.disabled():
+        print(f"\n{link} {way}: {result}")
+    assert result.wrong == []
+    assert result.damaged > 32
+    assert 16 < result.lost < result.damaged
 
 
 def test_decode_raises_nothing_but_protocol_errors(

@@ -90,7 +90,7 @@ class Served:
     def stop(self) -> None:
         """Tell the server to leave, if it has not failed before."""
         if self.thread.is_alive():
-            open_ = [client for client in self.clients if not client.socket.closed]
+            open_ = [it for it in self.clients if not (it.socket.closed or it.over)]
             (open_ or [self.client()])[0].say(Kind.SHUTDOWN, {})
         self.thread.join(20)
         for client in self.clients:
@@ -106,6 +106,7 @@ class BareClient:
         self.socket = context.socket(zmq.DEALER)
         self.socket.connect(endpoint)
         self.sent = 0
+        self.over = False
         self.generation = 0
         self.keys: dict[int, str] = {}
         self.messages: list[wire.Message] = []
@@ -145,6 +146,7 @@ class BareClient:
             parts = self.socket.recv_multipart()
             message = wire.decode(parts, accept=wire.FROM_ENGINE)
             self.messages.append(message)
+            self.over = self.over or message.kind is Kind.FAULT
             self.unread.extend(self._read(message))
         return self.unread.pop(0)
 
@@ -214,7 +216,11 @@ def _forge(**fields: Any) -> bytes:
         "generation": 0,
         "sequence": 0,
     } | fields
-    return wire.HEADER.pack(*header.values()) + packed
+    return wire.seal([*header.values()], packed)
+
+
+def _flipped(head: bytes) -> bytes:
+    return head[:-1] + bytes((head[-1] ^ 1,))
 
 
 START = msgpack.packb({"key": "x", "window": 1, "request": b"\x80", "tensors": []})
@@ -228,28 +234,44 @@ BAD: dict[str, list[bytes]] = {
     "deep": [_forge(kind=Kind.START, generation=1, packed=b"\x91" * 5000)],
     "no generation": [_forge(kind=Kind.START, packed=START)],
     "generation": [_forge(generation=1, packed=EMPTY)],
-    "older": [_forge(incarnation=0, packed=EMPTY)],
-    "other": [_forge(incarnation=2, packed=EMPTY)],
+    "flipped": [_flipped(_forge(kind=Kind.STATUS, packed=b"\x81\xa3ask\x01"))],
+    "version 2": [_forge(version=2, packed=EMPTY)],
     "parts": [b"x"] * 5000,
     "tensors": [_forge(packed=EMPTY, tensors=1), b"x"],
 }
 
 
 @pytest.mark.parametrize("bad", BAD)
-def test_server_counts_bad_frames_and_serves_on(served: Served, bad: str) -> None:
-    """No frame of a client kills or confuses the engine (`fault-43`, `fault-46`, `peers-88`)."""
-    good = served.client()
+def test_server_ends_the_connection_of_a_bad_frame_alone(
+    served: Served, bad: str
+) -> None:
+    """Its client is told so and loses its streams; others are served (`fault-43`, `peers-88`)."""
+    good, other, fresh = served.client(), served.client(), served.client()
     good.start("a")
-    other = served.client()
-    other.socket.send_multipart(BAD[bad])
-    good.socket.send_multipart(BAD[bad])
-    good.start("b")
+    other.start("b")
+    for client in (other, fresh):
+        client.socket.send_multipart(BAD[bad])
+        assert client.hear()[0] == "FAULT"
     status = good.status()
-    while status["bad_frames"] < 2:  # the other client's may come later
-        status = good.status()
-    assert (status["bad_frames"], status["live"]) == (2, 2)
-    assert served.backend.calls == ["start a", "start b"]
-    assert not other.socket.poll(0)
+    assert (status["bad_frames"], status["live"]) == (2, 1)
+    assert served.backend.calls == ["start a", "start b", "end b"]
+    # Whatever such a client says then, it is told again.
+    other.ask("c")
+    assert other.hear()[0] == "FAULT"
+    assert good.status()["starts"] == 2
+
+
+@pytest.mark.parametrize("incarnation", [0, 2])
+def test_server_drops_what_is_for_another_incarnation(
+    served: Served, incarnation: int
+) -> None:
+    """It is counted; its client was lost with the engine that it was for (`fault-46`)."""
+    client = served.client()
+    client.start("a")
+    client.ask("b", incarnation=incarnation)
+    client.sent -= 1
+    assert client.status()["bad_frames"] == 1
+    assert served.backend.calls == ["start a"]
 
 
 def test_server_drops_a_message_that_comes_twice(served: Served) -> None:
@@ -262,18 +284,17 @@ def test_server_drops_a_message_that_comes_twice(served: Served) -> None:
     assert served.backend.calls == ["start a"]
 
 
-def test_server_drops_a_start_that_comes_twice(served: Served) -> None:
-    """A generation begins one stream; an older or equal one is a repeat (`fault-41`)."""
+def test_server_refuses_a_start_that_comes_twice(served: Served) -> None:
+    """A generation begins one stream; an older or equal one is a fault (`fault-41`)."""
     client = served.client()
     client.start("a")
     client.ask("b", generation=1)
-    client.sent -= 1  # refused: the next is expected under its number
-    assert client.status()["bad_frames"] == 1
-    assert served.backend.calls == ["start a"]
+    assert client.hear()[0] == "FAULT"
+    assert served.backend.calls == ["start a", "end a"]
 
 
 @pytest.mark.parametrize("numbers", [[1], [3, 2], [3, 3], [1, 4]])
-def test_server_drops_starts_that_are_not_numbered_upwards(
+def test_server_refuses_starts_that_are_not_numbered_upwards(
     served: Served, numbers: list[int]
 ) -> None:
     """Of starts that travel together none is believed if one is a repeat."""
@@ -281,9 +302,8 @@ def test_server_drops_starts_that_are_not_numbered_upwards(
     client.start("a")
     starts = [[number, f"b{at}", 1, b"\x80"] for at, number in enumerate(numbers)]
     client.say(Kind.CONTROL, CONTROL | {"start": starts})
-    client.sent -= 1  # refused: the next is expected under its number
-    assert client.status()["bad_frames"] == 1
-    assert served.backend.calls == ["start a"]
+    assert client.hear()[0] == "FAULT"
+    assert served.backend.calls == ["start a", "end a"]
 
 
 def test_server_takes_starts_that_travel_together(served: Served) -> None:
@@ -306,21 +326,46 @@ def test_server_takes_starts_that_travel_together(served: Served) -> None:
     assert (status["live"], status["ends_of_refused"]) == (2, 1)
 
 
-def test_server_fails_the_streams_of_a_client_that_lost_a_message(
-    served: Served,
+@pytest.mark.parametrize("first", [True, False])
+def test_server_ends_the_connection_of_a_client_that_lost_a_message(
+    served: Served, *, first: bool
 ) -> None:
-    """A gap ends what it may have been about, counted; others go on (`fault-40`)."""
+    """Any stream may have been in it, so all of that client end (`fault-40`)."""
+    client, other = served.client(), served.client()
+    if not first:
+        client.start("a")
+    other.start("b")
+    lost = client.sent
+    client.sent += 1
+    client.say(Kind.PING, {"ask": client.sent})
+    assert client.hear()[0] == "FAULT"
+    message = client.messages[-1].body["message"]
+    assert message == f"message {lost + 1} instead of {lost}: one was lost"
+    status = other.status()
+    assert (status["bad_frames"], status["live"]) == (1, 1)
+
+
+def test_server_answers_a_ping_in_order(served: Served) -> None:
+    """What was sent before it is heard before its answer."""
+    client = served.client()
+    client.ask("a")
+    client.say(Kind.PING, {"ask": client.sent})
+    while client.hear()[0] != "PONG":
+        pass
+    said = [it.kind.name for it in client.messages]
+    assert said == ["READY", "TICK", "PONG"]
+    assert client.messages[-1].body == {"ask": 1}
+
+
+def test_server_forgets_a_client_that_leaves(served: Served) -> None:
+    """One that received a fault says so: its streams end at once."""
     client, other = served.client(), served.client()
     client.start("a")
-    other.start("b")
-    client.sent += 1
-    client.say(Kind.STATUS, {"ask": 1})
-    assert client.chunks(1) == {"a": ["gap", "."]}
-    what, status = client.hear()
-    assert (what, status["bad_frames"], status["live"]) == ("REPORT", 1, 2)
-    assert "cancel a" in served.backend.calls
-    client.start("c")
-    assert other.status()["bad_frames"] == 1
+    client.say(Kind.LEAVE, {"message": "message 3, not 2"})
+    client.over = True
+    while "end a" not in served.backend.calls:
+        other.status()
+    assert other.status()["lost_with_peer"] == 1
 
 
 def test_server_counts_every_kind_of_end(served: Served) -> None:
@@ -534,15 +579,15 @@ def test_server_leaves_an_address_to_its_first_owner(served: Served) -> None:
 
 
 def test_server_refuses_clients_beyond_its_limit(served: Served) -> None:
-    """When all places are held by clients with streams, one more is not heard."""
+    """When all places are held by clients with streams, one more is told so."""
     clients = [served.client() for _ in range(64)]
     for number, client in enumerate(clients):
         client.start(f"s{number}")
     late = served.client()
     late.say(Kind.STATUS, {"ask": 1})
-    while clients[0].status()["bad_frames"] == 0:
-        pass
-    assert not late.socket.poll(0)
+    assert late.hear()[0] == "FAULT"
+    assert "64 clients" in late.messages[-1].body["message"]
+    assert clients[0].status()["bad_frames"] == 1
 
 
 def test_server_shuts_down_on_request(tmp_path: Path) -> None:

@@ -50,7 +50,7 @@ BOUND = 120.0
 MIB = 2**20
 Ends = Any  # as in conftest.py
 # The first part of a message of which another one is to follow.
-ONE_MORE = struct.pack(">Q", 1 << 56 | 40) + b"x" * 40
+ONE_MORE = frames.prefix(1, 40) + b"x" * 40
 
 
 def test_messages_are_whole_wherever_the_stream_is_cut(ends: Ends) -> None:
@@ -106,11 +106,12 @@ def test_tensor_without_memory_is_skipped_wherever_the_stream_is_cut(
 @pytest.mark.parametrize(
     "claim",
     [
-        pytest.param(struct.pack(">Q", 2**56 - 1), id="endless"),
-        pytest.param(struct.pack(">Q", 2 * MIB), id="too-long"),
-        pytest.param(struct.pack(">Q", 8 << 56 | 40), id="too-many-parts"),
-        pytest.param(ONE_MORE + b"\x01" + bytes(7), id="more"),
-        pytest.param(ONE_MORE + struct.pack(">Q", 5 * 2**30), id="tensor"),
+        pytest.param(struct.pack(">Q", 40), id="version-2"),
+        pytest.param(frames.prefix(0, 2**40 - 1), id="endless"),
+        pytest.param(frames.prefix(0, 2 * MIB), id="too-long"),
+        pytest.param(frames.prefix(8, 40), id="too-many-parts"),
+        pytest.param(ONE_MORE + frames.prefix(1, 0), id="more"),
+        pytest.param(ONE_MORE + frames.prefix(0, 5 * 2**30), id="tensor"),
     ],
 )
 def test_length_that_no_part_has_ends_the_connection(ends: Ends, claim: bytes) -> None:
@@ -331,10 +332,7 @@ def framed(*parts: bytes) -> bytes:
     """A message as docs/reference/wire.md has it."""
     follow = reversed(range(len(parts)))
     pairs = zip(follow, parts, strict=True)
-    return b"".join(
-        struct.pack(">B", left) + len(part).to_bytes(7, "big") + part
-        for left, part in pairs
-    )
+    return b"".join(frames.prefix(left, len(part)) + part for left, part in pairs)
 
 
 @pytest.fixture(params=["asyncio", "uvloop", "trio"])

@@ -34,7 +34,7 @@ bool closed[G];     /* by its owner */
 bool failed[G];     /* its END was given up: the engine may still have it */
 byte home[G];       /* the incarnation that it was started on */
 
-mtype = { Status, Start, Cancel, End, Ready, Report, Tick };
+mtype = { Status, Start, Cancel, End, Leave, Ready, Report, Tick, Fault };
 mtype = { Open, Close, Cut, Stop, GiveUp, Hear, Take, Finish, LoseUp, LoseDown,
           DoubleUp, DoubleDown, Die, Connect };
 
@@ -110,7 +110,9 @@ inline lose_engine() {
 inline hear() {
   down?seq, kind, accepted, over, done;
   if
-  :: seq != heard_down -> lose_engine() /* nothing after it could be trusted */
+  :: seq != heard_down || kind == Fault -> /* nothing after it could be trusted */
+    lose_engine();
+    send_up(Leave, 0)
   :: else ->
     heard_down++;
     assert((kind == Ready) != ready);
@@ -177,8 +179,18 @@ end:
   od
 }
 
+/* The engine ends all sessions of a client, and knows it no more. */
+inline forget() {
+  for (i : 0 .. G - 1) {
+    if :: live[i] -> live[i] = false; ended[i]++ :: else fi;
+    finished[i] = false
+  };
+  i = 0; met = false; heard_up = 0; sent_down = 0
+}
+
 inline handle() {
   if
+  :: kind == Leave -> forget()
   :: kind == Status -> send_down(Report, 0, 0, 0)
   :: kind == Start ->
     /* Each session is begun once, by the engine it was started on, before its END. */
@@ -201,19 +213,11 @@ inline take() {
   accepted = 0; over = 0; done = 0;
   if
   :: FOREIGN || TWICE
+  :: !(FOREIGN || TWICE) && seq > heard_up -> /* one was lost, about any of the sessions */
+    send_down(Fault, 0, 0, 0);
+    forget()
   :: else ->
-    if :: !met -> met = true; heard_up = seq; send_down(Ready, 0, 0, 0) :: else fi;
-    if
-    :: seq > heard_up -> /* one was lost: it may have changed any of the streams */
-      for (i : 0 .. G - 1) {
-        if
-        :: live[i] && !finished[i] -> finished[i] = true; over = over + (1 << i)
-        :: else
-        fi
-      };
-      i = 0
-    :: else
-    fi;
+    if :: !met -> met = true; send_down(Ready, 0, 0, 0) :: else fi;
     heard_up = seq + 1;
     handle()
   fi;

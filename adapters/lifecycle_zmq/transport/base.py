@@ -81,7 +81,7 @@ class ServerTransport(Protocol):
         the next call. ``None`` as parts: that client is gone.
 
         Raises:
-            ProtocolError: The received data is no message.
+            ProtocolError: The received data is no message; `sender` is that client.
         """
         ...
 

@@ -1,20 +1,23 @@
 """Framing: messages in a stream of bytes, with a descriptor beside some of them.
 
 Each part of a message follows a prefix of eight bytes, one big-endian number: the first
-byte says how many parts of the message follow this one, the others how many bytes this
-one has. If the highest bit of the first byte is set in the first part, the bytes of the
-other parts do not follow their prefixes: they lie in sealed memory whose descriptor is
-passed with the first byte of the message.
+byte says how many parts of the message follow this one, the next two are a checksum of
+the prefix, the others say how many bytes this part has. If the highest bit of the first
+byte is set in the first part, the bytes of the other parts do not follow their
+prefixes: they lie in sealed memory whose descriptor is passed with the first byte of
+the message.
 """
 
 from __future__ import annotations
 
 import array
+import binascii
 import mmap
 import socket
 import struct
+import time
 from collections import deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 
@@ -123,12 +126,43 @@ def passed(sock: socket.socket) -> DescriptorReceiver | None:
 
 
 PREFIX = struct.Struct("!Q")
-SHIFT = 56
-APART = 128
-_SIZE = 2**SHIFT - 1
+_SHIFT = 56
+_APART = 128
+_CHECKED_SHIFT = 40
+_SIZE = 2**_CHECKED_SHIFT - 1
+_CHECK = 2**16 - 1
 _NOTHING = memoryview(b"")
 # Larger tensors get a mapping, which is unmapped with them.
 _MAPPED_BYTES = 64 * 2**10
+
+
+# A `FrameWriter` hands the whole rest of a message to the system, which passes it on in
+# larger pieces, however long one of the processes is stopped between them.
+_TRICKLE_BYTES = 4096
+_TRICKLE_SECONDS = 0.3
+_MOST_TRICKLES = 2
+
+
+def prefix(follow: int, size: int) -> bytes:
+    """Return the prefix of a part of so many bytes, before so many others."""
+    number = follow << _SHIFT | size
+    check = binascii.crc_hqx(PREFIX.pack(number), _CHECK)
+    return PREFIX.pack(number | check << _CHECKED_SHIFT)
+
+
+def _split(number: int) -> tuple[int, int]:
+    """Return how many parts follow the one of a prefix, and its size.
+
+    Raises:
+        ProtocolError: The checksum differs.
+    """
+    follow, check, size = number >> _SHIFT, number >> _CHECKED_SHIFT, number & _SIZE
+    if binascii.crc_hqx(PREFIX.pack(follow << _SHIFT | size), _CHECK) != check & _CHECK:
+        raise ProtocolError(
+            "the prefix of a part was damaged on its way, or is not of version "
+            f"{protocol.VERSION} of this protocol"
+        )
+    return follow, size
 
 
 class FrameReader:
@@ -150,11 +184,15 @@ class FrameReader:
         "_memory",
         "_parts",
         "_passed",
+        "_read_at",
         "_receive",
+        "_since",
         "_sizes",
         "_skipped",
         "_start",
         "_tensors",
+        "_trickled",
+        "_trickles",
         "_unfilled",
         "at_end",
     )
@@ -174,6 +212,10 @@ class FrameReader:
         self._skipped = 0
         # Sizes of tensors in passed memory; None if they follow in the stream.
         self._sizes: list[int] | None = None
+        # Small reads in a row that did not complete a message, their bytes, and when
+        # the last other read was.
+        self._trickles = self._trickled = 0
+        self._since = self._read_at = 0.0
         self.at_end = False
 
     @property
@@ -187,10 +229,12 @@ class FrameReader:
         Raises:
             ProtocolError: A descriptor was passed that belongs to no message.
         """
+        inside = self.mid_message
         try:
             if self._passed is not None and self._passed.held and not self.mid_message:
                 raise ProtocolError("memory was passed that no message announces")
-            count = self._receive(self._unfilled or self._room())
+            room = self._unfilled or self._room()
+            count = self._receive(room)
         except BlockingIOError:
             return False
         except OSError:
@@ -198,6 +242,8 @@ class FrameReader:
         except ProtocolError:
             self.close()
             raise
+        # A read that fills its room says nothing of what else there is.
+        self._note_pace(count, inside=inside and count < len(room))
         if not count:
             self.close()
         elif self._unfilled:
@@ -206,6 +252,20 @@ class FrameReader:
         else:
             self._end += count
         return count > 0
+
+    def _note_pace(self, count: int, *, inside: bool) -> None:
+        # The rest of a message that has lost bytes never comes. What comes instead are
+        # later messages: the small ones of a side that waits.
+        self._read_at = time.monotonic()
+        self._trickled += count
+        if inside and self._trickled < _TRICKLE_BYTES:
+            self._trickles += 1
+        else:
+            self._reset_pace()
+
+    def _reset_pace(self) -> None:
+        self._trickles = self._trickled = 0
+        self._since = self._read_at
 
     def take(self) -> Sequence[Buffer] | None:
         """Return the parts of the next whole message; None if there is none.
@@ -217,13 +277,24 @@ class FrameReader:
         """
         while not self._unfilled:
             if self._skipped and not self._skip():
-                return None
+                break
             if self._parts and not self._follow:
                 parts, self._parts = self._parts, []
+                self._reset_pace()
                 return parts
             if self.at_end or not self._begin():
-                return None
+                break
+        if self._trickles >= _MOST_TRICKLES and not self.at_end:
+            self._refuse_endless()
         return None
+
+    def _refuse_endless(self) -> None:
+        if self._read_at - self._since >= _TRICKLE_SECONDS:
+            self._parts = []
+            self.close()
+            raise ProtocolError(
+                "bytes of a message were lost on its way: it never ends"
+            )
 
     def close(self) -> None:
         """Read nothing more, and close descriptors of incomplete messages."""
@@ -243,12 +314,17 @@ class FrameReader:
         begin = self._start + PREFIX.size
         if begin > self._end:
             return False
-        (prefix,) = PREFIX.unpack_from(self._memory, self._start)
-        follow, size = prefix >> SHIFT, prefix & _SIZE
-        if not self._parts:
-            self._sizes = [] if follow & APART else None
-            follow &= ~APART
-        self._check(follow, size)
+        (number,) = PREFIX.unpack_from(self._memory, self._start)
+        try:
+            follow, size = _split(number)
+            if not self._parts:
+                self._sizes = [] if follow & _APART else None
+                follow &= ~_APART
+            self._check(follow, size)
+        except ProtocolError:
+            self._parts = []
+            self.close()
+            raise
         if self._parts:
             self._begin_tensor(begin, size, last=not follow)
         elif begin + size > self._end:
@@ -267,8 +343,6 @@ class FrameReader:
             bad = follow > self._tensors or size > self._head
             bad = bad or (self._sizes is not None and not follow)
         if bad:
-            self._parts = []
-            self.close()
             raise ProtocolError(f"a part of {size} bytes before {follow} others")
 
     def _begin_tensor(self, begin: int, size: int, *, last: bool) -> None:
@@ -390,7 +464,7 @@ class FrameWriter:
         """
         tensorless = len(parts) == 1
         if tensorless and not self._kept:
-            frame = PREFIX.pack(len(parts[0])) + parts[0]
+            frame = prefix(0, len(parts[0])) + parts[0]
             return self._send([frame], tensorless=True)
         views = [memoryview(part).cast("B") for part in parts]
         size = sum(map(len, views))
@@ -430,7 +504,7 @@ class FrameWriter:
         if descriptor is None:
             return False
         prefixes = _prefixes(views)
-        first = PREFIX.pack(APART + len(tensors) << SHIFT | len(head))
+        first = prefix(_APART + len(tensors), len(head))
         frame = memoryview(b"".join((first, head, *prefixes[1:])))
         self._keep(_PendingFrame(frame, False, descriptor, list(map(len, tensors))))
         if len(self._kept) == 1:
@@ -487,23 +561,21 @@ class FrameWriter:
             tensors = memfd.unpack(kept.descriptor, kept.sizes)
         except (MemoryError, ProtocolError):
             raise OSError("the memory of tensors cannot be mapped") from None
-        for frame in reversed(_framed([head, *tensors])):
-            self._kept.appendleft(_PendingFrame(memoryview(frame), False))
-            self._count(self._kept[0], 1)
+        frame = b"".join(_framed([head, *tensors]))
+        self._kept.appendleft(_PendingFrame(memoryview(frame), False))
+        self._count(self._kept[0], 1)
 
     def _send(self, frames: Sequence[Buffer], *, tensorless: bool) -> bool:
-        sent = total = 0 if self._kept else self._try_new(frames)
-        rests: list[bytes] = []
+        sent = 0 if self._kept else self._try_new(frames)
         try:
-            for frame in frames:
-                if sent < len(frame):
-                    rests.append(bytes(memoryview(frame)[sent:]))
-                sent = max(0, sent - len(frame))
+            # One piece: of several the other side may see the first alone, and take the
+            # message for one that has lost bytes.
+            rest = b"".join(_after(frames, sent))
         except MemoryError:
-            if total:  # the other side could not parse what follows
+            if sent:  # the other side could not parse what follows
                 raise
             raise _no_memory("the system has no memory for a copy") from None
-        for rest in rests:
+        if rest:
             self._keep(_PendingFrame(memoryview(rest), tensorless))
         return True
 
@@ -523,6 +595,14 @@ class FrameWriter:
             return 0
 
 
+def _after(frames: Sequence[Buffer], sent: int) -> Iterator[memoryview]:
+    """Yield what is left of some frames after so many bytes of them."""
+    for frame in frames:
+        if sent < len(frame):
+            yield memoryview(frame)[sent:]
+        sent = max(0, sent - len(frame))
+
+
 def _framed(views: Sequence[memoryview]) -> list[Buffer]:
     pairs = zip(_prefixes(views), views, strict=True)
     return [frame for pair in pairs for frame in pair]
@@ -530,10 +610,7 @@ def _framed(views: Sequence[memoryview]) -> list[Buffer]:
 
 def _prefixes(views: Sequence[memoryview]) -> list[bytes]:
     follow: Iterable[int] = reversed(range(len(views)))
-    return [
-        PREFIX.pack(left << SHIFT | len(view))
-        for left, view in zip(follow, views, strict=True)
-    ]
+    return [prefix(left, len(view)) for left, view in zip(follow, views, strict=True)]
 
 
 def _no_memory(why: str) -> EncodeError:

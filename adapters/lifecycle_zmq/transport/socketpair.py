@@ -15,6 +15,7 @@ import anyio
 
 from lifecycle.lowlevel import LoopWaiter
 from lifecycle_zmq import protocol
+from lifecycle_zmq.exceptions import ProtocolError
 from lifecycle_zmq.protocol import Buffer
 from lifecycle_zmq.shared_memory import memfd
 from lifecycle_zmq.transport.base import HUNG_UP_SECONDS, MessageHandler
@@ -267,12 +268,16 @@ class SocketPairServer:
                 self._writer.flush()
         self._ahead = True
         for _ in range(_READS):
-            parts = self._reader.take()
-            if parts is not None:
-                return _ADDRESS, parts
-            at_end = self._reader.at_end
-            if at_end or not (self._reader.read() or self._waits_for_rest()):
-                break
+            try:
+                parts = self._reader.take()
+                if parts is not None:
+                    return _ADDRESS, parts
+                at_end = self._reader.at_end
+                if at_end or not (self._reader.read() or self._waits_for_rest()):
+                    break
+            except ProtocolError as error:
+                error.sender = _ADDRESS
+                raise
         else:
             return None  # handle the last read before sleeping
         if not self._reader.at_end:

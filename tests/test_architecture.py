@@ -62,7 +62,7 @@ LAYERS: dict[str, tuple[str, ...]] = {
         *("_types", "media", "image_structure", "media_memory", "media_body"),
         *("media_profiles", "events", "request", "middleware"),
         *("request_scope", "body", "responses", "refusals", "limits", "api_keys"),
-        *("admission_settings", "lanes", "admission"),
+        *("admission_settings", "lanes", "shadow_log", "admission"),
         *("vllm_plugin", "sglang_plugin"),
         *("prometheus_collectors", "prometheus", "opentelemetry"),
         *("live_warnings", "live_snapshot", "live_view", "starlette", "testing"),

@@ -18,8 +18,8 @@ class Lane:
 
     Args:
         gate: The gate. In fair order, clients take turns.
-        shadow: Refuse nobody, like a gate with ``enforce=False``, and count those that
-            this lane would have refused.
+        shadow: Refuse no request, like a gate with ``enforce=False``, and count those
+            that this lane would have refused.
 
     Attributes:
         gate: The gate.

@@ -21,7 +21,7 @@ _VIDEOS: Final = ("video", "video_url", "input_video")
 _AUDIOS: Final = ("audio", "audio_url", "input_audio")
 _TIME_SERIES: Final = ("time_series", "time_series_url", "input_time_series")
 # Kinds by the ``type`` of a part.
-_KIND_BY_TYPE: Final[Mapping[str, Kind]] = {
+KIND_BY_TYPE: Final[Mapping[str, Kind]] = {
     **dict.fromkeys((*_IMAGES, "image_generation_call"), "image"),
     **dict.fromkeys(_VIDEOS, "video"),
     **dict.fromkeys(_AUDIOS, "audio"),
@@ -37,7 +37,7 @@ _PROMPT_FIELDS: Final[Mapping[str, Kind]] = {
     "time_series_data": "time_series",
 }
 # Kinds by the field that a part without a type is in.
-_KIND_BY_FIELD: Final[Mapping[str, Kind]] = {
+KIND_BY_FIELD: Final[Mapping[str, Kind]] = {
     **dict.fromkeys(_IMAGES, "image"),
     **dict.fromkeys(_VIDEOS, "video"),
     **dict.fromkeys(_AUDIOS, "audio"),
@@ -53,7 +53,7 @@ _REQUEST_FIELDS: Final = frozenset(
     | _PROMPT_FIELDS.keys()
 )
 _KNOWN_FIELDS: Final = (
-    _REQUEST_FIELDS | _KIND_BY_FIELD.keys() | {"content", "parts", "source", "output"}
+    _REQUEST_FIELDS | KIND_BY_FIELD.keys() | {"content", "parts", "source", "output"}
 )
 _SCALARS: Final = (str, int, float, bool, type(None))
 
@@ -156,7 +156,7 @@ class _MediaSearch:
         if isinstance(part_type, str):
             if part_type in _TEXT_TYPES:
                 return
-            kind = _KIND_BY_TYPE.get(part_type)
+            kind = KIND_BY_TYPE.get(part_type)
             if kind is not None:
                 self._add(kind, path, _data(fields))
                 return
@@ -166,7 +166,7 @@ class _MediaSearch:
             return
         self._check_limits(depth, len(fields))
         for name, value in fields.items():
-            kind = _KIND_BY_FIELD.get(name) if isinstance(name, str) else None
+            kind = KIND_BY_FIELD.get(name) if isinstance(name, str) else None
             if kind is not None:
                 self._add_field(kind, value, (path, name), depth - 1)
             else:
@@ -232,7 +232,7 @@ def _data(value: object, depth: int = 4) -> Data | None:
     fields = None if isinstance(value, _SCALARS) or not depth else _fields(value)
     if fields is None:
         return None
-    for name in (*_DATA_FIELDS, *_KIND_BY_FIELD, "source", "file"):
+    for name in (*_DATA_FIELDS, *KIND_BY_FIELD, "source", "file"):
         found = _data(fields.get(name), depth - 1)
         if found is not None and not _empty(found):
             return found

@@ -27,8 +27,8 @@ class ShadowLog:
         self._next = -math.inf
         self._log = logging.getLogger("lifecycle")
         self._log.warning(
-            "Admission refuses nobody and only counts, as its setting shadow is on; "
-            "turn it off to limit requests"
+            "Admission refuses no request and only counts, as its setting shadow is "
+            "on; turn it off to limit requests"
         )
 
     def summarise(self) -> None:

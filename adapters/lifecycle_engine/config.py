@@ -217,9 +217,9 @@ class AdmissionConfig(_Section):
     shadow: bool = _setting(
         False,
         Flag(),
-        "Refuse nobody and keep nobody waiting for a slot or for room for a body, but "
-        "count who would have been, in /metrics: to try limits out. Images wait for "
-        "room all the same if the engine shares memory.",
+        "Refuse no request for want of a slot or of room for its body, and let none "
+        "wait for them, but count these requests in /metrics: to try limits out. "
+        "Images wait for room all the same if the engine shares memory.",
     )
     media_slots: int | None = _setting(
         None,
@@ -239,7 +239,7 @@ class AdmissionConfig(_Section):
         if self.shadow and self.per_client:
             raise ConfigError(
                 "admission.shadow",
-                f"true refuses nobody, and per_client of {self.per_client} would; "
+                f"true refuses no request, and per_client of {self.per_client} would; "
                 f"remove one of both",
             )
 

@@ -134,7 +134,7 @@ async def test_says_that_it_limits_nothing(
     """At the start, and what it would have done, once a minute at most."""
     caplog.set_level(logging.WARNING, "lifecycle")
     admission = shadow(echo, max_body=1)
-    assert "refuses nobody" in caplog.text
+    assert "refuses no request" in caplog.text
     await ask(admission, b"xy")
     assert "would have refused or delayed 1 in small, 0 in bodies" in caplog.text
     caplog.clear()

@@ -29,7 +29,8 @@ ARROWS: dict[str, set[str]] = {
     "_queues": set(),
     # Payloads and streams know nothing of gates.
     "_payload": {"_validation"},
-    "_stream": {"_eventloop", "_exceptions", "_validation"},
+    "_closing": {"_eventloop"},
+    "_stream": {"_closing", "_exceptions", "_validation"},
     "_thread_iterator": {"_eventloop", "_payload", "_validation"},
     "_gate": {"_lock", "_owner", "_queues"} | FLOOR,
     # A start is given what it needs of its session.
@@ -67,8 +68,8 @@ FORBIDDEN_IN_CORE = {
     "multiprocessing",
     "zmq",
 }
-# Waking a task from any thread is the one thing that anyio does not offer.
-KNOWS_EVENT_LOOPS = {"_eventloop"}
+# anyio offers neither a wake-up from any thread, nor a shield from `Task.cancel`.
+KNOWS_EVENT_LOOPS = {"_closing", "_eventloop"}
 # A lock whose holder a fork left behind has to be freed in the child.
 KNOWS_FORKS = {"_lock"}
 PICKLES = {"pickle", "marshal", "shelve", "dill", "cloudpickle", "joblib"}

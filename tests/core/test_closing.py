@@ -6,6 +6,7 @@ are compared with those of the same source that nobody disturbs.
 
 import asyncio
 import contextlib
+import contextvars
 import importlib.util
 import sys
 import threading
@@ -551,3 +552,28 @@ async def test_can_be_given_up() -> None:
     closing.send(None)
     closing.close()
     assert ended == [GeneratorExit]
+
+
+@pytest.mark.parametrize("at_once", [False, True])
+async def test_gives_up_in_another_context(at_once: bool) -> None:
+    """A wait for an item may be closed where the collector runs, and changes nothing."""
+
+    class Silent:
+        def __init__(self) -> None:
+            if at_once:
+                self.close_nowait = object()
+            self.items = 0
+
+        async def __anext__(self) -> int:
+            self.items += 1
+            if self.items > 1:
+                await for_ever()
+            return self.items
+
+    stream = Stream[int](Silent())  # type: ignore[arg-type]
+    assert await anext(stream) == 1
+    waiting = anext(stream).__await__()  # type: ignore[attr-defined]
+    context = contextvars.copy_context()
+    context.run(waiting.send, None)
+    waiting.close()
+    assert stream.closed

@@ -572,7 +572,7 @@ async def test_gives_up_in_another_context(at_once: bool) -> None:
 
     stream = Stream[int](Silent())  # type: ignore[arg-type]
     assert await anext(stream) == 1
-    waiting = anext(stream).__await__()  # type: ignore[attr-defined]
+    waiting = anext(stream).__await__()
     context = contextvars.copy_context()
     context.run(waiting.send, None)
     waiting.close()

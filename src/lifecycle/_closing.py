@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import weakref
 from collections.abc import Awaitable
 from contextvars import ContextVar
 from typing import TYPE_CHECKING, Any
@@ -25,13 +26,15 @@ if TYPE_CHECKING:
 sources: ContextVar[tuple[object, ...]] = ContextVar("lifecycle_sources", default=())
 
 
-def leave_source(around: tuple[object, ...], mark: tuple[object]) -> None:
-    """Restore `sources` after an error, unless this is no longer the same context.
+def leave_source(mark: tuple[object]) -> None:
+    """Take *mark* out of `sources`, where this is still the context that has it.
 
-    The collector may close a coroutine from anywhere.
+    Where tasks share a context, others have set theirs meanwhile. And the collector
+    may close a coroutine from anywhere.
     """
-    if sources.get() == around + mark:
-        sources.set(around)
+    inside = sources.get()
+    if mark[0] in inside:
+        sources.set(tuple(each for each in inside if each is not mark[0]))
 
 
 async def run_to_end(closing: Awaitable[object], mark: tuple[object]) -> None:
@@ -54,10 +57,10 @@ async def run_to_end(closing: Awaitable[object], mark: tuple[object]) -> None:
     if task is None:
         await closing
         return
-    around, late = sources.get(), list[Any]()
-    sources.set(around + mark)
+    late = list[Any]()
+    sources.set(sources.get() + mark)
     try:
-        # Without a name: the traceback of what is raised below keeps this frame.
+        # Without a name: the traceback of what is raised here keeps this frame.
         await _Shield(closing, mark[0], task, late)
     except Exception as error:
         if not late:
@@ -68,9 +71,10 @@ async def run_to_end(closing: Awaitable[object], mark: tuple[object]) -> None:
         if not late:
             raise
     finally:
-        leave_source(around, mark)
+        leave_source(mark)
         for message in late:
             task.cancel(message)
+        del task  # which keeps what is raised
     if late:
         await asyncio.sleep(0)  # raises them
 
@@ -95,7 +99,9 @@ class _Shield:
         task: asyncio.Task[Any],
         late: list[Any],
     ) -> None:
-        self._closing, self._mark, self._task, self._late = closing, mark, task, late
+        self._closing, self._mark, self._late = closing, mark, late
+        # Weak: the traceback of an error keeps this, and the task keeps the error.
+        self._task = weakref.ref(task)
         self._future: Any = None
         self._is_bare = False
         # The task is cancelled already, at its next wait: not by the closing.
@@ -105,25 +111,28 @@ class _Shield:
         """Take the steps of *closing* as ``yield from`` does, but yield this."""
         closing: Any = self._closing
         steps = closing if hasattr(closing, "send") else _as_coroutine(closing)
-        # A list: the traceback of an error that had a name here would keep itself.
+        # Errors keep this frame: one that had a name here would keep itself.
         errors = list[BaseException]()
         with contextlib.suppress(StopIteration):
             while True:
                 future = steps.throw(errors.pop()) if errors else steps.send(None)
+                awaited = self._take_place_of(future)
+                del future  # as above: it may be a task that fails with that error
                 try:
-                    yield self._take_place_of(future)
+                    yield awaited
                 except GeneratorExit:
                     steps.close()
                     raise
                 except BaseException as error:  # noqa: BLE001 - passed on
                     errors.append(error)
+                self._future, self._pending = None, False
 
     def _take_place_of(self, future: Any) -> Any:
         self._is_bare = future is None
         if future is None:  # `asyncio.sleep(0)`: the task goes on in the next turn
-            future = self._task.get_loop().create_future()
+            future = asyncio.get_running_loop().create_future()
             future.set_result(None)
-        elif future is self._task or not getattr(
+        elif future is self._task() or not getattr(
             future, "_asyncio_future_blocking", False
         ):
             return future  # the task says what is wrong with it
@@ -132,7 +141,9 @@ class _Shield:
         return self
 
     def get_loop(self) -> asyncio.AbstractEventLoop:
-        loop: asyncio.AbstractEventLoop = self._future.get_loop()
+        # As a task asks, also for what has no `get_loop`.
+        get_loop: Any = asyncio.futures._get_loop  # type: ignore[attr-defined]  # noqa: SLF001
+        loop: asyncio.AbstractEventLoop = get_loop(self._future)
         return loop
 
     def add_done_callback(self, call: Any, *, context: Any = None) -> None:
@@ -144,13 +155,15 @@ class _Shield:
 
     def cancel(self, msg: Any = None) -> bool:
         """Pass a cancellation on, or keep it for later, as if it had not come yet."""
-        pending, self._pending = self._pending, False
+        task: Any = self._task()
+        # The task clears the one, the closing may have taken back the other.
+        pending = self._pending and task._must_cancel  # noqa: SLF001
         by_scope = "cancel scope" in str(msg)
         if by_scope or (not pending and self._mark in sources.get()):
             return self._pass_on(msg, by_scope)
         self._late.append(msg)
         # Or a timeout within the closing would take its own cancellation for another's.
-        self._task.uncancel()
+        task.uncancel()
         return True
 
     def _pass_on(self, msg: Any, by_scope: bool) -> bool:  # noqa: FBT001

@@ -104,20 +104,23 @@ class Stream(NoCopy, Generic[T_co]):
         self._since = 0.0 if clock is None else clock()
         if marks := self._marks_items:
             around = sources.get()
-            sources.set(around + self._mark)
+            inside = around + self._mark
+            sources.set(inside)
         try:
             # Looked up each time: a source may step aside after its first item.
             item = await anext(self._source)  # type: ignore[arg-type]
         except BaseException as error:
             # The end, an error or a cancellation: the source is finished.
             if marks:
-                leave_source(around, self._mark)
+                leave_source(self._mark)
             self._since = None
             with _SuppressDuringCancellation(error):
                 self._finish(error)
             raise
-        if marks:
+        if marks and sources.get() is inside:
             sources.set(around)
+        elif marks:
+            leave_source(self._mark)
         self._since = None
         self.items += 1
         return item

@@ -17,6 +17,7 @@ import anyio
 import pytest
 
 from lifecycle import Stream
+from lifecycle._closing import sources
 
 pytestmark = [
     pytest.mark.anyio,
@@ -577,3 +578,72 @@ async def test_gives_up_in_another_context(at_once: bool) -> None:
     context.run(waiting.send, None)
     waiting.close()
     assert stream.closed
+
+
+async def test_marks_nothing_for_good_where_tasks_share_a_context() -> None:
+    """Each stream takes its own mark away, whatever others have set meanwhile."""
+    shared, loop = contextvars.copy_context(), asyncio.get_running_loop()
+
+    async def items(number: int) -> AsyncIterator[int]:
+        for item in range(number):
+            await asyncio.sleep(0)
+            yield item
+
+    async def read(number: int) -> None:
+        async with Stream(items(number)) as stream:
+            async for _ in stream:
+                await asyncio.sleep(0)
+
+    tasks = [loop.create_task(read(10 + each), context=shared) for each in range(5)]
+    await asyncio.wait(tasks, timeout=30)
+    assert all(task.done() for task in tasks)
+    assert not shared.get(sources)
+
+
+async def test_waits_for_what_has_no_get_loop() -> None:
+    """A task waits for any class that looks like a future, by its `_loop`."""
+
+    class Plain:
+        _asyncio_future_blocking = False
+
+        def __init__(self) -> None:
+            self._loop = asyncio.get_running_loop()
+            self._future = self._loop.create_future()
+            self._loop.call_soon(self._future.set_result, "result")
+
+        def add_done_callback(self, call: Any, *, context: Any = None) -> None:
+            self._future.add_done_callback(lambda _: call(self), context=context)
+
+        def result(self) -> object:
+            return self._future.result()
+
+        def __await__(self) -> Any:
+            self._asyncio_future_blocking = True
+            yield self
+            return self.result()
+
+    async def wait(notes: Notes) -> None:
+        notes.append(await Plain())
+
+    notes = await left_alone(lambda *args: source_of(wait, *args))
+    assert notes == ["result", ("closed", 0), "end"]
+
+
+async def test_keeps_its_own_deadline_after_taking_a_cancellation_back() -> None:
+    """From CPython 3.13, what is taken back before it was raised never comes."""
+    notes: Notes = []
+
+    async def take_back(notes: Notes) -> None:
+        running_task().uncancel()
+        await own_timeout(notes)
+
+    async def read() -> None:
+        stream = Stream(source_of(take_back, notes, asyncio.Event()))
+        await anext(stream)
+        running_task().cancel()
+        await stream.aclose()
+
+    reader = asyncio.create_task(read())
+    await asyncio.wait((reader,), timeout=30)
+    assert reader.cancelled() == (sys.version_info < (3, 13))
+    assert notes == ["timed out", ("closed", 0), "end"]

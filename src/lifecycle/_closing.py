@@ -27,14 +27,12 @@ sources: ContextVar[tuple[object, ...]] = ContextVar("lifecycle_sources", defaul
 
 
 def leave_source(mark: tuple[object]) -> None:
-    """Take *mark* out of `sources`, where this is still the context that has it.
+    """Take *mark* out of `sources`, and leave what others have set meanwhile.
 
-    Where tasks share a context, others have set theirs meanwhile. And the collector
-    may close a coroutine from anywhere.
+    Tasks may share a context. And the collector may close a coroutine in another one,
+    where this changes nothing.
     """
-    inside = sources.get()
-    if mark[0] in inside:
-        sources.set(tuple(each for each in inside if each is not mark[0]))
+    sources.set(tuple(each for each in sources.get() if each is not mark[0]))
 
 
 async def run_to_end(closing: Awaitable[object], mark: tuple[object]) -> None:
@@ -103,7 +101,6 @@ class _Shield:
         # Weak: the traceback of an error keeps this, and the task keeps the error.
         self._task = weakref.ref(task)
         self._future: Any = None
-        self._is_bare = False
         # The task is cancelled already, at its next wait: not by the closing.
         self._pending: bool = task._must_cancel  # type: ignore[attr-defined]  # noqa: SLF001
 

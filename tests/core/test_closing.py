@@ -457,6 +457,7 @@ async def test_holds_a_timer_that_is_set_after_an_error_of_the_source() -> None:
             await anext(failing)
             with pytest.raises(OSError, match="its own"):
                 await anext(failing)
+            assert not sources.get()
             loop = asyncio.get_running_loop()
             loop.call_later(SOON / 10, running_task().cancel)
 
@@ -465,19 +466,24 @@ async def test_holds_a_timer_that_is_set_after_an_error_of_the_source() -> None:
     assert notes == ["timed out", ("closed", 0), "end"]
 
 
-async def test_holds_a_cancellation_that_came_before() -> None:
-    """The task is cancelled in the step that begins to close."""
+@pytest.mark.parametrize(
+    ("closing", "noted"), [(own_timeout, "timed out"), (cancels_itself, 0)]
+)
+async def test_holds_a_cancellation_that_came_before(
+    closing: Closing, noted: object
+) -> None:
+    """The task is cancelled in the step that begins to close; that one alone waits."""
     notes: Notes = []
 
     async def read() -> None:
-        stream = Stream(source_of(own_timeout, notes, asyncio.Event()))
+        stream = Stream(source_of(closing, notes, asyncio.Event()))
         await anext(stream)
         running_task().cancel("enough")
         await stream.aclose()
 
     with pytest.raises(asyncio.CancelledError, match="enough"):
         await asyncio.create_task(read())
-    assert notes == ["timed out", ("closed", 0), "end"]
+    assert notes == [noted, ("closed", 0), "end"]
 
 
 @pytest.mark.parametrize("nested", [False, True])
@@ -583,20 +589,25 @@ async def test_gives_up_in_another_context(at_once: bool) -> None:
 async def test_marks_nothing_for_good_where_tasks_share_a_context() -> None:
     """Each stream takes its own mark away, whatever others have set meanwhile."""
     shared, loop = contextvars.copy_context(), asyncio.get_running_loop()
+    marks: list[int] = []
 
-    async def items(number: int) -> AsyncIterator[int]:
-        for item in range(number):
-            await asyncio.sleep(0)
-            yield item
+    async def items(go_on: asyncio.Event) -> AsyncIterator[int]:
+        await go_on.wait()
+        yield 1
 
-    async def read(number: int) -> None:
-        async with Stream(items(number)) as stream:
-            async for _ in stream:
-                await asyncio.sleep(0)
+    async def read(go_on: asyncio.Event) -> None:
+        async with Stream(items(go_on)) as stream:
+            await anext(stream)
+            marks.append(len(sources.get()))
 
-    tasks = [loop.create_task(read(10 + each), context=shared) for each in range(5)]
-    await asyncio.wait(tasks, timeout=30)
-    assert all(task.done() for task in tasks)
+    events = asyncio.Event(), asyncio.Event()
+    tasks = [loop.create_task(read(each), context=shared) for each in events]
+    await some_turns()
+    for event, task in zip(events, tasks, strict=True):
+        event.set()
+        await asyncio.wait((task,), timeout=30)
+    # While the first is between its items, the second waits for its own.
+    assert marks == [1, 0]
     assert not shared.get(sources)
 
 

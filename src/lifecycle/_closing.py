@@ -11,6 +11,9 @@ import asyncio
 import contextlib
 import logging
 import weakref
+
+# What a task asks: also of what has no `get_loop`.
+from asyncio.futures import _get_loop  # type: ignore[attr-defined]
 from collections.abc import Awaitable
 from contextvars import ContextVar
 from typing import TYPE_CHECKING, Any
@@ -102,7 +105,7 @@ class _Shield:
         self._task = weakref.ref(task)
         self._future: Any = None
         # The task is cancelled already, at its next wait: not by the closing.
-        self._pending: bool = task._must_cancel  # type: ignore[attr-defined]  # noqa: SLF001
+        self._pending = bool(getattr(task, "_must_cancel", False))
 
     def __await__(self) -> Generator[Any, Any, None]:
         """Take the steps of *closing* as ``yield from`` does, but yield this."""
@@ -138,9 +141,7 @@ class _Shield:
         return self
 
     def get_loop(self) -> asyncio.AbstractEventLoop:
-        # As a task asks, also for what has no `get_loop`.
-        get_loop: Any = asyncio.futures._get_loop  # type: ignore[attr-defined]  # noqa: SLF001
-        loop: asyncio.AbstractEventLoop = get_loop(self._future)
+        loop: asyncio.AbstractEventLoop = _get_loop(self._future)
         return loop
 
     def add_done_callback(self, call: Any, *, context: Any = None) -> None:
@@ -154,7 +155,7 @@ class _Shield:
         """Pass a cancellation on, or keep it for later, as if it had not come yet."""
         task: Any = self._task()
         # The task clears the one, the closing may have taken back the other.
-        pending = self._pending and task._must_cancel  # noqa: SLF001
+        pending = self._pending and getattr(task, "_must_cancel", False)
         by_scope = "cancel scope" in str(msg)
         if by_scope or (not pending and self._mark in sources.get()):
             return self._pass_on(msg, by_scope)

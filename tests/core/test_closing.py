@@ -312,11 +312,13 @@ class Reader:
     Attributes:
         notes: What the source has noted.
         counted: `Task.cancelling` after the stream was closed.
+        asked: How often `cancel` was called before that.
     """
 
     def __init__(self, make: Callable[[Notes, asyncio.Event], Any], last: int) -> None:
         self.notes: Notes = []
         self.counted: int | None = None
+        self.asked = 0
         self.closing = asyncio.Event()
         self.limit = asyncio.timeout(None)
         self.scope = anyio.CancelScope()
@@ -334,6 +336,11 @@ class Reader:
                 finally:
                     self.counted = running_task().cancelling()
 
+    def cancel(self) -> None:
+        """Cancel its task. On a busy machine, the stream may be closed already."""
+        self.asked += self.counted is None
+        self.task.cancel("enough")
+
     async def end(self) -> BaseException | None:
         """Wait for the end; return how it was."""
         await asyncio.wait((self.task,), timeout=30)
@@ -343,17 +350,17 @@ class Reader:
 
 
 async def cancel_once(reader: Reader) -> None:
-    reader.task.cancel("enough")
+    reader.cancel()
 
 
 async def cancel_thrice(reader: Reader) -> None:
     for _ in range(3):
-        reader.task.cancel("enough")
+        reader.cancel()
         await some_turns()
 
 
 async def cancel_by_a_timer(reader: Reader) -> None:
-    asyncio.get_running_loop().call_soon(reader.task.cancel)
+    asyncio.get_running_loop().call_soon(reader.cancel)
     await some_turns()
 
 
@@ -365,11 +372,11 @@ async def cancel_the_scope(reader: Reader) -> None:
     reader.scope.cancel()
 
 
-# How it cancels, how the reader ends, and what is counted when the stream has closed.
+# How it cancels, how the reader ends, and what is counted beside what it was asked.
 CANCELLERS: list[tuple[Callable[[Reader], Awaitable[None]], type | None, int]] = [
-    (cancel_once, asyncio.CancelledError, 1),
-    (cancel_thrice, asyncio.CancelledError, 3),
-    (cancel_by_a_timer, asyncio.CancelledError, 1),
+    (cancel_once, asyncio.CancelledError, 0),
+    (cancel_thrice, asyncio.CancelledError, 0),
+    (cancel_by_a_timer, asyncio.CancelledError, 0),
     (time_out, TimeoutError, 1),
     (cancel_the_scope, type(None), 0),
 ]
@@ -403,7 +410,7 @@ async def test_closes_as_if_left_alone(
     assert type(await reader.end()) is ends
     assert reader.notes == expected
     assert expected[-1] == "end"
-    assert reader.counted == counted
+    assert reader.counted == reader.asked + counted
 
 
 @pytest.mark.parametrize("at_item", [0, 1])

@@ -29,8 +29,8 @@ FORBIDDEN_IN_CORE = {
     "multiprocessing",
     "zmq",
 }
-# Waking a task from any thread is the one thing that anyio does not offer.
-KNOWS_EVENT_LOOPS = {"_eventloop"}
+# anyio offers neither a wake-up from any thread, nor a shield from `Task.cancel`.
+KNOWS_EVENT_LOOPS = {"_closing", "_eventloop"}
 # A lock whose holder a fork left behind has to be freed in the child.
 KNOWS_FORKS = {"_lock"}
 PICKLES = {"pickle", "marshal", "shelve", "dill", "cloudpickle", "joblib"}
@@ -54,7 +54,15 @@ LAYERS: dict[str, tuple[str, ...]] = {
     # Payloads and streams know nothing of gates, and the core knows no decorator.
     "lifecycle": (
         *("_validation", "_eventloop", "events", "_exceptions", "_lock", "_owner"),
-        *("_queues", "_payload", "_stream", "_thread_iterator", "_gate", "_start"),
+        *(
+            "_queues",
+            "_payload",
+            "_closing",
+            "_stream",
+            "_thread_iterator",
+            "_gate",
+            "_start",
+        ),
         *("_session", "_sessions", "_signatures", "_managed_stream", "_decorators"),
         *("debug", "lowlevel"),
     ),

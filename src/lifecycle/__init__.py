@@ -11,7 +11,8 @@ engine is lost; on asyncio and trio.
 #     -> _managed_stream, _signatures                their streams, their types
 #   _sessions -> _session -> _start                  sessions, supervised starts
 #     -> _gate -> _queues, _lock                     admission control
-#     -> _stream, _payload                           deadlines, payloads in boxes
+#     -> _stream -> _closing                         deadlines, closing a source whole
+#     -> _payload                                    payloads in boxes
 #   _thread_iterator                                 blocking generators in threads
 #   _eventloop, _exceptions, _validation, events     the floor
 #   debug, lowlevel, testing                         imported on demand

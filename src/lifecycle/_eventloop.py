@@ -10,15 +10,11 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import functools
-import gc
-import logging
 import sys
-from collections import deque
 from collections.abc import Awaitable, Callable, Coroutine
 from functools import partial
 from threading import get_ident
-from types import MethodType
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any
 
 from anyio.abc import TaskGroup
 
@@ -26,19 +22,6 @@ if TYPE_CHECKING:
     from collections.abc import Generator
 
     from trio.lowlevel import Abort, RaiseCancelT, Task
-
-# What is between a coroutine and what it waits for, innermost.
-_SUSPENDED: Final = {
-    "async_generator",
-    "async_generator_asend",
-    "async_generator_athrow",
-    "coroutine",
-    "coroutine_wrapper",
-    "generator",
-}
-
-# What a block may keep others in.
-_HOLDING: Final = (dict, deque, list, tuple)
 
 # Raises nothing where no loop runs.
 _get_running_loop = asyncio._get_running_loop  # noqa: SLF001
@@ -192,111 +175,10 @@ async def _wait_on_trio_until(waiter: Waiter, deadline: float) -> None:
         del cut  # its traceback holds this frame
 
 
-async def run_to_end(closing: Awaitable[object]) -> None:
-    """Await *closing*, and raise a native cancellation only when that has ended.
-
-    ``Task.cancel()`` and ``asyncio.timeout`` go through every shield. In a task of its
-    own *closing* would be safe, but whatever it has entered (a timeout, a context
-    variable) may be left in this task only. So this task takes its steps by hand.
-
-    Cancellation:
-        Scopes of anyio and of trio get through, and so does what an ``asyncio.timeout``
-        or ``asyncio.TaskGroup`` of *closing* asked for. It is one of *closing* where
-        its frames refer to it: one that the caller has entered and passed in counts,
-        too, and cuts. Other cancellers, such as a timer that calls ``Task.cancel()``,
-        count as the caller's even where *closing* has set them: they wait.
-    """
-    if _get_running_loop() is None:
-        await closing
-        return
-    # Not a frame of ours in between where it can be helped: most never wait.
-    steps: Any = closing if hasattr(closing, "send") else _as_coroutine(closing)
-    try:
-        waits_for = steps.send(None)
-    except StopIteration:
-        return
-    late: list[asyncio.CancelledError] = []
-    try:
-        await _take_steps(steps, waits_for, late)
-    except Exception as error:
-        if not late:
-            raise
-        text = "closing a cancelled stream failed: %s"
-        logging.getLogger("lifecycle").warning(text, type(error).__name__)
-    except asyncio.CancelledError:  # noqa: ASYNC103 - `late` is raised below
-        if not late:
-            raise
-    if late:
-        del waits_for  # the traceback keeps this frame
-        raise late.pop()
-
-
-async def _take_steps(
-    steps: Coroutine[Any, Any, None], waits_for: Any, late: list[asyncio.CancelledError]
-) -> None:
-    with contextlib.suppress(StopIteration):
-        while True:
-            cut = await _wait_for(waits_for)
-            waits_for = _step(steps, waits_for, cut, late)
-
-
-def _step(
-    steps: Coroutine[Any, Any, None],
-    waits_for: Any,
-    cut: asyncio.CancelledError | None,
-    late: list[asyncio.CancelledError],
-) -> Any:
-    """Take the next step, or pass on what *cut* in; return what to wait for."""
-    if cut is None:
-        return steps.send(None)
-    if not _asked_for(cut, steps):
-        late[:] = [cut]
-    elif waits_for is None or not waits_for.cancel(*cut.args):
-        return steps.throw(cut)
-    return waits_for
-
-
-async def _as_coroutine(awaitable: Awaitable[object]) -> None:
-    await awaitable
-
-
-async def _wait_for(
-    future: asyncio.Future[object] | None,
-) -> asyncio.CancelledError | None:
-    """Wait for what a step waits for, without cancelling it; return what cut in."""
-    try:
-        await (asyncio.sleep(0) if future is None else asyncio.wait((future,)))
-    except asyncio.CancelledError as cut:  # noqa: ASYNC103 - raised after the closing
-        return cut.with_traceback(None)  # noqa: ASYNC104 - likewise
-    return None
-
-
-def _asked_for(cut: asyncio.CancelledError, closing: object) -> bool:
-    """Whether a scope, or a timeout or task group within *closing*, caused *cut*."""
-    if cut.args and "cancel scope" in str(cut.args[0]):
-        return True
-    # A suspended frame refers to the blocks that it is in, or to methods of these; and
-    # a block to those that it has entered, as an exit stack does or a generator's.
-    pending, seen = [(closing, False)], {id(closing)}
-    while pending:
-        holder, in_block = pending.pop()
-        for held in gc.get_referents(holder):
-            block: Any = held.__self__ if type(held) is MethodType else held
-            kind = type(block)
-            if issubclass(kind, asyncio.Timeout) and block.expired():
-                return True
-            if issubclass(kind, asyncio.TaskGroup) and _has_cancelled(block):
-                return True
-            inside = hasattr(kind, "__aexit__") or (in_block and kind in _HOLDING)
-            if (inside or kind.__name__ in _SUSPENDED) and id(block) not in seen:
-                seen.add(id(block))
-                pending.append((block, inside))
-    return False
-
-
-def _has_cancelled(group: asyncio.TaskGroup) -> bool:
-    """Whether *group* has cancelled the task that entered it, as a child failed."""
-    return bool(vars(group).get("_parent_cancel_requested"))
+def asyncio_task() -> asyncio.Task[Any] | None:
+    """The running task of asyncio, or ``None`` elsewhere."""
+    loop = _get_running_loop()
+    return None if loop is None else asyncio.current_task(loop)
 
 
 def current_task() -> object | None:
@@ -329,8 +211,7 @@ def call_if_cancelled(call: Callable[[], object]) -> Callable[[], object]:
     Returns:
         What revokes this.
     """
-    loop = _get_running_loop()
-    task = None if loop is None else asyncio.current_task(loop)
+    task = asyncio_task()
     if task is None:
         return lambda: None
 

@@ -14,7 +14,7 @@ from weakref import ref
 
 import anyio
 
-from ._eventloop import run_to_end
+from ._closing import leave_source, run_to_end, sources
 from ._exceptions import StreamTimeout
 from ._validation import NoCopy, check, check_deadline
 
@@ -76,6 +76,10 @@ class Stream(NoCopy, Generic[T_co]):
         self._since: float | None = None
         self._clock: Callable[[], float] | None = None
         self.items = 0
+        # Tells cancellations by the source itself from others: see `sources`. What
+        # closes at once is never cancelled meanwhile.
+        self._mark = (object(),)
+        self._marks_items = not hasattr(source, "close_nowait")
 
     def __aiter__(self) -> Self:
         return self
@@ -98,15 +102,25 @@ class Stream(NoCopy, Generic[T_co]):
             raise StopAsyncIteration
         clock = self._clock
         self._since = 0.0 if clock is None else clock()
+        if marks := self._marks_items:
+            around = sources.get()
+            inside = around + self._mark
+            sources.set(inside)
         try:
             # Looked up each time: a source may step aside after its first item.
             item = await anext(self._source)  # type: ignore[arg-type]
         except BaseException as error:
             # The end, an error or a cancellation: the source is finished.
+            if marks:
+                leave_source(self._mark)
             self._since = None
             with _SuppressDuringCancellation(error):
                 self._finish(error)
             raise
+        if marks and sources.get() is inside:
+            sources.set(around)
+        elif marks:
+            leave_source(self._mark)
         self._since = None
         self.items += 1
         return item
@@ -151,7 +165,7 @@ class Stream(NoCopy, Generic[T_co]):
                 at_once()
             elif (close := getattr(source, "aclose", None)) is not None:
                 with self._new_scope(deadline=self._now() + self._grace, shield=True):
-                    await run_to_end(close())
+                    await run_to_end(close(), self._mark)
         finally:
             self._finish(None)
 

@@ -6,6 +6,7 @@ import contextvars
 import importlib.util
 import logging
 import sys
+import weakref
 from collections.abc import AsyncIterator, Awaitable, Callable
 from typing import Any
 
@@ -384,6 +385,69 @@ async def test_keeps_nothing_of_the_source(no_collector: None) -> None:
         await reader
     assert dead == [True, True]
     assert kept.value.__traceback__ is not None
+
+
+class Part:
+    """What a task has in hand, and what a source receives while it closes."""
+
+
+async def receives(parts: list[weakref.ref[Part]]) -> None:
+    part = await asyncio.create_task(part_of(parts))
+    del part
+
+
+async def part_of(parts: list[weakref.ref[Part]]) -> Part:
+    part = Part()
+    parts.append(weakref.ref(part))
+    await asyncio.sleep(0.005)
+    return part
+
+
+async def receives_and_fails(parts: list[weakref.ref[Part]]) -> None:
+    await receives(parts)
+    raise OSError("its own")
+
+
+async def waits_for_a_task_that_fails(parts: list[weakref.ref[Part]]) -> None:
+    await asyncio.create_task(receives_and_fails(parts))
+
+
+@pytest.mark.parametrize("cancelled", [False, True])
+@pytest.mark.parametrize(
+    "closing", [receives, receives_and_fails, waits_for_a_task_that_fails]
+)
+async def test_is_freed_with_its_task(
+    closing: Callable[[list[weakref.ref[Part]]], Awaitable[None]],
+    cancelled: bool,
+    no_collector: None,
+) -> None:
+    """Neither an error nor a late cancellation keeps the task that keeps it."""
+    parts: list[weakref.ref[Part]] = []
+    begun = asyncio.Event()
+
+    async def items() -> AsyncIterator[int]:
+        try:
+            yield 1
+        finally:
+            begun.set()
+            await closing(parts)
+
+    async def read() -> None:
+        part = Part()
+        parts.append(weakref.ref(part))
+        async with Stream(items()) as stream:
+            await anext(stream)
+
+    reader = asyncio.create_task(read())
+    await begun.wait()
+    if cancelled:
+        reader.cancel()
+    await asyncio.wait((reader,), timeout=30)
+    assert cancelled or closing is receives or type(reader.exception()) is OSError
+    assert reader.cancelled() == cancelled
+    del reader
+    await some_turns()
+    assert [part() for part in parts] == [None, None]
 
 
 async def test_closes_what_returns_any_awaitable() -> None:

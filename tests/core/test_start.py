@@ -522,15 +522,16 @@ class TestStart:
         """The caller's cancellation is raised at once; the start goes on, then END."""
         go_on = anyio.Event()
         engine = Engine()
+        scope = anyio.CancelScope()
 
         async def open_() -> str:
+            scope.cancel()
             await go_on.wait()
             return await engine.open()
 
         async with SessionRegistry() as sessions:
-            with anyio.move_on_after(0.01) as scope:
-                with sessions.open("a") as session:
-                    await session.start(open_, end=engine.end)
+            with scope, sessions.open("a") as session:
+                await session.start(open_, end=engine.end)
             assert scope.cancelled_caught
             assert session.outcome == "cancelled"
             assert engine.opened == 0

@@ -161,7 +161,7 @@ class _CancelledRun:
         self.cancelled = True
         if not self._late:
             self._cancel()
-        elif isinstance(awaited, asyncio.Future):
+        elif asyncio.isfuture(awaited):
             # Called before the task's own wake-up, which is added after this.
             awaited.add_done_callback(lambda _: self._cancel())
         elif awaited is None:  # a bare yield of asyncio

@@ -116,7 +116,9 @@ async def _kill(engine: ZmqEngine) -> tuple[float, float]:
 def orphans(count: int, *, seed: int = 1) -> tuple[list[float], list[float], int]:
     """Kill that many API processes at any moment until a little after they serve.
 
-    Every other one has forked, so that the pipe of its engine stays open.
+    Every other one has forked, so that the pipe of its engine stays open. Where the
+    machine has become slower, and most were killed before they had an engine, more
+    follow, each later than it was.
 
     Returns:
         Seconds until the engine was gone, where its own code ran already, and where the
@@ -130,7 +132,11 @@ def orphans(count: int, *, seed: int = 1) -> tuple[list[float], list[float], int
     with tempfile.TemporaryDirectory() as folder:
         before = shared_memory.names()
         longest = 1.5 * _start_seconds(Path(folder))
-        for number in range(count):
+        for number in range(4 * count):
+            if number >= count:
+                if len(bound) + len(loose) >= count // 3:
+                    break
+                longest *= 1.2
             moment = draw.uniform(0.0, longest)
             _orphan(Path(folder), moment, bool(number % 2), bound, loose)
             left += _remove_stale(Path(folder))

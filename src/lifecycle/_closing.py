@@ -123,7 +123,7 @@ class _Shield:
                 except GeneratorExit:
                     steps.close()
                     raise
-                except BaseException as error:  # noqa: BLE001 - passed on
+                except BaseException as error:  # noqa: ASYNC103, BLE001 - passed on
                     errors.append(error)
                 self._future, self._pending = None, False
 

@@ -132,8 +132,8 @@ class Lane:
         share = self._waiting[client]
         after = self._drain_rate.retry_after(share, now.released, _now())
         raise ClientLimitExceeded(
-            f"This client has {share} requests in the queue, which is its share; wait "
-            f"until one of them has been served",
+            f"This client has its share of the queue, which is {share}; wait until one "
+            f"of its requests has been served",
             retry_after=after,
         )
 

@@ -122,7 +122,7 @@ class Metrics:
 
         Raises:
             ValueError: Another gate of that name is watched already.
-            TypeError: A part is neither a gate nor a registry.
+            TypeError: A part is neither a gate, a lane nor a registry.
         """
         for part in parts:
             if part in self._gates or part in self._registries:
@@ -133,7 +133,10 @@ class Metrics:
             given: Any = part
             if not isinstance(given, Gate | Lane):  # else every scrape would fail
                 kind = type(given).__name__
-                raise TypeError(f"gates and registries are watched, not {kind}")
+                raise TypeError(
+                    f"gates, lanes and registries are watched, not {kind}; of an "
+                    f"Admission, pass *admission.lanes"
+                )
             if any(gate.name == part.name for gate in self._gates):
                 raise ValueError(
                     f"a gate named {part.name!r} is watched already; the name is the "

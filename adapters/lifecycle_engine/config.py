@@ -219,7 +219,8 @@ class AdmissionConfig(_Section):
         Flag(),
         "Refuse no request for want of a slot or of room for its body, and let none "
         "wait for them, but count these requests in /metrics: to try limits out. "
-        "Images wait for room all the same if the engine shares memory.",
+        "If the engine shares memory (--arena-bytes), images wait for room and for "
+        "--media-slots all the same, or are refused.",
     )
     media_slots: int | None = _setting(
         None,
@@ -240,7 +241,7 @@ class AdmissionConfig(_Section):
             raise ConfigError(
                 "admission.shadow",
                 f"true refuses no request, and per_client of {self.per_client} would; "
-                f"remove one of both",
+                f"remove one of them",
             )
 
 

@@ -402,6 +402,6 @@ async def all_series() -> dict[str, list[dict[str, str]]]:
 def test_refuses_to_watch_what_is_neither_gate_nor_registry() -> None:
     """A wrong argument raises at once, instead of failing every scrape."""
     metrics = Metrics()
-    with pytest.raises(TypeError, match="gates and registries are watched, not dict"):
+    with pytest.raises(TypeError, match="lanes and registries are watched, not dict"):
         metrics.watch({})  # type: ignore[arg-type]
     assert metrics.text()

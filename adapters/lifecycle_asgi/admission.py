@@ -200,7 +200,7 @@ class Admission:
         self._watched = LifecycleMiddleware(self._serve, cancel_delay=delay)
         self._shadow: ShadowLog | None = None
         if settings.shadow:
-            self._shadow = ShadowLog(self._lanes)
+            self._shadow = ShadowLog(self.lanes)
 
     def statistics(self) -> dict[str, GateStatistics]:
         """Return the state of each lane.

@@ -80,6 +80,11 @@ class AdmissionSettings:
                 check_int(1, **{name: getattr(self, name)})
         if self.order not in ("fair", "fifo"):
             raise ValueError(f"order must be 'fair' or 'fifo', not {self.order!r:.40}")
+        shadow: object = self.shadow
+        if not isinstance(shadow, bool):  # "0" would count as true
+            raise TypeError(f"shadow must be True or False, not {shadow!r:.40}")
+        if self.body_timeout == 0:
+            raise ValueError("body_timeout must be above 0 s, or no body is in time")
         if self.cancel_delay is not None:
             check_seconds(cancel_delay=self.cancel_delay)
         check_seconds(

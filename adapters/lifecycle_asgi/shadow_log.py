@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Mapping
+from collections.abc import Sequence
 from typing import Final
 
 import anyio
@@ -18,10 +18,10 @@ class ShadowLog:
     """Says in the log that nobody is refused, and who would have been.
 
     Args:
-        lanes: The lanes by their names.
+        lanes: The lanes.
     """
 
-    def __init__(self, lanes: Mapping[str, Lane]) -> None:
+    def __init__(self, lanes: Sequence[Lane]) -> None:
         self._lanes = lanes
         self._seen: dict[str, int] = {}
         self._next = -math.inf
@@ -36,9 +36,12 @@ class ShadowLog:
         now = anyio.current_time()
         if now < self._next:
             return
-        counts = {n: lane.statistics().over_limit for n, lane in self._lanes.items()}
+        lanes = self._lanes
+        counts = {lane.name: lane.statistics().over_limit for lane in lanes}
         if counts != self._seen and any(counts.values()):
             self._next = now + _SECONDS_BETWEEN_SUMMARIES
             self._seen = counts
-            shown = ", ".join(f"{count} in {name}" for name, count in counts.items())
+            names = (name.removeprefix("admission-") for name in counts)
+            pairs = zip(counts.values(), names, strict=True)
+            shown = ", ".join(f"{count} in {name}" for count, name in pairs)
             self._log.warning("Admission would have refused or delayed %s", shown)

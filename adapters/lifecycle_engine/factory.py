@@ -84,9 +84,11 @@ def _make_app(config: ServerConfig) -> Starlette:
         engine,
         _processor_of(folder, empty),
         gate=gate(
-            slots=config.admission.media_slots,
+            # In shadow, memory that the engine shares is a limit all the same: there is
+            # no more of it.
+            slots=None if shadow and arena_bytes else config.admission.media_slots,
             bytes=capacity,
-            enforce=not shadow or bool(arena_bytes),  # there is no more memory
+            enforce=not shadow or bool(arena_bytes),
             name="payloads",
         ),
         in_flight=gate(

@@ -16,6 +16,7 @@ from lifecycle import Gate
 from lifecycle_asgi import ClientIdentity, ClientLimit
 from lifecycle_asgi.prometheus import Metrics
 from lifecycle_engine import AppSettings
+from lifecycle_engine.server.admin import snapshot
 
 pytestmark = pytest.mark.asyncio
 
@@ -151,6 +152,27 @@ ASKS: dict[str, dict[str, Any]] = {
     "/v1/messages": {"model": "sim", "messages": user("x"), "max_tokens": 1},
     "/generate": {"text": "x"},
 }
+
+
+async def test_shows_clients_over_their_share_as_refused() -> None:
+    """The same in /metrics and in the status: a gate alone knows nothing of them."""
+    metrics, in_flight = Metrics(), Gate(slots=1, max_waiting=2, name="in_flight")
+    ask = json.dumps({"model": "sim", "messages": user("x"), "max_tokens": 1}).encode()
+    async with (
+        asyncio.timeout(120),
+        running(in_flight=in_flight, metrics=metrics) as server,
+    ):
+        with in_flight.try_admit():
+            waiting = asyncio.create_task(answer_to(server.port, ask))
+            await server.until(lambda: in_flight.statistics().waiting)
+            status, _, _ = await answer_to(server.port, ask)
+            assert status == 429
+        assert (await waiting)[0] == 200
+        shown = await snapshot(server.service)
+        assert shown["in_flight"]["refused"] == 1
+        await server.quiet()
+    refused = 'lifecycle_gate_requests_total{gate="in_flight",result="refused"} 1.0'
+    assert refused in metrics.text().decode()
 
 
 async def test_counts_and_serves_all_in_shadow() -> None:

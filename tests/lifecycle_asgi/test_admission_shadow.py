@@ -167,6 +167,14 @@ def test_is_switched_by_the_environment(text: str, is_on: bool) -> None:
     assert read({}).shadow is False
 
 
+def test_refuses_options_that_are_no_switch_and_no_time() -> None:
+    """Text that reads as off would switch all limits off."""
+    with pytest.raises(TypeError, match="shadow must be True or False, not '0'"):
+        Admission(echo, environment={}, shadow="0")
+    with pytest.raises(ValueError, match="body_timeout must be above 0 s"):
+        Admission(echo, environment={}, body_timeout=0)
+
+
 def test_refuses_a_switch_that_says_neither() -> None:
     """A limit that somebody wants, or does not want, is no matter of guesses."""
     with pytest.raises(ValueError, match="LIFECYCLE_SHADOW must be 1 or 0, not 'on'"):

@@ -232,16 +232,16 @@ async def snapshot(service: Service) -> dict[str, Any]:
     Cancellation:
         At any time.
     """
-    engine, bodies = service.engine, service.admission.statistics()
+    engine, lanes = service.engine, service.admission.statistics()
     pid, ready = engine.pid, engine.ready
     phases: dict[str, int] = {}
     for session in service.sessions.live():
         phases[session.phase] = phases.get(session.phase, 0) + 1
     return {
         "ready": service.ready,
-        "bodies": {k: asdict(bodies[k]) for k in ("small", "bodies")},
-        "payloads": asdict(service.payloads.statistics()),
-        "in_flight": asdict(service.in_flight.statistics()),
+        "bodies": {name: asdict(lanes[name]) for name in ("small", "bodies")},
+        "payloads": asdict(lanes["requests"]),
+        "in_flight": asdict(lanes["slots"]),
         "sessions": {**asdict(service.sessions.statistics()), "phases": phases},
         "engine": {
             "ready": ready,

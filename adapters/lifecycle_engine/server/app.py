@@ -19,7 +19,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
-from lifecycle import Gate, SessionRegistry
+from lifecycle import Gate, SessionEnded, SessionRegistry
 from lifecycle.events import Observer, combine_observers, guarded
 from lifecycle_asgi import (
     Admission,
@@ -54,7 +54,8 @@ from lifecycle_engine.server.admission import (
 )
 from lifecycle_engine.server.generate import (
     GenerateEndpoint,
-    GenerateEndpoints,
+    price_body,
+    serve_admitted,
     session_of,
 )
 from lifecycle_engine.server.remote_images import HttpsGet, RemoteImages
@@ -199,7 +200,6 @@ def create_app(
         The application; ``app.state.service`` is its `Service`.
     """
     settings = settings or AppSettings()
-    endpoints = GenerateEndpoints()
     in_flight = in_flight or Gate(slots=None, name="in_flight")
     gates = {"requests": gate, "slots": in_flight}
     service = _service(
@@ -207,12 +207,11 @@ def create_app(
         processor,
         gate=gate,
         in_flight=in_flight,
-        admission=_admission(endpoints, settings, gates, observer),
+        admission=_admission(settings, gates, observer),
         settings=settings,
         observer=observer,
     )
-    for path, api in _FORMATS.items():
-        endpoints[path] = GenerateEndpoint(service, api)
+    endpoints = {path: GenerateEndpoint(service, api) for path, api in _FORMATS.items()}
     monitor = EngineMonitor(service, observer, every=settings.measured_every)
     live = LiveRequests(service.gates, settings.client)
     app = Starlette(
@@ -322,16 +321,15 @@ def _live_view(
 
 
 def _admission(
-    endpoints: GenerateEndpoints,
     settings: AppSettings,
     gates: Mapping[str, Gate],
     observer: Observer | None,
 ) -> Admission:
     """Return what reads and admits generating requests."""
     return Admission(
-        endpoints,
+        serve_admitted,
         client=settings.client,
-        price=endpoints.price,
+        price=price_body,
         answer=_not_admitted,
         gates=gates,
         observer=observer,
@@ -423,10 +421,14 @@ def _format_of(path: str) -> ApiFormat:
 def _not_admitted(
     scope: Any, refusal: Refusal | Unauthorised
 ) -> tuple[int, list[tuple[bytes, bytes]], bytes]:
-    """End the session of a request that is refused: nobody can cancel it any more."""
+    """End the session of a request that is refused: nobody can cancel it any more.
+
+    Raises:
+        SessionEnded: Another task did before; that is what the client is told.
+    """
     session = session_of(scope)
-    if session is not None:
-        session.close("refused")
+    if session is not None and not session.close("refused"):
+        raise SessionEnded("ended before it was refused", outcome=str(session.outcome))
     return _refusal(scope, refusal)
 
 

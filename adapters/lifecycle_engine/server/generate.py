@@ -53,6 +53,7 @@ class _Call:
     """One request while it is served.
 
     Attributes:
+        endpoint: What it was sent to.
         request: Its phases and counters, for events.
         writer: Writes its response.
         session: From its head on.
@@ -65,6 +66,7 @@ class _Call:
         box: Its chat, until it is preprocessed.
     """
 
+    endpoint: GenerateEndpoint
     request: RequestScope
     writer: ResponseWriter
     session: Session
@@ -77,29 +79,29 @@ class _Call:
     box: Payload[Chat] = field(init=False)
 
 
-class GenerateEndpoints(dict[str, "GenerateEndpoint"]):
-    """The endpoints by their paths, as `Admission` calls them."""
+async def price_body(scope: Any, body: bytes) -> MemoryEstimate | None:
+    """Parse the body of a generating request, as `Admission` asks for its price.
 
-    async def price(self, scope: Any, body: bytes) -> MemoryEstimate | None:
-        """Parse a body; return what its images need until the engine has them.
+    Raises:
+        ApiError: As from `GenerateEndpoint.price`.
 
-        Raises:
-            ApiError: As from `RequestParser.read` and `RemoteImages.fetch`.
+    Cancellation:
+        As for that.
+    """
+    call: _Call = scope[_CALL]
+    pricing = call.endpoint.price(scope, body)
+    del body
+    return await pricing
 
-        Cancellation:
-            As for those.
-        """
-        pricing = self[scope["path"]].price(scope, body)
-        del body
-        return await pricing
 
-    async def __call__(self, scope: Any, receive: Any, _: Any) -> None:
-        """Answer one request that was admitted.
+async def serve_admitted(scope: Any, receive: Any, _: Any) -> None:
+    """Answer a generating request, as `Admission` calls its application.
 
-        Cancellation:
-            As for `GenerateEndpoint`.
-        """
-        await self[scope["path"]].serve(scope, receive)
+    Cancellation:
+        As for `GenerateEndpoint`.
+    """
+    call: _Call = scope[_CALL]
+    await call.endpoint.serve(scope, receive)
 
 
 def session_of(scope: Any) -> Session | None:
@@ -146,7 +148,7 @@ class GenerateEndpoint:
             ):
                 service.owners[session] = client
                 request.attach(session)
-                call = _Call(request, writer, session, client, leases)
+                call = _Call(self, request, writer, session, client, leases)
                 scope[_CALL] = call
                 try:
                     await service.admission(scope, receive, send)
@@ -218,7 +220,13 @@ class GenerateEndpoint:
         call: _Call = scope[_CALL]
         call.admitted = True
         if not call.read:  # `Admission` asks no price for none, or a part of it
-            await self._read_body(call, await _whole_body(receive))
+            body = await _whole_body(receive)
+            if body is None:
+                call.session.close("client_gone")
+                return
+            reading = self._read_body(call, body)
+            del body
+            await reading
         try:
             streams = await self._start(call, admitted_request(scope))
             call.request.release_body()
@@ -368,10 +376,13 @@ class GenerateEndpoint:
             await answer.finished(index, text.finish_reason, text.stop)
 
 
-async def _whole_body(receive: Any) -> bytes:
+async def _whole_body(receive: Any) -> bytes | None:
+    """Return a body, or ``None`` if the client left before it was complete."""
     chunks, more = [], True
     while more:
         message = await receive()
+        if message["type"] == "http.disconnect":
+            return None
         chunks.append(message.get("body", b""))
         more = message.get("more_body", False)
     return b"".join(chunks)

@@ -1,0 +1,103 @@
+"""How a generating request ends when its client, or another task, ends it early."""
+
+from __future__ import annotations
+
+import json
+import threading
+from typing import Any, Self
+
+import anyio
+import pytest
+from asgi_kit import ScriptedServer, http_scope
+
+from lifecycle import Gate
+from lifecycle_engine import AppSettings, SimProcessor, create_app
+
+LONG = 200_000  # parsed in a thread
+
+
+class NoEngine:
+    """An engine that is ready, and that no request of these tests reaches."""
+
+    ready, pid, incarnation, health = True, None, 1, "ready"
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(self, *_: object) -> None: ...
+
+
+def make_app(**settings: Any) -> Any:
+    """An application without a process."""
+    engine: Any = NoEngine()
+    settings = {"model": "sim", **settings}
+    return create_app(
+        engine, SimProcessor(), gate=Gate(bytes=10**9), settings=AppSettings(**settings)
+    )
+
+
+@pytest.fixture(params=["asyncio", "trio"])
+def anyio_backend(request: pytest.FixtureRequest) -> str:
+    """Both event loops."""
+    return str(request.param)
+
+
+@pytest.mark.anyio
+async def test_answers_once_a_request_cancelled_while_it_is_refused(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Its cancellation by id comes while a thread finds its body to be wrong."""
+    app = make_app()
+    service = app.state.service
+    parsing, cancelled = threading.Event(), threading.Event()
+    parse = service.parser.parse
+
+    def parse_later(*args: Any) -> Any:
+        parsing.set()
+        assert cancelled.wait(60)
+        return parse(*args)
+
+    monkeypatch.setattr(service.parser, "parse", parse_later)
+    server = ScriptedServer(b"{" + b" " * LONG)
+    scope = http_scope("/generate", headers=[(b"x-request-id", b"mine")])
+    with anyio.fail_after(60):
+        async with app.router.lifespan_context(app), anyio.create_task_group() as tasks:
+            tasks.start_soon(app, scope, server.receive, server.send)
+            await anyio.to_thread.run_sync(parsing.wait)
+            service.sessions.get("mine").stop("cancelled")
+            cancelled.set()
+    kinds = [message["type"] for message in server.sent]
+    assert kinds == ["http.response.start", "http.response.body"]
+    assert server.status == 499
+    assert service.sessions.statistics().outcomes["cancelled"] == 1
+
+
+@pytest.mark.anyio
+async def test_client_that_leaves_a_body_passed_on_is_gone() -> None:
+    """In shadow, the rest of a large body is read outside of `Admission`."""
+    app = make_app(shadow=True, body_bytes=1000)
+    service = app.state.service
+    whole = json.dumps({"text": "x" * 2000}).encode()
+    server = ScriptedServer(whole)
+    server.messages = [
+        {"type": "http.request", "body": whole, "more_body": True},
+        {"type": "http.disconnect"},
+    ]
+    with anyio.fail_after(60):
+        async with app.router.lifespan_context(app):
+            await app(http_scope("/generate"), server.receive, server.send)
+    assert service.sessions.statistics().outcomes["client_gone"] == 1
+
+
+@pytest.mark.anyio
+@pytest.mark.parametrize("prefix", ["", "/below"])
+@pytest.mark.parametrize("suffix", ["", "\n"])
+async def test_serves_every_path_that_is_routed(prefix: str, suffix: str) -> None:
+    """Also below another application, and with the line end that routes let through."""
+    app = make_app()
+    server = ScriptedServer(b"{}")
+    scope = http_scope(f"{prefix}/generate{suffix}", root_path=prefix)
+    with anyio.fail_after(60):
+        async with app.router.lifespan_context(app):
+            await app(scope, server.receive, server.send)
+    assert server.status == 400

@@ -9,9 +9,16 @@ from typing import Any, Self
 import anyio
 import pytest
 from asgi_kit import ScriptedServer, http_scope
+from http_kit import encoded
 
 from lifecycle import Gate
-from lifecycle_engine import AppSettings, SimProcessor, create_app
+from lifecycle_engine import (
+    AppSettings,
+    FetchLimits,
+    HttpsGet,
+    SimProcessor,
+    create_app,
+)
 
 LONG = 200_000  # parsed in a thread
 
@@ -27,12 +34,15 @@ class NoEngine:
     async def __aexit__(self, *_: object) -> None: ...
 
 
-def make_app(**settings: Any) -> Any:
+def make_app(payloads: Gate | None = None, **settings: Any) -> Any:
     """An application without a process."""
     engine: Any = NoEngine()
     settings = {"model": "sim", **settings}
     return create_app(
-        engine, SimProcessor(), gate=Gate(bytes=10**9), settings=AppSettings(**settings)
+        engine,
+        SimProcessor(),
+        gate=payloads or Gate(bytes=10**9, name="payloads"),
+        settings=AppSettings(**settings),
     )
 
 
@@ -101,3 +111,61 @@ async def test_serves_every_path_that_is_routed(prefix: str, suffix: str) -> Non
         async with app.router.lifespan_context(app):
             await app(scope, server.receive, server.send)
     assert server.status == 400
+
+
+async def connect(*_: Any) -> Any:
+    """Connect to nothing."""
+    raise OSError
+
+
+class Pictures(HttpsGet):
+    """Fetches the same picture from everywhere, or none in time."""
+
+    def __init__(self, *, late: bool = False) -> None:
+        super().__init__(FetchLimits(seconds=0.001 if late else 60), connect=connect)
+        self.late = late
+
+    async def __call__(self, url: str) -> bytes:
+        """Return a picture."""
+        if self.late:
+            await anyio.sleep_forever()
+        return encoded(40, 30)
+
+
+def asks_for_picture() -> ScriptedServer:
+    """A request for a picture that is fetched."""
+    ask = {"text": "go", "images": ["https://pictures.example/image.png"]}
+    return ScriptedServer(json.dumps(ask).encode())
+
+
+@pytest.mark.anyio
+async def test_holds_no_fetched_file_while_it_is_refused() -> None:
+    """A client that does not read its answer keeps out no others."""
+    payloads = Gate(bytes=10**9, slots=1, max_waiting=0, name="payloads")
+    app = make_app(payloads, fetch=Pictures())
+    remote, server = app.state.service.remote, asks_for_picture()
+    held: list[int] = []
+
+    def note(_: Any) -> None:
+        held.append(remote.gate.statistics().bytes_in_use)
+
+    server.on_send = note
+    with anyio.fail_after(60):
+        async with app.router.lifespan_context(app):
+            with payloads.try_admit(bytes=1):
+                await app(http_scope("/generate"), server.receive, server.send)
+    assert server.status == 503
+    assert held == [0, 0]
+    assert remote.gate.statistics().admitted == 1
+
+
+@pytest.mark.anyio
+async def test_fetch_that_takes_too_long_is_a_failure() -> None:
+    """No limit of this server refuses it."""
+    app, server = make_app(fetch=Pictures(late=True)), asks_for_picture()
+    with anyio.fail_after(60):
+        async with app.router.lifespan_context(app):
+            await app(http_scope("/generate"), server.receive, server.send)
+    assert server.status == 504
+    outcomes = app.state.service.sessions.statistics().outcomes
+    assert (outcomes["failed"], outcomes["refused"]) == (1, 0)

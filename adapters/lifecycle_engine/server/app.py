@@ -19,7 +19,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
-from lifecycle import Gate, SessionEnded, SessionRegistry
+from lifecycle import Gate, SessionRegistry
 from lifecycle.events import Observer, combine_observers, guarded
 from lifecycle_asgi import (
     Admission,
@@ -54,9 +54,9 @@ from lifecycle_engine.server.admission import (
 )
 from lifecycle_engine.server.generate import (
     GenerateEndpoint,
+    end_refused,
     price_body,
     serve_admitted,
-    session_of,
 )
 from lifecycle_engine.server.remote_images import HttpsGet, RemoteImages
 from lifecycle_engine.server.service import Deadlines, Engine, Service
@@ -421,15 +421,10 @@ def _format_of(path: str) -> ApiFormat:
 def _not_admitted(
     scope: Any, refusal: Refusal | Unauthorised
 ) -> tuple[int, list[tuple[bytes, bytes]], bytes]:
-    """End the session of a request that is refused: nobody can cancel it any more.
-
-    Raises:
-        SessionEnded: Another task did before; that is what the client is told.
-    """
-    session = session_of(scope)
-    if session is not None and not session.close("refused"):
-        raise SessionEnded("ended before it was refused", outcome=str(session.outcome))
-    return _refusal(scope, refusal)
+    """End the session of a request that is refused; what it is answered."""
+    answer = _refusal(scope, refusal)
+    end_refused(scope, answer[0])
+    return answer
 
 
 def _refusal(

@@ -15,6 +15,7 @@ import anyio.to_thread
 from lifecycle import Lease, Payload, Session, SessionEnded, Stream
 from lifecycle_asgi import MemoryEstimate, RequestScope, request_of
 from lifecycle_asgi.admission import AdmittedRequest, admitted_request
+from lifecycle_asgi.events import request_outcome
 from lifecycle_engine.api.base import (
     Answer,
     ApiFormat,
@@ -104,10 +105,25 @@ async def serve_admitted(scope: Any, receive: Any, _: Any) -> None:
     await call.endpoint.serve(scope, receive)
 
 
-def session_of(scope: Any) -> Session | None:
-    """Return the session of a generating request, while it is served."""
+def end_refused(scope: Any, status: int) -> None:
+    """End a generating request that `Admission` is about to refuse.
+
+    Nobody can cancel it any more, and it holds nothing while its client reads.
+
+    Args:
+        scope: The ASGI scope.
+        status: Of the response.
+
+    Raises:
+        SessionEnded: Another task has ended it; that is what its client is told.
+    """
     call: _Call | None = scope.get(_CALL)
-    return None if call is None else call.session
+    if call is None:
+        return
+    session, outcome = call.session, request_outcome(status, None, client_gone=False)
+    if not session.close(outcome):
+        raise SessionEnded("ended before it was refused", outcome=str(session.outcome))
+    call.leases.close()
 
 
 class GenerateEndpoint:

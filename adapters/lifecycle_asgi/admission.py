@@ -242,6 +242,18 @@ class Admission:
         if self._slots is not None:
             self._slots.check(self._client(scope))
 
+    async def refuse(
+        self, scope: Scope, receive: Receive, send: Send, error: ApiError
+    ) -> None:
+        """Refuse a request for a reason that only its server knows.
+
+        Instead of a call of this object. The rest of the body is dropped, as in those.
+
+        Cancellation:
+            The answer may be cut off.
+        """
+        await self._refuse(scope, RequestBody(receive), send, error)
+
     def close(self) -> None:
         """Refuse what waits or arrives, and bodies that are incomplete. Idempotent.
 

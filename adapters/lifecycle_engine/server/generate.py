@@ -156,6 +156,7 @@ class GenerateEndpoint:
         service, request = self._service, request_of(scope)
         writer, fields = ResponseWriter(send, self._api), Fields()
         client = service.client(scope)
+        call: _Call | None = None
         try:
             writer.request_id = request_id(scope)
             with (
@@ -186,7 +187,10 @@ class GenerateEndpoint:
             return
         # Outside of the handler: the exception holds the frames it came through, and
         # the client may read slowly.
-        await writer.error(problem)
+        if call is None:  # its body has yet to arrive
+            await service.admission.refuse(scope, receive, send, problem)
+        else:
+            await writer.error(problem)
 
     async def price(self, scope: Any, body: bytes) -> MemoryEstimate | None:
         """Parse a body; return what its images need until the engine has them.

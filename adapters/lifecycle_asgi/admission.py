@@ -15,7 +15,7 @@ from typing import Any, Final, TypeAlias
 
 import anyio
 
-from lifecycle import CostTooLarge, Gate, GateStatistics, Lease
+from lifecycle import CostTooLarge, Gate, GateFull, GateStatistics, Lease
 from lifecycle.events import Observer
 from lifecycle_asgi._types import App, Message, Receive, Scope, Send
 from lifecycle_asgi.admission_settings import AdmissionSettings
@@ -390,7 +390,7 @@ class Admission:
         with self._closable(reader):
             try:
                 return await reader.read()
-            except (BodyTooLarge, BodyTooSlow):
+            except (BodyTooLarge, BodyTooSlow, GateFull):
                 if self._shadow is None:
                     raise
             # The application reads the rest, as if nothing stood before it.
@@ -435,7 +435,7 @@ class AdmittedRequest:
         body: The body, until the application has it.
         estimate: Of its media.
         lease: The bytes that it holds until hand-off.
-        partial: The body is one that is too large or too slow, or its beginning.
+        partial: The body is one that would be refused, or its beginning.
         slot: The slot that it holds until its end, where slots are limited.
         rest: What the server has yet to receive.
     """

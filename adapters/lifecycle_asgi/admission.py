@@ -344,12 +344,15 @@ class Admission:
         if not request.partial:
             request.estimate = await self._estimate(scope, request.body)
         has_media = request.estimate.total > 0
+        left = len(request.body)
         lane = self._small
-        if has_media or length > self._max_small_body:
+        if has_media:
+            lane, length = self._requests, left  # the estimate counts what was dropped
+        elif left < length:  # *price* has parsed it, and it waits behind no media
+            lane = arrival
+        elif length > self._max_small_body:
             lane = self._requests
         if lane is not arrival:
-            if has_media:  # counted by the estimate where *price* dropped the body
-                length = len(request.body)
             needed = self._needed(length, request.estimate) or 1  # an empty body
             with state.phase("queue"):
                 lease = await lane.admit(
@@ -496,7 +499,10 @@ class AdmittedRequest:
         self._correction.learn(self.estimate, tensor_bytes)
 
     def drop_body(self) -> None:
-        """Free the body: the application gets an empty one."""
+        """Free the body: the application gets an empty one.
+
+        Without media, the request keeps what it was admitted with until hand-off.
+        """
         self.body = b""
 
     def take_lease(self) -> Lease | None:

@@ -172,6 +172,19 @@ async def test_counts_and_serves_all_in_shadow() -> None:
     assert 'lifecycle_gate_over_limit_total{gate="admission-bodies"} 1.0' in told
 
 
+@pytest.mark.parametrize("size", [10, 100_000])
+async def test_text_waits_behind_no_pictures(size: int) -> None:
+    """However long it is: what it needs is not theirs."""
+    payloads = Gate(bytes=10**6, name="payloads")
+    fields = {"model": "sim", "messages": user("x"), "max_tokens": 1}
+    fields["padding"] = "x" * size
+    async with asyncio.timeout(120), running(gate=payloads) as server:
+        with payloads.try_admit(bytes=10**6):
+            answer = await answer_to(server.port, json.dumps(fields).encode())
+            assert answer[0] == 200
+        await server.quiet()
+
+
 async def test_says_no_to_an_id_in_use_before_the_body_is_sent() -> None:
     """The client can send all of it, and then reads why."""
     fields = {"model": "sim", "messages": user("x"), "max_tokens": 2000}

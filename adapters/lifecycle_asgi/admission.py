@@ -15,7 +15,7 @@ from typing import Any, Final, TypeAlias
 
 import anyio
 
-from lifecycle import CostTooLarge, Gate, GateStatistics, Lease
+from lifecycle import CostTooLarge, Gate, GateFull, GateStatistics, Lease
 from lifecycle.events import Observer
 from lifecycle_asgi._types import App, Message, Receive, Scope, Send
 from lifecycle_asgi.admission_settings import AdmissionSettings
@@ -242,6 +242,18 @@ class Admission:
         if self._slots is not None:
             self._slots.check(self._client(scope))
 
+    async def refuse(
+        self, scope: Scope, receive: Receive, send: Send, error: ApiError
+    ) -> None:
+        """Refuse a request for a reason that only its server knows.
+
+        Instead of a call of this object. The rest of the body is dropped, as in those.
+
+        Cancellation:
+            The answer may be cut off.
+        """
+        await self._refuse(scope, RequestBody(receive), send, error)
+
     def close(self) -> None:
         """Refuse what waits or arrives, and bodies that are incomplete. Idempotent.
 
@@ -332,12 +344,15 @@ class Admission:
         if not request.partial:
             request.estimate = await self._estimate(scope, request.body)
         has_media = request.estimate.total > 0
+        left = len(request.body)
         lane = self._small
-        if has_media or length > self._max_small_body:
+        if has_media:
+            lane, length = self._requests, left  # the estimate counts what was dropped
+        elif left < length:  # *price* has parsed it, and it waits behind no media
+            lane = arrival
+        elif length > self._max_small_body:
             lane = self._requests
         if lane is not arrival:
-            if has_media:  # counted by the estimate where *price* dropped the body
-                length = len(request.body)
             needed = self._needed(length, request.estimate) or 1  # an empty body
             with state.phase("queue"):
                 lease = await lane.admit(
@@ -378,7 +393,7 @@ class Admission:
         with self._closable(reader):
             try:
                 return await reader.read()
-            except (BodyTooLarge, BodyTooSlow):
+            except (BodyTooLarge, BodyTooSlow, GateFull):
                 if self._shadow is None:
                     raise
             # The application reads the rest, as if nothing stood before it.
@@ -423,7 +438,7 @@ class AdmittedRequest:
         body: The body, until the application has it.
         estimate: Of its media.
         lease: The bytes that it holds until hand-off.
-        partial: The body is one that is too large or too slow, or its beginning.
+        partial: The body is one that would be refused, or its beginning.
         slot: The slot that it holds until its end, where slots are limited.
         rest: What the server has yet to receive.
     """
@@ -484,7 +499,10 @@ class AdmittedRequest:
         self._correction.learn(self.estimate, tensor_bytes)
 
     def drop_body(self) -> None:
-        """Free the body: the application gets an empty one."""
+        """Free the body: the application gets an empty one.
+
+        Without media, the request keeps what it was admitted with until hand-off.
+        """
         self.body = b""
 
     def take_lease(self) -> Lease | None:

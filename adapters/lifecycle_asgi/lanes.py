@@ -112,9 +112,10 @@ class Lane:
     def grow(self, lease: Lease, nbytes: int) -> bool:
         """Charge *lease* with *nbytes*, unless that takes more than the capacity."""
         now = self.gate.statistics()
-        free = (now.bytes or 0) - now.bytes_in_use
-        if nbytes - lease.bytes > free and not self._shadow:
-            return False
+        if now.bytes is not None:
+            free = now.bytes - now.bytes_in_use
+            if nbytes - lease.bytes > free:
+                return False
         lease.settle(bytes=nbytes)
         return True
 

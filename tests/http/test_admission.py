@@ -10,7 +10,7 @@ from typing import Any
 import anthropic
 import openai
 import pytest
-from http_kit import GatedProcessor, answer_to, encoded, running, user
+from http_kit import GatedProcessor, answer_to, encoded, post, running, user
 
 from lifecycle import Gate
 from lifecycle_asgi import ClientIdentity, ClientLimit
@@ -192,6 +192,37 @@ async def test_counts_and_serves_all_in_shadow() -> None:
     told = metrics.text().decode()
     assert 'lifecycle_gate_over_limit_total{gate="in_flight"} 1.0' in told
     assert 'lifecycle_gate_over_limit_total{gate="admission-bodies"} 1.0' in told
+
+
+@pytest.mark.parametrize("size", [10, 100_000])
+async def test_text_waits_behind_no_pictures(size: int) -> None:
+    """However long it is: what it needs is not theirs."""
+    payloads = Gate(bytes=10**6, name="payloads")
+    fields = {"model": "sim", "messages": user("x"), "max_tokens": 1}
+    fields["padding"] = "x" * size
+    async with asyncio.timeout(120), running(gate=payloads) as server:
+        with payloads.try_admit(bytes=10**6):
+            answer = await answer_to(server.port, json.dumps(fields).encode())
+            assert answer[0] == 200
+        await server.quiet()
+
+
+async def test_says_no_to_an_id_in_use_before_the_body_is_sent() -> None:
+    """The client can send all of it, and then reads why."""
+    fields = {"model": "sim", "messages": user("x"), "max_tokens": 2000}
+    first = json.dumps({**fields, "ignore_eos": True, "stream": True}).encode()
+    second = json.dumps({**fields, "padding": "x" * 20_000_000}).encode()
+    mine = b"x-request-id: mine"
+    async with (
+        asyncio.timeout(120),
+        running("--sim-decode-step=0.05") as server,
+    ):
+        reader, writer = await post(server.port, first, mine)
+        await reader.readline()
+        status, _, document = await answer_to(server.port, second, mine)
+        assert (status, document["error"]["code"]) == (409, "session_busy")
+        writer.close()
+        await server.quiet()
 
 
 @pytest.mark.parametrize("path", ASKS)

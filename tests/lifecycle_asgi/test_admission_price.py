@@ -220,3 +220,14 @@ async def test_checks_a_request_by_its_head() -> None:
             await anyio.wait_all_tasks_blocked()
             with pytest.raises(GateFull):
                 admission.check(head_of(BODY, "10.0.0.2"))
+
+
+async def test_bodies_wait_for_no_bytes_at_a_gate_without_any() -> None:
+    """A gate of yours that counts requests alone limits no bytes."""
+    gates = {"bodies": Gate(slots=2, name="mine"), "small": Gate(slots=2, name="own")}
+    app = Application()
+    admission = admission_of(app, gates=gates, max_waiting=0)
+    server = ScriptedServer(b"x" * 100_000, b"y" * 100_000)
+    with gates["bodies"].try_admit(bytes=1), anyio.fail_after(60):
+        await admission(http_scope(), server.receive, server.send)
+    assert server.status == 200

@@ -92,6 +92,18 @@ async def test_passes_on_a_body_that_is_too_large(
     assert sum(over_limit(admission).values()) == 1
 
 
+async def test_passes_on_a_body_that_finds_no_room() -> None:
+    """Whole, also without a length, and it is counted once however long it is."""
+    chunks = [bytes([letter]) * 2000 for letter in b"abcdef"]
+    admission = shadow(echo, bytes=16000)
+    server = ScriptedServer(*chunks)
+    bodies = admission.gates[1]
+    with bodies.try_admit(bytes=1500), anyio.fail_after(120):
+        await admission(http_scope(), server.receive, server.send)
+    assert (server.status, server.body) == (200, b"".join(chunks))
+    assert over_limit(admission)["bodies"] == 1
+
+
 async def test_passes_on_a_body_that_is_slow() -> None:
     """The application waits for the rest of it as long as the server does."""
     began = anyio.Event()

@@ -54,8 +54,9 @@ from lifecycle_engine.server.admission import (
 )
 from lifecycle_engine.server.generate import (
     GenerateEndpoint,
-    GenerateEndpoints,
-    session_of,
+    end_refused,
+    price_body,
+    serve_admitted,
 )
 from lifecycle_engine.server.remote_images import HttpsGet, RemoteImages
 from lifecycle_engine.server.service import Deadlines, Engine, Service
@@ -199,7 +200,6 @@ def create_app(
         The application; ``app.state.service`` is its `Service`.
     """
     settings = settings or AppSettings()
-    endpoints = GenerateEndpoints()
     in_flight = in_flight or Gate(slots=None, name="in_flight")
     gates = {"requests": gate, "slots": in_flight}
     service = _service(
@@ -207,12 +207,11 @@ def create_app(
         processor,
         gate=gate,
         in_flight=in_flight,
-        admission=_admission(endpoints, settings, gates, observer),
+        admission=_admission(settings, gates, observer),
         settings=settings,
         observer=observer,
     )
-    for path, api in _FORMATS.items():
-        endpoints[path] = GenerateEndpoint(service, api)
+    endpoints = {path: GenerateEndpoint(service, api) for path, api in _FORMATS.items()}
     monitor = EngineMonitor(service, observer, every=settings.measured_every)
     live = LiveRequests(service.gates, settings.client)
     app = Starlette(
@@ -322,16 +321,15 @@ def _live_view(
 
 
 def _admission(
-    endpoints: GenerateEndpoints,
     settings: AppSettings,
     gates: Mapping[str, Gate],
     observer: Observer | None,
 ) -> Admission:
     """Return what reads and admits generating requests."""
     return Admission(
-        endpoints,
+        serve_admitted,
         client=settings.client,
-        price=endpoints.price,
+        price=price_body,
         answer=_not_admitted,
         gates=gates,
         observer=observer,
@@ -423,11 +421,10 @@ def _format_of(path: str) -> ApiFormat:
 def _not_admitted(
     scope: Any, refusal: Refusal | Unauthorised
 ) -> tuple[int, list[tuple[bytes, bytes]], bytes]:
-    """End the session of a request that is refused: nobody can cancel it any more."""
-    session = session_of(scope)
-    if session is not None:
-        session.close("refused")
-    return _refusal(scope, refusal)
+    """End the session of a request that is refused; what it is answered."""
+    answer = _refusal(scope, refusal)
+    end_refused(scope, answer[0])
+    return answer
 
 
 def _refusal(

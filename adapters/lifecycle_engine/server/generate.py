@@ -15,6 +15,7 @@ import anyio.to_thread
 from lifecycle import Lease, Payload, Session, SessionEnded, Stream
 from lifecycle_asgi import MemoryEstimate, RequestScope, request_of
 from lifecycle_asgi.admission import AdmittedRequest, admitted_request
+from lifecycle_asgi.events import request_outcome
 from lifecycle_engine.api.base import (
     Answer,
     ApiFormat,
@@ -53,6 +54,7 @@ class _Call:
     """One request while it is served.
 
     Attributes:
+        endpoint: What it was sent to.
         request: Its phases and counters, for events.
         writer: Writes its response.
         session: From its head on.
@@ -65,6 +67,7 @@ class _Call:
         box: Its chat, until it is preprocessed.
     """
 
+    endpoint: GenerateEndpoint
     request: RequestScope
     writer: ResponseWriter
     session: Session
@@ -77,35 +80,50 @@ class _Call:
     box: Payload[Chat] = field(init=False)
 
 
-class GenerateEndpoints(dict[str, "GenerateEndpoint"]):
-    """The endpoints by their paths, as `Admission` calls them."""
+async def price_body(scope: Any, body: bytes) -> MemoryEstimate | None:
+    """Parse the body of a generating request, as `Admission` asks for its price.
 
-    async def price(self, scope: Any, body: bytes) -> MemoryEstimate | None:
-        """Parse a body; return what its images need until the engine has them.
+    Raises:
+        ApiError: As from `GenerateEndpoint.price`.
 
-        Raises:
-            ApiError: As from `RequestParser.read` and `RemoteImages.fetch`.
-
-        Cancellation:
-            As for those.
-        """
-        pricing = self[scope["path"]].price(scope, body)
-        del body
-        return await pricing
-
-    async def __call__(self, scope: Any, receive: Any, _: Any) -> None:
-        """Answer one request that was admitted.
-
-        Cancellation:
-            As for `GenerateEndpoint`.
-        """
-        await self[scope["path"]].serve(scope, receive)
+    Cancellation:
+        As for that.
+    """
+    call: _Call = scope[_CALL]
+    pricing = call.endpoint.price(scope, body)
+    del body
+    return await pricing
 
 
-def session_of(scope: Any) -> Session | None:
-    """Return the session of a generating request, while it is served."""
+async def serve_admitted(scope: Any, receive: Any, _: Any) -> None:
+    """Answer a generating request, as `Admission` calls its application.
+
+    Cancellation:
+        As for `GenerateEndpoint`.
+    """
+    call: _Call = scope[_CALL]
+    await call.endpoint.serve(scope, receive)
+
+
+def end_refused(scope: Any, status: int) -> None:
+    """End a generating request that `Admission` is about to refuse.
+
+    Nobody can cancel it any more, and it holds nothing while its client reads.
+
+    Args:
+        scope: The ASGI scope.
+        status: Of the response.
+
+    Raises:
+        SessionEnded: Another task has ended it; that is what its client is told.
+    """
     call: _Call | None = scope.get(_CALL)
-    return None if call is None else call.session
+    if call is None:
+        return
+    session, outcome = call.session, request_outcome(status, None, client_gone=False)
+    if not session.close(outcome):
+        raise SessionEnded("ended before it was refused", outcome=str(session.outcome))
+    call.leases.close()
 
 
 class GenerateEndpoint:
@@ -138,6 +156,7 @@ class GenerateEndpoint:
         service, request = self._service, request_of(scope)
         writer, fields = ResponseWriter(send, self._api), Fields()
         client = service.client(scope)
+        call: _Call | None = None
         try:
             writer.request_id = request_id(scope)
             with (
@@ -146,7 +165,7 @@ class GenerateEndpoint:
             ):
                 service.owners[session] = client
                 request.attach(session)
-                call = _Call(request, writer, session, client, leases)
+                call = _Call(self, request, writer, session, client, leases)
                 scope[_CALL] = call
                 try:
                     await service.admission(scope, receive, send)
@@ -168,7 +187,10 @@ class GenerateEndpoint:
             return
         # Outside of the handler: the exception holds the frames it came through, and
         # the client may read slowly.
-        await writer.error(problem)
+        if call is None:  # its body has yet to arrive
+            await service.admission.refuse(scope, receive, send, problem)
+        else:
+            await writer.error(problem)
 
     async def price(self, scope: Any, body: bytes) -> MemoryEstimate | None:
         """Parse a body; return what its images need until the engine has them.
@@ -218,7 +240,13 @@ class GenerateEndpoint:
         call: _Call = scope[_CALL]
         call.admitted = True
         if not call.read:  # `Admission` asks no price for none, or a part of it
-            await self._read_body(call, await _whole_body(receive))
+            body = await _whole_body(receive)
+            if body is None:
+                call.session.close("client_gone")
+                return
+            reading = self._read_body(call, body)
+            del body
+            await reading
         try:
             streams = await self._start(call, admitted_request(scope))
             call.request.release_body()
@@ -368,10 +396,13 @@ class GenerateEndpoint:
             await answer.finished(index, text.finish_reason, text.stop)
 
 
-async def _whole_body(receive: Any) -> bytes:
+async def _whole_body(receive: Any) -> bytes | None:
+    """Return a body, or ``None`` if the client left before it was complete."""
     chunks, more = [], True
     while more:
         message = await receive()
+        if message["type"] == "http.disconnect":
+            return None
         chunks.append(message.get("body", b""))
         more = message.get("more_body", False)
     return b"".join(chunks)

@@ -374,7 +374,7 @@ class RemoteImages:
         if len(remote) > limits.files:
             message = f"{len(remote)} images by URL; the limit is {limits.files}"
             raise ApiError(400, message, code="too_many_images", param=remote[0].param)
-        # Bounded: the request holds a slot in flight meanwhile.
+        # Bounded: the request holds the bytes of its body meanwhile.
         size = limits.file_bytes * len(remote)
         lease = await self.gate.admit(bytes=size, max_wait=limits.seconds)
         leases.enter_context(lease)

@@ -337,15 +337,24 @@ class LossProbe:
         self._unanswered = 0
         # Rounds until the next PING to a busy engine.
         self._rounds = 0
+        self._stopped = False
 
     async def run(self) -> None:
-        """Send a PING whenever a direction was quiet for a while, forever.
+        """Send a PING whenever a direction was quiet for a while, until `stop`.
 
         Cancellation: at any time.
         """
-        while True:
+        while not self._stopped:
             await anyio.sleep(_PING_SECONDS)
             self._probe()
+
+    def stop(self) -> None:
+        """Ask no more: nothing can be lost now.
+
+        No cancellation, which on trio keeps the frames of its caller for a while, and
+        with them the payload that was not sent.
+        """
+        self._stopped = True
 
     def _probe(self) -> None:
         sender, table = self._sender, self._table
@@ -354,6 +363,7 @@ class LossProbe:
             self._confirmed, self._unanswered, self._rounds = table.confirmed, 0, 0
         quiet = sender.sent == self._sent or table.received == self._received
         awaits = table.waits or table.confirmed != sender.sent - 1
+        awaits = awaits and not self._stopped
         self._rounds -= 1
         # Without a first message, there is no connection yet.
         if sender.sent and quiet and awaits and self._rounds <= 0:
@@ -385,6 +395,7 @@ class EngineClient:
     """
 
     _sender: Sender
+    _probe: LossProbe
     _scopes: tuple[anyio.CancelScope, ...]
     _settled: anyio.Event
     _gone: anyio.Event
@@ -427,8 +438,8 @@ class EngineClient:
         self._sender = Sender(self._link, self._incarnation, self.mark_failed)
         self._tasks = anyio.create_task_group()
         await self._tasks.__aenter__()
-        probe = LossProbe(self._sender, self._table)
-        runs = self._sender.receive, self._sender.run, probe.run
+        self._probe = LossProbe(self._sender, self._table)
+        runs = self._sender.receive, self._sender.run, self._probe.run
         for scope, run in zip(self._scopes, runs, strict=True):
             self._tasks.start_soon(self._guard, scope, run)
         return self
@@ -585,7 +596,7 @@ class EngineClient:
         self._lost = reason
         self._lost_detail = f" ({detail})" if detail else ""
         self._table.mark_failed(self._lost_error)
-        self._scopes[-1].cancel()  # nothing can be lost any more
+        self._probe.stop()
         self._settled.set()
         self._gone.set()
 

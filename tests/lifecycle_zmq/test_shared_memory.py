@@ -619,7 +619,7 @@ def test_copy_that_there_is_no_memory_for_is_refused_and_the_link_lives(
 
     with full(link) as sent:
         monkeypatch.setattr(parcels, "SUPPORTED", False)
-        monkeypatch.setattr(frame_writer, "bytes", fail, raising=False)
+        monkeypatch.setattr(frame_writer, "_after", fail)
         with pytest.raises(EncodeError) as caught:
             link.send([b"head", bytes(MIB)])
         assert caught.value.code == "no_memory"

@@ -79,7 +79,14 @@ LAYERS: dict[str, tuple[str, ...]] = {
     "lifecycle_zmq": (
         *("exceptions", "shared_memory", "codec", "protocol", "transport"),
         *("backend", "tensor_copy", "process", "heartbeat", "client_streams"),
-        *("client", "flow_control", "server", "generator_backend", "supervisor"),
+        *(
+            "loss_probe",
+            "client",
+            "flow_control",
+            "server",
+            "generator_backend",
+            "supervisor",
+        ),
         *("engine", "thread_engine"),
     ),
     "lifecycle_ray": ("placement", "replica", "router", "engine"),

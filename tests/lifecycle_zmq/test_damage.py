@@ -13,7 +13,7 @@ import pytest
 from zmq_wire import Kind
 
 from lifecycle import EngineLost
-from lifecycle_zmq import EngineClient, ProtocolError, client as clients
+from lifecycle_zmq import EngineClient, ProtocolError, loss_probe
 from lifecycle_zmq.client_streams import StreamTable
 from lifecycle_zmq.shared_memory import memfd
 from lifecycle_zmq.transport import framing as frames
@@ -171,7 +171,7 @@ def probe() -> Iterator[Any]:
     """A probe, what it asks, and a round of it."""
     table = StreamTable(7)
     sender: Any = FakeSender(table)
-    it = clients.LossProbe(sender, table)
+    it = loss_probe.LossProbe(sender, table)
     return SimpleNamespace(table=table, sender=sender, round=it._probe)
 
 
@@ -209,7 +209,7 @@ async def test_client_that_has_lost_its_engine_asks_no_more(
     fake_engine: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Nobody waits for an answer."""
-    monkeypatch.setattr(clients, "_PING_SECONDS", 0.001)
+    monkeypatch.setattr(loss_probe, "_PING_SECONDS", 0.001)
     async with EngineClient(fake_engine.endpoint, incarnation=7) as client:
         await fake_engine.greet()
         with anyio.fail_after(20):
@@ -229,7 +229,7 @@ async def test_client_that_finds_damage_leaves_with_the_next_number(
     fake_engine: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The engine believes it: it is the message that comes next. None follows it."""
-    monkeypatch.setattr(clients, "_PING_SECONDS", math.inf)
+    monkeypatch.setattr(loss_probe, "_PING_SECONDS", math.inf)
     async with EngineClient(fake_engine.endpoint, incarnation=7) as client:
         await fake_engine.greet()
         with anyio.fail_after(20):

@@ -321,15 +321,10 @@ class Correction:
         self._ceiling = ceiling
         self._ratios: dict[int, float] = {}
 
-    def bytes(self, estimate: MemoryEstimate, choices: int = 1) -> int:
-        """Return the bytes to admit.
-
-        Args:
-            estimate: Estimate from the headers of the images.
-            choices: Number of answers, each with its own tensors.
-        """
+    def bytes(self, estimate: MemoryEstimate) -> int:
+        """Return the bytes to admit, for an estimate from the headers of the images."""
         ratio = self._ratios.get(_size_class(estimate), 1.0)
-        return estimate.work + choices * math.ceil(estimate.tensors * ratio)
+        return estimate.work + math.ceil(estimate.tensors * ratio)
 
     def learn(self, estimate: MemoryEstimate, tensors: int) -> None:
         """Record that the tensors of an estimate had *tensors* bytes."""

@@ -48,15 +48,7 @@ if TYPE_CHECKING:
     from lifecycle_engine.model.transformers_runner import TransformersRunner
     from lifecycle_engine.multimodal.limits import (
         MediaLimits,
-        estimate_bytes,
         read_image_size,
-    )
-    from lifecycle_engine.multimodal.size_estimate import (
-        Correction,
-        ImageSize,
-        MemoryEstimate,
-        estimate,
-        estimate_memory,
     )
     from lifecycle_engine.processing.chat_processor import ChatProcessor
     from lifecycle_engine.processing.processor import (
@@ -96,7 +88,6 @@ __all__ = (
     "CheckpointError",
     "ConfigError",
     "ConnectionLimits",
-    "Correction",
     "Deadlines",
     "Detokenizer",
     "DeviceLost",
@@ -108,9 +99,7 @@ __all__ = (
     "FetchLimits",
     "HttpConfig",
     "HttpsGet",
-    "ImageSize",
     "MediaLimits",
-    "MemoryEstimate",
     "Message",
     "ModelConfig",
     "Prepared",
@@ -130,9 +119,6 @@ __all__ = (
     "TransformersRunner",
     "create_app",
     "defaults_of",
-    "estimate",
-    "estimate_bytes",
-    "estimate_memory",
     "http_protocol",
     "in_arena",
     "load_config",
@@ -166,14 +152,7 @@ _MODULES = {
     "events": ("EngineMeasured",),
     "factory": ("CheckpointError", "make_app"),
     "model.transformers_runner": ("TransformersRunner",),
-    "multimodal.limits": ("MediaLimits", "estimate_bytes", "read_image_size"),
-    "multimodal.size_estimate": (
-        "Correction",
-        "ImageSize",
-        "MemoryEstimate",
-        "estimate",
-        "estimate_memory",
-    ),
+    "multimodal.limits": ("MediaLimits", "read_image_size"),
     "processing.chat_processor": ("ChatProcessor",),
     "processing.processor": (
         "Chat",

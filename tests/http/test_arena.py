@@ -25,10 +25,10 @@ from http_kit import (
 )
 
 from lifecycle import Gate
+from lifecycle_asgi import estimate_memory
 from lifecycle_engine import (
     MediaLimits,
     SimProcessor,
-    estimate_bytes,
     in_arena,
     read_image_size,
 )
@@ -38,7 +38,7 @@ pytestmark = pytest.mark.asyncio
 # Its tensor takes whole pages: the arena counts those, the gate bytes.
 IMAGE = png(256, 256)
 TENSOR = 256 * 256 * 24
-CHARGE = estimate_bytes([read_image_size(IMAGE, MediaLimits(), param="")])
+CHARGE = estimate_memory([read_image_size(IMAGE, MediaLimits(), param="")]).total
 # Room for one that is being made beside one that was, or for two that were.
 SIZE = 3 * TENSOR
 # Prefill of an image takes a fifth of a second, so that the engine is what is slow.

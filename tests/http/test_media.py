@@ -13,13 +13,12 @@ import pytest
 from http_kit import data_url, encoded, png, png_chunk
 from hypothesis import given, settings, strategies as st
 
+from lifecycle_asgi import ImageSize, estimate_memory
 from lifecycle_engine import (
     ApiError,
     ChatDefaults,
-    ImageSize,
     MediaLimits,
     RequestParser,
-    estimate_bytes,
     read_image_size,
 )
 
@@ -49,8 +48,11 @@ def test_counts_every_frame(kind: str) -> None:
 
 def test_estimates_files_pixels_and_tensors() -> None:
     """The estimate is the file, 15 bytes of work and 24 of tensor a pixel."""
-    assert estimate_bytes([]) == 0
-    assert estimate_bytes([ImageSize(100, 10, 1), ImageSize(7, 2, 2)]) == 107 + 12 * 39
+    assert estimate_memory([]).total == 0
+    assert (
+        estimate_memory([ImageSize(100, 10, 1), ImageSize(7, 2, 2)]).total
+        == 107 + 12 * 39
+    )
 
 
 def test_decodes_nothing_to_measure() -> None:
@@ -156,7 +158,7 @@ def test_turns_request_into_chat() -> None:
     ask |= {"max_tokens": 9, "temperature": 0, "seed": 5, "ignore_eos": True}
     incoming = INTAKE.parse(json.dumps(ask).encode())
     assert incoming.images == 1
-    assert incoming.payload_bytes == len(image) + 32 * 24 * 39
+    assert incoming.estimate.total == len(image) + 32 * 24 * 39
     assert incoming.chat.nbytes == len(image)
     assert "seen" not in repr(incoming)
     chat = incoming.chat.take()
@@ -177,4 +179,4 @@ def test_fills_in_defaults() -> None:
     chat = incoming.chat.take()
     assert (chat.max_tokens, chat.temperature, chat.seed) == (256, 1.0, None)
     assert not incoming.stream
-    assert incoming.payload_bytes == 0
+    assert incoming.estimate.total == 0

@@ -25,11 +25,11 @@ from http_kit import (
 )
 
 from lifecycle import Gate
+from lifecycle_asgi import estimate_memory
 from lifecycle_engine import (
     AppSettings,
     Deadlines,
     MediaLimits,
-    estimate_bytes,
     read_image_size,
 )
 
@@ -45,7 +45,7 @@ def body(*content: str | bytes, **fields: Any) -> bytes:
 
 def weight(image: bytes) -> int:
     """What the gate is charged for *image*."""
-    return estimate_bytes([read_image_size(image, MediaLimits(), param="here")])
+    return estimate_memory([read_image_size(image, MediaLimits(), param="here")]).total
 
 
 async def test_charges_decoded_weight_before_decoding() -> None:

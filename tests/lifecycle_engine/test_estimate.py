@@ -10,9 +10,9 @@ import pytest
 from hypothesis import given, settings, strategies as st
 from PIL import Image
 
-from lifecycle_engine import MediaLimits, MemoryEstimate, estimate
+from lifecycle_asgi import MediaProfile, MemoryEstimate, estimate
 
-LIMITS = MediaLimits(image_pixels=10_000)
+LIMITS = MediaProfile(image_pixels=10_000, assumed_pixels=10_000)
 CAP = 10_000
 KINDS = ["PNG", "JPEG", "WEBP", "GIF", "BMP", "TIFF"]
 
@@ -80,7 +80,7 @@ def test_charges_what_it_cannot_read_the_most_there_may_be(part: Any) -> None:
 
 def test_charges_video_and_audio_by_their_limits() -> None:
     """What they say of themselves is not believed; what is declared is."""
-    limits = MediaLimits(video_frames=4, frame_pixels=100, audio_seconds=10)
+    limits = MediaProfile(video_frames=4, frame_pixels=100, audio_seconds=10)
     video = {"type": "video_url", "video_url": {"url": "https://example.org/x.mp4"}}
     weight = estimate(asking(video), limits)
     assert weight.tensors == 24 * 400

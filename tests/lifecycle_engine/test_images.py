@@ -16,7 +16,13 @@ from http_kit import encoded
 from hypothesis import HealthCheck, given, settings, strategies as st
 from PIL import Image
 
-from lifecycle_engine import ApiError, BadImage, ImageSize, MediaLimits, read_image_size
+from lifecycle_asgi import ImageSize
+from lifecycle_engine import (
+    ApiError,
+    BadImage,
+    MediaLimits,
+    read_image_size,
+)
 from lifecycle_engine.multimodal import decode as images
 from lifecycle_engine.multimodal.decode import structure_error
 from lifecycle_engine.multimodal.limits import check_total, decode_data_url

@@ -19,6 +19,7 @@ import numpy as np
 import pytest
 from PIL import Image
 
+from lifecycle_asgi import estimate_memory
 from lifecycle_engine import (
     BadChat,
     BadImage,
@@ -28,7 +29,6 @@ from lifecycle_engine import (
     Message,
     SimProcessor,
     SimRunner,
-    estimate_memory,
     read_image_size,
 )
 

@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 
 from PIL import Image, ImageDraw
 
-from lifecycle_engine import ImageSize, estimate_bytes
+from lifecycle_asgi import ImageSize, estimate_memory
 
 # name, width, height, format, how many of a hundred requests send it
 SIZES = (
@@ -47,7 +47,7 @@ class Picture:
     @property
     def payload(self) -> int:
         """Bytes that it takes from decoding to hand-off, as the gate counts them."""
-        return estimate_bytes([ImageSize(self.encoded, self.pixels, 1)])
+        return estimate_memory([ImageSize(self.encoded, self.pixels, 1)]).total
 
 
 def draw(

@@ -12,7 +12,13 @@ import anyio
 import anyio.to_thread
 
 from lifecycle import Payload
-from lifecycle_asgi import ClientIdentity, find_media
+from lifecycle_asgi import (
+    ClientIdentity,
+    ImageSize,
+    MemoryEstimate,
+    estimate_memory,
+    find_media,
+)
 from lifecycle_asgi.refusals import ApiError
 from lifecycle_engine.api.chat_request import (
     ANY_MODEL,
@@ -29,11 +35,6 @@ from lifecycle_engine.multimodal.limits import (
     check_total,
     decode_data_url,
     read_image_size,
-)
-from lifecycle_engine.multimodal.size_estimate import (
-    ImageSize,
-    MemoryEstimate,
-    estimate_memory,
 )
 from lifecycle_engine.processing.processor import Chat, ChatDefaults, Message
 
@@ -96,11 +97,6 @@ class ParsedRequest:
     image_sizes: tuple[ImageSize, ...] = ()
     remote: tuple[RemoteImage, ...] = ()
     fields: Fields = field(default_factory=Fields)
-
-    @property
-    def payload_bytes(self) -> int:
-        """Bytes that it will need until hand-off, with tensors for each choice."""
-        return self.estimate.work + self.choices * self.estimate.tensors
 
 
 class RequestParser:

@@ -10,7 +10,6 @@ from lifecycle_asgi import (
     ImageSize,
     ImageTooLarge,
     UnreadableImage,
-    estimate_memory,
     read_image_header,
 )
 from lifecycle_asgi.refusals import ApiError
@@ -30,9 +29,6 @@ class MediaLimits:
         images: Maximum number of images of a request.
         frames: Maximum number of frames of all images of a request together.
         min_side: Minimum pixels of the shorter side; models fail on thinner images.
-        video_frames: Frames assumed for a video; see `estimate`.
-        frame_pixels: Pixels assumed for each of them.
-        audio_seconds: Seconds assumed for a piece of audio.
     """
 
     image_pixels: int = 40_000_000
@@ -40,9 +36,6 @@ class MediaLimits:
     images: int = 64
     frames: int = 64
     min_side: int = 2
-    video_frames: int = 64
-    frame_pixels: int = 1_003_520
-    audio_seconds: int = 600
 
 
 def decode_data_url(url: str, *, param: str) -> bytes:
@@ -175,8 +168,3 @@ def check_total(sizes: Sequence[ImageSize], limits: MediaLimits, *, param: str) 
             f"The images have {pixels} pixels; the limit is {limits.request_pixels}"
         )
         raise _too_large(message, param)
-
-
-def estimate_bytes(sizes: Sequence[ImageSize]) -> int:
-    """Return the total of `estimate_memory`, for one choice."""
-    return estimate_memory(sizes).total

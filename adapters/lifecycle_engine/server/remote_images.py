@@ -22,6 +22,7 @@ import h11
 from anyio.abc import ByteStream
 
 from lifecycle import Gate, Payload, Session
+from lifecycle_asgi import ImageSize, estimate_memory
 from lifecycle_asgi.refusals import ApiError
 from lifecycle_engine.api.request_body import ParsedRequest, RemoteImage
 from lifecycle_engine.multimodal.limits import (
@@ -29,7 +30,6 @@ from lifecycle_engine.multimodal.limits import (
     check_total,
     read_image_size,
 )
-from lifecycle_engine.multimodal.size_estimate import ImageSize, estimate_memory
 from lifecycle_engine.processing.processor import Chat
 
 _PORT = 443

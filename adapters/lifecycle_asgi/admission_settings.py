@@ -49,7 +49,7 @@ class AdmissionSettings:
         api_keys: Keys that the server accepts, separated by commas in the environment.
             Requests that have a body and no such key are refused before the body is
             read. Empty: the keys of vLLM, if it is the server and has any.
-        shadow: Refuse nobody and keep nobody waiting, but count who would have been, in
+        shadow: Refuse and delay no request, but count those that would have been, in
             ``over_limit`` of each lane: to try limits out on live traffic. Keys are
             asked for all the same.
         guarded_prefixes: Beginnings of the paths that the keys of vLLM guard. Keys in

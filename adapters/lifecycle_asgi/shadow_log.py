@@ -15,7 +15,7 @@ _SECONDS_BETWEEN_SUMMARIES: Final = 60.0
 
 
 class ShadowLog:
-    """Says in the log that nobody is refused, and who would have been.
+    """Says in the log that no request is refused, and how many would have been.
 
     Args:
         lanes: The lanes.

@@ -51,7 +51,8 @@ class LossProbe:
     async def run(self) -> None:
         """Send a PING whenever a direction was quiet for a while, until `stop`.
 
-        Cancellation: at any time.
+        Cancellation:
+            At any time.
         """
         while not self._stopped:
             await anyio.sleep(_PING_SECONDS)

@@ -301,7 +301,7 @@ class EngineLoop:
     """Serves one backend to the clients of one transport, in one thread.
 
     A message that breaks the protocol, or is missing, ends the connection of its
-    client, which is told so. A client that is gone loses its streams at the first
+    client, which learns of it. A client that is gone loses its streams at the first
     message that cannot reach it.
 
     Args:
@@ -466,7 +466,7 @@ class EngineLoop:
     def _add_peer(self, address: bytes) -> Peer:
         peers = self._state.peers
         if len(peers) >= _MAX_PEERS:
-            # An idle client that comes back is told that its connection is over.
+            # An idle client that comes back hears that its connection is over.
             idle = next((it for it in peers.values() if not self._is_waiting(it)), None)
             if idle is None:
                 raise ProtocolError(f"more than {_MAX_PEERS} clients")
@@ -580,7 +580,7 @@ class EngineServer:
     """Serves one backend on one endpoint: one thread, one socket, one loop.
 
     A frame that breaks the protocol, or is missing, ends the connection of its client,
-    which is told so. A client that is gone loses its streams at the first message
+    which learns of it. A client that is gone loses its streams at the first message
     that cannot reach it.
 
     Args:

@@ -1,7 +1,7 @@
 """What a source does when it is closed is what it does when left alone.
 
-However it waits meanwhile, and whoever cancels its task: the notes that a source takes
-are compared with those of the same source that nobody disturbs.
+However it waits meanwhile, and whatever cancels its task: the notes that a source takes
+are compared with those of the same source that is left alone.
 """
 
 import asyncio
@@ -383,7 +383,7 @@ CANCELLERS: list[tuple[Callable[[Reader], Awaitable[None]], type | None, int]] =
 
 
 async def left_alone(make: Callable[..., Any], last: int = 1) -> Notes:
-    """What the source notes where nobody cancels its task."""
+    """What the source notes where its task is not cancelled."""
     alone = Reader(make, last)
     await alone.end()
     assert alone.counted == 0

@@ -189,9 +189,9 @@ async def test_counts_and_serves_all_in_shadow() -> None:
             status, _, _ = await answer_to(server.port, large.encode())
         assert status == 200
         await server.quiet()
-    told = metrics.text().decode()
-    assert 'lifecycle_gate_over_limit_total{gate="in_flight"} 1.0' in told
-    assert 'lifecycle_gate_over_limit_total{gate="admission-bodies"} 1.0' in told
+    shown = metrics.text().decode()
+    assert 'lifecycle_gate_over_limit_total{gate="in_flight"} 1.0' in shown
+    assert 'lifecycle_gate_over_limit_total{gate="admission-bodies"} 1.0' in shown
 
 
 @pytest.mark.parametrize("size", [10, 100_000])

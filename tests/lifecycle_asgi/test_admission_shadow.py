@@ -1,4 +1,4 @@
-"""Admission that only counts: nobody is refused, delayed or cut."""
+"""Admission that only counts: no request is refused, delayed or cut."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ async def test_lets_all_through_that_do_not_fit() -> None:
 
 
 async def test_lets_through_what_costs_too_much() -> None:
-    """A price above all there is delays nobody."""
+    """A price above all there is delays no request."""
     admission = shadow(echo, bytes=160, price=lambda *_: MemoryEstimate(work=10**6))
     assert (await ask(admission, b"x")).status == 200
     assert over_limit(admission)["requests"] == 1

@@ -135,7 +135,7 @@ class AppSettings:
         max_waiting: Maximum number of bodies that wait in each lane.
         max_wait: Maximum seconds that a body waits.
         order: In which order bodies are admitted: ``"fair"`` lets clients take turns.
-        shadow: Whether slots and bodies are only counted, and nobody is refused.
+        shadow: Whether slots and bodies are only counted, and no request is refused.
         text_chars: Maximum text of one request.
         media: Limits on images.
         defaults: Sampling defaults of requests.

@@ -108,14 +108,14 @@ async def serve_admitted(scope: Any, receive: Any, _: Any) -> None:
 def end_refused(scope: Any, status: int) -> None:
     """End a generating request that `Admission` is about to refuse.
 
-    Nobody can cancel it any more, and it holds nothing while its client reads.
+    No other task can cancel it any more, and it holds nothing while its client reads.
 
     Args:
         scope: The ASGI scope.
         status: Of the response.
 
     Raises:
-        SessionEnded: Another task has ended it; that is what its client is told.
+        SessionEnded: Another task has ended it, and its client gets that outcome.
     """
     call: _Call | None = scope.get(_CALL)
     if call is None:

@@ -19,13 +19,7 @@ import anyio
 from model_checker import Step
 
 from lifecycle import EngineLost, Session, SessionEnded, SessionRegistry
-from lifecycle_zmq import (
-    EngineClient,
-    EngineLoop,
-    Finish,
-    Output,
-    client as link_client,
-)
+from lifecycle_zmq import EngineClient, EngineLoop, Finish, Output, loss_probe
 
 PHASES = {"starting": 1, "started": 2, "closing": 3, "quiet": 4}
 # Iterations of the event loop after which nothing is left to run.
@@ -250,7 +244,7 @@ class LinkReplay:
 async def replay(steps: list[Step]) -> None:
     """Go through a trace, and compare after each change."""
     # The trace has no PING.
-    with mock.patch.object(link_client, "_PING_SECONDS", math.inf):
+    with mock.patch.object(loss_probe, "_PING_SECONDS", math.inf):
         await _replay(steps)
 
 

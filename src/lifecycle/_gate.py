@@ -28,6 +28,7 @@ from ._validation import (
     check_capacity,
     check_cost,
     check_deadline_or_none,
+    check_reserve,
 )
 from .events import (
     AdmissionCancelled,
@@ -213,6 +214,8 @@ class Gate(NoCopy):
             while its request does not fit, those next in order may overtake it
             until they have got as much as it asks for itself, those that are
             held for longer counting for more.
+        reserve: With ``order="fair"``, the part of the capacity, 0 to 1, that no key
+            alone can take while another one was there within the last minute.
         enforce: ``False`` admits every request at once, but counts those that would
             have been refused or kept waiting, to try limits out on live traffic.
         name: For events, errors and metrics.
@@ -239,6 +242,7 @@ class Gate(NoCopy):
         max_waiting: int | None = None,
         max_wait: float | None = None,
         order: Literal["fifo", "fair"] = "fifo",
+        reserve: float = 0.0,
         enforce: bool = True,
         name: str = "gate",
         observer: Observer | None = None,
@@ -246,6 +250,7 @@ class Gate(NoCopy):
     ) -> None:
         if order not in ("fifo", "fair"):
             raise ValueError(f"order must be 'fifo' or 'fair', not {order!r}")
+        check_reserve(reserve, order)
         limited = slots is not _UNCHANGED or bytes is not _UNCHANGED
         slots = None if slots is _UNCHANGED else slots
         bytes = None if bytes is _UNCHANGED else bytes  # noqa: A001
@@ -259,8 +264,9 @@ class Gate(NoCopy):
         limits = check_capacity("slots", slots), check_capacity("bytes", bytes)
         self._bytes_only = limits[0] == math.inf > limits[1]  # until it has warned
         self._has_warned = False
-        fair = order == "fair"
-        self._queue = FairQueue(*limits, self._clock) if fair else FifoQueue(*limits)
+        self._queue = FifoQueue(*limits)
+        if order == "fair":
+            self._queue = FairQueue(*limits, self._clock, reserve)
         self._drain_rate = DrainRate()
         self._refused = self._timed_out = self._lost = self._over_limit = 0
         # Why waiting requests were refused, until their tasks run again.

@@ -7,16 +7,20 @@ land halfway and no reader can see free capacity beside a ticket that fits.
 
 from __future__ import annotations
 
+import math
 from bisect import bisect_left, insort
 from collections import OrderedDict, deque
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
+from itertools import islice
 from typing import Any, Final, Protocol
 
 WAITING: Final = 0
 HELD: Final = 1
 DONE: Final = 2
 
+# How long a key that has been seen counts as company of the others.
+_COMPANY_SECONDS: Final = 60.0
 # How fast the expected hold time of a key follows the last one.
 _SMOOTHING: Final = 0.25
 # Below these many keys a sweep of idle ones is not worth its while.
@@ -226,6 +230,31 @@ class FifoQueue:
         return None
 
 
+class Company:
+    """Whether a key is alone, or another one has been seen within the last minute.
+
+    Of all keys, only the two that were seen last are remembered.
+    """
+
+    __slots__ = ("_last", "_other")
+
+    def __init__(self) -> None:
+        self._last: tuple[str | None, float] = (None, -math.inf)
+        self._other = -math.inf
+
+    def see(self, key: str | None, now: float) -> None:
+        """Note that *key* gets, or gives back, something *now*."""
+        last, at = self._last
+        if key != last:
+            self._other = at
+        self._last = key, now
+
+    def of(self, key: str | None, now: float) -> bool:
+        """Whether a key other than *key* has been seen."""
+        last, at = self._last
+        return now - (self._other if key == last else at) < _COMPANY_SECONDS
+
+
 @dataclass(slots=True, eq=False, repr=False)
 class SizeClass:
     """Waiting tickets of one key and about one size, first in, first out."""
@@ -243,6 +272,8 @@ class Flow:
     hold_s: float
     clock: float = 0.0
     live: int = 0  # tickets that wait or are held
+    slots: int = 0  # held, as the bytes
+    bytes: int = 0
     classes: dict[int, SizeClass] = field(default_factory=dict)
 
     def size_class(self, ticket: Ticket) -> SizeClass:
@@ -267,11 +298,23 @@ class FairQueue(FifoQueue):
     others may overtake it until they have been granted, together, as much as it
     asks for itself; those that are expected to be held for longer count for more.
     From then on the capacity is kept free for it.
+
+    While a key has company, it takes no more than the capacity without the *reserve*,
+    so that the others need not wait until something of it is released. A key that
+    holds nothing may take all: no ticket is too large for its share for ever.
     """
 
-    def __init__(self, slots: float, nbytes: float, clock: Callable[[], float]) -> None:
+    def __init__(
+        self,
+        slots: float,
+        nbytes: float,
+        clock: Callable[[], float],
+        reserve: float = 0.0,
+    ) -> None:
         super().__init__(slots, nbytes)
         self._clock = clock
+        self._share_of_one = 1.0 - reserve
+        self._company = Company()
         self._flows: dict[str | None, Flow] = {}
         # The classes with waiting tickets, sorted: a move is a search and a copy.
         self._order: list[tuple[float, float, int, SizeClass]] = []
@@ -288,10 +331,28 @@ class FairQueue(FifoQueue):
         self.charge(ticket)
         return True
 
+    def fits(self, ticket: Ticket) -> bool:
+        return super().fits(ticket) and self._leaves_reserve(ticket)
+
+    def _leaves_reserve(self, ticket: Ticket) -> bool:
+        """Whether the key of *ticket*, with it, leaves the reserve to the others."""
+        most, flow = self._share_of_one, self._flows.get(ticket.key)
+        if most == 1.0 or flow is None or not (flow.slots or flow.bytes):
+            return True
+        # Of few slots, no part is reserved: there are no halves of one.
+        slots = ticket.slots and flow.slots + ticket.slots >= most * self.slots + 1
+        nbytes = ticket.bytes and flow.bytes + ticket.bytes > most * self.nbytes
+        if not slots and not nbytes:
+            return True
+        return not self._company.of(ticket.key, self._clock())
+
     def charge(self, ticket: Ticket) -> None:
         # These may raise, the last one of an int beyond all floats: hence first.
         since, flow, share = self._clock(), self.flow(ticket), self._share(ticket)
         super().charge(ticket)
+        self._company.see(ticket.key, since)
+        flow.slots += ticket.slots
+        flow.bytes += ticket.bytes
         service = share * flow.hold_s
         self._virtual_time = max(self._virtual_time, flow.served)
         flow.served += service
@@ -306,14 +367,22 @@ class FairQueue(FifoQueue):
         # Before the next is chosen: what was held for longer counts for more.
         if ticket.state == HELD:
             since, share, service = ticket.charged
-            held_s = self._clock() - since
+            now = self._clock()
+            held_s = now - since
+            self._company.see(ticket.key, now)
             flow = self._flows[ticket.key]
             flow.live -= 1
+            flow.slots -= ticket.slots
+            flow.bytes -= ticket.bytes
             flow.served += share * held_s - service
             self._move(flow)
             flow.hold_s += _SMOOTHING * (held_s - flow.hold_s)
             self._hold_s += _SMOOTHING * (held_s - self._hold_s)
         return super().release(ticket)
+
+    def settle(self, ticket: Ticket, nbytes: int) -> None:
+        self._flows[ticket.key].bytes += nbytes - ticket.bytes
+        super().settle(ticket, nbytes)
 
     def tickets(self) -> list[Ticket]:
         return [ticket for *_, each in self._order for ticket in each.queue]
@@ -354,8 +423,9 @@ class FairQueue(FifoQueue):
 
     def take_next(self) -> Ticket | None:
         first = None
-        for *_, size_class in self._order[:MAX_OVERTAKERS]:
-            head = next(iter(size_class.queue))
+        heads = (next(iter(each.queue)) for *_, each in self._order)
+        # One that has its share keeps none of the others waiting.
+        for head in islice(filter(self._leaves_reserve, heads), MAX_OVERTAKERS):
             first = first or head
             if self.fits(head) and (head is first or self.may_overtake(head, first)):
                 self.remove(head)

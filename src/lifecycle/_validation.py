@@ -134,6 +134,21 @@ def check_choice(choices: Collection[object], /, **options: object) -> None:
             raise ValueError(f"{name} must be one of {listed}, not {value!r}")
 
 
+def check_reserve(reserve: object, order: str) -> None:
+    """Raise unless *reserve* is a part of the capacity that *order* can keep.
+
+    Raises:
+        TypeError: It is no number; a bool is none.
+        ValueError: It is out of range, or the order knows no keys.
+    """
+    if isinstance(reserve, bool) or not isinstance(reserve, Real):
+        raise TypeError(f"reserve must be a number, not {type(reserve).__name__}")
+    if not 0 <= float(reserve) < 1:
+        raise ValueError(f"reserve must be from 0 to below 1, not {reserve}")
+    if reserve and order != "fair":
+        raise ValueError(f"reserve must be 0 unless order='fair', not {reserve}")
+
+
 class NoCopy:
     """Base class for objects with identity: copying and pickling raise TypeError."""
 

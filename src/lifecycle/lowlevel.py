@@ -8,7 +8,7 @@ applications.
 - Errors without their text or payload: `describe_error`, `clear_traceback_frames`.
 - Argument checks: `check_type`, `check_bool`, `check_callable`, `check_int`,
   `check_seconds`, `check_choice`.
-- Backpressure: `DrainRate`.
+- Backpressure: `DrainRate`; fairness: `Company`.
 - Which request made a lease or a session: `owner`.
 """
 
@@ -25,7 +25,7 @@ from ._eventloop import (
 )
 from ._owner import owner
 from ._payload import clear_traceback_frames, describe_error
-from ._queues import DrainRate
+from ._queues import Company, DrainRate
 from ._validation import (
     check_bool,
     check_callable,
@@ -36,6 +36,7 @@ from ._validation import (
 )
 
 __all__ = (
+    "Company",
     "DrainRate",
     "LoopWaiter",
     "ThreadsafeEvent",

@@ -1,5 +1,6 @@
 """Fair order, priorities and shadow mode of a gate."""
 
+import contextlib
 import gc
 import heapq
 import itertools
@@ -11,7 +12,7 @@ import anyio
 import pytest
 from anyio.lowlevel import checkpoint
 
-from lifecycle import Gate, GateClosed, Lease
+from lifecycle import Gate, GateClosed, GateFull, Lease
 from lifecycle.testing import assert_quiescent
 
 pytestmark = pytest.mark.anyio
@@ -258,6 +259,97 @@ async def test_starts_returning_keys_where_the_others_are() -> None:
         while tenants.held:
             await tenants.serve(1.0)
     assert_quiescent(gate)
+
+
+def held_by(gate: Gate, key: str, times: int, **cost: int) -> list[Lease]:
+    """Return the leases that *key* gets at once, of so many that it asks for."""
+    leases = []
+    with contextlib.suppress(GateFull):
+        leases.extend(gate.try_admit(key=key, **cost) for _ in range(times))
+    return leases
+
+
+@pytest.mark.parametrize("cost", [{"slots": 1, "bytes": 0}, {"slots": 0, "bytes": 10}])
+async def test_keeps_a_reserve_from_a_key_that_has_company(cost) -> None:
+    """A flood takes all while it is alone, and leaves the reserve if it is not."""
+    clock = Clock()
+    gate = Gate(slots=8, bytes=80, order="fair", reserve=0.25, clock=clock)
+    for lease in (alone := held_by(gate, "flood", 9, **cost)):
+        lease.release()
+    assert len(alone) == 8
+    served = gate.try_admit(key="other")
+    for lease in (beside := held_by(gate, "flood", 9, **cost)):
+        lease.release()
+    assert len(beside) == 6
+    clock.now += 500.0  # which puts its next one behind those of the flood
+    served.release()
+    flood = held_by(gate, "flood", 9, **cost)
+    assert len(flood) == 6
+    others = held_by(gate, "other", 9, **cost)
+    assert len(others) == 2
+    for lease in others:
+        lease.release()
+    async with anyio.create_task_group() as tasks:
+        tenants = Tenants(gate, clock, tasks)
+        await tenants.ask("flood", 10, times=3)
+        assert tenants.held == []
+        # A key that has its share holds up no other, and company lasts for a minute.
+        await tenants.ask("other", 20)
+        assert [key for key, *_ in tenants.order] == ["other"]
+        await tenants.serve(1.0)
+        clock.now += 59.0
+        flood.pop().release()
+        await anyio.wait_all_tasks_blocked()
+        assert [key for key, *_ in tenants.order] == ["other", "flood"]
+        clock.now += 1.0
+        flood.pop().release()
+        await anyio.wait_all_tasks_blocked()
+        assert len(tenants.held) == 3
+        for _ in range(3):
+            await tenants.serve(0.0)
+    for lease in flood:
+        lease.release()
+    assert_quiescent(gate)
+
+
+async def test_admits_alone_what_is_larger_than_the_share_of_one_key() -> None:
+    """A reserve makes no request too large: it waits until its key holds nothing."""
+    gate = Gate(bytes=100, order="fair", reserve=0.5)
+    gate.try_admit(bytes=1, key="other").release()
+    small = gate.try_admit(bytes=1, key="key")
+    assert held_by(gate, "key", 1, bytes=90) == []
+    small.settle(bytes=60)
+    assert held_by(gate, "key", 1, bytes=1) == []
+    small.settle(bytes=2)
+    (more,) = held_by(gate, "key", 1, bytes=48)
+    for lease in (more, small):
+        lease.release()
+    gate.try_admit(bytes=90, key="key").release()
+    assert_quiescent(gate)
+
+
+def test_reserves_whole_slots() -> None:
+    """One of eight slots is an eighth; of four, nothing is kept."""
+    for slots, most in ((1, 1), (4, 4), (8, 7), (15, 14), (16, 14)):
+        gate = Gate(slots=slots, order="fair", reserve=0.125)
+        gate.try_admit(key="other").release()
+        leases = held_by(gate, "key", slots + 1)
+        assert len(leases) == most
+        for lease in leases:
+            lease.release()
+
+
+@pytest.mark.parametrize("reserve", [-0.1, 1.0, math.nan, "x"])
+def test_refuses_a_reserve_out_of_range(reserve: float) -> None:
+    """A reserve is a part of the capacity, and not all of it."""
+    with pytest.raises((ValueError, TypeError), match="reserve must be"):
+        Gate(slots=1, order="fair", reserve=reserve)
+
+
+def test_refuses_a_reserve_without_keys() -> None:
+    """An order that knows no keys has nothing to keep from one."""
+    with pytest.raises(ValueError, match="order='fair'"):
+        Gate(slots=1, reserve=0.5)
 
 
 async def test_serves_a_higher_priority_first() -> None:

@@ -222,11 +222,15 @@ class FairQueueMachine(RuleBasedStateMachine):
 
     tickets = Bundle("tickets")
 
-    @initialize(slots=st.integers(1, 4), nbytes=st.integers(4, 12))
-    def begin(self, slots: int, nbytes: int) -> None:
+    @initialize(
+        slots=st.integers(1, 4),
+        nbytes=st.integers(4, 12),
+        reserve=st.sampled_from([0.0, 0.3]),
+    )
+    def begin(self, slots: int, nbytes: int, reserve: float) -> None:
         self.now = 0.0
         self.size = slots, nbytes
-        self.queue = FairQueue(slots, nbytes, lambda: self.now)
+        self.queue = FairQueue(slots, nbytes, lambda: self.now, reserve)
         self.live: list[MockTicket] = []
 
     @rule(

@@ -223,6 +223,7 @@ class World:
             bytes=self.bytes,
             max_waiting=self.max_waiting,
             order="fair" if self.order == "fair" else "fifo",
+            reserve=0.3 if self.order == "fair" else 0.0,
             enforce=self.enforce,
         )
         self.quit = anyio.CancelScope()

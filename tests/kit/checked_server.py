@@ -23,6 +23,7 @@ FAULT = sys.argv[2]
 LIMIT = 4
 MOST_PIXELS = 10**7
 running: list[Request] = []
+turn = asyncio.Lock()
 
 
 def error(status: int, **headers: str) -> Response:
@@ -59,7 +60,11 @@ async def chat(request: Request) -> Response:
         return JSONResponse({"object": "error"})
     if FAULT == "needs-key" and "authorization" not in request.headers:
         return error(401)
-    body = await request.json()
+    if FAULT == "one-at-a-time":
+        async with turn:  # also while a body arrives
+            body = await request.json()
+    else:
+        body = await request.json()
     if not look_at(body["messages"][0]["content"]):
         return error(413)
     if len(running) >= LIMIT:

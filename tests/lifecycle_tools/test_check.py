@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
+import functools
 import json
 import socket
 import subprocess
@@ -11,15 +13,23 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
+import anyio
 import pytest
 from ports import free_port
 
 pytest.importorskip("psutil")
 pytest.importorskip("typer")
 
+import psutil
+
 from lifecycle_tools.check import Finding, Report
+from lifecycle_tools.check.client import Address
+from lifecycle_tools.check.neighbours import ATTACKS, Attack, beside, judge
+from lifecycle_tools.check.target import Settings, Target
 
 SERVER = Path(__file__).resolve().parents[1] / "kit" / "checked_server.py"
+# Requests that the server works on at once.
+LIMIT = 4
 CHECK = "from lifecycle_tools import main; main()"
 
 
@@ -114,6 +124,60 @@ def test_claims_nothing_without_a_refusal(tmp_path):
     status, found, _ = checked("none", tmp_path, *options)
     assert found["overload.retry_after"].verdict == "not observable"
     assert status == 0
+
+
+def test_finds_that_one_client_shuts_the_others_out(tmp_path):
+    """Where bodies are read one after another, slow ones keep all others waiting."""
+    file = tmp_path / "report.json"
+    with serving("one-at-a-time") as (url, _):
+        options = "--only", "neighbours.slow_bodies", "--seconds", "1"
+        done = run("check", url, *options, "--json", str(file))
+    assert done.returncode == 1, done.stderr
+    (found,) = Report.read(file).findings
+    assert found.verdict == "fail"
+    assert "10 of 10 not served" in found.seen
+    assert found.because == "A client keeps others from being served at all."
+
+
+@pytest.mark.parametrize("name", ["uploads", "slow_readers", "pictures", "flood"])
+def test_serves_a_small_client_beside_each_attack(name):
+    """The attackers run in a process of their own, and are gone afterwards."""
+    with serving("none") as (url, pid):
+        address = Address.parse(url)
+        settings = Settings(seconds=60, tokens=8)
+        attack = next(each for each in ATTACKS if each.name == name)
+        target = Target(address, settings)
+        small = dataclasses.replace(attack, clients=LIMIT - 1)
+        found = anyio.run(functools.partial(beside, target, attack=small, requests=10))
+        assert found.id == f"neighbours.{name}" and "not served" not in found.seen
+        children = psutil.Process().children(recursive=True)
+        assert [each.pid for each in children] == [pid]
+
+
+@pytest.mark.parametrize(
+    ("beside", "verdict", "seen"),
+    [
+        ([0.024] * 2, "pass", "p99 10 ms alone, 24 ms beside it: 1.9 times"),
+        ([0.027] * 2, "fail", "p99 10 ms alone, 27 ms beside it: 2.2 times"),
+        ([0.01] * 98 + [0.5] * 2, "fail", "500 ms beside it: 49.5 times"),
+        ([0.01] * 99 + [None], "fail", "1 of 100 not served"),
+    ],
+)
+def test_judges_a_neighbour_by_its_slowest_requests(beside, verdict, seen):
+    """By the p99, and by whether each request was served."""
+    attack = Attack("uploads", "sent", 1, 2.0)
+    found = judge(attack, [0.01] * 100, beside, 15.0)
+    assert found.verdict == verdict and seen in found.seen
+
+
+def test_asks_as_another_client():
+    """From another address of this host, or with another key in place of the first."""
+    local = Address.parse("http://127.0.0.1:1", (("Authorization", "Bearer mine"),))
+    assert Settings().neighbour(local).source == "127.0.0.2"
+    keyed = Settings(neighbour_key="other").neighbour(local)
+    assert keyed.headers == (("Authorization", "Bearer other"),)
+    assert keyed.source is None
+    assert Settings().neighbour(Address.parse("http://192.0.2.1")).source is None
 
 
 @pytest.mark.parametrize(

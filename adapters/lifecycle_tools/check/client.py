@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import socket
 import ssl
 import time
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from urllib.parse import urlsplit
 
 import anyio
-from anyio.abc import ByteStream
+from anyio.abc import ByteStream, SocketAttribute
+from anyio.streams.tls import TLSStream
 
 _HEAD_LIMIT = 64 * 1024
 _BODY_LIMIT = 4 * 1024 * 1024
@@ -18,13 +20,23 @@ GONE = (anyio.EndOfStream, anyio.BrokenResourceError, anyio.ClosedResourceError)
 
 @dataclass(frozen=True, slots=True)
 class Address:
-    """Where the server is, and what each request to it carries."""
+    """Where the server is, and what each request to it carries.
+
+    Attributes:
+        host: Name or address of the server.
+        port: Its port.
+        tls: Whether connections are encrypted.
+        prefix: Goes before each path.
+        headers: Of each request.
+        source: The address that connections come from; ``None`` is the system's choice.
+    """
 
     host: str
     port: int
     tls: bool = False
     prefix: str = ""
     headers: tuple[tuple[str, str], ...] = ()
+    source: str | None = None
 
     @classmethod
     def parse(cls, url: str, headers: tuple[tuple[str, str], ...] = ()) -> Address:
@@ -43,6 +55,16 @@ class Address:
         prefix = parts.path.rstrip("/").removesuffix("/v1")
         return cls(parts.hostname, port, tls, prefix, headers)
 
+    @property
+    def is_loopback(self) -> bool:
+        """Whether this is an IPv4 address of this host, which has others beside it."""
+        return self.host == "localhost" or self.host.startswith("127.")
+
+    def with_key(self, key: str) -> Address:
+        """Return this address for the client whose API key is *key*."""
+        others = [each for each in self.headers if each[0].lower() != "authorization"]
+        return replace(self, headers=(*others, ("Authorization", f"Bearer {key}")))
+
     def head(self, method: str, path: str, *headers: tuple[str, str]) -> bytes:
         """Return the head of a request."""
         host = f"[{self.host}]" if ":" in self.host else self.host
@@ -50,30 +72,43 @@ class Address:
         lines += [f"{name}: {value}" for name, value in (*self.headers, *headers)]
         return "\r\n".join([*lines, "", ""]).encode()
 
-    def post(self, path: str, body: bytes, *headers: tuple[str, str]) -> bytes:
-        """Return a whole request with a JSON *body*."""
+    def post(
+        self,
+        path: str,
+        body: bytes,
+        *headers: tuple[str, str],
+        length: int | None = None,
+    ) -> bytes:
+        """Return a whole request with a JSON *body*, or one of another *length*."""
         head = self.head(
             "POST",
             path,
             ("Content-Type", "application/json"),
-            ("Content-Length", str(len(body))),
+            ("Content-Length", str(len(body) if length is None else length)),
             *headers,
         )
         return head + body
 
-    async def connect(self) -> ByteStream:
-        """Open a connection.
+    async def connect(self, *, read_buffer: int | None = None) -> ByteStream:
+        """Open a connection, with a receive buffer of *read_buffer* bytes.
 
         Raises:
             OSError: the server does not listen.
 
         Cancellation: the connection is closed.
         """
+        host = "127.0.0.1" if self.source else self.host
+        stream = await anyio.connect_tcp(host, self.port, local_host=self.source)
+        if read_buffer is not None:
+            raw = stream.extra(SocketAttribute.raw_socket)  # noqa: S610 - of anyio
+            raw.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, read_buffer)
         if not self.tls:
-            return await anyio.connect_tcp(self.host, self.port)
-        context = ssl.create_default_context()
-        return await anyio.connect_tcp(
-            self.host, self.port, ssl_context=context, tls_standard_compatible=False
+            return stream
+        return await TLSStream.wrap(
+            stream,
+            hostname=self.host,
+            ssl_context=ssl.create_default_context(),
+            standard_compatible=False,
         )
 
 

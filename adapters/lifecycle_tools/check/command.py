@@ -17,7 +17,7 @@ from rich.table import Table
 
 from lifecycle_tools.check.client import Address
 from lifecycle_tools.check.report import Report, compare, markdown
-from lifecycle_tools.check.suite import checks, run as run_checks
+from lifecycle_tools.check.suite import NEIGHBOURS, checks, run as run_checks
 from lifecycle_tools.check.target import CannotCheck, Settings, Target
 
 
@@ -37,6 +37,12 @@ def check(
     gauge: Annotated[str | None, typer.Option(help="Name on /metrics.")] = None,
     image: Annotated[bool, typer.Option(help="Send pictures.")] = True,
     only: Annotated[list[str] | None, typer.Option(help="Names begin so.")] = None,
+    neighbours: Annotated[
+        bool, typer.Option("--neighbours", help="How one client affects another.")
+    ] = False,
+    neighbour_key: Annotated[
+        str | None, typer.Option(help="The key of that other client.")
+    ] = None,
     json_file: Annotated[Path | None, typer.Option("--json")] = None,
     markdown_file: Annotated[Path | None, typer.Option("--markdown")] = None,
     label: Annotated[str | None, typer.Option(help="Name in reports.")] = None,
@@ -62,22 +68,25 @@ def check(
         image=image,
         more=_fields(body),
         gauge=gauge,
+        neighbour_key=neighbour_key,
     )
+    names = (NEIGHBOURS,) if neighbours else tuple(only or ())
     try:
         target = Target(address, settings, pid=pid)
     except (ImportError, ProcessLookupError) as error:
         raise typer.BadParameter(str(error)) from None
+    report = _report(target, names, url, label or url)
+    _show(report)
+    _write(report, json_file, markdown_file)
+    raise typer.Exit(1 if report.failed else 0)
+
+
+def _report(target: Target, names: tuple[str, ...], url: str, label: str) -> Report:
     try:
-        report = anyio.run(_run, target, tuple(only or ()), label or url)
+        return anyio.run(_run, target, names, label)
     except CannotCheck as error:
         typer.echo(f"{url}: {error}", err=True)
         raise typer.Exit(2) from None
-    _show(report)
-    if json_file:
-        json_file.write_text(report.to_json())
-    if markdown_file:
-        markdown_file.write_text(markdown(report))
-    raise typer.Exit(1 if report.failed else 0)
 
 
 def check_compare(files: list[Path]) -> None:
@@ -132,13 +141,15 @@ def _fields(text: str) -> dict[str, object]:
 
 async def _run(target: Target, only: tuple[str, ...], label: str) -> Report:
     settings = target.settings
-    names = [name for name, _ in checks(image=settings.image, only=only)]
+    names = [name for name, _ in checks(settings, only)]
     if not names:
         raise typer.BadParameter("no check has a name that begins so")
     await target.measure_idle()
     typer.echo(
         f"{len(names)} checks: at most {settings.concurrency} requests at once, "
-        f"{settings.tokens} tokens each, and one body of 192 MiB.",
+        f"{settings.tokens} tokens each, and one body of 192 MiB."
+        if NEIGHBOURS not in names[0]
+        else f"{len(names)} checks, in each of which one client takes all it can get.",
         err=True,
     )
 
@@ -171,6 +182,13 @@ def _show(report: Report) -> None:
         verdict = f"[{colours[found.verdict]}]{found.verdict}[/]"
         table.add_row(found.id, found.seen, verdict, found.because)
     Console().print(table)
+
+
+def _write(report: Report, as_json: Path | None, as_markdown: Path | None) -> None:
+    if as_json:
+        as_json.write_text(report.to_json())
+    if as_markdown:
+        as_markdown.write_text(markdown(report))
 
 
 def run(arguments: Sequence[str]) -> None:

@@ -1,4 +1,4 @@
-"""More requests than a server has room for, slow ones, and pictures again and again."""
+"""More requests than a server has room for, and pictures again and again."""
 
 from __future__ import annotations
 
@@ -8,13 +8,12 @@ from email.utils import parsedate
 
 import anyio
 
-from lifecycle_tools.check.client import GONE, Response, ask
+from lifecycle_tools.check.client import Response, ask
 from lifecycle_tools.check.payloads import picture
 from lifecycle_tools.check.report import Finding
 from lifecycle_tools.check.target import Target
 
 PROMPT = 10.0
-SLOW_CLIENTS = 16
 MIB = 2**20
 
 
@@ -107,52 +106,6 @@ def _is_error(response: Response) -> bool:
         return isinstance(data["error"]["message"], str)
     except (ValueError, KeyError, TypeError):
         return False
-
-
-async def slow_bodies(target: Target) -> Finding:
-    """Measure an honest request beside clients whose bodies trickle in.
-
-    Cancellation: all clients leave.
-    """
-    head = target.address.head(
-        "POST",
-        target.path,
-        ("Content-Type", "application/json"),
-        ("Content-Length", str(8 * MIB)),
-    )
-
-    async def client() -> None:
-        try:
-            stream = await target.address.connect()
-        except OSError:
-            return  # refused, too
-        try:
-            await stream.send(head + b" " * 0x10000)
-            while True:
-                await anyio.sleep(0.2)
-                await stream.send(b" ")
-        except GONE:
-            pass  # refused, which is right
-        finally:
-            await anyio.aclose_forcefully(stream)
-
-    latencies = []
-    async with anyio.create_task_group() as tasks:
-        for _ in range(SLOW_CLIENTS):
-            tasks.start_soon(client)
-        await anyio.sleep(1)
-        for _ in range(3):
-            response = await target.honest()
-            served = response.status == 200
-            latencies.append(response.seconds if served else target.settings.seconds)
-        tasks.cancel_scope.cancel()
-    name, sent = "slow.bodies", f"{SLOW_CLIENTS} slow uploads beside a small request"
-    seen = f"worst {max(latencies):.2f} s (idle {target.idle.latency:.2f})"
-    if max(latencies) <= target.slow_after:
-        because = "A small request is not held up by slow bodies."
-        return Finding(name, sent, seen, "pass", because)
-    because = "Slow bodies of other clients hold up a small request."
-    return Finding(name, sent, seen, "fail", because)
 
 
 async def picture_memory(target: Target) -> Finding:

@@ -5,18 +5,22 @@ from __future__ import annotations
 import functools
 from collections.abc import Awaitable, Callable, Iterator
 
-from lifecycle_tools.check import bombs, overload
+from lifecycle_tools.check import bombs, neighbours, overload
 from lifecycle_tools.check.leaving import PHASES, half_close, leave
 from lifecycle_tools.check.report import Finding
-from lifecycle_tools.check.target import Target
+from lifecycle_tools.check.target import Settings, Target
 
+NEIGHBOURS = "neighbours"
 Check = Callable[[Target], Awaitable[Finding | list[Finding]]]
 
 
-def checks(*, image: bool, only: tuple[str, ...] = ()) -> Iterator[tuple[str, Check]]:
-    """Yield the checks, by name, whose names begin with one of *only*."""
-    for name, check in _all(image=image):
-        if not only or name.startswith(only):
+def checks(settings: Settings, only: tuple[str, ...]) -> Iterator[tuple[str, Check]]:
+    """Yield the checks, by name, whose names begin with one of *only*.
+
+    Without *only*, all but those of neighbours, which take minutes.
+    """
+    for name, check in _all(image=settings.image):
+        if name.startswith(only) if only else not name.startswith(NEIGHBOURS):
             yield name, check
 
 
@@ -34,14 +38,17 @@ def _all(*, image: bool) -> Iterator[tuple[str, Check]]:
     yield "bomb.gzip", bombs.gzipped
     yield "bomb.declared_body", bombs.declared_body
     yield "bomb.chunked_body", bombs.chunked_body
-    yield "slow.bodies", overload.slow_bodies
     yield "overload", overload.burst
+    for attack in neighbours.ATTACKS:
+        if image or not attack.images:
+            check = functools.partial(neighbours.beside, attack=attack)
+            yield f"{NEIGHBOURS}.{attack.name}", check
 
 
 async def run(
     target: Target,
     *,
-    only: tuple[str, ...] = (),
+    only: tuple[str, ...],
     progress: Callable[[str], None],
 ) -> tuple[Finding, ...]:
     """Run the checks one after the other.
@@ -51,7 +58,7 @@ async def run(
     Cancellation: all clients leave.
     """
     findings: list[Finding] = []
-    for name, check in checks(image=target.settings.image, only=only):
+    for name, check in checks(target.settings, only):
         progress(name)
         try:
             found = await check(target)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
 import anyio
@@ -45,6 +45,7 @@ class Settings:
         image: whether to send pictures.
         more: fields that each request has besides.
         gauge: the name on ``/metrics`` of the number of running requests.
+        neighbour_key: the API key of another client, where keys tell them apart.
     """
 
     model: str = "default"
@@ -56,6 +57,16 @@ class Settings:
     image: bool = True
     more: Mapping[str, object] = field(default_factory=dict)
     gauge: str | None = None
+    neighbour_key: str | None = field(default=None, repr=False)
+
+    def neighbour(self, address: Address) -> Address:
+        """Return *address* as another client asks it.
+
+        By the key of that client, or from another address of this host.
+        """
+        if self.neighbour_key is not None:
+            return address.with_key(self.neighbour_key)
+        return replace(address, source="127.0.0.2" if address.is_loopback else None)
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,9 +106,17 @@ class Target:
         return PATHS[self.settings.api]
 
     def request(
-        self, *, tokens: int, stream: bool, images: tuple[bytes, ...] = ()
+        self,
+        *,
+        tokens: int,
+        stream: bool,
+        images: tuple[bytes, ...] = (),
+        length: int | None = None,
     ) -> bytes:
-        """Return a whole request for *tokens* tokens."""
+        """Return a whole request for *tokens* tokens.
+
+        With a *length*, that of its whole body: the rest, which is space, is missing.
+        """
         body = generation(
             self.settings.model,
             api=self.settings.api,
@@ -106,7 +125,7 @@ class Target:
             images=images,
             more=self.settings.more,
         )
-        return self.address.post(self.path, body)
+        return self.address.post(self.path, body, length=length)
 
     async def honest(self) -> Response:
         """Send one small request, and wait for its response.

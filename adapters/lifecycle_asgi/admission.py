@@ -28,7 +28,7 @@ from lifecycle_asgi.body import (
     ClientLeft,
     RequestBody,
 )
-from lifecycle_asgi.lanes import Lane
+from lifecycle_asgi.lanes import RESERVES, Lane
 from lifecycle_asgi.limits import ClientIdentity
 from lifecycle_asgi.media_body import BodyEstimator
 from lifecycle_asgi.media_memory import Correction, MemoryEstimate
@@ -537,6 +537,7 @@ def _make_lanes(
         max_waiting=settings.max_waiting,
         max_wait=settings.max_wait,
         order=settings.order,
+        reserve=RESERVES[settings.order],
         enforce=not settings.shadow,
         observer=observer,
     )

@@ -5,12 +5,17 @@ from __future__ import annotations
 import math
 from collections import Counter
 from dataclasses import replace
+from types import MappingProxyType
+from typing import Final
 
 import anyio
 
 from lifecycle import Gate, GateStatistics, Lease
 from lifecycle.lowlevel import DrainRate
 from lifecycle_asgi.refusals import ClientLimitExceeded
+
+RESERVES: Final = MappingProxyType({"fair": 0.125, "fifo": 0.0})
+"""Parts of a gate that one client leaves to the others, by the order."""
 
 
 class Lane:

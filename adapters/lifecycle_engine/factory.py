@@ -54,6 +54,7 @@ def make_app(config: ServerConfig) -> Starlette:
 def _make_app(config: ServerConfig) -> Starlette:
     from lifecycle import Gate
     from lifecycle.events import combine_observers
+    from lifecycle_asgi.lanes import RESERVES
     from lifecycle_engine.events import request_logger, tracing_observer
     from lifecycle_engine.processing.processor import in_arena, payload_capacity
     from lifecycle_engine.server.app import create_app
@@ -76,6 +77,7 @@ def _make_app(config: ServerConfig) -> Starlette:
         max_waiting=config.admission.max_waiting,
         max_wait=config.admission.max_wait,
         order=config.admission.order,
+        reserve=RESERVES[config.admission.order],
         observer=observer,
     )
     shadow = config.admission.shadow

@@ -37,6 +37,7 @@ GOOD: dict[str, Any] = {
     "seed": 7,
     "top_p": 0.9,
     "logprobs": 2,
+    "client": "gateway",
     "tenant": "acme",
     "timeout": 30.0,
     "session": "talk",
@@ -50,7 +51,7 @@ def test_parse_complete_request() -> None:
     assert request.max_tokens == 5
     assert request.stop_ids == {256}
     assert request.prompt.sampling == Sampling(0.5, 0.9, 7, 2)
-    assert (request.tenant, request.timeout) == ("acme", 30.0)
+    assert (request.owner, request.timeout) == (("gateway", "acme"), 30.0)
     assert request.nbytes == 48
     assert request.tensors == ("pixels",)
     assert (request.session, request.last_turn) == ("talk", False)
@@ -108,6 +109,7 @@ def test_parse_applies_defaults() -> None:
         ("logprobs", -1),
         ("logprobs", 21),
         ("logprobs", True),
+        ("client", 1),
         ("tenant", 1),
         ("tenant", "x" * 257),
         ("session", 1),
@@ -168,25 +170,32 @@ def test_parse_anything_raises_only_refusals(request_map: dict[str, Any]) -> Non
 
 
 def queue_of(*pairs: tuple[str, str]) -> RequestQueue[str]:
-    """A queue of ``(tenant, key)`` pairs."""
+    """A queue of ``(client, key)`` pairs."""
     queue: RequestQueue[str] = RequestQueue()
-    for tenant, key in pairs:
-        queue.push(key, tenant, key)
+    for client, key in pairs:
+        queue.push(key, (client, ""), key)
     return queue
 
 
-def test_tenants_are_served_round_robin() -> None:
-    """One request of each tenant in turn, each tenant's own in order."""
+def test_clients_are_served_round_robin() -> None:
+    """One request of each client in turn, each client's own in order."""
     queue = queue_of(("a", "1"), ("a", "2"), ("a", "3"), ("b", "4"), ("c", "5"))
     assert [queue.pop() for _ in range(5)] == ["1", "4", "5", "2", "3"]
 
 
-def test_flood_of_one_tenant_delays_another_by_one() -> None:
-    """A request that arrives behind a hundred of another tenant is next but one."""
-    queue = queue_of(*[("flood", f"f{number}") for number in range(100)])
+@pytest.mark.parametrize("tenants", [1, 100])
+def test_flood_of_one_client_delays_another_by_one(tenants: int) -> None:
+    """A request that arrives behind a hundred of another client is next but one.
+
+    However many tenants that client names; those take turns.
+    """
+    queue: RequestQueue[str] = RequestQueue()
+    for number in range(200):
+        queue.push(f"f{number}", ("flood", f"t{number // 2 % tenants}"), f"f{number}")
     queue.pop()
-    queue.push("me", "other", "me")
-    assert [queue.pop(), queue.pop()] == ["f1", "me"]
+    queue.push("me", ("other", ""), "me")
+    second = "f1" if tenants == 1 else "f2"
+    assert [queue.pop(), queue.pop()] == [second, "me"]
 
 
 def test_remove_from_the_middle() -> None:
@@ -199,20 +208,20 @@ def test_remove_from_the_middle() -> None:
     assert len(queue) == 0
 
 
-def test_push_front_puts_a_request_first_of_its_tenant() -> None:
-    """It is first in its tenant's queue; the order of the tenants stays."""
+def test_push_front_puts_a_request_first_of_its_client() -> None:
+    """It is first in its client's queue; the order of the clients stays."""
     queue = queue_of(("a", "1"), ("b", "3"), ("a", "2"))
-    assert queue.tenants == ["a", "b"]
-    queue.push_front("0", "a", "0")
-    queue.push_front("4", "c", "4")
+    assert queue.clients == ["a", "b"]
+    queue.push_front("0", ("a", ""), "0")
+    queue.push_front("4", ("c", ""), "4")
     assert [queue.pop() for _ in range(len(queue))] == ["0", "3", "4", "1", "2"]
 
 
-def test_pop_serves_a_tenant_out_of_turn() -> None:
-    """Its first request is taken, and the tenant goes to the end of the round."""
+def test_pop_serves_a_client_out_of_turn() -> None:
+    """Its first request is taken, and the client goes to the end of the round."""
     queue = queue_of(("a", "1"), ("b", "2"), ("b", "3"))
     assert queue.pop("b") == "2"
-    assert queue.tenants == ["a", "b"]
+    assert queue.clients == ["a", "b"]
     with pytest.raises(LookupError):
         queue.pop("c")
 
@@ -221,7 +230,7 @@ def test_push_of_a_queued_key_raises() -> None:
     """A key is in the queue once."""
     queue = queue_of(("a", "1"))
     with pytest.raises(ValueError, match="already in the queue"):
-        queue.push("1", "b", "x")
+        queue.push("1", ("b", ""), "x")
 
 
 def test_pop_from_an_empty_queue_raises() -> None:
@@ -238,8 +247,9 @@ def test_any_order_of_pushes_removes_and_pops_balances(
 ) -> None:
     """A request is queued, in its tenant's order, until it is removed or taken."""
     queue: RequestQueue[str] = RequestQueue()
-    waiting: list[tuple[str, str]] = []
-    for tenant, number, act in acts:
+    waiting: list[tuple[tuple[str, str], str]] = []
+    for letter, number, act in acts:
+        tenant = ("one" if letter == "a" else "other", letter)
         key = f"k{number}"
         if act == 0 and key not in queue:
             queue.push(key, tenant, key)
@@ -385,15 +395,17 @@ def test_repr_shows_no_content() -> None:
     assert repr(contents([1, 2, (2, b"a")])) == "PrefixContents()"
 
 
-def task(tenant: str, *, stripped: bool = False, image: bool = False) -> Task:
+def task(client: str, *, stripped: bool = False, image: bool = False) -> Task:
     """A task in prefill."""
     tensors = ("pixels",) if image else ()
-    request = EngineRequest(Prompt([1], {}), 1, frozenset(), 0, tenant, None, tensors)
-    return Task(tenant, request, 0, None, stripped=stripped)
+    request = EngineRequest(
+        Prompt([1], {}), 1, frozenset(), 0, "", client, None, tensors
+    )
+    return Task(client, request, 0, None, stripped=stripped)
 
 
-def test_tenant_without_a_slot_preempts_one_with_several() -> None:
-    """The newest prompt of the tenant with several slots is preempted."""
+def test_client_without_a_slot_preempts_one_with_several() -> None:
+    """The newest prompt of the client with several slots is preempted."""
     first, second, other = task("a"), task("a"), task("b")
     assert choose_preemption(["c"], [first, second, other], []) == (second, "c")
     assert choose_preemption(["c"], [first, other], []) is None

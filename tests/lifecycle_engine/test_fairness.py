@@ -46,6 +46,53 @@ def start(scheduler: Scheduler, key: str, *, tenant: str, length: int = 40) -> N
     scheduler.start(key, request, {"pixels": memoryview(bytes(PIXELS)).cast("f")})
 
 
+class Clock:
+    """A clock that is set by hand."""
+
+    now = 0.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+@pytest.mark.parametrize(("slots", "most"), [(2, 2), (8, 7), (16, 14)])
+def test_keeps_slots_from_a_client_that_has_company(slots: int, most: int) -> None:
+    """A flood, under any number of tenants, leaves a slot to clients seen lately."""
+    clock, runner = Clock(), Late(slots)
+    scheduler = Scheduler(runner, clock=clock)
+
+    def flood(number: int) -> int:
+        for i in range(20):
+            request = {"input_ids": [1], "max_tokens": 9, "tenant": f"{number}-{i}"}
+            scheduler.start(f"{number}-{i}", {**request, "client": "flood"}, {})
+        for _ in range(2):
+            scheduler.step()
+        status = scheduler.status()
+        return int(status["prefilling"] + status["running"])
+
+    def end(number: int) -> None:
+        for i in range(20):
+            scheduler.end(f"{number}-{i}")
+
+    assert flood(1) == slots
+    end(1)
+    scheduler.start("other", {"input_ids": [1], "max_tokens": 1, "client": "other"}, {})
+    while scheduler.busy:
+        scheduler.step()
+    clock.now += 59.9
+    assert flood(2) == most
+    scheduler.start("o2", {"input_ids": [1], "max_tokens": 2, "client": "other"}, {})
+    scheduler.step()
+    kept = slots - most
+    assert scheduler.status()["waiting"] == 20 - most + (not kept)
+    end(2)
+    scheduler.end("o2")
+    clock.now += 60.0
+    assert flood(3) == slots
+    end(3)
+    assert runner.kv_bytes == 0
+
+
 def test_flood_of_one_tenant_gives_a_slot_to_another_at_once() -> None:
     """A tenant with two long prompts keeps one slot; its other prompt restarts later."""
     runner = Late(2)

@@ -161,6 +161,7 @@ def test_request_map_has_exact_types(either: Any) -> None:
     """What goes on the wire is plain: int, float, list of int, or nothing."""
     request = either.prepare(chat("hi", temperature=1, seed=3)).request
     assert sorted(request) == [
+        "client",
         "input_ids",
         "logprobs",
         "max_tokens",

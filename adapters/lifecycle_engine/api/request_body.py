@@ -43,6 +43,7 @@ _ID = re.compile(ID_PATTERN.encode())
 
 # Shorter bodies are parsed on the event loop: a thread costs more.
 _INLINE_BYTES = 4096
+_SMALL_BYTES = 65536
 
 ParseBody = Callable[[bytes], ChatRequest]
 
@@ -107,6 +108,8 @@ class RequestParser:
         limits: Limits on images.
         defaults: Values for options that a request does not set.
         limiter: Limits the threads, and so the copies, that parse concurrently.
+        small_limiter: In its place for bodies that are small, so that none waits behind
+            a large one; by default *limiter*.
         text_chars: Maximum number of characters in all messages of a request.
         remote_images: Whether images may be given by https URL.
     """
@@ -118,6 +121,7 @@ class RequestParser:
         limits: MediaLimits,
         defaults: ChatDefaults,
         limiter: anyio.CapacityLimiter,
+        small_limiter: anyio.CapacityLimiter | None = None,
         text_chars: int = 2**20,
         remote_images: bool = False,
     ) -> None:
@@ -127,6 +131,7 @@ class RequestParser:
         self._limits = limits
         self._defaults = defaults
         self._limiter = limiter
+        self._small_limiter = small_limiter or limiter
         self._identity = ClientIdentity()
 
     async def read(
@@ -147,7 +152,7 @@ class RequestParser:
         """
         if len(body) <= _INLINE_BYTES:
             return self.parse(body, parse, client)
-        box = Payload(body, nbytes=len(body))
+        box, small = Payload(body, nbytes=len(body)), len(body) <= _SMALL_BYTES
         del body
 
         def run() -> ParsedRequest | ApiError:
@@ -158,7 +163,8 @@ class RequestParser:
                 # what it raised until it runs again.
                 return error.with_traceback(None)
 
-        outcome = await anyio.to_thread.run_sync(run, limiter=self._limiter)
+        limiter = self._small_limiter if small else self._limiter
+        outcome = await anyio.to_thread.run_sync(run, limiter=limiter)
         if isinstance(outcome, ApiError):
             raise outcome
         return outcome
@@ -192,6 +198,7 @@ class RequestParser:
             seed=request.seed,
             ignore_eos=bool(request.ignore_eos),
             logprobs=(request.top_logprobs or 0) if request.logprobs else None,
+            client=self._identity.digest(client).hex(),
             tenant=self._identity.tenant_id(client, request.user or ""),
             session=request.prompt_cache_key,
             **self._defaults.sampling(request),

@@ -19,6 +19,7 @@ ConversationKey = tuple[str, str]
 
 _FIELDS = frozenset(
     {
+        "client",
         "input_ids",
         "last_turn",
         "logprobs",
@@ -51,7 +52,8 @@ class EngineRequest:
         max_tokens: At least 1; fits into a slot together with the prompt.
         stop_ids: Tokens that end the stream and are not part of it.
         nbytes: Size of the tensors.
-        tenant: Owner of the request; tenants get free slots round-robin.
+        tenant: Owner of the request, within its client; tenants take turns.
+        client: Its sender; clients get free slots round-robin.
         timeout: Seconds from the start until the deadline; ``None`` is no deadline.
         tensors: Names of the tensors that the request arrived with.
         session: The tenant's name for the conversation that this is a turn of. The
@@ -64,10 +66,16 @@ class EngineRequest:
     stop_ids: frozenset[int]
     nbytes: int
     tenant: str = field(default="", repr=False)
+    client: str = field(default="", repr=False)
     timeout: float | None = None
     tensors: tuple[str, ...] = ()
     session: str | None = field(default=None, repr=False)
     last_turn: bool = False
+
+    @property
+    def owner(self) -> tuple[str, str]:
+        """The client and the tenant."""
+        return self.client, self.tenant
 
 
 def parse_request(
@@ -84,7 +92,8 @@ def parse_request(
 
     Args:
         request: ``input_ids`` and ``max_tokens``; optionally ``stop_ids``, the fields
-            of `Sampling`, ``tenant``, ``timeout``, ``session`` and ``last_turn``.
+            of `Sampling`, ``client`` (the tenant by default), ``tenant``, ``timeout``,
+            ``session`` and ``last_turn``.
         tensors: Buffers by name. The mapping is copied, the buffers are not.
         runner: The runner whose limits apply.
         max_tokens: Upper limit of a request's ``max_tokens``; ``None`` is the length
@@ -120,6 +129,7 @@ def parse_request(
         stop_ids,
         nbytes,
         tenant=tenant,
+        client=_name(request, "client") or tenant,
         timeout=timeout,
         tensors=tuple(tensors),
         session=session,
@@ -299,82 +309,90 @@ class Task:
 
 
 class RequestQueue(Generic[T]):
-    """A fair queue: FIFO within each tenant, round-robin between tenants.
+    """A fair queue: clients take turns, then the tenants of a client, each FIFO.
 
-    A tenant with one request waits behind at most one request of every other tenant,
-    however many of them are queued.
+    A client with one request waits behind at most one request of every other client,
+    however many of them are queued, and however many tenants those name.
     """
 
-    __slots__ = ("_tenant_of", "_tenants")
+    __slots__ = ("_clients", "_owners")
 
     def __init__(self) -> None:
         # Dicts keep the order and remove from the middle in constant time.
-        self._tenants: dict[str, dict[str, T]] = {}
-        self._tenant_of: dict[str, str] = {}
+        self._clients: dict[str, dict[str, dict[str, T]]] = {}
+        self._owners: dict[str, tuple[str, str]] = {}
 
     def __len__(self) -> int:
-        return len(self._tenant_of)
+        return len(self._owners)
 
     def __contains__(self, key: str) -> bool:
-        return key in self._tenant_of
+        return key in self._owners
 
     def __iter__(self) -> Iterator[T]:
-        for queue in self._tenants.values():
-            yield from queue.values()
+        for tenants in self._clients.values():
+            for queue in tenants.values():
+                yield from queue.values()
 
-    def push(self, key: str, tenant: str, item: T) -> None:
-        """Append an item to its tenant's queue.
+    def push(self, key: str, owner: tuple[str, str], item: T) -> None:
+        """Append an item to the queue of its *owner*, a client and a tenant of it.
 
         Raises:
             ValueError: The key is already in the queue.
         """
-        if key in self._tenant_of:
+        if key in self._owners:
             raise ValueError("the key is already in the queue; remove it first")
-        self._tenant_of[key] = tenant
-        self._tenants.setdefault(tenant, {})[key] = item
+        client, tenant = self._owners[key] = owner
+        self._clients.setdefault(client, {}).setdefault(tenant, {})[key] = item
 
-    def push_front(self, key: str, tenant: str, item: T) -> None:
-        """Insert an item at the head of its tenant's queue, as after a preemption.
+    def push_front(self, key: str, owner: tuple[str, str], item: T) -> None:
+        """Insert an item at the head of its owner's queue, as after a preemption.
 
         Raises:
             ValueError: The key is already in the queue.
         """
-        self.push(key, tenant, item)
-        queue = self._tenants[tenant]
-        self._tenants[tenant] = {key: queue.pop(key), **queue}
+        self.push(key, owner, item)
+        client, tenant = owner
+        queue = self._clients[client][tenant]
+        self._clients[client][tenant] = {key: queue.pop(key), **queue}
 
     def remove(self, key: str) -> T | None:
         """Remove and return an item; ``None`` if the key is not in the queue."""
-        tenant = self._tenant_of.pop(key, None)
-        if tenant is None:
+        if key not in self._owners:
             return None
-        queue = self._tenants[tenant]
-        item = queue.pop(key)
-        if not queue:
-            del self._tenants[tenant]
+        client, tenant = self._owners.pop(key)
+        tenants = self._clients[client]
+        item = tenants[tenant].pop(key)
+        if not tenants[tenant]:
+            del tenants[tenant]
+        if not tenants:
+            del self._clients[client]
         return item
 
     @property
-    def tenants(self) -> list[str]:
-        """Tenants with queued items, the next one to be served first."""
-        return list(self._tenants)
+    def clients(self) -> list[str]:
+        """Clients with queued items, the next one to be served first."""
+        return list(self._clients)
 
-    def pop(self, tenant: str | None = None) -> T:
-        """Take a tenant's first item; the tenant then goes to the end of the round.
+    def pop(self, client: str | None = None) -> T:
+        """Take a client's next item; the client then goes to the end of the round.
 
         Args:
-            tenant: A tenant with queued items; ``None`` is the next one in the round.
+            client: A client with queued items; ``None`` is the next one in the round.
 
         Raises:
-            LookupError: The queue is empty, or has no item of that tenant.
+            LookupError: The queue is empty, or has no item of that client.
         """
-        if not self._tenants:
+        if not self._clients:
             raise LookupError("the queue is empty")
-        tenant = next(iter(self._tenants)) if tenant is None else tenant
-        queue = self._tenants.pop(tenant)
+        client = next(iter(self._clients)) if client is None else client
+        tenants = self._clients.pop(client)
+        tenant = next(iter(tenants))
+        queue = tenants.pop(tenant)
         key = next(iter(queue))
         item = queue.pop(key)
-        del self._tenant_of[key]
+        del self._owners[key]
         if queue:
-            self._tenants[tenant] = queue
+            tenants[tenant] = queue
+        if tenants:
+            self._clients[client] = tenants
         return item

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from lifecycle import strip
-from lifecycle.lowlevel import describe_error
+from lifecycle.lowlevel import Company, describe_error
 from lifecycle_engine.core.model_runner import Emitted, Runner
 from lifecycle_engine.core.request import (
     Finish,
@@ -27,6 +27,8 @@ from lifecycle_engine.errors import discard_error
 
 # How a started request ended.
 Outcome = Literal["completed", "cancelled", "failed", "ended"]
+# Of so many slots, one is kept from a client that has company.
+_RESERVE = 8
 # Number of latest steps that the "recent" figures cover.
 _RECENT = 64
 _log = logging.getLogger(__name__)
@@ -84,6 +86,7 @@ class Scheduler:
         self._clock = clock
         self._slots = KVSlotCache(runner)
         self._waiting: RequestQueue[Task] = RequestQueue()
+        self._company = Company()
         # Dicts keep the order and remove from the middle in constant time.
         self._prefilling: dict[str, Task] = {}
         self._running: dict[str, Task] = {}
@@ -120,7 +123,8 @@ class Scheduler:
             raise
         deadline = self._clock() + parsed.timeout if parsed.timeout else None
         task = Task(key, parsed, parsed.nbytes, deadline)
-        self._waiting.push(key, parsed.tenant, task)
+        self._waiting.push(key, parsed.owner, task)
+        self._company.see(parsed.client, self._clock())
         if deadline is not None:
             self._timed[key] = task
         self._stats.started += 1
@@ -207,6 +211,7 @@ class Scheduler:
 
     def _release(self, task: Task, *, cache: bool = False) -> None:
         self._timed.pop(task.key, None)
+        self._company.see(task.request.client, self._clock())
         self._strip(task, keep=())
         self._slots.release(task, cache=cache)
 
@@ -233,17 +238,10 @@ class Scheduler:
         """Move queued requests into free slots, preempting where that is fair."""
         failed = []
         while self._waiting:
-            tenant = None
-            if len(self._prefilling) + len(self._running) >= self._max_batch:
-                prefilling = list(self._prefilling.values())
-                preemption = choose_preemption(
-                    self._waiting.tenants, prefilling, self._running.values()
-                )
-                if preemption is None:
-                    break
-                victim, tenant = preemption
-                self._preempt(victim)
-            task = self._waiting.pop(tenant)
+            client = self._next_client()
+            if client is None:
+                break
+            task = self._waiting.pop(client)
             self._prefilling[task.key] = task
             try:
                 self._slots.acquire(task)
@@ -251,10 +249,31 @@ class Scheduler:
                 failed.append(self._fail(task, "prefill_failed", error))
         return failed
 
+    def _next_client(self) -> str | None:
+        """Return the client that gets a slot now, for which it may preempt a prompt.
+
+        While a client has company, some slots are kept from it, so that the others
+        need not wait until one of its requests has ended.
+        """
+        prefilling, running = list(self._prefilling.values()), self._running.values()
+        if len(prefilling) + len(running) >= self._max_batch:
+            found = choose_preemption(self._waiting.clients, prefilling, running)
+            if found is None:
+                return None
+            victim, client = found
+            self._preempt(victim)
+            return client
+        used = Counter(task.request.client for task in (*prefilling, *running))
+        most, now = self._max_batch - self._max_batch // _RESERVE, self._clock()
+        for client in self._waiting.clients:
+            if used[client] < most or not self._company.of(client, now):
+                return client
+        return None
+
     def _preempt(self, task: Task) -> None:
         """Put a request back at the head of its queue; its prefill starts over."""
         del self._prefilling[task.key]
-        self._waiting.push_front(task.key, task.request.tenant, task)
+        self._waiting.push_front(task.key, task.request.owner, task)
         self._stats.preempted += 1
         task.restart_prefill()
         # The runner's own state in the tensors is computed again.
@@ -352,30 +371,30 @@ class PrefillPolicy:
 def choose_preemption(
     waiting: Sequence[str], prefilling: Sequence[Task], running: Collection[Task]
 ) -> tuple[Task, str] | None:
-    """Choose a task to preempt so that a waiting tenant without a slot gets one.
+    """Choose a task to preempt so that a waiting client without a slot gets one.
 
     The victim is the newest prompt that can still be prefilled from its start and
-    whose tenant has another slot. So every tenant makes progress, and only part of a
+    whose client has another slot. So every client makes progress, and only part of a
     prefill is lost.
 
     Args:
-        waiting: Tenants with queued requests, the next one to be served first.
+        waiting: Clients with queued requests, the next one to be served first.
         prefilling: Tasks in prefill, in order of arrival.
         running: Tasks that stream.
 
     Returns:
-        The task to preempt and the tenant that gets its slot; ``None`` to preempt
+        The task to preempt and the client that gets its slot; ``None`` to preempt
         nothing.
     """
     if not prefilling:
         return None
-    slots = Counter(task.request.tenant for task in (*prefilling, *running))
-    tenant = next((each for each in waiting if not slots[each]), None)
-    if tenant is None:
+    slots = Counter(task.request.client for task in (*prefilling, *running))
+    client = next((each for each in waiting if not slots[each]), None)
+    if client is None:
         return None
     for task in reversed(prefilling):
-        if task.replayable and slots[task.request.tenant] > 1:
-            return task, tenant
+        if task.replayable and slots[task.request.client] > 1:
+            return task, client
     return None
 
 

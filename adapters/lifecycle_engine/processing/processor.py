@@ -259,7 +259,8 @@ class Chat:
         top_p: Probability mass to sample from; 1 is all of it.
         logprobs: Number of most likely tokens to report for each token; ``None``
             reports no log probabilities at all.
-        tenant: Tenant of the request; the engine schedules tenants fairly.
+        client: Client of the request; the engine schedules clients fairly.
+        tenant: Tenant of the request, which is a user of the client.
         session: The tenant's conversation; the engine may reuse the KV cache of its
             previous turn.
         top_k: Number of most likely tokens to sample from; 0 is all.
@@ -273,6 +274,7 @@ class Chat:
     ignore_eos: bool = False
     top_p: float = 1.0
     logprobs: int | None = None
+    client: str = field(default="", repr=False)
     tenant: str = field(default="", repr=False)
     session: str | None = field(default=None, repr=False)
     top_k: int = 0
@@ -290,6 +292,7 @@ class Chat:
             "min_p": float(self.min_p),
             "seed": self.seed,
             "logprobs": self.logprobs,
+            "client": self.client,
             "tenant": self.tenant,
             "session": self.session,
         }

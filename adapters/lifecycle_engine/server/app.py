@@ -140,7 +140,8 @@ class AppSettings:
         media: Limits on images.
         defaults: Sampling defaults of requests.
         deadlines: Timeouts for the engine.
-        threads: Maximum number of requests preprocessed, and parsed, concurrently.
+        threads: Maximum number of requests parsed, of text and of images preprocessed,
+            each, concurrently.
         end_timeout: Seconds that the END of one request may take.
         per_client: Maximum concurrent requests of one client; ``None`` is unlimited.
         client: Returns the client identity of an ASGI scope.
@@ -240,7 +241,9 @@ def _service(
     settings: AppSettings,
     observer: Observer | None,
 ) -> Service:
-    threads = anyio.CapacityLimiter(settings.threads)
+    threads, text_threads, parsers = (
+        anyio.CapacityLimiter(settings.threads) for _ in range(3)
+    )
     return Service(
         model=settings.model,
         engine=engine,
@@ -249,7 +252,8 @@ def _service(
             settings.model,
             limits=settings.media,
             defaults=settings.defaults,
-            limiter=anyio.CapacityLimiter(settings.threads),
+            limiter=parsers,
+            small_limiter=text_threads,
             text_chars=settings.text_chars,
             remote_images=settings.fetch is not None,
         ),
@@ -257,6 +261,7 @@ def _service(
         payloads=gate,
         in_flight=in_flight,
         threads=threads,
+        text_threads=text_threads,
         deadlines=settings.deadlines,
         new_sessions=partial(
             SessionRegistry, end_timeout=settings.end_timeout, observer=observer

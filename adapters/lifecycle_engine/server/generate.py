@@ -328,10 +328,11 @@ class GenerateEndpoint:
             )
             return prepared.request, tensors, prepared.prompt_tokens
 
-        parsed, usage = call.parsed, call.usage
+        parsed, usage, service = call.parsed, call.usage, self._service
+        limiter = service.threads if parsed.images else service.text_threads
         with call.request.phase("prepare"):
             request, tensors, usage.prompt_tokens = await anyio.to_thread.run_sync(
-                prepare, limiter=self._service.threads
+                prepare, limiter=limiter
             )
         if lease is not None:
             lease.settle(bytes=tensors.nbytes * parsed.choices)

@@ -103,7 +103,9 @@ class Service:
         admission: Reads and admits requests.
         payloads: Gate over the bytes of payloads, until the engine has read them.
         in_flight: Gate over requests, until they end.
-        threads: Limits concurrent preprocessing.
+        threads: Limits concurrent preprocessing of images.
+        text_threads: Limits concurrent preprocessing of text alone, which waits behind
+            no image.
         deadlines: Timeouts for the engine.
         new_sessions: Creates the session registry of one run.
         client: Returns a request's client identity, given its ASGI scope.
@@ -123,6 +125,7 @@ class Service:
     payloads: Gate
     in_flight: Gate
     threads: anyio.CapacityLimiter
+    text_threads: anyio.CapacityLimiter
     deadlines: Deadlines
     new_sessions: Callable[[], SessionRegistry]
     client: Callable[[Any], bytes]

@@ -16,7 +16,7 @@ import anyio
 
 from ._closing import leave_source, run_to_end, sources
 from ._exceptions import StreamTimeout
-from ._validation import NoCopy, check, check_deadline
+from ._validation import NoCopy, check, check_limit
 
 T_co = TypeVar("T_co", covariant=True)
 
@@ -42,7 +42,7 @@ class Stream(NoCopy, Generic[T_co]):
         grace: Seconds that the source may take to close.
 
     Raises:
-        ValueError: *grace* is NaN.
+        ValueError: *grace* is negative or NaN.
         TypeError: *source* is no asynchronous iterator.
 
     Attributes:
@@ -68,7 +68,7 @@ class Stream(NoCopy, Generic[T_co]):
         check(hasattr(type(source), "__anext__"), what, source)
         self._source: AsyncIterator[T_co] | None = source
         self._on_close = list(on_close)
-        self._grace = check_deadline("grace", grace)
+        self._grace = check_limit("grace", grace)
         self._stopped = self.closed = False
         self._errors: list[Exception] = []
         self._scope: anyio.CancelScope | None = None
@@ -253,7 +253,7 @@ class StreamDeadlines(dict[str, float]):
     def __init__(self, **limits: float | None) -> None:
         for name, limit in limits.items():
             if limit is not None:
-                self[name] = check_deadline(name, limit)
+                self[name] = check_limit(name, limit)
 
 
 class WatchedStream(Stream[T_co]):

@@ -5,10 +5,10 @@ from __future__ import annotations
 import math
 import operator
 import warnings
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from numbers import Real
 from types import UnionType
-from typing import Any, Final
+from typing import Any, Final, NoReturn
 
 
 class _Unstated(int):
@@ -21,18 +21,32 @@ class _Unstated(int):
 UNSTATED: Final = _Unstated()
 
 
+class _Unchanged:
+    """A default that differs from ``None`` and reads well in ``help()``."""
+
+    def __repr__(self) -> str:
+        return "<unchanged>"
+
+
+UNCHANGED: Final[Any] = _Unchanged()
+
+
 def check_amount(name: str, value: object) -> int:
     """Return *value* if it is a whole number of 0 or more.
 
     Raises:
-        ValueError: It is not. Fractions and NaN are refused because sums of them
-            do not return to zero.
+        ValueError: It is not; a bool is none. Fractions and NaN are refused because
+            sums of them do not return to zero.
     """
+    if type(value) is int and value >= 0:  # nearly always, in each request
+        return value
     try:
         number = operator.index(value)  # type: ignore[arg-type]
     except TypeError:
+        number = None
+    if number is None or isinstance(value, bool):
         kind = type(value).__name__
-        raise ValueError(f"{name} must be a whole number, not {kind}") from None
+        raise ValueError(f"{name} must be a whole number, not {kind}")
     if number < 0:
         raise ValueError(f"{name} must be 0 or more, not {number}")
     return number
@@ -52,19 +66,37 @@ def check_cost(slots: object, nbytes: object) -> tuple[int, int]:
 
 
 def check_deadline(name: str, value: float, or_none: str = "") -> float:
-    """Return *value*, which may be added to a clock's time: any number but NaN."""
+    """Return *value*, which may be added to a clock's time: any number but NaN.
+
+    A negative one is what was left of a deadline that has passed.
+    """
     requirement = f"{name} must be a number of seconds{or_none}, not"
     try:
-        if not math.isnan(value):
+        if not (math.isnan(value) or isinstance(value, bool)):
             return value if isinstance(value, int) else float(value)
     except TypeError:
         raise TypeError(f"{requirement} {type(value).__name__}") from None
+    if isinstance(value, bool):
+        raise TypeError(f"{requirement} bool")
     raise ValueError(f"{requirement} NaN")
 
 
 def check_deadline_or_none(name: str, value: float | None) -> float | None:
     """Return *value* if it is a number of seconds or ``None``."""
     return None if value is None else check_deadline(name, value, " or None")
+
+
+def check_limit(name: str, value: float, or_none: str = "") -> float:
+    """Return *value*, a limit for all that comes: a deadline of 0 seconds or more."""
+    seconds = check_deadline(name, value, or_none)
+    if seconds < 0:
+        raise ValueError(f"{name} must be 0 or more seconds{or_none}, not {value}")
+    return seconds
+
+
+def check_limit_or_none(name: str, value: float | None) -> float | None:
+    """Return *value* if it is a limit in seconds or ``None``."""
+    return None if value is None else check_limit(name, value, " or None")
 
 
 def check(met: bool, requirement: str, given: object) -> None:  # noqa: FBT001
@@ -134,6 +166,13 @@ def check_choice(choices: Collection[object], /, **options: object) -> None:
             raise ValueError(f"{name} must be one of {listed}, not {value!r}")
 
 
+def check_priority(priority: object) -> None:
+    """Raise `ValueError` unless *priority* is a whole number, of either sign."""
+    if not isinstance(priority, int):
+        what = f"priority must be a whole number, not {type(priority).__name__}"
+        raise ValueError(what)  # noqa: TRY004 - as of slots and bytes
+
+
 class NoCopy:
     """Base class for objects with identity: copying and pickling raise TypeError."""
 
@@ -145,3 +184,12 @@ class NoCopy:
 
     def _warn(self, message: str) -> None:
         warnings.warn(message, ResourceWarning, stacklevel=3, source=self)
+
+
+def made_by(owner: str) -> Callable[..., NoReturn]:
+    """Return a ``__new__`` for a class of which *owner* makes the objects."""
+
+    def refuse(cls: type, *_: object, **__: object) -> NoReturn:
+        raise TypeError(f"a {cls.__name__} is not made by its class: use {owner}")
+
+    return refuse

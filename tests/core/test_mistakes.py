@@ -20,7 +20,9 @@ from lifecycle import (
     EngineLost,
     Gate,
     GateFull,
+    Lease,
     LifecycleError,
+    Session,
     SessionEnded,
     SessionExists,
     SessionNotFound,
@@ -48,10 +50,38 @@ def test_refuses_order_that_there_is_not() -> None:
         Gate(slots=None, order="lifo")  # type: ignore[arg-type]
 
 
-def test_names_wait_that_is_no_number() -> None:
-    """A wait in words is refused where it is given, by its name."""
-    with pytest.raises(TypeError, match="max_wait must be a number .*, not str"):
-        Gate(slots=None, max_wait="10")  # type: ignore[arg-type]
+@pytest.mark.parametrize(
+    ("odd", "words"),
+    [
+        ({"max_wait": "10"}, "max_wait must be a number of seconds or None, not str"),
+        ({"max_wait": True}, "max_wait must be a number of seconds or None, not bool"),
+        ({"max_wait": -1}, "max_wait must be 0 or more seconds or None, not -1"),
+        ({"max_waiting": True}, "max_waiting must be a whole number, not bool"),
+        ({"slots": True}, "slots must be a whole number, not bool"),
+        ({"enforce": "no"}, "enforce must be True or False, not str"),
+        ({"name": 5}, "name must be a string, not int"),
+        ({"clock": 5}, "clock must be callable, not int"),
+    ],
+)
+def test_refuses_option_of_gate(odd: dict[str, Any], words: str) -> None:
+    """Each is refused where it is given, by its name."""
+    with pytest.raises((TypeError, ValueError), match=f"^{words}$"):
+        Gate(**{"slots": None} | odd)
+
+
+def test_names_the_limits_of_a_gate() -> None:
+    """A number without a name might be slots or bytes."""
+    with pytest.raises(TypeError, match=r"limits by name: Gate\(slots=8\), not int"):
+        Gate(1000)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("kind", "maker"), [(Lease, "gate.admit"), (Session, "sessions.open")]
+)
+def test_says_who_makes_it(kind: Callable[..., Any], maker: str) -> None:
+    """One that were made by hand would belong to no gate and no registry."""
+    with pytest.raises(TypeError, match=f"is not made by its class: use .*{maker}"):
+        kind()
 
 
 async def test_names_seconds_that_are_no_number() -> None:
@@ -251,6 +281,17 @@ async def test_logs_end_that_failed(caplog: pytest.LogCaptureFixture) -> None:
         caplog.text,
     )
     assert SECRET not in caplog.text
+
+
+async def test_refuses_what_names_no_session() -> None:
+    """A generation in words would never be that of a session, and ``None`` no id."""
+    async with SessionRegistry() as sessions:
+        for odd in ("1", True):
+            with pytest.raises(TypeError, match="^generation must be a whole number"):
+                sessions.remove("a", generation=odd)  # type: ignore[arg-type]
+        for ask in (sessions.get, lambda: sessions.get(5), lambda: sessions.get(key=5)):
+            with pytest.raises(TypeError, match="^get takes an id or key=, a string"):
+                ask()
 
 
 async def test_names_session_that_is_or_is_not_there() -> None:

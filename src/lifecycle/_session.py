@@ -281,7 +281,7 @@ class Session(NoCopy):
             StartTimeout: *timeout* went by; what was sent is ended by key.
             SessionEnded: Another task closed the session.
             RuntimeError: The session was started before, or *lease* is held no more.
-            TypeError: *lease* is no lease, or *end* is not callable.
+            TypeError: *lease* is no lease, or *end* cannot be called with one argument.
             ValueError: *timeout* is NaN.
             Exception: What *open_* raised; the locals of its frames are cleared.
 
@@ -405,9 +405,9 @@ class Session(NoCopy):
         if changed is not None:
             changed.set()
 
-    def _end_failed(self, error: BaseException) -> None:
-        text = "END of session %r failed with %s; the engine may still hold it"
-        _log.warning(text, self.key, describe_error(error))
+    def _end_failed(self, error: BaseException, name: str) -> None:
+        text = "END of session %r, %s, failed with %s; the engine may still hold it"
+        _log.warning(text, self.key, name, describe_error(error))
         self._state.quarantine(self.key, self.id)
         self._report(events.EndFailed, error=type(error).__name__)
 
@@ -557,7 +557,7 @@ class Session(NoCopy):
 
     def __enter__(self) -> Self:
         if self._scope is not None:
-            raise RuntimeError(f"session {self.id!r} can be entered once")
+            raise RuntimeError(f"session {self.id!r} can be entered once; open another")
         if in_async_generator():
             self._check_open()
             self._scope = _NoScope(self._lose)
@@ -580,7 +580,9 @@ class Session(NoCopy):
             raise self._ended()
 
     def _ended(self) -> SessionEnded:
-        message = f"the session was ended from outside: {self.outcome}"
+        message = f"session {self.id!r} has ended: {self.outcome}; open another"
+        if self._stopped:
+            message = f"the session was ended from outside: {self.outcome}"
         return SessionEnded(message, outcome=str(self.outcome))
 
     def _check_open(self) -> None:

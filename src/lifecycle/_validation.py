@@ -6,6 +6,7 @@ import math
 import operator
 import warnings
 from collections.abc import Callable, Collection
+from inspect import CO_VARARGS
 from numbers import Real
 from types import UnionType
 from typing import Any, Final, NoReturn
@@ -59,7 +60,8 @@ def check_capacity(name: str, value: object) -> float:
 
 def check_cost(slots: object, nbytes: object) -> tuple[int, int]:
     """Return a request's cost. A zero cost is almost always a mistake: refused."""
-    cost = check_amount("slots", slots), check_amount("bytes", nbytes)
+    size = 0 if nbytes is UNSTATED else check_amount("bytes", nbytes)
+    cost = check_amount("slots", slots), size
     if cost == (0, 0):
         raise ValueError("a request must cost at least one slot or one byte")
     return cost
@@ -116,6 +118,27 @@ def check_callable(**options: object) -> None:
     """Raise `TypeError` unless each option can be called."""
     for name, value in options.items():
         check(callable(value), f"{name} must be callable", value)
+
+
+def name_of(function: object) -> str:
+    """Return how an error names *function*, or what a partial calls."""
+    function = getattr(function, "func", function)
+    return getattr(function, "__qualname__", type(function).__name__)
+
+
+def takes_one(function: object) -> bool:
+    """Whether *function* can be called with one argument, as far as its code tells.
+
+    A signature would tell of partials and classes, too, and costs as much as a start.
+    """
+    code = getattr(function, "__code__", None)
+    if code is None or code.co_flags & CO_VARARGS:
+        return True
+    called: Any = function
+    most = code.co_argcount - hasattr(called, "__self__")
+    least = most - len(called.__defaults__ or ())
+    by_name = code.co_kwonlyargcount - len(called.__kwdefaults__ or ())
+    return least <= 1 <= most and not by_name
 
 
 def check_bool(**options: object) -> None:

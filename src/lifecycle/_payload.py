@@ -195,7 +195,8 @@ class Payload(NoCopy, Generic[T]):
                 on_release(how)
         return value
 
-    if not TYPE_CHECKING:  # type checkers are to find that there is none of these
+    # Type checkers are to find that there is none of these.
+    if not TYPE_CHECKING:  # pragma: no branch
 
         def __getattr__(self, name: str) -> NoReturn:
             raise AttributeError(f"a Payload has no {name!r}{_TAKE}")

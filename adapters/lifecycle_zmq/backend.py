@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from inspect import signature
 from typing import Any, Final, Literal, NamedTuple, Protocol, get_args
 
 from lifecycle_zmq.protocol import Finish
@@ -13,6 +14,8 @@ from lifecycle_zmq.protocol import Finish
 Merge = Literal["concatenate", "replace", "never"]
 MERGES: Final = (None, *get_args(Merge))
 _METHODS: Final = ("start", "cancel", "end", "step", "status")
+# Optional methods, and how many arguments each is called with.
+_HOOKS: Final = {"pause": 1, "resume": 1, "started": 1, "ending": 1, "drive": 3}
 
 
 class Output(NamedTuple):
@@ -95,7 +98,7 @@ class Backend(Protocol):
 
 
 def check(backend: object) -> None:
-    """Raise `TypeError` if a member of `Backend` is missing or misspelt."""
+    """Raise `TypeError` if a member of `Backend` is missing, misspelt or no method."""
     name = getattr(backend, "__name__", type(backend).__name__)
     what = ""
     for method in _METHODS:
@@ -107,5 +110,29 @@ def check(backend: object) -> None:
         what = what or "it has no property busy"
     elif callable(getattr(type(backend), "busy", None)):
         what = "busy is a method, which is always true; make it a property"
+    else:
+        what = what or "".join(_misused_hooks(backend)[:1])
     if what:
         raise TypeError(f"{name} is no Backend: {what}")
+
+
+def _misused_hooks(backend: object) -> list[str]:
+    """Say which attributes have the name of an optional method by chance."""
+    return [
+        f"its {name} is not the optional method of that name, which takes {count} "
+        f"argument{'s'[: count > 1]}; rename it"
+        for name, count in _HOOKS.items()
+        if not _takes(getattr(backend, name, None), count)
+    ]
+
+
+def _takes(hook: Any, count: int) -> bool:
+    if hook is None:
+        return True
+    try:
+        signature(hook).bind(*range(count))
+    except TypeError:
+        return False
+    except ValueError:  # some functions of C have none
+        return True
+    return True

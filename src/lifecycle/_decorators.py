@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import inspect
 from collections.abc import AsyncIterator, Callable, Iterator
-from typing import Any, ParamSpec, Protocol, TypeVar, overload
+from typing import Any, Final, ParamSpec, Protocol, TypeVar, overload
 
 from ._gate import Gate, Lease
 from ._managed_stream import (
@@ -14,7 +14,6 @@ from ._managed_stream import (
     Options,
     Scrubbed,
     boxing,
-    name_of,
     wrapped,
 )
 from ._session import Session
@@ -22,10 +21,18 @@ from ._sessions import SessionRegistry
 from ._signatures import Decorator, GivingBothDecorator, GivingDecorator
 from ._stream import Stream
 from ._thread_iterator import ThreadIterator, asynchronous, is_generator_function
-from ._validation import UNSTATED, check, check_amount, check_cost, check_type
+from ._validation import (
+    UNSTATED,
+    check,
+    check_amount,
+    check_cost,
+    check_type,
+    name_of,
+)
 
 T = TypeVar("T")
 P = ParamSpec("P")
+_COLLECTING: Final = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
 
 
 class KeepingScrub(Protocol):
@@ -169,6 +176,7 @@ def managed(
         ValueError: *cost* or *slots* is negative or not a whole number.
     """
     check(_bare is None, "managed needs options, as in @managed(gate=gate)", _bare)
+    check_type(tuple | list | str, "scrub takes names of parameters", scrub)
     names = (scrub,) if isinstance(scrub, str) else tuple(scrub)
     how = Options(
         gate=gate, cost=cost, slots=slots, sessions=sessions, key=key, scrub=names
@@ -182,7 +190,7 @@ def _check_options(how: Options) -> None:
     check_type(Gate | None, "managed takes a Gate", gate)
     check_type(SessionRegistry | None, "managed takes a SessionRegistry", sessions)
     if (sessions is None) != (key is None):
-        raise TypeError("sessions and key go together")
+        raise TypeError("sessions and key go together: key returns a session's id")
     check(callable(key) or key is None, "key must be a function of arguments", key)
     for name, function in (("cost", cost), ("key", key)):
         if inspect.iscoroutinefunction(function):
@@ -205,11 +213,50 @@ def _manage(how: Options, function: Callable[..., Any]) -> Callable[..., Stream[
     givers = {"lease": how.gate, "session": how.sessions}
     given = tuple(name for name, giver in givers.items() if giver is not None)
     visible, bind = boxing(function, how.scrub, given)
+    for option, asked in (("cost", how.cost), ("key", how.key)):
+        if callable(asked):
+            _check_arguments(option, asked, function, visible)
+    returns = f"what key returns for {name_of(function)} must be a string"
+    costs = f"what cost returns for {name_of(function)}"
 
     def call(*args: Any, **kwargs: Any) -> Stream[Any]:
         bound, held = bind(*args, **kwargs)
-        nbytes = how.cost(*args, **kwargs) if callable(how.cost) else how.cost
-        id_ = "" if how.key is None else how.key(*args, **kwargs)
+        nbytes, id_ = how.cost, ""
+        if callable(nbytes):
+            nbytes = check_amount(costs, nbytes(*args, **kwargs))
+        if how.key is not None:
+            id_ = how.key(*args, **kwargs)
+            check(isinstance(id_, str), returns, id_)
         return ManagedStream(Call(how, function, streams, bound, held, nbytes, id_))
 
     return wrapped(function, call, visible)
+
+
+def _check_arguments(
+    option: str, asked: Callable[..., Any], function: object, visible: inspect.Signature
+) -> None:
+    """Raise `TypeError` if *asked* takes the arguments of no call of *function*."""
+    seen = visible.parameters.values()
+    try:
+        takes = inspect.signature(asked)
+    except ValueError:  # some functions of C have none
+        return
+    if any(each.kind in _COLLECTING for each in (*seen, *takes.parameters.values())):
+        return  # calls may be of any shape
+    given = [each.name for each in seen if each.default is each.empty]
+    needed = [p for p in takes.parameters.values() if p.default is p.empty]
+    # By place or by name; those by place come first.
+    splits = range(len(given) + 1)
+    if len(needed) <= len(seen) and any(_binds(takes, given, n) for n in splits):
+        return
+    names = ", ".join(visible.parameters)
+    what = f"{option} {name_of(asked)} cannot take the arguments of {name_of(function)}"
+    raise TypeError(f"{what}; write {option}=lambda {names}: ...")
+
+
+def _binds(takes: inspect.Signature, names: list[str], by_place: int) -> bool:
+    try:
+        takes.bind_partial(*names[:by_place], **dict.fromkeys(names[by_place:]))
+    except TypeError:
+        return False
+    return True

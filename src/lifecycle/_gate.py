@@ -11,7 +11,8 @@ from collections.abc import Callable
 from contextlib import suppress
 from contextvars import ContextVar
 from dataclasses import dataclass
-from typing import Any, Final, Literal, Self, TypeVar, TypeVarTuple, final
+from functools import partial
+from typing import Any, Literal, Self, TypeVar, TypeVarTuple, final
 
 import anyio
 
@@ -22,13 +23,20 @@ from ._lock import ChangeLock
 from ._owner import owner
 from ._queues import DONE, HELD, DrainRate, FairQueue, FifoQueue, Ticket
 from ._validation import (
+    UNCHANGED,
     UNSTATED,
     NoCopy,
+    check,
     check_amount,
+    check_bool,
+    check_callable,
     check_capacity,
     check_cost,
     check_deadline_or_none,
+    check_limit_or_none,
+    check_priority,
     check_reserve,
+    made_by,
 )
 from .events import (
     AdmissionCancelled,
@@ -70,6 +78,7 @@ class Lease(Ticket, NoCopy):
     entered_by: object
     owned_by_start: bool
     seen_at: float  # by `lifecycle.debug.snapshot`
+    __new__ = made_by("`await gate.admit()` or `gate.try_admit()`")
 
     @property
     def held(self) -> bool:
@@ -136,16 +145,6 @@ def _inside(entered: weakref.ref[Lease]) -> bool:
     return lease is not None and lease.held and lease.entered_by is not None
 
 
-class _Unchanged:
-    """A default that differs from ``None`` and reads well in ``help()``."""
-
-    def __repr__(self) -> str:
-        return "<unchanged>"
-
-
-_UNCHANGED: Final[Any] = _Unchanged()
-
-
 def _warn(message: str, stacklevel: int) -> None:
     warnings.warn(message, RuntimeWarning, stacklevel=stacklevel)
 
@@ -200,8 +199,7 @@ class Gate(NoCopy):
     A gate can be made before any event loop runs, and shared by threads. One that is
     given neither limit warns, as does the first request that names no *bytes* at a gate
     that limits nothing else: most likely one was forgotten. Say ``slots=None``, or
-    ``bytes=0``, where it is meant. It is no error: a server should not refuse requests
-    for it.
+    ``bytes=0``, where it is meant. No error: it is no reason to refuse requests.
 
     Args:
         slots: Maximum number of slots in use; ``None`` is unbounded, 0 is paused.
@@ -231,14 +229,17 @@ class Gate(NoCopy):
 
     Raises:
         ValueError: A limit is negative or not a whole number; or *max_wait* is
-            NaN; or there is no such *order*.
+            negative or NaN; or there is no such *order*.
+        TypeError: Another option is of the wrong kind.
     """
 
     def __init__(
         self,
+        _bare: None = None,
+        /,
         *,
-        slots: int | None = _UNCHANGED,
-        bytes: int | None = _UNCHANGED,  # noqa: A002 - the unit is the name
+        slots: int | None = UNCHANGED,
+        bytes: int | None = UNCHANGED,  # noqa: A002 - the unit is the name
         max_waiting: int | None = None,
         max_wait: float | None = None,
         order: Literal["fifo", "fair"] = "fifo",
@@ -251,22 +252,22 @@ class Gate(NoCopy):
         if order not in ("fifo", "fair"):
             raise ValueError(f"order must be 'fifo' or 'fair', not {order!r}")
         check_reserve(reserve, order)
-        limited = slots is not _UNCHANGED or bytes is not _UNCHANGED
-        slots = None if slots is _UNCHANGED else slots
-        bytes = None if bytes is _UNCHANGED else bytes  # noqa: A001
+        check(_bare is None, "a Gate takes its limits by name: Gate(slots=8)", _bare)
+        check(isinstance(name, str), "name must be a string", name)
+        check_callable(clock=clock)
+        check_bool(enforce=enforce)
+        limited = slots is not UNCHANGED or bytes is not UNCHANGED
         self.name = name
-        self.closed = False
+        self.closed = self._has_warned = False
         self.order = order
         self._clock = fallback_clock(clock)
         self._enforce = enforce
-        self.max_wait = check_deadline_or_none("max_wait", max_wait)
+        self.max_wait = check_limit_or_none("max_wait", max_wait)
         self._max_waiting = check_capacity("max_waiting", max_waiting)
         limits = check_capacity("slots", slots), check_capacity("bytes", bytes)
         self._bytes_only = limits[0] == math.inf > limits[1]  # until it has warned
-        self._has_warned = False
-        self._queue = FifoQueue(*limits)
-        if order == "fair":
-            self._queue = FairQueue(*limits, self._clock, reserve)
+        fair = partial(FairQueue, clock=self._clock, reserve=reserve)
+        self._queue = (fair if order == "fair" else FifoQueue)(*limits)
         self._drain_rate = DrainRate()
         self._refused = self._timed_out = self._lost = self._over_limit = 0
         # Why waiting requests were refused, until their tasks run again.
@@ -286,7 +287,7 @@ class Gate(NoCopy):
         slots: int = 1,
         key: str | None = None,
         priority: int = 0,
-        max_wait: float | None = _UNCHANGED,
+        max_wait: float | None = UNCHANGED,
     ) -> Lease:
         """Wait until the request fits and return the lease that holds its cost.
 
@@ -313,13 +314,13 @@ class Gate(NoCopy):
             RuntimeError: Waiting would be a deadlock: the task is inside a
                 ``with lease:`` block of this gate.
             ValueError: A cost is negative, not a whole number, or all are zero;
-                or *max_wait* is NaN.
+                or *priority* is no whole number; or *max_wait* is NaN.
 
         Cancellation:
             A checkpoint only where it has to wait. It returns a lease or raises
             holding nothing; a lease granted in the same moment is passed on.
         """
-        if max_wait is not _UNCHANGED:
+        if max_wait is not UNCHANGED:
             max_wait = check_deadline_or_none("max_wait", max_wait)
         if bytes is UNSTATED:
             bytes = 0  # noqa: A001
@@ -329,7 +330,7 @@ class Gate(NoCopy):
             slots, bytes = check_cost(slots, bytes)  # noqa: A001
         lease = self._request(slots, bytes, key, priority, True)
         if lease.waiter is not None:
-            longest = self.max_wait if max_wait is _UNCHANGED else max_wait
+            longest = self.max_wait if max_wait is UNCHANGED else max_wait
             await self._wait(lease, longest)
         return lease
 
@@ -356,8 +357,8 @@ class Gate(NoCopy):
     def resize(
         self,
         *,
-        slots: int | None = _UNCHANGED,
-        bytes: int | None = _UNCHANGED,  # noqa: A002 - the unit is the name
+        slots: int | None = UNCHANGED,
+        bytes: int | None = UNCHANGED,  # noqa: A002 - the unit is the name
     ) -> None:
         """Change the capacity; what is not named stays. Any thread.
 
@@ -373,7 +374,7 @@ class Gate(NoCopy):
         checked = {
             name: check_capacity(name, value)
             for name, value in capacity
-            if value is not _UNCHANGED
+            if value is not UNCHANGED
         }
         self._apply(self._resize, checked)
 
@@ -453,8 +454,10 @@ class Gate(NoCopy):
         may_wait: bool,  # noqa: FBT001
     ) -> Lease:
         """Return a lease that is held already, or has a waiter to wait on."""
+        if priority != 0:
+            check_priority(priority)
         # `Lease(...)`, written out: every admission comes through here.
-        lease = _new(Lease)
+        lease: Lease = _new(Lease)
         lease.gate = self
         lease.slots = slots
         lease.bytes = nbytes

@@ -8,7 +8,7 @@ import inspect
 import sys
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable
 from dataclasses import dataclass
-from typing import Any, Generic, TypeVar
+from typing import Any, Final, Generic, TypeVar
 from weakref import ref
 
 from ._gate import Gate, Lease
@@ -17,9 +17,12 @@ from ._session import Session
 from ._sessions import SessionRegistry
 from ._stream import Stream
 from ._thread_iterator import Held, ThreadIterator, give_up
+from ._validation import name_of
 
 T = TypeVar("T")
 _First = Callable[[], Awaitable[T]]
+# What a decorated function may be given, and by which option.
+_GIVERS: Final = {"lease": "gate", "session": "sessions"}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, repr=False)
@@ -53,11 +56,6 @@ def wrapped(function: Any, call: Any, visible: inspect.Signature) -> Callable[..
     return guarded
 
 
-def name_of(function: object) -> str:
-    """Return how an error names *function*."""
-    return getattr(function, "__qualname__", type(function).__name__)
-
-
 def boxing(
     function: Callable[..., Any], names: tuple[str, ...], given: tuple[str, ...] = ()
 ) -> tuple[inspect.Signature, Callable[..., tuple[inspect.BoundArguments, Held]]]:
@@ -82,7 +80,10 @@ def boxing(
             raise TypeError(f"{name_of(function)} has no parameter {name!r} to scrub")
 
     def bind(*args: Any, **kwargs: Any) -> tuple[inspect.BoundArguments, Held]:
-        bound = visible.bind(*args, **kwargs)
+        try:
+            bound = visible.bind(*args, **kwargs)
+        except TypeError as error:
+            raise TypeError(f"{name_of(function)}: {_with_remedy(error)}") from None
         if fill:
             bound.apply_defaults()
         arguments = bound.arguments
@@ -97,6 +98,13 @@ def boxing(
         return inspect.BoundArguments(whole, arguments), held
 
     return visible, bind
+
+
+def _with_remedy(error: TypeError) -> str:
+    for name, option in _GIVERS.items():
+        if str(error) == f"missing a required argument: {name!r}":
+            return f"{error}; give it, or let managed give it with {option}="
+    return str(error)
 
 
 class Scrubbed(Generic[T]):

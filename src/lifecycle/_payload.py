@@ -20,13 +20,24 @@ from collections.abc import (
 from contextlib import suppress
 from pathlib import PurePath
 from types import FrameType, FunctionType, TracebackType
-from typing import Any, Final, Generic, Literal, TypeVar, cast, final
+from typing import (
+    TYPE_CHECKING,
+    Any,
+    Final,
+    Generic,
+    Literal,
+    NoReturn,
+    TypeVar,
+    cast,
+    final,
+)
 
-from ._validation import NoCopy, check_amount
+from ._validation import NoCopy, check, check_amount, check_callable
 
 T = TypeVar("T")
 
 _GONE: Final[Any] = object()
+_TAKE: Final = "; its value is what take() returns"
 # Leaves, though they look like lists: buffers of others must not be resized.
 _RAW: Final = (bytearray, array)
 
@@ -153,6 +164,8 @@ class Payload(NoCopy, Generic[T]):
         self.nbytes = check_amount("nbytes", nbytes)
         self._value = value
         self._on_release = on_release
+        if on_release is not None:
+            check_callable(on_release=on_release)
 
     @property
     def taken(self) -> bool:
@@ -182,6 +195,23 @@ class Payload(NoCopy, Generic[T]):
                 on_release(how)
         return value
 
+    # Type checkers are to find that there is none of these.
+    if not TYPE_CHECKING:  # pragma: no branch
+
+        def __getattr__(self, name: str) -> NoReturn:
+            raise AttributeError(f"a Payload has no {name!r}{_TAKE}")
+
+        def __len__(self, *_: object) -> NoReturn:
+            raise TypeError(f"a Payload is a box{_TAKE}")
+
+        __iter__ = __getitem__ = __contains__ = __bytes__ = __array__ = __len__
+
+        def __bool__(self) -> bool:
+            return True
+
+    def __reduce__(self) -> NoReturn:
+        raise TypeError(f"a Payload cannot be pickled or copied{_TAKE}")
+
     def __repr__(self) -> str:
         if not hasattr(self, "nbytes"):  # that was refused
             return "<Payload, not made>"
@@ -204,14 +234,18 @@ def strip(payload: MutableMapping[str, Any], *, keep: Iterable[str] = ()) -> Non
     Raises:
         KeyError: A path to keep leads nowhere. All the rest was stripped before: a
             misspelt path must not keep a payload in memory.
-        TypeError: *keep* is one string; nothing was changed.
+        TypeError: *payload* is no such mapping, *keep* is one string, or a path in it
+            is none; nothing was changed.
     """
+    what = "strip takes a mapping that can be changed"
+    check(isinstance(payload, MutableMapping), what, payload)
     if isinstance(keep, str):
         raise TypeError(f"keep is a list of paths, as in [{keep!r}], not one string")
     done: set[int] = set()
     kept: dict[int, set[str]] = {}
     absent: list[str] = []
     for path in keep:
+        check(isinstance(path, str), "each path to keep is a string", path)
         found: Any = payload
         steps: list[tuple[int, str]] = []
         for key in path.split("."):

@@ -201,12 +201,9 @@ class FifoQueue:
 
     def insert(self, ticket: Ticket) -> None:
         """Put *ticket* in its place, or raise before anything is changed."""
-        priority: object = ticket.priority
+        priority = ticket.priority
         if priority not in self._by_priority:
             # One that cannot be sorted would stop all the others.
-            if not isinstance(priority, int):
-                kind = type(priority).__name__
-                raise ValueError(f"priority must be a whole number, not {kind}")
             # Empty queues are dropped here, or one of each priority would be kept.
             queues = {each: queue for each, queue in self._by_priority.items() if queue}
             queues[priority] = OrderedDict()

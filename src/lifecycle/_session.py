@@ -37,7 +37,7 @@ from ._start import (
     start_error,
 )
 from ._stream import DeadlineWatchdog, Stream, StreamDeadlines, WatchedStream
-from ._validation import NoCopy, check, check_deadline
+from ._validation import NoCopy, check, check_deadline, made_by
 from .events import (
     Event,
     Observer,
@@ -133,6 +133,9 @@ class RegistryState:
     def check_loop(self) -> None:
         """Raise unless the registry is entered, in this event loop."""
         if not self.entered:
+            if hasattr(self, "loop"):
+                what = "this SessionRegistry is closed, as its block was left"
+                raise RuntimeError(f"{what}; enter it again with async with")
             raise RuntimeError("enter the SessionRegistry with async with first")
         if current_loop() is not self.loop:
             raise RuntimeError("a SessionRegistry is for the loop it was entered in")
@@ -229,6 +232,7 @@ class Session(NoCopy):
     # Half a kilobyte each: only if a task waits for it.
     _settled: anyio.Event | None = None
     _quiet: anyio.Event | None = None
+    __new__ = made_by("`sessions.open(id)`")
 
     def box(self, value: T, *, nbytes: int = 0) -> Payload[T]:
         """Box *value*, of *nbytes* bytes, to be emptied when the session closes.
@@ -277,7 +281,7 @@ class Session(NoCopy):
             StartTimeout: *timeout* went by; what was sent is ended by key.
             SessionEnded: Another task closed the session.
             RuntimeError: The session was started before, or *lease* is held no more.
-            TypeError: *lease* is no lease, or *end* is not callable.
+            TypeError: *lease* is no lease, or *end* cannot be called with one argument.
             ValueError: *timeout* is NaN.
             Exception: What *open_* raised; the locals of its frames are cleared.
 
@@ -330,7 +334,8 @@ class Session(NoCopy):
         fits = lease is None or isinstance(lease, Lease)
         check(fits, "a start takes a lease, awaited", lease)
         if self._starts:
-            raise RuntimeError(f"session {self.id!r} was started before")
+            what = f"session {self.id!r} was started before"
+            raise RuntimeError(f"{what}; open several streams with start_all")
         self._check_open()
         if lease is not None and lease is not self.lease and not lease.held:
             raise RuntimeError(
@@ -400,9 +405,9 @@ class Session(NoCopy):
         if changed is not None:
             changed.set()
 
-    def _end_failed(self, error: BaseException) -> None:
-        text = "END of session %r failed with %s; the engine may still hold it"
-        _log.warning(text, self.key, describe_error(error))
+    def _end_failed(self, error: BaseException, name: str) -> None:
+        text = "END of session %r, %s, failed with %s; the engine may still hold it"
+        _log.warning(text, self.key, name, describe_error(error))
         self._state.quarantine(self.key, self.id)
         self._report(events.EndFailed, error=type(error).__name__)
 
@@ -431,7 +436,7 @@ class Session(NoCopy):
         and as *grace* for the source to close.
 
         Raises:
-            ValueError: One of them is NaN.
+            ValueError: One of them is negative or NaN.
         """
         deadlines = StreamDeadlines(first_item=first_item, idle=idle, total=total)
         stream = WatchedStream(
@@ -552,7 +557,7 @@ class Session(NoCopy):
 
     def __enter__(self) -> Self:
         if self._scope is not None:
-            raise RuntimeError(f"session {self.id!r} can be entered once")
+            raise RuntimeError(f"session {self.id!r} can be entered once; open another")
         if in_async_generator():
             self._check_open()
             self._scope = _NoScope(self._lose)
@@ -575,7 +580,9 @@ class Session(NoCopy):
             raise self._ended()
 
     def _ended(self) -> SessionEnded:
-        message = f"the session was ended from outside: {self.outcome}"
+        message = f"session {self.id!r} has ended: {self.outcome}; open another"
+        if self._stopped:
+            message = f"the session was ended from outside: {self.outcome}"
         return SessionEnded(message, outcome=str(self.outcome))
 
     def _check_open(self) -> None:

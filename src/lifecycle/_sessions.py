@@ -25,8 +25,17 @@ from ._owner import owner
 from ._session import RegistryState, Session, check_outcome
 from ._start import StartEnvironment
 from ._stream import DeadlineWatchdog
-from ._validation import NoCopy, check, check_amount, check_deadline
+from ._validation import (
+    NoCopy,
+    check,
+    check_amount,
+    check_deadline,
+    check_int,
+    check_limit,
+)
 from .events import Observer, Outcome
+
+_new = object.__new__
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -79,7 +88,7 @@ class SessionRegistry(NoCopy):
         observer: Observer | None = None,
     ) -> None:
         self.draining = False
-        self._end_timeout = check_deadline("end_timeout", end_timeout)
+        self._end_timeout = check_limit("end_timeout", end_timeout)
         max_quarantined = check_amount("max_quarantined", max_quarantined)
         self._state = RegistryState(max_quarantined, observer)
         self._opened = 0
@@ -105,7 +114,8 @@ class SessionRegistry(NoCopy):
             raise SessionExists(f"{found}; choose another, or wait for its end")
         self._opened = number = self._opened + 1
         now = state.clock()
-        session = Session(state, id_, number, f"{id_}#{number}", now)
+        session: Session = _new(Session)  # which cannot be called
+        Session.__init__(session, state, id_, number, f"{id_}#{number}", now)
         state.live[id_] = ref(session)
         if (claim := owner.get()) is not None:
             claim(session)
@@ -148,10 +158,13 @@ class SessionRegistry(NoCopy):
 
         Raises:
             SessionNotFound: There is none.
+            TypeError: Neither was given, or it is no string.
         """
-        wanted = id_ or (key or "").rpartition("#")[0]
+        wanted = id_ or str(key or "").rpartition("#")[0]
         session = self._state.live.get(wanted, lambda: None)()
         if session is None or key not in (None, session.key):
+            asked = key if id_ is None else id_
+            check(isinstance(asked, str), "get takes an id or key=, a string", asked)
             raise SessionNotFound(f"no live session has id {key or id_!r}")
         return session
 
@@ -169,12 +182,14 @@ class SessionRegistry(NoCopy):
         never waits: the registry sends END, after `Session.init_done`.
 
         Raises:
-            TypeError: It is neither a session nor an id.
+            TypeError: It is neither a session nor an id, or *generation* is no number.
             ValueError: There is no such *outcome*.
         """
         check_outcome(outcome)
         what = "remove takes a session or an id"
         check(isinstance(session_or_id, Session | str), what, session_or_id)
+        if generation is not None:
+            check_int(generation=generation)
         id_ = session_or_id if isinstance(session_or_id, str) else session_or_id.id
         session = self._state.live.get(id_, lambda: None)()
         if session is None or session_or_id not in (id_, session):

@@ -19,7 +19,7 @@ import anyio
 from ._eventloop import Waiter, new_waiter
 from ._exceptions import StartTimeout
 from ._payload import clear_traceback_frames
-from ._validation import NoCopy, check
+from ._validation import NoCopy, check, name_of, takes_one
 
 T = TypeVar("T")
 
@@ -62,14 +62,14 @@ class StartContext:
         on_settled: Called with each start once its outcome is decided, and with the
             seconds that it took.
         on_finished: Called when a start has nothing left to do.
-        on_end_failed: Called with the error of an END.
+        on_end_failed: Called with the error of an END, and the name of its function.
         close: Closes the session with an outcome; with ``stop=True`` also its block.
     """
 
     environment: StartEnvironment
     on_settled: Callable[[StartTask[Any], float], None]
     on_finished: Callable[[], None]
-    on_end_failed: Callable[[BaseException], None]
+    on_end_failed: Callable[[BaseException, str], None]
     close: Callable[[Literal["cancelled", "shutdown"], bool], object]
 
 
@@ -206,10 +206,11 @@ class StartTask(Generic[T]):
             if isawaitable(ending):
                 await ending
         except Exception as error:  # noqa: BLE001 - the engine may have it still
-            context.on_end_failed(error)
+            context.on_end_failed(error, name_of(end))
         except anyio.get_cancelled_exc_class() as error:
             late = StartTimeout().with_traceback(error.__traceback__)
-            context.on_end_failed(late if scope.cancel_called else error)
+            cause = late if scope.cancel_called else error
+            context.on_end_failed(cause, name_of(end))
             raise
 
     def _bound(self, context: StartContext, due: float) -> None:
@@ -274,13 +275,18 @@ def make_starts(pairs: Pairs[T], now: float, timeout: float) -> list[StartTask[T
     """Return a start for each pair of *pairs*, for the running task to wait for.
 
     Raises:
-        TypeError: An end is not callable.
+        TypeError: An end is not callable, or not with one argument.
     """
     caller = new_waiter()
     starts = [StartTask(open_, end, now, timeout, caller) for open_, end in pairs]
     for start in starts:
         fits = start.end is None or callable(start.end)
         check(fits, "a start takes end, a function that is not called yet", start.end)
+        if not takes_one(start.end):
+            what = (
+                f"a start calls end with what open_ returned, and {name_of(start.end)}"
+            )
+            raise TypeError(f"{what} does not take one argument; give it a parameter")
     return starts
 
 

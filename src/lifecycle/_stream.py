@@ -6,6 +6,7 @@ import heapq
 import logging
 import math
 import sys
+import warnings
 from collections.abc import AsyncIterator, Callable, Iterable
 from contextlib import ExitStack
 from functools import partial
@@ -16,7 +17,7 @@ import anyio
 
 from ._closing import leave_source, run_to_end, sources
 from ._exceptions import StreamTimeout
-from ._validation import NoCopy, check, check_deadline
+from ._validation import NoCopy, check, check_callable, check_limit
 
 T_co = TypeVar("T_co", covariant=True)
 
@@ -31,7 +32,8 @@ class Stream(NoCopy, Generic[T_co]):
     in the task that iterates, before ``async with`` is left.
 
     ``async with stream: async for item in stream: ...`` is the whole protocol.
-    A stream that has ended yields nothing; entering one that was stopped with an error
+    A stream that has ended yields nothing, and warns where it is iterated again; one
+    that is dropped halfway warns, too. Entering one that was stopped with an error
     raises that error. A cancellation is never replaced: other errors while a cancelled
     stream is closed are logged, by their type.
 
@@ -42,7 +44,7 @@ class Stream(NoCopy, Generic[T_co]):
         grace: Seconds that the source may take to close.
 
     Raises:
-        ValueError: *grace* is NaN.
+        ValueError: *grace* is negative or NaN.
         TypeError: *source* is no asynchronous iterator.
 
     Attributes:
@@ -68,7 +70,9 @@ class Stream(NoCopy, Generic[T_co]):
         check(hasattr(type(source), "__anext__"), what, source)
         self._source: AsyncIterator[T_co] | None = source
         self._on_close = list(on_close)
-        self._grace = check_deadline("grace", grace)
+        for each in self._on_close:
+            check_callable(on_close=each)
+        self._grace = check_limit("grace", grace)
         self._stopped = self.closed = False
         self._errors: list[Exception] = []
         self._scope: anyio.CancelScope | None = None
@@ -82,6 +86,9 @@ class Stream(NoCopy, Generic[T_co]):
         self._marks_items = not hasattr(source, "close_nowait")
 
     def __aiter__(self) -> Self:
+        if self.closed and self.items:
+            what = f"this stream has ended after {self.items} items, and yields nothing"
+            warnings.warn(f"{what} more; make another", RuntimeWarning, stacklevel=2)
         return self
 
     async def __anext__(self) -> T_co:
@@ -185,7 +192,7 @@ class Stream(NoCopy, Generic[T_co]):
 
     async def __aenter__(self) -> Self:
         if self._scope is not None:
-            raise RuntimeError("a stream can be entered once")
+            raise RuntimeError("a stream can be entered once; make another")
         if self._stopped:
             await self._end_early()
         self._scope = self._new_scope().__enter__()
@@ -214,7 +221,9 @@ class Stream(NoCopy, Generic[T_co]):
         return owed
 
     def __del__(self) -> None:
-        if not (self.closed or sys.is_finalizing()) and self._lose():
+        if self.closed or sys.is_finalizing():
+            return
+        if self._lose() or self.items:  # what has begun has something to clean up
             what = f"a stream was dropped after {self.items} items without being closed"
             self._warn(f"{what}; use it in an async with block")
 
@@ -253,7 +262,7 @@ class StreamDeadlines(dict[str, float]):
     def __init__(self, **limits: float | None) -> None:
         for name, limit in limits.items():
             if limit is not None:
-                self[name] = check_deadline(name, limit)
+                self[name] = check_limit(name, limit)
 
 
 class WatchedStream(Stream[T_co]):

@@ -29,7 +29,7 @@ from ._eventloop import (
     threadsafe_call,
 )
 from ._payload import clear_traceback_frames, describe_error
-from ._validation import check
+from ._validation import check, name_of
 
 T = TypeVar("T")
 P = ParamSpec("P")
@@ -92,7 +92,7 @@ def in_thread(
     if function is None:
         return functools.partial(in_thread, limiter=limiter)
     check(callable(function), "in_thread takes a function", function)
-    name = getattr(function, "__qualname__", type(function).__name__)
+    name = name_of(function)
     if inspect.isasyncgenfunction(function) or inspect.iscoroutinefunction(function):
         raise TypeError(f"{name} is asynchronous already; use it without in_thread")
     generates = inspect.isgeneratorfunction(function)

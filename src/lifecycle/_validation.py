@@ -5,10 +5,11 @@ from __future__ import annotations
 import math
 import operator
 import warnings
-from collections.abc import Collection
+from collections.abc import Callable, Collection
+from inspect import CO_VARARGS
 from numbers import Real
 from types import UnionType
-from typing import Any, Final
+from typing import Any, Final, NoReturn
 
 
 class _Unstated(int):
@@ -21,50 +22,84 @@ class _Unstated(int):
 UNSTATED: Final = _Unstated()
 
 
+class _Unchanged:
+    """A default that differs from ``None`` and reads well in ``help()``."""
+
+    def __repr__(self) -> str:
+        return "<unchanged>"
+
+
+UNCHANGED: Final[Any] = _Unchanged()
+
+
 def check_amount(name: str, value: object) -> int:
     """Return *value* if it is a whole number of 0 or more.
 
     Raises:
-        ValueError: It is not. Fractions and NaN are refused because sums of them
-            do not return to zero.
+        ValueError: It is not; a bool is none. Fractions and NaN are refused because
+            sums of them do not return to zero.
     """
+    if type(value) is int and value >= 0:  # nearly always, in each request
+        return value
     try:
         number = operator.index(value)  # type: ignore[arg-type]
     except TypeError:
+        number = None
+    if number is None or isinstance(value, bool):
         kind = type(value).__name__
-        raise ValueError(f"{name} must be a whole number, not {kind}") from None
+        raise ValueError(f"{name} must be a whole number, not {kind}")
     if number < 0:
         raise ValueError(f"{name} must be 0 or more, not {number}")
     return number
 
 
 def check_capacity(name: str, value: object) -> float:
-    """Return *value* as a capacity: a whole number, or infinity for ``None``."""
-    return math.inf if value is None else check_amount(name, value)
+    """Return *value* as a capacity: a whole number, or infinity for none."""
+    unlimited = value is None or value is UNCHANGED
+    return math.inf if unlimited else check_amount(name, value)
 
 
 def check_cost(slots: object, nbytes: object) -> tuple[int, int]:
     """Return a request's cost. A zero cost is almost always a mistake: refused."""
-    cost = check_amount("slots", slots), check_amount("bytes", nbytes)
+    size = 0 if nbytes is UNSTATED else check_amount("bytes", nbytes)
+    cost = check_amount("slots", slots), size
     if cost == (0, 0):
         raise ValueError("a request must cost at least one slot or one byte")
     return cost
 
 
 def check_deadline(name: str, value: float, or_none: str = "") -> float:
-    """Return *value*, which may be added to a clock's time: any number but NaN."""
+    """Return *value*, which may be added to a clock's time: any number but NaN.
+
+    A negative one is what was left of a deadline that has passed.
+    """
     requirement = f"{name} must be a number of seconds{or_none}, not"
     try:
-        if not math.isnan(value):
+        if not (math.isnan(value) or isinstance(value, bool)):
             return value if isinstance(value, int) else float(value)
     except TypeError:
         raise TypeError(f"{requirement} {type(value).__name__}") from None
+    if isinstance(value, bool):
+        raise TypeError(f"{requirement} bool")
     raise ValueError(f"{requirement} NaN")
 
 
 def check_deadline_or_none(name: str, value: float | None) -> float | None:
     """Return *value* if it is a number of seconds or ``None``."""
     return None if value is None else check_deadline(name, value, " or None")
+
+
+def check_limit(name: str, value: float, or_none: str = "") -> float:
+    """Return *value*, a limit for all that comes: a deadline of 0 seconds or more."""
+    seconds = check_deadline(name, value, or_none)
+    if seconds < 0:
+        raise ValueError(f"{name} must be 0 or more seconds{or_none}, not {value}")
+    return seconds
+
+
+def check_limit_or_none(name: str, value: float | None) -> float | None:
+    """Return *value* if it is a limit in seconds or ``None``."""
+    return None if value is None else check_limit(name, value, " or None")
 
 
 def check(met: bool, requirement: str, given: object) -> None:  # noqa: FBT001
@@ -84,6 +119,27 @@ def check_callable(**options: object) -> None:
     """Raise `TypeError` unless each option can be called."""
     for name, value in options.items():
         check(callable(value), f"{name} must be callable", value)
+
+
+def name_of(function: object) -> str:
+    """Return how an error names *function*, or what a partial calls."""
+    function = getattr(function, "func", function)
+    return getattr(function, "__qualname__", type(function).__name__)
+
+
+def takes_one(function: object) -> bool:
+    """Whether *function* can be called with one argument, as far as its code tells.
+
+    A signature would tell of partials and classes, too, and costs as much as a start.
+    """
+    code = getattr(function, "__code__", None)
+    if code is None or code.co_flags & CO_VARARGS:
+        return True
+    called: Any = function
+    most = code.co_argcount - hasattr(called, "__self__")
+    least = most - len(called.__defaults__ or ())
+    by_name = code.co_kwonlyargcount - len(called.__kwdefaults__ or ())
+    return least <= 1 <= most and not by_name
 
 
 def check_bool(**options: object) -> None:
@@ -149,6 +205,13 @@ def check_reserve(reserve: object, order: str) -> None:
         raise ValueError(f"reserve must be 0 unless order='fair', not {reserve}")
 
 
+def check_priority(priority: object) -> None:
+    """Raise `ValueError` unless *priority* is a whole number, of either sign."""
+    if not isinstance(priority, int):
+        what = f"priority must be a whole number, not {type(priority).__name__}"
+        raise ValueError(what)  # noqa: TRY004 - as of slots and bytes
+
+
 class NoCopy:
     """Base class for objects with identity: copying and pickling raise TypeError."""
 
@@ -160,3 +223,12 @@ class NoCopy:
 
     def _warn(self, message: str) -> None:
         warnings.warn(message, ResourceWarning, stacklevel=3, source=self)
+
+
+def made_by(owner: str) -> Callable[..., NoReturn]:
+    """Return a ``__new__`` for a class of which *owner* makes the objects."""
+
+    def refuse(cls: type, *_: object, **__: object) -> NoReturn:
+        raise TypeError(f"a {cls.__name__} is not made by its class: use {owner}")
+
+    return refuse

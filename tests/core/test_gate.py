@@ -489,6 +489,8 @@ async def test_refuses_a_priority_that_cannot_be_sorted() -> None:
         await crowd.come("before")
         for priority in ("1", None, 1.5):
             with pytest.raises(ValueError, match="priority"):
+                Gate(slots=1).try_admit(priority=priority)  # type: ignore[arg-type]
+            with pytest.raises(ValueError, match="priority"):
                 await gate.admit(priority=priority)  # type: ignore[arg-type]
         await crowd.come("after", priority=5)
         lease.release()

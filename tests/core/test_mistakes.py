@@ -1,6 +1,7 @@
 """Common mistakes are answered with the remedy."""
 
 import copy
+import gc
 import logging
 import math
 import pickle
@@ -20,7 +21,10 @@ from lifecycle import (
     EngineLost,
     Gate,
     GateFull,
+    Lease,
     LifecycleError,
+    Payload,
+    Session,
     SessionEnded,
     SessionExists,
     SessionNotFound,
@@ -28,7 +32,6 @@ from lifecycle import (
     Stream,
     StreamTimeout,
     managed,
-    scrub,
     strip,
 )
 from lifecycle.testing import assert_quiescent
@@ -48,10 +51,38 @@ def test_refuses_order_that_there_is_not() -> None:
         Gate(slots=None, order="lifo")  # type: ignore[arg-type]
 
 
-def test_names_wait_that_is_no_number() -> None:
-    """A wait in words is refused where it is given, by its name."""
-    with pytest.raises(TypeError, match="max_wait must be a number .*, not str"):
-        Gate(slots=None, max_wait="10")  # type: ignore[arg-type]
+@pytest.mark.parametrize(
+    ("odd", "words"),
+    [
+        ({"max_wait": "10"}, "max_wait must be a number of seconds or None, not str"),
+        ({"max_wait": True}, "max_wait must be a number of seconds or None, not bool"),
+        ({"max_wait": -1}, "max_wait must be 0 or more seconds or None, not -1"),
+        ({"max_waiting": True}, "max_waiting must be a whole number, not bool"),
+        ({"slots": True}, "slots must be a whole number, not bool"),
+        ({"enforce": "no"}, "enforce must be True or False, not str"),
+        ({"name": 5}, "name must be a string, not int"),
+        ({"clock": 5}, "clock must be callable, not int"),
+    ],
+)
+def test_refuses_option_of_gate(odd: dict[str, Any], words: str) -> None:
+    """Each is refused where it is given, by its name."""
+    with pytest.raises((TypeError, ValueError), match=f"^{words}$"):
+        Gate(**{"slots": None} | odd)
+
+
+def test_names_the_limits_of_a_gate() -> None:
+    """A number without a name might be slots or bytes."""
+    with pytest.raises(TypeError, match=r"limits by name: Gate\(slots=8\), not int"):
+        Gate(1000)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("kind", "maker"), [(Lease, "gate.admit"), (Session, "sessions.open")]
+)
+def test_says_who_makes_it(kind: Callable[..., Any], maker: str) -> None:
+    """One that were made by hand would belong to no gate and no registry."""
+    with pytest.raises(TypeError, match=f"is not made by its class: use .*{maker}"):
+        kind()
 
 
 async def test_names_seconds_that_are_no_number() -> None:
@@ -130,50 +161,61 @@ def test_refuses_bound_of_quarantine_that_is_no_whole_number() -> None:
             SessionRegistry(max_quarantined=odd)  # type: ignore[arg-type]
 
 
-def test_names_no_payload_when_scrub_lacks_its_parentheses() -> None:
-    """``@scrub`` without names is refused where it is written, not at the call."""
-    with pytest.raises(TypeError, match=r'write @scrub\("picture"\)'):
-
-        @scrub  # type: ignore[arg-type]
-        async def describe(picture: Any) -> Any:
-            yield picture
-
-    with pytest.raises(TypeError, match=r'write @scrub\("picture"\)'):
-        scrub("picture", SECRET.encode())  # type: ignore[arg-type]
-    with pytest.raises(TypeError) as mistake:
-        scrub("picture")(SECRET)  # type: ignore[arg-type]
-    assert SECRET not in str(mistake.value)
-
-
-async def test_names_function_that_does_not_stream() -> None:
-    """The error names the function as it is written, without its address."""
-
-    def plain() -> None: ...
-
-    async def coroutine(picture: Any) -> None: ...
-
-    with pytest.raises(TypeError, match=r"\.plain is neither .* make it `async def`"):
-        managed(gate=Gate(slots=1))(plain)  # type: ignore[type-var, arg-type]
-    with pytest.raises(TypeError, match=r"\.coroutine is not a generator .*@man"):
-        scrub("picture")(coroutine)  # type: ignore[arg-type]
-
-
-async def test_names_function_that_returns_no_stream() -> None:
-    """A ``return`` that was forgotten raises with the name of the function."""
-
-    @managed(gate=Gate(slots=1))
-    async def forgetful() -> Any: ...
-
-    with pytest.raises(TypeError, match=r"\.forgetful returned NoneType; return the"):
-        await anext(forgetful())
-
-
-def test_refuses_one_path_to_keep_that_is_no_list() -> None:
+@pytest.mark.parametrize(
+    ("keep", "words"),
+    [("a.b", r"list of paths, as in \['a.b'\]"), ([5], "to keep is a string, not int")],
+)
+def test_refuses_paths_to_keep_that_are_none(keep: Any, words: str) -> None:
     """A string is not taken for a list of its letters."""
     payload = {"a": {"b": 1}}
-    with pytest.raises(TypeError, match=r"list of paths, as in \['a.b'\]"):
-        strip(payload, keep="a.b")
+    with pytest.raises(TypeError, match=words):
+        strip(payload, keep=keep)
     assert payload == {"a": {"b": 1}}
+
+
+@pytest.mark.parametrize("odd", [5, b"pixels", [{"pixels": b""}], ()])
+def test_refuses_to_strip_what_is_no_mapping(odd: Any) -> None:
+    """A payload that is not stripped stays, and nothing would tell."""
+    with pytest.raises(TypeError, match="strip takes a mapping that can be changed, "):
+        strip(odd)
+
+
+def test_says_who_can_be_called_back() -> None:
+    """What cannot be called is found out at once, and not when a stream ends."""
+    source = words()
+    with pytest.raises(TypeError, match="on_close must be callable, not str"):
+        Stream(source, on_close=["close"])  # type: ignore[list-item]
+    with pytest.raises(TypeError, match="on_release must be callable, not int"):
+        Payload(b"", on_release=5)  # type: ignore[arg-type]
+
+
+async def test_warns_of_a_stream_that_is_iterated_again() -> None:
+    """Nothing more would come, and that looks like an answer without words."""
+    async with Stream(words()) as stream:
+        assert [word async for word in stream] == ["word"]
+        with pytest.warns(RuntimeWarning, match="ended after 1 items, .* make another"):
+            assert [word async for word in stream] == []
+
+
+@pytest.mark.filterwarnings("ignore:Async generator:ResourceWarning")  # trio
+async def test_warns_of_a_stream_that_is_left_by_break() -> None:
+    """Its source is closed by the garbage collector, if ever."""
+    endless = managed(gate=Gate(slots=1))(endless_words)
+
+    async def leave(stream: Any) -> None:
+        async for _ in stream:
+            break
+        del stream
+        gc.collect()
+
+    for make in (lambda: Stream(endless_words()), endless):
+        with pytest.warns(ResourceWarning, match="after 1 items .* async with block"):
+            await leave(make())
+
+
+async def endless_words() -> Any:
+    while True:
+        yield "word"
 
 
 @pytest.mark.parametrize(
@@ -193,6 +235,62 @@ async def test_says_what_opens_a_stream(open_: Any, remedy: str) -> None:
             with pytest.raises(TypeError, match=remedy):
                 await session.start(open_, lease=lease)
     assert gate.statistics().slots_in_use == 0
+
+
+async def no_argument() -> None: ...
+async def two_arguments(_stream: object, _key: str) -> None: ...
+async def option_needed(_stream: object, *, _key: str) -> None: ...
+async def more_options(_stream: object, _key: str = "", *, _more: str = "") -> None: ...
+async def any_arguments(*_: object) -> None: ...
+
+
+class Ender:
+    """Ends with methods."""
+
+    async def no_argument(self) -> None: ...
+    async def one_argument(self, _stream: object) -> None: ...
+
+
+@pytest.mark.parametrize(
+    "end", [no_argument, two_arguments, option_needed, Ender().no_argument]
+)
+async def test_refuses_end_that_takes_no_one_argument(end: Any) -> None:
+    """The engine would hold the stream, as the END of it could not be called."""
+    async with SessionRegistry() as sessions:
+        with sessions.open("a") as session:
+            name = re.escape(end.__qualname__)
+            with pytest.raises(TypeError, match=f"calls end with .* {name} does not"):
+                await session.start(no_argument, end=end)
+        assert not sessions.quarantined()
+
+
+@pytest.mark.parametrize(
+    "end",
+    [
+        more_options,
+        any_arguments,
+        Ender().one_argument,
+        partial(two_arguments, _key="a"),
+    ],
+)
+async def test_takes_whatever_ends_with_one_argument(end: Any) -> None:
+    """Parameters with defaults are no mistake."""
+    async with SessionRegistry() as sessions:
+        with sessions.open("a") as session:
+            await session.start(no_argument, end=end)
+        await session.quiet()
+        assert not sessions.quarantined()
+
+
+async def test_logs_which_end_could_not_be_called(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """The place of the error is the library's, but the mistake is not."""
+    async with SessionRegistry() as sessions:
+        with sessions.open("a") as session:
+            await session.start(no_argument, end=partial(no_argument))
+        await session.quiet()
+    assert "session 'a#1', no_argument, failed with TypeError at" in caplog.text
 
 
 async def test_refuses_lease_or_end_that_was_forgotten_to_be_one() -> None:
@@ -246,11 +344,23 @@ async def test_logs_end_that_failed(caplog: pytest.LogCaptureFixture) -> None:
             with sessions.open("a") as session:
                 await session.start(open_, end=end)
     assert re.search(
-        r"END of session 'a#1' failed with KeyError at test_mistakes.py:\d+; "
+        r"END of session 'a#1', \S+<locals>.end, failed with KeyError at "
+        r"test_mistakes.py:\d+; "
         r"the engine may still hold it",
         caplog.text,
     )
     assert SECRET not in caplog.text
+
+
+async def test_refuses_what_names_no_session() -> None:
+    """A generation in words would never be that of a session, and ``None`` no id."""
+    async with SessionRegistry() as sessions:
+        for odd in ("1", True):
+            with pytest.raises(TypeError, match="^generation must be a whole number"):
+                sessions.remove("a", generation=odd)  # type: ignore[arg-type]
+        for ask in (sessions.get, lambda: sessions.get(5), lambda: sessions.get(key=5)):
+            with pytest.raises(TypeError, match="^get takes an id or key=, a string"):
+                ask()
 
 
 async def test_names_session_that_is_or_is_not_there() -> None:
@@ -306,53 +416,6 @@ def test_shows_no_address_for_what_is_left_as_it_is() -> None:
     assert repr(Gate.resize.__kwdefaults__["slots"]) == "<unchanged>"
 
 
-def bytes_of_call(_: object) -> int:
-    return 1
-
-
-async def slow_bytes(_: object) -> int:
-    return 1
-
-
-@pytest.mark.parametrize(
-    ("odd", "remedy"),
-    [
-        ({"gate": 5}, "managed takes a Gate, not int"),
-        ({"sessions": 5, "key": bytes_of_call}, "takes a SessionRegistry, not int"),
-        ({"sessions": SessionRegistry(), "key": "id"}, "key must be a function .*str"),
-        ({"gate": Gate(slots=None), "cost": slow_bytes}, "cost is called, not awaited"),
-        ({"sessions": SessionRegistry(), "key": slow_bytes}, "key is called, not aw"),
-        ({"cost": bytes_of_call}, "asked of a gate; name one by gate="),
-        ({"cost": 5}, "asked of a gate; name one by gate="),
-        ({"slots": 2}, "asked of a gate; name one by gate="),
-        ({}, "nothing to do; name gate=, sessions= or scrub="),
-        ({"scrub": ()}, "nothing to do; name gate=, sessions= or scrub="),
-    ],
-)
-def test_refuses_what_managed_cannot_use_where_it_is_written(
-    odd: dict[str, Any], remedy: str
-) -> None:
-    """Not by the first request, or by no request ever."""
-    with pytest.raises(TypeError, match=remedy):
-        managed(**odd)
-
-
-def test_refuses_cost_that_is_no_amount_where_it_is_written() -> None:
-    """A cost that is text, negative or zero is refused by its name."""
-    with pytest.raises(ValueError, match="at least one slot or one byte"):
-        managed(gate=Gate(slots=None), slots=0)
-    managed(gate=Gate(slots=None), cost=bytes_of_call, slots=0)
-    for odd, name in (({"cost": "5"}, "cost"), ({"slots": -1}, "slots")):
-        with pytest.raises(ValueError, match=f"^{name} must be "):
-            managed(gate=Gate(slots=None), **odd)  # type: ignore[arg-type]
-
-
-def test_says_when_managed_lacks_its_options() -> None:
-    """The function is not taken for an argument too many."""
-    with pytest.raises(TypeError, match=r"options, as in @managed\(gate=gate\)"):
-        managed(words)  # type: ignore[arg-type]
-
-
 async def test_refuses_lease_that_was_released_before() -> None:
     """A start would run without any capacity that is held for it."""
     gate = Gate(slots=1)
@@ -366,6 +429,8 @@ async def test_refuses_lease_that_was_released_before() -> None:
             with pytest.raises(RuntimeError, match="released before; admit one"):
                 await session.start(open_, lease=lease)
             assert session.phase == "open"
+        with pytest.raises(SessionEnded, match="'a' has ended: completed; open anoth"):
+            await session.start(open_)
 
 
 async def test_takes_plain_function_as_end() -> None:

@@ -340,7 +340,8 @@ def test_takes_whatever_counts_as_a_whole_number() -> None:
             return 3
 
     assert cost_of(Int64(), Int64()) == (3, 3)
-    assert type(cost_of(True, 0)[0]) is int
+    with pytest.raises(ValueError, match="slots must be a whole number, not bool"):
+        cost_of(True, 0)
     assert limit("slots", None) == math.inf
 
 

@@ -650,7 +650,7 @@ class TestRegistry:
                 async with sessions:
                     pass
             sessions.open("a").close()
-        with pytest.raises(RuntimeError, match="async with first"):
+        with pytest.raises(RuntimeError, match="is closed, .*; enter it again"):
             sessions.open("a")
 
     async def test_can_be_entered_again_once_it_was_left(self) -> None:

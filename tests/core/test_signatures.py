@@ -16,10 +16,8 @@ import lifecycle.lowlevel
 MODULES = (lifecycle, lifecycle.debug, lifecycle.events, lifecycle.lowlevel)
 # They are what the call is about, and read well without a name.
 POSITIONAL = {
+    "Gate(_bare)",
     "LoopWaiter(like)",
-    "Session(cancelled_as)",
-    "Session(lease)",
-    "Session(outcome)",
     "Session.close(outcome)",
     "Session.stop(outcome)",
     "SessionRegistry.close_all(outcome)",
@@ -103,9 +101,10 @@ def test_takes_options_by_name_only() -> None:
 
 
 def test_takes_by_place_or_name_what_is_required() -> None:
-    """Only three functions say that a parameter has no name."""
+    """Few functions say that a parameter has no name."""
     nameless = {n for n, p in parameters().items() if p.kind is p.POSITIONAL_ONLY}
     assert nameless == {
+        "Gate(_bare)",
         "check_choice(choices)",
         "check_int(minimum)",
         "in_thread(function)",

@@ -312,7 +312,7 @@ class TestStop:
             await anyio.wait_all_tasks_blocked()
             stream.stop(error)
         stream.stop(OSError("too late"))
-        assert [item async for item in stream] == []
+        assert await anext(stream, None) is None
 
     async def test_raises_on_entry_what_it_was_stopped_with_before(self) -> None:
         """A stream stopped early says so where it is entered, and closes its source."""
@@ -340,7 +340,7 @@ class TestStop:
                 pass
         async with stream:
             await checkpoint()
-            assert [item async for item in stream] == []
+            assert await anext(stream, None) is None
             log.append("body")
         assert log[-2:] == ["on_close", "body"]
 
@@ -643,7 +643,7 @@ class TestDeadlines:
             async with Stream(Stuck(), grace=3):  # type: ignore[arg-type]
                 raise LookupError
 
-    @pytest.mark.parametrize("limit", [0.0, -1.0, 1e-30])
+    @pytest.mark.parametrize("limit", [0.0, 1e-30])
     @pytest.mark.parametrize("name", ["first_item", "idle"])
     async def test_goes_on_beside_a_deadline_of_nothing(
         self, name: str, limit: float
@@ -662,13 +662,14 @@ class TestDeadlines:
             assert session.outcome == "deadline"
 
     @pytest.mark.parametrize("name", ["first_item", "idle", "total"])
-    async def test_refuses_a_deadline_that_is_no_number(self, name: str) -> None:
-        """NaN is a mistake, and would confuse the watchdog of all streams."""
+    @pytest.mark.parametrize("odd", [math.nan, -1, True])
+    async def test_refuses_a_deadline_that_is_none(self, name: str, odd: float) -> None:
+        """NaN would confuse the watchdog of all streams; -1 is no word for no limit."""
         async with SessionRegistry() as sessions:
             with sessions.open("a") as session:
                 source = self.paced()
-                with pytest.raises(ValueError, match=name):
-                    session.stream(source, **{name: math.nan})
+                with pytest.raises((TypeError, ValueError), match=f"^{name} must be "):
+                    session.stream(source, **{name: odd})
                 await source.aclose()
 
 

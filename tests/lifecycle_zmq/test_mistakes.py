@@ -64,6 +64,14 @@ def without(name: str) -> object:
     return type("Half", (), {n: vars(Once)[n] for n in names if n != name})()
 
 
+def print_key(_backend: object, _key: str) -> None: ...
+
+
+def named(name: str, value: object) -> object:
+    """A backend that has *value* where an optional method may be."""
+    return type("Named", (Once,), {name: value})()
+
+
 class Spinning(Once):
     def busy(self) -> bool:  # type: ignore[override]
         return False
@@ -76,12 +84,21 @@ class Spinning(Once):
         (without("busy"), "Half is no Backend: it has no property busy"),
         (Once, r"Once is no Backend: it is a class; make one: Once\(\)"),
         (Spinning(), "Spinning is no Backend: busy is a method, which is always true"),
+        (named("started", 0), "Named is no Backend: its started is not the optional"),
+        (named("ending", lambda _: True), "Named is no .* takes 1 argument; rename it"),
+        (named("drive", print_key), "Named is no .* takes 3 arguments; rename it"),
     ],
 )
 def test_names_what_a_backend_lacks(backend: Any, words: str) -> None:
     """A wrong backend raises before the first request, and `busy` never spins."""
     with pytest.raises(TypeError, match=f"^{words}"):
         EngineLoop(backend, incarnation=1)
+
+
+@pytest.mark.parametrize("hook", [None, print_key, lambda *_: None, min])
+def test_takes_hooks_of_any_kind(hook: object) -> None:
+    """A hook that is there, or is ``None``, or of which the arguments are not known."""
+    EngineLoop(named("pause", hook), incarnation=1)  # type: ignore[arg-type]
 
 
 def test_refuses_incarnation_that_is_text() -> None:

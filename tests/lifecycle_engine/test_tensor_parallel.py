@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import signal
 import sys
 from collections.abc import AsyncIterator, Callable
 from pathlib import Path
@@ -19,6 +18,13 @@ transformers = pytest.importorskip("transformers")
 from engine_kit import Kit  # noqa: E402
 
 from lifecycle import EngineLost, Payload  # noqa: E402
+from lifecycle_engine.config import (  # noqa: E402
+    ConfigError,
+    EngineConfig,
+    ModelConfig,
+    ServerConfig,
+)
+from lifecycle_engine.factory import make_app, worker_argv  # noqa: E402
 from lifecycle_engine.model.tensor_parallel import (  # noqa: E402
     HeadSplit,
     distributed_config,
@@ -85,6 +91,33 @@ def test_wrong_number_of_ranks_starts_none(kits: Callable[[str], Any]) -> None:
     assert psutil.Process().children() == []
 
 
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"executor": "ray"}, "engine.tp: 2 needs an engine in a process"),
+        ({"graphs": "on"}, "engine.graphs: on is for one process, and --tp is 2"),
+        ({"buckets": (2,)}, "engine.buckets: 2 has no effect without graphs"),
+    ],
+)
+def test_settings_that_need_one_process_are_refused(
+    tmp_path: Path, options: Any, words: str
+) -> None:
+    """They are refused where they stand, before the checkpoint is read."""
+    (tmp_path / "config.json").write_text("{}")
+    config = ServerConfig(
+        model=ModelConfig(checkpoint=tmp_path, device="cuda"),
+        engine=EngineConfig(tp=2, **options),
+    )
+    with pytest.raises(ConfigError, match=words):
+        make_app(config)
+
+
+def test_server_hands_the_ranks_on(tmp_path: Path) -> None:
+    """The option reaches the command line of the engine process."""
+    argv = worker_argv(ServerConfig(engine=EngineConfig(tp=2)), tmp_path)
+    assert argv[argv.index("--tp") + 1] == "2"
+
+
 def multi_query(config: Any) -> None:
     """One key head, which both ranks have a copy of."""
     config.num_key_value_heads = 1
@@ -115,8 +148,8 @@ class Served:
                 tasks.start_soon(run, at)
         return [got[at] for at in range(len(prepared))]
 
-    async def check_tokens(self, picture: Callable[..., bytes]) -> None:
-        """Greedy and sampled tokens are those of one process; KV is a part."""
+    async def check_tokens(self, picture: Callable[..., bytes], share: float) -> None:
+        """Greedy and sampled tokens are those of one process; KV is a share of its."""
         kit, alone = self.kit, self.kit.runner(max_length=4096, slots=8)
         prepared = [
             kit.prepare("Hello there."),
@@ -129,10 +162,29 @@ class Served:
         wanted = kit.serve(prepared, chunk=16, max_length=4096)
         assert await self.tokens(prepared) == wanted
         assert len({token for tokens in wanted for token in tokens}) > 3
-        text = kit.model.config.get_text_config()
         status = (await self.engine.status())["backend"]["runner"]
-        share = HeadSplit.of(text, 2).keys / text.num_key_value_heads
         assert status["kv_bytes"] == alone.cache.nbytes * share
+
+    async def lose_streams(self, victim: psutil.Process) -> None:
+        """Kill a process while two requests stream; each is told once."""
+        endless = self.kit.prepare("Hello")
+        endless.request["max_tokens"] = 3500
+        streaming = {key: anyio.Event() for key in ("a", "b")}
+        told = []
+
+        async def wait(key: str) -> None:
+            with pytest.raises(EngineLost):
+                async for _ in self.stream(key, endless):
+                    streaming[key].set()
+            told.append(key)
+
+        async with anyio.create_task_group() as tasks:
+            for key in streaming:
+                tasks.start_soon(wait, key)
+            for event in streaming.values():
+                await event.wait()
+            victim.kill()
+        assert sorted(told) == ["a", "b"]
 
     def processes(self) -> tuple[psutil.Process, psutil.Process]:
         """The engine process, and the other rank that it started."""
@@ -156,11 +208,19 @@ def serve(kit: Kit, folder: Path) -> Served:
 
 @pytest.mark.anyio
 @pytest.mark.parametrize(
-    ("family", "change", "victim"),
-    [("llama", multi_query, 1), ("qwen3_vl", None, 0)],
+    ("family", "change", "share", "victim"),
+    [
+        ("qwen3_vl", None, 0.5, 0),
+        pytest.param("llama", multi_query, 1.0, 1, marks=pytest.mark.slow),
+    ],
 )
 async def test_two_ranks_serve_as_one_and_end_as_one(
-    tmp_path: Path, picture: Callable[..., bytes], family: str, change: Any, victim: int
+    tmp_path: Path,
+    picture: Callable[..., bytes],
+    family: str,
+    change: Any,
+    share: float,
+    victim: int,
 ) -> None:
     """Tokens are those of one process; a killed rank takes the other with it."""
     kit = Kit(tmp_path / "model", family, change=change)
@@ -168,25 +228,15 @@ async def test_two_ranks_serve_as_one_and_end_as_one(
     with anyio.fail_after(BOUND):
         async with served.engine:
             await served.engine.wait_ready()
-            await served.check_tokens(picture)
+            await served.check_tokens(picture, share)
             processes = served.processes()
-            endless = kit.prepare("Hello")
-            endless.request["max_tokens"] = 3500
-            told = []
-
-            async def wait(key: str) -> None:
-                with pytest.raises(EngineLost):
-                    async for _ in served.stream(key, endless):
-                        streaming[key].set()
-                told.append(key)
-
-            streaming = {key: anyio.Event() for key in ("a", "b")}
-            async with anyio.create_task_group() as tasks:
-                for key in streaming:
-                    tasks.start_soon(wait, key)
-                for event in streaming.values():
-                    await event.wait()
-                os.kill(processes[victim].pid, signal.SIGKILL)
-            assert sorted(told) == ["a", "b"]
+            await served.lose_streams(processes[victim])
             for process in processes:
                 await gone(process)
+            if victim == 0:
+                return
+            await served.engine.wait_ready()
+            engine, other = served.processes()
+            assert engine.pid != processes[0].pid
+            other.kill()  # between two requests, when no collective would fail
+            await gone(engine)

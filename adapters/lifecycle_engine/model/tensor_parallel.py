@@ -15,6 +15,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import shutil
 import subprocess
 import sys
 import tempfile
@@ -199,6 +200,7 @@ def _start(rank: int, store: str, alike: dict[str, Any]) -> None:
         status = child.wait()
         sys.stderr.write(f"lifecycle-engine: rank {rank} ended with status {status}\n")
         sys.stderr.flush()
+        shutil.rmtree(Path(store).parent, ignore_errors=True)
         os._exit(EXIT_DEVICE_LOST)
 
     threading.Thread(target=watch, name=f"rank-{rank}", daemon=True).start()

@@ -387,11 +387,18 @@ class EngineConfig(_Section):
     chunk: int = _setting(
         512, Whole(1), "Maximum number of prompt tokens prefilled in one step."
     )
+    tp: int = _setting(
+        1,
+        Whole(1),
+        "Number of processes that each run a part of the model (tensor parallel); on "
+        "cuda, each has a GPU of its own.",
+    )
     graphs: Literal["on", "off", "fake"] | None = _setting(
         None,
         Choice(("on", "off", "fake")),
         "Whether torch decodes with CUDA graphs; fake runs steps of the same shapes "
-        "without them, on any device. Default: on with --device cuda, else off.",
+        "without them, on any device. Default: on with --device cuda, off without it "
+        "or with --tp.",
     )
     buckets: tuple[int, ...] = _setting(
         (),

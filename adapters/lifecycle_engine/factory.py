@@ -62,6 +62,7 @@ def _make_app(config: ServerConfig) -> Starlette:
 
     folder = checkpoint_of(config.model)
     _check_certificate(config)
+    _check_tp(config)
     _check_graphs(config)
     settings = _app_settings(config, folder)
     engine, arena_bytes = make_engine(config, folder), 0
@@ -186,21 +187,44 @@ def worker_argv(config: ServerConfig, folder: Path | None) -> list[str]:
         argv += ["--max-length", str(model.max_length)]
     if model.dtype is not None:
         argv += ["--dtype", model.dtype]
+    if engine.tp > 1:
+        argv += ["--tp", str(engine.tp)]
     if folder is not None:
         argv += ["--checkpoint", str(folder), "--device", model.device]
     return argv
 
 
+def _check_tp(config: ServerConfig) -> None:
+    engine = config.engine
+    if engine.tp == 1:
+        return
+    if config.model.runner == "sim":
+        raise ConfigError(
+            "engine.tp", f"{engine.tp} has no effect with --runner sim; remove one"
+        )
+    if engine.executor == "ray":
+        raise ConfigError(
+            "engine.tp",
+            f"{engine.tp} needs an engine in a process; remove it, or --engine ray",
+        )
+    if engine.graphs == "on":
+        raise ConfigError(
+            "engine.graphs",
+            f"on is for one process, and --tp is {engine.tp}; remove one of them",
+        )
+
+
 def _check_graphs(config: ServerConfig) -> None:
     graphs, buckets = config.engine.graphs, config.engine.buckets
     on_cuda = config.model.runner == "torch" and config.model.device == "cuda"
+    default = "on" if on_cuda and config.engine.tp == 1 else "off"
     if graphs == "on" and not on_cuda:
         raise ConfigError(
             "engine.graphs",
             "CUDA graphs need --runner torch and --device cuda; give both, or fake "
             "graphs, or none",
         )
-    if buckets and (graphs or ("on" if on_cuda else "off")) == "off":
+    if buckets and (graphs or default) == "off":
         raise ConfigError(
             "engine.buckets",
             f"{', '.join(map(str, buckets))} has no effect without graphs; give "

@@ -5,7 +5,8 @@ from __future__ import annotations
 import argparse
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import TYPE_CHECKING
 
 from lifecycle_engine.core.model_runner import EXIT_DEVICE_LOST, DeviceLost, Runner
@@ -81,10 +82,9 @@ def build_runner(options: argparse.Namespace) -> Runner:
             "--runner torch needs --checkpoint DIR, a folder in the format of "
             "transformers; --runner sim needs none"
         )
-    from lifecycle_engine.model.transformers_runner import TransformersRunner
-
     cuda = options.device == "cuda"
-    return TransformersRunner.load(
+    graphs = "on" if cuda and options.tp == 1 else "off"
+    return _load_of(options.tp)(
         options.checkpoint,
         device=options.device,
         dtype=options.dtype or ("auto" if cuda else "float32"),
@@ -92,9 +92,19 @@ def build_runner(options: argparse.Namespace) -> Runner:
         slots=options.slots or options.max_batch,
         max_batch=options.max_batch,
         max_length=options.max_length,
-        graphs=options.graphs or ("on" if cuda else "off"),
+        graphs=options.graphs or graphs,
         buckets=options.bucket or (),
     )
+
+
+def _load_of(ranks: int) -> Callable[..., Runner]:
+    if ranks == 1:
+        from lifecycle_engine.model.transformers_runner import TransformersRunner
+
+        return TransformersRunner.load
+    from lifecycle_engine.model.tensor_parallel import load_tensor_parallel
+
+    return partial(load_tensor_parallel, ranks=ranks)
 
 
 def _pin(arena: ArenaView) -> None:
@@ -128,6 +138,7 @@ def _parser() -> argparse.ArgumentParser:
         help='torch dtype, or "auto" for the checkpoint\'s own; default: that on cuda, '
         "float32 on cpu",
     )
+    add("--tp", type=_positive, default=1, help="processes that share the model")
     add("--threads", type=_positive, default=1, help="CPU threads of torch")
     add(
         "--slots",
@@ -160,7 +171,7 @@ def _parser() -> argparse.ArgumentParser:
     add(
         "--graphs",
         choices=("off", "fake", "on"),
-        help="decode with CUDA graphs; default: on with --device cuda",
+        help="decode with CUDA graphs; default: on with --device cuda, without --tp",
     )
     add(
         "--bucket",

@@ -399,6 +399,7 @@ async def test_says_in_a_line_which_module_is_missing() -> None:
         (["--runner", "sim", "--kv-slots", "7"], b"7 cannot hold a batch of 8"),
         (["--runner", "sim", "--graphs", "on"], b"graphs need --runner torch"),
         (["--runner", "sim", "--bucket", "2"], b"2 has no effect without graphs"),
+        (["--runner", "sim", "--tp", "2"], b"2 has no effect with --runner sim"),
         *(
             (["--runner", "sim", f"--{name}", value], b"--" + name.encode())
             for name, value in [

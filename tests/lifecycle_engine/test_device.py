@@ -425,7 +425,7 @@ def test_decode_step_does_not_synchronise(tmp_path: Path, family: str) -> None:
     assert runner.status() == {"kv_bytes": runner.cache.nbytes, "graphs": 0}
     inputs = StepInputs(2, 300, reserved=3, device=model.device)
     with torch.inference_mode(), FromHost() as host:
-        runner._forward.decode(inputs)
+        runner.forward.decode(inputs)
     assert host.brought == []
 
 

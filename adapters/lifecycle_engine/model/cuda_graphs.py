@@ -41,19 +41,20 @@ class StepInputs:
 
     Attributes:
         ids, rows, positions, rotary: ``(width,)``; see `kv_cache.DecodeWindow`.
+        table: These four, ``(4, width)``.
         mask: ``(width, 1, 1, stop)``, the positions that each lane attends to.
     """
 
     __slots__ = (
         "_reserved",
         "_seen",
-        "_table",
         "ids",
         "mask",
         "positions",
         "rotary",
         "rows",
         "stop",
+        "table",
     )
 
     def __init__(
@@ -61,10 +62,10 @@ class StepInputs:
     ) -> None:
         self.stop = stop
         self._reserved = reserved
-        self._table = torch.empty((4, width), dtype=torch.long, device=device)
+        self.table = torch.empty((4, width), dtype=torch.long, device=device)
         self._seen = torch.arange(stop, device=device)
         self.mask = torch.empty((width, 1, 1, stop), dtype=torch.bool, device=device)
-        self.ids, self.rows, self.positions, self.rotary = self._table
+        self.ids, self.rows, self.positions, self.rotary = self.table
         self.fill(())
 
     def fill(self, lanes: Sequence[Lane]) -> None:
@@ -73,8 +74,11 @@ class StepInputs:
         for lane in lanes:
             rotary = lane.length + lane.delta
             columns[lane.row] = (lane.token, lane.row, lane.length, rotary)
-        table = list(zip(*columns, strict=True))
-        self._table.copy_(small_tensor(table, self._table.device), non_blocking=True)
+        self.load(list(zip(*columns, strict=True)))
+
+    def load(self, table: Sequence[Sequence[int]]) -> None:
+        """Write the four rows of `table`."""
+        self.table.copy_(small_tensor(table, self.table.device), non_blocking=True)
         torch.le(self._seen, self.positions[:, None], out=self.mask[:, 0, 0])
 
 

@@ -15,6 +15,7 @@ from __future__ import annotations
 import inspect
 import math
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -26,6 +27,34 @@ from lifecycle_engine.model.sampler import Sampler
 
 _Cache: Any = hf("Cache", "cache_utils")
 _CacheLayer: Any = hf("CacheLayerMixin", "cache_utils")
+
+
+# Has the other ranks of a tensor parallel model do what the body of the block does.
+# Takes its name, its numbers, and the features of images.
+Together = Callable[..., AbstractContextManager[None]]
+
+
+def alone(name: str, *_: Any) -> AbstractContextManager[None]:
+    """Do nothing: there are no other ranks."""
+    del name
+    return nullcontext()
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """The part of a model that this process has, and its ties to the others.
+
+    Attributes:
+        heads: Its key heads; ``None``: all.
+        together: Has the other ranks do the same.
+    """
+
+    heads: int | None = None
+    together: Together = alone
+
+
+WHOLE = Part()
+"""All of a model, in one process."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -138,7 +167,9 @@ class SlotCache(_Cache):  # type: ignore[misc]  # a base of type Any
         head_dim: int,
         dtype: torch.dtype,
         device: torch.device,
+        together: Together = alone,
     ) -> None:
+        self._together = together
         shape = (slots + 1, heads, max_length, head_dim)
         self.reserved = slots
         self.window = PrefillWindow(slots, 0, 0)
@@ -156,22 +187,36 @@ class SlotCache(_Cache):  # type: ignore[misc]  # a base of type Any
         )
 
     @classmethod
-    def for_model(cls, model: Any, *, slots: int, max_length: int) -> SlotCache:
+    def for_model(
+        cls,
+        model: Any,
+        *,
+        slots: int,
+        max_length: int,
+        part: Part = WHOLE,
+    ) -> SlotCache:
         """Allocate the rows for a loaded model, on its device.
+
+        Args:
+            model: The model.
+            slots: Number of rows, without the reserved one.
+            max_length: Positions of a row.
+            part: What this process has of the model.
 
         Raises:
             ValueError: The rows do not fit into the device's memory.
         """
-        layers, heads, head_dim = _sizes(model.config.get_text_config())
+        layers, all_heads, head_dim = _sizes(model.config.get_text_config())
         try:
             return cls(
                 layers=layers,
                 slots=slots,
-                heads=heads,
+                heads=part.heads or all_heads,
                 max_length=max_length,
                 head_dim=head_dim,
                 dtype=model.dtype,
                 device=model.device,
+                together=part.together,
             )
         except torch.OutOfMemoryError:
             raise ValueError(
@@ -187,17 +232,19 @@ class SlotCache(_Cache):  # type: ignore[misc]  # a base of type Any
 
     def clear(self, row: int, start: int, stop: int) -> None:
         """Zero a request's positions: no NaN or secret may outlive its request."""
-        for layer in self.layers:
-            layer.keys[row, :, start:stop] = 0
-            layer.values[row, :, start:stop] = 0
+        with self._together("clear", (row, start, stop)):
+            for layer in self.layers:
+                layer.keys[row, :, start:stop] = 0
+                layer.values[row, :, start:stop] = 0
 
     def swap(self, row: int, other: int, length: int) -> None:
         """Exchange the first *length* positions of two rows."""
-        for layer in self.layers:
-            for store in (layer.keys, layer.values):
-                saved = store[other, :, :length].clone()
-                store[other, :, :length] = store[row, :, :length]
-                store[row, :, :length] = saved
+        with self._together("swap", (row, other, length)):
+            for layer in self.layers:
+                for store in (layer.keys, layer.values):
+                    saved = store[other, :, :length].clone()
+                    store[other, :, :length] = store[row, :, :length]
+                    store[row, :, :length] = saved
 
 
 def slot_bytes(text: Any, *, max_length: int, dtype: torch.dtype) -> int:

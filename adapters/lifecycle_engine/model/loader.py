@@ -40,13 +40,16 @@ def load_config(checkpoint: str | Path) -> Any:
     return config
 
 
-def load_model(checkpoint: str | Path, *, device: str, dtype: str) -> Any:
+def load_model(
+    checkpoint: str | Path, *, device: str, dtype: str, distributed: Any = None
+) -> Any:
     """Load a checkpoint folder with `from_pretrained`, without network access.
 
     Args:
         checkpoint: A local folder.
         device: ``"cpu"`` or ``"cuda"``.
         dtype: Name of a torch dtype, or ``"auto"`` for the checkpoint's own.
+        distributed: transformers' ``DistributedConfig``, to load a part of the model.
 
     Raises:
         OSError: The folder holds no checkpoint.
@@ -70,11 +73,12 @@ def load_model(checkpoint: str | Path, *, device: str, dtype: str) -> Any:
             trust_remote_code=False,
             use_safetensors=True,  # other formats are programs that run when loaded
             output_loading_info=True,
+            **({"distributed_config": distributed} if distributed else {}),
         )
         _check_complete(report["missing_keys"])
         # The config may name another implementation, which would take precedence.
         model.set_attn_implementation(_ATTENTION)
-        return model.to(device).eval()
+        return (model if distributed else model.to(device)).eval()
 
 
 def _check_not_quantized(config: Any) -> None:

@@ -29,6 +29,7 @@ from lifecycle_engine.model.device_copies import (
     small_tensor,
 )
 from lifecycle_engine.model.families import (
+    EncodedImage,
     ModelFamily,
     chunk_image_features,
     family_of,
@@ -39,11 +40,15 @@ from lifecycle_engine.model.families import (
     tensors_needed_until,
 )
 from lifecycle_engine.model.kv_cache import (
+    WHOLE,
     BatchRows,
     DecodeWindow,
+    Part,
     PrefillWindow,
     RowState,
     SlotCache,
+    Together,
+    alone,
     cache_parameter,
 )
 from lifecycle_engine.model.loader import load_model
@@ -64,6 +69,7 @@ class TransformersRunner:
     Attributes:
         model: The loaded model.
         cache: Its KV rows.
+        forward: Its forward passes.
     """
 
     def __init__(
@@ -75,6 +81,7 @@ class TransformersRunner:
         max_length: int | None = None,
         graphs: GraphMode = "off",
         buckets: Sequence[int] = (),
+        part: Part = WHOLE,
     ) -> None:
         """Allocate the KV rows for a loaded model.
 
@@ -89,6 +96,7 @@ class TransformersRunner:
                 a few fixed shapes, ``"fake"`` with the same shapes and memory but
                 without capture.
             buckets: Batch sizes of the graphs; empty for the powers of two.
+            part: What this process has of the model.
 
         Raises:
             ValueError: An unsupported family, generation config or length, or graphs
@@ -102,30 +110,34 @@ class TransformersRunner:
         self._family = family_of(model.config)
         freeze_rope_frequencies(model)
         self.keep = self._family.keep
-        self.cache = SlotCache.for_model(model, slots=slots, max_length=self.max_length)
+        self.cache = SlotCache.for_model(
+            model, slots=slots, max_length=self.max_length, part=part
+        )
         self._processors = LogitsProcessors(
             GenerationRules.from_config(model.generation_config),
             slots=slots,
             vocab_size=self.vocab_size,
             device=model.device,
         )
-        self._forward = ForwardPass(model, self._family, self.cache)
+        self.forward = ForwardPass(model, self._family, self.cache, part.together)
         self._rows = BatchRows(self.cache, slots=slots, max_length=self.max_length)
-        self._steps: EagerSteps | FixedShapeSteps
+        self._steps = self._make_steps(graphs, max_batch, buckets)
+
+    def _make_steps(
+        self, graphs: GraphMode, max_batch: int | None, buckets: Sequence[int]
+    ) -> EagerSteps | FixedShapeSteps:
+        forward, device = self.forward.decode, self.model.device
         if graphs == "off":
-            self._steps = EagerSteps(
-                self._forward.decode, slots=slots, device=model.device
-            )
-        else:
-            self._steps = FixedShapeSteps(
-                self._forward.decode,
-                slots=slots,
-                max_length=self.max_length,
-                device=model.device,
-                max_batch=max_batch,
-                widths=buckets,
-                capture=graphs == "on",
-            )
+            return EagerSteps(forward, slots=self.slots, device=device)
+        return FixedShapeSteps(
+            forward,
+            slots=self.slots,
+            max_length=self.max_length,
+            device=device,
+            max_batch=max_batch,
+            widths=buckets,
+            capture=graphs == "on",
+        )
 
     @classmethod
     def load(
@@ -274,10 +286,10 @@ class TransformersRunner:
         state = self._rows[slot]
         # Before the pass, so that the row is zeroed even if the pass fails.
         state.length = stop
-        hidden = self._forward.prefill(state.row, prompt, start, stop)
+        hidden = self.forward.prefill(state.row, prompt, start, stop)
         if stop < len(prompt.input_ids):
             return None
-        logits = self._forward.logits(hidden)
+        logits = self.forward.logits(hidden)
         processed = self._processors.first(slot, prompt.input_ids, logits)
         (emitted,) = sample_tokens(processed, [state.sampler], logits)
         if isinstance(emitted, Exception):
@@ -308,10 +320,18 @@ class ForwardPass:
         model: The model.
         family: The model's family.
         cache: The rows that the passes read and write.
+        together: Has the other ranks of a tensor parallel model run the same passes.
     """
 
-    def __init__(self, model: Any, family: ModelFamily, cache: SlotCache) -> None:
+    def __init__(
+        self,
+        model: Any,
+        family: ModelFamily,
+        cache: SlotCache,
+        together: Together = alone,
+    ) -> None:
         self._model, self._family, self._cache = model, family, cache
+        self._together = together
         self._text = getattr(model.model, "language_model", model.model)
         self._masks = AttentionMasks(model.config.get_text_config())
         self._logits_transform = logits_transform(model.config)
@@ -334,10 +354,18 @@ class ForwardPass:
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """Return the logits ``(rows, vocab)`` after the last token of each row."""
+        with self._together("logits", ()):
+            return self._logits(hidden)
+
+    def _logits(self, hidden: torch.Tensor) -> torch.Tensor:
         return self._logits_transform(self._model.lm_head(hidden[:, -1]))
 
     def decode(self, inputs: StepInputs) -> torch.Tensor:
         """Run a decode step, without synchronising with the device."""
+        with self._together("decode", (inputs.stop, inputs.table)):
+            return self._decode(inputs)
+
+    def _decode(self, inputs: StepInputs) -> torch.Tensor:
         self._cache.window = DecodeWindow(inputs.rows, inputs.positions, inputs.stop)
         positions = inputs.rotary[:, None]
         if self._family.axes:
@@ -349,18 +377,41 @@ class ForwardPass:
             use_cache=True,
             **self._cache_argument,
         )
-        return self.logits(output.last_hidden_state)
+        return self._logits(output.last_hidden_state)
 
     def _prefill(self, row: int, prompt: Prompt, start: int, stop: int) -> torch.Tensor:
+        ids = prompt.input_ids[start:stop]
+        positions = self._family.positions(prompt, start, stop)
+        images = chunk_image_features(
+            self._family, self._model, prompt, start, stop, self._copies.start
+        )
+        window = PrefillWindow(row, start, stop)
+        numbers = (row, start, stop, torch.tensor(ids), positions)
+        with self._together("prefill", numbers, images):
+            return self.chunk(window, ids, positions, images)
+
+    def chunk(
+        self,
+        window: PrefillWindow,
+        ids: Sequence[int],
+        positions: torch.Tensor,
+        images: EncodedImage | None,
+    ) -> torch.Tensor:
+        """Run a chunk of a prompt into a row; return its hidden states.
+
+        Args:
+            window: The row, and the positions that the chunk fills.
+            ids: Its tokens.
+            positions: Their rotary positions: ``(axes, tokens)`` or ``(tokens,)``.
+            images: Features of its image tokens.
+        """
         device = self._model.device
-        ids = small_tensor([prompt.input_ids[start:stop]], device)
-        embeds, extra = self._embed(ids, prompt, start, stop)
-        positions = self._family.positions(prompt, start, stop).to(device)
-        self._cache.window = PrefillWindow(row, start, stop)
+        embeds, extra = self._embed(small_tensor([ids], device), images)
+        self._cache.window = window
         output = self._text(
             inputs_embeds=embeds,
-            position_ids=positions[..., None, :],
-            attention_mask=self._masks.prefill(start, stop, device),
+            position_ids=positions.to(device)[..., None, :],
+            attention_mask=self._masks.prefill(window.start, window.stop, device),
             use_cache=True,
             **self._cache_argument,
             **extra,
@@ -369,17 +420,13 @@ class ForwardPass:
         return hidden
 
     def _embed(
-        self, ids: torch.Tensor, prompt: Prompt, start: int, stop: int
+        self, ids: torch.Tensor, images: EncodedImage | None
     ) -> tuple[torch.Tensor, dict[str, Any]]:
         """Embed a chunk, with image features in place of the image tokens."""
-        family = self._family
         embeds = self._text.get_input_embeddings()(ids)
-        images = chunk_image_features(
-            family, self._model, prompt, start, stop, self._copies.start
-        )
         if images is None:
             return embeds, {}
-        mask = ids == family.image_token
+        mask = ids == self._family.image_token
         embeds[mask] = images.features.to(embeds.dtype)
         if not images.deep:
             return embeds, {}

@@ -8,6 +8,7 @@ import math
 from typing import Any
 
 import anthropic
+import httpx
 import openai
 import pytest
 from http_kit import GatedProcessor, answer_to, encoded, post, running, user
@@ -16,7 +17,6 @@ from lifecycle import Gate
 from lifecycle_asgi import ClientIdentity, ClientLimit
 from lifecycle_asgi.prometheus import Metrics
 from lifecycle_engine import AppSettings
-from lifecycle_engine.server.admin import snapshot
 
 pytestmark = pytest.mark.asyncio
 
@@ -168,7 +168,9 @@ async def test_shows_clients_over_their_share_as_refused() -> None:
             status, _, _ = await answer_to(server.port, ask)
             assert status == 429
         assert (await waiting)[0] == 200
-        shown = await snapshot(server.service)
+        status = f"http://127.0.0.1:{server.port}/_lifecycle/status"
+        async with httpx.AsyncClient() as client:
+            shown = (await client.get(status)).json()
         assert shown["in_flight"]["refused"] == 1
         await server.quiet()
     refused = 'lifecycle_gate_requests_total{gate="in_flight",result="refused"} 1.0'

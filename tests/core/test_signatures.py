@@ -30,6 +30,7 @@ POSITIONAL = {
 }
 # In seconds, bytes or times; what documentation and users rely on.
 NUMBERS = {
+    "Gate(reserve)": 0.0,
     "Gate.admit(bytes)": 0,
     "Gate.admit(priority)": 0,
     "Gate.admit(slots)": 1,

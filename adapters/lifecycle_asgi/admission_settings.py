@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import difflib
+import logging
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -111,6 +113,7 @@ class AdmissionSettings:
             TypeError: An option is unknown or of another type.
             ValueError: A value cannot be read or is out of range.
         """
+        _warn_of_unknown(environment)
         found: dict[str, Any] = {}
         for name, read in _READERS.items():
             text = environment.get(f"LIFECYCLE_{name.upper()}")
@@ -120,6 +123,17 @@ class AdmissionSettings:
                 except (ValueError, KeyError):
                     raise ValueError(_unreadable(name, text)) from None
         return cls(**found, **options)
+
+
+def _warn_of_unknown(environment: Mapping[str, str]) -> None:
+    """Say which variables set nothing: a misspelt limit is none."""
+    for variable in sorted(environment):
+        prefix, _, name = variable.partition("_")
+        if prefix == "LIFECYCLE" and name.lower() not in _READERS:
+            near = difflib.get_close_matches(name.lower(), _READERS, n=1)
+            hint = f"; did you mean {prefix}_{near[0].upper()}?" if near else ""
+            what = "%.80s is no setting of Admission, and is ignored%s"
+            logging.getLogger("lifecycle").warning(what, variable, hint)
 
 
 def _unreadable(name: str, text: str) -> str:

@@ -462,6 +462,22 @@ def test_reads_settings_from_the_environment() -> None:
     assert "api_keys" not in repr(read)
 
 
+def test_warns_of_variables_that_set_nothing(caplog) -> None:
+    """A misspelt limit is none, which is told with the name that was most likely meant."""
+    environment = {"LIFECYCLE_BYTE": "1GiB", "LIFECYCLE_SLOTS": "4", "OTHER": "1"}
+    assert AdmissionSettings.from_environment(environment).slots == 4
+    (record,) = caplog.records
+    assert record.getMessage() == (
+        "LIFECYCLE_BYTE is no setting of Admission, and is ignored; "
+        "did you mean LIFECYCLE_BYTES?"
+    )
+    caplog.clear()
+    AdmissionSettings.from_environment({"LIFECYCLE_XYZZY": "1"})
+    assert caplog.messages == [
+        "LIFECYCLE_XYZZY is no setting of Admission, and is ignored"
+    ]
+
+
 @pytest.mark.parametrize(
     ("environment", "options", "error"),
     [

@@ -14,8 +14,9 @@ from types import MappingProxyType
 from typing import Any, Final, TypeAlias
 
 import anyio
+import anyio.to_thread
 
-from lifecycle import CostTooLarge, Gate, GateFull, GateStatistics, Lease
+from lifecycle import CostTooLarge, Gate, GateFull, GateStatistics, Lease, Payload
 from lifecycle.events import Observer
 from lifecycle_asgi._types import App, Message, Receive, Scope, Send
 from lifecycle_asgi.admission_settings import AdmissionSettings
@@ -60,6 +61,8 @@ _TIMEOUTS: Final = (b"x-stainless-read-timeout", b"x-stainless-timeout")
 _SHARES: Final = (1, 3, 12)  # sixteenths of the bytes
 # Larger bodies are never small, whatever the bytes.
 _MAX_SMALL_BODY: Final = 65536
+# The media of larger bodies are found in a thread: the event loop would wait.
+_MAX_INLINE_BODY: Final = 2**20
 # Ratios of the tensors of media to their estimate, as far as they are learned.
 _FLOOR, _CEILING = 0.25, 4.0
 # Bytes charged for each byte of a body: the bytes, their text, and the parsed values.
@@ -179,7 +182,9 @@ class Admission:
         profile = media_profile(settings.profile)
         if settings.tensor_pixels is not None:
             profile = replace(profile, tensor_pixels=settings.tensor_pixels)
-        self._price = price or BodyEstimator(profile).estimate
+        self._price = price or self._estimate_media
+        self._estimator = BodyEstimator(profile)
+        self._estimating = anyio.CapacityLimiter(1)
         self._answer = answer or _answer
         self._reading: set[BodyReader | Refusing] = set()
         self._correction = Correction(floor=_FLOOR, ceiling=_CEILING)
@@ -369,6 +374,21 @@ class Admission:
         found = self._price(scope, body)
         del body  # *price* may drop the last reference to it
         return (await found if inspect.isawaitable(found) else found) or _NOTHING
+
+    def _estimate_media(
+        self, scope: Scope, body: bytes
+    ) -> Awaitable[MemoryEstimate] | MemoryEstimate:
+        """Return what the media of *body* need; of a large one, found in a thread."""
+        estimate = self._estimator.estimate
+        if len(body) <= _MAX_INLINE_BODY:
+            return estimate(scope, body)
+        # Boxed: a worker thread refers to what it was given until it runs again.
+        box = Payload(body, nbytes=len(body))
+
+        def run() -> MemoryEstimate:
+            return estimate(scope, box.take())
+
+        return anyio.to_thread.run_sync(run, limiter=self._estimating)
 
     def _client(self, scope: Scope) -> str:
         return self._identity.digest(self._client_of(scope)).hex()

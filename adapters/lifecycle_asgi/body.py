@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import math
 from collections.abc import Callable
 
@@ -123,18 +124,19 @@ class BodyReader:
     __slots__ = (
         "_copies",
         "_deadline",
+        "_first",
         "_grow",
         "_lease",
         "_max_body",
         "_metered",
         "_read",
         "_receive",
+        "_rest",
         "_slow_at",
         "_slow_charge",
         "_stopped",
         "_timeout",
         "_waiting",
-        "chunks",
     )
 
     def __init__(
@@ -164,7 +166,8 @@ class BodyReader:
         self._slow_at = math.inf if self._metered else now + slow_after
         self._stopped = False
         self._waiting = anyio.CancelScope()
-        self.chunks: list[bytes] = []
+        self._first = b""
+        self._rest: io.BytesIO | None = None
 
     def stop(self) -> None:
         """Read no further; `read` raises `GateClosed`. Idempotent."""
@@ -184,11 +187,11 @@ class BodyReader:
         Cancellation:
             What was read is dropped.
         """
-        chunks, more = self.chunks, True
+        more = True
         while more:
             chunk, more = await self._next()
-            self._read += len(chunk)
-            chunks.append(chunk)
+            self._add(chunk)
+            del chunk
             if self._read > self._max_body:
                 raise BodyTooLarge(self._max_body)
             self._charge(complete=not more)
@@ -196,8 +199,22 @@ class BodyReader:
 
     def take(self) -> bytes:
         """Return what has arrived, and keep none of it."""
-        chunks, self.chunks = self.chunks, []
-        return chunks[0] if len(chunks) == 1 else b"".join(chunks)
+        first, self._first = self._first, b""
+        rest, self._rest = self._rest, None
+        return first if rest is None else rest.getvalue()
+
+    def _add(self, chunk: bytes) -> None:
+        # Never joined at once: the event loop would wait, and memory be needed twice. A
+        # buffer gives its bytes away without a copy.
+        if not self._read:
+            self._first = chunk
+        elif chunk:
+            if self._rest is None:
+                self._rest = io.BytesIO()
+                self._rest.write(self._first)
+                self._first = b""
+            self._rest.write(chunk)
+        self._read += len(chunk)
 
     async def _next(self) -> tuple[bytes, bool]:
         while not self._stopped:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+import threading
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from typing import Any
@@ -13,7 +14,7 @@ from anyio.abc import TaskGroup
 from asgi_kit import ScriptedServer, http_scope
 
 from lifecycle import Gate, GateFull, Lease
-from lifecycle_asgi import Admission, BodyTooLarge, MemoryEstimate
+from lifecycle_asgi import Admission, BodyTooLarge, MemoryEstimate, media_body
 from lifecycle_asgi.admission import admitted_request
 from lifecycle_asgi.refusals import ApiError
 
@@ -126,9 +127,35 @@ async def test_frees_a_body_that_price_has_parsed() -> None:
         return MemoryEstimate(work=10)
 
     app = Application()
-    await ask(admission_of(app, price=price))
+    server = ScriptedServer(BODY[:5], BODY[5:])
+    with anyio.fail_after(120):
+        await admission_of(app, price=price)(head_of(BODY), server.receive, server.send)
     assert (app.bodies, app.held) == ([b""], [10])
     assert references == [2]  # that of this function, and of the call
+
+
+@pytest.mark.parametrize("size", [1000, 2**21])
+async def test_finds_the_media_of_large_bodies_in_a_thread(
+    size: int, monkeypatch: Any
+) -> None:
+    """The event loop goes on meanwhile, and no thread keeps the body."""
+    found_in: list[int] = []
+
+    def find(*arguments: Any, **options: Any) -> list[Any]:
+        found_in.append(threading.get_ident())
+        return []
+
+    monkeypatch.setattr(media_body, "find_media", find)
+    app = Application()
+    server = ScriptedServer(b'{"image": "', b"x" * size, b'"}')
+    head = head_of(b"x" * (size + 13))
+    with anyio.fail_after(120):
+        await admission_of(app)(head, server.receive, server.send)
+    (thread,), (body,) = found_in, app.bodies
+    assert len(body) == size + 13
+    app.bodies.clear()
+    assert sys.getrefcount(body) == 2
+    assert (thread != threading.get_ident()) == (size > 2**20)
 
 
 async def test_lease_outlives_a_request_that_gives_it_away() -> None:

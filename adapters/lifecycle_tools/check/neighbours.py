@@ -11,12 +11,13 @@ from functools import partial
 
 import anyio
 import anyio.to_process
+import anyio.to_thread
 from anyio.abc import ByteStream
 
 from lifecycle_tools.check.client import GONE, Address, ask, read_head
 from lifecycle_tools.check.payloads import picture
 from lifecycle_tools.check.report import Finding
-from lifecycle_tools.check.target import Settings, Target
+from lifecycle_tools.check.target import CannotCheck, Settings, Target
 
 # Requests of the honest client in each phase; the p99 of a hundred is the second worst.
 _REQUESTS = 100
@@ -60,6 +61,21 @@ ATTACKS = (
 )
 
 
+async def find_neighbour(target: Target) -> None:
+    """Raise `CannotCheck` unless the server serves the small client, too.
+
+    Cancellation: the connection is closed.
+    """
+    address = target.settings.neighbour(target.address)
+    response = await Target(address, target.settings).honest()
+    if response.status != 200:
+        raise CannotCheck(
+            f"the other client, {address.source or 'by --neighbour-key'}, gets "
+            f"{response.described}; add that address to this host, let the server "
+            "listen at 127.0.0.1, or give a valid --neighbour-key"
+        )
+
+
 async def beside(
     target: Target, *, attack: Attack, requests: int = _REQUESTS
 ) -> Finding:
@@ -68,6 +84,12 @@ async def beside(
     Cancellation: all clients leave.
     """
     greedy, settings = target.address, target.settings
+    files, needed = resource.getrlimit(resource.RLIMIT_NOFILE)[1], attack.clients + 32
+    if 0 <= files < needed:
+        seen = f"a limit of {files} open files"
+        because = f"The attack needs {needed}; raise the limit with ulimit -Hn."
+        name = f"neighbours.{attack.name}"
+        return Finding(name, attack.sent, seen, "not observable", because)
     honest = Target(settings.neighbour(greedy), settings)
     alone = await _timed(honest, requests)
     async with anyio.create_task_group() as tasks:
@@ -103,12 +125,14 @@ def judge(
     if missed:
         seen += f", {missed} of {len(beside)} not served"
     name, limit = f"neighbours.{attack.name}", f"{attack.limit:g} times"
-    if factor <= attack.limit and not missed:
+    if factor <= attack.limit and not missed and None not in alone:
         because = f"A client waits for at most {limit} as long as alone."
         return Finding(name, attack.sent, seen, "pass", because)
     because = f"A client keeps others waiting for more than {limit} as long as alone."
     if missed:
         because = "A client keeps others from being served at all."
+    if None in alone:
+        because = "The small client is not served alone, either."
     return Finding(name, attack.sent, seen, "fail", because)
 
 
@@ -142,6 +166,9 @@ async def _attack(target: Target, attack: Attack) -> None:
     async with anyio.create_task_group() as tasks:
         for _ in range(attack.clients):
             tasks.start_soon(_again, client)
+        # The end of the pipe from the process that started this one, or of that.
+        await anyio.wait_readable(0)
+        tasks.cancel_scope.cancel()
 
 
 async def _again(client: Callable[[], Awaitable[None]]) -> None:
@@ -163,14 +190,15 @@ async def _flood(target: Target) -> None:
 async def _upload(target: Target, *, every: float = 0.0) -> None:
     """Send a small request with much space behind it, until it is answered."""
     request = target.request(tokens=4, stream=False, length=_UPLOAD)
+    rest = _UPLOAD - len(request.partition(b"\r\n\r\n")[2])
     stream = await target.address.connect()
     try:
         async with anyio.create_task_group() as tasks:
             tasks.start_soon(_until_answered, stream, tasks.cancel_scope)
             await stream.send(request)
-            for _ in range(_UPLOAD // len(_CHUNK)):
+            for sent in range(0, rest, len(_CHUNK)):
                 await anyio.sleep(every)
-                await stream.send(_CHUNK)
+                await stream.send(_CHUNK[: rest - sent])
     except* GONE:
         pass
     finally:
@@ -184,12 +212,10 @@ async def _until_answered(stream: ByteStream, sending: anyio.CancelScope) -> Non
 
 async def _slow_reader(target: Target) -> None:
     settings = target.settings
-    stream = await target.address.connect(read_buffer=4096)
-    try:
-        await stream.send(target.request(tokens=8 * settings.tokens, stream=True))
+    request = target.request(tokens=8 * settings.tokens, stream=True)
+    with await anyio.to_thread.run_sync(target.address.connect_narrow) as unread:
+        unread.sendall(request)
         await anyio.sleep(4 * settings.seconds)
-    finally:
-        await anyio.aclose_forcefully(stream)
 
 
 async def _picture(target: Target) -> None:

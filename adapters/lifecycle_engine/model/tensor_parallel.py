@@ -179,8 +179,7 @@ def load_tensor_parallel(
 
 def _store(stack: contextlib.ExitStack) -> str:
     """Return the name of a file where the ranks meet."""
-    if sys.platform == "linux":  # a file without a name: no kill can leave it behind
-        # Stays open: another file of this number would be taken for it.
+    if sys.platform == "linux":  # left by no kill; open, as its number may be reused
         store = f"/proc/{os.getpid()}/fd/{os.memfd_create('ranks')}"
     else:
         folder = tempfile.TemporaryDirectory(prefix="lifecycle-ranks-")
@@ -205,12 +204,11 @@ def _check_devices(device: str, ranks: int) -> None:
 # Before torch is imported, which takes long: a rank that meets no other one holds the
 # interpreter's lock. Rank 0 decides when it ends, however many get a service's signals.
 _RANK = """
-import sys
 from lifecycle_zmq.process import exit_with_parent, ignore_stop_signals
 exit_with_parent()
 ignore_stop_signals()
 from lifecycle_engine.model.tensor_parallel import main
-main(sys.argv[1:])
+main()
 """
 
 
@@ -365,9 +363,9 @@ class Follower:
         self._forward.decode(inputs)
 
 
-def main(argv: Sequence[str]) -> None:
+def main() -> None:
     """Run a rank other than 0, which rank 0 started."""
-    rank, store, alike = argv
+    rank, store, alike = sys.argv[1:]
     try:
         follower = Follower(_load(int(rank), store, **json.loads(alike)))
     except (OSError, ValueError) as error:

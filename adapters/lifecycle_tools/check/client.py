@@ -98,8 +98,7 @@ class Address:
 
         Cancellation: the connection is closed.
         """
-        local = self.source is not None and self.host == "localhost"
-        host = "127.0.0.1" if local else self.host
+        host = "127.0.0.1" if self.source and self.host == "localhost" else self.host
         stream = await anyio.connect_tcp(host, self.port, local_host=self.source)
         if not self.tls:
             return stream
@@ -107,7 +106,7 @@ class Address:
             return await TLSStream.wrap(
                 stream,
                 hostname=self.host,
-                ssl_context=_tls_context(),
+                ssl_context=_context(),
                 standard_compatible=False,
             )
         except BaseException as error:
@@ -117,33 +116,26 @@ class Address:
             raise
 
     def connect_narrow(self) -> socket.socket:
-        """Open a connection on which the server cannot send much unread; blocks.
-
-        For large segments a server has megabytes of room, however little is here.
-
-        Raises:
-            OSError: the server does not listen.
-        """
+        """Open a connection, blocking, on which the server cannot send much unread."""
+        # For large segments a server has megabytes of room, however little is here.
         places = socket.getaddrinfo(self.host, self.port, type=socket.SOCK_STREAM)
         for family, kind, _, _, place in places:
             raw = socket.socket(family, kind)
-            try:
-                raw.settimeout(5.0)
-                raw.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
-                raw.setsockopt(socket.IPPROTO_TCP, socket.TCP_MAXSEG, 536)
+            raw.settimeout(5.0)
+            raw.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+            raw.setsockopt(socket.IPPROTO_TCP, socket.TCP_MAXSEG, 536)
+            with suppress(OSError):
                 raw.connect(place)
-            except OSError:
-                raw.close()
-            else:
                 if self.tls:
-                    return _tls_context().wrap_socket(raw, server_hostname=self.host)
+                    raw = _context().wrap_socket(raw, server_hostname=self.host)
                 return raw
+            raw.close()
         raise ConnectionRefusedError
 
 
 @functools.cache
-def _tls_context() -> ssl.SSLContext:
-    return ssl.create_default_context()  # takes long: it reads all certificates
+def _context() -> ssl.SSLContext:
+    return ssl.create_default_context()  # reads all certificates, which takes long
 
 
 @dataclass(slots=True)

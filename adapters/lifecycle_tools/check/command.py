@@ -16,7 +16,6 @@ from rich.console import Console
 from rich.table import Table
 
 from lifecycle_tools.check.client import Address
-from lifecycle_tools.check.neighbours import find_neighbour
 from lifecycle_tools.check.report import Report, compare, markdown
 from lifecycle_tools.check.suite import NEIGHBOURS, checks, run as run_checks
 from lifecycle_tools.check.target import CannotCheck, Settings, Target
@@ -146,8 +145,6 @@ async def _run(target: Target, only: tuple[str, ...], label: str) -> Report:
     if not names:
         raise typer.BadParameter("no check has a name that begins so")
     await target.measure_idle()
-    if names[-1].startswith(NEIGHBOURS):
-        await find_neighbour(target)
     typer.echo(
         f"{len(names)} checks: at most {settings.concurrency} requests at once, "
         f"{settings.tokens} tokens each, and one body of 192 MiB."

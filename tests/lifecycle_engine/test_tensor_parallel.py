@@ -118,6 +118,25 @@ def test_server_hands_the_ranks_on(tmp_path: Path) -> None:
     assert argv[argv.index("--tp") + 1] == "2"
 
 
+@pytest.mark.anyio
+async def test_nothing_is_left_of_a_start_that_is_killed(
+    tmp_path: Path, kits: Callable[[str], Any]
+) -> None:
+    """The other rank is still importing then, and has met no other."""
+    argv = [*WORKER, "--checkpoint", str(kits("qwen3").folder), "--tp", "2"]
+    argv += ["--endpoint=", "--incarnation=1"]
+    env = {**os.environ, "TMPDIR": str(tmp_path)}
+    with anyio.fail_after(BOUND):
+        # Its standard input is a pipe that only this process holds.
+        async with await anyio.open_process(argv, env=env) as rank_0:
+            process = psutil.Process(rank_0.pid)
+            while not (others := process.children()):
+                await anyio.sleep(0.01)
+            rank_0.kill()
+            await gone(others[0])
+    assert list(tmp_path.iterdir()) == []
+
+
 def multi_query(config: Any) -> None:
     """One key head, which both ranks have a copy of."""
     config.num_key_value_heads = 1
@@ -222,14 +241,19 @@ async def test_two_ranks_serve_as_one_and_end_as_one(
     share: float,
     victim: int,
 ) -> None:
-    """Tokens are those of one process; a killed rank takes the other with it."""
+    """Tokens are those of one process, also while the API process drains.
+
+    A killed rank takes the other with it.
+    """
     kit = Kit(tmp_path / "model", family, change=change)
     served = serve(kit, tmp_path)
     with anyio.fail_after(BOUND):
         async with served.engine:
             await served.engine.wait_ready()
-            await served.check_tokens(picture, share)
             processes = served.processes()
+            for process in processes:  # as a service manager does at a stop
+                process.terminate()
+            await served.check_tokens(picture, share)
             await served.lose_streams(processes[victim])
             for process in processes:
                 await gone(process)

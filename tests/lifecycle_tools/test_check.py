@@ -6,6 +6,7 @@ import contextlib
 import dataclasses
 import functools
 import json
+import shlex
 import socket
 import subprocess
 import sys
@@ -14,6 +15,8 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import anyio
+import anyio.to_process
+import anyio.to_thread
 import pytest
 from ports import free_port
 
@@ -23,9 +26,15 @@ pytest.importorskip("typer")
 import psutil
 
 from lifecycle_tools.check import Finding, Report
-from lifecycle_tools.check.client import Address
-from lifecycle_tools.check.neighbours import ATTACKS, Attack, beside, judge
-from lifecycle_tools.check.target import Settings, Target
+from lifecycle_tools.check.client import Address, Response, ask
+from lifecycle_tools.check.neighbours import (
+    ATTACKS,
+    Attack,
+    beside,
+    judge,
+    run_attack,
+)
+from lifecycle_tools.check.target import CannotCheck, Settings, Target
 
 SERVER = Path(__file__).resolve().parents[1] / "kit" / "checked_server.py"
 # Requests that the server works on at once.
@@ -177,7 +186,137 @@ def test_asks_as_another_client():
     keyed = Settings(neighbour_key="other").neighbour(local)
     assert keyed.headers == (("Authorization", "Bearer other"),)
     assert keyed.source is None
-    assert Settings().neighbour(Address.parse("http://192.0.2.1")).source is None
+
+
+@pytest.mark.parametrize("url", ["http://192.0.2.1", "http://[::1]:8000"])
+def test_refuses_to_be_two_clients_from_one_address(url):
+    """The server would take both for one, and the verdict would be about that."""
+    with pytest.raises(CannotCheck, match="another with --neighbour-key"):
+        Settings().neighbour(Address.parse(url))
+
+
+def test_says_nothing_of_an_attack_on_a_client_that_is_not_served_alone():
+    """As on a host without the second address, or of a server that went down before."""
+    target = Target(Address.parse(f"http://127.0.0.1:{free_port()}"), Settings())
+    found = anyio.run(functools.partial(beside, target, attack=ATTACKS[0], requests=10))
+    assert found.verdict == "not observable"
+    assert found.seen == "10 of 10 not served alone"
+    assert "serve 127.0.0.2, too" in found.because
+
+
+def test_other_client_asks_the_same_server():
+    """Another address of this host may be another server."""
+    address = Settings().neighbour(Address.parse("http://127.0.0.3:1"))
+    with socket.create_server(("127.0.0.3", 0)) as server:
+        address = dataclasses.replace(address, port=server.getsockname()[1])
+
+        async def connect() -> None:
+            await (await address.connect()).aclose()
+
+        anyio.run(connect)
+        connection, (source, _) = server.accept()
+        connection.close()
+        assert source == "127.0.0.2"
+
+
+def test_a_handshake_that_breaks_off_is_no_response():
+    """A server may go down at any moment."""
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        address = Address.parse(f"https://127.0.0.1:{server.getsockname()[1]}")
+        ask_it = functools.partial(ask, address, b"", timeout=30)
+
+        async def both() -> Response:
+            async with anyio.create_task_group() as tasks:
+                tasks.start_soon(anyio.to_thread.run_sync, hang_up)
+                return await ask_it()
+
+        def hang_up() -> None:
+            connection, _ = server.accept()
+            connection.recv(1)
+            connection.shutdown(socket.SHUT_WR)
+            connection.close()
+
+        assert anyio.run(both).status == 0
+
+
+def test_needs_enough_open_files(tmp_path):
+    """A flood of fewer requests than the table says would be another check."""
+    file = tmp_path / "report.json"
+    options = "--only", "neighbours.flood", "--json", str(file)
+    with serving("none") as (url, _):
+        check = shlex.join([sys.executable, "-c", CHECK, "check", url, *options])
+        limited = ["sh", "-c", f"ulimit -n 256; exec {check}"]
+        done = subprocess.run(limited, capture_output=True, timeout=300, check=False)
+    assert done.returncode == 0, done.stderr
+    (found,) = Report.read(file).findings
+    assert found.verdict == "not observable"
+    assert found.seen == "a limit of 256 open files"
+
+
+def test_uploads_are_as_long_as_they_say():
+    """A server must not find the beginning of another request behind them."""
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        address = Address.parse(f"http://127.0.0.1:{server.getsockname()[1]}")
+        attack = next(each for each in ATTACKS if each.name == "uploads")
+        small = dataclasses.replace(attack, clients=1)
+        seen = []
+
+        def read() -> None:
+            connection, _ = server.accept()
+            with connection, connection.makefile("rb") as file:
+                head = b"".join(iter(file.readline, b"\r\n"))
+                length = int(head.lower().split(b"content-length: ")[1].split()[0])
+                while length and (data := file.read1(min(length, 2**20))):
+                    length -= len(data)
+                connection.settimeout(0.5)
+                with contextlib.suppress(TimeoutError):
+                    seen.append(connection.recv(1))
+                seen.append(length)
+
+        async def both() -> None:
+            async with anyio.create_task_group() as tasks:
+                attacking = functools.partial(
+                    anyio.to_process.run_sync, cancellable=True
+                )
+                tasks.start_soon(attacking, run_attack, address, Settings(), small)
+                await anyio.to_thread.run_sync(read)
+                tasks.cancel_scope.cancel()
+
+        anyio.run(both)
+        assert seen == [0]
+
+
+def test_slow_readers_keep_a_server_from_sending():
+    """In megabytes of buffers, a whole stream would be gone at once."""
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        address = Address.parse(f"http://127.0.0.1:{server.getsockname()[1]}")
+        with address.connect_narrow(), server.accept()[0] as connection:
+            connection.settimeout(0.5)
+            sent = 0
+            with contextlib.suppress(TimeoutError):
+                while sent < 2**20:
+                    sent += connection.send(b" " * 200)
+    assert 0 < sent < 2**19
+
+
+def test_attack_ends_with_the_check():
+    """However the check ends: nobody would look for an attacker that is left."""
+    with serving("none") as (url, _):
+        argv = [sys.executable, "-c", CHECK, "check", url, "--neighbours"]
+        with subprocess.Popen(argv, stderr=subprocess.DEVNULL) as check:
+            process = psutil.Process(check.pid)
+            until = time.monotonic() + 60
+            while not (attackers := process.children()):
+                assert time.monotonic() < until and check.poll() is None
+                time.sleep(0.02)
+            while not attackers[0].net_connections():
+                assert time.monotonic() < until
+                time.sleep(0.02)
+            check.kill()
+        left = psutil.wait_procs(attackers, timeout=60)[1]
+        for each in left:
+            each.kill()
+        assert left == []
 
 
 @pytest.mark.parametrize(

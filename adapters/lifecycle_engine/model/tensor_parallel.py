@@ -37,7 +37,6 @@ from lifecycle_engine.model.families import EncodedImage, takes_images
 from lifecycle_engine.model.kv_cache import Part, PrefillWindow, alone
 from lifecycle_engine.model.loader import load_config, load_model
 from lifecycle_engine.model.transformers_runner import TransformersRunner
-from lifecycle_zmq import exit_with_parent
 
 # Idle ranks wait in a collective. One that hangs is the supervisor's business.
 _FOREVER = timedelta(days=3650)
@@ -163,8 +162,8 @@ def load_tensor_parallel(
     own = {name: options.pop(name) for name in _OF_RANK_0 if name in options}
     alike = {"checkpoint": str(checkpoint), "ranks": ranks, "device": device, **options}
     # Until all ranks have run a pass: transformers makes process groups of its own.
-    with tempfile.TemporaryDirectory(prefix="lifecycle-ranks-") as folder:
-        store = str(Path(folder) / "store")
+    with contextlib.ExitStack() as stack:
+        store = _store(stack)
         for rank in range(1, ranks):
             _start(rank, store, alike)
         runner = _load(0, store, **alike, graphs=graphs, **own)
@@ -176,6 +175,16 @@ def load_tensor_parallel(
                 error
             )
     return runner
+
+
+def _store(stack: contextlib.ExitStack) -> str:
+    """Return the name of a file where the ranks meet."""
+    if sys.platform == "linux":  # left by no kill; open, as its number may be reused
+        store = f"/proc/{os.getpid()}/fd/{os.memfd_create('ranks')}"
+    else:
+        folder = tempfile.TemporaryDirectory(prefix="lifecycle-ranks-")
+        store = str(Path(stack.enter_context(folder)) / "store")
+    return store
 
 
 _OF_RANK_0 = ("max_batch", "buckets")
@@ -192,15 +201,27 @@ def _check_devices(device: str, ranks: int) -> None:
         )
 
 
+# Before torch is imported, which takes long: a rank that meets no other one holds the
+# interpreter's lock. Rank 0 decides when it ends, however many get a service's signals.
+_RANK = """
+from lifecycle_zmq.process import exit_with_parent, ignore_stop_signals
+exit_with_parent()
+ignore_stop_signals()
+from lifecycle_engine.model.tensor_parallel import main
+main()
+"""
+
+
 def _start(rank: int, store: str, alike: dict[str, Any]) -> None:
-    argv = [sys.executable, "-m", __name__, str(rank), store, json.dumps(alike)]
+    argv = [sys.executable, "-c", _RANK, str(rank), store, json.dumps(alike)]
     child = subprocess.Popen(argv, stdin=subprocess.PIPE)
 
     def watch() -> None:
         status = child.wait()
         sys.stderr.write(f"lifecycle-engine: rank {rank} ended with status {status}\n")
         sys.stderr.flush()
-        shutil.rmtree(Path(store).parent, ignore_errors=True)
+        if sys.platform != "linux":
+            shutil.rmtree(Path(store).parent, ignore_errors=True)
         os._exit(EXIT_DEVICE_LOST)
 
     threading.Thread(target=watch, name=f"rank-{rank}", daemon=True).start()
@@ -342,16 +363,11 @@ class Follower:
         self._forward.decode(inputs)
 
 
-def main(argv: Sequence[str]) -> None:
+def main() -> None:
     """Run a rank other than 0, which rank 0 started."""
-    rank, store, alike = argv
+    rank, store, alike = sys.argv[1:]
     try:
         follower = Follower(_load(int(rank), store, **json.loads(alike)))
     except (OSError, ValueError) as error:
         raise SystemExit(f"lifecycle-engine: cannot start: {error}") from None
     follower.run()
-
-
-if __name__ == "__main__":
-    exit_with_parent()  # before the model is loaded, which takes long
-    main(sys.argv[1:])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import socket
 import ssl
 import time
@@ -10,12 +11,17 @@ from dataclasses import dataclass, field, replace
 from urllib.parse import urlsplit
 
 import anyio
-from anyio.abc import ByteStream, SocketAttribute
+from anyio.abc import ByteStream
 from anyio.streams.tls import TLSStream
 
 _HEAD_LIMIT = 64 * 1024
 _BODY_LIMIT = 4 * 1024 * 1024
-GONE = (anyio.EndOfStream, anyio.BrokenResourceError, anyio.ClosedResourceError)
+GONE = (
+    anyio.EndOfStream,
+    anyio.BrokenResourceError,
+    anyio.ClosedResourceError,
+    ssl.SSLError,
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,11 +61,6 @@ class Address:
         prefix = parts.path.rstrip("/").removesuffix("/v1")
         return cls(parts.hostname, port, tls, prefix, headers)
 
-    @property
-    def is_loopback(self) -> bool:
-        """Whether this is an IPv4 address of this host, which has others beside it."""
-        return self.host == "localhost" or self.host.startswith("127.")
-
     def with_key(self, key: str) -> Address:
         """Return this address for the client whose API key is *key*."""
         others = [each for each in self.headers if each[0].lower() != "authorization"]
@@ -89,27 +90,52 @@ class Address:
         )
         return head + body
 
-    async def connect(self, *, read_buffer: int | None = None) -> ByteStream:
-        """Open a connection, with a receive buffer of *read_buffer* bytes.
+    async def connect(self) -> ByteStream:
+        """Open a connection.
 
         Raises:
-            OSError: the server does not listen.
+            OSError: the server does not listen, or breaks off the TLS handshake.
 
         Cancellation: the connection is closed.
         """
-        host = "127.0.0.1" if self.source else self.host
+        host = "127.0.0.1" if self.source and self.host == "localhost" else self.host
         stream = await anyio.connect_tcp(host, self.port, local_host=self.source)
-        if read_buffer is not None:
-            raw = stream.extra(SocketAttribute.raw_socket)  # noqa: S610 - of anyio
-            raw.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, read_buffer)
         if not self.tls:
             return stream
-        return await TLSStream.wrap(
-            stream,
-            hostname=self.host,
-            ssl_context=ssl.create_default_context(),
-            standard_compatible=False,
-        )
+        try:
+            return await TLSStream.wrap(
+                stream,
+                hostname=self.host,
+                ssl_context=_context(),
+                standard_compatible=False,
+            )
+        except BaseException as error:
+            await anyio.aclose_forcefully(stream)
+            if isinstance(error, GONE):
+                raise ConnectionResetError("the server broke off TLS") from error
+            raise
+
+    def connect_narrow(self) -> socket.socket:
+        """Open a connection, blocking, on which the server cannot send much unread."""
+        # For large segments a server has megabytes of room, however little is here.
+        places = socket.getaddrinfo(self.host, self.port, type=socket.SOCK_STREAM)
+        for family, kind, _, _, place in places:
+            raw = socket.socket(family, kind)
+            raw.settimeout(5.0)
+            raw.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+            raw.setsockopt(socket.IPPROTO_TCP, socket.TCP_MAXSEG, 536)
+            with suppress(OSError):
+                raw.connect(place)
+                if self.tls:
+                    raw = _context().wrap_socket(raw, server_hostname=self.host)
+                return raw
+            raw.close()
+        raise ConnectionRefusedError
+
+
+@functools.cache
+def _context() -> ssl.SSLContext:
+    return ssl.create_default_context()  # reads all certificates, which takes long
 
 
 @dataclass(slots=True)

@@ -11,6 +11,7 @@ from functools import partial
 
 import anyio
 import anyio.to_process
+import anyio.to_thread
 from anyio.abc import ByteStream
 
 from lifecycle_tools.check.client import GONE, Address, ask, read_head
@@ -68,8 +69,17 @@ async def beside(
     Cancellation: all clients leave.
     """
     greedy, settings = target.address, target.settings
+    files, needed = resource.getrlimit(resource.RLIMIT_NOFILE)[1], attack.clients + 32
+    unseen = partial(Finding, f"neighbours.{attack.name}", attack.sent)
+    if 0 <= files < needed:
+        because = f"The attack needs {needed}; raise the limit with ulimit -Hn."
+        return unseen(f"a limit of {files} open files", "not observable", because)
     honest = Target(settings.neighbour(greedy), settings)
     alone = await _timed(honest, requests)
+    if None in alone:
+        seen = f"{alone.count(None)} of {len(alone)} not served alone"
+        because = f"It must serve {honest.address.source or '--neighbour-key'}, too."
+        return unseen(seen, "not observable", because)
     async with anyio.create_task_group() as tasks:
         # In a process of its own, or the clients would delay each other.
         attacking = partial(anyio.to_process.run_sync, cancellable=True)
@@ -142,6 +152,9 @@ async def _attack(target: Target, attack: Attack) -> None:
     async with anyio.create_task_group() as tasks:
         for _ in range(attack.clients):
             tasks.start_soon(_again, client)
+        # The end of the pipe from the process that started this one, or of that.
+        await anyio.wait_readable(0)
+        tasks.cancel_scope.cancel()
 
 
 async def _again(client: Callable[[], Awaitable[None]]) -> None:
@@ -163,14 +176,15 @@ async def _flood(target: Target) -> None:
 async def _upload(target: Target, *, every: float = 0.0) -> None:
     """Send a small request with much space behind it, until it is answered."""
     request = target.request(tokens=4, stream=False, length=_UPLOAD)
+    rest = _UPLOAD - len(request.partition(b"\r\n\r\n")[2])
     stream = await target.address.connect()
     try:
         async with anyio.create_task_group() as tasks:
             tasks.start_soon(_until_answered, stream, tasks.cancel_scope)
             await stream.send(request)
-            for _ in range(_UPLOAD // len(_CHUNK)):
+            for sent in range(0, rest, len(_CHUNK)):
                 await anyio.sleep(every)
-                await stream.send(_CHUNK)
+                await stream.send(_CHUNK[: rest - sent])
     except* GONE:
         pass
     finally:
@@ -183,13 +197,10 @@ async def _until_answered(stream: ByteStream, sending: anyio.CancelScope) -> Non
 
 
 async def _slow_reader(target: Target) -> None:
-    settings = target.settings
-    stream = await target.address.connect(read_buffer=4096)
-    try:
-        await stream.send(target.request(tokens=8 * settings.tokens, stream=True))
-        await anyio.sleep(4 * settings.seconds)
-    finally:
-        await anyio.aclose_forcefully(stream)
+    request = target.request(tokens=8 * target.settings.tokens, stream=True)
+    with await anyio.to_thread.run_sync(target.address.connect_narrow) as unread:
+        unread.sendall(request)
+        await anyio.sleep(4 * target.settings.seconds)
 
 
 async def _picture(target: Target) -> None:

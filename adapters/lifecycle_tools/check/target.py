@@ -28,7 +28,7 @@ GRACE = 2.0
 
 
 class CannotCheck(Exception):
-    """The server serves no honest request, so that nothing can be compared with it."""
+    """There is no honest request, or no other client, to compare with."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -63,10 +63,18 @@ class Settings:
         """Return *address* as another client asks it.
 
         By the key of that client, or from another address of this host.
+
+        Raises:
+            CannotCheck: there is neither.
         """
         if self.neighbour_key is not None:
             return address.with_key(self.neighbour_key)
-        return replace(address, source="127.0.0.2" if address.is_loopback else None)
+        if address.host == "localhost" or address.host.startswith("127."):
+            return replace(address, source="127.0.0.2")
+        raise CannotCheck(
+            f"{address.host} cannot tell another client from this one; give the key of "
+            "another with --neighbour-key, or name the server by 127.0.0.1"
+        )
 
 
 @dataclass(frozen=True, slots=True)

@@ -130,7 +130,7 @@ def _takes(hook: Any, count: int) -> bool:
     if hook is None:
         return True
     try:
-        signature(hook).bind(*range(count))
+        signature(hook, follow_wrapped=False).bind(*range(count))
     except TypeError:
         return False
     except ValueError:  # some functions of C have none

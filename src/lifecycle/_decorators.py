@@ -237,8 +237,8 @@ def _check_arguments(
 ) -> None:
     """Raise `TypeError` if *asked* takes the arguments of no call of *function*."""
     seen = visible.parameters.values()
-    try:
-        takes = inspect.signature(asked)
+    try:  # what it takes itself: a wrapper may give what it wraps more than it gets
+        takes = inspect.signature(asked, follow_wrapped=False)
     except ValueError:  # some functions of C have none
         return
     if any(each.kind in _COLLECTING for each in (*seen, *takes.parameters.values())):

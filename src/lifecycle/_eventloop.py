@@ -14,7 +14,7 @@ import sys
 from collections.abc import Awaitable, Callable, Coroutine
 from functools import partial
 from threading import get_ident
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 from anyio.abc import TaskGroup
 
@@ -66,7 +66,7 @@ class _AsyncioWaiter:
 
 
 class _TrioWaiter:
-    __slots__ = ("_gone", "_owner", "_token", "_waiting", "_woken")
+    __slots__ = ("_gone", "_owner", "_token", "_waiting", "_woken", "timed")
 
     def __init__(self) -> None:
         lowlevel = sys.modules["trio"].lowlevel
@@ -77,6 +77,7 @@ class _TrioWaiter:
         self._waiting: dict[None, Task] = {}
         self._woken = False
         self._gone = False
+        self.timed = False  # the end of a wait need not be that of its task
 
     def wake(self) -> bool:
         """Let the task run; ``False`` if it is cancelled. Any thread. Idempotent."""
@@ -106,8 +107,9 @@ class _TrioWaiter:
 
     def _abort(self, _raise_cancel: RaiseCancelT) -> Abort:
         aborts: type[Abort] = sys.modules["trio"].lowlevel.Abort
-        self._gone = self._waiting.pop(None, None) is not None
-        return aborts.SUCCEEDED if self._gone else aborts.FAILED
+        waits = self._waiting.pop(None, None) is not None
+        self._gone = waits and not self.timed
+        return aborts.SUCCEEDED if waits else aborts.FAILED
 
     def __await__(self) -> Generator[Any, Any, None]:
         lowlevel = sys.modules["trio"].lowlevel
@@ -149,7 +151,7 @@ async def wait_until(waiter: Waiter, deadline: float) -> None:
     """
     loop = _get_running_loop()
     if loop is None:
-        await _wait_on_trio_until(waiter, deadline)
+        await _wait_on_trio_until(cast("_TrioWaiter", waiter), deadline)
         return
     timer = loop.call_at(deadline, waiter.wake)
     try:
@@ -158,8 +160,9 @@ async def wait_until(waiter: Waiter, deadline: float) -> None:
         timer.cancel()
 
 
-async def _wait_on_trio_until(waiter: Waiter, deadline: float) -> None:
+async def _wait_on_trio_until(waiter: _TrioWaiter, deadline: float) -> None:
     trio, cut = sys.modules["trio"], None
+    waiter.timed = True
     try:
         with trio.CancelScope(deadline=deadline):
             try:

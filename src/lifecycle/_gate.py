@@ -21,7 +21,7 @@ from ._eventloop import current_task, fallback_clock, new_waiter, wait_until
 from ._exceptions import AdmissionTimeout, CostTooLarge, GateClosed, GateFull, Refused
 from ._lock import ChangeLock
 from ._owner import owner
-from ._queues import DONE, HELD, DrainRate, FairQueue, FifoQueue, Ticket
+from ._queues import DONE, HELD, WAITING, DrainRate, FairQueue, FifoQueue, Ticket
 from ._validation import (
     UNCHANGED,
     UNSTATED,
@@ -522,9 +522,14 @@ class Gate(NoCopy):
             return
         if queue.too_large(lease):
             raise self._refuse(lease, self._too_large(lease))
+        must_wait = queue.must_wait(lease)
         if not may_wait:
-            raise self._refuse(lease, self._retry_later(GateFull, "is full"))
-        if queue.waiting or not queue.fits(lease):
+            if must_wait:
+                raise self._refuse(lease, self._retry_later(GateFull, "is full"))
+            queue.charge(lease)  # those that wait have their share
+            self._note(LeaseGranted, lease, waited_s=0.0)
+            return
+        if must_wait:
             # It will really wait, not only until its task runs again.
             longest = self._max_waiting
             if queue.waiting >= longest:
@@ -555,15 +560,20 @@ class Gate(NoCopy):
 
     async def _wait(self, lease: Lease, max_wait: float | None) -> None:
         """Wait in the queue, and return with the lease held, or raise without it."""
-        waiter: Any = lease.waiter
         began = self._clock() if self._emit is not None else 0.0
+        now, recheck_s = anyio.current_time, self._queue.seconds_to_recheck
+        due = math.inf if max_wait is None else now() + max_wait
         try:
-            if max_wait is None or max_wait == math.inf:
-                await waiter
-            else:
-                await wait_until(waiter, anyio.current_time() + max_wait)
+            while True:
+                waiter: Any = lease.waiter
+                until = min(due, now() + recheck_s(lease))
+                if until == math.inf:
+                    await waiter
+                    break
+                await wait_until(waiter, until)
                 # However long a thread takes: a task holds up no other gate.
-                self._ask(-1, self._time_out, lease, max_wait)
+                if self._ask(-1, self._has_waited, lease, until == due, max_wait):
+                    break
         except BaseException:
             self._apply(self._cancel, lease, began)
             raise
@@ -576,7 +586,17 @@ class Gate(NoCopy):
             self._note(LeaseGranted, lease, waited_s=self._clock() - began)
             self._flush()
 
-    def _time_out(self, lease: Lease, max_wait: float) -> None:
+    def _has_waited(self, lease: Lease, late: bool, max_wait: float | None) -> bool:  # noqa: FBT001
+        """Return whether *lease* need not wait again: it may fit by now, or is late."""
+        if late:
+            self._time_out(lease, max_wait)
+        if late or lease.state != WAITING:
+            return True
+        lease.waiter = new_waiter()  # each is for one wait
+        self._queue.grant()
+        return lease.state != WAITING
+
+    def _time_out(self, lease: Lease, max_wait: float | None) -> None:
         # Where the grant came in the same moment, the grant wins.
         if lease.state != HELD and lease not in self._refusals:
             self._queue.withdraw(lease)

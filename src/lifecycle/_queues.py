@@ -12,7 +12,6 @@ from bisect import bisect_left, insort
 from collections import OrderedDict, deque
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
-from itertools import islice
 from typing import Any, Final, Protocol
 
 WAITING: Final = 0
@@ -29,6 +28,8 @@ _FEW_KEYS: Final = 64
 _MAX_IDLE_KEYS: Final = 4096
 # Size classes that each release examines for a ticket that may overtake the first.
 MAX_OVERTAKERS: Final = 32
+# And in all, with those of keys that have their share.
+_MAX_HEADS: Final = 256
 
 _SHORTEST_RETRY: Final = 1.0
 _LONGEST_RETRY: Final = 60.0
@@ -108,6 +109,14 @@ class FifoQueue:
             (slots and self.slots_in_use + slots > self.slots)
             or (nbytes and self.bytes_in_use + nbytes > self.nbytes)
         )
+
+    def must_wait(self, ticket: Ticket) -> bool:
+        """Whether *ticket* does not fit, or another is to be granted before it."""
+        return bool(self.waiting) or not self.fits(ticket)
+
+    def seconds_to_recheck(self, ticket: Ticket) -> float:  # noqa: ARG002 - a hook
+        """Return after how long *ticket* may fit though nothing was released."""
+        return math.inf
 
     def too_large(self, ticket: Ticket) -> bool:
         """Whether *ticket* can never fit. A paused resource refuses no request."""
@@ -248,8 +257,13 @@ class Company:
 
     def of(self, key: str | None, now: float) -> bool:
         """Whether a key other than *key* has been seen."""
+        return self.seconds_left(key, now) > 0
+
+    def seconds_left(self, key: str | None, now: float) -> float:
+        """Return after how long *key* is alone, unless another is seen; at least 0."""
         last, at = self._last
-        return now - (self._other if key == last else at) < _COMPANY_SECONDS
+        seen_s = now - (self._other if key == last else at)
+        return max(0.0, _COMPANY_SECONDS - seen_s)
 
 
 @dataclass(slots=True, eq=False, repr=False)
@@ -298,7 +312,8 @@ class FairQueue(FifoQueue):
 
     While a key has company, it takes no more than the capacity without the *reserve*,
     so that the others need not wait until something of it is released. A key that
-    holds nothing may take all: no ticket is too large for its share for ever.
+    holds nothing may take all, and a ticket that is too large beside what its key holds
+    is overtaken by those of its key as if it did not fit: none waits for ever.
     """
 
     def __init__(
@@ -312,6 +327,7 @@ class FairQueue(FifoQueue):
         self._clock = clock
         self._share_of_one = 1.0 - reserve
         self._company = Company()
+        self._present = 0  # keys that wait or hold something
         self._flows: dict[str | None, Flow] = {}
         # The classes with waiting tickets, sorted: a move is a search and a copy.
         self._order: list[tuple[float, float, int, SizeClass]] = []
@@ -341,7 +357,28 @@ class FairQueue(FifoQueue):
         nbytes = ticket.bytes and flow.bytes + ticket.bytes > most * self.nbytes
         if not slots and not nbytes:
             return True
-        return not self._company.of(ticket.key, self._clock())
+        others = self._present > bool(flow.live)
+        return not (others or self._company.of(ticket.key, self._clock()))
+
+    def must_wait(self, ticket: Ticket) -> bool:
+        """Whether *ticket* does not fit, or another is to be granted before it."""
+        if not self.fits(ticket) or len(self._order) > _MAX_HEADS:
+            return True
+        over = set()
+        for *_, each in self._order:
+            head = next(iter(each.queue))
+            if not self._leaves_reserve(head):
+                over.add(head.key)
+            elif head.key not in over:
+                return True
+        return ticket.key in over
+
+    def seconds_to_recheck(self, ticket: Ticket) -> float:
+        """Return after how long the company of *ticket* may have left."""
+        if self._share_of_one == 1.0:
+            return math.inf
+        left = self._company.seconds_left(ticket.key, self._clock())
+        return max(left, _SHORTEST_RETRY) if left else _COMPANY_SECONDS
 
     def charge(self, ticket: Ticket) -> None:
         # These may raise, the last one of an int beyond all floats: hence first.
@@ -353,7 +390,7 @@ class FairQueue(FifoQueue):
         service = share * flow.hold_s
         self._virtual_time = max(self._virtual_time, flow.served)
         flow.served += service
-        flow.live += 1
+        self._count(flow, 1)
         size_class = flow.size_class(ticket)
         flow.clock = max(flow.clock, size_class.served)
         size_class.served += service
@@ -368,7 +405,7 @@ class FairQueue(FifoQueue):
             held_s = now - since
             self._company.see(ticket.key, now)
             flow = self._flows[ticket.key]
-            flow.live -= 1
+            self._count(flow, -1)
             flow.slots -= ticket.slots
             flow.bytes -= ticket.bytes
             flow.served += share * held_s - service
@@ -395,7 +432,7 @@ class FairQueue(FifoQueue):
             insort(self._order, size_class.rank)
         size_class.queue[ticket] = None
         ticket.overtaken_by = 0.0
-        flow.live += 1
+        self._count(flow, 1)
 
     def remove(self, ticket: Ticket) -> None:
         flow = self._flows[ticket.key]
@@ -403,7 +440,11 @@ class FairQueue(FifoQueue):
         del size_class.queue[ticket]
         if not size_class.queue:
             self._take_out(size_class)
-        flow.live -= 1
+        self._count(flow, -1)
+
+    def _count(self, flow: Flow, more: int) -> None:
+        before, flow.live = flow.live, flow.live + more
+        self._present += bool(flow.live) - bool(before)
 
     def _move(self, flow: Flow) -> None:
         """Sort the classes of *flow* in anew: it has had more or less service."""
@@ -419,25 +460,37 @@ class FairQueue(FifoQueue):
         size_class.rank = ()
 
     def take_next(self) -> Ticket | None:
-        first = None
-        heads = (next(iter(each.queue)) for *_, each in self._order)
-        # One that has its share keeps none of the others waiting.
-        for head in islice(filter(self._leaves_reserve, heads), MAX_OVERTAKERS):
-            first = first or head
-            if self.fits(head) and (head is first or self.may_overtake(head, first)):
+        first, examined = None, 0
+        over: dict[str | None, Ticket] = {}  # the first of each key that has its share
+        for *_, each in self._order[:_MAX_HEADS]:
+            head = next(iter(each.queue))
+            # One that has its share keeps none of the other keys waiting.
+            if not self._leaves_reserve(head):
+                over.setdefault(head.key, head)
+                continue
+            own = over.get(head.key)
+            if self.fits(head) and self.may_overtake(head, first, own):
                 self.remove(head)
                 return head
+            if own is None:
+                first = first or head
+            if (examined := examined + 1) == MAX_OVERTAKERS:
+                break
         return None
 
-    def may_overtake(self, ticket: Ticket, first: Ticket) -> bool:
-        """Whether *ticket* may go before *first*, which does not fit. Counts it."""
-        held_s, first_s = (self._flows[each.key].hold_s for each in (ticket, first))
-        # A ticket that is held for longer keeps the first one waiting for longer.
-        longer = max(held_s / first_s, 1.0) if first_s else 1.0
-        overtaken_by = first.overtaken_by + self._share(ticket) * longer
-        if overtaken_by > self._share(first):
-            return False
-        first.overtaken_by = overtaken_by
+    def may_overtake(self, ticket: Ticket, *those: Ticket | None) -> bool:
+        """Whether *ticket* may go before *those*, which cannot go yet. Counts it."""
+        overtaken_by = {}
+        for first in filter(None, those):
+            held_s, first_s = (self._flows[it.key].hold_s for it in (ticket, first))
+            # A ticket that is held for longer keeps the first one waiting for longer.
+            longer = max(held_s / first_s, 1.0) if first_s else 1.0
+            total = first.overtaken_by + self._share(ticket) * longer
+            if total > self._share(first):
+                return False
+            overtaken_by[first] = total
+        for first, total in overtaken_by.items():
+            first.overtaken_by = total
         return True
 
     def _share(self, ticket: Ticket) -> float:

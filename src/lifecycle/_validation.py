@@ -8,7 +8,7 @@ import warnings
 from collections.abc import Callable, Collection
 from inspect import CO_VARARGS
 from numbers import Real
-from types import UnionType
+from types import CodeType, UnionType
 from typing import Any, Final, NoReturn
 
 
@@ -133,7 +133,7 @@ def takes_one(function: object) -> bool:
     A signature would tell of partials and classes, too, and costs as much as a start.
     """
     code = getattr(function, "__code__", None)
-    if code is None or code.co_flags & CO_VARARGS:
+    if not isinstance(code, CodeType) or code.co_flags & CO_VARARGS:
         return True
     called: Any = function
     most = code.co_argcount - hasattr(called, "__self__")

@@ -1,6 +1,7 @@
 """Common mistakes with `managed` and `scrub` are answered with the remedy."""
 
 import copy
+import functools
 import pickle
 from collections.abc import Callable
 from typing import Any
@@ -177,6 +178,13 @@ def test_refuses_cost_and_key_that_lack_a_parameter(asked: Any) -> None:
 )
 def test_takes_cost_and_key_of_some_calls(asked: Any) -> None:
     """Where some call may fit, the call tells."""
+    wraps = functools.wraps(lambda _injected, *, more, another, one: 5)
+
+    def injects(*given: object) -> int:
+        return int(asked(*given))
+
+    for options in both(wraps(injects)):
+        managed(**options)(Service.chat)
     for options in both(asked):
         managed(**options)(Service.chat)
         managed(**options)(Service.any)

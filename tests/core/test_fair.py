@@ -7,13 +7,15 @@ import itertools
 import math
 import random
 from collections import Counter
+from typing import Any
 
 import anyio
 import pytest
 from anyio.lowlevel import checkpoint
 
-from lifecycle import Gate, GateClosed, GateFull, Lease
-from lifecycle.testing import assert_quiescent
+from lifecycle import AdmissionTimeout, Gate, GateClosed, GateFull, Lease
+from lifecycle._queues import FairQueue, Ticket
+from lifecycle.testing import assert_quiescent, simulate, simulate_trio
 
 pytestmark = pytest.mark.anyio
 
@@ -326,6 +328,141 @@ async def test_admits_alone_what_is_larger_than_the_share_of_one_key() -> None:
         lease.release()
     gate.try_admit(bytes=90, key="key").release()
     assert_quiescent(gate)
+
+
+@pytest.mark.parametrize("run", [simulate, simulate_trio])
+def test_grants_the_reserve_once_company_has_left(run) -> None:
+    """A key is alone after a minute, though nothing is released then."""
+
+    async def main() -> None:
+        gate = Gate(slots=8, order="fair", reserve=0.125)
+        gate.try_admit(key="other").release()
+        leases = held_by(gate, "key", 8)
+        assert len(leases) == 7
+        began = anyio.current_time()
+        with pytest.raises(AdmissionTimeout, match="full for 59.5 s"):
+            await gate.admit(key="key", max_wait=59.5)
+        with anyio.fail_after(100):
+            leases.append(await gate.admit(key="key"))
+        assert anyio.current_time() - began == pytest.approx(60, abs=1.0)
+        gate.resize(slots=16)
+        gate.try_admit(key="third").release()
+        leases += held_by(gate, "key", 8)
+        assert len(leases) == 14
+        async with anyio.create_task_group() as tasks:
+            for cut in (30, 200, 200):
+                tasks.start_soon(wait_for, cut, leases)
+            await anyio.sleep(50)
+            assert gate.statistics().waiting == 2
+            gate.try_admit(key="third").release()
+            await anyio.sleep(50)
+            assert (gate.statistics().waiting, len(leases)) == (2, 14)
+            await anyio.sleep(50)
+            assert (gate.statistics().waiting, len(leases)) == (0, 16)
+        for lease in leases:
+            lease.release()
+        assert gate.statistics().waiting == 0
+        assert_quiescent(gate)
+
+    async def wait_for(seconds: float, leases: list[Lease]) -> None:
+        with anyio.move_on_after(seconds):
+            leases.append(await leases[0].gate.admit(key="key"))
+
+    run(main, seed=1)
+
+
+async def test_grants_the_reserve_while_others_wait_with_their_share() -> None:
+    """What waits with its share fills no queue, and is no one's turn."""
+    gate = Gate(slots=8, order="fair", reserve=0.25, max_waiting=1)
+    gate.try_admit(key="other").release()
+    leases = held_by(gate, "key", 8)
+    assert len(leases) == 6
+    async with anyio.create_task_group() as tasks:
+        tasks.start_soon(Tenants(gate, Clock(), tasks).ask, "key", 1)
+        await anyio.wait_all_tasks_blocked()
+        assert gate.statistics().waiting == 1
+        # Its own come after it, and are refused.
+        assert held_by(gate, "key", 1) == []
+        leases += held_by(gate, "other", 1)
+        with anyio.fail_after(5):
+            leases.append(await gate.admit(key="other"))
+        assert held_by(gate, "third", 1) == []
+        tasks.cancel_scope.cancel()
+    assert len(leases) == 8
+    for lease in leases:
+        lease.release()
+    assert_quiescent(gate)
+
+
+async def test_lets_no_key_starve_its_own_request_beside_a_reserve() -> None:
+    """Small ones overtake one beyond the share of their key until it has waited."""
+    clock = Clock()
+    gate = Gate(bytes=100, order="fair", reserve=0.125, clock=clock)
+    gate.try_admit(bytes=1, key="other").release()
+    async with anyio.create_task_group() as tasks:
+        tenants = Tenants(gate, clock, tasks)
+        await tenants.ask("key", 10, times=5)
+        await tenants.ask("key", 60)
+        for _ in range(20):
+            await tenants.ask("key", 10)
+            # Those that ask for no wait come after it, and keep no other key waiting.
+            if ("key", 60) not in tenants.order:
+                assert held_by(gate, "key", 1, bytes=1) == []
+            gate.try_admit(bytes=10, key="other").release()
+            await tenants.serve(1.0)
+        assert 60 in [nbytes for _, nbytes in tenants.order]
+        while tenants.held:
+            await tenants.serve(1.0)
+    assert_quiescent(gate)
+
+
+async def test_counts_a_key_that_holds_or_waits_as_company() -> None:
+    """A key is there for as long as its requests are, not only when they begin."""
+    clock = Clock()
+    gate = Gate(slots=16, order="fair", reserve=0.125, clock=clock)
+    other = gate.try_admit(key="other")
+    clock.now += 500.0
+    leases = held_by(gate, "key", 16)
+    assert len(leases) == 14
+    other.release()
+    clock.now += 60.0
+    leases += held_by(gate, "key", 16)
+    assert len(leases) == 16
+    for lease in leases:
+        lease.release()
+    assert_quiescent(gate)
+
+
+def test_looks_at_few_of_many_keys_that_have_their_share() -> None:
+    """A release costs no more where ten times as many keys have their share."""
+
+    class Counting(FairQueue):
+        looks = 0
+
+        def _leaves_reserve(self, ticket: Any) -> bool:
+            self.looks += 1
+            return super()._leaves_reserve(ticket)
+
+    looks = []
+    for keys in (1_000, 10_000):
+        queue = Counting(math.inf, 10**9, lambda: 0.0, reserve=0.125)
+        first, *_ = [ticket(queue, str(n), 1_000) for n in range(keys)]
+        for n in range(keys):
+            queue.insert(ticket(queue, str(n), 10**9, held=False))
+        queue.waiting = keys
+        queue.looks = 0
+        queue.release(first)
+        looks.append(queue.looks)
+    assert looks[0] == looks[1]
+
+
+def ticket(queue: FairQueue, key: str, nbytes: int, *, held: bool = True) -> Ticket:
+    """A ticket, and whether it holds what it costs."""
+    made = Ticket()
+    made.key, made.slots, made.bytes = key, 0, nbytes
+    if held:
+        assert queue.admit(made, None)
+    return made
 
 
 def test_reserves_whole_slots() -> None:

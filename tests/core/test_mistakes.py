@@ -264,6 +264,14 @@ async def test_refuses_end_that_takes_no_one_argument(end: Any) -> None:
         assert not sessions.quarantined()
 
 
+class Mimic:
+    """Has the attributes of a function, without their values, as mocks have."""
+
+    __code__ = object()
+
+    def __call__(self, _source: object) -> None: ...
+
+
 @pytest.mark.parametrize(
     "end",
     [
@@ -271,6 +279,7 @@ async def test_refuses_end_that_takes_no_one_argument(end: Any) -> None:
         any_arguments,
         Ender().one_argument,
         partial(two_arguments, _key="a"),
+        Mimic(),
     ],
 )
 async def test_takes_whatever_ends_with_one_argument(end: Any) -> None:

@@ -93,6 +93,24 @@ def test_keeps_slots_from_a_client_that_has_company(slots: int, most: int) -> No
     assert runner.kv_bytes == 0
 
 
+def test_keeps_slots_from_a_client_beside_one_that_has_been_there_for_long() -> None:
+    """A client whose request runs is there, though it started minutes ago."""
+    clock = Clock()
+    scheduler = Scheduler(Late(16), clock=clock)
+    request = {"input_ids": [1], "max_tokens": 90}
+    scheduler.start("other", {**request, "client": "other"}, {})
+    scheduler.step()
+    clock.now += 600.0
+    for i in range(20):
+        scheduler.start(f"{i}", {**request, "client": "flood"}, {})
+    scheduler.step()
+    assert scheduler.status()["waiting"] == 20 - 14
+    scheduler.end("other")
+    clock.now += 60.0
+    scheduler.step()
+    assert scheduler.status()["waiting"] == 20 - 16
+
+
 def test_flood_of_one_tenant_gives_a_slot_to_another_at_once() -> None:
     """A tenant with two long prompts keeps one slot; its other prompt restarts later."""
     runner = Late(2)

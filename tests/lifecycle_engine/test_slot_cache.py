@@ -136,6 +136,16 @@ def test_conversations_of_two_tenants_are_separate() -> None:
     assert kept(scheduler) == (2, 0)
 
 
+def test_conversations_of_two_clients_are_separate() -> None:
+    """A tenant and its conversations are those of one client, whatever their names."""
+    runner = Watched(2)
+    scheduler = Scheduler(runner)
+    turn(scheduler, [1, 2, 3], client="a", tenant="user")
+    turn(scheduler, [1, 2, 3], client="b", tenant="user")
+    assert runner.read == 6
+    assert kept(scheduler) == (2, 0)
+
+
 def test_cached_slot_delays_no_request() -> None:
     """A new request evicts the least recently used slot."""
     runner = Watched(2)

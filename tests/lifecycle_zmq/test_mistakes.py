@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import re
 from collections.abc import Callable
 from typing import Any
@@ -95,7 +96,11 @@ def test_names_what_a_backend_lacks(backend: Any, words: str) -> None:
         EngineLoop(backend, incarnation=1)
 
 
-@pytest.mark.parametrize("hook", [None, print_key, lambda *_: None, min])
+@functools.wraps(lambda _backend, _injected, _key: None)
+def injects(_backend: object, _key: str) -> None: ...
+
+
+@pytest.mark.parametrize("hook", [None, print_key, lambda *_: None, min, injects])
 def test_takes_hooks_of_any_kind(hook: object) -> None:
     """A hook that is there, or is ``None``, or of which the arguments are not known."""
     EngineLoop(named("pause", hook), incarnation=1)  # type: ignore[arg-type]

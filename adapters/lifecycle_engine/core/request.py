@@ -15,7 +15,7 @@ __all__ = ("Backend", "Finish", "Merge", "Output", "RequestRejected")
 
 T = TypeVar("T")
 # A conversation: its tenant and the tenant's own name for it.
-ConversationKey = tuple[str, str]
+ConversationKey = tuple[str, str, str]
 
 _FIELDS = frozenset(
     {
@@ -290,7 +290,7 @@ class Task:
         """The conversation that this request is a turn of."""
         if self.request.session is None:
             return None
-        return self.request.tenant, self.request.session
+        return *self.request.owner, self.request.session
 
     def restart_prefill(self) -> None:
         """Make the prompt be prefilled from the start, in another slot."""

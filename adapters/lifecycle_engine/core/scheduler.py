@@ -265,8 +265,10 @@ class Scheduler:
             return client
         used = Counter(task.request.client for task in (*prefilling, *running))
         most, now = self._max_batch - self._max_batch // _RESERVE, self._clock()
-        for client in self._waiting.clients:
-            if used[client] < most or not self._company.of(client, now):
+        clients = self._waiting.clients
+        alone = len({*used, *clients}) == 1
+        for client in clients:
+            if used[client] < most or (alone and not self._company.of(client, now)):
                 return client
         return None
 

@@ -60,6 +60,7 @@ LAYERS: dict[str, tuple[str, ...]] = {
             "_closing",
             "_stream",
             "_thread_iterator",
+            "_gate_statistics",
             "_gate",
             "_start",
         ),

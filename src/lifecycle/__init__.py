@@ -35,7 +35,8 @@ from ._exceptions import (
     StartTimeout,
     StreamTimeout,
 )
-from ._gate import Gate, GateStatistics, Lease
+from ._gate import Gate, Lease
+from ._gate_statistics import GateStatistics
 from ._payload import Payload, strip
 from ._session import Session
 from ._sessions import SessionRegistry, SessionStatistics

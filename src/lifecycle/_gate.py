@@ -10,7 +10,6 @@ from collections import deque
 from collections.abc import Callable
 from contextlib import suppress
 from contextvars import ContextVar
-from dataclasses import dataclass
 from functools import partial
 from typing import Any, Literal, Self, TypeVar, TypeVarTuple, final
 
@@ -19,6 +18,7 @@ import anyio
 from . import _lock
 from ._eventloop import current_task, fallback_clock, new_waiter, wait_until
 from ._exceptions import AdmissionTimeout, CostTooLarge, GateClosed, GateFull, Refused
+from ._gate_statistics import GateStatistics
 from ._lock import ChangeLock
 from ._owner import owner
 from ._queues import DONE, HELD, WAITING, DrainRate, FairQueue, FifoQueue, Ticket
@@ -147,46 +147,6 @@ def _inside(entered: weakref.ref[Lease]) -> bool:
 
 def _warn(message: str, stacklevel: int) -> None:
     warnings.warn(message, RuntimeWarning, stacklevel=stacklevel)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class GateStatistics:
-    """A gate at one moment.
-
-    Attributes:
-        slots: Slot capacity, or ``None`` if unbounded.
-        slots_in_use: Slots held by live leases.
-        bytes: Byte capacity, or ``None`` if unbounded.
-        bytes_in_use: Bytes held by live leases; above capacity after an
-            estimate was settled upwards.
-        waiting: Requests in the queue.
-        max_waiting: Maximum length of the queue, or ``None`` if unbounded.
-        admitted: Leases granted.
-        refused: Requests refused for any reason.
-        cancelled: Requests whose task was cancelled before it had its lease.
-        released: Leases given back; ``admitted - released`` are live.
-        lost: Leases among them that only the garbage collector gave back.
-        over_limit: Leases granted by a gate with ``enforce=False`` that would
-            otherwise have been refused or kept waiting.
-    """
-
-    slots: int | None
-    slots_in_use: int
-    bytes: int | None
-    bytes_in_use: int
-    waiting: int
-    max_waiting: int | None
-    admitted: int
-    refused: int
-    cancelled: int
-    released: int
-    lost: int
-    over_limit: int
-
-    @property
-    def received(self) -> int:
-        """Requests so far, with all outcomes."""
-        return self.admitted + self.refused + self.cancelled + self.waiting
 
 
 @final

@@ -7,14 +7,12 @@ import itertools
 import math
 import random
 from collections import Counter
-from typing import Any
 
 import anyio
 import pytest
 from anyio.lowlevel import checkpoint
 
 from lifecycle import AdmissionTimeout, Gate, GateClosed, GateFull, Lease
-from lifecycle._queues import FairQueue, Ticket
 from lifecycle.testing import assert_quiescent, simulate, simulate_trio
 
 pytestmark = pytest.mark.anyio
@@ -431,38 +429,6 @@ async def test_counts_a_key_that_holds_or_waits_as_company() -> None:
     for lease in leases:
         lease.release()
     assert_quiescent(gate)
-
-
-def test_looks_at_few_of_many_keys_that_have_their_share() -> None:
-    """A release costs no more where ten times as many keys have their share."""
-
-    class Counting(FairQueue):
-        looks = 0
-
-        def _leaves_reserve(self, ticket: Any) -> bool:
-            self.looks += 1
-            return super()._leaves_reserve(ticket)
-
-    looks = []
-    for keys in (1_000, 10_000):
-        queue = Counting(math.inf, 10**9, lambda: 0.0, reserve=0.125)
-        first, *_ = [ticket(queue, str(n), 1_000) for n in range(keys)]
-        for n in range(keys):
-            queue.insert(ticket(queue, str(n), 10**9, held=False))
-        queue.waiting = keys
-        queue.looks = 0
-        queue.release(first)
-        looks.append(queue.looks)
-    assert looks[0] == looks[1]
-
-
-def ticket(queue: FairQueue, key: str, nbytes: int, *, held: bool = True) -> Ticket:
-    """A ticket, and whether it holds what it costs."""
-    made = Ticket()
-    made.key, made.slots, made.bytes = key, 0, nbytes
-    if held:
-        assert queue.admit(made, None)
-    return made
 
 
 def test_reserves_whole_slots() -> None:

@@ -28,6 +28,7 @@ from lifecycle._queues import (
     FairQueue,
     FifoQueue,
     Flow,
+    Ticket,
 )
 from lifecycle._validation import check_capacity as limit, check_cost as cost_of
 
@@ -508,3 +509,35 @@ def test_sorts_sizes_by_a_factor_of_four(sizes: tuple[int, ...], classes: int) -
         ticket: Any = MockTicket((1, size))
         assert flow.size_class(ticket) is flow.size_class(ticket)
     assert len(flow.classes) == classes
+
+
+def test_looks_at_few_of_many_keys_that_have_their_share() -> None:
+    """A release costs no more where ten times as many keys have their share."""
+
+    class Counting(FairQueue):
+        looks = 0
+
+        def _leaves_reserve(self, ticket: Any) -> bool:
+            self.looks += 1
+            return super()._leaves_reserve(ticket)
+
+    looks = []
+    for keys in (1_000, 10_000):
+        queue = Counting(math.inf, 10**9, lambda: 0.0, reserve=0.125)
+        first, *_ = [ticket(queue, str(n), 1_000) for n in range(keys)]
+        for n in range(keys):
+            queue.insert(ticket(queue, str(n), 10**9, held=False))
+        queue.waiting = keys
+        queue.looks = 0
+        queue.release(first)
+        looks.append(queue.looks)
+    assert looks[0] == looks[1]
+
+
+def ticket(queue: FairQueue, key: str, nbytes: int, *, held: bool = True) -> Ticket:
+    """A ticket, and whether it holds what it costs."""
+    made = Ticket()
+    made.key, made.slots, made.bytes = key, 0, nbytes
+    if held:
+        assert queue.admit(made, None)
+    return made

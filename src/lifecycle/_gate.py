@@ -178,8 +178,9 @@ class Gate(NoCopy):
             have been refused or kept waiting, to try limits out on live traffic.
         name: For events, errors and metrics.
         observer: Called with each grant, release and refusal.
-        clock: Monotonic seconds. Read only where a request waits or is refused,
-            or where an observer is set.
+        clock: Monotonic seconds. Read only where a request waits or is refused, or
+            where an observer or the fair order is set. Name one, as `time.monotonic`,
+            for threads alone: the default stands still where no event loop runs.
 
     Attributes:
         name: The name that was given to the gate.
@@ -553,7 +554,8 @@ class Gate(NoCopy):
         if late or lease.state != WAITING:
             return True
         lease.waiter = new_waiter()  # each is for one wait
-        self._queue.grant()
+        if self._queue.fits(lease):
+            self._queue.grant()
         return lease.state != WAITING
 
     def _time_out(self, lease: Lease, max_wait: float | None) -> None:

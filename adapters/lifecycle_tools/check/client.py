@@ -109,10 +109,11 @@ class Address:
                 ssl_context=_context(),
                 standard_compatible=False,
             )
-        except BaseException as error:
+        except GONE as error:
             await anyio.aclose_forcefully(stream)
-            if isinstance(error, GONE):
-                raise ConnectionResetError("the server broke off TLS") from error
+            raise ConnectionResetError("the server broke off TLS") from error
+        except BaseException:
+            await anyio.aclose_forcefully(stream)
             raise
 
     def connect_narrow(self) -> socket.socket:

@@ -66,7 +66,7 @@ class _AsyncioWaiter:
 
 
 class _TrioWaiter:
-    __slots__ = ("_gone", "_owner", "_token", "_waiting", "_woken", "timed")
+    __slots__ = ("_gone", "_owner", "_token", "_waiting", "_woken", "waits_again")
 
     def __init__(self) -> None:
         lowlevel = sys.modules["trio"].lowlevel
@@ -77,7 +77,7 @@ class _TrioWaiter:
         self._waiting: dict[None, Task] = {}
         self._woken = False
         self._gone = False
-        self.timed = False  # the end of a wait need not be that of its task
+        self.waits_again = False  # after a wait that was cut
 
     def wake(self) -> bool:
         """Let the task run; ``False`` if it is cancelled. Any thread. Idempotent."""
@@ -108,7 +108,7 @@ class _TrioWaiter:
     def _abort(self, _raise_cancel: RaiseCancelT) -> Abort:
         aborts: type[Abort] = sys.modules["trio"].lowlevel.Abort
         waits = self._waiting.pop(None, None) is not None
-        self._gone = waits and not self.timed
+        self._gone = waits and not self.waits_again
         return aborts.SUCCEEDED if waits else aborts.FAILED
 
     def __await__(self) -> Generator[Any, Any, None]:
@@ -144,14 +144,22 @@ def new_waiter() -> Waiter:
     return _TrioWaiter()
 
 
-async def wait_until(waiter: Waiter, deadline: float) -> None:
+async def wait_until(waiter: Waiter, deadline: float, *, last: bool = True) -> None:
     """Wait, but at most until *deadline* by the loop's clock.
 
     A cancel scope would do, and takes four times as long.
+
+    Args:
+        waiter: Of this task.
+        deadline: When the wait ends.
+        last: The task waits no more after it, so that a `Waiter.wake` in that moment
+            comes too late.
     """
     loop = _get_running_loop()
     if loop is None:
-        await _wait_on_trio_until(cast("_TrioWaiter", waiter), deadline)
+        trio_waiter = cast("_TrioWaiter", waiter)
+        trio_waiter.waits_again = not last
+        await _wait_on_trio_until(trio_waiter, deadline)
         return
     timer = loop.call_at(deadline, waiter.wake)
     try:
@@ -162,7 +170,6 @@ async def wait_until(waiter: Waiter, deadline: float) -> None:
 
 async def _wait_on_trio_until(waiter: _TrioWaiter, deadline: float) -> None:
     trio, cut = sys.modules["trio"], None
-    waiter.timed = True
     try:
         with trio.CancelScope(deadline=deadline):
             try:

@@ -531,7 +531,7 @@ class Gate(NoCopy):
                 if until == math.inf:
                     await waiter
                     break
-                await wait_until(waiter, until)
+                await wait_until(waiter, until, last=until == due)
                 # However long a thread takes: a task holds up no other gate.
                 if self._ask(-1, self._has_waited, lease, until == due, max_wait):
                     break

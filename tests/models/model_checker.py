@@ -79,6 +79,8 @@ def visit(run: Run) -> dict[str, int]:
     """Visit all states; return how many there are, and how many errors."""
     macros = [f"-D{each}" for each in run.options]
     kind = ["-DSAFETY", "-DNOCLAIM"] if run.ltl is None else ["-DNFAIR=3"]
+    if any(option.startswith("FAULT=") for option in run.options):
+        kind.append("-DBFS")  # a fault that shows in few steps is found first
     claim = [] if run.ltl is None else ["-a", "-f", "-N", run.ltl]
     with tempfile.TemporaryDirectory() as directory:
         cwd = Path(directory)

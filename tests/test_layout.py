@@ -25,12 +25,12 @@ SOURCES = {
 TESTS = sorted((ROOT / "tests").rglob("*.py"))
 
 # Of the packages that a request passes through; the tools beside them come apart.
-MOST_FILES = 132
+MOST_FILES = 134
 TOOLS = {"lifecycle_tools"}
 MOST_FILES_OF_TOOLS = 30
 MOST_LINES_OF_A_FILE = 700
 MOST_LINES_OF_A_FUNCTION = 60
-MOST_TESTS_OF_INTERNALS = 40
+MOST_TESTS_OF_INTERNALS = 41
 # Files that one request enters, in both processes of a real server, with a few to spare
 # for what a request only sometimes meets; `python scripts/trace_request.py --files` lists
 # them.
@@ -39,7 +39,7 @@ MOST_FILES_ENTERED = {"text": 60, "picture": 68, "disconnect": 40}
 MOST_FILES_OF_ADMISSION = 16
 
 # Lines of Python, with a little to spare.
-MOST_LINES = {"product": 43_000, "benchmarks": 7_600, "repository": 900}
+MOST_LINES = {"product": 44_000, "benchmarks": 7_600, "repository": 900}
 # What tests the repository itself, and nothing that it installs.
 OF_THE_REPOSITORY = ("architecture", "checks", "house", "layout", "words")
 

@@ -59,6 +59,8 @@ _SECONDS_TO_LOOK: Final = MappingProxyType({"sglang": 5.0})
 # Request headers of the SDKs of OpenAI and Anthropic: the client's timeout in seconds.
 _TIMEOUTS: Final = (b"x-stainless-read-timeout", b"x-stainless-timeout")
 _SHARES: Final = (1, 3, 12)  # sixteenths of the bytes
+# Of the kernel's memory, beside those, for bodies that wait in line: one in so many.
+_ROOM: Final = 16
 # Larger bodies are never small, whatever the bytes.
 _MAX_SMALL_BODY: Final = 65536
 # The media of larger bodies are found in a thread: the event loop would wait.
@@ -120,7 +122,9 @@ class Admission:
     * The body is given to the application once, without a copy.
     * The memory is released with the first bytes of a streamed response, by
       `handed_off` or `RequestScope.release_body`, or at the end.
-    * A client that leaves ends its request, as under `LifecycleMiddleware`.
+    * A client that leaves ends its request, as under `LifecycleMiddleware`; behind a
+      body that waits in line, too, for which the kernel may take a sixteenth of the
+      bytes beside them.
 
     Three lanes divide the bytes: a sixteenth is for small requests without media, three
     sixteenths are for bodies that arrive or wait, and the rest is for requests that the
@@ -202,7 +206,8 @@ class Admission:
         if delay is None:
             named = settings.profile if isinstance(settings.profile, str) else "default"
             delay = _SECONDS_TO_LOOK.get(server_of(named), 0.0)
-        self._watched = LifecycleMiddleware(self._serve, cancel_delay=delay)
+        room = settings.bytes // _ROOM
+        self._watched = LifecycleMiddleware(self._serve, cancel_delay=delay, room=room)
         self._shadow: ShadowLog | None = None
         if settings.shadow:
             self._shadow = ShadowLog(self.lanes)

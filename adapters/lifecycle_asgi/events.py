@@ -25,6 +25,7 @@ import anyio
 from lifecycle import Gate, Lease, Session
 from lifecycle.debug import lease_state
 from lifecycle.events import Event, Observer, Outcome
+from lifecycle.lowlevel import current_task
 from lifecycle_asgi._types import Scope
 
 LIVE_KEY: Final = "lifecycle.live"
@@ -598,3 +599,49 @@ def _traceparent(scope: Scope) -> str | None:
     if len(values) == 1 and _TRACEPARENT.fullmatch(values[0]):
         return values[0].decode()
     return None
+
+
+class Claims:
+    """The leases that an application makes, to know when it waits at a gate.
+
+    An application that waits there holds nothing of that gate, and has not begun what
+    the gate admits it to. Leases of its other tasks are not counted: this task may have
+    begun something.
+
+    Args:
+        show: Called with all that is made; ``None`` if nobody wants to know.
+
+    Attributes:
+        show: The same.
+    """
+
+    __slots__ = ("_made", "_newest", "_task", "show")
+
+    def __init__(self, show: Callable[[object], object] | None) -> None:
+        self.show = show
+        self._task = id(current_task())
+        self._newest: ref[Lease] | None = None
+        self._made: anyio.Event | None = None
+
+    def note(self, made: object) -> None:
+        """Note what a gate or a registry has made."""
+        if self.show is not None:
+            self.show(made)
+        if isinstance(made, Lease) and id(current_task()) == self._task:
+            self._newest = ref(made)
+            if self._made is not None:
+                self._made.set()
+
+    async def wait_at_gate(self) -> None:
+        """Wait until the application's own task waits at a gate.
+
+        Cancellation:
+            Changes nothing.
+        """
+        while not self._waits():
+            self._made = anyio.Event()
+            await self._made.wait()
+
+    def _waits(self) -> bool:
+        lease = None if self._newest is None else self._newest()
+        return lease is not None and lease_state(lease) == "waiting"

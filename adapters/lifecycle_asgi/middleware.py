@@ -6,25 +6,40 @@ import math
 import time
 from collections.abc import Callable
 from contextlib import suppress
-from contextvars import Token
-from typing import Any, Final
+from typing import Final, TypeAlias
 
 import anyio
 import anyio.lowlevel
+from anyio.lowlevel import RunVar
 
 from lifecycle.events import Observer, guarded
 from lifecycle.lowlevel import call_soon, check_int, owner
 from lifecycle_asgi._types import App, Message, Receive, Scope, Send
+from lifecycle_asgi.disconnects import DisconnectWatcher, Watch, transport_of
 from lifecycle_asgi.events import (
     LIVE_KEY,
+    Claims,
     LiveRequest,
     LiveRequests,
     RequestRecorder,
 )
-from lifecycle_asgi.request import SCOPE_KEY, RequestScope, keep_head
+from lifecycle_asgi.request import (
+    FRAMING,
+    SCOPE_KEY,
+    RequestScope,
+    ResponseState,
+    declared_length,
+    keep_head,
+)
 
 DISCONNECT: Final = "http.disconnect"
 CLIENT_CLOSED_REQUEST: Final = 499
+
+WatchBody: TypeAlias = Callable[[int, Callable[[], object]], Watch | None]
+"""Watches for a disconnect while nobody reads the body.
+
+It is given how many bytes were read and what to call, and returns what ends it.
+"""
 
 # More messages than a source has ready when its client disconnects, and more time than
 # sending those takes. A source that works for each message must not go on for long.
@@ -33,7 +48,7 @@ _MAX_LATE_SECONDS: Final = 0.005
 # A server has nothing to wait for when its client is gone; one that does is left.
 _LATE_SEND_SECONDS: Final = 1.0
 # For an application that has not asked for its body yet: when it does, it learns of the
-# disconnect itself.
+# disconnect itself. None that waits at a gate of ours needs it.
 _FIRST_LOOK_SECONDS: Final = 0.5
 # What a server's ``receive`` does not raise itself.
 _NOT_OF_RECEIVE: Final = (KeyboardInterrupt, SystemExit, GeneratorExit)
@@ -62,7 +77,8 @@ class LifecycleMiddleware:
       to the request are marked, and the application receives ``http.disconnect`` from
       ``receive``, as it does without this class.
     * An application that has not called ``receive`` since it had the whole body is
-      then cancelled; half a second later if it has not asked for the body yet.
+      then cancelled. If it has not asked for the body yet, it has half a second for
+      that, unless it waits at a `Gate`, where it holds nothing.
     * An application that has, or that waits there for more of the body, handles
       disconnects itself: it reacts as it does without this class, background tasks
       included, and is cancelled only if it has not ended after *disconnect_grace*.
@@ -88,6 +104,10 @@ class LifecycleMiddleware:
             body is read when the application asks, so that no more of it is read than
             a limit inside the application allows. A body that its client announced
             with ``Expect: 100-continue`` is never read ahead.
+        room: Bytes of the kernel's memory for bodies that wait unread, of all requests
+            together. A client that leaves behind such a body is noticed if it fits
+            there; see the table of servers. With 0, only those that reset their
+            connection are.
         grace: Seconds that each stream owned by a request may take to close.
         disconnect_grace: Seconds that an application that handles disconnects itself
             may continue after one; ``math.inf`` for no limit.
@@ -102,8 +122,9 @@ class LifecycleMiddleware:
             `LiveView`.
 
     Raises:
-        TypeError: *read_ahead* is no whole number.
-        ValueError: *read_ahead*, *disconnect_grace* or *cancel_delay* is negative.
+        TypeError: *read_ahead* or *room* is no whole number.
+        ValueError: *read_ahead*, *room*, *disconnect_grace* or *cancel_delay* is
+            negative.
     """
 
     def __init__(
@@ -111,6 +132,7 @@ class LifecycleMiddleware:
         app: App,
         *,
         read_ahead: int = 65536,
+        room: int = 64 << 20,
         grace: float = 5.0,
         disconnect_grace: float = 30.0,
         cancel_delay: float = 0.0,
@@ -118,13 +140,15 @@ class LifecycleMiddleware:
         operation: Callable[[Scope], str | None] = _operation_http,
         live: LiveRequests | None = None,
     ) -> None:
-        check_int(0, read_ahead=read_ahead)
+        check_int(0, read_ahead=read_ahead, room=room)
         delays = {"disconnect_grace": disconnect_grace, "cancel_delay": cancel_delay}
         for name, seconds in delays.items():
             if not seconds >= 0:  # false for NaN, too
                 raise ValueError(f"{name} must be 0 s or more, not {seconds}")
         self._app = app
         self._read_ahead = read_ahead
+        self._room = room
+        self._watchers: RunVar[DisconnectWatcher] = RunVar("lifecycle_disconnects")
         self._grace = grace
         self._disconnect_grace = disconnect_grace
         self._cancel_delay = cancel_delay
@@ -149,13 +173,15 @@ class LifecycleMiddleware:
             read_ahead=_allowed_read_ahead(scope, self._read_ahead),
             disconnect_grace=self._disconnect_grace,
             cancel_delay=self._cancel_delay,
+            watch=self._watch(scope, receive, send),
         )
         # The scope does not declare that ``send`` raises after a disconnect
         # (spec_version 2.4). If it did, Starlette would no longer listen and so take no
         # body from a stream that reads it; but a stream in a task of the application's
         # own would continue without a client.
         scope[SCOPE_KEY] = channel.request
-        context = self._begin(scope, channel)
+        self._begin(scope, channel)
+        claims = owner.set(channel.claims.note)
         error: BaseException | None = None
         try:
             await self._run(scope, channel)
@@ -165,31 +191,47 @@ class LifecycleMiddleware:
         finally:
             channel.request.end(channel.response.status, error)
             del error  # a frame that refers to its own exception is a cycle
-            if context is not None:
-                owner.reset(context)
-                self._end(channel)
+            owner.reset(claims)
+            self._end(channel)
         if channel.application.cancel_called and not channel.response.started:
             # No client reads this; a server may raise for it. An application that has
             # ended by itself has sent what it wanted.
             with suppress(OSError):
                 await _send_client_closed(send)
 
-    def _begin(self, scope: Scope, channel: RequestChannel) -> Token[Any] | None:
+    def _watch(self, scope: Scope, receive: Receive, send: Send) -> WatchBody | None:
+        """Return what watches the connection while nobody reads its body."""
+        # A connection of HTTP/2 is always read, and has other requests.
+        if _is_bodiless(scope) or scope.get("http_version", "")[:2] != "1.":
+            return None
+        declared = declared_length(scope) or 0
+
+        def watch(read: int, on_gone: Callable[[], object]) -> Watch | None:
+            transport = transport_of(receive, send)
+            if transport is None:
+                return None
+            watcher = self._watchers.get(None)
+            if watcher is None:
+                watcher = DisconnectWatcher(self._room)
+                self._watchers.set(watcher)
+            return watcher.watch(transport, on_gone, unread=max(0, declared - read))
+
+        return watch
+
+    def _begin(self, scope: Scope, channel: RequestChannel) -> None:
         """Note the request for the observer and the live view, where there are some."""
         request, operation = channel.request, None
         if self._emit is not None or self._live is not None:
             operation = self._operation(scope)
         shown = scope.get(LIVE_KEY)  # a `LiveView` notes the messages itself
-        context = None
         if operation is not None:
             if self._emit is not None:
                 request.set_recorder(RequestRecorder(self._emit, operation, scope))
             if self._live is not None:
                 shown = channel.shown = self._live.begin(scope)
-                context = owner.set(shown.claim)
+                channel.claims.show = shown.claim
         if shown is not None:
             request.show(shown, channel.application.cancel)
-        return context
 
     def _end(self, channel: RequestChannel) -> None:
         if self._live is not None and channel.shown is not None:
@@ -229,14 +271,17 @@ def _is_handled(scope: Scope) -> bool:
     return isinstance(found, RequestScope) and found.live
 
 
+def _is_bodiless(scope: Scope) -> bool:
+    if scope.get("method") not in ("GET", "HEAD"):
+        return False
+    return not any(name in FRAMING for name, _ in scope.get("headers", ()))
+
+
 def _allowed_read_ahead(scope: Scope, read_ahead: int) -> int:
     """Return *read_ahead*, or what else is right for this request."""
-    headers = dict(scope.get("headers", ()))
-    if b"expect" in headers:  # the first `receive` asks the client for the body
-        return 0
-    bodiless = scope.get("method") in ("GET", "HEAD")
-    declared = headers.keys() & {b"content-length", b"transfer-encoding"}
-    if bodiless and not declared:
+    if any(name == b"expect" for name, _ in scope.get("headers", ())):
+        return 0  # the first `receive` asks the client for the body
+    if _is_bodiless(scope):
         return max(read_ahead, 1)  # there is nothing to read but the disconnect
     return read_ahead
 
@@ -267,6 +312,7 @@ class RequestChannel:
         disconnect_grace: Seconds between a disconnect and the cancellation of an
             application that listens for it.
         cancel_delay: The same for an application that does not.
+        watch: Watches for a disconnect while nobody reads, where that is possible.
 
     Attributes:
         request: State of the request.
@@ -275,6 +321,7 @@ class RequestChannel:
         finishing: Inside of it; protects what follows a complete response.
         reading: Cancels `read`.
         shown: Notes the messages for the live view, if it is this object's to do.
+        claims: Notes the leases of the application.
     """
 
     __slots__ = (
@@ -288,7 +335,9 @@ class RequestChannel:
         "_send",
         "_sent",
         "_since",
+        "_watch",
         "application",
+        "claims",
         "finishing",
         "reading",
         "request",
@@ -304,12 +353,14 @@ class RequestChannel:
         read_ahead: int,
         disconnect_grace: float,
         cancel_delay: float,
+        watch: WatchBody | None = None,
     ) -> None:
         self._receive = receive
         self._send = send
         self._buffer = ReceiveBuffer(read_ahead)
         self._disconnect_grace = disconnect_grace
         self._cancel_delay = cancel_delay
+        self._watch = watch
         self._gone = False
         self._late = self._sent = 0
         # Time of the first message in this turn of the event loop, if there was one, or
@@ -322,6 +373,7 @@ class RequestChannel:
         self.finishing = anyio.CancelScope()
         self.reading = anyio.CancelScope()
         self.shown: LiveRequest | None = None
+        self.claims = Claims(owner.get())
 
     async def read(self) -> None:
         """Read until a disconnect, an error of ``receive``, or `stop_reading`.
@@ -342,18 +394,30 @@ class RequestChannel:
         self._buffer.close(error)
 
     async def _read_messages(self) -> None:
-        while True:
-            await self._buffer.wait_space()
+        while await self._wait_space():
             if self.shown is not None:
                 self.shown.receiving(None)
             message = await self._receive()
             if self.shown is not None:
                 self.shown.receiving(message)
             if message["type"] == DISCONNECT:
-                await self._on_disconnect()
-                return
+                break
             self._buffer.put(message)
             del message  # the next wait may last as long as the response
+        await self._on_disconnect()
+
+    async def _wait_space(self) -> bool:
+        """Wait until the next message may be read; false if the client has left."""
+        buffer = self._buffer
+        watch = None
+        if self._watch is not None and not buffer.has_space:
+            watch = self._watch(buffer.read, buffer.leave)
+        try:
+            await buffer.wait_space()
+        finally:
+            if watch is not None:
+                watch.cancel()
+        return not buffer.left
 
     async def _on_disconnect(self) -> None:
         if self.response.complete:
@@ -365,7 +429,8 @@ class RequestChannel:
         if not self._buffer.body_taken:
             delay = max(delay, _FIRST_LOOK_SECONDS)
         if delay and not self._buffer.listens:
-            await anyio.sleep(delay)
+            with anyio.move_on_after(delay):
+                await self.claims.wait_at_gate()
         if self._buffer.listens:
             await anyio.sleep(self._disconnect_grace)
         self.application.cancel(reason="the client disconnected")
@@ -460,6 +525,8 @@ class ReceiveBuffer:
 
     Attributes:
         body_taken: Whether the application has got the last part of the body.
+        left: Whether the client left while the body was not read.
+        read: Bytes of the body that were read.
         listens: Whether the application waits for a message, or has asked for one since
             it had the whole body: it handles disconnects itself.
     """
@@ -476,7 +543,9 @@ class ReceiveBuffer:
         "_waiting",
         "_wanted",
         "body_taken",
+        "left",
         "listens",
+        "read",
     )
 
     def __init__(self, max_bytes: int) -> None:
@@ -490,7 +559,9 @@ class ReceiveBuffer:
         self._disconnects = 0
         self._error: BaseException | None = None
         self.body_taken = False
+        self.left = False
         self.listens = False
+        self.read = 0
         # An event has 900 bytes, so there is one only while a task waits. A list has
         # 50, and is as short as what was read ahead.
         self._changed: anyio.Event | None = None
@@ -499,25 +570,35 @@ class ReceiveBuffer:
         """Append *message*."""
         self._messages.append(message)
         self._bytes += len(message.get("body", b""))
+        self.read += len(message.get("body", b""))
         if self._body_read:  # a server that repeats itself must not be read for ever
             self._max_bytes = 0
         self._body_read = not (message.get("more_body", False) or self._body_read)
         self._wanted = False
         self._notify()
 
-    async def wait_space(self) -> None:
-        """Wait until the next message may be read.
+    @property
+    def has_space(self) -> bool:
+        """Whether the next message may be read.
 
         That is when fewer bytes than the limit are buffered, when the application asks,
         or when only the disconnect is left to read.
+        """
+        return self._body_read or self._wanted or self._bytes < self._max_bytes
+
+    async def wait_space(self) -> None:
+        """Wait until the next message may be read, or the client has left.
 
         Cancellation:
             Changes nothing.
         """
-        while not self._body_read and not self._wanted:
-            if self._bytes < self._max_bytes:
-                return
+        while not (self.has_space or self.left):
             await self._wait_changed()
+
+    def leave(self) -> None:
+        """Note that the client has left, though its body is not read. Idempotent."""
+        self.left = True
+        self._notify()
 
     async def get(self) -> Message:
         """Return the next message; after the last one always ``http.disconnect``.
@@ -582,41 +663,3 @@ class ReceiveBuffer:
         changed, self._changed = self._changed, None
         if changed is not None:
             changed.set()
-
-
-class ResponseState:
-    """How much of one response was sent.
-
-    Attributes:
-        started: The response has begun: no other status can be sent.
-        complete: The last message was given to the server.
-        status: HTTP status of the response.
-    """
-
-    __slots__ = ("_trailers", "complete", "started", "status")
-
-    def __init__(self) -> None:
-        self._trailers = False
-        self.started = False
-        self.complete = False
-        self.status: int | None = None
-
-    def update(self, message: Message) -> None:
-        """Update the state by *message*, before it is sent.
-
-        Before and not after, because the response is then out of our hands: while the
-        last message is being flushed, servers send ``http.disconnect``, as they do
-        after every success.
-        """
-        kind = message["type"]
-        if kind == "http.response.start":
-            self.started = True
-            self.status = message.get("status")
-            self._trailers = bool(message.get("trailers", False))
-        elif kind in ("http.response.body", "http.response.zerocopysend"):
-            last = not message.get("more_body", False)
-            self.complete = last and not self._trailers
-        elif kind == "http.response.pathsend":
-            self.complete = not self._trailers
-        elif kind == "http.response.trailers":
-            self.complete = not message.get("more_trailers", False)

@@ -19,7 +19,7 @@ import anyio
 
 from lifecycle import in_thread
 from lifecycle.events import Outcome
-from lifecycle_asgi._types import Scope
+from lifecycle_asgi._types import Message, Scope
 from lifecycle_asgi.events import (
     LiveRequest,
     Phase,
@@ -509,3 +509,41 @@ _DROP_COPIES: Mapping[str, Callable[[Any], None]] = MappingProxyType(
         "aiohttp": _drop_aiohttp,
     }
 )
+
+
+class ResponseState:
+    """How much of one response was sent.
+
+    Attributes:
+        started: The response has begun: no other status can be sent.
+        complete: The last message was given to the server.
+        status: HTTP status of the response.
+    """
+
+    __slots__ = ("_trailers", "complete", "started", "status")
+
+    def __init__(self) -> None:
+        self._trailers = False
+        self.started = False
+        self.complete = False
+        self.status: int | None = None
+
+    def update(self, message: Message) -> None:
+        """Update the state by *message*, before it is sent.
+
+        Before and not after, because the response is then out of our hands: while the
+        last message is being flushed, servers send ``http.disconnect``, as they do
+        after every success.
+        """
+        kind = message["type"]
+        if kind == "http.response.start":
+            self.started = True
+            self.status = message.get("status")
+            self._trailers = bool(message.get("trailers", False))
+        elif kind in ("http.response.body", "http.response.zerocopysend"):
+            last = not message.get("more_body", False)
+            self.complete = last and not self._trailers
+        elif kind == "http.response.pathsend":
+            self.complete = not self._trailers
+        elif kind == "http.response.trailers":
+            self.complete = not message.get("more_trailers", False)

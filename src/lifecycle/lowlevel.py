@@ -9,7 +9,7 @@ applications.
 - Argument checks: `check_type`, `check_bool`, `check_callable`, `check_int`,
   `check_seconds`, `check_choice`.
 - Backpressure: `DrainRate`; fairness: `Company`.
-- Which request made a lease or a session: `owner`.
+- Which request made a lease or a session: `owner`; which task runs: `current_task`.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ from ._eventloop import (
     ThreadsafeEvent,
     Waiter,
     call_soon,
+    current_task,
     event_loop_clock,
     new_waiter,
     threadsafe_call,
@@ -49,6 +50,7 @@ __all__ = (
     "check_seconds",
     "check_type",
     "clear_traceback_frames",
+    "current_task",
     "describe_error",
     "event_loop_clock",
     "new_waiter",

@@ -15,9 +15,12 @@ from typing import Any
 import anyio
 from starlette.middleware.base import BaseHTTPMiddleware
 
+from lifecycle import Gate
 from lifecycle_asgi import Admission, BodyLimit, LifecycleMiddleware, request_of
 
 _LOG = os.environ["PROBE_LOG"]
+_GATE = Gate(slots=1)
+_TAKEN = _GATE.try_admit()
 _OK = {"type": "http.response.start", "status": 200, "headers": []}
 
 
@@ -45,6 +48,9 @@ async def _parts(form: str) -> AsyncIterator[bytes]:
 
 async def _work(scope: Any, receive: Any, send: Any) -> None:
     form = scope["path"].strip("/")
+    if form == "unread":
+        _note("works", scope)
+        await _GATE.admit()
     while (await receive()).get("more_body"):
         pass
     if form == "handler":

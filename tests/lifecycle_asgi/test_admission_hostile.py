@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 from asgi_kit import serving
 
+from lifecycle import Gate
 from lifecycle_asgi import Admission
 
 pytestmark = [
@@ -189,3 +190,32 @@ async def test_serves_odd_bodies(http: str, name: str) -> None:
             client.writer.write(head(*lines, b"content-length: %d" % len(body)) + body)
             assert await client.answer() == (200, b"%d" % len(body))
     assert in_use(admission) == NONE
+
+
+async def test_clients_that_leave_free_the_line(http: str) -> None:
+    """Bodies of 4 MiB that wait unread: whoever comes then is not refused for them."""
+    size = 4 * MIB  # charged threefold, that is all that bodies have
+    bodies = Gate(bytes=3 * size, order="fair", max_waiting=8)
+    options = {"bytes": 1024 * MIB, "slow_after": 600.0, "max_wait": 600.0}
+    admission = admission_of(gates={"bodies": bodies}, **options)
+    now = admission.statistics
+    async with asyncio.timeout(120), serving(admission, http=http) as port:
+        async with clients(port, 1) as [slow], clients(port, 1, 2) as [honest]:
+            slow.writer.write(head(b"content-length: %d" % size) + b"x")
+            while not now()["bodies"].slots_in_use:
+                await asyncio.sleep(0.001)
+            async with clients(port, 8, 10) as leavers:
+                for each in leavers:
+                    line = head(b"content-length: %d" % size)
+                    each.writer.write(line + b"{" * size)
+                while now()["bodies"].waiting < 8:
+                    await asyncio.sleep(0.001)
+            while now()["bodies"].waiting:
+                await asyncio.sleep(0.001)
+            honest.writer.write(head(b"content-length: %d" % size) + b"{" * size)
+            while not now()["bodies"].waiting:
+                await asyncio.sleep(0.001)
+            slow.writer.transport.abort()
+            assert await honest.answer() == (200, b"%d" % size)
+        await released(admission)
+    assert (now()["bodies"].refused, now()["bodies"].admitted) == (0, 2)

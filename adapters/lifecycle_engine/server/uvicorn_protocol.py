@@ -173,6 +173,8 @@ class Connection(HttpToolsProtocol):
     def eof_received(self) -> bool:  # type: ignore[override]
         """Called when the client has finished sending; returns whether it may read."""
         cycle: Any = self.cycle
+        # What was written in this turn: the loop closes the connection after it.
+        cast("GatheringTransport", self.transport).flush()
         answering = self._busy and not self._in_body and not self.pipeline
         if not (self._limits.half_closed and answering):
             return False
@@ -263,7 +265,7 @@ class Connection(HttpToolsProtocol):
     def _start_asgi_task(self, cycle: Any, app: Any) -> None:
         if cycle.scope["http_version"] == "1.0":
             app = without_chunks(app, cycle)
-        cycle.transport = _ResponseTransport(self)
+        cycle.transport = _ResponseTransport(self, half_closed=self._limits.half_closed)
         super()._start_asgi_task(cycle, app)
 
     def on_response_complete(self) -> None:
@@ -376,38 +378,53 @@ class GatheringTransport:
     def write(self, data: bytes) -> None:
         """Write *data* at the end of this turn, or now if much has gathered."""
         if not self._gathered:
-            self._loop.call_soon(self._flush)
+            self._loop.call_soon(self.flush)
         self._gathered.append(data)
         self._bytes += len(data)
         if self._bytes > _GATHERED_BYTES:
-            self._flush()
+            self.flush()
 
     def write_eof(self) -> None:
         """Write what has gathered, and the end."""
-        self._flush()
+        self.flush()
         self._transport.write_eof()
 
     def close(self) -> None:
         """Write what has gathered, and close."""
-        self._flush()
+        self.flush()
         self._transport.close()
 
     def get_write_buffer_size(self) -> int:
         """Return the bytes that the system has not taken yet."""
         return self._transport.get_write_buffer_size() + self._bytes
 
-    def _flush(self) -> None:
+    def flush(self) -> None:
+        """Write what has gathered."""
         gathered, self._gathered, self._bytes = self._gathered, [], 0
         if gathered and not self._transport.is_closing():
             self._transport.write(b"".join(gathered))
 
 
 class _ResponseTransport:
-    """The transport of one request: closing it may linger."""
+    """The transport of one request: closing it may linger.
 
-    __slots__ = ("close", "is_closing", "write")
+    Attributes:
+        half_closed: Whether a client that has finished sending gets its answer.
+    """
 
-    def __init__(self, connection: Connection) -> None:
+    __slots__ = (
+        "abort",
+        "close",
+        "get_extra_info",
+        "half_closed",
+        "is_closing",
+        "write",
+    )
+
+    def __init__(self, connection: Connection, *, half_closed: bool) -> None:
+        self.half_closed = half_closed
+        self.abort = connection.transport.abort
+        self.get_extra_info = connection.transport.get_extra_info
         self.write = connection.transport.write
         self.is_closing = connection.transport.is_closing
         self.close = connection.close_after_response

@@ -1,0 +1,269 @@
+"""Disconnects behind an unread body: `DisconnectWatcher`.
+
+A server that has enough of a body stops reading, and then hears neither of a reset nor
+of an end. Two things cure that, on Linux:
+
+1. One epoll for all such connections, which the event loop watches as one file. A
+   reset, or an end that has *arrived*, is an event, whatever is unread in front of it.
+2. The end queues behind the body, in the client's kernel, until the body fits into
+   ours. So the watcher makes room in the receive buffer, within a budget: memory of the
+   kernel and none of the process.
+
+Elsewhere nothing is watched, and such a disconnect is seen behind the body.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import select
+import socket
+import sys
+from collections.abc import Callable
+from contextlib import suppress
+from typing import Any, Final
+
+from lifecycle.lowlevel import call_soon
+
+# A receive buffer has room for these as it is.
+_FREE_BYTES: Final = 65536
+# Chunk headers, and what the kernel needs beside the data.
+_SLACK_BYTES: Final = 65536
+_INTERNET: Final = (socket.AF_INET, socket.AF_INET6)
+_LOST: Final = select.POLLHUP | select.POLLERR | select.POLLNVAL
+_END: Final = getattr(select, "POLLRDHUP", 0)
+_MAX_EVENTS: Final = 256
+
+
+class DisconnectWatcher:
+    """The watched connections of one event loop: of asyncio, uvloop or trio.
+
+    Args:
+        room: Bytes of the kernel's memory for unread bodies, all connections together.
+            Bodies beyond are watched for a reset only.
+    """
+
+    def __init__(self, room: int) -> None:
+        self._room = room
+        self._watches: dict[int, Watch] = {}
+        self._epoll: Any = None
+        self._detach: Callable[[], object] | None = None
+
+    def watch(
+        self, transport: Any, on_gone: Callable[[], object], *, unread: int
+    ) -> Watch | None:
+        """Call *on_gone* once, a turn of the event loop after the client has left.
+
+        The connection is aborted before, so that the server learns of it as well.
+
+        Args:
+            transport: Of asyncio or uvloop, or a socket. If it has an attribute
+                ``half_closed`` that is true, an end is no leaving.
+            on_gone: Called in the event loop.
+            unread: Bytes of the body that the application has not read, at most.
+
+        Returns:
+            What ends the watch; ``None`` where the connection cannot be watched.
+        """
+        sock = _socket_of(transport)
+        if sock is None or not hasattr(select, "epoll"):
+            return None
+        number = sock.fileno()
+        if (stale := self._watches.get(number)) is not None:
+            stale.cancel()  # its socket was closed, and this one has its number now
+        watch = Watch(self, transport, number, on_gone)
+        try:
+            self._attach()
+            self._arm(watch)
+        except (OSError, NotImplementedError):  # no descriptor is left; such a loop
+            self._detach_if_idle()
+            return None
+        self._watches[number] = watch
+        if unread > _FREE_BYTES and sock.family in _INTERNET:
+            watch.room = self._make_room(number, unread + _SLACK_BYTES)
+            self._room -= watch.room
+        return watch
+
+    def drop(self, watch: Watch) -> None:
+        """End *watch*. Idempotent."""
+        if self._watches.get(watch.number) is not watch:
+            return
+        del self._watches[watch.number]
+        self._room += watch.room
+        if not is_closing(watch.transport):  # else its number may be another's by now
+            with suppress(OSError):
+                self._epoll.unregister(watch.number)
+        self._detach_if_idle()
+
+    def _attach(self) -> None:
+        if self._epoll is None:
+            epoll = select.epoll()
+            self._detach = _call_when_readable(epoll, self._on_ready)
+            self._epoll = epoll
+
+    def _detach_if_idle(self) -> None:
+        """Leave the event loop: a closed one must not find a closed file."""
+        if self._detach is not None and not self._watches:
+            detach, self._detach, self._epoll = self._detach, None, None
+            detach()
+
+    def _arm(self, watch: Watch) -> None:
+        # No duplicate of the socket: it would keep the connection open. The entry goes
+        # with the socket, unless a forked child has it, too; hence once.
+        flags = select.EPOLLONESHOT | (0 if watch.half_closed else select.EPOLLRDHUP)
+        try:
+            self._epoll.register(watch.number, flags)
+        except FileExistsError:
+            self._epoll.modify(watch.number, flags)
+
+    def _on_ready(self) -> None:
+        if self._epoll is None:
+            return
+        numbers = [number for number, _ in self._epoll.poll(0, _MAX_EVENTS)]
+        # A server that was still reading may have closed the socket a moment ago, and
+        # its entry went with it.
+        for number in numbers or list(self._watches):
+            watch = self._watches.get(number)
+            if watch is None:
+                continue
+            if watch.has_left():
+                watch.on_left()
+            elif numbers:
+                with suppress(OSError):
+                    self._arm(watch)
+
+    def _make_room(self, number: int, nbytes: int) -> int:
+        """Enlarge a receive buffer for *nbytes*; return the bytes that it costs."""
+        if nbytes > self._room:
+            return 0
+        # This mark enlarges the buffer, up to half of the largest in net.ipv4.tcp_rmem,
+        # and the kernel still tunes it. SO_RCVBUF has a lower limit and ends that. The
+        # buffer stays larger, as after any fast upload. The mark must not stay: the
+        # server would not be told of less.
+        with suppress(OSError), socket.socket(fileno=os.dup(number)) as same:
+            same.setsockopt(socket.SOL_SOCKET, socket.SO_RCVLOWAT, nbytes)
+            same.setsockopt(socket.SOL_SOCKET, socket.SO_RCVLOWAT, 1)
+            return min(nbytes, same.getsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF))
+        return 0
+
+
+class Watch:
+    """One connection that is watched.
+
+    Attributes:
+        number: Of its file descriptor.
+        transport: Its transport, or its socket.
+        half_closed: Whether its client may finish sending and wait for an answer.
+        room: Bytes of the kernel's memory that it may take.
+    """
+
+    __slots__ = (
+        "_on_gone",
+        "_watcher",
+        "half_closed",
+        "number",
+        "room",
+        "transport",
+    )
+
+    def __init__(
+        self,
+        watcher: DisconnectWatcher,
+        transport: Any,
+        number: int,
+        on_gone: Callable[[], object],
+    ) -> None:
+        self._watcher = watcher
+        self._on_gone = on_gone
+        self.transport = transport
+        self.number = number
+        self.half_closed = getattr(transport, "half_closed", False)
+        self.room = 0
+
+    def cancel(self) -> None:
+        """End the watch. Idempotent."""
+        self._watcher.drop(self)
+
+    def has_left(self) -> bool:
+        """Ask the socket itself: an entry may be that of one before it."""
+        if is_closing(self.transport):
+            return True
+        poll = select.poll()
+        poll.register(self.number, 0 if self.half_closed else _END)
+        return any(flags & (_LOST | _END) for _, flags in poll.poll(0))
+
+    def on_left(self) -> None:
+        """End the watch and the connection, and tell."""
+        self.cancel()
+        if hasattr(self.transport, "abort"):
+            self.transport.abort()
+        call_soon()(self._on_gone)  # behind the server's own `connection_lost`
+
+
+def transport_of(receive: Any, send: Any) -> Any:
+    """Return the transport, or the socket, behind a request of HTTP/1.
+
+    For uvicorn, and servers built on it, and hypercorn, whose callables are methods of
+    objects that lead there. They do not promise that: for others, and behind middleware
+    that replaces the callables, the result is ``None``.
+    """
+    cycle = getattr(receive, "__self__", None)
+    if hasattr(cycle, "message_event"):  # of uvicorn, with either parser
+        return getattr(cycle, "transport", None)
+    found: Any = getattr(send, "__self__", None)
+    for _ in range(2):  # a stream, its protocol, and the connection
+        if not type(found).__module__.startswith("hypercorn.protocol."):
+            return None
+        found = getattr(getattr(found, "send", None), "__self__", None)
+    if hasattr(found, "writer"):
+        return found.writer.transport
+    stream = getattr(found, "stream", None)
+    stream = getattr(stream, "transport_stream", stream)  # below TLS
+    return getattr(stream, "socket", None)
+
+
+def is_closing(transport: Any) -> bool:
+    """Whether a transport, or a socket, is closed or about to be."""
+    closing = getattr(transport, "is_closing", None)
+    return bool(transport.fileno() < 0 if closing is None else closing())
+
+
+def _socket_of(transport: Any) -> Any:
+    get = getattr(transport, "get_extra_info", None)
+    sock = transport if get is None else get("socket")
+    try:
+        usable = not is_closing(transport) and sock.fileno() >= 0
+        return sock if usable and sock.type == socket.SOCK_STREAM else None
+    except (AttributeError, OSError):
+        return None
+
+
+def _call_when_readable(epoll: Any, call: Callable[[], object]) -> Callable[[], object]:
+    """Have the running event loop call *call*; return what ends that, and closes."""
+    trio = sys.modules.get("trio")
+    if trio is None or not trio.lowlevel.in_trio_run():
+        loop = asyncio.get_running_loop()
+        try:
+            loop.add_reader(epoll.fileno(), call)
+        except BaseException:
+            epoll.close()
+            raise
+
+        def detach() -> None:
+            loop.remove_reader(epoll.fileno())
+            epoll.close()
+
+        return detach
+
+    scope = trio.CancelScope()
+
+    async def wait() -> None:
+        # Closed here and not before: the next one may not have its number yet.
+        with scope, epoll:
+            while True:
+                await trio.lowlevel.wait_readable(epoll.fileno())
+                call()
+
+    trio.lowlevel.spawn_system_task(wait)
+    cancel: Callable[[], object] = scope.cancel
+    return cancel

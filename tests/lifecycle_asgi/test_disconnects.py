@@ -1,0 +1,305 @@
+"""Clients that leave while nobody reads their bodies, and waiters at a gate."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import resource
+import socket
+import struct
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, Self
+
+import anyio
+import anyio.lowlevel
+import anyio.to_thread
+import pytest
+from asgi_kit import ScriptedServer, http_scope
+
+from lifecycle import Gate
+from lifecycle_asgi import LifecycleMiddleware, middleware
+from lifecycle_asgi.disconnects import DisconnectWatcher, Watch, transport_of
+
+pytestmark = [
+    pytest.mark.anyio,
+    pytest.mark.skipif(sys.platform != "linux", reason="epoll is of Linux"),
+]
+MIB = 2**20
+BODY = 4 * MIB
+
+
+class Peers:
+    """Both ends of a connection, over TCP.
+
+    Args:
+        unread: Bytes that the client sends at once, as far as the kernel takes them.
+    """
+
+    def __init__(self, unread: int = BODY) -> None:
+        with socket.create_server(("127.0.0.1", 0)) as listener:
+            self.client = socket.create_connection(listener.getsockname())
+            self.server, _ = listener.accept()
+        self.client.setblocking(False)
+        self._left = memoryview(bytes(unread))
+        self.gone = anyio.Event()
+        self.half_closed = False
+        self.push()
+
+    def push(self) -> bool:
+        """Send more; returns whether all was taken."""
+        with contextlib.suppress(BlockingIOError):
+            while self._left:
+                self._left = self._left[self.client.send(self._left) :]
+        return not self._left
+
+    def fileno(self) -> int:
+        """Of the server's end: the watcher is given this object as a socket."""
+        return self.server.fileno()
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.server, name)
+
+    def watch(self, watcher: DisconnectWatcher) -> Watch | None:
+        """Have *watcher* watch the server's end."""
+        return watcher.watch(self, self.gone.set, unread=BODY)
+
+    async def leave(self, how: str = "close") -> None:
+        """Let the client go, once its kernel has all that it wants to send."""
+        while not self.push():
+            await anyio.sleep(0.001)
+        self.close(how)
+
+    def close(self, how: str = "close") -> None:
+        """Let the client go, whatever it has sent."""
+        if how == "reset":
+            linger = struct.pack("ii", 1, 0)
+            self.client.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, linger)
+        self.client.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.client.close()
+        self.server.close()
+
+
+def descriptors() -> int:
+    """Open files of this process."""
+    return len([*Path("/proc/self/fd").iterdir()])
+
+
+async def left(count: int) -> None:
+    """Wait until *count* files are open."""
+    while descriptors() != count:
+        await anyio.lowlevel.checkpoint()
+
+
+@pytest.mark.parametrize("how", ["close", "reset"])
+async def test_tells_when_client_leaves_behind_its_body(how: str) -> None:
+    """Of 4 MiB that nobody reads; a reset and an end."""
+    watcher = DisconnectWatcher(64 * MIB)
+    before = descriptors()
+    with anyio.fail_after(60), Peers() as peers:
+        assert peers.watch(watcher) is not None
+        await anyio.wait_all_tasks_blocked()
+        assert not peers.gone.is_set()
+        await peers.leave(how)
+        await peers.gone.wait()
+        await left(before + 1)
+
+
+async def test_tells_of_resets_where_there_is_no_room() -> None:
+    """An end behind the body stays in the client's kernel, and is no alarm."""
+    watcher = DisconnectWatcher(0)
+    with anyio.fail_after(60), Peers() as ends, Peers() as resets:
+        watch = ends.watch(watcher)
+        assert watch is not None
+        assert resets.watch(watcher) is not None
+        ends.close()
+        resets.close("reset")
+        await resets.gone.wait()
+        assert not ends.gone.is_set()
+        watch.cancel()
+
+
+async def test_keeps_to_its_room_and_takes_it_back() -> None:
+    """Room for one body: the second gets none until the first is done."""
+    watcher = DisconnectWatcher(BODY + MIB)
+    with anyio.fail_after(60), Peers() as first, Peers() as second:
+        held = first.watch(watcher)
+        other = second.watch(watcher)
+        assert held is not None and other is not None
+        assert (held.room >= BODY, other.room) == (True, 0)
+        held.cancel()
+        other.cancel()
+        again = second.watch(watcher)
+        assert again is not None
+        assert again.room >= BODY
+        await second.leave()
+        await second.gone.wait()
+
+
+async def test_half_closed_client_has_not_left() -> None:
+    """Where the server answers those, an end is none; a reset is."""
+    watcher = DisconnectWatcher(64 * MIB)
+    with anyio.fail_after(60), Peers(10) as waits, Peers(10) as other:
+        waits.half_closed = True
+        assert waits.watch(watcher) is not None
+        assert other.watch(watcher) is not None
+        waits.client.shutdown(socket.SHUT_WR)
+        other.client.shutdown(socket.SHUT_WR)
+        await other.gone.wait()
+        assert not waits.gone.is_set()
+        await waits.leave("reset")
+        await waits.gone.wait()
+
+
+async def test_cancelled_watch_tells_nothing() -> None:
+    """And leaves nothing in the event loop."""
+    watcher = DisconnectWatcher(64 * MIB)
+    before = descriptors()
+    with anyio.fail_after(60), Peers(10) as peers, Peers(10) as other:
+        watch = peers.watch(watcher)
+        assert watch is not None
+        watch.cancel()
+        watch.cancel()
+        await left(before + 4)
+        assert other.watch(watcher) is not None
+        await peers.leave()
+        await other.leave()
+        await other.gone.wait()
+        assert not peers.gone.is_set()
+
+
+async def test_tells_of_a_connection_that_has_a_closed_ones_number() -> None:
+    """A server may close a socket that is still watched."""
+    watcher = DisconnectWatcher(64 * MIB)
+    with anyio.fail_after(60), Peers(10) as first:
+        assert first.watch(watcher) is not None
+        number = first.fileno()
+        first.server.close()
+        with Peers(10) as second:
+            os.dup2(second.fileno(), number)
+            with socket.socket(fileno=number) as same:
+                second.server.close()
+                second.server = same
+                assert second.watch(watcher) is not None
+                await second.leave()
+                await second.gone.wait()
+        assert not first.gone.is_set()
+
+
+@contextlib.contextmanager
+def no_descriptor_left() -> Iterator[None]:
+    """Every new file is refused inside."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    opened = []
+    resource.setrlimit(resource.RLIMIT_NOFILE, (min(soft, 512), hard))
+    try:
+        with contextlib.suppress(OSError):
+            while True:
+                opened.append(os.open(os.devnull, os.O_RDONLY))
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+        for each in opened:
+            os.close(each)
+
+
+async def test_watches_nothing_without_descriptors() -> None:
+    """Then all is as without it."""
+    watcher = DisconnectWatcher(64 * MIB)
+    with anyio.fail_after(60), Peers(10) as peers:
+        with no_descriptor_left():
+            assert peers.watch(watcher) is None
+        assert peers.watch(watcher) is not None
+        await peers.leave()
+        await peers.gone.wait()
+
+
+async def test_watches_no_stranger() -> None:
+    """Callables of unknown servers lead nowhere, and no other object is watched."""
+    server = ScriptedServer(b"x")
+    assert transport_of(server.receive, server.send) is None
+    watcher = DisconnectWatcher(0)
+    assert watcher.watch(object(), lambda: None, unread=1) is None
+
+
+# An application that waits at a gate
+
+
+@pytest.fixture
+def patient(monkeypatch: pytest.MonkeyPatch) -> None:
+    """An application that has not asked for its body has an hour to do so."""
+    monkeypatch.setattr(middleware, "_FIRST_LOOK_SECONDS", 3600.0)
+
+
+async def serve(app: Any, server: ScriptedServer) -> None:
+    """Serve one request of a client that has left."""
+    server.gone.set()
+    await LifecycleMiddleware(app)(http_scope(), server.receive, server.send)
+
+
+@pytest.mark.usefixtures("patient")
+@pytest.mark.parametrize("works_first", [False, True])
+async def test_waiter_at_a_gate_leaves_with_its_client(*, works_first: bool) -> None:
+    """Whether it has come to the gate before its client left, or comes later."""
+    gate, server = Gate(slots=1), ScriptedServer(b"x")
+
+    async def app(scope: Any, receive: Any, send: Any) -> None:
+        if works_first:
+            await anyio.wait_all_tasks_blocked()
+        with await gate.admit():
+            pytest.fail("was admitted")
+
+    held = gate.try_admit()
+    with anyio.fail_after(60):
+        await serve(app, server)
+    assert gate.statistics().waiting == 0
+    held.release()
+    assert server.status == 499
+
+
+@pytest.mark.usefixtures("patient")
+async def test_waiter_in_another_task_is_left_alone() -> None:
+    """The application's own task may have begun something: it is told as before."""
+    gate, server = Gate(slots=1), ScriptedServer()
+    told: list[Any] = []
+
+    async def wait() -> None:
+        with await gate.admit():
+            pytest.fail("was admitted")
+
+    async def app(scope: Any, receive: Any, send: Any) -> None:
+        async with anyio.create_task_group() as tasks:
+            tasks.start_soon(wait)
+            await anyio.wait_all_tasks_blocked()
+            told.extend([await receive(), await receive()])
+            tasks.cancel_scope.cancel()
+
+    held = gate.try_admit()
+    with anyio.fail_after(60):
+        await serve(app, server)
+    held.release()
+    assert [each["type"] for each in told] == ["http.request", "http.disconnect"]
+    assert server.status is None
+
+
+@pytest.mark.usefixtures("patient")
+async def test_takes_leases_of_threads() -> None:
+    """A thread of the request asks a gate; no event loop runs there."""
+    gate, server = Gate(slots=1), ScriptedServer()
+
+    async def app(scope: Any, receive: Any, send: Any) -> None:
+        lease = await anyio.to_thread.run_sync(gate.try_admit)
+        lease.release()
+        await receive()
+        await send({"type": "http.response.start", "status": 204, "headers": []})
+        await send({"type": "http.response.body", "body": b""})
+
+    with anyio.fail_after(60):
+        await LifecycleMiddleware(app)(http_scope(), server.receive, server.send)
+    assert server.status == 204

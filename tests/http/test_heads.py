@@ -95,3 +95,26 @@ async def test_answers_half_closed_clients_by_option(*, answered: bool) -> None:
         answer = await reader.read()  # to the end: the connection is not kept alive
         assert answer.endswith(b"ok") is answered
         writer.close()
+
+
+async def test_half_closed_client_gets_an_answer_that_is_ready_at_once() -> None:
+    """Written in the turn of the event loop in which the end is read."""
+
+    async def app(scope: Any, receive: Any, send: Any) -> None:
+        while (await receive()).get("more_body"):
+            pass
+        headers = [(b"content-length", b"2")]
+        await send({"type": "http.response.start", "status": 200, "headers": headers})
+        await send({"type": "http.response.body", "body": b"ok"})
+
+    protocol = http_protocol(ConnectionLimits(half_closed=True))
+    head = b"POST / HTTP/1.1\r\nhost: a\r\ncontent-length: 70000\r\n\r\n"
+    answers = []
+    async with asyncio.timeout(120), serving(app, http=protocol, ws="none") as port:
+        for _ in range(20):
+            reader, writer = await asyncio.open_connection("127.0.0.1", port)
+            writer.write(head + bytes(70_000))
+            writer.write_eof()
+            answers.append((await reader.read())[-2:])
+            writer.close()
+    assert answers == [b"ok"] * 20

@@ -44,7 +44,7 @@ class Peers:
         self.client.setblocking(False)
         self._left = memoryview(bytes(unread))
         self.gone = anyio.Event()
-        self.half_closed = False
+        self.half_closed = self.aborted = False
         self.push()
 
     def push(self) -> bool:
@@ -60,6 +60,10 @@ class Peers:
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.server, name)
+
+    def abort(self) -> None:
+        """As a transport's."""
+        self.aborted = True
 
     def watch(self, watcher: DisconnectWatcher) -> Watch | None:
         """Have *watcher* watch the server's end."""
@@ -106,8 +110,10 @@ async def test_tells_when_client_leaves_behind_its_body(how: str) -> None:
         assert peers.watch(watcher) is not None
         await anyio.wait_all_tasks_blocked()
         assert not peers.gone.is_set()
+        assert not peers.aborted
         await peers.leave(how)
         await peers.gone.wait()
+        assert peers.aborted
         await left(before + 1)
 
 
@@ -152,6 +158,7 @@ async def test_half_closed_client_has_not_left() -> None:
         waits.client.shutdown(socket.SHUT_WR)
         other.client.shutdown(socket.SHUT_WR)
         await other.gone.wait()
+        await anyio.wait_all_tasks_blocked()  # the event loop does not spin
         assert not waits.gone.is_set()
         await waits.leave("reset")
         await waits.gone.wait()
@@ -175,8 +182,8 @@ async def test_cancelled_watch_tells_nothing() -> None:
 
 
 async def test_tells_of_a_connection_that_has_a_closed_ones_number() -> None:
-    """A server may close a socket that is still watched."""
-    watcher = DisconnectWatcher(64 * MIB)
+    """A server may close a socket that is still watched: its room is free then."""
+    watcher = DisconnectWatcher(BODY + MIB)
     with anyio.fail_after(60), Peers(10) as first:
         assert first.watch(watcher) is not None
         number = first.fileno()
@@ -186,7 +193,9 @@ async def test_tells_of_a_connection_that_has_a_closed_ones_number() -> None:
             with socket.socket(fileno=number) as same:
                 second.server.close()
                 second.server = same
-                assert second.watch(watcher) is not None
+                watch = second.watch(watcher)
+                assert watch is not None
+                assert watch.room >= BODY
                 await second.leave()
                 await second.gone.wait()
         assert not first.gone.is_set()

@@ -61,6 +61,8 @@ _TIMEOUTS: Final = (b"x-stainless-read-timeout", b"x-stainless-timeout")
 _SHARES: Final = (1, 3, 12)  # sixteenths of the bytes
 # Of the kernel's memory, beside those, for bodies that wait in line: one in so many.
 _ROOM: Final = 16
+# A round trip, for most clients.
+_PROBE_SECONDS: Final = 0.05
 # Larger bodies are never small, whatever the bytes.
 _MAX_SMALL_BODY: Final = 65536
 # The media of larger bodies are found in a thread: the event loop would wait.
@@ -345,6 +347,9 @@ class Admission:
         if declared is not None:
             size = min(declared, self._settings.max_body)
         state = request_of(scope)
+        if arrival.is_full(client) and state.probe_waiting():
+            # Some of those who wait may have left; then this request takes their place.
+            await anyio.sleep(_PROBE_SECONDS)
         with state.phase("queue"):
             request.lease = await arrival.admit(_BODY_COPIES * size, client)
         with state.phase("read"):

@@ -1,13 +1,17 @@
 """Disconnects behind an unread body: `DisconnectWatcher`.
 
 A server that has enough of a body stops reading, and then hears neither of a reset nor
-of an end. Two things cure that, on Linux:
+of an end. Three things cure that, on Linux:
 
 1. One epoll for all such connections, which the event loop watches as one file. A
    reset, or an end that has *arrived*, is an event, whatever is unread in front of it.
 2. The end queues behind the body, in the client's kernel, until the body fits into
    ours. So the watcher makes room in the receive buffer, within a budget: memory of the
    kernel and none of the process.
+3. A *probe*, where there is no room, and only when somebody else would be refused for
+   those who wait: one byte of the status line, with which every response begins. The
+   kernel of a client that has closed its connection answers any byte with a reset. One
+   that only waits has the beginning of its response.
 
 Elsewhere nothing is watched, and such a disconnect is seen behind the body.
 """
@@ -15,10 +19,12 @@ Elsewhere nothing is watched, and such a disconnect is seen behind the body.
 from __future__ import annotations
 
 import asyncio
+import math
 import os
 import select
 import socket
 import sys
+import time
 from collections.abc import Callable
 from contextlib import suppress
 from typing import Any, Final
@@ -33,6 +39,9 @@ _INTERNET: Final = (socket.AF_INET, socket.AF_INET6)
 _LOST: Final = select.POLLHUP | select.POLLERR | select.POLLNVAL
 _END: Final = getattr(select, "POLLRDHUP", 0)
 _MAX_EVENTS: Final = 256
+# The last of these bytes is kept for the response.
+_STATUS_LINE: Final = b"HTTP/1.1"
+_SECONDS_BETWEEN_PROBES: Final = 5.0
 
 
 class DisconnectWatcher:
@@ -50,7 +59,12 @@ class DisconnectWatcher:
         self._detach: Callable[[], object] | None = None
 
     def watch(
-        self, transport: Any, on_gone: Callable[[], object], *, unread: int
+        self,
+        transport: Any,
+        on_gone: Callable[[], object],
+        *,
+        unread: int | None,
+        begin: Callable[[], BegunResponse | None] = lambda: None,
     ) -> Watch | None:
         """Call *on_gone* once, a turn of the event loop after the client has left.
 
@@ -60,7 +74,9 @@ class DisconnectWatcher:
             transport: Of asyncio or uvloop, or a socket. If it has an attribute
                 ``half_closed`` that is true, an end is no leaving.
             on_gone: Called in the event loop.
-            unread: Bytes of the body that the application has not read, at most.
+            unread: Bytes of the body that the application has not read, at most;
+                ``None`` if nobody knows.
+            begin: Returns what a probe is sent through, where that is possible.
 
         Returns:
             What ends the watch; ``None`` where the connection cannot be watched.
@@ -71,7 +87,7 @@ class DisconnectWatcher:
         number = sock.fileno()
         if (stale := self._watches.get(number)) is not None:
             stale.cancel()  # its socket was closed, and this one has its number now
-        watch = Watch(self, transport, number, on_gone)
+        watch = Watch(self, transport, number, on_gone, begin)
         try:
             self._attach()
             self._arm(watch)
@@ -79,10 +95,13 @@ class DisconnectWatcher:
             self._detach_if_idle()
             return None
         self._watches[number] = watch
-        if unread > _FREE_BYTES and sock.family in _INTERNET:
-            watch.room = self._make_room(number, unread + _SLACK_BYTES)
-            self._room -= watch.room
+        if sock.family in _INTERNET:
+            self._make_room(watch, unread)
         return watch
+
+    def probe(self) -> int:
+        """Probe the clients of which no end can arrive; return how many."""
+        return sum([watch.probe() for watch in list(self._watches.values())])
 
     def drop(self, watch: Watch) -> None:
         """End *watch*. Idempotent."""
@@ -132,19 +151,25 @@ class DisconnectWatcher:
                 with suppress(OSError):
                     self._arm(watch)
 
-    def _make_room(self, number: int, nbytes: int) -> int:
-        """Enlarge a receive buffer for *nbytes*; return the bytes that it costs."""
-        if nbytes > self._room:
-            return 0
+    def _make_room(self, watch: Watch, unread: int | None) -> None:
+        """Enlarge the receive buffer, so that an end can arrive behind the body."""
+        if unread is not None and unread <= _FREE_BYTES:
+            return
+        watch.is_deaf = True
+        if unread is None or unread + _SLACK_BYTES > self._room:
+            return
         # This mark enlarges the buffer, up to half of the largest in net.ipv4.tcp_rmem,
         # and the kernel still tunes it. SO_RCVBUF has a lower limit and ends that. The
         # buffer stays larger, as after any fast upload. The mark must not stay: the
         # server would not be told of less.
-        with suppress(OSError), socket.socket(fileno=os.dup(number)) as same:
+        nbytes = unread + _SLACK_BYTES
+        with suppress(OSError), socket.socket(fileno=os.dup(watch.number)) as same:
             same.setsockopt(socket.SOL_SOCKET, socket.SO_RCVLOWAT, nbytes)
+            mark = same.getsockopt(socket.SOL_SOCKET, socket.SO_RCVLOWAT)
             same.setsockopt(socket.SOL_SOCKET, socket.SO_RCVLOWAT, 1)
-            return min(nbytes, same.getsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF))
-        return 0
+            watch.is_deaf = mark < nbytes
+            watch.room = min(mark, nbytes)
+            self._room -= watch.room
 
 
 class Watch:
@@ -154,13 +179,18 @@ class Watch:
         number: Of its file descriptor.
         transport: Its transport, or its socket.
         half_closed: Whether its client may finish sending and wait for an answer.
+        is_deaf: Whether the end of the connection may not arrive.
         room: Bytes of the kernel's memory that it may take.
     """
 
     __slots__ = (
+        "_begin",
+        "_begun",
         "_on_gone",
+        "_probed",
         "_watcher",
         "half_closed",
+        "is_deaf",
         "number",
         "room",
         "transport",
@@ -172,17 +202,38 @@ class Watch:
         transport: Any,
         number: int,
         on_gone: Callable[[], object],
+        begin: Callable[[], BegunResponse | None],
     ) -> None:
         self._watcher = watcher
         self._on_gone = on_gone
+        self._begin = begin
+        self._begun: BegunResponse | None = None
+        self._probed = -math.inf
         self.transport = transport
         self.number = number
         self.half_closed = getattr(transport, "half_closed", False)
+        self.is_deaf = False
         self.room = 0
 
     def cancel(self) -> None:
         """End the watch. Idempotent."""
         self._watcher.drop(self)
+
+    def probe(self) -> bool:
+        """Send one byte of the response, unless an end arrives by itself.
+
+        Returns:
+            Whether a byte was sent: not again within some seconds, and not too many.
+        """
+        now = time.monotonic()
+        if not (self.is_deaf or self.half_closed) or is_closing(self.transport):
+            return False
+        if now < self._probed + _SECONDS_BETWEEN_PROBES:
+            return False
+        if self._begun is None:
+            self._begun = self._begin()
+        self._probed = now
+        return self._begun is not None and self._begun.probe()
 
     def has_left(self) -> bool:
         """Ask the socket itself: an entry may be that of one before it."""
@@ -198,6 +249,58 @@ class Watch:
         if hasattr(self.transport, "abort"):
             self.transport.abort()
         call_soon()(self._on_gone)  # behind the server's own `connection_lost`
+
+
+class BegunResponse:
+    """A transport whose response may have begun already.
+
+    Args:
+        transport: Of asyncio or uvloop.
+
+    Attributes:
+        sent: Bytes of the status line that were sent.
+    """
+
+    def __init__(self, transport: Any) -> None:
+        self._transport = transport
+        self._written = False
+        self.sent = 0
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._transport, name)
+
+    def probe(self) -> bool:
+        """Send the next byte of the status line; return whether there was one."""
+        if self._written or self.sent >= len(_STATUS_LINE) - 1:
+            return False
+        self.sent += 1
+        self._transport.write(_STATUS_LINE[self.sent - 1 : self.sent])
+        return True
+
+    def write(self, data: bytes) -> None:
+        """Write *data*, without what has been sent of it."""
+        if not self._written:
+            self._written = True
+            if data.startswith(_STATUS_LINE):
+                data = data[self.sent :]
+        self._transport.write(data)
+
+
+def begin_response(receive: Any) -> BegunResponse | None:
+    """Have the response of a request go through a `BegunResponse`.
+
+    Args:
+        receive: uvicorn's. Elsewhere the result is ``None``.
+    """
+    cycle: Any = getattr(receive, "__self__", None)
+    if not hasattr(cycle, "message_event"):
+        return None
+    transport = getattr(cycle, "transport", None)
+    if not hasattr(transport, "write") or cycle.response_started:
+        return None
+    if not isinstance(transport, BegunResponse):
+        transport = cycle.transport = BegunResponse(transport)
+    return transport
 
 
 def transport_of(receive: Any, send: Any) -> Any:

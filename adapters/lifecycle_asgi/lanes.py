@@ -96,6 +96,13 @@ class Lane:
             if not self._waiting[client]:
                 del self._waiting[client]
 
+    def is_full(self, client: str) -> bool:
+        """Whether the next request of *client* would find no place to wait."""
+        if self._shadow:
+            return False
+        now = self.gate.statistics()
+        return self._waiting[client] >= self._share or now.waiting >= self._max_waiting
+
     def check(self, client: str) -> None:
         """Refuse a request of *client* that would find the queue for slots full.
 

@@ -6,6 +6,7 @@ import math
 import time
 from collections.abc import Callable
 from contextlib import suppress
+from functools import partial
 from typing import Final, TypeAlias
 
 import anyio
@@ -15,7 +16,12 @@ from anyio.lowlevel import RunVar
 from lifecycle.events import Observer, guarded
 from lifecycle.lowlevel import call_soon, check_int, owner
 from lifecycle_asgi._types import App, Message, Receive, Scope, Send
-from lifecycle_asgi.disconnects import DisconnectWatcher, Watch, transport_of
+from lifecycle_asgi.disconnects import (
+    DisconnectWatcher,
+    Watch,
+    begin_response,
+    transport_of,
+)
 from lifecycle_asgi.events import (
     LIVE_KEY,
     Claims,
@@ -204,7 +210,7 @@ class LifecycleMiddleware:
         # A connection of HTTP/2 is always read, and has other requests.
         if _is_bodiless(scope) or scope.get("http_version", "")[:2] != "1.":
             return None
-        declared = declared_length(scope) or 0
+        declared = declared_length(scope)
 
         def watch(read: int, on_gone: Callable[[], object]) -> Watch | None:
             transport = transport_of(receive, send)
@@ -214,13 +220,23 @@ class LifecycleMiddleware:
             if watcher is None:
                 watcher = DisconnectWatcher(self._room)
                 self._watchers.set(watcher)
-            return watcher.watch(transport, on_gone, unread=max(0, declared - read))
+            return watcher.watch(
+                transport,
+                on_gone,
+                unread=None if declared is None else max(0, declared - read),
+                begin=partial(begin_response, receive),
+            )
 
         return watch
+
+    def _probe(self) -> int:
+        watcher = self._watchers.get(None)
+        return 0 if watcher is None else watcher.probe()
 
     def _begin(self, scope: Scope, channel: RequestChannel) -> None:
         """Note the request for the observer and the live view, where there are some."""
         request, operation = channel.request, None
+        request.probe_waiting = self._probe
         if self._emit is not None or self._live is not None:
             operation = self._operation(scope)
         shown = scope.get(LIVE_KEY)  # a `LiveView` notes the messages itself

@@ -91,6 +91,9 @@ class RequestScope:
 
     Attributes:
         body: What the request's body was admitted with, if it still holds that.
+        probe_waiting: Asks the clients whose bodies wait unread whether they are still
+            there, and returns how many were asked. Those that have left are noticed
+            after a round trip. For a queue that would refuse somebody for them.
     """
 
     __slots__ = (
@@ -102,6 +105,7 @@ class RequestScope:
         "_recorder",
         "_shown",
         "body",
+        "probe_waiting",
     )
 
     def __init__(self, *, cancelled_when_gone: bool = False) -> None:
@@ -109,6 +113,7 @@ class RequestScope:
         self._attached: list[Attachable] = []
         self._owned: list[Closable] = []
         self.body: AdmittedBody | None = None
+        self.probe_waiting: Callable[[], int] = int
         self._recorder: RequestRecorder | None = None
         self._shown: LiveRequest | None = None
         self._client_gone = False

@@ -68,6 +68,8 @@ if TYPE_CHECKING:
 # Bytes read ahead per request still waiting for admission; bounds memory under a
 # connection flood.
 _READ_AHEAD = 8192
+# The kernel may have so many bodies of the maximum size that wait unread.
+_ROOM = 2
 # Memory for bodies, in bodies of the maximum size. Each is charged three times: as
 # bytes, as text and parsed. Two of them can arrive, and eight wait for hand-off.
 _BODIES = 32
@@ -288,6 +290,7 @@ def _middleware(
         Middleware(
             LifecycleMiddleware,
             read_ahead=_READ_AHEAD,
+            room=_ROOM * settings.body_bytes,
             observer=observers,
             operation=operation_of,
             live=live,

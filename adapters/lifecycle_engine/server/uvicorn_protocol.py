@@ -223,7 +223,7 @@ class Connection(HttpToolsProtocol):
         if self._busy and not self._in_body:
             # After a complete request, such as a stray byte: that request is answered.
             self._ignore_input, self.cycle.keep_alive = True, False
-        elif self._in_body and self.cycle.response_started:
+        elif self._in_body and self._has_begun(self.cycle):
             self.transport.close()
         else:
             if self._in_body:  # the application waits for the rest of the body
@@ -232,6 +232,12 @@ class Connection(HttpToolsProtocol):
                 self.cycle.message_event.set()
             self._write_response(status, text)
             self._lingering_close()
+
+    @staticmethod
+    def _has_begun(cycle: Any) -> bool:
+        """Whether a part of the response was sent, if only by a probe."""
+        probed: int = getattr(cycle.transport, "sent", 0)
+        return bool(cycle.response_started or probed)
 
     def _write_response(self, status: bytes, text: bytes = b"") -> None:
         head = b"HTTP/1.1 %b\r\nconnection: close\r\ncontent-length: %d\r\n\r\n"

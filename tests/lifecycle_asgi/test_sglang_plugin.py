@@ -2,13 +2,14 @@
 
 The registry here has the signatures of `sglang.srt.plugins.hook_registry` in SGLang
 0.5.23: `register(target, hook, hook_type)` with a dotted target, `apply_hooks()`, and
-the wrappers of BEFORE and AROUND.
+the wrapper of BEFORE. `test_sglang.py` drives SGLang's own.
 """
 
 from __future__ import annotations
 
 import functools
 import json
+import os
 import pkgutil
 import sys
 import types
@@ -27,6 +28,8 @@ from fastapi import FastAPI, Request
 from lifecycle_asgi import Admission, sglang_plugin
 
 pytestmark = pytest.mark.anyio
+APP_PATH = "SGLANG_HTTP_SERVER_APP_PATH"
+ARGUMENTS = "sglang.srt.server_args"
 SERVER = "sglang.srt.entrypoints.http_server"
 MANAGER = "sglang.srt.managers.tokenizer_manager"
 REGISTRY = "sglang.srt.plugins.hook_registry"
@@ -81,11 +84,7 @@ def wrap(original: Any, hook: Any, hook_type: HookType) -> Any:
             args, kwargs = result
         return original(*args, **kwargs)
 
-    @functools.wraps(original)
-    def around(*args: Any, **kwargs: Any) -> Any:
-        return hook(original, *args, **kwargs)
-
-    return {HookType.BEFORE: before, HookType.AROUND: around}[hook_type]
+    return {HookType.BEFORE: before}[hook_type]
 
 
 class TokenizerManager:
@@ -124,21 +123,24 @@ def sglang(monkeypatch: pytest.MonkeyPatch) -> Any:
         module(name)
     for name in ("sglang.srt.entrypoints", "sglang.srt.managers"):
         module(name)
+    rust = SimpleNamespace(get=lambda: False)
+    module("sglang.srt.environ", envs=SimpleNamespace(SGLANG_RUST_SERVER=rust))
+    methods = dict.fromkeys(("resolve_once", "check_server_args"), lambda self: None)
+    arguments = type("ServerArgs", (SimpleNamespace,), methods)
+    module(ARGUMENTS, ServerArgs=arguments)
     registry = Registry()
     module(REGISTRY, HookRegistry=registry, HookType=HookType)
     send = TokenizerManager._send_one_request
     manager = type("TokenizerManager", (TokenizerManager,), {"_send_one_request": send})
     module(MANAGER, TokenizerManager=manager)
-    runs: list[Any] = []
-
-    def run(server_args: Any, *args: Any) -> None:
-        del args
-        runs.append((server_args, [each.cls for each in app.user_middleware]))
-
     app = FastAPI()
-    module(SERVER, app=app, _setup_and_run_http_server=run)
+    module(SERVER, app=app)
     monkeypatch.setenv("LIFECYCLE_BYTES", "1GiB")
-    return SimpleNamespace(app=app, manager=manager, registry=registry, runs=runs)
+    monkeypatch.setenv(APP_PATH, "")  # back as it was afterwards
+    monkeypatch.delenv(APP_PATH)
+    return SimpleNamespace(
+        app=app, manager=manager, registry=registry, arguments=arguments, rust=rust
+    )
 
 
 def load_plugins(sglang: Any) -> None:
@@ -147,26 +149,32 @@ def load_plugins(sglang: Any) -> None:
     sglang.registry.apply_hooks()
 
 
-def launch(args: str) -> None:
-    """What `launch_server` does after its processes have started."""
-    sys.modules[SERVER]._setup_and_run_http_server(args, None)
+def launch(sglang: Any, **flags: Any) -> list[Any]:
+    """What launchers do with their arguments; the middleware that is then served."""
+    arguments = sglang.arguments(**flags)
+    arguments.resolve_once()
+    arguments.check_server_args()
+    return [each.cls for each in sglang.app.user_middleware]
 
 
-async def test_installs_before_the_server_runs(sglang: Any) -> None:
-    """The application has `Admission` once, when it is started."""
+async def test_installs_before_the_server_runs(
+    sglang: Any, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The application has `Admission` once, when it is started, and the log says so."""
+    caplog.set_level("INFO", "lifecycle")
     load_plugins(sglang)
     assert not sglang.app.user_middleware
-    launch("args")
-    launch("args")
-    assert sglang.runs == [("args", [Admission])] * 2
+    assert launch(sglang, tokenizer_worker_num=1) == [Admission]
+    line = "Admission: 1 GiB, profile sglang, released at the scheduler"
+    assert caplog.messages == [line]
+    assert launch(sglang) == [Admission]
 
 
 async def test_leaves_a_line_of_the_user_alone(sglang: Any) -> None:
     """A script that has added the middleware itself gets no second one."""
     sglang.app.add_middleware(Admission, bytes=2**20)
     load_plugins(sglang)
-    launch("args")
-    assert sglang.runs == [("args", [Admission])]
+    assert launch(sglang) == [Admission]
 
 
 async def test_does_nothing_unasked(
@@ -179,26 +187,67 @@ async def test_does_nothing_unasked(
 
 
 async def test_leaves_other_processes_alone(
-    sglang: Any, monkeypatch: pytest.MonkeyPatch
+    sglang: Any, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """A scheduler does not import the HTTP server; a server in a child has it."""
-    monkeypatch.setitem(sys.modules, "__mp_main__", types.ModuleType("__mp_main__"))
-    with monkeypatch.context() as scheduler:
-        scheduler.delitem(sys.modules, SERVER)
-        load_plugins(sglang)
-        assert not sglang.registry.hooks
+    """Neither a scheduler nor `Engine` imports the HTTP server."""
+    monkeypatch.delitem(sys.modules, SERVER)
+    monkeypatch.delitem(sys.modules, MANAGER)
     load_plugins(sglang)
-    launch("args")
-    assert sglang.runs == [("args", [Admission])]
+    sglang.arguments().resolve_once()  # all that a scheduler calls
+    assert not caplog.messages
+    assert launch(sglang) == []
+    idle = "LIFECYCLE_BYTES=1GiB: no HTTP server in this process, nothing to limit"
+    assert caplog.messages == [idle]
+    assert not {SERVER, MANAGER} & sys.modules.keys()
 
 
-async def test_serves_workers_that_import_the_application(sglang: Any) -> None:
-    """``SGLANG_HTTP_SERVER_APP_PATH`` takes the name of an application."""
-    app = vars(sglang_plugin)["__getattr__"]("app")
-    assert app is sglang.app
-    assert [each.cls for each in app.user_middleware] == [Admission]
+@pytest.mark.parametrize("flag", ["encoder_only", "smg_grpc_mode", "rust"])
+async def test_starts_no_server_that_it_cannot_limit(sglang: Any, flag: str) -> None:
+    """The error names the variable, its value and what to do."""
+    load_plugins(sglang)
+    sglang.rust.get = lambda: flag == "rust"
+    with pytest.raises(RuntimeError, match=r"1GiB limits nothing: .*; unset .*proxy"):
+        launch(sglang, **{flag: True})
+
+
+@pytest.mark.parametrize("name", ["resolve_once", "check_server_args"])
+async def test_starts_no_server_that_it_does_not_know(sglang: Any, name: str) -> None:
+    """SGLang would log what a plug-in raises, and serve, unless it is an exit."""
+    delattr(sglang.arguments, name)
+    with pytest.raises(SystemExit, match=rf"1GiB limits nothing: .*'{name}'.*; unset"):
+        load_plugins(sglang)
+
+
+async def test_says_that_it_cannot_hand_off(
+    sglang: Any, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Without the method that all requests pass, they end with their answer."""
+    caplog.set_level("INFO", "lifecycle")
+    monkeypatch.setattr(sys.modules[MANAGER], "TokenizerManager", SimpleNamespace)
+    load_plugins(sglang)
+    assert launch(sglang) == [Admission]
+    warning, line = caplog.messages
+    assert "no sglang.srt.managers.tokenizer_manager.TokenizerManager._send" in warning
+    assert line.endswith("released with the answer")
+
+
+async def test_counts_the_workers(
+    sglang: Any, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each tokenizer worker has the whole budget, and imports its application."""
+    load_plugins(sglang)
+    assert launch(sglang, tokenizer_worker_num=4, grpc_port=50051) == []
+    assert "grpc_port=50051" in caplog.messages[0]
+    share = "in each of 4 tokenizers; for that in all, divide LIFECYCLE_BYTES by 4"
+    assert caplog.messages[1].endswith(share)
+    assert pkgutil.resolve_name(os.environ[APP_PATH]) is sglang.app
+    assert [each.cls for each in sglang.app.user_middleware] == [Admission]
+    assert hasattr(sglang.manager._send_one_request, "__wrapped__")
     with pytest.raises(AttributeError):
         sglang_plugin.anything  # noqa: B018
+    monkeypatch.setenv(APP_PATH, "theirs:app")
+    launch(sglang, tokenizer_worker_num=2)
+    assert f"{APP_PATH}=theirs:app: nothing limits" in caplog.text
 
 
 def tokenized(rid: str, *nbytes: int | None) -> Any:
@@ -211,7 +260,7 @@ def tokenized(rid: str, *nbytes: int | None) -> Any:
 async def test_hands_off_what_the_scheduler_has(sglang: Any, single: bool) -> None:
     """One request holds nothing once it is sent; a batch holds all until its end."""
     load_plugins(sglang)
-    launch("args")
+    launch(sglang)
     manager, held = sglang.manager(), []
 
     async def chat(request: Request) -> dict[str, Any]:
@@ -245,6 +294,7 @@ async def test_hands_off_what_the_scheduler_has(sglang: Any, single: bool) -> No
 async def test_leaves_requests_without_admission_alone(sglang: Any) -> None:
     """What SGLang's own code sends arrives as before, whatever its media."""
     load_plugins(sglang)
+    launch(sglang)
     manager = sglang.manager()
     odd = [tokenized("a"), SimpleNamespace(rid="b"), tokenized("c", None, 3)]
     await manager.generate(*odd, single=True)

@@ -12,7 +12,7 @@ import functools
 import logging
 import os
 import sys
-from dataclasses import fields
+from dataclasses import asdict
 from importlib import import_module
 from typing import Any, Final
 
@@ -21,112 +21,93 @@ from lifecycle_asgi.admission_settings import AdmissionSettings
 from lifecycle_asgi.media_profiles import server_of
 
 _SERVER: Final = "sglang.srt.entrypoints.http_server"
-# Every process of SGLang has this module, so hooks here import nothing. Servers and
-# `Engine` call the second method of it, and schedulers do not.
+# Every process of SGLang has this module, so hooks on it import nothing. Launchers of
+# servers and of `Engine` call both methods, schedulers the first.
 _ARGUMENTS: Final = "sglang.srt.server_args"
-_METHODS: Final = ("resolve_once", "check_server_args")
 _MANAGER: Final = "sglang.srt.managers.tokenizer_manager"
 _VARIABLE: Final = "LIFECYCLE_BYTES"
 _APP: Final = "SGLANG_HTTP_SERVER_APP_PATH"
+_OURS: Final = f"{__name__}:app"
 _DONE: Final = "lifecycle_hands_off"
-# Flags of servers that are not the one above.
-_OTHERS: Final = ("encoder_only", "smg_grpc_mode", "grpc_mode")
-_logger = logging.getLogger("lifecycle")
+_log: Final = logging.getLogger("lifecycle").log
 
 
 def register() -> None:
     """Register the hooks; they do nothing where no server is launched.
 
     Raises:
-        SystemExit: This SGLang lacks what is hooked. It would log another exception,
+        SystemExit: This SGLang lacks what is hooked. It would log any other exception,
             and serve without a limit.
     """
     if not os.environ.get(_VARIABLE):
         return
     try:
         hooks = import_module("sglang.srt.plugins.hook_registry")
-        known = import_module(_ARGUMENTS).ServerArgs
-        for name, hook in zip(_METHODS, (refuse, start), strict=True):
-            getattr(known, name)
+        arguments = import_module(_ARGUMENTS).ServerArgs
+        for name, hook in (("resolve_once", _refuse), ("check_server_args", _start)):
+            getattr(arguments, name)
             target = f"{_ARGUMENTS}.ServerArgs.{name}"
             hooks.HookRegistry.register(target, hook, hooks.HookType.BEFORE)
     except (AttributeError, ImportError) as error:
         raise SystemExit(_refusal(f"unknown to this SGLang ({error})")) from error
 
 
-def refuse(arguments: Any) -> None:
-    """Refuse to launch a server that answers without `Admission`.
-
-    Args:
-        arguments: SGLang's ``ServerArgs``.
-
-    Raises:
-        RuntimeError: It is one of those.
-    """
+def _refuse(arguments: Any) -> None:
+    """Refuse to launch a server that answers without `Admission`."""
     rust = getattr(import_module("sglang.srt.environ").envs, "SGLANG_RUST_SERVER", None)
     if rust is not None and rust.get():
         raise RuntimeError(_refusal("SGLANG_RUST_SERVER=1 serves without Python"))
-    for name in _OTHERS:
+    for name in ("encoder_only", "smg_grpc_mode", "grpc_mode"):
         if getattr(arguments, name, False):
             raise RuntimeError(_refusal(f"{name}=True has a server of its own"))
 
 
-def start(arguments: Any) -> None:
-    """Install `Admission` in the server that is about to be launched, and say so.
+def _refusal(reason: str) -> str:
+    remedy = f"unset {_VARIABLE}, and put `lifecycle proxy` in front of HTTP"
+    return f"{_VARIABLE}={os.environ[_VARIABLE]} limits nothing: {reason}; {remedy}"
 
-    Args:
-        arguments: SGLang's ``ServerArgs``.
 
-    Raises:
-        RuntimeError: SGLang would serve without it.
-        ValueError: A variable ``LIFECYCLE_*`` cannot be read.
-    """
-    refuse(arguments)
+def _start(arguments: Any) -> None:
+    """Install `Admission` in the server that is about to be launched, and say so."""
+    _refuse(arguments)
+    size, warning = os.environ[_VARIABLE], logging.WARNING
     if _SERVER not in sys.modules:
         idle = "%s=%s: no HTTP server in this process, nothing to limit"
-        _logger.warning(idle, _VARIABLE, os.environ[_VARIABLE])
+        _log(warning, idle, _VARIABLE, size)
         return
     if (port := getattr(arguments, "grpc_port", None)) is not None:
         ignored = "grpc_port=%s: requests by gRPC are not limited; close it to clients"
-        _logger.warning(ignored, port)
-    if not hand_off():
-        late = "this SGLang has no %s.TokenizerManager._send_one_request: requests are "
-        late += "released with their answers; use a version that has it, as 0.5.23"
-        _logger.warning(late, _MANAGER)
+        _log(warning, ignored, port)
     workers = getattr(arguments, "tokenizer_worker_num", 1)
+    settings = AdmissionSettings.from_environment(os.environ)
     if workers == 1:
-        _logger.info(_describe(install()))
-        return
-    ours = f"{__name__}:app"
-    if (path := os.environ.setdefault(_APP, ours)) != ours:
-        foreign = "%s=%s: nothing limits this application unless it does; or unset %s"
-        _logger.warning(foreign, _APP, path, _APP)
-    share = f"in each of {workers} tokenizers; for that in all, divide {_VARIABLE} by"
-    settings = AdmissionSettings.from_environment(os.environ)
-    _logger.warning("%s, %s %d", _describe(settings), share, workers)
+        _install(settings)
+    else:
+        each = "%s=%s counts in each of %d tokenizer workers; for all, divide it by %d"
+        _log(warning, each, _VARIABLE, size, workers, workers)
+        if (path := os.environ.setdefault(_APP, _OURS)) != _OURS:
+            _log(warning, "%s=%s: not limited, unless it limits itself", _APP, path)
+    level, released = logging.INFO, "at the scheduler"
+    if not _hand_off():
+        level, released = warning, "with the answer: use SGLang 0.5.23, which has "
+        released += "TokenizerManager._send_one_request"
+    named, gib = server_of(str(settings.profile)), settings.bytes / 2**30
+    _log(level, "Admission: %.3g GiB, profile %s, released %s", gib, named, released)
 
 
-def install() -> AdmissionSettings:
-    """Put `Admission` around SGLang's application, which has not been started yet.
+def _install(settings: AdmissionSettings) -> Any:
+    """Return SGLang's application, with `Admission` around it, once.
 
-    Idempotent. SGLang's own check of ``--api-key`` is added later, so it comes first.
-
-    Returns:
-        The settings of the environment, which count unless there is one already.
+    SGLang's own check of ``--api-key`` is added later, so it comes first.
     """
-    settings = AdmissionSettings.from_environment(os.environ)
     app = import_module(_SERVER).app
     if not any(each.cls is Admission for each in app.user_middleware):
-        options = {each.name: getattr(settings, each.name) for each in fields(settings)}
-        app.add_middleware(Admission, environment={}, **options)
-    return settings
+        app.add_middleware(Admission, environment={}, **asdict(settings))
+    return app
 
 
-def hand_off() -> bool:
-    """Report each request that SGLang has sent to its scheduler; whether it can be.
-
-    Idempotent.
-    """
+def _hand_off() -> bool:
+    """Report each request that SGLang has sent to its scheduler; whether it can be."""
     manager = import_module(_MANAGER).TokenizerManager
     send = getattr(manager, "_send_one_request", None)
     if send is None or hasattr(send, _DONE):
@@ -154,23 +135,8 @@ def __getattr__(name: str) -> Any:
     """
     if name != "app":
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    install()
-    hand_off()
-    return import_module(_SERVER).app
-
-
-def _refusal(reason: str) -> str:
-    size = os.environ.get(_VARIABLE)
-    remedy = f"unset {_VARIABLE}, and put `lifecycle proxy` in front of HTTP"
-    return f"{_VARIABLE}={size} limits nothing: {reason}; {remedy}"
-
-
-def _describe(settings: AdmissionSettings) -> str:
-    size, profile = f"{settings.bytes / 2**30:.3g} GiB", settings.profile
-    named = server_of(profile) if isinstance(profile, str) else "of yours"
-    until = "at the scheduler" if hand_off() else "with the answer"
-    shadow = ", refusing nothing (shadow)" if settings.shadow else ""
-    return f"Admission: {size}, profile {named}, released {until}{shadow}"
+    _hand_off()
+    return _install(AdmissionSettings.from_environment(os.environ))
 
 
 def _is_last(manager: Any, tokenized: Any) -> bool:

@@ -445,14 +445,15 @@ class Admission:
     def _needed(self, length: int, estimate: MemoryEstimate) -> int:
         """Return the bytes to admit for a body of *length* and its media.
 
-        Neither the body, which has arrived, nor a guess, nor what was learned from
-        others is a reason to refuse a request for ever: then it counts as all there is.
+        Neither the body, which has arrived, nor a guess, an upper bound or what was
+        learned from others is a reason to refuse a request for ever: then it counts as
+        all there is, and is served alone.
         """
         needed = _BODY_COPIES * length + self._correction.bytes(estimate)
         capacity = self._requests.gate.statistics().bytes
         if capacity is None or needed <= capacity:
             return needed
-        return max(capacity, estimate.total - estimate.assumed)
+        return max(capacity, estimate.certain)
 
 
 class AdmittedRequest:

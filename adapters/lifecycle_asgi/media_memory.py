@@ -27,6 +27,9 @@ TENSOR_BYTES_PER_PIXEL: Final = 24
 WORK_BYTES_PER_PIXEL: Final = 15
 """Bytes during preprocessing: one RGB copy and one of float32."""
 
+# Pillow keeps the three channels of a pixel in four bytes. All images of a request are
+# decoded before the first is handed on; what else they need may come one by one.
+_DECODED_BYTES_PER_PIXEL: Final = 4
 # Audio samples are float32; features are 100 frames of 128 mels per second.
 _SAMPLES_PER_SECOND: Final = 16_000
 _FEATURE_BYTES_PER_SECOND: Final = 100 * 128 * 4
@@ -95,28 +98,40 @@ class MemoryEstimate:
         tensors: Bytes of the tensors, for each choice.
         assumed: How many of these bytes are a guess, as the media are elsewhere or do
             not state their size.
+        uncertain: How many may not be needed, as they are an upper bound; those that
+            are assumed count in any case.
     """
 
     work: int = 0
     tensors: int = 0
     assumed: int = 0
+    uncertain: int = 0
 
     def __add__(self, other: MemoryEstimate) -> MemoryEstimate:
         return MemoryEstimate(
             self.work + other.work,
             self.tensors + other.tensors,
             self.assumed + other.assumed,
+            self.uncertain + other.uncertain,
         )
 
     def __mul__(self, count: int) -> MemoryEstimate:
         return MemoryEstimate(
-            self.work * count, self.tensors * count, self.assumed * count
+            self.work * count,
+            self.tensors * count,
+            self.assumed * count,
+            self.uncertain * count,
         )
 
     @property
     def total(self) -> int:
         """Bytes in total, for one choice."""
         return self.work + self.tensors
+
+    @property
+    def certain(self) -> int:
+        """Bytes without which the request cannot be served, for one choice."""
+        return self.total - max(self.assumed, self.uncertain)
 
 
 class UnreadableImage(ValueError):
@@ -182,9 +197,12 @@ def estimate_memory(
     for size in sizes:
         cap = profile.tensor_pixels
         in_tensors = size.pixels if cap is None else min(size.pixels, cap * size.frames)
+        decoded = min(_DECODED_BYTES_PER_PIXEL, profile.work_bytes_per_pixel)
+        tensors = profile.tensor_bytes_per_pixel * in_tensors
         total += MemoryEstimate(
             size.encoded + profile.work_bytes_per_pixel * size.pixels,
-            profile.tensor_bytes_per_pixel * in_tensors,
+            tensors,
+            uncertain=tensors + (profile.work_bytes_per_pixel - decoded) * size.pixels,
         )
     return total
 
@@ -232,7 +250,7 @@ def estimate_media(media: Media, profile: MediaProfile) -> MemoryEstimate:
 
 
 def _assumed(found: MemoryEstimate) -> MemoryEstimate:
-    return MemoryEstimate(found.work, found.tensors, found.total)
+    return MemoryEstimate(found.work, found.tensors, found.total, found.total)
 
 
 def _read_size(media: Media, profile: MediaProfile) -> ImageSize | None:

@@ -423,6 +423,28 @@ async def test_refuses_pictures_that_never_fit() -> None:
     assert clients.statuses == [413, 200]
 
 
+@pytest.mark.parametrize("profile", ["vllm", "sglang", "lmdeploy", "default"])
+async def test_serves_many_photos_alone(profile: str) -> None:
+    """A dozen photos of twelve megapixels, with the default budget of 4 GiB.
+
+    All that they could need is more; what they certainly need is not. A second such
+    request waits for the first, and a text waits for neither.
+    """
+    clients, photo = Clients(), data_url(picture(4032, 3024, "JPEG"))
+    admission = admission_of(clients, profile=profile)
+    async with anyio.create_task_group() as tasks:
+        for _ in range(2):
+            tasks.start_soon(clients.ask, admission, chat(*[photo] * 12))
+        tasks.start_soon(clients.ask, admission, chat())
+        with anyio.fail_after(60):
+            while not (
+                admission.statistics()["requests"].waiting and clients.inside == 2
+            ):
+                await anyio.sleep(0.001)
+        clients.may_end.set()
+    assert clients.statuses == [200] * 3
+
+
 @pytest.mark.parametrize(("share", "inside"), [(0.1, 4), (1.0, 2), (3.0, 1), (9.0, 1)])
 async def test_learns_from_what_was_used(share: float, inside: int) -> None:
     """Smaller tensors let more requests in, larger ones fewer, within bounds."""

@@ -41,7 +41,8 @@ _END: Final = getattr(select, "POLLRDHUP", 0)
 _MAX_EVENTS: Final = 256
 # The last of these bytes is kept for the response.
 _STATUS_LINE: Final = b"HTTP/1.1"
-_SECONDS_BETWEEN_PROBES: Final = 5.0
+# After the first probe of a client, and twice as many after each further one.
+_SECONDS_TO_NEXT_PROBE: Final = 0.5
 
 
 class DisconnectWatcher:
@@ -186,8 +187,8 @@ class Watch:
     __slots__ = (
         "_begin",
         "_begun",
+        "_next_probe",
         "_on_gone",
-        "_probed",
         "_watcher",
         "half_closed",
         "is_deaf",
@@ -208,7 +209,7 @@ class Watch:
         self._on_gone = on_gone
         self._begin = begin
         self._begun: BegunResponse | None = None
-        self._probed = -math.inf
+        self._next_probe = -math.inf
         self.transport = transport
         self.number = number
         self.half_closed = getattr(transport, "half_closed", False)
@@ -223,17 +224,19 @@ class Watch:
         """Send one byte of the response, unless an end arrives by itself.
 
         Returns:
-            Whether a byte was sent: not again within some seconds, and not too many.
+            Whether a byte was sent: seven at most, at growing intervals.
         """
         now = time.monotonic()
         if not (self.is_deaf or self.half_closed) or is_closing(self.transport):
             return False
-        if now < self._probed + _SECONDS_BETWEEN_PROBES:
+        if now < self._next_probe:
             return False
         if self._begun is None:
             self._begun = self._begin()
-        self._probed = now
-        return self._begun is not None and self._begun.probe()
+        if self._begun is None or not self._begun.probe():
+            return False
+        self._next_probe = now + _SECONDS_TO_NEXT_PROBE * 2 ** (self._begun.sent - 1)
+        return True
 
     def has_left(self) -> bool:
         """Ask the socket itself: an entry may be that of one before it."""

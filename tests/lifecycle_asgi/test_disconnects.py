@@ -10,6 +10,7 @@ import struct
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, Self
 
 import anyio
@@ -19,8 +20,13 @@ import pytest
 from asgi_kit import ScriptedServer, http_scope
 
 from lifecycle import Gate
-from lifecycle_asgi import LifecycleMiddleware, middleware
-from lifecycle_asgi.disconnects import DisconnectWatcher, Watch, transport_of
+from lifecycle_asgi import LifecycleMiddleware, disconnects, middleware
+from lifecycle_asgi.disconnects import (
+    BegunResponse,
+    DisconnectWatcher,
+    Watch,
+    transport_of,
+)
 
 pytestmark = [
     pytest.mark.anyio,
@@ -227,6 +233,57 @@ async def test_watches_nothing_without_descriptors() -> None:
         assert peers.watch(watcher) is not None
         await peers.leave()
         await peers.gone.wait()
+
+
+class Written:
+    """A transport that keeps what is written."""
+
+    def __init__(self) -> None:
+        self.data = b""
+
+    def write(self, data: bytes) -> None:
+        """Append *data*."""
+        self.data += data
+
+
+async def test_probes_seldom_and_never_the_whole_status_line(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Each time a client waits twice as long, and the response is whole at its end."""
+    now = 0.0
+    clock = SimpleNamespace(monotonic=lambda: now)
+    monkeypatch.setattr(disconnects, "time", clock)
+    written = Written()
+    response = BegunResponse(written)
+    watcher, sent = DisconnectWatcher(0), []
+    with Peers(10) as peers:
+        watch = watcher.watch(
+            peers, peers.gone.set, unread=BODY, begin=lambda: response
+        )
+        assert watch is not None
+        while now < 1000:
+            sent += [now] * watcher.probe()
+            now += 0.5
+        watch.cancel()
+    assert sent == [0.0, 0.5, 1.5, 3.5, 7.5, 15.5, 31.5]
+    response.write(b"HTTP/1.1 204 No Content\r\n")
+    response.write(b"HTTP/1.1 is also what this body says")
+    assert written.data.startswith(b"HTTP/1.1 204 No Content\r\nHTTP/1.1 is")
+
+
+async def test_probes_nobody_whose_end_arrives() -> None:
+    """Where the kernel has room, or little is unread."""
+    watcher = DisconnectWatcher(64 * MIB)
+    response = BegunResponse(Written())
+    with Peers(10) as roomy, Peers(10) as small:
+        for peers, unread in ((roomy, BODY), (small, 10)):
+            assert watcher.watch(
+                peers, peers.gone.set, unread=unread, begin=lambda: response
+            )
+        assert watcher.probe() == response.sent == 0
+        for peers in (roomy, small):
+            await peers.leave()
+            await peers.gone.wait()
 
 
 async def test_watches_no_stranger() -> None:

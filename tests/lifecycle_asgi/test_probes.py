@@ -143,7 +143,7 @@ async def test_client_reads_a_response_that_began_with_probes(
     program = {"curl": "curl", "node": "node", "fetch": "node"}.get(name)
     if program is not None and shutil.which(program) is None:
         pytest.skip(f"{program} is not installed")
-    monkeypatch.setattr("lifecycle_asgi.disconnects._SECONDS_BETWEEN_PROBES", 0.0)
+    monkeypatch.setattr("lifecycle_asgi.disconnects._SECONDS_TO_NEXT_PROBE", 0.0)
     app = Waits()
     stack = LifecycleMiddleware(app, room=0)
     node = {"node": ("http", tmp_path), "fetch": ("fetch", tmp_path)}

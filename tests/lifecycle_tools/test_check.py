@@ -8,8 +8,10 @@ import functools
 import json
 import shlex
 import socket
+import ssl
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -18,6 +20,7 @@ import anyio
 import anyio.to_process
 import anyio.to_thread
 import pytest
+from certificates import certificate
 from ports import free_port
 
 pytest.importorskip("psutil")
@@ -343,6 +346,80 @@ def test_says_that_no_server_is_there():
     assert done.returncode == 2
     said = f"no server accepts connections at 127.0.0.1 port {port}"
     assert len(done.stderr.splitlines()) == 1 and said in done.stderr
+
+
+def test_says_that_a_certificate_is_not_trusted(tmp_path):
+    """Of a server that has signed its own, and how to trust it."""
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    context.load_cert_chain(certificate(tmp_path, "127.0.0.1"))
+    with socket.create_server(("127.0.0.1", 0)) as server:
+
+        def shake_hands() -> None:
+            connection, _ = server.accept()
+            with contextlib.suppress(OSError), connection:
+                context.wrap_socket(connection, server_side=True).close()
+
+        thread = threading.Thread(target=shake_hands)
+        thread.start()
+        done = run("check", f"https://127.0.0.1:{server.getsockname()[1]}")
+        thread.join(60)
+    assert done.returncode == 2
+    assert "not trusted" in done.stderr and "SSL_CERT_FILE" in done.stderr
+
+
+def test_runs_one_attack_of_neighbours(tmp_path):
+    """``--only`` narrows ``--neighbours``."""
+    file = tmp_path / "report.json"
+    options = "--neighbours", "--only", "slow_b", "--seconds", "1"
+    with serving("one-at-a-time") as (url, _):
+        run("check", url, *options, "--json", str(file))
+    assert [each.id for each in Report.read(file).findings] == [
+        "neighbours.slow_bodies"
+    ]
+
+
+def test_says_that_the_attack_was_killed():
+    """An attack that is no more has no verdict, and ends no check."""
+    with serving("none") as (url, _):
+        settings = Settings(seconds=60, tokens=8)
+        target = Target(Address.parse(url), settings)
+        small = dataclasses.replace(ATTACKS[0], clients=1)
+
+        def kill() -> None:
+            until = time.monotonic() + 60
+            while time.monotonic() < until:
+                for each in psutil.Process().children(recursive=True):
+                    with contextlib.suppress(psutil.Error):
+                        if "anyio.to_process" in each.cmdline():
+                            each.kill()
+                            return
+                time.sleep(0.01)
+
+        async def both() -> Finding:
+            async with anyio.create_task_group() as tasks:
+                tasks.start_soon(anyio.to_thread.run_sync, kill)
+                return await beside(target, attack=small, requests=20)
+
+        found = anyio.run(both)
+    assert (found.verdict, found.seen) == (
+        "not observable",
+        "the attack's process ended",
+    )
+
+
+def test_server_that_stays_busy_fails(monkeypatch):
+    """The next attack would be compared with what this one has left."""
+
+    async def busy(_: Target) -> bool:
+        return False
+
+    monkeypatch.setattr(Target, "settle", busy)
+    with serving("none") as (url, _):
+        target = Target(Address.parse(url), Settings(seconds=60, tokens=8))
+        small = dataclasses.replace(ATTACKS[0], clients=1)
+        found = anyio.run(functools.partial(beside, target, attack=small, requests=10))
+    assert found.verdict == "fail"
+    assert found.because.startswith("The server does not come to rest")
 
 
 @pytest.mark.parametrize(

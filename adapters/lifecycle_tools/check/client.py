@@ -94,7 +94,8 @@ class Address:
         """Open a connection.
 
         Raises:
-            OSError: the server does not listen, or breaks off the TLS handshake.
+            OSError: the server does not listen, breaks off the TLS handshake, or has a
+            certificate that is not trusted.
 
         Cancellation: the connection is closed.
         """
@@ -111,6 +112,8 @@ class Address:
             )
         except GONE as error:
             await anyio.aclose_forcefully(stream)
+            if isinstance(error, ssl.SSLCertVerificationError):
+                raise
             raise ConnectionResetError("the server broke off TLS") from error
         except BaseException:
             await anyio.aclose_forcefully(stream)

@@ -70,7 +70,10 @@ def check(
         gauge=gauge,
         neighbour_key=neighbour_key,
     )
-    names = (NEIGHBOURS,) if neighbours else tuple(only or ())
+    names = tuple(only or ())
+    if neighbours:
+        begin = f"{NEIGHBOURS}."
+        names = tuple(begin + it.removeprefix(begin) for it in names) or (begin,)
     try:
         target = Target(address, settings, pid=pid)
     except (ImportError, ProcessLookupError) as error:

@@ -6,7 +6,7 @@ import resource
 import statistics
 from collections.abc import Awaitable, Callable, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 
 import anyio
@@ -80,15 +80,28 @@ async def beside(
         seen = f"{alone.count(None)} of {len(alone)} not served alone"
         because = f"It must serve {honest.address.source or '--neighbour-key'}, too."
         return unseen(seen, "not observable", because)
-    async with anyio.create_task_group() as tasks:
+    beside: list[float | None] = []
+
+    async def attack_until_timed() -> None:
         # In a process of its own, or the clients would delay each other.
         attacking = partial(anyio.to_process.run_sync, cancellable=True)
-        tasks.start_soon(attacking, run_attack, greedy, settings, attack)
+        with suppress(anyio.BrokenWorkerProcess):
+            await attacking(run_attack, greedy, settings, attack)
+        tasks.cancel_scope.cancel()
+
+    async with anyio.create_task_group() as tasks:
+        tasks.start_soon(attack_until_timed)
         await anyio.sleep(_UNFOLD)
         beside = await _timed(honest, requests)
         tasks.cancel_scope.cancel()
-    await target.settle()
-    return judge(attack, alone, beside, settings.seconds)
+    if not beside:
+        because = "It may have been killed, for memory or by hand."
+        return unseen("the attack's process ended", "not observable", because)
+    found = judge(attack, alone, beside, settings.seconds)
+    if await target.settle():
+        return found
+    because = "The server does not come to rest when the attack has ended."
+    return replace(found, verdict="fail", because=because)
 
 
 def judge(

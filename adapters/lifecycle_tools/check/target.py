@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import ssl
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
@@ -182,6 +183,11 @@ class Target:
         try:
             with anyio.fail_after(self.settings.seconds):
                 await anyio.aclose_forcefully(await self.address.connect())
+        except ssl.SSLCertVerificationError as error:
+            raise CannotCheck(
+                f"the certificate is not trusted ({error.verify_message}); name the "
+                "file of its issuer in the variable SSL_CERT_FILE"
+            ) from None
         except OSError:  # of which TimeoutError is one
             raise CannotCheck(
                 f"no server accepts connections at {self.address.host} port "

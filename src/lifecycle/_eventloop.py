@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import functools
+import inspect
 import sys
 from collections.abc import Awaitable, Callable, Coroutine
 from functools import partial
@@ -23,6 +24,8 @@ if TYPE_CHECKING:
 
     from trio.lowlevel import Abort, RaiseCancelT, Task
 
+# Coroutines that enter a block for the one who awaits them.
+_ENTERING = ("__aenter__", "enter_async_context")
 # Raises nothing where no loop runs.
 _get_running_loop = asyncio._get_running_loop  # noqa: SLF001
 
@@ -210,6 +213,25 @@ def current_loop() -> object | None:
     if loop is None and trio is not None and trio.lowlevel.in_trio_run():
         loop = trio.lowlevel.current_trio_token()
     return loop
+
+
+def in_async_generator() -> bool:
+    """Whether a block that the caller enters belongs to the body of an async generator.
+
+    Such a body may leave a block in another task than it entered it in, or never: no
+    scope may span its items. The generator of a `contextlib.asynccontextmanager` does
+    not count, but where that is entered does.
+    """
+    frame = inspect.currentframe()
+    frame = frame and frame.f_back
+    while frame is not None and (frame := frame.f_back) is not None:
+        flags, reader = frame.f_code.co_flags, frame.f_back
+        if flags & inspect.CO_ASYNC_GENERATOR:
+            if reader is None or reader.f_globals.get("__name__") != "contextlib":
+                return True
+        elif flags & inspect.CO_COROUTINE and frame.f_code.co_name not in _ENTERING:
+            return False
+    return False
 
 
 def call_if_cancelled(call: Callable[[], object]) -> Callable[[], object]:

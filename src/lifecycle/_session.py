@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 import logging
 import sys
 from collections.abc import AsyncIterator, Callable
@@ -15,7 +14,12 @@ import anyio
 from anyio.lowlevel import checkpoint
 
 from . import events
-from ._eventloop import TaskSupervisor, call_if_cancelled, current_loop
+from ._eventloop import (
+    TaskSupervisor,
+    call_if_cancelled,
+    current_loop,
+    in_async_generator,
+)
 from ._exceptions import (
     EngineLost,
     Refused,
@@ -152,24 +156,6 @@ class RegistryState:
         self.quarantined[key] = id_
         if len(self.quarantined) > self.max_quarantined:
             del self.quarantined[next(iter(self.quarantined))]
-
-
-def in_async_generator() -> bool:
-    """Whether the caller's caller is the body of an async generator.
-
-    Such a body may leave a block in another task than it entered it in, or never. The
-    generator of a `contextlib.asynccontextmanager` may not, and does not count.
-    """
-    frame = inspect.currentframe()
-    frame = frame and frame.f_back
-    while frame is not None and (frame := frame.f_back) is not None:
-        flags = frame.f_code.co_flags
-        if flags & inspect.CO_ASYNC_GENERATOR:
-            reader = frame.f_back
-            return reader is None or reader.f_globals.get("__name__") != "contextlib"
-        if flags & inspect.CO_COROUTINE:
-            return False
-    return False
 
 
 class _NoScope:

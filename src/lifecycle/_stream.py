@@ -16,6 +16,7 @@ from weakref import ref
 import anyio
 
 from ._closing import leave_source, run_to_end, sources
+from ._eventloop import in_async_generator
 from ._exceptions import StreamTimeout
 from ._validation import NoCopy, check, check_callable, check_limit
 
@@ -36,6 +37,9 @@ class Stream(NoCopy, Generic[T_co]):
     that is dropped halfway warns, too. Entering one that was stopped with an error
     raises that error. A cancellation is never replaced: other errors while a cancelled
     stream is closed are logged, by their type.
+
+    In an async generator, such as the body of a response, the block may be left by
+    another task than entered it, and is not cancelled, as that of a `Session` is not.
 
     Args:
         source: The iterator; closed by its ``close_nowait`` or ``aclose``, if any.
@@ -73,7 +77,7 @@ class Stream(NoCopy, Generic[T_co]):
         for each in self._on_close:
             check_callable(on_close=each)
         self._grace = check_limit("grace", grace)
-        self._stopped = self.closed = False
+        self._entered = self._stopped = self.closed = False
         self._errors: list[Exception] = []
         self._scope: anyio.CancelScope | None = None
         # Since when a task waits for an item, by the clock of a watchdog, if any.
@@ -191,25 +195,27 @@ class Stream(NoCopy, Generic[T_co]):
                     calls.callback(self._on_close.pop())
 
     async def __aenter__(self) -> Self:
-        if self._scope is not None:
+        if self._entered:
             raise RuntimeError("a stream can be entered once; make another")
         if self._stopped:
             await self._end_early()
-        self._scope = self._new_scope().__enter__()
+        self._entered = True
+        if not in_async_generator():  # no scope may span its items
+            self._scope = self._new_scope().__enter__()
         return self
 
     async def __aexit__(self, *left_by: Any) -> bool:  # noqa: PYI036 - passed on
-        scope, self._scope = self._scope, None
-        assert scope is not None
+        scope, self._scope, self._entered = self._scope, None, False
         try:
             # A task that still waits for an item can only be one that the body
             # left behind; it was stopped, and closes the source itself.
             with _SuppressDuringCancellation(left_by[1]):
                 await self.aclose()
         except BaseException as error:
-            scope.__exit__(type(error), error, error.__traceback__)
+            if scope is not None:
+                scope.__exit__(type(error), error, error.__traceback__)
             raise
-        swallowed = bool(scope.__exit__(*left_by))
+        swallowed = scope is not None and bool(scope.__exit__(*left_by))
         if swallowed and self._errors:
             raise self._errors.pop()
         return swallowed

@@ -11,7 +11,7 @@ import anyio
 import pytest
 from anyio.lowlevel import checkpoint
 
-from lifecycle import Session, SessionEnded, SessionRegistry
+from lifecycle import Session, SessionEnded, SessionRegistry, Stream
 from lifecycle.testing import assert_quiescent
 
 pytestmark = pytest.mark.anyio
@@ -46,6 +46,42 @@ async def test_is_left_by_another_task() -> None:
         assert ended == ["closed"]
         assert sessions.statistics().outcomes["cancelled"] == 1
         assert_quiescent(sessions)
+
+
+@pytest.mark.parametrize("how", ["block", "stack", "manager"])
+async def test_lets_another_task_read_the_rest_of_a_stream(how: str) -> None:
+    """Nor is a scope of the stream's block left open in the task that began it."""
+    async with SessionRegistry() as sessions:
+
+        async def numbers() -> AsyncIterator[int]:
+            for number in range(4):
+                await checkpoint()
+                yield number
+
+        @contextlib.asynccontextmanager
+        async def opened(session: Session) -> AsyncIterator[Stream[int]]:
+            async with session.stream(numbers(), total=60.0) as items:
+                yield items
+
+        async def body() -> AsyncGenerator[int, None]:
+            async with contextlib.AsyncExitStack() as stack:
+                session = stack.enter_context(sessions.open("a"))
+                items = session.stream(numbers(), total=60.0)
+                if how == "manager":
+                    items = await stack.enter_async_context(opened(session))
+                elif how == "stack":
+                    await stack.enter_async_context(items)
+                else:
+                    stack.push_async_exit(await items.__aenter__())
+                async for item in items:
+                    yield item
+
+        source = body()
+        for _ in range(3):
+            async with anyio.create_task_group() as tasks:
+                tasks.start_soon(anext, source)
+        assert [item async for item in source] == [3]
+        assert sessions.statistics().outcomes["completed"] == 1
 
 
 async def test_is_closed_with_its_generator() -> None:

@@ -27,7 +27,13 @@ if TYPE_CHECKING:
 # Coroutines that enter a block for the one who awaits them.
 _ENTERING = ("__aenter__", "enter_async_context")
 # Raises nothing where no loop runs.
-_get_running_loop = asyncio._get_running_loop  # noqa: SLF001
+get_running_loop = asyncio._get_running_loop  # noqa: SLF001
+# The running task of a loop, without a frame of Python: CPython 3.11 has one there.
+running_task: Callable[[Any], asyncio.Task[Any] | None] = (
+    asyncio.current_task
+    if sys.version_info >= (3, 12)
+    else asyncio.tasks._current_tasks.get  # type: ignore[attr-defined]  # noqa: SLF001
+)
 
 
 class _AsyncioWaiter:
@@ -137,7 +143,7 @@ def new_waiter() -> Waiter:
     Raises:
         RuntimeError: No event loop runs in this thread.
     """
-    loop = _get_running_loop()
+    loop = get_running_loop()
     if loop is not None:
         return _AsyncioWaiter(loop)
     if current_task() is None:
@@ -158,7 +164,7 @@ async def wait_until(waiter: Waiter, deadline: float, *, last: bool = True) -> N
         last: The task waits no more after it, so that a `Waiter.wake` in that moment
             comes too late.
     """
-    loop = _get_running_loop()
+    loop = get_running_loop()
     if loop is None:
         trio_waiter = cast("_TrioWaiter", waiter)
         trio_waiter.waits_again = not last
@@ -190,13 +196,21 @@ async def _wait_on_trio_until(waiter: _TrioWaiter, deadline: float) -> None:
 
 def asyncio_task() -> asyncio.Task[Any] | None:
     """The running task of asyncio, or ``None`` elsewhere."""
-    loop = _get_running_loop()
+    loop = get_running_loop()
     return None if loop is None else asyncio.current_task(loop)
+
+
+def is_suspended(task: Any) -> bool:
+    """Whether a task of asyncio waits, and for what has not come yet."""
+    waits_for = task._fut_waiter  # noqa: SLF001
+    if waits_for is None:  # it runs, or goes on in the next turn of the loop
+        return task is not asyncio_task()
+    return not waits_for.done()
 
 
 def current_task() -> object | None:
     """The running task as an opaque identity, or ``None`` outside of any."""
-    loop = _get_running_loop()
+    loop = get_running_loop()
     if loop is not None:
         return asyncio.current_task(loop)
     trio = sys.modules.get("trio")
@@ -208,7 +222,7 @@ def current_task() -> object | None:
 
 def current_loop() -> object | None:
     """The running event loop, as an identity, or ``None`` outside of any."""
-    loop: object | None = _get_running_loop()
+    loop: object | None = get_running_loop()
     trio = sys.modules.get("trio")
     if loop is None and trio is not None and trio.lowlevel.in_trio_run():
         loop = trio.lowlevel.current_trio_token()
@@ -285,7 +299,7 @@ def call_soon() -> Callable[[Callable[[], object]], object]:
 
 def event_loop_clock() -> Callable[[], float]:
     """The running loop's own clock, without anyio's look-up at each reading."""
-    loop = _get_running_loop()
+    loop = get_running_loop()
     if loop is not None:
         return loop.time
     clock: Callable[[], float] = sys.modules["trio"].current_time
@@ -307,7 +321,7 @@ def fallback_clock(clock: Callable[[], float]) -> Callable[[], float]:
 
 def task_factory() -> Callable[..., Any] | None:
     """What makes a plain task of the running loop; ``None`` on trio, which has none."""
-    loop = _get_running_loop()
+    loop = get_running_loop()
     if loop is None:
         return None
     # An eager one would run the start within its caller.
@@ -413,7 +427,7 @@ class LoopWaiter:
     loop: asyncio.AbstractEventLoop | None
 
     def __init__(self, like: LoopWaiter | None = None) -> None:
-        self.loop = _get_running_loop() if like is None else like.loop
+        self.loop = get_running_loop() if like is None else like.loop
         self.waiting: Any = None
 
     def wait(self) -> Awaitable[None]:

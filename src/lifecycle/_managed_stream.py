@@ -233,7 +233,7 @@ class ManagedStream(Stream[T]):
             give_up(call.held)
         self._source = source = _items(source, call.function)
         if isinstance(source, Stream):  # its deadlines end the caller's block
-            source._join_block(self._scope, self._errors)
+            source._join_block(self._block, self._errors)
         return await anext(source)
 
     def _finish(self, error: BaseException | None) -> None:

@@ -185,10 +185,10 @@ class Session(NoCopy):
     no END to come, is closed with a `ResourceWarning`.
 
     In an async generator, such as the body of a response, its block may be left by
-    another task. So `stop` does not cancel such a block: it gets `SessionEnded` with
-    the next item of `stream`, or where it is left. On asyncio the session is closed as
-    well if the task that entered it is cancelled, also where that task had passed the
-    generator on: enter it in the task that reads the rest.
+    another task. So `stop` does not cancel such a block: it gets `SessionEnded` where
+    it waits for an item of `stream`, or where it is left. On asyncio the session is
+    closed as well if the task that entered it is cancelled, also where that task had
+    passed the generator on: enter it in the task that reads the rest.
 
     Attributes:
         id: The id that clients know.
@@ -416,7 +416,7 @@ class Session(NoCopy):
         total: float | None = None,
         grace: float = 5.0,
     ) -> Stream[T]:
-        """Own *source* as a `Stream` whose ``async with`` block deadlines may end.
+        """Own *source* as a `Stream` whose block, or wait for an item, deadlines end.
 
         In seconds: until the first item, between later ones, for the whole stream,
         and as *grace* for the source to close.
@@ -433,7 +433,9 @@ class Session(NoCopy):
             new_scope=self._state.new_scope,
             on_end=self._stream_ended,
         )
-        if isinstance(self._scope, _NoScope):
+        # A block of its own is cancelled, and a decorated function's stream is stopped.
+        unentered = self._scope is None and self._stream is None
+        if unentered or isinstance(self._scope, _NoScope):
             self._stop_with(stream)
         return stream
 
@@ -576,7 +578,7 @@ class Session(NoCopy):
             raise self._ended()
 
     def _stop_with(self, stream: Stream[Any]) -> None:
-        """Let `stop` end *stream*, of a decorated function."""
+        """Let `stop` end *stream*, where there is no block to cancel."""
         self._stream = ref(stream)
 
     def _lose(self) -> None:

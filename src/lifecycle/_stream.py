@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import heapq
 import logging
 import math
@@ -16,10 +17,18 @@ from weakref import ref
 import anyio
 
 from ._closing import leave_source, run_to_end, sources
-from ._eventloop import in_async_generator
+from ._eventloop import (
+    current_loop,
+    get_running_loop,
+    in_async_generator,
+    is_suspended,
+    running_task,
+)
 from ._exceptions import StreamTimeout
 from ._validation import NoCopy, check, check_callable, check_limit
 
+# Bound once: looked up for each item, they take a fifth of its time.
+_get_sources, _set_sources = sources.get, sources.set
 T_co = TypeVar("T_co", covariant=True)
 
 _log = logging.getLogger("lifecycle")
@@ -58,7 +67,7 @@ class Stream(NoCopy, Generic[T_co]):
 
     # For the finaliser and `repr`, should the stream not be made at all.
     closed, items = True, 0
-    _since: float | None = None
+    _reader: object = None
     # A registry knows its loop, and provides what needs no look-up.
     _new_scope: Callable[..., anyio.CancelScope] = anyio.CancelScope
     _now: Callable[[], float] = staticmethod(anyio.current_time)
@@ -77,11 +86,18 @@ class Stream(NoCopy, Generic[T_co]):
         for each in self._on_close:
             check_callable(on_close=each)
         self._grace = check_limit("grace", grace)
-        self._entered = self._stopped = self.closed = False
+        self._stopped = self.closed = False
         self._errors: list[Exception] = []
+        self._block: anyio.CancelScope | None = None
+        # What `stop` cancels: the block, or on trio a scope of one wait.
         self._scope: anyio.CancelScope | None = None
-        # Since when a task waits for an item, by the clock of a watchdog, if any.
-        self._since: float | None = None
+        # On asyncio, the running loop and, where `stop` did so, the cancelled task.
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._interrupted: asyncio.Task[Any] | None = None
+        # While a task waits for an item: its scope or, without one, itself.
+        self._reader: Any = None
+        # Since when it waits, by the clock of a watchdog, if any.
+        self._since = 0.0
         self._clock: Callable[[], float] | None = None
         self.items = 0
         # Tells cancellations by the source itself from others: see `sources`. What
@@ -106,37 +122,68 @@ class Stream(NoCopy, Generic[T_co]):
         Cancellation:
             Goes through to the source, and ends the stream.
         """
-        if self._since is not None:
-            raise RuntimeError("another task is waiting for an item of this stream")
-        if self._stopped:
+        if self._reader is not None or self._stopped:
             await self._end_early()
             raise StopAsyncIteration
-        clock = self._clock
-        self._since = 0.0 if clock is None else clock()
+        loop = self._loop
+        self._reader = self._scope or (loop and running_task(loop))
+        if self._reader is None and self._is_on_trio():
+            return await self._next_in_scope()
+        if (clock := self._clock) is not None:
+            self._since = clock()
         if marks := self._marks_items:
-            around = sources.get()
+            around = _get_sources()
             inside = around + self._mark
-            sources.set(inside)
+            _set_sources(inside)
         try:
             # Looked up each time: a source may step aside after its first item.
             item = await anext(self._source)  # type: ignore[arg-type]
-        except BaseException as error:
+        except BaseException as error:  # noqa: ASYNC103 - of `stop`, not of others
             # The end, an error or a cancellation: the source is finished.
-            if marks:
+            if not self._is_ended(error):
+                raise
+        else:
+            if marks and _get_sources() is inside:
+                _set_sources(around)
+            elif marks:
                 leave_source(self._mark)
-            self._since = None
-            with _SuppressDuringCancellation(error):
-                self._finish(error)
-            raise
-        if marks and sources.get() is inside:
-            sources.set(around)
-        elif marks:
+            self._reader = None
+            self.items += 1
+            return item
+        raise self._end()
+
+    def _is_ended(self, error: BaseException) -> bool:
+        """End by *error* of the source; return whether it comes of `stop` alone."""
+        if self._marks_items:
             leave_source(self._mark)
-        self._since = None
-        self.items += 1
-        return item
+        self._reader = None
+        stopped = isinstance(error, asyncio.CancelledError) and self._take_back()
+        with _SuppressDuringCancellation(error):
+            self._finish(error)
+        return stopped
+
+    def _is_on_trio(self) -> bool:
+        """Find the running loop, and the task where it is asyncio's."""
+        loop = self._loop = get_running_loop()
+        self._reader = loop and running_task(loop)
+        return loop is None and current_loop() is not None
+
+    async def _next_in_scope(self) -> T_co:
+        # Trio has no other way to cancel a task. On asyncio this would take longer
+        # than all the rest.
+        try:
+            with self._new_scope() as self._scope:
+                return await self.__anext__()
+        finally:
+            self._scope = None
+        raise self._end()
+
+    def _end(self) -> Exception:
+        return self._errors.pop() if self._errors else StopAsyncIteration()
 
     async def _end_early(self) -> None:
+        if self._reader is not None:
+            raise RuntimeError("another task is waiting for an item of this stream")
         await self.aclose()
         if self._errors:
             raise self._errors.pop()
@@ -144,14 +191,31 @@ class Stream(NoCopy, Generic[T_co]):
     def stop(self, error: Exception | None = None) -> None:
         """Ask the stream to end, from any task of its loop. Idempotent.
 
-        Under ``async with`` the block is left at once, with *error* if one is
-        given. Otherwise the stream ends when the next item is asked for.
+        Under ``async with`` the block is left at once, with *error* if one is given.
+        Without, a wait for an item ends at once, with *error*. Otherwise the stream
+        ends when the next item is asked for.
         """
         if not self._stopped:
             self._stopped = True
             self._errors += [] if error is None else [error]
-            if self._scope is not None:
-                self._scope.cancel()
+            self._interrupt()
+
+    def _interrupt(self) -> None:
+        """Cancel what reads the stream, or what it reads in."""
+        if self._scope is not None:
+            self._scope.cancel()
+        elif isinstance(self._reader, asyncio.Task) and not self._reader.cancelling():
+            # A task that others cancel is left to them.
+            if is_suspended(self._reader):
+                self._interrupted = self._reader
+                self._reader.cancel("the stream was stopped")
+            else:
+                self._reader.get_loop().call_soon(self._interrupt)
+
+    def _take_back(self) -> bool:
+        """Take back that `stop` cancelled a task; return whether nobody else did."""
+        task, self._interrupted = self._interrupted, None
+        return task is not None and not task.uncancel()
 
     async def aclose(self) -> None:
         """Close the source and end the stream. Idempotent.
@@ -163,7 +227,7 @@ class Stream(NoCopy, Generic[T_co]):
             Shielded for *grace* seconds, also from ``Task.cancel()`` and
             ``asyncio.timeout``: the source gets its time. Raised once it has closed.
         """
-        if self._since is not None:
+        if self._reader is not None:
             self.stop()
             return
         source, self._source = self._source, None
@@ -184,28 +248,29 @@ class Stream(NoCopy, Generic[T_co]):
         self, scope: anyio.CancelScope | None, errors: list[Exception]
     ) -> None:
         """Let deadlines of this stream end the block of the one around it."""
-        self._scope, self._errors = scope, errors
+        self._block = self._scope = scope
+        self._errors = errors
 
     def _finish(self, error: BaseException | None) -> None:  # noqa: ARG002 - a hook
         """Note the end: by *error* of the source, or because the stream was closed."""
         self.closed = self._stopped = True
+        self._take_back()
         if self._on_close:
             with ExitStack() as calls:  # each is made, also where another raises
                 while self._on_close:
                     calls.callback(self._on_close.pop())
 
     async def __aenter__(self) -> Self:
-        if self._entered:
+        if self._block is not None:
             raise RuntimeError("a stream can be entered once; make another")
         if self._stopped:
             await self._end_early()
-        self._entered = True
         if not in_async_generator():  # no scope may span its items
-            self._scope = self._new_scope().__enter__()
+            self._block = self._scope = self._new_scope().__enter__()
         return self
 
     async def __aexit__(self, *left_by: Any) -> bool:  # noqa: PYI036 - passed on
-        scope, self._scope, self._entered = self._scope, None, False
+        scope, self._block, self._scope = self._block, None, None
         try:
             # A task that still waits for an item can only be one that the body
             # left behind; it was stopped, and closes the source itself.
@@ -235,7 +300,7 @@ class Stream(NoCopy, Generic[T_co]):
 
     def __repr__(self) -> str:
         state = "idle" if self.items else "new"
-        if self.closed or self._since is not None:
+        if self.closed or self._reader is not None:
             state = "closed" if self.closed else "running"
         return f"<{type(self).__name__} {state}, {self.items} items>"
 
@@ -310,7 +375,7 @@ class WatchedStream(Stream[T_co]):
     def enforce(self, deadlines: StreamDeadlines, began: float, now: float) -> float:
         """Stop if a deadline is broken; return when to check again, `inf` for never."""
         kind = "idle" if self.items else "first_item"
-        since = math.inf if self._since is None else self._since
+        since = math.inf if self._reader is None else self._since
         total, wait, idle = (
             deadlines.get(each, math.inf) for each in ("total", kind, "idle")
         )

@@ -84,6 +84,25 @@ async def test_lets_another_task_read_the_rest_of_a_stream(how: str) -> None:
         assert sessions.statistics().outcomes["completed"] == 1
 
 
+async def test_raises_what_its_stream_raises_in_closing() -> None:
+    """As in a task, where the block has a scope to leave first."""
+
+    async def numbers() -> AsyncIterator[int]:
+        try:
+            yield 1
+        finally:
+            raise LookupError("closing")
+
+    async def body() -> AsyncGenerator[int, None]:
+        async with Stream(numbers()) as items:
+            yield await anext(items)
+
+    source = body()
+    await anext(source)
+    with pytest.raises(LookupError, match="closing"):
+        await anext(source)
+
+
 async def test_is_closed_with_its_generator() -> None:
     """Cancelled in its wait, read to its end, failed: the outcome is as in a task."""
     async with SessionRegistry() as sessions:

@@ -477,11 +477,16 @@ class TestStop:
 @pytest.mark.anyio
 class TestDeadlines:
     async def open(
-        self, sessions: SessionRegistry, source: Any, **limits: float
+        self,
+        sessions: SessionRegistry,
+        source: Any,
+        block: bool = True,
+        **limits: float,
     ) -> int:
         count = 0
         with sessions.open("a") as session:
-            async with session.stream(source, **limits) as stream:
+            stream = session.stream(source, **limits)
+            async with stream if block else contextlib.nullcontext():
                 async for _item in stream:
                     count += 1
         return count
@@ -492,6 +497,7 @@ class TestDeadlines:
             await anyio.sleep(wait)
             yield wait
 
+    @pytest.mark.parametrize("block", [True, False], ids=["block", "plain"])
     @pytest.mark.parametrize(
         ("waits", "limits", "broken", "at"),
         [
@@ -507,23 +513,29 @@ class TestDeadlines:
         ],
     )
     async def test_stops_a_stream_that_is_late(
-        self, waits: tuple[float, ...], limits: dict[str, float], broken: str, at: float
+        self,
+        waits: tuple[float, ...],
+        limits: dict[str, float],
+        broken: str,
+        at: float,
+        block: bool,
     ) -> None:
         """The first deadline that is broken ends the stream at that very moment."""
         async with SessionRegistry() as sessions:
             began = anyio.current_time()
             with pytest.raises(StreamTimeout, match=f"its {broken} deadline") as caught:
-                await self.open(sessions, self.paced(*waits), **limits)
+                await self.open(sessions, self.paced(*waits), block, **limits)
             assert anyio.current_time() - began == pytest.approx(at)
             assert caught.value.deadline == broken
             assert sessions.statistics().outcomes["deadline"] == 1
 
-    async def test_leaves_a_stream_in_time_alone(self) -> None:
+    @pytest.mark.parametrize("block", [True, False], ids=["block", "plain"])
+    async def test_leaves_a_stream_in_time_alone(self, block: bool) -> None:
         """A stream that keeps its deadlines is not disturbed, however long it takes."""
         async with SessionRegistry() as sessions:
             limits = {"first_item": 5.5, "idle": 2.5, "total": 100}
             source = self.paced(5, *[2] * 20)
-            assert await self.open(sessions, source, **limits) == 21
+            assert await self.open(sessions, source, block, **limits) == 21
             await anyio.sleep(200)
             assert sessions.statistics().outcomes["completed"] == 1
 

@@ -200,12 +200,22 @@ def asyncio_task() -> asyncio.Task[Any] | None:
     return None if loop is None else asyncio.current_task(loop)
 
 
-def is_suspended(task: Any) -> bool:
-    """Whether a task of asyncio waits, and for what has not come yet."""
-    waits_for = task._fut_waiter  # noqa: SLF001
-    if waits_for is None:  # it runs, or goes on in the next turn of the loop
-        return task is not asyncio_task()
-    return not waits_for.done()
+def interrupt(task: Any, again: Callable[[], object]) -> object | None:
+    """Cancel a task of asyncio, or call *again* soon; return it if it was cancelled."""
+    if not isinstance(task, asyncio.Task) or task.cancelling():
+        return None  # one that others cancel is left to them
+    waits_for: Any = task._fut_waiter  # type: ignore[attr-defined]  # noqa: SLF001
+    # It runs, or what it waits for has come: that is not to be lost.
+    if task is asyncio_task() if waits_for is None else waits_for.done():
+        task.get_loop().call_soon(again)
+        return None
+    task.cancel("the stream was stopped")
+    return task
+
+
+def is_native_cancellation(error: BaseException) -> bool:
+    """Whether *error* is how asyncio cancels a task."""
+    return isinstance(error, asyncio.CancelledError)
 
 
 def current_task() -> object | None:

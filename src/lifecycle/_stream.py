@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import heapq
 import logging
 import math
@@ -21,7 +20,8 @@ from ._eventloop import (
     current_loop,
     get_running_loop,
     in_async_generator,
-    is_suspended,
+    interrupt,
+    is_native_cancellation,
     running_task,
 )
 from ._exceptions import StreamTimeout
@@ -92,8 +92,8 @@ class Stream(NoCopy, Generic[T_co]):
         # What `stop` cancels: the block, or on trio a scope of one wait.
         self._scope: anyio.CancelScope | None = None
         # On asyncio, the running loop and, where `stop` did so, the cancelled task.
-        self._loop: asyncio.AbstractEventLoop | None = None
-        self._interrupted: asyncio.Task[Any] | None = None
+        self._loop: Any = None
+        self._interrupted: Any = None
         # While a task waits for an item: its scope or, without one, itself.
         self._reader: Any = None
         # Since when it waits, by the clock of a watchdog, if any.
@@ -157,7 +157,7 @@ class Stream(NoCopy, Generic[T_co]):
         if self._marks_items:
             leave_source(self._mark)
         self._reader = None
-        stopped = isinstance(error, asyncio.CancelledError) and self._take_back()
+        stopped = is_native_cancellation(error) and self._take_back()
         with _SuppressDuringCancellation(error):
             self._finish(error)
         return stopped
@@ -204,13 +204,8 @@ class Stream(NoCopy, Generic[T_co]):
         """Cancel what reads the stream, or what it reads in."""
         if self._scope is not None:
             self._scope.cancel()
-        elif isinstance(self._reader, asyncio.Task) and not self._reader.cancelling():
-            # A task that others cancel is left to them.
-            if is_suspended(self._reader):
-                self._interrupted = self._reader
-                self._reader.cancel("the stream was stopped")
-            else:
-                self._reader.get_loop().call_soon(self._interrupt)
+        else:
+            self._interrupted = interrupt(self._reader, self._interrupt)
 
     def _take_back(self) -> bool:
         """Take back that `stop` cancelled a task; return whether nobody else did."""

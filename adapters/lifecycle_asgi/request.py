@@ -191,9 +191,11 @@ class RequestScope:
         Cancellation:
             Goes through to *source*, which is closed at the end of the request.
         """
-        items: AsyncIterator[T] = _asynchronous(source)
-        self.own(PrefetchedIterator([], items))
-        return await prefetch(items)
+        items = self.own(PrefetchedIterator[T]([], _asynchronous(source)))
+        async for item in items:
+            items._first = [item]
+            break
+        return items
 
     def phase(self, phase: Phase) -> PhaseTimer:
         """Return a context manager that reports one phase of the request.
@@ -397,20 +399,6 @@ class PrefetchedIterator(Generic[T]):
         close = getattr(self._source, "aclose", None)
         if close is not None:
             await close()
-
-
-async def prefetch(source: AsyncIterator[T]) -> PrefetchedIterator[T]:
-    """Wait for the first item of *source*, if it has one.
-
-    Raises:
-        Exception: What *source* raised instead.
-
-    Cancellation:
-        Goes through to *source*.
-    """
-    async for item in source:
-        return PrefetchedIterator([item], source)
-    return PrefetchedIterator([], source)
 
 
 async def close_all(sources: list[Any], grace: float) -> None:

@@ -148,9 +148,8 @@ def managed(
 
     For async generator functions, and for the two-phase form that needs no care: a
     coroutine function that hands its payload over and *returns* the stream, so that its
-    frame is gone before the first item. Where that is a `Session.stream`, its deadlines
-    end the caller's ``async with`` block, if that is entered before the first item, or
-    else the wait for an item.
+    frame is gone before the first item. Deadlines of a `Session.stream` end the
+    caller's wait, or its ``async with`` block if entered before the first item.
 
     The call returns a `Stream` and takes nothing yet. With the first item asked for, a
     session is opened, a lease is admitted, and then the function runs. Parameters named

@@ -24,8 +24,9 @@ if TYPE_CHECKING:
 
     from trio.lowlevel import Abort, RaiseCancelT, Task
 
-# Coroutines that enter a block for the one who awaits them.
+# Who awaits these enters a block.
 _ENTERING = ("__aenter__", "enter_async_context")
+NativeCancelled = asyncio.CancelledError
 # Raises nothing where no loop runs.
 get_running_loop = asyncio._get_running_loop  # noqa: SLF001
 # The running task of a loop, without a frame of Python: CPython 3.11 has one there.
@@ -209,13 +210,7 @@ def interrupt(task: Any, again: Callable[[], object]) -> object | None:
     if task is asyncio_task() if waits_for is None else waits_for.done():
         task.get_loop().call_soon(again)
         return None
-    task.cancel("the stream was stopped")
-    return task
-
-
-def is_native_cancellation(error: BaseException) -> bool:
-    """Whether *error* is how asyncio cancels a task."""
-    return isinstance(error, asyncio.CancelledError)
+    return task if task.cancel("the stream was stopped") else None
 
 
 def current_task() -> object | None:
@@ -240,11 +235,10 @@ def current_loop() -> object | None:
 
 
 def in_async_generator() -> bool:
-    """Whether a block that the caller enters belongs to the body of an async generator.
+    """Whether a block that the caller enters is of the body of an async generator.
 
-    Such a body may leave a block in another task than it entered it in, or never: no
-    scope may span its items. The generator of a `contextlib.asynccontextmanager` does
-    not count, but where that is entered does.
+    Such a body may leave it in another task, or never: no scope may span its items. An
+    `asynccontextmanager` does not count, but where that is entered does.
     """
     frame = inspect.currentframe()
     frame = frame and frame.f_back

@@ -213,7 +213,7 @@ class ManagedStream(Stream[T]):
         how, bound, session, lease = call.how, call.bound, None, None
         if how.sessions is not None:
             session = self._session = how.sessions.open(call.id)
-            session._stop_with(self)
+            session._stream = ref(self)
         if how.gate is not None:
             admitted = await how.gate.admit(bytes=call.nbytes, slots=how.slots)
             lease = admitted.__enter__()

@@ -212,7 +212,7 @@ class Session(NoCopy):
     _boxes: dict[object, Payload[Any]] = field(default_factory=dict)
     _starts: list[StartTask[Any]] = field(default_factory=list)
     _scope: anyio.CancelScope | _NoScope | None = None
-    # Of a decorated function, without a block: no scope may span its items.
+    # What `stop` ends, where there is no block to cancel.
     _stream: ref[Stream[Any]] | None = None
     _stopped: bool = False
     # Half a kilobyte each: only if a task waits for it.
@@ -433,10 +433,9 @@ class Session(NoCopy):
             new_scope=self._state.new_scope,
             on_end=self._stream_ended,
         )
-        # A block of its own is cancelled, and a decorated function's stream is stopped.
-        unentered = self._scope is None and self._stream is None
-        if unentered or isinstance(self._scope, _NoScope):
-            self._stop_with(stream)
+        # A block is cancelled, and a decorated function has a stream already.
+        if isinstance(self._scope, _NoScope) or not (self._scope or self._stream):
+            self._stream = ref(stream)
         return stream
 
     def _stream_ended(self, items: int) -> None:
@@ -576,10 +575,6 @@ class Session(NoCopy):
     def _check_open(self) -> None:
         if self.outcome is not None:
             raise self._ended()
-
-    def _stop_with(self, stream: Stream[Any]) -> None:
-        """Let `stop` end *stream*, where there is no block to cancel."""
-        self._stream = ref(stream)
 
     def _lose(self) -> None:
         # For finalisers, which may run in any thread.

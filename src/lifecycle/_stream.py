@@ -17,11 +17,11 @@ import anyio
 
 from ._closing import leave_source, run_to_end, sources
 from ._eventloop import (
+    NativeCancelled,
     current_loop,
     get_running_loop,
     in_async_generator,
     interrupt,
-    is_native_cancellation,
     running_task,
 )
 from ._exceptions import StreamTimeout
@@ -91,13 +91,10 @@ class Stream(NoCopy, Generic[T_co]):
         self._block: anyio.CancelScope | None = None
         # What `stop` cancels: the block, or on trio a scope of one wait.
         self._scope: anyio.CancelScope | None = None
-        # On asyncio, the running loop and, where `stop` did so, the cancelled task.
-        self._loop: Any = None
-        self._interrupted: Any = None
-        # While a task waits for an item: its scope or, without one, itself.
-        self._reader: Any = None
-        # Since when it waits, by the clock of a watchdog, if any.
-        self._since = 0.0
+        self._loop: Any = None  # where it is asyncio's
+        self._interrupted: Any = None  # the task that `stop` cancelled
+        self._reader: Any = None  # while a task waits: its scope, or else itself
+        self._since = 0.0  # when that began, by the clock of a watchdog, if any
         self._clock: Callable[[], float] | None = None
         self.items = 0
         # Tells cancellations by the source itself from others: see `sources`. What
@@ -157,20 +154,18 @@ class Stream(NoCopy, Generic[T_co]):
         if self._marks_items:
             leave_source(self._mark)
         self._reader = None
-        stopped = is_native_cancellation(error) and self._take_back()
+        stopped = isinstance(error, NativeCancelled) and self._take_back()
         with _SuppressDuringCancellation(error):
             self._finish(error)
         return stopped
 
     def _is_on_trio(self) -> bool:
-        """Find the running loop, and the task where it is asyncio's."""
         loop = self._loop = get_running_loop()
         self._reader = loop and running_task(loop)
         return loop is None and current_loop() is not None
 
     async def _next_in_scope(self) -> T_co:
-        # Trio has no other way to cancel a task. On asyncio this would take longer
-        # than all the rest.
+        # Trio has no other way to cancel a task; on asyncio this would be slow.
         try:
             with self._new_scope() as self._scope:
                 return await self.__anext__()
@@ -201,14 +196,13 @@ class Stream(NoCopy, Generic[T_co]):
             self._interrupt()
 
     def _interrupt(self) -> None:
-        """Cancel what reads the stream, or what it reads in."""
         if self._scope is not None:
             self._scope.cancel()
         else:
             self._interrupted = interrupt(self._reader, self._interrupt)
 
     def _take_back(self) -> bool:
-        """Take back that `stop` cancelled a task; return whether nobody else did."""
+        """Uncancel what `stop` cancelled; return whether nobody else has."""
         task, self._interrupted = self._interrupted, None
         return task is not None and not task.uncancel()
 

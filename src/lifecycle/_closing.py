@@ -14,7 +14,7 @@ import weakref
 
 # What a task asks: also of what has no `get_loop`.
 from asyncio.futures import _get_loop  # type: ignore[attr-defined]
-from collections.abc import Awaitable
+from collections.abc import Awaitable, Callable
 from contextvars import ContextVar
 from typing import TYPE_CHECKING, Any
 
@@ -27,6 +27,8 @@ if TYPE_CHECKING:
 # and tasks run in a copy of the context that made them, and so show for whom they
 # cancel.
 sources: ContextVar[tuple[object, ...]] = ContextVar("lifecycle_sources", default=())
+# Seconds until a task is looked at again that cannot be interrupted yet.
+_LATER = 0.05
 
 
 def leave_source(mark: tuple[object]) -> None:
@@ -36,6 +38,29 @@ def leave_source(mark: tuple[object]) -> None:
     where this changes nothing.
     """
     sources.set(tuple(each for each in sources.get() if each is not mark[0]))
+
+
+def interrupt(task: Any, requests: int, again: Callable[[], object]) -> object | None:
+    """Cancel a task of asyncio, or call *again* later; return it if it was cancelled.
+
+    Args:
+        task: What waits, if it is a task.
+        requests: Its requests to cancel from before it began to wait.
+        again: Looks whether it still waits, and comes here if so.
+    """
+    if not isinstance(task, asyncio.Task):
+        return None
+    loop, waits_for = task.get_loop(), getattr(task, "_fut_waiter", None)
+    arrived = isinstance(waits_for, asyncio.Future) and waits_for.done()
+    if arrived or (waits_for is None and task is asyncio_task()):
+        loop.call_soon(again)  # what has come is not to be lost
+    elif task.cancelling() > requests or isinstance(waits_for, _Shield):
+        # Others cancel it, but may be a timeout of the source, which goes on. Or it
+        # closes a source: a request would be kept, and find another wait.
+        loop.call_later(_LATER, again)
+    elif task.cancel("the stream was stopped"):
+        return task
+    return None
 
 
 async def run_to_end(closing: Awaitable[object], mark: tuple[object]) -> None:

@@ -201,18 +201,6 @@ def asyncio_task() -> asyncio.Task[Any] | None:
     return None if loop is None else asyncio.current_task(loop)
 
 
-def interrupt(task: Any, again: Callable[[], object]) -> object | None:
-    """Cancel a task of asyncio, or call *again* soon; return it if it was cancelled."""
-    if not isinstance(task, asyncio.Task) or task.cancelling():
-        return None  # one that others cancel is left to them
-    waits_for: Any = task._fut_waiter  # type: ignore[attr-defined]  # noqa: SLF001
-    # It runs, or what it waits for has come: that is not to be lost.
-    if task is asyncio_task() if waits_for is None else waits_for.done():
-        task.get_loop().call_soon(again)
-        return None
-    return task if task.cancel("the stream was stopped") else None
-
-
 def current_task() -> object | None:
     """The running task as an opaque identity, or ``None`` outside of any."""
     loop = get_running_loop()

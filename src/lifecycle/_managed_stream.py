@@ -213,7 +213,7 @@ class ManagedStream(Stream[T]):
         how, bound, session, lease = call.how, call.bound, None, None
         if how.sessions is not None:
             session = self._session = how.sessions.open(call.id)
-            session._stream = ref(self)
+            session._streams, session._managed = (ref(self),), True
         if how.gate is not None:
             admitted = await how.gate.admit(bytes=call.nbytes, slots=how.slots)
             lease = admitted.__enter__()

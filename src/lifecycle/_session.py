@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import sys
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Iterator
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, Final, Literal, Self, TypeVar, cast, final, get_args
@@ -213,7 +213,8 @@ class Session(NoCopy):
     _starts: list[StartTask[Any]] = field(default_factory=list)
     _scope: anyio.CancelScope | _NoScope | None = None
     # What `stop` ends, where there is no block to cancel.
-    _stream: ref[Stream[Any]] | None = None
+    _streams: tuple[ref[Stream[Any]], ...] = ()
+    _managed: bool = False  # the first of them spans all others
     _stopped: bool = False
     # Half a kilobyte each: only if a task waits for it.
     _settled: anyio.Event | None = None
@@ -433,10 +434,15 @@ class Session(NoCopy):
             new_scope=self._state.new_scope,
             on_end=self._stream_ended,
         )
-        # A block is cancelled, and a decorated function has a stream already.
-        if isinstance(self._scope, _NoScope) or not (self._scope or self._stream):
-            self._stream = ref(stream)
+        if isinstance(self._scope, _NoScope) or not (self._scope or self._managed):
+            self._streams = (*self._open_streams(), ref(stream))
         return stream
+
+    def _open_streams(self) -> Iterator[ref[Stream[Any]]]:
+        for each in self._streams:
+            stream = each()
+            if stream is not None and not stream.closed:
+                yield each
 
     def _stream_ended(self, items: int) -> None:
         self._report(StreamEnded, items=items)
@@ -473,9 +479,9 @@ class Session(NoCopy):
             start.close(cut=outcome == "shutdown")
         if stop and self._scope is not None:
             self._scope.cancel()
-        stream = self._stream() if stop and self._stream is not None else None
-        if stream is not None:
-            stream.stop(self._ended())
+        for each in self._streams if stop else ():
+            if (stream := each()) is not None:
+                stream.stop(self._ended())
         self._clear_boxes()
         return True
 

@@ -8,20 +8,19 @@ import math
 import sys
 import warnings
 from collections.abc import AsyncIterator, Callable, Iterable
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from functools import partial
-from typing import Any, Final, Generic, Self, TypeVar
+from typing import Any, Final, Generic, NoReturn, Self, TypeVar
 from weakref import ref
 
 import anyio
 
-from ._closing import leave_source, run_to_end, sources
+from ._closing import interrupt, leave_source, run_to_end, sources
 from ._eventloop import (
     NativeCancelled,
     current_loop,
     get_running_loop,
     in_async_generator,
-    interrupt,
     running_task,
 )
 from ._exceptions import StreamTimeout
@@ -92,8 +91,9 @@ class Stream(NoCopy, Generic[T_co]):
         # What `stop` cancels: the block, or on trio a scope of one wait.
         self._scope: anyio.CancelScope | None = None
         self._loop: Any = None  # where it is asyncio's
-        self._interrupted: Any = None  # the task that `stop` cancelled
         self._reader: Any = None  # while a task waits: its scope, or else itself
+        self._requests = 0  # to cancel that task, from before it waited
+        self._interrupted: Any = None  # the task that `stop` cancelled
         self._since = 0.0  # when that began, by the clock of a watchdog, if any
         self._clock: Callable[[], float] | None = None
         self.items = 0
@@ -119,13 +119,10 @@ class Stream(NoCopy, Generic[T_co]):
         Cancellation:
             Goes through to the source, and ends the stream.
         """
-        if self._reader is not None or self._stopped:
-            await self._end_early()
-            raise StopAsyncIteration
-        loop = self._loop
-        self._reader = self._scope or (loop and running_task(loop))
-        if self._reader is None and self._is_on_trio():
-            return await self._next_in_scope()
+        busy = self._reader is not None or self._stopped
+        if busy or (reader := self._scope or self._task()) is None:
+            return await (self._end_early() if busy else self._next_in_scope())
+        self._reader = reader
         if (clock := self._clock) is not None:
             self._since = clock()
         if marks := self._marks_items:
@@ -145,24 +142,35 @@ class Stream(NoCopy, Generic[T_co]):
             elif marks:
                 leave_source(self._mark)
             self._reader = None
+            if self._interrupted is not None:
+                self._take_back()
             self.items += 1
             return item
-        raise self._end()
+        return await self._end_early()
 
     def _is_ended(self, error: BaseException) -> bool:
-        """End by *error* of the source; return whether it comes of `stop` alone."""
+        """End by *error* of the source; return whether `stop` has another to raise."""
         if self._marks_items:
             leave_source(self._mark)
         self._reader = None
-        stopped = isinstance(error, NativeCancelled) and self._take_back()
+        alone = self._take_back()
         with _SuppressDuringCancellation(error):
             self._finish(error)
-        return stopped
+        if isinstance(error, StopAsyncIteration):
+            return bool(self._errors)  # or what was cut would seem whole
+        return alone and isinstance(error, NativeCancelled)
 
-    def _is_on_trio(self) -> bool:
-        loop = self._loop = get_running_loop()
-        self._reader = loop and running_task(loop)
-        return loop is None and current_loop() is not None
+    def _task(self) -> Any:
+        """Return the task of asyncio that waits, `None` on trio, `True` if unknown."""
+        if (loop := self._loop) is None:
+            loop = self._loop = get_running_loop()
+        if loop is None or (task := running_task(loop)) is None:
+            return None if loop is None and current_loop() is not None else True
+        if requests := task.cancelling():
+            # One that is still to come is not from before.
+            requests -= task._must_cancel  # type: ignore[attr-defined]  # noqa: SLF001
+        self._requests = requests
+        return task
 
     async def _next_in_scope(self) -> T_co:
         # Trio has no other way to cancel a task; on asyncio this would be slow.
@@ -171,17 +179,13 @@ class Stream(NoCopy, Generic[T_co]):
                 return await self.__anext__()
         finally:
             self._scope = None
-        raise self._end()
+        return await self._end_early()
 
-    def _end(self) -> Exception:
-        return self._errors.pop() if self._errors else StopAsyncIteration()
-
-    async def _end_early(self) -> None:
+    async def _end_early(self) -> NoReturn:
         if self._reader is not None:
             raise RuntimeError("another task is waiting for an item of this stream")
         await self.aclose()
-        if self._errors:
-            raise self._errors.pop()
+        raise self._errors.pop() if self._errors else StopAsyncIteration
 
     def stop(self, error: Exception | None = None) -> None:
         """Ask the stream to end, from any task of its loop. Idempotent.
@@ -199,12 +203,13 @@ class Stream(NoCopy, Generic[T_co]):
         if self._scope is not None:
             self._scope.cancel()
         else:
-            self._interrupted = interrupt(self._reader, self._interrupt)
+            waiting = self._reader, self._requests
+            self._interrupted = interrupt(*waiting, self._interrupt)
 
     def _take_back(self) -> bool:
         """Uncancel what `stop` cancelled; return whether nobody else has."""
         task, self._interrupted = self._interrupted, None
-        return task is not None and not task.uncancel()
+        return task is not None and task.uncancel() <= self._requests
 
     async def aclose(self) -> None:
         """Close the source and end the stream. Idempotent.
@@ -243,7 +248,6 @@ class Stream(NoCopy, Generic[T_co]):
     def _finish(self, error: BaseException | None) -> None:  # noqa: ARG002 - a hook
         """Note the end: by *error* of the source, or because the stream was closed."""
         self.closed = self._stopped = True
-        self._take_back()
         if self._on_close:
             with ExitStack() as calls:  # each is made, also where another raises
                 while self._on_close:
@@ -253,7 +257,8 @@ class Stream(NoCopy, Generic[T_co]):
         if self._block is not None:
             raise RuntimeError("a stream can be entered once; make another")
         if self._stopped:
-            await self._end_early()
+            with suppress(StopAsyncIteration):
+                await self._end_early()
         if not in_async_generator():  # no scope may span its items
             self._block = self._scope = self._new_scope().__enter__()
         return self

@@ -19,6 +19,7 @@ ON_EVERY_LOOP = {
     "test_in_thread",
     "test_init_done",
     "test_lease",
+    "test_plain_readers",
     "test_sessions",
     "test_start",
     "test_stream",

@@ -2,9 +2,12 @@
 
 import asyncio
 import gc
+import importlib.util
+import sys
 import weakref
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable
 from contextlib import suppress
+from functools import partial
 from typing import Any
 
 import anyio
@@ -15,7 +18,12 @@ from lifecycle import Session, SessionEnded, SessionRegistry, Stream, managed
 from lifecycle.testing import assert_quiescent
 
 pytestmark = pytest.mark.anyio
-asyncio_only = pytest.mark.parametrize("anyio_backend", ["asyncio"], indirect=True)
+ASYNCIO = [
+    "asyncio",
+    *(["uvloop"] if importlib.util.find_spec("uvloop") else []),
+    *(["eager"] if sys.version_info >= (3, 12) else []),
+]
+asyncio_only = pytest.mark.parametrize("anyio_backend", ASYNCIO, indirect=True)
 PATIENCE = 120
 
 
@@ -214,21 +222,22 @@ async def test_leaves_no_request_to_cancel_behind() -> None:
 
     async def deaf() -> AsyncIterator[int]:
         yield 0
-        try:
+        with suppress(asyncio.CancelledError):
             await anyio.sleep_forever()
-        except asyncio.CancelledError:
-            pass
         yield 1
 
-    async def reader(source: AsyncGenerator[int, None], items: int) -> None:
-        stream, task = Stream(source), asyncio.current_task()
+    async def reader(source: AsyncIterator[int], items: int) -> None:
+        stream, task, read = Stream(source), asyncio.current_task(), 0
         assert task is not None
         asyncio.get_running_loop().call_later(0, stream.stop)
-        assert len([item async for item in stream]) == items
+        async for _item in stream:
+            read += 1
+            assert task.cancelling() == 0
+        assert read == items
         assert task.cancelling() == 0
 
     await reader(silent(), 1)
-    await reader(deaf(), 2)  # type: ignore[arg-type]
+    await reader(deaf(), 2)
 
 
 @asyncio_only
@@ -247,6 +256,164 @@ async def test_leaves_an_item_that_has_come_alone() -> None:
     stream.stop()
     assert await reader == 5
     assert await anext(stream, None) is None
+
+
+@asyncio_only
+@pytest.mark.parametrize("kind", ["scope", "timeout"])
+async def test_ends_a_source_whose_own_timeout_came_first(kind: str) -> None:
+    """In the same turn: the source goes on to wait, and is ended all the same."""
+    expire: list[Callable[[], object]] = []
+
+    async def source() -> AsyncIterator[int]:
+        if kind == "scope":
+            with anyio.CancelScope() as scope:
+                expire.append(scope.cancel)
+                await anyio.sleep_forever()
+        else:
+            with suppress(TimeoutError):
+                async with asyncio.timeout(None) as timeout:
+                    expire.append(partial(timeout.reschedule, 0))
+                    await anyio.sleep_forever()
+        await anyio.sleep_forever()
+        yield 1
+
+    stream, ended = Stream(source()), list[Any]()
+    loop = asyncio.get_running_loop()
+
+    def act() -> None:
+        expire.pop()()
+        stop = partial(stream.stop, OSError("stopped"))
+        loop.call_soon(stop) if kind == "timeout" else stop()
+
+    await run_and(act, (read, stream, ended))
+    assert repr(ended[0]) == "OSError('stopped')"
+
+
+async def test_ends_the_wait_of_a_task_that_was_cancelled_before() -> None:
+    """As in the clean-up of a request, behind a shield: that request is not this one."""
+    ended, stream = list[Any](), Stream(silent())
+
+    async def reader() -> None:
+        try:
+            await anyio.sleep_forever()
+        finally:
+            with anyio.CancelScope(shield=True):
+                await read(stream, ended)
+
+    with anyio.fail_after(PATIENCE):
+        async with anyio.create_task_group() as tasks:
+            tasks.start_soon(reader)
+            await anyio.wait_all_tasks_blocked()
+            tasks.cancel_scope.cancel()
+            with anyio.CancelScope(shield=True):
+                while stream.items == 0:
+                    await checkpoint()
+                stream.stop(OSError("stopped"))
+    assert repr(ended[0]) == "OSError('stopped')"
+
+
+@asyncio_only
+async def test_keeps_a_cancellation_that_is_still_to_come() -> None:
+    """A task that cancels itself and then waits is cancelled, whoever stops the rest."""
+
+    async def source() -> AsyncIterator[int]:
+        with suppress(asyncio.CancelledError):
+            await asyncio.create_task(anyio.sleep_forever())
+            yield 1
+        raise asyncio.CancelledError
+
+    async def reader() -> None:
+        task = asyncio.current_task()
+        assert task is not None
+        task.cancel()
+        asyncio.get_running_loop().call_soon(stream.stop)
+        async for _item in stream:
+            pass
+
+    stream = Stream(source())
+    with pytest.raises(asyncio.CancelledError):
+        await asyncio.create_task(reader())
+
+
+async def test_closes_a_source_that_goes_on_after_a_cancellation() -> None:
+    """No generator, which is finished by one."""
+    closed, ended = list[str](), list[Any]()
+
+    class Source:
+        async def __anext__(self) -> int:
+            await anyio.sleep_forever()
+            return 1
+
+        async def aclose(self) -> None:
+            await checkpoint()
+            closed.append("closed")
+
+    stream: Stream[int] = Stream(Source())  # type: ignore[arg-type]
+    await run_and(lambda: stream.stop(OSError("stopped")), (read, stream, ended))
+    assert repr(ended[0]) == "OSError('stopped')"
+    assert closed == ["closed"]
+
+
+async def test_does_not_let_what_was_cut_seem_whole() -> None:
+    """A source may take a cancellation as its end, but that has an error."""
+
+    async def source() -> AsyncIterator[int]:
+        yield 0
+        try:
+            await anyio.sleep_forever()
+        except anyio.get_cancelled_exc_class():  # noqa: ASYNC103 - on purpose
+            return
+
+    stream, ended = Stream(source()), list[Any]()
+    await run_and(lambda: stream.stop(OSError("stopped")), (read, stream, ended))
+    assert repr(ended[0]) == "OSError('stopped')"
+
+
+@asyncio_only
+async def test_waits_while_its_task_closes_a_source() -> None:
+    """Or the request would come after the wait, and cancel the reader."""
+    inner, closed = Stream(silent()), list[str]()
+
+    async def source() -> AsyncIterator[int]:
+        try:
+            yield 0
+        finally:
+            with anyio.CancelScope() as scope:
+                closing.append(scope)
+                async for _item in inner:
+                    pass
+            closed.append("closed")
+
+    async def reader() -> int:
+        stream, task = Stream(source()), asyncio.current_task()
+        await anext(stream)
+        await stream.aclose()
+        await checkpoint()
+        assert task is not None
+        return task.cancelling()
+
+    closing: list[anyio.CancelScope] = []
+    task = asyncio.create_task(reader())
+    await anyio.wait_all_tasks_blocked()
+    inner.stop()
+    await anyio.wait_all_tasks_blocked()
+    closing[0].cancel()
+    assert await task == 0
+    assert closed == ["closed"]
+
+
+async def test_ends_all_streams_of_a_session_without_block() -> None:
+    """One after another, and some at once, as `start_all` opens them."""
+    ended = list[Any]()
+    async with SessionRegistry() as sessions:
+        session = sessions.open("a")
+        for _ in range(3):
+            first = session.stream(silent())
+            await anext(first)
+            await first.aclose()
+        both = [session.stream(silent()) for _ in range(2)]
+        await run_and(session.stop, *[(read, each, ended) for each in both])
+    assert [type(each) for each in ended].count(SessionEnded) == 2
 
 
 async def test_keeps_errors_of_a_source_that_is_ended() -> None:

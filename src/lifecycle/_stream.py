@@ -134,7 +134,7 @@ class Stream(NoCopy, Generic[T_co]):
             item = await anext(self._source)  # type: ignore[arg-type]
         except BaseException as error:  # noqa: ASYNC103 - of `stop`, not of others
             # The end, an error or a cancellation: the source is finished.
-            if not self._is_ended(error):
+            if not await self._ended(error):
                 raise
         else:
             if marks and _get_sources() is inside:
@@ -148,17 +148,23 @@ class Stream(NoCopy, Generic[T_co]):
             return item
         return await self._end_early()
 
-    def _is_ended(self, error: BaseException) -> bool:
+    async def _ended(self, error: BaseException) -> bool:
         """End by *error* of the source; return whether `stop` has another to raise."""
         if self._marks_items:
             leave_source(self._mark)
         self._reader = None
-        alone = self._take_back()
+        interrupted, alone = self._interrupted is not None, self._take_back()
         with _SuppressDuringCancellation(error):
             self._finish(error)
         if isinstance(error, StopAsyncIteration):
             return bool(self._errors)  # or what was cut would seem whole
-        return alone and isinstance(error, NativeCancelled)
+        if not (interrupted and isinstance(error, NativeCancelled)):
+            return False
+        if not alone and anyio.current_effective_deadline() == -math.inf:
+            # One error stands for both, and says that it is ours: a scope of anyio
+            # would let it through. It cancels again.
+            await anyio.sleep_forever()
+        return alone
 
     def _task(self) -> Any:
         """Return the task of asyncio that waits, `None` on trio, `True` if unknown."""
@@ -191,8 +197,9 @@ class Stream(NoCopy, Generic[T_co]):
         """Ask the stream to end, from any task of its loop. Idempotent.
 
         Under ``async with`` the block is left at once, with *error* if one is given.
-        Without, a wait for an item ends at once, with *error*. Otherwise the stream
-        ends when the next item is asked for.
+        Without, a wait for an item ends at once, with *error*; on asyncio after a
+        cancellation by others that the source takes, and not while its task closes
+        another source. Otherwise the stream ends when the next item is asked for.
         """
         if not self._stopped:
             self._stopped = True

@@ -185,6 +185,29 @@ async def test_keeps_a_cancellation_from_outside(first: str) -> None:
 
 
 @asyncio_only
+async def test_leaves_a_scope_what_is_its_own() -> None:
+    """Stopped and then cancelled where asyncio makes one error of both."""
+
+    async def source() -> AsyncIterator[int]:
+        await asyncio.create_task(anyio.sleep_forever())
+        yield 1
+
+    async def reader() -> None:
+        with scope:
+            async for _item in stream:
+                pass
+
+    stream, scope = Stream(source()), anyio.CancelScope()
+    task = asyncio.create_task(reader())
+    await anyio.wait_all_tasks_blocked()
+    stream.stop()
+    scope.cancel()
+    await task
+    assert scope.cancelled_caught
+    assert task.cancelling() == 0
+
+
+@asyncio_only
 @pytest.mark.parametrize("order", ["stop", "cancel", "cleanup"])
 async def test_keeps_a_native_cancellation_from_outside(order: str) -> None:
     """`Task.cancel` is raised, also where it comes first, or while the source closes."""

@@ -58,7 +58,8 @@ def interrupt(task: Any, requests: int, again: Callable[[], object]) -> object |
         # Others cancel it, but may be a timeout of the source, which goes on. Or it
         # closes a source: a request would be kept, and find another wait.
         loop.call_later(_LATER, again)
-    elif task.cancel("the stream was stopped"):
+    else:
+        task.cancel("the stream was stopped")
         return task
     return None
 

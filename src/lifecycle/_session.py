@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import sys
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, Final, Literal, Self, TypeVar, cast, final, get_args
@@ -435,14 +435,12 @@ class Session(NoCopy):
             on_end=self._stream_ended,
         )
         if isinstance(self._scope, _NoScope) or not (self._scope or self._managed):
-            self._streams = (*self._open_streams(), ref(stream))
+            self._streams = tuple(map(ref, [*self._open_streams(), stream]))
         return stream
 
-    def _open_streams(self) -> Iterator[ref[Stream[Any]]]:
-        for each in self._streams:
-            stream = each()
-            if stream is not None and not stream.closed:
-                yield each
+    def _open_streams(self) -> list[Stream[Any]]:
+        streams = [each() for each in self._streams]
+        return [each for each in streams if each is not None and not each.closed]
 
     def _stream_ended(self, items: int) -> None:
         self._report(StreamEnded, items=items)
@@ -479,9 +477,8 @@ class Session(NoCopy):
             start.close(cut=outcome == "shutdown")
         if stop and self._scope is not None:
             self._scope.cancel()
-        for each in self._streams if stop else ():
-            if (stream := each()) is not None:
-                stream.stop(self._ended())
+        for stream in self._open_streams() if stop else ():
+            stream.stop(self._ended())
         self._clear_boxes()
         return True
 

@@ -249,11 +249,22 @@ async def test_leaves_no_request_to_cancel_behind() -> None:
             await anyio.sleep_forever()
         yield 1
 
+    async def deaf_task() -> None:
+        with suppress(asyncio.CancelledError):
+            await anyio.sleep_forever()
+
+    async def of_a_deaf_task() -> AsyncIterator[int]:
+        yield 0
+        await asyncio.create_task(deaf_task())
+        yield 1
+
     async def reader(source: AsyncIterator[int], items: int) -> None:
         stream, task, read = Stream(source), asyncio.current_task(), 0
         assert task is not None
-        asyncio.get_running_loop().call_later(0, stream.stop)
+        call_soon = asyncio.get_running_loop().call_soon
         async for _item in stream:
+            if not read:
+                call_soon(call_soon, stream.stop)
             read += 1
             assert task.cancelling() == 0
         assert read == items
@@ -261,6 +272,7 @@ async def test_leaves_no_request_to_cancel_behind() -> None:
 
     await reader(silent(), 1)
     await reader(deaf(), 2)
+    await reader(of_a_deaf_task(), 2)
 
 
 @asyncio_only

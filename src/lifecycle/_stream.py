@@ -197,9 +197,12 @@ class Stream(NoCopy, Generic[T_co]):
         """Ask the stream to end, from any task of its loop. Idempotent.
 
         Under ``async with`` the block is left at once, with *error* if one is given.
-        Without, a wait for an item ends at once, with *error*; on asyncio after a
-        cancellation by others that the source takes, and not while its task closes
-        another source. Otherwise the stream ends when the next item is asked for.
+        Without, a wait for an item ends at once, with *error*. Otherwise the stream
+        ends when the next item is asked for.
+
+        On asyncio such a wait ends by ``Task.cancel()``, which goes through shields
+        within the source. While others cancel the task, or a stream that it reads
+        closes a source, `stop` waits for that.
         """
         if not self._stopped:
             self._stopped = True

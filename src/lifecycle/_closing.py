@@ -41,12 +41,9 @@ def leave_source(mark: tuple[object]) -> None:
 
 
 def interrupt(task: Any, requests: int, again: Callable[[], object]) -> object | None:
-    """Cancel a task of asyncio, or call *again* later; return it if it was cancelled.
+    """Cancel a waiting task of asyncio and return it, or call *again* later.
 
-    Args:
-        task: What waits, if it is a task.
-        requests: Its requests to cancel from before it began to wait.
-        again: Looks whether it still waits, and comes here if so.
+    *requests* to cancel it are from before it waited.
     """
     if not isinstance(task, asyncio.Task):
         return None
@@ -59,8 +56,7 @@ def interrupt(task: Any, requests: int, again: Callable[[], object]) -> object |
         # closes a source: a request would be kept, and find another wait.
         loop.call_later(_LATER, again)
     else:
-        task.cancel("the stream was stopped")
-        return task
+        return task if task.cancel("the stream was stopped") else None
     return None
 
 

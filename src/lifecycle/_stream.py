@@ -161,8 +161,7 @@ class Stream(NoCopy, Generic[T_co]):
         if not (interrupted and isinstance(error, NativeCancelled)):
             return False
         if not alone and anyio.current_effective_deadline() == -math.inf:
-            # One error stands for both, and says that it is ours: a scope of anyio
-            # would let it through. It cancels again.
+            # Their one error says that it is ours: a scope of anyio cancels again.
             await anyio.sleep_forever()
         return alone
 
@@ -201,8 +200,7 @@ class Stream(NoCopy, Generic[T_co]):
         ends when the next item is asked for.
 
         On asyncio such a wait ends by ``Task.cancel()``, which goes through shields
-        within the source. While others cancel the task, or a stream that it reads
-        closes a source, `stop` waits for that.
+        of the source. It waits while others cancel the task, or that closes a source.
         """
         if not self._stopped:
             self._stopped = True
@@ -213,8 +211,7 @@ class Stream(NoCopy, Generic[T_co]):
         if self._scope is not None:
             self._scope.cancel()
         else:
-            waiting = self._reader, self._requests
-            self._interrupted = interrupt(*waiting, self._interrupt)
+            self._interrupted = interrupt(self._reader, self._requests, self._interrupt)
 
     def _take_back(self) -> bool:
         """Uncancel what `stop` cancelled; return whether nobody else has."""

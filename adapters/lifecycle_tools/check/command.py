@@ -70,10 +70,7 @@ def check(
         gauge=gauge,
         neighbour_key=neighbour_key,
     )
-    names = tuple(only or ())
-    if neighbours:
-        begin = f"{NEIGHBOURS}."
-        names = tuple(begin + it.removeprefix(begin) for it in names) or (begin,)
+    names = _names(only or (), neighbours=neighbours)
     try:
         target = Target(address, settings, pid=pid)
     except (ImportError, ProcessLookupError) as error:
@@ -82,6 +79,13 @@ def check(
     _show(report)
     _write(report, json_file, markdown_file)
     raise typer.Exit(1 if report.failed else 0)
+
+
+def _names(only: Sequence[str], *, neighbours: bool) -> tuple[str, ...]:
+    if not neighbours:
+        return tuple(only)
+    begin = f"{NEIGHBOURS}."
+    return tuple(begin + each.removeprefix(begin) for each in only) or (begin,)
 
 
 def _report(target: Target, names: tuple[str, ...], url: str, label: str) -> Report:

@@ -66,6 +66,7 @@ class DisconnectWatcher:
         *,
         unread: int | None,
         begin: Callable[[], BegunResponse | None] = lambda: None,
+        answers: Callable[[], bool] = lambda: False,
     ) -> Watch | None:
         """Call *on_gone* once, a turn of the event loop after the client has left.
 
@@ -78,6 +79,8 @@ class DisconnectWatcher:
             unread: Bytes of the body that the application has not read, at most;
                 ``None`` if nobody knows.
             begin: Returns what a probe is sent through, where that is possible.
+            answers: Whether the response has begun. From then on, an end is no leaving:
+                the client may read, and one that is gone resets what it is sent.
 
         Returns:
             What ends the watch; ``None`` where the connection cannot be watched.
@@ -88,7 +91,7 @@ class DisconnectWatcher:
         number = sock.fileno()
         if (stale := self._watches.get(number)) is not None:
             stale.cancel()  # its socket was closed, and this one has its number now
-        watch = Watch(self, transport, number, on_gone, begin)
+        watch = Watch(self, transport, number, on_gone, begin, answers)
         try:
             self._attach()
             self._arm(watch)
@@ -179,18 +182,17 @@ class Watch:
     Attributes:
         number: Of its file descriptor.
         transport: Its transport, or its socket.
-        half_closed: Whether its client may finish sending and wait for an answer.
         is_deaf: Whether the end of the connection may not arrive.
         room: Bytes of the kernel's memory that it may take.
     """
 
     __slots__ = (
+        "_answers",
         "_begin",
         "_begun",
         "_next_probe",
         "_on_gone",
         "_watcher",
-        "half_closed",
         "is_deaf",
         "number",
         "room",
@@ -204,17 +206,23 @@ class Watch:
         number: int,
         on_gone: Callable[[], object],
         begin: Callable[[], BegunResponse | None],
+        answers: Callable[[], bool],
     ) -> None:
         self._watcher = watcher
         self._on_gone = on_gone
         self._begin = begin
+        self._answers = answers
         self._begun: BegunResponse | None = None
         self._next_probe = -math.inf
         self.transport = transport
         self.number = number
-        self.half_closed = getattr(transport, "half_closed", False)
         self.is_deaf = False
         self.room = 0
+
+    @property
+    def half_closed(self) -> bool:
+        """Whether its client may have finished sending, and read an answer."""
+        return getattr(self.transport, "half_closed", False) or self._answers()
 
     def cancel(self) -> None:
         """End the watch. Idempotent."""
@@ -249,7 +257,8 @@ class Watch:
     def on_left(self) -> None:
         """End the watch and the connection, and tell."""
         self.cancel()
-        if hasattr(self.transport, "abort"):
+        # A server that closes it has something to send, or knows.
+        if hasattr(self.transport, "abort") and not is_closing(self.transport):
             self.transport.abort()
         call_soon()(self._on_gone)  # behind the server's own `connection_lost`
 

@@ -41,10 +41,13 @@ from lifecycle_asgi.request import (
 DISCONNECT: Final = "http.disconnect"
 CLIENT_CLOSED_REQUEST: Final = 499
 
-WatchBody: TypeAlias = Callable[[int, Callable[[], object]], Watch | None]
+WatchBody: TypeAlias = Callable[
+    [int, Callable[[], object], Callable[[], bool]], Watch | None
+]
 """Watches for a disconnect while nobody reads the body.
 
-It is given how many bytes were read and what to call, and returns what ends it.
+It is given how many bytes were read, what to call, and what tells whether the response
+has begun. It returns what ends it.
 """
 
 # More messages than a source has ready when its client disconnects, and more time than
@@ -212,7 +215,9 @@ class LifecycleMiddleware:
             return None
         declared = declared_length(scope)
 
-        def watch(read: int, on_gone: Callable[[], object]) -> Watch | None:
+        def watch(
+            read: int, on_gone: Callable[[], object], answers: Callable[[], bool]
+        ) -> Watch | None:
             transport = transport_of(receive, send)
             if transport is None:
                 return None
@@ -225,6 +230,7 @@ class LifecycleMiddleware:
                 on_gone,
                 unread=None if declared is None else max(0, declared - read),
                 begin=partial(begin_response, receive),
+                answers=answers,
             )
 
         return watch
@@ -427,13 +433,16 @@ class RequestChannel:
         buffer = self._buffer
         watch = None
         if self._watch is not None and not buffer.has_space:
-            watch = self._watch(buffer.read, buffer.leave)
+            watch = self._watch(buffer.read, buffer.leave, self._answers)
         try:
             await buffer.wait_space()
         finally:
             if watch is not None:
                 watch.cancel()
         return not buffer.left
+
+    def _answers(self) -> bool:
+        return self.response.started
 
     async def _on_disconnect(self) -> None:
         if self.response.complete:

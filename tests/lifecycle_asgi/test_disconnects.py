@@ -50,7 +50,8 @@ class Peers:
         self.client.setblocking(False)
         self._left = memoryview(bytes(unread))
         self.gone = anyio.Event()
-        self.half_closed = self.aborted = False
+        self.half_closed = self.closing = self.aborted = False
+        self.answers = anyio.Event()
         self.push()
 
     def push(self) -> bool:
@@ -67,13 +68,19 @@ class Peers:
     def __getattr__(self, name: str) -> Any:
         return getattr(self.server, name)
 
+    def is_closing(self) -> bool:
+        """As a transport's."""
+        return self.closing or self.server.fileno() < 0
+
     def abort(self) -> None:
         """As a transport's."""
         self.aborted = True
 
     def watch(self, watcher: DisconnectWatcher) -> Watch | None:
         """Have *watcher* watch the server's end."""
-        return watcher.watch(self, self.gone.set, unread=BODY)
+        return watcher.watch(
+            self, self.gone.set, unread=BODY, answers=self.answers.is_set
+        )
 
     async def leave(self, how: str = "close") -> None:
         """Let the client go, once its kernel has all that it wants to send."""
@@ -168,6 +175,33 @@ async def test_half_closed_client_has_not_left() -> None:
         assert not waits.gone.is_set()
         await waits.leave("reset")
         await waits.gone.wait()
+
+
+async def test_reader_of_an_answer_has_not_left() -> None:
+    """A client finishes sending after the answer to it has begun; a reset is one."""
+    watcher = DisconnectWatcher(64 * MIB)
+    with anyio.fail_after(60), Peers(10) as reads, Peers(10) as other:
+        assert reads.watch(watcher) is not None
+        assert other.watch(watcher) is not None
+        reads.answers.set()
+        reads.client.shutdown(socket.SHUT_WR)
+        other.client.shutdown(socket.SHUT_WR)
+        await other.gone.wait()
+        await anyio.wait_all_tasks_blocked()  # the event loop does not spin
+        assert not reads.gone.is_set()
+        reads.close("reset")
+        await reads.gone.wait()
+
+
+async def test_aborts_no_connection_that_its_server_closes() -> None:
+    """The end of an answer may still have to be sent."""
+    watcher = DisconnectWatcher(64 * MIB)
+    with anyio.fail_after(60), Peers(10) as peers:
+        assert peers.watch(watcher) is not None
+        peers.closing = True
+        peers.client.shutdown(socket.SHUT_WR)
+        await peers.gone.wait()
+        assert not peers.aborted
 
 
 async def test_cancelled_watch_tells_nothing() -> None:

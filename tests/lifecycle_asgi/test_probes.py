@@ -166,6 +166,37 @@ async def test_client_reads_a_response_that_began_with_probes(
 
 @HTTP
 @pytest.mark.asyncio
+async def test_reader_of_an_answer_may_finish_sending(http_parser: str) -> None:
+    """Its body is not read, so that no server tells its end from a leaving."""
+    finished = asyncio.Event()
+    parts = 20
+
+    async def app(scope: Any, receive: Any, send: Any) -> None:
+        await send({"type": "http.response.start", "status": 200, "headers": []})
+        await send({"type": "http.response.body", "body": b"y", "more_body": True})
+        await finished.wait()
+        for left in reversed(range(parts)):
+            await anyio.wait_all_tasks_blocked()
+            body = b"y" * 65536
+            part = {"type": "http.response.body", "body": body, "more_body": left > 0}
+            await send(part)
+
+    stack = LifecycleMiddleware(app)
+    async with asyncio.timeout(120), serving(stack, http=http_parser) as port:
+        reader, writer = await asyncio.open_connection("127.0.0.1", port)
+        head = b"POST / HTTP/1.1\r\nhost: here\r\ncontent-length: %d\r\n\r\n"
+        writer.write(head % MIB + bytes(MIB))
+        await reader.readuntil(b"y")
+        writer.write_eof()
+        while writer.transport.get_write_buffer_size():
+            await asyncio.sleep(0.001)
+        finished.set()
+        assert (await reader.read()).count(b"y") == parts * 65536
+        writer.close()
+
+
+@HTTP
+@pytest.mark.asyncio
 async def test_refuses_nobody_for_clients_that_left(http_parser: str) -> None:
     """The queue for bodies is full of them, and the kernel has no room for theirs."""
     bodies = Gate(bytes=3 * BODY, order="fair", max_waiting=8)

@@ -28,6 +28,7 @@ import time
 from collections.abc import Callable
 from contextlib import suppress
 from typing import Any, Final
+from weakref import ref
 
 from lifecycle.lowlevel import call_soon
 
@@ -268,34 +269,47 @@ class BegunResponse:
 
     Args:
         transport: Of asyncio or uvloop.
+        users: What writes to it by its attribute ``transport``, until it has written.
 
     Attributes:
+        inner: The transport.
         sent: Bytes of the status line that were sent.
+        written: Whether the rest has followed.
     """
 
-    def __init__(self, transport: Any) -> None:
-        self._transport = transport
-        self._written = False
+    def __init__(self, transport: Any, *users: Any) -> None:
+        self.inner = transport
+        # A cycle of references would keep the bodies of clients that left.
+        self._users = [ref(user) for user in users]
+        self.written = False
         self.sent = 0
+        for user in users:
+            user.transport = self
 
     def __getattr__(self, name: str) -> Any:
-        return getattr(self._transport, name)
+        return getattr(self.inner, name)
 
     def probe(self) -> bool:
         """Send the next byte of the status line; return whether there was one."""
-        if self._written or self.sent >= len(_STATUS_LINE) - 1:
+        if self.written or self.sent >= len(_STATUS_LINE) - 1:
             return False
         self.sent += 1
-        self._transport.write(_STATUS_LINE[self.sent - 1 : self.sent])
+        self.inner.write(_STATUS_LINE[self.sent - 1 : self.sent])
         return True
 
     def write(self, data: bytes) -> None:
         """Write *data*, without what has been sent of it."""
-        if not self._written:
-            self._written = True
+        if not self.written:
+            self.written = True
+            self._leave()
             if data.startswith(_STATUS_LINE):
                 data = data[self.sent :]
-        self._transport.write(data)
+        self.inner.write(data)
+
+    def _leave(self) -> None:
+        for user in [each() for each in self._users]:
+            if user is not None and user.transport is self:
+                user.transport = self.inner
 
 
 def begin_response(receive: Any) -> BegunResponse | None:
@@ -310,9 +324,14 @@ def begin_response(receive: Any) -> BegunResponse | None:
     transport = getattr(cycle, "transport", None)
     if not hasattr(transport, "write") or cycle.response_started:
         return None
-    if not isinstance(transport, BegunResponse):
-        transport = cycle.transport = BegunResponse(transport)
-    return transport
+    if isinstance(transport, BegunResponse):
+        if not transport.written:
+            return transport
+        transport = transport.inner  # it was that of the request before
+    # It refuses by itself what is no HTTP.
+    protocol = getattr(getattr(cycle, "on_response", None), "__self__", None)
+    direct = getattr(protocol, "transport", None) is transport
+    return BegunResponse(transport, cycle, *([protocol] if direct else []))
 
 
 def transport_of(receive: Any, send: Any) -> Any:

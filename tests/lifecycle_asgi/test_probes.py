@@ -166,6 +166,31 @@ async def test_client_reads_a_response_that_began_with_probes(
 
 @HTTP
 @pytest.mark.asyncio
+async def test_refusal_by_the_server_goes_on_where_the_probe_ended(
+    http_parser: str,
+) -> None:
+    """uvicorn answers a body that is no HTTP itself, without the application."""
+    app = Waits()
+    head = b"POST / HTTP/1.1\r\nhost: here\r\ntransfer-encoding: chunked\r\n\r\n"
+    parts = (b"%x\r\n" % MIB + bytes(MIB) + b"\r\n") * 4
+    async with (
+        asyncio.timeout(120),
+        serving(LifecycleMiddleware(app, room=0), http=http_parser) as port,
+        httpx.AsyncClient() as prober,
+    ):
+        reader, writer = await asyncio.open_connection("127.0.0.1", port)
+        writer.write(head + parts + b"no size\r\n")
+        while not app.gate.statistics().waiting:
+            await asyncio.sleep(0.001)
+        while (await prober.get(f"http://127.0.0.1:{port}/probe")).text != "1":
+            pass
+        app.lease.release()
+        assert (await reader.read()).startswith(b"HTTP/1.1 400 ")
+        writer.close()
+
+
+@HTTP
+@pytest.mark.asyncio
 async def test_reader_of_an_answer_may_finish_sending(http_parser: str) -> None:
     """Its body is not read, so that no server tells its end from a leaving."""
     finished = asyncio.Event()

@@ -27,6 +27,7 @@ import sys
 import time
 from collections.abc import Callable
 from contextlib import suppress
+from contextvars import Context
 from typing import Any, Final
 from weakref import ref
 
@@ -378,7 +379,8 @@ def _call_when_readable(epoll: Any, call: Callable[[], object]) -> Callable[[], 
     if trio is None or not trio.lowlevel.in_trio_run():
         loop = asyncio.get_running_loop()
         try:
-            loop.add_reader(epoll.fileno(), call)
+            # In a context of its own: that of this request would stay with the reader.
+            Context().run(loop.add_reader, epoll.fileno(), call)
         except BaseException:
             epoll.close()
             raise

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import contextlib
+import contextvars
+import gc
 import os
 import resource
 import socket
 import struct
 import sys
+import weakref
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -239,6 +242,29 @@ async def test_tells_of_a_connection_that_has_a_closed_ones_number() -> None:
                 await second.leave()
                 await second.gone.wait()
         assert not first.gone.is_set()
+
+
+async def test_keeps_nothing_of_a_request_that_is_over() -> None:
+    """The event loop has one reader for all, which began with the first of them."""
+
+    class Payload:
+        pass
+
+    payload = Payload()
+    kept = weakref.ref(payload)
+    watcher = DisconnectWatcher(0)
+    with anyio.fail_after(60), Peers(10) as first, Peers(10) as other:
+        of_request = contextvars.copy_context()
+        of_request.run(contextvars.ContextVar[Payload]("payload").set, payload)
+        watch = of_request.run(first.watch, watcher)
+        assert watch is not None
+        assert other.watch(watcher) is not None
+        watch.cancel()
+        del of_request, payload
+        gc.collect()
+        assert kept() is None
+        await other.leave()
+        await other.gone.wait()
 
 
 @contextlib.contextmanager

@@ -277,6 +277,7 @@ class LifecycleMiddleware:
             tasks.cancel_scope.shield = True
             try:
                 await channel.request.close(self._grace)
+                await channel.drop_rest()
             except Exception as error:  # noqa: BLE001 - raised below, as above
                 failure = failure or error
         try:
@@ -535,6 +536,23 @@ class RequestChannel:
             await self._send(message)
         # A cancellation cannot be taken back, but what follows can be kept from it.
         self.finishing.shield = self.response.complete
+
+    async def drop_rest(self) -> None:
+        """Read what a client has sent that left behind it.
+
+        hypercorn waits until somebody does, and keeps the connection as long.
+
+        Cancellation:
+            Shielded for a second at most.
+        """
+        if not self._buffer.left:
+            return
+        with (
+            suppress(Exception),  # the application has ended, and asks no more
+            anyio.move_on_after(_LATE_SEND_SECONDS, shield=True),
+        ):
+            while (await self._receive())["type"] != DISCONNECT:
+                pass
 
     def stop_reading(self) -> None:
         """End `read`: the response is complete, or the application has ended."""

@@ -12,6 +12,7 @@ import struct
 import sys
 import weakref
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, Self
@@ -429,3 +430,57 @@ async def test_takes_leases_of_threads() -> None:
     with anyio.fail_after(60):
         await LifecycleMiddleware(app)(http_scope(), server.receive, server.send)
     assert server.status == 204
+
+
+# A server that waits for its application to read
+
+
+def told(body: bytes = b"") -> bytes:
+    """A request with *body*."""
+    return b"POST / HTTP/1.1\r\nhost: here\r\ncontent-length: %d\r\n\r\n" % len(body)
+
+
+async def test_hypercorn_keeps_nothing_of_clients_that_left(
+    anyio_backend_name: str,
+) -> None:
+    """Each of its connections waits until somebody reads what has arrived there."""
+    serve = pytest.importorskip(f"hypercorn.{anyio_backend_name}").serve
+    config = pytest.importorskip("hypercorn.config").Config()
+    config.errorlog = None
+    gate, stop, body = Gate(slots=1), anyio.Event(), bytes(MIB)
+    held = gate.try_admit()
+
+    async def app(scope: Any, receive: Any, send: Any) -> None:
+        assert scope["type"] == "http"
+        with await gate.admit():
+            pytest.fail("was admitted")
+
+    listener = socket.create_server(("127.0.0.1", 0))
+    address = listener.getsockname()
+    config.bind = [f"fd://{listener.detach()}"]
+    stack = LifecycleMiddleware(app)
+    async with anyio.create_task_group() as tasks:
+        tasks.start_soon(
+            partial(serve, stack, config, shutdown_trigger=stop.wait, mode="asgi")
+        )
+        with anyio.fail_after(60):
+            async with await anyio.connect_tcp(*address) as first:
+                await first.send(told())
+                while gate.statistics().waiting != 1:
+                    await anyio.sleep(0.001)
+            while gate.statistics().waiting:
+                await anyio.sleep(0.001)
+            await anyio.wait_all_tasks_blocked()
+            running, files = len(anyio.get_running_tasks()), descriptors()
+            for _ in range(3):
+                async with await anyio.connect_tcp(*address) as client:
+                    await client.send(told(body) + body)
+                    while not gate.statistics().waiting:
+                        await anyio.sleep(0.001)
+                    await anyio.wait_all_tasks_blocked()
+            while gate.statistics().waiting or gate.statistics().cancelled < 4:
+                await anyio.sleep(0.001)
+            while len(anyio.get_running_tasks()) > running or descriptors() > files:
+                await anyio.sleep(0.001)
+        stop.set()
+    held.release()

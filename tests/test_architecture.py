@@ -68,8 +68,8 @@ LAYERS: dict[str, tuple[str, ...]] = {
         *("debug", "lowlevel"),
     ),
     "lifecycle_asgi": (
-        *("_types", "media", "image_structure", "media_memory", "media_body"),
-        *("media_profiles", "disconnects", "events", "request", "middleware"),
+        *("_types", "json_body", "media", "image_structure", "media_memory"),
+        *("media_body", "media_profiles", "disconnects", "events", "request", "middleware"),
         *("request_scope", "body", "responses", "refusals", "limits", "api_keys"),
         *("admission_settings", "lanes", "shadow_log", "admission"),
         *("vllm_plugin", "sglang_plugin"),

@@ -30,7 +30,7 @@ TOOLS = {"lifecycle_tools"}
 MOST_FILES_OF_TOOLS = 30
 MOST_LINES_OF_A_FILE = 700
 MOST_LINES_OF_A_FUNCTION = 60
-MOST_TESTS_OF_INTERNALS = 41
+MOST_TESTS_OF_INTERNALS = 42
 # Files that one request enters, in both processes of a real server, with a few to spare
 # for what a request only sometimes meets; `python scripts/trace_request.py --files` lists
 # them.

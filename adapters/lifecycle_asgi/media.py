@@ -13,8 +13,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Final, Literal
 
+from lifecycle_asgi.json_body import LongText
+
 Kind = Literal["image", "video", "audio", "time_series", "file"]
-Data = str | bytes | bytearray | memoryview
+Data = str | LongText | bytes | bytearray | memoryview
 
 _IMAGES: Final = ("image", "image_url", "input_image", "image_file")
 _VIDEOS: Final = ("video", "video_url", "input_video")
@@ -55,7 +57,7 @@ _REQUEST_FIELDS: Final = frozenset(
 _KNOWN_FIELDS: Final = (
     _REQUEST_FIELDS | KIND_BY_FIELD.keys() | {"content", "parts", "source", "output"}
 )
-_SCALARS: Final = (str, int, float, bool, type(None))
+_SCALARS: Final = (str, LongText, int, float, bool, type(None))
 
 
 @dataclass(frozen=True, slots=True)
@@ -227,7 +229,7 @@ def _mime_kind(fields: Mapping[Any, Any]) -> Kind | None:
 
 def _data(value: object, depth: int = 4) -> Data | None:
     """Return the data of a part, from whichever field has them."""
-    if isinstance(value, str | bytes | bytearray | memoryview):
+    if isinstance(value, Data):
         return value
     fields = None if isinstance(value, _SCALARS) or not depth else _fields(value)
     if fields is None:

@@ -7,15 +7,16 @@ format of the request. A `MediaProfile` says what a server needs for each pixel,
 
 from __future__ import annotations
 
-import base64
 import binascii
 import io
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from string import ascii_letters, digits
 from typing import Any, Final
 
 from lifecycle_asgi.image_structure import structure_error
+from lifecycle_asgi.json_body import LongText
 from lifecycle_asgi.media import Media, find_media
 
 IMAGE_FORMATS: Final = ("PNG", "JPEG", "WEBP", "GIF", "BMP", "TIFF")
@@ -37,6 +38,13 @@ _FEATURE_BYTES_PER_SECOND: Final = 100 * 128 * 4
 # base64; metadata in front of the size may take as much.
 _PREFIX: Final = 2**18
 _PREFIX_FORMATS: Final = (b"\x89PNG\r\n\x1a\n", b"\xff\xd8\xff")
+# Characters of a data URL before its data.
+_MAX_HEAD: Final = 2**12
+# Characters decoded at a time: the interpreter lock is held meanwhile.
+_PIECE: Final = 2**18
+_NOT_BASE64: Final = bytes(
+    set(range(256)) - {*(ascii_letters + digits + "+/=").encode("ascii")}
+)
 # Processors scale thinner images up, to as many pixels as they have length.
 _MIN_SIDE: Final = 2
 # A sample below the ratio moves it by this fraction of the difference.
@@ -281,27 +289,59 @@ def _encoded_size(media: Media) -> int:
 def _contents(media: Media) -> Iterator[bytes]:
     """Yield the beginning of the file, and the file, if the request contains it."""
     data = media.data
-    if not isinstance(data, str):
+    if not isinstance(data, str | LongText):
         if data is not None:
             yield bytes(data)
         return
-    head, comma, text = data.partition(",")
+    start = "".join(_taken(_pieces(data), _PREFIX + _MAX_HEAD))
+    head, comma, text = start.partition(",")
     if not head.startswith("data:"):
-        text = "" if ":" in data[:16] else data  # a URL: not here
+        head, text = "", "" if ":" in start[:16] else start  # a URL: not here
     elif not comma or not head.endswith(";base64"):
         return
     if len(text) > _PREFIX:
-        beginning = _decode_base64(text[:_PREFIX])
+        beginning = _decode_base64(iter([text[:_PREFIX]]))
         if beginning.startswith(_PREFIX_FORMATS):
             yield beginning
-    yield _decode_base64(text)
+    if text:
+        yield _decode_base64(_pieces(data, len(head) + len(comma) if head else 0))
 
 
-def _decode_base64(text: str) -> bytes:
+def _pieces(data: str | LongText, start: int = 0) -> Iterator[str]:
+    """Yield the text after *start* piece by piece."""
+    if isinstance(data, str):
+        yield from (data[at : at + _PIECE] for at in range(start, len(data), _PIECE))
+        return
+    for piece in data.pieces():
+        yield piece[start:]
+        start = max(0, start - len(piece))
+
+
+def _taken(pieces: Iterator[str], length: int) -> Iterator[str]:
+    """Yield the first pieces, of at least *length* characters together."""
+    for piece in pieces:
+        yield piece
+        length -= len(piece)
+        if length <= 0:
+            return
+
+
+def _decode_base64(pieces: Iterator[str]) -> bytes:
+    """Decode as `base64.b64decode` does, with pauses; nothing if that is an error."""
+    decoded, left = io.BytesIO(), b""
     try:
-        return base64.b64decode(text)
-    except (binascii.Error, ValueError):
+        for piece in pieces:
+            left += piece.encode("ascii").translate(None, _NOT_BASE64)
+            if b"=" in left:  # the decoder knows whether this is the end
+                left += "".join(pieces).encode("ascii")
+                break
+            whole = len(left) // 4 * 4
+            decoded.write(binascii.a2b_base64(left[:whole]))
+            left = left[whole:]
+        decoded.write(binascii.a2b_base64(left))
+    except ValueError:  # binascii.Error, or a character that is not ASCII
         return b""
+    return decoded.getvalue()
 
 
 def _pillow() -> Any:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import base64
+import binascii
 import io
 import json
 import re
@@ -140,17 +141,18 @@ def test_decodes_only_the_beginning_of_a_large_file(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """The size of a PNG is in its first bytes, and the rest stays as it came."""
-    decoded: list[int] = []
-    plain = base64.b64decode
+    decoded = 0
+    plain = binascii.a2b_base64
 
-    def decode(text: str) -> bytes:
-        decoded.append(len(text))
+    def decode(text: bytes) -> bytes:
+        nonlocal decoded
+        decoded += len(text)
         return plain(text)
 
     url = data_url(picture(300, 300) + bytes(2**20))
-    monkeypatch.setattr(base64, "b64decode", decode)
+    monkeypatch.setattr(binascii, "a2b_base64", decode)
     assert estimate(chat(url), PLAIN).tensors == 2 * 90_000
-    assert decoded == [2**18]
+    assert decoded == 2**18
 
 
 @pytest.mark.parametrize(
@@ -609,6 +611,7 @@ def test_parses_no_json_of_very_many_values(monkeypatch: pytest.MonkeyPatch) -> 
     text = b'{"note":"image","prompt":[' + b"1," * 2**17 + b"1]}"
     many = b'{"note":"image","prompt":[' + b"1," * (2**18 + 1) + b"1]}"
     assert priced(text) == 0
-    assert parsed == [len(text)]
+    assert max(parsed) == len(text)
+    parsed.clear()
     assert priced(many) == 300_000
-    assert parsed == [len(text)]
+    assert parsed == []

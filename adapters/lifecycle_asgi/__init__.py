@@ -3,6 +3,7 @@
 Modules::
 
     _types         the ASGI callables, as types
+    json_body      parse_json: long strings slice by slice; LongText
     media          find_media: the images, video, audio and files of a request
     image_structure  structure_error: files that are expensive to open
     media_memory   estimate: the memory of media, from their headers; Correction

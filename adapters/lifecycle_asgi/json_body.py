@@ -25,6 +25,8 @@ _SLICE: Final = 2**14
 # Shorter bodies are parsed as they are.
 _MIN_BODY: Final = 2**18
 _STEP: Final = 2**20
+# Characters of a text in memory that are looked at together.
+_PIECE: Final = 2**18
 _SPACES: Final = b" \t\r\n"
 _BLANK: Final = b" " * _SLICE
 # Where a string may be divided: after six bytes without a backslash, or after an escape
@@ -68,6 +70,9 @@ class LongText:
             part.length if isinstance(part, _Run) else len(part) for part in self._parts
         )
 
+    def __radd__(self, head: str) -> LongText:
+        return LongText([head, *self._parts])
+
     def __str__(self) -> str:
         return "".join(self.pieces())
 
@@ -81,6 +86,29 @@ class LongText:
                 yield from part.pieces()
             else:
                 yield part
+
+
+def pieces_of(text: str | LongText, start: int = 0) -> Iterator[str]:
+    """Yield what follows *start* in *text*, piece by piece."""
+    if isinstance(text, str):
+        yield from (text[at : at + _PIECE] for at in range(start, len(text), _PIECE))
+        return
+    for piece in text.pieces():
+        yield piece[start:]
+        start = max(0, start - len(piece))
+
+
+def beginning_of(text: str | LongText, length: int) -> str:
+    """Return the first *length* characters of *text*."""
+    if isinstance(text, str):
+        return text[:length]
+    found, left = [], length
+    for piece in text.pieces():
+        found.append(piece[:left])
+        left -= len(found[-1])
+        if not left:
+            break
+    return "".join(found)
 
 
 def parse_json(body: bytes, parse: Parse, *, longest: int = 0) -> Any:
@@ -211,7 +239,8 @@ def _trimmed(body: bytes) -> tuple[int, int]:
         start += _SLICE
     while start < end and _is_space(body[max(start, end - _SLICE) : end]):
         end -= _SLICE
-    return start, max(start, end)
+    # Some of it stays: what begins the rest began the body, and tells its encoding.
+    return max(0, start - 4), max(start, end)
 
 
 def _is_space(part: bytes) -> bool:

@@ -16,7 +16,7 @@ from string import ascii_letters, digits
 from typing import Any, Final
 
 from lifecycle_asgi.image_structure import structure_error
-from lifecycle_asgi.json_body import LongText
+from lifecycle_asgi.json_body import LongText, beginning_of, pieces_of
 from lifecycle_asgi.media import Media, find_media
 
 IMAGE_FORMATS: Final = ("PNG", "JPEG", "WEBP", "GIF", "BMP", "TIFF")
@@ -38,10 +38,10 @@ _FEATURE_BYTES_PER_SECOND: Final = 100 * 128 * 4
 # base64; metadata in front of the size may take as much.
 _PREFIX: Final = 2**18
 _PREFIX_FORMATS: Final = (b"\x89PNG\r\n\x1a\n", b"\xff\xd8\xff")
+# The first bytes of all formats.
+_FORMATS: Final = (*_PREFIX_FORMATS, b"RIFF", b"GIF8", b"BM", b"II", b"MM")
 # Characters of a data URL before its data.
 _MAX_HEAD: Final = 2**12
-# Characters decoded at a time: the interpreter lock is held meanwhile.
-_PIECE: Final = 2**18
 _NOT_BASE64: Final = bytes(
     set(range(256)) - {*(ascii_letters + digits + "+/=").encode("ascii")}
 )
@@ -293,42 +293,37 @@ def _contents(media: Media) -> Iterator[bytes]:
         if data is not None:
             yield bytes(data)
         return
-    start = "".join(_taken(_pieces(data), _PREFIX + _MAX_HEAD))
+    start = beginning_of(data, _PREFIX + _MAX_HEAD)
     head, comma, text = start.partition(",")
     if not head.startswith("data:"):
         head, text = "", "" if ":" in start[:16] else start  # a URL: not here
     elif not comma or not head.endswith(";base64"):
         return
     if len(text) > _PREFIX:
-        beginning = _decode_base64(iter([text[:_PREFIX]]))
+        beginning = _decode_beginning(text[:_PREFIX])
         if beginning.startswith(_PREFIX_FORMATS):
             yield beginning
-    if text:
-        yield _decode_base64(_pieces(data, len(head) + len(comma) if head else 0))
-
-
-def _pieces(data: str | LongText, start: int = 0) -> Iterator[str]:
-    """Yield the text after *start* piece by piece."""
-    if isinstance(data, str):
-        yield from (data[at : at + _PIECE] for at in range(start, len(data), _PIECE))
-        return
-    for piece in data.pieces():
-        yield piece[start:]
-        start = max(0, start - len(piece))
-
-
-def _taken(pieces: Iterator[str], length: int) -> Iterator[str]:
-    """Yield the first pieces, of at least *length* characters together."""
-    for piece in pieces:
-        yield piece
-        length -= len(piece)
-        if length <= 0:
+        if not beginning.startswith(_FORMATS):
             return
+    if text:
+        at = len(head) + len(comma) if head else 0
+        yield _decode_base64(pieces_of(data, at), len(data))
 
 
-def _decode_base64(pieces: Iterator[str]) -> bytes:
-    """Decode as `base64.b64decode` does, with pauses; nothing if that is an error."""
-    decoded, left = io.BytesIO(), b""
+def _decode_beginning(text: str) -> bytes:
+    plain = text.encode("ascii", "ignore").translate(None, _NOT_BASE64 + b"=")
+    return binascii.a2b_base64(plain[: len(plain) // 4 * 4])
+
+
+def _decode_base64(pieces: Iterator[str], length: int) -> bytes:
+    """Decode as `base64.b64decode` does, with pauses; nothing if that is an error.
+
+    Args:
+        pieces: The text.
+        length: Its length, or more.
+    """
+    # Never moved, and the memory of these zeros is not touched before it is written.
+    decoded, left = io.BytesIO(bytes(length // 4 * 3 + 3)), b""
     try:
         for piece in pieces:
             left += piece.encode("ascii").translate(None, _NOT_BASE64)
@@ -341,6 +336,7 @@ def _decode_base64(pieces: Iterator[str]) -> bytes:
         decoded.write(binascii.a2b_base64(left))
     except ValueError:  # binascii.Error, or a character that is not ASCII
         return b""
+    decoded.truncate()
     return decoded.getvalue()
 
 

@@ -12,8 +12,8 @@ import pytest
 from hypothesis import example, given, settings, strategies as st
 
 from lifecycle_asgi import json_body
-from lifecycle_asgi.json_body import LongText, parse_json
-from lifecycle_asgi.media_memory import _decode_base64, _pieces
+from lifecycle_asgi.json_body import LongText, beginning_of, parse_json, pieces_of
+from lifecycle_asgi.media_memory import _decode_base64
 
 strict = partial(pydantic_core.from_json, allow_inf_nan=False, cache_strings="keys")
 PARSERS = pytest.mark.parametrize("parse", [json.loads, strict])
@@ -124,6 +124,8 @@ PLANTED = {
     "space within": b'{"a":"%b","b":%b1}' % (LONG_A, b" " * LONG),
     "space in a string": b'{"a":"%b"}' % (b" " * LONG),
     "space around": b'%b{"a":1}%b' % (b" \n\t\r" * LONG, b"\t " * LONG),
+    "space and a byte order mark": b'%b\xef\xbb\xbf{"a":1}' % (b" " * LONG),
+    "space and sixteen bits": b" " * LONG + '{"a":1}'.encode("utf-16-be"),
     "nothing but space": b" " * LONG,
     "form feed": b'{"a":1}%b' % (b"\f" * LONG),
     "no end": b'{"a":"%b' % LONG_A,
@@ -236,7 +238,7 @@ def plain_decode(text: str) -> bytes:
 def test_decodes_in_steps_as_at_once(text: str, cuts: int) -> None:
     """Base64 with line breaks and padding anywhere, however it is divided."""
     pieces = (text[at : at + cuts] for at in range(0, len(text), cuts))
-    assert _decode_base64(pieces) == plain_decode(text)
+    assert _decode_base64(pieces, len(text)) == plain_decode(text)
 
 
 def test_gives_the_pieces_after_a_place() -> None:
@@ -246,5 +248,7 @@ def test_gives_the_pieces_after_a_place() -> None:
     assert isinstance(long, LongText)
     for start in (0, 3, 2**14 + 5):
         expected = str(long)[start:]
-        assert "".join(_pieces(long, start)) == expected
-        assert "".join(_pieces(str(long), start)) == expected
+        assert "".join(pieces_of(long, start)) == expected
+        assert "".join(pieces_of(str(long), start)) == expected
+        assert beginning_of(long, start) == beginning_of(str(long), start)
+    assert str("head," + long) == "head," + str(long)

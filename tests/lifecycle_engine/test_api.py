@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import base64
 import json
+import random
 import tracemalloc
 from collections.abc import Callable
 from typing import Any
@@ -26,6 +28,7 @@ from lifecycle import (
     StartTimeout,
     StreamTimeout,
 )
+from lifecycle_asgi import json_body
 from lifecycle_engine import ApiError, BadChat, BadImage, SimProcessor
 from lifecycle_engine.api.anthropic_messages import parse_messages
 from lifecycle_engine.api.base import (
@@ -43,6 +46,7 @@ from lifecycle_engine.api.openai_chat import OPENAI
 from lifecycle_engine.api.openai_responses import parse_responses
 from lifecycle_engine.api.openapi import openapi_document
 from lifecycle_engine.errors import to_api_error
+from lifecycle_engine.multimodal.limits import decode_data_url
 from lifecycle_zmq import RequestRejected
 
 
@@ -421,6 +425,99 @@ def test_takes_long_text_of_commas() -> None:
     messages = [{"role": "user", "content": table}]
     body = json.dumps({"model": "m", "messages": messages}).encode()
     assert parse_request(body).messages[0].content[0].text == table
+
+
+# Base64 of more than is copied, and of other lengths around it.
+DATA = base64.b64encode(random.Random(1).randbytes(2**20)).decode()
+LONG_URL = f"data:image/png;base64,{DATA}"
+SOURCE = {"type": "base64", "media_type": "image/png", "data": DATA}
+
+
+def large(parse: Callable[[bytes], Any], **fields: Any) -> bytes:
+    """A body of each form with a large image, and *fields*."""
+    image: dict[str, Any] = {"type": "image_url", "image_url": {"url": LONG_URL}}
+    body: dict[str, Any] = {"model": "sim", "max_tokens": 1}
+    if parse is parse_messages:
+        image = {"type": "image", "source": SOURCE}
+    if parse is parse_responses:
+        image = {"type": "input_image", "image_url": LONG_URL}
+        asked = [{"role": "user", "content": [image]}]
+        return json.dumps({"model": "sim", "input": asked, **fields}).encode()
+    if parse is parse_generate:
+        return json.dumps({**body, "text": "x", "images": [DATA], **fields}).encode()
+    messages = [{"role": "user", "content": [image]}]
+    return json.dumps({**body, "messages": messages, **fields}).encode()
+
+
+def outcome(parse: Callable[[bytes], Any], body: bytes) -> Any:
+    """What a form makes of a body: its fields and its images, or the refusal."""
+    try:
+        request = parse(body)
+        parts = [part for message in request.messages for part in message.content]
+        urls = [part.image_url.url for part in parts if part.image_url is not None]
+        images = [decode_data_url(url, param="x") for url in urls]
+    except ApiError as refusal:
+        return refusal.status, refusal.code, refusal.param, str(refusal)
+    texts = [(type(part.text), part.text) for part in parts]
+    return request.model_dump(exclude={"messages"}), request.echo, texts, images
+
+
+def at_once(parse: Callable[[bytes], Any], body: bytes) -> Any:
+    """The same of a parser that copies every string."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(json_body, "_MIN_BODY", 2**40)
+        return outcome(parse, body)
+
+
+TEXT = "say \u4e2d " * 2**18
+FIELDS = {
+    "nothing": {},
+    "model": {"model": DATA},
+    "user": {"user": DATA},
+    "unknown": {"unheard_of": [DATA, {DATA: DATA}]},
+    "tools": {"tools": [DATA]},
+    "metadata": {"metadata": {"user_id": DATA}},
+    "stop": {"stop": DATA},
+    "instructions": {"instructions": LONG_URL},
+    "system": {"system": TEXT},
+    "text": {"text": LONG_URL},
+    "messages": {"messages": [{"role": "user", "content": TEXT}]},
+    "role": {"messages": [{"role": DATA, "content": "x"}]},
+    "kind": {"messages": [{"role": "user", "content": [{"type": DATA}]}]},
+    "part": {
+        "messages": [
+            {"role": "user", "content": [{"type": "text", "text": LONG_URL}]},
+        ]
+    },
+    "video": {"input": [{"role": "user", "content": [{"type": "input_video"}]}, DATA]},
+    "padding": {"images": [f"{DATA[:-1]}="]},
+    "space": {"images": [f"{DATA[: 2**19]} {DATA[2**19 :]}"]},
+    "https": {"images": [f"https://{DATA}"]},
+}
+
+
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("name", FIELDS)
+def test_reads_strings_in_the_body_as_any_other(form: str, name: str) -> None:
+    """Wherever a long string is, the answer is that to one which was copied."""
+    parse = FORMS[form][0]
+    body = large(parse, **FIELDS[name])
+    assert outcome(parse, body) == at_once(parse, body)
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_copies_no_large_image(form: str) -> None:
+    """It is decoded from the body: neither a parser nor a copy of it holds the lock."""
+    parse = FORMS[form][0]
+    body = large(parse)
+    tracemalloc.start()
+    request = parse(body)
+    _, peak = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert peak < len(body) / 2
+    url = request.messages[0].content[0].image_url.url
+    assert isinstance(url, json_body.LongText)
+    assert len(decode_data_url(url, param="x")) == 2**20
 
 
 @pytest.mark.asyncio

@@ -26,6 +26,7 @@ from lifecycle_engine.api.chat_request import (
     URI,
     ChatMessage,
     ChatRequest,
+    ImageData,
     ImageUrl,
     Part,
     Schema,
@@ -54,12 +55,12 @@ UNSUPPORTED: Unsupported = {
 class _Base64Source(Schema):
     type: Literal["base64"]
     media_type: Literal["image/jpeg", "image/png", "image/gif", "image/webp"]
-    data: str = Field(json_schema_extra=BASE64)
+    data: ImageData = Field(json_schema_extra=BASE64)
 
 
 class _UrlSource(Schema):
     type: Literal["url"]
-    url: str = Field(json_schema_extra=URI)
+    url: ImageData = Field(json_schema_extra=URI)
 
 
 class _Text(Schema):
@@ -166,7 +167,7 @@ def _parts(message: _Message) -> list[Part]:
         if isinstance(source, _UrlSource):
             url, source.url = source.url, ""  # keep one copy at a time
         else:
-            url = f"data:{source.media_type};base64,{source.data}"
+            url = f"data:{source.media_type};base64," + source.data
             source.data = ""
         parts.append(Part(type="image_url", image_url=ImageUrl(url=url)))
     return parts

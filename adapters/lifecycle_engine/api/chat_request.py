@@ -22,8 +22,10 @@ from pydantic import (
     ValidationError,
     model_validator,
 )
+from pydantic_core import core_schema
 
 from lifecycle_asgi import TooDeep, find_media
+from lifecycle_asgi.json_body import LongText, parse_json
 from lifecycle_asgi.refusals import ApiError
 from lifecycle_engine.errors import bad_request
 
@@ -75,6 +77,8 @@ UNSUPPORTED_EVERYWHERE: Unsupported = {
 # with more commas and brackets than this has more tokens than the engine accepts.
 _MAX_VALUES = 2**18
 _STEP = 2**18
+# Characters of a string to copy: of more than most texts, and of less than an image.
+_LONGEST = 2**20
 # Values inspected of an invalid body, for a better error message.
 _MAX_INSPECTED = 2**12
 # Objects whose keys the client chooses.
@@ -120,16 +124,18 @@ def validate(schema: type[F], body: bytes, unsupported: Unsupported) -> F:
         ApiError: 400, with the path of the first invalid field in ``param``.
             Neither the error nor its context refers to the body.
     """
-    document = _parse_json(body)
     unsupported = {**UNSUPPORTED_EVERYWHERE, **unsupported}
-    try:
-        request = schema.model_validate(document)
-    except ValidationError as error:
-        mistake = error.errors(include_input=False, include_url=False)[0]
-        media_error = _unsupported_media(document)
-    else:
-        _refuse_unsupported(document, unsupported)
-        return request
+    for longest in sorted({min(_LONGEST, len(body)), len(body)}):
+        document = _parse_json(body, longest)
+        try:
+            request = schema.model_validate(document)
+        except ValidationError as error:
+            # Perhaps only for a long text where no `ImageData` are.
+            mistake = error.errors(include_input=False, include_url=False)[0]
+            media_error = _unsupported_media(document)
+        else:
+            _refuse_unsupported(document, unsupported)
+            return request
     if media_error is not None:
         raise media_error
     param = _param(mistake["loc"], unsupported)
@@ -143,12 +149,11 @@ def validate(schema: type[F], body: bytes, unsupported: Unsupported) -> F:
     )
 
 
-def _parse_json(body: bytes) -> object:
+def _parse_json(body: bytes, longest: int) -> object:
     """Decode strict JSON, at most 200 levels deep.
 
-    A byte order mark is accepted: some shells write one before all output.
+    Strings of more than *longest* characters may stay in the body, as `LongText`.
     """
-    body = body.removeprefix(BOM_UTF8)
     # Counts characters in texts, too; base64, the bulk of large bodies, has none.
     # In steps, between which the event loop gets its turn.
     steps = range(0, len(body), _STEP)
@@ -157,10 +162,16 @@ def _parse_json(body: bytes) -> object:
         problem = f"The body has more than {_MAX_VALUES} values; send less"
         raise bad_request(problem, code="invalid_json")
     try:
-        return pydantic_core.from_json(body, allow_inf_nan=False, cache_strings="keys")
+        return parse_json(body, _parse_strictly, longest=longest)
     except ValueError as error:
         message = str(error)
     raise bad_request(f"The body is not valid JSON: {message}", code="invalid_json")
+
+
+def _parse_strictly(body: bytes) -> Any:
+    # A byte order mark is accepted: some shells write one before all output.
+    body = body.removeprefix(BOM_UTF8)
+    return pydantic_core.from_json(body, allow_inf_nan=False, cache_strings="keys")
 
 
 def _unsupported_media(document: object) -> ApiError | None:
@@ -233,10 +244,25 @@ URI: dict[str, Any] = {"format": "uri"}
 BASE64: dict[str, Any] = {"format": "byte"}
 
 
+class _StaysInBody:
+    """Lets pydantic accept `LongText` where it accepts a string."""
+
+    def __get_pydantic_core_schema__(self, _: Any, __: Any) -> core_schema.CoreSchema:
+        def accept(value: Any, validate_string: Any) -> Any:
+            return value if isinstance(value, LongText) else validate_string(value)
+
+        string = core_schema.str_schema(strict=True)
+        return core_schema.no_info_wrap_validator_function(accept, string)
+
+
+# An image by URL or in base64, which is too long to be copied.
+ImageData = Annotated[str | LongText, _StaysInBody()]
+
+
 class ImageUrl(Schema):
     """The URL of an image, usually a data URL."""
 
-    url: str = Field(json_schema_extra=URI)
+    url: ImageData = Field(json_schema_extra=URI)
     detail: Literal["auto", "low", "high", "original"] | None = None
     _path: str = PrivateAttr("")
 
@@ -246,7 +272,7 @@ class ImageUrl(Schema):
         return self._path
 
     @classmethod
-    def at(cls, path: str, url: str) -> ImageUrl:
+    def at(cls, path: str, url: str | LongText) -> ImageUrl:
         """Create one whose field has another path in the body."""
         made = cls(url=url)
         made._path = path

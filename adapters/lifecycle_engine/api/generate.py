@@ -6,6 +6,7 @@ from typing import Annotated, Any
 
 from pydantic import ConfigDict, Field
 
+from lifecycle_asgi.json_body import beginning_of
 from lifecycle_engine.api.base import (
     ApiFormat,
     Document,
@@ -21,6 +22,7 @@ from lifecycle_engine.api.chat_request import (
     MAX_PARTS,
     ChatMessage,
     ChatRequest,
+    ImageData,
     ImageUrl,
     Options,
     Part,
@@ -45,7 +47,7 @@ class GenerateRequest(Options):
     )
 
     text: str | None = None
-    images: list[Annotated[str, Field(json_schema_extra=BASE64)]] = Field(
+    images: list[Annotated[ImageData, Field(json_schema_extra=BASE64)]] = Field(
         default_factory=list, max_length=MAX_PARTS - 1, fail_fast=True
     )
     messages: list[ChatMessage] | None = Field(
@@ -83,7 +85,8 @@ def parse_generate(body: bytes) -> ChatRequest:
 def _image_parts(request: GenerateRequest) -> list[Part]:
     parts = []
     for at, image in enumerate(request.images):
-        url = image if ":" in image[:16] else f"data:image/any;base64,{image}"
+        is_url = ":" in beginning_of(image, 16)
+        url = image if is_url else "data:image/any;base64," + image
         request.images[at] = ""  # keep one copy at a time
         parts.append(
             Part(type="image_url", image_url=ImageUrl.at(f"images[{at}]", url))

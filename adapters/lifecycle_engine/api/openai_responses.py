@@ -29,6 +29,7 @@ from lifecycle_engine.api.chat_request import (
     URI,
     ChatMessage,
     ChatRequest,
+    ImageData,
     ImageUrl,
     Part,
     Schema,
@@ -72,7 +73,7 @@ class _Content(Schema):
 
     type: Literal["input_text", "output_text", "input_image"]
     text: str | None = None
-    image_url: str | None = Field(default=None, json_schema_extra=URI)
+    image_url: ImageData | None = Field(default=None, json_schema_extra=URI)
     detail: Literal["auto", "low", "high", "original"] | None = None
 
     @model_validator(mode="after")

@@ -19,6 +19,7 @@ from lifecycle_asgi import (
     estimate_memory,
     find_media,
 )
+from lifecycle_asgi.json_body import beginning_of
 from lifecycle_asgi.refusals import ApiError
 from lifecycle_engine.api.chat_request import (
     ANY_MODEL,
@@ -69,9 +70,9 @@ class RemoteImage:
 class ParsedRequest:
     """A validated request; its chat, which may be large, is in a payload.
 
-    A body with images exists three times while it is read: as bytes, as strings of the
-    JSON, and as files. Each lives in the frame of one function and is gone when that
-    function returns; only this object goes on.
+    A body with large images exists twice while it is read: as bytes, and as files.
+    Strings of the JSON are a third copy of small ones. Each lives in the frame of one
+    function and is gone when that returns; only this object goes on.
 
     Attributes:
         chat: For the processor; can be taken once.
@@ -248,8 +249,9 @@ class RequestParser:
                 chat = f"messages[{i}].content[{j}].image_url.url"
                 param = part.image_url.path or chat
                 url = part.image_url.url
-                if self._remote_images and url[:8].lower() == "https://":
-                    remote.append(RemoteImage(url, i, len(content), param))
+                is_remote = beginning_of(url, 8).lower() == "https://"
+                if self._remote_images and is_remote:
+                    remote.append(RemoteImage(str(url), i, len(content), param))
                     content.append(b"")  # replaced when it is fetched
                     continue
                 image = decode_data_url(url, param=param)

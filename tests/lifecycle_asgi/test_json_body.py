@@ -136,6 +136,10 @@ PLANTED = {
     "byte order mark": b'\xef\xbb\xbf{"a":"%b"}' % LONG_A,
     "another mark": '{"a":"%b"}'.encode("utf-16") + b"A\0" * LONG,
     "sixteen bits": ('{"a":"%s"}' % ("A" * LONG)).encode("utf-16-le"),
+    # Its bytes look like two long strings, :"AAA, and two marks keep its alignment.
+    "sixteen bits like eight": (
+        '{"a":"%s"}' % (2 * ("\u223a" + "\u4141" * LONG))
+    ).encode("utf-16-le"),
     "thirty-two bits": ('{"a":"%s"}' % ("A" * LONG)).encode("utf-32"),
     "zero inside": b'{"a":"%b\0"}' % LONG_A,
     "a string alone": b'"%b"' % LONG_A,

@@ -470,7 +470,7 @@ def at_once(parse: Callable[[bytes], Any], body: bytes) -> Any:
 
 
 TEXT = "say \u4e2d " * 2**18
-FIELDS = {
+FIELDS: dict[str, dict[str, Any]] = {
     "nothing": {},
     "model": {"model": DATA},
     "user": {"user": DATA},

@@ -69,7 +69,14 @@ LAYERS: dict[str, tuple[str, ...]] = {
     ),
     "lifecycle_asgi": (
         *("_types", "json_body", "media", "image_structure", "media_memory"),
-        *("media_body", "media_profiles", "disconnects", "events", "request", "middleware"),
+        *(
+            "media_body",
+            "media_profiles",
+            "disconnects",
+            "events",
+            "request",
+            "middleware",
+        ),
         *("request_scope", "body", "responses", "refusals", "limits", "api_keys"),
         *("admission_settings", "lanes", "shadow_log", "admission"),
         *("vllm_plugin", "sglang_plugin"),

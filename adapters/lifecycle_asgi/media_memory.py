@@ -28,9 +28,6 @@ TENSOR_BYTES_PER_PIXEL: Final = 24
 WORK_BYTES_PER_PIXEL: Final = 15
 """Bytes during preprocessing: one RGB copy and one of float32."""
 
-# Pillow keeps the three channels of a pixel in four bytes. All images of a request are
-# decoded before the first is handed on; what else they need may come one by one.
-_DECODED_BYTES_PER_PIXEL: Final = 4
 # Audio samples are float32; features are 100 frames of 128 mels per second.
 _SAMPLES_PER_SECOND: Final = 16_000
 _FEATURE_BYTES_PER_SECOND: Final = 100 * 128 * 4
@@ -205,12 +202,11 @@ def estimate_memory(
     for size in sizes:
         cap = profile.tensor_pixels
         in_tensors = size.pixels if cap is None else min(size.pixels, cap * size.frames)
-        decoded = min(_DECODED_BYTES_PER_PIXEL, profile.work_bytes_per_pixel)
         tensors = profile.tensor_bytes_per_pixel * in_tensors
         total += MemoryEstimate(
             size.encoded + profile.work_bytes_per_pixel * size.pixels,
             tensors,
-            uncertain=tensors + (profile.work_bytes_per_pixel - decoded) * size.pixels,
+            uncertain=tensors,  # most models scale images down first
         )
     return total
 

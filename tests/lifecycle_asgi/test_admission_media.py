@@ -447,6 +447,20 @@ async def test_serves_many_photos_alone(profile: str) -> None:
     assert clients.statuses == [200] * 3
 
 
+async def test_refuses_bombs_that_no_budget_decodes() -> None:
+    """Two images of Pillow's limit are a few KiB, and 4 GB once they are decoded."""
+    clients = Clients()
+    clients.may_end.set()
+    head = struct.pack(">IIBBBBB", 13_300, 13_300, 8, 2, 0, 0, 0)
+    crc = zlib.crc32(b"IHDR" + head)
+    png = b"\x89PNG\r\n\x1a\n\x00\x00\x00\rIHDR" + head + struct.pack(">I", crc)
+    png += b"\x00\x00\x00\x00IDAT" + struct.pack(">I", zlib.crc32(b"IDAT"))
+    admission = admission_of(clients, profile="vllm")
+    for count in (1, 2):
+        await clients.ask(admission, chat(*[data_url(png)] * count))
+    assert clients.statuses == [200, 413]
+
+
 @pytest.mark.parametrize(("share", "inside"), [(0.1, 4), (1.0, 2), (3.0, 1), (9.0, 1)])
 async def test_learns_from_what_was_used(share: float, inside: int) -> None:
     """Smaller tensors let more requests in, larger ones fewer, within bounds."""

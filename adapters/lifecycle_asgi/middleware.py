@@ -41,13 +41,10 @@ from lifecycle_asgi.request import (
 DISCONNECT: Final = "http.disconnect"
 CLIENT_CLOSED_REQUEST: Final = 499
 
-WatchBody: TypeAlias = Callable[
-    [int, Callable[[], object], Callable[[], bool]], Watch | None
-]
-"""Watches for a disconnect while nobody reads the body.
+WatchBody: TypeAlias = Callable[..., Watch | None]
+"""Watches for a disconnect while nobody reads the body, and returns what ends that.
 
-It is given how many bytes were read, what to call, and what tells whether the response
-has begun. It returns what ends it.
+Given the bytes that were read, what to call, and what tells if the response has begun.
 """
 
 # More messages than a source has ready when its client disconnects, and more time than
@@ -201,7 +198,8 @@ class LifecycleMiddleware:
             channel.request.end(channel.response.status, error)
             del error  # a frame that refers to its own exception is a cycle
             owner.reset(claims)
-            self._end(channel)
+            if self._live is not None and channel.shown is not None:
+                self._live.end(channel.shown)
         if channel.application.cancel_called and not channel.response.started:
             # No client reads this; a server may raise for it. An application that has
             # ended by itself has sent what it wanted.
@@ -254,10 +252,6 @@ class LifecycleMiddleware:
                 channel.claims.show = shown.claim
         if shown is not None:
             request.show(shown, channel.application.cancel)
-
-    def _end(self, channel: RequestChannel) -> None:
-        if self._live is not None and channel.shown is not None:
-            self._live.end(channel.shown)
 
     async def _run(self, scope: Scope, channel: RequestChannel) -> None:
         failure: BaseException | None = None
@@ -431,19 +425,15 @@ class RequestChannel:
 
     async def _wait_space(self) -> bool:
         """Wait until the next message may be read; false if the client has left."""
-        buffer = self._buffer
-        watch = None
+        buffer, response, watch = self._buffer, self.response, None
         if self._watch is not None and not buffer.has_space:
-            watch = self._watch(buffer.read, buffer.leave, self._answers)
+            watch = self._watch(buffer.read, buffer.leave, lambda: response.started)
         try:
             await buffer.wait_space()
         finally:
             if watch is not None:
                 watch.cancel()
         return not buffer.left
-
-    def _answers(self) -> bool:
-        return self.response.started
 
     async def _on_disconnect(self) -> None:
         if self.response.complete:

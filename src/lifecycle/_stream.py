@@ -134,7 +134,7 @@ class Stream(NoCopy, Generic[T_co]):
             item = await anext(self._source)  # type: ignore[arg-type]
         except BaseException as error:  # noqa: ASYNC103 - of `stop`, not of others
             # The end, an error or a cancellation: the source is finished.
-            if not await self._ended(error):
+            if not await self._ended(error):  # noqa: ASYNC102 - to be cancelled
                 raise
         else:
             if marks and _get_sources() is inside:

@@ -299,9 +299,9 @@ async def test_fails_all_readers_once_when_it_dies(
                 await engine.start(f"s{number}", {"forever": True})
                 for number in range(127)
             ]
+            pid = (await books(engine))["pid"]  # before the last one may end it
             leaves = {"leave_at": 20} if reason == "exit" else {"forever": True}
             streams.append(await engine.start("last", leaves))
-            pid = (await books(engine))["pid"]
             async with anyio.create_task_group() as tasks:
                 for stream in streams:
                     tasks.start_soon(read_lost, stream, reason)

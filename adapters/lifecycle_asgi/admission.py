@@ -348,7 +348,7 @@ class Admission:
             size = min(declared, self._settings.max_body)
         state = request_of(scope)
         if arrival.is_full(client) and state.probe_waiting():
-            # Some of those who wait may have left; then this request takes their place.
+            # Some of the waiting clients may have left: this request takes their place.
             await anyio.sleep(_PROBE_SECONDS)
         with state.phase("queue"):
             request.lease = await arrival.admit(_BODY_COPIES * size, client)

@@ -8,8 +8,8 @@ of an end. Three things cure that, on Linux:
 2. The end queues behind the body, in the client's kernel, until the body fits into
    ours. So the watcher makes room in the receive buffer, within a budget: memory of the
    kernel and none of the process.
-3. A *probe*, where there is no room, and only when somebody else would be refused for
-   those who wait: one byte of the status line, with which every response begins. The
+3. A *probe*, where there is no room, and only when another client would be refused for
+   those that wait: one byte of the status line, with which every response begins. The
    kernel of a client that has closed its connection answers any byte with a reset. One
    that only waits has the beginning of its response.
 
@@ -79,7 +79,7 @@ class DisconnectWatcher:
                 ``half_closed`` that is true, an end is no leaving.
             on_gone: Called in the event loop.
             unread: Bytes of the body that the application has not read, at most;
-                ``None`` if nobody knows.
+                ``None`` if unknown.
             begin: Returns what a probe is sent through, where that is possible.
             answers: Whether the response has begun. From then on, an end is no leaving:
                 the client may read, and one that is gone resets what it is sent.
@@ -167,7 +167,7 @@ class DisconnectWatcher:
         # This mark enlarges the buffer, up to half of the largest in net.ipv4.tcp_rmem,
         # and the kernel still tunes it. SO_RCVBUF has a lower limit and ends that. The
         # buffer stays larger, as after any fast upload. The mark must not stay: the
-        # server would not be told of less.
+        # server would not be notified of less.
         nbytes = unread + _SLACK_BYTES
         with suppress(OSError), socket.socket(fileno=os.dup(watch.number)) as same:
             same.setsockopt(socket.SOL_SOCKET, socket.SO_RCVLOWAT, nbytes)

@@ -609,7 +609,7 @@ class Claims:
     begun something.
 
     Args:
-        show: Called with all that is made; ``None`` if nobody wants to know.
+        show: Called with all that is made; ``None`` without a live view.
 
     Attributes:
         show: The same.

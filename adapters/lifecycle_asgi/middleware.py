@@ -42,7 +42,7 @@ DISCONNECT: Final = "http.disconnect"
 CLIENT_CLOSED_REQUEST: Final = 499
 
 WatchBody: TypeAlias = Callable[..., Watch | None]
-"""Watches for a disconnect while nobody reads the body, and returns what ends that.
+"""Watches for a disconnect while the body is not read; returns what ends that.
 
 Given the bytes that were read, what to call, and what tells if the response has begun.
 """
@@ -207,7 +207,7 @@ class LifecycleMiddleware:
                 await _send_client_closed(send)
 
     def _watch(self, scope: Scope, receive: Receive, send: Send) -> WatchBody | None:
-        """Return what watches the connection while nobody reads its body."""
+        """Return what watches the connection while its body is not read."""
         # A connection of HTTP/2 is always read, and has other requests.
         if _is_bodiless(scope) or scope.get("http_version", "")[:2] != "1.":
             return None
@@ -329,7 +329,7 @@ class RequestChannel:
         disconnect_grace: Seconds between a disconnect and the cancellation of an
             application that listens for it.
         cancel_delay: The same for an application that does not.
-        watch: Watches for a disconnect while nobody reads, where that is possible.
+        watch: Watches for a disconnect while no body is read, where that is possible.
 
     Attributes:
         request: State of the request.

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
     from trio.lowlevel import Abort, RaiseCancelT, Task
 
-# Who awaits these enters a block.
+# A coroutine that awaits these enters a block.
 _ENTERING = ("__aenter__", "enter_async_context")
 NativeCancelled = asyncio.CancelledError
 # Raises nothing where no loop runs.

@@ -214,7 +214,7 @@ class Stream(NoCopy, Generic[T_co]):
             self._interrupted = interrupt(self._reader, self._requests, self._interrupt)
 
     def _take_back(self) -> bool:
-        """Uncancel what `stop` cancelled; return whether nobody else has."""
+        """Uncancel what `stop` cancelled; return whether no other task has."""
         task, self._interrupted = self._interrupted, None
         return task is not None and task.uncancel() <= self._requests
 

@@ -53,7 +53,7 @@ MARKS = ("<!-- measured -->\n", "<!-- /measured -->")
 _PATIENCE = 20.0
 # Without the middleware much never ends, and a test waits for the table.
 _BARE_PATIENCE = 1.0
-# What nobody reads, a server without the middleware never hears of.
+# A server without the middleware never notices these disconnects.
 _UNREAD_PATIENCE = 5.0
 _HEAD = "POST /{} HTTP/1.1\r\nhost: here\r\ncontent-length: {}\r\n\r\n"
 _BODY, _UNREAD_BODY = b"body", bytes(4 << 20)

@@ -193,7 +193,7 @@ async def test_serves_odd_bodies(http: str, name: str) -> None:
 
 
 async def test_clients_that_leave_free_the_line(http: str) -> None:
-    """Bodies of 4 MiB that wait unread: whoever comes then is not refused for them."""
+    """Bodies of 4 MiB that wait unread: the next client is not refused for them."""
     size = 4 * MIB  # charged threefold, that is all that bodies have
     bodies = Gate(bytes=3 * size, order="fair", max_waiting=8)
     options = {"bytes": 1024 * MIB, "slow_after": 600.0, "max_wait": 600.0}

@@ -1,4 +1,4 @@
-"""Clients that leave while nobody reads their bodies, and waiters at a gate."""
+"""Clients that leave while their bodies are not read, and waiters at a gate."""
 
 from __future__ import annotations
 
@@ -120,7 +120,7 @@ async def left(count: int) -> None:
 
 @pytest.mark.parametrize("how", ["close", "reset"])
 async def test_tells_when_client_leaves_behind_its_body(how: str) -> None:
-    """Of 4 MiB that nobody reads; a reset and an end."""
+    """Of 4 MiB that are not read; a reset and an end."""
     watcher = DisconnectWatcher(64 * MIB)
     before = descriptors()
     with anyio.fail_after(60), Peers() as peers:
@@ -332,7 +332,7 @@ async def test_probes_seldom_and_never_the_whole_status_line(
     assert written.data.startswith(b"HTTP/1.1 204 No Content\r\nHTTP/1.1 is")
 
 
-async def test_probes_nobody_whose_end_arrives() -> None:
+async def test_probes_no_client_whose_end_arrives() -> None:
     """Where the kernel has room, or little is unread."""
     watcher = DisconnectWatcher(64 * MIB)
     response = BegunResponse(Written())
@@ -392,9 +392,9 @@ async def test_waiter_at_a_gate_leaves_with_its_client(*, works_first: bool) -> 
 
 @pytest.mark.usefixtures("patient")
 async def test_waiter_in_another_task_is_left_alone() -> None:
-    """The application's own task may have begun something: it is told as before."""
+    """The application's own task may have begun something: it receives the disconnect as before."""
     gate, server = Gate(slots=1), ScriptedServer()
-    told: list[Any] = []
+    received: list[Any] = []
 
     async def wait() -> None:
         with await gate.admit():
@@ -404,14 +404,14 @@ async def test_waiter_in_another_task_is_left_alone() -> None:
         async with anyio.create_task_group() as tasks:
             tasks.start_soon(wait)
             await anyio.wait_all_tasks_blocked()
-            told.extend([await receive(), await receive()])
+            received.extend([await receive(), await receive()])
             tasks.cancel_scope.cancel()
 
     held = gate.try_admit()
     with anyio.fail_after(60):
         await serve(app, server)
     held.release()
-    assert [each["type"] for each in told] == ["http.request", "http.disconnect"]
+    assert [each["type"] for each in received] == ["http.request", "http.disconnect"]
     assert server.status is None
 
 
@@ -435,7 +435,7 @@ async def test_takes_leases_of_threads() -> None:
 # A server that waits for its application to read
 
 
-def told(body: bytes = b"") -> bytes:
+def received(body: bytes = b"") -> bytes:
     """A request with *body*."""
     return b"POST / HTTP/1.1\r\nhost: here\r\ncontent-length: %d\r\n\r\n" % len(body)
 
@@ -465,7 +465,7 @@ async def test_hypercorn_keeps_nothing_of_clients_that_left(
         )
         with anyio.fail_after(60):
             async with await anyio.connect_tcp(*address) as first:
-                await first.send(told())
+                await first.send(received())
                 while gate.statistics().waiting != 1:
                     await anyio.sleep(0.001)
             while gate.statistics().waiting:
@@ -474,7 +474,7 @@ async def test_hypercorn_keeps_nothing_of_clients_that_left(
             running, files = len(anyio.get_running_tasks()), descriptors()
             for _ in range(3):
                 async with await anyio.connect_tcp(*address) as client:
-                    await client.send(told(body) + body)
+                    await client.send(received(body) + body)
                     while not gate.statistics().waiting:
                         await anyio.sleep(0.001)
                     await anyio.wait_all_tasks_blocked()

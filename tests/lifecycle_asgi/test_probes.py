@@ -222,7 +222,7 @@ async def test_reader_of_an_answer_may_finish_sending(http_parser: str) -> None:
 
 @HTTP
 @pytest.mark.asyncio
-async def test_refuses_nobody_for_clients_that_left(http_parser: str) -> None:
+async def test_refuses_no_client_for_those_that_left(http_parser: str) -> None:
     """The queue for bodies is full of them, and the kernel has no room for theirs."""
     bodies = Gate(bytes=3 * BODY, order="fair", max_waiting=8)
     app = Waits()

@@ -56,6 +56,7 @@ LAYERS: dict[str, tuple[str, ...]] = {
         *("_validation", "_eventloop", "events", "_exceptions", "_lock", "_owner"),
         *(
             "_queues",
+            "_error_payload",
             "_payload",
             "_closing",
             "_stream",

@@ -25,7 +25,7 @@ SOURCES = {
 TESTS = sorted((ROOT / "tests").rglob("*.py"))
 
 # Of the packages that a request passes through; the tools beside them come apart.
-MOST_FILES = 134
+MOST_FILES = 140
 TOOLS = {"lifecycle_tools"}
 MOST_FILES_OF_TOOLS = 30
 MOST_LINES_OF_A_FILE = 700

@@ -11,8 +11,9 @@ from dataclasses import dataclass
 from typing import Any, Final, Generic, TypeVar
 from weakref import ref
 
+from ._error_payload import clear_traceback_frames
 from ._gate import Gate, Lease
-from ._payload import Payload, clear_traceback_frames
+from ._payload import Payload
 from ._session import Session
 from ._sessions import SessionRegistry
 from ._stream import Stream

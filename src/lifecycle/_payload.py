@@ -7,19 +7,13 @@ library never lets a payload into a frame: what circulates is a box.
 
 from __future__ import annotations
 
-import gc
-import traceback
 from array import array
 from collections.abc import (
     Callable,
-    Generator,
     Iterable,
     MutableMapping,
     MutableSequence,
 )
-from contextlib import suppress
-from pathlib import PurePath
-from types import FrameType, FunctionType, TracebackType
 from typing import (
     TYPE_CHECKING,
     Any,
@@ -32,6 +26,7 @@ from typing import (
     final,
 )
 
+from ._error_payload import clear_traceback_frames
 from ._validation import NoCopy, check, check_amount, check_callable
 
 T = TypeVar("T")
@@ -40,97 +35,6 @@ _GONE: Final[Any] = object()
 _TAKE: Final = "; its value is what take() returns"
 # Leaves, though they look like lists: buffers of others must not be resized.
 _RAW: Final = (bytearray, array)
-
-
-def clear_traceback_frames(
-    error: BaseException, *, until: BaseException | None = None
-) -> None:
-    """Take the payload from the finished frames that *error* came through.
-
-    A frame holds its locals and its function, and that holds defaults and a closure:
-    without this an error that is kept keeps the payload that it was about. Its causes,
-    contexts and members of a group are treated alike.
-
-    The traceback becomes a copy with the same files, names and lines: a debugger shows
-    where the error was raised, and no variables of the frames that have finished.
-
-    Args:
-        error: The exception to clear.
-        until: A context of *error* to leave as it is, with all behind it: what a
-            caller was already handling.
-    """
-    pending: list[BaseException | None] = [error]
-    seen: set[int] = {id(until)}
-    while pending:
-        exc = pending.pop()
-        if exc is None or id(exc) in seen:
-            continue
-        seen.add(id(exc))
-        exc.with_traceback(_without_payload(exc.__traceback__))
-        if isinstance(exc, AttributeError):
-            exc.obj = type(exc.obj)  # enough to suggest another name
-        pending += [exc.__cause__, exc.__context__]
-        if isinstance(exc, BaseExceptionGroup):
-            pending += exc.exceptions
-
-
-def _without_payload(trace: TracebackType | None) -> TracebackType | None:
-    """Copy *trace*, with a stand-in for each frame that has finished."""
-    steps = []
-    while trace is not None:
-        steps.append(trace)
-        trace = trace.tb_next
-    copy = None
-    for step in reversed(steps):
-        frame, instruction = step.tb_frame, step.tb_lasti
-        if _has_finished(frame):
-            # From CPython 3.13 a running frame that a debugger wrote to looks so, too,
-            # and refuses; it keeps its place.
-            with suppress(RuntimeError):
-                # Others may refer to it, such as frames that it called.
-                frame.clear()
-                # Its function stays even so: no frame can be made to forget that.
-                frame, instruction = _stand_in_for(frame), -1
-        copy = TracebackType(copy, frame, instruction, step.tb_lineno)
-    return copy
-
-
-def _has_finished(frame: FrameType) -> bool:
-    # Clearing a suspended frame closes its coroutine up to CPython 3.12. The collector
-    # tells: a frame shows it its locals and function once it owns them, which is when
-    # it is finished, and its trace function at any time.
-    trace = frame.f_trace
-    return any(held is not trace for held in gc.get_referents(frame))
-
-
-def _stand_in_for(frame: FrameType) -> FrameType:
-    """Return a frame of the same place, that never ran."""
-    code = frame.f_code
-    place = _place.__code__.replace(
-        co_filename=code.co_filename,
-        co_name=code.co_name,
-        co_qualname=code.co_qualname,
-        co_firstlineno=code.co_firstlineno,
-    )
-    stand_in: FrameType = FunctionType(place, frame.f_globals)().gi_frame
-    return stand_in
-
-
-def _place() -> Generator[None]:
-    yield  # pragma: no cover - a generator has a frame before it runs
-
-
-def describe_error(error: BaseException) -> str:
-    """Name an error's type and place without its text: ``ValueError at kv.py:7``.
-
-    The text may quote a prompt or another payload; the type and the line never do.
-    """
-    name = type(error).__name__
-    frames = [*traceback.walk_tb(error.__traceback__)]
-    if not frames:
-        return name
-    frame, line = frames[-1]
-    return f"{name} at {PurePath(frame.f_code.co_filename).name}:{line}"
 
 
 @final

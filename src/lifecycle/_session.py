@@ -14,6 +14,7 @@ import anyio
 from anyio.lowlevel import checkpoint
 
 from . import events
+from ._error_payload import clear_traceback_frames, describe_error
 from ._eventloop import (
     TaskSupervisor,
     call_if_cancelled,
@@ -28,7 +29,7 @@ from ._exceptions import (
     StreamTimeout,
 )
 from ._gate import Lease
-from ._payload import Payload, clear_traceback_frames, describe_error
+from ._payload import Payload
 from ._start import (
     End,
     InitDone,

@@ -16,9 +16,9 @@ from typing import Any, Final, Generic, Literal, TypeVar, final
 
 import anyio
 
+from ._error_payload import clear_traceback_frames
 from ._eventloop import Waiter, new_waiter
 from ._exceptions import StartTimeout
-from ._payload import clear_traceback_frames
 from ._validation import NoCopy, check, name_of, takes_one
 
 T = TypeVar("T")

@@ -21,6 +21,7 @@ import anyio
 import anyio.to_thread
 from anyio.lowlevel import checkpoint
 
+from ._error_payload import clear_traceback_frames, describe_error
 from ._eventloop import (
     LoopWaiter,
     call_if_cancelled,
@@ -28,7 +29,6 @@ from ._eventloop import (
     forget_loop,
     threadsafe_call,
 )
-from ._payload import clear_traceback_frames, describe_error
 from ._validation import check, name_of
 
 T = TypeVar("T")

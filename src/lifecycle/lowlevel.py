@@ -14,6 +14,7 @@ applications.
 
 from __future__ import annotations
 
+from ._error_payload import clear_traceback_frames, describe_error
 from ._eventloop import (
     LoopWaiter,
     ThreadsafeEvent,
@@ -25,7 +26,6 @@ from ._eventloop import (
     threadsafe_call,
 )
 from ._owner import owner
-from ._payload import clear_traceback_frames, describe_error
 from ._queues import Company, DrainRate
 from ._validation import (
     check_bool,

@@ -177,6 +177,18 @@ def test_leaves_exceptions_of_others_as_they_are() -> None:
     assert forgotten(partial(fail, OfAUser, detail)).args[0] is detail
 
 
+def test_empties_a_field_that_a_subclass_inherits() -> None:
+    """What the standard library's class refers to goes, from its arguments as well."""
+
+    class OfALibrary(UnicodeDecodeError):
+        pass
+
+    error = forgotten(partial(fail, OfALibrary, "ascii", b"\xff", 0, 1, "no"))
+    assert isinstance(error, OfALibrary)
+    assert error.object == b""
+    assert error.args == ("ascii", b"", 0, 1, "no")
+
+
 def test_leaves_a_cancellation_as_it_is() -> None:
     """The message of a cancellation belongs to who cancels."""
     detail = object()

@@ -17,6 +17,7 @@ import lifecycle
 
 HERE: Final = Path(__file__).parent
 PACKAGE: Final = Path(lifecycle.__file__).parent
+TESTED_BY: Final = ("regressions", "error_inputs")
 # A mutant may hang where the code does not.
 _HANGS: Final = 600.0
 
@@ -60,7 +61,8 @@ class Mutant:
             "no:cacheprovider",
             "--timeout=60",
         ]
-        argv += [str(HERE / "test_regressions.py"), "-k", f"test_{self.test}"]
+        argv += [str(HERE / f"test_{name}.py") for name in TESTED_BY]
+        argv += ["-k", f"test_{self.test}"]
         environment = {**os.environ, "PYTHONPATH": str(root)}
         try:
             done = subprocess.run(

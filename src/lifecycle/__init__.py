@@ -10,7 +10,7 @@ engine is lost; on asyncio and trio.
 #   _decorators                                      managed, scrub
 #     -> _managed_stream, _signatures                their streams, their types
 #   _sessions -> _session -> _start                  sessions, supervised starts
-#     -> _gate -> _queues, _lock                     admission control
+#     -> _gate -> _lease, _queues, _lock             admission control
 #     -> _stream -> _closing                         deadlines, closing a source whole
 #     -> _payload                                    payloads in boxes
 #   _thread_iterator                                 blocking generators in threads
@@ -35,8 +35,9 @@ from ._exceptions import (
     StartTimeout,
     StreamTimeout,
 )
-from ._gate import Gate, Lease
+from ._gate import Gate
 from ._gate_statistics import GateStatistics
+from ._lease import Lease
 from ._payload import Payload, strip
 from ._session import Session
 from ._sessions import SessionRegistry, SessionStatistics

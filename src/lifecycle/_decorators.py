@@ -7,7 +7,8 @@ import inspect
 from collections.abc import AsyncIterator, Callable, Iterator
 from typing import Any, Final, ParamSpec, Protocol, TypeVar, overload
 
-from ._gate import Gate, Lease
+from ._gate import Gate
+from ._lease import Lease
 from ._managed_stream import (
     Call,
     ManagedStream,

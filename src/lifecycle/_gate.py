@@ -3,31 +3,37 @@
 from __future__ import annotations
 
 import math
-import sys
 import warnings
-import weakref
 from collections import deque
 from collections.abc import Callable
 from contextlib import suppress
-from contextvars import ContextVar
 from functools import partial
-from typing import Any, Literal, Self, TypeVar, TypeVarTuple, final
+from typing import Any, Literal, TypeVar, TypeVarTuple, final
 
 import anyio
 
 from . import _lock
-from ._eventloop import current_task, fallback_clock, new_waiter, wait_until
+from ._eventloop import fallback_clock, new_waiter, wait_until
 from ._exceptions import AdmissionTimeout, CostTooLarge, GateClosed, GateFull, Refused
 from ._gate_statistics import GateStatistics
+from ._lease import Lease, deadlock, inside_lease_of
 from ._lock import ChangeLock
 from ._owner import owner
-from ._queues import DONE, HELD, WAITING, DrainRate, FairQueue, FifoQueue, Ticket
+from ._queues import (
+    DONE,
+    HELD,
+    WAITING,
+    DrainRate,
+    FairQueue,
+    FifoQueue,
+    Ticket,
+    Wakeable,
+)
 from ._validation import (
     UNCHANGED,
     UNSTATED,
     NoCopy,
     check,
-    check_amount,
     check_bool,
     check_callable,
     check_capacity,
@@ -36,7 +42,6 @@ from ._validation import (
     check_limit_or_none,
     check_priority,
     check_reserve,
-    made_by,
 )
 from .events import (
     AdmissionCancelled,
@@ -54,95 +59,7 @@ Ts = TypeVarTuple("Ts")
 _new = object.__new__
 
 
-@final
-class Lease(Ticket, NoCopy):
-    """What one admitted request holds, from `Gate.admit` until hand-off.
-
-    Use it as a context manager, or call `release` yourself. A lease may be
-    released from any task and any thread, and may be passed on to another task.
-    A lease that is lost to the garbage collector is released there, with a
-    `ResourceWarning` (which says where it was granted under ``tracemalloc``).
-
-    Attributes:
-        slots: Slots that the lease was granted.
-        bytes: Bytes that it is charged with: the estimate until `settle`.
-        gate: The gate that granted it.
-    """
-
-    # ruff: noqa: SLF001 - a lease calls its gate, which is defined below
-    # ruff: noqa: SIM105 - nothing may come before a `release`: see `ChangeLock`
-    # Only a gate makes leases, hence no `__init__`. `entered_by` is the task inside
-    # the `with` block, and `owned_by_start` means that a supervised start releases it.
-    __slots__ = ("__weakref__", "entered_by", "gate", "owned_by_start", "seen_at")
-    gate: Gate
-    entered_by: object
-    owned_by_start: bool
-    seen_at: float  # by `lifecycle.debug.snapshot`
-    __new__ = made_by("`await gate.admit()` or `gate.try_admit()`")
-
-    @property
-    def held(self) -> bool:
-        """Whether the lease still holds what it was granted."""
-        return self.state == HELD
-
-    def release(self) -> None:
-        """Give everything back and grant the next requests that fit.
-
-        Synchronous, idempotent, callable from any thread, from a finaliser and
-        from a signal handler; it never waits. Call it at hand-off: what happens
-        afterwards is no longer this gate's concern.
-        """
-        self.gate._release(self)
-
-    def settle(self, *, bytes: int) -> None:  # noqa: A002 - the unit is the name
-        """Replace the estimate by the *bytes* that were really needed.
-
-        Down grants the next requests that fit. Up never waits and never fails: it may
-        take the gate over its capacity, and then no bytes are granted until that is
-        repaid. A lease that is not held any more ignores the call. Any thread.
-
-        Args:
-            bytes: Actual size in bytes, 0 or more.
-
-        Raises:
-            ValueError: *bytes* is negative or not a whole number.
-        """
-        self.gate._settle(self, check_amount("bytes", bytes))
-
-    def __enter__(self) -> Self:
-        if self.state == HELD and (task := current_task()) is not None:
-            self.entered_by = task
-            _entered.set((*filter(_inside, _entered.get()), weakref.ref(self)))
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        if getattr(self, "entered_by", None) is not None:
-            self.entered_by = None
-            _entered.set((*filter(_inside, _entered.get()),))
-        if not getattr(self, "owned_by_start", False):
-            self.release()
-
-    def __del__(self) -> None:
-        if self.state == HELD and not sys.is_finalizing():
-            self.gate._lose(self)
-            what = f"a lease of {self.slots} slots and {self.bytes} bytes of gate "
-            what += f"{self.gate.name!r} was never released"
-            self._warn(f"{what}; use it in a with block, or call release()")
-
-    def __repr__(self) -> str:
-        state = "held" if self.held else "not held"
-        what = f"{self.slots} slots, {self.bytes} bytes"
-        return f"<Lease of gate {self.gate.name!r}: {what}, {state}>"
-
-
-# The leases inside whose blocks a task is; its context dies with it. They are weak: one
-# that is dropped there, for example with an exit stack, is lost like any other.
-_entered: ContextVar[tuple[weakref.ref[Lease], ...]] = ContextVar("entered", default=())
-
-
-def _inside(entered: weakref.ref[Lease]) -> bool:
-    lease = entered()
-    return lease is not None and lease.held and lease.entered_by is not None
+# ruff: noqa: SIM105 - nothing may come before a `release`: see `ChangeLock`
 
 
 def _warn(message: str, stacklevel: int) -> None:
@@ -471,7 +388,14 @@ class Gate(NoCopy):
             if lock.deferred or self._events:
                 self._flush()
 
-    def _enqueue(self, lease: Lease, priority: int, may_wait: bool) -> None:  # noqa: FBT001
+    def _enqueue(
+        self,
+        lease: Ticket,
+        priority: int,
+        may_wait: bool,  # noqa: FBT001
+        waiter: Wakeable | None = None,  # by default, this task
+    ) -> bool:
+        """Let *lease* wait, or grant it after all, and return whether it waits."""
         hash(lease.key)  # raises here, where nothing is charged yet
         queue = self._queue
         if self.closed:
@@ -480,7 +404,7 @@ class Gate(NoCopy):
             self._over_limit += 1
             queue.charge(lease)
             self._note(LeaseGranted, lease, waited_s=0.0)
-            return
+            return False
         if queue.too_large(lease):
             raise self._refuse(lease, self._too_large(lease))
         must_wait = queue.must_wait(lease)
@@ -489,7 +413,7 @@ class Gate(NoCopy):
                 raise self._refuse(lease, self._retry_later(GateFull, "is full"))
             queue.charge(lease)  # those that wait have their share
             self._note(LeaseGranted, lease, waited_s=0.0)
-            return
+            return False
         if must_wait:
             # It will really wait, not only until its task runs again.
             longest = self._max_waiting
@@ -499,22 +423,15 @@ class Gate(NoCopy):
                 )
                 refusal = self._retry_later(GateFull, f"is full, and {why}")
                 raise self._refuse(lease, refusal)
-            if _entered.get():
-                self._refuse_deadlock(lease)
+            if waiter is None and inside_lease_of(self):
+                self._refuse(lease, GateFull("nested"))
+                raise deadlock(self)
         lease.priority = priority
-        lease.waiter = new_waiter()
+        lease.waiter = waiter or new_waiter()
         queue.enqueue(lease)
+        return True
 
-    def _refuse_deadlock(self, lease: Lease) -> None:
-        task = current_task()
-        inside = (entered() for entered in _entered.get() if _inside(entered))
-        if any(it and it.gate is self and it.entered_by is task for it in inside):
-            self._refuse(lease, GateFull("nested"))
-            what = f"deadlock at gate {self.name!r}: this task would wait inside a with"
-            how = "ask for all that the request needs in one admission"
-            raise RuntimeError(f"{what} block of a lease of the same gate; {how}")
-
-    def _refuse_busy(self, lease: Lease, how: str) -> Refused:
+    def _refuse_busy(self, lease: Ticket, how: str) -> Refused:
         refusal = GateFull(f"gate {self.name!r} {how}; retry in 1.0 s", retry_after=1.0)
         self._apply(self._refuse, lease, refusal)
         return refusal
@@ -558,7 +475,7 @@ class Gate(NoCopy):
             self._queue.grant()
         return lease.state != WAITING
 
-    def _time_out(self, lease: Lease, max_wait: float | None) -> None:
+    def _time_out(self, lease: Ticket, max_wait: float | None) -> None:
         # Where the grant came in the same moment, the grant wins.
         if lease.state != HELD and lease not in self._refusals:
             self._queue.withdraw(lease)
@@ -567,7 +484,7 @@ class Gate(NoCopy):
             refusal = self._retry_later(AdmissionTimeout, how)
             self._refusals[lease] = self._refuse(lease, refusal)
 
-    def _cancel(self, lease: Lease, began: float) -> None:
+    def _cancel(self, lease: Ticket, began: float) -> None:
         if lease.state == HELD:
             self._note(LeaseGranted, lease, waited_s=self._clock() - began)
             self._take_back(lease)
@@ -575,7 +492,7 @@ class Gate(NoCopy):
             self._queue.withdraw(lease)
             self._note(AdmissionCancelled, lease)
 
-    def _take_back(self, lease: Lease, lost: bool = False) -> None:  # noqa: FBT001, FBT002
+    def _take_back(self, lease: Ticket, lost: bool = False) -> None:  # noqa: FBT001, FBT002
         if self._queue.release(lease):
             self._lost += lost
             self._note(LeaseReleased, lease, lost=lost)
@@ -586,7 +503,7 @@ class Gate(NoCopy):
     def _settle(self, lease: Lease, nbytes: int) -> None:
         self._apply(self._settle_now, lease, nbytes)
 
-    def _settle_now(self, lease: Lease, nbytes: int) -> None:
+    def _settle_now(self, lease: Ticket, nbytes: int) -> None:
         if lease.state == HELD:
             estimate = lease.bytes
             self._queue.settle(lease, nbytes)

@@ -12,7 +12,8 @@ from typing import Any, Final, Generic, TypeVar
 from weakref import ref
 
 from ._error_payload import clear_traceback_frames
-from ._gate import Gate, Lease
+from ._gate import Gate
+from ._lease import Lease
 from ._payload import Payload
 from ._session import Session
 from ._sessions import SessionRegistry

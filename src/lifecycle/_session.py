@@ -28,7 +28,7 @@ from ._exceptions import (
     StartTimeout,
     StreamTimeout,
 )
-from ._gate import Lease
+from ._lease import Lease
 from ._payload import Payload
 from ._start import (
     End,

@@ -17,7 +17,8 @@ from typing import Any, Final, Literal
 
 import anyio
 
-from ._gate import Gate, Lease
+from ._gate import Gate
+from ._lease import Lease
 from ._payload import Payload
 from ._queues import HELD, WAITING
 from ._session import Session

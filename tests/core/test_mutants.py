@@ -104,6 +104,6 @@ def test_catches_mutant(mutant: Mutant, tmp_path: Path) -> None:
 @pytest.mark.slow
 def test_passes_without_a_mutant(tmp_path: Path) -> None:
     """The same tests pass in an unchanged copy."""
-    nothing = Mutant("nothing", "_gate.py", "class Lease(", "class Lease(", "")
+    nothing = Mutant("nothing", "_lease.py", "class Lease(", "class Lease(", "")
     nothing.plant(tmp_path)
     assert not nothing.caught_in(tmp_path)

@@ -27,12 +27,12 @@ import world
 from exploration import explore, explore_trio
 from reentrancy import reenter_everywhere
 
-from lifecycle import _gate, _lock, _queues
+from lifecycle import _gate, _lease, _lock, _queues
 from lifecycle.testing import (
     cancel_everywhere,
 )
 
-_GATE = (_gate, _lock, _queues)
+_GATE = (_gate, _lease, _lock, _queues)
 
 Trial = tuple[str, Callable[[], object]]
 

@@ -11,7 +11,7 @@ import scenarios
 from exploration import explore, explore_trio
 from reentrancy import reenter_everywhere
 
-from lifecycle import Gate, _gate, _lock, _queues
+from lifecycle import Gate, _gate, _lease, _lock, _queues
 from lifecycle.testing import (
     Deadlock,
     cancel_everywhere,
@@ -54,7 +54,7 @@ def test_keeps_its_promise_at_every_cancellation(scenario):
 @pytest.mark.parametrize("scenario", scenarios.REENTERED, ids=lambda s: s.__name__)
 def test_keeps_its_promise_at_every_bytecode(scenario):
     """A finaliser may release a lease in the middle of any change of its gate."""
-    modules = (_gate, _lock, _queues)
+    modules = (_gate, _lease, _lock, _queues)
     assert reenter_everywhere(scenario, modules) > 100
 
 

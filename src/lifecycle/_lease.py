@@ -1,0 +1,146 @@
+"""What one admitted request holds, whichever kind of gate granted it."""
+
+from __future__ import annotations
+
+import sys
+import weakref
+from contextvars import ContextVar
+from typing import Protocol, Self, final
+
+from ._eventloop import current_task
+from ._gate_statistics import GateStatistics
+from ._queues import HELD, Ticket
+from ._validation import NoCopy, check_amount, made_by
+
+
+class Grantor(Protocol):
+    """A gate as its leases know it. None of these waits or raises."""
+
+    name: str
+
+    def statistics(self) -> GateStatistics:
+        """Return the gate as it is now."""
+        ...
+
+    def _release(self, lease: Lease) -> None: ...
+
+    def _settle(self, lease: Lease, nbytes: int) -> None: ...
+
+    def _lose(self, lease: Lease) -> None: ...
+
+    def _held_seconds(self, lease: Lease) -> float | None: ...
+
+
+@final
+class Lease(Ticket, NoCopy):
+    """What one admitted request holds, from `Gate.admit` until hand-off.
+
+    Use it as a context manager, or call `release` yourself. A lease may be
+    released from any task and any thread, and may be passed on to another task.
+    A lease that is lost to the garbage collector is released there, with a
+    `ResourceWarning` (which says where it was granted under ``tracemalloc``).
+
+    Attributes:
+        slots: Slots that the lease was granted.
+        bytes: Bytes that it is charged with: the estimate until `settle`.
+        gate: The gate that granted it.
+    """
+
+    # ruff: noqa: SLF001 - a lease calls its gate
+
+    # Only a gate makes leases, hence no `__init__`. `entered_by` is the task inside
+    # the `with` block, and `owned_by_start` means that a supervised start releases it.
+    __slots__ = (
+        "__weakref__",
+        "entered_by",
+        "gate",
+        "number",
+        "owned_by_start",
+        "seen_at",
+    )
+    gate: Grantor
+    number: int  # where the gate knows its leases by number
+    entered_by: object
+    owned_by_start: bool
+    seen_at: float  # by `lifecycle.debug.snapshot`
+    __new__ = made_by("`await gate.admit()` or `gate.try_admit()`")
+
+    @property
+    def held(self) -> bool:
+        """Whether the lease still holds what it was granted."""
+        return self.state == HELD
+
+    def release(self) -> None:
+        """Give everything back and grant the next requests that fit.
+
+        Synchronous, idempotent, callable from any thread, from a finaliser and
+        from a signal handler; it never waits. Call it at hand-off: what happens
+        afterwards is no longer this gate's concern.
+        """
+        self.gate._release(self)
+
+    def settle(self, *, bytes: int) -> None:  # noqa: A002 - the unit is the name
+        """Replace the estimate by the *bytes* that were really needed.
+
+        Down grants the next requests that fit. Up never waits and never fails: it may
+        take the gate over its capacity, and then no bytes are granted until that is
+        repaid. A lease that is not held any more ignores the call. Any thread.
+
+        Args:
+            bytes: Actual size in bytes, 0 or more.
+
+        Raises:
+            ValueError: *bytes* is negative or not a whole number.
+        """
+        self.gate._settle(self, check_amount("bytes", bytes))
+
+    def __enter__(self) -> Self:
+        if self.state == HELD and (task := current_task()) is not None:
+            self.entered_by = task
+            _entered.set((*filter(_inside, _entered.get()), weakref.ref(self)))
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if getattr(self, "entered_by", None) is not None:
+            self.entered_by = None
+            _entered.set((*filter(_inside, _entered.get()),))
+        if not getattr(self, "owned_by_start", False):
+            self.release()
+
+    def __del__(self) -> None:
+        if self.state == HELD and not sys.is_finalizing():
+            self.gate._lose(self)
+            what = f"a lease of {self.slots} slots and {self.bytes} bytes of gate "
+            what += f"{self.gate.name!r} was never released"
+            self._warn(f"{what}; use it in a with block, or call release()")
+
+    def __repr__(self) -> str:
+        state = "held" if self.held else "not held"
+        what = f"{self.slots} slots, {self.bytes} bytes"
+        return f"<Lease of gate {self.gate.name!r}: {what}, {state}>"
+
+
+# The leases inside whose blocks a task is; its context dies with it. They are weak: one
+# that is dropped there, for example with an exit stack, is lost like any other.
+_entered: ContextVar[tuple[weakref.ref[Lease], ...]] = ContextVar("entered", default=())
+
+
+def _inside(entered: weakref.ref[Lease]) -> bool:
+    lease = entered()
+    return lease is not None and lease.held and lease.entered_by is not None
+
+
+def inside_lease_of(gate: Grantor) -> bool:
+    """Whether this task is in a ``with lease:`` block of *gate*: to wait would hang."""
+    if not _entered.get():
+        return False
+    task = current_task()
+    inside = (entered() for entered in _entered.get() if _inside(entered))
+    return any(it and it.gate is gate and it.entered_by is task for it in inside)
+
+
+def deadlock(gate: Grantor) -> RuntimeError:
+    """Return the error of a task that would wait for itself."""
+    what = f"deadlock at gate {gate.name!r}: this task would wait inside a with"
+    how = "ask for all that the request needs in one admission"
+    return RuntimeError(f"{what} block of a lease of the same gate; {how}")

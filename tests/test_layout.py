@@ -40,8 +40,8 @@ MOST_FILES_ENTERED = {"text": 60, "picture": 68, "disconnect": 40}
 # The same in `Admission` alone.
 MOST_FILES_OF_ADMISSION = 16
 
-# Lines of Python, with a little to spare.
-MOST_LINES = {"product": 44_500, "benchmarks": 7_600, "repository": 900}
+# Lines of Python, with a little to spare. A gate over processes took a thousand.
+MOST_LINES = {"product": 45_500, "benchmarks": 7_600, "repository": 900}
 # What tests the repository itself, and nothing that it installs.
 OF_THE_REPOSITORY = ("architecture", "checks", "house", "layout", "words")
 
@@ -54,6 +54,7 @@ PUBLIC_MODULES = {
     "lifecycle.debug",
     "lifecycle.events",
     "lifecycle.lowlevel",
+    "lifecycle.shared",
     "lifecycle.testing",
     "lifecycle.testing.pytest_plugin",
     "lifecycle_asgi.events",

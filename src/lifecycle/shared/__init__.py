@@ -1,0 +1,1 @@
+"""One gate for all worker processes of a host."""

@@ -1,0 +1,288 @@
+"""What workers see of each other: a row for each, the lock of its life, and the links.
+
+A row is a small file that one worker writes and all may map. It is locked while that
+worker lives, and the lock says that much and nothing else: it is no right to grant.
+That is the newest epoch, and epoch n is a hard link to the row of its leader, named
+``leader.<n>``. To make the link is to be elected: one atomic step in which nobody can
+be stopped half-way, and of two candidates one fails.
+"""
+
+from __future__ import annotations
+
+import mmap
+import os
+import secrets
+import stat
+import struct
+import sys
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Final
+
+if sys.platform == "linux":  # pragma: no branch
+    import fcntl
+
+# The words of a row. Each is one aligned store of its one writer. There is no version
+# word: a writer that is stopped half-way would leave it odd.
+IDENT: Final = 0
+EPOCH: Final = 1  # that this worker follows; older ones it may still be looking for
+BEATS: Final = 2  # of the leader
+SLOTS: Final = 3  # granted to this worker and not released, as the bytes
+BYTES: Final = 4
+WAITING: Final = 5
+ADMITTED: Final = 6
+REFUSED: Final = 7
+CANCELLED: Final = 8
+RELEASED: Final = 9
+LOST: Final = 10
+OVER_LIMIT: Final = 11
+CAPACITY_SINCE: Final = 12  # 0 while the next two are written
+CAPACITY_SLOTS: Final = 13
+CAPACITY_BYTES: Final = 14
+PROCESS: Final = 15  # for people alone: nobody decides by it
+
+COUNTERS: Final = (ADMITTED, REFUSED, CANCELLED, RELEASED, LOST, OVER_LIMIT)
+
+_WORDS: Final = 16
+_SIZE: Final = 8 * _WORDS
+_UNBOUNDED: Final = 2**64 - 1
+# A write lock on the whole file, as `struct flock` says it.
+_LOCK: Final = struct.pack("hhqqi4x", 1, os.SEEK_SET, 0, 0, 0)
+
+
+@dataclass(frozen=True, slots=True, order=True)
+class Capacity:
+    """A capacity, and when it was named: the newest of all workers counts.
+
+    Attributes:
+        since: Nanoseconds of the clock that all processes of a host share.
+        slots: Or ``None`` for unbounded, as the bytes.
+        bytes: Likewise.
+    """
+
+    since: int
+    slots: int | None
+    bytes: int | None
+
+    @property
+    def limits(self) -> tuple[int | None, int | None]:
+        """The slots and the bytes."""
+        return self.slots, self.bytes
+
+
+class Row:
+    """The row of one worker, mapped.
+
+    Attributes:
+        words: Its words.
+    """
+
+    def __init__(self, folder: int, name: str, *, make: bool = False) -> None:
+        flags = os.O_CREAT | os.O_EXCL if make else 0
+        flags |= os.O_RDWR | os.O_CLOEXEC
+        self._lock = os.open(name, flags, 0o600, dir_fd=folder)
+        try:
+            if make:
+                os.truncate(self._lock, _SIZE)
+                fcntl.fcntl(self._lock, fcntl.F_OFD_SETLK, _LOCK)
+            # By an open file of its own: a mapping keeps its file open, and with that
+            # the lock, also in a forked child that has closed all it knows of.
+            mapped = os.open(name, os.O_RDWR | os.O_CLOEXEC, dir_fd=folder)
+            try:
+                self.words = memoryview(mmap.mmap(mapped, _SIZE)).cast("Q")
+            finally:
+                os.close(mapped)
+        except BaseException:
+            os.close(self._lock)
+            raise
+
+    @property
+    def alive(self) -> bool:
+        """Whether its worker lives. To try to lock it would look like life itself."""
+        found = fcntl.fcntl(self._lock, fcntl.F_OFD_GETLK, _LOCK)
+        return bool(struct.unpack_from("h", found)[0] != fcntl.F_UNLCK)
+
+    @property
+    def capacity(self) -> Capacity | None:
+        """The capacity that its worker knows, or ``None`` while that is written."""
+        words = self.words
+        since, *limits = words[CAPACITY_SINCE : CAPACITY_BYTES + 1]
+        if not since or words[CAPACITY_SINCE] != since:
+            return None
+        slots, nbytes = (None if each == _UNBOUNDED else each for each in limits)
+        return Capacity(since, slots, nbytes)
+
+    def write_capacity(self, capacity: Capacity) -> None:
+        """Say which capacity its worker knows. For the worker alone."""
+        words = self.words
+        words[CAPACITY_SINCE] = 0
+        for word, limit in zip(
+            (CAPACITY_SLOTS, CAPACITY_BYTES), capacity.limits, strict=True
+        ):
+            words[word] = _UNBOUNDED if limit is None else limit
+        words[CAPACITY_SINCE] = capacity.since
+
+    def add(self, slots: int, nbytes: int) -> None:
+        """Count what its worker holds up or down. For the worker alone."""
+        self.words[SLOTS] += slots
+        self.words[BYTES] += nbytes
+
+    def close(self) -> None:
+        """Give the lock up: of its own worker, this is the end. Words stay readable."""
+        if self._lock >= 0:
+            os.close(self._lock)
+            self._lock = -1
+
+
+class Folder:
+    """The folder that the workers of one gate share, of this user alone.
+
+    Args:
+        path: Made if there is none.
+
+    Attributes:
+        path: As given.
+        descriptor: Of the folder, for as long as it is open.
+
+    Raises:
+        PermissionError: Another user owns it or may enter it.
+    """
+
+    def __init__(self, path: str) -> None:
+        self.path = path
+        Path(path).mkdir(mode=0o700, parents=True, exist_ok=True)
+        flags = os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
+        self.descriptor = os.open(path, flags)
+        found = os.fstat(self.descriptor)
+        mode = stat.S_IMODE(found.st_mode)
+        if found.st_uid != os.geteuid() or mode & 0o077:
+            self.close()
+            raise PermissionError(
+                f"the folder {path} of a shared gate is of user {found.st_uid} with "
+                f"mode {mode:o}; it must be of user {os.geteuid()} alone: chmod 700"
+            )
+        self._is = found.st_dev, found.st_ino
+
+    def close(self) -> None:
+        """Close the descriptor, and leave all files."""
+        if self.descriptor >= 0:
+            os.close(self.descriptor)
+            self.descriptor = -1
+
+    @property
+    def in_place(self) -> bool:
+        """Whether its path still leads here: removed or replaced, it splits a gate."""
+        with suppress(OSError):
+            found = Path(self.path).lstat()
+            return (found.st_dev, found.st_ino) == self._is
+        return False
+
+    def join(self) -> Row:
+        """Make a row for this worker, locked for its life."""
+        ident = secrets.randbits(62) + 1
+        hidden, name = f"new.{ident:x}", f"row.{ident:x}"
+        row = Row(self.descriptor, hidden, make=True)
+        row.words[IDENT], row.words[PROCESS] = ident, os.getpid()
+        # Named once it is locked: whoever sees the name can trust the lock.
+        self._rename(hidden, name)
+        return row
+
+    def _rename(self, name: str, to: str) -> None:
+        here = self.descriptor
+        os.rename(name, to, src_dir_fd=here, dst_dir_fd=here)
+
+    def row(self, ident: int) -> Row:
+        """Open the row of a worker.
+
+        Raises:
+            FileNotFoundError: It has died, and others know that by now.
+        """
+        return Row(self.descriptor, f"row.{ident:x}")
+
+    def rows(self) -> list[Row]:
+        """Open all rows, those of the dead included. The caller closes them."""
+        found = []
+        for name in self._names("row."):
+            with suppress(FileNotFoundError):
+                found.append(Row(self.descriptor, name))
+        return found
+
+    def live_rows(self) -> list[Row]:
+        """Return the rows of workers that live, to be read and not to be kept."""
+        rows = self.rows()
+        live = [row for row in rows if row.alive]
+        for row in rows:
+            row.close()
+        return live
+
+    def remove(self, row: Row) -> None:
+        """Remove what a dead worker left, but for its links."""
+        ident = row.words[IDENT]
+        for name in [f"row.{ident:x}", *self._names(f"sock.{ident:x}.")]:
+            self._unlink(name)
+
+    # Epochs.
+
+    def newest_epoch(self) -> int:
+        """Return the newest epoch, or 0 if nobody ever led."""
+        return max(self._epochs(), default=0)
+
+    def has_epoch(self, epoch: int) -> bool:
+        """Whether *epoch* has begun: one system call, for each admission."""
+        return os.access(f"leader.{epoch}", os.F_OK, dir_fd=self.descriptor)
+
+    def leader(self, epoch: int) -> Row:
+        """Open the row of the leader of *epoch*.
+
+        Raises:
+            FileNotFoundError: All others have seen a newer one.
+        """
+        return Row(self.descriptor, f"leader.{epoch}")
+
+    def elect(self, row: Row, epoch: int) -> bool:
+        """Begin *epoch*, led by the worker of *row*; ``False`` if it had begun."""
+        here = self.descriptor
+        try:
+            os.link(
+                f"row.{row.words[IDENT]:x}",
+                f"leader.{epoch}",
+                src_dir_fd=here,
+                dst_dir_fd=here,
+            )
+        except FileExistsError:
+            return False
+        return True
+
+    def forget_epochs(self, newest: int) -> None:
+        """Remove the links of all epochs up to *newest*.
+
+        Each live worker must follow it or a later one: whoever is stopped while it
+        looks for the next epoch, or makes it, has to find that when it goes on.
+        """
+        for epoch in self._epochs():
+            if epoch <= newest:
+                self._unlink(f"leader.{epoch}")
+
+    # Sockets.
+
+    def socket_path(self, ident: int, epoch: int) -> str:
+        """Return where a leader listens: short, for sockets have short paths."""
+        return f"/proc/self/fd/{self.descriptor}/sock.{ident:x}.{epoch}"
+
+    def remove_socket(self, ident: int, epoch: int) -> None:
+        """Remove the name of a socket, if it is there."""
+        self._unlink(f"sock.{ident:x}.{epoch}")
+
+    def _epochs(self) -> list[int]:
+        return [int(name.partition(".")[2]) for name in self._names("leader.")]
+
+    def _names(self, prefix: str) -> list[str]:
+        # By a path: listing a descriptor moves an offset that other threads share, and
+        # forked children, and either would miss names.
+        here = Path(f"/proc/self/fd/{self.descriptor}")
+        return [each.name for each in here.iterdir() if each.name.startswith(prefix)]
+
+    def _unlink(self, name: str) -> None:
+        with suppress(FileNotFoundError):
+            os.unlink(name, dir_fd=self.descriptor)

@@ -1,0 +1,265 @@
+"""What workers share: rows, the lock of a life, and epochs; real files, real kills."""
+
+import os
+import signal
+import subprocess
+import sys
+import threading
+from pathlib import Path
+
+import pytest
+
+from lifecycle.shared.rows import BYTES, EPOCH, IDENT, SLOTS, Capacity, Folder
+
+pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="OFD locks")
+
+WORKER = """
+import sys
+from lifecycle.shared.rows import Folder
+folder = Folder(sys.argv[1])
+row = folder.join()
+row.add(3, 400)
+def say(*what):
+    print(*what, flush=True)
+say("joined")
+for line in sys.stdin:
+    if line == "fork\\n":
+        import os
+        pid = os.fork()
+        if pid == 0:
+            row.close()  # as the hook of a gate does
+            sys.stdin.read()  # until the test ends it
+            os._exit(0)
+        say(pid)
+    else:
+        say(int(folder.elect(row, int(line))))
+"""
+
+
+class Worker:
+    """A process with a row."""
+
+    def __init__(self, path):
+        argv = [sys.executable, "-c", WORKER, str(path)]
+        pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
+        self.process = subprocess.Popen(argv, text=True, **pipes)
+        assert self.process.stdout.readline() == "joined\n"
+
+    def ask(self, what):
+        self.send(what)
+        return int(self.process.stdout.readline())
+
+    def send(self, what):
+        self.process.stdin.write(f"{what}\n")
+        self.process.stdin.flush()
+
+    def kill(self):
+        self.process.kill()
+        self.process.wait(60)
+        self.process.stdin.close()
+        self.process.stdout.close()
+
+
+@pytest.fixture
+def worker(tmp_path):
+    made = []
+
+    def make():
+        made.append(Worker(tmp_path / "gate"))
+        return made[-1]
+
+    yield make
+    for each in made:
+        each.process.kill()
+        each.process.wait(60)
+        each.process.stdin.close()
+        each.process.stdout.close()
+
+
+@pytest.fixture
+def folder(tmp_path):
+    made = Folder(str(tmp_path / "gate"))
+    yield made
+    made.close()
+
+
+def test_says_what_a_worker_holds_after_its_death(folder, worker) -> None:
+    """A row outlives its worker, and says that it is dead."""
+    one = worker()
+    (row,) = folder.rows()
+    assert row.alive and (row.words[SLOTS], row.words[BYTES]) == (3, 400)
+    one.kill()
+    assert not row.alive and (row.words[SLOTS], row.words[BYTES]) == (3, 400)
+    assert folder.live_rows() == []
+    folder.remove(row)
+    assert folder.rows() == []
+    row.close()
+
+
+def test_lives_while_it_is_stopped(folder, worker) -> None:
+    """A stopped worker is alive: nobody may take what it holds."""
+    one = worker()
+    os.kill(one.process.pid, signal.SIGSTOP)
+    (row,) = folder.live_rows()
+    assert row.words[SLOTS] == 3
+
+
+def test_dies_though_its_child_lives(folder, worker) -> None:
+    """A forked child keeps the mapping, and not the lock: two open files."""
+    one = worker()
+    child = one.ask("fork")
+    (row,) = folder.rows()
+    try:
+        assert row.alive  # the child closed its copy of the lock, and dropped no lock
+        one.kill()
+        os.kill(child, 0)
+        assert not row.alive
+    finally:
+        os.kill(child, signal.SIGKILL)
+        row.close()
+
+
+def test_elects_one_of_many(folder, worker) -> None:
+    """Of all that would lead an epoch, exactly one does, and its row is the link's."""
+    rivals = [worker() for _ in range(3)]
+    for epoch in range(1, 20):
+        for each in rivals:
+            each.send(epoch)
+        won = [int(each.process.stdout.readline()) for each in rivals]
+        assert sum(won) == 1
+        row = folder.leader(epoch)
+        assert row.alive
+        row.close()
+    assert folder.newest_epoch() == 19
+    assert folder.has_epoch(7) and not folder.has_epoch(20)
+    folder.forget_epochs(18)
+    assert not folder.has_epoch(18) and folder.has_epoch(19)
+    with pytest.raises(FileNotFoundError):
+        folder.leader(18)
+
+
+def test_leads_no_longer_than_it_lives(folder, worker) -> None:
+    """The link to the row of a leader that was killed says that it is dead."""
+    one = worker()
+    assert one.ask(1) == 1
+    row = folder.leader(1)
+    assert row.alive
+    one.kill()
+    assert not row.alive
+    row.close()
+
+
+def test_knows_nobody_in_a_new_folder(folder) -> None:
+    """A gate that nobody ever led has epoch 0 and no rows."""
+    assert folder.newest_epoch() == 0 and folder.rows() == []
+
+
+def test_finds_a_row_by_its_name(folder) -> None:
+    """A row is found by its ident until it is removed, with the sockets beside it."""
+    row = folder.join()
+    ident = row.words[IDENT]
+    other = folder.row(ident)
+    other.close()
+    assert other.words[EPOCH] == 0
+    Path(folder.socket_path(ident, 3)).touch()
+    Path(folder.socket_path(ident, 4)).touch()
+    folder.remove_socket(ident, 3)
+    folder.remove_socket(ident, 3)
+    assert [each.name for each in Path(folder.path).glob("sock.*")] == [
+        f"sock.{ident:x}.4"
+    ]
+    folder.remove(row)
+    assert list(Path(folder.path).iterdir()) == []
+    with pytest.raises(FileNotFoundError):
+        folder.row(ident)
+    row.close()
+    row.close()
+
+
+def test_lists_all_names_in_two_threads(folder) -> None:
+    """Two that list the folder at once both see everything: no offset is shared."""
+    rows = [folder.join() for _ in range(100)]
+    seen = []
+
+    def look():
+        seen.extend(len(folder._names("row.")) for _ in range(50))
+
+    threads = [threading.Thread(target=look) for _ in range(4)]
+    for each in threads:
+        each.start()
+    for each in threads:
+        each.join(60)
+    assert set(seen) == {100} and len(seen) == 200
+    for row in rows:
+        row.close()
+
+
+def test_skips_what_vanishes_while_it_looks(folder, monkeypatch) -> None:
+    """A row that is removed between the list and the look is nobody's."""
+    monkeypatch.setattr(folder, "_names", lambda prefix: ["row.1"])
+    assert folder.rows() == []
+
+
+def test_lets_one_of_two_lead(folder) -> None:
+    """A second link of one epoch is refused."""
+    one, two = folder.join(), folder.join()
+    assert folder.elect(one, 1)
+    assert not folder.elect(two, 1) and folder.elect(two, 2)
+    leader = folder.leader(2)
+    assert leader.words[IDENT] == two.words[IDENT]
+    folder.forget_epochs(1)
+    assert not folder.has_epoch(1) and folder.newest_epoch() == 2
+    for row in (one, two, leader):
+        row.close()
+
+
+def test_says_which_capacity_a_worker_knows(folder) -> None:
+    """A capacity is read whole or not at all."""
+    row = folder.join()
+    assert row.capacity is None
+    row.write_capacity(Capacity(7, None, 0))
+    assert row.capacity == Capacity(7, None, 0)
+    row.words[12] = 0  # stopped half-way
+    assert row.capacity is None
+    row.close()
+
+
+def test_refuses_a_folder_that_others_may_enter(tmp_path) -> None:
+    """The folder is of this user alone: its mode and its owner are checked."""
+    open_to_all = tmp_path / "open"
+    open_to_all.mkdir(mode=0o755)
+    with pytest.raises(PermissionError, match="mode 755; .*chmod 700"):
+        Folder(str(open_to_all))
+    (tmp_path / "link").symlink_to(tmp_path / "open")
+    with pytest.raises(OSError, match=r"symbolic|directory"):
+        Folder(str(tmp_path / "link"))
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root may give a folder away")
+def test_refuses_a_folder_of_another_user(tmp_path) -> None:
+    """A folder of another user is not used, whatever its mode."""
+    foreign = tmp_path / "foreign"
+    foreign.mkdir(mode=0o700)
+    os.chown(foreign, 12345, -1)
+    with pytest.raises(PermissionError, match="user 12345"):
+        Folder(str(foreign))
+
+
+def test_notices_that_its_folder_was_replaced(folder) -> None:
+    """A folder that is removed, or another of the same name, is not this one."""
+    assert folder.in_place
+    Path(folder.path).rename(folder.path + ".old")
+    assert not folder.in_place
+    Path(folder.path).mkdir()
+    assert not folder.in_place
+
+
+def test_leaves_no_descriptor_where_a_row_cannot_be_made(folder, monkeypatch) -> None:
+    """What was opened for a row is closed when the rest fails."""
+    before = len(list(Path("/proc/self/fd").iterdir()))
+    Path(folder.path, "row.5").touch()  # too short to be mapped
+    with pytest.raises(ValueError, match="mmap"):
+        folder.row(5)
+    assert len(list(Path("/proc/self/fd").iterdir())) == before
+    folder.close()
+    folder.close()

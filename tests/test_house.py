@@ -11,7 +11,7 @@ import lifecycle
 
 MOST_NAMES = 26
 
-PUBLIC_MODULES = ("events", "debug", "lowlevel", "testing")
+PUBLIC_MODULES = ("events", "debug", "lowlevel", "shared", "testing")
 MODULES = ["lifecycle", *(f"lifecycle.{name}" for name in PUBLIC_MODULES)]
 
 

@@ -24,8 +24,9 @@ SOURCES = {
 }
 TESTS = sorted((ROOT / "tests").rglob("*.py"))
 
-# Of the packages that a request passes through; the tools beside them come apart.
-MOST_FILES = 140
+# Of the packages that a request passes through; the tools beside them come apart. Eight
+# are the gate over processes and its seams.
+MOST_FILES = 144
 TOOLS = {"lifecycle_tools"}
 MOST_FILES_OF_TOOLS = 30
 MOST_LINES_OF_A_FILE = 700
@@ -40,8 +41,8 @@ MOST_FILES_ENTERED = {"text": 60, "picture": 68, "disconnect": 40}
 # The same in `Admission` alone.
 MOST_FILES_OF_ADMISSION = 16
 
-# Lines of Python, with a little to spare. A gate over processes took a thousand.
-MOST_LINES = {"product": 45_500, "benchmarks": 7_600, "repository": 900}
+# Lines of Python, with a little to spare. A gate over processes took 1,700.
+MOST_LINES = {"product": 46_500, "benchmarks": 7_600, "repository": 900}
 # What tests the repository itself, and nothing that it installs.
 OF_THE_REPOSITORY = ("architecture", "checks", "house", "layout", "words")
 

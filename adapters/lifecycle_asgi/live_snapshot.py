@@ -194,7 +194,7 @@ def _row(
         "phase_s": round(view.phase_s, 1),
         "age_s": round(view.age_s, 1),
         "bytes": view.bytes,
-        "gate": None if gate is None else gate.name,
+        "gate": gate,
         "gone_s": None if view.gone_s is None else round(view.gone_s, 1),
         "read": each.read,
         "sent": each.sent,
@@ -294,8 +294,8 @@ def held_objects(request: LiveRequest) -> Iterator[tuple[str, object]]:
 
 def _holdings(
     request: LiveRequest, sessions: Iterable[Session]
-) -> tuple[int, Gate | None]:
-    """Return the bytes that it holds, and the gate that it waits at.
+) -> tuple[int, str | None]:
+    """Return the bytes that it holds, and the name of the gate that it waits at.
 
     Payloads are in bytes that leases are charged with, as a rule; so it is whichever
     is more.
@@ -312,7 +312,7 @@ def _holdings(
         if lease.held:
             charged += lease.bytes
         elif lease_state(lease) == "waiting":
-            gate = lease.gate
+            gate = lease.gate.name
     for session in sessions:
         for box in payloads(session):
             boxed += box.nbytes

@@ -294,23 +294,10 @@ class Gate(NoCopy):
         self._flush()
 
     def _ask(self, longest: float, question: Callable[[*Ts], T], *args: *Ts) -> T:
-        """Return what *question* returns while nothing changes.
-
-        It sees half of a change by this very thread, or of one that takes *longest*.
-        """
-        lock = self._lock
-        mutex = lock.mutex
-        if lock.interrupted():
-            return question(*args)
+        """Return what *question* returns while nothing changes, as `ChangeLock.ask`."""
         try:
-            if (mutex.acquire(False) or mutex.acquire(True, longest)) and lock.deferred:
-                lock.catch_up()
-            return question(*args)
+            return self._lock.ask(longest, question, *args)
         finally:
-            try:
-                mutex.release()
-            except RuntimeError:
-                pass
             self._flush()
 
     def _flush(self) -> None:

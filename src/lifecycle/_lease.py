@@ -9,7 +9,8 @@ from typing import Protocol, Self, final
 
 from ._eventloop import current_task
 from ._gate_statistics import GateStatistics
-from ._queues import HELD, Ticket
+from ._owner import owner
+from ._queues import DONE, HELD, Ticket
 from ._validation import NoCopy, check_amount, made_by
 
 
@@ -118,6 +119,16 @@ class Lease(Ticket, NoCopy):
         state = "held" if self.held else "not held"
         what = f"{self.slots} slots, {self.bytes} bytes"
         return f"<Lease of gate {self.gate.name!r}: {what}, {state}>"
+
+
+def new_lease(gate: Grantor, slots: int, nbytes: int, key: str | None) -> Lease:
+    """Return a lease that is not held yet, and is claimed by the current owner."""
+    lease: Lease = object.__new__(Lease)
+    lease.gate, lease.slots, lease.bytes, lease.key = gate, slots, nbytes, key
+    lease.state = DONE
+    if (claim := owner.get()) is not None:
+        claim(lease)
+    return lease
 
 
 # The leases inside whose blocks a task is; its context dies with it. They are weak: one

@@ -15,13 +15,17 @@ import os
 import threading
 from collections import deque
 from collections.abc import Callable
-from typing import Any, Final
+from typing import Any, Final, TypeVar, TypeVarTuple
 from weakref import WeakSet
 
 # Seconds that code that needs an answer waits for another thread. A change takes
 # microseconds. But that thread may be interrupted in the middle of it by code that
 # waits for another gate, which this thread may be changing: both would wait for ever.
 LONGEST_WAIT: Final = 1.0
+
+
+T = TypeVar("T")
+Ts = TypeVarTuple("Ts")
 
 
 class ChangeLock:
@@ -73,6 +77,30 @@ class ChangeLock:
                     mutex.release()
                 except RuntimeError:
                     pass
+
+    def apply(self, change: Callable[[*Ts], object], *args: *Ts) -> None:
+        """Make *change* now, or leave it to the holder of the lock. Never waits."""
+        self.deferred.append((change, args))
+        self.make_deferred_changes()
+
+    def ask(self, longest: float, question: Callable[[*Ts], T], *args: *Ts) -> T:
+        """Return what *question* returns while nothing changes.
+
+        It sees half of a change by this very thread, or of one that takes *longest*.
+        """
+        mutex = self.mutex
+        if self.interrupted():
+            return question(*args)
+        try:
+            if (mutex.acquire(False) or mutex.acquire(True, longest)) and self.deferred:
+                self.catch_up()
+            return question(*args)
+        finally:
+            try:
+                mutex.release()
+            except RuntimeError:
+                pass
+            self.make_deferred_changes()
 
 
 # To free locks after a fork.

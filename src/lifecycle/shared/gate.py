@@ -1,0 +1,534 @@
+"""The gate of one worker that all workers share."""
+
+from __future__ import annotations
+
+import math
+import os
+import sys
+import threading
+import time
+import warnings
+import weakref
+from collections import deque
+from collections.abc import Callable
+from contextlib import suppress
+from functools import partial
+from itertools import count
+from typing import Any, Final, Literal, TypeVar, TypeVarTuple, final
+
+import anyio
+
+from lifecycle._eventloop import new_waiter, wait_until
+from lifecycle._exceptions import AdmissionTimeout, GateClosed, GateFull, Refused
+from lifecycle._gate import Gate
+from lifecycle._gate_statistics import GateStatistics
+from lifecycle._lease import Lease, deadlock, inside_lease_of, new_lease
+from lifecycle._lock import LONGEST_WAIT, ChangeLock
+from lifecycle._queues import DONE, HELD, WAITING, Ticket, Wakeable
+from lifecycle._validation import (
+    UNCHANGED,
+    UNSTATED,
+    NoCopy,
+    check,
+    check_capacity,
+    check_cost,
+    check_deadline_or_none,
+    check_limit_or_none,
+    check_priority,
+)
+from lifecycle.events import (
+    AdmissionCancelled,
+    AdmissionRefused,
+    Event,
+    LeaseGranted,
+    LeaseReleased,
+    LeaseSettled,
+    Observer,
+    guarded,
+)
+
+from . import rows
+from .member import Member
+from .request import Request
+from .rows import Capacity
+
+T = TypeVar("T")
+Ts = TypeVarTuple("Ts")
+
+# Sums of these fit a word of a row.
+_MOST: Final = 2**56
+# Seconds that a request whose `max_wait` went by waits for the leader to say so.
+_ANSWER: Final = 1.0
+
+
+class _ThreadWaiter:
+    """A thread that waits for an answer."""
+
+    def __init__(self) -> None:
+        self.woken = threading.Event()
+
+    def wake(self) -> bool:
+        self.woken.set()
+        return True
+
+
+@final
+class SharedGate(NoCopy):
+    """A `lifecycle.Gate` that all worker processes of a host share.
+
+    Each worker makes one of the same *folder*. One serves the gate to the others, from
+    a thread; when it ends or is stopped, another one goes on. What a worker held comes
+    back when it dies, however that happens, and no request that waits is lost but its
+    own. On Linux only.
+
+    A worker joins with its first request. A forked child joins as a worker of its own,
+    and holds nothing of what its parent does. Limits are those of the worker that came
+    last, which warns where it changes them; of all other options, those of the worker
+    that serves count.
+
+    Args:
+        folder: Of this user alone, where nothing cleans up, on a file system of this
+            host: below ``/run`` or ``/dev/shm``, for example. Made if there is none.
+        slots: As of `lifecycle.Gate`, for all workers together.
+        bytes: Likewise.
+        max_waiting: Likewise.
+        max_wait: As of `lifecycle.Gate`.
+        order: Likewise. Who waits longest, of all workers, comes first; what keys have
+            had is forgotten when another worker goes on.
+        reserve: Likewise.
+        enforce: Likewise.
+        name: Likewise.
+        observer: Likewise; called for the requests of this worker.
+
+    Attributes:
+        folder: Its path.
+        name: As given.
+        closed: Whether `close` was called.
+        order: As given.
+        max_wait: As given.
+
+    Raises:
+        ValueError: As from `lifecycle.Gate`.
+        TypeError: Likewise.
+        NotImplementedError: The system is not Linux: no other has locks that belong to
+            open files and can be asked for.
+    """
+
+    # ruff: noqa: SLF001 - the hook for forks is of this module
+
+    def __init__(
+        self,
+        folder: str | os.PathLike[str],
+        *,
+        slots: int | None = UNCHANGED,
+        bytes: int | None = UNCHANGED,  # noqa: A002 - the unit is the name
+        max_waiting: int | None = None,
+        max_wait: float | None = None,
+        order: Literal["fifo", "fair"] = "fifo",
+        reserve: float = 0.0,
+        enforce: bool = True,
+        name: str = "gate",
+        observer: Observer | None = None,
+    ) -> None:
+        if sys.platform != "linux":
+            what = f"a SharedGate needs Linux, not {sys.platform}"
+            raise NotImplementedError(f"{what}; use a Gate in each worker")
+        if slots is UNCHANGED and bytes is UNCHANGED:
+            what = f"gate {name!r} has no limit and admits everything"
+            _warn(f"{what}; name slots or bytes, if only as None")
+        self._engine = partial(
+            _engine,
+            max_waiting=max_waiting,
+            order=order,
+            reserve=reserve,
+            enforce=enforce,
+            name=name,
+        )
+        self._capacity = _capacity(slots, bytes)
+        self._engine(self._capacity)  # checks them
+        self.max_wait = check_limit_or_none("max_wait", max_wait)
+        self.folder, self.name, self.order = os.path.abspath(folder), name, order  # noqa: PTH100 - and no more
+        self._max_waiting, self.closed = max_waiting, False
+        self._bytes_only = self._capacity.slots is None is not self._capacity.bytes
+        self._emit, self._events = guarded(observer), deque[Event]()
+        self._lock, self._numbers = ChangeLock(), count(1)
+        self._member: Member | None = None
+        _gates.add(self)
+
+    async def admit(
+        self,
+        *,
+        bytes: int = UNSTATED,  # noqa: A002 - the unit is the name
+        slots: int = 1,
+        key: str | None = None,
+        priority: int = 0,
+        max_wait: float | None = UNCHANGED,
+    ) -> Lease:
+        """Wait until the request fits and return the lease that holds its cost.
+
+        Arguments are those of `Gate.admit`; *key* is a string or ``None``.
+
+        Raises:
+            Refused: As from `Gate.admit`, and so are all other errors. `GateClosed` also
+                where the folder was removed.
+
+        Cancellation:
+            A checkpoint only where it has to wait, which it always has in a worker that
+            does not serve the gate. It returns a lease or raises holding nothing.
+        """
+        longest = self.max_wait
+        if max_wait is not UNCHANGED:
+            longest = check_deadline_or_none("max_wait", max_wait)
+        waiter, nested = new_waiter(), inside_lease_of(self)
+        request = self._request(slots, bytes, key, priority, not nested, waiter)
+        try:
+            if not self._enter(request):
+                await self._wait(request, longest)
+        except GateFull:
+            if nested:
+                raise deadlock(self) from None
+            raise
+        return request.lease
+
+    def try_admit(
+        self,
+        *,
+        bytes: int = UNSTATED,  # noqa: A002 - the unit is the name
+        slots: int = 1,
+        key: str | None = None,
+        priority: int = 0,
+    ) -> Lease:
+        """Return a held lease now, or refuse. Any thread; needs no event loop.
+
+        A worker that does not serve the gate asks, and this thread waits for the
+        answer: a tenth of a millisecond, and one second at most.
+
+        Raises:
+            GateFull: It does not fit, others wait, nobody answers, or this interrupts
+                the gate itself.
+        """
+        waiter = _ThreadWaiter()
+        request = self._request(slots, bytes, key, priority, False, waiter)
+        try:
+            if not self._enter(request):
+                waiter.woken.wait(LONGEST_WAIT)
+                self._ask(self._give_up, request, self._busy("has no leader"))
+                self._decided(request)
+        except BaseException:
+            self._apply(self._cancel, request)
+            raise
+        return request.lease
+
+    def resize(
+        self,
+        *,
+        slots: int | None = UNCHANGED,
+        bytes: int | None = UNCHANGED,  # noqa: A002 - the unit is the name
+    ) -> None:
+        """Change the capacity for all workers, as `Gate.resize` does. Any thread.
+
+        It holds until the next one, or until a worker joins that was given another.
+
+        Raises:
+            ValueError: A limit is negative or not a whole number.
+        """
+        _capacity(slots, bytes)  # checks them
+        self._join()
+        self._apply(self._resize, slots, bytes)
+
+    def close(self) -> None:
+        """Refuse every waiting request of this worker and all that come. Idempotent.
+
+        Live leases stay valid until they are released. Then this worker leaves; the
+        others go on without it. Any thread.
+        """
+        self.closed = True
+        self._apply(self._close)
+
+    def statistics(self) -> GateStatistics:
+        """Return the gate as it is now, over all live workers. Any thread.
+
+        Each worker is read at its own moment. Counts include what dead workers counted.
+        """
+        self._join()
+        return self._ask(self._read)
+
+    def __repr__(self) -> str:
+        state = "closed" if self.closed else "open"
+        return f"<SharedGate {self.name!r} of {self.folder}: {state}>"
+
+    # Changes, under the lock.
+
+    def _apply(self, change: Callable[[*Ts], object], *args: *Ts) -> None:
+        self._lock.apply(change, *args)
+        self._flush()
+
+    def _ask(self, question: Callable[[*Ts], T], *args: *Ts) -> T:
+        try:
+            return self._lock.ask(-1, question, *args)
+        finally:
+            self._flush()
+
+    def _flush(self) -> None:
+        """Report events without the lock."""
+        with suppress(IndexError):  # another thread was faster
+            while self._emit and self._events and not self._lock.interrupted():
+                self._emit(self._events.popleft())
+
+    def _join(self) -> None:
+        """Become a worker of the folder, if this is none yet."""
+        if self._member is None and not self._lock.interrupted():
+            found = self._ask(self._join_now)
+            if found is not None and found.limits != self._capacity.limits:
+                what = f"gate {self.name!r} had {_limits(found)}, and this worker"
+                how = "start all workers with the same limits"
+                _warn(f"{what} changes that to {_limits(self._capacity)}; {how}")
+
+    def _join_now(self) -> Capacity | None:
+        if self._member is not None or self.closed:
+            return None
+        self._capacity = Capacity(time.monotonic_ns(), *self._capacity.limits)
+        self._member = member = Member(
+            self.folder, self.name, self._capacity, self._lock, self._engine
+        )
+        weakref.finalize(self, member.leave).atexit = False
+        member.loop.start()
+        return member.found
+
+    def _request(
+        self,
+        slots: int,
+        nbytes: int,
+        key: str | None,
+        priority: int,
+        may_wait: bool,  # noqa: FBT001
+        waiter: Wakeable,
+    ) -> Request:
+        if nbytes is UNSTATED and self._bytes_only:
+            self._bytes_only = False
+            what = f"a request named no bytes at gate {self.name!r}, which limits bytes"
+            _warn(f"{what}; say how many, if only bytes=0")
+        slots, nbytes = check_cost(slots, nbytes)
+        check_priority(priority)
+        check(key is None or isinstance(key, str), "key must be a string or None", key)
+        if max(slots, nbytes) >= _MOST:
+            raise ValueError(f"a cost must be below {_MOST}, not {max(slots, nbytes)}")
+        self._join()
+        lease = new_lease(self, slots, nbytes, key)
+        lease.priority, lease.number = priority, next(self._numbers)
+        lease.waiter, lease.state = waiter, WAITING
+        since, number = time.monotonic(), lease.number
+        return Request(number, since, slots, nbytes, key, priority, may_wait, lease)
+
+    def _enter(self, request: Request) -> bool:
+        """Return whether *request* is held at once; if not, its waiter is woken."""
+        if self._lock.interrupted():
+            raise self._refuse(request, self._busy("is interrupted by this very call"))
+        held = self._ask(self._submit, request)
+        if held and self._emit:
+            self._note(LeaseGranted, request.lease, waited_s=0.0)
+            self._flush()
+        return held
+
+    def _submit(self, request: Request) -> bool:
+        member = self._member
+        try:
+            if member is None or self.closed:
+                raise self._gate_closed()
+            return member.submit(request)
+        except Refused as refusal:
+            if member is not None:
+                member.row.words[rows.REFUSED] += 1
+            request.lease.state = DONE
+            raise self._refuse(request, refusal) from None
+
+    async def _wait(self, request: Request, max_wait: float | None) -> None:
+        now, lease, asked = anyio.current_time, request.lease, False
+        due = math.inf if max_wait is None else now() + max_wait
+        try:
+            while True:
+                waiter: Any = lease.waiter
+                if due == math.inf:
+                    await waiter
+                    break
+                await wait_until(waiter, due, last=asked)
+                if self._ask(self._has_waited, request, asked, max_wait):
+                    break
+                asked, due = True, now() + _ANSWER
+        except BaseException:
+            self._apply(self._cancel, request)
+            raise
+        self._decided(request)
+
+    def _has_waited(
+        self,
+        request: Request,
+        asked: bool,  # noqa: FBT001
+        max_wait: float | None,
+    ) -> bool:
+        """Return whether *request* need not wait for an answer to its deadline."""
+        if request.lease.state != WAITING:
+            return True
+        if asked or self._member is None:  # nobody leads
+            how = f"was full for {max_wait} s; retry in 1.0 s"
+            message = f"gate {self.name!r} {how}"
+            self._give_up(request, AdmissionTimeout(message, retry_after=1.0))
+            return True
+        request.lease.waiter = new_waiter()  # each is for one wait
+        self._member.expire(request, max_wait)
+        return False
+
+    def _give_up(self, request: Request, refusal: Refused) -> None:
+        if self._member and self._member.withdraw(request, rows.REFUSED):
+            request.refusal = refusal
+
+    def _cancel(self, request: Request) -> None:
+        member = self._member
+        if member is None:
+            return
+        if member.withdraw(request):
+            self._note(AdmissionCancelled, request.lease)
+        elif request.lease.state == HELD:
+            self._note_granted(request)
+            self._take_back(request.lease)
+
+    def _decided(self, request: Request) -> None:
+        # Without the lock: what was decided before the wake-up does not change.
+        if request.lease.state != HELD:
+            refusal = request.refusal or self._gate_closed()
+            self._refuse(request, refusal)
+            self._flush()
+            raise refusal
+        self._note_granted(request)
+        self._flush()
+
+    def _take_back(self, lease: Lease, lost: bool = False) -> None:  # noqa: FBT001, FBT002
+        member = self._member
+        if member is not None and member.release(lease, lost=lost):
+            self._note(LeaseReleased, lease, lost=lost)
+            if self.closed and not member.held:
+                member.leave()
+
+    def _release(self, lease: Lease) -> None:
+        self._apply(self._take_back, lease)
+
+    def _lose(self, lease: Lease) -> None:
+        self._apply(self._take_back, lease, True)
+
+    def _settle(self, lease: Lease, nbytes: int) -> None:
+        self._apply(self._settle_now, lease, min(nbytes, _MOST))
+
+    def _settle_now(self, lease: Lease, nbytes: int) -> None:
+        estimate, member = lease.bytes, self._member
+        if member is not None and member.settle(lease, nbytes) and self._emit:
+            self._events.append(
+                LeaseSettled(
+                    gate=self.name, estimated_bytes=estimate, actual_bytes=nbytes
+                )
+            )
+
+    def _held_seconds(self, lease: Lease) -> float | None:  # noqa: ARG002 - of a Gate
+        """Not known: the gate that orders by it may be in another process."""
+        return None
+
+    def _resize(self, slots: int | None, nbytes: int | None) -> None:
+        member = self._member
+        if member is not None:
+            old = member.capacity
+            slots = old.slots if slots is UNCHANGED else slots
+            nbytes = old.bytes if nbytes is UNCHANGED else nbytes
+            self._capacity = Capacity(time.monotonic_ns(), slots, nbytes)
+            member.resize(self._capacity)
+
+    def _close(self) -> None:
+        member = self._member
+        if member is not None:
+            for request in list(member.waiting.values()):
+                self._give_up(request, self._gate_closed())
+                request.lease.waiter.wake()
+            member.leave()
+
+    def _read(self) -> GateStatistics:
+        member, words = self._member, [0] * (rows.PROCESS + 1)
+        if member is not None:
+            live = member.folder.live_rows() if member.is_in else [member.row]
+            words = [
+                sum(column) for column in zip(*(r.words for r in live), strict=True)
+            ]
+        capacity = member.capacity if member is not None else self._capacity
+        return GateStatistics(
+            slots=capacity.slots,
+            slots_in_use=words[rows.SLOTS],
+            bytes=capacity.bytes,
+            bytes_in_use=words[rows.BYTES],
+            waiting=words[rows.WAITING],
+            max_waiting=self._max_waiting,
+            admitted=words[rows.ADMITTED],
+            refused=words[rows.REFUSED],
+            cancelled=words[rows.CANCELLED],
+            released=words[rows.RELEASED],
+            lost=words[rows.LOST],
+            over_limit=words[rows.OVER_LIMIT],
+        )
+
+    # Refusals and events.
+
+    def _busy(self, how: str) -> Refused:
+        message = f"gate {self.name!r} {how}; retry in 1.0 s"
+        return GateFull(message, retry_after=1.0)
+
+    def _gate_closed(self) -> Refused:
+        return GateClosed(f"gate {self.name!r} is closed; ask another server")
+
+    def _refuse(self, request: Request, refusal: Refused) -> Refused:
+        reason, retry_after = refusal.reason, refusal.retry_after
+        lease = request.lease
+        self._note(AdmissionRefused, lease, reason=reason, retry_after=retry_after)
+        return refusal
+
+    def _note_granted(self, request: Request) -> None:
+        waited_s = time.monotonic() - request.since
+        self._note(LeaseGranted, request.lease, waited_s=waited_s)
+
+    def _note(self, kind: Callable[..., Event], ticket: Ticket, **more: object) -> None:
+        if self._emit is not None:
+            slots, nbytes = ticket.slots, ticket.bytes
+            self._events.append(kind(gate=self.name, slots=slots, bytes=nbytes, **more))
+
+
+def _engine(capacity: Capacity, **options: Any) -> Gate:
+    """Return the gate that is served to all."""
+    slots, nbytes = capacity.limits
+    return Gate(slots=slots, bytes=nbytes, clock=time.monotonic, **options)
+
+
+def _capacity(slots: int | None, nbytes: int | None) -> Capacity:
+    checked = (check_capacity("slots", slots), check_capacity("bytes", nbytes))
+    limits = (None if each == math.inf else int(each) for each in checked)
+    return Capacity(0, *limits)
+
+
+def _limits(capacity: Capacity) -> str:
+    slots, nbytes = ("any" if it is None else it for it in capacity.limits)
+    return f"{slots} slots and {nbytes} bytes"
+
+
+def _warn(message: str) -> None:
+    warnings.warn(message, RuntimeWarning, stacklevel=4)
+
+
+# To close descriptors after a fork.
+_gates: weakref.WeakSet[SharedGate] = weakref.WeakSet()
+
+
+def _leave_to_parent() -> None:
+    """Close what a child has of its parent, which would seem to live for as long."""
+    for gate in list(_gates):
+        member, gate._member = gate._member, None
+        gate._events.clear()
+        if member is not None:
+            member.close()
+
+
+if hasattr(os, "register_at_fork"):  # pragma: no branch
+    os.register_at_fork(after_in_child=_leave_to_parent)

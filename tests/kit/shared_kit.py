@@ -10,6 +10,7 @@ import subprocess
 import sys
 import threading
 import time
+import warnings
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -172,18 +173,32 @@ def _obey(folder: str, options: dict[str, Any]) -> None:
                 elif what == "join":
                     now = gate.statistics()
                     say([now.slots, now.slots_in_use])
+                elif what == "waiting":
+                    say(gate.statistics().waiting)
+                elif what == "warnings":
+                    say([str(each.message) for each in caught])
                 elif what == "fork":
                     child = os.fork()
                     if child == 0:
                         with contextlib.suppress(BaseException):
                             for lease in leases.values():
                                 lease.release()
-                            sys.stdin.read()
+                            signal.pause()
                         os._exit(0)
                     say(child)
+                elif what == "fork and admit":
+                    child = os.fork()
+                    if child == 0:
+                        lease = gate.try_admit()
+                        now = gate.statistics()
+                        say([now.slots, now.slots_in_use])
+                        os._exit(0)
+                    await anyio.to_thread.run_sync(os.waitpid, child, 0)
             tasks.cancel_scope.cancel()
 
-    anyio.run(obey)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        anyio.run(obey)
 
 
 if __name__ == "__main__":

@@ -1,0 +1,513 @@
+"""The fence between epochs, and what a leader makes of workers that behave oddly."""
+
+import contextlib
+import socket
+import sys
+import threading
+from functools import partial
+
+import anyio
+import pytest
+from shared_kit import Workers, follows, leads, stalled, until, wait_until
+
+from lifecycle import GateClosed, GateFull
+from lifecycle.shared import leader as leader_module, member as member_module, wire
+from lifecycle.shared.rows import CAPACITY_SINCE, EPOCH, IDENT, SLOTS, Folder
+from lifecycle.shared.wire import Connection
+
+pytestmark = [
+    pytest.mark.anyio,
+    pytest.mark.skipif(sys.platform != "linux", reason="OFD locks"),
+]
+
+
+@pytest.fixture
+def anyio_backend():
+    return "asyncio"
+
+
+@pytest.fixture
+def workers(tmp_path):
+    made = Workers(tmp_path / "gate")
+    yield made
+    made.close()
+
+
+def cut(gate):
+    """End the connection of a follower, as the system may for any reason."""
+    gate._member._link.sock.shutdown(socket.SHUT_RDWR)
+
+
+def test_voids_a_grant_of_an_older_epoch(workers) -> None:
+    """A leader that was stopped believes to lead, and its grants do not count."""
+    a, b = workers.two(slots=1)
+    with stalled(a):
+        wait_until(lambda: leads(b))
+        with b.try_admit():
+            assert leads(a)
+            with pytest.raises(GateFull):
+                a.try_admit()
+            assert b.statistics().slots_in_use == 1
+    wait_until(lambda: follows(a))
+    a.try_admit().release()
+
+
+def test_writes_before_it_looks(workers, monkeypatch) -> None:
+    """An epoch that begins after the look finds the row written."""
+    a, b = workers.two(slots=1)
+    look = a._member.folder.has_epoch
+
+    def look_and_sleep(epoch):
+        found = look(epoch)
+        wait_until(lambda: leads(b))
+        return found
+
+    with stalled(a):
+        monkeypatch.setattr(a._member.folder, "has_epoch", look_and_sleep)
+        lease = a.try_admit()
+        monkeypatch.undo()
+        with pytest.raises(GateFull):
+            b.try_admit()
+    lease.release()
+
+
+def test_reads_rows_after_it_has_linked(workers, monkeypatch) -> None:
+    """What was accepted just before the link is counted by the new leader."""
+    a, b = workers.two(slots=1)
+    elect, held = b._member.folder.elect, []
+
+    def grant_and_elect(row, epoch):
+        held.append(a.try_admit())
+        return elect(row, epoch)
+
+    with stalled(a):
+        monkeypatch.setattr(b._member.folder, "elect", grant_and_elect)
+        wait_until(lambda: leads(b))
+        with pytest.raises(GateFull):
+            b.try_admit()
+    held[0].release()
+
+
+async def test_takes_no_end_of_a_connection_for_death(workers) -> None:
+    """A worker without a connection holds what it held, until its row is unlocked."""
+    a, b = workers.two(slots=1)
+    lease = await b.admit()
+    with stalled(b):
+        cut(b)
+        await until(lambda: not a._member.leader._peers)
+        with pytest.raises(GateFull):
+            a.try_admit()
+    await until(lambda: a._member.leader._peers)
+    lease.release()
+    (await a.admit()).release()
+
+
+async def hold(gate, got, **cost):
+    got.append(await gate.admit(**cost))
+
+
+async def test_greets_without_a_gap(workers) -> None:
+    """While a worker greets anew, nobody gets what it holds."""
+    a, b = workers.two(slots=1)
+    lease, got = await b.admit(), []
+    async with anyio.create_task_group() as tasks:
+        tasks.start_soon(hold, a, got)
+        await until(lambda: a.statistics().waiting)
+        peers = a._member.leader._peers
+        (before,) = peers.values()
+        cut(b)
+        await until(lambda: peers and before not in peers.values())
+        await until(lambda: follows(b))
+        assert a.statistics().waiting == 1 and not got
+        lease.release()
+        await until(lambda: got)
+        got[0].release()
+
+
+async def test_grants_to_others_beside_a_silent_worker(workers) -> None:
+    """Grants that nobody takes are void by a new epoch, and others get in."""
+    a, b = workers.two(slots=2)
+    lease, got = await a.admit(slots=2), []
+    async with anyio.create_task_group() as tasks:
+        for _ in range(4):
+            tasks.start_soon(hold, b, got)
+        await until(lambda: a.statistics().waiting == 4)
+        with stalled(b):
+            lease.release()
+            lease = await a.admit(slots=2)
+            assert not got and a._member.epoch > 1
+        await until(lambda: a.statistics().waiting == 4)
+        lease.release()
+        for number in range(4):
+            await until(lambda number=number: len(got) > number)
+            got[number].release()
+
+
+async def test_keeps_the_next_epoch_for_who_sleeps(workers) -> None:
+    """The link that a sleeping worker will look for stays until it has woken."""
+    a, b = workers.two(slots=1)
+    c = workers(slots=1)
+    (await c.admit()).release()
+    with stalled(b):
+        a.close()
+        await until(lambda: leads(c))
+        d = workers(slots=1)
+        (await d.admit()).release()
+        c.close()
+        await until(lambda: leads(d))
+        assert d._member.epoch == 3
+        assert b._member.folder.has_epoch(2) and not b._member.folder.has_epoch(1)
+    await until(lambda: follows(b) and b._member.epoch == 3)
+    (await b.admit()).release()
+
+
+async def test_deposes_a_leader_that_does_not_listen(workers, monkeypatch) -> None:
+    """A leader that lives and cannot be reached is replaced."""
+    a, b = workers.two(slots=1)
+    with stalled(a):
+        monkeypatch.setattr(member_module, "_MOST_RETRIES", 3)
+        a._member.leader._listener.close()
+        cut_from_below(b)
+        await until(lambda: leads(b))
+    await until(lambda: follows(a))
+
+
+def cut_from_below(gate):
+    with contextlib.suppress(OSError):
+        cut(gate)
+
+
+async def test_is_patient_after_a_leader_that_lives(workers) -> None:
+    """Who has deposed a live leader waits longer for the next, until all is calm."""
+    a, b = workers.two(slots=1)
+    with stalled(a):
+        await until(lambda: leads(b))
+    await until(lambda: follows(a))
+    assert b._member._patience == 2 * a._member._patience == 10
+    b._member._calm = a._member._calm = 10_000
+    with stalled(b):
+        await until(lambda: leads(a))
+    await until(lambda: follows(b))
+    b._member._calm = 10_000
+    await until(lambda: b._member._patience == 5)
+
+
+async def test_lets_one_of_two_candidates_lead(workers, monkeypatch) -> None:
+    """Who comes second in an election follows who came first."""
+    a, b = workers.two(slots=1)
+    elect = b._member.folder.elect
+
+    def come_second(row, epoch):
+        other = Folder(b.folder)
+        rival = other.join()
+        assert other.elect(rival, epoch)
+        rival.close()  # and dies
+        other.close()
+        monkeypatch.undo()
+        return elect(row, epoch)
+
+    monkeypatch.setattr(b._member.folder, "elect", come_second)
+    a.close()
+    await until(lambda: leads(b))
+    assert b._member.epoch == 3
+
+
+async def test_skips_an_epoch_that_was_forgotten_while_it_looked(
+    workers, monkeypatch
+) -> None:
+    """A link that is gone by the time it is opened means that there is a newer one."""
+    _, b = workers.two(slots=1)
+    newest = b._member.folder.newest_epoch
+    stale = iter([77])
+    monkeypatch.setattr(
+        b._member.folder, "newest_epoch", lambda: next(stale, 0) or newest()
+    )
+    cut(b)
+    await until(lambda: next(stale, None) is None and follows(b))
+    (await b.admit()).release()
+
+
+async def test_admits_no_more_when_its_row_is_removed(workers) -> None:
+    """In a folder that is emptied nobody can be elected, and nothing breaks."""
+    a, b = workers.two(slots=1)
+    b._member.folder.remove(b._member.row)
+    a.close()
+    await until(lambda: not follows(b))
+    workers.folder.rename(workers.folder.with_name("old"))
+    await until(lambda: b._member.cut_off)
+    with pytest.raises(GateClosed):
+        await b.admit()
+
+
+class Raw:
+    """A worker that speaks the frames by hand."""
+
+    def __init__(self, gate):
+        self.folder = Folder(gate.folder)
+        self.row = self.folder.join()
+        self.ident, self.links = self.row.words[IDENT], []
+        self.connect(gate)
+
+    def connect(self, gate):
+        sock = socket.socket(socket.AF_UNIX)
+        leader = gate._member.row.words
+        sock.connect(self.folder.socket_path(leader[IDENT], leader[EPOCH]))
+        self.link = Connection(sock)
+        self.links.append(self.link)
+
+    def hello(self, held=(), waiting=()):
+        self.row.words[EPOCH] = 1
+        capacity = 1, 1, None
+        self.say(wire.HELLO, self.ident, capacity, list(held), list(waiting))
+
+    def say(self, *frame):
+        self.link.put(*frame)
+        wait_until(lambda: not self.link.flush())
+
+    def hear(self):
+        frames = []
+        wait_until(lambda: frames.extend(self.link.read()) or frames or self.link.ended)
+        return frames
+
+    def close(self):
+        for each in self.links:
+            each.close()
+        self.row.close()
+        self.folder.close()
+
+
+@pytest.fixture
+def raw(workers):
+    gate = workers(slots=1)
+    gate.try_admit().release()
+    made = []
+
+    def make():
+        made.append(Raw(gate))
+        return gate, made[-1]
+
+    yield make
+    for each in made:
+        each.close()
+
+
+ASK = (wire.ASK, 1, 0.0, 1, 0, None, 0, True)
+
+
+def test_takes_back_an_untaken_grant_of_the_dead(raw) -> None:
+    """A worker that dies with a grant in its connection held nothing."""
+    gate, odd = raw()
+    odd.hello()
+    assert odd.hear()[0][0] == wire.CAPACITY
+    odd.say(*ASK)
+    assert odd.hear() == [[wire.GRANT, 1]]
+    odd.close()
+    wait_until(lambda: granted(gate))
+
+
+def granted(gate):
+    try:
+        gate.try_admit().release()
+    except GateFull:
+        return False
+    return True
+
+
+def test_leaves_a_worker_alone_that_has_taken_its_grants(raw) -> None:
+    """A worker that says nothing and holds what its row says is not silent."""
+    gate, quiet = raw()
+    quiet.hello()
+    quiet.hear()
+    quiet.say(*ASK)
+    quiet.hear()
+    quiet.row.add(1, 0)
+    (peer,) = gate._member.leader._peers.values()
+    wait_until(lambda: peer.owes_since)
+    owed = peer.owes_since
+    wait_until(lambda: peer.owes_since != owed)  # it was looked at
+    assert gate._member.epoch == 1
+
+
+def test_drops_who_speaks_otherwise(raw) -> None:
+    """What is no frame ends the connection, and the gate goes on."""
+    for text in (b"GET / HTTP/1.1\n\n", b"[0, 1]\n", b"[5]\n", b"7\n", b"[99, 1]\n"):
+        gate, odd = raw()
+        odd.link.sock.send(text)
+        if text == b"[99, 1]\n":  # of a later version, perhaps: ignored
+            odd.hello()
+            assert odd.hear()[0][0] == wire.CAPACITY
+        else:
+            assert odd.hear() == [] and odd.link.ended
+        gate.try_admit().release()
+
+
+def test_drops_the_last_words_of_the_dead(raw) -> None:
+    """A greeting of a worker that was buried by now is dropped."""
+    gate, odd = raw()
+    odd.folder.remove(odd.row)
+    odd.hello()
+    assert odd.hear() == [] and odd.link.ended
+    gate.try_admit().release()
+
+
+def test_drops_another_user(raw, monkeypatch) -> None:
+    """A process of another user is not heard."""
+    gate, odd = raw()
+    monkeypatch.setattr(leader_module, "is_of_this_user", lambda sock: False)
+    odd.connect(gate)
+    assert odd.hear() == [] and odd.link.ended
+
+
+async def test_follows_no_leader_of_another_user(workers, monkeypatch) -> None:
+    """A worker asks nobody who runs as another user, and leads at last."""
+    _, b = workers.two(slots=1)
+    monkeypatch.setattr(member_module, "_MOST_RETRIES", 3)
+    monkeypatch.setattr(member_module, "is_of_this_user", lambda sock: False)
+    cut(b)
+    await until(lambda: leads(b))
+    assert wire.is_of_this_user(b._member.leader._listener)
+
+
+def test_takes_the_newer_of_two_connections(raw) -> None:
+    """A worker that greets twice has left its older connection."""
+    gate, odd = raw()
+    odd.hello()
+    odd.hear()
+    old = odd.link
+    odd.connect(gate)
+    odd.row.add(1, 0)
+    odd.hello(held=[(7, 1, 0, None)])
+    odd.hear()
+    wait_until(lambda: not old.read() and old.ended)
+    assert gate.statistics().slots_in_use == 1
+    with pytest.raises(GateFull):
+        gate.try_admit()
+    odd.say(wire.RELEASE, 7)
+    wait_until(lambda: granted(gate))
+
+
+def test_ignores_what_it_does_not_know_of(raw) -> None:
+    """Late words about a request that is over change nothing."""
+    gate, odd = raw()
+    odd.hello()
+    odd.hear()
+    for frame in (
+        (wire.RELEASE, 9),
+        (wire.CANCEL, 9),
+        (wire.SETTLE, 9, 5),
+        (wire.EXPIRE, 9, None),
+    ):
+        odd.say(*frame)
+    odd.say(wire.CAPACITY, 0, 50, None)  # an old one
+    odd.say(*ASK)
+    assert odd.hear() == [[wire.GRANT, 1]]
+    assert gate.statistics().slots == 1
+
+
+def test_sends_the_rest_when_there_is_room(raw) -> None:
+    """A worker that does not read holds nobody up, and gets all when it does."""
+    gate, slow = raw()
+    slow.hello()
+    slow.hear()
+    lease = gate.try_admit()
+    for first in range(0, 20_000, 1000):
+        for number in range(first, first + 1000):
+            slow.link.put(wire.ASK, number, 0.0, 1, 0, None, 0, False)
+        wait_until(lambda: not slow.link.flush())
+    wait_until(lambda: gate._member.leader._blocked)
+    refused = 0
+    while refused < 20_000:
+        refused += sum(kind == wire.REFUSE for kind, *_ in slow.hear())
+    wait_until(lambda: not gate._member.leader._blocked)
+    lease.release()
+    gate.try_admit().release()
+
+
+def test_waits_for_workers_before_it_grants(raw, workers, monkeypatch) -> None:
+    """A new leader hears who lives first; what is cancelled meanwhile is forgotten."""
+    monkeypatch.setattr(leader_module, "GRACE", 60.0)
+    gate, first = raw()
+    (_, second), (_, third) = raw(), raw()
+    for each in (first, second, third):
+        each.hello()
+        each.hear()
+    other = workers(slots=1)
+    gate.close()
+    other.statistics()
+    wait_until(lambda: other._member.leader)
+    assert not other._member.leader.open
+    first.connect(other)
+    first.hello(waiting=[(1, 2.0, 1, 0, None, 0, True), (2, 1.0, 1, 0, None, 0, True)])
+    first.say(wire.ASK, 3, 0.0, 1, 0, None, 0, True)
+    first.say(wire.CANCEL, 3)
+    first.say(wire.ASK, 4, 3.0, 1, 0, None, 0, True)
+    assert first.hear()[0][0] == wire.CAPACITY
+    third.connect(other)
+    third.hello(waiting=[(1, 0.5, 1, 0, None, 0, True)])
+    assert third.hear()[0][0] == wire.CAPACITY
+    third.link.close()
+    wait_until(lambda: third.ident not in other._member.leader._peers)
+    assert not other._member.leader.open
+    second.connect(other)
+    second.hello()
+    assert first.hear() == [[wire.GRANT, 2]]
+
+
+def test_buries_who_died_with_an_unlocked_row(raw, workers) -> None:
+    """Counts of the dead go on, with what they held as released."""
+    gate, odd = raw()
+    odd.hello()
+    odd.hear()
+    odd.row.add(1, 0)
+    odd.row.words[6] = 5  # admitted
+    odd.row.words[9] = 3  # released
+    odd.close()
+    wait_until(lambda: gate.statistics().admitted == 6)
+    assert gate.statistics().released == 6
+    assert gate.statistics().slots_in_use == 0
+
+
+def test_reads_a_capacity_that_is_being_written_as_none(raw, workers) -> None:
+    """A row without a capacity, stopped half-way, says nothing to who comes."""
+    gate, odd = raw()
+    odd.row.words[CAPACITY_SINCE] = 0
+    odd.row.words[SLOTS] = 0
+    gate.close()
+    other = workers(slots=1)
+    other.try_admit().release()
+    assert other.statistics().slots == 1
+
+
+async def test_hands_a_grant_back_where_its_loop_is_closed(workers) -> None:
+    """A request whose loop has ended gets nothing, and the next one does."""
+    a, b = workers.two(slots=1)
+    for gate in (a, b):
+        lease = await a.admit()
+        thread = threading.Thread(target=abandon, args=(gate,))
+        thread.start()
+        await until(partial(has_waiting, a))
+        await until(lambda thread=thread: not thread.is_alive())
+        lease.release()
+        (await a.admit()).release()
+    assert a.statistics().slots_in_use == 0
+
+
+def has_waiting(gate):
+    return gate.statistics().waiting
+
+
+KEPT = []
+
+
+def abandon(gate):
+    """Close a loop under a request, which then never runs again."""
+    import asyncio
+
+    loop = asyncio.new_event_loop()
+    request = gate.admit()
+    KEPT.append(request)
+    task = loop.create_task(request)
+    KEPT.append(task)
+    loop.run_until_complete(asyncio.sleep(0))
+    task._log_destroy_pending = False
+    loop.close()

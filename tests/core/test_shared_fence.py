@@ -5,6 +5,7 @@ import socket
 import sys
 import threading
 from functools import partial
+from pathlib import Path
 
 import anyio
 import pytest
@@ -218,12 +219,12 @@ async def test_skips_an_epoch_that_was_forgotten_while_it_looked(
     """A link that is gone by the time it is opened means that there is a newer one."""
     _, b = workers.two(slots=1)
     newest = b._member.folder.newest_epoch
-    stale = iter([77])
+    stale = [77]
     monkeypatch.setattr(
-        b._member.folder, "newest_epoch", lambda: next(stale, 0) or newest()
+        b._member.folder, "newest_epoch", lambda: stale.pop() if stale else newest()
     )
     cut(b)
-    await until(lambda: next(stale, None) is None and follows(b))
+    await until(lambda: not stale and follows(b))
     (await b.admit()).release()
 
 
@@ -366,6 +367,166 @@ async def test_follows_no_leader_of_another_user(workers, monkeypatch) -> None:
     cut(b)
     await until(lambda: leads(b))
     assert wire.is_of_this_user(b._member.leader._listener)
+
+
+def test_voids_a_grant_that_is_on_its_way(workers) -> None:
+    """A grant that was sent before a newer epoch, and is read after, does not count."""
+    a, b = workers.two(slots=1)
+    lease, got = a.try_admit(), []
+    waits = threading.Thread(target=lambda: got.append(anyio.run(b.admit)))
+    waits.start()
+    wait_until(lambda: has_waiting(a))
+    folder = Folder(a.folder)
+    rival = folder.join()
+    with stalled(a), stalled(b):
+        for each in (a, b):  # neither looks by itself
+            each._member._tick_at += 3600
+        assert folder.elect(rival, 2)
+        lease.release()
+    wait_until(lambda: b._member._seeks)
+    assert not got and b.statistics().slots_in_use == 0
+    for each in (a, b):
+        each._member._tick_at = 0.0
+    rival.close()
+    folder.close()
+    waits.join(60)
+    got[0].release()
+
+
+def test_gives_nothing_to_who_is_being_lost(raw) -> None:
+    """A grant that falls due while a connection ends goes to who waits next."""
+    gate, odd = raw()
+    odd.hello()
+    odd.hear()
+    gate.resize(slots=2)
+    lease = gate.try_admit()
+    odd.say(wire.ASK, 1, 0.0, 2, 0, None, 0, True)
+    odd.say(wire.ASK, 2, 0.0, 1, 0, None, 0, True)  # fits once the first one is gone
+    (peer,) = gate._member.leader._peers.values()
+    wait_until(lambda: len(peer.tickets) == 2)
+    odd.link.sock.shutdown(socket.SHUT_RDWR)
+    wait_until(lambda: peer.gone)
+    wait_until(lambda: granted(gate))
+    assert not peer.tickets
+    lease.release()
+
+
+def test_gives_back_what_was_decided_for_who_was_just_lost(raw) -> None:
+    """Grants and refusals that are not sent yet are void with the connection."""
+    gate, one = raw()
+    _, two = raw()
+    for each in (one, two):
+        each.hello()
+        each.hear()
+    one.row.add(1, 0)
+    one.say(*ASK)
+    assert [wire.GRANT, 1] in one.hear()
+    two.say(*ASK)
+    two.say(wire.ASK, 2, 0.0, 1, 0, None, 0, True)
+    peer = gate._member.leader._peers[two.ident]
+    wait_until(lambda: len(peer.tickets) == 2)
+    old = two.link
+    two.connect(gate)
+    wait_until(lambda: gate._member.leader._strangers)
+    with stalled(gate):  # then all of this is read in one batch
+        one.row.add(-1, 0)
+        one.say(wire.RELEASE, 1)
+        old.put(wire.EXPIRE, 2, 1.0)
+        old.flush()
+        two.link.put(wire.HELLO, two.ident, (1, 1, None), [], [])
+        two.link.flush()
+    wait_until(lambda: peer.gone)
+    wait_until(lambda: granted(gate))
+
+
+def test_hears_an_older_connection_no_more(raw) -> None:
+    """What an older connection says in the moment of a new greeting is not heard."""
+    gate, odd = raw()
+    odd.hello()
+    odd.hear()
+    old = odd.link
+    odd.connect(gate)
+    wait_until(lambda: gate._member.leader._strangers)
+    with stalled(gate):
+        odd.hello()
+        old.put(*ASK)
+        old.flush()
+    odd.hear()
+    gate.try_admit().release()
+
+
+def test_sends_nothing_to_a_connection_that_has_ended() -> None:
+    """The end of a connection is read, and never raised where something is sent."""
+    here, there = map(Connection, socket.socketpair())
+    there.close()
+    here.put(wire.CANCEL, 1)
+    assert not here.flush()
+    assert here.read() == [] and here.ended
+    here.close()
+
+
+def test_forgets_the_rest_of_who_was_dropped(raw) -> None:
+    """What comes behind the last words of the dead is not heard, whatever it is."""
+    for text in (b"[2, 1]\n", b"7\n"):
+        gate, odd = raw()
+        odd.folder.remove(odd.row)
+        words = b"[0, %d, [1, 1, null], [], []]\n" % odd.ident
+        odd.link.sock.send(words + text)
+        assert odd.hear() == [] and odd.link.ended
+        gate.try_admit().release()
+
+
+def test_accepts_nothing_where_nobody_connects(raw) -> None:
+    """A connection that is gone before it was accepted is no error."""
+    gate, _ = raw()
+    with stalled(gate):
+        gate._member.leader._accept()  # the first one
+        gate._member.leader._accept()
+    gate.try_admit().release()
+
+
+def test_leaves_no_folder_open_where_it_cannot_join(tmp_path, monkeypatch) -> None:
+    """An error while it joins leaves nothing behind, and the next request tries anew."""
+    workers = Workers(tmp_path / "gate")
+    gate = workers(slots=1)
+
+    def fail(self):
+        raise OSError("no space left")
+
+    monkeypatch.setattr(Folder, "join", fail)
+    before = len(list(Path("/proc/self/fd").iterdir()))
+    with pytest.raises(OSError, match="no space left"):
+        gate.try_admit()
+    assert len(list(Path("/proc/self/fd").iterdir())) == before
+    monkeypatch.undo()
+    gate.try_admit().release()
+    workers.close()
+
+
+def test_asks_on_when_its_leader_reads_again(workers) -> None:
+    """What does not fit the connection waits, and nothing of it is lost."""
+    a, b = workers.two(slots=1)
+    member = b._member
+    with stalled(a):
+        with member.locked():
+            while not member._link.flush():
+                member._tell(wire.EXPIRE, 0, None)
+            member._tell(wire.EXPIRE, 0, None)
+    b.try_admit().release()
+    wait_until(lambda: not member._link.flush())
+
+
+def test_ignores_late_calls_and_unknown_words(workers) -> None:
+    """Calls about a connection that is over change nothing, nor do frames to come."""
+    a, b = workers.two(slots=1)
+    link = b._member._link
+    b._member.loop.call(b._member._seek_anew, 77)
+    b._member.loop.call(b._member._read, object())
+    leader = a._member.leader
+    (peer,) = leader._peers.values()
+    a._member.loop.call(leader._put, peer, 99, 0)
+    b.try_admit().release()
+    assert b._member._link is link
 
 
 def test_takes_the_newer_of_two_connections(raw) -> None:

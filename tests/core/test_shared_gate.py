@@ -5,6 +5,7 @@ import sys
 import threading
 import warnings
 from functools import partial
+from pathlib import Path
 
 import anyio
 import pytest
@@ -25,7 +26,8 @@ from lifecycle.events import (
     LeaseReleased,
     LeaseSettled,
 )
-from lifecycle.shared import SharedGate
+from lifecycle.lowlevel import owner
+from lifecycle.shared import SharedGate, gate as gate_module
 from lifecycle.testing import RecordingObserver
 
 pytestmark = [
@@ -406,6 +408,36 @@ async def test_finds_a_lease_that_was_lost(workers, role) -> None:
         del lease
     assert gate.statistics().lost == lost + 1
     await until(lambda: a_free(gate))
+
+
+async def test_is_claimed_by_the_owner_of_its_context(workers) -> None:
+    """A lease of a shared gate belongs to its request, as any other; no more of it is."""
+    gate, claimed = workers(slots=1), []
+    token = owner.set(claimed.append)
+    try:
+        lease = await gate.admit()
+    finally:
+        owner.reset(token)
+    assert claimed == [lease]
+    assert gate._held_seconds(lease) is None
+    lease.release()
+
+
+async def test_closes_everything_in_a_forked_child(tmp_path, monkeypatch) -> None:
+    """The hook closes what a child has of its parent, and the child joins anew."""
+    monkeypatch.setattr(threading.Thread, "start", lambda self: None)
+    gate = SharedGate(tmp_path / "gate", slots=1)
+    files = Path("/proc/self/fd")
+    before = len(list(files.iterdir()))
+    gate._join_now()
+    member = gate._member
+    member._turn()
+    assert member.leader and len(list(files.iterdir())) > before + 3
+    monkeypatch.setattr(gate_module, "_gates", {gate, SharedGate(gate.folder, slots=1)})
+    gate_module._leave_to_parent()
+    assert gate._member is None
+    # Left to the collector: the bell, and the file of the mapping, which has no lock.
+    assert len(list(files.iterdir())) <= before + 2
 
 
 async def test_tells_its_observer(workers, role) -> None:

@@ -169,8 +169,8 @@ class SharedGate(NoCopy):
         Arguments are those of `Gate.admit`; *key* is a string or ``None``.
 
         Raises:
-            Refused: As from `Gate.admit`, and so are all other errors. `GateClosed` also
-                where the folder was removed.
+            Refused: As from `Gate.admit`, and so are all other errors; `GateClosed`
+                also where the folder was removed.
 
         Cancellation:
             A checkpoint only where it has to wait, which it always has in a worker that
@@ -384,9 +384,7 @@ class SharedGate(NoCopy):
 
     def _cancel(self, request: Request) -> None:
         member = self._member
-        if member is None:
-            return
-        if member.withdraw(request):
+        if member is not None and member.withdraw(request):
             self._note(AdmissionCancelled, request.lease)
         elif request.lease.state == HELD:
             self._note_granted(request)

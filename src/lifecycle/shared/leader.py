@@ -91,8 +91,7 @@ class Peer:
 
     def hoards(self) -> bool:
         """Whether it was granted what it has not taken, by its row."""
-        if self.row is None:
-            return False
+        assert self.row is not None, "only who has greeted is granted to"
         held = [each for each in self.tickets.values() if each.state == HELD]
         words = self.row.words
         return (
@@ -468,10 +467,10 @@ class Leader:
     def _send(self) -> None:
         for peer in list(self._unsent):
             connection = peer.connection
-            if connection is not None:
-                left = connection.flush()
-                if left or peer in self._blocked:
-                    on_ready = partial(self._read, peer)
-                    self._worker.loop.watch(connection.sock, on_ready, write=left)
-                    (self._blocked.add if left else self._blocked.discard)(peer)
+            assert connection is not None, "who is lost is not sent to"
+            left = connection.flush()
+            if left or peer in self._blocked:
+                on_ready = partial(self._read, peer)
+                self._worker.loop.watch(connection.sock, on_ready, write=left)
+                (self._blocked.add if left else self._blocked.discard)(peer)
         self._unsent.clear()

@@ -10,6 +10,7 @@ from contextlib import contextmanager, suppress
 from contextvars import ContextVar
 from dataclasses import replace
 from functools import partial
+from pathlib import Path
 from types import MappingProxyType
 from typing import Any, Final, TypeAlias
 
@@ -18,7 +19,7 @@ import anyio.to_thread
 
 from lifecycle import CostTooLarge, Gate, GateFull, GateStatistics, Lease, Payload
 from lifecycle.events import Observer
-from lifecycle_asgi._types import App, Message, Receive, Scope, Send
+from lifecycle_asgi._types import AnyGate, App, Message, Receive, Scope, Send
 from lifecycle_asgi.admission_settings import AdmissionSettings
 from lifecycle_asgi.api_keys import ApiKeys
 from lifecycle_asgi.body import (
@@ -167,7 +168,7 @@ class Admission:
         client: Callable[[Scope], bytes] | None = None,
         price: Price | None = None,
         answer: Callable[[Scope, Refusal | Unauthorised], Response] | None = None,
-        gates: Mapping[str, Gate] | None = None,
+        gates: Mapping[str, AnyGate] | None = None,
         observer: Observer | None = None,
         environment: Mapping[str, str] | None = None,
         **options: Any,
@@ -222,7 +223,7 @@ class Admission:
         return {name: lane.statistics() for name, lane in self._lanes.items()}
 
     @property
-    def gates(self) -> tuple[Gate, ...]:
+    def gates(self) -> tuple[AnyGate, ...]:
         """The gates of all lanes, for metrics and for a live view."""
         return tuple(lane.gate for lane in self._lanes.values())
 
@@ -559,12 +560,15 @@ class AdmittedRequest:
 def _make_lanes(
     settings: AdmissionSettings,
     shares: Sequence[int],
-    gates: Mapping[str, Gate],
+    gates: Mapping[str, AnyGate],
     observer: Observer | None,
 ) -> dict[str, Lane]:
     """Return the lanes in the order in which a request passes them."""
+    gate: Callable[..., AnyGate] = Gate
+    if settings.shared is not None:
+        gate = partial(_shared, settings.shared)
     gate = partial(
-        Gate,
+        gate,
         max_waiting=settings.max_waiting,
         max_wait=settings.max_wait,
         order=settings.order,
@@ -588,6 +592,12 @@ def _make_lanes(
         )
         for name, limit in limits.items()
     }
+
+
+def _shared(folder: str, *, name: str, **options: Any) -> AnyGate:
+    from lifecycle.shared import SharedGate  # starts no thread before a request
+
+    return SharedGate(Path(folder, name), name=name, **options)
 
 
 def _answer(scope: Scope, refusal: Refusal | Unauthorised) -> Response:

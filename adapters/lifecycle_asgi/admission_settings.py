@@ -51,6 +51,10 @@ class AdmissionSettings:
         api_keys: Keys that the server accepts, separated by commas in the environment.
             Requests that have a body and no such key are refused before the body is
             read. Empty: the keys of vLLM, if it is the server and has any.
+        shared: Folder that all workers of the server name, so that its bytes and slots
+            are those of all of them together, as `lifecycle.shared.SharedGate` has
+            them: of this user alone, and where nothing cleans up, such as below
+            ``/run`` or ``/dev/shm``. ``None``: each worker has its own.
         shadow: Refuse and delay no request, but count those that would have been, in
             ``over_limit`` of each lane: to try limits out on live traffic. Keys are
             asked for all the same.
@@ -73,6 +77,7 @@ class AdmissionSettings:
     api_keys: tuple[str, ...] = field(default=(), repr=False)
     guarded_prefixes: tuple[str, ...] = GUARDED_PREFIXES
     shadow: bool = False
+    shared: str | None = None
 
     def __post_init__(self) -> None:
         check_int(1, bytes=self.bytes, max_body=self.max_body)
@@ -174,6 +179,7 @@ _READERS: Final[Mapping[str, Callable[[str], Any]]] = {
     "api_keys": _read_list,
     "guarded_prefixes": _read_list,
     "shadow": _read_switch,
+    "shared": str,
 }
 
 _EXAMPLES: Final[Mapping[Callable[[str], Any], str]] = {

@@ -22,11 +22,11 @@ from weakref import WeakSet, ref
 
 import anyio
 
-from lifecycle import Gate, Lease, Session
+from lifecycle import Lease, Session
 from lifecycle.debug import lease_state
 from lifecycle.events import Event, Observer, Outcome
 from lifecycle.lowlevel import current_task
-from lifecycle_asgi._types import Scope
+from lifecycle_asgi._types import AnyGate, Scope
 
 LIVE_KEY: Final = "lifecycle.live"
 """Key of the `LiveRequest` in the ASGI scope, set by `LiveView`."""
@@ -273,7 +273,9 @@ class LiveRequest:
         "what",
     )
 
-    def __init__(self, scope: Scope, client: bytes | str, gates: WeakSet[Gate]) -> None:
+    def __init__(
+        self, scope: Scope, client: bytes | str, gates: WeakSet[AnyGate]
+    ) -> None:
         self.id = secrets.token_hex(4)
         self.what = f"{scope['method']} {scope['path'][:_MAX_PATH]}"
         self.client = client
@@ -385,11 +387,11 @@ class LiveRequests:
     """
 
     def __init__(
-        self, gates: Iterable[Gate], client: Callable[[Scope], bytes | str]
+        self, gates: Iterable[AnyGate], client: Callable[[Scope], bytes | str]
     ) -> None:
         self._given = tuple(gates)  # the set alone would let go of them
         self._client = client
-        self.gates: WeakSet[Gate] = WeakSet(self._given)
+        self.gates: WeakSet[AnyGate] = WeakSet(self._given)
         self.found: dict[str, LiveRequest] = {}
         # Those that have ended before their sessions were quiet.
         self._closing: deque[LiveRequest] = deque()

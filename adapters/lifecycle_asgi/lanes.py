@@ -10,8 +10,9 @@ from typing import Final
 
 import anyio
 
-from lifecycle import Gate, GateStatistics, Lease
+from lifecycle import GateStatistics, Lease
 from lifecycle.lowlevel import DrainRate
+from lifecycle_asgi._types import AnyGate
 from lifecycle_asgi.refusals import ClientLimitExceeded
 
 RESERVES: Final = MappingProxyType({"fair": 0.125, "fifo": 0.0})
@@ -40,7 +41,7 @@ class Lane:
         "gate",
     )
 
-    def __init__(self, gate: Gate, *, shadow: bool = False) -> None:
+    def __init__(self, gate: AnyGate, *, shadow: bool = False) -> None:
         limit = gate.statistics().max_waiting
         self.gate = gate
         self._max_waiting = math.inf if limit is None else limit

@@ -12,8 +12,9 @@ from heapq import nlargest
 from types import MappingProxyType
 from typing import Any, Final
 
-from lifecycle import Gate, Session
+from lifecycle import Session
 from lifecycle.debug import lease_state, payloads
+from lifecycle_asgi._types import AnyGate
 from lifecycle_asgi.events import LiveRequest, LiveRequests, current_count
 from lifecycle_asgi.live_warnings import (
     EngineView,
@@ -113,7 +114,7 @@ class Snapshots:
         }
 
     def _gates(self, now: float) -> list[GateView]:
-        by_name: dict[str, list[Gate]] = {}
+        by_name: dict[str, list[AnyGate]] = {}
         for gate in sorted(self._requests.gates, key=lambda each: each.name):
             by_name.setdefault(gate.name, []).append(gate)
         views = [_gate_view(name, gates) for name, gates in by_name.items()]
@@ -219,7 +220,7 @@ def _clients(requests: Iterable[RequestView]) -> list[dict[str, Any]]:
     ]
 
 
-def _gate_view(name: str, gates: list[Gate]) -> GateView:
+def _gate_view(name: str, gates: list[AnyGate]) -> GateView:
     """Return the sum of the gates of one name: one for each client, for example."""
     each = [gate.statistics() for gate in gates]
     limits = [

@@ -21,10 +21,9 @@ from weakref import ref
 
 import anyio
 
-from lifecycle import Gate
 from lifecycle.debug import who_holds
 from lifecycle.lowlevel import owner
-from lifecycle_asgi._types import App, Message, Receive, Scope, Send
+from lifecycle_asgi._types import AnyGate, App, Message, Receive, Scope, Send
 from lifecycle_asgi.events import LIVE_KEY, LiveRequest, LiveRequests
 from lifecycle_asgi.limits import client_address
 from lifecycle_asgi.live_snapshot import (
@@ -135,7 +134,7 @@ class LiveView:
         self,
         app: App,
         *,
-        gates: Iterable[Gate] = (),
+        gates: Iterable[AnyGate] = (),
         engine: Callable[[], Mapping[str, Any]] | None = None,
         allow: Callable[[Scope], bool] = local_client,
         cancel: bool = False,

@@ -31,6 +31,8 @@ from lifecycle.events import (
     StartSettled,
     StreamEnded,
 )
+from lifecycle.shared import SharedGate
+from lifecycle_asgi._types import AnyGate
 from lifecycle_asgi.events import (
     FirstItem,
     PhaseEnded,
@@ -69,7 +71,7 @@ class Metrics:
 
     def __init__(self, registry: CollectorRegistry | None = None) -> None:
         self.registry = registry or CollectorRegistry()
-        self._gates: list[Gate | Lane] = []
+        self._gates: list[AnyGate | Lane] = []
         self._registries: list[SessionRegistry] = []
         self.registry.register(StatisticsCollector(self._gates, self._registries))
         self._requests = RequestCollector()
@@ -114,7 +116,7 @@ class Metrics:
             registry=self.registry,
         )
 
-    def watch(self, *parts: Gate | Lane | SessionRegistry) -> None:
+    def watch(self, *parts: AnyGate | Lane | SessionRegistry) -> None:
         """Read the statistics of *parts* at each scrape. Idempotent.
 
         Args:
@@ -131,7 +133,9 @@ class Metrics:
                 self._registries.append(part)
                 continue
             given: Any = part
-            if not isinstance(given, Gate | Lane):  # else every scrape would fail
+            if not isinstance(
+                given, Gate | SharedGate | Lane
+            ):  # else every scrape would fail
                 kind = type(given).__name__
                 raise TypeError(
                     f"gates, lanes and registries are watched, not {kind}; of an "

@@ -11,7 +11,8 @@ from typing import TYPE_CHECKING, Final
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
-from lifecycle import Gate, GateStatistics, SessionRegistry, SessionStatistics
+from lifecycle import GateStatistics, SessionRegistry, SessionStatistics
+from lifecycle_asgi._types import AnyGate
 from lifecycle_asgi.lanes import Lane
 
 if TYPE_CHECKING:
@@ -34,7 +35,7 @@ class StatisticsCollector(Collector):
     """
 
     def __init__(
-        self, gates: Sequence[Gate | Lane], registries: Sequence[SessionRegistry]
+        self, gates: Sequence[AnyGate | Lane], registries: Sequence[SessionRegistry]
     ) -> None:
         self._gates = gates
         self._registries = registries

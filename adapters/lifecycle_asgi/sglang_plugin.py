@@ -83,8 +83,9 @@ def _start(arguments: Any) -> None:
     if workers == 1:
         _install(settings)
     else:
-        each = "%s=%s counts in each of %d tokenizer workers; for all, divide it by %d"
-        _log(warning, each, _VARIABLE, size, workers, workers)
+        if settings.shared is None:
+            each = "%s=%s counts in each of %d tokenizer workers; set LIFECYCLE_SHARED"
+            _log(warning, each, _VARIABLE, size, workers)
         if (path := os.environ.setdefault(_APP, _OURS)) != _OURS:
             _log(warning, "%s=%s: not limited, unless it limits itself", _APP, path)
     level, released = logging.INFO, "at the scheduler"

@@ -17,6 +17,7 @@ from collections import defaultdict
 from collections.abc import Callable
 from enum import Enum
 from importlib import metadata
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -231,23 +232,29 @@ async def test_says_that_it_cannot_hand_off(
 
 
 async def test_counts_the_workers(
-    sglang: Any, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+    sglang: Any,
+    caplog: pytest.LogCaptureFixture,
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
 ) -> None:
-    """Each tokenizer worker has the whole budget, and imports its application."""
+    """Each tokenizer worker has the whole budget, unless they share one."""
     load_plugins(sglang)
     assert launch(sglang, tokenizer_worker_num=4, grpc_port=50051) == []
     assert "grpc_port=50051" in caplog.messages[0]
-    share = (
-        "LIFECYCLE_BYTES=1GiB counts in each of 4 tokenizer workers; for all, divide"
+    assert caplog.messages[1] == (
+        "LIFECYCLE_BYTES=1GiB counts in each of 4 tokenizer workers; "
+        "set LIFECYCLE_SHARED"
     )
-    assert caplog.messages[1] == f"{share} it by 4"
     assert pkgutil.resolve_name(os.environ[APP_PATH]) is sglang.app
     assert [each.cls for each in sglang.app.user_middleware] == [Admission]
     assert hasattr(sglang.manager._send_one_request, "__wrapped__")
     with pytest.raises(AttributeError):
         sglang_plugin.anything  # noqa: B018
     monkeypatch.setenv(APP_PATH, "theirs:app")
+    monkeypatch.setenv("LIFECYCLE_SHARED", str(tmp_path))
+    caplog.clear()
     launch(sglang, tokenizer_worker_num=2)
+    assert "counts in each" not in caplog.text
     assert f"{APP_PATH}=theirs:app: not limited" in caplog.text
 
 

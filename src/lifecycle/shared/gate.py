@@ -110,6 +110,8 @@ class SharedGate(NoCopy):
     Raises:
         ValueError: As from `lifecycle.Gate`.
         TypeError: Likewise.
+        PermissionError: The folder is another user's, or open to others.
+        OSError: It cannot be made.
         NotImplementedError: The system is not Linux: no other has locks that belong to
             open files and can be asked for.
     """
@@ -148,6 +150,7 @@ class SharedGate(NoCopy):
         self._engine(self._capacity)  # checks them
         self.max_wait = check_limit_or_none("max_wait", max_wait)
         self.folder, self.name, self.order = os.path.abspath(folder), name, order  # noqa: PTH100 - and no more
+        rows.Folder(self.folder).close()  # raises here, and not at the first request
         self._max_waiting, self.closed = max_waiting, False
         self._bytes_only = self._capacity.slots is None is not self._capacity.bytes
         self._emit, self._events = guarded(observer), deque[Event]()

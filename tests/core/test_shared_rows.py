@@ -263,3 +263,40 @@ def test_leaves_no_descriptor_where_a_row_cannot_be_made(folder, monkeypatch) ->
     assert len(list(Path("/proc/self/fd").iterdir())) == before
     folder.close()
     folder.close()
+
+
+def test_live_rows_are_those_of_now(tmp_path: Path) -> None:
+    """Rows that come and go between two looks are seen, in whatever time they do."""
+    mine, theirs = Folder(str(tmp_path / "gate")), Folder(str(tmp_path / "gate"))
+    try:
+        for _ in range(50):
+            assert mine.live_rows() == []
+            row = theirs.join()
+            (found,) = mine.live_rows()
+            assert found.words[IDENT] == row.words[IDENT]
+            row.close()
+            assert mine.live_rows() == []
+            theirs.remove(row)
+    finally:
+        mine.close()
+        theirs.close()
+
+
+def test_looks_for_rows_again_only_where_the_folder_changed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Statistics that nothing changes open no files."""
+    folder = Folder(str(tmp_path / "gate"))
+    row = folder.join()
+    os.utime(tmp_path / "gate", ns=(1, 1))
+    looks: list[int] = []
+    rows = folder.rows
+    monkeypatch.setattr(folder, "rows", lambda: looks.append(1) or rows())
+    assert [len(folder.live_rows()) for _ in range(3)] == [1, 1, 1]
+    assert len(looks) == 1
+    other = folder.join()
+    assert len(folder.live_rows()) == 2
+    assert len(looks) == 2
+    for each in (row, other):
+        each.close()
+    folder.close()

@@ -15,6 +15,7 @@ import secrets
 import stat
 import struct
 import sys
+import time
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -46,6 +47,8 @@ COUNTERS: Final = (ADMITTED, REFUSED, CANCELLED, RELEASED, LOST, OVER_LIMIT)
 
 _WORDS: Final = 16
 _SIZE: Final = 8 * _WORDS
+# Longer than the step of any file system's clock.
+_TICK_NS: Final = 50_000_000
 _UNBOUNDED: Final = 2**64 - 1
 # A write lock on the whole file, as `struct flock` says it.
 _LOCK: Final = struct.pack("hhqqi4x", 1, os.SEEK_SET, 0, 0, 0)
@@ -151,6 +154,9 @@ class Folder:
 
     def __init__(self, path: str) -> None:
         self.path = path
+        # Rows that `live_rows` reads, and when the folder had last changed by then.
+        self._opened: list[Row] = []
+        self._opened_at = 0
         Path(path).mkdir(mode=0o700, parents=True, exist_ok=True)
         flags = os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
         self.descriptor = os.open(path, flags)
@@ -169,6 +175,7 @@ class Folder:
         if self.descriptor >= 0:
             os.close(self.descriptor)
             self.descriptor = -1
+            self._close_rows()
 
     @property
     def in_place(self) -> bool:
@@ -210,11 +217,19 @@ class Folder:
 
     def live_rows(self) -> list[Row]:
         """Return the rows of workers that live, to be read and not to be kept."""
-        rows = self.rows()
-        live = [row for row in rows if row.alive]
-        for row in rows:
+        changed = os.fstat(self.descriptor).st_mtime_ns
+        if changed != self._opened_at:
+            self._close_rows()
+            self._opened = self.rows()
+            # Another change in the same tick of the file system would look like none.
+            if abs(time.time_ns() - changed) > _TICK_NS:
+                self._opened_at = changed
+        return [row for row in self._opened if row.alive]
+
+    def _close_rows(self) -> None:
+        for row in self._opened:
             row.close()
-        return live
+        self._opened, self._opened_at = [], 0
 
     def remove(self, row: Row) -> None:
         """Remove what a dead worker left, but for its links."""

@@ -30,7 +30,7 @@ from lifecycle_asgi.body import (
     ClientLeft,
     RequestBody,
 )
-from lifecycle_asgi.lanes import RESERVES, Lane
+from lifecycle_asgi.lanes import RESERVES, Lane, load_report
 from lifecycle_asgi.limits import ClientIdentity
 from lifecycle_asgi.media_body import BodyEstimator
 from lifecycle_asgi.media_memory import Correction, MemoryEstimate
@@ -49,6 +49,7 @@ from lifecycle_asgi.responses import MAX_UNACCEPTABLE, Refusing, Response
 from lifecycle_asgi.shadow_log import ShadowLog
 
 _SCOPE_KEY: Final = "lifecycle.admission"
+_LOAD: Final = b"endpoint-load-metrics"
 _CURRENT: Final[ContextVar[AdmittedRequest | None]] = ContextVar(
     "lifecycle_admission", default=None
 )
@@ -283,12 +284,26 @@ class Admission:
         Cancellation:
             Passes through; a request that waits leaves its queue.
         """
+        if scope["type"] == "http" and self._settings.load_header:
+            send = self._reporting(send)
         if scope["type"] != "http":
             await self._app(scope, receive, send)
         elif _has_body(scope) and not self._keys.accept(scope):
             await self._refuse(scope, RequestBody(receive), send, Unauthorised())
         else:
             await self._watched(scope, receive, send)
+
+    def _reporting(self, send: Send) -> Send:
+        def reporting(message: Message) -> Awaitable[None]:
+            headers = message.get("headers", ())
+            if message["type"] == "http.response.start" and not any(
+                name.lower() == _LOAD for name, _ in headers
+            ):
+                headers = [*headers, (_LOAD, load_report(self.lanes))]
+                message = {**message, "headers": headers}
+            return send(message)
+
+        return reporting
 
     async def _serve(self, scope: Scope, receive: Receive, send: Send) -> None:
         if not _has_body(scope):

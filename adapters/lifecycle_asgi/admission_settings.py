@@ -51,6 +51,8 @@ class AdmissionSettings:
         api_keys: Keys that the server accepts, separated by commas in the environment.
             Requests that have a body and no such key are refused before the body is
             read. Empty: the keys of vLLM, if it is the server and has any.
+        load_header: Add ``endpoint-load-metrics`` to each response: how full the lanes
+            are, for load balancers that read ORCA reports. Every client sees it.
         shared: Folder that all workers of the server name, so that its bytes and slots
             are those of all of them together, as `lifecycle.shared.SharedGate` has
             them: of this user alone, and where nothing cleans up, such as below
@@ -78,6 +80,7 @@ class AdmissionSettings:
     guarded_prefixes: tuple[str, ...] = GUARDED_PREFIXES
     shadow: bool = False
     shared: str | None = None
+    load_header: bool = False
 
     def __post_init__(self) -> None:
         check_int(1, bytes=self.bytes, max_body=self.max_body)
@@ -87,9 +90,10 @@ class AdmissionSettings:
                 check_int(1, **{name: getattr(self, name)})
         if self.order not in ("fair", "fifo"):
             raise ValueError(f"order must be 'fair' or 'fifo', not {self.order!r:.40}")
-        shadow: object = self.shadow
-        if not isinstance(shadow, bool):  # "0" would count as true
-            raise TypeError(f"shadow must be True or False, not {shadow!r:.40}")
+        for name in ("shadow", "load_header"):
+            if not isinstance(getattr(self, name), bool):  # "0" would count as true
+                what = f"{name} must be True or False"
+                raise TypeError(f"{what}, not {getattr(self, name)!r:.40}")
         if self.body_timeout == 0:
             raise ValueError("body_timeout must be above 0 s, or no body is in time")
         if self.cancel_delay is not None:
@@ -180,6 +184,7 @@ _READERS: Final[Mapping[str, Callable[[str], Any]]] = {
     "guarded_prefixes": _read_list,
     "shadow": _read_switch,
     "shared": str,
+    "load_header": _read_switch,
 }
 
 _EXAMPLES: Final[Mapping[Callable[[str], Any], str]] = {

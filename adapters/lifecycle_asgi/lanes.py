@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
+from collections.abc import Iterable
 from dataclasses import replace
 from types import MappingProxyType
 from typing import Final
@@ -173,6 +174,24 @@ class Lane:
         # Each of the others comes as often before it as it has come itself.
         own = self._waiting[client]
         return sum(min(own, count) for count in self._waiting.values())
+
+
+def load_report(lanes: Iterable[Lane]) -> bytes:
+    """Return the value of ``endpoint-load-metrics``, which load balancers read.
+
+    A line of text as ORCA has it (``xds.data.orca.v3.OrcaLoadReport``): the fullest
+    lane, the part of all bytes that is in use, and how many requests wait.
+    """
+    found = [lane.statistics() for lane in lanes]
+    saturation = max(each.saturation for each in found)
+    limits = [each.bytes for each in found if each.bytes is not None]
+    used = sum(each.bytes_in_use for each in found if each.bytes is not None)
+    memory = min(1.0, used / sum(limits)) if sum(limits) else 0.0
+    waiting = sum(each.waiting for each in found)
+    text = (
+        f"TEXT application_utilization={saturation:.4f}, mem_utilization={memory:.4f}"
+    )
+    return f"{text}, named_metrics.waiting={waiting}".encode()
 
 
 def _now() -> float:

@@ -68,6 +68,11 @@ def _gate_metrics(gates: list[tuple[str, GateStatistics]]) -> Iterator[Metric]:
     waiting = GaugeMetricFamily(
         "lifecycle_gate_waiting", "Requests in the queue of a gate", labels=["gate"]
     )
+    saturation = GaugeMetricFamily(
+        "lifecycle_gate_saturation",
+        "The larger share of slots and bytes in use, at least 1 while requests wait",
+        labels=["gate"],
+    )
     requests = CounterMetricFamily(
         "lifecycle_gate_requests",
         "Requests to a gate, by result",
@@ -91,13 +96,14 @@ def _gate_metrics(gates: list[tuple[str, GateStatistics]]) -> Iterator[Metric]:
             family.add_metric([name, "in_use"], used)
             family.add_metric([name, "limit"], float("inf") if limit is None else limit)
         waiting.add_metric([name], gate.waiting)
+        saturation.add_metric([name], gate.saturation)
         requests.add_metric([name, "admitted"], gate.admitted)
         requests.add_metric([name, "refused"], gate.refused)
         requests.add_metric([name, "cancelled"], gate.cancelled)
         over_limit.add_metric([name], gate.over_limit)
         released.add_metric([name, "owner"], gate.released - gate.lost)
         released.add_metric([name, "collector"], gate.lost)
-    yield from (slots, size, waiting, requests, over_limit, released)
+    yield from (slots, size, waiting, saturation, requests, over_limit, released)
 
 
 def _session_metrics(registries: list[SessionStatistics]) -> Iterator[Metric]:

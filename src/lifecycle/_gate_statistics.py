@@ -43,3 +43,14 @@ class GateStatistics:
     def received(self) -> int:
         """Requests so far, with all outcomes."""
         return self.admitted + self.refused + self.cancelled + self.waiting
+
+    @property
+    def saturation(self) -> float:
+        """How full the gate is: the larger share of its slots and bytes in use.
+
+        At least 1 while requests wait, though the next of them may need more than is
+        free; above 1 where estimates were settled upwards.
+        """
+        limits = (self.slots_in_use, self.slots), (self.bytes_in_use, self.bytes)
+        shares = [used / limit for used, limit in limits if limit]
+        return max([*shares, 1.0 if self.waiting else 0.0])

@@ -458,3 +458,23 @@ async def test_is_left_by_a_coroutine_that_is_thrown_away() -> None:
     holder.release()
     assert len(seen.of(AdmissionCancelled)) == 1
     assert_quiescent(gate)
+
+
+@pytest.mark.anyio
+async def test_saturation_is_the_larger_share_in_use() -> None:
+    """And at least 1 while requests wait, or where a limit is passed."""
+    gate = Gate(slots=4, bytes=100)
+    assert gate.statistics().saturation == 0
+    with gate.try_admit(bytes=10):
+        assert gate.statistics().saturation == 0.25
+        with gate.try_admit(bytes=70) as lease:
+            assert gate.statistics().saturation == 0.8
+            async with anyio.create_task_group() as tasks:
+                tasks.start_soon(lambda: gate.admit(bytes=30))
+                await anyio.wait_all_tasks_blocked()
+                assert gate.statistics().saturation == 1
+                tasks.cancel_scope.cancel()
+            lease.settle(bytes=110)
+            assert gate.statistics().saturation == 1.2
+    assert Gate(slots=None).statistics().saturation == 0
+    assert Gate(slots=0).statistics().saturation == 0

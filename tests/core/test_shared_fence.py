@@ -162,6 +162,23 @@ async def test_keeps_the_next_epoch_for_who_sleeps(workers) -> None:
     (await b.admit()).release()
 
 
+def test_counts_its_own_looks(workers) -> None:
+    """However long ago the last sign of life was: it takes five looks to depose."""
+    a, b = workers.two(slots=1)
+    member = b._member
+    with stalled(a), stalled(b):
+        member._tick_at += 3600
+        member._tick()  # the first one after a sign of life, perhaps
+        member._missed = 0
+        for missed in range(1, 5):
+            member._tick()
+            assert member._missed == missed and not member._seeks
+        member._tick()
+        assert member._seeks
+    wait_until(lambda: leads(a) or leads(b))
+    member._tick_at = 0.0
+
+
 async def test_deposes_a_leader_that_does_not_listen(workers, monkeypatch) -> None:
     """A leader that lives and cannot be reached is replaced."""
     a, b = workers.two(slots=1)
@@ -436,6 +453,26 @@ def test_gives_back_what_was_decided_for_who_was_just_lost(raw) -> None:
         two.link.put(wire.HELLO, two.ident, (1, 1, None), [], [])
         two.link.flush()
     wait_until(lambda: peer.gone)
+    wait_until(lambda: granted(gate))
+
+
+def test_gives_back_a_grant_that_was_not_sent(raw) -> None:
+    """What is granted in the moment in which a connection ends is free, without a word."""
+    gate, one = raw()
+    _, two = raw()
+    for each in (one, two):
+        each.hello()
+        each.hear()
+    one.row.add(1, 0)
+    one.say(*ASK)
+    assert [wire.GRANT, 1] in one.hear()
+    two.say(*ASK)
+    peer = gate._member.leader._peers[two.ident]
+    wait_until(lambda: peer.tickets)
+    with stalled(gate):
+        one.row.add(-1, 0)
+        one.say(wire.RELEASE, 1)
+        two.link.sock.shutdown(socket.SHUT_RDWR)
     wait_until(lambda: granted(gate))
 
 

@@ -27,7 +27,10 @@ for library, needed in (("lifecycle_ray", "ray"), ("lifecycle_engine", "torch"))
     if importlib.util.find_spec(needed) is None:
         LIBRARIES.remove(library)
 # What users import from: these, and nothing below them.
-DOORS = {*NAMES, *(f"lifecycle.{name}" for name in ("debug", "events", "lowlevel"))}
+DOORS = {
+    *NAMES,
+    *(f"lifecycle.{name}" for name in ("debug", "events", "lowlevel", "shared")),
+}
 DOORS |= {"lifecycle.testing", "lifecycle.testing.pytest_plugin"}
 # A framework, a server, and tests, are imported by their own name.
 DOORS |= {"lifecycle_asgi.starlette", "lifecycle_asgi.testing"}

@@ -8,7 +8,7 @@ from ._queues import HELD, Ticket, Wakeable
 
 
 class TicketGate:
-    """A gate for tickets: who waits is told by a callback, and needs no event loop.
+    """A gate for tickets: a callback says that a wait is over; there is no event loop.
 
     For requests that come from other processes. Nothing is claimed for a session, and a
     ticket that is dropped is no lost lease. Any thread may call anything here.
@@ -50,7 +50,7 @@ class TicketGate:
         ahead = queue.waiting if waiter is None else queue.ahead
         if not gate.closed and queue.admit(ticket, ahead):
             return True
-        self._marked.add(ticket)  # first: another thread may be told at once
+        self._marked.add(ticket)  # first: another thread may be woken at once
         waits = False
         try:
             may_wait = waiter is not None

@@ -28,10 +28,17 @@ def anyio_backend():
 
 
 @pytest.fixture
-def workers(tmp_path):
+def workers(tmp_path, monkeypatch):
+    # However busy the machine is, nobody is deposed, but where a test asks for it.
+    monkeypatch.setattr(member_module, "_PATIENCE", 600)
     made = Workers(tmp_path / "gate")
     yield made
     made.close()
+
+
+def impatient(gate):
+    """Let this worker depose a leader that gives no sign of life, as all do."""
+    gate._member._patience = 5
 
 
 def cut(gate):
@@ -42,6 +49,7 @@ def cut(gate):
 def test_voids_a_grant_of_an_older_epoch(workers) -> None:
     """A leader that was stopped believes to lead, and its grants do not count."""
     a, b = workers.two(slots=1)
+    impatient(b)
     with stalled(a):
         wait_until(lambda: leads(b))
         with b.try_admit():
@@ -56,6 +64,7 @@ def test_voids_a_grant_of_an_older_epoch(workers) -> None:
 def test_writes_before_it_looks(workers, monkeypatch) -> None:
     """An epoch that begins after the look finds the row written."""
     a, b = workers.two(slots=1)
+    impatient(b)
     look = a._member.folder.has_epoch
 
     def look_and_sleep(epoch):
@@ -75,6 +84,7 @@ def test_writes_before_it_looks(workers, monkeypatch) -> None:
 def test_reads_rows_after_it_has_linked(workers, monkeypatch) -> None:
     """What was accepted just before the link is counted by the new leader."""
     a, b = workers.two(slots=1)
+    impatient(b)
     elect, held = b._member.folder.elect, []
 
     def grant_and_elect(row, epoch):
@@ -162,6 +172,24 @@ async def test_keeps_the_next_epoch_for_who_sleeps(workers) -> None:
     (await b.admit()).release()
 
 
+def test_counts_its_own_looks(workers) -> None:
+    """However long ago the last sign of life was: it takes five looks to depose."""
+    a, b = workers.two(slots=1)
+    member = b._member
+    impatient(b)
+    with stalled(a), stalled(b):
+        member._tick_at += 3600
+        member._tick()  # the first one after a sign of life, perhaps
+        member._missed = 0
+        for missed in range(1, 5):
+            member._tick()
+            assert member._missed == missed and not member._seeks
+        member._tick()
+        assert member._seeks
+    wait_until(lambda: leads(a) or leads(b))
+    member._tick_at = 0.0
+
+
 async def test_deposes_a_leader_that_does_not_listen(workers, monkeypatch) -> None:
     """A leader that lives and cannot be reached is replaced."""
     a, b = workers.two(slots=1)
@@ -181,16 +209,22 @@ def cut_from_below(gate):
 async def test_is_patient_after_a_leader_that_lives(workers) -> None:
     """Who has deposed a live leader waits longer for the next, until all is calm."""
     a, b = workers.two(slots=1)
+    impatient(b)
     with stalled(a):
         await until(lambda: leads(b))
+    assert b._member._patience == 10
     await until(lambda: follows(a))
-    assert b._member._patience == 2 * a._member._patience == 10
-    b._member._calm = a._member._calm = 10_000
+    impatient(a)
     with stalled(b):
         await until(lambda: leads(a))
     await until(lambda: follows(b))
-    b._member._calm = 10_000
-    await until(lambda: b._member._patience == 5)
+    assert a._member._patience == b._member._patience == 10
+
+    def is_calm():
+        b._member._calm = 10_000
+        return b._member._patience == 600
+
+    await until(is_calm)
 
 
 async def test_lets_one_of_two_candidates_lead(workers, monkeypatch) -> None:
@@ -319,9 +353,9 @@ def test_leaves_a_worker_alone_that_has_taken_its_grants(raw) -> None:
     gate, quiet = raw()
     quiet.hello()
     quiet.hear()
+    quiet.row.add(1, 0)
     quiet.say(*ASK)
     quiet.hear()
-    quiet.row.add(1, 0)
     (peer,) = gate._member.leader._peers.values()
     wait_until(lambda: peer.owes_since)
     owed = peer.owes_since
@@ -436,6 +470,26 @@ def test_gives_back_what_was_decided_for_who_was_just_lost(raw) -> None:
         two.link.put(wire.HELLO, two.ident, (1, 1, None), [], [])
         two.link.flush()
     wait_until(lambda: peer.gone)
+    wait_until(lambda: granted(gate))
+
+
+def test_gives_back_a_grant_that_was_not_sent(raw) -> None:
+    """What is granted in the moment in which a connection ends is free, without a word."""
+    gate, one = raw()
+    _, two = raw()
+    for each in (one, two):
+        each.hello()
+        each.hear()
+    one.row.add(1, 0)
+    one.say(*ASK)
+    assert [wire.GRANT, 1] in one.hear()
+    two.say(*ASK)
+    peer = gate._member.leader._peers[two.ident]
+    wait_until(lambda: peer.tickets)
+    with stalled(gate):
+        one.row.add(-1, 0)
+        one.say(wire.RELEASE, 1)
+        two.link.sock.shutdown(socket.SHUT_RDWR)
     wait_until(lambda: granted(gate))
 
 

@@ -39,8 +39,14 @@ def pair(start, **options):
     follower = start(**options)
     assert follower.ask("admit", "first", {})[0] == "got"
     assert follower.ask("release", "first") == "released"
-    assert leader.ask("leads") and not follower.ask("leads")
-    return leader, follower
+    found = []
+
+    def one_leads():
+        found[:] = sorted((leader, follower), key=lambda it: not it.ask("leads"))
+        return found[0].ask("leads") and not found[1].ask("leads")
+
+    wait_until(one_leads)  # a busy machine may have deposed the first one
+    return found
 
 
 @pytest.mark.parametrize("killed", ["leader", "follower"])
@@ -52,7 +58,7 @@ def test_gives_back_what_a_killed_worker_held(start, killed) -> None:
     lives.send("admit", "next", {"slots": 2})
     dies.kill()
     assert lives.answer()[:2] == ["got", "next"]
-    assert lives.ask("leads")
+    wait_until(lambda: lives.ask("leads"))
     assert lives.ask("join") == [2, 2]
 
 
@@ -80,9 +86,9 @@ def test_replaces_a_leader_that_is_stopped(start) -> None:
     """A stopped leader keeps what it holds and nothing else; back, it follows."""
     leader, follower = pair(start)
     assert leader.ask("admit", "one", {})[0] == "got"
-    leader.signal(signal.SIGSTOP)
+    leader.stop()
     assert follower.ask("admit", "other", {})[0] == "got"
-    assert follower.ask("leads")
+    wait_until(lambda: follower.ask("leads"))
     follower.send("admit", "too much", {})
     leader.send("release", "one")
     leader.signal(signal.SIGCONT)
@@ -100,7 +106,7 @@ def test_grants_to_others_beside_a_stopped_follower(start) -> None:
     for number in range(8):
         follower.send("admit", number, {})
     wait_until(lambda: waiting(leader) == 8)
-    follower.signal(signal.SIGSTOP)
+    follower.stop()
     assert leader.ask("release", "all") == "released"
     for number in range(4):
         assert leader.ask("admit", number, {})[0] == "got"

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from lifecycle.shared import rows
 from lifecycle.shared.rows import BYTES, EPOCH, IDENT, SLOTS, Capacity, Folder
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="OFD locks")
@@ -152,6 +153,30 @@ def test_leads_no_longer_than_it_lives(folder, worker) -> None:
 def test_knows_nobody_in_a_new_folder(folder) -> None:
     """A gate that nobody ever led has epoch 0 and no rows."""
     assert folder.newest_epoch() == 0 and folder.rows() == []
+
+
+def test_sees_no_row_before_its_lock(folder, monkeypatch) -> None:
+    """A row gets its name once it is locked: a cleaner would take it for dead."""
+    lock, seen = rows.fcntl.fcntl, []
+
+    def look_and_lock(*args):
+        seen.append(folder._names("row."))
+        return lock(*args)
+
+    monkeypatch.setattr(rows.fcntl, "fcntl", look_and_lock)
+    row = folder.join()
+    assert seen == [[]] and len(folder._names("row.")) == 1
+    row.close()
+
+
+def test_asks_for_a_lock_without_taking_it(folder) -> None:
+    """To look whether a worker lives makes nobody else believe that it does."""
+    row = folder.join()
+    row.close()
+    first, second = (folder.row(row.words[IDENT]) for _ in range(2))
+    assert not first.alive and not second.alive
+    first.close()
+    second.close()
 
 
 def test_finds_a_row_by_its_name(folder) -> None:

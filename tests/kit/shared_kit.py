@@ -134,6 +134,17 @@ class Process:
         """Send it a signal."""
         os.kill(self.popen.pid, number)
 
+    def stop(self) -> None:
+        """Stop it, and wait until all of its threads are."""
+        self.signal(signal.SIGSTOP)
+        threads = Path(f"/proc/{self.popen.pid}/task")
+        wait_until(
+            lambda: all(
+                (each / "stat").read_text().rpartition(")")[2].split()[0] == "T"
+                for each in threads.iterdir()
+            )
+        )
+
     def kill(self) -> None:
         """Kill it."""
         self.signal(signal.SIGKILL)

@@ -93,7 +93,7 @@ class SharedGate(NoCopy):
         bytes: Likewise.
         max_waiting: Likewise.
         max_wait: As of `lifecycle.Gate`.
-        order: Likewise. Who waits longest, of all workers, comes first; what keys have
+        order: Likewise. The oldest request of all workers comes first; what keys have
             had is forgotten when another worker goes on.
         reserve: Likewise.
         enforce: Likewise.
@@ -207,8 +207,8 @@ class SharedGate(NoCopy):
         answer: a tenth of a millisecond, and one second at most.
 
         Raises:
-            GateFull: It does not fit, others wait, nobody answers, or this interrupts
-                the gate itself.
+            GateFull: It does not fit, others wait, no leader answers, or this
+                interrupts the gate itself.
         """
         waiter = _ThreadWaiter()
         request = self._request(slots, bytes, key, priority, False, waiter)
@@ -372,7 +372,7 @@ class SharedGate(NoCopy):
         """Return whether *request* need not wait for an answer to its deadline."""
         if request.lease.state != WAITING:
             return True
-        if asked or self._member is None:  # nobody leads
+        if asked or self._member is None:  # there is no leader
             how = f"was full for {max_wait} s; retry in 1.0 s"
             message = f"gate {self.name!r} {how}"
             self._give_up(request, AdmissionTimeout(message, retry_after=1.0))

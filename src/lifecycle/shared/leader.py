@@ -34,7 +34,7 @@ from .wire import (
 
 # Seconds from one sign of life of a leader to the next.
 BEAT: Final = 0.05
-# For how long a new leader waits until the live workers have told what they hold.
+# For how long a new leader waits until the live workers have said what they hold.
 GRACE: Final = 0.25
 # For how long a worker may leave a grant untaken.
 SILENT: Final = 0.5
@@ -261,7 +261,7 @@ class Leader:
     # Requests.
 
     def ring(self, peer: Peer, number: int) -> bool:
-        """Note that something was decided; ``False`` if nobody is there. Any thread."""
+        """Note that something was decided; ``False`` if its worker is gone."""
         if not peer.gone:
             self._rung.append((peer, number))
             self._worker.loop.call(self._tell_outcomes)

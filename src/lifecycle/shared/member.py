@@ -77,7 +77,7 @@ _REFUSALS: Final[dict[str, type[Refused]]] = {
 class Member:
     """One worker of a shared gate, from its first request to its end.
 
-    Who calls methods without ``_``, other than `leave` and `close`, holds the lock: see
+    Callers of methods without ``_``, other than `leave` and `close`, hold the lock: see
     `locked`. All others run in the thread of the loop.
 
     Args:
@@ -162,14 +162,14 @@ class Member:
         self._count_waiting()
         if self._link is not None:
             self._tell(ASK, *request.frame())
-        # Else all who wait are told of in the next greeting, or when this leader opens.
+        # Else the next greeting lists it, or this leader finds it when it opens.
         return False
 
     def _accept(self, request: Request, epoch: int) -> bool:
         """Hold what was granted, unless a newer epoch has begun: write, then look.
 
         The next leader links, then reads. Whichever comes first, no capacity is free
-        there that is held here, whoever is stopped between any two steps.
+        there that is held here, whichever process is stopped between any two steps.
         """
         self.row.add(request.slots, request.bytes)
         if self.folder.has_epoch(epoch + 1):
@@ -184,7 +184,7 @@ class Member:
         """Take a grant or a refusal from the leader of *epoch*."""
         request = self.waiting.get(number)
         if request is None:
-            return  # it was cancelled, and the leader is told
+            return  # it was cancelled, and the leader knows
         if refusal is None and not self._accept(request, epoch):
             self.loop.call(self._seek_anew, epoch)
             return
@@ -222,7 +222,7 @@ class Member:
     def release(self, lease: Lease, *, lost: bool = False) -> bool:
         """Give back what *lease* holds; ``False`` if it holds nothing here.
 
-        The row is the truth: a leader that is not told will read it.
+        The row is the truth: a leader that does not hear of it will read it.
         """
         cost = self.held.pop(lease.number, None)
         if cost is None:
@@ -317,7 +317,7 @@ class Member:
         what = f"the thread of the shared gate {self._name!r} ended by an error"
         self._cut_off(f"{what}; restart the worker")
 
-    # Who leads.
+    # Elections.
 
     def _turn(self) -> float | None:
         now = time.monotonic()
@@ -343,7 +343,7 @@ class Member:
 
     def _tick(self) -> None:
         if not self.folder.in_place:
-            # Who comes now finds another folder, and gets another gate.
+            # A new worker would find another folder, and get another gate.
             self._step_down()
             what = f"the folder {self.folder.path} of gate {self._name!r} was removed"
             how = "restart the worker, and keep it where nothing cleans up, as in /run"

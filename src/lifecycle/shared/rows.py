@@ -3,8 +3,8 @@
 A row is a small file that one worker writes and all may map. It is locked while that
 worker lives, and the lock says that much and nothing else: it is no right to grant.
 That is the newest epoch, and epoch n is a hard link to the row of its leader, named
-``leader.<n>``. To make the link is to be elected: one atomic step in which nobody can
-be stopped half-way, and of two candidates one fails.
+``leader.<n>``. To make the link is to be elected: one atomic step in which no process
+can be stopped half-way, and of two candidates one fails.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ OVER_LIMIT: Final = 11
 CAPACITY_SINCE: Final = 12  # 0 while the next two are written
 CAPACITY_SLOTS: Final = 13
 CAPACITY_BYTES: Final = 14
-PROCESS: Final = 15  # for people alone: nobody decides by it
+PROCESS: Final = 15  # for people alone: no code decides by it
 
 COUNTERS: Final = (ADMITTED, REFUSED, CANCELLED, RELEASED, LOST, OVER_LIMIT)
 
@@ -191,7 +191,7 @@ class Folder:
         hidden, name = f"new.{ident:x}", f"row.{ident:x}"
         row = Row(self.descriptor, hidden, make=True)
         row.words[IDENT], row.words[PROCESS] = ident, os.getpid()
-        # Named once it is locked: whoever sees the name can trust the lock.
+        # Named once it is locked: a process that sees the name can trust the lock.
         self._rename(hidden, name)
         return row
 
@@ -240,7 +240,7 @@ class Folder:
     # Epochs.
 
     def newest_epoch(self) -> int:
-        """Return the newest epoch, or 0 if nobody ever led."""
+        """Return the newest epoch, or 0 if there was none."""
         return max(self._epochs(), default=0)
 
     def has_epoch(self, epoch: int) -> bool:
@@ -272,8 +272,8 @@ class Folder:
     def forget_epochs(self, newest: int) -> None:
         """Remove the links of all epochs up to *newest*.
 
-        Each live worker must follow it or a later one: whoever is stopped while it
-        looks for the next epoch, or makes it, has to find that when it goes on.
+        Each live worker must follow it or a later one: a worker that is stopped while
+        it looks for the next epoch, or makes it, has to find that when it goes on.
         """
         for epoch in self._epochs():
             if epoch <= newest:

@@ -186,8 +186,10 @@ def _run(app: Starlette, config: ServerConfig, hints: Callable[[str], str]) -> N
     from lifecycle_engine.server import run as server
     from lifecycle_engine.server.uvicorn_protocol import ConnectionLimits
 
-    def announce(address: str) -> None:
+    def announce(address: str, operator: str | None = None) -> None:
         typer.echo(f"lifecycle-engine is ready at {address}")
+        if operator is not None:
+            typer.echo(f"see what it does: lifecycle top {operator}")
         if text := hints(address):
             typer.echo(text)
         sys.stdout.flush()
@@ -209,6 +211,7 @@ def _run(app: Starlette, config: ServerConfig, hints: Callable[[str], str]) -> N
             certificate=http.ssl_certfile,
             key=http.ssl_keyfile,
             announce=announce,
+            operator=http.operator_address,
             signals_after=signal.SIG_IGN,
         )
 
@@ -244,7 +247,6 @@ or with the OpenAI SDK:
   )
   print(answer.choices[0].message.content)
 
-See what it holds: curl -s {address}/_lifecycle/status
 Stop it with Ctrl-C: streams get time to finish."""
 
 
@@ -283,6 +285,12 @@ def reporting_failures(service: Service, config: ServerConfig) -> Iterator[None]
             f"({port}): {error.strerror or error}; choose another port, 0 for a free "
             f"one, or another host"
         )
+        if error.filename is not None:  # of the operator's listener
+            admin = config.source_of("http.admin_listen")
+            message = (
+                f"cannot listen on {error.filename} ({admin}) for the operator: "
+                f"{error.strerror}; give another address, or off"
+            )
     except EngineLost as error:
         message = f"the engine did not start: {error}"
     except SystemExit:  # of newer uvicorn, where the application did not start

@@ -207,7 +207,7 @@ async def every_point_of_cancel(kind: str, when: str, path: str) -> int:
 
 @pytest.mark.parametrize(("backend", "kind", "when"), KINDS)
 @pytest.mark.parametrize(
-    "path", ["/_lifecycle/requests/mine/cancel", "/v1/responses/resp_mine/cancel"]
+    "path", ["/v1/requests/mine/cancel", "/v1/responses/resp_mine/cancel"]
 )
 def test_leaves_nothing_of_a_request_that_cancels(
     backend: str, kind: str, when: str, path: str

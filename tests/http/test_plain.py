@@ -127,7 +127,7 @@ async def test_cancels_any_request_by_its_id(stream: bool) -> None:
         ]
         await server.until(lambda: sessions.statistics().live == 4)
         for at in range(len(paths)):
-            path = f"/_lifecycle/requests/id-{at}/cancel"
+            path = f"/v1/requests/id-{at}/cancel"
             assert await post(server, None, path) == (
                 200,
                 {"id": f"id-{at}", "status": "cancelled"},
@@ -136,7 +136,7 @@ async def test_cancels_any_request_by_its_id(stream: bool) -> None:
             assert (now.live, now.closing) == (3 - at, 0)
         for told in await asyncio.gather(*asking):
             assert b"The request was cancelled" in told
-        status, told = await post(server, None, "/_lifecycle/requests/id-0/cancel")
+        status, told = await post(server, None, "/v1/requests/id-0/cancel")
         assert (status, told["error"]["code"]) == (404, "not_found")
         assert sessions.statistics().outcomes["cancelled"] == 4
         await server.quiet()
@@ -149,7 +149,7 @@ async def test_cancels_request_while_its_body_arrives() -> None:
         head = b"POST /generate HTTP/1.1\r\nhost: here\r\nx-request-id: slow\r\n"
         writer.write(head + b"connection: close\r\ncontent-length: 90\r\n\r\n{")
         await server.until(lambda: server.service.sessions.statistics().live)
-        status, told = await post(server, None, "/_lifecycle/requests/slow/cancel")
+        status, told = await post(server, None, "/v1/requests/slow/cancel")
         assert (status, told["status"]) == (200, "cancelled")
         answer = await reader.read()
         assert answer.startswith(b"HTTP/1.1 499")

@@ -71,8 +71,6 @@ _OBJECTS = {
     "/v1/models": ["data"],
     "/health": ["status"],
     "/openapi.json": ["openapi", "paths"],
-    "/_lifecycle/status": ["ready", "sessions", "engine", "process"],
-    "/_lifecycle/requests": ["requests"],
 }
 
 
@@ -130,9 +128,6 @@ def _generate(path: str) -> Document:
 def _other_paths(model: str) -> Document:
     ready = _get(["status"])
     ready["responses"]["503"] = ready["responses"]["200"]
-    plain = {"text/plain": {"schema": {"type": "string"}}}
-    metrics = {"200": {"description": "For Prometheus", "content": plain}}
-    metrics["404"] = {"description": "Not available", "content": plain}
     one = _get(["id"], 404)
     one["parameters"] = [_parameter("model", "path", {"type": "string"}, model)]
     stored = {
@@ -142,11 +137,10 @@ def _other_paths(model: str) -> Document:
     cancelled = _get(["id", "status"], 404) | {"parameters": _IDS}
     return {
         "/ready": {"get": ready},
-        "/metrics": {"get": {"responses": metrics}},
         "/v1/models/{model}": {"get": one},
         "/v1/responses/{id}": {"get": stored, "delete": stored},
         "/v1/responses/{id}/cancel": {"post": cancelled},
-        "/_lifecycle/requests/{id}/cancel": {"post": cancelled},
+        "/v1/requests/{id}/cancel": {"post": cancelled},
     }
 
 

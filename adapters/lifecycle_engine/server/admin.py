@@ -22,7 +22,6 @@ from lifecycle_engine.api.chat_request import unknown_model
 from lifecycle_engine.api.openai_chat import OPENAI
 from lifecycle_engine.api.openai_responses import empty_response
 from lifecycle_engine.api.openapi import openapi_document
-from lifecycle_engine.server.access import ADMIN_KEY
 from lifecycle_engine.server.service import Service
 
 if TYPE_CHECKING:
@@ -43,14 +42,25 @@ class CancelEndpoints:
         self._service = service
 
     async def request(self, request: Request) -> Response:
-        """``POST /_lifecycle/requests/{id}/cancel``; waits for the engine.
+        """``POST /v1/requests/{id}/cancel``, for its client; waits for the engine.
 
         Cancellation:
             The request is cancelled all the same; only the wait ends.
         """
         id_ = request.path_params["id"]
-        if await self._cancel(id_, request) is None:
+        if await self._cancel(id_, request.scope) is None:
             return _not_found("This client runs no request with this id")
+        return JSONResponse({"id": id_, "status": "cancelled"})
+
+    async def any_request(self, request: Request) -> Response:
+        """``POST /_lifecycle/requests/{id}/cancel``, for the operator.
+
+        Cancellation:
+            As for `request`.
+        """
+        id_ = request.path_params["id"]
+        if await self._cancel(id_) is None:
+            return _not_found("No request with this id is running")
         return JSONResponse({"id": id_, "status": "cancelled"})
 
     async def response(self, request: Request) -> Response:
@@ -62,7 +72,7 @@ class CancelEndpoints:
         id_ = request.path_params["id"]
         session = None
         if id_.startswith(_RESPONSE):
-            session = await self._cancel(id_.removeprefix(_RESPONSE), request)
+            session = await self._cancel(id_.removeprefix(_RESPONSE), request.scope)
         if session is None:
             return _not_found(
                 "This client runs no response with this id, and none are stored"
@@ -75,13 +85,13 @@ class CancelEndpoints:
         """``GET`` and ``DELETE`` of ``/v1/responses/{id}``: none are stored."""
         return _not_found("This server does not store responses; keep your own copy")
 
-    async def _cancel(self, id_: str, request: Request) -> Session | None:
-        """Cancel a session of the client that asks; any, with an admin key."""
-        sessions, scope = self._service.sessions, request.scope
+    async def _cancel(self, id_: str, scope: Any = None) -> Session | None:
+        """Cancel a session of the client that sent *scope*; any, without one."""
+        sessions = self._service.sessions
         try:
             session = sessions.get(id_)
             owner = self._service.owners.get(session)
-            if not scope.get(ADMIN_KEY) and owner != self._service.client(scope):
+            if scope is not None and owner != self._service.client(scope):
                 return None
             await sessions.cancel(id_)
         except SessionNotFound:

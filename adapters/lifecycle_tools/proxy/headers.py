@@ -6,9 +6,12 @@ of a message is found.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import posixpath
+import re
+from collections.abc import Collection, Iterable
 from enum import StrEnum
 from typing import Final, TypeAlias
+from urllib.parse import unquote
 
 from lifecycle_asgi.request import declared_length
 from lifecycle_tools.proxy.responses import Scope
@@ -25,9 +28,14 @@ _HOP_BY_HOP: Final = frozenset(
         b"upgrade",
     }
 )
+_PARAMETERS: Final = re.compile(r"[;?#\0][^/]*")
 _FORWARDED: Final = frozenset(
     {b"x-forwarded-for", b"x-forwarded-proto", b"x-forwarded-host", b"forwarded"}
 )
+
+
+OPERATORS_PATHS: Final = ("/_lifecycle", "/metrics")
+"""Paths that show all clients, of servers that this library has a part in."""
 
 
 class ForwardedHeaders(StrEnum):
@@ -80,6 +88,23 @@ def ambiguity(scope: Scope) -> str | None:
     if len(values(headers, b"host")) > 1:
         return "Host must be sent once"
     return None
+
+
+def names_one_of(paths: Collection[str], path: str) -> bool:
+    """Whether *path*, as a server may read it, is one of *paths* or below one.
+
+    Servers differ in whether they decode a path twice, merge slashes, follow dots, drop
+    parameters and tell capitals apart.
+    """
+    plain = posixpath.normpath("/" + _PARAMETERS.sub("", _decode(path)))
+    plain = re.sub("/+", "/", plain).lower()
+    return any(plain == each or plain.startswith(f"{each}/") for each in paths)
+
+
+def _decode(path: str) -> str:
+    while (decoded := unquote(path)) != path:
+        path = decoded
+    return path.replace("\\", "/")
 
 
 def request_headers(

@@ -169,11 +169,26 @@ async def test_cancels_any_for_the_operator(guarded: Server) -> None:
     assert await cancelled(guarded, path, MINE, ask={"headers": ADMIN}) == [200]
 
 
-async def test_cancels_only_from_the_same_address(open_server: Server) -> None:
-    """Where there is no key, an address is the client."""
+async def test_cancels_no_chosen_id_without_a_key(open_server: Server) -> None:
+    """An address is no proof, as all clients of a proxy have the same one."""
     path = "/v1/requests/chosen/cancel"
-    asks = {"other": {"local": "127.0.0.3"}, "same": {}}
-    assert await cancelled(open_server, path, {}, **asks) == [404, 200]
+    assert await cancelled(open_server, path, {}, same={}) == [404]
+    path = "/_lifecycle/requests/chosen/cancel"
+    assert await cancelled(open_server, path, {}, operator={}) == [200]
+
+
+async def test_cancels_by_an_id_that_the_response_named(open_server: Server) -> None:
+    """The server drew it, so that only its client knows it, from wherever it asks."""
+    client = httpx.AsyncClient(base_url=f"http://127.0.0.1:{open_server.port}")
+    ask = {**ASK, "max_tokens": 5000, "stream": True}
+    async with client, client.stream("POST", CHAT, json=ask, timeout=60) as answer:
+        path = f"/v1/requests/{answer.headers['x-request-id']}/cancel"
+        guess = f"/v1/requests/{'0' * 24}/cancel"
+        assert await status(open_server, guess, method="POST") == 404
+        asked = status(open_server, path, method="POST", local="127.0.0.3")
+        assert await asked == 200
+        assert "cancelled" in (await answer.aread()).decode()
+    await open_server.quiet()
 
 
 @pytest.mark.parametrize(

@@ -22,7 +22,7 @@ from lifecycle_engine.api.chat_request import unknown_model
 from lifecycle_engine.api.openai_chat import OPENAI
 from lifecycle_engine.api.openai_responses import empty_response
 from lifecycle_engine.api.openapi import openapi_document
-from lifecycle_engine.server.service import Service
+from lifecycle_engine.server.service import ID_IS_SECRET, Service
 
 if TYPE_CHECKING:
     from lifecycle_asgi.prometheus import Metrics
@@ -86,12 +86,13 @@ class CancelEndpoints:
         return _not_found("This server does not store responses; keep your own copy")
 
     async def _cancel(self, id_: str, scope: Any = None) -> Session | None:
-        """Cancel a session of the client that sent *scope*; any, without one."""
+        """Cancel a session that the client of *scope* may cancel; any, without one."""
         sessions = self._service.sessions
         try:
             session = sessions.get(id_)
             owner = self._service.owners.get(session)
-            if scope is not None and owner != self._service.client(scope):
+            right = (ID_IS_SECRET, scope and self._service.client(scope))
+            if scope is not None and (owner is None or owner not in right):
                 return None
             await sessions.cancel(id_)
         except SessionNotFound:

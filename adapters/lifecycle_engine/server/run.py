@@ -265,10 +265,8 @@ def run(
         drain: Seconds that running streams get to finish at shutdown.
         limits: Limits on each connection, and on their number, which is also limited
             by the number of file descriptors.
-        announce: Called once with the server's address, when it is ready, and with that
-            of the operator's pages where there are some.
-        operator: Where ``app.state.operator`` is served, without TLS: host and port, or
-            the path of a Unix socket. ``None``: nowhere.
+        announce: Called once with the server's address, and the operator's if any.
+        operator: Where ``app.state.operator`` is served, without TLS, if anywhere.
         proxies: Addresses and networks whose ``X-Forwarded-For`` is trusted. By
             default none is, not even the loopback address.
         certificate: PEM file of a certificate and its chain; serves HTTPS.

@@ -31,7 +31,7 @@ from lifecycle_engine.config import (
     load_config,
     unknown_variables,
 )
-from lifecycle_engine.config_values import Flag, Many
+from lifecycle_engine.config_values import Flag, Many, Secret, is_loopback
 
 if TYPE_CHECKING:
     from starlette.applications import Starlette
@@ -164,6 +164,7 @@ def serve(
 
         app = factory.make_app(config)
         name = factory.model_name(config.model)
+        _warn_if_open(config)
     _run(app, config, lambda address: first_steps(address, name) if hints else "")
 
 
@@ -173,13 +174,28 @@ def _load(file: Path | None, options: Mapping[str, Any]) -> ServerConfig:
     for sentence in unknown_variables(os.environ):
         typer.echo(f"warning: {sentence}", err=True)
     try:
-        return load_config(given, environment=os.environ, file=file)
+        config = load_config(given, environment=os.environ, file=file)
     except OSError as error:
         named = os.environ.get(CONFIG_VARIABLE) == str(file)
         raise ConfigError(
             CONFIG_VARIABLE if named else "--config",
             f"{file} cannot be read: {error.strerror}; name a TOML file",
         ) from None
+    for setting in SETTINGS:
+        if isinstance(setting.kind, Many) and isinstance(setting.kind.item, Secret):
+            os.environ.pop(setting.variable, None)  # the engine inherits the rest
+    return config
+
+
+def _warn_if_open(config: ServerConfig) -> None:
+    """Say that other machines may reach a server that asks them for no key."""
+    host, access = config.http.host, config.access
+    if not (access.api_keys or access.api_key_file or is_loopback(host)):
+        typer.echo(
+            f"warning: {host} may be reached from other machines, and no key is asked "
+            f"for; give --api-key-file FILE, or --host 127.0.0.1",
+            err=True,
+        )
 
 
 def _run(app: Starlette, config: ServerConfig, hints: Callable[[str], str]) -> None:

@@ -12,7 +12,7 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from decimal import Decimal
-from ipaddress import ip_network
+from ipaddress import ip_address, ip_network
 from pathlib import Path
 from typing import Any, ClassVar, Protocol
 
@@ -302,6 +302,14 @@ class Listener:
     def show(self, value: str) -> str:
         """Return the address in quotation marks."""
         return json.dumps(value, ensure_ascii=False)
+
+
+def is_loopback(host: str) -> bool:
+    """Whether only this machine can connect to *host*."""
+    try:
+        return ip_address(host).is_loopback
+    except ValueError:
+        return host == "localhost"
 
 
 def split_address(address: str) -> tuple[str, int]:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import errno
 import importlib
 import inspect
-import ipaddress
 import os
 import ssl
 import sys
@@ -16,6 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from lifecycle_engine.config import ConfigError, ModelConfig, ServerConfig
+from lifecycle_engine.config_values import is_loopback
 
 if TYPE_CHECKING:
     from starlette.applications import Starlette
@@ -396,14 +396,6 @@ def _check_operator(config: ServerConfig) -> None:
             f"{address[0]} may be reached from other machines, which would see and "
             f"cancel all requests; give --admin-key KEY as well, or 127.0.0.1 instead",
         )
-
-
-def is_loopback(host: str) -> bool:
-    """Whether only this machine can connect to *host*."""
-    try:
-        return ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        return host == "localhost"
 
 
 def _read_standard_input() -> str:

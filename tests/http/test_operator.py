@@ -174,3 +174,38 @@ async def test_refuses_what_is_no_address(address: str) -> None:
     """The value and the forms that there are get named."""
     with pytest.raises(ConfigError, match="give"):
         load_config({"http_admin_listen": address})
+
+
+async def test_gives_the_engine_no_key() -> None:
+    """Keys of the environment are read, and stay with the server."""
+    keys = {
+        "LIFECYCLE_ACCESS_API_KEY": "theirs-7",
+        "LIFECYCLE_ACCESS_ADMIN_KEY": "mine-7",
+    }
+    async with served(env=keys) as server:
+        async with viewer(server, headers={"x-api-key": "mine-7"}) as client:
+            status = (await client.get("/_lifecycle/status")).json()
+        environment = Path(f"/proc/{status['engine']['pid']}/environ").read_bytes()
+        assert b"PYTHONPATH" in environment
+        assert b"theirs-7" not in environment
+        assert b"mine-7" not in environment
+        assert await server.exit(signal.SIGTERM) == 0
+
+
+@pytest.mark.parametrize(
+    ("options", "warned"),
+    [
+        (("--host", "0.0.0.0"), True),
+        (("--host", "0.0.0.0", "--api-key", "theirs"), False),
+        (("--host", "127.0.0.1"), False),
+    ],
+)
+async def test_says_that_no_key_is_asked_for(
+    options: tuple[str, ...], warned: bool
+) -> None:
+    """Where other machines may reach the server; in one line, with the remedy."""
+    async with served(*options, quiet=False) as server:
+        assert await server.exit(signal.SIGTERM) == 0
+        errors = (await server.process.stderr.read()).decode()
+    assert errors.count("\n") == warned
+    assert ("--api-key-file" in errors) == warned

@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 import itertools
 import sys
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Mapping
 
 import openai
 import psutil
@@ -41,13 +41,16 @@ class Served:
 
 @contextlib.asynccontextmanager
 async def served(
-    *options: str, runner: str = "sim", quiet: bool = True
+    *options: str,
+    runner: str = "sim",
+    quiet: bool = True,
+    env: Mapping[str, str] | None = None,
 ) -> AsyncIterator[Served]:
     """Run the command and wait for its line."""
     argv = [*CLI, "serve", "--runner", runner, "--port", "0", *options]
     pipe = asyncio.subprocess.PIPE
     process = await asyncio.create_subprocess_exec(
-        *argv, stdout=pipe, stderr=pipe, env=ENV
+        *argv, stdout=pipe, stderr=pipe, env={**ENV, **(env or {})}
     )
     family = psutil.Process(process.pid)
     children: list[psutil.Process] = []

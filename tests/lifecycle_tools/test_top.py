@@ -82,6 +82,21 @@ async def test_shows_and_cancels_requests(port: int) -> None:
         await pilot.press("c")  # where there is no request, nothing happens
 
 
+async def test_shows_no_control_characters() -> None:
+    """A path reaches no terminal as a command: no title, no colour, no turned line."""
+
+    async def wait(_scope: Any, receive: Any, _send: Any) -> None:
+        while (await receive())["type"] != "http.disconnect":
+            pass
+
+    async with serving(LiveView(wait), lifespan="off") as port, asyncio.timeout(60):
+        with asked(port, "/a%1b]0;pwned%07%e2%80%ae%c2%9b2J"):
+            rows: list[Any] = []
+            while not rows:
+                rows = (await first(Viewer(f"127.0.0.1:{port}")))["requests"]
+    assert rows[0]["what"] == "POST /a\ufffd]0;pwned\ufffd\ufffd\ufffd2J"
+
+
 async def test_keeps_cursor_where_requests_end(port: int) -> None:
     """The cursor stays on its request, whatever becomes of those above it."""
     app = Top(Viewer(f"http://127.0.0.1:{port}"))

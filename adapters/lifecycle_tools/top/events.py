@@ -74,7 +74,7 @@ class Viewer:
                 await self._check(answer)
                 async for line in answer.aiter_lines():
                     if line.startswith(_DATA):
-                        event = json.loads(line.removeprefix(_DATA))
+                        event = _printable(json.loads(line.removeprefix(_DATA)))
                         self._token = event["token"]
                         show(event)
         except httpx2.HTTPError as error:
@@ -84,7 +84,7 @@ class Viewer:
     async def _check(self, answer: httpx2.Response) -> None:
         if answer.status_code == 403:
             await answer.aread()
-            raise NoLiveView(f"{self.shown_url}: {answer.text}")
+            raise NoLiveView(f"{self.shown_url}: {_printable(answer.text)}")
         if answer.status_code == 401:
             raise NoLiveView(f"{self.shown_url} asks for a key; give it with --key")
         kind = answer.headers.get("content-type", "")
@@ -101,7 +101,7 @@ class Viewer:
         Cancellation:
             The request may be cancelled or not.
         """
-        return await self._post("cancel", id_)
+        return str(_printable(await self._post("cancel", id_)))
 
     async def holders(self, id_: str) -> dict[str, list[str]] | str:
         """Return the places that hold the bytes of a request, or what is wrong.
@@ -111,9 +111,9 @@ class Viewer:
         """
         text = await self._post("holders", id_)
         try:
-            found: dict[str, list[str]] = json.loads(text)
+            found: dict[str, list[str]] = _printable(json.loads(text))
         except ValueError:
-            return text
+            return str(_printable(text))
         return found
 
     async def _post(self, what: str, id_: str) -> str:
@@ -133,3 +133,17 @@ class Viewer:
             Some may stay open.
         """
         await self._client.aclose()
+
+
+def _printable(value: Any) -> Any:
+    """Return *value* without what a terminal obeys, such as a path that sets its title.
+
+    Other control and format characters go, too: some turn the direction of a line.
+    """
+    if isinstance(value, str):
+        return "".join(char if char.isprintable() else "\ufffd" for char in value)
+    if isinstance(value, list):
+        return [_printable(each) for each in value]
+    if isinstance(value, dict):
+        return {_printable(key): _printable(each) for key, each in value.items()}
+    return value

@@ -24,26 +24,6 @@ Address = tuple[str, int] | Path
 _CONNECTIONS: Final = 64
 
 
-@contextmanager
-def listening(address: Address) -> Iterator[socket.socket]:
-    """Listen on *address*; to a path, only this user may connect.
-
-    Raises:
-        OSError: The address cannot be listened on; the ``filename`` shows it.
-    """
-    try:
-        listener = _listen(address)
-    except OSError as error:
-        shown = str(address) if isinstance(address, Path) else _join(*address)
-        raise OSError(error.errno, error.strerror or str(error), shown) from None
-    try:
-        with listener:
-            yield listener
-    finally:
-        if isinstance(address, Path):
-            address.unlink(missing_ok=True)
-
-
 def _join(host: str, port: int) -> str:
     return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
 
@@ -80,7 +60,7 @@ class OperatorServer(uvicorn.Server):
 
     Args:
         app: The application.
-        listener: A socket of `listening`, which `stop` closes.
+        listener: Its socket, which `stop` closes.
         limits: Timeouts of connections.
 
     Attributes:
@@ -142,10 +122,19 @@ def operating(
     """Listen on *address* for *app*; without one, there is no server.
 
     Raises:
-        OSError: As of `listening`.
+        OSError: The address cannot be listened on; the ``filename`` shows it.
     """
     if address is None:
         yield None
         return
-    with listening(address) as listener:
-        yield OperatorServer(app, listener, limits)
+    try:
+        listener = _listen(address)
+    except OSError as error:
+        shown = str(address) if isinstance(address, Path) else _join(*address)
+        raise OSError(error.errno, error.strerror or str(error), shown) from None
+    try:
+        with listener:
+            yield OperatorServer(app, listener, limits)
+    finally:
+        if isinstance(address, Path):
+            address.unlink(missing_ok=True)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Collection
 from typing import Final
 
 import anyio
@@ -14,10 +13,9 @@ from lifecycle_asgi.body import ClientLeft
 from lifecycle_tools.proxy.connection import UpstreamError, UpstreamLost
 from lifecycle_tools.proxy.exchange import Exchange, RequestStream
 from lifecycle_tools.proxy.headers import (
-    OPERATORS_PATHS,
     ForwardedHeaders,
     ambiguity,
-    names_one_of,
+    is_operators,
     request_headers,
     tokens,
 )
@@ -52,8 +50,6 @@ class Proxy:
         upstream: Where requests go.
         keep_host: Pass on the client's ``Host``; if not, send that of the upstream.
         forwarded: What to do about ``X-Forwarded-*``.
-        operators: Paths that are never passed on, with all below them: to the upstream,
-            each client here has the address of this proxy.
     """
 
     def __init__(
@@ -62,9 +58,7 @@ class Proxy:
         *,
         keep_host: bool = True,
         forwarded: ForwardedHeaders = ForwardedHeaders.KEEP,
-        operators: Collection[str] = OPERATORS_PATHS,
     ) -> None:
-        self._operators = operators
         self._upstream = upstream
         self._keep_host = keep_host
         self._forwarded = forwarded
@@ -85,7 +79,7 @@ class Proxy:
         elif scope["method"] == "CONNECT":
             text = "This proxy opens no tunnels"
             await self._fail(scope, send, 501, "not_supported", text)
-        elif names_one_of(self._operators, scope["path"]):
+        elif is_operators(scope["path"]):
             await self._fail(scope, send, 404, "not_found", _OPERATORS_ONLY)
         elif problem := ambiguity(scope):
             await self._fail(scope, send, 400, "invalid_request", problem)

@@ -8,7 +8,7 @@ from typing import Annotated
 
 import typer
 
-from lifecycle_tools.proxy.headers import OPERATORS_PATHS, ForwardedHeaders
+from lifecycle_tools.proxy.headers import ForwardedHeaders
 from lifecycle_tools.proxy.server import ListenSettings, create_app, serve
 from lifecycle_tools.proxy.upstream import ProxyTimeouts, Upstream
 
@@ -16,7 +16,6 @@ _UPSTREAM = "Upstream"
 _LISTEN = "Listen"
 _TIMEOUTS = "Timeouts, in seconds"
 _HEADERS = "Headers"
-_OPERATORS = ",".join(OPERATORS_PATHS)
 
 
 # Options, apart from the function that is short without them.
@@ -46,13 +45,6 @@ HealthPathOption = Annotated[
     typer.Option(
         help="A path that the proxy answers itself, with 200.",
         rich_help_panel=_LISTEN,
-    ),
-]
-OperatorsOption = Annotated[
-    str,
-    typer.Option(
-        help="Never passed on, with all below them; separated by commas.",
-        rich_help_panel=_UPSTREAM,
     ),
 ]
 ConnectTimeoutOption = Annotated[
@@ -121,7 +113,6 @@ def proxy(
     port: PortOption = 8080,
     uds: UdsOption = None,
     health_path: HealthPathOption = None,
-    operators: OperatorsOption = _OPERATORS,
     connect_timeout: ConnectTimeoutOption = 5.0,
     head_timeout: HeadTimeoutOption = 600.0,
     idle_timeout: IdleTimeoutOption = 300.0,
@@ -151,7 +142,6 @@ def proxy(
             keep_host=keep_host,
             forwarded=forwarded,
             health_path=health_path,
-            operators=tuple(path for path in operators.split(",") if path),
         )
     except ValueError as error:
         raise typer.BadParameter(str(error)) from None

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import posixpath
 import re
-from collections.abc import Collection, Iterable
+from collections.abc import Iterable
 from enum import StrEnum
 from typing import Final, TypeAlias
 from urllib.parse import unquote
@@ -28,14 +28,12 @@ _HOP_BY_HOP: Final = frozenset(
         b"upgrade",
     }
 )
+# An upstream that shows them to local clients takes all clients of a proxy for some.
+_OPERATORS: Final = ("/_lifecycle", "/metrics")
 _PARAMETERS: Final = re.compile(r"[;?#\0][^/]*")
 _FORWARDED: Final = frozenset(
     {b"x-forwarded-for", b"x-forwarded-proto", b"x-forwarded-host", b"forwarded"}
 )
-
-
-OPERATORS_PATHS: Final = ("/_lifecycle", "/metrics")
-"""Paths that show all clients, of servers that this library has a part in."""
 
 
 class ForwardedHeaders(StrEnum):
@@ -90,21 +88,17 @@ def ambiguity(scope: Scope) -> str | None:
     return None
 
 
-def names_one_of(paths: Collection[str], path: str) -> bool:
-    """Whether *path*, as a server may read it, is one of *paths* or below one.
+def is_operators(path: str) -> bool:
+    """Whether *path*, as a server may read it, shows an operator all clients.
 
     Servers differ in whether they decode a path twice, merge slashes, follow dots, drop
     parameters and tell capitals apart.
     """
-    plain = posixpath.normpath("/" + _PARAMETERS.sub("", _decode(path)))
-    plain = re.sub("/+", "/", plain).lower()
-    return any(plain == each or plain.startswith(f"{each}/") for each in paths)
-
-
-def _decode(path: str) -> str:
     while (decoded := unquote(path)) != path:
         path = decoded
-    return path.replace("\\", "/")
+    plain = _PARAMETERS.sub("", path.replace("\\", "/"))
+    plain = re.sub("/+", "/", posixpath.normpath(f"/{plain}")).lower()
+    return any(f"{plain}/".startswith(f"{each}/") for each in _OPERATORS)
 
 
 def request_headers(

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Final
 
 from lifecycle_asgi import Admission
 from lifecycle_tools.proxy.application import REACHED, Proxy
-from lifecycle_tools.proxy.headers import OPERATORS_PATHS, ForwardedHeaders
+from lifecycle_tools.proxy.headers import ForwardedHeaders
 from lifecycle_tools.proxy.responses import App, Message, Receive, Scope, Send
 from lifecycle_tools.proxy.upstream import Upstream
 
@@ -23,7 +23,6 @@ def create_app(
     keep_host: bool = True,
     forwarded: ForwardedHeaders = ForwardedHeaders.KEEP,
     health_path: str | None = None,
-    operators: Collection[str] = OPERATORS_PATHS,
     environment: Mapping[str, str] | None = None,
     **options: Any,
 ) -> App:
@@ -34,7 +33,6 @@ def create_app(
         keep_host: Pass on the client's ``Host``; if not, send that of the upstream.
         forwarded: What to do about ``X-Forwarded-*``.
         health_path: Answered with 200 by the proxy itself, whatever the upstream does.
-        operators: Paths that are never passed on; see `Proxy`.
         environment: Of the settings of `Admission`, instead of that of the process.
         **options: Attributes of `lifecycle_asgi.AdmissionSettings`.
 
@@ -46,9 +44,7 @@ def create_app(
     if "LIFECYCLE_CANCEL_DELAY" not in environment:
         # The delay of a profile is for a server that cleans up inside this process.
         options.setdefault("cancel_delay", 0.0)
-    proxy = Proxy(
-        upstream, keep_host=keep_host, forwarded=forwarded, operators=operators
-    )
+    proxy = Proxy(upstream, keep_host=keep_host, forwarded=forwarded)
     admission = Admission(proxy, environment=environment, **options)
     return _Entrance(admission, health_path)
 

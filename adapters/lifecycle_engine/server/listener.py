@@ -6,10 +6,10 @@ address nor a header has to tell the operator from a client.
 
 from __future__ import annotations
 
+import errno
 import socket
-import stat
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Final
 
@@ -46,13 +46,10 @@ def _listen(address: Address) -> socket.socket:
 
 def _remove_abandoned(path: Path) -> None:
     """Remove the socket of a server that was killed, and nothing else."""
-    with suppress(FileNotFoundError):
-        if stat.S_ISSOCK(path.stat().st_mode):
-            with socket.socket(socket.AF_UNIX) as probe:
-                try:
-                    probe.connect(str(path))
-                except ConnectionRefusedError:
-                    path.unlink()
+    if path.is_socket():
+        with socket.socket(socket.AF_UNIX) as probe:
+            if probe.connect_ex(str(path)) == errno.ECONNREFUSED:
+                path.unlink()
 
 
 class OperatorServer(uvicorn.Server):

@@ -121,6 +121,14 @@ def _with_settings(command: Callable[..., None]) -> Callable[..., None]:
 @cli.command(cls=_Command)
 @_with_settings
 def serve(
+    folder: Annotated[
+        Path | None,
+        typer.Argument(
+            help="Folder of the model's checkpoint, as --checkpoint.",
+            metavar="CHECKPOINT",
+            show_default=False,
+        ),
+    ] = None,
     *,
     config_file: Annotated[
         Path | None,
@@ -156,6 +164,10 @@ def serve(
     Try it without a model: `lifecycle serve --runner sim --hints`.
     """
     with _reporting_settings():
+        if folder is not None:
+            if options["model_checkpoint"] is not None:
+                raise ConfigError("CHECKPOINT", "--checkpoint names one, too; name one")
+            options["model_checkpoint"] = str(folder)
         config = _load(config_file, options)
         if print_config:
             typer.echo(config.to_toml(), nl=False)

@@ -409,6 +409,15 @@ def printed(*options: str, **environment: str) -> dict[str, dict[str, object]]:
     return tomllib.loads(output)
 
 
+def test_takes_the_checkpoint_as_an_argument(tmp_path: Path) -> None:
+    """`serve ./model` is `serve --checkpoint ./model`; two are one too many."""
+    assert printed(str(tmp_path)) == printed("--checkpoint", str(tmp_path))
+    assert printed(str(tmp_path))["model"]["checkpoint"] == str(tmp_path)
+    status, output = serve(str(tmp_path), "--checkpoint", str(tmp_path))
+    assert status == 2
+    assert "CHECKPOINT: --checkpoint names one, too; name one" in output
+
+
 def test_shows_every_option_in_one_panel() -> None:
     """The panels of the help are the sections; each option is in one of them, once."""
     _, text = serve("--help")

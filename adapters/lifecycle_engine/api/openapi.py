@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from importlib.metadata import version
 from typing import Any
 
 from pydantic.json_schema import models_json_schema
@@ -26,6 +27,7 @@ from lifecycle_engine.api.openai_responses import (
     UNSUPPORTED as NOT_IN_RESPONSES,
     ResponsesRequest,
 )
+from lifecycle_engine.api.operations import OPERATIONS, TAGS
 from lifecycle_engine.api.request_body import ID_PATTERN
 
 _REFS = "#/components/schemas/{model}"
@@ -91,10 +93,16 @@ def openapi_document(model: str) -> Document:
     schemas |= {"Error": _ERROR, "AnthropicError": _ANTHROPIC_ERROR}
     paths = {path: {"post": _generate(path)} for path in _ENDPOINTS}
     paths |= {path: {"get": _get(names)} for path, names in _OBJECTS.items()}
+    paths |= _other_paths(model)
+    for each in OPERATIONS:
+        said = {"tags": [each.tag], "operationId": each.id, "summary": each.summary}
+        path, method = paths[each.path], each.method.lower()
+        path[method] = said | path[method]
     return {
         "openapi": "3.1.0",
-        "info": {"title": "lifecycle-engine", "version": "1"},
-        "paths": paths | _other_paths(model),
+        "info": {"title": "lifecycle", "version": version("anyio-lifecycle")},
+        "tags": [{"name": name, "description": text} for name, text in TAGS.items()],
+        "paths": paths,
         "components": {"schemas": schemas},
     }
 
@@ -135,7 +143,10 @@ def _other_paths(model: str) -> Document:
         "parameters": _IDS,
     }
     cancelled = _get(["id", "status"], 404) | {"parameters": _IDS}
+    html = {"text/html": {"schema": {"type": "string"}}}
+    docs = {"responses": {"200": {"description": "The page", "content": html}}}
     return {
+        "/docs": {"get": docs},
         "/ready": {"get": ready},
         "/v1/models/{model}": {"get": one},
         "/v1/responses/{id}": {"get": stored, "delete": stored},

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 import anyio
 from starlette.requests import Request
-from starlette.responses import JSONResponse, Response
+from starlette.responses import HTMLResponse, JSONResponse, Response
 
 from lifecycle import Session, SessionNotFound
 from lifecycle_asgi.refusals import ApiError
@@ -22,6 +22,7 @@ from lifecycle_engine.api.chat_request import unknown_model
 from lifecycle_engine.api.openai_chat import OPENAI
 from lifecycle_engine.api.openai_responses import empty_response
 from lifecycle_engine.api.openapi import openapi_document
+from lifecycle_engine.api.operations import page
 from lifecycle_engine.server.service import ID_IS_SECRET, Service
 
 if TYPE_CHECKING:
@@ -107,6 +108,7 @@ def _not_found(message: str) -> Response:
 
 # A header of each request of the Anthropic SDK.
 _ANTHROPIC_HEADER = "anthropic-version"
+_NO_SCRIPT = "default-src 'none'; style-src 'unsafe-inline'"
 _METRIC = re.compile("[a-z_][a-z0-9_]*")
 
 
@@ -143,6 +145,11 @@ class StatusEndpoints:
     async def openapi(self, _: Request) -> Response:
         """``GET /openapi.json``: the description of all endpoints."""
         return JSONResponse(openapi_document(self._service.model))
+
+    async def docs(self, request: Request) -> Response:
+        """``GET /docs``: the same for people."""
+        text = page(self._service.model, str(request.base_url).rstrip("/"))
+        return HTMLResponse(text, headers={"content-security-policy": _NO_SCRIPT})
 
     async def health(self, _: Request) -> Response:
         """``GET /health``: this process is alive; includes the health of the engine."""

@@ -35,6 +35,7 @@ from lifecycle_engine.api.base import ApiFormat, dump
 from lifecycle_engine.api.generate import PLAIN
 from lifecycle_engine.api.openai_chat import OPENAI
 from lifecycle_engine.api.openai_responses import RESPONSES
+from lifecycle_engine.api.operations import no_such_path
 from lifecycle_engine.api.request_body import RequestParser, request_id
 from lifecycle_engine.errors import INTERNAL
 from lifecycle_engine.events import EngineMeter
@@ -420,6 +421,7 @@ def _routes(service: Service) -> list[Route]:
         Route(response, cancels.stored, methods=stored),
         Route("/v1/requests/{id}/cancel", cancels.request, methods=["POST"]),
         Route("/openapi.json", live.openapi),
+        Route("/docs", live.docs),
         Route("/v1/models", live.models),
         Route("/v1/models/{model:path}", live.model),  # as of a hub: owner/name
         Route("/health", live.health),
@@ -461,7 +463,7 @@ async def _http_error(request: Request, error: Exception) -> Response:
     code = {404: "not_found", 405: "method_not_allowed"}.get(error.status_code, "http")
     message = error.detail
     if error.status_code == 404:
-        message = "There is no such path; GET /openapi.json describes those there are"
+        message = no_such_path(request.url.path)
         if request.url.path.startswith(_OPERATORS):
             message = "The operator's paths are served at --admin-listen alone"
     problem = ApiError(error.status_code, message, code=code)

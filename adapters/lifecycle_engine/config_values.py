@@ -290,7 +290,7 @@ class Network:
 class Listener:
     """An address to listen on, ``unix:PATH`` of a socket, or ``off``."""
 
-    metavar: str = "ADDRESS"
+    metavar: str = "HOST:PORT"
 
     def parse(self, value: Any) -> str:
         """Return the address as it was written."""

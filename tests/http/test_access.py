@@ -196,6 +196,7 @@ async def test_cancels_by_an_id_that_the_response_named(open_server: Server) -> 
     [
         ({"host": "evil.example:8000"}, 421),
         ({"host": "127.0.0.1.evil.example"}, 421),
+        ({"host": "[::1]evil.example"}, 421),
         ({"host": "localhost:1"}, 200),
         ({"host": "a.localhost"}, 200),
         ({"host": "[::1]:8000"}, 200),

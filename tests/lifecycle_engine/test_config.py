@@ -105,7 +105,7 @@ def test_reads_every_setting_from_every_source(setting: Any, tmp_path: Path) -> 
     texts |= {"[failures|json|console]": ["json", "console"]}
     texts |= {"[auto|float32|bfloat16|float16]": ["auto", "float32"]}
     texts |= {"ADDRESS": ["10.0.0.1", "10.0.0.2"], "": ["true", "false"]}
-    texts |= {"MODULE:NAME": ["a:b", "a.b:c"]}
+    texts |= {"MODULE:NAME": ["a:b", "a.b:c"], "HOST:PORT": ["[::1]:80", "unix:/a"]}
     default = ["9", "10", "11"]
     values = texts.get(setting.kind.metavar, default)
     first, second, third = values[0], values[1], values[-1 if values is default else 0]

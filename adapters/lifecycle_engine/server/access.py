@@ -17,6 +17,7 @@ from urllib.parse import urlsplit
 
 from lifecycle_asgi.api_keys import ApiKeys
 from lifecycle_asgi.refusals import ApiError
+from lifecycle_asgi.request import HOST
 
 _OPEN: Final = frozenset({"/health", "/ready"})
 _SAFE: Final = frozenset({"GET", "HEAD", "OPTIONS"})
@@ -180,10 +181,9 @@ def _name_of(host: bytes | None) -> str | None:
     """Return the name in a ``Host``, without its port."""
     if not host:
         return None
-    try:
-        return urlsplit(f"//{host.decode('latin-1')}").hostname or ""
-    except ValueError:
+    if not HOST.fullmatch(host):
         return "."  # of no site
+    return urlsplit(f"//{host.decode('latin-1')}").hostname or ""
 
 
 def _is_address(name: str) -> bool:

@@ -35,6 +35,9 @@ def check(
     tokens: Annotated[int, typer.Option(min=1, help="Of a long request.")] = 512,
     body: Annotated[str, typer.Option(help="More fields, as JSON.")] = "{}",
     gauge: Annotated[str | None, typer.Option(help="Name on /metrics.")] = None,
+    metrics: Annotated[
+        str | None, typer.Option(help="The address of /metrics, if another.")
+    ] = None,
     image: Annotated[bool, typer.Option(help="Send pictures.")] = True,
     only: Annotated[list[str] | None, typer.Option(help="Names begin so.")] = None,
     neighbours: Annotated[
@@ -58,6 +61,9 @@ def check(
     if api_key:
         headers.append(("Authorization", f"Bearer {api_key}"))
     address = _address(url, tuple(headers), anywhere=i_may_test_this_server)
+    elsewhere = None
+    if metrics is not None:
+        elsewhere = _address(metrics, (), anywhere=i_may_test_this_server)
     settings = Settings(
         model=model,
         api=api,
@@ -68,6 +74,7 @@ def check(
         image=image,
         more=_fields(body),
         gauge=gauge,
+        metrics=elsewhere,
         neighbour_key=neighbour_key,
     )
     names = _names(only or (), neighbours=neighbours)

@@ -400,7 +400,8 @@ async def test_shows_itself_live() -> None:
         assert "canary" not in text
         processor.release.set()
         await asking
-        health = (await client._client.get(f"{url}/health")).json()
+        public = f"http://127.0.0.1:{server.port}/health"
+        health = (await client._client.get(public)).json()
         assert health == {"status": "ok", "engine": "serving"}
         await server.quiet()
 

@@ -138,7 +138,9 @@ class Server:
                     raise RuntimeError("the server did not come up; see above")
                 self.pid = self._process.pid
                 self.port = int(line.rpartition(b":")[2])
-                self.engine = int((await status(self.port))["engine"]["pid"])
+                line = await self._process.stdout.readline()  # of the operator's pages
+                admin = int(line.rpartition(b":")[2])
+                self.engine = int((await status(admin))["engine"]["pid"])
         except BaseException:
             self._process.kill()
             raise

@@ -8,6 +8,7 @@ import sys
 import time
 from collections.abc import AsyncIterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -103,7 +104,14 @@ def serve(case: Case) -> None:
         gate=Gate(slots=case.slots or None, bytes=case.bytes or None, name="payloads"),
         settings=AppSettings(model="sim", threads=2, deadlines=patient),
     )
-    run(app, host="127.0.0.1", port=0, announce=lambda at: print(at, flush=True))
+    say = partial(print, sep="\n", flush=True)
+    run(
+        app,
+        host="127.0.0.1",
+        port=0,
+        announce=say,
+        operator=("127.0.0.1", 0),
+    )
 
 
 def work(case: Case, rest: list[str]) -> None:

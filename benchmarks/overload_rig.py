@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import sys
+from functools import partial
 from typing import Any
 
 WAYS = ("gate", "none", "semaphore")
@@ -66,7 +67,14 @@ def serve(way: str) -> None:
     )
     if way == "semaphore":
         app.add_middleware(SemaphoreMiddleware, places=SLOTS)
-    run(app, host="127.0.0.1", port=0, announce=lambda at: print(at, flush=True))
+    say = partial(print, sep="\n", flush=True)
+    run(
+        app,
+        host="127.0.0.1",
+        port=0,
+        announce=say,
+        operator=("127.0.0.1", 0),
+    )
 
 
 if __name__ == "__main__":

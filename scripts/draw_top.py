@@ -16,7 +16,7 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any
 
-from lifecycle_tools.top import Top
+from lifecycle_tools.top import Top, Viewer
 
 ROOT = Path(__file__).resolve().parents[1]
 PICTURE = ROOT / "docs" / "top.svg"
@@ -43,7 +43,7 @@ async def draw(port: int) -> str:
             await asyncio.sleep(1)
         for path, source in CLIENTS:
             clients.enter_context(live_kit.asked(port, path, source=source))
-        app = Top(f"127.0.0.1:{port}")
+        app = Top(Viewer(f"127.0.0.1:{port}"))
         async with app.run_test(size=SIZE) as pilot:
             await asyncio.sleep(5)
             await pilot.pause()

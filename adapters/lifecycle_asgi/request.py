@@ -4,6 +4,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import (
     AsyncGenerator,
     AsyncIterator,
@@ -35,6 +36,10 @@ SCOPE_KEY = "lifecycle"
 """Key of the `RequestScope` in the ASGI scope, set by `LifecycleMiddleware`."""
 FRAMING: Final = (b"content-length", b"transfer-encoding")
 """Headers without which a request of HTTP/1 has no body."""
+HOST: Final = re.compile(
+    rb"(\[[0-9a-f:.]+\]|[\w.~!$&'()*+,;=%-]*)(:[0-9]*)?", re.IGNORECASE
+)
+"""A ``Host`` (RFC 3986, 3.2): no user, and nothing but a port behind an address."""
 # Longer numbers are no lengths, and slow to read.
 _MOST_DIGITS: Final = 18
 

@@ -31,7 +31,7 @@ from lifecycle_engine.config import (
     load_config,
     unknown_variables,
 )
-from lifecycle_engine.config_values import Flag, Many
+from lifecycle_engine.config_values import Flag, Many, Secret, is_loopback
 
 if TYPE_CHECKING:
     from starlette.applications import Starlette
@@ -121,6 +121,14 @@ def _with_settings(command: Callable[..., None]) -> Callable[..., None]:
 @cli.command(cls=_Command)
 @_with_settings
 def serve(
+    folder: Annotated[
+        Path | None,
+        typer.Argument(
+            help="Folder of the model's checkpoint, as --checkpoint.",
+            metavar="CHECKPOINT",
+            show_default=False,
+        ),
+    ] = None,
     *,
     config_file: Annotated[
         Path | None,
@@ -156,6 +164,10 @@ def serve(
     Try it without a model: `lifecycle serve --runner sim --hints`.
     """
     with _reporting_settings():
+        if folder is not None:
+            if options["model_checkpoint"] is not None:
+                raise ConfigError("CHECKPOINT", "--checkpoint names one, too; name one")
+            options["model_checkpoint"] = str(folder)
         config = _load(config_file, options)
         if print_config:
             typer.echo(config.to_toml(), nl=False)
@@ -164,6 +176,7 @@ def serve(
 
         app = factory.make_app(config)
         name = factory.model_name(config.model)
+        _warn_if_open(config)
     _run(app, config, lambda address: first_steps(address, name) if hints else "")
 
 
@@ -173,21 +186,38 @@ def _load(file: Path | None, options: Mapping[str, Any]) -> ServerConfig:
     for sentence in unknown_variables(os.environ):
         typer.echo(f"warning: {sentence}", err=True)
     try:
-        return load_config(given, environment=os.environ, file=file)
+        config = load_config(given, environment=os.environ, file=file)
     except OSError as error:
         named = os.environ.get(CONFIG_VARIABLE) == str(file)
         raise ConfigError(
             CONFIG_VARIABLE if named else "--config",
             f"{file} cannot be read: {error.strerror}; name a TOML file",
         ) from None
+    for setting in SETTINGS:
+        if isinstance(setting.kind, Many) and isinstance(setting.kind.item, Secret):
+            os.environ.pop(setting.variable, None)  # the engine inherits the rest
+    return config
+
+
+def _warn_if_open(config: ServerConfig) -> None:
+    """Say that other machines may reach a server that asks them for no key."""
+    host, access = config.http.host, config.access
+    if not (access.api_keys or access.api_key_file or is_loopback(host)):
+        typer.echo(
+            f"warning: {host} may be reached from other machines, and no key is asked "
+            f"for; give --api-key-file FILE, or --host 127.0.0.1",
+            err=True,
+        )
 
 
 def _run(app: Starlette, config: ServerConfig, hints: Callable[[str], str]) -> None:
     from lifecycle_engine.server import run as server
     from lifecycle_engine.server.uvicorn_protocol import ConnectionLimits
 
-    def announce(address: str) -> None:
+    def announce(address: str, operator: str | None = None) -> None:
         typer.echo(f"lifecycle-engine is ready at {address}")
+        if operator is not None:
+            typer.echo(f"see what it does: lifecycle top {operator}")
         if text := hints(address):
             typer.echo(text)
         sys.stdout.flush()
@@ -209,6 +239,7 @@ def _run(app: Starlette, config: ServerConfig, hints: Callable[[str], str]) -> N
             certificate=http.ssl_certfile,
             key=http.ssl_keyfile,
             announce=announce,
+            operator=http.operator_address,
             signals_after=signal.SIG_IGN,
         )
 
@@ -244,7 +275,6 @@ or with the OpenAI SDK:
   )
   print(answer.choices[0].message.content)
 
-See what it holds: curl -s {address}/_lifecycle/status
 Stop it with Ctrl-C: streams get time to finish."""
 
 
@@ -283,6 +313,12 @@ def reporting_failures(service: Service, config: ServerConfig) -> Iterator[None]
             f"({port}): {error.strerror or error}; choose another port, 0 for a free "
             f"one, or another host"
         )
+        if error.filename is not None:  # of the operator's listener
+            admin = config.source_of("http.admin_listen")
+            message = (
+                f"cannot listen on {error.filename} ({admin}) for the operator: "
+                f"{error.strerror}; give another address, or off"
+            )
     except EngineLost as error:
         message = f"the engine did not start: {error}"
     except SystemExit:  # of newer uvicorn, where the application did not start

@@ -22,6 +22,7 @@ from .config_values import (
     Flag,
     Function,
     Kind,
+    Listener,
     Many,
     Network,
     Number,
@@ -31,6 +32,7 @@ from .config_values import (
     Text,
     Timeout,
     Whole,
+    split_address,
 )
 
 ENVIRONMENT = "LIFECYCLE_"
@@ -262,14 +264,9 @@ class AccessConfig(_Section):
     admin_keys: tuple[str, ...] = _setting(
         (),
         Many(Secret()),
-        "Key for /_lifecycle; may be repeated. Without one, it is open to the server's "
-        "own machine if there are no API keys, and closed otherwise.",
+        "Key for /_lifecycle and /metrics; may be repeated. Needed where "
+        "--admin-listen can be reached from other machines.",
         "--admin-key",
-    )
-    metrics: Literal["open", "admin"] = _setting(
-        "open",
-        Choice(("open", "admin")),
-        "Whether /metrics is open, or as /_lifecycle.",
     )
     allowed_hosts: tuple[str, ...] = _setting(
         (),
@@ -294,6 +291,12 @@ class HttpConfig(_Section):
     host: str = _setting("127.0.0.1", Text(), "Address to listen on.")
     port: int = _setting(
         8000, Whole(0, 65535), "Port to listen on; 0 takes a free one."
+    )
+    admin_listen: str | None = _setting(
+        None,
+        Listener(),
+        "Address of the operator's pages, /_lifecycle and /metrics: HOST:PORT, "
+        "unix:PATH of a socket, or off. Default: 127.0.0.1, at the port after --port.",
     )
     ssl_certfile: Path | None = _setting(  # noqa: RUF009 - makes a field
         None, FilePath(), "PEM file of the certificate, and its chain; serves HTTPS."
@@ -355,6 +358,17 @@ class HttpConfig(_Section):
         "Function that is called with every lifecycle event; may be repeated.",
         "--observer",
     )
+
+    @property
+    def operator_address(self) -> tuple[str, int] | Path | None:
+        """Where the operator's pages are served; ``None`` if they are off."""
+        given = self.admin_listen
+        if given is None:
+            # It moves with --port, as several servers may share a machine.
+            return "127.0.0.1", self.port + 1 if 0 < self.port < 65535 else 0
+        if given.startswith("unix:"):
+            return Path(given.removeprefix("unix:"))
+        return None if given == "off" else split_address(given)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

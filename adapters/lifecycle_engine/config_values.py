@@ -12,7 +12,7 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from decimal import Decimal
-from ipaddress import ip_network
+from ipaddress import ip_address, ip_network
 from pathlib import Path
 from typing import Any, ClassVar, Protocol
 
@@ -284,6 +284,46 @@ class Network:
     def show(self, value: str) -> str:
         """Return the address in quotation marks."""
         return json.dumps(value)
+
+
+@dataclass(frozen=True, slots=True)
+class Listener:
+    """An address to listen on, ``unix:PATH`` of a socket, or ``off``."""
+
+    metavar: str = "HOST:PORT"
+
+    def parse(self, value: Any) -> str:
+        """Return the address as it was written."""
+        text = value if isinstance(value, str) else ""
+        if text != "off" and not (text.startswith("unix:") and len(text) > 5):
+            split_address(text)
+        return text
+
+    def show(self, value: str) -> str:
+        """Return the address in quotation marks."""
+        return json.dumps(value, ensure_ascii=False)
+
+
+def is_loopback(host: str) -> bool:
+    """Whether only this machine can connect to *host*."""
+    try:
+        return ip_address(host).is_loopback
+    except ValueError:
+        return host == "localhost"
+
+
+def split_address(address: str) -> tuple[str, int]:
+    """Return host and port of ``HOST:PORT``, where an IPv6 address has brackets.
+
+    Raises:
+        ValueError: It has another form.
+    """
+    host, _, port = address.rpartition(":")
+    bracketed = host.startswith("[") and host.endswith("]")
+    if not host or not re.fullmatch("[0-9]+", port) or (":" in host and not bracketed):
+        raise ValueError(f"{address!r} is not HOST:PORT, unix:PATH or off; give one")
+    _check_range(int(port), 0, 65535)
+    return host.strip("[]"), int(port)
 
 
 @dataclass(frozen=True, slots=True)

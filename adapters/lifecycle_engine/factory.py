@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from lifecycle_engine.config import ConfigError, ModelConfig, ServerConfig
+from lifecycle_engine.config_values import is_loopback
 
 if TYPE_CHECKING:
     from starlette.applications import Starlette
@@ -62,6 +63,7 @@ def _make_app(config: ServerConfig) -> Starlette:
 
     folder = checkpoint_of(config.model)
     _check_certificate(config)
+    _check_operator(config)
     _check_tp(config)
     _check_graphs(config)
     settings = _app_settings(config, folder)
@@ -310,7 +312,6 @@ def _app_settings(config: ServerConfig, folder: Path | None) -> AppSettings:
         access=AccessRules(
             api_keys=api_keys,
             admin_keys=config.access.admin_keys,
-            metrics_open=config.access.metrics == "open",
             hosts=config.access.allowed_hosts,
             origins=config.access.allowed_origins,
         ),
@@ -382,6 +383,19 @@ def _check_certificate(config: ServerConfig) -> None:
             f"{certificate} cannot be served: {why or error}; name PEM files of a "
             f"certificate and its key, without a password",
         ) from None
+
+
+def _check_operator(config: ServerConfig) -> None:
+    """Refuse to show all requests to other machines without a key."""
+    address = config.http.operator_address
+    if not isinstance(address, tuple) or config.access.admin_keys:
+        return
+    if not is_loopback(address[0]):
+        raise ConfigError(
+            "http.admin_listen",
+            f"{address[0]} may be reached from other machines, which would see and "
+            f"cancel all requests; give --admin-key KEY as well, or 127.0.0.1 instead",
+        )
 
 
 def _read_standard_input() -> str:

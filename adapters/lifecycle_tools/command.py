@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from importlib.metadata import version
+from pathlib import Path
 from typing import Annotated, Final
 
 try:
@@ -48,17 +49,32 @@ def root(
 @app.command()
 def top(
     url: Annotated[
-        str, typer.Argument(help="Address of the server, as http://127.0.0.1:8000.")
-    ] = "http://127.0.0.1:8000",
+        str,
+        typer.Argument(
+            help="Address of the live view, as http://127.0.0.1:8001 or unix:PATH."
+        ),
+    ] = "http://127.0.0.1:8001",
+    key: Annotated[
+        str | None,
+        typer.Option(
+            envvar="LIFECYCLE_ACCESS_ADMIN_KEY", help="The server's admin key."
+        ),
+    ] = None,
+    cacert: Annotated[
+        Path | None,
+        typer.Option(
+            exists=True, dir_okay=False, help="PEM file of an HTTPS server's authority."
+        ),
+    ] = None,
 ) -> None:
     """Show the live requests, gates and warnings of a running server.
 
-    The server needs lifecycle_asgi.LiveView around its application; `lifecycle serve`
-    has it.
+    `lifecycle serve` prints the address of its live view; the default is that of its
+    default port. Other servers need lifecycle_asgi.LiveView around their application.
     """
     from lifecycle_tools.top import run
 
-    run(url)
+    run(url, key=key, cacert=cacert)
 
 
 # A subcommand reads its arguments itself, so that its modules are imported only then.

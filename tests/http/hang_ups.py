@@ -48,6 +48,7 @@ class Soak:
 
     Args:
         port: Of the server.
+        admin: Port of the operator's pages.
         pid: Of the server, whose first child is the engine.
         seed: Of what clients do.
         patience: Seconds in which a client has its answer, or has left.
@@ -58,8 +59,17 @@ class Soak:
         wrong: What must not have been.
     """
 
-    def __init__(self, port: int, pid: int, seed: int, *, patience: float = 60) -> None:
+    def __init__(
+        self,
+        port: int,
+        pid: int,
+        seed: int,
+        *,
+        admin: int = 0,
+        patience: float = 60,
+    ) -> None:
         self._port, self._draw = port, random.Random(seed)
+        self._admin = admin
         self._patience = patience
         self._api = psutil.Process(pid)
         self._engine = self._api.children()[0]
@@ -131,7 +141,7 @@ class Soak:
         return seen
 
     def _get(self, path: str) -> bytes:
-        url = f"http://127.0.0.1:{self._port}/{path}"
+        url = f"http://127.0.0.1:{self._admin}/{path}"
         with urllib.request.urlopen(url, timeout=20) as answer:
             return bytes(answer.read())
 
@@ -224,8 +234,10 @@ async def soak(
         )
         try:
             assert process.stdout is not None
-            line = (await process.stdout.readline()).decode()
-            run = Soak(int(line.split(":")[-1]), process.pid, seed)
+            port, admin = [
+                int((await process.stdout.readline()).split(b":")[-1]) for _ in range(2)
+            ]
+            run = Soak(port, process.pid, seed, admin=admin)
             until = time.monotonic() + seconds
             async with asyncio.TaskGroup() as tasks:
                 tasks.create_task(run.look(until, every))

@@ -33,7 +33,7 @@ def settings(**rules: Any) -> AppSettings:
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
 async def guarded() -> AsyncIterator[Server]:
     """A server with two API keys, and a key of the operator."""
-    rules = {"api_keys": KEYS, "admin_keys": ("operator's",), "metrics_open": False}
+    rules = {"api_keys": KEYS, "admin_keys": ("operator's",)}
     # Slow enough for a request to be cancelled.
     async with running("--sim-decode-step=0.02", settings=settings(**rules)) as server:
         yield server
@@ -49,11 +49,16 @@ async def open_server() -> AsyncIterator[Server]:
 async def status(
     server: Server, path: str, headers: dict[str, str] | None = None, **more: Any
 ) -> int:
-    """Ask once; returns the status. *more* of ``local`` is the client's address."""
+    """Ask once, the operator's listener for its paths; returns the status.
+
+    *more* of ``local`` is the client's address, and of ``port`` the server's.
+    """
     local = more.pop("local", "127.0.0.1")
+    operators = path.startswith(("/_lifecycle", "/metrics"))
+    port = more.pop("port", server.admin_port if operators else server.port)
     transport = httpx.AsyncHTTPTransport(local_address=local)
     async with httpx.AsyncClient(transport=transport, timeout=120) as client:
-        url = f"http://127.0.0.1:{server.port}{path}"
+        url = f"http://127.0.0.1:{port}{path}"
         method = more.pop("method", "POST" if "json" in more else "GET")
         return (await client.request(method, url, headers=headers, **more)).status_code
 
@@ -109,25 +114,30 @@ async def test_refuses_before_a_byte_of_the_body(guarded: Server) -> None:
     writer.close()
 
 
-async def test_shows_local_operators_all_without_keys(open_server: Server) -> None:
-    """Without keys, the machine itself may look."""
-    assert await status(open_server, STATUS) == 200
+OPERATORS = [STATUS, "/_lifecycle/requests", "/_lifecycle", "/_lifecycle/snapshot"]
 
 
-@pytest.mark.parametrize("header", ["x-forwarded-for", "forwarded", "x-real-ip"])
-@pytest.mark.parametrize("path", [STATUS, "/_lifecycle/requests", "/_lifecycle"])
-async def test_shows_nothing_to_clients_of_a_proxy_on_the_machine(
-    open_server: Server, path: str, header: str
+@pytest.mark.parametrize("path", [*OPERATORS, "/metrics"])
+async def test_shows_clients_nothing_of_the_operator(
+    open_server: Server, path: str
 ) -> None:
-    """They have its address, and with the ids of others could cancel them."""
-    assert await status(open_server, path, {header: "203.0.113.9"}) == 403
+    """The public listener has none of its paths, whoever asks, by whatever proxy."""
+    for local in ("127.0.0.1", "127.0.0.3"):
+        ask = status(open_server, path, port=open_server.port, local=local)
+        assert await ask == 404
+    cancel = "/_lifecycle/requests/any/cancel"
+    ask = status(open_server, cancel, method="POST", port=open_server.port)
+    assert await ask == 404
+    assert await status(open_server, path) == (404 if path == "/metrics" else 200)
 
 
-@pytest.mark.parametrize("rules", [{"api_keys": KEYS}])
-async def test_closes_to_all_without_an_admin_key(rules: dict[str, Any]) -> None:
-    """With API keys alone, no client is the operator, wherever it connects from."""
-    async with running(settings=settings(**rules)) as server:
-        assert await status(server, STATUS, MINE) == 403
+async def test_shows_other_pages_nothing_of_the_operator() -> None:
+    """Neither by another name of this machine, nor to pages that clients may use."""
+    page = {"origin": "https://chat.example"}
+    async with running(settings=settings(origins=(page["origin"],))) as server:
+        assert await status(server, "/v1/models", page) == 200
+        assert await status(server, STATUS, page) == 403
+        assert await status(server, STATUS, {"host": "evil.example"}) == 421
 
 
 async def cancelled(server: Server, path: str, request: Any, **asks: Any) -> list[int]:
@@ -144,7 +154,7 @@ async def cancelled(server: Server, path: str, request: Any, **asks: Any) -> lis
 
 
 @pytest.mark.parametrize(
-    "path", ["/_lifecycle/requests/chosen/cancel", "/v1/responses/resp_chosen/cancel"]
+    "path", ["/v1/requests/chosen/cancel", "/v1/responses/resp_chosen/cancel"]
 )
 async def test_cancels_only_for_the_client(guarded: Server, path: str) -> None:
     """Another client is answered as if there were no such request."""
@@ -159,11 +169,26 @@ async def test_cancels_any_for_the_operator(guarded: Server) -> None:
     assert await cancelled(guarded, path, MINE, ask={"headers": ADMIN}) == [200]
 
 
-async def test_cancels_only_from_the_same_address(open_server: Server) -> None:
-    """Where there is no key, an address is the client."""
+async def test_cancels_no_chosen_id_without_a_key(open_server: Server) -> None:
+    """An address is no proof, as all clients of a proxy have the same one."""
+    path = "/v1/requests/chosen/cancel"
+    assert await cancelled(open_server, path, {}, same={}) == [404]
     path = "/_lifecycle/requests/chosen/cancel"
-    asks = {"other": {"local": "127.0.0.3"}, "same": {}}
-    assert await cancelled(open_server, path, {}, **asks) == [404, 200]
+    assert await cancelled(open_server, path, {}, operator={}) == [200]
+
+
+async def test_cancels_by_an_id_that_the_response_named(open_server: Server) -> None:
+    """The server drew it, so that only its client knows it, from wherever it asks."""
+    client = httpx.AsyncClient(base_url=f"http://127.0.0.1:{open_server.port}")
+    ask = {**ASK, "max_tokens": 5000, "stream": True}
+    async with client, client.stream("POST", CHAT, json=ask, timeout=60) as answer:
+        path = f"/v1/requests/{answer.headers['x-request-id']}/cancel"
+        guess = f"/v1/requests/{'0' * 24}/cancel"
+        assert await status(open_server, guess, method="POST") == 404
+        asked = status(open_server, path, method="POST", local="127.0.0.3")
+        assert await asked == 200
+        assert "cancelled" in (await answer.aread()).decode()
+    await open_server.quiet()
 
 
 @pytest.mark.parametrize(
@@ -171,6 +196,7 @@ async def test_cancels_only_from_the_same_address(open_server: Server) -> None:
     [
         ({"host": "evil.example:8000"}, 421),
         ({"host": "127.0.0.1.evil.example"}, 421),
+        ({"host": "[::1]evil.example"}, 421),
         ({"host": "localhost:1"}, 200),
         ({"host": "a.localhost"}, 200),
         ({"host": "[::1]:8000"}, 200),

@@ -131,9 +131,8 @@ async def test_counts_no_look_at_the_server() -> None:
         await server.until(server.service.sessions.live)
         async with server.client() as client:
             for path in ("health", "ready", "v1/models", "_lifecycle/status"):
-                answer = await client._client.get(
-                    f"http://127.0.0.1:{server.port}/{path}"
-                )
+                port = server.admin_port if path[0] == "_" else server.port
+                answer = await client._client.get(f"http://127.0.0.1:{port}/{path}")
                 assert answer.status_code == 200
         assert (await asking)[0] == 200
 
@@ -168,7 +167,7 @@ async def test_shows_clients_over_their_share_as_refused() -> None:
             status, _, _ = await answer_to(server.port, ask)
             assert status == 429
         assert (await waiting)[0] == 200
-        status = f"http://127.0.0.1:{server.port}/_lifecycle/status"
+        status = f"http://127.0.0.1:{server.admin_port}/_lifecycle/status"
         async with httpx.AsyncClient() as client:
             shown = (await client.get(status)).json()
         assert shown["in_flight"]["refused"] == 1
@@ -351,7 +350,7 @@ async def test_learns_what_images_become_and_tells() -> None:
     ):
         for _ in range(3):
             await answer_to(server.port, body("x", encoded(64, 64)))
-        url = f"http://127.0.0.1:{server.port}/metrics"
+        url = f"http://127.0.0.1:{server.admin_port}/metrics"
         text = (await client._client.get(url)).text
     (ratio,) = server.service.admission.ratios.values()
     assert 0.8 < ratio < 0.9

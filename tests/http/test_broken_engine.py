@@ -79,7 +79,8 @@ async def test_names_the_remedy_without_lifespan() -> None:
             assert b"x-should-retry: false" in head
         assert await server.service.engine_status() is None
         for path in ("/ready", "/_lifecycle/status"):
-            reader, writer = await asyncio.open_connection("127.0.0.1", server.port)
+            port = server.port if path == "/ready" else server.admin_port
+            reader, writer = await asyncio.open_connection("127.0.0.1", port)
             get = f"GET {path} HTTP/1.1\r\nhost: x\r\nconnection: close\r\n\r\n"
             writer.write(get.encode())
             answer = await reader.read()

@@ -217,10 +217,15 @@ class Caller:
         self.statuses: list[int] = []
 
     async def ask(
-        self, path: str, body: bytes = b"", *headers: str, method: str = "POST"
+        self,
+        path: str,
+        body: bytes = b"",
+        *headers: str,
+        method: str = "POST",
+        port: int = 0,
     ) -> int:
         """Send a request; the witness records what the client receives."""
-        reader, writer = await asyncio.open_connection("127.0.0.1", self.port)
+        reader, writer = await asyncio.open_connection("127.0.0.1", port or self.port)
         head = f"{method} {path} HTTP/1.1\r\nhost: here\r\nconnection: close\r\n"
         head += "".join(f"{each}\r\n" for each in (*HEADERS, *headers))
         head += f"content-length: {len(body)}\r\n\r\n"
@@ -253,16 +258,21 @@ class Caller:
 
 async def look(caller: Caller, server: Any) -> None:
     """Ask for everything that can be seen of a server."""
-    paths = ["/metrics", "/health", "/ready", "/_lifecycle/status", "/openapi.json"]
-    paths += [
-        "/_lifecycle/requests",
+    operators = ["/metrics", "/_lifecycle/status", "/_lifecycle/requests"]
+    for path in [*operators, f"/_lifecycle/{CANARY}"]:
+        await caller.ask(f"{path}?x={CANARY}", method="GET", port=server.admin_port)
+    paths = [
+        *operators,
+        "/health",
+        "/ready",
+        "/openapi.json",
         "/v1/models",
         f"/v1/models/{CANARY}",
         f"/{CANARY}",
     ]
     for path in paths:
         await caller.ask(f"{path}?x={CANARY}", method="GET")
-    for path in (f"/_lifecycle/requests/{CANARY}/cancel", f"/v1/responses/{CANARY}"):
+    for path in (f"/v1/requests/{CANARY}/cancel", f"/v1/responses/{CANARY}"):
         await caller.ask(path)
     service = server.service
     shown = [service, service.parser, service.sessions, *service.gates]

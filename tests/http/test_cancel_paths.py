@@ -17,6 +17,7 @@ from cancel_kit import World, descriptors_open
 from http_kit import Quiet, data_url, encoded, make_engine, png
 
 from lifecycle import Gate, SessionNotFound
+from lifecycle_asgi import ClientIdentity
 from lifecycle_engine import (
     AppSettings,
     FetchLimits,
@@ -168,13 +169,16 @@ def test_leaves_nothing_of_other_endpoints(
     assert anyio.run(main, backend=backend) >= 5
 
 
+KEY = [(b"x-api-key", b"mine")]
+
+
 async def every_point_of_cancel(kind: str, when: str, path: str) -> int:
     """Cancel a request that runs, at each point of the request that cancels it."""
     app = create_app(
         make_engine("--sim-decode-step=0.01"),
         SimProcessor(),
         gate=Gate(bytes=10**9, name="payloads"),
-        settings=AppSettings(model="sim"),
+        settings=AppSettings(model="sim", client=ClientIdentity(["mine"])),
     )
     endless = {"text": "go", "max_tokens": 2000, "ignore_eos": True}
     body = json.dumps({**endless, "stream": True}).encode()
@@ -184,13 +188,13 @@ async def every_point_of_cancel(kind: str, when: str, path: str) -> int:
         await world.service.engine.wait_ready()
         for at in range(100):
             victim = ScriptedServer(body, waits=True)
-            scope = http_scope("/generate", headers=[(b"x-request-id", b"mine")])
+            scope = http_scope("/generate", headers=[*KEY, (b"x-request-id", b"mine")])
             tasks.start_soon(app, scope, victim.receive, victim.send)
             while not sessions.live():
                 await anyio.sleep(0.001)
             run = Cancelled(at, kind, when)
             server = ScriptedServer()
-            to = http_scope(path)
+            to = http_scope(path, headers=KEY)
             await run.run(app(to, server.receive, server.send))
             if not (run.hit or at == 0):
                 assert server.status == 200
@@ -207,7 +211,7 @@ async def every_point_of_cancel(kind: str, when: str, path: str) -> int:
 
 @pytest.mark.parametrize(("backend", "kind", "when"), KINDS)
 @pytest.mark.parametrize(
-    "path", ["/_lifecycle/requests/mine/cancel", "/v1/responses/resp_mine/cancel"]
+    "path", ["/v1/requests/mine/cancel", "/v1/responses/resp_mine/cancel"]
 )
 def test_leaves_nothing_of_a_request_that_cancels(
     backend: str, kind: str, when: str, path: str

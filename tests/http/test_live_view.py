@@ -34,7 +34,7 @@ def browser_path() -> str:
 async def snapshot(server: Server) -> dict[str, Any]:
     """One event."""
     async with httpx2.AsyncClient() as client:
-        url = f"http://127.0.0.1:{server.port}/_lifecycle/snapshot"
+        url = f"http://127.0.0.1:{server.admin_port}/_lifecycle/snapshot"
         answer = await client.get(url, timeout=60)
         assert "canary-77aa" not in answer.text
         return dict(answer.json())
@@ -122,7 +122,7 @@ async def test_shows_page_in_browser(browser_path: str) -> None:
         page.on("console", lambda message: problems.append(message.text))
         page.on("pageerror", lambda error: problems.append(str(error)))
         page.on("request", lambda request: problems.extend(_foreign(request.url)))
-        await page.goto(f"http://127.0.0.1:{server.port}/_lifecycle")
+        await page.goto(f"http://127.0.0.1:{server.admin_port}/_lifecycle")
         stream = await ask(client, "mine")
         row = page.locator("#requests tr", has_text="/v1/chat/completions")
         await row.wait_for()
@@ -153,7 +153,7 @@ async def test_shows_names_as_text(browser_path: str) -> None:
         )
         page = await browser.new_page()
         page.set_default_timeout(PATIENCE_MS)
-        await page.goto(f"http://127.0.0.1:{server.port}/_lifecycle")
+        await page.goto(f"http://127.0.0.1:{server.admin_port}/_lifecycle")
         # One step of the page's script: no event of the server comes in between.
         images, text = await page.evaluate(
             "evil => { update({token: '', cancel: true, pid: 1, uptime_s: 1, engine: null,"

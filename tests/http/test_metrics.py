@@ -64,12 +64,12 @@ async def test_counts_each_request_once() -> None:
             for number in range(12):
                 tasks.create_task(ask(number))
             for _ in range(5):
-                now = await scrape(server.port)
+                now = await scrape(server.admin_port)
                 ended = sum(now["lifecycle_sessions_ended_total"].values())
                 live = now["lifecycle_sessions_live"][()]
                 assert now["lifecycle_sessions_opened_total"][()] == live + ended
         await server.quiet()
-        now = await scrape(server.port)
+        now = await scrape(server.admin_port)
         ended = now["lifecycle_sessions_ended_total"]
         assert sum(ended.values()) == 12
         assert ended["client_gone",] + ended["completed",] == 12
@@ -82,7 +82,7 @@ async def test_dashboard_of_the_engine_asks_for_metrics_that_exist() -> None:
     page = Path(__file__).parents[2] / "docs" / "grafana-engine.json"
     panels = json.loads(page.read_text())["panels"]
     async with asyncio.timeout(120), running(metrics=Metrics()) as server:
-        known = set(await scrape(server.port))
+        known = set(await scrape(server.admin_port))
     for panel in panels:
         asked = set(re.findall(r"lifecycle_\w+", json.dumps(panel["targets"])))
         asked -= {name for name in asked if "_runner_device_bytes" in name}
@@ -104,7 +104,7 @@ async def test_figures_of_the_engine_follow_its_work() -> None:
         await server.quiet()
         now = {
             name: values[()]
-            for name, values in (await scrape(server.port)).items()
+            for name, values in (await scrape(server.admin_port)).items()
             if () in values
         }
         at = "lifecycle_engine_backend_"
@@ -136,7 +136,9 @@ async def test_next_turn_of_a_conversation_goes_on_from_its_slot() -> None:
             return str(answer.choices[0].message.content)
 
         async def figure(name: str) -> float:
-            return (await scrape(server.port))[f"lifecycle_engine_backend_{name}"][()]
+            return (await scrape(server.admin_port))[
+                f"lifecycle_engine_backend_{name}"
+            ][()]
 
         await ask("hello", prompt_cache_key="talk", user="me")
         assert await figure("slots_cached") == 1
@@ -173,7 +175,7 @@ async def test_health_follows_the_steps_of_the_engine() -> None:
 async def test_says_where_metrics_are_missing() -> None:
     """Without its extra the server says so and serves all the same."""
     async with asyncio.timeout(120), running() as server:
-        reader, writer = await asyncio.open_connection("127.0.0.1", server.port)
+        reader, writer = await asyncio.open_connection("127.0.0.1", server.admin_port)
         writer.write(
             b"GET /metrics HTTP/1.1\r\nhost: here\r\nconnection: close\r\n\r\n"
         )
@@ -221,7 +223,7 @@ async def test_bounds_all_bodies_together_until_hand_off() -> None:
 async def test_says_what_each_family_is() -> None:
     """Every family of a scrape has help, also those that the engine counts."""
     async with running(metrics=Metrics()) as server:
-        url = f"http://127.0.0.1:{server.port}/metrics"
+        url = f"http://127.0.0.1:{server.admin_port}/metrics"
         text = await asyncio.to_thread(lambda: urllib.request.urlopen(url).read())
         families = list(text_string_to_metric_families(text.decode()))
         assert any(each.name.startswith("lifecycle_engine_") for each in families)
@@ -235,4 +237,6 @@ async def test_names_what_describes_the_paths() -> None:
         with pytest.raises(urllib.error.HTTPError) as caught:
             await asyncio.to_thread(urllib.request.urlopen, url)
         with caught.value as answer:
-            assert "/openapi.json" in json.loads(answer.read())["error"]["message"]
+            message = json.loads(answer.read())["error"]["message"]
+        assert "POST to /v1/chat/completions" in message
+        assert "GET /docs" in message

@@ -12,15 +12,22 @@ import pytest
 from http_kit import Server, encoded, running, user
 
 from lifecycle import Gate
+from lifecycle_asgi import ClientIdentity
+from lifecycle_engine import AppSettings
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 ASK: dict[str, Any] = {"text": "hello", "max_tokens": 12}
 
 
+MINE = {"x-api-key": "mine"}  # who alone may cancel an id that a client chose
+KEYED = AppSettings(model="sim", client=ClientIdentity(["mine"]))
+
+
 async def post(server: Server, body: Any, path: str = "/generate") -> tuple[int, Any]:
     """Status and document, or documents of each line."""
     url = f"http://127.0.0.1:{server.port}{path}"
-    async with aiohttp.ClientSession() as http, http.post(url, json=body) as answer:
+    asking = aiohttp.ClientSession(headers=MINE)
+    async with asking as http, http.post(url, json=body) as answer:
         told = await answer.read()
         if answer.content_type == "application/x-ndjson":
             return answer.status, [json.loads(line) for line in told.splitlines()]
@@ -112,13 +119,15 @@ async def test_cancels_any_request_by_its_id(stream: bool) -> None:
         "/v1/responses": {"input": "x", "max_output_tokens": 3900},
         "/v1/messages": {"messages": user("x"), "max_tokens": 3900},
     }
-    async with asyncio.timeout(120), running(in_flight=gate) as server:
+    async with asyncio.timeout(120), running(in_flight=gate, settings=KEYED) as server:
         url = f"http://127.0.0.1:{server.port}"
         sessions = server.service.sessions
 
         async def ask(path: str, id_: str) -> bytes:
             body = {**paths[path], "model": "sim", "stream": stream}
-            async with aiohttp.ClientSession(headers={"x-request-id": id_}) as http:
+            async with aiohttp.ClientSession(
+                headers={"x-request-id": id_, **MINE}
+            ) as http:
                 async with http.post(url + path, json=body) as answer:
                     return await answer.read()
 
@@ -127,7 +136,7 @@ async def test_cancels_any_request_by_its_id(stream: bool) -> None:
         ]
         await server.until(lambda: sessions.statistics().live == 4)
         for at in range(len(paths)):
-            path = f"/_lifecycle/requests/id-{at}/cancel"
+            path = f"/v1/requests/id-{at}/cancel"
             assert await post(server, None, path) == (
                 200,
                 {"id": f"id-{at}", "status": "cancelled"},
@@ -136,7 +145,7 @@ async def test_cancels_any_request_by_its_id(stream: bool) -> None:
             assert (now.live, now.closing) == (3 - at, 0)
         for told in await asyncio.gather(*asking):
             assert b"The request was cancelled" in told
-        status, told = await post(server, None, "/_lifecycle/requests/id-0/cancel")
+        status, told = await post(server, None, "/v1/requests/id-0/cancel")
         assert (status, told["error"]["code"]) == (404, "not_found")
         assert sessions.statistics().outcomes["cancelled"] == 4
         await server.quiet()
@@ -144,12 +153,12 @@ async def test_cancels_any_request_by_its_id(stream: bool) -> None:
 
 async def test_cancels_request_while_its_body_arrives() -> None:
     """Its session is open from its head on, and the answer says what became of it."""
-    async with asyncio.timeout(120), running() as server:
+    async with asyncio.timeout(120), running(settings=KEYED) as server:
         reader, writer = await asyncio.open_connection("127.0.0.1", server.port)
-        head = b"POST /generate HTTP/1.1\r\nhost: here\r\nx-request-id: slow\r\n"
+        head = b"POST /generate HTTP/1.1\r\nhost: here\r\nx-request-id: slow\r\nx-api-key: mine\r\n"
         writer.write(head + b"connection: close\r\ncontent-length: 90\r\n\r\n{")
         await server.until(lambda: server.service.sessions.statistics().live)
-        status, told = await post(server, None, "/_lifecycle/requests/slow/cancel")
+        status, told = await post(server, None, "/v1/requests/slow/cancel")
         assert (status, told["status"]) == (200, "cancelled")
         answer = await reader.read()
         assert answer.startswith(b"HTTP/1.1 499")

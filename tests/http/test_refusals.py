@@ -382,7 +382,7 @@ async def test_shows_itself_live() -> None:
     """The live view counts gates, sessions and both processes, without identities."""
     processor = GatedProcessor()
     async with running(processor=processor) as server, server.client() as client:
-        url = f"http://127.0.0.1:{server.port}"
+        url = f"http://127.0.0.1:{server.admin_port}"
         image = png(640, 480)
         asking = asyncio.create_task(
             answer_to(server.port, body("canary", image), b"x-request-id: canary")
@@ -400,7 +400,8 @@ async def test_shows_itself_live() -> None:
         assert "canary" not in text
         processor.release.set()
         await asking
-        health = (await client._client.get(f"{url}/health")).json()
+        public = f"http://127.0.0.1:{server.port}/health"
+        health = (await client._client.get(public)).json()
         assert health == {"status": "ok", "engine": "serving"}
         await server.quiet()
 

@@ -506,7 +506,7 @@ async def test_stops_fetching_after_the_client_left(site: Site, how: str) -> Non
             await asyncio.wait([asking])
         else:
             [session] = server.service.sessions.live()
-            path = f"/_lifecycle/requests/{session.id}/cancel"
+            path = f"/v1/requests/{session.id}/cancel"
             assert (await post(server, path, {}))[0] == 200
             assert (await asking)[0] == 499
         await server.quiet()

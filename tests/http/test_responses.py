@@ -248,10 +248,10 @@ async def test_cancels_by_id(server: Server, client: Any) -> None:
 async def test_cancels_what_is_not_streamed(server: Server, client: Any) -> None:
     """A client that waits for a whole answer gets an error without a retry."""
     ask = ASK | {"max_output_tokens": 3900}
-    headers = {"x-request-id": "whole"}
-    asking = asyncio.create_task(client.responses.create(**ask, extra_headers=headers))
+    asking = asyncio.create_task(client.responses.create(**ask))
     await server.until(lambda: server.service.sessions.statistics().live)
-    assert (await client.responses.cancel("resp_whole")).status == "cancelled"
+    [session] = server.service.sessions.live()
+    assert (await client.responses.cancel(f"resp_{session.id}")).status == "cancelled"
     with pytest.raises(openai.APIStatusError) as caught:
         await asking
     assert caught.value.status_code == 499

@@ -69,6 +69,45 @@ async def test_describes_every_route(attacked: Server) -> None:
         paths = (await answer.json())["paths"]
     described = {f"{method.upper()} {path}" for path in paths for method in paths[path]}
     assert described == set(LABELS)
+    operations = [each for path in paths.values() for each in path.values()]
+    assert len({each["operationId"] for each in operations}) == len(operations)
+    assert all(each["summary"] and each["tags"] for each in operations)
+
+
+async def test_lists_every_route_on_a_page(attacked: Server) -> None:
+    """A browser shows all paths, and runs no script."""
+    headers = {"host": "localhost:8"}
+    async with (
+        aiohttp.ClientSession() as http,
+        http.get(f"{url_of(attacked)}/docs", headers=headers) as answer,
+    ):
+        text, policy = await answer.text(), answer.headers["content-security-policy"]
+    assert policy == "default-src 'none'; style-src 'unsafe-inline'"
+    for label in LABELS:
+        assert f"<code>{label}</code>" in text
+    assert "curl -s http://localhost:8/v1/chat/completions" in text
+
+
+@pytest.mark.parametrize(
+    ("path", "message"),
+    [
+        ("/v1/embeddings", "Embeddings are not served here"),
+        ("/v1/completions", "POST /generate continues a prompt"),
+        ("/v1/audio/speech", "Audio is not served here"),
+        ("/v1/messages/count_tokens", "Token counts are not served here"),
+        ("/v1/embeddingsx", "There is no such path"),
+    ],
+)
+async def test_refuses_by_name_what_is_not_served(
+    attacked: Server, path: str, message: str
+) -> None:
+    """A client of a known API learns that its endpoint is missing on purpose."""
+    async with (
+        aiohttp.ClientSession() as http,
+        http.post(url_of(attacked) + path, json={"model": "sim"}) as answer,
+    ):
+        assert answer.status == 404
+        assert message in (await answer.json())["error"]["message"]
 
 
 DEEP = b"[" * 100_000
@@ -131,7 +170,7 @@ async def test_never_repeats_what_a_client_says(attacked: Server, path: str) -> 
     await attacked.quiet()
 
 
-@pytest.mark.parametrize("path", [*POSTS, "/_lifecycle/requests/a%0d%0ab/cancel"])
+@pytest.mark.parametrize("path", [*POSTS, "/v1/requests/a%0d%0ab/cancel"])
 async def test_lets_no_line_break_into_an_id(attacked: Server, path: str) -> None:
     """An id is refused, or never was one; it makes no header and no event."""
     for id_ in (

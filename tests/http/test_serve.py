@@ -50,7 +50,7 @@ async def test_serves_from_a_cluster(monkeypatch: pytest.MonkeyPatch) -> None:
         stream = await begin_stream(client, 20)
         chunks = [chunk async for chunk in stream]
         assert chunks[-1].choices[0].finish_reason == "length"
-        live = (await client._client.get(f"{server.address}/_lifecycle/status")).json()
+        live = (await client._client.get(f"{server.admin}/_lifecycle/status")).json()
         assert live["engine"]["ready"]
         assert live["engine"]["status"]["ends"] == 1
         assert await server.exit(signal.SIGTERM) == 0
@@ -198,7 +198,7 @@ async def test_says_nothing_about_clients_that_hang_up(stream: str) -> None:
     async with served() as server, server.client() as client:
         body = ask().replace(b'"max_tokens":1', b'"max_tokens":4000,"stream":%s')
         _, writer = await post(server.port, body % stream.encode())
-        url = f"{server.address}/_lifecycle/status"
+        url = f"{server.admin}/_lifecycle/status"
         async with asyncio.timeout(120):
             while not (await client._client.get(url)).json()["sessions"]["live"]:
                 pass
@@ -223,7 +223,7 @@ async def test_detects_a_disconnect_with_pipelined_requests(
         whole = head + b"content-length: %d\r\n\r\n" % len(body) + body
         _, writer = await asyncio.open_connection("127.0.0.1", server.port)
         writer.write(whole)
-        url = f"{server.address}/_lifecycle/status"
+        url = f"{server.admin}/_lifecycle/status"
 
         async def sessions() -> Any:
             return (await client._client.get(url)).json()["sessions"]
@@ -261,7 +261,7 @@ async def test_more_slots_than_the_batch_has_let_conversations_rest() -> None:
                 read.append(answer.usage.prompt_tokens_details.cached_tokens)
         assert read[:3] == [0, 0, 0]
         assert min(read[3:]) >= len("user: hello")
-        url = f"{server.address}/_lifecycle/status"
+        url = f"{server.admin}/_lifecycle/status"
         engine = (await client._client.get(url)).json()["engine"]["status"]["backend"]
         assert (engine["max_batch"], engine["slots"]) == (1, 3)
         assert engine["slots_evicted"] == 0
@@ -273,7 +273,7 @@ async def test_admits_as_much_as_the_arena_has() -> None:
     size = 2 * 2**20
     options = ("--arena-bytes", str(size), "--max-batch", "1")
     async with served(*options) as server, server.client() as client:
-        url = f"{server.address}/_lifecycle/status"
+        url = f"{server.admin}/_lifecycle/status"
         requests = [
             client.chat.completions.create(
                 model="sim", messages=user("see", encoded(150, 150)), max_tokens=1
@@ -369,7 +369,7 @@ async def test_serves_images_with_torch(tmp_path: Path) -> None:
         chunks = [chunk async for chunk in stream]
         assert chunks[-1].usage.completion_tokens <= 5
         assert chunks[-2].choices[0].finish_reason in ("stop", "length")
-        url = f"{server.address}/_lifecycle/status"
+        url = f"{server.admin}/_lifecycle/status"
         status = (await client._client.get(url)).json()
         assert status["payloads"]["slots"] == 1
         assert await server.exit(signal.SIGTERM) == 0

@@ -36,7 +36,10 @@ async def test_serves_https_to_clients_with_a_key(tmp_path: Path) -> None:
                 )
                 assert answer.status_code == 200
             assert (await client.get("/v1/models")).status_code == 401
-            assert (await client.get("/metrics")).status_code == 200
+            assert (await client.get("/metrics")).status_code == 401
+        async with httpx.AsyncClient() as client:  # the operator needs no TLS
+            answer = await client.get(f"{server.admin}/metrics")
+            assert answer.status_code == 200
         assert await server.exit(signal.SIGTERM) == 0
 
 

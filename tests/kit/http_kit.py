@@ -158,6 +158,7 @@ class Server:
     port: int
     service: Service
     app: Any
+    admin_port: int = 0
 
     @property
     def url(self) -> str:
@@ -206,10 +207,11 @@ async def running(
         **({} if log is None else {"log": log}),
         settings=settings or AppSettings(model="sim"),
     )
-    async with serving(app, **uvicorn) as port:
+    operator = serving(app.state.operator, lifespan="off")
+    async with serving(app, **uvicorn) as port, operator as admin_port:
         if wait:
             await engine.wait_ready()
-        yield Server(port, app.state.service, app)
+        yield Server(port, app.state.service, app, admin_port)
 
 
 class GatedProcessor(SimProcessor):

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import itertools
 import sys
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Mapping
 
 import openai
 import psutil
@@ -17,8 +18,11 @@ CLI = [sys.executable, "-m", "lifecycle_engine.cli"]
 class Served:
     """A server process that has announced itself."""
 
-    def __init__(self, process: asyncio.subprocess.Process, address: str) -> None:
+    def __init__(
+        self, process: asyncio.subprocess.Process, address: str, admin: str
+    ) -> None:
         self.process = process
+        self.admin = admin  # of the operator's pages; empty if they are off
         self.address = address
         self.port = int(address.rpartition(":")[2])
 
@@ -37,13 +41,16 @@ class Served:
 
 @contextlib.asynccontextmanager
 async def served(
-    *options: str, runner: str = "sim", quiet: bool = True
+    *options: str,
+    runner: str = "sim",
+    quiet: bool = True,
+    env: Mapping[str, str] | None = None,
 ) -> AsyncIterator[Served]:
     """Run the command and wait for its line."""
     argv = [*CLI, "serve", "--runner", runner, "--port", "0", *options]
     pipe = asyncio.subprocess.PIPE
     process = await asyncio.create_subprocess_exec(
-        *argv, stdout=pipe, stderr=pipe, env=ENV
+        *argv, stdout=pipe, stderr=pipe, env={**ENV, **(env or {})}
     )
     family = psutil.Process(process.pid)
     children: list[psutil.Process] = []
@@ -53,7 +60,11 @@ async def served(
         assert "ready at http" in line, (await process.stderr.read()).decode()
         children = family.children(recursive=True)
         assert children, "there is no engine process"
-        yield Served(process, line.split()[-1])
+        admin = ""
+        if ("--admin-listen", "off") not in itertools.pairwise(options):
+            async with asyncio.timeout(60):
+                admin = (await process.stdout.readline()).decode().split()[-1]
+        yield Served(process, line.split()[-1], admin)
         assert not quiet or await process.stderr.read() == b""
     finally:
         if process.returncode is None:

@@ -45,6 +45,7 @@ from lifecycle_engine.api.generate import parse_generate
 from lifecycle_engine.api.openai_chat import OPENAI
 from lifecycle_engine.api.openai_responses import parse_responses
 from lifecycle_engine.api.openapi import openapi_document
+from lifecycle_engine.api.operations import page
 from lifecycle_engine.errors import to_api_error
 from lifecycle_engine.multimodal.limits import decode_data_url
 from lifecycle_zmq import RequestRejected
@@ -538,3 +539,11 @@ async def test_shows_no_canary_of_parsed_requests(parse: Any, path: str) -> None
             parts = [part for message in request.messages for part in message.content]
             shown = f"{request!r} {request} {request.messages!r} {parts!r}"
             assert not [word for word in traces_of(CANARY) if word in shown]
+
+
+def test_page_shows_names_as_text() -> None:
+    """The name of a model and of a host are no HTML."""
+    text = page("<b>it's</b>", "http://<i>")
+    assert "<b>" not in text
+    assert "<i>" not in text
+    assert "it&#x27;\\&#x27;&#x27;s" in text  # the shell takes it, too

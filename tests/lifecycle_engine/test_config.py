@@ -105,7 +105,7 @@ def test_reads_every_setting_from_every_source(setting: Any, tmp_path: Path) -> 
     texts |= {"[failures|json|console]": ["json", "console"]}
     texts |= {"[auto|float32|bfloat16|float16]": ["auto", "float32"]}
     texts |= {"ADDRESS": ["10.0.0.1", "10.0.0.2"], "": ["true", "false"]}
-    texts |= {"MODULE:NAME": ["a:b", "a.b:c"]}
+    texts |= {"MODULE:NAME": ["a:b", "a.b:c"], "HOST:PORT": ["[::1]:80", "unix:/a"]}
     default = ["9", "10", "11"]
     values = texts.get(setting.kind.metavar, default)
     first, second, third = values[0], values[1], values[-1 if values is default else 0]
@@ -407,6 +407,15 @@ def printed(*options: str, **environment: str) -> dict[str, dict[str, object]]:
     status, output = serve("--print-config", *options, **environment)
     assert status == 0, output
     return tomllib.loads(output)
+
+
+def test_takes_the_checkpoint_as_an_argument(tmp_path: Path) -> None:
+    """`serve ./model` is `serve --checkpoint ./model`; two are one too many."""
+    assert printed(str(tmp_path)) == printed("--checkpoint", str(tmp_path))
+    assert printed(str(tmp_path))["model"]["checkpoint"] == str(tmp_path)
+    status, output = serve(str(tmp_path), "--checkpoint", str(tmp_path))
+    assert status == 2
+    assert "CHECKPOINT: --checkpoint names one, too; name one" in output
 
 
 def test_shows_every_option_in_one_panel() -> None:

@@ -216,10 +216,9 @@ def test_prints_snippet_that_works(announced: str) -> None:
 
 def test_shows_live_request_until_its_client_leaves(announced: str) -> None:
     """A live request is shown by id and phase, and no longer once it is gone."""
-    found = re.search(r"http://(\S+)/_lifecycle/status", announced)
-    assert found
+    address, admin = re.findall(r"(?:ready at|top) http://(\S+)", announced)
     body = {"messages": [{"role": "user", "content": "count"}], "max_tokens": 2000}
-    connection = http.client.HTTPConnection(found[1], timeout=30)
+    connection = http.client.HTTPConnection(address, timeout=30)
     connection.request(
         "POST",
         "/v1/chat/completions",
@@ -227,11 +226,11 @@ def test_shows_live_request_until_its_client_leaves(announced: str) -> None:
         {"content-type": "application/json", "x-request-id": "shown-1"},
     )
     connection.getresponse().readline()
-    assert {row["id"]: row["phase"] for row in live(found[1])} == {"shown-1": "started"}
-    assert live(found[1])[0]["age_s"] > 0
+    assert {row["id"]: row["phase"] for row in live(admin)} == {"shown-1": "started"}
+    assert live(admin)[0]["age_s"] > 0
     connection.close()
     for _ in range(2000):  # each turn waits for an answer
-        if not live(found[1]):
+        if not live(admin):
             return
     pytest.fail("the request is still shown")
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import dataclasses
 import functools
@@ -457,3 +458,25 @@ def test_compares_reports(tmp_path):
     assert "| overload.status | pass: seen | fail: seen |" in done.stdout
     files[0].write_text(json.dumps({}))
     assert run("check-compare", str(files[0])).returncode == 2
+
+
+@pytest.mark.anyio
+@pytest.mark.parametrize("anyio_backend", ["asyncio"])
+async def test_reads_metrics_from_an_address_of_their_own() -> None:
+    """A server may keep them from its clients."""
+    text = b"lifecycle_engine_backend_running 3\n"
+
+    async def answer(
+        reader: asyncio.StreamReader, writer: asyncio.StreamWriter
+    ) -> None:
+        assert (await reader.readline()).startswith(b"GET /metrics ")
+        head = b"HTTP/1.1 200 OK\r\ncontent-length: %d\r\n\r\n"
+        writer.write(head % len(text) + text)
+        await writer.drain()
+        writer.close()
+
+    async with await asyncio.start_server(answer, "127.0.0.1", 0) as server:
+        port = server.sockets[0].getsockname()[1]
+        metrics = Address.parse(f"http://127.0.0.1:{port}", ())
+        nowhere = Address.parse(f"http://127.0.0.1:{free_port()}", ())
+        assert await Target(nowhere, Settings(metrics=metrics)).running() == 3

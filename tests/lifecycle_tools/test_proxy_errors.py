@@ -175,6 +175,58 @@ async def test_refuses_what_two_servers_read_differently(framing, tmp_path):
         assert upstream.connections == 0
 
 
+@pytest.mark.parametrize(
+    "host", [None, b"[::1]evil.com", b"a@b", b"a b", b"a/b", b"[::1", b"a:b", b"a\\b"]
+)
+@pytest.mark.asyncio
+async def test_refuses_a_host_that_is_none(host, tmp_path):
+    """Servers take different parts of it for the name; the upstream hears nothing."""
+
+    async def handle(peer: Peer) -> None:
+        await peer.read_head()
+
+    line = b"" if host is None else b"host: %s\r\n" % host
+    async with (
+        raw_upstream(handle) as (upstream, url),
+        running_proxy(url, tmp_path) as proxy,
+    ):
+        reader, writer = await proxy.connect()
+        writer.write(b"GET / HTTP/1.1\r\n" + line + b"\r\n")
+        found = await asyncio.wait_for(reader.readline(), 30)
+        assert found.startswith(b"HTTP/1.1 400"), found
+        writer.close()
+        assert upstream.connections == 0
+
+
+@pytest.mark.parametrize(
+    ("version", "host"),
+    [
+        (b"1.1", b"host: [::1]:80\r\n"),
+        (b"1.1", b"host: A-b.example:\r\n"),
+        (b"1.1", b"host: 127.0.0.1\r\n"),
+        (b"1.1", b"host:\r\n"),
+        (b"1.0", b""),
+    ],
+)
+@pytest.mark.asyncio
+async def test_passes_on_every_host_that_is_one(version, host, tmp_path):
+    """Names, addresses and an empty one, and none where HTTP/1.0 has none."""
+
+    async def handle(peer: Peer) -> None:
+        await peer.read_head()
+        await peer.send(OK)
+
+    async with (
+        raw_upstream(handle) as (_, url),
+        running_proxy(url, tmp_path) as proxy,
+    ):
+        reader, writer = await proxy.connect()
+        writer.write(b"GET / HTTP/%s\r\n" % version + host + b"\r\n")
+        found = await asyncio.wait_for(reader.readline(), 30)
+        assert found.split()[1] == b"200", found
+        writer.close()
+
+
 @pytest.mark.asyncio
 async def test_refuses_websockets_in_a_sentence(tmp_path):
     """An upgrade to a WebSocket is a 501 that says where to connect."""

@@ -301,3 +301,40 @@ async def test_streams_both_ways_with_uvicorn_behind(tmp_path):
         writer.write(b"0\r\n\r\n")
         await asyncio.wait_for(reader.readuntil(b"0\r\n\r\n"), 30)
         writer.close()
+
+
+HIDDEN = [
+    "/_lifecycle",
+    "/_lifecycle/",
+    "/_LIFECYCLE?x=1",
+    "//_lifecycle",
+    "/%5flifecycle",
+    "/%255flifecycle",
+    "/%" + "25" * 5 + "5flifecycle",
+    "/%" + "25" * 20_000 + "41",
+    "/v1/../_lifecycle",
+    "/v1/%2e%2e/_lifecycle;a=b",
+    "/.\\_lifecycle",
+    "/_lifecycle/snapshot",
+    "/_lifecycle/requests/a/cancel",
+    "/_lifecycle;x/status",
+]
+
+
+@pytest.mark.asyncio
+async def test_passes_no_path_of_the_operator_on(tmp_path):
+    """The upstream takes all clients for local ones, above all with its own Host."""
+    shown = ["/v1/models", "/_lifecyclefoo", "/v1/_lifecycle", "/metrics"]
+    async with (
+        raw_upstream(answers(OK, keep=False)) as (upstream, url),
+        running_proxy(
+            url, tmp_path, "--rewrite-host", "--upstream-keep-alive", "0"
+        ) as proxy,
+    ):
+        for path in [*HIDDEN, *shown]:
+            head = f"GET {path} HTTP/1.1\r\nhost: a\r\nconnection: close\r\n\r\n"
+            answer, _ = await proxy.ask(head.encode())
+            status = b"404" if path in HIDDEN else b"200"
+            assert answer.split()[1] == status, path
+    targets = [head.split()[1].decode() for head in upstream.heads]
+    assert targets == shown

@@ -4,18 +4,24 @@ from __future__ import annotations
 
 import asyncio
 import re
+import signal
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 pytest.importorskip("textual")
 
+from asgi_kit import serving
+from certificates import certificate
 from live_kit import CANARY, asked, live_server
+from serve_kit import served
 from textual.widgets import DataTable, Static
 
+from lifecycle_asgi import LiveView
 from lifecycle_tools.top import NoLiveView, Top, Viewer
 
 pytestmark = pytest.mark.asyncio
@@ -48,7 +54,7 @@ async def until(pilot: Any, reached: Callable[[], Any]) -> Any:
 
 async def test_shows_and_cancels_requests(port: int) -> None:
     """Requests, gates, clients and warnings are shown; `w` says why, and `c` cancels."""
-    app = Top(f"127.0.0.1:{port}")
+    app = Top(Viewer(f"127.0.0.1:{port}"))
     async with app.run_test(size=(120, 40)) as pilot:
         with asked(port, "/held") as connection:
             await until(pilot, lambda: "since it began" in text_of(app, "warnings"))
@@ -76,9 +82,24 @@ async def test_shows_and_cancels_requests(port: int) -> None:
         await pilot.press("c")  # where there is no request, nothing happens
 
 
+async def test_shows_no_control_characters() -> None:
+    """A path reaches no terminal as a command: no title, no colour, no turned line."""
+
+    async def wait(_scope: Any, receive: Any, _send: Any) -> None:
+        while (await receive())["type"] != "http.disconnect":
+            pass
+
+    async with serving(LiveView(wait), lifespan="off") as port, asyncio.timeout(60):
+        with asked(port, "/a%1b]0;pwned%07%e2%80%ae%c2%9b2J"):
+            rows: list[Any] = []
+            while not rows:
+                rows = (await first(Viewer(f"127.0.0.1:{port}")))["requests"]
+    assert rows[0]["what"] == "POST /a\ufffd]0;pwned\ufffd\ufffd\ufffd2J"
+
+
 async def test_keeps_cursor_where_requests_end(port: int) -> None:
     """The cursor stays on its request, whatever becomes of those above it."""
-    app = Top(f"http://127.0.0.1:{port}")
+    app = Top(Viewer(f"http://127.0.0.1:{port}"))
     async with app.run_test(size=(120, 40)) as pilot:
         with asked(port, "/slow") as above, asked(port, "/held"):
             table: Any = app.query_one("#requests")
@@ -94,7 +115,7 @@ async def test_keeps_cursor_where_requests_end(port: int) -> None:
 
 async def test_says_where_there_is_no_view(unused_tcp_port: int) -> None:
     """An address without a server is named, and tried again."""
-    app = Top(f"127.0.0.1:{unused_tcp_port}")
+    app = Top(Viewer(f"127.0.0.1:{unused_tcp_port}"))
     async with app.run_test() as pilot:
         await until(pilot, lambda: "does not answer" in text_of(app, "summary"))
 
@@ -105,6 +126,43 @@ async def test_names_what_to_wrap(port: int) -> None:
     with pytest.raises(NoLiveView, match="LiveView"):
         await viewer.read(lambda event: None)
     await viewer.aclose()
+
+
+async def first(viewer: Viewer) -> dict[str, Any]:
+    """The first event that *viewer* shows."""
+    found: asyncio.Future[dict[str, Any]] = asyncio.get_running_loop().create_future()
+    reading: asyncio.Future[Any] = asyncio.ensure_future(viewer.read(found.set_result))
+    try:
+        async with asyncio.timeout(60):
+            await asyncio.wait({reading, found}, return_when="FIRST_COMPLETED")
+        return found.result() if found.done() else reading.result() or {}
+    finally:
+        reading.cancel()
+        await asyncio.wait([reading])
+        await viewer.aclose()
+
+
+async def test_reads_a_socket_with_a_key(tmp_path: Path) -> None:
+    """The view of `lifecycle serve`, where it is not open to all of the machine."""
+    socket = f"unix:{tmp_path / 'operator'}"
+    async with served("--admin-listen", socket, "--admin-key", "mine") as server:
+        assert server.admin == socket
+        assert (await first(Viewer(socket, key="mine")))["engine"]["incarnation"] == 1
+        with pytest.raises(NoLiveView, match=f"{socket} asks for a key.*--key"):
+            await first(Viewer(socket, key="other"))
+        assert await server.exit(signal.SIGTERM) == 0
+
+
+async def test_trusts_a_named_authority(tmp_path: Path) -> None:
+    """A view over HTTPS is read with the certificate that is given, and no other."""
+    both = certificate(tmp_path, "127.0.0.1")
+    nothing: Any = None  # is asked for the view alone
+    app = LiveView(nothing)
+    async with serving(app, lifespan="off", ssl_certfile=both) as port:
+        url = f"https://127.0.0.1:{port}"
+        assert (await first(Viewer(url, cacert=both)))["total"] == 0
+        with pytest.raises(NoLiveView, match="does not answer"):
+            await first(Viewer(url))
 
 
 def run(*arguments: str) -> subprocess.CompletedProcess[str]:
@@ -122,7 +180,7 @@ async def test_is_a_subcommand() -> None:
     """The command has it, and imports it only when it runs."""
     done = run("-c", "import lifecycle_tools; lifecycle_tools.main()", "top", "--help")
     assert done.returncode == 0, done.stderr
-    assert "Address of the server" in done.stdout
+    assert "Address of the live view" in done.stdout
     script = "import sys, lifecycle_tools; assert 'textual' not in sys.modules"
     assert run("-c", script).returncode == 0
 

@@ -37,11 +37,13 @@ class Server:
 
     Attributes:
         port: Where it listens, on the loopback address.
+        admin: The port of the operator's pages.
         process: Its process, the parent of the engine.
         log: What it wrote to stdout and stderr.
     """
 
     port: int
+    admin: int
     process: anyio.abc.Process
     log: Path
 
@@ -51,13 +53,13 @@ class Server:
         return f"http://127.0.0.1:{self.port}"
 
     async def get(self, path: str) -> dict[str, Any]:
-        """Return the JSON that *path* shows.
+        """Return the JSON that *path* of the operator's pages shows.
 
         Raises:
             ServerFailed: The server does not listen any more.
         """
         try:
-            _, body = await anyio.to_thread.run_sync(_get, self.port, path)
+            _, body = await anyio.to_thread.run_sync(_get, self.admin, path)
         except OSError as error:
             raise ServerFailed(str(error)) from None
         shown: dict[str, Any] = json.loads(body)
@@ -103,11 +105,12 @@ class Server:
 @asynccontextmanager
 async def running(arguments: Sequence[str]) -> AsyncIterator[Server]:
     """Start ``lifecycle serve`` on a free port; leave nothing behind."""
-    port = _free_port()
+    port, admin = _free_port(), _free_port()
     with tempfile.TemporaryDirectory() as folder:
         log = Path(folder) / "server.log"
         command = [sys.executable, "-m", "lifecycle_engine.cli", "serve"]
         command += ["--host", "127.0.0.1", "--port", str(port), *arguments]
+        command += ["--admin-listen", f"127.0.0.1:{admin}"]
         with log.open("wb") as file:
             process = await anyio.open_process(
                 command,
@@ -119,7 +122,7 @@ async def running(arguments: Sequence[str]) -> AsyncIterator[Server]:
                 env={**os.environ, "OMP_NUM_THREADS": "1"},
             )
         try:
-            yield Server(port, process, log)
+            yield Server(port, admin, process, log)
         finally:
             if process.returncode is None:
                 process.kill()

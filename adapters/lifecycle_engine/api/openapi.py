@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from importlib.metadata import version
 from typing import Any
 
 from pydantic.json_schema import models_json_schema
@@ -26,6 +27,7 @@ from lifecycle_engine.api.openai_responses import (
     UNSUPPORTED as NOT_IN_RESPONSES,
     ResponsesRequest,
 )
+from lifecycle_engine.api.operations import OPERATIONS, TAGS
 from lifecycle_engine.api.request_body import ID_PATTERN
 
 _REFS = "#/components/schemas/{model}"
@@ -71,8 +73,6 @@ _OBJECTS = {
     "/v1/models": ["data"],
     "/health": ["status"],
     "/openapi.json": ["openapi", "paths"],
-    "/_lifecycle/status": ["ready", "sessions", "engine", "process"],
-    "/_lifecycle/requests": ["requests"],
 }
 
 
@@ -93,10 +93,16 @@ def openapi_document(model: str) -> Document:
     schemas |= {"Error": _ERROR, "AnthropicError": _ANTHROPIC_ERROR}
     paths = {path: {"post": _generate(path)} for path in _ENDPOINTS}
     paths |= {path: {"get": _get(names)} for path, names in _OBJECTS.items()}
+    paths |= _other_paths(model)
+    for each in OPERATIONS:
+        said = {"tags": [each.tag], "operationId": each.id, "summary": each.summary}
+        path, method = paths[each.path], each.method.lower()
+        path[method] = said | path[method]
     return {
         "openapi": "3.1.0",
-        "info": {"title": "lifecycle-engine", "version": "1"},
-        "paths": paths | _other_paths(model),
+        "info": {"title": "lifecycle", "version": version("anyio-lifecycle")},
+        "tags": [{"name": name, "description": text} for name, text in TAGS.items()],
+        "paths": paths,
         "components": {"schemas": schemas},
     }
 
@@ -130,9 +136,6 @@ def _generate(path: str) -> Document:
 def _other_paths(model: str) -> Document:
     ready = _get(["status"])
     ready["responses"]["503"] = ready["responses"]["200"]
-    plain = {"text/plain": {"schema": {"type": "string"}}}
-    metrics = {"200": {"description": "For Prometheus", "content": plain}}
-    metrics["404"] = {"description": "Not available", "content": plain}
     one = _get(["id"], 404)
     one["parameters"] = [_parameter("model", "path", {"type": "string"}, model)]
     stored = {
@@ -140,13 +143,15 @@ def _other_paths(model: str) -> Document:
         "parameters": _IDS,
     }
     cancelled = _get(["id", "status"], 404) | {"parameters": _IDS}
+    html = {"text/html": {"schema": {"type": "string"}}}
+    docs = {"responses": {"200": {"description": "The page", "content": html}}}
     return {
+        "/docs": {"get": docs},
         "/ready": {"get": ready},
-        "/metrics": {"get": {"responses": metrics}},
         "/v1/models/{model}": {"get": one},
         "/v1/responses/{id}": {"get": stored, "delete": stored},
         "/v1/responses/{id}/cancel": {"post": cancelled},
-        "/_lifecycle/requests/{id}/cancel": {"post": cancelled},
+        "/v1/requests/{id}/cancel": {"post": cancelled},
     }
 
 

@@ -1,4 +1,4 @@
-"""Access control: API keys, the admin key, and requests that a web page forged.
+"""Access control: API keys, admin keys, and requests that a web page forged.
 
 A browser sends requests for any page that it shows, also to servers that only its own
 machine can reach. Two headers that a page cannot choose say so: ``Host`` is the name
@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import binascii
 import ipaddress
-import re
 from base64 import b64decode
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
@@ -17,16 +16,10 @@ from typing import Any, Final
 from urllib.parse import urlsplit
 
 from lifecycle_asgi.api_keys import ApiKeys
-from lifecycle_asgi.live_view import was_forwarded
 from lifecycle_asgi.refusals import ApiError
-
-ADMIN_KEY: Final = "lifecycle.admin_key"
-"""Key in an ASGI scope: whether the request came with an admin key."""
+from lifecycle_asgi.request import HOST
 
 _OPEN: Final = frozenset({"/health", "/ready"})
-_ADMIN_PREFIX: Final = "/_lifecycle"
-# Cancels by id: `CancelEndpoints` compares the client with that of the request.
-_CANCEL: Final = re.compile(r"/_lifecycle/requests/[^/]+/cancel")
 _SAFE: Final = frozenset({"GET", "HEAD", "OPTIONS"})
 # What a page may send to another site without asking it first (Fetch, 2.2.2).
 _FORM_TYPES: Final = frozenset(
@@ -42,17 +35,14 @@ class AccessRules:
 
     Attributes:
         api_keys: Keys of clients; without any, no key is asked for.
-        admin_keys: Keys for ``/_lifecycle``. Without any, it is open to the server's
-            own machine if there are no API keys, and closed otherwise, as to requests
-            that a proxy has forwarded.
-        metrics_open: Whether ``/metrics`` needs no key, or an admin key.
+        admin_keys: Keys for ``/_lifecycle`` and ``/metrics``; without any, whatever
+            reaches the operator's listener is served.
         hosts: Further names of the server in ``Host``; ``*`` is any.
         origins: Origins of web pages that may send requests; ``*`` is any.
     """
 
     api_keys: tuple[str, ...] = field(default=(), repr=False)
     admin_keys: tuple[str, ...] = field(default=(), repr=False)
-    metrics_open: bool = True
     hosts: tuple[str, ...] = ()
     origins: tuple[str, ...] = ()
 
@@ -64,16 +54,20 @@ class AccessControl:
         app: The application to wrap.
         rules: Which requests may do what.
         answer: Makes the response to a refused request.
+        operator: Whether *app* is for the operator: asks for an admin key, and permits
+            no page of another site.
     """
 
-    def __init__(self, app: Any, rules: AccessRules, *, answer: Answer) -> None:
+    def __init__(
+        self, app: Any, rules: AccessRules, *, answer: Answer, operator: bool = False
+    ) -> None:
         self._app = app
-        self._rules = rules
         self._answer = answer
-        self._clients = ApiKeys(rules.api_keys) if rules.api_keys else None
-        self._admins = ApiKeys(rules.admin_keys) if rules.admin_keys else None
+        self._operator = operator
+        keys = rules.admin_keys if operator else rules.api_keys
+        self._keys = ApiKeys(keys) if keys else None
         self._hosts = frozenset(host.lower() for host in rules.hosts)
-        self._origins = frozenset(rules.origins)
+        self._origins = frozenset(() if operator else rules.origins)
 
     async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
         """Serve one connection.
@@ -155,32 +149,13 @@ class AccessControl:
         return own.lower() == origin.lower()
 
     def _check_key(self, scope: Any) -> None:
-        path = scope["path"]
-        if path in _OPEN or (path == "/metrics" and self._rules.metrics_open):
+        if self._keys is None:
             return
-        by_key = self._admins is not None and self._admins.accept(_with_basic(scope))
-        scope[ADMIN_KEY] = by_key
-        below = path.startswith((_ADMIN_PREFIX, "/metrics"))
-        if by_key and below:
-            return
-        if below and not _CANCEL.fullmatch(path):
-            self._refuse_admin(scope)
-        elif self._clients is not None and not self._clients.accept(scope):
+        if self._operator:
+            if not self._keys.accept(_with_basic(scope)):
+                raise _no_key("admin key", "Bearer KEY, or Basic with it as password")
+        elif scope["path"] not in _OPEN and not self._keys.accept(scope):
             raise _no_key("API key", "Bearer KEY, or in x-api-key")
-
-    def _refuse_admin(self, scope: Any) -> None:
-        if self._admins is not None:
-            raise _no_key("admin key", "Bearer KEY, or Basic with it as the password")
-        peer = scope.get("client")
-        here = (peer is None or _is_loopback(peer)) and not was_forwarded(scope)
-        if self._clients is None and here:
-            return
-        raise ApiError(
-            403,
-            "Only the server's operator may see this; start the server with "
-            "--admin-key KEY, and send it",
-            code="admin_only",
-        )
 
 
 def _no_key(what: str, how: str) -> ApiError:
@@ -206,10 +181,9 @@ def _name_of(host: bytes | None) -> str | None:
     """Return the name in a ``Host``, without its port."""
     if not host:
         return None
-    try:
-        return urlsplit(f"//{host.decode('latin-1')}").hostname or ""
-    except ValueError:
+    if not HOST.fullmatch(host):
         return "."  # of no site
+    return urlsplit(f"//{host.decode('latin-1')}").hostname or ""
 
 
 def _is_address(name: str) -> bool:

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 import anyio
 from starlette.requests import Request
-from starlette.responses import JSONResponse, Response
+from starlette.responses import HTMLResponse, JSONResponse, Response
 
 from lifecycle import Session, SessionNotFound
 from lifecycle_asgi.refusals import ApiError
@@ -22,8 +22,8 @@ from lifecycle_engine.api.chat_request import unknown_model
 from lifecycle_engine.api.openai_chat import OPENAI
 from lifecycle_engine.api.openai_responses import empty_response
 from lifecycle_engine.api.openapi import openapi_document
-from lifecycle_engine.server.access import ADMIN_KEY
-from lifecycle_engine.server.service import Service
+from lifecycle_engine.api.operations import page
+from lifecycle_engine.server.service import ID_IS_SECRET, Service
 
 if TYPE_CHECKING:
     from lifecycle_asgi.prometheus import Metrics
@@ -43,14 +43,25 @@ class CancelEndpoints:
         self._service = service
 
     async def request(self, request: Request) -> Response:
-        """``POST /_lifecycle/requests/{id}/cancel``; waits for the engine.
+        """``POST /v1/requests/{id}/cancel``, for its client; waits for the engine.
 
         Cancellation:
             The request is cancelled all the same; only the wait ends.
         """
         id_ = request.path_params["id"]
-        if await self._cancel(id_, request) is None:
+        if await self._cancel(id_, request.scope) is None:
             return _not_found("This client runs no request with this id")
+        return JSONResponse({"id": id_, "status": "cancelled"})
+
+    async def any_request(self, request: Request) -> Response:
+        """``POST /_lifecycle/requests/{id}/cancel``, for the operator.
+
+        Cancellation:
+            As for `request`.
+        """
+        id_ = request.path_params["id"]
+        if await self._cancel(id_) is None:
+            return _not_found("No request with this id is running")
         return JSONResponse({"id": id_, "status": "cancelled"})
 
     async def response(self, request: Request) -> Response:
@@ -62,7 +73,7 @@ class CancelEndpoints:
         id_ = request.path_params["id"]
         session = None
         if id_.startswith(_RESPONSE):
-            session = await self._cancel(id_.removeprefix(_RESPONSE), request)
+            session = await self._cancel(id_.removeprefix(_RESPONSE), request.scope)
         if session is None:
             return _not_found(
                 "This client runs no response with this id, and none are stored"
@@ -75,13 +86,14 @@ class CancelEndpoints:
         """``GET`` and ``DELETE`` of ``/v1/responses/{id}``: none are stored."""
         return _not_found("This server does not store responses; keep your own copy")
 
-    async def _cancel(self, id_: str, request: Request) -> Session | None:
-        """Cancel a session of the client that asks; any, with an admin key."""
-        sessions, scope = self._service.sessions, request.scope
+    async def _cancel(self, id_: str, scope: Any = None) -> Session | None:
+        """Cancel a session that the client of *scope* may cancel; any, without one."""
+        sessions = self._service.sessions
         try:
             session = sessions.get(id_)
             owner = self._service.owners.get(session)
-            if not scope.get(ADMIN_KEY) and owner != self._service.client(scope):
+            right = (ID_IS_SECRET, scope and self._service.client(scope))
+            if scope is not None and (owner is None or owner not in right):
                 return None
             await sessions.cancel(id_)
         except SessionNotFound:
@@ -96,6 +108,7 @@ def _not_found(message: str) -> Response:
 
 # A header of each request of the Anthropic SDK.
 _ANTHROPIC_HEADER = "anthropic-version"
+_NO_SCRIPT = "default-src 'none'; style-src 'unsafe-inline'"
 _METRIC = re.compile("[a-z_][a-z0-9_]*")
 
 
@@ -132,6 +145,11 @@ class StatusEndpoints:
     async def openapi(self, _: Request) -> Response:
         """``GET /openapi.json``: the description of all endpoints."""
         return JSONResponse(openapi_document(self._service.model))
+
+    async def docs(self, request: Request) -> Response:
+        """``GET /docs``: the same for people."""
+        text = page(self._service.model, str(request.base_url).rstrip("/"))
+        return HTMLResponse(text, headers={"content-security-policy": _NO_SCRIPT})
 
     async def health(self, _: Request) -> Response:
         """``GET /health``: this process is alive; includes the health of the engine."""

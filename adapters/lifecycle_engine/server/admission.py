@@ -45,7 +45,7 @@ OPERATIONS: Final = {
 }
 """Operation names for metrics and logs, by path. Other paths are not reported."""
 
-PROBES: Final = frozenset({"/health", "/ready", "/metrics"})
+PROBES: Final = frozenset({"/health", "/ready"})
 """Paths that orchestrators and monitoring poll."""
 
 # Header values that leave a body as it is.

@@ -26,7 +26,6 @@ from lifecycle_asgi import (
     ClientLimit,
     LifecycleMiddleware,
     client_address,
-    local_client,
 )
 from lifecycle_asgi.events import LiveRequests, log_failures
 from lifecycle_asgi.live_view import LivePages
@@ -36,16 +35,13 @@ from lifecycle_engine.api.base import ApiFormat, dump
 from lifecycle_engine.api.generate import PLAIN
 from lifecycle_engine.api.openai_chat import OPENAI
 from lifecycle_engine.api.openai_responses import RESPONSES
+from lifecycle_engine.api.operations import no_such_path
 from lifecycle_engine.api.request_body import RequestParser, request_id
 from lifecycle_engine.errors import INTERNAL
 from lifecycle_engine.events import EngineMeter
 from lifecycle_engine.multimodal.limits import MediaLimits
 from lifecycle_engine.processing.processor import ChatDefaults, Processor
-from lifecycle_engine.server.access import (
-    ADMIN_KEY,
-    AccessControl,
-    AccessRules,
-)
+from lifecycle_engine.server.access import AccessControl, AccessRules
 from lifecycle_engine.server.admin import CancelEndpoints, StatusEndpoints
 from lifecycle_engine.server.admission import (
     FairAcceptMiddleware,
@@ -73,6 +69,8 @@ _ROOM = 2
 # Memory for bodies, in bodies of the maximum size. Each is charged three times: as
 # bytes, as text and parsed. Two of them can arrive, and eight wait for hand-off.
 _BODIES = 32
+# Paths that only the operator's application has.
+_OPERATORS = ("/_lifecycle", "/metrics")
 
 
 class EngineMonitor:
@@ -150,7 +148,6 @@ class AppSettings:
         access: Which requests may do what.
         fetch: Fetches images by https URL; ``None`` refuses them.
         measured_every: Seconds from one `EngineMeasured` event to the next.
-        live_view: Whether the sender of an ASGI scope may see the live view.
     """
 
     model: str = "lifecycle"
@@ -171,7 +168,6 @@ class AppSettings:
     access: AccessRules = field(default_factory=AccessRules)
     fetch: HttpsGet | None = None
     measured_every: float = 1.0
-    live_view: Callable[[Any], bool] = local_client
 
 
 def create_app(
@@ -200,7 +196,9 @@ def create_app(
         log: Also receives the events of requests. Default: logs failed requests.
 
     Returns:
-        The application; ``app.state.service`` is its `Service`.
+        The application; ``app.state.service`` is its `Service`, and
+        ``app.state.operator`` another application, of ``/_lifecycle`` and ``/metrics``,
+        to be served where only the operator connects.
     """
     settings = settings or AppSettings()
     in_flight = in_flight or Gate(slots=None, name="in_flight")
@@ -220,16 +218,16 @@ def create_app(
     app = Starlette(
         routes=[
             *(Route(path, each, methods=["POST"]) for path, each in endpoints.items()),
-            *_routes(service, metrics),
-            *_live_view(service, settings, live),
+            *_routes(service),
         ],
         lifespan=lambda _: _running(service, metrics, monitor),
         middleware=_middleware(service, settings, observer, log, live),
-        exception_handlers={HTTPException: _http_error, Exception: _internal_error},
+        exception_handlers=_ERRORS,
     )
     # A redirect would contain the scheme and host as this process sees them.
     app.router.redirect_slashes = False
     app.state.service = service
+    app.state.operator = _operator(service, settings, metrics, live)
     return app
 
 
@@ -313,19 +311,39 @@ def _cross_origin(rules: AccessRules) -> list[Middleware]:
     return [cors]
 
 
-def _live_view(
-    service: Service, settings: AppSettings, live: LiveRequests
-) -> list[Route]:
+def _operator(
+    service: Service,
+    settings: AppSettings,
+    metrics: Metrics | None,
+    live: LiveRequests,
+) -> Starlette:
+    """Return the application of the operator's listener."""
+
     def engine() -> Mapping[str, Any]:
         now = service.engine
         health = getattr(now, "health", "ready" if now.ready else "unavailable")
         return {"health": health, "incarnation": now.incarnation, "pid": now.pid}
 
-    def allow(scope: Any) -> bool:
-        return scope.get(ADMIN_KEY) or settings.live_view(scope)
-
-    pages = LivePages(live, engine=engine, allow=allow, cancel=True)
-    return [Route(path, pages) for path in sorted(pages.paths)]
+    pages = LivePages(live, engine=engine, allow=lambda _: True, cancel=True)
+    status, cancels = StatusEndpoints(service, metrics), CancelEndpoints(service)
+    cancel = "/_lifecycle/requests/{id}/cancel"
+    app = Starlette(
+        routes=[
+            Route("/metrics", status.metrics),
+            Route("/_lifecycle/status", status.status),
+            Route("/_lifecycle/requests", status.requests),
+            Route(cancel, cancels.any_request, methods=["POST"]),
+            *(Route(path, pages) for path in sorted(pages.paths)),
+        ],
+        middleware=[
+            Middleware(
+                AccessControl, rules=settings.access, answer=_response, operator=True
+            )
+        ],
+        exception_handlers=_ERRORS,
+    )
+    app.router.redirect_slashes = False
+    return app
 
 
 def _admission(
@@ -395,22 +413,19 @@ async def _running(
             yield
 
 
-def _routes(service: Service, metrics: Metrics | None) -> list[Route]:
-    live, cancels = StatusEndpoints(service, metrics), CancelEndpoints(service)
+def _routes(service: Service) -> list[Route]:
+    live, cancels = StatusEndpoints(service), CancelEndpoints(service)
     response, stored = "/v1/responses/{id}", ["GET", "DELETE"]
-    cancel = "/_lifecycle/requests/{id}/cancel"
     return [
         Route(f"{response}/cancel", cancels.response, methods=["POST"]),
         Route(response, cancels.stored, methods=stored),
-        Route(cancel, cancels.request, methods=["POST"]),
+        Route("/v1/requests/{id}/cancel", cancels.request, methods=["POST"]),
         Route("/openapi.json", live.openapi),
+        Route("/docs", live.docs),
         Route("/v1/models", live.models),
         Route("/v1/models/{model:path}", live.model),  # as of a hub: owner/name
         Route("/health", live.health),
         Route("/ready", live.ready),
-        Route("/metrics", live.metrics),
-        Route("/_lifecycle/status", live.status),
-        Route("/_lifecycle/requests", live.requests),
     ]
 
 
@@ -448,7 +463,9 @@ async def _http_error(request: Request, error: Exception) -> Response:
     code = {404: "not_found", 405: "method_not_allowed"}.get(error.status_code, "http")
     message = error.detail
     if error.status_code == 404:
-        message = "There is no such path; GET /openapi.json describes those there are"
+        message = no_such_path(request.url.path)
+        if request.url.path.startswith(_OPERATORS):
+            message = "The operator's paths are served at --admin-listen alone"
     problem = ApiError(error.status_code, message, code=code)
     response = _response(request.scope, problem)
     response.headers.update(error.headers or {})
@@ -472,7 +489,10 @@ def _response(scope: Any, error: ApiError) -> Response:
         response.raw_headers.append((api.id_header, id_.encode()))
     if status == 401:
         # A browser asks for a password where it shows a page.
-        admin = scope["path"].startswith("/_lifecycle")
+        admin = scope["path"].startswith(_OPERATORS)
         scheme = b'Basic realm="lifecycle"' if admin else b"Bearer"
         response.raw_headers.append((b"www-authenticate", scheme))
     return response
+
+
+_ERRORS = {HTTPException: _http_error, Exception: _internal_error}

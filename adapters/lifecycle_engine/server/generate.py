@@ -34,7 +34,7 @@ from lifecycle_engine.errors import (
     to_api_error,
 )
 from lifecycle_engine.processing.processor import Chat
-from lifecycle_engine.server.service import Service
+from lifecycle_engine.server.service import Service, cancel_right
 from lifecycle_zmq import EngineFailed, RequestRejected
 
 Items = AsyncIterator[Any]
@@ -163,7 +163,7 @@ class GenerateEndpoint:
                 service.sessions.open(writer.request_id) as session,
                 ExitStack() as leases,
             ):
-                service.owners[session] = client
+                service.owners[session] = cancel_right(scope, client)
                 request.attach(session)
                 call = _Call(self, request, writer, session, client, leases)
                 scope[_CALL] = call

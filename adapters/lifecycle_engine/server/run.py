@@ -14,6 +14,7 @@ import sys
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from types import FrameType
 
@@ -23,6 +24,7 @@ from PIL import Image
 from starlette.applications import Starlette
 
 from lifecycle import EngineLost
+from lifecycle_engine.server.listener import Address, OperatorServer, operating
 from lifecycle_engine.server.service import Service
 from lifecycle_engine.server.uvicorn_protocol import (
     Connection,
@@ -119,6 +121,7 @@ class DrainingServer(uvicorn.Server):
         service: The service whose sessions are drained.
         drain: Seconds that streams may take.
         on_ready: Called once the server listens and the engine is ready.
+        operator: Serves the operator until the drain is over.
 
     Attributes:
         failure: Why the engine never became ready; the server then stops by itself.
@@ -131,12 +134,14 @@ class DrainingServer(uvicorn.Server):
         *,
         drain: float,
         on_ready: Callable[[], None] = lambda: None,
+        operator: OperatorServer | None = None,
     ) -> None:
         config.backlog = _ACCEPTED_AT_ONCE
         super().__init__(config)
         self._service = service
         self._drain = drain
         self._on_ready = on_ready
+        self._operator = operator
         self._awaiting: asyncio.Task[None] | None = None
         self._end_now = False
         self._draining: anyio.CancelScope | None = None
@@ -149,6 +154,8 @@ class DrainingServer(uvicorn.Server):
             sys.exit(_STARTUP_FAILURE)  # as later releases of uvicorn do
         for each in sockets or ():
             each.listen(_BACKLOG)
+        if self._operator is not None:
+            await self._operator.start()
         if not self.should_exit:
             self._awaiting = asyncio.create_task(self._await_engine())
 
@@ -180,6 +187,8 @@ class DrainingServer(uvicorn.Server):
                 service.engine.close()
             loop = asyncio.get_running_loop()
             loop.call_later(_FLUSH_SECONDS, self._abort_idle_connections)
+            if self._operator is not None:
+                tasks.start_soon(self._operator.stop)
             await super().shutdown(sockets)
             tasks.cancel_scope.cancel()
 
@@ -236,7 +245,8 @@ def run(
     port: int,
     drain: float = 10.0,
     limits: ConnectionLimits | None = None,
-    announce: Callable[[str], None] = print,
+    announce: Callable[..., None] = print,
+    operator: Address | None = None,
     proxies: Sequence[str] = (),
     certificate: Path | None = None,
     key: Path | None = None,
@@ -255,7 +265,8 @@ def run(
         drain: Seconds that running streams get to finish at shutdown.
         limits: Limits on each connection, and on their number, which is also limited
             by the number of file descriptors.
-        announce: Called once with the server's address, when it is ready.
+        announce: Called once with the server's address, and the operator's if any.
+        operator: Where ``app.state.operator`` is served, without TLS, if anywhere.
         proxies: Addresses and networks whose ``X-Forwarded-For`` is trusted. By
             default none is, not even the loopback address.
         certificate: PEM file of a certificate and its chain; serves HTTPS.
@@ -264,31 +275,35 @@ def run(
             process that then exits. Default: what they did before.
 
     Raises:
-        OSError: The address cannot be listened on.
+        OSError: An address cannot be listened on; the operator's is its ``filename``.
         EngineLost: The engine ended before it ever served, with the tail of its output.
     """
-    # Broken metadata in clients' pictures would add a log line for each tag.
-    warnings.filterwarnings("ignore", module=r"PIL\.")
-    configure_malloc()
-    reuse_image_memory(int(app.state.service.threads.total_tokens))
-    config = _uvicorn_config(app, limits or ConnectionLimits(), proxies)
+    service = app.state.service
+    _configure_process(service)
+    limits = limits or ConnectionLimits()
+    config = _uvicorn_config(app, limits, proxies)
     config.ssl_certfile, config.ssl_keyfile = certificate, key
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    with socket.create_server(
-        (host, port), family=family, backlog=_BACKLOG
-    ) as listener:
-        address = _address(host, listener.getsockname()[1], tls=config.is_ssl)
+    listening = socket.create_server((host, port), family=family, backlog=_BACKLOG)
+    with listening as listener, operating(app.state.operator, operator, limits) as own:
+        addresses = [_address(host, listener.getsockname()[1], tls=config.is_ssl)]
+        addresses += [own.address] if own else []
+        ready = partial(announce, *addresses)
         server = DrainingServer(
-            config,
-            app.state.service,
-            drain=drain,
-            on_ready=lambda: announce(address),
+            config, service, drain=drain, on_ready=ready, operator=own
         )
         signals = server.handling_signals(signals_after)
         with frozen_heap(), _short_switch_interval(), signals:
             server.run(sockets=[listener])
     if server.failure is not None:
         raise server.failure
+
+
+def _configure_process(service: Service) -> None:
+    # Broken metadata in clients' pictures would add a log line for each tag.
+    warnings.filterwarnings("ignore", module=r"PIL\.")
+    configure_malloc()
+    reuse_image_memory(int(service.threads.total_tokens))
 
 
 def _uvicorn_config(

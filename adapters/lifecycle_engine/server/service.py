@@ -6,13 +6,13 @@ from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, field
 from types import TracebackType
-from typing import Any, Protocol, Self
+from typing import Any, Final, Protocol, Self
 from weakref import WeakKeyDictionary
 
 import anyio
 
 from lifecycle import EngineLost, Gate, Payload, Session, SessionRegistry
-from lifecycle_asgi import Admission
+from lifecycle_asgi import Admission, client_address
 from lifecycle_engine.api.request_body import RequestParser
 from lifecycle_engine.processing.processor import Processor
 from lifecycle_engine.server.remote_images import RemoteImages
@@ -71,6 +71,23 @@ class Engine(Protocol):
         ...
 
 
+ID_IS_SECRET: Final = b""
+"""In place of an owner: whoever knows the id of the request may cancel it."""
+
+
+def cancel_right(scope: Any, client: bytes) -> bytes | None:
+    """Return who may cancel a request by its id; ``None`` for the operator alone.
+
+    Its client, by the key that it sent. An address proves nothing, as all clients of a
+    proxy share one: without a key, the right is to know an id that the server drew, and
+    the response named. An id that the client chose could be guessed.
+    """
+    if client != client_address(scope):
+        return client
+    chosen = any(name == b"x-request-id" for name, _ in scope["headers"])
+    return None if chosen else ID_IS_SECRET
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Deadlines:
     """Timeouts for the engine, in seconds.
@@ -112,7 +129,7 @@ class Service:
         remote: Fetches images by URL; ``None`` disables fetching.
         sessions: Every request, from its arrival until the engine has released it; a
             new registry in each run.
-        owners: The client of each session, which alone may cancel it.
+        owners: The client that alone may cancel a session by its id, by `cancel_right`.
         failure: Why the engine could not be entered, if it could not.
         started: Whether the lifespan has been entered; without it there is no engine.
     """
@@ -133,7 +150,7 @@ class Service:
     failure: OSError | ValueError | None = field(default=None, init=False)
     started: bool = field(default=False, init=False)
     sessions: SessionRegistry = field(init=False)
-    owners: WeakKeyDictionary[Session, bytes] = field(
+    owners: WeakKeyDictionary[Session, bytes | None] = field(
         default_factory=WeakKeyDictionary, init=False
     )
 

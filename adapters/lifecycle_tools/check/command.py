@@ -35,6 +35,7 @@ def check(
     tokens: Annotated[int, typer.Option(min=1, help="Of a long request.")] = 512,
     body: Annotated[str, typer.Option(help="More fields, as JSON.")] = "{}",
     gauge: Annotated[str | None, typer.Option(help="Name on /metrics.")] = None,
+    metrics: Annotated[str | None, typer.Option(help="URL of /metrics.")] = None,
     image: Annotated[bool, typer.Option(help="Send pictures.")] = True,
     only: Annotated[list[str] | None, typer.Option(help="Names begin so.")] = None,
     neighbours: Annotated[
@@ -68,6 +69,7 @@ def check(
         image=image,
         more=_fields(body),
         gauge=gauge,
+        metrics=_elsewhere(metrics, anywhere=i_may_test_this_server),
         neighbour_key=neighbour_key,
     )
     names = _names(only or (), neighbours=neighbours)
@@ -117,6 +119,10 @@ def _address(
             "--i-may-test-this-server if you may do that"
         )
     return address
+
+
+def _elsewhere(url: str | None, *, anywhere: bool) -> Address | None:
+    return None if url is None else _address(url, (), anywhere=anywhere)
 
 
 def is_local(host: str) -> bool:

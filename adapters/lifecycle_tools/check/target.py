@@ -46,6 +46,7 @@ class Settings:
         image: whether to send pictures.
         more: fields that each request has besides.
         gauge: the name on ``/metrics`` of the number of running requests.
+        metrics: where ``/metrics`` is, if not at the server's address.
         neighbour_key: the API key of another client, where keys tell them apart.
     """
 
@@ -58,6 +59,7 @@ class Settings:
     image: bool = True
     more: Mapping[str, object] = field(default_factory=dict)
     gauge: str | None = None
+    metrics: Address | None = None
     neighbour_key: str | None = field(default=None, repr=False)
 
     def neighbour(self, address: Address) -> Address:
@@ -152,9 +154,8 @@ class Target:
 
         Cancellation: the connection is closed.
         """
-        response = await ask(
-            self.address, self.address.head("GET", "/metrics"), timeout=2.0
-        )
+        address = self.settings.metrics or self.address
+        response = await ask(address, address.head("GET", "/metrics"), timeout=2.0)
         if response.status != 200:
             return None
         names = (self.settings.gauge,) if self.settings.gauge else GAUGES

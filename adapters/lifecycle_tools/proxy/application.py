@@ -15,6 +15,7 @@ from lifecycle_tools.proxy.exchange import Exchange, RequestStream
 from lifecycle_tools.proxy.headers import (
     ForwardedHeaders,
     ambiguity,
+    is_operators,
     request_headers,
     tokens,
 )
@@ -31,6 +32,9 @@ REACHED: Final = "lifecycle.proxy"
 """Key of the scope of a request that was admitted."""
 
 _LOG = logging.getLogger(__name__)
+_OPERATORS_ONLY: Final = (
+    "This proxy passes no operator's path on; ask the server behind it"
+)
 _NO_WEBSOCKETS: Final = (
     "This proxy passes no WebSockets; connect to the server behind it"
 )
@@ -75,6 +79,8 @@ class Proxy:
         elif scope["method"] == "CONNECT":
             text = "This proxy opens no tunnels"
             await self._fail(scope, send, 501, "not_supported", text)
+        elif is_operators(scope["path"]):
+            await self._fail(scope, send, 404, "not_found", _OPERATORS_ONLY)
         elif problem := ambiguity(scope):
             await self._fail(scope, send, 400, "invalid_request", problem)
         else:

@@ -6,11 +6,14 @@ of a message is found.
 
 from __future__ import annotations
 
+import posixpath
+import re
 from collections.abc import Iterable
 from enum import StrEnum
 from typing import Final, TypeAlias
+from urllib.parse import unquote
 
-from lifecycle_asgi.request import declared_length
+from lifecycle_asgi.request import HOST, declared_length
 from lifecycle_tools.proxy.responses import Scope
 
 Header: TypeAlias = tuple[bytes, bytes]
@@ -25,6 +28,11 @@ _HOP_BY_HOP: Final = frozenset(
         b"upgrade",
     }
 )
+# An upstream that shows them to local clients takes all clients of a proxy for some.
+_OPERATORS: Final = "/_lifecycle"
+# Times that a path may be encoded; servers decode it once, some twice.
+_DECODINGS: Final = 4
+_PARAMETERS: Final = re.compile(r"[;?#\0][^/]*")
 _FORWARDED: Final = frozenset(
     {b"x-forwarded-for", b"x-forwarded-proto", b"x-forwarded-host", b"forwarded"}
 )
@@ -77,9 +85,27 @@ def ambiguity(scope: Scope) -> str | None:
         return "Transfer-Encoding must be chunked and nothing else"
     if lengths and declared_length(scope) is None:
         return "Content-Length must be one number"
-    if len(values(headers, b"host")) > 1:
-        return "Host must be sent once"
+    hosts = values(headers, b"host")
+    if len(hosts) != 1 and (hosts or scope.get("http_version") == "1.1"):
+        return "Host must be sent, once"
+    if hosts and not HOST.fullmatch(hosts[0]):
+        return "Host must be a name or an address, with a port at most"
     return None
+
+
+def is_operators(path: str) -> bool:
+    """Whether *path*, as a server may read it, shows an operator all clients.
+
+    Servers differ in whether they decode a path twice, merge slashes, follow dots, drop
+    parameters and tell capitals apart.
+    """
+    for _ in range(_DECODINGS):
+        path = unquote(path)
+    if unquote(path) != path:
+        return True  # no client writes that by mistake, and each time costs
+    plain = _PARAMETERS.sub("", path.replace("\\", "/"))
+    plain = re.sub("/+", "/", posixpath.normpath(f"/{plain}")).lower()
+    return f"{plain}/".startswith(f"{_OPERATORS}/")
 
 
 def request_headers(

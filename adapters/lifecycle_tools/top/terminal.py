@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from pathlib import Path
 from typing import Any, ClassVar, Final
 
 from rich.text import Text
@@ -32,7 +33,7 @@ class Top(App[None]):
     """Shows the live view of a server until the user quits.
 
     Args:
-        url: Address of the server.
+        viewer: Reads the live view of the server.
     """
 
     TITLE = "lifecycle top"
@@ -55,13 +56,13 @@ class Top(App[None]):
         Binding("q", "quit", "quit"),
     ]
 
-    def __init__(self, url: str) -> None:
+    def __init__(self, viewer: Viewer) -> None:
         super().__init__()
-        self._viewer = Viewer(url)
+        self._viewer = viewer
 
     def compose(self) -> ComposeResult:
         """Yield the parts of the screen."""
-        yield Static(Text(f"connecting to {self._viewer.url}"), id="summary")
+        yield Static(Text(f"connecting to {self._viewer.shown_url}"), id="summary")
         yield Static("", id="warnings")
         with Horizontal(id="upper"):
             yield DataTable(id="gates", cursor_type="none")
@@ -161,10 +162,12 @@ class Top(App[None]):
         self.query_one("#holders", Static).display = False
 
 
-def run(url: str) -> None:
+def run(url: str, *, key: str | None = None, cacert: Path | None = None) -> None:
     """Run the application until the user quits.
 
     Args:
-        url: Address of the server.
+        url: As of `Viewer`.
+        key: As of `Viewer`.
+        cacert: As of `Viewer`.
     """
-    Top(url).run()
+    Top(Viewer(url, key=key, cacert=cacert)).run()

@@ -1,0 +1,137 @@
+"""The operator's listener: ``/_lifecycle`` and ``/metrics``, apart from all clients.
+
+A proxy that forwards the public address never connects here, so that neither a peer's
+address nor a header has to tell the operator from a client.
+"""
+
+from __future__ import annotations
+
+import errno
+import socket
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, Final
+
+import uvicorn
+
+from lifecycle_engine.server.uvicorn_protocol import ConnectionLimits, http_protocol
+
+Address = tuple[str, int] | Path
+"""Host and port, or the path of a Unix socket."""
+
+# Viewers and scrapers: more of them are a mistake.
+_CONNECTIONS: Final = 64
+
+
+def _join(host: str, port: int) -> str:
+    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+
+
+def _listen(address: Address) -> socket.socket:
+    if not isinstance(address, Path):
+        family = socket.AF_INET6 if ":" in address[0] else socket.AF_INET
+        return socket.create_server(address, family=family)
+    _remove_abandoned(address)
+    listener = socket.socket(socket.AF_UNIX)
+    try:
+        listener.bind(str(address))
+        address.chmod(0o600)  # before any process can connect
+        listener.listen()
+    except OSError:
+        listener.close()
+        raise
+    return listener
+
+
+def _remove_abandoned(path: Path) -> None:
+    """Remove the socket of a server that was killed, and nothing else."""
+    if path.is_socket():
+        with socket.socket(socket.AF_UNIX) as probe:
+            if probe.connect_ex(str(path)) == errno.ECONNREFUSED:
+                path.unlink()
+
+
+class OperatorServer(uvicorn.Server):
+    """Serves the operator's application beside another server, in its event loop.
+
+    Args:
+        app: The application.
+        listener: Its socket, which `stop` closes.
+        limits: Timeouts of connections.
+
+    Attributes:
+        address: What `lifecycle top` takes, with the port that *listener* has.
+    """
+
+    def __init__(
+        self, app: Any, listener: socket.socket, limits: ConnectionLimits
+    ) -> None:
+        protocol = http_protocol(
+            ConnectionLimits(
+                head=limits.head, reader=limits.reader, connections=_CONNECTIONS
+            )
+        )
+        config = uvicorn.Config(
+            app,
+            http=protocol,
+            ws="none",
+            lifespan="off",
+            log_level="error",
+            access_log=False,
+            timeout_graceful_shutdown=1,
+            server_header=False,
+            date_header=False,  # kept up to date by a main loop alone
+            proxy_headers=False,
+        )
+        super().__init__(config)
+        self._listener = listener
+        name = listener.getsockname()
+        unix = listener.family == socket.AF_UNIX
+        self.address = f"unix:{name}" if unix else f"http://{_join(*name[:2])}"
+
+    async def start(self) -> None:
+        """Accept connections.
+
+        Cancellation:
+            It may listen or not; `stop` is due in both cases.
+        """
+        self.config.load()
+        self.lifespan = self.config.lifespan_class(self.config)
+        await self.startup([self._listener])
+
+    async def stop(self) -> None:
+        """Cut all connections; viewers of the live view never leave by themselves.
+
+        Cancellation:
+            Requests may still run.
+        """
+        if self.started:
+            for connection in list(self.server_state.connections):
+                connection.transport.abort()
+            await self.shutdown([self._listener])
+
+
+@contextmanager
+def operating(
+    app: Any, address: Address | None, limits: ConnectionLimits
+) -> Iterator[OperatorServer | None]:
+    """Listen on *address* for *app*; without one, there is no server.
+
+    Raises:
+        OSError: The address cannot be listened on; the ``filename`` shows it.
+    """
+    if address is None:
+        yield None
+        return
+    try:
+        listener = _listen(address)
+    except OSError as error:
+        shown = str(address) if isinstance(address, Path) else _join(*address)
+        raise OSError(error.errno, error.strerror or str(error), shown) from None
+    try:
+        with listener:
+            yield OperatorServer(app, listener, limits)
+    finally:
+        if isinstance(address, Path):
+            address.unlink(missing_ok=True)

@@ -26,7 +26,7 @@ TESTS = sorted((ROOT / "tests").rglob("*.py"))
 
 # Of the packages that a request passes through; the tools beside them come apart. Eight
 # are the gate over processes and its seams.
-MOST_FILES = 144
+MOST_FILES = 148
 TOOLS = {"lifecycle_tools"}
 MOST_FILES_OF_TOOLS = 30
 MOST_LINES_OF_A_FILE = 700
@@ -37,7 +37,7 @@ MOST_TESTS_OF_INTERNALS = 46
 # Files that one request enters, in both processes of a real server, with a few to spare
 # for what a request only sometimes meets; `python scripts/trace_request.py --files` lists
 # them.
-MOST_FILES_ENTERED = {"text": 60, "picture": 68, "disconnect": 40}
+MOST_FILES_ENTERED = {"text": 61, "picture": 69, "disconnect": 40}
 # The same in `Admission` alone.
 MOST_FILES_OF_ADMISSION = 16
 

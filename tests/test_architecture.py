@@ -76,6 +76,7 @@ LAYERS: dict[str, tuple[str, ...]] = {
             "disconnects",
             "events",
             "request",
+            "websocket",
             "middleware",
         ),
         *("request_scope", "body", "responses", "refusals", "limits", "api_keys"),

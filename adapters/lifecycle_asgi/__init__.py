@@ -11,6 +11,7 @@ Modules::
     media_profiles  media_profile: what media cost known servers
     events         events of a request, the live view's notes, the request log
     request        RequestScope: state of a request, and what is closed at its end
+    websocket      WebSockets whose client leaves while they wait at a gate
     middleware     LifecycleMiddleware: cancels applications on a disconnect
     request_scope  request_scope: the same for servers that do not speak ASGI
     body           how a body is read under a lease, or dropped

@@ -1,0 +1,175 @@
+"""WebSockets whose client leaves while the application waits at a gate."""
+
+from __future__ import annotations
+
+from collections import deque
+from contextlib import suppress
+from typing import Final
+
+import anyio
+
+from lifecycle.lowlevel import owner
+from lifecycle_asgi._types import App, Message, Receive, Scope, Send
+from lifecycle_asgi.events import Claims
+
+_SCOPE_KEY: Final = "lifecycle.websocket"
+_DISCONNECT: Final = "websocket.disconnect"
+_GOING_AWAY: Final = 1001
+
+
+async def serve_websocket(
+    app: App, scope: Scope, receive: Receive, send: Send, *, read_ahead: int
+) -> None:
+    """Serve a WebSocket; cancel *app* if its client leaves while it waits at a gate.
+
+    One that is served like this already passes through.
+
+    Cancellation:
+        One from outside reaches the application and then the caller; one by a
+        disconnect reaches the application only.
+    """
+    if _SCOPE_KEY in scope:
+        await app(scope, receive, send)
+        return
+    channel = WebSocketChannel(receive, send, read_ahead=read_ahead)
+    scope[_SCOPE_KEY] = True
+    claims = owner.set(channel.claims.note)
+    try:
+        await channel.run(app, scope)
+    finally:
+        owner.reset(claims)
+        scope.pop(_SCOPE_KEY, None)
+    if channel.application.cancel_called and not channel.answered:
+        with suppress(OSError):  # nobody reads this
+            await send({"type": "websocket.close", "code": _GOING_AWAY})
+
+
+class WebSocketChannel:
+    """One WebSocket, between a server and an application.
+
+    A disconnect is behind the messages that the client has sent before, and only
+    reported to a task that waits in ``receive``. So one task owns it, and reads ahead.
+
+    An application that works goes on: it learns of the disconnect when it receives or
+    sends. One that waits at a gate in its own task, and has no other task that
+    receives, is cancelled: it holds nothing of what the gate admits it to.
+
+    Args:
+        receive: The server's.
+        send: The server's.
+        read_ahead: Bytes of messages to read before the application asks; a message
+            that is larger is read as well, and none behind it.
+
+    Attributes:
+        answered: The handshake was answered.
+        application: Cancels the application.
+        claims: Notes the leases of the application.
+    """
+
+    def __init__(self, receive: Receive, send: Send, *, read_ahead: int) -> None:
+        self._receive = receive
+        self._send = send
+        self._read_ahead = read_ahead
+        self._messages: deque[Message] = deque()
+        self._bytes = 0
+        self._waiting = 0  # tasks of the application
+        self._ended = False  # nothing is read any more
+        self._told = False  # the application has got the disconnect
+        self._error: Exception | None = None
+        self._changed = anyio.Event()
+        self.answered = False
+        self.application = anyio.CancelScope()
+        self.claims = Claims(owner.get())
+
+    async def run(self, app: App, scope: Scope) -> None:
+        """Call *app*.
+
+        Raises:
+            BaseException: What *app* raised.
+
+        Cancellation:
+            As for `serve_websocket`.
+        """
+        failure: BaseException | None = None
+        async with anyio.create_task_group() as tasks:
+            tasks.start_soon(self._read)
+            try:
+                with self.application:
+                    await app(scope, self.receive, self.send)
+            except BaseException as error:  # noqa: ASYNC103, BLE001
+                failure = error  # raised below: the task group would wrap it
+            # Only the reader is left. A cancellation of this wait would lose the error.
+            tasks.cancel_scope.shield = True
+            tasks.cancel_scope.cancel()
+        try:
+            if failure is not None:
+                raise failure
+        finally:
+            del failure  # a frame that refers to its own exception is a cycle
+
+    async def receive(self) -> Message:
+        """The application's ``receive``.
+
+        Raises:
+            Exception: What the server's ``receive`` raised, after all messages before.
+
+        Cancellation:
+            No message is lost.
+        """
+        self._waiting += 1
+        try:
+            while not self._messages:
+                if self._error is not None:
+                    raise self._error
+                if self._ended:  # a second time: as the server has it
+                    return await self._receive()
+                await self._changed.wait()
+        finally:
+            self._waiting -= 1
+        message = self._messages.popleft()
+        self._bytes -= _size(message)
+        self._told |= message["type"] == _DISCONNECT
+        self._notify()
+        return message
+
+    async def send(self, message: Message) -> None:
+        """The application's ``send``.
+
+        Cancellation:
+            As for the server's ``send``.
+        """
+        self.answered = True
+        await self._send(message)
+
+    async def _read(self) -> None:
+        try:
+            await self._read_messages()
+        except Exception as error:  # noqa: BLE001 - for the application, if it asks
+            self._error = error
+        self._ended = True
+        self._notify()
+        if self._error is not None or self._waiting:
+            return
+        await self.claims.wait_at_gate()
+        if not self._told:
+            self.application.cancel(reason="the client disconnected")
+
+    async def _read_messages(self) -> None:
+        kind = ""
+        while kind != _DISCONNECT:
+            while self._messages and self._bytes >= self._read_ahead:
+                await self._changed.wait()
+            message = await self._receive()
+            kind = message["type"]
+            self._messages.append(message)
+            self._bytes += _size(message)
+            del message  # the next wait may be long
+            self._notify()
+
+    def _notify(self) -> None:
+        changed, self._changed = self._changed, anyio.Event()
+        changed.set()
+
+
+def _size(message: Message) -> int:
+    return len(message.get("bytes") or message.get("text") or b"")

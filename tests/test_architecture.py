@@ -78,6 +78,7 @@ LAYERS: dict[str, tuple[str, ...]] = {
             "request",
             "websocket",
             "middleware",
+            "endpoint",
         ),
         *("request_scope", "body", "responses", "refusals", "limits", "api_keys"),
         *("admission_settings", "lanes", "shadow_log", "admission"),

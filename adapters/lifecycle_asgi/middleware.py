@@ -179,14 +179,7 @@ class LifecycleMiddleware:
             await self._app(scope, receive, send)
             return
         keep_head(scope)
-        channel = RequestChannel(
-            receive,
-            send,
-            read_ahead=_allowed_read_ahead(scope, self._read_ahead),
-            disconnect_grace=self._disconnect_grace,
-            cancel_delay=self._cancel_delay,
-            watch=self._watch(scope, receive, send),
-        )
+        channel = self._channel(scope, receive, send)
         # The scope does not declare that ``send`` raises after a disconnect
         # (spec_version 2.4). If it did, Starlette would no longer listen and so take no
         # body from a stream that reads it; but a stream in a task of the application's
@@ -211,6 +204,16 @@ class LifecycleMiddleware:
             # ended by itself has sent what it wanted.
             with suppress(OSError):
                 await _send_client_closed(send)
+
+    def _channel(self, scope: Scope, receive: Receive, send: Send) -> RequestChannel:
+        return RequestChannel(
+            receive,
+            send,
+            read_ahead=_allowed_read_ahead(scope, self._read_ahead),
+            disconnect_grace=self._disconnect_grace,
+            cancel_delay=self._cancel_delay,
+            watch=self._watch(scope, receive, send),
+        )
 
     def _watch(self, scope: Scope, receive: Receive, send: Send) -> WatchBody | None:
         """Return what watches the connection while its body is not read."""
@@ -331,6 +334,7 @@ class RequestChannel:
         response: State of the response.
         application: Cancels the application.
         finishing: Inside of it; protects what follows a complete response.
+        first_look: Seconds for an application that has not asked for its body yet.
         reading: Cancels `read`.
         shown: Notes the messages for the live view, if it is this object's to do.
         claims: Notes the leases of the application.
@@ -351,6 +355,7 @@ class RequestChannel:
         "application",
         "claims",
         "finishing",
+        "first_look",
         "reading",
         "request",
         "response",
@@ -373,6 +378,7 @@ class RequestChannel:
         self._disconnect_grace = disconnect_grace
         self._cancel_delay = cancel_delay
         self._watch = watch
+        self.first_look = _FIRST_LOOK_SECONDS
         self._gone = False
         self._late = self._sent = 0
         # Time of the first message in this turn of the event loop, if there was one, or
@@ -438,7 +444,7 @@ class RequestChannel:
         self._buffer.close()
         delay = self._cancel_delay
         if not self._buffer.body_taken:
-            delay = max(delay, _FIRST_LOOK_SECONDS)
+            delay = max(delay, self.first_look)
         if delay and not self._buffer.listens:
             with anyio.move_on_after(delay):
                 await self.claims.wait_at_gate()

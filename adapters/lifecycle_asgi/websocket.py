@@ -31,21 +31,22 @@ async def serve_websocket(
     if _SCOPE_KEY in scope:
         await app(scope, receive, send)
         return
-    channel = WebSocketChannel(receive, send, read_ahead=read_ahead)
+    channel = WebSocketChannel(receive, read_ahead=read_ahead)
     scope[_SCOPE_KEY] = True
     claims = owner.set(channel.claims.note)
     try:
-        await channel.run(app, scope)
+        await channel.run(app, scope, send)
     finally:
         owner.reset(claims)
         scope.pop(_SCOPE_KEY, None)
-    if channel.application.cancel_called and not channel.answered:
-        with suppress(OSError):  # nobody reads this
+    if channel.application.cancel_called:
+        # Nobody reads this, but servers complain of a handshake without an answer.
+        with suppress(OSError, RuntimeError):
             await send({"type": "websocket.close", "code": _GOING_AWAY})
 
 
 class WebSocketChannel:
-    """One WebSocket, between a server and an application.
+    """What a server receives on one WebSocket, for an application.
 
     A disconnect is behind the messages that the client has sent before, and only
     reported to a task that waits in ``receive``. So one task owns it, and reads ahead.
@@ -56,19 +57,12 @@ class WebSocketChannel:
 
     Args:
         receive: The server's.
-        send: The server's.
-        read_ahead: Bytes of messages to read before the application asks; a message
-            that is larger is read as well, and none behind it.
-
-    Attributes:
-        answered: The handshake was answered.
-        application: Cancels the application.
-        claims: Notes the leases of the application.
+        read_ahead: Bytes of messages to read before the application asks. The message
+            that exceeds them is read, and none behind it.
     """
 
-    def __init__(self, receive: Receive, send: Send, *, read_ahead: int) -> None:
+    def __init__(self, receive: Receive, *, read_ahead: int) -> None:
         self._receive = receive
-        self._send = send
         self._read_ahead = read_ahead
         self._messages: deque[Message] = deque()
         self._bytes = 0
@@ -77,15 +71,11 @@ class WebSocketChannel:
         self._told = False  # the application has got the disconnect
         self._error: Exception | None = None
         self._changed = anyio.Event()
-        self.answered = False
         self.application = anyio.CancelScope()
         self.claims = Claims(owner.get())
 
-    async def run(self, app: App, scope: Scope) -> None:
+    async def run(self, app: App, scope: Scope, send: Send) -> None:
         """Call *app*.
-
-        Raises:
-            BaseException: What *app* raised.
 
         Cancellation:
             As for `serve_websocket`.
@@ -95,7 +85,7 @@ class WebSocketChannel:
             tasks.start_soon(self._read)
             try:
                 with self.application:
-                    await app(scope, self.receive, self.send)
+                    await app(scope, self.receive, send)
             except BaseException as error:  # noqa: ASYNC103, BLE001
                 failure = error  # raised below: the task group would wrap it
             # Only the reader is left. A cancellation of this wait would lose the error.
@@ -132,22 +122,14 @@ class WebSocketChannel:
         self._notify()
         return message
 
-    async def send(self, message: Message) -> None:
-        """The application's ``send``.
-
-        Cancellation:
-            As for the server's ``send``.
-        """
-        self.answered = True
-        await self._send(message)
-
     async def _read(self) -> None:
         try:
             await self._read_messages()
         except Exception as error:  # noqa: BLE001 - for the application, if it asks
             self._error = error
-        self._ended = True
-        self._notify()
+        finally:
+            self._ended = True
+            self._notify()
         if self._error is not None or self._waiting:
             return
         await self.claims.wait_at_gate()

@@ -49,8 +49,8 @@ def cancel_on_disconnect(endpoint: Endpoint) -> Endpoint:
     @functools.wraps(endpoint)
     async def wrapper(*args: Any, **kwargs: Any) -> Any:
         given = kwargs.pop(_ADDED, None)
-        found = (each for each in (*args, *kwargs.values()) if _is_connection(each))
-        connection = next(found, None) if given is None else given
+        candidates = (given, *args, *kwargs.values())
+        connection = next(filter(_is_connection, candidates), None)
         if connection is None:  # called by other code, such as a test
             return await endpoint(*args, **kwargs)
         result: list[Any] = []
@@ -66,18 +66,14 @@ def cancel_on_disconnect(endpoint: Endpoint) -> Endpoint:
     return wrapper  # type: ignore[return-value]
 
 
-class ConnectionWatch:
+class ConnectionWatch(LifecycleMiddleware):
     """Cancels a call when the client of its request or WebSocket disconnects."""
 
     def __init__(self) -> None:
-        self._middleware = _EndpointMiddleware(_serve)
+        super().__init__(_serve)
 
     async def run(self, connection: Any, call: Callable[[], Awaitable[None]]) -> None:
-        """Call *call*, which may read the connection. A disconnect ends it.
-
-        Args:
-            connection: The request or WebSocket of a framework.
-            call: What to do.
+        """Call *call*, which may read *connection*. A disconnect ends it.
 
         Cancellation:
             As for `LifecycleMiddleware`.
@@ -102,11 +98,8 @@ class ConnectionWatch:
 
         # The framework may have read the body: then the client was asked for it.
         head = [each for each in scope["headers"] if each[0] != b"expect"]
-        inner = {**scope, "headers": head, _CALL: serve}
-        await self._middleware(inner, server, _drop)
+        await self({**scope, "headers": head, _CALL: serve}, server, _drop)
 
-
-class _EndpointMiddleware(LifecycleMiddleware):
     def _channel(self, scope: Scope, receive: Receive, send: Send) -> RequestChannel:
         channel = super()._channel(scope, receive, send)
         channel.request, channel.first_look = _EndpointScope(), 0.0
@@ -131,14 +124,14 @@ async def _drop(_message: Message) -> None:
 
 def _followed(first: Receive, then: Receive) -> Receive:
     """Return a ``receive`` for what *first* has read ahead, and then *then*."""
-    sources = [then, first]
+    sources = [first]
 
     async def receive() -> Message:
-        message = await sources[-1]()
-        if message["type"] == DISCONNECT and len(sources) > 1:  # the end of *first*
-            sources.pop()
-            message = await sources[-1]()
-        return message
+        for source in sources:
+            if (message := await source())["type"] != DISCONNECT:
+                return message
+        sources.clear()  # *first* has nothing more
+        return await then()
 
     return receive
 
@@ -150,15 +143,10 @@ def _with_connection(signature: inspect.Signature) -> inspect.Signature:
         untyped = each.annotation is each.empty and each.name in ("request", "socket")
         if untyped or _is_connection_type(each.annotation):
             return signature
-    try:  # FastAPI gives one of this type, beside one of its own
-        from starlette.requests import HTTPConnection
-    except ImportError:
-        return signature
-    added = inspect.Parameter(
-        _ADDED, inspect.Parameter.KEYWORD_ONLY, annotation=HTTPConnection
-    )
-    at = len(parameters) - any(each.kind is each.VAR_KEYWORD for each in parameters)
-    parameters.insert(at, added)
+    from starlette.requests import HTTPConnection as Kind  # given beside a Request
+
+    added = inspect.Parameter(_ADDED, inspect.Parameter.KEYWORD_ONLY, annotation=Kind)
+    parameters = sorted([*parameters, added], key=lambda each: each.kind)
     return signature.replace(parameters=parameters)
 
 

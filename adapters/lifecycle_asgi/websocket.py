@@ -69,7 +69,6 @@ class WebSocketChannel:
         self._waiting = 0  # tasks of the application
         self._ended = False  # nothing is read any more
         self._told = False  # the application has got the disconnect
-        self._error: Exception | None = None
         self._changed = anyio.Event()
         self.application = anyio.CancelScope()
         self.claims = Claims(owner.get())
@@ -98,10 +97,7 @@ class WebSocketChannel:
             del failure  # a frame that refers to its own exception is a cycle
 
     async def receive(self) -> Message:
-        """The application's ``receive``.
-
-        Raises:
-            Exception: What the server's ``receive`` raised, after all messages before.
+        """The application's ``receive``: what was read, and then the server's.
 
         Cancellation:
             No message is lost.
@@ -109,9 +105,7 @@ class WebSocketChannel:
         self._waiting += 1
         try:
             while not self._messages:
-                if self._error is not None:
-                    raise self._error
-                if self._ended:  # a second time: as the server has it
+                if self._ended:  # by a disconnect or an error, which comes again
                     return await self._receive()
                 await self._changed.wait()
         finally:
@@ -123,18 +117,19 @@ class WebSocketChannel:
         return message
 
     async def _read(self) -> None:
+        left = False
         try:
             await self._read_messages()
-        except Exception as error:  # noqa: BLE001 - for the application, if it asks
-            self._error = error
+            left = not self._waiting
+        except Exception:  # noqa: BLE001, S110 - for the application, if it asks
+            pass
         finally:
             self._ended = True
             self._notify()
-        if self._error is not None or self._waiting:
-            return
-        await self.claims.wait_at_gate()
-        if not self._told:
-            self.application.cancel(reason="the client disconnected")
+        if left:
+            await self.claims.wait_at_gate()
+            if not self._told:
+                self.application.cancel(reason="the client disconnected")
 
     async def _read_messages(self) -> None:
         kind = ""

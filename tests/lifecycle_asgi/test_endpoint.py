@@ -405,3 +405,18 @@ async def test_keeps_what_a_signature_says() -> None:
     assert documents[0] == documents[1]
     assert decorated.__doc__ == "Look at it."
     assert await decorated(Picture(name="x"), "X") == Picture(name="x")
+
+
+async def test_asks_no_server_twice_for_a_body_that_was_read() -> None:
+    """Where no socket is watched, `Expect` keeps nobody from hearing the disconnect."""
+    server, work = ScriptedServer(BODY), Work()
+    kinds = [(b"content-type", b"application/json"), (b"expect", b"100-continue")]
+
+    async def leaves(name: str) -> None:
+        server.gone.set()
+        await work(name)
+
+    with anyio.fail_after(60):
+        scope = http_scope(headers=kinds)
+        await fastapi_app(leaves)(scope, server.receive, server.send)
+    assert (work.how, server.status) == ("cancelled", 499)

@@ -12,7 +12,7 @@ from typing import Any, Final, Generic, Self, TypeVar, cast
 import anyio
 import anyio.to_thread
 from starlette.applications import Starlette
-from starlette.exceptions import HTTPException, WebSocketException
+from starlette.exceptions import HTTPException
 from starlette.requests import HTTPConnection, Request
 from starlette.responses import Response, StreamingResponse
 
@@ -31,7 +31,6 @@ T = TypeVar("T")
 _END: Final = object()
 _CLOSE_SECONDS: Final = 5.0  # as the middleware's `grace`
 _HANDLERS: Final = "starlette.exception_handlers"
-_GOING_AWAY: Final = 1001
 
 
 def install(
@@ -132,8 +131,6 @@ def admitted(
                     connection.scope[_HANDLERS][0].setdefault(Refused, refusal_handler)
                 raise
             if not leases:
-                if connection.scope["type"] == "websocket":
-                    raise WebSocketException(_GOING_AWAY)
                 raise HTTPException(CLIENT_CLOSED_REQUEST, "The client disconnected")
             yield leases[0]
 

@@ -79,7 +79,7 @@ class Decoder:
 
     async def until(self, true: Callable[[], bool]) -> None:
         """Wait for what must come."""
-        with anyio.fail_after(10):
+        with anyio.fail_after(60):
             while not true():
                 await anyio.sleep(0.001)
 

@@ -24,12 +24,7 @@ from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
 
 from lifecycle import Gate, SessionRegistry
-from lifecycle_asgi import (
-    LifecycleMiddleware,
-    cancel_on_disconnect,
-    middleware,
-    request_of,
-)
+from lifecycle_asgi import LifecycleMiddleware, cancel_on_disconnect, request_of
 
 pytestmark = pytest.mark.anyio
 
@@ -238,7 +233,7 @@ async def test_cancels_at_once_who_reads_no_body(
     monkeypatch: pytest.MonkeyPatch, size: int
 ) -> None:
     """An unread body delays nothing, and the watcher sees behind a large one."""
-    monkeypatch.setattr(middleware, "_FIRST_LOOK_SECONDS", 1e6)
+    monkeypatch.setattr("lifecycle_asgi.middleware._FIRST_LOOK_SECONDS", 1e6)
     work = Work()
 
     async def endpoint(request: Request) -> Response:

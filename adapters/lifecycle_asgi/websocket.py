@@ -5,16 +5,19 @@ from __future__ import annotations
 from collections import deque
 from contextlib import suppress
 from typing import Final
+from weakref import ref
 
 import anyio
 
-from lifecycle.lowlevel import owner
+from lifecycle.lowlevel import current_task, owner
 from lifecycle_asgi._types import App, Message, Receive, Scope, Send
 from lifecycle_asgi.events import Claims
 
 _SCOPE_KEY: Final = "lifecycle.websocket"
 _DISCONNECT: Final = "websocket.disconnect"
 _GOING_AWAY: Final = 1001
+# What a message takes besides its data, of which it may have none.
+_MESSAGE_BYTES: Final = 512
 
 
 async def serve_websocket(
@@ -53,12 +56,13 @@ class WebSocketChannel:
 
     An application that works goes on: it learns of the disconnect when it receives or
     sends. One that waits at a gate in its own task, and has no other task that
-    receives, is cancelled: it holds nothing of what the gate admits it to.
+    receives, is cancelled: it holds nothing of what the gate admits it to. A task that
+    has received counts until it ends: it may be busy with a message for a moment.
 
     Args:
         receive: The server's.
-        read_ahead: Bytes of messages to read before the application asks. The message
-            that exceeds them is read, and none behind it.
+        read_ahead: Bytes of messages, of which each takes some, to read before the
+            application asks. The message that exceeds them is read, and none behind it.
     """
 
     def __init__(self, receive: Receive, *, read_ahead: int) -> None:
@@ -67,6 +71,8 @@ class WebSocketChannel:
         self._messages: deque[Message] = deque()
         self._bytes = 0
         self._waiting = 0  # tasks of the application
+        self._task = ref(current_task())  # weakly: it refers to this object
+        self._receiver = self._task
         self._ended = False  # nothing is read any more
         self._told = False  # the application has got the disconnect
         self._changed = anyio.Event()
@@ -103,6 +109,8 @@ class WebSocketChannel:
             No message is lost.
         """
         self._waiting += 1
+        if (task := current_task()) is not self._task():
+            self._receiver = ref(task)
         try:
             while not self._messages:
                 if self._ended:  # by a disconnect or an error, which comes again
@@ -128,8 +136,15 @@ class WebSocketChannel:
             self._notify()
         if left:
             await self.claims.wait_at_gate()
-            if not self._told:
+            if not (self._told or self._listens()):
                 self.application.cancel(reason="the client disconnected")
+
+    def _listens(self) -> bool:
+        """Whether another task of the application has received, and goes on."""
+        task = self._receiver()
+        if task is None or task is self._task():
+            return False
+        return not getattr(task, "done", bool)()  # one of trio is gone when done
 
     async def _read_messages(self) -> None:
         kind = ""
@@ -149,4 +164,5 @@ class WebSocketChannel:
 
 
 def _size(message: Message) -> int:
-    return len(message.get("bytes") or message.get("text") or b"")
+    data = message.get("bytes") or message.get("text") or b""
+    return _MESSAGE_BYTES + len(data)

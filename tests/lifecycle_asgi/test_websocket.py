@@ -211,9 +211,50 @@ async def test_leaves_alone_whose_other_task_receives() -> None:
     assert told == ["websocket.disconnect", "cleaned up"]
 
 
+async def test_leaves_alone_whose_other_task_is_busy_with_a_message() -> None:
+    """A task that answers a message when its client leaves receives afterwards."""
+    wire, gate, told = Wire(b"ping"), Gate(slots=1), []
+
+    async def app(scope: Any, receive: Any, send: Any) -> None:
+        await receive()
+
+        async def listen() -> None:
+            await receive()
+            wire.gone.set()
+            await anyio.wait_all_tasks_blocked()
+            told.append((await receive())["type"])
+            tasks.cancel_scope.cancel()
+
+        async with anyio.create_task_group() as tasks:
+            tasks.start_soon(listen)
+            await gate.admit()
+        told.append("cleaned up")
+
+    held = gate.try_admit()
+    await wire.serve(app)
+    held.release()
+    assert told == ["websocket.disconnect", "cleaned up"]
+
+
+async def test_a_task_that_has_ended_receives_no_more() -> None:
+    """Who received in a task that has ended is cancelled like others."""
+    wire, gate = Wire(), Gate(slots=1)
+
+    async def app(scope: Any, receive: Any, send: Any) -> None:
+        async with anyio.create_task_group() as tasks:
+            tasks.start_soon(receive)
+        wire.gone.set()
+        await gate.admit()
+        pytest.fail("was admitted")
+
+    held = gate.try_admit()
+    await wire.serve(app)
+    held.release()
+
+
 async def test_reads_one_large_message_ahead() -> None:
     """Behind a message of the limit nothing is read before the application asks."""
-    wire = Wire(b"12345", b"6789", b"")
+    wire = Wire(bytes(5000), b"6789", b"")
 
     async def app(scope: Any, receive: Any, send: Any) -> None:
         await receive()
@@ -223,7 +264,22 @@ async def test_reads_one_large_message_ahead() -> None:
         await anyio.wait_all_tasks_blocked()
         assert wire.messages == []
 
-    await wire.serve(app, read_ahead=5)
+    await wire.serve(app, read_ahead=5000)
+
+
+async def test_empty_messages_are_read_ahead_within_the_limit() -> None:
+    """A client that sends nothing, often, is not read for ever."""
+    wire = Wire(*[b""] * 1000)
+
+    async def app(scope: Any, receive: Any, send: Any) -> None:
+        await receive()
+        await anyio.wait_all_tasks_blocked()
+        assert len(wire.messages) > 990
+        for _ in range(1000):
+            await receive()
+        assert wire.messages == []
+
+    await wire.serve(app, read_ahead=4096)
 
 
 async def test_raises_as_server_and_application_do() -> None:

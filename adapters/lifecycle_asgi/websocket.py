@@ -15,6 +15,8 @@ from lifecycle_asgi.events import Claims
 
 _SCOPE_KEY: Final = "lifecycle.websocket"
 _DISCONNECT: Final = "websocket.disconnect"
+_CLOSE: Final = "websocket.close"
+_REFUSAL: Final = "websocket.http.response.body"
 _GOING_AWAY: Final = 1001
 # What a message takes besides its data, of which it may have none.
 _MESSAGE_BYTES: Final = 512
@@ -34,18 +36,18 @@ async def serve_websocket(
     if _SCOPE_KEY in scope:
         await app(scope, receive, send)
         return
-    channel = WebSocketChannel(receive, read_ahead=read_ahead)
+    channel = WebSocketChannel(receive, send, read_ahead=read_ahead)
     scope[_SCOPE_KEY] = True
     claims = owner.set(channel.claims.note)
     try:
-        await channel.run(app, scope, send)
+        await channel.run(app, scope)
     finally:
         owner.reset(claims)
         scope.pop(_SCOPE_KEY, None)
-    if channel.application.cancel_called:
+    if channel.application.cancel_called and not channel.closed:
         # Nobody reads this, but servers complain of a handshake without an answer.
         with suppress(OSError, RuntimeError):
-            await send({"type": "websocket.close", "code": _GOING_AWAY})
+            await send({"type": _CLOSE, "code": _GOING_AWAY})
 
 
 class WebSocketChannel:
@@ -57,16 +59,24 @@ class WebSocketChannel:
     An application that works goes on: it learns of the disconnect when it receives or
     sends. One that waits at a gate in its own task, and has no other task that
     receives, is cancelled: it holds nothing of what the gate admits it to. A task that
-    has received counts until it ends: it may be busy with a message for a moment.
+    has received counts until it ends: it may be busy with a message for a moment. One
+    that has closed the WebSocket itself goes on: servers report that as a disconnect.
 
     Args:
         receive: The server's.
+        send: The server's.
         read_ahead: Bytes of messages, of which each takes some, to read before the
             application asks. The message that exceeds them is read, and none behind it.
+
+    Attributes:
+        application: Cancels the application.
+        claims: Notes the leases of the application.
+        closed: The application has closed the WebSocket, or refused it.
     """
 
-    def __init__(self, receive: Receive, *, read_ahead: int) -> None:
+    def __init__(self, receive: Receive, send: Send, *, read_ahead: int) -> None:
         self._receive = receive
+        self._send = send
         self._read_ahead = read_ahead
         self._messages: deque[Message] = deque()
         self._bytes = 0
@@ -78,8 +88,9 @@ class WebSocketChannel:
         self._changed = anyio.Event()
         self.application = anyio.CancelScope()
         self.claims = Claims(owner.get())
+        self.closed = False
 
-    async def run(self, app: App, scope: Scope, send: Send) -> None:
+    async def run(self, app: App, scope: Scope) -> None:
         """Call *app*.
 
         Cancellation:
@@ -90,7 +101,7 @@ class WebSocketChannel:
             tasks.start_soon(self._read)
             try:
                 with self.application:
-                    await app(scope, self.receive, send)
+                    await app(scope, self.receive, self.send)
             except BaseException as error:  # noqa: ASYNC103, BLE001
                 failure = error  # raised below: the task group would wrap it
             # Only the reader is left. A cancellation of this wait would lose the error.
@@ -124,6 +135,17 @@ class WebSocketChannel:
         self._notify()
         return message
 
+    async def send(self, message: Message) -> None:
+        """The application's ``send``.
+
+        Cancellation:
+            As for the server's ``send``.
+        """
+        kind, more = message["type"], message.get("more_body", False)
+        # Before it is sent, as the server may report the disconnect meanwhile.
+        self.closed |= kind == _CLOSE or (kind == _REFUSAL and not more)
+        await self._send(message)
+
     async def _read(self) -> None:
         left = False
         try:
@@ -136,7 +158,7 @@ class WebSocketChannel:
             self._notify()
         if left:
             await self.claims.wait_at_gate()
-            if not (self._told or self._listens()):
+            if not (self._told or self.closed or self._listens()):
                 self.application.cancel(reason="the client disconnected")
 
     def _listens(self) -> bool:

@@ -236,6 +236,51 @@ async def test_leaves_alone_whose_other_task_is_busy_with_a_message() -> None:
     assert told == ["websocket.disconnect", "cleaned up"]
 
 
+@pytest.mark.parametrize("ws", ["websockets-sansio", "wsproto"])
+async def test_leaves_alone_what_goes_on_when_it_has_closed(
+    anyio_backend_name: str, ws: str
+) -> None:
+    """The disconnect that servers report of a close is none of the client."""
+    if anyio_backend_name != "asyncio":
+        pytest.skip("uvicorn runs on asyncio")
+    gate, ended, waits = Gate(slots=1), anyio.Event(), anyio.Event()
+
+    async def endpoint(websocket: Any) -> None:
+        await websocket.accept()
+        await websocket.close()
+        waits.set()
+        with await gate.admit():
+            ended.set()
+
+    held = gate.try_admit()
+    async with serving(LifecycleMiddleware(starlette_app(endpoint)), ws=ws) as port:
+        async with connect(f"ws://127.0.0.1:{port}/"):
+            pass
+        with anyio.fail_after(60):
+            await waits.wait()
+            await anyio.wait_all_tasks_blocked()
+            held.release()
+            await ended.wait()
+
+
+async def test_closes_what_the_application_has_closed_no_more() -> None:
+    """A cancelled application that closes in its ``finally`` is the last to do so."""
+    wire, gate = Wire(), Gate(slots=1)
+
+    async def app(scope: Any, receive: Any, send: Any) -> None:
+        await receive()
+        wire.gone.set()
+        try:
+            await gate.admit()
+        finally:
+            await send({"type": "websocket.close", "code": 1011})
+
+    held = gate.try_admit()
+    await wire.serve(app)
+    held.release()
+    assert wire.sent == [{"type": "websocket.close", "code": 1011}]
+
+
 async def test_a_task_that_has_ended_receives_no_more() -> None:
     """Who received in a task that has ended is cancelled like others."""
     wire, gate = Wire(), Gate(slots=1)

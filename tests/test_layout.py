@@ -39,7 +39,7 @@ MOST_FILES_ENTERED = {"text": 60, "picture": 68, "disconnect": 40}
 MOST_FILES_OF_ADMISSION = 16
 
 # Lines of Python, with a little to spare.
-MOST_LINES = {"product": 44_600, "benchmarks": 7_600, "repository": 900}
+MOST_LINES = {"product": 44_750, "benchmarks": 7_600, "repository": 900}
 # What tests the repository itself, and nothing that it installs.
 OF_THE_REPOSITORY = ("architecture", "checks", "house", "layout", "words")
 

@@ -31,6 +31,7 @@ T = TypeVar("T")
 _END: Final = object()
 _CLOSE_SECONDS: Final = 5.0  # as the middleware's `grace`
 _HANDLERS: Final = "starlette.exception_handlers"
+_REFUSED: Final = "lifecycle.refused"
 
 
 def install(
@@ -104,9 +105,10 @@ def admitted(
     """Return a dependency of FastAPI that waits at *gate*: ``Depends(admitted(gate))``.
 
     Its value is the lease, which is released when the request or WebSocket has ended.
-    For a refused client, `refusal_handler` becomes the application's handler, unless it
-    has one. For a client that leaves in line, the endpoint is not called. In Starlette,
-    ``contextlib.asynccontextmanager(admitted(gate))`` takes the request.
+    A refused client gets the response of `refusal_handler`, unless the application has
+    a handler for the refusal. For a client that leaves in line, the endpoint is not
+    called. In Starlette, ``contextlib.asynccontextmanager(admitted(gate))`` takes the
+    request.
 
     Args:
         gate: Admits the request.
@@ -125,16 +127,33 @@ def admitted(
                 leases.append(stack.enter_context(lease))
 
             try:
-                await watch.run(connection, wait)
-            except Refused:
-                if _HANDLERS in connection.scope:
-                    connection.scope[_HANDLERS][0].setdefault(Refused, refusal_handler)
+                left = await watch.run(connection, wait)
+            except Refused as refusal:
+                _have_answered(connection, refusal)
                 raise
-            if not leases:
+            if left or not leases:
                 raise HTTPException(CLIENT_CLOSED_REQUEST, "The client disconnected")
             yield leases[0]
 
     return admit
+
+
+def _have_answered(connection: HTTPConnection, refusal: Refused) -> None:
+    """Have `refusal_handler` answer, where the application handles no such error.
+
+    Starlette has its table of handlers in hand by now, and asks no other, so there is
+    one more in it from the first refusal on. That leaves all other errors alone.
+    """
+    handlers = connection.scope.get(_HANDLERS, ({},))[0]
+    if not any(kind in handlers for kind in type(refusal).__mro__):
+        handlers[Refused] = _handle_marked
+    connection.scope[_REFUSED] = id(refusal)  # the error itself would be a cycle
+
+
+async def _handle_marked(request: Request, refusal: Exception) -> Response:
+    if request.scope.get(_REFUSED) != id(refusal):
+        raise refusal
+    return await refusal_handler(request, refusal)
 
 
 class ManagedResponse(StreamingResponse):

@@ -19,7 +19,7 @@ from starlette.routing import Route
 from websockets.asyncio.client import connect
 from websockets.exceptions import InvalidStatus
 
-from lifecycle import Gate, GateFull, Lease
+from lifecycle import Gate, GateFull, Lease, LifecycleError
 from lifecycle_asgi.starlette import ManagedResponse, admitted, install
 
 pytestmark = pytest.mark.anyio
@@ -137,6 +137,42 @@ async def test_a_handler_of_the_application_stays() -> None:
     async with serving(decoder.app) as port, httpx.AsyncClient() as client:
         answer = await client.post(f"http://127.0.0.1:{port}/", json={"name": "x"})
     assert (answer.status_code, answer.text) == (429, "mine")
+
+
+async def test_a_handler_of_a_base_class_stays() -> None:
+    """A handler of all errors of this project is asked for these as well."""
+    decoder = Decoder(Gate(slots=0, max_waiting=0))
+
+    @decoder.app.exception_handler(LifecycleError)
+    async def handler(_request: Request, _refusal: LifecycleError) -> Response:
+        return Response("mine", 429)
+
+    async with serving(decoder.app) as port, httpx.AsyncClient() as client:
+        answer = await client.post(f"http://127.0.0.1:{port}/", json={"name": "x"})
+    assert (answer.status_code, answer.text) == (429, "mine")
+
+
+async def test_other_refusals_of_the_application_stay_its_own() -> None:
+    """What an endpoint raises itself goes where it went before the first refusal."""
+    gate = Gate(slots=0, max_waiting=0)
+    decoder = Decoder(gate)
+    app, found = decoder.app, []
+
+    @app.exception_handler(Exception)
+    async def handler(_request: Request, _refusal: Exception) -> Response:
+        return Response("mine", 500)
+
+    @app.post("/own")
+    async def own() -> None:
+        await gate.admit()
+
+    async with serving(app, log_level="critical") as port:
+        async with httpx.AsyncClient() as client:
+            for path in ("own", "", "own", ""):
+                url = f"http://127.0.0.1:{port}/{path}"
+                answer = await client.post(url, json={"name": "x"})
+                found.append(answer.status_code)
+    assert found == [500, 503, 500, 503]
 
 
 @pytest.mark.parametrize("wrap", [nothing, install])

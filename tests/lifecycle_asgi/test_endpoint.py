@@ -11,17 +11,26 @@ from typing import Annotated, Any
 
 import anyio
 import anyio.abc
+import anyio.lowlevel
 import httpx
 import litestar
 import pytest
 from asgi_kit import ScriptedServer, http_scope, serving
-from fastapi import Depends, FastAPI, HTTPException, Request as FastAPIRequest
+from fastapi import (
+    Depends,
+    FastAPI,
+    HTTPException,
+    Request as FastAPIRequest,
+    WebSocket,
+)
+from litestar.di import NamedDependency
 from litestar.params import JSONBody
-from pydantic import BaseModel
+from pydantic import BaseModel, create_model
 from starlette.applications import Starlette
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
+from websockets.asyncio.client import connect
 
 from lifecycle import Gate, SessionRegistry
 from lifecycle_asgi import LifecycleMiddleware, cancel_on_disconnect, request_of
@@ -415,3 +424,199 @@ async def test_asks_no_server_twice_for_a_body_that_was_read() -> None:
         scope = http_scope(headers=kinds)
         await fastapi_app(leaves)(scope, server.receive, server.send)
     assert (work.how, server.status) == ("cancelled", 499)
+
+
+class DisconnectsOnce(ScriptedServer):
+    """A server that reports a disconnect once, as hypercorn does."""
+
+    async def receive(self) -> dict[str, Any]:
+        """Wait for ever when it was reported."""
+        message = await super().receive()
+        if message["type"] == "http.disconnect":
+            self.gone, self.complete = anyio.Event(), anyio.Event()
+        return message
+
+
+async def test_begins_no_stream_for_a_client_that_has_left() -> None:
+    """A stream that the framework would not end is not begun."""
+    server = DisconnectsOnce()
+
+    async def endpoint(request: Request) -> Response:
+        async def words() -> AsyncIterator[bytes]:
+            while True:
+                await anyio.lowlevel.checkpoint()
+                yield b"word"
+
+        await request.body()
+        server.gone.set()
+        with anyio.CancelScope(shield=True):
+            await anyio.wait_all_tasks_blocked()
+            assert await request.is_disconnected()
+        return StreamingResponse(words())
+
+    with anyio.fail_after(60):
+        await plain(endpoint)(http_scope(), server.receive, server.send)
+    assert server.status == 499
+
+
+@pytest.mark.parametrize("kind", ["fastapi", "litestar"])
+async def test_dependency_of_an_endpoint_that_was_cut_off_fails(kind: str) -> None:
+    """A dependency with ``yield`` does not take half of the work for the whole."""
+    server, ended = ScriptedServer(), []
+
+    async def transaction() -> AsyncIterator[int]:
+        try:
+            yield 1
+        except Exception as error:
+            ended.append(getattr(error, "status_code", 0))
+            raise
+        ended.append("committed")
+
+    async def work() -> None:
+        server.gone.set()
+        await anyio.sleep_forever()
+
+    app: Any
+    if kind == "fastapi":
+        app = FastAPI()
+
+        @app.post("/")
+        @cancel_on_disconnect
+        async def endpoint(one: int = Depends(transaction)) -> None:  # noqa: FAST002
+            await work()
+
+    else:
+
+        @litestar.post("/", dependencies={"one": transaction})
+        @cancel_on_disconnect
+        async def other(
+            one: NamedDependency[int], request: litestar.Request[Any, Any, Any]
+        ) -> None:
+            await work()
+
+        app = litestar.Litestar([other])
+    with anyio.fail_after(60):
+        await app(http_scope(), server.receive, server.send)
+    assert (ended, server.status) == ([499], 499)
+
+
+async def test_a_model_that_is_called_request_is_none() -> None:
+    """A body whose class has the name of a framework's request is a body."""
+    named = create_model("Request", scope=(str, "x"))
+    server = ScriptedServer(b"{}")
+
+    async def endpoint(body: Any) -> None:
+        server.gone.set()
+        await anyio.sleep_forever()
+
+    endpoint.__annotations__["body"] = named
+    app = FastAPI()
+    app.post("/")(cancel_on_disconnect(endpoint))
+    kinds = [(b"content-type", b"application/json")]
+    with anyio.fail_after(60):
+        await app(http_scope(headers=kinds), server.receive, server.send)
+    assert server.status == 499
+
+
+def sockets_fastapi(endpoint: Any) -> Any:
+    """An application with one WebSocket."""
+
+    async def handler(websocket: Any) -> None:
+        await endpoint(websocket)
+
+    handler.__annotations__["websocket"] = WebSocket
+    app = FastAPI()
+    app.websocket("/")(cancel_on_disconnect(handler))
+    return app
+
+
+def sockets_litestar(endpoint: Any) -> Any:
+    """The same of Litestar."""
+
+    async def handler(socket: litestar.WebSocket[Any, Any, Any]) -> None:
+        await endpoint(socket)
+
+    return litestar.Litestar([litestar.websocket("/")(cancel_on_disconnect(handler))])
+
+
+SOCKETS = pytest.mark.parametrize("make", [sockets_fastapi, sockets_litestar])
+
+
+@SOCKETS
+async def test_socket_that_waits_before_it_accepts_gets_all(make: Any) -> None:
+    """What is read ahead changes nothing for who has not received it."""
+
+    async def endpoint(socket: Any) -> None:
+        await anyio.wait_all_tasks_blocked()
+        await socket.accept()
+        for _ in range(2):
+            word = await socket.receive_text()
+            await anyio.wait_all_tasks_blocked()
+            await socket.send_text(word)
+
+    async with serving(make(endpoint), ws="auto") as port:
+        with anyio.fail_after(60):
+            async with connect(f"ws://127.0.0.1:{port}/") as client:
+                await client.send("one")
+                await client.send("two")
+                assert [await client.recv(), await client.recv()] == ["one", "two"]
+
+
+@SOCKETS
+@pytest.mark.parametrize("accepts", [False, True])
+async def test_socket_of_a_client_that_left_is_closed(
+    make: Any, caplog: pytest.LogCaptureFixture, *, accepts: bool
+) -> None:
+    """Who leaves at the gate is closed with one message, and nothing is logged."""
+    gate, gone, sent = Gate(slots=1), anyio.Event(), []
+    held = gate.try_admit()
+
+    async def endpoint(socket: Any) -> None:
+        if accepts:
+            await socket.accept()
+        gone.set()
+        await gate.admit()
+
+    messages = [{"type": "websocket.connect"}]
+
+    async def receive() -> Any:
+        if messages:
+            return messages.pop()
+        await gone.wait()
+        return {"type": "websocket.disconnect", "code": 1005}
+
+    async def send(message: Any) -> None:
+        sent.append(message["type"])
+        if message["type"] == "websocket.close":
+            raise OSError("the client has left")
+
+    scope = http_scope(type="websocket", subprotocols=[])
+    del scope["method"]
+    with anyio.fail_after(60), contextlib.suppress(OSError):
+        await make(endpoint)(scope, receive, send)
+    assert sent == ["websocket.accept"] * accepts + ["websocket.close"]
+    assert not [each for each in caplog.records if each.levelname == "ERROR"]
+    held.release()
+
+
+@SOCKETS
+async def test_socket_that_was_closed_by_its_endpoint_goes_on(make: Any) -> None:
+    """The disconnect that servers report of a close is none of the client."""
+    gate, ended = Gate(slots=1), anyio.Event()
+    held = gate.try_admit()
+
+    async def endpoint(socket: Any) -> None:
+        await socket.accept()
+        await socket.close()
+        with await gate.admit():
+            ended.set()
+
+    async with serving(make(endpoint), ws="auto") as port:
+        async with connect(f"ws://127.0.0.1:{port}/"):
+            pass
+        with anyio.fail_after(60):
+            while not gate.statistics().waiting:
+                await anyio.sleep(0.001)
+            await anyio.wait_all_tasks_blocked()
+            held.release()
+            await ended.wait()

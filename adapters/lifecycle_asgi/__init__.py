@@ -11,7 +11,9 @@ Modules::
     media_profiles  media_profile: what media cost known servers
     events         events of a request, the live view's notes, the request log
     request        RequestScope: state of a request, and what is closed at its end
+    websocket      WebSockets whose client leaves while they wait at a gate
     middleware     LifecycleMiddleware: cancels applications on a disconnect
+    endpoint       cancel_on_disconnect: the same for one route
     request_scope  request_scope: the same for servers that do not speak ASGI
     body           how a body is read under a lease, or dropped
     responses      responses of a middleware itself, and so that they arrive
@@ -41,6 +43,7 @@ from __future__ import annotations
 from lifecycle_asgi.admission import Admission, handed_off
 from lifecycle_asgi.admission_settings import AdmissionSettings
 from lifecycle_asgi.body import BodyTooLarge, BodyTooSlow
+from lifecycle_asgi.endpoint import cancel_on_disconnect
 from lifecycle_asgi.events import (
     FirstItem,
     Phase,
@@ -115,6 +118,7 @@ __all__ = (
     "TooDeep",
     "UnreadableImage",
     "WarningLimits",
+    "cancel_on_disconnect",
     "client_address",
     "estimate",
     "estimate_memory",

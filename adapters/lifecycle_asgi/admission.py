@@ -286,9 +286,7 @@ class Admission:
         """
         if scope["type"] == "http" and self._settings.load_header:
             send = self._reporting(send)
-        if scope["type"] != "http":
-            await self._app(scope, receive, send)
-        elif _has_body(scope) and not self._keys.accept(scope):
+        if _has_body(scope) and not self._keys.accept(scope):
             await self._refuse(scope, RequestBody(receive), send, Unauthorised())
         else:
             await self._watched(scope, receive, send)
@@ -630,4 +628,6 @@ def client_timeout(scope: Scope) -> float:
 
 
 def _has_body(scope: Scope) -> bool:
-    return scope["method"] in _METHODS_WITH_BODY and declared_length(scope) != 0
+    if scope.get("method") not in _METHODS_WITH_BODY:  # a WebSocket has none
+        return False
+    return declared_length(scope) != 0

@@ -30,13 +30,15 @@ from lifecycle_asgi.events import (
     RequestRecorder,
 )
 from lifecycle_asgi.request import (
-    FRAMING,
     SCOPE_KEY,
     RequestScope,
     ResponseState,
     declared_length,
+    is_bodiless,
+    is_handled,
     keep_head,
 )
+from lifecycle_asgi.websocket import serve_websocket
 
 DISCONNECT: Final = "http.disconnect"
 CLIENT_CLOSED_REQUEST: Final = 499
@@ -100,8 +102,8 @@ class LifecycleMiddleware:
     * What the request owns, such as the generator of its body, is closed in the task
       that the server called.
 
-    Lifespan and websocket scopes pass through, and so does a request that another
-    `LifecycleMiddleware` already handles.
+    A WebSocket is cancelled only where it waits at a `Gate` and does not receive. Other
+    scopes pass through, and what another `LifecycleMiddleware` handles already.
 
     Args:
         app: The application to wrap.
@@ -169,18 +171,15 @@ class LifecycleMiddleware:
             A cancellation from outside reaches the application and then the caller;
             one by a disconnect reaches the application only.
         """
-        if scope["type"] != "http" or _is_handled(scope):
+        if scope["type"] == "websocket":
+            ahead = self._read_ahead
+            await serve_websocket(self._app, scope, receive, send, read_ahead=ahead)
+            return
+        if scope["type"] != "http" or is_handled(scope):
             await self._app(scope, receive, send)
             return
         keep_head(scope)
-        channel = RequestChannel(
-            receive,
-            send,
-            read_ahead=_allowed_read_ahead(scope, self._read_ahead),
-            disconnect_grace=self._disconnect_grace,
-            cancel_delay=self._cancel_delay,
-            watch=self._watch(scope, receive, send),
-        )
+        channel = self._channel(scope, receive, send)
         # The scope does not declare that ``send`` raises after a disconnect
         # (spec_version 2.4). If it did, Starlette would no longer listen and so take no
         # body from a stream that reads it; but a stream in a task of the application's
@@ -206,10 +205,20 @@ class LifecycleMiddleware:
             with suppress(OSError):
                 await _send_client_closed(send)
 
+    def _channel(self, scope: Scope, receive: Receive, send: Send) -> RequestChannel:
+        return RequestChannel(
+            receive,
+            send,
+            read_ahead=_allowed_read_ahead(scope, self._read_ahead),
+            disconnect_grace=self._disconnect_grace,
+            cancel_delay=self._cancel_delay,
+            watch=self._watch(scope, receive, send),
+        )
+
     def _watch(self, scope: Scope, receive: Receive, send: Send) -> WatchBody | None:
         """Return what watches the connection while its body is not read."""
         # A connection of HTTP/2 is always read, and has other requests.
-        if _is_bodiless(scope) or scope.get("http_version", "")[:2] != "1.":
+        if is_bodiless(scope) or scope.get("http_version", "")[:2] != "1.":
             return None
         declared = declared_length(scope)
 
@@ -283,22 +292,11 @@ class LifecycleMiddleware:
             del failure
 
 
-def _is_handled(scope: Scope) -> bool:
-    found = scope.get(SCOPE_KEY)
-    return isinstance(found, RequestScope) and found.live
-
-
-def _is_bodiless(scope: Scope) -> bool:
-    if scope.get("method") not in ("GET", "HEAD"):
-        return False
-    return not any(name in FRAMING for name, _ in scope.get("headers", ()))
-
-
 def _allowed_read_ahead(scope: Scope, read_ahead: int) -> int:
     """Return *read_ahead*, or what else is right for this request."""
     if any(name == b"expect" for name, _ in scope.get("headers", ())):
         return 0  # the first `receive` asks the client for the body
-    if _is_bodiless(scope):
+    if is_bodiless(scope):
         return max(read_ahead, 1)  # there is nothing to read but the disconnect
     return read_ahead
 
@@ -336,6 +334,7 @@ class RequestChannel:
         response: State of the response.
         application: Cancels the application.
         finishing: Inside of it; protects what follows a complete response.
+        first_look: Seconds for an application that has not asked for its body yet.
         reading: Cancels `read`.
         shown: Notes the messages for the live view, if it is this object's to do.
         claims: Notes the leases of the application.
@@ -356,6 +355,7 @@ class RequestChannel:
         "application",
         "claims",
         "finishing",
+        "first_look",
         "reading",
         "request",
         "response",
@@ -378,6 +378,7 @@ class RequestChannel:
         self._disconnect_grace = disconnect_grace
         self._cancel_delay = cancel_delay
         self._watch = watch
+        self.first_look = _FIRST_LOOK_SECONDS
         self._gone = False
         self._late = self._sent = 0
         # Time of the first message in this turn of the event loop, if there was one, or
@@ -443,7 +444,7 @@ class RequestChannel:
         self._buffer.close()
         delay = self._cancel_delay
         if not self._buffer.body_taken:
-            delay = max(delay, _FIRST_LOOK_SECONDS)
+            delay = max(delay, self.first_look)
         if delay and not self._buffer.listens:
             with anyio.move_on_after(delay):
                 await self.claims.wait_at_gate()

@@ -332,6 +332,19 @@ def _completed(session: Any) -> bool:
     return bool(session.outcome == "completed")
 
 
+def is_handled(scope: Scope) -> bool:
+    """Whether a `LifecycleMiddleware` above watches the request."""
+    found = scope.get(SCOPE_KEY)
+    return isinstance(found, RequestScope) and found.live
+
+
+def is_bodiless(scope: Scope) -> bool:
+    """Whether the head says that a request has no body."""
+    if scope.get("method") not in ("GET", "HEAD"):
+        return False
+    return not any(name in FRAMING for name, _ in scope.get("headers", ()))
+
+
 def declared_length(scope: Mapping[str, Any]) -> int | None:
     """Return the declared length of a body, or ``None`` if only reading tells.
 

@@ -1,33 +1,37 @@
-"""Starlette and FastAPI: `install`, and `ManagedResponse` for streams.
+"""Starlette and FastAPI: `install`, `admitted`, and `ManagedResponse` for streams.
 
 The only module here that imports a web framework.
 """
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Iterator
-from contextlib import AsyncExitStack
+from collections.abc import AsyncIterator, Callable, Iterator
+from contextlib import AsyncExitStack, ExitStack
 from typing import Any, Final, Generic, Self, TypeVar, cast
 
 import anyio
 import anyio.to_thread
 from starlette.applications import Starlette
-from starlette.requests import Request
+from starlette.exceptions import HTTPException
+from starlette.requests import HTTPConnection, Request
 from starlette.responses import Response, StreamingResponse
 
-from lifecycle import Gate, Refused
+from lifecycle import Gate, Lease, Refused
 from lifecycle.events import Observer
 from lifecycle_asgi._types import App, Message, Receive, Scope, Send
+from lifecycle_asgi.endpoint import ConnectionWatch
 from lifecycle_asgi.limits import BodyLimit
-from lifecycle_asgi.middleware import LifecycleMiddleware
+from lifecycle_asgi.middleware import CLIENT_CLOSED_REQUEST, LifecycleMiddleware
 from lifecycle_asgi.refusals import refusal_response
 from lifecycle_asgi.request import request_of
 
-__all__ = ("ManagedResponse", "install", "refusal_handler")
+__all__ = ("ManagedResponse", "admitted", "install", "refusal_handler")
 
 T = TypeVar("T")
 _END: Final = object()
 _CLOSE_SECONDS: Final = 5.0  # as the middleware's `grace`
+_HANDLERS: Final = "starlette.exception_handlers"
+_REFUSED: Final = "lifecycle.refused"
 
 
 def install(
@@ -90,6 +94,66 @@ def _response_to(refusal: Refused) -> Response:
     status, headers, body = refusal_response(refusal)
     pairs = {name.decode(): value.decode() for name, value in headers}
     return Response(body, status, pairs)
+
+
+def admitted(
+    gate: Gate,
+    *,
+    cost: int | Callable[[HTTPConnection], int] = 0,
+    slots: int = 1,
+) -> Callable[[HTTPConnection], AsyncIterator[Lease]]:
+    """Return a dependency of FastAPI that waits at *gate*: ``Depends(admitted(gate))``.
+
+    Its value is the lease, which is released when the request or WebSocket has ended.
+    A refused client gets the response of `refusal_handler`, unless the application has
+    a handler for the refusal. For a client that leaves in line, the endpoint is not
+    called. In Starlette, ``contextlib.asynccontextmanager(admitted(gate))`` takes the
+    request.
+
+    Args:
+        gate: Admits the request.
+        cost: Bytes, or a function that returns those of a request or WebSocket.
+        slots: What it costs in slots.
+    """
+    watch = ConnectionWatch()
+
+    async def admit(connection: HTTPConnection) -> AsyncIterator[Lease]:
+        nbytes = cost(connection) if callable(cost) else cost
+        leases: list[Lease] = []
+        with ExitStack() as stack:
+
+            async def wait() -> None:
+                lease = await gate.admit(bytes=nbytes, slots=slots)
+                leases.append(stack.enter_context(lease))
+
+            try:
+                left = await watch.run(connection, wait)
+            except Refused as refusal:
+                _have_answered(connection, refusal)
+                raise
+            if left or not leases:
+                raise HTTPException(CLIENT_CLOSED_REQUEST, "The client disconnected")
+            yield leases[0]
+
+    return admit
+
+
+def _have_answered(connection: HTTPConnection, refusal: Refused) -> None:
+    """Have `refusal_handler` answer, where the application handles no such error.
+
+    Starlette has its table of handlers in hand by now, and asks no other, so there is
+    one more in it from the first refusal on. That leaves all other errors alone.
+    """
+    handlers = connection.scope.get(_HANDLERS, ({},))[0]
+    if not any(kind in handlers for kind in type(refusal).__mro__):
+        handlers[Refused] = _handle_marked
+    connection.scope[_REFUSED] = id(refusal)  # the error itself would be a cycle
+
+
+async def _handle_marked(request: Request, refusal: Exception) -> Response:
+    if request.scope.get(_REFUSED) != id(refusal):
+        raise refusal
+    return await refusal_handler(request, refusal)
 
 
 class ManagedResponse(StreamingResponse):

@@ -441,8 +441,9 @@ async def test_passes_on_other_scopes() -> None:
     async def app(scope: Any, receive: Any, send: Any) -> None:
         seen.append(scope["type"])
 
+    server = ScriptedServer()
     for kind in ("lifespan", "websocket"):
-        await wrap(app)({"type": kind}, None, None)
+        await wrap(app)({"type": kind}, server.receive, server.send)
     assert seen == ["lifespan", "websocket"]
 
 

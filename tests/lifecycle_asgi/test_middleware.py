@@ -305,9 +305,9 @@ async def test_ignores_server_that_minds_the_499() -> None:
         await LifecycleMiddleware(app)(http_scope(), server.receive, send)
 
 
-@pytest.mark.parametrize("kind", ["lifespan", "websocket"])
+@pytest.mark.parametrize("kind", ["lifespan", "of a server's own"])
 async def test_passes_other_scopes_through(kind: str) -> None:
-    """Lifespan and websocket calls reach the application untouched."""
+    """Calls that are no requests reach the application untouched."""
     seen: list[Any] = []
 
     async def app(*call: Any) -> None:

@@ -217,7 +217,9 @@ def _run(app: Starlette, config: ServerConfig, hints: Callable[[str], str]) -> N
     def announce(address: str, operator: str | None = None) -> None:
         typer.echo(f"lifecycle-engine is ready at {address}")
         if operator is not None:
-            typer.echo(f"see what it does: lifecycle top {operator}")
+            taken = _taken_port(config, operator)
+            where = f"port {taken} is taken; " if taken else ""
+            typer.echo(f"{where}see what it does: lifecycle top {operator}")
         if text := hints(address):
             typer.echo(text)
         sys.stdout.flush()
@@ -240,8 +242,17 @@ def _run(app: Starlette, config: ServerConfig, hints: Callable[[str], str]) -> N
             key=http.ssl_keyfile,
             announce=announce,
             operator=http.operator_address,
+            operator_moves=http.admin_listen is None,
             signals_after=signal.SIG_IGN,
         )
+
+
+def _taken_port(config: ServerConfig, operator: str) -> int | None:
+    """Return the port that the operator's pages at *operator* were to have."""
+    wanted = config.http.operator_address
+    if not isinstance(wanted, tuple) or operator.endswith(f":{wanted[1]}"):
+        return None
+    return wanted[1] or None
 
 
 def first_steps(address: str, model: str) -> str:

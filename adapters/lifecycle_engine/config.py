@@ -296,7 +296,8 @@ class HttpConfig(_Section):
         None,
         Listener(),
         "Address of the operator's pages, /_lifecycle and /metrics: HOST:PORT, "
-        "unix:PATH of a socket, or off. Default: 127.0.0.1, at the port after --port.",
+        "unix:PATH of a socket, or off. Default: 127.0.0.1, at the port after --port, "
+        "or a free one if that is taken.",
     )
     ssl_certfile: Path | None = _setting(  # noqa: RUF009 - makes a field
         None, FilePath(), "PEM file of the certificate, and its chain; serves HTTPS."
@@ -315,7 +316,7 @@ class HttpConfig(_Section):
         16384, Whole(1), "Maximum number of connections; more are answered with 503."
     )
     header_timeout: float = _setting(
-        10.0, Timeout(), "Time limit for the head of a request."
+        10.0, Timeout(), "Time limit for the head of a request, and for TLS before it."
     )
     body_bytes: int = _setting(64 * 2**20, Size(1), "Maximum size of a request body.")
     body_timeout: float = _setting(

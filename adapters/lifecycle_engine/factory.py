@@ -6,7 +6,6 @@ import errno
 import importlib
 import inspect
 import os
-import ssl
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -372,10 +371,10 @@ def _check_certificate(config: ServerConfig) -> None:
             what = f"{key} is the key of no certificate; give --ssl-certfile as well"
             raise ConfigError("http.ssl_keyfile", what)
         return
+    from lifecycle_engine.server.tls import server_context
+
     try:
-        # An empty password: asked for one, OpenSSL would wait for a terminal.
-        context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
-        context.load_cert_chain(certificate, key, password="")
+        server_context(certificate, key)
     except (OSError, ValueError) as error:  # of ssl, too
         why = getattr(error, "reason", None) or getattr(error, "strerror", None)
         raise ConfigError(

@@ -138,6 +138,11 @@ async def test_shows_other_pages_nothing_of_the_operator() -> None:
         assert await status(server, "/v1/models", page) == 200
         assert await status(server, STATUS, page) == 403
         assert await status(server, STATUS, {"host": "evil.example"}) == 421
+    # Any name is for clients, who have keys or a proxy in front.
+    async with running(settings=settings(hosts=("*", "ops.example"))) as server:
+        assert await status(server, "/v1/models", {"host": "evil.example"}) == 200
+        assert await status(server, STATUS, {"host": "evil.example"}) == 421
+        assert await status(server, STATUS, {"host": "ops.example"}) == 200
 
 
 async def cancelled(server: Server, path: str, request: Any, **asks: Any) -> list[int]:
@@ -197,6 +202,8 @@ async def test_cancels_by_an_id_that_the_response_named(open_server: Server) -> 
         ({"host": "evil.example:8000"}, 421),
         ({"host": "127.0.0.1.evil.example"}, 421),
         ({"host": "[::1]evil.example"}, 421),
+        ({"host": "[:::]"}, 421),
+        ({"host": "[127.0.0.1]"}, 421),
         ({"host": "localhost:1"}, 200),
         ({"host": "a.localhost"}, 200),
         ({"host": "[::1]:8000"}, 200),

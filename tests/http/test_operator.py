@@ -7,7 +7,7 @@ import signal
 import socket
 import stat
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -209,3 +209,49 @@ async def test_says_that_no_key_is_asked_for(
         errors = (await server.process.stderr.read()).decode()
     assert errors.count("\n") == warned
     assert ("--api-key-file" in errors) == warned
+
+
+async def test_starts_where_the_next_port_is_taken() -> None:
+    """Another server's, or that of the next of several of ours; the line says so."""
+    with free_pair() as (port, next_port), socket.create_server(next_port):
+        async with served("--port", str(port)) as server:
+            assert not server.admin.endswith(f":{next_port[1]}")
+            assert server.said.startswith(f"port {next_port[1]} is taken; ")
+            async with viewer(server) as client:
+                assert (await client.get("/_lifecycle/status")).json()["ready"]
+            assert await server.exit(signal.SIGTERM) == 0
+
+
+@contextmanager
+def free_pair() -> Iterator[tuple[int, tuple[str, int]]]:
+    """A free port, and the address at the next one, which is free, too."""
+    for _ in range(100):
+        with suppress(OSError), socket.create_server(("127.0.0.1", 0)) as first:
+            port = first.getsockname()[1]
+            socket.create_server(("127.0.0.1", port + 1)).close()
+            break
+    yield port, ("127.0.0.1", port + 1)
+
+
+async def test_does_not_wait_for_a_socket_whose_server_hangs(tmp_path: Path) -> None:
+    """Nobody accepts there, and it has no room for another connection."""
+    path = tmp_path / "operator"
+    with socket.socket(socket.AF_UNIX) as hanging, ExitStack() as clients:
+        hanging.bind(str(path))
+        hanging.listen(0)
+        for _ in range(3):
+            client = clients.enter_context(socket.socket(socket.AF_UNIX))
+            client.setblocking(False)
+            client.connect_ex(str(path))
+        assert b"in use" in await refusal("--admin-listen", f"unix:{path}")
+
+
+async def test_names_the_paths_that_it_has() -> None:
+    """None of those of clients, which are elsewhere."""
+    async with served() as server, viewer(server) as client:
+        for path in ("/", "/v1/models", "/_lifecycle/none"):
+            message = (await client.get(path)).json()["error"]["message"]
+            assert "/_lifecycle/status" in message
+            assert "/v1" not in message
+            assert "--admin-listen" not in message
+        assert await server.exit(signal.SIGTERM) == 0

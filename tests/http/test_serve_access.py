@@ -5,13 +5,16 @@ from __future__ import annotations
 import asyncio
 import signal
 import ssl
+from collections.abc import AsyncIterator
+from contextlib import ExitStack, asynccontextmanager, suppress
 from pathlib import Path
+from typing import Any
 
 import httpx
 import pytest
 from certificates import certificate
 from http_kit import ENV, user
-from serve_kit import CLI, served
+from serve_kit import CLI, Served, served
 from typer.testing import CliRunner
 
 from lifecycle_engine import ConfigError, ServerConfig, load_config, make_app
@@ -94,3 +97,53 @@ async def test_says_that_descriptors_are_few() -> None:
     finally:
         process.terminate()
         await process.communicate()
+
+
+@asynccontextmanager
+async def https(folder: Path, *options: str) -> AsyncIterator[tuple[Served, Any]]:
+    """A server of three connections, and a client that trusts it."""
+    both = certificate(folder, "127.0.0.1")
+    trust = ssl.create_default_context(cafile=str(both))
+    options = (*options, "--ssl-certfile", str(both), "--max-connections", "3")
+    async with (
+        served(*options) as server,
+        httpx.AsyncClient(verify=trust, base_url=server.address) as client,
+    ):
+        yield server, client
+
+
+async def silent(server: Served, stack: ExitStack) -> asyncio.StreamReader:
+    """A connection that begins to shake hands, and goes no further."""
+    reader, writer = await asyncio.open_connection("127.0.0.1", server.port)
+    stack.callback(writer.close)
+    writer.write(b"\x16\x03\x01")
+    return reader
+
+
+async def ended(reader: asyncio.StreamReader) -> None:
+    """Return when the server has cut a connection."""
+    async with asyncio.timeout(50):  # by itself, an event loop allows 60 s
+        with suppress(ConnectionError):
+            assert await reader.read() == b""
+
+
+@pytest.mark.asyncio
+async def test_counts_handshakes_as_connections(tmp_path: Path) -> None:
+    """One too many is cut at once, and none delays the exit."""
+    async with https(tmp_path, "--header-timeout", "600") as (server, _):
+        with ExitStack() as stack:
+            held = [await silent(server, stack) for _ in range(3)]
+            await ended(await silent(server, stack))
+            assert not any(reader.at_eof() for reader in held)
+            assert await server.exit(signal.SIGTERM, within=50) == 0
+
+
+@pytest.mark.asyncio
+async def test_ends_handshakes_in_the_time_of_a_head(tmp_path: Path) -> None:
+    """Then others are served again."""
+    async with https(tmp_path, "--header-timeout", "1") as (server, client):
+        with ExitStack() as stack:
+            for reader in [await silent(server, stack) for _ in range(3)]:
+                await ended(reader)
+        assert (await client.get("/health")).status_code == 200
+        assert await server.exit(signal.SIGTERM) == 0

@@ -19,9 +19,13 @@ class Served:
     """A server process that has announced itself."""
 
     def __init__(
-        self, process: asyncio.subprocess.Process, address: str, admin: str
+        self,
+        process: asyncio.subprocess.Process,
+        address: str,
+        admin: str,
+        said: str = "",
     ) -> None:
-        self.process = process
+        self.process, self.said = process, said
         self.admin = admin  # of the operator's pages; empty if they are off
         self.address = address
         self.port = int(address.rpartition(":")[2])
@@ -60,12 +64,14 @@ async def served(
         assert "ready at http" in line, (await process.stderr.read()).decode()
         children = family.children(recursive=True)
         assert children, "there is no engine process"
-        admin = ""
+        said = admin = ""
         if ("--admin-listen", "off") not in itertools.pairwise(options):
             async with asyncio.timeout(60):
-                admin = (await process.stdout.readline()).decode().split()[-1]
-        yield Served(process, line.split()[-1], admin)
-        assert not quiet or await process.stderr.read() == b""
+                said = (await process.stdout.readline()).decode()
+            admin = said.split()[-1]
+        yield Served(process, line.split()[-1], admin, said)
+        errors = await process.stderr.read() if quiet else b""
+        assert errors == b"", errors.decode()
     finally:
         if process.returncode is None:
             process.kill()

@@ -37,7 +37,7 @@ class AccessRules:
         api_keys: Keys of clients; without any, no key is asked for.
         admin_keys: Keys for ``/_lifecycle`` and ``/metrics``; without any, whatever
             reaches the operator's listener is served.
-        hosts: Further names of the server in ``Host``; ``*`` is any.
+        hosts: Further names of the server in ``Host``; ``*`` is any, for clients alone.
         origins: Origins of web pages that may send requests; ``*`` is any.
     """
 
@@ -66,7 +66,9 @@ class AccessControl:
         self._operator = operator
         keys = rules.admin_keys if operator else rules.api_keys
         self._keys = ApiKeys(keys) if keys else None
-        self._hosts = frozenset(host.lower() for host in rules.hosts)
+        # Any name would let any page in (DNS rebinding), also where no key is needed.
+        hosts = (host for host in rules.hosts if not (operator and host == "*"))
+        self._hosts = frozenset(host.lower() for host in hosts)
         self._origins = frozenset(() if operator else rules.origins)
 
     async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
@@ -181,9 +183,13 @@ def _name_of(host: bytes | None) -> str | None:
     """Return the name in a ``Host``, without its port."""
     if not host:
         return None
+    nowhere = "."  # the name of no site
     if not HOST.fullmatch(host):
-        return "."  # of no site
-    return urlsplit(f"//{host.decode('latin-1')}").hostname or ""
+        return nowhere
+    try:
+        return urlsplit(f"//{host.decode('latin-1')}").hostname or ""
+    except ValueError:  # brackets around what is no address of IPv6
+        return nowhere
 
 
 def _is_address(name: str) -> bool:

@@ -340,7 +340,7 @@ def _operator(
                 AccessControl, rules=settings.access, answer=_response, operator=True
             )
         ],
-        exception_handlers=_ERRORS,
+        exception_handlers={**_ERRORS, HTTPException: _operators_error},
     )
     app.router.redirect_slashes = False
     return app
@@ -459,13 +459,22 @@ def _refusal(
 
 
 async def _http_error(request: Request, error: Exception) -> Response:
+    missing = no_such_path(request.url.path)
+    if request.url.path.startswith(_OPERATORS):
+        missing = "The operator's paths are served at --admin-listen alone"
+    return _problem(request, error, missing)
+
+
+async def _operators_error(request: Request, error: Exception) -> Response:
+    paths = "/_lifecycle, /_lifecycle/status, /_lifecycle/requests and /metrics"
+    missing = f"There is no such path for the operator; there are {paths}"
+    return _problem(request, error, missing)
+
+
+def _problem(request: Request, error: Exception, missing: str) -> Response:
     assert isinstance(error, HTTPException)
     code = {404: "not_found", 405: "method_not_allowed"}.get(error.status_code, "http")
-    message = error.detail
-    if error.status_code == 404:
-        message = no_such_path(request.url.path)
-        if request.url.path.startswith(_OPERATORS):
-            message = "The operator's paths are served at --admin-listen alone"
+    message = missing if error.status_code == 404 else error.detail
     problem = ApiError(error.status_code, message, code=code)
     response = _response(request.scope, problem)
     response.headers.update(error.headers or {})

@@ -48,6 +48,7 @@ def _remove_abandoned(path: Path) -> None:
     """Remove the socket of a server that was killed, and nothing else."""
     if path.is_socket():
         with socket.socket(socket.AF_UNIX) as probe:
+            probe.setblocking(False)  # its server may accept no one
             if probe.connect_ex(str(path)) == errno.ECONNREFUSED:
                 path.unlink()
 
@@ -112,11 +113,26 @@ class OperatorServer(uvicorn.Server):
             await self.shutdown([self._listener])
 
 
+def _listen_near(address: Address, *, moves: bool) -> socket.socket:
+    try:
+        return _listen(address)
+    except OSError as error:
+        if not moves or isinstance(address, Path) or error.errno != errno.EADDRINUSE:
+            raise
+        return _listen((address[0], 0))
+
+
 @contextmanager
 def operating(
-    app: Any, address: Address | None, limits: ConnectionLimits
+    app: Any, address: Address | None, limits: ConnectionLimits, *, moves: bool = False
 ) -> Iterator[OperatorServer | None]:
     """Listen on *address* for *app*; without one, there is no server.
+
+    Args:
+        app: The application.
+        address: Where to listen.
+        limits: Timeouts of connections.
+        moves: Whether a free port does where that of *address* is taken.
 
     Raises:
         OSError: The address cannot be listened on; the ``filename`` shows it.
@@ -125,7 +141,7 @@ def operating(
         yield None
         return
     try:
-        listener = _listen(address)
+        listener = _listen_near(address, moves=moves)
     except OSError as error:
         shown = str(address) if isinstance(address, Path) else _join(*address)
         raise OSError(error.errno, error.strerror or str(error), shown) from None

@@ -17,6 +17,7 @@ from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from types import FrameType
+from typing import Any, cast
 
 import anyio
 import uvicorn
@@ -26,6 +27,7 @@ from starlette.applications import Starlette
 from lifecycle import EngineLost
 from lifecycle_engine.server.listener import Address, OperatorServer, operating
 from lifecycle_engine.server.service import Service
+from lifecycle_engine.server.tls import TlsListener, server_context
 from lifecycle_engine.server.uvicorn_protocol import (
     Connection,
     ConnectionLimits,
@@ -122,6 +124,7 @@ class DrainingServer(uvicorn.Server):
         drain: Seconds that streams may take.
         on_ready: Called once the server listens and the engine is ready.
         operator: Serves the operator until the drain is over.
+        tls: Makes the listener of HTTPS from a socket, a protocol and *connections*.
 
     Attributes:
         failure: Why the engine never became ready; the server then stops by itself.
@@ -135,6 +138,7 @@ class DrainingServer(uvicorn.Server):
         drain: float,
         on_ready: Callable[[], None] = lambda: None,
         operator: OperatorServer | None = None,
+        tls: Callable[..., TlsListener] | None = None,
     ) -> None:
         config.backlog = _ACCEPTED_AT_ONCE
         super().__init__(config)
@@ -142,6 +146,7 @@ class DrainingServer(uvicorn.Server):
         self._drain = drain
         self._on_ready = on_ready
         self._operator = operator
+        self._tls = tls
         self._awaiting: asyncio.Task[None] | None = None
         self._end_now = False
         self._draining: anyio.CancelScope | None = None
@@ -149,15 +154,27 @@ class DrainingServer(uvicorn.Server):
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         """Listen at once; announce the server when the engine is ready, too."""
-        await super().startup(sockets)
+        await super().startup([] if self._tls else sockets)
         if self.lifespan.should_exit:
             sys.exit(_STARTUP_FAILURE)  # as later releases of uvicorn do
         for each in sockets or ():
             each.listen(_BACKLOG)
+            if self._tls is not None:
+                self._serve_https(each, self._tls)
         if self._operator is not None:
             await self._operator.start()
         if not self.should_exit:
             self._awaiting = asyncio.create_task(self._await_engine())
+
+    def _serve_https(self, listener: socket.socket, made: Callable[..., Any]) -> None:
+        state, connection = self.server_state, self.config.http_protocol_class
+        protocol = partial(
+            cast("Callable[..., Any]", connection),
+            config=self.config,
+            server_state=state,
+            app_state=self.lifespan.state,
+        )
+        self.servers.append(made(listener, protocol, connections=state.connections))
 
     async def _await_engine(self) -> None:
         try:
@@ -247,6 +264,7 @@ def run(
     limits: ConnectionLimits | None = None,
     announce: Callable[..., None] = print,
     operator: Address | None = None,
+    operator_moves: bool = False,
     proxies: Sequence[str] = (),
     certificate: Path | None = None,
     key: Path | None = None,
@@ -263,10 +281,10 @@ def run(
         host: Address to listen on.
         port: Port to listen on; 0 takes a free one.
         drain: Seconds that running streams get to finish at shutdown.
-        limits: Limits on each connection, and on their number, which is also limited
-            by the number of file descriptors.
+        limits: Of connections; the number of file descriptors limits theirs, too.
         announce: Called once with the server's address, and the operator's if any.
         operator: Where ``app.state.operator`` is served, without TLS, if anywhere.
+        operator_moves: Whether a free port does where the operator's is taken.
         proxies: Addresses and networks whose ``X-Forwarded-For`` is trusted. By
             default none is, not even the loopback address.
         certificate: PEM file of a certificate and its chain; serves HTTPS.
@@ -280,23 +298,31 @@ def run(
     """
     service = app.state.service
     _configure_process(service)
-    limits = limits or ConnectionLimits()
+    limits = _within_descriptor_limit(limits or ConnectionLimits())
+    tls = _tls(certificate, key, limits)
     config = _uvicorn_config(app, limits, proxies)
-    config.ssl_certfile, config.ssl_keyfile = certificate, key
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     listening = socket.create_server((host, port), family=family, backlog=_BACKLOG)
-    with listening as listener, operating(app.state.operator, operator, limits) as own:
-        addresses = [_address(host, listener.getsockname()[1], tls=config.is_ssl)]
-        addresses += [own.address] if own else []
-        ready = partial(announce, *addresses)
+    operated = operating(app.state.operator, operator, limits, moves=operator_moves)
+    with listening as listener, operated as own:
+        address = _address(host, listener.getsockname()[1], tls=tls is not None)
+        ready = partial(announce, address, *([own.address] if own else []))
         server = DrainingServer(
-            config, service, drain=drain, on_ready=ready, operator=own
+            config, service, drain=drain, on_ready=ready, operator=own, tls=tls
         )
         signals = server.handling_signals(signals_after)
         with frozen_heap(), _short_switch_interval(), signals:
             server.run(sockets=[listener])
     if server.failure is not None:
         raise server.failure
+
+
+def _tls(
+    certificate: Path | None, key: Path | None, limits: ConnectionLimits
+) -> Callable[..., TlsListener] | None:
+    if certificate is None:
+        return None
+    return partial(TlsListener, context=server_context(certificate, key), limits=limits)
 
 
 def _configure_process(service: Service) -> None:
@@ -311,7 +337,7 @@ def _uvicorn_config(
 ) -> uvicorn.Config:
     return uvicorn.Config(
         app,
-        http=http_protocol(_within_descriptor_limit(limits)),
+        http=http_protocol(limits),
         ws="none",
         lifespan="on",  # without the lifespan there is no engine, so startup fails
         log_level="error",  # requests that are not HTTP are not logged

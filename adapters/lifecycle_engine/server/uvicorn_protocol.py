@@ -203,9 +203,11 @@ class Connection(HttpToolsProtocol):
     def abort_if_idle(self) -> None:
         """Close now if only the client is waited for.
 
-        It has to read what was written, or to send a body that will be dropped.
+        It has to read what was written, or to send a body that will be dropped, or the
+        end of TLS.
         """
-        if self._lingering or self.transport.get_write_buffer_size():
+        closing = self._lingering or self.transport.is_closing()
+        if closing or self.transport.get_write_buffer_size():
             self.transport.abort()
 
     def send_400_response(self, msg: str) -> None:

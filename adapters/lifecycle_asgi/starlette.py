@@ -133,7 +133,7 @@ def admitted(
                 raise
             if left or not leases:
                 raise HTTPException(CLIENT_CLOSED_REQUEST, "The client disconnected")
-            yield leases[0]
+            yield leases[0]  # noqa: ASYNC119 - FastAPI closes it
 
     return admit
 

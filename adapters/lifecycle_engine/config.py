@@ -634,7 +634,8 @@ def _read(file: Path) -> dict[str, Any]:
     for name, table in document.items():
         if not isinstance(table, dict):
             raise ConfigError(
-                f"{file}: {name}", f"{table!r} is not a table; write [{name}]"
+                f"{file}: {name}",
+                f"{type(table).__name__} is not a table; write [{name}]",
             )
         keys = [setting.key for setting in SETTINGS if setting.section == name]
         _check_keys(table, keys, f"{file}: [{name}]", "key")

@@ -342,7 +342,8 @@ class Many:
         if isinstance(value, str):
             value = [each.strip() for each in value.split(",") if each.strip()]
         if not isinstance(value, Sequence) or isinstance(value, bytes | Mapping):
-            raise _not(value, "a list")
+            hidden = isinstance(self.item, Secret)
+            raise _not(type(value).__name__ if hidden else value, "a list")
         return tuple(self.item.parse(each) for each in value)
 
     def show(self, value: Sequence[Any]) -> str:

@@ -206,7 +206,7 @@ def test_names_the_source_of_a_wrong_value(tmp_path: Path) -> None:
             "port = 8000\n",
             "port is not a section; known: model, admission, access, http",
         ),
-        ("http = 3\n", "http: 3 is not a table; write [http]"),
+        ("http = 3\n", "http: int is not a table; write [http]"),
         ("[http\n", "correct the TOML"),
         ("[http]\nport = true\n", "http.port: True is not a whole number"),
         ("[http]\nproxies = 3\n", "http.proxies: 3 is not a list"),

@@ -318,6 +318,7 @@ HIDDEN = [
     "/_lifecycle/snapshot",
     "/_lifecycle/requests/a/cancel",
     "/_lifecycle;x/status",
+    "/_lifecycle/status/../../v1",
 ]
 
 

@@ -104,8 +104,11 @@ def is_operators(path: str) -> bool:
     if unquote(path) != path:
         return True  # no client writes that by mistake, and each time costs
     plain = _PARAMETERS.sub("", path.replace("\\", "/"))
-    plain = re.sub("/+", "/", posixpath.normpath(f"/{plain}")).lower()
-    return f"{plain}/".startswith(f"{_OPERATORS}/")
+    # Not all servers follow dots.
+    return any(
+        re.sub("/+", "/", f"/{each}/").lower().startswith(f"{_OPERATORS}/")
+        for each in (plain, posixpath.normpath(f"/{plain}"))
+    )
 
 
 def request_headers(

@@ -39,6 +39,9 @@ ENVIRONMENT = "LIFECYCLE_"
 CONFIG_VARIABLE = f"{ENVIRONMENT}CONFIG"
 """The environment variable that names the TOML file."""
 
+# From a server's port to that of its operator's pages.
+_FAR = 10_000
+_LAST_PORT = 65535
 # Variables that Kubernetes sets for a service whose name begins with "lifecycle".
 _KUBERNETES_NAME = re.compile(
     r"_SERVICE_(HOST|PORT)(_\w+)?$|_PORT_\d+_(TCP|UDP|SCTP)(_\w+)?$"
@@ -296,7 +299,7 @@ class HttpConfig(_Section):
         None,
         Listener(),
         "Address of the operator's pages, /_lifecycle and /metrics: HOST:PORT, "
-        "unix:PATH of a socket, or off. Default: 127.0.0.1, at the port after --port, "
+        "unix:PATH of a socket, or off. Default: 127.0.0.1, at --port + 10000, "
         "or a free one if that is taken.",
     )
     ssl_certfile: Path | None = _setting(  # noqa: RUF009 - makes a field
@@ -365,8 +368,10 @@ class HttpConfig(_Section):
         """Where the operator's pages are served; ``None`` if they are off."""
         given = self.admin_listen
         if given is None:
-            # It moves with --port, as several servers may share a machine.
-            return "127.0.0.1", self.port + 1 if 0 < self.port < 65535 else 0
+            # It moves with --port, and is no neighbour: servers of one machine have
+            # ports in a row.
+            far = _FAR if self.port + _FAR <= _LAST_PORT else -_FAR
+            return "127.0.0.1", self.port + far if self.port else 0
         if given.startswith("unix:"):
             return Path(given.removeprefix("unix:"))
         return None if given == "off" else split_address(given)

@@ -51,9 +51,9 @@ def top(
     url: Annotated[
         str,
         typer.Argument(
-            help="Address of the live view, as http://127.0.0.1:8001 or unix:PATH."
+            help="Address of the live view, as http://127.0.0.1:18000 or unix:PATH."
         ),
-    ] = "http://127.0.0.1:8001",
+    ] = "http://127.0.0.1:18000",
     key: Annotated[
         str | None,
         typer.Option(

@@ -17,6 +17,7 @@ from http_kit import ENV, user
 from serve_kit import CLI, Served, served
 
 from lifecycle_engine import ConfigError, load_config, make_app
+from lifecycle_engine.config import HttpConfig
 
 pytestmark = pytest.mark.asyncio
 PATHS = ("/metrics", "/_lifecycle", "/_lifecycle/status", "/_lifecycle/requests")
@@ -141,9 +142,9 @@ async def test_names_the_address_that_is_taken() -> None:
 @pytest.mark.parametrize(
     ("port", "given", "expected"),
     [
-        (8000, None, ("127.0.0.1", 8001)),
+        (8000, None, ("127.0.0.1", 18000)),
         (0, None, ("127.0.0.1", 0)),
-        (65535, None, ("127.0.0.1", 0)),
+        (65535, None, ("127.0.0.1", 55535)),
         (8000, "[::1]:9", ("::1", 9)),
         (8000, "off", None),
     ],
@@ -224,13 +225,15 @@ async def test_starts_where_the_next_port_is_taken() -> None:
 
 @contextmanager
 def free_pair() -> Iterator[tuple[int, tuple[str, int]]]:
-    """A free port, and the address at the next one, which is free, too."""
+    """A free port, and the operator's address beside it, which is free, too."""
     for _ in range(100):
         with suppress(OSError), socket.create_server(("127.0.0.1", 0)) as first:
             port = first.getsockname()[1]
-            socket.create_server(("127.0.0.1", port + 1)).close()
+            address = HttpConfig(port=port).operator_address
+            assert isinstance(address, tuple)
+            socket.create_server(address).close()
             break
-    yield port, ("127.0.0.1", port + 1)
+    yield port, address
 
 
 async def test_does_not_wait_for_a_socket_whose_server_hangs(tmp_path: Path) -> None:

@@ -58,7 +58,7 @@ Ts = TypeVarTuple("Ts")
 # Sums of these fit a word of a row.
 _MOST: Final = 2**56
 # Seconds that a request whose `max_wait` went by waits for the leader to say so.
-_ANSWER: Final = 1.0
+_ANSWER: Final = 0.25
 
 
 class _ThreadWaiter:

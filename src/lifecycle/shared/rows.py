@@ -10,6 +10,7 @@ can be stopped half-way, and of two candidates one fails.
 from __future__ import annotations
 
 import mmap
+import operator
 import os
 import secrets
 import stat
@@ -254,10 +255,13 @@ class Folder:
 
     def totals(self) -> list[int]:
         """Return the sum of each word, with what the dead counted and not held."""
-        live = [row.words for row in self.live_rows()]
-        sums = [sum(column) for column in zip([0] * _WORDS, *live, strict=True)]
-        for row in self._opened.values():
-            if not row.alive:
+        with suppress(OSError):
+            self._look_for_rows()
+        sums = [0] * _WORDS
+        for row in list(self._opened.values()):
+            if row.alive:
+                sums = [*map(operator.add, sums, row.words.tolist())]
+            else:
                 count_on(sums, row.words)
         return sums
 

@@ -138,8 +138,10 @@ class Lane:
         self._refused += 1
 
     def _check_share(self, client: str) -> None:
+        if self._waiting[client] < self._share:
+            return  # most come here, and a shared gate reads all workers to be asked
         now = self.gate.statistics()
-        if self._waiting[client] < self._share or now.waiting >= self._max_waiting:
+        if now.waiting >= self._max_waiting:
             return  # a full queue is no client's fault, and the gate's to refuse
         self.count_refusal()
         if self._shadow:

@@ -1,6 +1,7 @@
 """The fence between epochs, and what a leader makes of workers that behave oddly."""
 
 import contextlib
+import resource
 import socket
 import sys
 import threading
@@ -13,7 +14,7 @@ from shared_kit import Workers, follows, leads, stalled, until, wait_until
 
 from lifecycle import GateClosed, GateFull
 from lifecycle.shared import leader as leader_module, member as member_module, wire
-from lifecycle.shared.rows import CAPACITY_SINCE, EPOCH, IDENT, SLOTS, Folder
+from lifecycle.shared.rows import ADMITTED, CAPACITY_SINCE, EPOCH, IDENT, SLOTS, Folder
 from lifecycle.shared.wire import Connection
 
 pytestmark = [
@@ -293,7 +294,9 @@ class Raw:
     def hello(self, held=(), waiting=()):
         self.row.words[EPOCH] = 1
         capacity = 1, 1, None
-        self.say(wire.HELLO, self.ident, capacity, list(held), list(waiting))
+        self.say(
+            wire.HELLO, wire.VERSION, self.ident, capacity, list(held), list(waiting)
+        )
 
     def say(self, *frame):
         self.link.put(*frame)
@@ -467,7 +470,7 @@ def test_gives_back_what_was_decided_for_who_was_just_lost(raw) -> None:
         one.say(wire.RELEASE, 1)
         old.put(wire.EXPIRE, 2, 1.0)
         old.flush()
-        two.link.put(wire.HELLO, two.ident, (1, 1, None), [], [])
+        two.link.put(wire.HELLO, wire.VERSION, two.ident, (1, 1, None), [], [])
         two.link.flush()
     wait_until(lambda: peer.gone)
     wait_until(lambda: granted(gate))
@@ -524,7 +527,7 @@ def test_forgets_the_rest_of_who_was_dropped(raw) -> None:
     for text in (b"[2, 1]\n", b"7\n"):
         gate, odd = raw()
         odd.folder.remove(odd.row)
-        words = b"[0, %d, [1, 1, null], [], []]\n" % odd.ident
+        words = b"[0, 1, %d, [1, 1, null], [], []]\n" % odd.ident
         odd.link.sock.send(words + text)
         assert odd.hear() == [] and odd.link.ended
         gate.try_admit().release()
@@ -577,6 +580,7 @@ def test_ignores_late_calls_and_unknown_words(workers) -> None:
     b._member.loop.call(b._member._seek_anew, 77)
     b._member.loop.call(b._member._read, object())
     leader = a._member.leader
+    wait_until(lambda: leader._peers)
     (peer,) = leader._peers.values()
     a._member.loop.call(leader._put, peer, 99, 0)
     b.try_admit().release()
@@ -726,3 +730,171 @@ def abandon(gate):
     loop.run_until_complete(asyncio.sleep(0))
     task._log_destroy_pending = False
     loop.close()
+
+
+def test_greets_anew_after_what_is_no_frame(workers, caplog) -> None:
+    """A leader that says what is no frame loses the connection, and no worker."""
+    a, b = workers.two(slots=1)
+    for text in (b"7\n", b"[7]\n", b"[7,1,2,3,4]\n", b'[7,0,"No","",1]\n', b"\xff\n"):
+        link = b._member._link
+        wait_until(lambda: a._member.leader._peers)
+        (peer,) = a._member.leader._peers.values()
+        peer.connection.sock.send(text)
+        wait_until(lambda link=link: b._member._link not in (None, link))
+        b.try_admit().release()
+        wait_until(lambda: not b._member._told)
+    assert "is no frame of its leader" in caplog.text and not b._member.cut_off
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
+def test_refuses_while_another_version_leads(workers, monkeypatch, caplog) -> None:
+    """Workers of two releases do not guess; the later one goes on when it can."""
+    a = workers(slots=1)
+    a.statistics()
+    wait_until(lambda: leads(a))
+    monkeypatch.setattr(member_module, "VERSION", 2)
+    b = workers(slots=1)
+    b.statistics()
+    wait_until(lambda: b._member.cut_off)
+    with pytest.raises(GateClosed, match="version 1 of its frames, not 2; restart all"):
+        b.try_admit()
+    assert caplog.text.count("restart all workers") == 1
+    a.try_admit().release()
+    a.close()
+    wait_until(lambda: leads(b))
+    b.try_admit().release()
+
+
+@contextlib.contextmanager
+def no_descriptors():
+    """Let this process open no more files."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (0, hard))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+
+
+def test_accepts_when_there_are_descriptors_again(raw, workers) -> None:
+    """A leader without descriptors serves those it knows, spins not, and goes on."""
+    gate, odd = raw()
+    leader = gate._member.leader
+    accepts = []
+    accept = leader._accept
+
+    def note():
+        accepts.append(leader._beat_at)
+        accept()
+
+    with stalled(gate):
+        gate._member.loop.unwatch(leader._listener)
+        leader._accept = note
+        leader._deaf = True
+    sock = socket.socket(socket.AF_UNIX)
+    sock.setblocking(False)
+    with no_descriptors():
+        sock.connect(odd.folder.socket_path(gate._member.row.words[IDENT], 1))
+        wait_until(lambda: len(accepts) >= 3)
+        assert len(set(accepts[-3:])) == 3  # once a beat
+        gate.try_admit().release()
+        assert gate.statistics().slots_in_use == 0
+    other = Connection(sock)
+    odd.link, old = other, odd.link
+    odd.links.append(other)
+    odd.hello()
+    assert odd.hear()[0][0] == wire.CAPACITY
+    assert old is not other
+
+
+def test_seeks_when_there_are_descriptors_again(workers, caplog) -> None:
+    """A worker that can follow nobody and lead nobody does when it can."""
+    a, b = workers.two(slots=1)
+    with no_descriptors():
+        cut(b)
+        wait_until(lambda: "Too many open files" in caplog.text)
+        first = b._member._seek_at
+        wait_until(lambda: b._member._seek_at > first + 0.5)  # it has tried again
+        assert caplog.text.count("Too many open files") == 1
+        assert b.statistics().slots == 1
+    wait_until(lambda: granted(b))
+    with no_descriptors():
+        a.close()
+        a._member.loop._thread.join(60)
+        wait_until(lambda: b._member._told)
+    wait_until(lambda: leads(b))
+    b.try_admit().release()
+
+
+def test_drops_who_greets_where_no_row_can_be_opened(raw, monkeypatch) -> None:
+    """A greeting for which there are no descriptors ends the connection alone."""
+    gate, odd = raw()
+    with monkeypatch.context() as patch:
+        patch.setattr(gate._member.folder, "row", no_more)
+        odd.hello()
+        assert odd.hear() == [] and odd.link.ended
+    odd.connect(gate)
+    odd.hello()
+    assert odd.hear()[0][0] == wire.CAPACITY
+
+
+def no_more(*_):
+    raise OSError(24, "Too many open files")
+
+
+def test_leads_no_epoch_that_it_cannot_take_over(workers, monkeypatch) -> None:
+    """An elected worker that can read no rows leaves the next epoch to another one."""
+    a, b = workers.two(slots=1)
+    c = workers(slots=1)
+    c.statistics()
+    wait_until(lambda: follows(c))
+    monkeypatch.setattr(leader_module.Leader, "take_over", no_more)
+    for each in (b, c):
+        monkeypatch.setattr(each._member, "_retries", 0)
+    a.close()
+    wait_until(lambda: b._member._told or c._member._told)
+    monkeypatch.undo()
+    wait_until(lambda: leads(b) or leads(c))
+    for each in (b, c):
+        wait_until(lambda each=each: granted(each))
+
+
+def test_joins_with_the_next_request_where_no_thread_starts(
+    workers, monkeypatch
+) -> None:
+    """A worker without a thread is none: its row is unlocked, and it joins later."""
+    gate = workers(slots=1)
+    with monkeypatch.context() as patch:
+        patch.setattr(threading.Thread, "start", no_thread)
+        with pytest.raises(RuntimeError, match="can't start"):
+            gate.try_admit()
+    gate.try_admit().release()
+    wait_until(lambda: len(list(workers.folder.glob("row.*"))) == 1)
+
+
+def no_thread(self):
+    raise RuntimeError("can't start new thread")
+
+
+def test_keeps_no_row_locked_where_it_cannot_join(workers, monkeypatch) -> None:
+    """A worker that gets no loop leaves no row behind that seems to live."""
+    gate = workers(slots=1)
+    with monkeypatch.context() as patch:
+        patch.setattr(member_module, "Loop", no_more)
+        assert gate.statistics().slots_in_use == 0
+        with pytest.raises(OSError, match="Too many"):
+            gate.try_admit()
+    gate.try_admit().release()
+    wait_until(lambda: len(list(workers.folder.glob("row.*"))) == 1)
+
+
+def test_counts_on_for_the_dead_before_they_are_buried(raw) -> None:
+    """No count falls when a worker dies: what it counted is read from its row."""
+    gate, odd = raw()
+    odd.row.add(1, 0)
+    odd.row.words[ADMITTED] = 5
+    assert gate.statistics().admitted == 6
+    with stalled(gate):
+        odd.row.close()
+        now = gate.statistics()
+        assert (now.admitted, now.released, now.slots_in_use) == (6, 6, 0)

@@ -165,7 +165,7 @@ gate.try_admit().release()
 if os.fork() == 0:
     os.setuid(65534)
     try:
-        gate.statistics()
+        gate.try_admit()
     except PermissionError as error:
         print("refused:", error.strerror)
 else:

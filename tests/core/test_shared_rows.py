@@ -315,8 +315,8 @@ def test_looks_for_rows_again_only_where_the_folder_changed(
     row = folder.join()
     os.utime(tmp_path / "gate", ns=(1, 1))
     looks: list[int] = []
-    rows = folder.rows
-    monkeypatch.setattr(folder, "rows", lambda: looks.append(1) or rows())
+    names = folder._names
+    monkeypatch.setattr(folder, "_names", lambda it: looks.append(1) or names(it))
     assert [len(folder.live_rows()) for _ in range(3)] == [1, 1, 1]
     assert len(looks) == 1
     other = folder.join()
@@ -325,3 +325,127 @@ def test_looks_for_rows_again_only_where_the_folder_changed(
     for each in (row, other):
         each.close()
     folder.close()
+
+
+def test_removes_what_the_dead_left_unnamed(folder) -> None:
+    """A row without a name is removed with its worker, and not before."""
+    path = Path(folder.path)
+    left = path / "new.1"
+    left.touch()
+    born = rows.Row(folder.descriptor, "new.2", make=True)
+    folder.remove_unborn()
+    assert [each.name for each in path.iterdir()] == ["new.2"]
+    born.close()
+    folder.remove_unborn()
+    assert list(path.iterdir()) == []
+
+
+def test_makes_another_row_where_one_was_taken_for_dead(folder, monkeypatch) -> None:
+    """A worker whose row was removed before it had a lock or a name makes another."""
+    rename, lock, tries = folder._rename, rows.fcntl.fcntl, []
+
+    def remove_then_rename(hidden, name):
+        tries.append(hidden)
+        if len(tries) == 1:
+            folder._unlink(hidden)
+        rename(hidden, name)
+
+    def remove_then_lock(*args):
+        locked.append(args)
+        if len(locked) == 1:
+            (name,) = folder._names("new.")
+            folder._unlink(name)
+        return lock(*args)
+
+    locked: list[object] = []
+    monkeypatch.setattr(folder, "_rename", remove_then_rename)
+    row = folder.join()
+    assert len(tries) == 2 and len(folder.live_rows()) == 1
+    monkeypatch.setattr(rows.fcntl, "fcntl", remove_then_lock)
+    other = folder.join()
+    assert len(tries) == 3 and len(folder.live_rows()) == 2
+    for each in (row, other):
+        each.close()
+
+
+def test_leaves_nothing_where_it_cannot_join(folder, monkeypatch) -> None:
+    """A row that cannot be written or named is removed, with its descriptors."""
+    before = len(list(Path("/proc/self/fd").iterdir()))
+
+    def fail(*args):
+        raise OSError(28, "No space left on device")
+
+    for where, name in ((rows.os, "pwrite"), (folder, "_rename")):
+        with monkeypatch.context() as patch:
+            patch.setattr(where, name, fail)
+            with pytest.raises(OSError, match="No space"):
+                folder.join()
+        assert list(Path(folder.path).iterdir()) == []
+        assert len(list(Path("/proc/self/fd").iterdir())) == before
+    Path(folder.path).rename(folder.path + ".old")
+    Path(folder.path + ".old").rmdir()
+    with pytest.raises(FileNotFoundError):
+        folder.join()
+
+
+def test_has_room_for_each_word_of_a_row(folder) -> None:
+    """A row is written, not only made long: a store into a hole may kill a process."""
+    row = rows.Row(folder.descriptor, "new.1", make=True)
+    (path,) = Path(folder.path).iterdir()
+    with path.open("rb") as file:
+        assert os.lseek(file.fileno(), 0, os.SEEK_HOLE) == path.stat().st_size
+    row.close()
+
+
+def test_is_in_place_where_nobody_can_tell(folder, monkeypatch) -> None:
+    """An error that says nothing of the folder does not say that it is gone."""
+
+    def fail(self):
+        raise PermissionError(13, "Permission denied")
+
+    monkeypatch.setattr(Path, "lstat", fail)
+    assert folder.in_place
+
+
+def test_reads_the_rows_it_knows_without_descriptors(folder, monkeypatch) -> None:
+    """What cannot be opened now is read later; what is open is read as it is."""
+    one = folder.join()
+    assert len(folder.live_rows()) == 1
+    two = folder.join()
+
+    def fail(*args):
+        raise OSError(24, "Too many open files")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(rows, "Row", fail)
+        assert [row.words[IDENT] for row in folder.live_rows()] == [one.words[IDENT]]
+        with pytest.raises(OSError, match="Too many"):
+            folder.rows()
+    assert len(folder.live_rows()) == 2
+    for each in (one, two):
+        each.close()
+
+
+def test_closes_what_it_opened_where_another_row_cannot_be(folder, monkeypatch) -> None:
+    """Rows that were opened before the descriptors ran out are closed again."""
+    made = [folder.join() for _ in range(3)]
+    before, real, opened = len(list(Path("/proc/self/fd").iterdir())), rows.Row, []
+
+    def third_fails(*args):
+        opened.append(args)
+        if len(opened) == 3:
+            raise OSError(24, "Too many open files")
+        return real(*args)
+
+    monkeypatch.setattr(rows, "Row", third_fails)
+    with pytest.raises(OSError, match="Too many"):
+        folder.rows()
+    assert len(list(Path("/proc/self/fd").iterdir())) == before
+    for each in made:
+        each.close()
+
+
+def test_skips_a_row_that_a_crash_of_the_host_cut_short(folder) -> None:
+    """A short file is no row of a worker that lives, and stops nobody."""
+    Path(folder.path, "row.5").touch()
+    assert folder.rows() == folder.live_rows() == []

@@ -58,7 +58,7 @@ Ts = TypeVarTuple("Ts")
 # Sums of these fit a word of a row.
 _MOST: Final = 2**56
 # Seconds that a request whose `max_wait` went by waits for the leader to say so.
-_ANSWER: Final = 1.0
+_ANSWER: Final = 0.25
 
 
 class _ThreadWaiter:
@@ -173,7 +173,9 @@ class SharedGate(NoCopy):
 
         Raises:
             Refused: As from `Gate.admit`, and so are all other errors; `GateClosed`
-                also where the folder was removed.
+                also where the folder was removed, or another version leads.
+            OSError: This worker cannot join: it has no descriptors left, no space, or
+                no right to.
 
         Cancellation:
             A checkpoint only where it has to wait, which it always has in a worker that
@@ -252,8 +254,10 @@ class SharedGate(NoCopy):
         """Return the gate as it is now, over all live workers. Any thread.
 
         Each worker is read at its own moment. Counts include what dead workers counted.
+        Where this worker cannot join, nothing is known; a request says why.
         """
-        self._join()
+        with suppress(OSError):
+            self._join()
         return self._ask(self._read)
 
     def __repr__(self) -> str:
@@ -291,11 +295,16 @@ class SharedGate(NoCopy):
         if self._member is not None or self.closed:
             return None
         self._capacity = Capacity(time.monotonic_ns(), *self._capacity.limits)
-        self._member = member = Member(
+        member = Member(
             self.folder, self.name, self._capacity, self._lock, self._engine
         )
+        try:
+            member.loop.start()
+        except BaseException:  # no more threads: the next request tries again
+            member.close()
+            raise
+        self._member = member
         weakref.finalize(self, member.leave).atexit = False
-        member.loop.start()
         return member.found
 
     def _request(
@@ -452,10 +461,7 @@ class SharedGate(NoCopy):
     def _read(self) -> GateStatistics:
         member, words = self._member, [0] * (rows.PROCESS + 1)
         if member is not None:
-            live = member.folder.live_rows() if member.is_in else [member.row]
-            words = [
-                sum(column) for column in zip(*(r.words for r in live), strict=True)
-            ]
+            words = member.folder.totals() if member.is_in else [*member.row.words]
         capacity = member.capacity if member is not None else self._capacity
         return GateStatistics(
             slots=capacity.slots,

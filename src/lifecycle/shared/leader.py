@@ -24,9 +24,11 @@ from .wire import (
     EXPIRE,
     GRANT,
     HELLO,
+    OTHER_VERSION,
     REFUSE,
     RELEASE,
     SETTLE,
+    VERSION,
     Connection,
     Frame,
     is_of_this_user,
@@ -153,6 +155,7 @@ class Leader:
         self._over_limit = worker.row.words[OVER_LIMIT]
         self._began = self._lost_at = clock()
         self._beat_at = self._began
+        self._deaf = False
 
     def take_over(self, deposed: int) -> None:
         """Charge all that live workers hold, and wait for them but the *deposed*."""
@@ -172,6 +175,7 @@ class Leader:
                     worker.learn(row.capacity)
         self._reap()
         worker.folder.forget_epochs(oldest)
+        worker.folder.remove_unborn()
         worker.loop.watch(self._listener, self._accept)
 
     def turn(self, now: float) -> float:
@@ -179,6 +183,9 @@ class Leader:
         worker = self._worker
         if now >= self._beat_at:
             self._beat_at = now + BEAT
+            if self._deaf:
+                self._deaf = False
+                worker.loop.watch(self._listener, self._accept)
             worker.row.words[BEATS] += 1
             self._tickets.recheck()
             self._reap()
@@ -345,7 +352,11 @@ class Leader:
     def _accept(self) -> None:
         try:
             sock, _ = self._listener.accept()
-        except OSError:  # it is gone already
+        except BlockingIOError:  # it is gone already
+            return
+        except OSError:  # no descriptors are left: try again with the next beat
+            self._deaf = True
+            self._worker.loop.unwatch(self._listener)
             return
         if not is_of_this_user(sock):
             sock.close()
@@ -363,7 +374,7 @@ class Leader:
             for kind, *rest in connection.read():
                 if not peer.gone:
                     self._handle(peer, kind, rest)
-        except (ValueError, TypeError):  # no frames of ours
+        except (ValueError, TypeError, OSError):  # no frames of ours, or no descriptors
             connection.ended = True
         if connection.ended:
             self._lose(peer)
@@ -393,7 +404,11 @@ class Leader:
         elif kind == CAPACITY:
             self._worker.learn(Capacity(*rest))
         elif kind == HELLO:
-            self._greet(peer, *rest)
+            version, *greeting = rest
+            if version == VERSION:
+                self._greet(peer, *greeting)
+            else:
+                self._put(peer, OTHER_VERSION, VERSION)
 
     def _greet(
         self,

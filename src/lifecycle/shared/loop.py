@@ -9,11 +9,14 @@ from __future__ import annotations
 import os
 import selectors
 import threading
+import time
 import weakref
 from collections import deque
 from collections.abc import Callable
 from contextlib import suppress
-from typing import Any, Protocol
+from typing import Any, Final, Protocol
+
+_PAUSE: Final = 0.1
 
 
 class HasDescriptor(Protocol):
@@ -30,14 +33,20 @@ class Loop:
     Args:
         turn: Called after each batch of callbacks; returns after how many seconds to
             call it again at the latest, or ``None`` at the end.
-        failed: Called at the end after an error, which the thread then ends with.
+        hindered: Called after an OSError, as where no descriptors are left; the loop
+            goes on after a pause.
+        failed: Called at the end after another error, which the thread then ends with.
         name: Of the thread.
     """
 
     def __init__(
-        self, turn: Callable[[], float | None], failed: Callable[[], object], name: str
+        self,
+        turn: Callable[[], float | None],
+        hindered: Callable[[OSError], object],
+        failed: Callable[[], object],
+        name: str,
     ) -> None:
-        self._turn, self._failed = turn, failed
+        self._turn, self._hindered, self._failed = turn, hindered, failed
         self._selector = selectors.DefaultSelector()
         self._bell = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
         # Not in `close`: another thread may be about to ring, and its number may be
@@ -87,15 +96,22 @@ class Loop:
         seconds: float | None = 0.0
         try:
             while seconds is not None:
-                # A call from the loop itself has rung no bell.
-                for key, _ in self._selector.select(0 if self._calls else seconds):
-                    key.data()
-                while self._calls:
-                    function, args = self._calls.popleft()
-                    function(*args)
-                seconds = self._turn()
+                try:
+                    seconds = self._step(seconds)
+                except OSError as error:
+                    self._hindered(error)
+                    time.sleep(_PAUSE)  # it may come again at once
         except BaseException:
             self._failed()
             raise
         finally:
             self.close()
+
+    def _step(self, seconds: float) -> float | None:
+        # A call from the loop itself has rung no bell.
+        for key, _ in self._selector.select(0 if self._calls else seconds):
+            key.data()
+        while self._calls:
+            function, args = self._calls.popleft()
+            function(*args)
+        return self._turn()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import socket
 import time
 from collections.abc import Callable, Iterator
@@ -28,7 +29,6 @@ from .rows import (
     ADMITTED,
     BEATS,
     CANCELLED,
-    COUNTERS,
     EPOCH,
     IDENT,
     LOST,
@@ -38,6 +38,7 @@ from .rows import (
     Capacity,
     Folder,
     Row,
+    count_on,
 )
 from .wire import (
     ASK,
@@ -46,9 +47,11 @@ from .wire import (
     EXPIRE,
     GRANT,
     HELLO,
+    OTHER_VERSION,
     REFUSE,
     RELEASE,
     SETTLE,
+    VERSION,
     Connection,
     is_of_this_user,
 )
@@ -67,6 +70,11 @@ _SETTLED: Final = 0.005
 _RETRY: Final = 0.005
 _MOST_RETRIES: Final = 100
 _BACKLOG: Final = 1024
+# Seconds until it tries again after an error. Longer than the others look for a leader
+# that does not listen: if this worker was elected, they lead by then.
+_AGAIN: Final = 1.0
+
+_log = logging.getLogger("lifecycle")
 
 _REFUSALS: Final[dict[str, type[Refused]]] = {
     each.__name__: each
@@ -111,6 +119,16 @@ class Member:
             live = [row.capacity for row in self.folder.live_rows()]
             self.found = max(filter(None, live), default=None)
             self.row = self.folder.join()
+            try:
+                self.loop = Loop(
+                    self._turn,
+                    self._pause,
+                    self._fail,
+                    f"lifecycle shared gate {name}",
+                )
+            except BaseException:
+                self.row.close()
+                raise
         except BaseException:
             self.folder.close()
             raise
@@ -121,13 +139,14 @@ class Member:
         self.epoch = 0
         self.leader: Leader | None = None
         self.cut_off = ""
+        self._greeted = self._ended = False
+        self._told = ""
         self._link: Connection | None = None
         self._followed: Row | None = None
         self._seeks, self._retries, self._seek_at = True, 0, 0.0
         self._depose = self._silent = 0
         self._seen, self._missed, self._calm, self._patience = 0, 0, 0, _PATIENCE
         self._tick_at, self._leaves = 0.0, False
-        self.loop = Loop(self._turn, self._fail, f"lifecycle shared gate {name}")
 
     @contextmanager
     def locked(self) -> Iterator[None]:
@@ -266,11 +285,7 @@ class Member:
     def bury(self, row: Row) -> None:
         """Go on counting for a dead worker, whose row goes."""
         with self.locked():
-            words = self.row.words
-            live = row.words[ADMITTED] - row.words[RELEASED]
-            for word in COUNTERS:
-                words[word] += row.words[word]
-            words[RELEASED] += live
+            count_on(self.row.words, row.words)
             self.folder.remove(row)
 
     def _count_waiting(self) -> None:
@@ -317,6 +332,22 @@ class Member:
         what = f"the thread of the shared gate {self._name!r} ended by an error"
         self._cut_off(f"{what}; restart the worker")
 
+    def _pause(self, error: OSError) -> None:
+        """Try again later, where the system has no more descriptors or space."""
+        self._step_down()
+        self._seeks, self._seek_at = True, time.monotonic() + _AGAIN
+        self._say(f"cannot go on: {error}; it tries again each {_AGAIN} s")
+
+    def _say(self, what: str) -> None:
+        """Log what goes wrong, once for as long as it does."""
+        if what != self._told:
+            self._told = what
+            _log.warning("shared gate %r %s", self._name, what)
+
+    def _is_well(self) -> None:
+        self.cut_off = self._told = ""
+        self._greeted = True
+
     # Elections.
 
     def _turn(self) -> float | None:
@@ -326,7 +357,7 @@ class Member:
             with self.locked():
                 self.close()
             return None
-        if self._seeks and now >= self._seek_at and not self.cut_off:
+        if self._seeks and now >= self._seek_at and not self._ended:
             self._seek(now)
         until = min(self._tick_at, self._seek_at if self._seeks else self._tick_at)
         if now >= self._tick_at:
@@ -344,6 +375,7 @@ class Member:
     def _tick(self) -> None:
         if not self.folder.in_place:
             # A new worker would find another folder, and get another gate.
+            self._ended = True
             self._step_down()
             what = f"the folder {self.folder.path} of gate {self._name!r} was removed"
             how = "restart the worker, and keep it where nothing cleans up, as in /run"
@@ -360,11 +392,13 @@ class Member:
             if self._missed >= self._patience:
                 self._seek_anew(self.epoch, depose=self.epoch)
 
-    def _seek_anew(self, epoch: int, *, depose: int = 0, silent: int = 0) -> None:
+    def _seek_anew(
+        self, epoch: int, *, depose: int = 0, silent: int = 0, at: float = 0.0
+    ) -> None:
         """Leave the leader of *epoch*, to follow the newest one or to be it."""
         if epoch == self.epoch and not self._seeks:
             self._step_down()
-            self._seeks, self._seek_at, self._retries = True, 0.0, 0
+            self._seeks, self._seek_at, self._retries = True, at, 0
             self._depose, self._silent = depose, silent
 
     def _step_down(self) -> None:
@@ -381,35 +415,30 @@ class Member:
         self._seek_at, self._retries = now + _RETRY, self._retries + 1
         epoch = self.folder.newest_epoch()
         row = None
-        with suppress(FileNotFoundError):
+        with suppress(FileNotFoundError, ValueError):
             row = self.folder.leader(epoch)
         ident = row.words[IDENT] if row is not None else 0
         if self._retries > _MOST_RETRIES:  # it lives, and does not listen
             self._depose, self._retries = epoch, 0
-        if row is None and epoch:
+        deposes = epoch == self._depose
+        if row is None and epoch and not deposes:
             return  # there is a newer one by now
         own = self.row.words[IDENT]
-        if row is None or not row.alive or ident == own or epoch == self._depose:
-            self._lead(epoch + 1, self._silent or ident)
-        else:
-            self._follow(row, ident, epoch)
-        if row is not None and row is not self._followed:
-            row.close()
+        try:
+            if row is None or not row.alive or ident == own or deposes:
+                self._lead(epoch + 1, self._silent or ident)
+            else:
+                self._follow(row, ident, epoch)
+        finally:
+            if row is not None and row is not self._followed:
+                row.close()
 
     def _lead(self, epoch: int, deposed: int) -> None:
         own = self.row.words[IDENT]
-        listener = socket.socket(socket.AF_UNIX)
-        listener.setblocking(False)
-        self.folder.remove_socket(own, epoch)
-        listener.bind(self.folder.socket_path(own, epoch))
-        listener.listen(_BACKLOG)  # before it can be found
-        try:
-            elected = self.folder.elect(self.row, epoch)
-        except FileNotFoundError:  # the folder is being removed
-            elected = False
-        if not elected:
-            listener.close()
-            self.folder.remove_socket(own, epoch)
+        for row in self.folder.rows():
+            row.close()  # there are descriptors for them: elected, it will need them
+        listener = self._elected(own, epoch)
+        if listener is None:
             return
         time.sleep(_SETTLED)
         self._lose_leader(own)
@@ -421,6 +450,23 @@ class Member:
             leader.charge_here()
         leader.take_over(deposed)
         self._seeks = False
+        self._is_well()
+
+    def _elected(self, own: int, epoch: int) -> socket.socket | None:
+        """Return where the others connect, if *epoch* is this worker's."""
+        listener, elected = socket.socket(socket.AF_UNIX), False
+        try:
+            listener.setblocking(False)
+            self.folder.remove_socket(own, epoch)
+            with suppress(FileNotFoundError):  # the folder is being removed
+                listener.bind(self.folder.socket_path(own, epoch))
+                listener.listen(_BACKLOG)  # before it can be found
+                elected = self.folder.elect(self.row, epoch)
+        finally:
+            if not elected:
+                listener.close()
+                self.folder.remove_socket(own, epoch)
+        return listener if elected else None
 
     def _follow(self, row: Row, ident: int, epoch: int) -> None:
         self.row.words[EPOCH] = epoch
@@ -442,7 +488,9 @@ class Member:
             held = [(number, *cost) for number, cost in self.held.items()]
             waiting = [request.frame() for request in self.waiting.values()]
             capacity = self.capacity.since, *self.capacity.limits
-            self._tell(HELLO, self.row.words[IDENT], capacity, held, waiting)
+            own = self.row.words[IDENT]
+            self._tell(HELLO, VERSION, own, capacity, held, waiting)
+        self._greeted = False
         self.loop.watch(sock, partial(self._read, link))
         self._seeks = False
 
@@ -459,17 +507,32 @@ class Member:
         if link is not self._link:
             return
         with self.locked():
-            for kind, number, *rest in link.read():
-                if kind == GRANT:
-                    self.decide(number, None, self.epoch)
-                elif kind == REFUSE:
-                    why, message, retry_after = rest
-                    refusal = _REFUSALS[why](message, retry_after=retry_after)
-                    self.decide(number, refusal, self.epoch)
-                elif kind == CAPACITY:
-                    self.learn(Capacity(number, *rest))
+            try:
+                for kind, *rest in link.read():
+                    self._handle(link, kind, *rest)
+            except (ValueError, TypeError, KeyError):
+                link.ended, self._greeted = True, False
+                self._say("got what is no frame of its leader; it greets anew")
             left = link.flush()
         if link.ended:
-            self._seek_anew(self.epoch)
+            # Not at once where it would only be dropped again.
+            later = 0.0 if self._greeted else time.monotonic() + TICK
+            self._seek_anew(self.epoch, at=later)
         else:
             self.loop.watch(link.sock, partial(self._read, link), write=left)
+
+    def _handle(self, link: Connection, kind: int, number: int, *rest: Any) -> None:
+        if kind == GRANT:
+            self.decide(number, None, self.epoch)
+        elif kind == REFUSE:
+            why, message, retry_after = rest
+            refusal = _REFUSALS[why](message, retry_after=retry_after)
+            self.decide(number, refusal, self.epoch)
+        elif kind == CAPACITY:
+            self.learn(Capacity(number, *rest))
+            self._is_well()
+        elif kind == OTHER_VERSION:
+            what = f"is led by version {number} of its frames, not {VERSION}"
+            self._say(f"{what}; restart all workers with the same release")
+            self._cut_off(f"gate {self._name!r} {self._told}")
+            link.ended = True

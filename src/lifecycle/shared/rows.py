@@ -10,6 +10,7 @@ can be stopped half-way, and of two candidates one fails.
 from __future__ import annotations
 
 import mmap
+import operator
 import os
 import secrets
 import stat
@@ -50,6 +51,8 @@ _SIZE: Final = 8 * _WORDS
 # Longer than the step of any file system's clock.
 _TICK_NS: Final = 50_000_000
 _UNBOUNDED: Final = 2**64 - 1
+# It is gone, or too short: of no worker that lives, for those lock whole ones.
+_NO_ROW: Final = FileNotFoundError, ValueError
 # A write lock on the whole file, as `struct flock` says it.
 _LOCK: Final = struct.pack("hhqqi4x", 1, os.SEEK_SET, 0, 0, 0)
 
@@ -87,7 +90,9 @@ class Row:
         self._lock = os.open(name, flags, 0o600, dir_fd=folder)
         try:
             if make:
-                os.truncate(self._lock, _SIZE)
+                # Written, and not only made long: on a full file system the first
+                # store into a hole of a mapping would kill the process.
+                os.pwrite(self._lock, bytes(_SIZE), 0)
                 fcntl.fcntl(self._lock, fcntl.F_OFD_SETLK, _LOCK)
             # By an open file of its own: a mapping keeps its file open, and with that
             # the lock, also in a forked child that has closed all it knows of.
@@ -102,9 +107,8 @@ class Row:
 
     @property
     def alive(self) -> bool:
-        """Whether its worker lives. To try to lock it would look like life itself."""
-        found = fcntl.fcntl(self._lock, fcntl.F_OFD_GETLK, _LOCK)
-        return bool(struct.unpack_from("h", found)[0] != fcntl.F_UNLCK)
+        """Whether its worker lives."""
+        return self._lock >= 0 and _is_locked(self._lock)
 
     @property
     def capacity(self) -> Capacity | None:
@@ -155,7 +159,7 @@ class Folder:
     def __init__(self, path: str) -> None:
         self.path = path
         # Rows that `live_rows` reads, and when the folder had last changed by then.
-        self._opened: list[Row] = []
+        self._opened: dict[str, Row] = {}
         self._opened_at = 0
         Path(path).mkdir(mode=0o700, parents=True, exist_ok=True)
         flags = os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
@@ -180,19 +184,39 @@ class Folder:
     @property
     def in_place(self) -> bool:
         """Whether its path still leads here: removed or replaced, it splits a gate."""
-        with suppress(OSError):
+        try:
             found = Path(self.path).lstat()
-            return (found.st_dev, found.st_ino) == self._is
-        return False
+        except (FileNotFoundError, NotADirectoryError):
+            return False
+        except OSError:  # nobody can tell now
+            return True
+        return (found.st_dev, found.st_ino) == self._is
 
     def join(self) -> Row:
         """Make a row for this worker, locked for its life."""
-        ident = secrets.randbits(62) + 1
-        hidden, name = f"new.{ident:x}", f"row.{ident:x}"
-        row = Row(self.descriptor, hidden, make=True)
-        row.words[IDENT], row.words[PROCESS] = ident, os.getpid()
-        # Named once it is locked: a process that sees the name can trust the lock.
-        self._rename(hidden, name)
+        row = None
+        while row is None:
+            row = self._make_row(secrets.randbits(62) + 1)
+        return row
+
+    def _make_row(self, ident: int) -> Row | None:
+        hidden, row = f"new.{ident:x}", None
+        try:
+            row = Row(self.descriptor, hidden, make=True)
+            row.words[IDENT], row.words[PROCESS] = ident, os.getpid()
+            # Named once it is locked: a process that sees the name can trust the lock.
+            self._rename(hidden, f"row.{ident:x}")
+        except FileNotFoundError:
+            if row is not None:
+                row.close()
+            if not self.in_place:
+                raise
+            return None  # a leader took it for one of the dead before it was locked
+        except BaseException:
+            if row is not None:
+                row.close()
+            self._unlink(hidden)
+            raise
         return row
 
     def _rename(self, name: str, to: str) -> None:
@@ -209,33 +233,76 @@ class Folder:
 
     def rows(self) -> list[Row]:
         """Open all rows, those of the dead included. The caller closes them."""
-        found = []
-        for name in self._names("row."):
-            with suppress(FileNotFoundError):
-                found.append(Row(self.descriptor, name))
+        found: list[Row] = []
+        try:
+            for name in self._names("row."):
+                with suppress(*_NO_ROW):
+                    found.append(Row(self.descriptor, name))
+        except BaseException:
+            for row in found:
+                row.close()
+            raise
         return found
 
     def live_rows(self) -> list[Row]:
-        """Return the rows of workers that live, to be read and not to be kept."""
+        """Return the rows of workers that live, to be read and not to be kept.
+
+        Where no descriptors are left, those that were found before.
+        """
+        with suppress(OSError):
+            self._look_for_rows()
+        return [row for row in list(self._opened.values()) if row.alive]
+
+    def totals(self) -> list[int]:
+        """Return the sum of each word, with what the dead counted and not held."""
+        with suppress(OSError):
+            self._look_for_rows()
+        sums = [0] * _WORDS
+        for row in list(self._opened.values()):
+            if row.alive:
+                sums = [*map(operator.add, sums, row.words.tolist())]
+            else:
+                count_on(sums, row.words)
+        return sums
+
+    def _look_for_rows(self) -> None:
         changed = os.fstat(self.descriptor).st_mtime_ns
-        if changed != self._opened_at:
-            self._close_rows()
-            self._opened = self.rows()
-            # Another change in the same tick of the file system would look like none.
-            if abs(time.time_ns() - changed) > _TICK_NS:
-                self._opened_at = changed
-        return [row for row in self._opened if row.alive]
+        if changed == self._opened_at:
+            return
+        names = set(self._names("row."))
+        for name in self._opened.keys() - names:
+            self._opened.pop(name).close()
+        for name in names - self._opened.keys():
+            with suppress(*_NO_ROW):
+                self._opened[name] = Row(self.descriptor, name)
+        # Another change in the same tick of the file system would look like none.
+        if abs(time.time_ns() - changed) > _TICK_NS:
+            self._opened_at = changed
 
     def _close_rows(self) -> None:
-        for row in self._opened:
+        for row in self._opened.values():
             row.close()
-        self._opened, self._opened_at = [], 0
+        self._opened, self._opened_at = {}, 0
 
     def remove(self, row: Row) -> None:
         """Remove what a dead worker left, but for its links."""
         ident = row.words[IDENT]
         for name in [f"row.{ident:x}", *self._names(f"sock.{ident:x}.")]:
             self._unlink(name)
+
+    def remove_unborn(self) -> None:
+        """Remove what workers left that died before their row had its name.
+
+        A worker that has not locked its row yet makes another one.
+        """
+        for name in self._names("new."):
+            with suppress(FileNotFoundError):
+                found = os.open(name, os.O_RDWR | os.O_CLOEXEC, dir_fd=self.descriptor)
+                try:
+                    if not _is_locked(found):
+                        self._unlink(name)
+                finally:
+                    os.close(found)
 
     # Epochs.
 
@@ -299,5 +366,19 @@ class Folder:
         return [each.name for each in here.iterdir() if each.name.startswith(prefix)]
 
     def _unlink(self, name: str) -> None:
-        with suppress(FileNotFoundError):
+        # Another one was faster, or it stays: no file that is left does harm.
+        with suppress(OSError):
             os.unlink(name, dir_fd=self.descriptor)
+
+
+def count_on(words: list[int] | memoryview[int], dead: memoryview[int]) -> None:
+    """Add what a *dead* worker counted; what it held is released."""
+    for word in COUNTERS:
+        words[word] += dead[word]
+    words[RELEASED] += dead[ADMITTED] - dead[RELEASED]
+
+
+def _is_locked(descriptor: int) -> bool:
+    """Ask for a lock without taking it: to try it would look like life itself."""
+    found = fcntl.fcntl(descriptor, fcntl.F_OFD_GETLK, _LOCK)
+    return bool(struct.unpack_from("h", found)[0] != fcntl.F_UNLCK)

@@ -8,8 +8,10 @@ import socket
 import struct
 from typing import Any, Final
 
-# To the leader. A greeting is all that it has to know: ident, capacity, what the worker
-# holds, and who waits there.
+# What the frames mean, and the words of a row. A change of either is another version.
+VERSION: Final = 1
+# To the leader. A greeting is all that it has to know: version, ident, capacity, what
+# the worker holds, and who waits there.
 HELLO: Final = 0
 ASK: Final = 1
 CANCEL: Final = 2
@@ -19,6 +21,7 @@ SETTLE: Final = 5
 # From it.
 GRANT: Final = 6
 REFUSE: Final = 7
+OTHER_VERSION: Final = 9  # of the leader, to who greets with another
 # Both ways.
 CAPACITY: Final = 8
 

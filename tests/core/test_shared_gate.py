@@ -493,6 +493,38 @@ async def test_refuses_what_a_finaliser_asks_in_the_middle_of_a_change(workers) 
     assert not lease.held
 
 
+def test_wakes_a_thread_without_a_lock_that_it_holds_itself(workers) -> None:
+    """A signal handler may use the gate wherever it interrupts a thread that waits."""
+    a, b = workers.two(slots=1)
+    asked, held, stuck = threading.Event(), [], []
+
+    def trace(frame, event, arg):
+        condition = getattr(frame.f_locals.get("self"), "_cond", None)
+        if event == "line" and condition and condition._lock.locked() and not stuck:
+            asked.set()  # as a handler that runs within the wait itself
+            wait_until(lambda: not b._member.waiting)
+            stuck.append(not b._lock.mutex.acquire(timeout=5))
+            if not stuck[0]:
+                b._lock.mutex.release()
+        return trace
+
+    def ask():
+        sys.settrace(trace)
+        try:
+            held.append(b.try_admit())
+        finally:
+            sys.settrace(None)
+
+    thread = threading.Thread(target=ask)
+    with stalled(a):
+        thread.start()
+        wait_until(lambda: b._member.waiting)
+        asked.wait(0.2)  # a wait without such a lock never says so
+    thread.join(60)
+    assert True not in stuck
+    held[0].release()
+
+
 async def test_checks_what_it_is_given(tmp_path, monkeypatch) -> None:
     """Mistakes are told at once, with the words of a gate."""
     folder = tmp_path / "gate"

@@ -62,13 +62,19 @@ _ANSWER: Final = 0.25
 
 
 class _ThreadWaiter:
-    """A thread that waits for an answer."""
+    """A thread that waits for an answer.
+
+    A bare lock: an Event has one that its waiter takes as well, and a signal handler
+    that came then, and used the gate, would wait for the thread that wakes.
+    """
 
     def __init__(self) -> None:
-        self.woken = threading.Event()
+        self._asleep = threading.Lock()
+        self._asleep.acquire()
+        self.wait = partial(self._asleep.acquire, True)
 
     def wake(self) -> bool:
-        self.woken.set()
+        self._asleep.release()
         return True
 
 
@@ -216,7 +222,7 @@ class SharedGate(NoCopy):
         request = self._request(slots, bytes, key, priority, False, waiter)
         try:
             if not self._enter(request):
-                waiter.woken.wait(LONGEST_WAIT)
+                waiter.wait(LONGEST_WAIT)
                 self._ask(self._give_up, request, self._busy("has no leader"))
                 self._decided(request)
         except BaseException:

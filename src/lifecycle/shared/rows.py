@@ -271,7 +271,8 @@ class Folder:
             return
         names = set(self._names("row."))
         for name in self._opened.keys() - names:
-            self._opened.pop(name).close()
+            with suppress(KeyError):  # a signal handler came between, and was faster
+                self._opened.pop(name).close()
         for name in names - self._opened.keys():
             with suppress(*_NO_ROW):
                 self._opened[name] = Row(self.descriptor, name)

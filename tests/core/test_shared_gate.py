@@ -27,7 +27,12 @@ from lifecycle.events import (
     LeaseSettled,
 )
 from lifecycle.lowlevel import owner
-from lifecycle.shared import SharedGate, gate as gate_module, member as member_module
+from lifecycle.shared import (
+    SharedGate,
+    gate as gate_module,
+    leader as leader_module,
+    member as member_module,
+)
 from lifecycle.testing import RecordingObserver
 
 pytestmark = [
@@ -40,6 +45,7 @@ pytestmark = [
 def workers(tmp_path, monkeypatch):
     # However busy the machine is, nobody is deposed, but where a test asks for it.
     monkeypatch.setattr(member_module, "_PATIENCE", 600)
+    monkeypatch.setattr(leader_module, "SILENT", 60.0)
     made = Workers(tmp_path / "gate")
     yield made
     made.close()

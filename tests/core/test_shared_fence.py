@@ -10,7 +10,7 @@ from pathlib import Path
 
 import anyio
 import pytest
-from shared_kit import Workers, follows, leads, stalled, until, wait_until
+from shared_kit import Workers, follows, leads, queued, stalled, until, wait_until
 
 from lifecycle import GateClosed, GateFull
 from lifecycle.shared import leader as leader_module, member as member_module, wire
@@ -143,7 +143,7 @@ async def test_grants_to_others_beside_a_silent_worker(workers) -> None:
     async with anyio.create_task_group() as tasks:
         for _ in range(4):
             tasks.start_soon(hold, b, got)
-        await until(lambda: a.statistics().waiting == 4)
+        await until(lambda: queued(workers) == 4)
         with stalled(b):
             lease.release()
             lease = await a.admit(slots=2)

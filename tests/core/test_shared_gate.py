@@ -10,7 +10,7 @@ from pathlib import Path
 import anyio
 import pytest
 from anyio.lowlevel import checkpoint
-from shared_kit import Workers, follows, leads, stalled, until, wait_until
+from shared_kit import Workers, follows, leads, queued, stalled, until, wait_until
 
 from lifecycle import (
     AdmissionTimeout,
@@ -46,6 +46,7 @@ def workers(tmp_path, monkeypatch):
     # However busy the machine is, nobody is deposed, but where a test asks for it.
     monkeypatch.setattr(member_module, "_PATIENCE", 600)
     monkeypatch.setattr(leader_module, "SILENT", 60.0)
+    monkeypatch.setattr(leader_module, "GRACE", 60.0)
     made = Workers(tmp_path / "gate")
     yield made
     made.close()
@@ -59,15 +60,16 @@ def role(request):
 class Queue:
     """Requests in tasks, and the order in which they got in."""
 
-    def __init__(self, tasks):
-        self.tasks, self.order, self.leases, self.refused = tasks, [], {}, {}
+    def __init__(self, tasks, workers):
+        self.tasks, self.workers = tasks, workers
+        self.order, self.leases, self.refused = [], {}, {}
 
     async def come(self, gate, name, **cost):
-        before = gate.statistics().waiting
+        before = queued(self.workers)
         self.tasks.start_soon(self._enter, gate, name, cost)
         done = self.leases, self.refused
         await until(
-            lambda: gate.statistics().waiting > before or any(name in it for it in done)
+            lambda: queued(self.workers) > before or any(name in it for it in done)
         )
 
     async def _enter(self, gate, name, cost):
@@ -116,7 +118,7 @@ async def test_keeps_the_order_over_workers(workers) -> None:
     a, b = workers.two(slots=1)
     first = await a.admit()
     async with anyio.create_task_group() as tasks:
-        queue = Queue(tasks)
+        queue = Queue(tasks, workers)
         for i, gate in enumerate((a, b, b, a, b)):
             await queue.come(gate, i)
         assert b.statistics().waiting == 5
@@ -131,7 +133,7 @@ async def test_lets_a_higher_priority_go_first(workers) -> None:
     a, b = workers.two(slots=1)
     first = await b.admit()
     async with anyio.create_task_group() as tasks:
-        queue = Queue(tasks)
+        queue = Queue(tasks, workers)
         await queue.come(a, "late")
         await queue.come(b, "early", priority=1)
         first.release()
@@ -147,7 +149,7 @@ async def test_shares_evenly_between_keys(workers) -> None:
     one = await a.admit(key="x")
     two = await b.admit(key="y")
     async with anyio.create_task_group() as tasks:
-        queue = Queue(tasks)
+        queue = Queue(tasks, workers)
         await queue.come(b, "x2", key="x")
         await queue.come(a, "z", key="z")
         two.release()
@@ -177,7 +179,7 @@ async def test_refuses_at_its_deadline(workers, role) -> None:
     with await gate.admit():
         before = gate.statistics().refused
         async with anyio.create_task_group() as tasks:
-            queue = Queue(tasks)
+            queue = Queue(tasks, workers)
             await queue.come(gate, "late")
             await until(lambda: "late" in queue.refused)
         assert type(queue.refused["late"]) is AdmissionTimeout
@@ -206,7 +208,7 @@ async def test_forgets_a_request_that_is_cancelled(workers, role) -> None:
     gate = workers.one(role, slots=1)
     lease = await gate.admit()
     async with anyio.create_task_group() as tasks:
-        queue = Queue(tasks)
+        queue = Queue(tasks, workers)
         scope = anyio.CancelScope()
         tasks.start_soon(gone, gate, scope)
         await until(lambda: gate.statistics().waiting)
@@ -268,7 +270,7 @@ async def test_settles_in_both_directions(workers, role) -> None:
     """An estimate is replaced in the row and at the leader."""
     gate = workers.one(role, bytes=100)
     async with anyio.create_task_group() as tasks:
-        queue = Queue(tasks)
+        queue = Queue(tasks, workers)
         lease = await gate.admit(bytes=90)
         await queue.come(gate, "next", bytes=40)
         lease.settle(bytes=60)
@@ -355,7 +357,7 @@ async def test_goes_on_when_its_leader_leaves(workers) -> None:
     c = workers(slots=2)
     one, two = await b.admit(), await c.admit()
     async with anyio.create_task_group() as tasks:
-        queue = Queue(tasks)
+        queue = Queue(tasks, workers)
         for i, gate in enumerate((b, c, c, b)):
             await queue.come(gate, i)
         a.close()
@@ -381,7 +383,7 @@ async def test_keeps_its_leases_when_it_is_closed(workers, role) -> None:
     gate = workers.one(role, slots=1)
     lease = await gate.admit()
     async with anyio.create_task_group() as tasks:
-        queue = Queue(tasks)
+        queue = Queue(tasks, workers)
         await queue.come(gate, "waits")
         gate.close()
         gate.close()
@@ -597,7 +599,7 @@ async def test_admits_no_more_when_its_folder_is_gone(workers) -> None:
     a, b = workers.two(slots=1)
     lease = await a.admit()
     async with anyio.create_task_group() as tasks:
-        queue = Queue(tasks)
+        queue = Queue(tasks, workers)
         await queue.come(b, "waits")
         workers.folder.rename(workers.folder.with_name("old"))
         await until(lambda: queue.refused)
@@ -621,7 +623,7 @@ async def test_refuses_after_an_error_in_its_thread(workers, monkeypatch) -> Non
 
     lease = await a.admit()
     async with anyio.create_task_group() as tasks:
-        queue = Queue(tasks)
+        queue = Queue(tasks, workers)
         await queue.come(b, "waits")
         b._member.loop.call(break_it)
         await until(lambda: queue.refused)

@@ -115,7 +115,8 @@ def test_dies_though_its_child_lives(folder, worker) -> None:
     (row,) = folder.rows()
     try:
         assert row.alive  # the child closed its copy of the lock, and dropped no lock
-        one.kill()
+        one.process.kill()  # its input stays open: the child ends with that
+        one.process.wait(60)
         os.kill(child, 0)
         assert not row.alive
     finally:

@@ -50,6 +50,16 @@ def follows(gate: SharedGate) -> bool:
     return bool(member and member._link is not None)
 
 
+def queued(workers: Workers) -> int:
+    """Requests that wait at the gate of who leads; a row counts those on the way too."""
+    for gate in workers.made:
+        member = gate._member
+        leader = member and member.leader
+        if leader and leader.open:
+            return leader._tickets.gate.statistics().waiting
+    return 0
+
+
 class Workers:
     """Gates of one folder in this process: each is a worker of its own."""
 

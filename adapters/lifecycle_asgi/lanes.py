@@ -11,7 +11,7 @@ from typing import Final
 
 import anyio
 
-from lifecycle import GateStatistics, Lease
+from lifecycle import Gate, GateFull, GateStatistics, Lease
 from lifecycle.lowlevel import DrainRate
 from lifecycle_asgi._types import AnyGate
 from lifecycle_asgi.refusals import ClientLimitExceeded
@@ -119,9 +119,22 @@ class Lane:
         now = self.gate.statistics()
         taken = now.slots is not None and now.slots_in_use >= now.slots
         if taken and now.waiting >= self._max_waiting:
-            # The gate refuses, says when to retry, and counts the refusal.
-            self.gate.try_admit(bytes=0, key=client).release()
+            self._refuse_full(now, client)
         self._check_share(client)
+
+    def _refuse_full(self, now: GateStatistics, client: str) -> None:
+        if isinstance(self.gate, Gate):
+            # It refuses, says when to retry, and counts the refusal.
+            self.gate.try_admit(bytes=0, key=client).release()
+        elif not self.gate.closed:
+            # To ask another process, `try_admit` would hold up the event loop.
+            self.count_refusal()
+            after = self._drain_rate.retry_after(now.waiting, now.released, _now())
+            raise GateFull(
+                f"gate {self.name!r} is full, and {now.waiting} requests wait for it; "
+                f"retry in {after:.1f} s",
+                retry_after=after,
+            )
 
     def grow(self, lease: Lease, nbytes: int) -> bool:
         """Charge *lease* with *nbytes*, unless that takes more than the capacity."""

@@ -316,7 +316,9 @@ class HttpConfig(_Section):
         "--proxy",
     )
     max_connections: int = _setting(
-        16384, Whole(1), "Maximum number of connections; more are answered with 503."
+        16384,
+        Whole(1),
+        "Maximum number of connections; more get 503, or are cut by HTTPS.",
     )
     header_timeout: float = _setting(
         10.0, Timeout(), "Time limit for the head of a request, and for TLS before it."

@@ -16,7 +16,9 @@ from typing import Any
 
 import pytest
 from ports import free_port
+from shared_kit import stalled
 
+from lifecycle import GateFull
 from lifecycle.shared import SharedGate
 from lifecycle_asgi import Admission
 
@@ -146,6 +148,28 @@ def test_refuses_a_folder_of_others_at_once(tmp_path: Path) -> None:
     folder.chmod(0o755)
     with pytest.raises(PermissionError, match="chmod 700"):
         Admission(nothing, shared=str(tmp_path))
+
+
+@pytest.mark.asyncio
+async def test_refuses_by_the_head_without_asking_the_leader(tmp_path: Path) -> None:
+    """A leader that stands still does not hold up the event loop of another worker."""
+    options: dict[str, Any] = {"shared": str(tmp_path), "slots": 1, "max_waiting": 0}
+    one, two = (Admission(nothing, environment={}, **options) for _ in range(2))
+    leader, follower = one.gates[-1], two.gates[-1]
+    assert isinstance(leader, SharedGate)
+    try:
+        with await leader.admit():
+            (await two.gates[0].admit(bytes=1)).release()
+            assert follower.statistics().slots_in_use == 1
+            with stalled(leader), pytest.raises(GateFull) as caught:
+                two.check({"type": "http", "headers": [], "client": ("a", 1)})
+        assert "is full, and 0 requests wait for it; retry in" in str(caught.value)
+        assert caught.value.retry_after > 0
+        assert two.statistics()["slots"].refused == 1
+        assert one.statistics()["slots"].slots_in_use == 0
+    finally:
+        one.close()
+        two.close()
 
 
 @pytest.mark.asyncio

@@ -85,7 +85,8 @@ async def beside(
     async def attack_until_timed() -> None:
         # In a process of its own, or the clients would delay each other.
         attacking = partial(anyio.to_process.run_sync, cancellable=True)
-        with suppress(anyio.BrokenWorkerProcess):
+        # anyio says ProcessLookupError of one that is killed while it starts.
+        with suppress(anyio.BrokenWorkerProcess, ProcessLookupError):
             await attacking(run_attack, greedy, settings, attack)
         tasks.cancel_scope.cancel()
 

@@ -86,7 +86,7 @@ LAYERS: dict[str, tuple[str, ...]] = {
             "endpoint",
         ),
         *("request_scope", "body", "responses", "refusals", "limits", "api_keys"),
-        *("admission_settings", "lanes", "shadow_log", "admission"),
+        *("memory_limit", "admission_settings", "lanes", "shadow_log", "admission"),
         *("vllm_plugin", "sglang_plugin"),
         *("prometheus_collectors", "prometheus", "opentelemetry"),
         *("live_warnings", "live_snapshot", "live_view", "starlette", "testing"),

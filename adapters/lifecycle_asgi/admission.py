@@ -35,6 +35,7 @@ from lifecycle_asgi.limits import ClientIdentity
 from lifecycle_asgi.media_body import BodyEstimator
 from lifecycle_asgi.media_memory import Correction, MemoryEstimate
 from lifecycle_asgi.media_profiles import media_profile, server_of
+from lifecycle_asgi.memory_limit import announce
 from lifecycle_asgi.middleware import LifecycleMiddleware
 from lifecycle_asgi.refusals import (
     REFUSALS,
@@ -200,12 +201,16 @@ class Admission:
         self._lanes = _make_lanes(settings, shares, gates or {}, observer)
         self._small, self._bodies = self._lanes["small"], self._lanes["bodies"]
         self._requests, self._slots = self._lanes["requests"], self._lanes.get("slots")
+        announce(settings.bytes)
+        self._max_body = settings.max_body
+        if (most := self._bodies.statistics().bytes) is not None:
+            self._max_body = min(self._max_body, most // _BODY_COPIES)
         # Small requests with media keep their lease while they wait in another lane.
         # All of those together leave half of this lane to the others.
         fits = shares[0] // (4 * _BODY_COPIES * max(1, settings.max_waiting))
         self._max_small_body = min(_MAX_SMALL_BODY, fits)
         fits = max(1, shares[1] // (4 * _BODY_COPIES))
-        self._first_charge = min(FIRST_CHARGE, settings.max_body, fits)
+        self._first_charge = min(FIRST_CHARGE, self._max_body, fits)
         delay = settings.cancel_delay
         if delay is None:
             named = settings.profile if isinstance(settings.profile, str) else "default"
@@ -251,8 +256,8 @@ class Admission:
         if self._shadow is not None:
             return
         declared = declared_length(scope)
-        if declared is not None and declared > self._settings.max_body:
-            raise BodyTooLarge(self._settings.max_body)
+        if declared is not None and declared > self._max_body:
+            raise BodyTooLarge(self._max_body)
         if self._slots is not None:
             self._slots.check(self._client(scope))
 
@@ -344,7 +349,7 @@ class Admission:
         send: Send,
         refusal: Refusal | Unauthorised,
     ) -> None:
-        max_bytes = self._settings.max_body
+        max_bytes = self._max_body
         if isinstance(refusal, Unauthorised | BodyTooLarge | CostTooLarge):
             max_bytes = MAX_UNACCEPTABLE
         refusing = Refusing(scope, body, send)
@@ -359,7 +364,7 @@ class Admission:
         arrival = self._small if small else self._bodies
         size = self._first_charge
         if declared is not None:
-            size = min(declared, self._settings.max_body)
+            size = min(declared, self._max_body)
         state = request_of(scope)
         if arrival.is_full(client) and state.probe_waiting():
             # Some of the waiting clients may have left: this request takes their place.
@@ -430,7 +435,7 @@ class Admission:
             request.lease,
             declared=declared,
             copies=_BODY_COPIES,
-            max_body=self._settings.max_body,
+            max_body=self._max_body,
             timeout=self._settings.body_timeout,
             slow_after=self._settings.slow_after,
         )

@@ -12,6 +12,7 @@ from typing import Any, Final, Literal, Self
 from lifecycle.lowlevel import check_int, check_seconds
 from lifecycle_asgi.api_keys import GUARDED_PREFIXES
 from lifecycle_asgi.media_memory import MediaProfile
+from lifecycle_asgi.memory_limit import default_budget
 
 _SIZE: Final = re.compile(r"(\d+(?:\.\d+)?)\s*(?:([KMGT])(?:i?B)?)?", re.IGNORECASE)
 _SWITCHES: Final = {"1": True, "true": True, "0": False, "false": False}
@@ -27,13 +28,14 @@ class AdmissionSettings:
 
     Attributes:
         bytes: Memory of all admitted requests together: bodies, decoded media and
-            tensors, until the engine has them.
+            tensors, until the engine has them. Default: 4 GiB, or two fifths of what
+            the cgroup of the process may have, or the machine has, if that is less.
         slots: Requests with a body that the application works on at once, until their
             responses are complete. ``None``: no limit.
         media_slots: Requests with media that are decoded at once, until the engine has
             them. ``None``: as many as the bytes permit.
         order: ``"fair"`` lets clients take turns; ``"fifo"`` goes by arrival.
-        max_body: Maximum size of one body, in bytes.
+        max_body: Maximum size of one body, in bytes; a sixteenth of all bytes at most.
         max_waiting: Maximum number of requests that wait in each lane.
         max_wait: Longest wait in a lane, in seconds.
         body_timeout: Seconds for one whole body.
@@ -64,7 +66,7 @@ class AdmissionSettings:
             `api_keys` guard bodies on all paths.
     """
 
-    bytes: int = 4 * 2**30
+    bytes: int = field(default_factory=default_budget)
     slots: int | None = None
     media_slots: int | None = None
     order: Literal["fair", "fifo"] = "fair"

@@ -502,17 +502,36 @@ def test_refuses_settings_out_of_range(
 
 async def test_charges_a_body_without_length_as_it_arrives() -> None:
     """Its lease doubles, and it is refused where the bytes are taken."""
-    admission = wrap(Held(), bytes=2**20)  # bodies: 196,608
-    server = ScriptedServer(*[b"x" * 10_000] * 8)
-    body = await call(admission, server)
-    assert server.status == 503
-    assert body["error"]["code"] == "server_overloaded"
-    assert in_use(admission) == NONE
     app = Held()
     app.may_answer.set()
+    admission = wrap(app, bytes=2**20)  # bodies: 196,608
+    first = ScriptedServer()
+    first.messages = []
+    async with anyio.create_task_group() as tasks:
+        tasks.start_soon(call_with, admission, first, 20_000)
+        while not in_use(admission)["bodies"]:
+            await anyio.sleep(0.001)
+        server = ScriptedServer(*[b"x" * 10_000] * 6)
+        body = await call(admission, server)
+        assert server.status == 503
+        assert body["error"]["code"] == "server_overloaded"
+        first.gone.set()
+    assert in_use(admission) == NONE
     server = ScriptedServer(*[b"x" * 10_000] * 6)
-    await call(wrap(app, bytes=2**20), server)
+    await call(admission, server)
     assert len(app.bodies[0]) == 60_000
+
+
+@pytest.mark.parametrize("declared", [True, False])
+async def test_a_body_for_which_there_is_never_room_is_too_large(
+    declared: bool,
+) -> None:
+    """413 with the limit, where 503 would have the client try again for ever."""
+    server = ScriptedServer(*[b"x" * 10_000] * 8)
+    headers = length(80_000) if declared else []
+    body = await call(wrap(Held(), bytes=2**20), server, headers=headers)
+    assert server.status == 413
+    assert "larger than 65536 bytes" in body["error"]["message"]
 
 
 async def test_charges_a_slow_body_with_what_has_arrived() -> None:

@@ -198,10 +198,10 @@ def test_stops_dropping_after_seconds_or_bytes(seconds: float) -> None:
 
 
 def test_drops_up_to_the_limit_of_a_body_that_it_might_accept() -> None:
-    """What is refused as the bytes are taken is dropped up to ``max_body``."""
+    """What is refused as all slots are taken is dropped up to ``max_body``."""
     server = Endless(0.001)
-    options = {"bytes": 16 * 2**20, "max_body": 2**26, "max_wait": 0.01}
-    refuse(server, **options)
+    slots = Gate(slots=0, max_waiting=0)
+    refuse(server, bytes=2**30, max_body=2**26, gates={"slots": slots})
     assert server.status == 503
     assert 2**26 < server.read <= 2**26 + 2**22
 

@@ -1,0 +1,122 @@
+"""How much memory this process may have: of its cgroup, or of the machine."""
+
+from __future__ import annotations
+
+import logging
+import os
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path, PurePosixPath
+from typing import Final
+
+MAX_BUDGET: Final = 4 * 2**30
+"""Budget where there is memory for more, in bytes."""
+
+# What a request really needs may be up to twice its estimate: allocators keep what was
+# freed. Two fifths, doubled, leave a fifth to the server itself.
+_PART: Final = 0.4
+# Version 1 writes the largest number of pages where there is no limit.
+_UNLIMITED: Final = 2**62
+
+
+@dataclass(frozen=True, slots=True)
+class MemoryLimit:
+    """What the kernel lets this process have.
+
+    Attributes:
+        bytes: In bytes.
+        owner: Whose memory it is, in words.
+    """
+
+    bytes: int
+    owner: str
+
+    @property
+    def budget(self) -> int:
+        """Bytes for requests: two fifths of this limit, and 4 GiB at most."""
+        return max(1, min(MAX_BUDGET, int(self.bytes * _PART)))
+
+
+def memory_limit(root: Path = Path("/")) -> MemoryLimit | None:
+    """Return the lowest limit on the memory of this process; ``None`` if unknown.
+
+    That of its control group (version 1 or 2) or of a group around that, as in a
+    container, or else what the machine has.
+
+    Args:
+        root: Folder with ``proc`` and ``sys``.
+    """
+    found = [MemoryLimit(each, "this cgroup") for each in _group_limits(root)]
+    machine = _machine_bytes()
+    if machine is not None:
+        found.append(MemoryLimit(machine, "this machine"))
+    return min(found, key=lambda each: each.bytes, default=None)
+
+
+def default_budget() -> int:
+    """Return the bytes for requests, if nobody says how many."""
+    limit = memory_limit()
+    return MAX_BUDGET if limit is None else limit.budget
+
+
+def announce(budget: int) -> None:
+    """Log what a budget comes from, or that it is more memory than there is.
+
+    Args:
+        budget: Bytes for requests.
+    """
+    limit, log = memory_limit(), logging.getLogger("lifecycle")
+    if limit is None:
+        return
+    mib = (budget / 2**20, limit.bytes / 2**20)
+    if budget > limit.bytes:
+        log.warning(
+            "Admission: %.0f MiB for requests is more than the %.0f MiB that %s has; "
+            "give fewer bytes, or the kernel ends the server before they are full",
+            *mib,
+            limit.owner,
+        )
+    elif budget == limit.budget < MAX_BUDGET:
+        log.info(
+            "Admission: %.0f MiB for requests, as %.0f MiB is what %s has; "
+            "LIFECYCLE_BYTES sets another budget",
+            *mib,
+            limit.owner,
+        )
+
+
+def _group_limits(root: Path) -> Iterator[int]:
+    try:
+        groups = (root / "proc" / "self" / "cgroup").read_text()
+    except OSError:  # not Linux
+        return
+    for controllers, name in re.findall(r"^\d+:([^:]*):(/.*)$", groups, re.MULTILINE):
+        if not controllers:
+            folder, file = Path(), "memory.max"
+        elif "memory" in controllers.split(","):
+            folder, file = Path("memory"), "memory.limit_in_bytes"
+        else:
+            continue
+        # A container may see its own group as the root, and name it as the host does.
+        path = PurePosixPath(name)
+        for group in (path, *path.parents):
+            inside = group.relative_to("/")
+            limit = _read(root / "sys" / "fs" / "cgroup" / folder / inside / file)
+            if limit is not None:
+                yield limit
+
+
+def _read(file: Path) -> int | None:
+    try:
+        limit = int(file.read_text())
+    except (OSError, ValueError):  # no such group, or "max"
+        return None
+    return limit if 0 < limit < _UNLIMITED else None
+
+
+def _machine_bytes() -> int | None:
+    try:
+        return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    except (AttributeError, OSError, ValueError):  # not on this system
+        return None

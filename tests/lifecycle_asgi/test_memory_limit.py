@@ -1,0 +1,199 @@
+"""The default budget of `Admission`: what the cgroup may have, or the machine."""
+
+from __future__ import annotations
+
+import base64
+import io
+import json
+import logging
+import os
+import signal
+import socket
+import subprocess
+import sys
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing
+from http.client import HTTPConnection, HTTPException
+from pathlib import Path
+
+import pytest
+from PIL import Image
+
+from lifecycle_asgi import Admission
+from lifecycle_asgi.memory_limit import MAX_BUDGET, memory_limit
+
+MACHINE = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+MIB = 2**20
+GROUPS = Path("/sys/fs/cgroup")
+
+# The groups of a process, files of limits below /sys/fs/cgroup, and what holds.
+TREES = {
+    "version 2": ("0::/a/b\n", {"a/b/memory.max": "1048576\n"}, MIB),
+    "a group around it": (
+        "0::/a/b\n",
+        {"a/memory.max": "1048576\n", "a/b/memory.max": "max\n"},
+        MIB,
+    ),
+    "a container's own": ("0::/\n", {"memory.max": "1048576\n"}, MIB),
+    "the host's name of it": ("0::/pod/x\n", {"memory.max": "1048576\n"}, MIB),
+    "version 1": (
+        "5:cpu,memory:/a\n1:name=systemd:/\n0::/\n",
+        {"memory/a/memory.limit_in_bytes": "1048576\n"},
+        MIB,
+    ),
+    "version 1, no limit": (
+        "5:memory:/\n",
+        {"memory/memory.limit_in_bytes": "9223372036854771712\n"},
+        MACHINE,
+    ),
+    "more than there is": ("0::/\n", {"memory.max": f"{2 * MACHINE}\n"}, MACHINE),
+    "unreadable": ("0::/a\n", {"a/memory.max": "what\n"}, MACHINE),
+    "without groups": ("", {}, MACHINE),
+}
+
+
+@pytest.mark.parametrize("tree", TREES.values(), ids=TREES)
+def test_finds_the_lowest_limit(tmp_path: Path, tree) -> None:
+    """Of the process's group and of those around it, in both versions."""
+    groups, files, limit = tree
+    if groups:
+        (tmp_path / "proc/self").mkdir(parents=True)
+        (tmp_path / "proc/self/cgroup").write_text(groups)
+    for name, text in files.items():
+        file = tmp_path / "sys/fs/cgroup" / name
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.write_text(text)
+    found = memory_limit(tmp_path)
+    assert found is not None
+    assert found.bytes == limit
+    assert found.budget == min(MAX_BUDGET, int(limit * 0.4))
+    assert found.owner == ("this machine" if limit == MACHINE else "this cgroup")
+
+
+@pytest.fixture
+def group() -> Iterator[Path]:
+    """A cgroup of 300 MiB, in the version that this machine has."""
+    first = GROUPS / "memory"
+    folder, file = (first, "memory.limit_in_bytes")
+    if not first.exists():
+        folder, file = GROUPS, "memory.max"
+    made = folder / f"lifecycle-test-{os.getpid()}"
+    try:
+        made.mkdir()
+        (made / file).write_text(str(300 * MIB))
+    except OSError as error:
+        pytest.skip(f"no cgroup can be made here: {error}")
+    try:
+        yield made
+    finally:
+        made.rmdir()
+
+
+IN_GROUP = """
+import logging, os, sys
+open(sys.argv[1] + "/cgroup.procs", "w").write(str(os.getpid()))
+logging.basicConfig(level="INFO", format="%(message)s", stream=sys.stdout)
+from lifecycle_asgi import Admission
+limits = [each.bytes for each in (lane.statistics() for lane in Admission(None).lanes)]
+print(sum(limits) // 2**20)
+"""
+
+
+def test_fits_into_a_cgroup(group: Path) -> None:
+    """And says why it admits so little."""
+    argv = [sys.executable, "-c", IN_GROUP, str(group)]
+    environment = {key: os.environ[key] for key in os.environ if "LIFECYCLE" not in key}
+    done = subprocess.run(
+        argv, env=environment, capture_output=True, text=True, timeout=120, check=True
+    )
+    said, admitted = done.stdout.splitlines()
+    assert said == (
+        "Admission: 120 MiB for requests, as 300 MiB is what this cgroup has; "
+        "LIFECYCLE_BYTES sets another budget"
+    )
+    assert int(admitted) in (119, 120)
+
+
+SERVER = """
+import base64, io, json, os, sys, time
+open(sys.argv[1] + "/cgroup.procs", "w").write(str(os.getpid()))
+import anyio.to_thread, uvicorn
+from PIL import Image
+from lifecycle_asgi import Admission
+
+def decode(body):
+    url = json.loads(body)["messages"][0]["content"][0]["image_url"]["url"]
+    picture = Image.open(io.BytesIO(base64.b64decode(url.partition(",")[2])))
+    pixels = picture.convert("RGB").tobytes()
+    time.sleep(0.3)  # what a server does with them
+    return len(pixels)
+
+async def app(scope, receive, send):
+    body, more = b"", True
+    while more:
+        message = await receive()
+        body, more = body + message.get("body", b""), message.get("more_body", False)
+    answer = b"%d" % await anyio.to_thread.run_sync(decode, body)
+    headers = [(b"content-length", b"%d" % len(answer))]
+    await send({"type": "http.response.start", "status": 200, "headers": headers})
+    await send({"type": "http.response.body", "body": answer})
+
+if sys.argv[2] == "guarded":
+    app = Admission(app, max_wait=120.0)
+uvicorn.run(app, fd=int(sys.argv[3]), lifespan="off", log_level="error")
+"""
+SIDE = 2500
+
+
+def ask_about_a_picture(port: int) -> bytes | None:
+    """Return the answer to one that is few bytes, and 6 megapixels."""
+    png = io.BytesIO()
+    Image.new("RGB", (SIDE, SIDE)).save(png, "PNG")
+    url = "data:image/png;base64," + base64.b64encode(png.getvalue()).decode()
+    content = [{"type": "image_url", "image_url": {"url": url}}]
+    body = json.dumps({"messages": [{"role": "user", "content": content}]})
+    with closing(HTTPConnection("127.0.0.1", port, timeout=120)) as client:
+        try:
+            client.request("POST", "/v1/x", body, {"content-type": "application/json"})
+            return client.getresponse().read()
+        except (OSError, HTTPException):
+            return None
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["bare", "guarded"])
+def test_sixteen_pictures_at_once_end_no_server_in_a_small_cgroup(
+    group: Path, kind: str
+) -> None:
+    """Each of them needs an eighth of its memory."""
+    pytest.importorskip("uvicorn")
+    with socket.create_server(("127.0.0.1", 0)) as listening:
+        argv = [sys.executable, "-c", SERVER, str(group), kind]
+        argv.append(str(listening.fileno()))
+        with subprocess.Popen(argv, pass_fds=[listening.fileno()]) as server:
+            port = listening.getsockname()[1]
+            listening.close()
+            try:
+                with ThreadPoolExecutor(16) as clients:
+                    answers = list(clients.map(ask_about_a_picture, [port] * 16))
+                killed = server.poll() == -signal.SIGKILL
+            finally:
+                server.kill()
+    if kind == "bare":
+        assert killed
+        assert None in answers
+    else:
+        assert answers == [b"%d" % (3 * SIDE**2)] * 16
+        assert not killed
+
+
+def test_warns_of_a_budget_that_is_more_than_there_is(caplog) -> None:
+    """As such a budget limits nothing."""
+    limit = memory_limit()
+    assert limit is not None
+    Admission(None, environment={}, bytes=limit.bytes)  # type: ignore[arg-type]
+    assert not caplog.records
+    with caplog.at_level(logging.WARNING):
+        Admission(None, environment={}, bytes=2 * limit.bytes)  # type: ignore[arg-type]
+    assert f"{limit.owner} has; give fewer bytes" in caplog.text

@@ -11,6 +11,7 @@ from types import TracebackType
 from typing import Literal, Self, get_args
 
 import anyio
+import anyio.lowlevel
 
 from lifecycle.lowlevel import check_choice, check_int, check_seconds, check_type
 from lifecycle_zmq.client import EngineClient
@@ -50,6 +51,7 @@ class EngineSettings:
     ready_timeout: float
     limits: StallLimits
     arena: Callable[[], Arena | None]
+    arena_idle: float | None
 
 
 class ProcessInstance(EngineInstance):
@@ -190,6 +192,7 @@ class ProcessInstance(EngineInstance):
             tasks.start_soon(self._wait_until_ready, client, liveness)
             tasks.start_soon(self._kill_when_lost, process, client)
             tasks.start_soon(liveness.monitor, client)
+            tasks.start_soon(self._give_back)
             await process.wait()
             # Messages that it sent before it died count, such as a finish.
             client.drain()
@@ -212,6 +215,13 @@ class ProcessInstance(EngineInstance):
         if client.ready:
             await liveness.mark_failed_on_exit(client)
 
+    async def _give_back(self) -> None:
+        arena, seconds = self._settings.arena(), self._settings.arena_idle
+        while arena is not None and seconds is not None:
+            await anyio.sleep(seconds)
+            while arena.give_back(_GIVEN_BACK):
+                await anyio.lowlevel.checkpoint()
+
     async def _kill_when_lost(
         self, process: EngineProcess, client: EngineClient
     ) -> None:
@@ -221,6 +231,8 @@ class ProcessInstance(EngineInstance):
         process.kill()
 
 
+# Bytes at a time, which take a fraction of a millisecond.
+_GIVEN_BACK = 4 * 2**20
 _TRANSPORTS = ("pair", "ipc")
 _EXIT_POLL_SECONDS = 0.05
 
@@ -266,6 +278,9 @@ class ZmqEngine(SupervisedEngine[ProcessInstance]):
         arena_bytes: Size of the arena, one for all incarnations, so that its pages
             stay warm; 0 makes none, and payloads are sent.
         arena: How it is shared, as for `Arena`; ``None`` takes the best there is.
+        arena_idle: Seconds for which pages of the arena are kept that nothing uses;
+            then the system gets them. ``None`` keeps them, as you must where the
+            engine has the arena pinned for a device.
 
     Raises:
         TypeError: An option has the wrong type.
@@ -292,6 +307,7 @@ class ZmqEngine(SupervisedEngine[ProcessInstance]):
         broken_for: float = 60.0,
         arena_bytes: int = 0,
         arena: ArenaKind | None = None,
+        arena_idle: float | None = None,
     ) -> None:
         check_environment(env)
         check_choice(_TRANSPORTS, transport=transport)
@@ -301,6 +317,10 @@ class ZmqEngine(SupervisedEngine[ProcessInstance]):
         check_seconds(stopped_after=stopped_after)
         check_int(arena_bytes=arena_bytes)
         check_choice((None, *get_args(ArenaKind)), arena=arena)
+        if arena_idle is not None:
+            check_seconds(arena_idle=arena_idle)
+            if not arena_idle:
+                raise ValueError("arena_idle must be above 0 s; None keeps the pages")
         self._uses_ipc = transport == "ipc"
         self._directory = directory
         self._arena_bytes = arena_bytes
@@ -318,6 +338,7 @@ class ZmqEngine(SupervisedEngine[ProcessInstance]):
             limits=StallLimits(busy_after, stalled_after, stopped_after),
             # Made by __aenter__, and the same for every incarnation.
             arena=lambda: self._arena,
+            arena_idle=arena_idle,
         )
         restarts = Restarts(
             backoff=backoff,

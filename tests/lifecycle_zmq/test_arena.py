@@ -72,6 +72,45 @@ def test_region_is_free_when_its_last_view_goes(arena: Arena) -> None:
     assert arena.statistics().regions == 0
 
 
+def pages(arena: Arena) -> int:
+    """Pages that the system has made for it."""
+    assert arena.descriptor is not None
+    return 512 * os.fstat(arena.descriptor).st_blocks // PAGE
+
+
+def test_gives_back_what_was_not_used_of_late() -> None:
+    """Pages in use stay, and those that were used since it had nothing left."""
+    arena = Arena(SIZE, kind="memfd")
+    low, high = arena.empty(2 * PAGE, "u1"), arena.empty(20 * PAGE, "u1")
+    low[:], high[:] = 1, 2
+    assert (pages(arena), arena.give_back(SIZE)) == (22, 0)
+    assert arena.give_back(SIZE) == 0  # in use
+    del high
+    assert arena.give_back(SIZE) == 0  # of late
+    assert arena.give_back(8 * PAGE + 1) == 8 * PAGE
+    assert pages(arena) == 14
+    assert arena.give_back(SIZE) == 12 * PAGE
+    assert (pages(arena), arena.give_back(SIZE)) == (2, 0)
+    assert low.min() == low.max() == 1
+    again = arena.empty(20 * PAGE, "u1")
+    assert again.max() == 0
+    again[:] = 3
+    assert (pages(arena), arena.give_back(SIZE)) == (22, 0)
+    del low, again
+    arena.close()
+    assert arena.give_back(SIZE) == 0
+
+
+def test_keeps_reserved_pages() -> None:
+    """Without room in the file system, their next use would be a crash."""
+    arena = Arena(SIZE, kind="shm")
+    arena.put(b"x" * SIZE)
+    before = pages(arena)
+    assert [arena.give_back(SIZE) for _ in range(3)] == [0, 0, 0]
+    assert pages(arena) == before
+    arena.close()
+
+
 def test_put_copies_whatever_has_memory(arena: Arena) -> None:
     """Arrays of any layout and plain buffers come out with the same values."""
     source = np.arange(24, dtype=np.int64).reshape(4, 6)

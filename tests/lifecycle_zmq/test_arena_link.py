@@ -164,6 +164,28 @@ async def test_region_is_free_when_the_engine_lets_go(
 
 @pytest.mark.anyio
 @pytest.mark.usefixtures("no_leaks")
+async def test_gives_pages_back_that_nothing_uses(
+    make: Callable[..., ZmqEngine], eventually: Callable[..., Any]
+) -> None:
+    """The system gets them, and the next tensors are right all the same."""
+    async with make(arena_idle=0.01, arena="memfd") as engine:
+        await engine.wait_ready()
+        descriptor = engine.arena.descriptor
+        assert descriptor is not None
+        for key in "ab":
+            array = filled(engine.arena, 8 * MIB)
+            expected = zlib.crc32(memoryview(array).cast("B"))
+            assert 512 * os.fstat(descriptor).st_blocks >= 8 * MIB
+            box = boxed(x=array)
+            del array
+            stream = await engine.start(key, {"keep": "end"}, box)
+            assert (await anext(stream))["x"][3] == expected
+            await engine.end(key)
+            await eventually(lambda: not os.fstat(descriptor).st_blocks)
+
+
+@pytest.mark.anyio
+@pytest.mark.usefixtures("no_leaks")
 @pytest.mark.parametrize("how", ["refuse", "raise", "duplicate"])
 async def test_refused_request_frees_its_region(
     make: Callable[..., ZmqEngine], eventually: Callable[..., Any], how: str

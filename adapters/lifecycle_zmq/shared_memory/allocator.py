@@ -108,6 +108,12 @@ class RegionAllocator:
         return len(self._taken)
 
     @property
+    def end(self) -> int:
+        """End of the last region: all from there on is free."""
+        last = self._taken[-1] if self._taken else 0
+        return last + self._length.get(last, 0)
+
+    @property
     def longest_hole(self) -> int:
         """Length of the longest hole: the largest region possible now."""
         return max(self._hole_length.values(), default=0)

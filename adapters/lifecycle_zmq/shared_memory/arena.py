@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
+import mmap
 import os
 import threading
 from collections import deque
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
-from mmap import mmap
 from typing import Any, get_args
 from weakref import WeakValueDictionary
 
@@ -57,7 +57,8 @@ class Arena:
 
     Args:
         size: Bytes, rounded up to whole pages. Only pages that were used once take
-            memory, and they keep it: most of the cost of a payload is fresh pages.
+            memory, and they keep it until `give_back`: most of the cost of a payload is
+            fresh pages.
         kind: ``"memfd"``, ``"shm"``, or ``"frames"``: not shared, sent as copies;
             ``None`` takes the best that the system has.
 
@@ -77,13 +78,15 @@ class Arena:
         np = tensors.numpy()
         self._regions = RegionAllocator(rounded(size))
         memory = memfd.create(self._regions.size, kind)
-        self._mapping: mmap | None = memory.mapping
+        self._mapping: mmap.mmap | None = memory.mapping
         self._kind, self._descriptor = memory.kind, memory.descriptor
         self._base = tensors.address_of(np.frombuffer(memory.mapping, np.uint8))
         self._blocks: WeakValueDictionary[int, Block] = WeakValueDictionary()
         self._leases: dict[int, tuple[Block, ...]] = {}
         self._leases_granted = 0
         self._refused = 0
+        # Ends of what was in use since `give_back` returned 0, and of what has pages.
+        self._busy = self._touched = 0
         self.spilled = 0
         self._lock = threading.Lock()
         self._released: deque[tuple[int, Freed | None]] = deque()
@@ -211,6 +214,42 @@ class Arena:
         """Release every lease: the engine process is gone."""
         self._leases.clear()
 
+    def give_back(self, most: int) -> int:
+        """Give the pages to the system that lie behind all that was in use of late.
+
+        Of late means since this returned 0 before: call it until it does, and again
+        after a while. Not for an arena that is pinned for a device, which would go on
+        to read the pages that it has.
+
+        Args:
+            most: Bytes at a time; the interpreter waits for as long as they take.
+
+        Returns:
+            How many bytes these were: 0 if nothing is left to give back, or where the
+            memory cannot be, as of the kind ``"shm"``, which is reserved.
+        """
+        with self._locked_regions() as regions:
+            page = mmap.PAGESIZE
+            start = -(-self._busy // page) * page
+            start = max(start, self._touched - most // page * page)
+            length = self._touched - start
+            if length > 0 and self._remove(start, length):
+                self._touched = start
+                return length
+            self._busy = regions.end
+            return 0
+
+    def _remove(self, start: int, length: int) -> bool:
+        if self._mapping is None or self._kind == "shm":
+            return False
+        if not hasattr(mmap, "MADV_REMOVE"):
+            return False
+        try:
+            self._mapping.madvise(mmap.MADV_REMOVE, start, length)
+        except OSError:  # not on this file system
+            return False
+        return True
+
     def close(self) -> None:
         """Allocate nothing more; unmap the memory when the last view of it goes."""
         self._leases.clear()
@@ -241,6 +280,8 @@ class Arena:
                 freed=freed,
             )
             self._blocks[offset] = block
+            self._busy = max(self._busy, regions.end)
+            self._touched = max(self._touched, regions.end)
         return block
 
     def _full(self, nbytes: int) -> ArenaFull:

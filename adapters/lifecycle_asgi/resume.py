@@ -37,7 +37,7 @@ from lifecycle_asgi.responses import send_response
 OnDisconnect: TypeAlias = Literal["cancel", "detach"] | float
 Found: TypeAlias = "tuple[EventStream, int]"
 
-# One event: lines, and an empty one. A bare CR would be a line of its own to browsers.
+# An event: lines, and an empty one. A bare CR would be a line of its own to browsers.
 _EVENT: Final = re.compile(rb"((?:[^\r\n]+\r?\n)+)\r?\n")
 _ID_BYTES: Final = 24  # of randomness, as 32 characters
 _EVENT_ID: Final = re.compile(r"([A-Za-z0-9_-]{32})(?:\.([0-9]{1,15}))?")
@@ -76,7 +76,7 @@ class ResumableResponse:
         """Send the events.
 
         Raises:
-            Exception: What the generator raised.
+            Exception: The error of the generator.
 
         Cancellation:
             Counts as the client's leaving: the policy of the stream decides.
@@ -177,7 +177,7 @@ class ResumableStreams:
         sessions: Each stream is one of its sessions, until its generator has ended.
             The session's id is the first 12 characters of the stream's.
         keep: Seconds that a stream whose generator has ended can be resumed.
-        max_bytes: Limit on the events of one stream that are kept. One event that is
+        max_bytes: Limit on the events of one stream that are kept. An event that is
             larger is kept alone.
         max_streams: Limit on streams. Beyond it those that have ended are dropped, the
             first to expire first; where all are running, the next is refused by 503.
@@ -216,8 +216,8 @@ class ResumableStreams:
     ) -> ResumableResponse:
         """Return the response that starts *source* when it is sent.
 
-        Its status is sent with the first event. What *source* raises reaches the
-        client that is attached, or the next one that resumes, where a response raises.
+        Its status is sent with the first event. An error of *source* is raised there,
+        or in the response of the next client that resumes.
 
         Args:
             source: An async generator, or a blocking one, which runs in a thread. Each
@@ -334,10 +334,7 @@ class ResumableStreams:
                         del item
             error = None
         except Exception as raised:  # noqa: BLE001 - for the client, as it was raised
-            clear_traceback_frames(raised)
-            # Without this frame, which would keep the stream, and so the error.
-            trace = raised.__traceback__
-            error = raised.with_traceback(trace and trace.tb_next)
+            error = _without_payload(raised)
         finally:
             stream.end(error)
             del error
@@ -370,31 +367,35 @@ class ResumableStreams:
         """Forget a stream, and end its generator if that still runs. Idempotent."""
         if self._streams.get(stream.id) is stream:
             del self._streams[stream.id]
-            stream.clear()
             stream.session.stop("client_gone")
 
     async def _expire(self) -> None:
         """Drop streams whose time is up."""
         with self._expiring:
             while True:
-                self._earlier, now = anyio.Event(), anyio.current_time()
-                for stream in list(self._streams.values()):
-                    if stream.expires <= now:
-                        self._drop(stream)
-                due = [stream.expires for stream in self._streams.values()]
-                with anyio.CancelScope(deadline=min(due, default=math.inf)):
+                self._earlier = anyio.Event()
+                with anyio.CancelScope(deadline=self._drop_expired()):
                     await self._earlier.wait()
+
+    def _drop_expired(self) -> float:
+        """Drop what has expired; return when the next one does."""
+        now = anyio.current_time()
+        for stream in list(self._streams.values()):
+            if stream.expires <= now:
+                self._drop(stream)
+        due = [stream.expires for stream in self._streams.values()]
+        return min(due, default=math.inf)
 
 
 class Reader:
-    """One response that reads a stream.
+    """A response that reads a stream.
 
     Attributes:
         at: The last event that it has sent.
         scope: Cancelled when its client leaves, or another one takes over.
         replaced: Whether another one has.
         begun: Whether its status was sent.
-        error: What the generator raised, to be raised by the response.
+        error: The error of the generator, to be raised by the response.
     """
 
     __slots__ = ("at", "begun", "error", "replaced", "scope")
@@ -407,7 +408,7 @@ class Reader:
 
 
 class EventStream:
-    """One stream: its latest events, its reader, and how it ended.
+    """A stream: its latest events, its reader, and how it ended.
 
     Attributes:
         id: Its id; the ids of its events begin with it.
@@ -417,7 +418,7 @@ class EventStream:
         reader: The response that reads it, if there is one.
         last: The number of its latest event.
         ended: Whether its generator has ended.
-        error: What the generator raised, until a client was told.
+        error: The error of the generator, until a client was told.
         expires: When it is dropped.
     """
 
@@ -496,11 +497,6 @@ class EventStream:
             self.ended, self.error = True, error
             self.wake()
 
-    def clear(self) -> None:
-        """Drop what it keeps."""
-        self._events.clear()
-        self.error = None
-
     def wake(self) -> None:
         """Have the generator and the reader look again."""
         changed, self._changed = self._changed, None
@@ -526,6 +522,13 @@ def _numbered(item: Any, id_: str) -> bytes:
 
 def _size(event: bytes) -> int:
     return len(event) + _EVENT_OVERHEAD
+
+
+def _without_payload(error: Exception) -> Exception:
+    """Return *error* without the frame that caught it: that keeps its stream."""
+    clear_traceback_frames(error)
+    trace = error.__traceback__
+    return error.with_traceback(trace and trace.tb_next)
 
 
 def _shut_down() -> SessionEnded:

@@ -102,7 +102,7 @@ class World:
 
     @property
     def outcomes(self) -> dict[str, int]:
-        """What became of the streams."""
+        """How the streams ended."""
         found = self.sessions.statistics().outcomes
         return {str(name): count for name, count in found.items() if count}
 
@@ -115,7 +115,7 @@ async def until(true: Callable[[], object]) -> None:
 
 
 class EventSource:
-    """What a browser does: it reads events, and remembers the id of the last."""
+    """A browser: it reads events, and remembers the id of the last."""
 
     def __init__(self, client: httpx.AsyncClient, **headers: str) -> None:
         self.client = client
@@ -210,6 +210,7 @@ async def test_resumes_with_exactly_what_is_missing(wrap: Any) -> None:
             await browser.read(events, 2)
             source.allow(0)
             assert await anext(events, None) is None
+        assert browser.last == f"{browser.stream}.9"
         assert browser.data == [str(n) for n in range(1, 10)]
         # Nothing is missing: a browser connects no more.
         async with browser.connect():
@@ -321,7 +322,7 @@ async def test_owner_alone_resumes() -> None:
     ],
 )
 async def test_refuses_other_ids(last: str | None, status: int) -> None:
-    """What is no id is 400, and an id of no stream 404; no header repeats it."""
+    """No id is 400, and an id of no stream 404; no header repeats it."""
     world = World()
     server = ScriptedServer()
     async with world.lifespan(None):
@@ -373,7 +374,7 @@ async def test_litestar_takes_the_response() -> None:
 
 
 class Visit:
-    """One client of a scripted server, which sends to a response."""
+    """A client of a scripted server."""
 
     def __init__(self, response: ResumableResponse) -> None:
         self.response = response
@@ -486,7 +487,7 @@ async def test_error_reaches_the_client_that_resumes() -> None:
 
 
 async def test_refusal_comes_before_the_status() -> None:
-    """What the generator raises before its first event is the response's to make."""
+    """The application answers an error that comes before the first event."""
     world = World()
     refusal = GateFull("full")
     source = Source(refusal)
@@ -749,7 +750,7 @@ async def test_blocking_generator_runs_in_a_thread() -> None:
 
 
 class Payload:
-    """What must not stay."""
+    """Must not stay."""
 
 
 async def test_keeps_nothing_of_a_failed_stream() -> None:
@@ -782,6 +783,87 @@ async def test_keeps_nothing_of_a_failed_stream() -> None:
             assert found[0]() is None
     finally:
         gc.enable()
+
+
+async def test_keeps_nothing_that_is_cancelled_with_its_client() -> None:
+    """The default policy takes no memory for clients that never come back."""
+    world, source = World(), Source()
+    async with running(world) as visit:
+        first = visit(world.streams.start(source.events()))
+        source.allow(0)
+        await first.done.wait()
+        assert first.server.status == 200
+        second = visit(world.streams.resume(first.response.stream))
+        await second.done.wait()
+        assert second.server.status == 404
+
+
+async def test_cancelled_server_lets_no_response_seem_whole() -> None:
+    """A client that is attached when the server is cancelled learns of it."""
+    world, source = World(), Source()
+    source.allow(1)
+    async with anyio.create_task_group() as clients:
+        with anyio.CancelScope() as server:
+            async with world.lifespan(None):
+                first = Visit(world.streams.start(source.events()))
+                clients.start_soon(first)
+                await until(lambda: first.data)
+                server.cancel()
+                await anyio.lowlevel.checkpoint()
+    assert [type(error).__name__ for error in first.raised] == ["SessionEnded"]
+    assert not first.server.complete.is_set()
+
+
+@virtual
+@pytest.mark.parametrize("error", [None, ValueError("of the engine")])
+async def test_forgets_a_stream_when_its_time_is_up(error: Exception | None) -> None:
+    """No reference to its events stays, and none needs the garbage collector."""
+    world, source = World(keep=10), Source(error)
+    source.allow(1)
+
+    def kept() -> list[object]:
+        return [it for it in gc.get_objects() if type(it).__name__ == "EventStream"]
+
+    gc.collect()
+    gc.disable()
+    try:
+        async with running(world) as visit:
+            visits = [visit(world.streams.start(source.events(), on_disconnect=99))]
+            await until(lambda: visits[0].data)
+            await visits.pop().leave()
+            source.allow(0)
+            await anyio.sleep(9.9)
+            assert len(kept()) == 1
+            await anyio.sleep(0.2)
+            assert kept() == []
+    finally:
+        gc.enable()
+
+
+async def test_error_of_the_server_is_raised_as_it_is() -> None:
+    """A ``send`` that fails counts as the client's leaving, and is in no group."""
+    world, source = World(), Source()
+    source.allow(1)
+    async with running(world) as visit:
+        response: Any = world.streams.start(source.events(), on_disconnect="detach")
+
+        async def fails(message: Any) -> None:
+            raise BrokenPipeError
+
+        with pytest.raises(BrokenPipeError):
+            await response(http_scope(), ScriptedServer().receive, fails)
+        second = visit(world.streams.resume(response.stream))
+        await until(lambda: second.data == ["1"])
+
+
+async def test_client_that_leaves_before_the_first_event_gets_499() -> None:
+    """Middleware around it may rely on a response."""
+    world, source = World(), Source()
+    async with running(world) as visit:
+        first = visit(world.streams.start(source.events(), on_disconnect="cancel"))
+        await until(world.sessions.live)
+        await first.leave()
+        assert first.server.status == 499
 
 
 def test_validates_what_it_takes() -> None:
@@ -823,7 +905,7 @@ WAYS = [*KINDS, ("asyncio", "leave", "early"), ("trio", "leave", "early")]
 def test_loses_no_event_wherever_a_response_ends(
     backend: str, kind: str, when: str
 ) -> None:
-    """What was sent, and what the next one is sent, are all events, once each."""
+    """The first client and the next one get all events, each of them once."""
 
     async def scenario(run: Cancelled) -> None:
         world, source = World(), Source()

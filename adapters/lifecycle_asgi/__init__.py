@@ -23,6 +23,7 @@ Modules::
     lanes          gates that clients share
     vllm_plugin    hand-off in vLLM, by its entry point for plugins
     sglang_plugin  SGLang: Admission and hand-off, by its entry point for plugins
+    resume         ResumableStreams: clients that leave may resume their stream
     admission      Admission: all of this around the application of any server
     live_warnings  find_warnings: what is wrong, of one moment
     live_snapshot  snapshots of the live view
@@ -86,6 +87,7 @@ from lifecycle_asgi.middleware import LifecycleMiddleware
 from lifecycle_asgi.refusals import ClientLimitExceeded, refusal_response
 from lifecycle_asgi.request import RequestScope, request_of
 from lifecycle_asgi.request_scope import request_scope
+from lifecycle_asgi.resume import ResumableResponse, ResumableStreams
 
 __all__ = (
     "Admission",
@@ -115,6 +117,8 @@ __all__ = (
     "RequestScope",
     "RequestStarted",
     "RequestView",
+    "ResumableResponse",
+    "ResumableStreams",
     "TooDeep",
     "UnreadableImage",
     "WarningLimits",

@@ -171,7 +171,7 @@ class RequestScope:
                 ``aclose``. A blocking generator is returned as an async one that runs
                 in a thread; see `lifecycle.in_thread`.
         """
-        source = _asynchronous(source)
+        source = asynchronous(source)
         self._owned.append(source)
         return source
 
@@ -196,7 +196,7 @@ class RequestScope:
         Cancellation:
             Goes through to *source*, which is closed at the end of the request.
         """
-        items = self.own(PrefetchedIterator[T]([], _asynchronous(source)))
+        items = self.own(PrefetchedIterator[T]([], asynchronous(source)))
         async for item in items:
             items._first = [item]
             break
@@ -318,7 +318,8 @@ class RequestScope:
             recorder.end(session.outcome, status, getattr(session, "id", None))
 
 
-def _asynchronous(source: Any) -> Any:
+def asynchronous(source: Any) -> Any:
+    """Return *source*, or a blocking iterator as one that runs in a thread."""
     kind = type(source)
     blocking = hasattr(kind, "__next__") and not hasattr(kind, "__anext__")
     return in_thread(_blocking)(source) if blocking else source

@@ -1,4 +1,4 @@
-"""Starlette and FastAPI: `install`, `admitted`, and `ManagedResponse` for streams.
+"""Starlette and FastAPI: `install`, `admitted`, and responses that stream.
 
 The only module here that imports a web framework.
 """
@@ -12,12 +12,14 @@ from typing import Any, Final, Generic, Self, TypeVar, cast
 import anyio
 import anyio.to_thread
 from starlette.applications import Starlette
+from starlette.background import BackgroundTask
 from starlette.exceptions import HTTPException
 from starlette.requests import HTTPConnection, Request
 from starlette.responses import Response, StreamingResponse
 
 from lifecycle import Gate, Lease, Refused
 from lifecycle.events import Observer
+from lifecycle_asgi import resume
 from lifecycle_asgi._types import App, Message, Receive, Scope, Send
 from lifecycle_asgi.endpoint import ConnectionWatch
 from lifecycle_asgi.limits import BodyLimit
@@ -25,7 +27,14 @@ from lifecycle_asgi.middleware import CLIENT_CLOSED_REQUEST, LifecycleMiddleware
 from lifecycle_asgi.refusals import refusal_response
 from lifecycle_asgi.request import request_of
 
-__all__ = ("ManagedResponse", "admitted", "install", "refusal_handler")
+__all__ = (
+    "ManagedResponse",
+    "ResumableResponse",
+    "ResumableStreams",
+    "admitted",
+    "install",
+    "refusal_handler",
+)
 
 T = TypeVar("T")
 _END: Final = object()
@@ -216,6 +225,51 @@ class ManagedResponse(StreamingResponse):
             stack.push_async_callback(_close, source)
             self.body_iterator = await request.begin(source)
             await super().__call__(scope, receive, send)
+
+
+class ResumableResponse(resume.ResumableResponse, Response):
+    """A response of `ResumableStreams`, for Starlette and FastAPI.
+
+    Attributes:
+        status_code: Of a response that has events; the stream decides.
+        background: What runs when the response is over.
+    """
+
+    status_code = 200
+    background: BackgroundTask | None = None
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Send the events; see `lifecycle_asgi.ResumableStreams`.
+
+        Cancellation:
+            Counts as the client's leaving: the policy of the stream decides.
+        """
+        await super().__call__(scope, receive, send)
+        if self.background is not None:
+            await self.background()
+
+
+class ResumableStreams(resume.ResumableStreams):
+    """As `lifecycle_asgi.ResumableStreams`, for Starlette and FastAPI."""
+
+    _response = ResumableResponse
+
+    def start(
+        self,
+        source: AsyncIterator[Any] | Iterator[Any],
+        *,
+        on_disconnect: resume.OnDisconnect = "cancel",
+        owner: str | None = None,
+    ) -> ResumableResponse:
+        """Return the response that starts *source* when it is sent."""
+        found = super().start(source, on_disconnect=on_disconnect, owner=owner)
+        return cast("ResumableResponse", found)
+
+    def resume(
+        self, last_event_id: str | None, *, owner: str | None = None
+    ) -> ResumableResponse:
+        """Return the response that sends what follows *last_event_id*, and goes on."""
+        return cast("ResumableResponse", super().resume(last_event_id, owner=owner))
 
 
 async def _close(source: Any) -> None:

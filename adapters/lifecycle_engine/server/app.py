@@ -43,11 +43,7 @@ from lifecycle_engine.multimodal.limits import MediaLimits
 from lifecycle_engine.processing.processor import ChatDefaults, Processor
 from lifecycle_engine.server.access import AccessControl, AccessRules
 from lifecycle_engine.server.admin import CancelEndpoints, StatusEndpoints
-from lifecycle_engine.server.admission import (
-    FairAcceptMiddleware,
-    HeadCheck,
-    operation_of,
-)
+from lifecycle_engine.server.admission import FairAcceptMiddleware, operation_of
 from lifecycle_engine.server.generate import (
     GenerateEndpoint,
     end_refused,
@@ -221,7 +217,7 @@ def create_app(
             *_routes(service),
         ],
         lifespan=lambda _: _running(service, metrics, monitor),
-        middleware=_middleware(service, settings, observer, log, live),
+        middleware=_middleware(settings, observer, log, live),
         exception_handlers=_ERRORS,
     )
     # A redirect would contain the scheme and host as this process sees them.
@@ -272,24 +268,21 @@ def _service(
 
 
 def _middleware(
-    service: Service,
     settings: AppSettings,
     observer: Observer | None,
     log: Observer,
     live: LiveRequests,
 ) -> list[Middleware]:
     """Return the middleware, outermost first."""
-    observers = combine_observers(observer, log)
-    check = HeadCheck(service, _FORMATS, observer=observers)
     return [
         *_cross_origin(settings.access),
         Middleware(AccessControl, rules=settings.access, answer=_response),
-        Middleware(FairAcceptMiddleware, refuse=check),
+        Middleware(FairAcceptMiddleware),
         Middleware(
             LifecycleMiddleware,
             read_ahead=_READ_AHEAD,
             room=_ROOM * settings.body_bytes,
-            observer=observers,
+            observer=combine_observers(observer, log),
             operation=operation_of,
             live=live,
         ),

@@ -307,7 +307,9 @@ class Admission:
         if not _has_body(scope):
             await self._app(scope, receive, send)
             return
-        request = AdmittedRequest(receive, send, self._correction)
+        request = AdmittedRequest(
+            receive, send, self._correction, timeout=self._settings.body_timeout
+        )
         scope[_SCOPE_KEY] = request
         try:
             refusal = await self._refusal(scope, request)
@@ -431,7 +433,6 @@ class Admission:
             declared=declared,
             copies=_BODY_COPIES,
             max_body=self._settings.max_body,
-            timeout=self._settings.body_timeout,
             slow_after=self._settings.slow_after,
         )
         with self._closable(reader):
@@ -442,7 +443,7 @@ class Admission:
                     raise
             # The application reads the rest, as if nothing stood before it.
             lane.count_refusal()
-            request.partial = True
+            request.partial, request.rest.timeout = True, None
             return reader.take()
 
     @contextmanager
@@ -477,6 +478,7 @@ class AdmittedRequest:
         receive: The server's.
         send: The server's.
         correction: Learns from what the request really needed.
+        timeout: Seconds for the whole body.
 
     Attributes:
         admitted: The application may work on it.
@@ -500,8 +502,10 @@ class AdmittedRequest:
         "slot",
     )
 
-    def __init__(self, receive: Receive, send: Send, correction: Correction) -> None:
-        self.rest = RequestBody(receive)
+    def __init__(
+        self, receive: Receive, send: Send, correction: Correction, *, timeout: float
+    ) -> None:
+        self.rest = RequestBody(receive, timeout=timeout)
         self._send = send
         self._correction = correction
         self.admitted = self.partial = False

@@ -126,6 +126,7 @@ class AppSettings:
 
     Attributes:
         model: Model name for clients.
+        total_bytes: As *bytes* of `Admission`. ``None``: 32 times *body_bytes*.
         body_bytes: Maximum size of a request body.
         body_timeout: Maximum seconds for a request body.
         max_waiting: Maximum number of bodies that wait in each lane.
@@ -147,6 +148,7 @@ class AppSettings:
     """
 
     model: str = "lifecycle"
+    total_bytes: int | None = None
     body_bytes: int = 64 * 2**20
     body_timeout: float = 60.0
     max_waiting: int = 1024
@@ -353,7 +355,7 @@ def _admission(
         gates=gates,
         observer=observer,
         environment={},
-        bytes=_BODIES * settings.body_bytes,
+        bytes=settings.total_bytes or _BODIES * settings.body_bytes,
         max_body=settings.body_bytes,
         body_timeout=settings.body_timeout,
         max_waiting=settings.max_waiting,

@@ -42,7 +42,7 @@ MOST_FILES_ENTERED = {"text": 61, "picture": 69, "disconnect": 40}
 MOST_FILES_OF_ADMISSION = 16
 
 # Lines of Python, with a little to spare. A gate over processes took 1,700.
-MOST_LINES = {"product": 48_000, "benchmarks": 7_750, "repository": 900}
+MOST_LINES = {"product": 47_840, "benchmarks": 7_750, "repository": 900}
 # What tests the repository itself, and nothing that it installs.
 OF_THE_REPOSITORY = ("architecture", "checks", "house", "layout", "words")
 

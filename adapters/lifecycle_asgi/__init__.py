@@ -52,7 +52,6 @@ from lifecycle_asgi.events import (
     RequestEnded,
     RequestEvent,
     RequestStarted,
-    record_refusal,
     request_log,
 )
 from lifecycle_asgi.limits import (
@@ -132,7 +131,6 @@ __all__ = (
     "local_client",
     "media_profile",
     "read_image_header",
-    "record_refusal",
     "refusal_response",
     "request_log",
     "request_of",

@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 import math
 import os
-from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from contextvars import ContextVar
 from dataclasses import replace
@@ -30,7 +30,7 @@ from lifecycle_asgi.body import (
     ClientLeft,
     RequestBody,
 )
-from lifecycle_asgi.lanes import RESERVES, Lane, load_report
+from lifecycle_asgi.lanes import RESERVES, Lane, load_report, shares
 from lifecycle_asgi.limits import ClientIdentity
 from lifecycle_asgi.media_body import BodyEstimator
 from lifecycle_asgi.media_memory import Correction, MemoryEstimate
@@ -61,7 +61,6 @@ _METHODS_WITH_BODY: Final = frozenset({"POST", "PUT", "PATCH"})
 _SECONDS_TO_LOOK: Final = MappingProxyType({"sglang": 5.0})
 # Request headers of the SDKs of OpenAI and Anthropic: the client's timeout in seconds.
 _TIMEOUTS: Final = (b"x-stainless-read-timeout", b"x-stainless-timeout")
-_SHARES: Final = (1, 3, 12)  # sixteenths of the bytes
 # Of the kernel's memory, beside those, for bodies that wait in line: one in so many.
 _ROOM: Final = 16
 # A round trip, for most clients.
@@ -197,8 +196,7 @@ class Admission:
         self._answer = answer or _answer
         self._reading: set[BodyReader | Refusing] = set()
         self._correction = Correction(floor=_FLOOR, ceiling=_CEILING)
-        shares = [settings.bytes * share // 16 or 1 for share in _SHARES]
-        self._lanes = _make_lanes(settings, shares, gates or {}, observer)
+        self._lanes = _make_lanes(settings, gates or {}, observer)
         self._small, self._bodies = self._lanes["small"], self._lanes["bodies"]
         self._requests, self._slots = self._lanes["requests"], self._lanes.get("slots")
         announce(settings.bytes)
@@ -207,9 +205,10 @@ class Admission:
             self._max_body = min(self._max_body, most // _BODY_COPIES)
         # Small requests with media keep their lease while they wait in another lane.
         # All of those together leave half of this lane to the others.
-        fits = shares[0] // (4 * _BODY_COPIES * max(1, settings.max_waiting))
+        small, bodies, _ = shares(settings.bytes)
+        fits = small // (4 * _BODY_COPIES * max(1, settings.max_waiting))
         self._max_small_body = min(_MAX_SMALL_BODY, fits)
-        fits = max(1, shares[1] // (4 * _BODY_COPIES))
+        fits = max(1, bodies // (4 * _BODY_COPIES))
         self._first_charge = min(FIRST_CHARGE, self._max_body, fits)
         delay = settings.cancel_delay
         if delay is None:
@@ -312,7 +311,9 @@ class Admission:
         if not _has_body(scope):
             await self._app(scope, receive, send)
             return
-        request = AdmittedRequest(receive, send, self._correction)
+        request = AdmittedRequest(
+            receive, send, self._correction, timeout=self._settings.body_timeout
+        )
         scope[_SCOPE_KEY] = request
         try:
             refusal = await self._refusal(scope, request)
@@ -436,7 +437,6 @@ class Admission:
             declared=declared,
             copies=_BODY_COPIES,
             max_body=self._max_body,
-            timeout=self._settings.body_timeout,
             slow_after=self._settings.slow_after,
         )
         with self._closable(reader):
@@ -447,7 +447,7 @@ class Admission:
                     raise
             # The application reads the rest, as if nothing stood before it.
             lane.count_refusal()
-            request.partial = True
+            request.partial, request.rest.timeout = True, None
             return reader.take()
 
     @contextmanager
@@ -482,6 +482,7 @@ class AdmittedRequest:
         receive: The server's.
         send: The server's.
         correction: Learns from what the request really needed.
+        timeout: Seconds for the whole body.
 
     Attributes:
         admitted: The application may work on it.
@@ -505,8 +506,10 @@ class AdmittedRequest:
         "slot",
     )
 
-    def __init__(self, receive: Receive, send: Send, correction: Correction) -> None:
-        self.rest = RequestBody(receive)
+    def __init__(
+        self, receive: Receive, send: Send, correction: Correction, *, timeout: float
+    ) -> None:
+        self.rest = RequestBody(receive, timeout=timeout)
         self._send = send
         self._correction = correction
         self.admitted = self.partial = False
@@ -577,7 +580,6 @@ class AdmittedRequest:
 
 def _make_lanes(
     settings: AdmissionSettings,
-    shares: Sequence[int],
     gates: Mapping[str, AnyGate],
     observer: Observer | None,
 ) -> dict[str, Lane]:
@@ -594,10 +596,11 @@ def _make_lanes(
         enforce=not settings.shadow,
         observer=observer,
     )
+    small, bodies, requests = shares(settings.bytes)
     limits: dict[str, dict[str, Any]] = {
-        "small": {"bytes": shares[0]},
-        "bodies": {"bytes": shares[1]},
-        "requests": {"bytes": shares[2], "slots": settings.media_slots},
+        "small": {"bytes": small},
+        "bodies": {"bytes": bodies},
+        "requests": {"bytes": requests, "slots": settings.media_slots},
     }
     if settings.slots is not None or "slots" in gates:
         limits["slots"] = {"slots": settings.slots}

@@ -7,6 +7,7 @@ import logging
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from decimal import Decimal
 from typing import Any, Final, Literal, Self
 
 from lifecycle.lowlevel import check_int, check_seconds
@@ -14,9 +15,8 @@ from lifecycle_asgi.api_keys import GUARDED_PREFIXES
 from lifecycle_asgi.media_memory import MediaProfile
 from lifecycle_asgi.memory_limit import default_budget
 
-_SIZE: Final = re.compile(r"(\d+(?:\.\d+)?)\s*(?:([KMGT])(?:i?B)?)?", re.IGNORECASE)
+_SIZE: Final = re.compile(r"(\d+(?:\.\d+)?)\s*(?:([KMGT])(I?B?)|B)?", re.ASCII)
 _SWITCHES: Final = {"1": True, "true": True, "0": False, "false": False}
-_UNITS: Final = {"": 0, "K": 10, "M": 20, "G": 30, "T": 40}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -148,17 +148,22 @@ def _warn_of_unknown(environment: Mapping[str, str]) -> None:
 
 
 def _unreadable(name: str, text: str) -> str:
-    variable = f"LIFECYCLE_{name.upper()}"
     example = _EXAMPLES.get(_READERS[name], "a number such as 20")
-    return f"{variable} must be {example}, not {text[:40]!r}"
+    return f"LIFECYCLE_{name.upper()} must be {example}, not {text[:40]!r}"
 
 
-def _read_size(text: str) -> int:
-    found = _SIZE.fullmatch(text.strip())
+def parse_size(text: str) -> int:
+    """Return the bytes of ``2GiB`` or ``2G``, of ``2GB``, which is less, or of digits.
+
+    Raises:
+        ValueError: The text is no size.
+    """
+    found = _SIZE.fullmatch(text.strip().upper())
     if found is None:
-        raise ValueError
-    number, unit = found.groups(default="")
-    return int(float(number) * 2 ** _UNITS[unit.upper()])
+        raise ValueError("no size")
+    number, letter, rest = found.groups(default="")
+    unit = 1000 if rest == "B" else 1024
+    return int(Decimal(number) * unit ** " KMGT".index(letter or " "))
 
 
 def _read_switch(text: str) -> bool:
@@ -170,11 +175,11 @@ def _read_list(text: str) -> tuple[str, ...]:
 
 
 _READERS: Final[Mapping[str, Callable[[str], Any]]] = {
-    "bytes": _read_size,
+    "bytes": parse_size,
     "slots": int,
     "media_slots": int,
     "order": str,
-    "max_body": _read_size,
+    "max_body": parse_size,
     "max_waiting": int,
     "max_wait": float,
     "body_timeout": float,
@@ -190,6 +195,6 @@ _READERS: Final[Mapping[str, Callable[[str], Any]]] = {
 }
 
 _EXAMPLES: Final[Mapping[Callable[[str], Any], str]] = {
-    _read_size: "a number such as 8GiB",
+    parse_size: "a number such as 8GiB",
     _read_switch: "1 or 0",
 }

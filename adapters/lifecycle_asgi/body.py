@@ -46,34 +46,45 @@ class ClientLeft(Exception):
 
 
 class RequestBody:
-    """A server's ``receive``, and how far the body has come.
+    """A server's ``receive``, how far the body has come, and how long it may take.
 
     Args:
         receive: The server's.
-        begun: Something has been asked for.
-        complete: The last part has come.
+        timeout: Seconds for the whole body, from the first `receive`.
 
     Attributes:
         complete: The last part has come, or the client has left.
+        timeout: With ``None``, the rest may take as long as it likes.
     """
 
-    __slots__ = ("_begun", "_receive", "complete")
+    __slots__ = ("_deadline", "_receive", "complete", "timeout")
 
-    def __init__(
-        self, receive: Receive, *, begun: bool = False, complete: bool = False
-    ) -> None:
+    def __init__(self, receive: Receive, *, timeout: float | None = None) -> None:
         self._receive = receive
-        self._begun = begun
-        self.complete = complete
+        self._deadline: float | None = None
+        self.timeout = timeout
+        self.complete = False
 
     async def receive(self) -> Message:
         """Return the next message.
 
+        Raises:
+            BodyTooSlow: It has not come in time. None is lost.
+
         Cancellation:
             As for the server's ``receive``.
         """
-        self._begun = True
-        message = await self._receive()
+        now, timeout = anyio.current_time(), self.timeout
+        if self._deadline is None:
+            self._deadline = math.inf if timeout is None else now + timeout
+        if timeout is None or self.complete:  # a disconnect may come late
+            return self._note(await self._receive())
+        with anyio.CancelScope(deadline=self._deadline):
+            if now < self._deadline:  # or one that is there would always be in time
+                return self._note(await self._receive())
+        raise BodyTooSlow(timeout)
+
+    def _note(self, message: Message) -> Message:
         if not message.get("more_body", False):  # or the client has left
             self.complete = True
         return message
@@ -82,7 +93,7 @@ class RequestBody:
         """Whether there is more to come on a connection of this request alone."""
         if self.complete or not scope.get("http_version", "1.1").startswith("1"):
             return False  # a stream of HTTP/2 ends without the others
-        if self._begun:
+        if self._deadline is not None:  # it has been asked for
             return True
         headers = {name: value.lower() for name, value in scope["headers"]}
         framed = not headers.keys().isdisjoint(FRAMING)
@@ -96,7 +107,7 @@ class RequestBody:
         Cancellation:
             Passes through.
         """
-        dropped = 0
+        dropped, self.timeout = 0, None
         while not self.complete and dropped <= max_bytes:
             dropped += len((await self.receive()).get("body", b""))
 
@@ -111,19 +122,18 @@ class BodyReader:
     for bytes here, while holding some, could be a deadlock.
 
     Args:
-        receive: Of the request; a cancelled wait in it loses no message.
+        receive: Of the request, in time or not at all; a cancelled wait in it loses no
+            message.
         grow: Charges a lease with more bytes, and returns whether there are as many.
         lease: Charged with the body.
         declared: Declared length, or ``None``.
         copies: Bytes charged for each byte of the body.
         max_body: Maximum length.
-        timeout: Seconds for the whole body.
         slow_after: Seconds after which an incomplete body is slow.
     """
 
     __slots__ = (
         "_copies",
-        "_deadline",
         "_first",
         "_grow",
         "_lease",
@@ -135,7 +145,6 @@ class BodyReader:
         "_slow_at",
         "_slow_charge",
         "_stopped",
-        "_timeout",
         "_waiting",
     )
 
@@ -148,7 +157,6 @@ class BodyReader:
         declared: int | None,
         copies: int,
         max_body: int,
-        timeout: float,
         slow_after: float,
     ) -> None:
         self._receive = receive
@@ -156,14 +164,12 @@ class BodyReader:
         self._lease = lease
         self._copies = copies
         self._max_body = max_body
-        self._timeout = timeout
         self._metered = declared is None
         # Many small bodies that are slow leave room for others of their size.
         self._slow_charge = min(FIRST_CHARGE, (declared or 0) // 8)
         self._read = 0
-        now = anyio.current_time()
-        self._deadline = now + timeout
-        self._slow_at = math.inf if self._metered else now + slow_after
+        slow_at = anyio.current_time() + slow_after
+        self._slow_at = math.inf if self._metered else slow_at
         self._stopped = False
         self._waiting = anyio.CancelScope()
         self._first = b""
@@ -218,22 +224,14 @@ class BodyReader:
 
     async def _next(self) -> tuple[bytes, bool]:
         while not self._stopped:
-            wake_at = min(self._deadline, self._slow_at)
-            with anyio.CancelScope(deadline=wake_at) as self._waiting:
+            with anyio.CancelScope(deadline=self._slow_at) as self._waiting:
                 message = await self._receive()
                 if message["type"] == "http.disconnect":
                     raise ClientLeft
                 return message.get("body", b""), message.get("more_body", False)
             if not self._stopped:
-                self._check_time()
+                self._release_rest()
         raise GateClosed("the server reads no more bodies; ask another one")
-
-    def _check_time(self) -> None:
-        now = anyio.current_time()
-        if now >= self._deadline:
-            raise BodyTooSlow(self._timeout)
-        if now >= self._slow_at:
-            self._release_rest()
 
     def _release_rest(self) -> None:
         """From now on, charge what has arrived."""
@@ -242,14 +240,13 @@ class BodyReader:
         self._lease.settle(bytes=min(arrived, self._lease.bytes))
 
     def _charge(self, *, complete: bool) -> None:
+        charges = [self._read]
         if not complete:
-            self._check_time()
-        if complete:
-            charges = [self._read]
-        elif not self._metered or self._copies * self._read <= self._lease.bytes:
-            return
-        else:
-            charges = [min(2 * self._read, self._max_body), self._read]
+            if anyio.current_time() >= self._slow_at:
+                self._release_rest()
+            if not self._metered or self._copies * self._read <= self._lease.bytes:
+                return
+            charges.insert(0, min(2 * self._read, self._max_body))
         grow, lease = self._grow, self._lease
         if not any(grow(lease, self._copies * each) for each in charges):
             raise GateFull(

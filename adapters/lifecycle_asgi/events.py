@@ -459,22 +459,6 @@ class PhaseTimer:
             self._recorder.phase_ended(self._phase, self._began, name)
 
 
-def record_refusal(
-    emit: Callable[[Event], None], operation: str, scope: Scope, status: int
-) -> None:
-    """Emit the start and the end of a request that is refused by its headers.
-
-    For middleware in front of `LifecycleMiddleware`, which reports all other requests.
-
-    Args:
-        emit: Called with both events; it must not raise.
-        operation: Kind of request: a fixed word.
-        scope: The ASGI scope.
-        status: HTTP status of the response.
-    """
-    RequestRecorder(emit, operation, scope).end("refused", status, None)
-
-
 def request_outcome(
     status: int | None, error: BaseException | None, *, client_gone: bool
 ) -> Outcome:

@@ -20,6 +20,11 @@ RESERVES: Final = MappingProxyType({"fair": 0.125, "fifo": 0.0})
 """Parts of a gate that one client leaves to the others, by the order."""
 
 
+def shares(nbytes: int) -> list[int]:
+    """Return what the lanes ``small``, ``bodies`` and ``requests`` have of *nbytes*."""
+    return [nbytes * share // 16 or 1 for share in (1, 3, 12)]
+
+
 class Lane:
     """A gate that clients share, with a limit on the waiting of one client.
 

@@ -9,8 +9,6 @@ from collections.abc import Awaitable, Callable, Iterable, Iterator
 from contextlib import suppress
 from functools import partial
 
-import anyio
-
 from lifecycle import Gate, GateFull, Lease, Refused
 from lifecycle.events import Observer
 from lifecycle.lowlevel import check_int
@@ -140,6 +138,14 @@ def _openai_answer(_scope: Scope, refusal: Refusal) -> Response:
     return refusal_response(refusal)
 
 
+async def _refuse(
+    scope: Scope, receive: Receive, send: Send, response: Response
+) -> None:
+    refusing = Refusing(scope, RequestBody(receive), send)
+    await refusing.send(response)
+    await refusing.linger(max_bytes=MAX_UNACCEPTABLE)
+
+
 class ClientLimit:
     """Answers 429 to clients that already have *slots* requests in flight.
 
@@ -209,9 +215,7 @@ class ClientLimit:
                 if not gate.statistics().slots_in_use:
                     self._gates.pop(name, None)
             return
-        refusing = Refusing(scope, RequestBody(receive), send)
-        await refusing.send(self._answer(scope, refusal))
-        await refusing.linger(max_bytes=MAX_UNACCEPTABLE)
+        await _refuse(scope, receive, send, self._answer(scope, refusal))
 
 
 class BodyLimit:
@@ -277,9 +281,8 @@ class BodyLimit:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
         elif (declared := declared_length(scope) or 0) > self._max_bytes:
-            refusing = Refusing(scope, RequestBody(receive), send)
-            await refusing.send(self._answer(scope, BodyTooLarge(self._max_bytes)))
-            await refusing.linger(max_bytes=MAX_UNACCEPTABLE)
+            response = self._answer(scope, BodyTooLarge(self._max_bytes))
+            await _refuse(scope, receive, send, response)
         else:
             keep_head(scope)
             await self._serve_metered(scope, receive, send, declared)
@@ -291,13 +294,11 @@ class BodyLimit:
 
         async def refuse(refusal: Refusal) -> None:
             nonlocal refusing
-            begun, complete = timed.begun, timed.complete
-            body = RequestBody(receive, begun=begun, complete=complete)
             refusing = Refusing(scope, body, send)
             await refusing.send(self._answer(scope, refusal))
 
-        timed = _TimedReceive(receive, self._timeout)
-        meter = _BodyMeter(timed.receive, send, refuse, self._max_bytes, self._gate)
+        body = RequestBody(receive, timeout=self._timeout)
+        meter = _BodyMeter(body.receive, send, refuse, self._max_bytes, self._gate)
         request = scope.get(SCOPE_KEY)
         if not isinstance(request, RequestScope):
             request = RequestScope()  # no LifecycleMiddleware above: without effect
@@ -322,39 +323,6 @@ class BodyLimit:
             meter.release()
         if refusing is not None:  # the application has ended, too
             await refusing.linger(max_bytes=MAX_UNACCEPTABLE)
-
-
-class _TimedReceive:
-    """Limits the time that one body takes.
-
-    Attributes:
-        begun: The application has asked for the body.
-        complete: The last part has come.
-    """
-
-    __slots__ = ("_deadline", "_receive", "_timeout", "begun", "complete")
-
-    def __init__(self, receive: Receive, timeout: float | None) -> None:
-        self._receive = receive
-        self._timeout = timeout
-        self._deadline: float | None = None
-        self.begun = False
-        self.complete = False
-
-    async def receive(self) -> Message:
-        self.begun = True
-        timeout = self._timeout
-        if timeout is None or self.complete:  # a disconnect may come late
-            message = await self._receive()
-            self.complete = not message.get("more_body", False)
-            return message
-        if self._deadline is None:
-            self._deadline = anyio.current_time() + timeout
-        with anyio.CancelScope(deadline=self._deadline):
-            message = await self._receive()
-            self.complete = not message.get("more_body", False)
-            return message
-        raise BodyTooSlow(timeout)
 
 
 class _BodyMeter:

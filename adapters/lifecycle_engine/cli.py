@@ -158,7 +158,7 @@ def serve(
     """Serve the OpenAI and Anthropic APIs until SIGTERM or SIGINT.
 
     Every option below can also be set in the environment (--max-waiting is
-    LIFECYCLE_ADMISSION_MAX_WAITING) or in a TOML file. An option overrides the
+    LIFECYCLE_MAX_WAITING) or in a TOML file. An option overrides the
     environment, and the environment overrides the file.
 
     Try it without a model: `lifecycle serve --runner sim --hints`.

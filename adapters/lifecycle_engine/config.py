@@ -1,8 +1,8 @@
 """The configuration of ``lifecycle serve``: one `ServerConfig`, five sections.
 
 Each field of a section is one key of the TOML file, one option of the command and one
-environment variable, which has the name of the option: ``max_waiting`` of
-``[admission]`` is ``--max-waiting`` and ``LIFECYCLE_ADMISSION_MAX_WAITING``.
+environment variable: ``threads`` of ``[http]`` is ``--threads`` and
+``LIFECYCLE_HTTP_THREADS``, but those of ``[admission]`` do not name their section.
 """
 
 from __future__ import annotations
@@ -93,9 +93,11 @@ class Setting:
         """The environment variable: of the section and the option, ``LIFECYCLE_``.
 
         An option with the name of its section does not repeat it: ``LIFECYCLE_MODEL``.
+        Those of admission have the names of `lifecycle_asgi.AdmissionSettings`.
         """
         section, option = self.section.upper(), _upper(self.option)
-        return ENVIRONMENT + (option if option == section else f"{section}_{option}")
+        alone = section in (option, "ADMISSION")
+        return ENVIRONMENT + (option if alone else f"{section}_{option}")
 
     @property
     def path(self) -> str:
@@ -231,13 +233,19 @@ class AdmissionConfig(_Section):
         None,
         Whole(1),
         "Maximum number of requests with images that are preprocessed or handed to the "
-        "engine at once; the others wait. Default: as many as --payload-bytes permits.",
+        "engine at once; the others wait. Default: as many as --bytes permits.",
     )
-    payload_bytes: int | None = _setting(
+    bytes: int | None = _setting(
         None,
         Size(1),
-        "Maximum size of all decoded images in memory. Default: --arena-bytes, or 2GiB "
-        "without an arena.",
+        "Memory of all requests until the engine has them: a quarter for bodies, the "
+        "rest for images. Default: 8 times --max-body, and --arena-bytes or 2GiB.",
+    )
+    max_body: int = _setting(64 * 2**20, Size(1), "Maximum size of a request body.")
+    body_timeout: float = _setting(
+        60.0,
+        Timeout(),
+        "Time limit for a body. After 2 s, it is charged with what has arrived.",
     )
 
     def __post_init__(self) -> None:
@@ -322,13 +330,6 @@ class HttpConfig(_Section):
     )
     header_timeout: float = _setting(
         10.0, Timeout(), "Time limit for the head of a request, and for TLS before it."
-    )
-    body_bytes: int = _setting(64 * 2**20, Size(1), "Maximum size of a request body.")
-    body_timeout: float = _setting(
-        60.0,
-        Timeout(),
-        "Time limit for a request body. After two seconds it is charged with what has "
-        "arrived, so that it keeps no others out.",
     )
     half_closed: bool = _setting(
         False,
@@ -608,9 +609,6 @@ def unknown_variables(environment: Mapping[str, str]) -> Iterator[str]:
     Args:
         environment: Such as `os.environ`.
     """
-    from lifecycle_asgi import AdmissionSettings  # read once, at the start
-
-    of_admission = {field.name for field in dataclasses.fields(AdmissionSettings)}
     # A key of the file, or an option without its section, is a likely mistake.
     known = {CONFIG_VARIABLE: CONFIG_VARIABLE}
     for setting in SETTINGS:
@@ -626,10 +624,7 @@ def unknown_variables(environment: Mapping[str, str]) -> Iterator[str]:
             continue
         close = difflib.get_close_matches(name.removeprefix(ENVIRONMENT), names, 1, 0)
         nearest = known[names[close[0]]]
-        kind = "no setting of the server"
-        if name.removeprefix(ENVIRONMENT).lower() in of_admission:
-            kind = "a setting of lifecycle_asgi.Admission and not of this server"
-        yield f"{name} is {kind}; the nearest name is {nearest}"
+        yield f"{name} is no setting of the server; the nearest name is {nearest}"
 
 
 def _read(file: Path) -> dict[str, Any]:

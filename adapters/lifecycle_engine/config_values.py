@@ -10,16 +10,12 @@ import json
 import math
 import re
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
-from decimal import Decimal
 from ipaddress import ip_address, ip_network
 from pathlib import Path
 from typing import Any, ClassVar, Protocol
 
-_UNITS = {"": 1, "B": 1}
-_UNITS |= {f"{letter}B": 1000**power for power, letter in enumerate("KMGT", 1)}
-_UNITS |= {f"{letter}IB": 1024**power for power, letter in enumerate("KMGT", 1)}
-_SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*([A-Z]*)", re.ASCII)
 _TRUE, _FALSE = ("true", "yes", "on", "1"), ("false", "no", "off", "0")
 
 
@@ -135,9 +131,10 @@ class Size:
         """Return the checked number of bytes."""
         size = value
         if isinstance(value, str):
-            found = _SIZE.fullmatch(value.strip().upper())
-            unit = _UNITS.get(found[2]) if found else None
-            size = int(Decimal(found[1]) * unit) if found and unit else None
+            from lifecycle_asgi.admission_settings import parse_size  # not for --help
+
+            with suppress(ValueError):
+                size = parse_size(value)
         if type(size) is not int:
             raise _not(value, "a size in bytes, KiB, MiB, GiB or TiB, as 2GiB")
         _check_range(size, self.least)

@@ -54,7 +54,7 @@ def make_app(config: ServerConfig) -> Starlette:
 def _make_app(config: ServerConfig) -> Starlette:
     from lifecycle import Gate
     from lifecycle.events import combine_observers
-    from lifecycle_asgi.lanes import RESERVES
+    from lifecycle_asgi.lanes import RESERVES, shares
     from lifecycle_engine.events import request_logger, tracing_observer
     from lifecycle_engine.processing.processor import in_arena, payload_capacity
     from lifecycle_engine.server.app import create_app
@@ -83,7 +83,7 @@ def _make_app(config: ServerConfig) -> Starlette:
         observer=observer,
     )
     shadow = config.admission.shadow
-    capacity = payload_capacity(config.admission.payload_bytes, arena_bytes)
+    images = config.admission.bytes and shares(config.admission.bytes)[-1]
     return create_app(
         engine,
         _processor_of(folder, empty),
@@ -91,7 +91,7 @@ def _make_app(config: ServerConfig) -> Starlette:
             # In shadow, memory that the engine shares is a limit all the same: there is
             # no more of it.
             slots=None if shadow and arena_bytes else config.admission.media_slots,
-            bytes=capacity,
+            bytes=payload_capacity(images, arena_bytes),
             enforce=not shadow or bool(arena_bytes),
             name="payloads",
         ),
@@ -292,8 +292,9 @@ def _app_settings(config: ServerConfig, folder: Path | None) -> AppSettings:
     engine, api_keys = config.engine, _api_keys(config)
     return AppSettings(
         model=model_name(config.model),
-        body_bytes=config.http.body_bytes,
-        body_timeout=config.http.body_timeout,
+        total_bytes=config.admission.bytes,
+        body_bytes=config.admission.max_body,
+        body_timeout=config.admission.body_timeout,
         max_waiting=config.admission.max_waiting,
         max_wait=config.admission.max_wait,
         order=config.admission.order,

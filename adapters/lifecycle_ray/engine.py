@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import AsyncIterator, Callable, Hashable, Mapping
 from contextlib import AsyncExitStack
 from functools import partial
-from types import TracebackType
 from typing import Any, Protocol, Self
 
 import anyio
@@ -127,12 +126,7 @@ class RayEngine:
             self._stack = stack.pop_all()
         return self
 
-    async def __aexit__(
-        self,
-        exc_type: type[BaseException] | None,
-        exc: BaseException | None,
-        tb: TracebackType | None,
-    ) -> None:
+    async def __aexit__(self, *_: object) -> None:
         """Kill the actors, and leave the cluster if this joined it.
 
         Cancellation: shielded; leaving takes seconds without blocking the event loop.

@@ -7,7 +7,6 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from types import TracebackType
 from typing import Literal, Self, get_args
 
 import anyio
@@ -357,12 +356,7 @@ class ZmqEngine(SupervisedEngine[ProcessInstance]):
             remove_stale(self._directory)
         return await super().__aenter__()
 
-    async def __aexit__(
-        self,
-        exc_type: type[BaseException] | None,
-        exc: BaseException | None,
-        tb: TracebackType | None,
-    ) -> None:
+    async def __aexit__(self, *raised: object) -> None:
         """Let the engine exit within `stop_timeout`, or kill it; never restart it."""
         client = self._client
         self._supervisor.closing = True
@@ -373,7 +367,7 @@ class ZmqEngine(SupervisedEngine[ProcessInstance]):
                     await self._wait_for_exit(client)
         finally:  # a native cancellation gets through the shield
             try:
-                await super().__aexit__(exc_type, exc, tb)  # noqa: ASYNC102 - cut
+                await super().__aexit__(*raised)  # noqa: ASYNC102 - cut
             finally:
                 if self._arena is not None:
                     self._arena.close()

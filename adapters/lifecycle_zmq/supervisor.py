@@ -7,7 +7,6 @@ import os
 import threading
 from collections import deque
 from collections.abc import AsyncIterator, Callable, Mapping
-from types import TracebackType
 from typing import Any, Generic, Literal, Self, TypeVar
 
 import anyio
@@ -59,12 +58,7 @@ class LivenessMonitor:
         """Return the monitor; the page exists already."""
         return self
 
-    def __exit__(
-        self,
-        exc_type: type[BaseException] | None,
-        exc: BaseException | None,
-        tb: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         """Close this process's mapping and descriptor."""
         self._page.close()
         os.close(self._descriptor)
@@ -488,12 +482,7 @@ class SupervisedEngine(Generic[L]):
         self._tasks.start_soon(self._run)
         return self
 
-    async def __aexit__(
-        self,
-        exc_type: type[BaseException] | None,
-        exc: BaseException | None,
-        tb: TracebackType | None,
-    ) -> None:
+    async def __aexit__(self, *_: object) -> None:
         """Stop the engine for good."""
         self._supervisor.closing = True
         self._scope.cancel()

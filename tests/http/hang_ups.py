@@ -226,7 +226,7 @@ async def soak(
 ) -> tuple[Soak, dict[str, Any]]:
     """Run it; returns what was seen, and what was left."""
     argv = [sys.executable, "-m", "lifecycle_engine.cli", "serve", "--runner", "sim"]
-    argv += ["--port", "0", "--payload-bytes", str(_PAYLOAD_BYTES), "--slots", "64"]
+    argv += ["--port", "0", "--bytes", str(_PAYLOAD_BYTES * 16 // 12), "--slots", "64"]
     argv += ["--model", "sim", "--max-batch", "32"]
     with tempfile.TemporaryDirectory() as folder:
         process = await asyncio.create_subprocess_exec(

@@ -135,7 +135,7 @@ def _names(folder: str) -> set[str]:
 @contextlib.asynccontextmanager
 async def _process(run: Run, folder: str) -> AsyncIterator[Any]:
     argv = [sys.executable, "-m", "lifecycle_engine.cli", "serve", "--runner", "sim"]
-    argv += ["--port", "0", "--drain", str(run.drain), "--payload-bytes", str(2**28)]
+    argv += ["--port", "0", "--drain", str(run.drain), "--bytes", str(2**28)]
     process = await asyncio.create_subprocess_exec(
         *argv,
         stdout=asyncio.subprocess.PIPE,

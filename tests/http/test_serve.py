@@ -403,7 +403,7 @@ async def test_says_in_a_line_which_module_is_missing() -> None:
         *(
             (["--runner", "sim", f"--{name}", value], b"--" + name.encode())
             for name, value in [
-                ("body-bytes", "-1"),
+                ("max-body", "-1"),
                 ("drain", "-1"),
                 ("kv-slots", "0"),
                 ("max-batch", "0"),
@@ -411,7 +411,7 @@ async def test_says_in_a_line_which_module_is_missing() -> None:
                 ("max-wait", "-1"),
                 ("max-waiting", "-1"),
                 ("media-slots", "0"),
-                ("payload-bytes", "-5"),
+                ("bytes", "-5"),
                 ("port", "99999"),
                 ("proxy", "10.0.0.5/8"),
                 ("proxy", "proxy.example"),

@@ -222,6 +222,25 @@ async def test_refuses_body_that_is_not_there_in_time(stack: str) -> None:
     assert gate.statistics().bytes_in_use == 0
 
 
+async def test_refuses_a_late_body_that_never_waits() -> None:
+    """A client whose parts are always there does not stay for longer than others."""
+    asked = 0
+
+    async def receive() -> Any:
+        nonlocal asked
+        asked += 1
+        until = anyio.current_time() + 0.01
+        while anyio.current_time() < until:
+            pass
+        return {"type": "http.request", "body": b"x", "more_body": asked < 3}
+
+    server = ScriptedServer()
+    limited: Any = BodyLimit(APP, max_bytes=9, timeout=0.001)
+    with anyio.fail_after(120):
+        await limited(http_scope(), receive, server.send)
+    assert (server.status, asked) == (408, 3)
+
+
 async def test_times_no_more_than_the_body() -> None:
     """An answer that takes longer than a body may is given all the same."""
 

@@ -171,27 +171,6 @@ async def test_probes_stand_behind_no_request(path: str) -> None:
 
 
 @pytest.mark.anyio
-async def test_says_no_before_anything_else_is_done() -> None:
-    """A request that is refused here never reaches the application."""
-    refused, begun = [], []
-
-    async def app(scope: Any, receive: Any, send: Any) -> None:
-        begun.append(scope["number"])
-
-    async def refuse(scope: Any, send: Any) -> bool:
-        if scope["number"] % 2:
-            refused.append(scope["number"])
-        return bool(scope["number"] % 2)
-
-    turns: Any = FairAcceptMiddleware(app, refuse, clock=lambda: 1.0)
-    with anyio.fail_after(120):
-        async with anyio.create_task_group() as tasks:
-            for number in range(10):
-                tasks.start_soon(turns, http_scope(number=number), None, None)
-    assert (sorted(begun), sorted(refused)) == ([0, 2, 4, 6, 8], [1, 3, 5, 7, 9])
-
-
-@pytest.mark.anyio
 async def test_lets_other_scopes_pass() -> None:
     """A lifespan is no request."""
     seen = []

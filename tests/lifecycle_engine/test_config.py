@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner
 
-from lifecycle_asgi import client_address
+from lifecycle_asgi import Admission, client_address
 from lifecycle_engine import (
     AdmissionConfig,
     ConfigError,
@@ -59,14 +59,14 @@ def test_reads_a_file(tmp_path: Path) -> None:
     file = written(
         tmp_path,
         '[model]\ncheckpoint = "/models/a"\n'
-        '[admission]\nmax_waiting = 7\npayload_bytes = "2GiB"\nmax_wait = 2\n'
+        '[admission]\nmax_waiting = 7\nbytes = "2GiB"\nmax_wait = 2\n'
         '[http]\nremote_images = true\nproxies = ["10.0.0.0/8", "::1"]\nport = "80"\n'
         '[engine]\nexecutor = "ray"\ngpus = 0.5\n',
     )
     config = load_config(file=file)
     assert config.model.checkpoint == Path("/models/a")
     assert config.admission.max_waiting == 7
-    assert config.admission.payload_bytes == 2 * 2**30
+    assert config.admission.bytes == 2 * 2**30
     assert config.admission.max_wait == 2.0
     assert config.http.remote_images is True
     assert config.http.proxies == ("10.0.0.0/8", "::1")
@@ -78,7 +78,7 @@ def test_reads_the_environment() -> None:
     """A variable has the section and the key in its name; lists have commas."""
     config = load_config(
         environment={
-            "LIFECYCLE_ADMISSION_MAX_WAITING": "3",
+            "LIFECYCLE_MAX_WAITING": "3",
             "LIFECYCLE_HTTP_PROXY": "10.0.0.0/8, 192.168.0.1",
             "LIFECYCLE_HTTP_REMOTE_IMAGES": "yes",
             "LIFECYCLE_HTTP_HOST": "",  # as good as unset
@@ -159,7 +159,7 @@ def test_reads_sizes_with_units(text: str, size: int) -> None:
         ({"http_drain": "soon"}, "--drain: 'soon' is not a number"),
         ({"engine_arena_bytes": "2 gallons"}, "is not a size in bytes, KiB, MiB"),
         ({"engine_arena_bytes": "-5"}, "--arena-bytes: '-5' is not a size"),
-        ({"admission_payload_bytes": "0"}, "--payload-bytes: 0 is less than 1"),
+        ({"admission_bytes": "0"}, "--bytes: 0 is less than 1"),
         ({"model_runner": "jax"}, "--runner: 'jax' is unknown; give torch or sim"),
         ({"http_proxies": ["10.0.0.5/8"]}, "--proxy: '10.0.0.5/8' is not an address"),
         ({"http_proxies": ["proxy.example"]}, "or a network as 10.0.0.0/8"),
@@ -243,15 +243,6 @@ def test_takes_zero_where_it_means_at_once() -> None:
     assert (config.admission.max_wait, config.http.drain) == (0, 0)
 
 
-@pytest.mark.parametrize("setting", SETTINGS, ids=lambda setting: setting.path)
-def test_names_variable_after_its_option(setting: Any) -> None:
-    """The variable is the section and the option, one of them if they are the same."""
-    words = setting.option.removeprefix("--").replace("-", "_").upper()
-    section = setting.section.upper()
-    joined = words if words == section else f"{section}_{words}"
-    assert setting.variable == f"LIFECYCLE_{joined}"
-
-
 def test_names_variables_of_renamed_keys() -> None:
     """Options whose key in the file has another name are variables by the option."""
     found = load_config(
@@ -269,7 +260,7 @@ def test_names_variables_of_renamed_keys() -> None:
 @pytest.mark.parametrize(
     ("name", "nearest"),
     [
-        ("LIFECYCLE_ADMISION_MAX_WAITING", "LIFECYCLE_ADMISSION_MAX_WAITING"),
+        ("LIFECYCLE_ADMISSION_MAX_WAITING", "LIFECYCLE_MAX_WAITING"),
         ("LIFECYCLE_MODEL_NAME", "LIFECYCLE_MODEL"),
         ("LIFECYCLE_HTTP_PROXIES", "LIFECYCLE_HTTP_PROXY"),
         ("LIFECYCLE_CONFIG_FILE", "LIFECYCLE_CONFIG"),
@@ -282,11 +273,14 @@ def test_finds_unknown_variables(name: str, nearest: str) -> None:
     assert sentence.endswith(f" {nearest}")
 
 
-def test_knows_the_settings_of_admission() -> None:
-    """They are no mistake, but they do nothing here."""
-    (sentence,) = unknown_variables({"LIFECYCLE_MAX_WAITING": "1"})
-    assert "a setting of lifecycle_asgi.Admission and not of this server" in sentence
-    assert sentence.endswith(" LIFECYCLE_ADMISSION_MAX_WAITING")
+def test_means_by_bytes_what_admission_means() -> None:
+    """One variable, with one unit, is one budget in front of any server and in ours."""
+    environment = {"LIFECYCLE_BYTES": "1.5GB", "LIFECYCLE_MAX_BODY": "8M"}
+    config = load_config({"model_runner": "sim"}, environment=environment)
+    ours = make_app(config).state.service.admission.statistics()
+    other = Admission(make_app, environment=environment).statistics()
+    assert all(ours[name].bytes == other[name].bytes for name in other)
+    assert config.admission.max_body == 8 * 2**20
 
 
 def test_takes_known_variables_and_those_of_kubernetes() -> None:
@@ -342,7 +336,7 @@ def test_prints_what_it_reads_back(tmp_path: Path) -> None:
     """The settings as TOML are the same settings, whatever their source."""
     config = ServerConfig(
         model=ModelConfig(checkpoint=Path('/a "b"'), runner="sim", max_length=99),
-        admission=AdmissionConfig(payload_bytes=3 * 2**20, max_wait=0.25),
+        admission=AdmissionConfig(bytes=3 * 2**20, max_wait=0.25),
         http=HttpConfig(proxies=("10.0.0.0/8",), observers=("a:b", "c:d")),
         engine=EngineConfig(
             executor="ray", gpus=0.5, arena_bytes=1001, total_timeout=1 / 3
@@ -350,7 +344,7 @@ def test_prints_what_it_reads_back(tmp_path: Path) -> None:
     )
     text = config.to_toml()
     assert load_config(file=written(tmp_path, text)) == config
-    assert 'payload_bytes = "3MiB"' in text
+    assert '\nbytes = "3MiB"' in text
     assert ServerConfig() == load_config(
         file=written(tmp_path, ServerConfig().to_toml())
     )
@@ -382,7 +376,7 @@ def test_reads_the_file_that_the_documentation_shows(tmp_path: Path) -> None:
     text = page.partition("```toml\n")[2].partition("```")[0]
     config = load_config(file=written(tmp_path, text))
     assert config.model.device == "cuda"
-    assert config.admission.payload_bytes == 2 * 2**30
+    assert config.admission.bytes == 2 * 2**30
 
 
 def test_lists_every_setting_in_the_documentation() -> None:

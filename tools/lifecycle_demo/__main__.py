@@ -13,7 +13,7 @@ from tiny_checkpoint import cached
 from .run import run
 from .server import ServerFailed
 
-PAYLOAD_BYTES = 512 * 2**20
+BYTES = 683 * 2**20
 """Less than the clients send, so that requests have to wait for admission."""
 
 
@@ -21,7 +21,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run the demo; return the exit status, 0 only if nothing is left behind."""
     options = _parser().parse_args(argv)
     arguments = ["--runner", options.runner, "--slots", "24"]
-    arguments += ["--payload-bytes", str(PAYLOAD_BYTES)]
+    arguments += ["--bytes", str(BYTES)]
     if options.runner == "torch":
         # Built before the server starts, whose start has a time limit.
         arguments += ["--checkpoint", str(cached())]

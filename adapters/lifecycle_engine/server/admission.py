@@ -4,10 +4,11 @@ A generating request meets these checks in this order. Each one is cheaper than 
 it protects.
 
 1. `FairAcceptMiddleware`: requests begin one at a time, addresses in turn.
-2. `HeadCheck`: while the queue is full, or without engine, it is refused by its head.
-3. `lifecycle_asgi.ClientLimit`: concurrent requests of one client.
-4. `lifecycle_asgi.Admission`: bytes of its body, bytes of its images until the engine
-   has read them, and a slot until it ends; clients in turn.
+2. `lifecycle_asgi.ClientLimit`: concurrent requests of one client.
+3. `check_head`: without an engine, or with a compressed body, refused by its head.
+4. `lifecycle_asgi.Admission`: while the queue is full, refused by its head; then bytes
+   of its body, bytes of its images until the engine has read them, and a slot until it
+   ends; clients in turn.
 
 Nothing else in the server decides about admission.
 """
@@ -15,26 +16,16 @@ Nothing else in the server decides about admission.
 from __future__ import annotations
 
 import math
-from collections.abc import Awaitable, Callable, Mapping
-from contextlib import suppress
+from collections.abc import Callable, Mapping
 from types import MappingProxyType
 from typing import Any, Final
 
 import anyio
 import anyio.lowlevel
 
-from lifecycle import EngineLost, Gate, Refused
-from lifecycle.events import Observer, guarded
-from lifecycle_asgi import BodyTooLarge, client_address, record_refusal
-from lifecycle_asgi.refusals import ApiError
-from lifecycle_engine.api.base import ApiFormat, ResponseWriter
-from lifecycle_engine.api.request_body import request_id
-from lifecycle_engine.errors import (
-    INTERNAL,
-    bad_request,
-    not_started,
-    to_api_error,
-)
+from lifecycle import Gate
+from lifecycle_asgi import client_address
+from lifecycle_engine.errors import bad_request, not_started
 from lifecycle_engine.server.service import Service
 
 OPERATIONS: Final = {
@@ -61,8 +52,6 @@ _ADDRESS_BUCKETS: Final = 64
 # millisecond resolution.
 _UNQUEUED_INTERVAL: Final = 0.001
 
-Refuse = Callable[[Any, Any], Awaitable[bool]]
-
 
 def operation_of(scope: Any) -> str | None:
     """Return the operation of an ASGI scope; ``None`` if it is not a generating one."""
@@ -86,67 +75,22 @@ def refuse_compressed(scope: Any) -> None:
             )
 
 
-class HeadCheck:
-    """Refuses generating requests by their heads, if that is enough to know.
+async def check_head(service: Service, scope: Any) -> None:
+    """Refuse what no engine could serve, by the head of a generating request.
 
-    Under a large overload most requests end here, on the same event loop that writes
-    the answers of admitted requests, so it must be cheap.
+    Raises:
+        ApiError: Its body is compressed, or the application runs without its lifespan.
+        EngineLost: No engine is ready, and none is being started.
 
-    Args:
-        service: The engine and the gates.
-        formats: API formats by path.
-        observer: Receives the events of refused requests.
+    Cancellation:
+        At any time.
     """
-
-    def __init__(
-        self,
-        service: Service,
-        formats: Mapping[str, ApiFormat],
-        *,
-        observer: Observer | None,
-    ) -> None:
-        self._service = service
-        self._formats = formats
-        self._emit = guarded(observer)
-
-    async def __call__(self, scope: Any, send: Any) -> bool:
-        """Refuse the request of an ASGI scope; returns whether it was refused.
-
-        Cancellation:
-            The answer may be cut. The request counts as refused all the same.
-        """
-        api = self._formats.get(scope["path"]) if scope["method"] == "POST" else None
-        if api is None:
-            return False
-        writer = ResponseWriter(send, api)
-        try:
-            writer.request_id = request_id(scope)
-            await self._check(scope)
-        except (ApiError, EngineLost, Refused) as error:
-            problem = to_api_error(error) or INTERNAL
-        else:
-            return False
-        operation = operation_of(scope)
-        if operation is not None and self._emit is not None:
-            record_refusal(self._emit, operation, scope, api.error(problem, None)[0])
-        with suppress(OSError):  # some servers raise it when the client has left
-            await writer.error(problem)
-        return True
-
-    async def _check(self, scope: Any) -> None:
-        service = self._service
-        refuse_compressed(scope)
-        with suppress(BodyTooLarge):  # `Admission` refuses it and drops the rest
-            service.admission.check(scope)
-        if not service.started:
-            raise not_started()
-        if not service.engine.ready:  # raises if none is being started
-            with anyio.move_on_after(0):
-                await service.engine.wait_ready()
-
-
-async def _refuse_none(scope: Any, send: Any) -> bool:  # noqa: ARG001
-    return False
+    refuse_compressed(scope)
+    if not service.started:
+        raise not_started()
+    if not service.engine.ready:  # raises if none is being started
+        with anyio.move_on_after(0):
+            await service.engine.wait_ready()
 
 
 class FairAcceptMiddleware:
@@ -154,10 +98,12 @@ class FairAcceptMiddleware:
 
     An event loop runs all that is ready before it polls again. If two hundred requests
     arrive at once, their first steps alone would take tens of milliseconds, even if
-    each is only refused, and all streams would stall meanwhile. Client addresses take
-    turns, so a burst from one address delays requests of others by one step. Addresses
-    are hashed into a fixed number of buckets, which bounds the cost of a turn
-    (stochastic fair queueing, McKenney 1990).
+    each is only refused, and all streams would stall meanwhile. `Admission` by itself
+    refuses as many, but beside bursts of two hundred a stream then waits two to eight
+    times as long for its next token (p99), and another client three to six times as
+    long for its answer. Client addresses take turns, so a burst from one address delays
+    requests of others by one step. Addresses are hashed into a fixed number of buckets,
+    which bounds the cost of a turn (stochastic fair queueing, McKenney 1990).
 
     A request that arrives alone does not wait: each poll of the loop releases the
     interpreter lock, and with busy threads it takes long to get it back. Probes have a
@@ -165,21 +111,14 @@ class FairAcceptMiddleware:
 
     Args:
         app: The application to wrap. A request has begun when it first waits.
-        refuse: Called with the scope and ``send`` before the application; returns
-            whether it has refused the request.
         clock: Monotonic seconds.
     """
 
     def __init__(
-        self,
-        app: Any,
-        refuse: Refuse = _refuse_none,
-        *,
-        clock: Callable[[], float] = anyio.current_time,
+        self, app: Any, *, clock: Callable[[], float] = anyio.current_time
     ) -> None:
         self._app = app
         self._clock = clock
-        self._refuse = refuse
         self._requests = Gate(slots=1, order="fair", name="accept")
         self._probes = Gate(slots=1, order="fair", name="accept_probes")
         self._last_unqueued = -math.inf
@@ -198,9 +137,6 @@ class FairAcceptMiddleware:
                 bucket = hash(client_address(scope)) % _ADDRESS_BUCKETS
                 with await gate.admit(key=str(bucket)):
                     await anyio.lowlevel.checkpoint()
-            # After the turn: the answer may wait for a client that does not read.
-            if await self._refuse(scope, send):
-                return
         await self._app(scope, receive, send)
 
     def _begins_unqueued(self, gate: Gate) -> bool:

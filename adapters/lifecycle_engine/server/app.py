@@ -43,11 +43,7 @@ from lifecycle_engine.multimodal.limits import MediaLimits
 from lifecycle_engine.processing.processor import ChatDefaults, Processor
 from lifecycle_engine.server.access import AccessControl, AccessRules
 from lifecycle_engine.server.admin import CancelEndpoints, StatusEndpoints
-from lifecycle_engine.server.admission import (
-    FairAcceptMiddleware,
-    HeadCheck,
-    operation_of,
-)
+from lifecycle_engine.server.admission import FairAcceptMiddleware, operation_of
 from lifecycle_engine.server.generate import (
     GenerateEndpoint,
     end_refused,
@@ -130,6 +126,7 @@ class AppSettings:
 
     Attributes:
         model: Model name for clients.
+        total_bytes: As *bytes* of `Admission`. ``None``: 32 times *body_bytes*.
         body_bytes: Maximum size of a request body.
         body_timeout: Maximum seconds for a request body.
         max_waiting: Maximum number of bodies that wait in each lane.
@@ -151,6 +148,7 @@ class AppSettings:
     """
 
     model: str = "lifecycle"
+    total_bytes: int | None = None
     body_bytes: int = 64 * 2**20
     body_timeout: float = 60.0
     max_waiting: int = 1024
@@ -221,7 +219,7 @@ def create_app(
             *_routes(service),
         ],
         lifespan=lambda _: _running(service, metrics, monitor),
-        middleware=_middleware(service, settings, observer, log, live),
+        middleware=_middleware(settings, observer, log, live),
         exception_handlers=_ERRORS,
     )
     # A redirect would contain the scheme and host as this process sees them.
@@ -272,24 +270,21 @@ def _service(
 
 
 def _middleware(
-    service: Service,
     settings: AppSettings,
     observer: Observer | None,
     log: Observer,
     live: LiveRequests,
 ) -> list[Middleware]:
     """Return the middleware, outermost first."""
-    observers = combine_observers(observer, log)
-    check = HeadCheck(service, _FORMATS, observer=observers)
     return [
         *_cross_origin(settings.access),
         Middleware(AccessControl, rules=settings.access, answer=_response),
-        Middleware(FairAcceptMiddleware, refuse=check),
+        Middleware(FairAcceptMiddleware),
         Middleware(
             LifecycleMiddleware,
             read_ahead=_READ_AHEAD,
             room=_ROOM * settings.body_bytes,
-            observer=observers,
+            observer=combine_observers(observer, log),
             operation=operation_of,
             live=live,
         ),
@@ -360,7 +355,7 @@ def _admission(
         gates=gates,
         observer=observer,
         environment={},
-        bytes=_BODIES * settings.body_bytes,
+        bytes=settings.total_bytes or _BODIES * settings.body_bytes,
         max_body=settings.body_bytes,
         body_timeout=settings.body_timeout,
         max_waiting=settings.max_waiting,

@@ -34,6 +34,7 @@ from lifecycle_engine.errors import (
     to_api_error,
 )
 from lifecycle_engine.processing.processor import Chat
+from lifecycle_engine.server.admission import check_head
 from lifecycle_engine.server.service import Service, cancel_right
 from lifecycle_zmq import EngineFailed, RequestRejected
 
@@ -159,6 +160,7 @@ class GenerateEndpoint:
         call: _Call | None = None
         try:
             writer.request_id = request_id(scope)
+            await check_head(service, scope)
             with (
                 service.sessions.open(writer.request_id) as session,
                 ExitStack() as leases,

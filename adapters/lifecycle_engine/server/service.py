@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, field
-from types import TracebackType
 from typing import Any, Final, Protocol, Self
 from weakref import WeakKeyDictionary
 
@@ -38,12 +37,7 @@ class Engine(Protocol):
 
     async def __aenter__(self) -> Self: ...
 
-    async def __aexit__(
-        self,
-        exc_type: type[BaseException] | None,
-        exc: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> bool | None: ...
+    async def __aexit__(self, *_: object) -> bool | None: ...
 
     async def wait_ready(self) -> None:
         """Wait until the engine accepts requests; `EngineLost` if it ended first."""

@@ -7,6 +7,8 @@ from typing import Any
 
 from rich.text import Text
 
+from lifecycle_asgi.live_warnings import size_text
+
 REQUEST_COLUMNS = (
     "id",
     "request",
@@ -25,13 +27,7 @@ _BAR_CELLS = 12
 
 def size(nbytes: float) -> str:
     """Return *nbytes* with a unit; nothing for none."""
-    if not nbytes:
-        return ""
-    for unit in ("B", "KiB", "MiB"):
-        if nbytes < 1024:
-            return f"{nbytes:.0f} B" if unit == "B" else f"{nbytes:.1f} {unit}"
-        nbytes /= 1024
-    return f"{nbytes:.1f} GiB"
+    return size_text(nbytes) if nbytes else ""
 
 
 def request_cells(each: Mapping[str, Any]) -> list[Text]:

@@ -8,7 +8,6 @@ import select
 import socket
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from types import TracebackType
 from typing import Self
 
 import anyio
@@ -220,12 +219,7 @@ class SocketPairServer:
         """Return the transport; it is connected already."""
         return self
 
-    def __exit__(
-        self,
-        exc_type: type[BaseException] | None,
-        exc: BaseException | None,
-        tb: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         """Send what fits without waiting, and close."""
         waiting = -1
         with suppress(OSError):

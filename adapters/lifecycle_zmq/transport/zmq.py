@@ -13,7 +13,6 @@ import os
 import sys
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from types import TracebackType
 from typing import Self, cast
 
 import anyio
@@ -246,12 +245,7 @@ class ZmqServerTransport:
         """Return the transport; it listens already."""
         return self
 
-    def __exit__(
-        self,
-        exc_type: type[BaseException] | None,
-        exc: BaseException | None,
-        tb: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         """Close the socket without lingering."""
         self._context.destroy(linger=0)
 

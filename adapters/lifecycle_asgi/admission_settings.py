@@ -28,8 +28,8 @@ class AdmissionSettings:
 
     Attributes:
         bytes: Memory of all admitted requests together: bodies, decoded media and
-            tensors, until the engine has them. Default: 4 GiB, or two fifths of what
-            the cgroup of the process may have, or the machine has, if that is less.
+            tensors, until the engine has them. Default: 4 GiB, or half of what the
+            cgroup of the process may have, or the machine has, if that is less.
         slots: Requests with a body that the application works on at once, until their
             responses are complete. ``None``: no limit.
         media_slots: Requests with media that are decoded at once, until the engine has

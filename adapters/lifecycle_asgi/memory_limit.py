@@ -13,9 +13,9 @@ from typing import Final
 MAX_BUDGET: Final = 4 * 2**30
 """Budget where there is memory for more, in bytes."""
 
-# What a request really needs may be up to twice its estimate: allocators keep what was
-# freed. Two fifths, doubled, leave a fifth to the server itself.
-_PART: Final = 0.4
+# The other half is for the server itself, for what allocators keep, and for what an
+# estimate misses.
+_PART: Final = 0.5
 # Version 1 writes the largest number of pages where there is no limit.
 _UNLIMITED: Final = 2**62
 
@@ -34,7 +34,7 @@ class MemoryLimit:
 
     @property
     def budget(self) -> int:
-        """Bytes for requests: two fifths of this limit, and 4 GiB at most."""
+        """Bytes for requests: half of this limit, and 4 GiB at most."""
         return max(1, min(MAX_BUDGET, int(self.bytes * _PART)))
 
 

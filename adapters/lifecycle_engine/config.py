@@ -239,9 +239,14 @@ class AdmissionConfig(_Section):
         None,
         Size(1),
         "Memory of all requests until the engine has them: a quarter for bodies, the "
-        "rest for images. Default: 8 times --max-body, and --arena-bytes or 2GiB.",
+        "rest for images, or as much as --arena-bytes. Default: 4GiB, or half of what "
+        "the cgroup or the machine has, if that is less.",
     )
-    max_body: int = _setting(64 * 2**20, Size(1), "Maximum size of a request body.")
+    max_body: int = _setting(
+        64 * 2**20,
+        Size(1),
+        "Maximum size of a request body; a sixteenth of --bytes at most.",
+    )
     body_timeout: float = _setting(
         60.0,
         Timeout(),
@@ -429,11 +434,12 @@ class EngineConfig(_Section):
         "Batch size that graphs are made for; may be repeated. Default: powers of two.",
         "--bucket",
     )
-    arena_bytes: int = _setting(
-        2 * 2**30,
+    arena_bytes: int | None = _setting(
+        None,
         Size(),
         "Size of the memory shared with a local engine, which reads payloads there; 0 "
-        "sends payloads instead.",
+        "sends payloads instead. Default: 2GiB, or the images' part of --bytes, if "
+        "that is less.",
     )
     stalled_after: float = _setting(
         30.0,

@@ -27,6 +27,11 @@ if TYPE_CHECKING:
     from lifecycle_ray import RayEngine
 
 
+_MAX_ARENA = 2 * 2**30
+# Pages of the arena that nothing uses are kept for this long, or twice as long.
+_ARENA_IDLE = 2.5
+
+
 class CheckpointError(ValueError):
     """A checkpoint that cannot be served."""
 
@@ -68,8 +73,8 @@ def _make_app(config: ServerConfig) -> Starlette:
     settings = _app_settings(config, folder)
     engine, arena_bytes = make_engine(config, folder), 0
     empty = None
-    if isinstance(engine, ZmqEngine) and config.engine.arena_bytes:
-        empty, arena_bytes = in_arena(engine), config.engine.arena_bytes
+    if isinstance(engine, ZmqEngine) and (arena_bytes := _arena_bytes(config)):
+        empty = in_arena(engine)
     metrics = _metrics()
     observer: Observer | None = metrics
     if config.http.observers:
@@ -168,8 +173,20 @@ def make_engine(config: ServerConfig, folder: Path | None) -> Engine:
         argv,
         stalled_after=config.engine.stalled_after,
         stop_timeout=1.0,  # clients are gone by then, and it has nothing to save
-        arena_bytes=config.engine.arena_bytes,
+        arena_bytes=_arena_bytes(config),
+        # A device has the arena pinned.
+        arena_idle=_ARENA_IDLE if config.model.device == "cpu" else None,
     )
+
+
+def _arena_bytes(config: ServerConfig) -> int:
+    """The size of the arena: as set, or what images have of all bytes."""
+    from lifecycle_asgi.lanes import shares
+    from lifecycle_asgi.memory_limit import default_budget
+
+    if config.engine.arena_bytes is not None:
+        return config.engine.arena_bytes
+    return min(_MAX_ARENA, shares(config.admission.bytes or default_budget())[-1])
 
 
 def worker_argv(config: ServerConfig, folder: Path | None) -> list[str]:
@@ -284,6 +301,7 @@ def _served(folder: Path | None) -> Iterator[None]:
 
 
 def _app_settings(config: ServerConfig, folder: Path | None) -> AppSettings:
+    from lifecycle_asgi.memory_limit import default_budget
     from lifecycle_engine.server.access import AccessRules
     from lifecycle_engine.server.app import AppSettings
     from lifecycle_engine.server.remote_images import FetchLimits, HttpsGet
@@ -292,7 +310,7 @@ def _app_settings(config: ServerConfig, folder: Path | None) -> AppSettings:
     engine, api_keys = config.engine, _api_keys(config)
     return AppSettings(
         model=model_name(config.model),
-        total_bytes=config.admission.bytes,
+        total_bytes=config.admission.bytes or default_budget(),
         body_bytes=config.admission.max_body,
         body_timeout=config.admission.body_timeout,
         max_waiting=config.admission.max_waiting,

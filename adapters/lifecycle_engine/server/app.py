@@ -29,6 +29,7 @@ from lifecycle_asgi import (
 )
 from lifecycle_asgi.events import LiveRequests, log_failures
 from lifecycle_asgi.live_view import LivePages
+from lifecycle_asgi.memory_limit import default_budget
 from lifecycle_asgi.refusals import ApiError, Refusal, Unauthorised, describe
 from lifecycle_engine.api.anthropic_messages import ANTHROPIC
 from lifecycle_engine.api.base import ApiFormat, dump
@@ -50,6 +51,7 @@ from lifecycle_engine.server.generate import (
     price_body,
     serve_admitted,
 )
+from lifecycle_engine.server.heap import give_back_heap
 from lifecycle_engine.server.remote_images import HttpsGet, RemoteImages
 from lifecycle_engine.server.service import Deadlines, Engine, Service
 
@@ -60,17 +62,14 @@ if TYPE_CHECKING:
 # Bytes read ahead per request still waiting for admission; bounds memory under a
 # connection flood.
 _READ_AHEAD = 8192
-# The kernel may have so many bodies of the maximum size that wait unread.
-_ROOM = 2
-# Memory for bodies, in bodies of the maximum size. Each is charged three times: as
-# bytes, as text and parsed. Two of them can arrive, and eight wait for hand-off.
-_BODIES = 32
+# Of the kernel's memory, beside all bytes, for bodies that wait unread: one in so many.
+_ROOM = 32
 # Paths that only the operator's application has.
 _OPERATORS = ("/_lifecycle", "/metrics")
 
 
 class EngineMonitor:
-    """Polls the counters of the engine and reports them to an observer, while entered.
+    """Reports the counters of the engine, and trims the heap, while entered.
 
     Args:
         service: The running service whose engine is polled.
@@ -86,8 +85,9 @@ class EngineMonitor:
         self._tasks: TaskGroup | None = None
 
     async def __aenter__(self) -> Self:
+        self._tasks = await anyio.create_task_group().__aenter__()
+        self._tasks.start_soon(give_back_heap, self._service.large)
         if self._emit is not None:
-            self._tasks = await anyio.create_task_group().__aenter__()
             self._tasks.start_soon(self._measure)
         return self
 
@@ -126,7 +126,7 @@ class AppSettings:
 
     Attributes:
         model: Model name for clients.
-        total_bytes: As *bytes* of `Admission`. ``None``: 32 times *body_bytes*.
+        total_bytes: As *bytes* of `Admission`.
         body_bytes: Maximum size of a request body.
         body_timeout: Maximum seconds for a request body.
         max_waiting: Maximum number of bodies that wait in each lane.
@@ -148,7 +148,7 @@ class AppSettings:
     """
 
     model: str = "lifecycle"
-    total_bytes: int | None = None
+    total_bytes: int = field(default_factory=default_budget)
     body_bytes: int = 64 * 2**20
     body_timeout: float = 60.0
     max_waiting: int = 1024
@@ -283,7 +283,7 @@ def _middleware(
         Middleware(
             LifecycleMiddleware,
             read_ahead=_READ_AHEAD,
-            room=_ROOM * settings.body_bytes,
+            room=settings.total_bytes // _ROOM,
             observer=combine_observers(observer, log),
             operation=operation_of,
             live=live,
@@ -355,7 +355,7 @@ def _admission(
         gates=gates,
         observer=observer,
         environment={},
-        bytes=settings.total_bytes or _BODIES * settings.body_bytes,
+        bytes=settings.total_bytes,
         max_body=settings.body_bytes,
         body_timeout=settings.body_timeout,
         max_waiting=settings.max_waiting,

@@ -10,7 +10,14 @@ from weakref import WeakKeyDictionary
 
 import anyio
 
-from lifecycle import EngineLost, Gate, Payload, Session, SessionRegistry
+from lifecycle import (
+    EngineLost,
+    Gate,
+    GateStatistics,
+    Payload,
+    Session,
+    SessionRegistry,
+)
 from lifecycle_asgi import Admission, client_address
 from lifecycle_engine.api.request_body import RequestParser
 from lifecycle_engine.processing.processor import Processor
@@ -174,6 +181,11 @@ class Service:
         """All gates, in the order in which a request passes them."""
         fetched = (self.remote.gate,) if self.remote is not None else ()
         return *self.admission.gates, *fetched
+
+    def large(self) -> tuple[GateStatistics, ...]:
+        """Return the state of the gates over large bodies and over images."""
+        lanes = self.admission.statistics()
+        return lanes["bodies"], lanes["requests"]
 
     @property
     def ready(self) -> bool:

@@ -49,6 +49,24 @@ RELIABLE: Final = ("LOSSES=0", "DOUBLES=1", "DEATHS=1", "TIMEOUTS=0")
 # becomes quiet. The last message of all is never missed: the model has no PING.
 UNPROBED: Final = ("LOSSES=1", "DOUBLES=0", "DEATHS=0", "TIMEOUTS=0")
 LOSSY: Final = ("LOSSES=2", "DOUBLES=1", "DEATHS=1", "TIMEOUTS=1")
+# Faults of a shared gate, as many as are given; each worker makes one request.
+_SHARED: Final = {
+    "REQUESTS": 1,
+    "KILLS": 0,
+    "STOPS": 0,
+    "DOUBTS": 0,
+    "CUTS": 0,
+    "CANCELS": 0,
+}
+
+
+def shared(**some: int) -> tuple[str, ...]:
+    """Return the macros of `shared.pml` for these faults and no others."""
+    return tuple(f"{name}={n}" for name, n in {**_SHARED, **some}.items())
+
+
+STOPPED: Final = shared(STOPS=1, CUTS=1, DOUBTS=1)
+KILLED: Final = shared(KILLS=1, CUTS=1, DOUBTS=1)
 RUNS: Final = (
     Run("gate"),
     Run("gate", ltl="served"),
@@ -58,10 +76,20 @@ RUNS: Final = (
     Run("link", RELIABLE, "quiet"),
     Run("link", RELIABLE, "all_quiet"),
     Run("link", UNPROBED, "quiet"),
+    Run("shared", STOPPED),
+    Run("shared", KILLED, "ends"),
+    Run("shared", shared(KILLS=1, STOPS=1, REQUESTS=2)),
+    Run("shared", shared(CANCELS=1, DOUBTS=1, REQUESTS=2)),
+    Run("shared", (*shared(DOUBTS=1), "N=3", "SLOTS=2", "BEGUN")),
 )
 FAULTS: Final = (
     *(Run(model, (f"FAULT={n}",)) for model in ("gate", "link") for n in (1, 2, 3, 4)),
     Run("link", UNPROBED, "all_quiet"),
+    *(Run("shared", (*STOPPED, f"FAULT={n}")) for n in (1, 2, 3, 4, 5, 8, 9, 10, 11)),
+    Run("shared", (*shared(CANCELS=1, REQUESTS=2), "FAULT=6")),
+    Run("shared", (*shared(DOUBTS=2), "FAULT=7")),
+    Run("shared", (*shared(STOPS=1), "FAULT=12")),
+    Run("shared", (*shared(DOUBTS=1), "FAULT=13")),
 )
 
 

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import json
+import re
+import sys
 
 import gate_replay
 import link_replay
@@ -19,6 +21,7 @@ pytestmark = [
         "(on Debian and Ubuntu: apt install spin gcc)",
     ),
 ]
+NAMED = r"\b(Folder|Leader|Member|SharedGate)\.(\w+)"
 REPLAYS = {"gate": gate_replay.replay, "link": link_replay.replay}
 
 
@@ -47,3 +50,16 @@ def test_replays_traces_on_the_real_code(model: str) -> None:
         asyncio.run(REPLAYS[model](steps))
         seen |= {step.what for step in steps}
     assert seen == model_checker.changes(model)
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="OFD locks")
+def test_names_the_methods_that_make_the_steps_of_a_shared_gate() -> None:
+    """What the comments of the model name is in the code."""
+    from lifecycle.shared import SharedGate, leader, member, rows
+
+    parts = SharedGate, leader.Leader, member.Member, rows.Folder
+    classes = {each.__name__: each for each in parts}
+    text = (model_checker.HERE / "shared.pml").read_text()
+    named = set(re.findall(NAMED, text))
+    assert len(named) > 15
+    assert {(it, name) for it, name in named if not hasattr(classes[it], name)} == set()

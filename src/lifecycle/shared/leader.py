@@ -38,7 +38,7 @@ from .wire import (
 BEAT: Final = 0.05
 # For how long a new leader waits until the live workers have said what they hold.
 GRACE: Final = 0.25
-# For how long a worker may leave a grant untaken.
+# For how long a worker may hoard: leave a grant untaken, or a release untold.
 SILENT: Final = 0.5
 # A dying process may close its connection before its row: look again soon, for a while.
 _LOOK_AGAIN: Final = 0.003
@@ -81,7 +81,7 @@ class Worker(Protocol):
 class Peer:
     """A worker, and what the leader has granted to it."""
 
-    __slots__ = ("connection", "gone", "ident", "owes_since", "row", "tickets")
+    __slots__ = ("connection", "gone", "hoards_since", "ident", "row", "tickets")
 
     def __init__(self, connection: Connection | None, row: Row | None = None) -> None:
         self.connection = connection
@@ -89,10 +89,10 @@ class Peer:
         self.ident = row.words[IDENT] if row is not None else 0
         self.tickets: dict[int, Ticket] = {}
         self.gone = False
-        self.owes_since: float | None = None  # an answer to a grant
+        self.hoards_since: float | None = None
 
     def hoards(self) -> bool:
-        """Whether it was granted what it has not taken, by its row."""
+        """Whether it is charged with what its row does not say."""
         assert self.row is not None, "only who has greeted is granted to"
         held = [each for each in self.tickets.values() if each.state == HELD]
         words = self.row.words
@@ -200,12 +200,20 @@ class Leader:
         return _LOOK_AGAIN if hurries or not self.open else self._beat_at - now
 
     def silent(self, now: float) -> int:
-        """Return the ident of a worker that leaves grants untaken, or 0."""
-        for peer in self._peers.values():
-            if peer.owes_since is not None and now > peer.owes_since + SILENT:
-                peer.owes_since = now
-                if peer.hoards():
-                    return peer.ident
+        """Return the ident of a worker that hoards and says nothing, or 0.
+
+        It was stopped before it took a grant, or before it told of a release; and
+        connected or not, it may take the grant yet: only a new epoch is safe.
+        """
+        if now < self._beat_at:
+            return 0
+        for peer in [*self._peers.values(), *self._missing.values()]:
+            if not peer.hoards():
+                peer.hoards_since = None
+            elif peer.hoards_since is None:
+                peer.hoards_since = now
+            elif now > peer.hoards_since + SILENT:
+                return peer.ident
         return 0
 
     def stop(self) -> None:
@@ -313,8 +321,6 @@ class Leader:
         elif peer.gone:  # it cannot have seen this grant
             self._give_back(peer, number)
         else:
-            if peer.owes_since is None:
-                peer.owes_since = self._clock()
             self._put(peer, GRANT, number)
 
     def _give_back(self, peer: Peer, number: int) -> None:
@@ -369,7 +375,7 @@ class Leader:
         connection = peer.connection
         if peer.gone or connection is None:
             return
-        peer.owes_since = None  # it runs
+        peer.hoards_since = None  # it runs
         try:
             for kind, *rest in connection.read():
                 if not peer.gone:

@@ -35,7 +35,7 @@ from lifecycle_asgi.limits import ClientIdentity
 from lifecycle_asgi.media_body import BodyEstimator
 from lifecycle_asgi.media_memory import Correction, MemoryEstimate
 from lifecycle_asgi.media_profiles import media_profile, server_of
-from lifecycle_asgi.memory_limit import announce
+from lifecycle_asgi.memory_limit import announce, size_text
 from lifecycle_asgi.middleware import LifecycleMiddleware
 from lifecycle_asgi.refusals import (
     REFUSALS,
@@ -466,13 +466,26 @@ class Admission:
 
         Neither the body, which has arrived, nor a guess, an upper bound or what was
         learned from others is a reason to refuse a request for ever: then it counts as
-        all there is, and is served alone.
+        all there is, and is served alone. With the bytes of the other lanes it may
+        certainly need a third more.
+
+        Raises:
+            ApiError: 413 for one that certainly needs more than that.
         """
         needed = _BODY_COPIES * length + self._correction.bytes(estimate)
         capacity = self._requests.gate.statistics().bytes
         if capacity is None or needed <= capacity:
             return needed
-        return max(capacity, estimate.certain)
+        most = capacity * 4 // 3
+        if estimate.certain <= most:
+            return capacity
+        self._requests.count_refusal()
+        if self._shadow is not None:
+            return capacity
+        what = f"The request needs {size_text(estimate.certain)} of memory"
+        limit = f"and this server has {size_text(most)} for one"
+        message = f"{what}, {limit}; send less, or smaller media"
+        raise ApiError(413, message, code="request_too_large")
 
 
 class AdmittedRequest:

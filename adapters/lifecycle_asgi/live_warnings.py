@@ -9,6 +9,8 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Final, Literal, NamedTuple
 
+from lifecycle_asgi.memory_limit import size_text
+
 ShownPhase = Literal[
     "waiting", "reading", "preparing", "running", "streaming", "ending"
 ]
@@ -211,15 +213,6 @@ def _binding(gate: GateView, requests: Iterable[RequestView]) -> str:
     if gate.bytes is not None and largest is not None and largest.bytes:
         text += f"; {_name(largest)} holds most, {size_text(largest.bytes)}"
     return text
-
-
-def size_text(nbytes: float) -> str:
-    """Return *nbytes* with a unit, as ``12.0 MiB``."""
-    for unit in ("B", "KiB", "MiB"):
-        if nbytes < 1024:
-            return f"{nbytes:.0f} B" if unit == "B" else f"{nbytes:.1f} {unit}"
-        nbytes /= 1024
-    return f"{nbytes:.1f} GiB"
 
 
 def _seconds(seconds: float) -> str:

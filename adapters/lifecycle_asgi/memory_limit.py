@@ -86,6 +86,15 @@ def announce(budget: int) -> None:
         )
 
 
+def size_text(nbytes: float) -> str:
+    """Return *nbytes* with a unit, as ``12.0 MiB``."""
+    for unit in ("B", "KiB", "MiB"):
+        if nbytes < 1024:
+            return f"{nbytes:.0f} B" if unit == "B" else f"{nbytes:.1f} {unit}"
+        nbytes /= 1024
+    return f"{nbytes:.1f} GiB"
+
+
 def _group_limits(root: Path) -> Iterator[int]:
     try:
         groups = (root / "proc" / "self" / "cgroup").read_text()

@@ -361,8 +361,9 @@ class Clients:
 
 
 def admission_of(clients: Clients, **options: Any) -> Admission:
-    """Admission with easy prices."""
-    return Admission(clients.app, environment={}, **{"profile": PLAIN, **options})
+    """Admission with easy prices, and the default budget of a large machine."""
+    options = {"profile": PLAIN, "bytes": 4 * 2**30, **options}
+    return Admission(clients.app, environment={}, **options)
 
 
 async def test_admits_no_more_pictures_than_fit() -> None:

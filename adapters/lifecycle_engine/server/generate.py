@@ -226,13 +226,12 @@ class GenerateEndpoint:
     def _estimate(self, parsed: ParsedRequest) -> MemoryEstimate:
         """Return what its images need: the payload, and copies while it is made.
 
-        The copies are a guess, and the work is an upper bound, so a request for which
-        there is only room without them is not refused, but preprocessed alone.
+        The copies are a guess, so a request for which there is only room without them
+        is not refused, but preprocessed alone.
         """
         choices, copies = parsed.choices, self._service.processor.copies
         work, tensors = parsed.estimate.work, parsed.estimate.tensors
-        guess = copies * tensors
-        return MemoryEstimate(work, choices * tensors + guess, guess, guess + work)
+        return MemoryEstimate(work, (choices + copies) * tensors, copies * tensors)
 
     async def serve(self, scope: Any, receive: Any) -> None:
         """Answer a request that has all that it waited for.

@@ -7,7 +7,7 @@ from typing import Any
 
 from rich.text import Text
 
-from lifecycle_asgi.live_warnings import size_text
+from lifecycle_asgi.memory_limit import size_text
 
 REQUEST_COLUMNS = (
     "id",

@@ -97,7 +97,8 @@ def size_text(nbytes: float) -> str:
 
 def _group_limits(root: Path) -> Iterator[int]:
     try:
-        groups = (root / "proc" / "self" / "cgroup").read_text()
+        mine = root / "proc" / "self" / "cgroup"
+        groups = mine.read_text("utf-8", "surrogateescape")  # names are any bytes
     except OSError:  # not Linux
         return
     for controllers, name in re.findall(r"^\d+:([^:]*):(/.*)$", groups, re.MULTILINE):

@@ -38,7 +38,8 @@ OnDisconnect: TypeAlias = Literal["cancel", "detach"] | float
 Found: TypeAlias = "tuple[EventStream, int]"
 
 # An event: lines, and an empty one. A bare CR would be a line of its own to browsers.
-_EVENT: Final = re.compile(rb"((?:[^\r\n]+\r?\n)+)\r?\n")
+# Possessive: to go back, the pattern would keep hundreds of bytes for each line.
+_EVENT: Final = re.compile(rb"((?:[^\r\n]++\r?\n)++)\r?\n")
 _ID_BYTES: Final = 24  # of randomness, as 32 characters
 _EVENT_ID: Final = re.compile(r"([A-Za-z0-9_-]{32})(?:\.([0-9]{1,15}))?")
 # What the id of the session has of it. Logs show that one, and it opens nothing.
@@ -92,6 +93,8 @@ class ResumableResponse:
         reader = stream.attach(after)
         try:
             await self._send_watched(stream, reader, receive, send)
+            # Not before: another may take over while that ends, or it is cancelled.
+            reader.error = stream.take_error(reader)
         finally:
             self._detach(stream, reader)
         if reader.error is None:
@@ -152,8 +155,8 @@ class ResumableResponse:
             await send(part)
             reader.at += len(events)
             stream.wake()
-        reader.error, stream.error = stream.error, None
-        if reader.error is None:
+        reader.reached_end = True
+        if stream.error is None:
             await send({"type": "http.response.body", "body": b""})
 
 
@@ -335,6 +338,13 @@ class ResumableStreams:
             error = None
         except Exception as raised:  # noqa: BLE001 - for the client, as it was raised
             error = _without_payload(raised)
+        except anyio.get_cancelled_exc_class():
+            # Of this generator alone, which awaited what others cancel, it would end
+            # the task group, with the streams of all other clients.
+            if anyio.current_effective_deadline() == -math.inf:
+                raise
+            what = "the generator of the stream was cancelled; start another"
+            error = SessionEnded(what, outcome="cancelled")
         finally:
             stream.end(error)
             del error
@@ -395,15 +405,16 @@ class Reader:
         scope: Cancelled when its client leaves, or another one takes over.
         replaced: Whether another one has.
         begun: Whether its status was sent.
+        reached_end: Whether all events were sent, and the generator has ended.
         error: The error of the generator, to be raised by the response.
     """
 
-    __slots__ = ("at", "begun", "error", "replaced", "scope")
+    __slots__ = ("at", "begun", "error", "reached_end", "replaced", "scope")
 
     def __init__(self, at: int) -> None:
         self.at = at
         self.scope = anyio.CancelScope()
-        self.begun = self.replaced = False
+        self.begun = self.replaced = self.reached_end = False
         self.error: Exception | None = None
 
 
@@ -496,6 +507,13 @@ class EventStream:
         if not self.ended:
             self.ended, self.error = True, error
             self.wake()
+
+    def take_error(self, reader: Reader) -> Exception | None:
+        """Return the error of the generator if *reader* is the one to be told."""
+        if self.reader is not reader or not reader.reached_end:
+            return None
+        error, self.error = self.error, None
+        return error
 
     def wake(self) -> None:
         """Have the generator and the reader look again."""

@@ -37,6 +37,11 @@ TREES = {
     ),
     "a container's own": ("0::/\n", {"memory.max": "1048576\n"}, MIB),
     "the host's name of it": ("0::/pod/x\n", {"memory.max": "1048576\n"}, MIB),
+    "a name that is no text": (
+        "0::/\udcff\n",
+        {"\udcff/memory.max": "1048576\n"},
+        MIB,
+    ),
     "version 1": (
         "5:cpu,memory:/a\n1:name=systemd:/\n0::/\n",
         {"memory/a/memory.limit_in_bytes": "1048576\n"},
@@ -59,7 +64,7 @@ def test_finds_the_lowest_limit(tmp_path: Path, tree) -> None:
     groups, files, limit = tree
     if groups:
         (tmp_path / "proc/self").mkdir(parents=True)
-        (tmp_path / "proc/self/cgroup").write_text(groups)
+        (tmp_path / "proc/self/cgroup").write_bytes(os.fsencode(groups))
     for name, text in files.items():
         file = tmp_path / "sys/fs/cgroup" / name
         file.parent.mkdir(parents=True, exist_ok=True)

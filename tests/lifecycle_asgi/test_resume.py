@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import gc
 import math
+import tracemalloc
 import weakref
 from collections.abc import AsyncIterator, Callable
 from typing import Any, cast
@@ -486,6 +488,62 @@ async def test_error_reaches_the_client_that_resumes() -> None:
     assert world.outcomes == {"failed": 1}
 
 
+async def test_error_reaches_the_client_that_takes_over() -> None:
+    """Where the first response cannot end at once, the second is not the whole."""
+    world, failure, server = World(), KeyError("of the engine"), ScriptedServer()
+    source = Source(failure)
+    source.allow(1)
+    stuck, ending = anyio.Event(), anyio.Event()
+
+    async def receives_late() -> Any:
+        try:
+            await anyio.sleep_forever()
+        finally:
+            ending.set()
+            with anyio.CancelScope(shield=True):
+                await stuck.wait()
+
+    async with running(world) as visit, anyio.create_task_group() as tasks:
+        first: Any = world.streams.start(source.events(), on_disconnect="detach")
+        tasks.start_soon(first, http_scope(), receives_late, server.send)
+        await until(lambda: server.sent)
+        source.allow(0)
+        with anyio.fail_after(60):
+            await ending.wait()
+        second = visit(world.streams.resume(first.stream))
+        await until(lambda: second.raised or second.server.complete.is_set())
+        stuck.set()
+    assert second.raised == [failure]
+    assert second.data == ["1"]
+    assert not server.complete.is_set()
+
+
+@pytest.mark.usefixtures("on_asyncio")
+async def test_generator_that_is_cancelled_ends_alone() -> None:
+    """Such as by a call that it awaits, which somebody else has cancelled."""
+    world, source = World(), Source()
+    source.allow(1)
+
+    async def events() -> AsyncIterator[str]:
+        yield "data: 1\n\n"
+        future = asyncio.get_running_loop().create_future()
+        future.cancel()
+        await future
+
+    async with running(world) as visit:
+        other = visit(world.streams.start(source.events()))
+        await until(lambda: other.data)
+        first = visit(world.streams.start(events()))
+        await first.done.wait()
+        source.allow(1)
+        await until(lambda: other.data == ["1", "2"])
+        source.allow(0)
+        await other.done.wait()
+    assert [type(error).__name__ for error in first.raised] == ["SessionEnded"]
+    assert not first.server.complete.is_set()
+    assert world.outcomes == {"cancelled": 1, "completed": 1}
+
+
 async def test_refusal_comes_before_the_status() -> None:
     """The application answers an error that comes before the first event."""
     world = World()
@@ -726,6 +784,24 @@ async def test_refuses_items_that_are_no_event(item: Any) -> None:
     assert str(error).startswith("item 1 of the stream, of type")
 
 
+async def test_event_of_many_lines_takes_no_memory_for_each() -> None:
+    """A hundred times its size, as it once was."""
+    world, event = World(), "a\n" * 100_000 + "\n"
+
+    async def events() -> AsyncIterator[str]:
+        yield event
+
+    async with running(world) as visit:
+        tracemalloc.start()
+        try:
+            first = visit(world.streams.start(events()))
+            await first.done.wait()
+            assert tracemalloc.get_traced_memory()[1] < 10 * len(event)
+        finally:
+            tracemalloc.stop()
+    assert len(first.server.body) > len(event)
+
+
 async def test_own_id_of_an_event_does_not_count() -> None:
     """The last line of a name counts to a browser, and that is ours."""
     world = World()
@@ -931,6 +1007,40 @@ def test_loses_no_event_wherever_a_response_ends(
         assert world.outcomes == {"completed": 1}
 
     assert cancel_everywhere(scenario, backend, kind, when) > 5
+
+
+@pytest.mark.parametrize(("backend", "kind", "when"), KINDS)
+def test_tells_one_client_of_an_error_wherever_a_response_ends(
+    backend: str, kind: str, when: str
+) -> None:
+    """The first one, or the next if that was cancelled: and neither seems whole."""
+
+    async def scenario(run: Cancelled) -> None:
+        world, failure = World(), ValueError("of the engine")
+        told: list[Exception] = []
+
+        async def fails() -> AsyncIterator[str]:
+            await anyio.lowlevel.checkpoint()
+            yield "data: 1\n\n"
+            await anyio.lowlevel.checkpoint()
+            raise failure
+
+        async def serve(response: Any, server: ScriptedServer) -> None:
+            try:
+                await response(http_scope(), server.receive, server.send)
+            except ValueError as error:
+                told.append(error)
+
+        first, second = ScriptedServer(waits=True), ScriptedServer()
+        async with world.lifespan(None):
+            response = world.streams.start(fails(), on_disconnect="detach")
+            await run.run(serve(response, first))
+            await serve(world.streams.resume(response.stream), second)
+        assert not first.complete.is_set()
+        assert not second.complete.is_set() or second.status == 404
+        assert told == [failure] * bool(world.outcomes)  # unless it had not begun
+
+    assert cancel_everywhere(scenario, backend, kind, when) > 3
 
 
 @pytest.mark.parametrize(("backend", "kind", "when"), KINDS)

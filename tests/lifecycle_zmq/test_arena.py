@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import gc
+import mmap
 import os
 import random
 import threading
@@ -99,6 +100,21 @@ def test_gives_back_what_was_not_used_of_late() -> None:
     del low, again
     arena.close()
     assert arena.give_back(SIZE) == 0
+
+
+def test_gives_back_where_pages_are_larger(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As of 64 KiB, of which no region needs to fill the last."""
+    monkeypatch.setattr(mmap, "PAGESIZE", 16 * PAGE)
+    arena = Arena(SIZE, kind="memfd")
+    array = arena.empty(50 * PAGE, "u1")
+    array[:] = 1
+    del array
+    assert arena.give_back(SIZE) == 0  # of late
+    assert arena.give_back(16 * PAGE) == 2 * PAGE  # the system takes whole ones
+    assert arena.give_back(16 * PAGE) == 16 * PAGE
+    assert arena.give_back(SIZE) == 32 * PAGE
+    assert (pages(arena), arena.give_back(SIZE)) == (0, 0)
+    arena.close()
 
 
 def test_keeps_reserved_pages() -> None:

@@ -229,9 +229,8 @@ class Arena:
             memory cannot be, as of the kind ``"shm"``, which is reserved.
         """
         with self._locked_regions() as regions:
-            page = mmap.PAGESIZE
-            start = -(-self._busy // page) * page
-            start = max(start, self._touched - most // page * page)
+            page, start = mmap.PAGESIZE, max(self._busy, self._touched - most)
+            start = -(-start // page) * page
             length = self._touched - start
             if length > 0 and self._remove(start, length):
                 self._touched = start
@@ -240,12 +239,13 @@ class Arena:
             return 0
 
     def _remove(self, start: int, length: int) -> bool:
-        if self._mapping is None or self._kind == "shm":
+        mapping = self._mapping  # which `close` takes away, in any thread
+        if mapping is None or self._kind == "shm":
             return False
         if not hasattr(mmap, "MADV_REMOVE"):
             return False
         try:
-            self._mapping.madvise(mmap.MADV_REMOVE, start, length)
+            mapping.madvise(mmap.MADV_REMOVE, start, length)
         except OSError:  # not on this file system
             return False
         return True

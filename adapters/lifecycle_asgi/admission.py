@@ -202,7 +202,7 @@ class Admission:
         announce(settings.bytes)
         self._max_body = settings.max_body
         if (most := self._bodies.statistics().bytes) is not None:
-            self._max_body = min(self._max_body, most // _BODY_COPIES)
+            self._max_body = max(1, min(self._max_body, most // _BODY_COPIES))
         # Small requests with media keep their lease while they wait in another lane.
         # All of those together leave half of this lane to the others.
         small, bodies, _ = shares(settings.bytes)

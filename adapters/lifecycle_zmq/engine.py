@@ -230,6 +230,14 @@ class ProcessInstance(EngineInstance):
         process.kill()
 
 
+def _check_idle(seconds: float | None) -> None:
+    if seconds is None:
+        return
+    check_seconds(arena_idle=seconds)
+    if not seconds:
+        raise ValueError("arena_idle must be above 0 s; None keeps the pages")
+
+
 # Bytes at a time, which take a fraction of a millisecond.
 _GIVEN_BACK = 4 * 2**20
 _TRANSPORTS = ("pair", "ipc")
@@ -316,10 +324,7 @@ class ZmqEngine(SupervisedEngine[ProcessInstance]):
         check_seconds(stopped_after=stopped_after)
         check_int(arena_bytes=arena_bytes)
         check_choice((None, *get_args(ArenaKind)), arena=arena)
-        if arena_idle is not None:
-            check_seconds(arena_idle=arena_idle)
-            if not arena_idle:
-                raise ValueError("arena_idle must be above 0 s; None keeps the pages")
+        _check_idle(arena_idle)
         self._uses_ipc = transport == "ipc"
         self._directory = directory
         self._arena_bytes = arena_bytes

@@ -218,14 +218,19 @@ async def test_takes_all_of_a_shared_gate_that_is_small() -> None:
     app, room = Application(), Gate(bytes=50)
     estimates = [
         MemoryEstimate(work=40, tensors=100, assumed=100),
-        MemoryEstimate(work=51),
+        MemoryEstimate(work=66),
+        MemoryEstimate(work=67),
     ]
     admission = admission_of(
         app, gates={"requests": room}, price=lambda *_: estimates.pop(0)
     )
     assert (await ask(admission)).status == 200
-    assert app.held == [50]
-    assert (await ask(admission)).status == 413
+    assert (await ask(admission)).status == 200
+    assert app.held == [50, 50]
+    server = await ask(admission)
+    assert server.status == 413
+    said = "needs 67 B of memory, and this server has 66 B for one; send less"
+    assert said in server.sent[1]["body"].decode()
 
 
 def test_names_the_lanes_there_are() -> None:

@@ -20,7 +20,7 @@ def test_trims_once_after_each_time_of_work(monkeypatch: pytest.MonkeyPatch) -> 
     async def run_sync(function: object, *_: object, **__: object) -> None:
         trimmed.append(anyio.current_time() - begun)
 
-    monkeypatch.setattr(heap, "_malloc_trim", lambda: len)
+    monkeypatch.setattr(heap, "malloc_trim", lambda: len)
     monkeypatch.setattr(anyio.to_thread, "run_sync", run_sync)
     gate = Gate(bytes=10)
 
@@ -45,7 +45,7 @@ def test_trims_once_after_each_time_of_work(monkeypatch: pytest.MonkeyPatch) -> 
 
 def test_leaves_other_systems_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     """A C library that cannot trim is no error."""
-    monkeypatch.setattr(heap, "_malloc_trim", lambda: None)
+    monkeypatch.setattr(heap, "malloc_trim", lambda: None)
     anyio.run(heap.give_back_heap, lambda: [Gate(bytes=1).statistics()])
 
 
@@ -82,7 +82,7 @@ anyio.run(main)
 """
 
 
-@pytest.mark.skipif(not heap._malloc_trim(), reason="another C library")
+@pytest.mark.skipif(not heap.malloc_trim(), reason="another C library")
 def test_gives_back_what_the_allocator_keeps() -> None:
     """A real heap, in a process of its own."""
     argv = [sys.executable, "-c", KEPT]

@@ -27,7 +27,7 @@ async def give_back_heap(
     Cancellation:
         Ends it; a thread may trim for some milliseconds more.
     """
-    trim = _malloc_trim()
+    trim = malloc_trim()
     passed = trimmed = _released(gates())
     while trim is not None:
         await anyio.sleep(seconds)
@@ -43,7 +43,7 @@ def _released(gates: Iterable[GateStatistics]) -> int:
     return sum(each.released for each in gates)
 
 
-def _malloc_trim() -> Callable[[int], int] | None:
+def malloc_trim() -> Callable[[int], int] | None:
     """Return the function of the C library, which waits without the interpreter."""
     try:
         trim: Callable[[int], int] = ctypes.CDLL(None).malloc_trim

@@ -338,7 +338,7 @@ class ResumableStreams:
             error = None
         except Exception as raised:  # noqa: BLE001 - for the client, as it was raised
             error = _without_payload(raised)
-        except anyio.get_cancelled_exc_class():
+        except anyio.get_cancelled_exc_class():  # noqa: ASYNC103
             # Of this generator alone, which awaited what others cancel, it would end
             # the task group, with the streams of all other clients.
             if anyio.current_effective_deadline() == -math.inf:

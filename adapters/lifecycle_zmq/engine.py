@@ -216,7 +216,9 @@ class ProcessInstance(EngineInstance):
 
     async def _give_back(self) -> None:
         arena, seconds = self._settings.arena(), self._settings.arena_idle
-        while arena is not None and seconds is not None:
+        if arena is None or seconds is None:
+            return
+        while True:
             await anyio.sleep(seconds)
             while arena.give_back(_GIVEN_BACK):
                 await anyio.lowlevel.checkpoint()

@@ -180,7 +180,8 @@ async def test_counts_and_serves_all_in_shadow() -> None:
     """With all slots taken and a body that is too large, and /metrics tells of both."""
     metrics = Metrics()
     slots = Gate(slots=1, max_waiting=0, enforce=False, name="in_flight")
-    settings = AppSettings(model="sim", body_bytes=2000, shadow=True)
+    limits = {"total_bytes": 64_000, "body_bytes": 2000}
+    settings = AppSettings(model="sim", shadow=True, **limits)
     large = json.dumps({"model": "sim", "messages": user("x" * 3000), "max_tokens": 1})
     async with (
         asyncio.timeout(120),

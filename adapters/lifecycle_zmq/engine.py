@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Literal, Self, get_args
 
 import anyio
-import anyio.lowlevel
 
 from lifecycle.lowlevel import check_choice, check_int, check_seconds, check_type
 from lifecycle_zmq.client import EngineClient
@@ -219,9 +218,8 @@ class ProcessInstance(EngineInstance):
         if arena is None or seconds is None:
             return
         while True:
-            await anyio.sleep(seconds)
-            while arena.give_back(_GIVEN_BACK):
-                await anyio.lowlevel.checkpoint()
+            more = arena.give_back(_GIVEN_BACK)
+            await anyio.sleep(0 if more else seconds)
 
     async def _kill_when_lost(
         self, process: EngineProcess, client: EngineClient

@@ -46,7 +46,12 @@ from lifecycle_asgi.refusals import (
     protocol_response,
 )
 from lifecycle_asgi.request import declared_length, request_of
-from lifecycle_asgi.responses import MAX_UNACCEPTABLE, Refusing, Response
+from lifecycle_asgi.responses import (
+    MAX_UNACCEPTABLE,
+    Refusing,
+    Response,
+    with_headers_of,
+)
 from lifecycle_asgi.shadow_log import ShadowLog
 
 _SCOPE_KEY: Final = "lifecycle.admission"
@@ -353,10 +358,14 @@ class Admission:
         max_bytes = self._max_body
         if isinstance(refusal, Unauthorised | BodyTooLarge | CostTooLarge):
             max_bytes = MAX_UNACCEPTABLE
-        refusing = Refusing(scope, body, send)
-        with self._closable(refusing):
-            await refusing.send(self._answer(scope, refusal))
-            await refusing.linger(max_bytes=max_bytes)
+
+        async def answer(_: Scope, __: Receive, send: Send) -> None:
+            refusing = Refusing(scope, body, send)
+            with self._closable(refusing):
+                await refusing.send(self._answer(scope, refusal))
+                await refusing.linger(max_bytes=max_bytes)
+
+        await with_headers_of(self._app, answer)(scope, body.receive, send)
 
     async def _admit(self, scope: Scope, request: AdmittedRequest) -> None:
         self.check(scope)

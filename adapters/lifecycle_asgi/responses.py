@@ -6,11 +6,14 @@ is still sending then loses the response that it was sent.
 
 from __future__ import annotations
 
+import copy
+from collections.abc import Iterator
 from contextlib import suppress
+from typing import Any, Final
 
 import anyio
 
-from lifecycle_asgi._types import Scope, Send
+from lifecycle_asgi._types import App, Scope, Send
 from lifecycle_asgi.body import RequestBody
 
 Headers = list[tuple[bytes, bytes]]
@@ -22,6 +25,38 @@ _LAST_SECONDS = 0.2
 """The same once a server shuts down: what a client was sending meanwhile."""
 MAX_UNACCEPTABLE = 8 * 2**20
 """Most bytes that are dropped of a body that the server would never accept."""
+
+# Middleware that does nothing but add headers: of Starlette, of vLLM, and of
+# asgi-correlation-id.
+_ADDS_HEADERS: Final = frozenset(
+    {"CORSMiddleware", "XRequestIdMiddleware", "CorrelationIdMiddleware"}
+)
+_MOST_MIDDLEWARE: Final = 64
+
+
+def with_headers_of(app: Any, answer: App) -> App:
+    """Return *answer* with the middleware of *app* around it that adds headers.
+
+    A response instead of that of *app* then has its CORS headers, without which no web
+    page could read it, and the id of the request.
+
+    Args:
+        app: An application, or a middleware that keeps the next one as ``app``.
+        answer: Answers a request.
+    """
+    for middleware in reversed([*_adding_headers(app)]):
+        around = copy.copy(middleware)
+        around.app = answer
+        answer = around
+    return answer
+
+
+def _adding_headers(app: Any) -> Iterator[Any]:
+    for _ in range(_MOST_MIDDLEWARE):
+        if type(app).__name__ in _ADDS_HEADERS and hasattr(app, "app"):
+            yield app
+        # An application of Starlette makes its stack when it starts.
+        app = getattr(app, "app", None) or getattr(app, "middleware_stack", None)
 
 
 async def send_response(send: Send, response: Response) -> None:

@@ -228,3 +228,75 @@ def test_ends_a_stream_of_http2_at_once() -> None:
     server = Endless(1000.0)
     assert refuse(server, ("http_version", "2"), api_keys=("k",)) < 1
     assert server.read == 0
+
+
+class XRequestIdMiddleware:
+    """As vLLM's: no coroutine function, and the class that its name is known by."""
+
+    def __init__(self, app: Any) -> None:
+        self.app = app
+
+    def __call__(self, scope: Any, receive: Any, send: Any) -> Any:
+        """Add the header to the response."""
+        asked = dict(scope["headers"]).get(b"x-request-id", b"drawn")
+
+        async def adding(message: Any) -> None:
+            if message["type"] == "http.response.start":
+                headers = [*message["headers"], (b"x-request-id", asked)]
+                message = {**message, "headers": headers}
+            await send(message)
+
+        return self.app(scope, receive, adding)
+
+
+@pytest.mark.parametrize("outside", [True, False])
+def test_refusals_have_the_headers_that_the_server_adds(outside: bool) -> None:
+    """A web page reads why, and a log finds the request: around the server, or in it."""
+    applications = pytest.importorskip("starlette.applications")
+    cors = pytest.importorskip("starlette.middleware.cors")
+    app = applications.Starlette()
+    app.add_middleware(cors.CORSMiddleware, allow_origins=["https://a.example"])
+    app.add_middleware(XRequestIdMiddleware)
+    settings: dict[str, Any] = {"environment": {}, "max_body": 10}
+    if outside:
+        served: Any = Admission(app, **settings)
+    else:
+        app.add_middleware(Admission, **settings)
+        served = app
+
+    async def ask(headers: list[tuple[bytes, bytes]]) -> dict[bytes, bytes]:
+        server = ScriptedServer(b"x" * 20)
+        length = (b"content-length", b"20")
+        scope = http_scope("/v1/x", headers=[length, *headers])
+        await served(scope, server.receive, server.send)
+        assert server.status == 413
+        return dict(server.sent[0]["headers"])
+
+    async def both() -> None:
+        if outside:  # as a server does first
+            app.middleware_stack = app.build_middleware_stack()
+        asked = [(b"origin", b"https://a.example"), (b"x-request-id", b"mine")]
+        headers = await ask(asked)
+        assert headers[b"access-control-allow-origin"] == b"https://a.example"
+        assert headers[b"x-request-id"] == b"mine"
+        other = await ask([(b"origin", b"https://b.example")])
+        assert b"access-control-allow-origin" not in other
+        assert (await ask([]))[b"x-request-id"] == b"drawn"
+
+    anyio.run(both)
+
+
+def test_headers_are_looked_for_in_no_circle() -> None:
+    """An application may be anything."""
+
+    class Circle:
+        async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
+            """Never called."""
+
+    circle = Circle()
+    circle.app = circle  # type: ignore[attr-defined]
+    server = ScriptedServer()
+    scope = http_scope("/v1/x", headers=[(b"content-length", b"20")])
+    admission = Admission(circle, environment={}, max_body=10)
+    anyio.run(admission, scope, server.receive, server.send)
+    assert server.status == 413

@@ -7,6 +7,7 @@ import contextlib
 import dataclasses
 import functools
 import gc
+import itertools
 import json
 import shlex
 import socket
@@ -18,6 +19,7 @@ import time
 import warnings
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import anyio
 import anyio.to_process
@@ -33,6 +35,7 @@ import psutil
 
 from lifecycle_tools.check import Finding, Report
 from lifecycle_tools.check.client import Address, Response, ask
+from lifecycle_tools.check.leaving import PHASES, Sign, judge_turns
 from lifecycle_tools.check.neighbours import (
     ATTACKS,
     Attack,
@@ -40,6 +43,7 @@ from lifecycle_tools.check.neighbours import (
     judge,
     run_attack,
 )
+from lifecycle_tools.check.overload import burst
 from lifecycle_tools.check.target import CannotCheck, Settings, Target
 
 SERVER = Path(__file__).resolve().parents[1] / "kit" / "checked_server.py"
@@ -97,6 +101,7 @@ def checked(
 
 # The work of its requests lasts for some seconds.
 FAULTS = "--only", "leave.unstreamed", "--only", "bomb.pixels", "--tokens", "400"
+FAULTS += "--turns", "1"
 
 
 def test_finds_what_a_careless_server_does(tmp_path):
@@ -115,6 +120,73 @@ def test_passes_a_careful_server(tmp_path):
     verdicts = {name: each.verdict for name, each in found.items()}
     assert (status, verdicts) == (0, dict.fromkeys(verdicts, "pass"))
     assert len(verdicts) == 2
+
+
+def test_sends_more_until_some_are_refused():
+    """A server with much room is judged, too."""
+    error = b'{"error": {"message": "full"}}'
+    refusal = b"HTTP/1.1 503 Busy\r\nretry-after: 1\r\ncontent-length: %d\r\n\r\n%b"
+    answers = itertools.chain(
+        itertools.repeat(b"HTTP/1.1 200 OK\r\ncontent-length: 2\r\n\r\n{}", 100),
+        itertools.repeat(refusal % (len(error), error)),
+    )
+
+    async def answer(stream: Any) -> None:
+        async with stream:
+            await stream.receive()
+            await stream.send(next(answers))
+
+    async def both() -> list[Finding]:
+        listener = await anyio.create_tcp_listener(local_host="127.0.0.1", backlog=1024)
+        port = listener.extra(anyio.abc.SocketAttribute.local_port)
+        address = Address.parse(f"http://127.0.0.1:{port}")
+        async with anyio.create_task_group() as tasks:
+            tasks.start_soon(listener.serve, answer)
+            found = await burst(Target(address, Settings(concurrency=16)))
+            tasks.cancel_scope.cancel()
+        await listener.aclose()
+        return found
+
+    found = {each.id: each for each in anyio.run(both)}
+    assert found["overload.status"].sent == "256 requests at once"
+    assert found["overload.retry_after"].seen == "236 of 236 refusals"
+    assert {each.verdict for each in found.values()} == {"pass"}
+
+
+def sign(left: float, *, latency: bool = False) -> Sign:
+    """What one turn saw: more than half of what is seen with clients that stay."""
+    text = "next answer in {} s (stayed {})" if latency else "CPU {} s/s (stayed {})"
+    return Sign(text, left, 1.0, works=left > 0.5)
+
+
+@pytest.mark.parametrize(
+    ("turns", "verdict", "seen"),
+    [
+        ([0.9, 0.8, 1.0], "fail", "CPU 0.80 to 1.00 s/s (stayed 1.00)"),
+        ([0.0, 0.1, 0.0], "pass", "CPU 0.00 to 0.10 s/s (stayed 1.00)"),
+        ([0.0, 0.9, 0.0], "too noisy", "CPU 0.00 to 0.90 s/s (stayed 1.00)"),
+        ([0.0, 0.0, None], "too noisy", "CPU 0.00 s/s (stayed 1.00)"),
+        ([None, None, None], "try more --tokens", "no sign of work"),
+    ],
+)
+def test_turns_that_disagree_say_nothing(turns, verdict, seen):
+    """A pass or a failure is what was seen each time."""
+    signs = [[] if left is None else [sign(left)] for left in turns]
+    found = judge_turns(PHASES[-1], signs)
+    assert found.seen == seen
+    if verdict in ("pass", "fail"):
+        assert found.verdict == verdict
+    else:
+        assert found.verdict == "not observable"
+        assert verdict in found.because
+
+
+def test_one_sign_of_work_is_enough():
+    """Where the others say nothing, or show no work."""
+    both = [[sign(0.0), sign(1.0, latency=True)]] * 3
+    assert judge_turns(PHASES[-1], both).verdict == "fail"
+    once = [[sign(0.0), sign(1.0, latency=True)], [sign(0.0)], [sign(0.0)]]
+    assert judge_turns(PHASES[-1], once).verdict == "pass"
 
 
 @pytest.mark.parametrize(

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Iterator, Sequence
 from contextlib import AsyncExitStack
 from dataclasses import dataclass
+from functools import partial
+from itertools import chain
 
 import anyio
 from anyio.abc import ByteStream
@@ -110,24 +112,79 @@ async def _trial(target: Target, phase: Phase, *, leaves: bool) -> Load | None:
         return await target.load()
 
 
-def _signals(idle: Load, stayed: Load, left: Load) -> list[tuple[str, bool]]:
-    """Return each sign that tells work from no work, and whether it shows work."""
-    found = []
+@dataclass(frozen=True, slots=True)
+class Sign:
+    """What tells work from no work, in one turn.
+
+    Attributes:
+        text: What was seen, with two places for numbers.
+        left: Seen after clients that left.
+        stayed: Seen with clients that stayed.
+        works: Whether the first shows work.
+    """
+
+    text: str
+    left: float
+    stayed: float
+    works: bool
+
+
+def _signs(idle: Load, stayed: Load, left: Load) -> Iterator[Sign]:
     if stayed.cpu is not None and idle.cpu is not None and left.cpu is not None:
         rise = stayed.cpu - idle.cpu
         if rise > 0.05 + idle.cpu:
-            seen = f"CPU {left.cpu:.2f} s/s (stayed {stayed.cpu:.2f})"
-            found.append((seen, left.cpu > idle.cpu + rise / 2))
+            works = left.cpu > idle.cpu + rise / 2
+            yield Sign("CPU {} s/s (stayed {})", left.cpu, stayed.cpu, works)
     if stayed.running and left.running is not None:
-        rise = stayed.running - (idle.running or 0)
-        if rise >= 1:
-            seen = f"{left.running:g} running (stayed {stayed.running:g})"
-            found.append((seen, left.running > (idle.running or 0)))
+        before = idle.running or 0
+        if stayed.running - before >= 1:
+            works = left.running > before
+            yield Sign("{} running (stayed {})", left.running, stayed.running, works)
     rise = stayed.latency - idle.latency
     if rise > 0.5 + idle.latency:
-        seen = f"next answer in {left.latency:.1f} s (stayed {stayed.latency:.1f})"
-        found.append((seen, left.latency > idle.latency + rise / 2))
-    return found
+        works = left.latency > idle.latency + rise / 2
+        text = "next answer in {} s (stayed {})"
+        yield Sign(text, left.latency, stayed.latency, works)
+
+
+def judge_turns(phase: Phase, turns: Sequence[Sequence[Sign]]) -> Finding:
+    """Judge what was seen in several turns, each of clients that stay and that leave.
+
+    Args:
+        phase: When they leave.
+        turns: The signs of each turn.
+    """
+    found: dict[str, list[Sign]] = {}
+    for sign in chain.from_iterable(turns):
+        found.setdefault(sign.text, []).append(sign)
+    seen = "; ".join(_seen(signs) for signs in found.values()) or "no sign of work"
+    unseen = partial(Finding, phase.id, phase.sent, seen, "not observable")
+    if not found:
+        return unseen(
+            "With clients that stay, no work is seen either; try more --tokens."
+        )
+    steady = [signs for signs in found.values() if len(signs) == len(turns)]
+    works = [{sign.works for sign in signs} for signs in steady]
+    if {True} in works:
+        because = f"The server works on {GRACE:g} s after all clients left."
+        return Finding(phase.id, phase.sent, seen, "fail", because)
+    if not steady or {True, False} in works:
+        why = f"The {len(turns)} turns disagree: too noisy"
+        return unseen(f"{why}; leave the machine idle, or try more --tokens.")
+    because = f"The work had ended {GRACE:g} s after all clients left."
+    return Finding(phase.id, phase.sent, seen, "pass", because)
+
+
+def _seen(signs: Sequence[Sign]) -> str:
+    left, stayed = (
+        _spread([getattr(sign, name) for sign in signs]) for name in ("left", "stayed")
+    )
+    return signs[0].text.format(left, stayed)
+
+
+def _spread(values: Sequence[float]) -> str:
+    low, high = f"{min(values):.2f}", f"{max(values):.2f}"
+    return low if low == high else f"{low} to {high}"
 
 
 async def _held_up(target: Target, phase: Phase) -> Finding:
@@ -142,31 +199,25 @@ async def _held_up(target: Target, phase: Phase) -> Finding:
 
 
 async def leave(target: Target, phase: Phase) -> Finding:
-    """Leave at *phase*, and compare with clients that stay.
+    """Leave at *phase*, and compare with clients that stay, in turns.
 
     Cancellation: all clients leave.
     """
     if not phase.works:
         return await _held_up(target, phase)
-    stayed = await _trial(target, phase, leaves=False)
-    if stayed is None:
-        because = "The server did not begin to serve the requests."
-        return Finding(phase.id, phase.sent, "refused", "not observable", because)
-    if not await target.settle():
-        because = "The server was still busy with requests of before."
-        return Finding(phase.id, phase.sent, "busy", "not observable", because)
-    left = await _trial(target, phase, leaves=True)
-    signals = _signals(target.idle, stayed, left) if left else []
-    await target.settle()
-    seen = "; ".join(text for text, _ in signals) or "no sign of work"
-    if not signals:
-        because = "With clients that stay, no work is seen either; try more --tokens."
-        return Finding(phase.id, phase.sent, seen, "not observable", because)
-    if any(works for _, works in signals):
-        because = f"The server works on {GRACE:g} s after all clients left."
-        return Finding(phase.id, phase.sent, seen, "fail", because)
-    because = f"The work had ended {GRACE:g} s after all clients left."
-    return Finding(phase.id, phase.sent, seen, "pass", because)
+    turns: list[list[Sign]] = []
+    for _ in range(target.settings.turns):
+        stayed = await _trial(target, phase, leaves=False)
+        if stayed is None:
+            because = "The server did not begin to serve the requests."
+            return Finding(phase.id, phase.sent, "refused", "not observable", because)
+        if not await target.settle():
+            because = "The server was still busy with requests of before."
+            return Finding(phase.id, phase.sent, "busy", "not observable", because)
+        left = await _trial(target, phase, leaves=True)
+        turns.append([*_signs(target.idle, stayed, left)] if left else [])
+        await target.settle()
+    return judge_turns(phase, turns)
 
 
 async def half_close(target: Target) -> Finding:

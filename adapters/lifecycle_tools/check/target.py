@@ -43,6 +43,7 @@ class Settings:
         concurrency: requests of the burst.
         clients: clients that leave together.
         tokens: tokens of a request whose client leaves.
+        turns: how often clients that stay are compared with clients that leave.
         image: whether to send pictures.
         more: fields that each request has besides.
         gauge: the name on ``/metrics`` of the number of running requests.
@@ -56,6 +57,7 @@ class Settings:
     concurrency: int = 64
     clients: int = 4
     tokens: int = 512
+    turns: int = 3
     image: bool = True
     more: Mapping[str, object] = field(default_factory=dict)
     gauge: str | None = None

@@ -75,14 +75,18 @@ def check(
         neighbour_key=neighbour_key,
     )
     names = _names(only or (), neighbours=neighbours)
-    try:
-        target = Target(address, settings, pid=pid)
-    except (ImportError, ProcessLookupError) as error:
-        raise typer.BadParameter(str(error)) from None
+    target = _target(address, settings, pid)
     report = _report(target, names, url, label or url)
     _show(report)
     _write(report, json_file, markdown_file)
     raise typer.Exit(1 if report.failed else 0)
+
+
+def _target(address: Address, settings: Settings, pid: int | None) -> Target:
+    try:
+        return Target(address, settings, pid=pid)
+    except (ImportError, ProcessLookupError) as error:
+        raise typer.BadParameter(str(error)) from None
 
 
 def _names(only: Sequence[str], *, neighbours: bool) -> tuple[str, ...]:

@@ -15,6 +15,7 @@ import pytest
 from typer.testing import CliRunner
 
 from lifecycle_asgi import Admission, client_address
+from lifecycle_asgi.memory_limit import MemoryLimit
 from lifecycle_engine import (
     AdmissionConfig,
     ConfigError,
@@ -281,6 +282,17 @@ def test_means_by_bytes_what_admission_means() -> None:
     other = Admission(make_app, environment=environment).statistics()
     assert all(ours[name].bytes == other[name].bytes for name in other)
     assert config.admission.max_body == 8 * 2**20
+
+
+@pytest.mark.parametrize("options", [{}, {"engine_arena_bytes": "0"}])
+def test_fits_images_into_the_memory_there_is(
+    options: dict[str, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With an arena or without one, a small container has a small budget for them."""
+    limit = MemoryLimit(2**30, "this cgroup")
+    monkeypatch.setattr("lifecycle_asgi.memory_limit.memory_limit", lambda: limit)
+    app = make_app(load_config({"model_runner": "sim", **options}))
+    assert app.state.service.payloads.statistics().bytes == 2**30 // 2 * 12 // 16
 
 
 def test_takes_known_variables_and_those_of_kubernetes() -> None:

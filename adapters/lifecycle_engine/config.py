@@ -659,4 +659,7 @@ def _check_keys(
             hint = (
                 f"did you mean {close[0]}?" if close else f"known: {', '.join(known)}"
             )
+            for setting in SETTINGS:
+                if key == setting.key:
+                    hint = f"it belongs in [{setting.section}]"
             raise ConfigError(source, f"{key} is not a {what}; {hint}")

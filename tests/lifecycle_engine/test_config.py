@@ -202,10 +202,15 @@ def test_names_the_source_of_a_wrong_value(tmp_path: Path) -> None:
     ("text", "words"),
     [
         ("[http]\nprot = 1\n", "[http]: prot is not a key; did you mean port"),
-        ("[modle]\n", "modle is not a section; did you mean model"),
         (
-            "port = 8000\n",
-            "port is not a section; known: model, admission, access, http",
+            "[http]\nbody_timeout = 1\n",
+            "[http]: body_timeout is not a key; it belongs in [admission]",
+        ),
+        ("[modle]\n", "modle is not a section; did you mean model"),
+        ("port = 8000\n", "port is not a section; it belongs in [http]"),
+        (
+            "pool = 8000\n",
+            "pool is not a section; known: model, admission, access, http",
         ),
         ("http = 3\n", "http: int is not a table; write [http]"),
         ("[http\n", "correct the TOML"),

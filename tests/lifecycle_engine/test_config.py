@@ -279,6 +279,12 @@ def test_finds_unknown_variables(name: str, nearest: str) -> None:
     assert sentence.endswith(f" {nearest}")
 
 
+def test_names_no_variable_that_is_not_near() -> None:
+    """One of `Admission` alone is not taken for that of a certificate."""
+    (sentence,) = unknown_variables({"LIFECYCLE_PROFILE": "vllm"})
+    assert sentence == "LIFECYCLE_PROFILE is no setting of the server; --help lists all"
+
+
 def test_means_by_bytes_what_admission_means() -> None:
     """One variable, with one unit, is one budget in front of any server and in ours."""
     environment = {"LIFECYCLE_BYTES": "1.5GB", "LIFECYCLE_MAX_BODY": "8M"}

@@ -628,9 +628,11 @@ def unknown_variables(environment: Mapping[str, str]) -> Iterator[str]:
             continue
         if _KUBERNETES_NAME.search(name) or _KUBERNETES_VALUE.match(value):
             continue
-        close = difflib.get_close_matches(name.removeprefix(ENVIRONMENT), names, 1, 0)
-        nearest = known[names[close[0]]]
-        yield f"{name} is no setting of the server; the nearest name is {nearest}"
+        close = difflib.get_close_matches(name.removeprefix(ENVIRONMENT), names, 1)
+        hint = "--help lists all"
+        if close:
+            hint = f"the nearest name is {known[names[close[0]]]}"
+        yield f"{name} is no setting of the server; {hint}"
 
 
 def _read(file: Path) -> dict[str, Any]:
@@ -659,4 +661,7 @@ def _check_keys(
             hint = (
                 f"did you mean {close[0]}?" if close else f"known: {', '.join(known)}"
             )
+            for setting in SETTINGS:
+                if key == setting.key:
+                    hint = f"it belongs in [{setting.section}]"
             raise ConfigError(source, f"{key} is not a {what}; {hint}")

@@ -88,7 +88,9 @@ def _make_app(config: ServerConfig) -> Starlette:
         observer=observer,
     )
     shadow = config.admission.shadow
-    images = config.admission.bytes and shares(config.admission.bytes)[-1]
+    # Where nothing else is said, an arena that is given is what images may have.
+    total = config.admission.bytes or (None if arena_bytes else settings.total_bytes)
+    images = total and shares(total)[-1]
     return create_app(
         engine,
         _processor_of(folder, empty),

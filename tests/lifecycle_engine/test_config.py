@@ -15,6 +15,7 @@ import pytest
 from typer.testing import CliRunner
 
 from lifecycle_asgi import Admission, client_address
+from lifecycle_asgi.memory_limit import MemoryLimit
 from lifecycle_engine import (
     AdmissionConfig,
     ConfigError,
@@ -201,10 +202,15 @@ def test_names_the_source_of_a_wrong_value(tmp_path: Path) -> None:
     ("text", "words"),
     [
         ("[http]\nprot = 1\n", "[http]: prot is not a key; did you mean port"),
-        ("[modle]\n", "modle is not a section; did you mean model"),
         (
-            "port = 8000\n",
-            "port is not a section; known: model, admission, access, http",
+            "[http]\nbody_timeout = 1\n",
+            "[http]: body_timeout is not a key; it belongs in [admission]",
+        ),
+        ("[modle]\n", "modle is not a section; did you mean model"),
+        ("port = 8000\n", "port is not a section; it belongs in [http]"),
+        (
+            "pool = 8000\n",
+            "pool is not a section; known: model, admission, access, http",
         ),
         ("http = 3\n", "http: int is not a table; write [http]"),
         ("[http\n", "correct the TOML"),
@@ -273,6 +279,12 @@ def test_finds_unknown_variables(name: str, nearest: str) -> None:
     assert sentence.endswith(f" {nearest}")
 
 
+def test_names_no_variable_that_is_not_near() -> None:
+    """One of `Admission` alone is not taken for that of a certificate."""
+    (sentence,) = unknown_variables({"LIFECYCLE_PROFILE": "vllm"})
+    assert sentence == "LIFECYCLE_PROFILE is no setting of the server; --help lists all"
+
+
 def test_means_by_bytes_what_admission_means() -> None:
     """One variable, with one unit, is one budget in front of any server and in ours."""
     environment = {"LIFECYCLE_BYTES": "1.5GB", "LIFECYCLE_MAX_BODY": "8M"}
@@ -281,6 +293,17 @@ def test_means_by_bytes_what_admission_means() -> None:
     other = Admission(make_app, environment=environment).statistics()
     assert all(ours[name].bytes == other[name].bytes for name in other)
     assert config.admission.max_body == 8 * 2**20
+
+
+@pytest.mark.parametrize("options", [{}, {"engine_arena_bytes": "0"}])
+def test_fits_images_into_the_memory_there_is(
+    options: dict[str, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With an arena or without one, a small container has a small budget for them."""
+    limit = MemoryLimit(2**30, "this cgroup")
+    monkeypatch.setattr("lifecycle_asgi.memory_limit.memory_limit", lambda: limit)
+    app = make_app(load_config({"model_runner": "sim", **options}))
+    assert app.state.service.payloads.statistics().bytes == 2**30 // 2 * 12 // 16
 
 
 def test_takes_known_variables_and_those_of_kubernetes() -> None:

@@ -82,9 +82,9 @@ async def test_charges_what_making_a_payload_takes(room: int) -> None:
 
 
 async def test_refuses_what_never_fits_at_once() -> None:
-    """A request above the gate's capacity is 413 and nothing is allocated for it."""
+    """What not even all bytes are enough for is 413, and nothing is allocated for it."""
     image, processor = png(3000, 4000), GatedProcessor()
-    gate = Gate(bytes=weight(image) - 1, name="payloads")
+    gate = Gate(bytes=weight(image) * 3 // 4 - 1, name="payloads")
     async with running(gate=gate, processor=processor) as server:
         before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
         status, headers, document = await answer_to(server.port, body("see", image))
@@ -306,7 +306,7 @@ async def test_refuses_body_that_trickles() -> None:
 
 async def test_serves_requests_beside_slow_bodies() -> None:
     """Five that declare all that fits and stand still are charged what they sent."""
-    settings = AppSettings(model="sim", body_bytes=10**6)
+    settings = AppSettings(model="sim", body_bytes=10**6, total_bytes=32 * 10**6)
     async with running(settings=settings) as server:
         head = b"POST /v1/chat/completions HTTP/1.1\r\nhost: here\r\n"
         slow = []

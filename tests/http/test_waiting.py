@@ -166,7 +166,7 @@ async def test_detects_a_disconnect_while_a_short_body_waits() -> None:
         bodies = gate_of_bodies(server)
         with bodies.try_admit(bytes=bodies.statistics().bytes or 0):
             _, writer = await asyncio.open_connection("127.0.0.1", server.port)
-            writer.write(_HEAD % 12_000 + b" " * 12_000)
+            writer.write(_HEAD % 40_000 + b" " * 40_000)
             await server.until(lambda: bodies.statistics().waiting)
             writer.transport.abort()
             await server.until(lambda: not bodies.statistics().waiting)

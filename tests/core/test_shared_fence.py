@@ -514,13 +514,14 @@ def test_gives_back_a_grant_that_was_not_sent(raw) -> None:
     one.say(*ASK)
     assert [wire.GRANT, 1] in one.hear()
     two.say(*ASK)
-    peer = gate._member.leader._peers[two.ident]
-    wait_until(lambda: peer.tickets)
+    leader = gate._member.leader
+    wait_until(lambda: leader._peers[two.ident].tickets)
     with stalled(gate):
         one.row.add(-1, 0)
         one.say(wire.RELEASE, 1)
         two.link.sock.shutdown(socket.SHUT_RDWR)
     wait_until(lambda: granted(gate))
+    assert gate._member.leader is leader  # and without a new epoch
 
 
 def test_hears_an_older_connection_no_more(raw) -> None:

@@ -120,6 +120,7 @@ class WebSocketChannel:
             No message is lost.
         """
         self._waiting += 1
+        self._notify()
         if (task := current_task()) is not self._task():
             self._receiver = ref(task)
         try:
@@ -149,6 +150,7 @@ class WebSocketChannel:
     async def _read(self) -> None:
         left = False
         try:
+            await self._needed()
             await self._read_messages()
             left = not self._waiting
         except Exception:  # noqa: BLE001, S110 - for the application, if it asks
@@ -167,6 +169,22 @@ class WebSocketChannel:
         if task is None or task is self._task():
             return False
         return not getattr(task, "done", bool)()  # one of trio is gone when done
+
+    async def _needed(self) -> None:
+        """Wait until the application receives, or waits at a gate.
+
+        Until then, nothing is read that it may never ask for.
+        """
+
+        async def received() -> None:
+            while not self._waiting:
+                await self._changed.wait()
+            tasks.cancel_scope.cancel()
+
+        async with anyio.create_task_group() as tasks:
+            tasks.start_soon(received)
+            await self.claims.wait_at_gate()
+            tasks.cancel_scope.cancel()
 
     async def _read_messages(self) -> None:
         kind = ""

@@ -371,3 +371,23 @@ async def test_cancellation_from_outside_propagates() -> None:
         await wire.serve(app)
         pytest.fail("was swallowed")
     assert scope.cancelled_caught
+
+
+async def test_reads_nothing_that_the_application_never_asks_for() -> None:
+    """A server is asked for the first message when the application is."""
+    asked: list[bool] = []
+
+    async def receive() -> Any:
+        asked.append(True)
+        await anyio.sleep_forever()
+
+    async def send(_: Any) -> None:
+        """Nothing is sent."""
+
+    async def app(_: Any, __: Any, ___: Any) -> None:
+        for _turn in range(10):
+            await anyio.lowlevel.checkpoint()
+
+    scope = {"type": "websocket", "path": "/", "headers": []}
+    await LifecycleMiddleware(app)(scope, receive, send)
+    assert not asked

@@ -55,7 +55,7 @@ def memory_limit(root: Path = Path("/")) -> MemoryLimit | None:
 
 
 def default_budget() -> int:
-    """Return the bytes for requests, if nobody says how many."""
+    """Return the bytes for requests, where none are set."""
     limit = memory_limit()
     return MAX_BUDGET if limit is None else limit.budget
 

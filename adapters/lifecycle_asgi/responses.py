@@ -45,9 +45,10 @@ def with_headers_of(app: Any, answer: App) -> App:
         answer: Answers a request.
     """
     for middleware in reversed([*_adding_headers(app)]):
-        around = copy.copy(middleware)
-        around.app = answer
-        answer = around
+        with suppress(AttributeError, TypeError):  # another class of that name
+            around = copy.copy(middleware)
+            around.app = answer
+            answer = around
     return answer
 
 

@@ -357,7 +357,7 @@ class ResumableStreams:
             return
         stream.reader = None
         stream.wake()
-        if reader.error is not None:  # told, and so done with
+        if reader.error is not None:  # reported, and so done with
             self._drop(stream)
         else:
             self._leave_alone(stream)
@@ -429,7 +429,7 @@ class EventStream:
         reader: The response that reads it, if there is one.
         last: The number of its latest event.
         ended: Whether its generator has ended.
-        error: The error of the generator, until a client was told.
+        error: The error of the generator, until a client got it.
         expires: When it is dropped.
     """
 
@@ -509,7 +509,7 @@ class EventStream:
             self.wake()
 
     def take_error(self, reader: Reader) -> Exception | None:
-        """Return the error of the generator if *reader* is the one to be told."""
+        """Return the error of the generator if *reader* is the one that gets it."""
         if self.reader is not reader or not reader.reached_end:
             return None
         error, self.error = self.error, None

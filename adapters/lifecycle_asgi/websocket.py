@@ -45,7 +45,7 @@ async def serve_websocket(
         owner.reset(claims)
         scope.pop(_SCOPE_KEY, None)
     if channel.application.cancel_called and not channel.closed:
-        # Nobody reads this, but servers complain of a handshake without an answer.
+        # No client reads this, but servers complain of a handshake without an answer.
         with suppress(OSError, RuntimeError):
             await send({"type": _CLOSE, "code": _GOING_AWAY})
 
@@ -84,7 +84,7 @@ class WebSocketChannel:
         self._task = ref(current_task())  # weakly: it refers to this object
         self._receiver = self._task
         self._ended = False  # nothing is read any more
-        self._told = False  # the application has got the disconnect
+        self._informed = False  # the application has got the disconnect
         self._changed = anyio.Event()
         self.application = anyio.CancelScope()
         self.claims = Claims(owner.get())
@@ -132,7 +132,7 @@ class WebSocketChannel:
             self._waiting -= 1
         message = self._messages.popleft()
         self._bytes -= _size(message)
-        self._told |= message["type"] == _DISCONNECT
+        self._informed |= message["type"] == _DISCONNECT
         self._notify()
         return message
 
@@ -160,7 +160,7 @@ class WebSocketChannel:
             self._notify()
         if left:
             await self.claims.wait_at_gate()
-            if not (self._told or self.closed or self._listens()):
+            if not (self._informed or self.closed or self._listens()):
                 self.application.cancel(reason="the client disconnected")
 
     def _listens(self) -> bool:

@@ -509,8 +509,8 @@ async def test_charges_a_body_without_length_as_it_arrives() -> None:
     first.messages = []
     async with anyio.create_task_group() as tasks:
         tasks.start_soon(call_with, admission, first, 20_000)
-        while not in_use(admission)["bodies"]:
-            await anyio.sleep(0.001)
+        await anyio.wait_all_tasks_blocked()
+        assert in_use(admission)["bodies"]
         server = ScriptedServer(*[b"x" * 10_000] * 6)
         body = await call(admission, server)
         assert server.status == 503

@@ -300,3 +300,19 @@ def test_headers_are_looked_for_in_no_circle() -> None:
     admission = Admission(circle, environment={}, max_body=10)
     anyio.run(admission, scope, server.receive, server.send)
     assert server.status == 413
+
+
+def test_leaves_middleware_alone_that_it_cannot_copy() -> None:
+    """A class of the same name may be anything; the refusal is sent without it."""
+
+    class CORSMiddleware:
+        app = property(lambda _: read_body)  # cannot be set
+
+        async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
+            """Never called."""
+
+    server = ScriptedServer()
+    scope = http_scope("/v1/x", headers=[(b"content-length", b"20")])
+    admission = Admission(CORSMiddleware(), environment={}, max_body=10)
+    anyio.run(admission, scope, server.receive, server.send)
+    assert server.status == 413

@@ -99,11 +99,11 @@ class FairAcceptMiddleware:
     An event loop runs all that is ready before it polls again. If two hundred requests
     arrive at once, their first steps alone would take tens of milliseconds, even if
     each is only refused, and all streams would stall meanwhile. `Admission` by itself
-    refuses as many, but beside bursts of two hundred a stream then waits two to eight
-    times as long for its next token (p99), and another client three to six times as
-    long for its answer. Client addresses take turns, so a burst from one address delays
-    requests of others by one step. Addresses are hashed into a fixed number of buckets,
-    which bounds the cost of a turn (stochastic fair queueing, McKenney 1990).
+    refuses as many, but beside such a burst a stream then waits longer for its next
+    token, and another client several times as long for its answer. Client addresses
+    take turns, so a burst from one address delays requests of others by one step.
+    Addresses are hashed into a fixed number of buckets, which bounds the cost of a turn
+    (stochastic fair queueing, McKenney 1990).
 
     A request that arrives alone does not wait: each poll of the loop releases the
     interpreter lock, and with busy threads it takes long to get it back. Probes have a

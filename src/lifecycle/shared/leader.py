@@ -38,7 +38,7 @@ from .wire import (
 BEAT: Final = 0.05
 # For how long a new leader waits until the live workers have said what they hold.
 GRACE: Final = 0.25
-# For how long a worker may hoard: leave a grant untaken, or a release untold.
+# For how long a worker may hoard: leave a grant untaken, or a release unreported.
 SILENT: Final = 0.5
 # A dying process may close its connection before its row: look again soon, for a while.
 _LOOK_AGAIN: Final = 0.003
@@ -202,7 +202,7 @@ class Leader:
     def silent(self, now: float) -> int:
         """Return the ident of a worker that hoards and says nothing, or 0.
 
-        It was stopped before it took a grant, or before it told of a release; and
+        It was stopped before it took a grant, or before it reported a release; and
         connected or not, it may take the grant yet: only a new epoch is safe.
         """
         if now < self._beat_at:

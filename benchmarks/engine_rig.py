@@ -68,27 +68,60 @@ class Rig:
 
     def generate(self, prepared: Any) -> list[int]:
         """Return the tokens of transformers' own `generate`, the oracle."""
+        ids, extra = self._inputs(prepared, ())
+        if not prepared.request["stop_ids"]:
+            extra["eos_token_id"] = None
+        output = self.runner.model.generate(
+            input_ids=ids, max_new_tokens=self.tokens, do_sample=False, **extra
+        )
+        tokens: list[int] = output[0, ids.shape[1] :].tolist()
+        return tokens
+
+    def preference(
+        self, prepared: Any, after: Sequence[int], token: int, other: int
+    ) -> float:
+        """Return how much the oracle prefers a token to another one at a place.
+
+        Args:
+            prepared: The prompt.
+            after: The tokens of the answer before that place.
+            token: The one that the oracle took there.
+            other: The one that the engine took there.
+
+        Returns:
+            The gap of their logits, in standard deviations of all logits.
+        """
+        ids, extra = self._inputs(prepared, after)
+        output = self.runner.model.generate(
+            input_ids=ids,
+            max_new_tokens=1,
+            do_sample=False,
+            eos_token_id=None,
+            output_logits=True,
+            return_dict_in_generate=True,
+            **extra,
+        )
+        logits = output.logits[0][0].double()
+        return float((logits[token] - logits[other]) / logits.std())
+
+    def _inputs(
+        self, prepared: Any, after: Sequence[int]
+    ) -> tuple[Any, dict[str, Any]]:
+        """Return the ids of a prompt and part of an answer, and what goes along."""
         import torch
 
-        model = self.runner.model
-        ids = torch.tensor([prepared.request["input_ids"]], device=model.device)
+        model, prompt = self.runner.model, prepared.request["input_ids"]
+        ids = torch.tensor([[*prompt, *after]], device=model.device)
         extra = {
             name: torch.from_numpy(tensor).to(model.device)
             for name, tensor in prepared.tensors.items()
         }
+        extra["attention_mask"] = torch.ones_like(ids)
         if "image_grid_thw" in extra:
-            extra["mm_token_type_ids"] = (ids == model.config.image_token_id).int()
-        if not prepared.request["stop_ids"]:
-            extra["eos_token_id"] = None
-        output = model.generate(
-            input_ids=ids,
-            attention_mask=torch.ones_like(ids),
-            max_new_tokens=self.tokens,
-            do_sample=False,
-            **extra,
-        )
-        tokens: list[int] = output[0, ids.shape[1] :].tolist()
-        return tokens
+            kinds = (ids == model.config.image_token_id).int()
+            kinds[:, len(prompt) :] = 0
+            extra["mm_token_type_ids"] = kinds
+        return ids, extra
 
     def generate_batch(self, prepared: Sequence[Any]) -> Any:
         """Run transformers' `generate` on one batch, padded on the left."""
@@ -271,13 +304,10 @@ def machine() -> str:
     return f"{name}, {os.cpu_count()} cores"
 
 
-def agreement(streams: list[list[int]], wanted: list[list[int]]) -> float:
-    """Return the fraction of tokens before the first difference of each stream."""
-    same = 0
-    for tokens, oracle in zip(streams, wanted, strict=True):
-        pairs = zip(tokens, oracle, strict=True)
-        same += next((at for at, (a, b) in enumerate(pairs) if a != b), len(oracle))
-    return same / sum(len(oracle) for oracle in wanted)
+def first_difference(made: Sequence[int], wanted: Sequence[int]) -> int:
+    """Return how many tokens two equally long answers share at their start."""
+    pairs = enumerate(zip(made, wanted, strict=True))
+    return next((at for at, (one, other) in pairs if one != other), len(wanted))
 
 
 def picture(width: int, height: int, *, seed: int = 0) -> bytes:

@@ -26,13 +26,14 @@ import traceback
 import zipfile
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, ExitStack
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 from arena_device import arena
 from engine_rig import Rig, rig
 from gpu_memory import bandwidth, flatness
-from gpu_model import Measured, decode, identity, prefill, scheduler
+from gpu_model import Identity, Measured, decode, identity, prefill, scheduler
 from gpu_process import death
 
 RESULTS = Path(__file__).parent / "results"
@@ -55,7 +56,7 @@ _SIZES: dict[str, dict[str, int]] = {
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the check; exit status 1 if a part fails, or tokens are not `generate`'s."""
+    """Run the check; exit status 1 if a part fails or a token is wrong."""
     options = _parser().parse_args(argv)
     with tempfile.TemporaryDirectory() as folder:
         if options.wheels is not None:
@@ -144,16 +145,16 @@ class Check:
         """Compare greedy tokens of every family, alone and batched, with `generate`."""
         from tiny_checkpoint import FAMILIES
 
-        shares: dict[str, Any] = {}
+        found: dict[str, Identity] = {}
         for family in FAMILIES:
             for mode in self.modes:
                 with self._rig(family=family, tiny=True, graphs=mode) as made:
-                    shares[f"{family}, graphs {mode}"] = identity(made, family)
+                    found[f"{family}, graphs {mode}"] = identity(made, family)
             self._progress(f"identity of {family} is known")
-        self.identical = all(share == 1 for share in shares.values())
-        return shares, [
-            (f"tokens as of generate(), {how}", f"{share:.1%}")
-            for how, share in shares.items()
+        self.identical = all(each.holds for each in found.values())
+        return {how: asdict(each) for how, each in found.items()}, [
+            (f"tokens as of generate(), {how}", str(each))
+            for how, each in found.items()
         ]
 
     def _wants(self, name: str) -> bool:

@@ -24,7 +24,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     arguments += ["--bytes", str(BYTES)]
     if options.runner == "torch":
         # Built before the server starts, whose start has a time limit.
-        arguments += ["--checkpoint", str(cached())]
+        arguments += ["--checkpoint", str(cached()), "--device", options.device]
+        if options.device == "cuda":
+            arguments += ["--graphs", "on"]
 
     async def demo() -> int:
         return await run(
@@ -54,6 +56,12 @@ def _parser() -> argparse.ArgumentParser:
         choices=("torch", "sim"),
         default="torch",
         help="torch runs a tiny model; sim simulates one and needs no torch",
+    )
+    add(
+        "--device",
+        choices=("cpu", "cuda"),
+        default="cpu",
+        help="where torch runs the model; on cuda with CUDA graphs",
     )
     add("--clients", type=int, default=32, help="concurrent clients")
     add("--requests", type=int, default=160, help="requests of all clients together")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -186,7 +187,8 @@ class FixedShapeSteps:
                 self._capture = False
                 _log.warning(
                     "cannot capture a step of %d lanes and %d positions: %s: %s; "
-                    "further shapes run without CUDA graphs, which is slower",
+                    "further shapes run without CUDA graphs, which is slower; "
+                    "--graphs off captures none",
                     width,
                     stop,
                     type(error).__name__,
@@ -223,6 +225,9 @@ class FixedShapeSteps:
                     graph, pool=pool, stream=side, capture_error_mode="thread_local"
                 ):
                     output = self._step(inputs)
+        except RuntimeError:
+            _abandon(pool, self._device)
+            raise
         finally:
             current.wait_stream(side)
         self.captured += 1
@@ -240,6 +245,22 @@ class _PreparedStep:
 
     inputs: StepInputs
     replay: Callable[[], torch.Tensor]
+
+
+def _abandon(pool: Any, device: torch.device) -> None:
+    """End a capture that failed, as far as torch has not.
+
+    torch 2.11 leaves it open: no memory goes back to the device any more, a block that
+    two streams used is never used again, and no random number can be drawn.
+    """
+    index = device.index or 0
+    with contextlib.suppress(RuntimeError, AttributeError):
+        torch._C._cuda_endAllocateToPool(index, pool)  # noqa: SLF001  no public name
+        torch._C._cuda_releasePool(index, pool)  # noqa: SLF001
+    torch.cuda.empty_cache()
+    # The generator of random numbers leaves the broken capture with a sound one.
+    with torch.cuda.graph(torch.cuda.CUDAGraph(), capture_error_mode="thread_local"):
+        torch.zeros(1, device=device)
 
 
 def _powers_of_two(start: int, below: int) -> list[int]:

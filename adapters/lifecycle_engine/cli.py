@@ -47,6 +47,9 @@ PANELS = {
 }
 """Headings of ``serve --help`` by section of the configuration."""
 
+# Tells a command that its process runs nothing else.
+_OWN_PROCESS = object()
+
 
 class _Help:
     """Shows ``--help`` without the type of its value, which it does not take."""
@@ -121,6 +124,7 @@ def _with_settings(command: Callable[..., None]) -> Callable[..., None]:
 @cli.command(cls=_Command)
 @_with_settings
 def serve(
+    context: typer.Context,
     folder: Annotated[
         Path | None,
         typer.Argument(
@@ -174,6 +178,8 @@ def serve(
             return
         from lifecycle_engine import factory
 
+        if context.obj is _OWN_PROCESS:
+            factory.leave_torch_to_the_engine()
         app = factory.make_app(config)
         name = factory.model_name(config.model)
         _warn_if_open(config)
@@ -384,7 +390,7 @@ def main(arguments: Sequence[str] | None = None, *, name: str | None = None) -> 
         name: The command as help and errors call it; default: as it was started.
     """
     try:
-        cli(arguments, prog_name=name)
+        cli(arguments, prog_name=name, obj=_OWN_PROCESS)
     except ImportError as error:
         if error.name is not None and error.name.startswith("lifecycle"):
             raise

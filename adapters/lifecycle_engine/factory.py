@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import importlib
 import inspect
+import logging
 import os
 import sys
 from collections.abc import Callable, Iterator, Sequence
@@ -267,6 +268,21 @@ def _on_ray(config: ServerConfig, argv: Sequence[str]) -> RayEngine:
         address=config.engine.ray_address,
         stalled_after=config.engine.stalled_after,
     )
+
+
+def leave_torch_to_the_engine() -> None:
+    """Have transformers do without torch in this process, from now on.
+
+    transformers imports torch wherever it is installed, and tokenizers and the
+    processors of pictures need none of it: 250 MiB and more of a process for nothing,
+    650 where torch is built for CUDA. For a process whose engine is another one.
+    """
+    sys.modules.setdefault("torch", None)  # type: ignore[arg-type]  # as import takes it
+    logging.getLogger("transformers").addFilter(_is_news)
+
+
+def _is_news(record: logging.LogRecord) -> bool:
+    return not record.getMessage().startswith("PyTorch was not found")
 
 
 def make_processor(folder: Path | None, empty: Empty | None = None) -> Processor:

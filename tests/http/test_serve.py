@@ -345,6 +345,11 @@ async def test_says_so_when_port_is_taken() -> None:
         assert await server.exit(signal.SIGTERM) == 0
 
 
+def maps(pid: int) -> str:
+    """Return the files that a process has mapped."""
+    return Path(f"/proc/{pid}/maps").read_text(encoding="utf-8", errors="replace")
+
+
 async def test_serves_images_with_torch(tmp_path: Path) -> None:
     """The torch engine answers an image over a checkpoint on disk.
 
@@ -372,6 +377,9 @@ async def test_serves_images_with_torch(tmp_path: Path) -> None:
         url = f"{server.admin}/_lifecycle/status"
         status = (await client._client.get(url)).json()
         assert status["payloads"]["slots"] == 1
+        # Only the engine needs torch; here it would be memory for nothing.
+        assert "libtorch" not in maps(server.process.pid)
+        assert "libtorch" in maps(status["engine"]["pid"])
         assert await server.exit(signal.SIGTERM) == 0
 
 

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import shutil
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -228,3 +230,41 @@ def test_refusal_of_a_template_is_reported(
     assert processor.prepare(Chat([user], max_tokens=1)).prompt_tokens > 0
     with pytest.raises(BadChat, match=message):
         processor.prepare(Chat([Message("system", ["zzzz"]), user], max_tokens=1))
+
+
+PREPARE = """
+import hashlib, sys
+from pathlib import Path
+from lifecycle_engine import Chat, ChatProcessor, Message, factory
+if sys.argv[1] == "without":
+    factory.leave_torch_to_the_engine()
+said = []
+for folder in sys.argv[3:]:
+    words = [Path(sys.argv[2]).read_bytes(), "What is this?"]
+    made = ChatProcessor(folder).prepare(Chat([Message("user", words)], 8))
+    said.append(made.request)
+    for name, tensor in sorted(made.tensors.items()):
+        said += [name, tensor.shape, hashlib.sha256(tensor.tobytes()).hexdigest()]
+assert bool(sys.modules.get("torch")) == (sys.argv[1] == "with")
+print(said)
+"""
+
+
+def test_prompts_are_the_same_without_torch(
+    kits: Callable[[str], Kit], picture: Callable[..., bytes], tmp_path: Path
+) -> None:
+    """The server's process leaves it out; nothing is said on standard error either."""
+    path = tmp_path / "picture"
+    path.write_bytes(picture(211, 61, seed=2))
+    names = ("qwen2_5_vl", "qwen3_vl", "llava")
+    folders = [str(kits(name).folder) for name in names]
+    found = []
+    for how in ("with", "without"):
+        command = [sys.executable, "-c", PREPARE, how, str(path), *folders]
+        done = subprocess.run(
+            command, check=False, capture_output=True, text=True, timeout=300
+        )
+        assert (done.returncode, done.stderr) == (0, "")
+        found.append(done.stdout)
+    assert found[0] == found[1]
+    assert found[0].count("pixel_values") == len(names)

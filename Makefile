@@ -134,7 +134,7 @@ load: .venv/.ready
 	@$(BIN)/python benchmarks/load.py $(ARGS)
 
 bench: .venv/.ready
-	@for file in core bench_payload link arena engine on_ray; do \
+	@for file in core link arena engine on_ray; do \
 	  echo "== $$file"; $(BIN)/python "benchmarks/$$file.py" || exit 1; done
 
 bench-memory: .venv/.ready

@@ -80,16 +80,9 @@ class Rig:
     def preference(
         self, prepared: Any, after: Sequence[int], token: int, other: int
     ) -> float:
-        """Return how much the oracle prefers a token to another one at a place.
+        """Return how much the oracle prefers *token* to *other* after those tokens.
 
-        Args:
-            prepared: The prompt.
-            after: The tokens of the answer before that place.
-            token: The one that the oracle took there.
-            other: The one that the engine took there.
-
-        Returns:
-            The gap of their logits, in standard deviations of all logits.
+        In standard deviations of all logits.
         """
         ids, extra = self._inputs(prepared, after)
         output = self.runner.model.generate(

@@ -23,13 +23,9 @@ TIE = 1e-3
 
 @dataclass(frozen=True)
 class Identity:
-    """How the engine's tokens compare with the oracle's.
+    """The share of tokens before the first difference of each answer from the oracle's.
 
-    Attributes:
-        equal: The share of tokens before the first difference of each answer.
-        widest: How much the oracle preferred its own token to the engine's where they
-            first differ, in standard deviations of the logits: the largest of all
-            answers, 0 without a difference.
+    And the widest gap there, in standard deviations of the logits.
     """
 
     equal: float

@@ -181,9 +181,8 @@ def serve(
         if context.obj is _OWN_PROCESS:
             factory.leave_torch_to_the_engine()
         app = factory.make_app(config)
-        name = factory.model_name(config.model)
         _warn_if_open(config)
-    _run(app, config, lambda address: first_steps(address, name) if hints else "")
+    _run(app, config, hints=hints)
 
 
 def _load(file: Path | None, options: Mapping[str, Any]) -> ServerConfig:
@@ -216,7 +215,8 @@ def _warn_if_open(config: ServerConfig) -> None:
         )
 
 
-def _run(app: Starlette, config: ServerConfig, hints: Callable[[str], str]) -> None:
+def _run(app: Starlette, config: ServerConfig, *, hints: bool) -> None:
+    from lifecycle_engine.factory import model_name
     from lifecycle_engine.server import run as server
     from lifecycle_engine.server.uvicorn_protocol import ConnectionLimits
 
@@ -226,8 +226,8 @@ def _run(app: Starlette, config: ServerConfig, hints: Callable[[str], str]) -> N
             taken = _taken_port(config, operator)
             where = f"port {taken} is taken; " if taken else ""
             typer.echo(f"{where}see what it does: lifecycle top {operator}")
-        if text := hints(address):
-            typer.echo(text)
+        if hints:
+            typer.echo(first_steps(address, model_name(config.model)))
         sys.stdout.flush()
 
     http = config.http

@@ -6,6 +6,7 @@ many requests there are, and no label can contain data of a request.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, Final
 
 try:
@@ -47,6 +48,7 @@ if TYPE_CHECKING:
 
 # Doubling, as the server histograms of OpenTelemetry's GenAI conventions do.
 _SECONDS: Final = tuple(0.01 * 2**i for i in range(14))
+_TOKEN_SECONDS: Final = tuple(0.001 * 2**i for i in range(14))
 _ITEMS: Final = tuple(4**i for i in range(8))
 _RATIOS: Final = (0.1, 0.25, 0.5, 0.8, 0.9, 1.0, 1.1, 1.25, 2.0)
 
@@ -95,6 +97,12 @@ class Metrics:
             "time_to_first_item_seconds",
             "Time from the arrival of a request to its first item",
             "operation",
+        )
+        self._time_between_tokens = self._histogram(
+            "time_between_tokens_seconds",
+            "Mean time between the tokens of a request that counts output_tokens",
+            "operation",
+            _TOKEN_SECONDS,
         )
         self._estimate_ratio = Histogram(
             "lifecycle_gate_estimate_ratio",
@@ -176,6 +184,7 @@ class Metrics:
             case PhaseEnded():
                 self._phase_duration.labels(event.phase).observe(event.duration_s)
             case FirstItem():
+                self._requests.first_item(event)
                 self._time_to_first_item.labels(event.operation).observe(event.after_s)
             case RequestStarted():
                 self._requests.start(event)
@@ -183,14 +192,23 @@ class Metrics:
                 if self._requests.end(event):
                     duration = self._request_duration.labels(event.operation)
                     duration.observe(event.duration_s)
+                pace = self._requests.seconds_a_token(event)
+                if pace is not None:
+                    self._time_between_tokens.labels(event.operation).observe(pace)
             case _:
                 pass
 
-    def _histogram(self, name: str, documentation: str, label: str) -> Histogram:
+    def _histogram(
+        self,
+        name: str,
+        documentation: str,
+        label: str,
+        buckets: Sequence[float] = _SECONDS,
+    ) -> Histogram:
         return Histogram(
             f"lifecycle_{name}",
             documentation,
             (label,),
-            buckets=_SECONDS,
+            buckets=buckets,
             registry=self.registry,
         )

@@ -17,7 +17,7 @@ from lifecycle_asgi.lanes import Lane
 
 if TYPE_CHECKING:
     from lifecycle.events import Outcome
-    from lifecycle_asgi.events import RequestEnded, RequestStarted
+    from lifecycle_asgi.events import FirstItem, RequestEnded, RequestStarted
 
 _MAX_READS: Final = 1000
 _RETRY_SECONDS: Final = 1e-4
@@ -152,6 +152,7 @@ class RequestCollector(Collector):
         self._lock = threading.Lock()
         self._started: Counter[str] = Counter()
         self._live: dict[str, str] = {}
+        self._first: dict[str, float] = {}
         self._ended: Counter[tuple[str, Outcome]] = Counter()
         self._counts: Counter[str] = Counter()
 
@@ -161,6 +162,12 @@ class RequestCollector(Collector):
             self._started[event.operation] += 1
             self._live[event.request] = event.operation
 
+    def first_item(self, event: FirstItem) -> None:
+        """Remember when a live request had its first item."""
+        with self._lock:
+            if event.request in self._live:
+                self._first[event.request] = event.after_s
+
     def end(self, event: RequestEnded) -> bool:
         """Count an end; False if the request is unknown, or has ended already."""
         with self._lock:
@@ -169,6 +176,18 @@ class RequestCollector(Collector):
             self._ended[event.operation, event.outcome] += 1
             self._counts.update(event.counts)
             return True
+
+    def seconds_a_token(self, event: RequestEnded) -> float | None:
+        """Return the mean time between tokens of a request that has ended, once.
+
+        ``None`` if it counted fewer than two ``output_tokens``, or had no first item.
+        """
+        with self._lock:
+            first = self._first.pop(event.request, None)
+        gaps = event.counts.get("output_tokens", 0) - 1
+        if first is None or gaps < 1:
+            return None
+        return (event.duration_s - first) / gaps
 
     def collect(self) -> Iterator[Metric]:
         """Yield the metrics; called by the registry of prometheus_client."""

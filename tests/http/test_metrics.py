@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
 import re
+import signal
 import urllib.error
 import urllib.request
 from pathlib import Path
@@ -73,25 +75,55 @@ async def test_counts_each_request_once() -> None:
         ended = now["lifecycle_sessions_ended_total"]
         assert sum(ended.values()) == 12
         assert ended["client_gone",] + ended["completed",] == 12
-        assert now["lifecycle_engine_backend_slots"][()] > 0
+        assert now["lifecycle_engine_up"]["sim",] == 1
+        assert now["lifecycle_engine_starts_total"]["sim",] == 1
+        assert now["lifecycle_engine_slots"]["sim", "all"] > 0
+        left = now["lifecycle_engine_requests_total"]
+        assert sum(left.values()) == 12
+        # As many as were answered by more than one token.
+        paces = now["lifecycle_time_between_tokens_seconds_count"]
+        assert 0 < sum(paces.values()) <= 12
+        memory = now["lifecycle_resident_bytes"]
+        assert memory["sim", "server"] > 0 < memory["sim", "engine"]
         assert b"canary" not in metrics.text()
 
 
-async def test_dashboard_of_the_engine_asks_for_metrics_that_exist() -> None:
-    """Each of its panels shows something; of device memory only where there is CUDA."""
-    page = Path(__file__).parents[2] / "docs" / "grafana-engine.json"
-    panels = json.loads(page.read_text())["panels"]
-    async with asyncio.timeout(120), running(metrics=Metrics()) as server:
-        known = set(await scrape(server.admin_port))
-    for panel in panels:
-        asked = set(re.findall(r"lifecycle_\w+", json.dumps(panel["targets"])))
-        asked -= {name for name in asked if "_runner_device_bytes" in name}
-        assert asked
-        assert asked <= known
+def asked(text: str) -> set[str]:
+    """The metrics that expressions name."""
+    return set(re.findall(r"lifecycle_\w+", text))
+
+
+async def test_dashboards_and_alerts_ask_for_metrics_that_exist() -> None:
+    """By name, and of the engine by the values of labels, too."""
+    docs = Path(__file__).parents[2] / "docs"
+    texts = [(docs / "alerts.yml").read_text()]
+    for page in ("grafana.json", "grafana-engine.json"):
+        panels = json.loads((docs / page).read_text())["panels"]
+        targets = [json.dumps(panel["targets"]) for panel in panels]
+        texts += [target.replace('\\"', '"') for target in targets]
+    metrics = Metrics()
+    async with (
+        asyncio.timeout(120),
+        running(metrics=metrics) as server,
+        server.client() as client,
+    ):
+        for _ in range(2):
+            await client.chat.completions.create(
+                model="sim", messages=user("hello"), max_tokens=3
+            )
+        await server.quiet()
+        shown = await scrape(server.admin_port)
+    # One that nothing has happened to yet has a name and no samples.
+    known = set(shown) | asked(metrics.text().decode()) | {"lifecycle_asgi"}
+    for text in texts:
+        assert asked(text)
+        assert asked(text) <= known
+        for name, value in re.findall(r'(lifecycle_engine_\w+){\w+="(\w+)"}', text):
+            assert any(value in labels for labels in shown[name]), (name, value)
 
 
 async def test_figures_of_the_engine_follow_its_work() -> None:
-    """Steps, batch and tokens, prefill and decode apart, as they were run."""
+    """Passes, tokens and time, prefill and decode apart, as they were run."""
     async with (
         asyncio.timeout(120),
         running("--sim-decode-step", "0.005", metrics=Metrics()) as server,
@@ -102,22 +134,37 @@ async def test_figures_of_the_engine_follow_its_work() -> None:
             messages=user("hello"), extra_body={"ignore_eos": True}, **options
         )
         await server.quiet()
-        now = {
-            name: values[()]
-            for name, values in (await scrape(server.admin_port)).items()
-            if () in values
-        }
-        at = "lifecycle_engine_backend_"
+        now = await scrape(server.admin_port)
+        at = "lifecycle_engine_"
         assert answer.usage is not None
-        assert now[at + "times_prefill_tokens"] == answer.usage.prompt_tokens
-        assert now[at + "tokens"] == 12
-        assert now[at + "times_decode_runs"] == 11
-        assert now[at + "times_decode_recent_tokens_per_run"] == 1
+        tokens, runs = now[at + "tokens_total"], now[at + "runs_total"]
+        assert tokens["sim", "prefill"] == answer.usage.prompt_tokens
+        assert tokens["sim", "decode"] == runs["sim", "decode"] == 11
+        assert now[at + "answer_tokens_total"]["sim",] == 12
+        seconds = now[at + "run_seconds_total"]
         # What the simulated model takes by its costs, at least.
-        assert now[at + "times_decode_recent_run_seconds"] >= 0.005
-        assert 0 < now[at + "times_decode_recent_tokens_per_second"] < 200
-        assert now[at + "times_recent_step_seconds"] > 0
-        assert now[at + "kv_used"] == 0
+        assert seconds["sim", "decode"] >= 11 * 0.005
+        assert seconds["sim", "prefill"] > 0 < seconds["sim", "scheduling"]
+        assert now[at + "longest_run_seconds"]["sim", "decode"] >= 0.005
+        assert now[at + "kv_used_ratio"]["sim",] == 0
+        assert now[at + "requests_total"]["sim", "completed"] == 1
+
+
+async def test_engine_that_is_gone_is_told() -> None:
+    """Its series stop, and it is not up; what counts engines counts the next one."""
+    async with asyncio.timeout(120), running(metrics=Metrics()) as server:
+        pid = server.service.engine.pid
+        os.kill(pid, signal.SIGSTOP)  # so that no next one is there before we look
+        os.kill(pid, signal.SIGKILL)
+        up = 1.0
+        while up:
+            now = await scrape(server.admin_port)
+            up = now["lifecycle_engine_up"]["sim",]
+        assert "lifecycle_engine_requests_running" not in now
+        while not up:
+            now = await scrape(server.admin_port)
+            up = now["lifecycle_engine_up"]["sim",]
+        assert now["lifecycle_engine_starts_total"]["sim",] == 2
 
 
 async def test_next_turn_of_a_conversation_goes_on_from_its_slot() -> None:
@@ -135,20 +182,19 @@ async def test_next_turn_of_a_conversation_goes_on_from_its_slot() -> None:
             await server.quiet()
             return str(answer.choices[0].message.content)
 
-        async def figure(name: str) -> float:
-            return (await scrape(server.admin_port))[
-                f"lifecycle_engine_backend_{name}"
-            ][()]
+        async def figure(name: str, label: str) -> float:
+            found = await scrape(server.admin_port)
+            return found[f"lifecycle_engine_{name}"]["sim", label]
 
         await ask("hello", prompt_cache_key="talk", user="me")
-        assert await figure("slots_cached") == 1
-        assert await figure("tokens_resumed") == 0
+        assert await figure("slots", "cached") == 1
+        assert await figure("tokens_total", "reused") == 0
         again = await ask("hello there", prompt_cache_key="talk", user="me")
-        resumed = await figure("tokens_resumed")
+        resumed = await figure("tokens_total", "reused")
         assert resumed >= len("hello")
         other = await ask("hello there", prompt_cache_key="talk", user="you")
         assert again == other == await ask("hello there")
-        assert await figure("tokens_resumed") == resumed
+        assert await figure("tokens_total", "reused") == resumed
 
 
 async def test_health_follows_the_steps_of_the_engine() -> None:

@@ -149,6 +149,35 @@ def test_counts_an_end_once() -> None:
     assert now["lifecycle_request_duration_seconds_count", "chat"] == 1
 
 
+def test_measures_the_time_between_tokens() -> None:
+    """Once a request: of those that had a first item and counted two tokens or more."""
+    metrics = Metrics()
+    for number, tokens in enumerate((5, 1, 0)):
+        request: Any = {"request": f"r{number}", "operation": "chat"}
+        metrics(RequestStarted(**request))
+        metrics(FirstItem(**request, after_s=2))
+        ended = RequestEnded(
+            **request,
+            outcome="completed",
+            status=200,
+            duration_s=4,
+            counts={"output_tokens": tokens},
+        )
+        metrics(ended)
+        metrics(ended)
+    metrics(FirstItem(**REQUEST, after_s=6))
+    metrics(RequestStarted(**REQUEST))
+    counts = {"output_tokens": 9}
+    metrics(
+        RequestEnded(
+            **REQUEST, outcome="failed", status=500, duration_s=9, counts=counts
+        )
+    )
+    now = samples(metrics)
+    assert now["lifecycle_time_between_tokens_seconds_sum", "chat"] == 0.5
+    assert now["lifecycle_time_between_tokens_seconds_count", "chat"] == 1
+
+
 def test_reports_a_gate_without_limits() -> None:
     """A gate without limits reports infinity, which Prometheus supports."""
     metrics = Metrics()

@@ -546,7 +546,7 @@ def test_compares_reports(tmp_path):
 @pytest.mark.parametrize("anyio_backend", ["asyncio"])
 async def test_reads_metrics_from_an_address_of_their_own() -> None:
     """A server may keep them from its clients."""
-    text = b"lifecycle_engine_backend_running 3\n"
+    text = b'lifecycle_engine_requests_running{model="m"} 3\n'
 
     async def answer(
         reader: asyncio.StreamReader, writer: asyncio.StreamWriter

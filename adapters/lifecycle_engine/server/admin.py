@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import os
-import re
 import time
-from collections.abc import Mapping
 from dataclasses import asdict
 from datetime import UTC, datetime
 from pathlib import Path
@@ -27,6 +25,7 @@ from lifecycle_engine.server.service import ID_IS_SECRET, Service
 
 if TYPE_CHECKING:
     from lifecycle_asgi.prometheus import Metrics
+    from lifecycle_engine.server.metrics import EngineReport
 
 
 _RESPONSE = "resp_"
@@ -109,7 +108,6 @@ def _not_found(message: str) -> Response:
 # A header of each request of the Anthropic SDK.
 _ANTHROPIC_HEADER = "anthropic-version"
 _NO_SCRIPT = "default-src 'none'; style-src 'unsafe-inline'"
-_METRIC = re.compile("[a-z_][a-z0-9_]*")
 
 
 class StatusEndpoints:
@@ -188,10 +186,25 @@ class StatusEndpoints:
         if self._metrics is None:
             message = "install prometheus-client on the server to get metrics\n"
             return Response(message, 404, media_type="text/plain")
-        status = await self._service.engine_status() or {}
-        text = self._metrics.text() + engine_gauges(status).encode()
-        text += _ratios(self._service.admission.ratios).encode()
+        text = self._metrics.text() + (await self._engine_report()).text()
         return Response(text, media_type="text/plain; version=0.0.4")
+
+    async def _engine_report(self) -> EngineReport:
+        # Imported here, as prometheus-client may not be installed.
+        from lifecycle_engine.server.metrics import EngineReport
+
+        service, engine = self._service, self._service.engine
+        return EngineReport(
+            model=service.model,
+            up=engine.ready,
+            incarnation=engine.incarnation,
+            status=await service.engine_status() or {},
+            memory={
+                "server": resident_bytes("self"),
+                "engine": resident_bytes(engine.pid),
+            },
+            ratios=service.admission.ratios,
+        )
 
     @property
     def _health(self) -> str:
@@ -214,34 +227,6 @@ class StatusEndpoints:
             "created": self._created,
             "owned_by": "lifecycle",
         }
-
-
-def _ratios(ratios: Mapping[int, float]) -> str:
-    name = "lifecycle_estimate_ratio"
-    lines = [
-        f'{name}{{below_bytes="{size}"}} {each}\n' for size, each in ratios.items()
-    ]
-    about = "Actual bytes of payloads divided by estimated ones, by size"
-    return "".join([f"# HELP {name} {about}\n# TYPE {name} gauge\n", *lines])
-
-
-def engine_gauges(status: Mapping[str, Any], path: str = "lifecycle_engine") -> str:
-    """Return the numbers of an engine's status, nested ones too, as Prometheus gauges.
-
-    Args:
-        status: Status of the engine.
-        path: Prefix of the names.
-    """
-    lines = []
-    for name, value in status.items():
-        inner = f"{path}_{name}"
-        if isinstance(value, Mapping):
-            lines.append(engine_gauges(value, inner))
-        elif isinstance(value, int | float) and _METRIC.fullmatch(inner):
-            what = f"{name.replace('_', ' ')}, as the engine counts"
-            lines.append(f"# HELP {inner} {what.capitalize()}\n")
-            lines.append(f"# TYPE {inner} gauge\n{inner} {float(value)}\n")
-    return "".join(lines)
 
 
 async def snapshot(service: Service) -> dict[str, Any]:

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 GAUGES = (
     "vllm:num_requests_running",
     "sglang:num_running_reqs",
-    "lifecycle_engine_backend_running",
+    "lifecycle_engine_requests_running",
     "llamacpp:requests_processing",
     "tgi_batch_current_size",
 )

@@ -624,7 +624,7 @@ def _make_lanes(
         "bodies": {"bytes": bodies},
         "requests": {"bytes": requests, "slots": settings.media_slots},
     }
-    if settings.slots is not None or "slots" in gates:
+    if settings.slots or "slots" in gates:
         limits["slots"] = {"slots": settings.slots}
     if unknown := gates.keys() - limits:
         raise ValueError(f"no lane {sorted(unknown)}; there are {', '.join(limits)}")

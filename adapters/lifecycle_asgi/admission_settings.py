@@ -31,7 +31,7 @@ class AdmissionSettings:
             tensors, until the engine has them. Default: 4 GiB, or half of what the
             cgroup of the process may have, or the machine has, if that is less.
         slots: Requests with a body that the application works on at once, until their
-            responses are complete. ``None``: no limit.
+            responses are complete. ``None`` or 0: no limit.
         media_slots: Requests with media that are decoded at once, until the engine has
             them. ``None``: as many as the bytes permit.
         order: ``"fair"`` lets clients take turns; ``"fifo"`` goes by arrival.
@@ -87,9 +87,9 @@ class AdmissionSettings:
     def __post_init__(self) -> None:
         check_int(1, bytes=self.bytes, max_body=self.max_body)
         check_int(0, max_waiting=self.max_waiting)
-        for name in ("slots", "media_slots", "tensor_pixels"):
+        for name, least in (("slots", 0), ("media_slots", 1), ("tensor_pixels", 1)):
             if getattr(self, name) is not None:
-                check_int(1, **{name: getattr(self, name)})
+                check_int(least, **{name: getattr(self, name)})
         if self.order not in ("fair", "fifo"):
             raise ValueError(f"order must be 'fair' or 'fifo', not {self.order!r:.40}")
         for name in ("shadow", "load_header"):

@@ -37,16 +37,6 @@ class Lane:
         gate: The gate.
     """
 
-    __slots__ = (
-        "_drain_rate",
-        "_max_waiting",
-        "_refused",
-        "_shadow",
-        "_share",
-        "_waiting",
-        "gate",
-    )
-
     def __init__(self, gate: AnyGate, *, shadow: bool = False) -> None:
         limit = gate.statistics().max_waiting
         self.gate = gate

@@ -57,6 +57,7 @@ _REQUEST_FIELDS: Final = frozenset(
 _KNOWN_FIELDS: Final = (
     _REQUEST_FIELDS | KIND_BY_FIELD.keys() | {"content", "parts", "source", "output"}
 )
+_MAX_DEPTH: Final = 32
 _SCALARS: Final = (str, LongText, int, float, bool, type(None))
 
 
@@ -80,9 +81,7 @@ class TooDeep(ValueError):
     """A request is nested too deeply, or has too many values, to be searched."""
 
 
-def find_media(
-    request: object, *, max_depth: int = 32, max_values: int = 2**18
-) -> list[Media]:
+def find_media(request: object, *, max_values: int = 2**18) -> list[Media]:
     """Return the media of a request, in order; an empty list for a text request.
 
     A data URL within a text is text. Iterators are not searched, as they could be read
@@ -91,21 +90,20 @@ def find_media(
     Args:
         request: A whole request, its messages, one message, or one part; JSON or
             objects.
-        max_depth: Maximum depth of nesting.
         max_values: Maximum number of values.
 
     Raises:
-        TooDeep: The request exceeds one of these limits.
+        TooDeep: The request exceeds that, or is nested more than 32 deep.
     """
-    search = _MediaSearch(max_depth, max_values)
+    search = _MediaSearch(max_values)
     fields = _fields(request)
     if fields is not None and not _REQUEST_FIELDS.isdisjoint(fields):
         searched = {
             name: value for name, value in fields.items() if name in _REQUEST_FIELDS
         }
-        search.search_fields(searched, None, max_depth)
+        search.search_fields(searched, None, _MAX_DEPTH)
     else:
-        search.search_value(request, None, max_depth)
+        search.search_value(request, None, _MAX_DEPTH)
     return search.found
 
 
@@ -116,8 +114,7 @@ _Path = tuple["_Path | None", object] | None
 class _MediaSearch:
     """Searches one request; written for speed, as most of a request is text."""
 
-    def __init__(self, max_depth: int, max_values: int) -> None:
-        self._max_depth = max_depth
+    def __init__(self, max_values: int) -> None:
         self._max_values = max_values
         self._values_left = max_values
         self._classes: dict[type, str] = {list: "items", tuple: "items", dict: "fields"}
@@ -190,7 +187,7 @@ class _MediaSearch:
         self._values_left -= values
         if self._values_left < 0 or depth < 0:
             raise TooDeep(
-                f"the request is nested more than {self._max_depth} deep or has more "
+                f"the request is nested more than {_MAX_DEPTH} deep or has more "
                 f"than {self._max_values} values; send less"
             )
 

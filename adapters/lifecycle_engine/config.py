@@ -2,7 +2,8 @@
 
 Each field of a section is one key of the TOML file, one option of the command and one
 environment variable: ``threads`` of ``[http]`` is ``--threads`` and
-``LIFECYCLE_HTTP_THREADS``, but those of ``[admission]`` do not name their section.
+``LIFECYCLE_HTTP_THREADS``. Those of ``[admission]``, and the keys of clients, have the
+names that `lifecycle_asgi.Admission` reads: ``LIFECYCLE_SLOTS``.
 """
 
 from __future__ import annotations
@@ -93,11 +94,13 @@ class Setting:
         """The environment variable: of the section and the option, ``LIFECYCLE_``.
 
         An option with the name of its section does not repeat it: ``LIFECYCLE_MODEL``.
-        Those of admission have the names of `lifecycle_asgi.AdmissionSettings`.
+        Those of admission, and the keys of clients, have the names of
+        `lifecycle_asgi.AdmissionSettings`.
         """
+        if self.section == "admission" or self.key == "api_keys":
+            return ENVIRONMENT + self.key.upper()
         section, option = self.section.upper(), _upper(self.option)
-        alone = section in (option, "ADMISSION")
-        return ENVIRONMENT + (option if alone else f"{section}_{option}")
+        return ENVIRONMENT + (option if section == option else f"{section}_{option}")
 
     @property
     def path(self) -> str:

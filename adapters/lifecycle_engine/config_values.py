@@ -9,43 +9,43 @@ from __future__ import annotations
 import json
 import math
 import re
+from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from ipaddress import ip_address, ip_network
 from pathlib import Path
-from typing import Any, ClassVar, Protocol
+from typing import Any, ClassVar
 
 _TRUE, _FALSE = ("true", "yes", "on", "1"), ("false", "no", "off", "0")
 
 
-class Kind(Protocol):
-    """What a value has to be.
+class Kind(ABC):
+    """What a value has to be."""
 
-    Attributes:
-        metavar: What stands for the value in ``--help``.
-    """
+    __slots__ = ()
 
     @property
+    @abstractmethod
     def metavar(self) -> str:
         """What stands for the value in ``--help``."""
-        ...
 
+    @abstractmethod
     def parse(self, value: Any) -> Any:
         """Return the checked value.
 
         Raises:
             ValueError: With the value, the limit and the remedy.
         """
-        ...
 
     def show(self, value: Any) -> str:
         """Return a value as TOML; `parse` reads it back."""
-        ...
+        plain = value if isinstance(value, int) else str(value)
+        return json.dumps(plain, ensure_ascii=False)
 
 
 @dataclass(frozen=True, slots=True)
-class Whole:
+class Whole(Kind):
     """A whole number."""
 
     least: int = 0
@@ -62,13 +62,9 @@ class Whole:
         _check_range(number, self.least, self.most)
         return number
 
-    def show(self, value: int) -> str:
-        """Return the digits."""
-        return str(value)
-
 
 @dataclass(frozen=True, slots=True)
-class Number:
+class Number(Kind):
     """A finite number."""
 
     least: float = 0
@@ -121,7 +117,7 @@ class Timeout(Seconds):
 
 
 @dataclass(frozen=True, slots=True)
-class Size:
+class Size(Kind):
     """A number of bytes, as ``2GiB`` or in digits."""
 
     least: int = 0
@@ -149,7 +145,7 @@ class Size:
 
 
 @dataclass(frozen=True, slots=True)
-class Text:
+class Text(Kind):
     """A text that is not empty."""
 
     metavar: str = "TEXT"
@@ -160,13 +156,9 @@ class Text:
             raise _not(value, "a text")
         return value
 
-    def show(self, value: str) -> str:
-        """Return the text in quotation marks."""
-        return json.dumps(value, ensure_ascii=False)
-
 
 @dataclass(frozen=True, slots=True)
-class Secret:
+class Secret(Kind):
     """A key: neither an error nor ``--print-config`` shows it."""
 
     metavar: str = "KEY"
@@ -185,7 +177,7 @@ class Secret:
 
 
 @dataclass(frozen=True, slots=True)
-class Function:
+class Function(Kind):
     """The name of a function in a module; imported when the server is made."""
 
     metavar: str = "MODULE:NAME"
@@ -200,13 +192,9 @@ class Function:
             raise _not(value, "a function, as package.module:name")
         return str(value)
 
-    def show(self, value: str) -> str:
-        """Return the name in quotation marks."""
-        return json.dumps(value, ensure_ascii=False)
-
 
 @dataclass(frozen=True, slots=True)
-class FilePath:
+class FilePath(Kind):
     """A path of a file or folder; whether it exists is seen when it is used."""
 
     metavar: str = "PATH"
@@ -217,13 +205,9 @@ class FilePath:
             raise _not(value, "a path")
         return Path(value)
 
-    def show(self, value: Path) -> str:
-        """Return the path in quotation marks."""
-        return json.dumps(str(value), ensure_ascii=False)
-
 
 @dataclass(frozen=True, slots=True)
-class Choice:
+class Choice(Kind):
     """One of some words."""
 
     words: tuple[str, ...]
@@ -239,13 +223,9 @@ class Choice:
             raise ValueError(f"{value!r} is unknown; give {' or '.join(self.words)}")
         return str(value)
 
-    def show(self, value: str) -> str:
-        """Return the word in quotation marks."""
-        return json.dumps(value)
-
 
 @dataclass(frozen=True, slots=True)
-class Flag:
+class Flag(Kind):
     """True or false."""
 
     metavar: str = ""
@@ -258,13 +238,9 @@ class Flag:
             raise _not(value, "a value of true or false")
         return value
 
-    def show(self, value: bool) -> str:  # noqa: FBT001
-        """Return the flag."""
-        return str(value).lower()
-
 
 @dataclass(frozen=True, slots=True)
-class Network:
+class Network(Kind):
     """An IP address, or a network as ``10.0.0.0/8``."""
 
     metavar: str = "ADDRESS"
@@ -278,13 +254,9 @@ class Network:
             raise _not(value, "an address, or a network as 10.0.0.0/8") from None
         return str(value)
 
-    def show(self, value: str) -> str:
-        """Return the address in quotation marks."""
-        return json.dumps(value)
-
 
 @dataclass(frozen=True, slots=True)
-class Listener:
+class Listener(Kind):
     """An address to listen on, ``unix:PATH`` of a socket, or ``off``."""
 
     metavar: str = "HOST:PORT"
@@ -295,10 +267,6 @@ class Listener:
         if text != "off" and not (text.startswith("unix:") and len(text) > 5):
             split_address(text)
         return text
-
-    def show(self, value: str) -> str:
-        """Return the address in quotation marks."""
-        return json.dumps(value, ensure_ascii=False)
 
 
 def is_loopback(host: str) -> bool:
@@ -324,7 +292,7 @@ def split_address(address: str) -> tuple[str, int]:
 
 
 @dataclass(frozen=True, slots=True)
-class Many:
+class Many(Kind):
     """A list; in an environment variable, the items are separated by commas."""
 
     item: Kind

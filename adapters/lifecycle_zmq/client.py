@@ -153,16 +153,6 @@ class Sender:
         waiter: A waiter of this event loop, which streams derive theirs from.
     """
 
-    __slots__ = (
-        "_incarnation",
-        "_link",
-        "_on_failure",
-        "_stopped",
-        "control_batch",
-        "sent",
-        "waiter",
-    )
-
     def __init__(
         self,
         link: ClientTransport,

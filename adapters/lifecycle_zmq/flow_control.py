@@ -109,17 +109,6 @@ class OutgoingBatch:
             same list. A stream whose `words` it is may append to it, up to `room`.
     """
 
-    __slots__ = (
-        "_accepted",
-        "_chunked",
-        "_chunks",
-        "_done",
-        "_freed",
-        "_rejected",
-        "_used",
-        "words",
-    )
-
     def __init__(self) -> None:
         self.words: list[int] = []
         self._clear()

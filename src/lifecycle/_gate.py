@@ -3,10 +3,7 @@
 from __future__ import annotations
 
 import math
-import warnings
-from collections import deque
 from collections.abc import Callable
-from contextlib import suppress
 from functools import partial
 from typing import Any, Literal, TypeVar, TypeVarTuple, final
 
@@ -14,10 +11,9 @@ import anyio
 
 from . import _lock
 from ._eventloop import fallback_clock, new_waiter, wait_until
-from ._exceptions import AdmissionTimeout, CostTooLarge, GateClosed, GateFull, Refused
+from ._exceptions import AdmissionTimeout, CostTooLarge, GateFull, Refused
 from ._gate_statistics import GateStatistics
-from ._lease import Lease, deadlock, inside_lease_of
-from ._lock import ChangeLock
+from ._lease import Grantor, Lease, deadlock, inside_lease_of
 from ._owner import owner
 from ._queues import (
     DONE,
@@ -32,7 +28,6 @@ from ._queues import (
 from ._validation import (
     UNCHANGED,
     UNSTATED,
-    NoCopy,
     check,
     check_bool,
     check_callable,
@@ -45,13 +40,9 @@ from ._validation import (
 )
 from .events import (
     AdmissionCancelled,
-    AdmissionRefused,
-    Event,
     LeaseGranted,
     LeaseReleased,
-    LeaseSettled,
     Observer,
-    guarded,
 )
 
 T = TypeVar("T")
@@ -62,12 +53,8 @@ _new = object.__new__
 # ruff: noqa: SIM105 - nothing may come before a `release`: see `ChangeLock`
 
 
-def _warn(message: str, stacklevel: int) -> None:
-    warnings.warn(message, RuntimeWarning, stacklevel=stacklevel)
-
-
 @final
-class Gate(NoCopy):
+class Gate(Grantor):
     """Admits requests in the order they come, as far as slots and bytes reach.
 
     One gate guards one lifetime. Payload memory until hand-off and requests in
@@ -134,9 +121,7 @@ class Gate(NoCopy):
         check(isinstance(name, str), "name must be a string", name)
         check_callable(clock=clock)
         check_bool(enforce=enforce)
-        limited = slots is not UNCHANGED or bytes is not UNCHANGED
-        self.name = name
-        self.closed = self._has_warned = False
+        super().__init__(name, observer)
         self.order = order
         self._clock = fallback_clock(clock)
         self._enforce = enforce
@@ -150,13 +135,8 @@ class Gate(NoCopy):
         self._refused = self._timed_out = self._lost = self._over_limit = 0
         # Why waiting requests were refused, until their tasks run again.
         self._refusals: dict[Ticket, Refused] = {}
-        self._lock = ChangeLock()
-        # Reported without the lock: an observer may use the gate.
-        self._emit = guarded(observer)
-        self._events: deque[Event] = deque()
-        if not limited:
-            what = f"gate {name!r} has no limit and admits everything"
-            _warn(f"{what}; name slots or bytes, if only as None", 3)
+        if slots is UNCHANGED is bytes:
+            self._warn_of_limits()
 
     async def admit(
         self,
@@ -256,11 +236,6 @@ class Gate(NoCopy):
         }
         self._apply(self._resize, checked)
 
-    def _warn_of_bytes(self) -> None:
-        self._bytes_only, self._has_warned = False, True
-        what = f"a request named no bytes at gate {self.name!r}, which limits bytes"
-        _warn(f"{what}; say how many, if only bytes=0", 4)
-
     def close(self) -> None:
         """Refuse every waiting request and all that come. Idempotent. Any thread.
 
@@ -287,28 +262,6 @@ class Gate(NoCopy):
         )
 
     # Changes, under the lock.
-
-    def _apply(self, change: Callable[[*Ts], object], *args: *Ts) -> None:
-        """Make *change* now, or leave it to the holder of the lock. Never waits."""
-        self._lock.deferred.append((change, args))
-        self._flush()
-
-    def _ask(self, longest: float, question: Callable[[*Ts], T], *args: *Ts) -> T:
-        """Return what *question* returns while nothing changes, as `ChangeLock.ask`."""
-        try:
-            return self._lock.ask(longest, question, *args)
-        finally:
-            self._flush()
-
-    def _flush(self) -> None:
-        """Make deferred changes, then report events without the lock."""
-        if self._lock.deferred:
-            self._lock.make_deferred_changes()
-        with suppress(IndexError):  # another thread was faster
-            # Not during a change, which may be further up this very stack: an observer
-            # may use the gate. The holder of the lock reports once it has unlocked.
-            while self._emit and self._events and not self._lock.interrupted():
-                self._emit(self._events.popleft())
 
     def _request(
         self,
@@ -419,7 +372,7 @@ class Gate(NoCopy):
         return True
 
     def _refuse_busy(self, lease: Ticket, how: str) -> Refused:
-        refusal = GateFull(f"gate {self.name!r} {how}; retry in 1.0 s", retry_after=1.0)
+        refusal = self._retry_in(1.0, GateFull, how)
         self._apply(self._refuse, lease, refusal)
         return refusal
 
@@ -484,21 +437,11 @@ class Gate(NoCopy):
             self._lost += lost
             self._note(LeaseReleased, lease, lost=lost)
 
-    def _lose(self, lease: Lease) -> None:
-        self._apply(self._take_back, lease, True)
-
-    def _settle(self, lease: Lease, nbytes: int) -> None:
-        self._apply(self._settle_now, lease, nbytes)
-
     def _settle_now(self, lease: Ticket, nbytes: int) -> None:
         if lease.state == HELD:
             estimate = lease.bytes
             self._queue.settle(lease, nbytes)
-            if self._emit is not None:
-                event = LeaseSettled(
-                    gate=self.name, estimated_bytes=estimate, actual_bytes=nbytes
-                )
-                self._events.append(event)
+            self._note_settled(estimate, nbytes)
 
     def _resize(self, capacity: dict[str, float]) -> None:
         queue = self._queue
@@ -520,19 +463,18 @@ class Gate(NoCopy):
             ticket.waiter.wake()
 
     def _held_seconds(self, lease: Lease) -> float | None:
-        """Seconds that *lease* has been held, where the order depends on it."""
         charged = getattr(lease, "charged", None)
         return None if charged is None else self._clock() - charged[0]
 
     def _read(self) -> GateStatistics:
         queue = self._queue
         return GateStatistics(
-            slots=_finite(queue.slots),
+            slots=finite(queue.slots),
             slots_in_use=queue.slots_in_use,
-            bytes=_finite(queue.nbytes),
+            bytes=finite(queue.nbytes),
             bytes_in_use=queue.bytes_in_use,
             waiting=queue.waiting,
-            max_waiting=_finite(self._max_waiting),
+            max_waiting=finite(self._max_waiting),
             admitted=queue.admitted,
             refused=self._refused,
             cancelled=queue.withdrawn - self._timed_out,
@@ -545,27 +487,14 @@ class Gate(NoCopy):
 
     def _refuse(self, ticket: Ticket, refusal: Refused) -> Refused:
         self._refused += 1
-        reason, retry_after = refusal.reason, refusal.retry_after
-        self._note(AdmissionRefused, ticket, reason=reason, retry_after=retry_after)
-        return refusal
-
-    def _note(self, kind: Callable[..., Event], ticket: Ticket, **more: object) -> None:
-        """Append an event, to be reported without the lock."""
-        if self._emit is not None:
-            slots, nbytes = ticket.slots, ticket.bytes
-            event = kind(gate=self.name, slots=slots, bytes=nbytes, **more)
-            self._events.append(event)
+        return super()._refuse(ticket, refusal)
 
     def _retry_later(
         self, refused: type[GateFull | AdmissionTimeout], how: str
     ) -> Refused:
         ahead, released = self._queue.waiting + 1, self._queue.released
         seconds = self._drain_rate.retry_after(ahead, released, self._clock())
-        message = f"gate {self.name!r} {how}; retry in {seconds:.1f} s"
-        return refused(message, retry_after=seconds)
-
-    def _gate_closed(self) -> Refused:
-        return GateClosed(f"gate {self.name!r} is closed; ask another server")
+        return self._retry_in(seconds, refused, how)
 
     def _too_large(self, ticket: Ticket) -> Refused:
         queue, asked, capacity = self._queue, list[str](), list[str]()
@@ -582,5 +511,6 @@ class Gate(NoCopy):
         )
 
 
-def _finite(limit: float) -> int | None:
+def finite(limit: float) -> int | None:
+    """Return a capacity as it was given: ``None`` for none."""
     return None if limit == math.inf else int(limit)

@@ -3,33 +3,134 @@
 from __future__ import annotations
 
 import sys
+import warnings
 import weakref
+from abc import ABC, abstractmethod
+from collections import deque
+from collections.abc import Callable
+from contextlib import suppress
 from contextvars import ContextVar
-from typing import Protocol, Self, final
+from typing import Self, TypeVar, TypeVarTuple, final
 
 from ._eventloop import current_task
+from ._exceptions import AdmissionTimeout, GateClosed, GateFull, Refused
 from ._gate_statistics import GateStatistics
+from ._lock import ChangeLock
 from ._owner import owner
 from ._queues import DONE, HELD, Ticket
 from ._validation import NoCopy, check_amount, made_by
+from .events import AdmissionRefused, Event, LeaseSettled, Observer, guarded
+
+T = TypeVar("T")
+Ts = TypeVarTuple("Ts")
 
 
-class Grantor(Protocol):
-    """A gate as its leases know it. None of these waits or raises."""
+class Grantor(NoCopy, ABC):
+    """What all kinds of gates share: changes under a lock, and what they say of them.
 
-    name: str
+    Attributes:
+        name: For events, errors and metrics.
+        closed: Whether it admits no more.
+    """
 
+    def __init__(self, name: str, observer: Observer | None) -> None:
+        self.name = name
+        self.closed = self._bytes_only = self._has_warned = False
+        self._lock = ChangeLock()
+        # Reported without the lock: an observer may use the gate.
+        self._emit = guarded(observer)
+        self._events: deque[Event] = deque()
+
+    @abstractmethod
     def statistics(self) -> GateStatistics:
         """Return the gate as it is now."""
-        ...
 
-    def _release(self, lease: Lease) -> None: ...
+    # Changes, under the lock.
 
-    def _settle(self, lease: Lease, nbytes: int) -> None: ...
+    def _apply(self, change: Callable[[*Ts], object], *args: *Ts) -> None:
+        """Make *change* now, or leave it to the holder of the lock. Never waits."""
+        self._lock.deferred.append((change, args))
+        self._flush()
 
-    def _lose(self, lease: Lease) -> None: ...
+    def _ask(self, longest: float, question: Callable[[*Ts], T], *args: *Ts) -> T:
+        """Return what *question* returns while nothing changes, as `ChangeLock.ask`."""
+        try:
+            return self._lock.ask(longest, question, *args)
+        finally:
+            self._flush()
 
-    def _held_seconds(self, lease: Lease) -> float | None: ...
+    def _flush(self) -> None:
+        """Make deferred changes, then report events without the lock."""
+        if self._lock.deferred:
+            self._lock.make_deferred_changes()
+        with suppress(IndexError):  # another thread was faster
+            # Not during a change, which may be further up this very stack: an observer
+            # may use the gate. The holder of the lock reports once it has unlocked.
+            while self._emit and self._events and not self._lock.interrupted():
+                self._emit(self._events.popleft())
+
+    # Of leases. None of these waits or raises.
+
+    def _release(self, lease: Lease) -> None:
+        self._apply(self._take_back, lease)
+
+    def _lose(self, lease: Lease) -> None:
+        self._apply(self._take_back, lease, True)
+
+    def _settle(self, lease: Lease, nbytes: int) -> None:
+        self._apply(self._settle_now, lease, nbytes)
+
+    @abstractmethod
+    def _take_back(self, lease: Lease, lost: bool = False) -> None: ...  # noqa: FBT001, FBT002
+
+    @abstractmethod
+    def _settle_now(self, lease: Lease, nbytes: int) -> None: ...
+
+    def _held_seconds(self, lease: Lease) -> float | None:  # noqa: ARG002
+        """Seconds that *lease* has been held, where the order depends on it."""
+        return None
+
+    # Refusals, events and warnings.
+
+    def _refuse(self, ticket: Ticket, refusal: Refused) -> Refused:
+        reason, retry_after = refusal.reason, refusal.retry_after
+        self._note(AdmissionRefused, ticket, reason=reason, retry_after=retry_after)
+        return refusal
+
+    def _retry_in(
+        self, seconds: float, refused: type[GateFull | AdmissionTimeout], how: str
+    ) -> Refused:
+        message = f"gate {self.name!r} {how}; retry in {seconds:.1f} s"
+        return refused(message, retry_after=seconds)
+
+    def _gate_closed(self) -> Refused:
+        return GateClosed(f"gate {self.name!r} is closed; ask another server")
+
+    def _note(self, kind: Callable[..., Event], ticket: Ticket, **more: object) -> None:
+        """Append an event, to be reported without the lock."""
+        if self._emit is not None:
+            slots, nbytes = ticket.slots, ticket.bytes
+            event = kind(gate=self.name, slots=slots, bytes=nbytes, **more)
+            self._events.append(event)
+
+    def _note_settled(self, estimate: int, nbytes: int) -> None:
+        if self._emit is not None:
+            cost = {"estimated_bytes": estimate, "actual_bytes": nbytes}
+            self._events.append(LeaseSettled(gate=self.name, **cost))
+
+    def _warn_of_limits(self) -> None:
+        what = f"gate {self.name!r} has no limit and admits everything"
+        warn(f"{what}; name slots or bytes, if only as None", 4)
+
+    def _warn_of_bytes(self) -> None:
+        self._bytes_only, self._has_warned = False, True
+        what = f"a request named no bytes at gate {self.name!r}, which limits bytes"
+        warn(f"{what}; say how many, if only bytes=0", 4)
+
+
+def warn(message: str, stacklevel: int) -> None:
+    """Warn of what is most likely a mistake, as *stacklevel* counts from here."""
+    warnings.warn(message, RuntimeWarning, stacklevel=stacklevel)
 
 
 @final

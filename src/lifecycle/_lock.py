@@ -78,11 +78,6 @@ class ChangeLock:
                 except RuntimeError:
                     pass
 
-    def apply(self, change: Callable[[*Ts], object], *args: *Ts) -> None:
-        """Make *change* now, or leave it to the holder of the lock. Never waits."""
-        self.deferred.append((change, args))
-        self.make_deferred_changes()
-
     def ask(self, longest: float, question: Callable[[*Ts], T], *args: *Ts) -> T:
         """Return what *question* returns while nothing changes.
 

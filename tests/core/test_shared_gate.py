@@ -345,6 +345,7 @@ async def test_takes_the_capacity_of_who_comes_last(workers) -> None:
     assert "had 1 slots and any bytes, and this worker changes that to 5" in str(
         caught[0].message
     )
+    assert caught[0].filename == __file__
     await until(lambda: a.statistics().slots == b.statistics().slots == 5)
     a.close()
     await until(lambda: leads(b) or leads(c))
@@ -542,8 +543,9 @@ async def test_checks_what_it_is_given(tmp_path, monkeypatch) -> None:
         SharedGate(folder, slots=-1)
     with pytest.raises(ValueError, match="max_wait"):
         SharedGate(folder, slots=1, max_wait=-1)
-    with pytest.warns(RuntimeWarning, match="no limit"):
+    with pytest.warns(RuntimeWarning, match="no limit") as caught:
         SharedGate(folder)
+    assert caught[0].filename == __file__
     gate = SharedGate(folder, bytes=5, name="mine")
     assert repr(gate) == f"<SharedGate 'mine' of {folder}: open>"
     with pytest.raises(TypeError, match="key must be a string or None, not int"):
@@ -557,8 +559,9 @@ async def test_checks_what_it_is_given(tmp_path, monkeypatch) -> None:
     with pytest.raises(ValueError, match="at least one"):
         gate.try_admit(bytes=0, slots=0)
     assert list(folder.iterdir()) == []  # it has not joined
-    with pytest.warns(RuntimeWarning, match="named no bytes"):
+    with pytest.warns(RuntimeWarning, match="named no bytes") as caught:
         (await gate.admit()).release()
+    assert caught[0].filename == __file__
     (await gate.admit(max_wait=5)).release()
     gate.close()
     assert "closed" in repr(gate)

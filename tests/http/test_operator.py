@@ -180,7 +180,7 @@ async def test_refuses_what_is_no_address(address: str) -> None:
 async def test_gives_the_engine_no_key() -> None:
     """Keys of the environment are read, and stay with the server."""
     keys = {
-        "LIFECYCLE_ACCESS_API_KEY": "theirs-7",
+        "LIFECYCLE_API_KEYS": "theirs-7",
         "LIFECYCLE_ACCESS_ADMIN_KEY": "mine-7",
     }
     async with served(env=keys) as server:

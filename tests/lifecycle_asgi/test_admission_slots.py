@@ -355,13 +355,15 @@ async def test_takes_no_idle_time_for_a_slow_queue(clock: SimpleNamespace) -> No
 
 
 async def test_says_at_start_which_slots_make_no_sense() -> None:
-    """No capacity is no limit, and no order is a name."""
-    for options in ({"slots": 0}, {"media_slots": -1}, {"order": "lifo"}):
+    """A limit is not negative, and no order is a name; 0 is unlimited, as in serve."""
+    for options in ({"slots": -1}, {"media_slots": 0}, {"order": "lifo"}):
         with pytest.raises(ValueError, match=next(iter(options))):
             Admission(Application(), environment={}, **options)
     environment = {"LIFECYCLE_SLOTS": "2", "LIFECYCLE_ORDER": "fifo"}
     admission = Admission(Application(), environment=environment)
     assert admission.statistics()["slots"].slots == 2
+    unlimited = Admission(Application(), environment={"LIFECYCLE_SLOTS": "0"})
+    assert "slots" not in unlimited.statistics()
 
 
 @pytest.mark.parametrize("seconds", [3600.0, float("inf")])

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner
 
-from lifecycle_asgi import Admission, client_address
+from lifecycle_asgi import Admission, AdmissionSettings, client_address
 from lifecycle_asgi.memory_limit import MemoryLimit
 from lifecycle_engine import (
     AdmissionConfig,
@@ -269,6 +269,7 @@ def test_names_variables_of_renamed_keys() -> None:
         ("LIFECYCLE_ADMISSION_MAX_WAITING", "LIFECYCLE_MAX_WAITING"),
         ("LIFECYCLE_MODEL_NAME", "LIFECYCLE_MODEL"),
         ("LIFECYCLE_HTTP_PROXIES", "LIFECYCLE_HTTP_PROXY"),
+        ("LIFECYCLE_ACCESS_API_KEY", "LIFECYCLE_API_KEYS"),
         ("LIFECYCLE_CONFIG_FILE", "LIFECYCLE_CONFIG"),
     ],
 )
@@ -277,6 +278,14 @@ def test_finds_unknown_variables(name: str, nearest: str) -> None:
     (sentence,) = unknown_variables({name: "1", "LIFECYCLE_CONFIG": "a.toml"})
     assert sentence.startswith(f"{name} is no setting of the server")
     assert sentence.endswith(f" {nearest}")
+
+
+def test_takes_keys_of_clients_from_the_variable_of_admission() -> None:
+    """One variable has the keys for any server and for ours, separated by commas."""
+    environment = {"LIFECYCLE_API_KEYS": "a, b"}
+    found = load_config(environment=environment).access.api_keys
+    assert found == AdmissionSettings.from_environment(environment).api_keys
+    assert found == ("a", "b")
 
 
 def test_names_no_variable_that_is_not_near() -> None:

@@ -298,7 +298,6 @@ ANTHROPIC = ApiFormat(
     parse=parse_messages,
     answer=_answer,
     frame=named_event,
-    end=b"",
     error=_error,
     id_header=b"request-id",
 )

@@ -35,18 +35,18 @@ class ApiFormat:
             writer, the request, the model name, and the usage, which is counted
             meanwhile.
         frame: Encodes a document as one event of a stream.
-        end: Bytes after the last event of a stream.
-        stream_type: Content type of a stream.
         error: Returns status and document of an error, given the request id.
+        end: Bytes after the last event of a stream.
         id_header: Response header that carries the request id.
+        stream_type: Content type of a stream.
     """
 
     parse: Callable[[bytes], ChatRequest]
     answer: Callable[[ResponseWriter, ParsedRequest, str, Usage], Answer]
     frame: Callable[[Document], bytes]
-    end: bytes
     error: Callable[[ApiError, str | None], tuple[int, Document]]
-    id_header: bytes
+    end: bytes = b""
+    id_header: bytes = b"x-request-id"
     stream_type: bytes = b"text/event-stream; charset=utf-8"
 
 

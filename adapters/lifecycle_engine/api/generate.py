@@ -172,8 +172,6 @@ PLAIN = ApiFormat(
     parse=parse_generate,
     answer=_answer,
     frame=_line,
-    end=b"",
     error=OPENAI.error,
-    id_header=b"x-request-id",
     stream_type=b"application/x-ndjson",
 )

@@ -231,5 +231,4 @@ OPENAI = ApiFormat(
     frame=_frame,
     end=b"data: [DONE]\n\n",
     error=_error,
-    id_header=b"x-request-id",
 )

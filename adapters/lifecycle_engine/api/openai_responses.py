@@ -451,7 +451,5 @@ RESPONSES = ApiFormat(
     parse=parse_responses,
     answer=_answer,
     frame=named_event,
-    end=b"",
     error=OPENAI.error,
-    id_header=b"x-request-id",
 )

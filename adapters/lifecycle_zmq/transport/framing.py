@@ -177,26 +177,6 @@ class FrameReader:
         at_end: Whether nothing more can be read.
     """
 
-    __slots__ = (
-        "_end",
-        "_follow",
-        "_head",
-        "_memory",
-        "_parts",
-        "_passed",
-        "_read_at",
-        "_receive",
-        "_since",
-        "_sizes",
-        "_skipped",
-        "_start",
-        "_tensors",
-        "_trickled",
-        "_trickles",
-        "_unfilled",
-        "at_end",
-    )
-
     def __init__(self, sock: socket.socket, *, head: int, tensors: int) -> None:
         self._passed = passed(sock) if tensors else None
         self._receive = (sock if self._passed is None else self._passed).recv_into

@@ -47,17 +47,6 @@ class ZmqClientTransport:
         OSError: The system has too few descriptors left.
     """
 
-    __slots__ = (
-        "_context",
-        "_descriptor",
-        "_greet",
-        "_greeted",
-        "_handle",
-        "_hung_up",
-        "_reading",
-        "_socket",
-    )
-
     def __init__(self, endpoint: str, handle: MessageHandler) -> None:
         self._handle = handle
         self._greet: Callable[[], bool] | None = None

@@ -7,10 +7,7 @@ import os
 import sys
 import threading
 import time
-import warnings
 import weakref
-from collections import deque
-from collections.abc import Callable
 from contextlib import suppress
 from functools import partial
 from itertools import count
@@ -19,16 +16,22 @@ from typing import Any, Final, Literal, TypeVar, TypeVarTuple, final
 import anyio
 
 from lifecycle._eventloop import new_waiter, wait_until
-from lifecycle._exceptions import AdmissionTimeout, GateClosed, GateFull, Refused
-from lifecycle._gate import Gate
+from lifecycle._exceptions import AdmissionTimeout, GateFull, Refused
+from lifecycle._gate import Gate, finite
 from lifecycle._gate_statistics import GateStatistics
-from lifecycle._lease import Lease, deadlock, inside_lease_of, new_lease
-from lifecycle._lock import LONGEST_WAIT, ChangeLock
-from lifecycle._queues import DONE, HELD, WAITING, Ticket, Wakeable
+from lifecycle._lease import (
+    Grantor,
+    Lease,
+    deadlock,
+    inside_lease_of,
+    new_lease,
+    warn,
+)
+from lifecycle._lock import LONGEST_WAIT
+from lifecycle._queues import DONE, HELD, WAITING, Wakeable
 from lifecycle._validation import (
     UNCHANGED,
     UNSTATED,
-    NoCopy,
     check,
     check_capacity,
     check_cost,
@@ -38,13 +41,9 @@ from lifecycle._validation import (
 )
 from lifecycle.events import (
     AdmissionCancelled,
-    AdmissionRefused,
-    Event,
     LeaseGranted,
     LeaseReleased,
-    LeaseSettled,
     Observer,
-    guarded,
 )
 
 from . import rows
@@ -79,7 +78,7 @@ class _ThreadWaiter:
 
 
 @final
-class SharedGate(NoCopy):
+class SharedGate(Grantor):
     """A `lifecycle.Gate` that all worker processes of a host share.
 
     Each worker makes one of the same *folder*. One serves the gate to the others, from
@@ -141,9 +140,9 @@ class SharedGate(NoCopy):
         if sys.platform != "linux":
             what = f"a SharedGate needs Linux, not {sys.platform}"
             raise NotImplementedError(f"{what}; use a Gate in each worker")
-        if slots is UNCHANGED and bytes is UNCHANGED:
-            what = f"gate {name!r} has no limit and admits everything"
-            _warn(f"{what}; name slots or bytes, if only as None")
+        super().__init__(name, observer)
+        if slots is UNCHANGED is bytes:
+            self._warn_of_limits()
         self._engine = partial(
             _engine,
             max_waiting=max_waiting,
@@ -155,12 +154,11 @@ class SharedGate(NoCopy):
         self._capacity = _capacity(slots, bytes)
         self._engine(self._capacity)  # checks them
         self.max_wait = check_limit_or_none("max_wait", max_wait)
-        self.folder, self.name, self.order = os.path.abspath(folder), name, order  # noqa: PTH100 - and no more
+        self.folder, self.order = os.path.abspath(folder), order  # noqa: PTH100 - and no more
         rows.Folder(self.folder).close()  # raises here, and not at the first request
-        self._max_waiting, self.closed = max_waiting, False
+        self._max_waiting = max_waiting
         self._bytes_only = self._capacity.slots is None is not self._capacity.bytes
-        self._emit, self._events = guarded(observer), deque[Event]()
-        self._lock, self._numbers = ChangeLock(), count(1)
+        self._numbers = count(1)
         self._member: Member | None = None
         _gates.add(self)
 
@@ -187,6 +185,8 @@ class SharedGate(NoCopy):
             A checkpoint only where it has to wait, which it always has in a worker that
             does not serve the gate. It returns a lease or raises holding nothing.
         """
+        if bytes is UNSTATED and self._bytes_only:
+            self._warn_of_bytes()
         longest = self.max_wait
         if max_wait is not UNCHANGED:
             longest = check_deadline_or_none("max_wait", max_wait)
@@ -218,12 +218,15 @@ class SharedGate(NoCopy):
             GateFull: It does not fit, others wait, no leader answers, or this
                 interrupts the gate itself.
         """
+        if bytes is UNSTATED and self._bytes_only:
+            self._warn_of_bytes()
         waiter = _ThreadWaiter()
         request = self._request(slots, bytes, key, priority, False, waiter)
         try:
             if not self._enter(request):
                 waiter.wait(LONGEST_WAIT)
-                self._ask(self._give_up, request, self._busy("has no leader"))
+                refusal = self._retry_in(1.0, GateFull, "has no leader")
+                self._ask(-1, self._give_up, request, refusal)
                 self._decided(request)
         except BaseException:
             self._apply(self._cancel, request)
@@ -264,7 +267,7 @@ class SharedGate(NoCopy):
         """
         with suppress(OSError):
             self._join()
-        return self._ask(self._read)
+        return self._ask(-1, self._read)
 
     def __repr__(self) -> str:
         state = "closed" if self.closed else "open"
@@ -272,30 +275,14 @@ class SharedGate(NoCopy):
 
     # Changes, under the lock.
 
-    def _apply(self, change: Callable[[*Ts], object], *args: *Ts) -> None:
-        self._lock.apply(change, *args)
-        self._flush()
-
-    def _ask(self, question: Callable[[*Ts], T], *args: *Ts) -> T:
-        try:
-            return self._lock.ask(-1, question, *args)
-        finally:
-            self._flush()
-
-    def _flush(self) -> None:
-        """Report events without the lock."""
-        with suppress(IndexError):  # another thread was faster
-            while self._emit and self._events and not self._lock.interrupted():
-                self._emit(self._events.popleft())
-
     def _join(self) -> None:
         """Become a worker of the folder, if this is none yet."""
         if self._member is None and not self._lock.interrupted():
-            found = self._ask(self._join_now)
+            found = self._ask(-1, self._join_now)
             if found is not None and found.limits != self._capacity.limits:
                 what = f"gate {self.name!r} had {_limits(found)}, and this worker"
                 how = "start all workers with the same limits"
-                _warn(f"{what} changes that to {_limits(self._capacity)}; {how}")
+                warn(f"{what} changes that to {_limits(self._capacity)}; {how}", 5)
 
     def _join_now(self) -> Capacity | None:
         if self._member is not None or self.closed:
@@ -322,10 +309,6 @@ class SharedGate(NoCopy):
         may_wait: bool,  # noqa: FBT001
         waiter: Wakeable,
     ) -> Request:
-        if nbytes is UNSTATED and self._bytes_only:
-            self._bytes_only = False
-            what = f"a request named no bytes at gate {self.name!r}, which limits bytes"
-            _warn(f"{what}; say how many, if only bytes=0")
         slots, nbytes = check_cost(slots, nbytes)
         check_priority(priority)
         check(key is None or isinstance(key, str), "key must be a string or None", key)
@@ -341,8 +324,9 @@ class SharedGate(NoCopy):
     def _enter(self, request: Request) -> bool:
         """Return whether *request* is held at once; if not, its waiter is woken."""
         if self._lock.interrupted():
-            raise self._refuse(request, self._busy("is interrupted by this very call"))
-        held = self._ask(self._submit, request)
+            how = "is interrupted by this very call"
+            raise self._refuse(request.lease, self._retry_in(1.0, GateFull, how))
+        held = self._ask(-1, self._submit, request)
         if held and self._emit:
             self._note(LeaseGranted, request.lease, waited_s=0.0)
             self._flush()
@@ -358,7 +342,7 @@ class SharedGate(NoCopy):
             if member is not None:
                 member.row.words[rows.REFUSED] += 1
             request.lease.state = DONE
-            raise self._refuse(request, refusal) from None
+            raise self._refuse(request.lease, refusal) from None
 
     async def _wait(self, request: Request, max_wait: float | None) -> None:
         now, lease, asked = anyio.current_time, request.lease, False
@@ -370,7 +354,7 @@ class SharedGate(NoCopy):
                     await waiter
                     break
                 await wait_until(waiter, due, last=asked)
-                if self._ask(self._has_waited, request, asked, max_wait):
+                if self._ask(-1, self._has_waited, request, asked, max_wait):
                     break
                 asked, due = True, now() + _ANSWER
         except BaseException:
@@ -388,9 +372,8 @@ class SharedGate(NoCopy):
         if request.lease.state != WAITING:
             return True
         if asked or self._member is None:  # there is no leader
-            how = f"was full for {max_wait} s; retry in 1.0 s"
-            message = f"gate {self.name!r} {how}"
-            self._give_up(request, AdmissionTimeout(message, retry_after=1.0))
+            how = f"was full for {max_wait} s"
+            self._give_up(request, self._retry_in(1.0, AdmissionTimeout, how))
             return True
         request.lease.waiter = new_waiter()  # each is for one wait
         self._member.expire(request, max_wait)
@@ -412,7 +395,7 @@ class SharedGate(NoCopy):
         # Without the lock: what was decided before the wake-up does not change.
         if request.lease.state != HELD:
             refusal = request.refusal or self._gate_closed()
-            self._refuse(request, refusal)
+            self._refuse(request.lease, refusal)
             self._flush()
             raise refusal
         self._note_granted(request)
@@ -425,27 +408,10 @@ class SharedGate(NoCopy):
             if self.closed and not member.held:
                 member.leave()
 
-    def _release(self, lease: Lease) -> None:
-        self._apply(self._take_back, lease)
-
-    def _lose(self, lease: Lease) -> None:
-        self._apply(self._take_back, lease, True)
-
-    def _settle(self, lease: Lease, nbytes: int) -> None:
-        self._apply(self._settle_now, lease, min(nbytes, _MOST))
-
     def _settle_now(self, lease: Lease, nbytes: int) -> None:
-        estimate, member = lease.bytes, self._member
-        if member is not None and member.settle(lease, nbytes) and self._emit:
-            self._events.append(
-                LeaseSettled(
-                    gate=self.name, estimated_bytes=estimate, actual_bytes=nbytes
-                )
-            )
-
-    def _held_seconds(self, lease: Lease) -> float | None:  # noqa: ARG002 - of a Gate
-        """Not known: the gate that orders by it may be in another process."""
-        return None
+        estimate, member, nbytes = lease.bytes, self._member, min(nbytes, _MOST)
+        if member is not None and member.settle(lease, nbytes):
+            self._note_settled(estimate, nbytes)
 
     def _resize(self, slots: int | None, nbytes: int | None) -> None:
         member = self._member
@@ -486,27 +452,9 @@ class SharedGate(NoCopy):
 
     # Refusals and events.
 
-    def _busy(self, how: str) -> Refused:
-        message = f"gate {self.name!r} {how}; retry in 1.0 s"
-        return GateFull(message, retry_after=1.0)
-
-    def _gate_closed(self) -> Refused:
-        return GateClosed(f"gate {self.name!r} is closed; ask another server")
-
-    def _refuse(self, request: Request, refusal: Refused) -> Refused:
-        reason, retry_after = refusal.reason, refusal.retry_after
-        lease = request.lease
-        self._note(AdmissionRefused, lease, reason=reason, retry_after=retry_after)
-        return refusal
-
     def _note_granted(self, request: Request) -> None:
         waited_s = time.monotonic() - request.since
         self._note(LeaseGranted, request.lease, waited_s=waited_s)
-
-    def _note(self, kind: Callable[..., Event], ticket: Ticket, **more: object) -> None:
-        if self._emit is not None:
-            slots, nbytes = ticket.slots, ticket.bytes
-            self._events.append(kind(gate=self.name, slots=slots, bytes=nbytes, **more))
 
 
 def _engine(capacity: Capacity, **options: Any) -> Gate:
@@ -517,17 +465,12 @@ def _engine(capacity: Capacity, **options: Any) -> Gate:
 
 def _capacity(slots: int | None, nbytes: int | None) -> Capacity:
     checked = (check_capacity("slots", slots), check_capacity("bytes", nbytes))
-    limits = (None if each == math.inf else int(each) for each in checked)
-    return Capacity(0, *limits)
+    return Capacity(0, *map(finite, checked))
 
 
 def _limits(capacity: Capacity) -> str:
     slots, nbytes = ("any" if it is None else it for it in capacity.limits)
     return f"{slots} slots and {nbytes} bytes"
-
-
-def _warn(message: str) -> None:
-    warnings.warn(message, RuntimeWarning, stacklevel=4)
 
 
 # To close descriptors after a fork.

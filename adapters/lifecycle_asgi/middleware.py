@@ -185,6 +185,8 @@ class LifecycleMiddleware:
         # body from a stream that reads it; but a stream in a task of the application's
         # own would continue without a client.
         scope[SCOPE_KEY] = channel.request
+        if scope.get("http_version", "")[:2] == "1.":
+            channel.request.transport = transport_of(receive, send)
         self._begin(scope, channel)
         claims = owner.set(channel.claims.note)
         error: BaseException | None = None

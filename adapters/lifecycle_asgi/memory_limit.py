@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import multiprocessing
 import os
 import re
 import sys
@@ -100,7 +99,8 @@ def announce(budget: int, *, shared: bool) -> None:
 def is_worker() -> bool:
     """Whether uvicorn or gunicorn has started this process as one of several."""
     # Of a process that uvicorn started for ``--reload``, there is one.
-    options = getattr(multiprocessing.current_process(), "_kwargs", {})
+    started: Any = sys.modules.get("multiprocessing.process")
+    options = getattr(started and started.current_process(), "_kwargs", {})
     config: Any = options.get("config")
     if type(config).__module__ == "uvicorn.config":
         return bool(config.workers > 1)

@@ -185,7 +185,7 @@ class LifecycleMiddleware:
         # own would continue without a client.
         scope[SCOPE_KEY] = channel.request
         if scope.get("http_version", "")[:2] == "1.":
-            channel.request.transport = transport_of(receive, send)
+            channel.request.transport = partial(transport_of, receive, send)
         self._begin(scope, channel)
         claims = owner.set(channel.claims.note)
         error: BaseException | None = None

@@ -99,7 +99,7 @@ class RequestScope:
         probe_waiting: Asks the clients whose bodies wait unread whether they are still
             there, and returns how many were asked. Those that have left are noticed
             after a round trip. For a queue that would refuse somebody for them.
-        transport: The connection of HTTP/1 under it, where that is known.
+        transport: Returns the connection of HTTP/1 under it, where that is known.
     """
 
     __slots__ = (
@@ -121,7 +121,7 @@ class RequestScope:
         self._owned: list[Closable] = []
         self.body: AdmittedBody | None = None
         self.probe_waiting: Callable[[], int] = int
-        self.transport: Any = None
+        self.transport: Callable[[], Any] = _no_transport
         self._recorder: RequestRecorder | None = None
         self._shown: LiveRequest | None = None
         self._client_gone = False
@@ -302,7 +302,7 @@ class RequestScope:
             outcome: Outcome of a request without a session. Default: by *status*.
         """
         self._live = False
-        self.body = self.transport = None
+        self.body, self.transport = None, _no_transport
         sessions, self._attached = self._attached, []
         recorder, self._recorder = self._recorder, None
         if recorder is None:
@@ -319,6 +319,10 @@ class RequestScope:
             recorder.end(outcome, status, None)
         else:
             recorder.end(session.outcome, status, getattr(session, "id", None))
+
+
+def _no_transport() -> None:
+    """What a request has no connection by."""
 
 
 def asynchronous(source: Any) -> Any:

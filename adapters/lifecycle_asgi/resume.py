@@ -175,7 +175,7 @@ async def _cut_off(reader: Reader, scope: Scope, receive: Receive, send: Send) -
         await send_response(send, refusal_response(closed))
         return
     request = scope.get(SCOPE_KEY)
-    transport = request.transport if request else transport_of(receive, send)
+    transport = request.transport() if request else transport_of(receive, send)
     if scope.get("http_version", "")[:2] == "1." and hasattr(transport, "is_closing"):
         # A server logs an error for a response without its end, but for those whose
         # client has left.

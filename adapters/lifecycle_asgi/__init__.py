@@ -83,7 +83,7 @@ from lifecycle_asgi.media_memory import (
 )
 from lifecycle_asgi.media_profiles import media_profile
 from lifecycle_asgi.middleware import LifecycleMiddleware
-from lifecycle_asgi.refusals import ClientLimitExceeded, refusal_response
+from lifecycle_asgi.refusals import ApiError, ClientLimitExceeded, refusal_response
 from lifecycle_asgi.request import RequestScope, request_of
 from lifecycle_asgi.request_scope import request_scope
 from lifecycle_asgi.resume import ResumableResponse, ResumableStreams
@@ -91,6 +91,7 @@ from lifecycle_asgi.resume import ResumableResponse, ResumableStreams
 __all__ = (
     "Admission",
     "AdmissionSettings",
+    "ApiError",
     "BodyLimit",
     "BodyTooLarge",
     "BodyTooSlow",

@@ -43,7 +43,9 @@ from lifecycle_asgi.refusals import (
     Refusal,
     Unauthorised,
     describe,
+    log_refusal,
     protocol_response,
+    with_id,
 )
 from lifecycle_asgi.request import declared_length, request_of
 from lifecycle_asgi.responses import (
@@ -204,7 +206,7 @@ class Admission:
         self._lanes = _make_lanes(settings, gates or {}, observer)
         self._small, self._bodies = self._lanes["small"], self._lanes["bodies"]
         self._requests, self._slots = self._lanes["requests"], self._lanes.get("slots")
-        announce(settings.bytes)
+        announce(settings.bytes, shared=settings.shared is not None)
         self._max_body = settings.max_body
         if (most := self._bodies.statistics().bytes) is not None:
             self._max_body = max(1, min(self._max_body, most // _BODY_COPIES))
@@ -362,7 +364,10 @@ class Admission:
         async def answer(_: Scope, __: Receive, send: Send) -> None:
             refusing = Refusing(scope, body, send)
             with self._closable(refusing):
-                await refusing.send(self._answer(scope, refusal))
+                id_, response = with_id(scope, self._answer(scope, refusal))
+                waiting = {lane: at.waiting for lane, at in self.statistics().items()}
+                log_refusal(scope, id_, refusal, waiting)
+                await refusing.send(response)
                 await refusing.linger(max_bytes=max_bytes)
 
         await with_headers_of(self._app, answer)(scope, body.receive, send)

@@ -54,6 +54,19 @@ _SHOWN: Final[Mapping[str, ShownPhase]] = MappingProxyType(
 )
 
 
+# What a request in a phase waits for, as far as this process knows.
+_AWAITED: Final[Mapping[ShownPhase, str]] = MappingProxyType(
+    {
+        "waiting": "a gate",
+        "reading": "its body",
+        "preparing": "its input to be ready",
+        "running": "the first part of its response",
+        "streaming": "the next part of its response",
+        "ending": "its end in the engine",
+    }
+)
+
+
 class Snapshots:
     """Takes snapshots of requests, gates and an engine.
 
@@ -196,6 +209,7 @@ def _row(
         "age_s": round(view.age_s, 1),
         "bytes": view.bytes,
         "gate": gate,
+        "waits_for": _waits_for(each, view.phase, gate),
         "gone_s": None if view.gone_s is None else round(view.gone_s, 1),
         "read": each.read,
         "sent": each.sent,
@@ -242,6 +256,17 @@ def _gate_view(name: str, gates: list[AnyGate]) -> GateView:
         sum(now.refused for now in each),
         0.0,
     )
+
+
+def request_rows(requests: LiveRequests) -> list[dict[str, Any]]:
+    """Return all requests, oldest first, each with what it waits for."""
+    now, rows = time.monotonic(), []
+    for each in all_of(requests):
+        view, session = _view(each, now), next(iter(each.sessions()), None)
+        more = {"age_s": round(view.age_s, 3), "session": session and session.id}
+        more["session_phase"] = session and session.phase
+        rows.append({**_row(each, view, [], now), **more})
+    return rows
 
 
 # Of one request -------------------------------------------------------------------
@@ -334,6 +359,15 @@ def _phase(request: LiveRequest, *, waits: bool) -> tuple[ShownPhase, float]:
     if request.body_done is None and request.reading:
         return "reading", request.began
     return "running", request.body_done or request.began
+
+
+def _waits_for(request: LiveRequest, phase: ShownPhase, gate: str | None) -> str:
+    """Return what would have to happen next, in words."""
+    if phase == "waiting" and gate is not None:
+        return f"gate {gate}"
+    if phase == "streaming" and request.sending is not None:
+        return "its client"
+    return _AWAITED[phase]
 
 
 def _measure(request: LiveRequest, now: float) -> None:

@@ -44,7 +44,7 @@ _MAX_PART_HEAD: Final = 4096
 _MAX_PARTS: Final = 1024
 # Bodies that a server may unpack; the second is SGLang's.
 _ENCODINGS: Final = (b"content-encoding", b"x-body-compressed")
-_PLAIN: Final = (b"", b"identity")
+_PLAIN: Final = frozenset({b"", b"identity"})
 _MAX_OPENED: Final = 1024
 # The event loop waits for the parser, so JSON of more values is not parsed. Between two
 # values there is a comma.
@@ -105,7 +105,7 @@ class BodyEstimator:
 
 def _media_of(scope: Scope, body: bytes) -> list[Media]:
     """Return the media of a body."""
-    if any(_header(scope, name) not in _PLAIN for name in _ENCODINGS):
+    if _is_encoded(scope):
         return [Media("image", "")]  # not searched, as with TooDeep
     content_type = _header(scope, b"content-type")
     kind = _KINDS.get(content_type.partition(b"/")[0].strip().lower())
@@ -170,6 +170,13 @@ def _form_media(body: bytes, boundary: bytes) -> Iterator[Media]:
         if kind is not None:
             yield Media(kind, "", body[head_end + 4 : at])
     yield Media("image", "")  # not searched to its end, as with TooDeep
+
+
+def _is_encoded(scope: Scope) -> bool:
+    """Whether any of the encodings that all headers list changes the body."""
+    values = (value for name, value in scope["headers"] if name in _ENCODINGS)
+    listed = (each.strip().lower() for value in values for each in value.split(b","))
+    return not _PLAIN.issuperset(listed)
 
 
 def _header(scope: Scope, wanted: bytes) -> bytes:

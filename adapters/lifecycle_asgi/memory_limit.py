@@ -5,10 +5,11 @@ from __future__ import annotations
 import logging
 import os
 import re
+import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
-from typing import Final
+from typing import Any, Final
 
 MAX_BUDGET: Final = 4 * 2**30
 """Budget where there is memory for more, in bytes."""
@@ -60,11 +61,12 @@ def default_budget() -> int:
     return MAX_BUDGET if limit is None else limit.budget
 
 
-def announce(budget: int) -> None:
+def announce(budget: int, *, shared: bool) -> None:
     """Log what a budget comes from, or that it is more memory than there is.
 
     Args:
         budget: Bytes for requests.
+        shared: Whether all worker processes share it.
     """
     limit, log = memory_limit(), logging.getLogger("lifecycle")
     if limit is None:
@@ -77,6 +79,14 @@ def announce(budget: int) -> None:
             *mib,
             limit.owner,
         )
+    elif budget == limit.budget and not shared and is_worker():
+        log.warning(
+            "Admission: %.0f MiB for requests in each worker process, of %.0f MiB that "
+            "%s has; name a folder with shared= or LIFECYCLE_SHARED, and all workers "
+            "have one budget together",
+            *mib,
+            limit.owner,
+        )
     elif budget == limit.budget < MAX_BUDGET:
         log.info(
             "Admission: %.0f MiB for requests, as %.0f MiB is what %s has; "
@@ -84,6 +94,17 @@ def announce(budget: int) -> None:
             *mib,
             limit.owner,
         )
+
+
+def is_worker() -> bool:
+    """Whether uvicorn or gunicorn has started this process as one of several."""
+    # Of a process that uvicorn started for ``--reload``, there is one.
+    started: Any = sys.modules.get("multiprocessing.process")
+    options = getattr(started and started.current_process(), "_kwargs", {})
+    config: Any = options.get("config")
+    if type(config).__module__ == "uvicorn.config":
+        return bool(config.workers > 1)
+    return "gunicorn.arbiter" in sys.modules
 
 
 def size_text(nbytes: float) -> str:

@@ -125,9 +125,8 @@ class LifecycleMiddleware:
         observer: Called with the events of requests; see `RequestEvent`.
         operation: Returns the kind of request of a scope, as a fixed word; ``None``
             for a request without events. Default: ``"http"`` for all.
-        live: Notes the requests that have an operation, for the live view of a server
-            that serves its pages itself. All others wrap the application in a
-            `LiveView`.
+        live: Notes all requests, for the live view of a server that serves its pages
+            itself. All others wrap the application in a `LiveView`.
 
     Raises:
         TypeError: *read_ahead* or *room* is no whole number.
@@ -185,6 +184,8 @@ class LifecycleMiddleware:
         # body from a stream that reads it; but a stream in a task of the application's
         # own would continue without a client.
         scope[SCOPE_KEY] = channel.request
+        if scope.get("http_version", "")[:2] == "1.":
+            channel.request.transport = partial(transport_of, receive, send)
         self._begin(scope, channel)
         claims = owner.set(channel.claims.note)
         error: BaseException | None = None
@@ -248,17 +249,14 @@ class LifecycleMiddleware:
 
     def _begin(self, scope: Scope, channel: RequestChannel) -> None:
         """Note the request for the observer and the live view, where there are some."""
-        request, operation = channel.request, None
+        request = channel.request
         request.probe_waiting = self._probe
-        if self._emit is not None or self._live is not None:
-            operation = self._operation(scope)
         shown = scope.get(LIVE_KEY)  # a `LiveView` notes the messages itself
-        if operation is not None:
-            if self._emit is not None:
-                request.set_recorder(RequestRecorder(self._emit, operation, scope))
-            if self._live is not None:
-                shown = channel.shown = self._live.begin(scope)
-                channel.claims.show = shown.claim
+        if self._emit is not None and (operation := self._operation(scope)) is not None:
+            request.set_recorder(RequestRecorder(self._emit, operation, scope))
+        if self._live is not None:
+            shown = channel.shown = self._live.begin(scope)
+            channel.claims.show = shown.claim
         if shown is not None:
             request.show(shown, channel.application.cancel)
 

@@ -3,8 +3,13 @@
 from __future__ import annotations
 
 import json
+import logging
 import math
+import re
+import secrets
+from collections.abc import Mapping
 from typing import Any, Final
+from urllib.parse import quote
 
 from lifecycle import CostTooLarge, GateClosed, Refused
 from lifecycle_asgi._types import Scope
@@ -14,6 +19,10 @@ from lifecycle_asgi.responses import Headers, Response
 REFUSALS: Final = (BodyTooLarge, BodyTooSlow, Refused)
 """What `describe` knows, besides `Unauthorised`."""
 
+_ID: Final = b"x-request-id"
+_IDS: Final = frozenset({_ID, b"request-id"})
+_SAFE_ID: Final = re.compile(rb"[A-Za-z0-9._-]{1,128}")
+_MAX_PATH: Final = 100
 _LONGEST_RETRY: Final = 60.0
 _TYPES: Final = {429: "rate_limit_error"}
 # Error types that the SDK knows; the status distinguishes the rest.
@@ -174,6 +183,55 @@ def protocol_response(scope: Scope, error: ApiError) -> Response:
     if "/v1/" in path or b"json" in request_headers.get(b"content-type", b""):
         return _json(error, {"error": error.fields})
     return _response(error, b"text/plain; charset=utf-8", error.message.encode())
+
+
+def with_id(scope: Scope, response: Response) -> tuple[str, Response]:
+    """Return the id of a refused request, and *response* with it as ``x-request-id``.
+
+    The client's own id is kept, and one that the response has already.
+    """
+    status, headers, body = response
+    for name, value in headers:
+        if name.lower() in _IDS:
+            return value.decode("latin-1"), response
+    given = [value for name, value in scope["headers"] if name == _ID]
+    id_ = secrets.token_hex(8)
+    if len(given) == 1 and _SAFE_ID.fullmatch(given[0]):
+        id_ = given[0].decode()
+    return id_, (status, [*headers, (_ID, id_.encode())], body)
+
+
+def log_refusal(
+    scope: Scope, id_: str, refusal: Refusal | Unauthorised, waiting: Mapping[str, int]
+) -> None:
+    """Log who was refused what, and why, on the logger ``lifecycle``.
+
+    Errors in the request itself, which an `ApiError` is for, are its client's business.
+    """
+    if isinstance(refusal, ApiError):
+        return
+    error = describe(refusal)
+    # The path as it came, without the query; a log has one line for each request.
+    path = quote(scope["path"][:_MAX_PATH])
+    why = str(refusal) if isinstance(refusal, Refused) else error.message
+    after = dict(error.headers).get(b"retry-after")
+    logging.getLogger("lifecycle").warning(
+        "request %s of %s: %s %s refused with %d %s: %s%s; waiting: %s",
+        id_,
+        _address(scope),
+        scope["method"],
+        path,
+        error.status,
+        error.code,
+        why,
+        "" if after is None else f"; Retry-After {after.decode()}",
+        ", ".join(f"{count} in {lane}" for lane, count in waiting.items()),
+    )
+
+
+def _address(scope: Scope) -> str:
+    client = scope.get("client")
+    return str(client[0]) if client else "unknown"
 
 
 def _json(error: ApiError, document: dict[str, Any]) -> Response:

@@ -99,6 +99,7 @@ class RequestScope:
         probe_waiting: Asks the clients whose bodies wait unread whether they are still
             there, and returns how many were asked. Those that have left are noticed
             after a round trip. For a queue that would refuse somebody for them.
+        transport: Returns the connection of HTTP/1 under it, where that is known.
     """
 
     __slots__ = (
@@ -111,6 +112,7 @@ class RequestScope:
         "_shown",
         "body",
         "probe_waiting",
+        "transport",
     )
 
     def __init__(self, *, cancelled_when_gone: bool = False) -> None:
@@ -119,6 +121,7 @@ class RequestScope:
         self._owned: list[Closable] = []
         self.body: AdmittedBody | None = None
         self.probe_waiting: Callable[[], int] = int
+        self.transport: Callable[[], Any] = _no_transport
         self._recorder: RequestRecorder | None = None
         self._shown: LiveRequest | None = None
         self._client_gone = False
@@ -299,7 +302,7 @@ class RequestScope:
             outcome: Outcome of a request without a session. Default: by *status*.
         """
         self._live = False
-        self.body = None
+        self.body, self.transport = None, _no_transport
         sessions, self._attached = self._attached, []
         recorder, self._recorder = self._recorder, None
         if recorder is None:
@@ -316,6 +319,10 @@ class RequestScope:
             recorder.end(outcome, status, None)
         else:
             recorder.end(session.outcome, status, getattr(session, "id", None))
+
+
+def _no_transport() -> None:
+    """What a request has no connection by."""
 
 
 def asynchronous(source: Any) -> Any:

@@ -29,9 +29,10 @@ from lifecycle import (
 )
 from lifecycle.lowlevel import check_int, check_seconds, clear_traceback_frames
 from lifecycle_asgi._types import Receive, Scope, Send
+from lifecycle_asgi.disconnects import transport_of
 from lifecycle_asgi.middleware import CLIENT_CLOSED_REQUEST, DISCONNECT
 from lifecycle_asgi.refusals import ApiError, protocol_response, refusal_response
-from lifecycle_asgi.request import asynchronous
+from lifecycle_asgi.request import SCOPE_KEY, asynchronous
 from lifecycle_asgi.responses import send_response
 
 OnDisconnect: TypeAlias = Literal["cancel", "detach"] | float
@@ -47,6 +48,7 @@ _SHOWN: Final = 12
 # Beside the bytes of an event, so that many small ones are bounded, too.
 _EVENT_OVERHEAD: Final = 64
 _SEND_BYTES: Final = 65536
+_CLOSE_SECONDS: Final = 1.0
 
 
 class ResumableResponse:
@@ -76,6 +78,9 @@ class ResumableResponse:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Send the events.
 
+        A response that the end of the server cuts off has no error: that would be a
+        traceback in the log for each client.
+
         Raises:
             Exception: The error of the generator.
 
@@ -99,6 +104,9 @@ class ResumableResponse:
             self._detach(stream, reader)
         if reader.error is None:
             await self._finish(reader, scope, send)
+        elif getattr(reader.error, "outcome", None) == "shutdown":
+            reader.error = None
+            await _cut_off(reader, scope, receive, send)
         else:
             try:
                 raise reader.error
@@ -158,6 +166,23 @@ class ResumableResponse:
         reader.reached_end = True
         if stream.error is None:
             await send({"type": "http.response.body", "body": b""})
+
+
+async def _cut_off(reader: Reader, scope: Scope, receive: Receive, send: Send) -> None:
+    """End a response without its end; say why if nothing of it was sent."""
+    if not reader.begun:
+        closed = GateClosed("the server is shutting down; ask another one")
+        await send_response(send, refusal_response(closed))
+        return
+    request = scope.get(SCOPE_KEY)
+    transport = request.transport() if request else transport_of(receive, send)
+    if scope.get("http_version", "")[:2] == "1." and hasattr(transport, "is_closing"):
+        # A server logs an error for a response without its end, but for those whose
+        # client has left.
+        transport.close()
+        with anyio.move_on_after(_CLOSE_SECONDS):
+            while (await receive())["type"] != DISCONNECT:
+                pass
 
 
 class ResumableStreams:

@@ -16,15 +16,16 @@ from starlette.background import BackgroundTask
 from starlette.exceptions import HTTPException
 from starlette.requests import HTTPConnection, Request
 from starlette.responses import Response, StreamingResponse
+from starlette.websockets import WebSocket, WebSocketState
 
-from lifecycle import Gate, Lease, Refused
+from lifecycle import CostTooLarge, Gate, GateClosed, Lease, Refused
 from lifecycle.events import Observer
 from lifecycle_asgi import resume
 from lifecycle_asgi._types import App, Message, Receive, Scope, Send
 from lifecycle_asgi.endpoint import ConnectionWatch
 from lifecycle_asgi.limits import BodyLimit
 from lifecycle_asgi.middleware import CLIENT_CLOSED_REQUEST, LifecycleMiddleware
-from lifecycle_asgi.refusals import refusal_response
+from lifecycle_asgi.refusals import describe, refusal_response
 from lifecycle_asgi.request import request_of
 
 __all__ = (
@@ -41,6 +42,11 @@ _END: Final = object()
 _CLOSE_SECONDS: Final = 5.0  # as the middleware's `grace`
 _HANDLERS: Final = "starlette.exception_handlers"
 _REFUSED: Final = "lifecycle.refused"
+_DENIAL: Final = "websocket.http.response"
+# Close codes of WebSockets, by their registry; the last one is "try again later".
+_CLOSE_CODES: Final = ((CostTooLarge, 1009), (GateClosed, 1001))
+_TRY_AGAIN: Final = 1013
+_MAX_REASON: Final = 123  # bytes
 
 
 def install(
@@ -84,8 +90,11 @@ def install(
     app.add_exception_handler(Refused, refusal_handler)
 
 
-async def refusal_handler(_request: Request, refusal: Exception) -> Response:
+async def refusal_handler(request: Request, refusal: Exception) -> Response:
     """Return the response to a `Refused`; an exception handler of Starlette.
+
+    A WebSocket that was accepted is closed, with 1013 (try again later), with 1009 for
+    what can never fit, or with 1001 where the gate is closed.
 
     Raises:
         TypeError: *refusal* is another exception.
@@ -96,7 +105,30 @@ async def refusal_handler(_request: Request, refusal: Exception) -> Response:
     if not isinstance(refusal, Refused):
         kind = type(refusal).__name__
         raise TypeError(f"refusal_handler is a handler of Refused, not of {kind}")
+    if isinstance(request, WebSocket) and not _can_deny(request):
+        return _Closing(refusal)
     return _response_to(refusal)
+
+
+def _can_deny(websocket: WebSocket) -> bool:
+    """Whether a handshake is open that the server can answer with a response."""
+    is_open = websocket.application_state is WebSocketState.CONNECTING
+    return is_open and _DENIAL in websocket.scope.get("extensions", {})
+
+
+class _Closing(Response):
+    """Closes a WebSocket, where no response can be sent."""
+
+    def __init__(self, refusal: Refused) -> None:
+        super().__init__()
+        codes = (code for kind, code in _CLOSE_CODES if isinstance(refusal, kind))
+        self._code = next(codes, _TRY_AGAIN)
+        reason = describe(refusal).message.encode()[:_MAX_REASON]
+        self._reason = reason.decode(errors="ignore")
+
+    async def __call__(self, _scope: Scope, _receive: Receive, send: Send) -> None:
+        close = {"type": "websocket.close", "code": self._code}
+        await send({**close, "reason": self._reason})
 
 
 def _response_to(refusal: Refused) -> Response:

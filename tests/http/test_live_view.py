@@ -13,6 +13,8 @@ import httpx2
 import pytest
 from http_kit import Server, make_engine, running, user
 
+from lifecycle import Gate
+
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 CANARY = "canary-77aa <img src=x onerror=alert(1)>"
 # An answer of 4,000 tokens outlasts every look at it.
@@ -172,3 +174,35 @@ async def test_shows_names_as_text(browser_path: str) -> None:
 
 def _foreign(url: str) -> list[str]:
     return [] if url.startswith("http://127.0.0.1:") else [url]
+
+
+async def test_lists_all_requests_with_what_they_wait_for() -> None:
+    """One that is answered, one at a gate, and one that is uploaded."""
+    gate = Gate(slots=1, name="in_flight")
+
+    async def listed(server: Server) -> list[dict[str, Any]]:
+        async with httpx2.AsyncClient() as client:
+            url = f"http://127.0.0.1:{server.admin_port}/_lifecycle/requests"
+            return list((await client.get(url, timeout=60)).json()["requests"])
+
+    async with running(SLOW, in_flight=gate) as server, server.client() as client:
+        stream = await ask(client, "first")
+        waiting = asyncio.create_task(ask(client, "second"))
+        await server.until(lambda: gate.statistics().waiting)
+        _, upload = await asyncio.open_connection("127.0.0.1", server.port)
+        head = b"POST /generate HTTP/1.1\r\nhost: x\r\ncontent-length: 100\r\n\r\n{"
+        upload.write(head)
+        async with asyncio.timeout(120):
+            while len(rows := await listed(server)) < 3:
+                await asyncio.sleep(0.01)
+        assert [each["id"] for each in rows[:2]] == ["first", "second"]
+        assert rows[2]["what"] == "POST /generate"
+        assert [each["waits_for"] for each in rows] == [
+            "the next part of its response",
+            "gate in_flight",
+            "its body",
+        ]
+        upload.close()
+        waiting.cancel()
+        await stream.close()
+        await server.quiet()

@@ -68,6 +68,9 @@ PAGES: dict[str, bytes] = {
     "/text": answer(200, b"this is no picture"),
     "/missing": answer(404),
     "/gzip": answer(200, IMAGE, "content-encoding: gzip"),
+    "/gzip-too": answer(
+        200, IMAGE, "content-encoding: gzip", "content-encoding: identity"
+    ),
     "/large": answer(200, b"x" * 30_000),
     "/large-chunked": b"HTTP/1.1 200 x\r\ntransfer-encoding: chunked\r\n\r\n"
     + b"fff\r\n%b\r\n" % (b"x" * 0xFFF) * 9,
@@ -196,6 +199,7 @@ REFUSED = {
     f"https://{HOST}/round": "redirects more than 3 times",
     f"https://{HOST}/missing": "status 404",
     f"https://{HOST}/gzip": "is compressed",
+    f"https://{HOST}/gzip-too": "is compressed",
     f"https://{HOST}/large": "larger than 20000 bytes",
     f"https://{HOST}/large-chunked": "larger than 20000 bytes",
     f"https://{HOST}/cut": "could not be fetched",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import re
 import signal
 import struct
 import sys
@@ -114,8 +115,11 @@ async def test_tells_streams_that_outlive_the_drain() -> None:
 
 
 async def test_hurries_on_second_interrupt() -> None:
-    """A second SIGINT does not wait for the drain (fault-62)."""
-    async with served("--drain", "600") as server, server.client() as client:
+    """A second SIGINT does not wait for the drain (fault-62), and the log says so."""
+    async with (
+        served("--drain", "600", quiet=False) as server,
+        server.client() as client,
+    ):
         stream = await begin_stream(client, 4000)
         server.process.send_signal(signal.SIGINT)
         async with asyncio.timeout(120):
@@ -126,11 +130,16 @@ async def test_hurries_on_second_interrupt() -> None:
             async for _ in stream:
                 pass
         assert await server.exit() == 0
+        said = (await server.process.stderr.read()).decode()
+        assert re.search(r"\d streams? left, for 600 s at most; Ctrl-C again", said)
 
 
 async def test_hurries_beside_an_engine_that_does_not_answer() -> None:
     """A stream in a stopped engine cannot be ended: the engine is killed (fault-62)."""
-    async with served("--drain", "600") as server, server.client() as client:
+    async with (
+        served("--drain", "600", quiet=False) as server,
+        server.client() as client,
+    ):
         stream = await begin_stream(client, 4000)
         psutil.Process(server.process.pid).children()[0].suspend()
         server.process.send_signal(signal.SIGINT)

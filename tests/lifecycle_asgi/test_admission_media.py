@@ -254,6 +254,24 @@ def test_assumes_what_a_compressed_body_contains() -> None:
     assert priced(body, headers=[(b"content-encoding", b"identity")]) == 0
 
 
+@pytest.mark.parametrize(
+    ("values", "encoded"),
+    [
+        ([b"identity", b"gzip"], True),
+        ([b"", b"deflate, identity"], True),
+        ([b"identity, gzip"], True),
+        ([b"identity", b"Identity, identity"], False),
+    ],
+)
+def test_reads_the_list_of_all_content_encodings(
+    values: list[bytes], encoded: bool
+) -> None:
+    """Several headers of one name are one list, of which any entry may be a code."""
+    headers = [(b"content-encoding", value) for value in values]
+    expected = 3 * PLAIN.assumed_pixels if encoded else 0
+    assert priced(b"x" * 100, headers=headers) == expected
+
+
 @pytest.mark.parametrize("body", [b"", b"no json", b"[" * 100_000, b'{"a": 1}', b"3"])
 def test_prices_text_and_nonsense_at_nothing(body: bytes) -> None:
     """What the server will refuse itself is not refused here."""

@@ -14,9 +14,14 @@ from anyio.abc import TaskGroup
 from asgi_kit import ScriptedServer, http_scope
 
 from lifecycle import Gate, GateFull, Lease
-from lifecycle_asgi import Admission, BodyTooLarge, MemoryEstimate, media_body
+from lifecycle_asgi import (
+    Admission,
+    ApiError,
+    BodyTooLarge,
+    MemoryEstimate,
+    media_body,
+)
 from lifecycle_asgi.admission import admitted_request
-from lifecycle_asgi.refusals import ApiError
 
 pytestmark = pytest.mark.anyio
 CHAT = "/v1/chat/completions"

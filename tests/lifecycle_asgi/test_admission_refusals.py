@@ -68,6 +68,33 @@ async def take_bytes(admission: Admission, writer: asyncio.StreamWriter) -> None
 
 
 @pytest.mark.asyncio
+@pytest.mark.parametrize("given", [b"mine-1", b"not one\xff", None])
+async def test_logs_each_refusal_in_one_line(
+    caplog: pytest.LogCaptureFixture, given: bytes | None
+) -> None:
+    """With what an operator asks, and the id that the client was told."""
+    gate = Gate(slots=1, max_waiting=0, name="slots")
+    admission = Admission(read_body, environment={}, gates={"slots": gate})
+    headers = [(b"content-length", b"2")]
+    headers += [] if given is None else [(b"x-request-id", given)]
+    server = ScriptedServer(b"{}")
+    scope = http_scope("/v1/x\ny", headers=headers)
+    with gate.try_admit():
+        await admission(scope, server.receive, server.send)
+    answered = dict(server.sent[0]["headers"])
+    told, after = (
+        answered[name].decode() for name in (b"x-request-id", b"retry-after")
+    )
+    assert (told == "mine-1") == (given == b"mine-1")
+    (record,) = caplog.records
+    said = record.getMessage()
+    assert said.startswith(f"request {told} of 127.0.0.1: POST /v1/x%0Ay refused with ")
+    assert "503 server_overloaded: gate 'slots' is full" in said
+    assert f"; Retry-After {after}; waiting: 0 in small, " in said
+    assert said.endswith("0 in slots")
+
+
+@pytest.mark.asyncio
 @pytest.mark.parametrize("http", ["h11", "httptools"])
 @pytest.mark.parametrize("status", REFUSALS)
 async def test_answers_client_that_sends_before_it_reads(

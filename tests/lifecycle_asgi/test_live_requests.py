@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
+from asgi_kit import ScriptedServer, http_scope
 
 from lifecycle import SessionRegistry
+from lifecycle_asgi import LifecycleMiddleware
 from lifecycle_asgi.events import LiveRequests
 
 pytestmark = pytest.mark.anyio
@@ -46,3 +50,17 @@ async def test_keeps_requests_with_open_sessions() -> None:
         assert open_.id in requests.found
         assert len(requests.found) <= 3
         kept.close("completed")
+
+
+async def test_has_requests_of_every_path() -> None:
+    """Those that no observer hears of, too, until they end."""
+    requests, shown = LiveRequests((), lambda _: "client"), []
+
+    async def app(_scope: Any, _receive: Any, _send: Any) -> None:
+        shown.extend(each.what for each in requests.found.values())
+
+    server = ScriptedServer()
+    watched = LifecycleMiddleware(app, operation=lambda _: None, live=requests)
+    await watched(http_scope("/v1/models"), server.receive, server.send)
+    assert shown == ["POST /v1/models"]
+    assert requests.found == {}

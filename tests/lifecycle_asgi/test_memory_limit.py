@@ -11,11 +11,13 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
 from http.client import HTTPConnection, HTTPException
 from pathlib import Path
+from types import ModuleType
 
 import pytest
 from PIL import Image
@@ -202,3 +204,49 @@ def test_warns_of_a_budget_that_is_more_than_there_is(caplog) -> None:
     with caplog.at_level(logging.WARNING):
         Admission(None, environment={}, bytes=2 * limit.bytes)  # type: ignore[arg-type]
     assert f"{limit.owner} has; give fewer bytes" in caplog.text
+
+
+def said_by(workers: int, folder: Path, **environment: str) -> list[str]:
+    """What is logged about budgets until all workers of a uvicorn have started."""
+    (folder / "idle.py").write_text(
+        "from lifecycle_asgi import Admission\napp = Admission(None)\n"
+    )
+    argv = [sys.executable, "-m", "uvicorn", "--port=0", "--lifespan=off", "idle:app"]
+    kept = {key: os.environ[key] for key in os.environ if "LIFECYCLE" not in key}
+    said: list[str] = []
+    with subprocess.Popen(
+        [*argv, f"--workers={workers}"],
+        cwd=folder,
+        env={**kept, **environment},
+        stderr=subprocess.PIPE,
+        text=True,
+    ) as server:
+        guard = threading.Timer(120, server.kill)
+        guard.start()
+        while sum("Started server process" in line for line in said) < workers:
+            said.append(server.stderr.readline())
+            assert said[-1], said
+        guard.cancel()
+        server.terminate()
+        server.communicate(timeout=120)
+    return [line for line in said if line.startswith("Admission: ")]
+
+
+def test_says_that_each_worker_has_a_budget(tmp_path: Path) -> None:
+    """And how all have one: where uvicorn starts several, and they share none."""
+    pytest.importorskip("uvicorn")
+    lines = said_by(2, tmp_path)
+    assert len(lines) == 2
+    for line in lines:
+        assert "MiB for requests in each worker process" in line
+        assert "name a folder with shared= or LIFECYCLE_SHARED" in line
+    assert said_by(2, tmp_path, LIFECYCLE_SHARED=str(tmp_path / "lanes")) == []
+    assert said_by(2, tmp_path, LIFECYCLE_BYTES="64MiB") == []
+    assert said_by(1, tmp_path) == []
+
+
+def test_says_so_in_workers_of_gunicorn(caplog, monkeypatch) -> None:
+    """They are forked by the process that has this module."""
+    monkeypatch.setitem(sys.modules, "gunicorn.arbiter", ModuleType("arbiter"))
+    Admission(None, environment={})  # type: ignore[arg-type]
+    assert "in each worker process" in caplog.text

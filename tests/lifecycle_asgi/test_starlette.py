@@ -12,11 +12,15 @@ from typing import Any
 
 import anyio
 import pytest
+from asgi_kit import serving
+from fastapi import FastAPI, WebSocket
 from starlette.applications import Starlette
 from starlette.background import BackgroundTask
 from starlette.requests import Request
 from starlette.responses import StreamingResponse
 from starlette.routing import Route
+from websockets.asyncio.client import connect
+from websockets.exceptions import ConnectionClosed, InvalidStatus
 
 from lifecycle import Gate, GateFull, managed
 from lifecycle_asgi import LifecycleMiddleware, refusal_response, request_of
@@ -119,6 +123,67 @@ async def test_refuses_before_the_status(gate: Gate, status: int) -> None:
     assert answer.status == status
     assert ("retry-after" in answer.headers) == (status == 503)
     assert words.made == 0
+
+
+def refusing(gate: Gate, size: int) -> FastAPI:
+    """An installed application of two WebSockets, which are refused."""
+    app = FastAPI()
+    install(app)
+
+    @app.websocket("/accepted")
+    async def accepted(websocket: WebSocket) -> None:
+        await websocket.accept()
+        await gate.admit(bytes=size)
+
+    @app.websocket("/new")
+    async def new(_: WebSocket) -> None:
+        await gate.admit(bytes=size)
+
+    return app
+
+
+@pytest.mark.parametrize("ws", ["websockets-sansio", "wsproto"])
+@pytest.mark.parametrize(
+    ("limits", "status", "code"),
+    [({"slots": 0}, 503, 1013), ({"bytes": 10}, 413, 1009), ({}, 503, 1001)],
+)
+async def test_refuses_websockets(
+    anyio_backend_name: str, ws: str, limits: dict[str, int], status: int, code: int
+) -> None:
+    """By a response to the handshake, and after that by a close code and a reason."""
+    if anyio_backend_name != "asyncio":
+        pytest.skip("uvicorn runs on asyncio")
+    gate = Gate(max_waiting=0, **(limits or {"slots": 1}))
+    if not limits:
+        gate.close()
+    async with serving(refusing(gate, 11), ws=ws) as port:
+        with anyio.fail_after(60), pytest.raises(InvalidStatus) as denied:
+            await connect(f"ws://127.0.0.1:{port}/new")
+        assert denied.value.response.status_code == status
+        assert ("retry-after" in denied.value.response.headers) == (code == 1013)
+        async with connect(f"ws://127.0.0.1:{port}/accepted") as client:
+            with anyio.fail_after(60), pytest.raises(ConnectionClosed) as closed:
+                await client.recv()
+        assert closed.value.rcvd is not None
+        assert closed.value.rcvd.code == code
+        assert closed.value.rcvd.reason.startswith("The ")
+
+
+async def test_closes_a_websocket_whose_server_sends_no_response_for_it() -> None:
+    """Its handshake is then refused by the server, with 403."""
+    sent: list[Any] = []
+
+    async def receive() -> Any:
+        return {"type": "websocket.connect"}
+
+    async def send(message: Any) -> None:
+        sent.append(message["type"])
+
+    scope = {"type": "websocket", "path": "/new", "headers": [], "query_string": b""}
+    app = refusing(Gate(slots=0, max_waiting=0), 1)
+    with anyio.fail_after(60):
+        await app({**scope, "subprotocols": []}, receive, send)
+    assert sent == ["websocket.close"]
 
 
 @pytest.mark.parametrize("response", [ManagedResponse, StreamingResponse])

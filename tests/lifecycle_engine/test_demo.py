@@ -226,7 +226,7 @@ def test_shows_live_request_until_its_client_leaves(announced: str) -> None:
         {"content-type": "application/json", "x-request-id": "shown-1"},
     )
     connection.getresponse().readline()
-    assert {row["id"]: row["phase"] for row in live(admin)} == {"shown-1": "started"}
+    assert {row["id"]: row["phase"] for row in live(admin)} == {"shown-1": "streaming"}
     assert live(admin)[0]["age_s"] > 0
     connection.close()
     for _ in range(2000):  # each turn waits for an answer

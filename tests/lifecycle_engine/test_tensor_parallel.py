@@ -137,6 +137,30 @@ async def test_nothing_is_left_of_a_start_that_is_killed(
     assert list(tmp_path.iterdir()) == []
 
 
+LOADING = """
+import os, sys
+from lifecycle_engine.model.tensor_parallel import load_tensor_parallel
+before = dict(os.environ)
+options = {"slots": 2, "max_length": 64}
+load_tensor_parallel(sys.argv[1], ranks=2, device="cpu", **options)
+left = {name: os.environ.get(name) for name in {*before, *os.environ}}
+print([name for name in sorted(left) if left[name] != before.get(name)], flush=True)
+os._exit(0)
+"""
+
+
+@pytest.mark.anyio
+async def test_loading_leaves_the_environment_as_it_was(
+    kits: Callable[[str], Any],
+) -> None:
+    """What the engine process starts later, and its own libraries, are of no rank."""
+    argv = [sys.executable, "-c", LOADING, str(kits("qwen3").folder)]
+    env = {**os.environ, "OMP_NUM_THREADS": "1"}
+    with anyio.fail_after(BOUND):
+        done = await anyio.run_process(argv, env=env, stderr=None)
+    assert done.stdout.decode().splitlines()[-1] == "[]"
+
+
 def multi_query(config: Any) -> None:
     """One key head, which both ranks have a copy of."""
     config.num_key_value_heads = 1

@@ -252,7 +252,8 @@ async def test_reads_admission_from_the_environment(tmp_path):
     ):
         head, _ = await proxy.ask(POST)
         assert head.startswith(b"HTTP/1.1 413")
-        assert "POST /v1/chat/completions: refused: 413" in proxy.log()
+        line = "POST /v1/chat/completions refused with 413 request_too_large: The "
+        assert proxy.log().count(line) == 1
         assert upstream.connections == 0
 
 

@@ -70,7 +70,8 @@ class View:
     async def refresh(self) -> None:
         """Read the status once and wake the tasks that wait for it."""
         rows = (await self.server.get("/_lifecycle/requests"))["requests"]
-        self._phases = {row["id"]: NAMES[row["phase"]] for row in rows}
+        phases = {row["id"]: row["session_phase"] for row in rows}
+        self._phases = {id_: NAMES[it] for id_, it in phases.items() if it in NAMES}
         self.status = await self.server.get("/_lifecycle/status")
         news, self._news = self._news, anyio.Event()
         news.set()

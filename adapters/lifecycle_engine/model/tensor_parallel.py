@@ -166,6 +166,7 @@ def load_tensor_parallel(
         store = _store(stack)
         for rank in range(1, ranks):
             _start(rank, store, alike)
+        stack.enter_context(_environment(0))
         runner = _load(0, store, **alike, graphs=graphs, **own)
         try:
             runner.self_test()
@@ -227,6 +228,24 @@ def _start(rank: int, store: str, alike: dict[str, Any]) -> None:
     threading.Thread(target=watch, name=f"rank-{rank}", daemon=True).start()
 
 
+@contextlib.contextmanager
+def _environment(rank: int) -> Iterator[None]:
+    """Set what transformers and gloo read until all ranks have run a pass."""
+    wanted = {"LOCAL_RANK": str(rank)}
+    if sys.platform == "linux":  # all ranks are here: no port for other machines
+        wanted["GLOO_SOCKET_IFNAME"] = os.environ.get("GLOO_SOCKET_IFNAME", "lo")
+    before = {name: os.environ.get(name) for name in wanted}
+    os.environ.update(wanted)
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            if value is None:
+                os.environ.pop(name, None)
+            else:
+                os.environ[name] = value
+
+
 def _load(
     rank: int,
     store: str,
@@ -241,9 +260,6 @@ def _load(
     """Meet the other ranks and load this rank's part of the model."""
     if threads is not None:
         torch.set_num_threads(threads)
-    os.environ["LOCAL_RANK"] = str(rank)  # where transformers reads it
-    if sys.platform == "linux":  # all ranks are here: no port for other machines
-        os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
     if device == "cuda":
         torch.cuda.set_device(rank)
     dist.init_process_group(
@@ -366,8 +382,9 @@ class Follower:
 def main() -> None:
     """Run a rank other than 0, which rank 0 started."""
     rank, store, alike = sys.argv[1:]
-    try:
-        follower = Follower(_load(int(rank), store, **json.loads(alike)))
-    except (OSError, ValueError) as error:
-        raise SystemExit(f"lifecycle-engine: cannot start: {error}") from None
-    follower.run()
+    with _environment(int(rank)):  # this process is nothing but a rank
+        try:
+            follower = Follower(_load(int(rank), store, **json.loads(alike)))
+        except (OSError, ValueError) as error:
+            raise SystemExit(f"lifecycle-engine: cannot start: {error}") from None
+        follower.run()

@@ -14,6 +14,8 @@ from starlette.requests import Request
 from starlette.responses import HTMLResponse, JSONResponse, Response
 
 from lifecycle import Session, SessionNotFound
+from lifecycle_asgi.events import LiveRequests
+from lifecycle_asgi.live_snapshot import cancel, find, is_cancellable, request_rows
 from lifecycle_asgi.refusals import ApiError
 from lifecycle_engine.api.anthropic_messages import ANTHROPIC
 from lifecycle_engine.api.chat_request import unknown_model
@@ -36,10 +38,12 @@ class CancelEndpoints:
 
     Args:
         service: The service whose requests they cancel.
+        live: All requests, also those without a session.
     """
 
-    def __init__(self, service: Service) -> None:
+    def __init__(self, service: Service, live: LiveRequests | None = None) -> None:
         self._service = service
+        self._live = live
 
     async def request(self, request: Request) -> Response:
         """``POST /v1/requests/{id}/cancel``, for its client; waits for the engine.
@@ -60,7 +64,10 @@ class CancelEndpoints:
         """
         id_ = request.path_params["id"]
         if await self._cancel(id_) is None:
-            return _not_found("No request with this id is running")
+            found = None if self._live is None else find(self._live, id_)
+            if found is None or not is_cancellable(found):
+                return _not_found("No request with this id is running")
+            cancel(found)
         return JSONResponse({"id": id_, "status": "cancelled"})
 
     async def response(self, request: Request) -> Response:
@@ -108,6 +115,8 @@ def _not_found(message: str) -> Response:
 # A header of each request of the Anthropic SDK.
 _ANTHROPIC_HEADER = "anthropic-version"
 _NO_SCRIPT = "default-src 'none'; style-src 'unsafe-inline'"
+# Of a request, beside its id.
+_SHOWN = ("what", "client", "phase", "session_phase", "waits_for", "age_s")
 
 
 class StatusEndpoints:
@@ -116,11 +125,18 @@ class StatusEndpoints:
     Args:
         service: The service to show.
         metrics: Metrics for ``/metrics``, if any.
+        live: All requests, for the operator.
     """
 
-    def __init__(self, service: Service, metrics: Metrics | None = None) -> None:
+    def __init__(
+        self,
+        service: Service,
+        metrics: Metrics | None = None,
+        live: LiveRequests | None = None,
+    ) -> None:
         self._service = service
         self._metrics = metrics
+        self._live = live
         self._created = int(time.time())
 
     async def models(self, request: Request) -> Response:
@@ -169,15 +185,12 @@ class StatusEndpoints:
         return JSONResponse(await snapshot(self._service))
 
     async def requests(self, _: Request) -> Response:
-        """``GET /_lifecycle/requests``: all running requests, oldest first."""
-        now = anyio.current_time()
+        """``GET /_lifecycle/requests``: all requests there are, oldest first."""
+        found = [] if self._live is None else request_rows(self._live)
         rows = [
-            {
-                "id": session.id,
-                "phase": session.phase,
-                "age_s": round(now - session.opened_at, 3),
-            }
-            for session in self._service.sessions.live()
+            {"id": each["session"] or each["id"]}
+            | {name: each[name] for name in _SHOWN}
+            for each in found
         ]
         return JSONResponse({"requests": rows})
 

@@ -320,7 +320,8 @@ def _operator(
         return {"health": health, "incarnation": now.incarnation, "pid": now.pid}
 
     pages = LivePages(live, engine=engine, allow=lambda _: True, cancel=True)
-    status, cancels = StatusEndpoints(service, metrics), CancelEndpoints(service)
+    status = StatusEndpoints(service, metrics, live)
+    cancels = CancelEndpoints(service, live)
     cancel = "/_lifecycle/requests/{id}/cancel"
     app = Starlette(
         routes=[

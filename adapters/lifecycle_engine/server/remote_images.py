@@ -296,7 +296,10 @@ class _HttpExchange:
             return target.redirect(fields[b"location"].decode("latin-1"))
         if response.status_code != 200:
             raise FetchError(f"could not be fetched (status {response.status_code})")
-        if fields.get(b"content-encoding", b"identity") != b"identity":
+        if any(
+            name.lower() == b"content-encoding" and value != b"identity"
+            for name, value in response.headers
+        ):
             raise FetchError("is compressed, though the request did not accept it")
         self._check(int(fields.get(b"content-length", b"0")))
         return await self._body()

@@ -148,7 +148,7 @@ class DrainingServer(uvicorn.Server):
         self._operator = operator
         self._tls = tls
         self._awaiting: asyncio.Task[None] | None = None
-        self._end_now = False
+        self._end_now = self._interrupted = False
         self._draining: anyio.CancelScope | None = None
         self.failure: EngineLost | None = None
 
@@ -194,6 +194,13 @@ class DrainingServer(uvicorn.Server):
         service.admission.close()
         for gate in service.gates:
             gate.close()
+        if self._interrupted and (left := service.sessions.statistics().live):
+            streams = "1 stream" if left == 1 else f"{left} streams"
+            logging.getLogger("lifecycle").warning(
+                "%s left, for %g s at most; Ctrl-C again stops now",
+                streams,
+                self._drain,
+            )
         async with anyio.create_task_group() as tasks:
             tasks.start_soon(self._end_on_second_signal)
             with anyio.move_on_after(self._drain + _END_SECONDS) as self._draining:
@@ -230,6 +237,7 @@ class DrainingServer(uvicorn.Server):
         # signal, also if that interrupts the first one.
         if self.should_exit and sig == signal.SIGINT:
             self._end_now = True
+        self._interrupted |= sig == signal.SIGINT
         self.should_exit = True
 
     @contextlib.contextmanager

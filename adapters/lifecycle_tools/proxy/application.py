@@ -28,9 +28,6 @@ from lifecycle_tools.proxy.responses import (
 )
 from lifecycle_tools.proxy.upstream import Upstream
 
-REACHED: Final = "lifecycle.proxy"
-"""Key of the scope of a request that was admitted."""
-
 _LOG = logging.getLogger(__name__)
 _OPERATORS_ONLY: Final = (
     "This proxy passes no operator's path on; ask the server behind it"
@@ -69,7 +66,6 @@ class Proxy:
         Cancellation:
             Closes the connection to the upstream.
         """
-        scope[REACHED] = True
         if scope["type"] == "lifespan":
             await self._live(receive, send)
         elif scope["type"] != "http":

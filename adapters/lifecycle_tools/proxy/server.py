@@ -1,4 +1,4 @@
-"""uvicorn around the proxy, with admission, a health path and a log of refusals."""
+"""uvicorn around the proxy, with admission and a health path."""
 
 from __future__ import annotations
 
@@ -6,15 +6,13 @@ import logging
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, Final
+from typing import Any
 
 from lifecycle_asgi import Admission
-from lifecycle_tools.proxy.application import REACHED, Proxy
+from lifecycle_tools.proxy.application import Proxy
 from lifecycle_tools.proxy.headers import ForwardedHeaders
-from lifecycle_tools.proxy.responses import App, Message, Receive, Scope, Send
+from lifecycle_tools.proxy.responses import App, Receive, Scope, Send
 from lifecycle_tools.proxy.upstream import Upstream
-
-_LOG: Final = logging.getLogger(__name__)
 
 
 def create_app(
@@ -50,28 +48,15 @@ def create_app(
 
 
 class _Entrance:
-    """Answers the health path, and logs each refusal of the admission."""
+    """Answers the health path."""
 
     def __init__(self, app: App, health_path: str | None) -> None:
         self._app = app
         self._health_path = health_path
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] != "http":
-            await self._app(scope, receive, send)
-            return
-        if self._health_path is not None and scope["path"] == self._health_path:
-            await _send_health(send)
-            return
-
-        async def log(message: Message) -> None:
-            if message["type"] == "http.response.start" and REACHED not in scope:
-                path = (scope.get("raw_path") or b"/").decode("ascii", "replace")
-                status = message["status"]
-                _LOG.warning("%s %s: refused: %s", scope["method"], path, status)
-            await send(message)
-
-        await self._app(scope, receive, log)
+        is_health = scope["type"] == "http" and scope["path"] == self._health_path
+        await (_send_health(send) if is_health else self._app(scope, receive, send))
 
 
 async def _send_health(send: Send) -> None:

@@ -14,6 +14,7 @@ REQUEST_COLUMNS = (
     "request",
     "client",
     "phase",
+    "waits for",
     "age",
     "held",
     "tokens",
@@ -32,11 +33,8 @@ def size(nbytes: float) -> str:
 
 def request_cells(each: Mapping[str, Any]) -> list[Text]:
     """Return a row of the table of requests, coloured if there is a warning."""
-    phase = each["phase"]
-    if phase == "waiting" and each["gate"]:
-        phase += f" at {each['gate']}"
     style = _WARNED if each["warnings"] else ""
-    words = [each["id"], each["what"], each["client"], phase]
+    words = [each["id"], each["what"], each["client"], each["phase"], each["waits_for"]]
     numbers = [
         f"{each['age_s']:.1f} s",
         size(each["bytes"]),

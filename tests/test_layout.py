@@ -42,8 +42,9 @@ MOST_FILES_ENTERED = {"text": 61, "picture": 69, "disconnect": 40}
 MOST_FILES_OF_ADMISSION = 16
 
 # Lines of Python, with a little to spare. A gate over processes took 1,700, streams that
-# are resumed 600, and memory that is given back or fits the cgroup 300.
-MOST_LINES = {"product": 48_900, "benchmarks": 7_750, "repository": 900}
+# are resumed 600, memory that is given back or fits the cgroup 300, and the seams by which
+# that gate is simulated 30.
+MOST_LINES = {"product": 48_950, "benchmarks": 7_750, "repository": 900}
 # What tests the repository itself, and nothing that it installs.
 OF_THE_REPOSITORY = ("architecture", "checks", "house", "layout", "words")
 

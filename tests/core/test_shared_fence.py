@@ -2,6 +2,7 @@
 
 import contextlib
 import resource
+import selectors
 import socket
 import sys
 import threading
@@ -908,7 +909,7 @@ def test_keeps_no_row_locked_where_it_cannot_join(workers, monkeypatch) -> None:
     """A worker that gets no loop leaves no row behind that seems to live."""
     gate = workers(slots=1)
     with monkeypatch.context() as patch:
-        patch.setattr(member_module, "Loop", no_more)
+        patch.setattr(selectors, "DefaultSelector", no_more)
         assert gate.statistics().slots_in_use == 0
         with pytest.raises(OSError, match="Too many"):
             gate.try_admit()

@@ -237,6 +237,21 @@ async def test_is_patient_after_a_leader_that_lives(workers) -> None:
     await until(is_calm)
 
 
+def test_makes_no_other_change_in_the_middle_of_one(workers) -> None:
+    """A request that is cancelled while its leader opens is not granted after that."""
+    gate = workers(slots=1)
+    gate.try_admit().release()
+    member, made = gate._member, []
+    with member.locked():
+        other = threading.Thread(target=member.lock.apply, args=(made.append, 1))
+        other.start()
+        other.join(60)
+        with member.locked():
+            assert not made
+        assert not made
+    assert made == [1]
+
+
 async def test_lets_one_of_two_candidates_lead(workers, monkeypatch) -> None:
     """Who comes second in an election follows who came first."""
     a, b = workers.two(slots=1)

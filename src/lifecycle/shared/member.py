@@ -165,8 +165,11 @@ class Member:
     @contextmanager
     def locked(self) -> Iterator[None]:
         """Keep all other threads from changing what is held and waited for."""
+        # A change that was deferred would come in the middle of the one that asks.
+        changes = self.lock.interrupted()
         with self.lock.mutex:
-            self.lock.catch_up()
+            if not changes:
+                self.lock.catch_up()
             yield
         self.lock.make_deferred_changes()
 

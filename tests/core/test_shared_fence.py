@@ -23,6 +23,7 @@ from lifecycle.shared.rows import (
     IDENT,
     SLOTS,
     Folder,
+    Row,
 )
 from lifecycle.shared.wire import Connection
 
@@ -250,6 +251,25 @@ def test_makes_no_other_change_in_the_middle_of_one(workers) -> None:
             assert not made
         assert not made
     assert made == [1]
+
+
+async def test_takes_over_while_a_capacity_is_written(workers, monkeypatch) -> None:
+    """What a row says of the capacity may be gone a moment later."""
+    a, b = workers.two(slots=1)
+    c = workers(slots=1)
+    (await c.admit()).release()
+    read, seen = Row.capacity.fget, set()
+
+    def read_once(row):
+        found = None if row in seen else read(row)
+        seen.add(row)
+        return found
+
+    monkeypatch.setattr(Row, "capacity", property(read_once))
+    a.close()
+    await until(lambda: leads(b) or leads(c) or b._member.cut_off or c._member.cut_off)
+    for each in (b, c):
+        (await each.admit()).release()
 
 
 async def test_lets_one_of_two_candidates_lead(workers, monkeypatch) -> None:

@@ -172,8 +172,9 @@ class Leader:
             if row.alive:
                 oldest = min(oldest, words[EPOCH])
                 self._expected |= {peer.ident} - {deposed}
-                if row.capacity is not None:
-                    worker.learn(row.capacity)
+                capacity = row.capacity  # once: it may be written at any moment
+                if capacity is not None:
+                    worker.learn(capacity)
         self._reap()
         worker.folder.forget_epochs(oldest)
         worker.folder.remove_unborn()

@@ -20,6 +20,7 @@ from collections.abc import Iterator
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import asdict, dataclass
 from itertools import repeat
+from multiprocessing import get_context
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parent))
@@ -28,6 +29,8 @@ from shared_world import World
 
 # Schedules that a process runs before it reports: a second or two.
 CHUNK = 50
+# Chunks that a process runs.
+ROUND = 20
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,10 +68,14 @@ def every(
 ) -> Iterator[Verdict]:
     """Yield the verdicts on so many schedules, run in processes of their own."""
     firsts = range(first, first + count, CHUNK)
-    counts = [min(CHUNK, first + count - each) for each in firsts]
-    # New ones now and then: what a killed worker had open is closed with them.
-    with ProcessPoolExecutor(processes, max_tasks_per_child=20) as pool:
-        yield from pool.map(work, firsts, counts, repeat(until))
+    for at in range(0, len(firsts), ROUND * processes):
+        if time.monotonic() > until:
+            return
+        batch = firsts[at : at + ROUND * processes]
+        counts = [min(CHUNK, first + count - each) for each in batch]
+        # Others each time: what a killed worker had open is closed with its process.
+        with ProcessPoolExecutor(processes, get_context("spawn")) as pool:
+            yield from pool.map(work, batch, counts, repeat(until))
 
 
 def soak(

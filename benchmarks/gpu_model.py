@@ -16,8 +16,7 @@ Row = tuple[str, str]
 Measured = tuple[dict[str, Any], list[Row]]
 _TEXT_ONLY = ("llama", "qwen3")
 _STEPS = 100
-# Two tokens whose logits differ by less, in standard deviations, are equally good: sums
-# of another order may take either. Float32 rounds to about 1e-6 of that.
+# Standard deviations of the logits; float32 rounds to about 1e-6 of one.
 TIE = 1e-3
 
 
@@ -78,7 +77,6 @@ def _judge(
             equal += at
             if at < len(oracle):
                 gap = on.preference(prompt, oracle[:at], oracle[at], made[at])
-                # Even an oracle that prefers the engine's token has not taken it.
                 widest = max(widest, abs(gap))
     return Identity(equal / (len(ways) * sum(map(len, wanted))), widest)
 

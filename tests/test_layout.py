@@ -26,14 +26,14 @@ TESTS = sorted((ROOT / "tests").rglob("*.py"))
 
 # Of the packages that a request passes through; the tools beside them come apart. Eight
 # are the gate over processes and its seams.
-MOST_FILES = 152
+MOST_FILES = 153
 TOOLS = {"lifecycle_tools"}
 MOST_FILES_OF_TOOLS = 30
 MOST_LINES_OF_A_FILE = 700
 MOST_LINES_OF_A_FUNCTION = 60
-# Four of them are of what worker processes share: no public name leads to a stop between
+# Six of them are of what worker processes share: no public name leads to a stop between
 # two steps.
-MOST_TESTS_OF_INTERNALS = 50
+MOST_TESTS_OF_INTERNALS = 52
 # Files that one request enters, in both processes of a real server, with a few to spare
 # for what a request only sometimes meets; `python scripts/trace_request.py --files` lists
 # them.
@@ -42,8 +42,9 @@ MOST_FILES_ENTERED = {"text": 61, "picture": 69, "disconnect": 40}
 MOST_FILES_OF_ADMISSION = 16
 
 # Lines of Python, with a little to spare. A gate over processes took 1,700, streams that
-# are resumed 600, and memory that is given back or fits the cgroup 300.
-MOST_LINES = {"product": 48_800, "benchmarks": 7_750, "repository": 900}
+# are resumed 600, memory that is given back or fits the cgroup 300, and metrics of the
+# engine by name, with lists and logs for the operator, 300.
+MOST_LINES = {"product": 49_300, "benchmarks": 7_750, "repository": 900}
 # What tests the repository itself, and nothing that it installs.
 OF_THE_REPOSITORY = ("architecture", "checks", "house", "layout", "words")
 

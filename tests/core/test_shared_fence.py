@@ -2,6 +2,7 @@
 
 import contextlib
 import resource
+import selectors
 import socket
 import sys
 import threading
@@ -22,6 +23,7 @@ from lifecycle.shared.rows import (
     IDENT,
     SLOTS,
     Folder,
+    Row,
 )
 from lifecycle.shared.wire import Connection
 
@@ -234,6 +236,40 @@ async def test_is_patient_after_a_leader_that_lives(workers) -> None:
         return b._member._patience == 600
 
     await until(is_calm)
+
+
+def test_makes_no_other_change_in_the_middle_of_one(workers) -> None:
+    """A request that is cancelled while its leader opens is not granted after that."""
+    gate = workers(slots=1)
+    gate.try_admit().release()
+    member, made = gate._member, []
+    with member.locked():
+        other = threading.Thread(target=member.lock.apply, args=(made.append, 1))
+        other.start()
+        other.join(60)
+        with member.locked():
+            assert not made
+        assert not made
+    assert made == [1]
+
+
+async def test_takes_over_while_a_capacity_is_written(workers, monkeypatch) -> None:
+    """What a row says of the capacity may be gone a moment later."""
+    a, b = workers.two(slots=1)
+    c = workers(slots=1)
+    (await c.admit()).release()
+    read, seen = Row.capacity.fget, set()
+
+    def read_once(row):
+        found = None if row in seen else read(row)
+        seen.add(row)
+        return found
+
+    monkeypatch.setattr(Row, "capacity", property(read_once))
+    a.close()
+    await until(lambda: leads(b) or leads(c) or b._member.cut_off or c._member.cut_off)
+    for each in (b, c):
+        (await each.admit()).release()
 
 
 async def test_lets_one_of_two_candidates_lead(workers, monkeypatch) -> None:
@@ -908,7 +944,7 @@ def test_keeps_no_row_locked_where_it_cannot_join(workers, monkeypatch) -> None:
     """A worker that gets no loop leaves no row behind that seems to live."""
     gate = workers(slots=1)
     with monkeypatch.context() as patch:
-        patch.setattr(member_module, "Loop", no_more)
+        patch.setattr(selectors, "DefaultSelector", no_more)
         assert gate.statistics().slots_in_use == 0
         with pytest.raises(OSError, match="Too many"):
             gate.try_admit()

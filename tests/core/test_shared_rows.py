@@ -336,7 +336,7 @@ def test_removes_what_the_dead_left_unnamed(folder) -> None:
     path = Path(folder.path)
     left = path / "new.1"
     left.touch()
-    born = rows.Row(folder.descriptor, "new.2", make=True)
+    born = rows.Row(folder.descriptor, "new.2", make=rows.lock_for_life)
     folder.remove_unborn()
     assert [each.name for each in path.iterdir()] == ["new.2"]
     born.close()
@@ -394,7 +394,7 @@ def test_leaves_nothing_where_it_cannot_join(folder, monkeypatch) -> None:
 
 def test_has_room_for_each_word_of_a_row(folder) -> None:
     """A row is written, not only made long: a store into a hole may kill a process."""
-    row = rows.Row(folder.descriptor, "new.1", make=True)
+    row = rows.Row(folder.descriptor, "new.1", make=rows.lock_for_life)
     (path,) = Path(folder.path).iterdir()
     with path.open("rb") as file:
         assert os.lseek(file.fileno(), 0, os.SEEK_HOLE) == path.stat().st_size

@@ -1,10 +1,15 @@
-"""Reads ``mutants.toml``, and plants what stands there."""
+"""Reads ``mutants.toml`` and the like, and plants what stands there."""
 
 from __future__ import annotations
 
+import shutil
 import tomllib
 from dataclasses import dataclass
 from pathlib import Path
+
+import lifecycle
+
+PACKAGE = Path(lifecycle.__file__).parent
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,10 +38,17 @@ class Mutant:
         return source
 
 
-def read() -> list[Mutant]:
-    """Return every mutant."""
-    text = Path(__file__).with_suffix(".toml").read_text()
-    return [Mutant(**mutant) for mutant in tomllib.loads(text)["mutant"]]
+def read(path: Path) -> list[Mutant]:
+    """Return every mutant of a file."""
+    return [Mutant(**mutant) for mutant in tomllib.loads(path.read_text())["mutant"]]
 
 
-MUTANTS = read()
+def plant(mutant: Mutant, root: Path) -> None:
+    """Copy the package to *root*, with the mistake in it."""
+    copy = root / PACKAGE.name
+    shutil.copytree(PACKAGE, copy, ignore=shutil.ignore_patterns("__pycache__"))
+    module = copy / mutant.file
+    module.write_text(mutant.apply(module.read_text()))
+
+
+MUTANTS = read(Path(__file__).with_suffix(".toml"))

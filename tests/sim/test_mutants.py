@@ -15,11 +15,8 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
-from mutants import MUTANTS, Mutant
+from mutants import MUTANTS, PACKAGE, Mutant, plant
 
-import lifecycle
-
-PACKAGE = Path(lifecycle.__file__).parent
 HUNT = Path(__file__).parent / "hunt.py"
 
 # Copied here: pytest changes it between two tests, while threads start processes.
@@ -42,14 +39,6 @@ def hunt(root: Path) -> dict[str, object]:
     lines = result.stdout.splitlines()
     assert lines, result.stderr[-2000:]
     return json.loads(lines[-1])
-
-
-def plant(mutant: Mutant, root: Path) -> None:
-    """Copy the package to *root*, with the mistake in it."""
-    copy = root / PACKAGE.name
-    shutil.copytree(PACKAGE, copy, ignore=shutil.ignore_patterns("__pycache__"))
-    module = copy / mutant.file
-    module.write_text(mutant.apply(module.read_text()))
 
 
 @pytest.fixture(scope="module")

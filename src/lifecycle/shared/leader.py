@@ -145,12 +145,13 @@ class Leader:
         self._tickets = TicketGate(gate)
         self._here = Peer(None)
         self._peers: dict[int, Peer] = {}
-        self._strangers: set[Peer] = set()  # that have not greeted yet
+        # No sets of peers: their order would differ from run to run.
+        self._strangers: dict[Peer, None] = {}  # that have not greeted yet
         self._missing: dict[int, Peer] = {}  # alive or not, but not connected
         self._expected: set[int] = set()  # those of them to wait for
         self._early: list[tuple[Peer, Request]] = []
         self._rung: deque[tuple[Peer, int]] = deque()
-        self._unsent: set[Peer] = set()
+        self._unsent: dict[Peer, None] = {}
         self._blocked: set[Peer] = set()  # watched until more can be sent
         self._over_limit = worker.row.words[OVER_LIMIT]
         self._began = self._lost_at = clock()
@@ -171,8 +172,9 @@ class Leader:
             if row.alive:
                 oldest = min(oldest, words[EPOCH])
                 self._expected |= {peer.ident} - {deposed}
-                if row.capacity is not None:
-                    worker.learn(row.capacity)
+                capacity = row.capacity  # once: it may be written at any moment
+                if capacity is not None:
+                    worker.learn(capacity)
         self._reap()
         worker.folder.forget_epochs(oldest)
         worker.folder.remove_unborn()
@@ -368,7 +370,7 @@ class Leader:
             sock.close()
             return
         peer = Peer(Connection(sock))
-        self._strangers.add(peer)
+        self._strangers[peer] = None
         self._worker.loop.watch(sock, partial(self._read, peer))
 
     def _read(self, peer: Peer) -> None:
@@ -385,7 +387,7 @@ class Leader:
         if connection.ended:
             self._lose(peer)
         elif peer in self._blocked:
-            self._unsent.add(peer)
+            self._unsent[peer] = None
 
     def _handle(self, peer: Peer, kind: int, rest: Frame) -> None:
         if kind == ASK:
@@ -435,7 +437,7 @@ class Leader:
             except FileNotFoundError:  # the last words of one that is dead and buried
                 self._lose(peer)
                 return
-        self._strangers.discard(peer)
+        self._strangers.pop(peer, None)
         peer.ident, self._peers[ident] = ident, peer
         self._worker.learn(Capacity(*capacity))
         # Charge first, and then take back what it was thought to hold: no gap.
@@ -453,8 +455,8 @@ class Leader:
         """Take the end of a connection for what it is: a reason to look at the row."""
         peer.gone = True
         connection, peer.connection = peer.connection, None
-        self._strangers.discard(peer)
-        self._unsent.discard(peer)
+        self._strangers.pop(peer, None)
+        self._unsent.pop(peer, None)
         self._blocked.discard(peer)
         if connection is not None:
             self._worker.loop.unwatch(connection.sock)
@@ -483,7 +485,7 @@ class Leader:
     def _put(self, peer: Peer, *frame: object) -> None:
         if peer.connection is not None:
             peer.connection.put(*frame)
-            self._unsent.add(peer)
+            self._unsent[peer] = None
 
     def _send(self) -> None:
         for peer in list(self._unsent):

@@ -39,6 +39,7 @@ from .rows import (
     Folder,
     Row,
     count_on,
+    lock_for_life,
 )
 from .wire import (
     ASK,
@@ -74,6 +75,7 @@ _BACKLOG: Final = 1024
 # that does not listen: if this worker was elected, they lead by then.
 _AGAIN: Final = 1.0
 
+_UNIX_SOCKET: Final = partial(socket.socket, socket.AF_UNIX)
 _log = logging.getLogger("lifecycle")
 
 _REFUSALS: Final[dict[str, type[Refused]]] = {
@@ -94,6 +96,11 @@ class Member:
         capacity: That this worker was given.
         lock: Of what it holds and waits for.
         engine: Makes the gate to be served if this worker leads.
+        clock: That all processes of a host share.
+        sleep: Of the thread, for seconds of that clock.
+        new_socket: Makes a Unix socket, to listen or to connect.
+        new_loop: Makes the thread.
+        lock_row: As of `Folder`.
 
     Attributes:
         folder: That the workers share.
@@ -113,14 +120,21 @@ class Member:
         capacity: Capacity,
         lock: ChangeLock,
         engine: Callable[[Capacity], Gate],
+        *,
+        clock: Callable[[], float] = time.monotonic,
+        sleep: Callable[[float], object] = time.sleep,
+        new_socket: Callable[[], socket.socket] = _UNIX_SOCKET,
+        new_loop: Callable[..., Loop] = Loop,
+        lock_row: Callable[[int], object] = lock_for_life,
     ) -> None:
-        self.folder, self._name = Folder(path), name
+        self.folder, self._name = Folder(path, lock=lock_row), name
+        self._clock, self._sleep, self._new_socket = clock, sleep, new_socket
         try:
             live = [row.capacity for row in self.folder.live_rows()]
             self.found = max(filter(None, live), default=None)
             self.row = self.folder.join()
             try:
-                self.loop = Loop(
+                self.loop = new_loop(
                     self._turn,
                     self._pause,
                     self._fail,
@@ -151,8 +165,11 @@ class Member:
     @contextmanager
     def locked(self) -> Iterator[None]:
         """Keep all other threads from changing what is held and waited for."""
+        # A change that was deferred would come in the middle of the one that asks.
+        changes = self.lock.interrupted()
         with self.lock.mutex:
-            self.lock.catch_up()
+            if not changes:
+                self.lock.catch_up()
             yield
         self.lock.make_deferred_changes()
 
@@ -335,7 +352,7 @@ class Member:
     def _pause(self, error: OSError) -> None:
         """Try again later, where the system has no more descriptors or space."""
         self._step_down()
-        self._seeks, self._seek_at = True, time.monotonic() + _AGAIN
+        self._seeks, self._seek_at = True, self._clock() + _AGAIN
         self._say(f"cannot go on: {error}; it tries again each {_AGAIN} s")
 
     def _say(self, what: str) -> None:
@@ -351,7 +368,7 @@ class Member:
     # Elections.
 
     def _turn(self) -> float | None:
-        now = time.monotonic()
+        now = self._clock()
         if self._leaves and not self.held:
             self._step_down()
             with self.locked():
@@ -440,11 +457,11 @@ class Member:
         listener = self._elected(own, epoch)
         if listener is None:
             return
-        time.sleep(_SETTLED)
+        self._sleep(_SETTLED)
         self._lose_leader(own)
         self.row.words[EPOCH] = epoch
         gate = self._engine(self.capacity)
-        leader = Leader(self, epoch, listener, gate, time.monotonic)
+        leader = Leader(self, epoch, listener, gate, self._clock)
         with self.locked():
             self.epoch, self.leader, self._followed = epoch, leader, None
             leader.charge_here()
@@ -454,7 +471,7 @@ class Member:
 
     def _elected(self, own: int, epoch: int) -> socket.socket | None:
         """Return where the others connect, if *epoch* is this worker's."""
-        listener, elected = socket.socket(socket.AF_UNIX), False
+        listener, elected = self._new_socket(), False
         try:
             listener.setblocking(False)
             self.folder.remove_socket(own, epoch)
@@ -470,7 +487,7 @@ class Member:
 
     def _follow(self, row: Row, ident: int, epoch: int) -> None:
         self.row.words[EPOCH] = epoch
-        sock = socket.socket(socket.AF_UNIX)
+        sock = self._new_socket()
         sock.setblocking(False)
         try:
             sock.connect(self.folder.socket_path(ident, epoch))
@@ -516,7 +533,7 @@ class Member:
             left = link.flush()
         if link.ended:
             # Not at once where it would only be dropped again.
-            later = 0.0 if self._greeted else time.monotonic() + TICK
+            later = 0.0 if self._greeted else self._clock() + TICK
             self._seek_anew(self.epoch, at=later)
         else:
             self.loop.watch(link.sock, partial(self._read, link), write=left)

@@ -17,6 +17,7 @@ import stat
 import struct
 import sys
 import time
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -77,14 +78,26 @@ class Capacity:
         return self.slots, self.bytes
 
 
+def lock_for_life(descriptor: int) -> None:
+    """Lock until the last of this open file is closed, as it is when a process ends."""
+    fcntl.fcntl(descriptor, fcntl.F_OFD_SETLK, _LOCK)
+
+
 class Row:
     """The row of one worker, mapped.
+
+    Args:
+        folder: Descriptor of its folder.
+        name: In that.
+        make: Locks the descriptor of a new row; without it, there is one.
 
     Attributes:
         words: Its words.
     """
 
-    def __init__(self, folder: int, name: str, *, make: bool = False) -> None:
+    def __init__(
+        self, folder: int, name: str, *, make: Callable[[int], object] | None = None
+    ) -> None:
         flags = os.O_CREAT | os.O_EXCL if make else 0
         flags |= os.O_RDWR | os.O_CLOEXEC
         self._lock = os.open(name, flags, 0o600, dir_fd=folder)
@@ -93,7 +106,7 @@ class Row:
                 # Written, and not only made long: on a full file system the first
                 # store into a hole of a mapping would kill the process.
                 os.pwrite(self._lock, bytes(_SIZE), 0)
-                fcntl.fcntl(self._lock, fcntl.F_OFD_SETLK, _LOCK)
+                make(self._lock)
             # By an open file of its own: a mapping keeps its file open, and with that
             # the lock, also in a forked child that has closed all it knows of.
             mapped = os.open(name, os.O_RDWR | os.O_CLOEXEC, dir_fd=folder)
@@ -147,6 +160,7 @@ class Folder:
 
     Args:
         path: Made if there is none.
+        lock: Locks a row for the life of its worker.
 
     Attributes:
         path: As given.
@@ -156,8 +170,10 @@ class Folder:
         PermissionError: Another user owns it or may enter it.
     """
 
-    def __init__(self, path: str) -> None:
-        self.path = path
+    def __init__(
+        self, path: str, *, lock: Callable[[int], object] = lock_for_life
+    ) -> None:
+        self.path, self._lock = path, lock
         # Rows that `live_rows` reads, and when the folder had last changed by then.
         self._opened: dict[str, Row] = {}
         self._opened_at = 0
@@ -202,7 +218,7 @@ class Folder:
     def _make_row(self, ident: int) -> Row | None:
         hidden, row = f"new.{ident:x}", None
         try:
-            row = Row(self.descriptor, hidden, make=True)
+            row = Row(self.descriptor, hidden, make=self._lock)
             row.words[IDENT], row.words[PROCESS] = ident, os.getpid()
             # Named once it is locked: a process that sees the name can trust the lock.
             self._rename(hidden, f"row.{ident:x}")

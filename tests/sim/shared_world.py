@@ -1,0 +1,606 @@
+"""Workers of a shared gate on a simulated host, and a random schedule for all of them.
+
+The gate is the real one, with real files: `lifecycle.shared.member` and all below it.
+Its statements, the delivery of what it sends, time, stops, kills and requests come in
+an order that a seed draws, and a few laws are checked after each step.
+"""
+
+from __future__ import annotations
+
+import math
+import shutil
+import tempfile
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+from random import Random
+from typing import Any
+
+from shared_host import Host, Process, Thread
+from statements import Statements
+
+from lifecycle import Gate, Refused
+from lifecycle._queues import DONE, HELD, WAITING
+
+MODULES = ("rows", "wire", "leader", "member")
+# Called in the middle of a change of the leader's gate, which is one step here; and
+# what looks at the time of files, which no schedule draws.
+WHOLE = ("ring", "wake", "_look_for_rows")
+# Virtual seconds, and steps, within which all is well once nothing goes wrong.
+CALM_S, CALM_STEPS = 30.0, 100_000
+
+
+statements = Statements(lambda: World.running.host.interrupt())  # noqa: PLW0108 - none yet
+statements.load([f"lifecycle.shared.{name}" for name in MODULES], whole=WHOLE)
+
+from lifecycle.shared import rows  # noqa: E402 - with steps, from here on
+from lifecycle.shared.member import Member  # noqa: E402
+from lifecycle.shared.request import Request  # noqa: E402
+from lifecycle.shared.rows import BYTES, SLOTS, Capacity  # noqa: E402
+
+
+class Broken(AssertionError):
+    """A law does not hold."""
+
+
+@dataclass(eq=False)
+class Lease:
+    """What a request holds; the waiter of that request as well."""
+
+    number: int
+    slots: int
+    bytes: int
+    state: int = WAITING
+    uses: tuple[int, int] = (0, 0)
+    cancelled: bool = False
+    asked: bool = False
+    woken: int = 0
+
+    @property
+    def waiter(self) -> Lease:
+        return self
+
+    def wake(self) -> bool:
+        self.woken += 1
+        return not self.cancelled
+
+
+@dataclass(eq=False)
+class Worker:
+    """One process, and what its application does."""
+
+    world: World
+    process: Process
+    member: Member | None = None
+    gate: Gate | None = None  # that it serves, or has served
+    leases: dict[int, tuple[Lease, Request]] = field(default_factory=dict)
+    jobs: deque[Callable[[], object]] = field(default_factory=deque)
+    closing: bool = False
+    left: bool = False
+    numbers: int = 0
+
+    def run(self) -> None:
+        """Join, and do one job after the other, in a thread of its own."""
+        process, world = self.process, self.world
+        self.lock = process.new_lock()
+        capacity = Capacity(world.tick(), *world.limits)
+        self.member = Member(
+            world.path,
+            "gate",
+            capacity,
+            self.lock,
+            self.engine,
+            clock=world.host.clock,
+            sleep=world.host.sleep,
+            new_socket=process.new_socket,
+            new_loop=process.new_loop,
+            lock_row=process.lock_row,
+        )
+        self.member.loop.start()
+        while True:
+            process.host.wait(lambda: bool(self.jobs))
+            self.jobs.popleft()()
+
+    def engine(self, capacity: Capacity) -> Gate:
+        slots, nbytes = capacity.limits
+        order = self.world.order
+        clock = self.world.host.clock
+        self.gate = Gate(slots=slots, bytes=nbytes, clock=clock, order=order)
+        return self.gate
+
+    @property
+    def uses(self) -> tuple[int, int]:
+        """What its application uses now, of slots and of bytes."""
+        held = [each for each, _ in self.leases.values() if each.state == HELD]
+        return sum(each.uses[0] for each in held), sum(each.uses[1] for each in held)
+
+    # What `SharedGate` does, in the same order.
+
+    def ask(self, slots: int, nbytes: int, may_wait: bool, priority: int) -> None:
+        if self.closing:
+            return
+        self.numbers += 1
+        lease = Lease(self.numbers, slots, nbytes, uses=(slots, nbytes))
+        now, key = self.world.host.now, f"k{self.numbers % 2}"
+        request = Request(
+            lease.number, now, slots, nbytes, key, priority, may_wait, lease
+        )
+        self.leases[lease.number] = lease, request
+        try:
+            self.lock.ask(-1, self.member.submit, request)
+        except Refused:
+            lease.state = DONE
+
+    def release(self, lease: Lease) -> None:
+        lease.uses = 0, 0
+        self.lock.apply(self._take_back, lease)
+
+    def _take_back(self, lease: Lease) -> None:
+        if self.member.release(lease) and self.closing and not self.member.held:
+            self.member.leave()
+
+    def cancel(self, lease: Lease, request: Request) -> None:
+        self.lock.apply(self._cancel, lease, request)
+
+    def _cancel(self, lease: Lease, request: Request) -> None:
+        if not self.member.withdraw(request) and lease.state == HELD:
+            lease.uses = 0, 0
+            self._take_back(lease)
+
+    def give_up(self, request: Request) -> None:
+        self.lock.ask(-1, self.member.withdraw, request, rows.REFUSED)
+
+    def expire(self, lease: Lease, request: Request) -> None:
+        def now() -> None:
+            if lease.state == WAITING:
+                self.member.expire(request, 1.0)
+
+        self.lock.ask(-1, now)
+
+    def settle(self, lease: Lease, nbytes: int) -> None:
+        if lease.state == HELD and any(lease.uses):
+            # Never upwards: that may exceed the capacity, as in a `Gate`.
+            nbytes = min(nbytes, lease.uses[1])
+            lease.uses = lease.uses[0], nbytes
+            self.lock.apply(self.member.settle, lease, nbytes)
+
+    def resize(self, capacity: Capacity) -> None:
+        self.lock.apply(self.member.resize, capacity)
+
+    def close(self) -> None:
+        self.closing = True
+        self.lock.apply(self._close)
+
+    def _close(self) -> None:
+        for request in list(self.member.waiting.values()):
+            self.member.withdraw(request, rows.REFUSED)
+        self.member.leave()
+
+
+class World:
+    """One schedule.
+
+    Args:
+        seed: Draws all of it.
+        steps: Until the faults end.
+        keep: How much of the trail; ``None`` for all of it.
+
+    Attributes:
+        trail: What was done.
+        steps: How many were made.
+    """
+
+    running: World
+
+    def __init__(self, seed: int, steps: int = 600, keep: int | None = 60) -> None:
+        self.rng = rng = Random(seed)
+        World.running = self
+        self.host = Host(statements, rng.choice((1, 2, 4, 1000, 1000)))
+        top = "/dev/shm" if Path("/dev/shm").is_dir() else None
+        self.path = tempfile.mkdtemp(prefix="lifecycle-shared-", dir=top)
+        self.trail: deque[tuple[Any, ...]] = deque(maxlen=keep)
+        self.steps, self._most_steps = 0, steps
+        self.order = rng.choice(("fifo", "fifo", "fair"))
+        self.limits = self._draw_limits()
+        self.bound = list(self.limits)
+        self._resizes = rng.random() < 0.25
+        self._interrupts = rng.choice((0.1, 0.5, 0.9))
+        self._strikes = rng.choice((0.0, 0.02, 0.1, 0.4))
+        self._times = rng.choice((0.05, 0.15, 0.4))
+        self._epoch = 0
+        self._ticks = 0
+        self.workers: list[Worker] = []
+        self._dying: list[Worker] = []
+        for _ in range(rng.randint(2, 5)):
+            self._start()
+
+    def tick(self) -> int:
+        """Return a time in nanoseconds that is later than the last one."""
+        self._ticks += 1
+        return int(self.host.now * 1e9) + self._ticks
+
+    def run(self) -> int:
+        """Run the schedule, and return after how many steps it had ended."""
+        try:
+            try:
+                while self.steps < self._most_steps:
+                    self._act()
+                self._calm()
+            except Broken as error:
+                error.add_note(
+                    f"step {self.steps}; the last ones were:\n{self.story()}"
+                )
+                raise
+        finally:
+            self._clean()
+        return self.steps
+
+    def story(self) -> str:
+        """Return the trail, a line each."""
+        return "\n".join(" ".join(map(str, each)) for each in self.trail)
+
+    def _clean(self) -> None:
+        self.host.end([each for it in self.workers for each in it.process.threads])
+        for each in self.workers:
+            if each.member is not None:
+                each.member.close()
+        shutil.rmtree(self.path, ignore_errors=True)
+
+    # Steps.
+
+    def _draw_limits(self) -> tuple[int | None, int | None]:
+        slots, nbytes = self.rng.randint(1, 4), self.rng.choice((None, 10, 20))
+        return slots, nbytes
+
+    def _start(self) -> None:
+        process = Process(self.host, len(self.workers))
+        worker = Worker(self, process)
+        self.workers.append(worker)
+        process.spawn(worker.run)
+        self.trail.append(("start", process.number))
+
+    @property
+    def live(self) -> list[Worker]:
+        """Workers that were not killed and have not left."""
+        return [it for it in self.workers if not it.process.dead and not it.left]
+
+    @property
+    def _inside(self) -> list[Worker]:
+        return [it for it in self.live if it.member is not None and it.member.is_in]
+
+    def _act(self) -> None:
+        self.steps += 1
+        drawn = self.rng.random()
+        if drawn < 0.01:
+            self._fault()
+        elif drawn < 0.2:
+            self._use()
+        elif self.rng.random() < self._times or not self._go_on():
+            self._pass_time()
+
+    def _go_on(self) -> bool:
+        """Let one thread run, or something come; ``False`` if there is none."""
+        rng = self.rng
+        threads = [it for each in self.live for it in each.process.threads if it.ready]
+        chosen = [*threads, *self.host.moving, *self._dying]
+        if not chosen:
+            return False
+        it = rng.choice(chosen)
+        if isinstance(it, Worker):
+            self._die(it)
+        elif isinstance(it, Thread):
+            self._run(it)
+        else:
+            frames, rest = rng.choice(((1, 0), (1, 2), (0, 1), (99, 0), (99, 0)))
+            self.trail.append(("deliver", it.process.number, frames, rest))
+            it.deliver(frames, rest)
+        return True
+
+    def _run(self, thread: Thread) -> None:
+        rng, process = self.rng, thread.process
+        most = 1_000_000
+        if rng.random() < self._interrupts:
+            most = rng.choice((rng.randint(1, 8), int(rng.expovariate(1 / 40))))
+        which = process.threads.index(thread)
+        interrupted = self.host.run(thread, most)
+        self._check()
+        self.trail.append(("run", process.number, ("app", "loop")[which], most))
+        if interrupted and rng.random() < self._strikes:
+            if rng.random() < 0.25 and len(self.live) > 1:
+                self._kill(self.workers[process.number])
+            else:
+                self._stop(self.workers[process.number])
+
+    def _pass_time(self) -> None:
+        now, live = self.host.now, self.live
+        times = [it.process.continues_at for it in live]
+        for each in live:
+            if not each.process.stopped:
+                times += [it.until for it in each.process.threads]
+        until = min((it for it in times if it > now), default=now + 1.0)
+        # A timer is late, and now and then all of them are.
+        late = self.rng.choice((0.0, 0.0, 0.001, 0.02))
+        self.host.now = (now if math.isinf(until) else until) + late
+        for each in live:
+            if each.process.continues_at <= self.host.now:
+                self._continue(each)
+        self.trail.append(("time", round(self.host.now - 1000, 4)))
+
+    # Faults.
+
+    def _fault(self) -> None:
+        rng, live = self.rng, self.live
+        drawn, worker = rng.random(), rng.choice(live)
+        if drawn < 0.4:
+            if not worker.process.stopped:
+                self._stop(worker)
+        elif drawn < 0.5:
+            self._cut(worker)
+        elif drawn < 0.7:
+            if len(live) > 1:
+                self._kill(worker)
+        elif drawn < 0.95:
+            if len(live) < 5:
+                self._start()
+        elif len(live) > 1 and worker.member is not None and not worker.closing:
+            self._job(worker, "close", worker.close)
+
+    def _cut(self, worker: Worker) -> None:
+        if worker.process.sockets:
+            self.rng.choice([*worker.process.sockets]).cut()
+            self.trail.append(("cut", worker.process.number))
+
+    def _stop(self, worker: Worker) -> None:
+        process, seconds = worker.process, self.rng.choice((0.02, 0.3, 0.8, 2.0))
+        process.stopped, process.continues_at = True, self.host.now + seconds
+        self.trail.append(("stop", process.number, seconds))
+
+    def _continue(self, worker: Worker) -> None:
+        worker.process.stopped, worker.process.continues_at = False, math.inf
+        self.trail.append(("continue", worker.process.number))
+
+    def _kill(self, worker: Worker) -> None:
+        worker.process.kill()
+        self.trail.append(("kill", worker.process.number))
+        ends = self.rng.random()
+        if ends < 0.5:
+            worker.process.close_sockets()
+        if 0.3 < ends < 0.7:
+            worker.process.unlock_row()
+        self._dying.append(worker)
+
+    def _die(self, worker: Worker) -> None:
+        self._dying.remove(worker)
+        worker.process.close_sockets()
+        worker.process.unlock_row()
+        self.trail.append(("dead", worker.process.number))
+
+    # The applications.
+
+    def _job(self, worker: Worker, name: str, *call: Any) -> None:
+        worker.jobs.append(partial(*call))
+        self.trail.append((name, worker.process.number))
+
+    def _use(self) -> None:
+        """Let the application of one worker begin to do something."""
+        rng, worker = self.rng, self.rng.choice(self.live)
+        if worker.member is None:
+            return
+        leases = [
+            (lease, request)
+            for lease, request in worker.leases.values()
+            if not lease.asked and lease.state != DONE
+        ]
+        if rng.random() < 0.4 or not leases:
+            cost = rng.randint(0, 2), rng.randint(0, 8)
+            args = *cost, rng.random() < 0.8, rng.randint(0, 1)
+            self._job(worker, f"ask {args}", worker.ask, *args)
+            return
+        lease, request = rng.choice(leases)
+        if lease.state == HELD:
+            self._give_back(worker, lease)
+        elif rng.random() < 0.3:
+            if request.may_wait:
+                lease.asked = lease.cancelled = True
+                name = f"cancel {lease.number}"
+                self._job(worker, name, worker.cancel, lease, request)
+            else:
+                name = f"give up {lease.number}"
+                self._job(worker, name, worker.give_up, request)
+        elif rng.random() < 0.1:
+            name = f"expire {lease.number}"
+            self._job(worker, name, worker.expire, lease, request)
+        elif self._resizes and rng.random() < 0.2:
+            self._resize(worker)
+
+    def _give_back(self, worker: Worker, lease: Lease) -> None:
+        if self.rng.random() < 0.2:
+            nbytes = self.rng.randint(0, lease.uses[1])
+            name = f"settle {lease.number} {nbytes}"
+            self._job(worker, name, worker.settle, lease, nbytes)
+        else:
+            lease.asked = True
+            name = f"release {lease.number}"
+            self._job(worker, name, worker.release, lease)
+
+    def _resize(self, worker: Worker) -> None:
+        self.limits = self._draw_limits()
+        for i, limit in enumerate(self.limits):
+            known = self.bound[i]
+            self.bound[i] = None if None in (limit, known) else max(limit, known)
+        capacity = Capacity(self.tick(), *self.limits)
+        self._job(worker, f"resize {self.limits}", worker.resize, capacity)
+
+    # The end.
+
+    def _calm(self) -> None:
+        """Continue all, let nothing more go wrong, and see what becomes of it."""
+        self.trail.append(("calm",))
+        for each in [*self._dying]:
+            self._die(each)
+        for each in self.live:
+            self._continue(each)
+        self._let_be(self._all_joined, "not all workers have joined")
+        # What a worker named that leaves may be lost with it.
+        stay = [each for each in self.live if not each.closing]
+        newest = max((each.member.capacity for each in stay), default=None)
+        for each in self.live:
+            self._job(each, "last ask", each.ask, 1, 1, True, 0)
+        self._let_be(self._none_waits, "a request waits for ever")
+        self._let_be(self._books_are_zero, "books are not zero after all releases")
+        self._let_be(lambda: self._agree(newest), f"not all know of {newest}")
+        self._check_counts()
+        self._stop_the_leader()
+        for each in self.live:
+            self._job(each, "close", each.close)
+        self._let_be(self._all_left, "not all workers have left")
+
+    def _stop_the_leader(self) -> None:
+        """See that the others go on without it, for however long it is stopped."""
+        leaders = [it for it in self.live if it.member.leader is not None]
+        others = [it for it in self._inside if it not in leaders]
+        if not others:
+            return
+        for each in leaders:
+            each.process.stopped = True
+            self.trail.append(("stop", each.process.number))
+        for each in others:
+            self._job(each, "ask beside", each.ask, 1, 1, True, 0)
+        self._let_be(self._none_waits, "a request waits for a leader that is stopped")
+        for each in leaders:
+            self._continue(each)
+        self._let_be(self._books_are_zero, "books are not zero after a stop")
+
+    def _let_be(self, done: Callable[[], bool], problem: str) -> None:
+        until, steps = self.host.now + CALM_S, self.steps + CALM_STEPS
+        while not done():
+            if self.host.now > until or self.steps > steps:
+                raise Broken(f"{problem}: {self._state()}")
+            self._act_calmly()
+
+    def _act_calmly(self) -> None:
+        self.steps += 1
+        for each in self.live:
+            for thread in each.process.threads:
+                if thread.ready:
+                    self.host.run(thread, 1_000_000)
+                    self._check()
+        for sock in list(self.host.moving):
+            sock.deliver(1_000, 0)
+        for each in self.live:
+            for lease, _ in list(each.leases.values()):
+                if lease.state == HELD and not lease.asked:
+                    lease.asked = True
+                    self._job(each, f"release {lease.number}", each.release, lease)
+        if not self.host.moving and not any(
+            it.ready for each in self.live for it in each.process.threads
+        ):
+            self._pass_time()
+
+    def _all_joined(self) -> bool:
+        return all(it.member is not None and not it.jobs for it in self.live)
+
+    def _none_waits(self) -> bool:
+        return all(
+            not each.jobs
+            and all(lease.state == DONE for lease, _ in each.leases.values())
+            for each in self.live
+            if not each.process.stopped
+        )
+
+    def _books_are_zero(self) -> bool:
+        inside = self._inside
+        if any(
+            it.member.row.words[SLOTS] or it.member.row.words[BYTES] for it in inside
+        ):
+            return False
+        leaders = [it for it in inside if it.member.leader is not None]
+        if not leaders:
+            return not inside
+        if len(leaders) > 1 or not leaders[0].member.leader.open:
+            return False
+        now = leaders[0].gate.statistics()
+        return not (now.slots_in_use or now.bytes_in_use or now.waiting)
+
+    def _agree(self, newest: Capacity | None) -> bool:
+        known = {each.member.capacity for each in self._inside if not each.closing}
+        return newest is None or (len(known) == 1 and min(known) >= newest)
+
+    def _all_left(self) -> bool:
+        return not self._inside
+
+    def _check_counts(self) -> None:
+        for each in self.live:
+            for lease, _ in each.leases.values():
+                if lease.woken > 1:
+                    times = f"was woken {lease.woken} times"
+                    raise Broken(f"request {lease.number} {times}")
+        if self._inside:
+            totals = self._inside[0].member.folder.totals()
+            admitted, released = totals[rows.ADMITTED], totals[rows.RELEASED]
+            if admitted != released:
+                raise Broken(f"{admitted} were admitted, and {released} released")
+
+    # Laws.
+
+    def _check(self) -> None:
+        if self.host.crashes:
+            raise Broken(f"an error in a thread: {self.host.crashes[0]}")
+        slots = nbytes = 0
+        for each in self.live:
+            if each.member is None:
+                continue
+            uses, words = each.uses, each.member.row.words
+            if uses[0] > words[SLOTS] or uses[1] > words[BYTES]:
+                raise Broken(
+                    f"worker {each.process.number} uses more than its row says"
+                )
+            slots, nbytes = slots + uses[0], nbytes + uses[1]
+        for used, most in zip((slots, nbytes), self.bound, strict=True):
+            if most is not None and used > most:
+                raise Broken(f"over-admitted: {used} of {most}; {self._state()}")
+        self._check_books(slots, nbytes)
+
+    def _check_books(self, slots: int, nbytes: int) -> None:
+        """See that who leads in the newest epoch knows of all that is held."""
+        leaders = [
+            (each.member.leader, each)
+            for each in self.live
+            if each.member is not None and each.member.leader is not None
+        ]
+        self._epoch = max([self._epoch, *(leader.epoch for leader, _ in leaders)])
+        for leader, each in leaders:
+            if leader.epoch < self._epoch or not leader.open:
+                continue
+            now = each.gate.statistics()
+            if now.slots_in_use < slots or now.bytes_in_use < nbytes:
+                raise Broken(
+                    f"the leader {each.process.number} knows of {now.slots_in_use}, "
+                    f"{now.bytes_in_use} in use, not of {slots}, {nbytes}; "
+                    f"{self._state()}"
+                )
+
+    def _state(self) -> str:
+        lines = [f"limits {self.bound}, time {self.host.now - 1000:.3f}"]
+        for each in self.live:
+            member = each.member
+            if member is None:
+                lines.append(f"worker {each.process.number} has not joined")
+                continue
+            asked = [
+                (lease.number, lease.state, lease.uses, lease.asked)
+                for lease, _ in each.leases.values()
+                if lease.state != DONE
+            ]
+            leads = member.leader is not None and member.leader.open
+            lines.append(
+                f"worker {each.process.number} of epoch {member.epoch}, "
+                f"{'leads' if leads else 'follows'}, row "
+                f"{member.row.words[SLOTS]}, {member.row.words[BYTES]}: {asked}"
+            )
+        lines.append(
+            f"files: {sorted(each.name for each in Path(self.path).iterdir())}"
+        )
+        return "\n".join(lines)

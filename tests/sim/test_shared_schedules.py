@@ -1,0 +1,101 @@
+"""The gate of several processes under random schedules, with kills and stops."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+from mutants import Mutant, plant, read
+
+SOAK = Path(__file__).with_name("shared_soak.py")
+MUTANTS = read(Path(__file__).with_name("shared_mutants.toml"))
+# Schedules that a mutant may live for; each takes some hundredths of a second.
+LIMIT = 2_000
+# Copied here: pytest changes it between two tests, while threads start processes.
+ENVIRONMENT = dict(os.environ)
+
+pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="OFD locks")
+
+
+def run(*options: object, root: Path | None = None) -> list[str]:
+    """Run schedules in processes of their own, and return what was printed."""
+    pytest.importorskip("greenlet")
+    paths = {} if root is None else {"PYTHONPATH": str(root)}
+    done = subprocess.run(
+        [sys.executable, str(SOAK), *map(str, options)],
+        env={**ENVIRONMENT, **paths},
+        capture_output=True,
+        text=True,
+        timeout=1200,
+        check=False,
+    )
+    assert done.stdout, done.stderr[-2000:]
+    return done.stdout.splitlines()
+
+
+def soak(*options: object, root: Path | None = None) -> dict[str, object]:
+    """Run schedules; say how many, and what was found."""
+    return dict(json.loads(run(*options, root=root)[-1]))
+
+
+def test_keeps_its_laws_in_some_schedules() -> None:
+    """Nothing is over-admitted and nobody is forgotten, in the first of them."""
+    found = soak(200)
+    print(f"{found['schedules']} schedules, {found['steps']} steps")
+    assert found["failure"] is None, found["failure"]
+    assert found["schedules"] == 200
+
+
+def test_repeats_a_schedule() -> None:
+    """A seed alone is enough to see a failure again."""
+    for seed in (4, 5, 6):
+        first = run("--seed", seed)
+        assert len(first) > 600
+        assert first == run("--seed", seed)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1200)
+def test_keeps_its_laws_in_many_schedules() -> None:
+    """The same for as many schedules as there is time for."""
+    processes = os.cpu_count() or 1
+    found = soak(1_000_000, "--first", 1000, "--seconds", 120, "--processes", processes)
+    print(f"{found['schedules']} schedules, {found['steps']} steps")
+    assert found["failure"] is None, found["failure"]
+    assert found["schedules"]
+
+
+@pytest.fixture(scope="module")
+def finds(tmp_path_factory):
+    """What was found in each mutant; two are hunted at a time."""
+
+    def find(mutant: Mutant) -> dict[str, object] | str:
+        root = tmp_path_factory.mktemp(mutant.name)
+        try:
+            plant(mutant, root)
+            return soak(LIMIT, root=root)
+        except AssertionError as error:
+            return str(error)
+        finally:
+            shutil.rmtree(root, ignore_errors=True)
+
+    with ThreadPoolExecutor(os.cpu_count() or 1) as pool:
+        yield {m.name: pool.submit(find, m) for m in MUTANTS}
+        pool.shutdown(cancel_futures=True)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(3600)
+@pytest.mark.parametrize("name", [mutant.name for mutant in MUTANTS])
+def test_catches_mutant(finds, name) -> None:
+    """A planted mistake breaks a law before long."""
+    found = finds[name].result()
+    assert isinstance(found, dict), found
+    assert found["failure"] is not None, f"{name} lived: {found}"
+    print(f"{name}: in schedule {found['schedules']}")

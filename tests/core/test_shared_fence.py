@@ -244,7 +244,7 @@ def test_makes_no_other_change_in_the_middle_of_one(workers) -> None:
     gate.try_admit().release()
     member, made = gate._member, []
     with member.locked():
-        other = threading.Thread(target=member.lock.apply, args=(made.append, 1))
+        other = threading.Thread(target=gate._apply, args=(made.append, 1))
         other.start()
         other.join(60)
         with member.locked():

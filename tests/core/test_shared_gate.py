@@ -563,6 +563,10 @@ async def test_checks_what_it_is_given(tmp_path, monkeypatch) -> None:
         (await gate.admit()).release()
     assert caught[0].filename == __file__
     (await gate.admit(max_wait=5)).release()
+    with contextlib.closing(SharedGate(tmp_path / "other", bytes=5)) as other:
+        with pytest.warns(RuntimeWarning, match="named no bytes") as caught:
+            other.try_admit().release()
+        assert caught[0].filename == __file__
     gate.close()
     assert "closed" in repr(gate)
     unused = SharedGate(folder, slots=1)

@@ -133,16 +133,20 @@ class Worker:
         except Refused:
             lease.state = DONE
 
+    def apply(self, change: Callable[..., object], *args: object) -> None:
+        self.lock.deferred.append((change, args))
+        self.lock.make_deferred_changes()
+
     def release(self, lease: Lease) -> None:
         lease.uses = 0, 0
-        self.lock.apply(self._take_back, lease)
+        self.apply(self._take_back, lease)
 
     def _take_back(self, lease: Lease) -> None:
         if self.member.release(lease) and self.closing and not self.member.held:
             self.member.leave()
 
     def cancel(self, lease: Lease, request: Request) -> None:
-        self.lock.apply(self._cancel, lease, request)
+        self.apply(self._cancel, lease, request)
 
     def _cancel(self, lease: Lease, request: Request) -> None:
         if not self.member.withdraw(request) and lease.state == HELD:
@@ -164,14 +168,14 @@ class Worker:
             # Never upwards: that may exceed the capacity, as in a `Gate`.
             nbytes = min(nbytes, lease.uses[1])
             lease.uses = lease.uses[0], nbytes
-            self.lock.apply(self.member.settle, lease, nbytes)
+            self.apply(self.member.settle, lease, nbytes)
 
     def resize(self, capacity: Capacity) -> None:
-        self.lock.apply(self.member.resize, capacity)
+        self.apply(self.member.resize, capacity)
 
     def close(self) -> None:
         self.closing = True
-        self.lock.apply(self._close)
+        self.apply(self._close)
 
     def _close(self) -> None:
         for request in list(self.member.waiting.values()):

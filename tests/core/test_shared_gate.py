@@ -1,5 +1,6 @@
 """SharedGate: what a `Gate` does, over workers that are all in this process."""
 
+import contextlib
 import gc
 import sys
 import threading

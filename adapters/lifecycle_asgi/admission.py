@@ -43,9 +43,8 @@ from lifecycle_asgi.refusals import (
     Refusal,
     Unauthorised,
     describe,
-    log_refusal,
+    identified,
     protocol_response,
-    with_id,
 )
 from lifecycle_asgi.request import declared_length, request_of
 from lifecycle_asgi.responses import (
@@ -364,12 +363,14 @@ class Admission:
         async def answer(_: Scope, __: Receive, send: Send) -> None:
             refusing = Refusing(scope, body, send)
             with self._closable(refusing):
-                id_, response = with_id(scope, self._answer(scope, refusal))
-                waiting = {lane: at.waiting for lane, at in self.statistics().items()}
-                log_refusal(scope, id_, refusal, waiting)
-                await refusing.send(response)
+                await refusing.send(self._answer(scope, refusal))
                 await refusing.linger(max_bytes=max_bytes)
 
+        def waiting() -> dict[str, int]:
+            return {name: lane.waiting for name, lane in self.statistics().items()}
+
+        # Outside the middleware, one of which may have given the response an id.
+        send = identified(scope, send, refusal, waiting)
         await with_headers_of(self._app, answer)(scope, body.receive, send)
 
     async def _admit(self, scope: Scope, request: AdmittedRequest) -> None:

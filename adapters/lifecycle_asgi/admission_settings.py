@@ -171,7 +171,10 @@ def _read_switch(text: str) -> bool:
 
 
 def _read_list(text: str) -> tuple[str, ...]:
-    return tuple(item for each in text.split(",") if (item := each.strip()))
+    items = tuple(item for each in text.split(",") if (item := each.strip()))
+    if not items:
+        raise ValueError("no items")
+    return items
 
 
 _READERS: Final[Mapping[str, Callable[[str], Any]]] = {
@@ -197,4 +200,5 @@ _READERS: Final[Mapping[str, Callable[[str], Any]]] = {
 _EXAMPLES: Final[Mapping[Callable[[str], Any], str]] = {
     parse_size: "a number such as 8GiB",
     _read_switch: "1 or 0",
+    _read_list: "a list such as a,b",
 }

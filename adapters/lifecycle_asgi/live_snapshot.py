@@ -54,6 +54,7 @@ _SHOWN: Final[Mapping[str, ShownPhase]] = MappingProxyType(
 )
 
 
+_MOST_LISTED: Final = 1000
 # What a request in a phase waits for, as far as this process knows.
 _AWAITED: Final[Mapping[ShownPhase, str]] = MappingProxyType(
     {
@@ -258,15 +259,18 @@ def _gate_view(name: str, gates: list[AnyGate]) -> GateView:
     )
 
 
-def request_rows(requests: LiveRequests) -> list[dict[str, Any]]:
-    """Return all requests, oldest first, each with what it waits for."""
-    now, rows = time.monotonic(), []
-    for each in all_of(requests):
+def request_rows(requests: LiveRequests) -> tuple[int, list[dict[str, Any]]]:
+    """Return how many requests there are, and the oldest, with what each waits for.
+
+    At most a thousand: the event loop stands still meanwhile.
+    """
+    now, rows, found = time.monotonic(), [], all_of(requests)
+    for each in found[:_MOST_LISTED]:
         view, session = _view(each, now), next(iter(each.sessions()), None)
         more = {"age_s": round(view.age_s, 3), "session": session and session.id}
         more["session_phase"] = session and session.phase
         rows.append({**_row(each, view, [], now), **more})
-    return rows
+    return len(found), rows
 
 
 # Of one request -------------------------------------------------------------------

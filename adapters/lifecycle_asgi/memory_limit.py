@@ -82,8 +82,8 @@ def announce(budget: int, *, shared: bool) -> None:
     elif budget == limit.budget and not shared and is_worker():
         log.warning(
             "Admission: %.0f MiB for requests in each worker process, of %.0f MiB that "
-            "%s has; name a folder with shared= or LIFECYCLE_SHARED, and all workers "
-            "have one budget together",
+            "%s has; if there are several, name a folder with shared= or "
+            "LIFECYCLE_SHARED, and they have one budget together",
             *mib,
             limit.owner,
         )
@@ -103,7 +103,7 @@ def is_worker() -> bool:
     options = getattr(started and started.current_process(), "_kwargs", {})
     config: Any = options.get("config")
     if type(config).__module__ == "uvicorn.config":
-        return bool(config.workers > 1)
+        return bool(config.workers > 1 and not config.should_reload)
     return "gunicorn.arbiter" in sys.modules
 
 

@@ -7,14 +7,14 @@ import logging
 import math
 import re
 import secrets
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, Final
 from urllib.parse import quote
 
 from lifecycle import CostTooLarge, GateClosed, Refused
-from lifecycle_asgi._types import Scope
+from lifecycle_asgi._types import Scope, Send
 from lifecycle_asgi.body import BodyTooLarge, BodyTooSlow
-from lifecycle_asgi.responses import Headers, Response
+from lifecycle_asgi.responses import Headers, Response, gives_ids
 
 REFUSALS: Final = (BodyTooLarge, BodyTooSlow, Refused)
 """What `describe` knows, besides `Unauthorised`."""
@@ -22,7 +22,7 @@ REFUSALS: Final = (BodyTooLarge, BodyTooSlow, Refused)
 _ID: Final = b"x-request-id"
 _IDS: Final = frozenset({_ID, b"request-id"})
 _SAFE_ID: Final = re.compile(rb"[A-Za-z0-9._-]{1,128}")
-_MAX_PATH: Final = 100
+_LONGEST_SHOWN: Final = 100
 _LONGEST_RETRY: Final = 60.0
 _TYPES: Final = {429: "rate_limit_error"}
 # Error types that the SDK knows; the status distinguishes the rest.
@@ -185,42 +185,64 @@ def protocol_response(scope: Scope, error: ApiError) -> Response:
     return _response(error, b"text/plain; charset=utf-8", error.message.encode())
 
 
-def with_id(scope: Scope, response: Response) -> tuple[str, Response]:
-    """Return the id of a refused request, and *response* with it as ``x-request-id``.
+def identified(
+    scope: Scope,
+    send: Send,
+    refusal: Refusal | Unauthorised,
+    waiting: Callable[[], Mapping[str, int]],
+) -> Send:
+    """Return a *send* by which a refusal has an ``x-request-id`` and a line in the log.
 
-    The client's own id is kept, and one that the response has already.
+    The id is that of the response where it has one, else the client's own, else drawn.
+    An application that gives ids itself, around this, gets no second one.
+
+    Args:
+        scope: The ASGI scope of the request.
+        send: The server's.
+        refusal: Why it is refused. An `ApiError`, an error in the request itself, is
+            its client's business, and not logged.
+        waiting: Returns the requests that wait, by their lane.
     """
-    status, headers, body = response
-    for name, value in headers:
-        if name.lower() in _IDS:
-            return value.decode("latin-1"), response
+
+    async def send_with_id(message: Any) -> None:
+        if message["type"] == "http.response.start":
+            headers = message["headers"]
+            id_ = next((value for name, value in headers if name.lower() in _IDS), None)
+            if id_ is None:
+                id_ = _id_of(scope)
+                if not gives_ids(scope.get("app")):
+                    message = {**message, "headers": [*headers, (_ID, id_)]}
+            if not isinstance(refusal, ApiError):
+                _log(scope, id_.decode("latin-1"), refusal, waiting())
+        await send(message)
+
+    return send_with_id
+
+
+def _id_of(scope: Scope) -> bytes:
     given = [value for name, value in scope["headers"] if name == _ID]
-    id_ = secrets.token_hex(8)
     if len(given) == 1 and _SAFE_ID.fullmatch(given[0]):
-        id_ = given[0].decode()
-    return id_, (status, [*headers, (_ID, id_.encode())], body)
+        return bytes(given[0])
+    return secrets.token_hex(8).encode()
 
 
-def log_refusal(
+def _log(
     scope: Scope, id_: str, refusal: Refusal | Unauthorised, waiting: Mapping[str, int]
 ) -> None:
-    """Log who was refused what, and why, on the logger ``lifecycle``.
-
-    Errors in the request itself, which an `ApiError` is for, are its client's business.
-    """
-    if isinstance(refusal, ApiError):
-        return
-    error = describe(refusal)
-    # The path as it came, without the query; a log has one line for each request.
-    path = quote(scope["path"][:_MAX_PATH])
+    """Log who was refused what, and why, on the logger ``lifecycle``."""
+    error, client = describe(refusal), scope.get("client")
     why = str(refusal) if isinstance(refusal, Refused) else error.message
     after = dict(error.headers).get(b"retry-after")
-    logging.getLogger("lifecycle").warning(
+    # Anyone may be refused for want of a key, as often as they like.
+    level = logging.INFO if isinstance(refusal, Unauthorised) else logging.WARNING
+    logging.getLogger("lifecycle").log(
+        level,
         "request %s of %s: %s %s refused with %d %s: %s%s; waiting: %s",
-        id_,
-        _address(scope),
-        scope["method"],
-        path,
+        _printable(id_),
+        _printable(client[0] if client else "unknown"),
+        _printable(scope["method"]),
+        # As it came, without the query.
+        _printable(scope["path"]),
         error.status,
         error.code,
         why,
@@ -229,9 +251,9 @@ def log_refusal(
     )
 
 
-def _address(scope: Scope) -> str:
-    client = scope.get("client")
-    return str(client[0]) if client else "unknown"
+def _printable(given: object) -> str:
+    """Return what a client said as text that a terminal and a log may have."""
+    return quote(str(given)[:_LONGEST_SHOWN], safe="/:%@[]")
 
 
 def _json(error: ApiError, document: dict[str, Any]) -> Response:

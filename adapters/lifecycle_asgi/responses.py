@@ -52,6 +52,11 @@ def with_headers_of(app: Any, answer: App) -> App:
     return answer
 
 
+def gives_ids(app: Any) -> bool:
+    """Whether *app* has middleware that gives each response an id."""
+    return any("Id" in type(middleware).__name__ for middleware in _adding_headers(app))
+
+
 def _adding_headers(app: Any) -> Iterator[Any]:
     for _ in range(_MOST_MIDDLEWARE):
         if type(app).__name__ in _ADDS_HEADERS and hasattr(app, "app"):

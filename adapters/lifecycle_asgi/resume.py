@@ -104,9 +104,10 @@ class ResumableResponse:
             self._detach(stream, reader)
         if reader.error is None:
             await self._finish(reader, scope, send)
-        elif getattr(reader.error, "outcome", None) == "shutdown":
+        elif getattr(reader.error, "outcome", None) == "shutdown" and await _cut_off(
+            reader, scope, receive, send
+        ):
             reader.error = None
-            await _cut_off(reader, scope, receive, send)
         else:
             try:
                 raise reader.error
@@ -168,21 +169,28 @@ class ResumableResponse:
             await send({"type": "http.response.body", "body": b""})
 
 
-async def _cut_off(reader: Reader, scope: Scope, receive: Receive, send: Send) -> None:
-    """End a response without its end; say why if nothing of it was sent."""
+async def _cut_off(reader: Reader, scope: Scope, receive: Receive, send: Send) -> bool:
+    """End a response without its end; say why if nothing of it was sent.
+
+    False if its connection is not known: then an error alone keeps the server from
+    ending the response as if it were complete.
+    """
     if not reader.begun:
         closed = GateClosed("the server is shutting down; ask another one")
         await send_response(send, refusal_response(closed))
-        return
+        return True
     request = scope.get(SCOPE_KEY)
     transport = request.transport() if request else transport_of(receive, send)
-    if scope.get("http_version", "")[:2] == "1." and hasattr(transport, "is_closing"):
-        # A server logs an error for a response without its end, but for those whose
-        # client has left.
-        transport.close()
-        with anyio.move_on_after(_CLOSE_SECONDS):
-            while (await receive())["type"] != DISCONNECT:
-                pass
+    is_http1 = scope.get("http_version", "")[:2] == "1."
+    if not is_http1 or not hasattr(transport, "is_closing"):
+        return False
+    # A server logs an error for a response without its end, but for those whose client
+    # has left.
+    transport.close()
+    with anyio.move_on_after(_CLOSE_SECONDS):
+        while (await receive())["type"] != DISCONNECT:
+            pass
+    return True
 
 
 class ResumableStreams:

@@ -106,7 +106,8 @@ async def refusal_handler(request: Request, refusal: Exception) -> Response:
         kind = type(refusal).__name__
         raise TypeError(f"refusal_handler is a handler of Refused, not of {kind}")
     if isinstance(request, WebSocket) and not _can_deny(request):
-        return _Closing(refusal)
+        is_closed = request.application_state is WebSocketState.DISCONNECTED
+        return _Nothing() if is_closed else _Closing(refusal)
     return _response_to(refusal)
 
 
@@ -114,6 +115,13 @@ def _can_deny(websocket: WebSocket) -> bool:
     """Whether a handshake is open that the server can answer with a response."""
     is_open = websocket.application_state is WebSocketState.CONNECTING
     return is_open and _DENIAL in websocket.scope.get("extensions", {})
+
+
+class _Nothing(Response):
+    """Sends nothing, where the application has closed the WebSocket itself."""
+
+    async def __call__(self, _scope: Scope, _receive: Receive, _send: Send) -> None:
+        """Do nothing."""
 
 
 class _Closing(Response):

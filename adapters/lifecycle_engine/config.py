@@ -576,10 +576,12 @@ def load_config(
         file: A TOML file with a table for each section.
 
     Raises:
-        ConfigError: A value is wrong, or the file has an unknown key.
+        ConfigError: A value is wrong, the file has an unknown key, or a variable is no
+            setting but looks like one of access.
         OSError: The file cannot be read.
     """
     options, environment = options or {}, environment or {}
+    _check_access(environment)
     document = _read(file) if file else {}
     values: dict[str, dict[str, Any]] = {name: {} for name in SECTIONS}
     origins: dict[str, str] = {}
@@ -636,6 +638,15 @@ def unknown_variables(environment: Mapping[str, str]) -> Iterator[str]:
         if close:
             hint = f"the nearest name is {known[names[close[0]]]}"
         yield f"{name} is no setting of the server; {hint}"
+
+
+def _check_access(environment: Mapping[str, str]) -> None:
+    """Refuse a misspelt name of keys, without which the server would be open."""
+    prefix = f"{ENVIRONMENT}ACCESS_"
+    meant = {name: it for name, it in environment.items() if name.startswith(prefix)}
+    for sentence in unknown_variables(meant):
+        name, _, problem = sentence.partition(" ")
+        raise ConfigError(name, problem)
 
 
 def _read(file: Path) -> dict[str, Any]:

@@ -306,6 +306,8 @@ class Many(Kind):
         """Return the checked items."""
         if isinstance(value, str):
             value = [each.strip() for each in value.split(",") if each.strip()]
+            if not value:
+                raise ValueError("it lists nothing; leave it out, or name something")
         if not isinstance(value, Sequence) or isinstance(value, bytes | Mapping):
             hidden = isinstance(self.item, Secret)
             raise _not(type(value).__name__ if hidden else value, "a list")

@@ -176,15 +176,20 @@ def _foreign(url: str) -> list[str]:
     return [] if url.startswith("http://127.0.0.1:") else [url]
 
 
-async def test_lists_all_requests_with_what_they_wait_for() -> None:
+async def test_lists_all_requests_with_what_they_wait_for(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """One that is answered, one at a gate, and one that is uploaded."""
     gate = Gate(slots=1, name="in_flight")
 
     async def listed(server: Server) -> list[dict[str, Any]]:
         async with httpx2.AsyncClient() as client:
             url = f"http://127.0.0.1:{server.admin_port}/_lifecycle/requests"
-            return list((await client.get(url, timeout=60)).json()["requests"])
+            found = (await client.get(url, timeout=60)).json()
+            assert len(found["requests"]) == min(most, found["total"])
+            return list(found["requests"])
 
+    most = 1000
     async with running(SLOW, in_flight=gate) as server, server.client() as client:
         stream = await ask(client, "first")
         waiting = asyncio.create_task(ask(client, "second"))
@@ -202,6 +207,9 @@ async def test_lists_all_requests_with_what_they_wait_for() -> None:
             "gate in_flight",
             "its body",
         ]
+        most = 2
+        monkeypatch.setattr("lifecycle_asgi.live_snapshot._MOST_LISTED", most)
+        assert [each["id"] for each in await listed(server)] == ["first", "second"]
         upload.close()
         waiting.cancel()
         await stream.close()

@@ -21,6 +21,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from lifecycle_asgi.prometheus import Metrics
 from lifecycle_engine import AppSettings
+from lifecycle_engine.server.metrics import EngineReport
 
 pytestmark = pytest.mark.asyncio
 
@@ -33,8 +34,13 @@ async def scrape(port: int) -> dict[str, dict[Any, float]]:
             assert answer.headers["content-type"].startswith("text/plain")
             return str(answer.read(), "ascii")
 
+    return samples(await asyncio.to_thread(get))
+
+
+def samples(text: str) -> dict[str, dict[Any, float]]:
+    """Every sample of a scrape by its name and labels."""
     found: dict[str, dict[Any, float]] = {}
-    for family in text_string_to_metric_families(await asyncio.to_thread(get)):
+    for family in text_string_to_metric_families(text):
         for sample in family.samples:
             labels = tuple(sample.labels.values())
             found.setdefault(sample.name, {})[labels] = sample.value
@@ -77,7 +83,7 @@ async def test_counts_each_request_once() -> None:
         assert ended["client_gone",] + ended["completed",] == 12
         assert now["lifecycle_engine_up"]["sim",] == 1
         assert now["lifecycle_engine_starts_total"]["sim",] == 1
-        assert now["lifecycle_engine_slots"]["sim", "all"] > 0
+        assert now["lifecycle_engine_slots"]["sim", "0", "all"] > 0
         left = now["lifecycle_engine_requests_total"]
         assert sum(left.values()) == 12
         # As many as were answered by more than one token.
@@ -138,33 +144,63 @@ async def test_figures_of_the_engine_follow_its_work() -> None:
         at = "lifecycle_engine_"
         assert answer.usage is not None
         tokens, runs = now[at + "tokens_total"], now[at + "runs_total"]
-        assert tokens["sim", "prefill"] == answer.usage.prompt_tokens
-        assert tokens["sim", "decode"] == runs["sim", "decode"] == 11
-        assert now[at + "answer_tokens_total"]["sim",] == 12
+        assert tokens["sim", "0", "prefill"] == answer.usage.prompt_tokens
+        assert tokens["sim", "0", "decode"] == runs["sim", "0", "decode"] == 11
+        assert now[at + "answer_tokens_total"]["sim", "0"] == 12
         seconds = now[at + "run_seconds_total"]
         # What the simulated model takes by its costs, at least.
-        assert seconds["sim", "decode"] >= 11 * 0.005
-        assert seconds["sim", "prefill"] > 0 < seconds["sim", "scheduling"]
-        assert now[at + "longest_run_seconds"]["sim", "decode"] >= 0.005
-        assert now[at + "kv_used_ratio"]["sim",] == 0
-        assert now[at + "requests_total"]["sim", "completed"] == 1
+        assert seconds["sim", "0", "decode"] >= 11 * 0.005
+        assert seconds["sim", "0", "prefill"] > 0 < seconds["sim", "0", "scheduling"]
+        assert now[at + "longest_run_seconds"]["sim", "0", "decode"] >= 0.005
+        assert now[at + "kv_used_ratio"]["sim", "0"] == 0
+        assert now[at + "requests_total"]["sim", "completed", "0"] == 1
 
 
-async def test_engine_that_is_gone_is_told() -> None:
-    """Its series stop, and it is not up; what counts engines counts the next one."""
-    async with asyncio.timeout(120), running(metrics=Metrics()) as server:
-        pid = server.service.engine.pid
-        os.kill(pid, signal.SIGSTOP)  # so that no next one is there before we look
-        os.kill(pid, signal.SIGKILL)
-        up = 1.0
-        while up:
-            now = await scrape(server.admin_port)
-            up = now["lifecycle_engine_up"]["sim",]
+async def test_engine_that_is_gone_is_told(tmp_path: Path) -> None:
+    """One that is not there is not up; the one after one that was killed counts."""
+    engine = make_engine(begin_when=tmp_path / "never")
+    async with (
+        asyncio.timeout(120),
+        running(engine=engine, metrics=Metrics(), wait=False) as server,
+    ):
+        now = await scrape(server.admin_port)
+        assert now["lifecycle_engine_up"]["sim",] == 0
         assert "lifecycle_engine_requests_running" not in now
-        while not up:
+    async with asyncio.timeout(120), running(metrics=Metrics()) as server:
+        os.kill(server.service.engine.pid, signal.SIGKILL)
+        starts = 1.0
+        while starts == 1:
             now = await scrape(server.admin_port)
-            up = now["lifecycle_engine_up"]["sim",]
-        assert now["lifecycle_engine_starts_total"]["sim",] == 2
+            starts = now["lifecycle_engine_starts_total"]["sim",]
+        assert starts == 2
+
+
+async def test_each_replica_has_series_of_its_own() -> None:
+    """Their sum is no maximum, and falls with one that ends; a status may be no mapping."""
+
+    def status(tokens: int, used: float) -> dict[str, Any]:
+        return {"backend": {"tokens": tokens, "kv_used": used, "runner": {"own": 3}}}
+
+    replicas = {"0": status(1000, 0.5), "1": status(7, 0.9), "2": {"backend": None}}
+    sums = {"backend": {"tokens": 1007, "kv_used": 1.4, "runner": None}}
+    for reported in (sums | {"replicas": replicas}, sums, {"backend": None}, {}):
+        report = EngineReport(
+            model='m"',
+            up=True,
+            incarnation=2,
+            status=reported,
+            memory={"server": 5, "engine": None},
+            ratios={},
+        )
+        found = samples(report.text().decode())
+        assert found["lifecycle_engine_starts_total"] == {('m"',): 2}
+        assert found["lifecycle_resident_bytes"] == {('m"', "server"): 5}
+        if "replicas" in reported:
+            used = {('m"', "0"): 0.5, ('m"', "1"): 0.9}
+            assert found["lifecycle_engine_kv_used_ratio"] == used
+            tokens = found["lifecycle_engine_answer_tokens_total"]
+            assert tokens == {('m"', "0"): 1000, ('m"', "1"): 7}
+            assert found["lifecycle_engine_runner"]["own", 'm"', "1"] == 3
 
 
 async def test_next_turn_of_a_conversation_goes_on_from_its_slot() -> None:
@@ -184,7 +220,7 @@ async def test_next_turn_of_a_conversation_goes_on_from_its_slot() -> None:
 
         async def figure(name: str, label: str) -> float:
             found = await scrape(server.admin_port)
-            return found[f"lifecycle_engine_{name}"]["sim", label]
+            return found[f"lifecycle_engine_{name}"]["sim", "0", label]
 
         await ask("hello", prompt_cache_key="talk", user="me")
         assert await figure("slots", "cached") == 1

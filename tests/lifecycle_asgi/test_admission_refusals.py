@@ -95,6 +95,31 @@ async def test_logs_each_refusal_in_one_line(
 
 
 @pytest.mark.asyncio
+async def test_log_has_nothing_that_a_terminal_obeys(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """Nor a line as long as its client likes: of its address, path and id."""
+    gate = Gate(slots=1, max_waiting=0, name="slots")
+    admission = Admission(read_body, environment={}, gates={"slots": gate})
+    wrong = "\x1b[31m\x9b2K\r\n" + "x" * 5000
+    scope = http_scope(wrong, headers=[(b"content-length", b"2")])
+    scope["client"] = wrong, 1
+    server = ScriptedServer(b"{}")
+    with gate.try_admit():
+        await admission(scope, server.receive, server.send)
+    (record,) = caplog.records
+    said = record.getMessage()
+    assert said.isprintable()
+    assert len(said) < 1000
+    scope |= {"client": ("2001:db8::1", 1), "path": "/v1/x"}
+    scope["headers"] += [(b"x-request-id", b"a\x1b[31m")]
+    with gate.try_admit():
+        await admission(scope, server.receive, server.send)
+    assert " of 2001:db8::1: POST /v1/x refused " in caplog.records[1].getMessage()
+    assert caplog.records[1].getMessage().isprintable()
+
+
+@pytest.mark.asyncio
 @pytest.mark.parametrize("http", ["h11", "httptools"])
 @pytest.mark.parametrize("status", REFUSALS)
 async def test_answers_client_that_sends_before_it_reads(
@@ -297,6 +322,8 @@ def test_refusals_have_the_headers_that_the_server_adds(outside: bool) -> None:
         scope = http_scope("/v1/x", headers=[length, *headers])
         await served(scope, server.receive, server.send)
         assert server.status == 413
+        names = [name for name, _ in server.sent[0]["headers"]]
+        assert len(set(names)) == len(names)  # one id, not two
         return dict(server.sent[0]["headers"])
 
     async def both() -> None:

@@ -206,7 +206,7 @@ def test_warns_of_a_budget_that_is_more_than_there_is(caplog) -> None:
     assert f"{limit.owner} has; give fewer bytes" in caplog.text
 
 
-def said_by(workers: int, folder: Path, **environment: str) -> list[str]:
+def said_by(workers: int, folder: Path, *options: str, **environment: str) -> list[str]:
     """What is logged about budgets until all workers of a uvicorn have started."""
     (folder / "idle.py").write_text(
         "from lifecycle_asgi import Admission\napp = Admission(None)\n"
@@ -215,7 +215,7 @@ def said_by(workers: int, folder: Path, **environment: str) -> list[str]:
     kept = {key: os.environ[key] for key in os.environ if "LIFECYCLE" not in key}
     said: list[str] = []
     with subprocess.Popen(
-        [*argv, f"--workers={workers}"],
+        [*argv, *(options or [f"--workers={workers}"])],
         cwd=folder,
         env={**kept, **environment},
         stderr=subprocess.PIPE,
@@ -243,6 +243,8 @@ def test_says_that_each_worker_has_a_budget(tmp_path: Path) -> None:
     assert said_by(2, tmp_path, LIFECYCLE_SHARED=str(tmp_path / "lanes")) == []
     assert said_by(2, tmp_path, LIFECYCLE_BYTES="64MiB") == []
     assert said_by(1, tmp_path) == []
+    # It ignores the number of workers then, and has one.
+    assert said_by(1, tmp_path, "--reload", WEB_CONCURRENCY="4") == []
 
 
 def test_says_so_in_workers_of_gunicorn(caplog, monkeypatch) -> None:

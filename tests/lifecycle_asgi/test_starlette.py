@@ -135,6 +135,12 @@ def refusing(gate: Gate, size: int) -> FastAPI:
         await websocket.accept()
         await gate.admit(bytes=size)
 
+    @app.websocket("/closed")
+    async def closed(websocket: WebSocket) -> None:
+        await websocket.accept()
+        await websocket.close(4000)
+        await gate.admit(bytes=size)
+
     @app.websocket("/new")
     async def new(_: WebSocket) -> None:
         await gate.admit(bytes=size)
@@ -148,7 +154,12 @@ def refusing(gate: Gate, size: int) -> FastAPI:
     [({"slots": 0}, 503, 1013), ({"bytes": 10}, 413, 1009), ({}, 503, 1001)],
 )
 async def test_refuses_websockets(
-    anyio_backend_name: str, ws: str, limits: dict[str, int], status: int, code: int
+    anyio_backend_name: str,
+    ws: str,
+    limits: dict[str, int],
+    status: int,
+    code: int,
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
     """By a response to the handshake, and after that by a close code and a reason."""
     if anyio_backend_name != "asyncio":
@@ -167,6 +178,12 @@ async def test_refuses_websockets(
         assert closed.value.rcvd is not None
         assert closed.value.rcvd.code == code
         assert closed.value.rcvd.reason.startswith("The ")
+        async with connect(f"ws://127.0.0.1:{port}/closed") as client:
+            with anyio.fail_after(60), pytest.raises(ConnectionClosed) as closed:
+                await client.recv()
+        assert closed.value.rcvd is not None
+        assert closed.value.rcvd.code == 4000
+    assert not [each for each in caplog.records if each.exc_info]
 
 
 async def test_closes_a_websocket_whose_server_sends_no_response_for_it() -> None:

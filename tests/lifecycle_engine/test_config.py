@@ -280,6 +280,27 @@ def test_finds_unknown_variables(name: str, nearest: str) -> None:
     assert sentence.endswith(f" {nearest}")
 
 
+def test_refuses_what_may_be_a_misspelt_key() -> None:
+    """A warning is too little where the server would be open."""
+    with pytest.raises(
+        ConfigError, match="nearest name is LIFECYCLE_API_KEYS"
+    ) as error:
+        load_config(environment={"LIFECYCLE_ACCESS_API_KEY": "secret"})
+    assert error.value.source == "LIFECYCLE_ACCESS_API_KEY"
+    assert "secret" not in str(error.value)
+    load_config(environment={"LIFECYCLE_ACCESS_API_KEY": ""})
+
+
+@pytest.mark.parametrize("text", [",", " ", " , ,"])
+def test_refuses_a_list_of_no_keys(text: str) -> None:
+    """As of variables that are not set: ``"$A,$B"``."""
+    environment = {"LIFECYCLE_API_KEYS": text}
+    with pytest.raises(ConfigError, match="LIFECYCLE_API_KEYS: it lists nothing"):
+        load_config(environment=environment)
+    with pytest.raises(ValueError, match="LIFECYCLE_API_KEYS must be a list"):
+        AdmissionSettings.from_environment(environment)
+
+
 def test_takes_keys_of_clients_from_the_variable_of_admission() -> None:
     """One variable has the keys for any server and for ours, separated by commas."""
     environment = {"LIFECYCLE_API_KEYS": "a, b"}

@@ -226,7 +226,8 @@ class FixedShapeSteps:
                 ):
                     output = self._step(inputs)
         except RuntimeError:
-            _abandon(pool, self._device)
+            with contextlib.suppress(RuntimeError):  # the first error says more
+                _abandon(pool, self._device)
             raise
         finally:
             current.wait_stream(side)

@@ -185,14 +185,14 @@ class StatusEndpoints:
         return JSONResponse(await snapshot(self._service))
 
     async def requests(self, _: Request) -> Response:
-        """``GET /_lifecycle/requests``: all requests there are, oldest first."""
-        found = [] if self._live is None else request_rows(self._live)
+        """``GET /_lifecycle/requests``: the number of requests, and the oldest."""
+        total, found = (0, []) if self._live is None else request_rows(self._live)
         rows = [
             {"id": each["session"] or each["id"]}
             | {name: each[name] for name in _SHOWN}
             for each in found
         ]
-        return JSONResponse({"requests": rows})
+        return JSONResponse({"total": total, "requests": rows})
 
     async def metrics(self, _: Request) -> Response:
         """``GET /metrics``: gates, sessions and the engine's counters."""

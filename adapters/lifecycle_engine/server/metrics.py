@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Final
+from typing import Any, Final, TypeAlias
 
 from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
 _STAGES: Final = ("prefill", "decode")
+# Labels with their values, and a number.
+_Series: TypeAlias = tuple[dict[str, str], float]
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,41 +125,70 @@ class _Report(Collector):
     def collect(self) -> Iterator[Metric]:
         """Yield the metrics; called by the registry of prometheus_client."""
         report = self._report
-        yield self._family("engine_up", "Whether the engine takes requests", report.up)
-        yield self._family(
-            "engine_starts_total", "Engine processes started", report.incarnation
+        yield _family(
+            "engine_up", "Whether the engine takes requests", [self._of(report.up)]
         )
-        memory = {name: size for name, size in report.memory.items() if size}
-        yield self._family("resident_bytes", "Memory of a process", memory, "process")
-        ratios = {str(size): ratio for size, ratio in report.ratios.items()}
-        about = "Actual bytes of payloads divided by estimated ones, by size"
-        yield self._family("estimate_ratio", about, ratios, "below_bytes")
-        backend = report.status.get("backend", {})
+        yield _family(
+            "engine_starts_total",
+            "Engine processes started",
+            [self._of(report.incarnation)],
+        )
+        yield _family(
+            "resident_bytes",
+            "Memory of a process",
+            [self._of(size, process=it) for it, size in report.memory.items() if size],
+        )
+        yield _family(
+            "estimate_ratio",
+            "Actual bytes of payloads divided by estimated ones, by size",
+            [self._of(each, below_bytes=size) for size, each in report.ratios.items()],
+        )
         for kind in _KINDS:
-            found = {name: _at(backend, place) for name, place in kind.places.items()}
-            values = {name: each for name, each in found.items() if each is not None}
-            if values:
-                shown = values if kind.label else values[""]
-                yield self._family(f"engine_{kind.name}", kind.about, shown, kind.label)
-        counters = backend.get("runner", {})
-        own = {name: float(each) for name, each in counters.items() if _is_number(each)}
-        yield self._family("engine_runner", "What the runner counts", own, "counter")
+            yield _family(f"engine_{kind.name}", kind.about, [*self._series(kind)])
+        yield _family("engine_runner", "What the runner counts", [*self._counters()])
 
-    def _family(
-        self,
-        name: str,
-        about: str,
-        values: Mapping[str, float] | float,
-        label: str = "",
-    ) -> Metric:
-        kind = CounterMetricFamily if name.endswith("_total") else GaugeMetricFamily
-        labels = ["model", label] if label else ["model"]
-        family = kind(f"lifecycle_{name}", about, labels=labels)
-        series = values if isinstance(values, Mapping) else {"": values}
-        for value, number in series.items():
-            given = [self._report.model, value] if label else [self._report.model]
-            family.add_metric(given, float(number))
-        return family
+    def _of(self, value: float, **labels: object) -> _Series:
+        texts = {name: str(each) for name, each in labels.items()}
+        return {"model": self._report.model} | texts, float(value)
+
+    def _series(self, kind: _Kind) -> Iterator[_Series]:
+        for replica, backend in self._backends():
+            for word, place in kind.places.items():
+                value = _at(backend, place)
+                if value is not None:
+                    more = {kind.label: word} if kind.label else {}
+                    yield self._of(value, replica=replica, **more)
+
+    def _counters(self) -> Iterator[_Series]:
+        for replica, backend in self._backends():
+            for name, value in _mapping(backend.get("runner")).items():
+                if _is_number(value):
+                    yield self._of(value, replica=replica, counter=name)
+
+    def _backends(self) -> Iterator[tuple[object, Mapping[str, Any]]]:
+        """Yield what each replica says of its work; a process alone is replica 0.
+
+        Sums over them would fall when one ends, and be no shares and no maxima.
+        """
+        status = self._report.status
+        replicas = _mapping(status.get("replicas")) or {"0": status}
+        for replica, each in replicas.items():
+            yield replica, _mapping(_mapping(each).get("backend"))
+
+
+def _family(name: str, about: str, series: Sequence[_Series]) -> Metric:
+    kind = CounterMetricFamily if name.endswith("_total") else GaugeMetricFamily
+    family = kind(
+        f"lifecycle_{name}", about, labels=list(series[0][0]) if series else ()
+    )
+    for labels, value in series:
+        family.add_metric(list(labels.values()), value)
+    return family
+
+
+def _mapping(value: Any) -> Mapping[str, Any]:
+    """Return *value*, or an empty mapping for what a runner returns by mistake."""
+    return value if isinstance(value, Mapping) else {}
 
 
 def _at(status: Mapping[str, Any], place: str) -> float | None:

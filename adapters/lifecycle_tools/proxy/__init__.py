@@ -10,7 +10,7 @@ Modules::
     upstream      its address, and the bounded pool of connections
     exchange      one request and its response
     application   the ASGI application
-    server        uvicorn around it, with admission, a health path and a log
+    server        uvicorn around it, with admission and a health path
     command       the options of the command
 """
 

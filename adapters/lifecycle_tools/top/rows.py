@@ -34,7 +34,8 @@ def size(nbytes: float) -> str:
 def request_cells(each: Mapping[str, Any]) -> list[Text]:
     """Return a row of the table of requests, coloured if there is a warning."""
     style = _WARNED if each["warnings"] else ""
-    words = [each["id"], each["what"], each["client"], each["phase"], each["waits_for"]]
+    words = [each["id"], each["what"], each["client"], each["phase"]]
+    words.append(each.get("waits_for", ""))  # servers before 0.1 lack it
     numbers = [
         f"{each['age_s']:.1f} s",
         size(each["bytes"]),

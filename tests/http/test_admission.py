@@ -355,5 +355,6 @@ async def test_learns_what_images_become_and_tells() -> None:
         text = (await client._client.get(url)).text
     (ratio,) = server.service.admission.ratios.values()
     assert 0.8 < ratio < 0.9
-    assert f'lifecycle_estimate_ratio{{below_bytes="262144"}} {ratio}' in text
+    labels = 'below_bytes="262144",model="sim"'
+    assert f"lifecycle_estimate_ratio{{{labels}}} {ratio}" in text
     assert 'lifecycle_gate_estimate_ratio_bucket{gate="payloads",le="0.1"} 3.0' in text

@@ -156,7 +156,10 @@ async def test_hurries_beside_an_engine_that_does_not_answer() -> None:
 
 async def test_is_killed_by_third_interrupt() -> None:
     """Not even an engine that is stopped keeps it then, nor outlives it (fault-62)."""
-    async with served("--drain", "600") as server, server.client() as client:
+    async with (
+        served("--drain", "600", quiet=False) as server,
+        server.client() as client,
+    ):
         stream = await begin_stream(client, 4000)
         psutil.Process(server.process.pid).children()[0].suspend()
         server.process.send_signal(signal.SIGINT)
@@ -172,7 +175,7 @@ async def test_is_killed_by_third_interrupt() -> None:
 
 async def test_answers_a_client_that_is_still_sending() -> None:
     """A body that is under way when the drain begins is not waited for (fault-15)."""
-    async with served("--drain", "600") as server:
+    async with served("--drain", "600", quiet=False) as server:
         reader, writer = await asyncio.open_connection("127.0.0.1", server.port)
         head = (
             b"POST /v1/chat/completions HTTP/1.1\r\nhost: x\r\ncontent-length: 99\r\n"
@@ -187,6 +190,8 @@ async def test_answers_a_client_that_is_still_sending() -> None:
         assert b"shutting_down" in answer
         writer.close()
         assert await server.exit() == 0
+        (line,) = (await server.process.stderr.read()).splitlines()
+        assert b" refused with 503 shutting_down: " in line
 
 
 async def test_exits_in_time_though_client_never_reads() -> None:

@@ -227,7 +227,7 @@ class Cuda:
         self.inside = 0
         self.streams = 0
         self.pools: list[Any] = []
-        self.waits = 0
+        self.waits = self.emptied = 0
 
     class CUDAGraph:
         """What was recorded."""
@@ -238,6 +238,9 @@ class Cuda:
         def replay(self) -> None:
             for each in self.work:
                 each()
+
+    def empty_cache(self) -> None:
+        self.emptied += 1
 
     def graph_pool_handle(self) -> str:
         return "the pool"
@@ -264,8 +267,8 @@ class Cuda:
     def graph(
         self,
         graph: Cuda.CUDAGraph,
-        pool: Any,
-        stream: Cuda,
+        pool: Any = None,
+        stream: Cuda | None = None,
         capture_error_mode: str = "global",
     ) -> Iterator[None]:
         assert capture_error_mode == "thread_local", "other threads may use the device"
@@ -351,7 +354,7 @@ def test_failed_capture_is_logged_and_steps_run_without(
     steps.prepare()
     steps.prepare()
     # What was begun aside comes before what runs as it comes.
-    assert (cuda.inside, cuda.waits) == (1, 2)
+    assert (cuda.inside, cuda.waits, cuda.emptied) == (1, 2, 1)
     assert steps.captured == 1
     (record,) = caplog.records
     assert (

@@ -117,6 +117,12 @@ def run(options: argparse.Namespace, folder: str) -> Verdict:
     return Verdict(1, world.steps)
 
 
+def end(*_: object) -> None:
+    """End with what a shell says of SIGTERM; told again, go on removing files."""
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    sys.exit(143)
+
+
 def main() -> int:
     """Run the command line; 1 if a schedule failed."""
     parser = argparse.ArgumentParser(description=__doc__)
@@ -128,7 +134,7 @@ def main() -> int:
     parser.add_argument("--folder", default=memory(), help="for what is removed")
     options = parser.parse_args()
     # Whatever kills its processes, this one removes what they leave, also if told to go.
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
+    signal.signal(signal.SIGTERM, end)
     with tempfile.TemporaryDirectory(
         prefix="lifecycle-shared-", dir=options.folder
     ) as folder:

@@ -8,6 +8,7 @@ import shutil
 import subprocess
 import sys
 import tempfile
+import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -65,9 +66,27 @@ def test_repeats_a_schedule(tmp_path) -> None:
 
 
 def test_leaves_no_files(tmp_path) -> None:
-    """Whatever is killed in a schedule, its files go."""
-    soak(20, "--folder", tmp_path)
+    """What schedules left goes with them, also when they are told to end."""
+    pytest.importorskip("greenlet")
+    command = [sys.executable, str(SOAK), "100000", "--folder", str(tmp_path)]
+    with subprocess.Popen(command, env=ENVIRONMENT, stdout=subprocess.PIPE) as process:
+        ends = time.monotonic() + 60
+        while not list(tmp_path.glob("*/*")):
+            assert time.monotonic() < ends and process.poll() is None
+            time.sleep(0.01)
+        process.terminate()
+        assert process.wait(120) == 143
     assert list(tmp_path.iterdir()) == []
+
+
+def test_tells_an_error_from_a_broken_law(tmp_path) -> None:
+    """A thread that ends by an error is a failure, and no find."""
+    patch = ["        now = self._clock()\n        if self._leaves", "        1 / 0"]
+    patch[1] += "\n        if self._leaves"
+    plant(Mutant("raises", "shared/member.py", [patch]), tmp_path)
+    found = soak(1, root=tmp_path)
+    assert "ZeroDivisionError" in str(found["failure"])
+    assert not found["broken"]
 
 
 @pytest.mark.slow

@@ -20,12 +20,18 @@ from random import Random
 from typing import Any
 
 from shared_host import Host, Process, Thread
-from shared_worker import Lease, Request, Worker, statements
+from shared_worker import (
+    DONE,
+    HELD,
+    Capacity,
+    Lease,
+    Request,
+    Worker,
+    rows,
+    statements,
+)
 
-from lifecycle._queues import DONE, HELD
-from lifecycle.shared import rows
-from lifecycle.shared.rows import BYTES, SLOTS, Capacity
-
+SLOTS, BYTES = rows.SLOTS, rows.BYTES
 # Virtual seconds, and steps, within which all is well once nothing goes wrong.
 CALM_S, CALM_STEPS = 30.0, 100_000
 

@@ -336,6 +336,21 @@ async def test_resizes_for_all_workers(workers) -> None:
         a.resize(slots=-1)
 
 
+async def test_warns_of_other_limits_where_it_is_called(workers) -> None:
+    """The warning names the line that made the worker join, whichever call that was."""
+    workers(slots=1).try_admit().release()
+    calls = (
+        lambda gate: gate.statistics(),
+        lambda gate: gate.resize(slots=7),
+        lambda gate: gate.try_admit().release(),
+    )
+    for slots, call in enumerate(calls, 20):
+        with pytest.warns(RuntimeWarning, match=f"changes that to {slots}") as caught:
+            call(workers(slots=slots))
+        line = caught[0].filename, caught[0].lineno
+        assert line == (__file__, call.__code__.co_firstlineno)
+
+
 async def test_takes_the_capacity_of_who_comes_last(workers) -> None:
     """A worker with other limits says so and changes them, also after a take-over."""
     a, b = workers.two(slots=1)
@@ -451,6 +466,31 @@ async def test_closes_everything_in_a_forked_child(tmp_path, monkeypatch) -> Non
     assert gate._member is None
     # Left to the collector: the bell, and the file of the mapping, which has no lock.
     assert len(list(files.iterdir())) <= before + 2
+
+
+async def test_reports_what_is_released_while_its_thread_is_busy(workers, role) -> None:
+    """An event comes by itself, also when the gate's own thread held the lock."""
+    seen = RecordingObserver()
+    gate = workers.one(role, slots=1, observer=seen)
+    lease = await gate.admit()
+    member, reached, go_on = gate._member, threading.Event(), threading.Event()
+
+    def hold_the_lock():
+        with member.locked():
+            reached.set()
+            assert go_on.wait(60)
+
+    member.loop.call(hold_the_lock)
+    assert reached.wait(60)
+    try:
+        lease.release()
+        assert member.held
+        assert [type(each) for each in seen.events] == [LeaseGranted]
+    finally:
+        go_on.set()
+    await until(lambda: len(seen.events) > 1)
+    assert isinstance(seen.events[1], LeaseReleased)
+    assert not member.held
 
 
 async def test_tells_its_observer(workers, role) -> None:

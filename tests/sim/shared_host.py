@@ -1,7 +1,7 @@
 """A simulated host: processes with threads, sockets between them, and one clock.
 
 Files and the locks on them are real. A process can be stopped and killed between any
-two statements: its threads are greenlets, which run one at a time.
+two statements that have a step: its threads are greenlets, which run one at a time.
 """
 
 from __future__ import annotations
@@ -124,9 +124,13 @@ class Host:
         moving: Sockets that something is on its way to.
         crashes: Errors that ended a thread.
         ended: Whether the schedule is over: whatever still runs only cleans up.
+        running: The newest of them.
     """
 
+    running: Host
+
     def __init__(self, statements: Statements, most_frames: int) -> None:
+        Host.running = self
         self.now, self.most_frames = 1000.0, most_frames
         self.listening: dict[str, Socket] = {}
         self.moving: dict[Socket, None] = {}

@@ -1,8 +1,10 @@
 """Workers of a shared gate on a simulated host, and a random schedule for all of them.
 
-The gate is the real one, with real files: `lifecycle.shared.member` and all below it.
-Its statements, the delivery of what it sends, time, stops, kills and requests come in
-an order that a seed draws, and a few laws are checked after each step.
+Members and leaders are the real ones, with their rows, frames and files, and so is the
+gate of who leads. Imitated are the thread of a member, its sockets, and what
+`SharedGate` does with a member. Statements, the delivery of what is sent, time, stops,
+kills and requests come in an order that a seed draws. Some laws are checked after each
+step; others, such as that of wake-ups, at the end.
 """
 
 from __future__ import annotations
@@ -12,175 +14,34 @@ import shutil
 import tempfile
 from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from random import Random
 from typing import Any
 
 from shared_host import Host, Process, Thread
-from statements import Statements
+from shared_worker import (
+    DONE,
+    HELD,
+    Capacity,
+    Lease,
+    Request,
+    Worker,
+    rows,
+    statements,
+)
 
-from lifecycle import Gate, Refused
-from lifecycle._queues import DONE, HELD, WAITING
-
-MODULES = ("rows", "wire", "leader", "member")
-# Called in the middle of a change of the leader's gate, which is one step here; and
-# what looks at the time of files, which no schedule draws.
-WHOLE = ("ring", "wake", "_look_for_rows")
+SLOTS, BYTES = rows.SLOTS, rows.BYTES
 # Virtual seconds, and steps, within which all is well once nothing goes wrong.
 CALM_S, CALM_STEPS = 30.0, 100_000
-
-
-statements = Statements(lambda: World.running.host.interrupt())  # noqa: PLW0108 - none yet
-statements.load([f"lifecycle.shared.{name}" for name in MODULES], whole=WHOLE)
-
-from lifecycle.shared import rows  # noqa: E402 - with steps, from here on
-from lifecycle.shared.member import Member  # noqa: E402
-from lifecycle.shared.request import Request  # noqa: E402
-from lifecycle.shared.rows import BYTES, SLOTS, Capacity  # noqa: E402
 
 
 class Broken(AssertionError):
     """A law does not hold."""
 
 
-@dataclass(eq=False)
-class Lease:
-    """What a request holds; the waiter of that request as well."""
-
-    number: int
-    slots: int
-    bytes: int
-    state: int = WAITING
-    uses: tuple[int, int] = (0, 0)
-    cancelled: bool = False
-    asked: bool = False
-    woken: int = 0
-
-    @property
-    def waiter(self) -> Lease:
-        return self
-
-    def wake(self) -> bool:
-        self.woken += 1
-        return not self.cancelled
-
-
-@dataclass(eq=False)
-class Worker:
-    """One process, and what its application does."""
-
-    world: World
-    process: Process
-    member: Member | None = None
-    gate: Gate | None = None  # that it serves, or has served
-    leases: dict[int, tuple[Lease, Request]] = field(default_factory=dict)
-    jobs: deque[Callable[[], object]] = field(default_factory=deque)
-    closing: bool = False
-    left: bool = False
-    numbers: int = 0
-
-    def run(self) -> None:
-        """Join, and do one job after the other, in a thread of its own."""
-        process, world = self.process, self.world
-        self.lock = process.new_lock()
-        capacity = Capacity(world.tick(), *world.limits)
-        self.member = Member(
-            world.path,
-            "gate",
-            capacity,
-            self.lock,
-            self.engine,
-            clock=world.host.clock,
-            sleep=world.host.sleep,
-            new_socket=process.new_socket,
-            new_loop=process.new_loop,
-            lock_row=process.lock_row,
-        )
-        self.member.loop.start()
-        while True:
-            process.host.wait(lambda: bool(self.jobs))
-            self.jobs.popleft()()
-
-    def engine(self, capacity: Capacity) -> Gate:
-        slots, nbytes = capacity.limits
-        order = self.world.order
-        clock = self.world.host.clock
-        self.gate = Gate(slots=slots, bytes=nbytes, clock=clock, order=order)
-        return self.gate
-
-    @property
-    def uses(self) -> tuple[int, int]:
-        """What its application uses now, of slots and of bytes."""
-        held = [each for each, _ in self.leases.values() if each.state == HELD]
-        return sum(each.uses[0] for each in held), sum(each.uses[1] for each in held)
-
-    # What `SharedGate` does, in the same order.
-
-    def ask(self, slots: int, nbytes: int, may_wait: bool, priority: int) -> None:
-        if self.closing:
-            return
-        self.numbers += 1
-        lease = Lease(self.numbers, slots, nbytes, uses=(slots, nbytes))
-        now, key = self.world.host.now, f"k{self.numbers % 2}"
-        request = Request(
-            lease.number, now, slots, nbytes, key, priority, may_wait, lease
-        )
-        self.leases[lease.number] = lease, request
-        try:
-            self.lock.ask(-1, self.member.submit, request)
-        except Refused:
-            lease.state = DONE
-
-    def apply(self, change: Callable[..., object], *args: object) -> None:
-        self.lock.deferred.append((change, args))
-        self.lock.make_deferred_changes()
-
-    def release(self, lease: Lease) -> None:
-        lease.uses = 0, 0
-        self.apply(self._take_back, lease)
-
-    def _take_back(self, lease: Lease) -> None:
-        if self.member.release(lease) and self.closing and not self.member.held:
-            self.member.leave()
-
-    def cancel(self, lease: Lease, request: Request) -> None:
-        self.apply(self._cancel, lease, request)
-
-    def _cancel(self, lease: Lease, request: Request) -> None:
-        if not self.member.withdraw(request) and lease.state == HELD:
-            lease.uses = 0, 0
-            self._take_back(lease)
-
-    def give_up(self, request: Request) -> None:
-        self.lock.ask(-1, self.member.withdraw, request, rows.REFUSED)
-
-    def expire(self, lease: Lease, request: Request) -> None:
-        def now() -> None:
-            if lease.state == WAITING:
-                self.member.expire(request, 1.0)
-
-        self.lock.ask(-1, now)
-
-    def settle(self, lease: Lease, nbytes: int) -> None:
-        if lease.state == HELD and any(lease.uses):
-            # Never upwards: that may exceed the capacity, as in a `Gate`.
-            nbytes = min(nbytes, lease.uses[1])
-            lease.uses = lease.uses[0], nbytes
-            self.apply(self.member.settle, lease, nbytes)
-
-    def resize(self, capacity: Capacity) -> None:
-        self.apply(self.member.resize, capacity)
-
-    def close(self) -> None:
-        self.closing = True
-        self.apply(self._close)
-
-    def _close(self) -> None:
-        for request in list(self.member.waiting.values()):
-            self.member.withdraw(request, rows.REFUSED)
-        self.member.leave()
+class Crashed(Exception):
+    """A thread has ended by an error: of the gate or of this simulation, who knows."""
 
 
 class World:
@@ -188,6 +49,7 @@ class World:
 
     Args:
         seed: Draws all of it.
+        folder: Where the folder of the gate is made, and removed at the end.
         steps: Until the faults end.
         keep: How much of the trail; ``None`` for all of it.
 
@@ -196,14 +58,12 @@ class World:
         steps: How many were made.
     """
 
-    running: World
-
-    def __init__(self, seed: int, steps: int = 600, keep: int | None = 60) -> None:
+    def __init__(
+        self, seed: int, folder: str, *, steps: int = 600, keep: int | None = 60
+    ) -> None:
         self.rng = rng = Random(seed)
-        World.running = self
         self.host = Host(statements, rng.choice((1, 2, 4, 1000, 1000)))
-        top = "/dev/shm" if Path("/dev/shm").is_dir() else None
-        self.path = tempfile.mkdtemp(prefix="lifecycle-shared-", dir=top)
+        self.path = tempfile.mkdtemp(dir=folder)
         self.trail: deque[tuple[Any, ...]] = deque(maxlen=keep)
         self.steps, self._most_steps = 0, steps
         self.order = rng.choice(("fifo", "fifo", "fair"))
@@ -232,7 +92,7 @@ class World:
                 while self.steps < self._most_steps:
                     self._act()
                 self._calm()
-            except Broken as error:
+            except (Broken, Crashed) as error:
                 error.add_note(
                     f"step {self.steps}; the last ones were:\n{self.story()}"
                 )
@@ -268,11 +128,19 @@ class World:
     @property
     def live(self) -> list[Worker]:
         """Workers that were not killed and have not left."""
-        return [it for it in self.workers if not it.process.dead and not it.left]
+        return [
+            it
+            for it in self.workers
+            if not it.process.dead and (it.member is None or it.member.is_in)
+        ]
 
     @property
     def _inside(self) -> list[Worker]:
-        return [it for it in self.live if it.member is not None and it.member.is_in]
+        return [it for it in self.live if it.member is not None]
+
+    def _may_go(self, worker: Worker) -> bool:
+        """Whether another one stays."""
+        return any(not it.closing for it in self.live if it is not worker)
 
     def _act(self) -> None:
         self.steps += 1
@@ -312,10 +180,11 @@ class World:
         self._check()
         self.trail.append(("run", process.number, ("app", "loop")[which], most))
         if interrupted and rng.random() < self._strikes:
-            if rng.random() < 0.25 and len(self.live) > 1:
-                self._kill(self.workers[process.number])
+            worker = self.workers[process.number]
+            if rng.random() < 0.25 and self._may_go(worker):
+                self._kill(worker)
             else:
-                self._stop(self.workers[process.number])
+                self._stop(worker)
 
     def _pass_time(self) -> None:
         now, live = self.host.now, self.live
@@ -343,13 +212,17 @@ class World:
         elif drawn < 0.5:
             self._cut(worker)
         elif drawn < 0.7:
-            if len(live) > 1:
+            if self._may_go(worker):
                 self._kill(worker)
         elif drawn < 0.95:
             if len(live) < 5:
                 self._start()
-        elif len(live) > 1 and worker.member is not None and not worker.closing:
-            self._job(worker, "close", worker.close)
+        elif self._may_go(worker) and worker.member is not None and not worker.closing:
+            self._close(worker)
+
+    def _close(self, worker: Worker) -> None:
+        worker.closing = True
+        self._job(worker, "close", worker.close)
 
     def _cut(self, worker: Worker) -> None:
         if worker.process.sockets:
@@ -446,6 +319,8 @@ class World:
             self._die(each)
         for each in self.live:
             self._continue(each)
+        while len([each for each in self.live if not each.closing]) < 2:
+            self._start()
         self._let_be(self._all_joined, "not all workers have joined")
         # What a worker named that leaves may be lost with it.
         stay = [each for each in self.live if not each.closing]
@@ -453,20 +328,48 @@ class World:
         for each in self.live:
             self._job(each, "last ask", each.ask, 1, 1, True, 0)
         self._let_be(self._none_waits, "a request waits for ever")
+        self._let_be(self._all_stay, "who was closed has not left")
         self._let_be(self._books_are_zero, "books are not zero after all releases")
         self._let_be(lambda: self._agree(newest), f"not all know of {newest}")
-        self._check_counts()
+        self._expire_a_request()
         self._stop_the_leader()
+        self._stop_as_it_takes_a_grant()
+        self._let_be(self._files_are_in_use, "files are left")
+        self.trail.append(("files", *self._files()))
+        self._check_counts()
         for each in self.live:
-            self._job(each, "close", each.close)
+            self._close(each)
         self._let_be(self._all_left, "not all workers have left")
+
+    def _ask_for_all(self, worker: Worker) -> Lease:
+        """Let the application ask for all slots, and its thread of the gate not run."""
+        slots = worker.member.capacity.slots
+        return self._ask_now(worker, slots)[0]
+
+    def _ask_now(self, worker: Worker, slots: int) -> tuple[Lease, Request]:
+        self._job(worker, f"ask now {slots}", worker.ask, slots, 0, True, 0)
+        self.host.run(worker.process.threads[0], 1_000_000)
+        self._check()
+        if worker.jobs:
+            raise Broken(f"an application cannot ask: {self._state()}")
+        return worker.leases[worker.numbers]
+
+    def _expire_a_request(self) -> None:
+        """See that a request is refused in time, while another one holds all."""
+        holder, worker = self.rng.sample(self.live, 2)
+        held = self._ask_for_all(holder)
+        held.asked = True  # here, and not as soon as it can be
+        self._let_be(lambda: held.state == HELD, "a request waits for nothing")
+        lease, request = self._ask_now(worker, 1)
+        self._job(worker, f"expire {lease.number}", worker.expire, lease, request)
+        self._let_be(lambda: lease.state == DONE, "a request that has expired waits")
+        self._job(holder, f"release {held.number}", holder.release, held)
+        self._let_be(self._books_are_zero, "books are not zero after a refusal")
 
     def _stop_the_leader(self) -> None:
         """See that the others go on without it, for however long it is stopped."""
         leaders = [it for it in self.live if it.member.leader is not None]
-        others = [it for it in self._inside if it not in leaders]
-        if not others:
-            return
+        others = [it for it in self.live if it not in leaders]
         for each in leaders:
             each.process.stopped = True
             self.trail.append(("stop", each.process.number))
@@ -475,7 +378,41 @@ class World:
         self._let_be(self._none_waits, "a request waits for a leader that is stopped")
         for each in leaders:
             self._continue(each)
+        self._let_be(self._none_waits, "a request waits for ever after a stop")
         self._let_be(self._books_are_zero, "books are not zero after a stop")
+
+    def _stop_as_it_takes_a_grant(self) -> None:
+        """See who has what a worker was granted that is stopped meanwhile."""
+        worker = self.rng.choice([it for it in self.live if it.member.leader is None])
+        leader = next(it for it in self.live if it.member.leader is not None)
+        other = self.rng.choice([it for it in self.live if it is not worker])
+        self._ask_for_all(worker)
+        worker.process.stopped = True
+        self.trail.append(("stop", worker.process.number))
+        granted = partial(self._uses_slots, leader)
+        self._let_be(granted, "a request is not granted")
+        # Stopped before it takes the grant, or in the middle of that.
+        most = self.rng.choice((0, self.rng.randint(1, 40)))
+        if most:
+            self.host.run(worker.process.threads[1], most)
+            self._check()
+            self.trail.append(("run", worker.process.number, "loop", most))
+        held = self._ask_for_all(other)
+        held.asked = True
+        self._let_be(
+            lambda: held.state == HELD or worker.member.row.words[SLOTS],
+            "a request waits for what nobody has taken",
+        )
+        self._continue(worker)
+        self._let_be(lambda: held.state == HELD, "a request waits that was first")
+        for _ in range(5):
+            self._act_calmly()
+        self._job(other, f"release {held.number}", other.release, held)
+        self._let_be(self._none_waits, "a request waits that was granted once")
+        self._let_be(self._books_are_zero, "books are not zero after a second stop")
+
+    def _uses_slots(self, leader: Worker) -> bool:
+        return leader.gate.statistics().slots_in_use > 0
 
     def _let_be(self, done: Callable[[], bool], problem: str) -> None:
         until, steps = self.host.now + CALM_S, self.steps + CALM_STEPS
@@ -514,6 +451,9 @@ class World:
             if not each.process.stopped
         )
 
+    def _all_stay(self) -> bool:
+        return not any(each.closing for each in self.live)
+
     def _books_are_zero(self) -> bool:
         inside = self._inside
         if any(
@@ -525,6 +465,9 @@ class World:
             return not inside
         if len(leaders) > 1 or not leaders[0].member.leader.open:
             return False
+        epoch = leaders[0].member.epoch
+        if not all(it.member.epoch == epoch and it.member._greeted for it in inside):
+            return False
         now = leaders[0].gate.statistics()
         return not (now.slots_in_use or now.bytes_in_use or now.waiting)
 
@@ -535,12 +478,28 @@ class World:
     def _all_left(self) -> bool:
         return not self._inside
 
-    def _check_counts(self) -> None:
+    def _files_are_in_use(self) -> bool:
+        """Whether there are the rows of live workers, one link, and one socket."""
+        used = set()
         for each in self.live:
+            member = each.member
+            ident = member.row.words[rows.IDENT]
+            used.add(f"row.{ident:x}")
+            if member.leader is not None:
+                used |= {f"leader.{member.epoch}", f"sock.{ident:x}.{member.epoch}"}
+        return sorted(used) == self._files()
+
+    def _files(self) -> list[str]:
+        return sorted(each.name for each in Path(self.path).iterdir())
+
+    def _check_counts(self) -> None:
+        for each in self.workers:
+            if each.process.dead:
+                continue
             for lease, _ in each.leases.values():
-                if lease.woken > 1:
-                    times = f"was woken {lease.woken} times"
-                    raise Broken(f"request {lease.number} {times}")
+                if lease.woken != (not lease.known):
+                    who = f"request {lease.number} of worker {each.process.number}"
+                    raise Broken(f"{who} was woken {lease.woken} times")
         if self._inside:
             totals = self._inside[0].member.folder.totals()
             admitted, released = totals[rows.ADMITTED], totals[rows.RELEASED]
@@ -551,7 +510,7 @@ class World:
 
     def _check(self) -> None:
         if self.host.crashes:
-            raise Broken(f"an error in a thread: {self.host.crashes[0]}")
+            raise Crashed(self.host.crashes[0])
         slots = nbytes = 0
         for each in self.live:
             if each.member is None:
@@ -604,7 +563,5 @@ class World:
                 f"{'leads' if leads else 'follows'}, row "
                 f"{member.row.words[SLOTS]}, {member.row.words[BYTES]}: {asked}"
             )
-        lines.append(
-            f"files: {sorted(each.name for each in Path(self.path).iterdir())}"
-        )
+        lines.append(f"files: {self._files()}")
         return "\n".join(lines)

@@ -33,7 +33,7 @@ class Statements:
 
         Args:
             names: Of modules that nothing has imported yet.
-            whole: Names of functions that are run in one step.
+            whole: Names of functions that get no steps. What they call may have some.
         """
         early = sorted(set(names) & set(sys.modules))
         assert not early, f"imported before: {early}"

@@ -103,7 +103,8 @@ class SharedGate(Grantor):
         reserve: Likewise.
         enforce: Likewise.
         name: Likewise.
-        observer: Likewise; called for the requests of this worker.
+        observer: Likewise; called for the requests of this worker, and now and then
+            by the thread that serves.
 
     Attributes:
         folder: Its path.
@@ -247,7 +248,7 @@ class SharedGate(Grantor):
             ValueError: A limit is negative or not a whole number.
         """
         _capacity(slots, bytes)  # checks them
-        self._join()
+        self._join(4)
         self._apply(self._resize, slots, bytes)
 
     def close(self) -> None:
@@ -266,7 +267,7 @@ class SharedGate(Grantor):
         Where this worker cannot join, nothing is known; a request says why.
         """
         with suppress(OSError):
-            self._join()
+            self._join(4)
         return self._ask(-1, self._read)
 
     def __repr__(self) -> str:
@@ -275,21 +276,27 @@ class SharedGate(Grantor):
 
     # Changes, under the lock.
 
-    def _join(self) -> None:
+    def _join(self, stacklevel: int) -> None:
         """Become a worker of the folder, if this is none yet."""
         if self._member is None and not self._lock.interrupted():
             found = self._ask(-1, self._join_now)
             if found is not None and found.limits != self._capacity.limits:
-                what = f"gate {self.name!r} had {_limits(found)}, and this worker"
+                had, now = _limits(found), _limits(self._capacity)
+                what = f"gate {self.name!r} had {had}, and this worker changes that"
                 how = "start all workers with the same limits"
-                warn(f"{what} changes that to {_limits(self._capacity)}; {how}", 5)
+                warn(f"{what} to {now}; {how}", stacklevel)
 
     def _join_now(self) -> Capacity | None:
         if self._member is not None or self.closed:
             return None
         self._capacity = Capacity(time.monotonic_ns(), *self._capacity.limits)
         member = Member(
-            self.folder, self.name, self._capacity, self._lock, self._engine
+            self.folder,
+            self.name,
+            self._capacity,
+            self._lock,
+            self._engine,
+            report=partial(_report, weakref.ref(self)),
         )
         try:
             member.loop.start()
@@ -314,7 +321,7 @@ class SharedGate(Grantor):
         check(key is None or isinstance(key, str), "key must be a string or None", key)
         if max(slots, nbytes) >= _MOST:
             raise ValueError(f"a cost must be below {_MOST}, not {max(slots, nbytes)}")
-        self._join()
+        self._join(5)
         lease = new_lease(self, slots, nbytes, key)
         lease.priority, lease.number = priority, next(self._numbers)
         lease.waiter, lease.state = waiter, WAITING
@@ -471,6 +478,13 @@ def _capacity(slots: int | None, nbytes: int | None) -> Capacity:
 def _limits(capacity: Capacity) -> str:
     slots, nbytes = ("any" if it is None else it for it in capacity.limits)
     return f"{slots} slots and {nbytes} bytes"
+
+
+def _report(gate: weakref.ref[SharedGate]) -> None:
+    """Report the events of changes that came while the gate's thread had the lock."""
+    found = gate()
+    if found is not None:
+        found._flush()
 
 
 # To close descriptors after a fork.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import secrets
 import socket
 import time
 from collections.abc import Callable, Iterator
@@ -101,6 +102,8 @@ class Member:
         new_socket: Makes a Unix socket, to listen or to connect.
         new_loop: Makes the thread.
         lock_row: As of `Folder`.
+        draw: Likewise.
+        report: Called without the lock, after a thread of the gate itself had it.
 
     Attributes:
         folder: That the workers share.
@@ -126,8 +129,11 @@ class Member:
         new_socket: Callable[[], socket.socket] = _UNIX_SOCKET,
         new_loop: Callable[..., Loop] = Loop,
         lock_row: Callable[[int], object] = lock_for_life,
+        draw: Callable[[int], int] = secrets.randbits,
+        report: Callable[[], object] = lambda: None,
     ) -> None:
-        self.folder, self._name = Folder(path, lock=lock_row), name
+        self.folder, self._name = Folder(path, lock=lock_row, draw=draw), name
+        self._report = report
         self._clock, self._sleep, self._new_socket = clock, sleep, new_socket
         try:
             live = [row.capacity for row in self.folder.live_rows()]
@@ -172,6 +178,7 @@ class Member:
                 self.lock.catch_up()
             yield
         self.lock.make_deferred_changes()
+        self._report()
 
     @property
     def is_in(self) -> bool:

@@ -161,6 +161,7 @@ class Folder:
     Args:
         path: Made if there is none.
         lock: Locks a row for the life of its worker.
+        draw: Returns so many random bits, which name a worker.
 
     Attributes:
         path: As given.
@@ -171,9 +172,13 @@ class Folder:
     """
 
     def __init__(
-        self, path: str, *, lock: Callable[[int], object] = lock_for_life
+        self,
+        path: str,
+        *,
+        lock: Callable[[int], object] = lock_for_life,
+        draw: Callable[[int], int] = secrets.randbits,
     ) -> None:
-        self.path, self._lock = path, lock
+        self.path, self._lock, self._draw = path, lock, draw
         # Rows that `live_rows` reads, and when the folder had last changed by then.
         self._opened: dict[str, Row] = {}
         self._opened_at = 0
@@ -212,7 +217,7 @@ class Folder:
         """Make a row for this worker, locked for its life."""
         row = None
         while row is None:
-            row = self._make_row(secrets.randbits(62) + 1)
+            row = self._make_row(self._draw(62) + 1)
         return row
 
     def _make_row(self, ident: int) -> Row | None:
@@ -285,13 +290,14 @@ class Folder:
         changed = os.fstat(self.descriptor).st_mtime_ns
         if changed == self._opened_at:
             return
-        names = set(self._names("row."))
-        for name in self._opened.keys() - names:
+        names = self._names("row.")
+        for name in self._opened.keys() - set(names):
             with suppress(KeyError):  # a signal handler came between, and was faster
                 self._opened.pop(name).close()
-        for name in names - self._opened.keys():
-            with suppress(*_NO_ROW):
-                self._opened[name] = Row(self.descriptor, name)
+        for name in names:
+            if name not in self._opened:
+                with suppress(*_NO_ROW):
+                    self._opened[name] = Row(self.descriptor, name)
         # Another change in the same tick of the file system would look like none.
         if abs(time.time_ns() - changed) > _TICK_NS:
             self._opened_at = changed
@@ -378,9 +384,11 @@ class Folder:
 
     def _names(self, prefix: str) -> list[str]:
         # By a path: listing a descriptor moves an offset that other threads share, and
-        # forked children, and either would miss names.
+        # forked children, and either would miss names. Sorted, for no file system has
+        # an order that a schedule could be repeated in.
         here = Path(f"/proc/self/fd/{self.descriptor}")
-        return [each.name for each in here.iterdir() if each.name.startswith(prefix)]
+        names = sorted(each.name for each in here.iterdir())
+        return [each for each in names if each.startswith(prefix)]
 
     def _unlink(self, name: str) -> None:
         # Another one was faster, or it stays: no file that is left does harm.

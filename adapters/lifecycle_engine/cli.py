@@ -178,9 +178,8 @@ def serve(
             return
         from lifecycle_engine import factory
 
-        # An observer may be of a module that needs torch.
-        if context.obj is _OWN_PROCESS and not config.http.observers:
-            factory.leave_torch_to_the_engine()
+        if context.obj is _OWN_PROCESS:
+            factory.leave_torch_to_the_engine(config)
         app = factory.make_app(config)
         _warn_if_open(config)
     _run(app, config, hints=hints)

@@ -270,13 +270,17 @@ def _on_ray(config: ServerConfig, argv: Sequence[str]) -> RayEngine:
     )
 
 
-def leave_torch_to_the_engine() -> None:
+def leave_torch_to_the_engine(config: ServerConfig) -> None:
     """Have transformers do without torch in this process, from now on.
+
+    Unless there are observers, whose modules may need it.
 
     transformers imports torch wherever it is installed, and tokenizers and the
     processors of pictures need none of it: 250 MiB and more of a process for nothing,
     650 where torch is built for CUDA. For a process whose engine is another one.
     """
+    if config.http.observers:
+        return
     sys.modules.setdefault("torch", None)  # type: ignore[arg-type]  # as import takes it
     logging.getLogger("transformers").addFilter(_is_news)
 

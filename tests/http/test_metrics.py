@@ -21,7 +21,6 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from lifecycle_asgi.prometheus import Metrics
 from lifecycle_engine import AppSettings
-from lifecycle_engine.server.metrics import EngineReport
 
 pytestmark = pytest.mark.asyncio
 
@@ -34,13 +33,8 @@ async def scrape(port: int) -> dict[str, dict[Any, float]]:
             assert answer.headers["content-type"].startswith("text/plain")
             return str(answer.read(), "ascii")
 
-    return samples(await asyncio.to_thread(get))
-
-
-def samples(text: str) -> dict[str, dict[Any, float]]:
-    """Every sample of a scrape by its name and labels."""
     found: dict[str, dict[Any, float]] = {}
-    for family in text_string_to_metric_families(text):
+    for family in text_string_to_metric_families(await asyncio.to_thread(get)):
         for sample in family.samples:
             labels = tuple(sample.labels.values())
             found.setdefault(sample.name, {})[labels] = sample.value
@@ -176,31 +170,33 @@ async def test_engine_that_is_gone_is_told(tmp_path: Path) -> None:
 
 
 async def test_each_replica_has_series_of_its_own() -> None:
-    """Their sum is no maximum, and falls with one that ends; a status may be no mapping."""
+    """Sums are no maxima, and fall with one that ends; a status may be no mapping."""
 
-    def status(tokens: int, used: float) -> dict[str, Any]:
+    def work(tokens: int, used: float) -> dict[str, Any]:
         return {"backend": {"tokens": tokens, "kv_used": used, "runner": {"own": 3}}}
 
-    replicas = {"0": status(1000, 0.5), "1": status(7, 0.9), "2": {"backend": None}}
+    replicas = {"0": work(1000, 0.5), "1": work(7, 0.9), "2": {"backend": None}}
     sums = {"backend": {"tokens": 1007, "kv_used": 1.4, "runner": None}}
-    for reported in (sums | {"replicas": replicas}, sums, {"backend": None}, {}):
-        report = EngineReport(
-            model='m"',
-            up=True,
-            incarnation=2,
-            status=reported,
-            memory={"server": 5, "engine": None},
-            ratios={},
-        )
-        found = samples(report.text().decode())
-        assert found["lifecycle_engine_starts_total"] == {('m"',): 2}
-        assert found["lifecycle_resident_bytes"] == {('m"', "server"): 5}
-        if "replicas" in reported:
-            used = {('m"', "0"): 0.5, ('m"', "1"): 0.9}
-            assert found["lifecycle_engine_kv_used_ratio"] == used
-            tokens = found["lifecycle_engine_answer_tokens_total"]
-            assert tokens == {('m"', "0"): 1000, ('m"', "1"): 7}
-            assert found["lifecycle_engine_runner"]["own", 'm"', "1"] == 3
+    told: list[dict[str, Any]] = [{}]
+
+    async def status() -> Any:
+        return told[-1]
+
+    engine = make_engine()
+    async with (
+        asyncio.timeout(120),
+        running(engine=engine, metrics=Metrics()) as server,
+    ):
+        engine.status = status  # type: ignore[method-assign]
+        for each in ({"backend": None}, sums, sums | {"replicas": replicas}):
+            told.append(each)
+            found = await scrape(server.admin_port)
+            assert found["lifecycle_engine_starts_total"] == {("sim",): 1}
+    used = {("sim", "0"): 0.5, ("sim", "1"): 0.9}
+    assert found["lifecycle_engine_kv_used_ratio"] == used
+    tokens = found["lifecycle_engine_answer_tokens_total"]
+    assert tokens == {("sim", "0"): 1000, ("sim", "1"): 7}
+    assert found["lifecycle_engine_runner"]["own", "sim", "1"] == 3
 
 
 async def test_next_turn_of_a_conversation_goes_on_from_its_slot() -> None:

@@ -15,9 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from serve_kit import served
-
-from lifecycle_engine.config import SETTINGS, unknown_variables
+from serve_kit import CLI, served
 
 yaml = pytest.importorskip("yaml")
 
@@ -179,20 +177,30 @@ def test_whoever_stops_it_waits_for_the_drain() -> None:
     assert float(unit()["TimeoutStopSec"][0]) >= float(variables[name]) + SPARE
 
 
-def test_all_variables_are_settings() -> None:
-    """Also those that Kubernetes would add of itself, for a Service of this name."""
+@pytest.mark.parametrize("where", ["pod", "compose", "unit"])
+def test_all_variables_are_settings(where: str) -> None:
+    """Also beside those that Kubernetes adds, for a Service of this name."""
     variables = {
-        *image_environment(),
-        *pod_environment(),
-        *compose()["server"]["environment"],
-        *(each.partition("=")[0] for each in unit()["Environment"]),
-    }
-    ours = {name for name in variables if name.startswith("LIFECYCLE_")}
-    assert ours <= {setting.variable for setting in SETTINGS}
-    assert list(unknown_variables(dict.fromkeys(ours, ""))) == []
+        "pod": {**image_environment(), **pod_environment()},
+        "compose": compose()["server"]["environment"],
+        "unit": dict(each.split("=", 1) for each in unit()["Environment"]),
+    }[where]
     name = manifests()["Service"]["metadata"]["name"].upper()
     added = (f"{name}_PORT", f"{name}_SERVICE_HOST", f"{name}_PORT_80_TCP")
-    assert list(unknown_variables(dict.fromkeys(added, "tcp://10.0.0.1:80"))) == []
+    environment = dict.fromkeys(added, "tcp://10.0.0.1:80") | os.environ
+    for key in variables.keys() - {"PATH"}:  # Compose asks for some of them
+        environment[key] = re.sub(r"\$\{.*\}", OPERATOR, variables[key])
+    done = subprocess.run(
+        [*CLI, "serve", "--print-config"],
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+        env=environment,
+    )
+    assert (done.returncode, done.stderr) == (0, "")
+    drain = variables.get("LIFECYCLE_HTTP_DRAIN")
+    assert f"drain = {drain}" in done.stdout
 
 
 def test_prometheus_reads_the_files_that_compose_mounts() -> None:

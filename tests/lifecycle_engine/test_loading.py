@@ -235,9 +235,9 @@ def test_refusal_of_a_template_is_reported(
 PREPARE = """
 import hashlib, sys
 from pathlib import Path
-from lifecycle_engine import Chat, ChatProcessor, Message, factory
+from lifecycle_engine import Chat, ChatProcessor, Message, factory, load_config
 if sys.argv[1] == "without":
-    factory.leave_torch_to_the_engine()
+    factory.leave_torch_to_the_engine(load_config({}))
 said = []
 for folder in sys.argv[3:]:
     words = [Path(sys.argv[2]).read_bytes(), "What is this?"]

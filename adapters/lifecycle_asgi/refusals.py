@@ -22,7 +22,7 @@ REFUSALS: Final = (BodyTooLarge, BodyTooSlow, Refused)
 _ID: Final = b"x-request-id"
 _IDS: Final = frozenset({_ID, b"request-id"})
 _SAFE_ID: Final = re.compile(rb"[A-Za-z0-9._-]{1,128}")
-_LONGEST_SHOWN: Final = 100
+_LONGEST_SHOWN: Final = 128
 _LONGEST_RETRY: Final = 60.0
 _TYPES: Final = {429: "rate_limit_error"}
 # Error types that the SDK knows; the status distinguishes the rest.
@@ -253,7 +253,7 @@ def _log(
 
 def _printable(given: object) -> str:
     """Return what a client said as text that a terminal and a log may have."""
-    return quote(str(given)[:_LONGEST_SHOWN], safe="/:%@[]")
+    return quote(str(given)[:_LONGEST_SHOWN], safe="/:%@[]", errors="replace")
 
 
 def _json(error: ApiError, document: dict[str, Any]) -> Response:

@@ -31,6 +31,7 @@ MAX_UNACCEPTABLE = 8 * 2**20
 _ADDS_HEADERS: Final = frozenset(
     {"CORSMiddleware", "XRequestIdMiddleware", "CorrelationIdMiddleware"}
 )
+_ID: Final = "x-request-id"
 _MOST_MIDDLEWARE: Final = 64
 
 
@@ -53,8 +54,12 @@ def with_headers_of(app: Any, answer: App) -> App:
 
 
 def gives_ids(app: Any) -> bool:
-    """Whether *app* has middleware that gives each response an id."""
-    return any("Id" in type(middleware).__name__ for middleware in _adding_headers(app))
+    """Whether *app* has middleware that gives each response an ``x-request-id``."""
+    return any(
+        getattr(middleware, "header_name", _ID).lower() == _ID
+        for middleware in _adding_headers(app)
+        if "Id" in type(middleware).__name__
+    )
 
 
 def _adding_headers(app: Any) -> Iterator[Any]:

@@ -642,11 +642,11 @@ def unknown_variables(environment: Mapping[str, str]) -> Iterator[str]:
 
 def _check_access(environment: Mapping[str, str]) -> None:
     """Refuse a misspelt name of keys, without which the server would be open."""
-    prefix = f"{ENVIRONMENT}ACCESS_"
-    meant = {name: it for name, it in environment.items() if name.startswith(prefix)}
-    for sentence in unknown_variables(meant):
+    access = {each.variable for each in SETTINGS if each.section == "access"}
+    for sentence in unknown_variables(environment):
         name, _, problem = sentence.partition(" ")
-        raise ConfigError(name, problem)
+        if "KEY" in name or problem.rpartition(" ")[2] in access:
+            raise ConfigError(name, problem)
 
 
 def _read(file: Path) -> dict[str, Any]:

@@ -65,7 +65,8 @@ class Grantor(NoCopy, ABC):
             self._lock.make_deferred_changes()
         with suppress(IndexError):  # another thread was faster
             # Not during a change, which may be further up this very stack: an observer
-            # may use the gate. The holder of the lock reports once it has unlocked.
+            # may use the gate. The holder of the lock reports once it has unlocked, but
+            # for the thread of a shared gate, which leaves that to the next call.
             while self._emit and self._events and not self._lock.interrupted():
                 self._emit(self._events.popleft())
 

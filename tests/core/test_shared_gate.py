@@ -468,31 +468,6 @@ async def test_closes_everything_in_a_forked_child(tmp_path, monkeypatch) -> Non
     assert len(list(files.iterdir())) <= before + 2
 
 
-async def test_reports_what_is_released_while_its_thread_is_busy(workers, role) -> None:
-    """An event comes by itself, also when the gate's own thread held the lock."""
-    seen = RecordingObserver()
-    gate = workers.one(role, slots=1, observer=seen)
-    lease = await gate.admit()
-    member, reached, go_on = gate._member, threading.Event(), threading.Event()
-
-    def hold_the_lock():
-        with member.locked():
-            reached.set()
-            assert go_on.wait(60)
-
-    member.loop.call(hold_the_lock)
-    assert reached.wait(60)
-    try:
-        lease.release()
-        assert member.held
-        assert [type(each) for each in seen.events] == [LeaseGranted]
-    finally:
-        go_on.set()
-    await until(lambda: len(seen.events) > 1)
-    assert isinstance(seen.events[1], LeaseReleased)
-    assert not member.held
-
-
 async def test_tells_its_observer(workers, role) -> None:
     """Each worker reports the requests that it made, with the events of a gate."""
     seen = RecordingObserver()

@@ -13,6 +13,7 @@ import gc
 import json
 import logging
 import math
+import os
 import signal
 import sys
 import tempfile
@@ -101,7 +102,7 @@ def soak(first: int, count: int, until: float, processes: int, folder: str) -> V
 
 def memory() -> str:
     """Return where files are fast."""
-    return "/dev/shm" if Path("/dev/shm").is_dir() else tempfile.gettempdir()
+    return "/dev/shm" if os.access("/dev/shm", os.W_OK) else tempfile.gettempdir()
 
 
 def run(options: argparse.Namespace, folder: str) -> Verdict:

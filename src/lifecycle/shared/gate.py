@@ -103,8 +103,8 @@ class SharedGate(Grantor):
         reserve: Likewise.
         enforce: Likewise.
         name: Likewise.
-        observer: Likewise; called for the requests of this worker, and now and then
-            by the thread that serves.
+        observer: Likewise; called for the requests of this worker. What happens while
+            the gate's own thread is at work is reported with the next call.
 
     Attributes:
         folder: Its path.
@@ -291,12 +291,7 @@ class SharedGate(Grantor):
             return None
         self._capacity = Capacity(time.monotonic_ns(), *self._capacity.limits)
         member = Member(
-            self.folder,
-            self.name,
-            self._capacity,
-            self._lock,
-            self._engine,
-            report=partial(_report, weakref.ref(self)),
+            self.folder, self.name, self._capacity, self._lock, self._engine
         )
         try:
             member.loop.start()
@@ -478,13 +473,6 @@ def _capacity(slots: int | None, nbytes: int | None) -> Capacity:
 def _limits(capacity: Capacity) -> str:
     slots, nbytes = ("any" if it is None else it for it in capacity.limits)
     return f"{slots} slots and {nbytes} bytes"
-
-
-def _report(gate: weakref.ref[SharedGate]) -> None:
-    """Report the events of changes that came while the gate's thread had the lock."""
-    found = gate()
-    if found is not None:
-        found._flush()
 
 
 # To close descriptors after a fork.

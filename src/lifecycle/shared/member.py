@@ -103,7 +103,6 @@ class Member:
         new_loop: Makes the thread.
         lock_row: As of `Folder`.
         draw: Likewise.
-        report: Called without the lock, after a thread of the gate itself had it.
 
     Attributes:
         folder: That the workers share.
@@ -130,10 +129,8 @@ class Member:
         new_loop: Callable[..., Loop] = Loop,
         lock_row: Callable[[int], object] = lock_for_life,
         draw: Callable[[int], int] = secrets.randbits,
-        report: Callable[[], object] = lambda: None,
     ) -> None:
         self.folder, self._name = Folder(path, lock=lock_row, draw=draw), name
-        self._report = report
         self._clock, self._sleep, self._new_socket = clock, sleep, new_socket
         try:
             live = [row.capacity for row in self.folder.live_rows()]
@@ -178,7 +175,6 @@ class Member:
                 self.lock.catch_up()
             yield
         self.lock.make_deferred_changes()
-        self._report()
 
     @property
     def is_in(self) -> bool:

@@ -367,7 +367,8 @@ class Admission:
                 await refusing.linger(max_bytes=max_bytes)
 
         def waiting() -> dict[str, int]:
-            return {name: lane.waiting for name, lane in self.statistics().items()}
+            lanes = self._lanes.values()
+            return {lane.gate.name: lane.statistics().waiting for lane in lanes}
 
         # Outside the middleware, one of which may have given the response an id.
         send = identified(scope, send, refusal, waiting)

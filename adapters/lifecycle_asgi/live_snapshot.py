@@ -55,6 +55,7 @@ _SHOWN: Final[Mapping[str, ShownPhase]] = MappingProxyType(
 
 
 _MOST_LISTED: Final = 1000
+_LONGEST_GAP: Final = 5.0
 # What a request in a phase waits for, as far as this process knows.
 _AWAITED: Final[Mapping[ShownPhase, str]] = MappingProxyType(
     {
@@ -132,10 +133,11 @@ class Snapshots:
         for gate in sorted(self._requests.gates, key=lambda each: each.name):
             by_name.setdefault(gate.name, []).append(gate)
         views = [_gate_view(name, gates) for name, gates in by_name.items()]
+        # Between snapshots that are far apart, a queue may have been empty.
+        is_next = now - self._taken_at < _LONGEST_GAP + self.pause
+        before = self._waiting if is_next else {}
         since = {
-            view.name: self._waiting.get(view.name, now)
-            for view in views
-            if view.waiting
+            view.name: before.get(view.name, now) for view in views if view.waiting
         }
         self._waiting = since
         return [

@@ -61,6 +61,15 @@ def default_budget() -> int:
     return MAX_BUDGET if limit is None else limit.budget
 
 
+def explain(budget: int) -> str:
+    """Say what requests may use, and what that comes from if nobody set it."""
+    limit = memory_limit()
+    text = f"requests may use {size_text(budget)} of memory"
+    if limit is None or budget != limit.budget:
+        return text
+    return f"{text}, as {limit.owner} has {size_text(limit.bytes)}"
+
+
 def announce(budget: int, *, shared: bool) -> None:
     """Log what a budget comes from, or that it is more memory than there is.
 

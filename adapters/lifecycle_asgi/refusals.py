@@ -201,7 +201,7 @@ def identified(
         send: The server's.
         refusal: Why it is refused. An `ApiError`, an error in the request itself, is
             its client's business, and not logged.
-        waiting: Returns the requests that wait, by their lane.
+        waiting: Returns the requests that wait, by the names of gates.
     """
 
     async def send_with_id(message: Any) -> None:
@@ -247,7 +247,7 @@ def _log(
         error.code,
         why,
         "" if after is None else f"; Retry-After {after.decode()}",
-        ", ".join(f"{count} in {lane}" for lane, count in waiting.items()),
+        ", ".join(f"{count} at {gate}" for gate, count in waiting.items()),
     )
 
 

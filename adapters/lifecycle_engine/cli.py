@@ -216,6 +216,7 @@ def _warn_if_open(config: ServerConfig) -> None:
 
 
 def _run(app: Starlette, config: ServerConfig, *, hints: bool) -> None:
+    from lifecycle_asgi.memory_limit import default_budget, explain
     from lifecycle_engine.factory import model_name
     from lifecycle_engine.server import run as server
     from lifecycle_engine.server.uvicorn_protocol import ConnectionLimits
@@ -226,6 +227,7 @@ def _run(app: Starlette, config: ServerConfig, *, hints: bool) -> None:
             taken = _taken_port(config, operator)
             where = f"port {taken} is taken; " if taken else ""
             typer.echo(f"{where}see what it does: lifecycle top {operator}")
+        typer.echo(explain(config.admission.bytes or default_budget()))
         if hints:
             typer.echo(first_steps(address, model_name(config.model)))
         sys.stdout.flush()

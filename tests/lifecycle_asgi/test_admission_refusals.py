@@ -90,8 +90,8 @@ async def test_logs_each_refusal_in_one_line(
     said = record.getMessage()
     assert said.startswith(f"request {told} of 127.0.0.1: POST /v1/x%0Ay refused with ")
     assert "503 server_overloaded: gate 'slots' is full" in said
-    assert f"; Retry-After {after}; waiting: 0 in small, " in said
-    assert said.endswith("0 in slots")
+    assert f"; Retry-After {after}; waiting: 0 at admission-small, " in said
+    assert said.endswith("0 at slots")
 
 
 @pytest.mark.asyncio

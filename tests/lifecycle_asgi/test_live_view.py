@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import anyio
@@ -319,6 +320,28 @@ async def test_forgets_requests_that_have_ended() -> None:
     shown = json.loads((await ask(view, "/_lifecycle/snapshot", method="GET")).body)
     assert shown["total"] == 0
     assert [each["name"] for each in shown["gates"]] == ["mine"]
+
+
+@pytest.mark.anyio
+async def test_a_queue_ages_while_someone_looks(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Between two looks that are a minute apart it may have been empty."""
+    now, found = 0.0, []
+    clocks = SimpleNamespace(monotonic=lambda: now, thread_time=lambda: 0.0)
+    monkeypatch.setattr("lifecycle_asgi.live_snapshot.time", clocks)
+    gate = Gate(slots=1, name="one")
+    view = LiveView(plain_app, allow=lambda scope: True, gates=[gate])
+    async with anyio.create_task_group() as tasks:
+        with gate.try_admit():
+            tasks.start_soon(gate.admit)
+            while not gate.statistics().waiting:
+                await anyio.lowlevel.checkpoint()
+            for now in (1000.0, 1002.0, 1060.0, 1061.0):  # noqa: B007 - for the clock
+                shown = await ask(view, "/_lifecycle/snapshot", method="GET")
+                found.append(json.loads(shown.body)["gates"][0]["waiting_s"])
+            tasks.cancel_scope.cancel()
+    assert found == [0, 2, 0, 1]
 
 
 @pytest.mark.anyio

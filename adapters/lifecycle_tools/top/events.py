@@ -86,7 +86,10 @@ class Viewer:
             await answer.aread()
             raise NoLiveView(f"{self.shown_url}: {_printable(answer.text)}")
         if answer.status_code == 401:
-            raise NoLiveView(f"{self.shown_url} asks for a key; give it with --key")
+            raise NoLiveView(
+                f"{self.shown_url} asks for a key; give it with --key, or the address "
+                "of the operator's pages, which the server printed"
+            )
         kind = answer.headers.get("content-type", "")
         if answer.status_code != 200 or not kind.startswith("text/event-stream"):
             raise NoLiveView(

@@ -44,9 +44,9 @@ from rough_clients import (
 )
 
 # An exit may take so much longer than the drain, on a machine that does nothing else.
+LIMIT = 2.0
 # Of the log: whom it refused, and that it waits for streams after Ctrl-C.
 _EXPECTED = re.compile(" refused with | left, for .* Ctrl-C again ")
-LIMIT = 2.0
 _MANNERS = (
     "streams",
     "waits",

@@ -276,8 +276,8 @@ def leave_torch_to_the_engine(config: ServerConfig) -> None:
     Unless there are observers, whose modules may need it.
 
     transformers imports torch wherever it is installed, and tokenizers and the
-    processors of pictures need none of it: 250 MiB and more of a process for nothing,
-    650 where torch is built for CUDA. For a process whose engine is another one.
+    processors of pictures need none of it: the larger part of the process's memory,
+    for nothing. For a process whose engine is another one.
     """
     if config.http.observers:
         return

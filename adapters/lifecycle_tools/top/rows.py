@@ -35,7 +35,7 @@ def request_cells(each: Mapping[str, Any]) -> list[Text]:
     """Return a row of the table of requests, coloured if there is a warning."""
     style = _WARNED if each["warnings"] else ""
     words = [each["id"], each["what"], each["client"], each["phase"]]
-    words.append(each.get("waits_for", ""))  # servers before 0.1 lack it
+    words.append(each.get("waits_for", ""))  # an older server lacks it
     numbers = [
         f"{each['age_s']:.1f} s",
         size(each["bytes"]),

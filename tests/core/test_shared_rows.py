@@ -8,6 +8,7 @@ import threading
 from pathlib import Path
 
 import pytest
+from descriptors import descriptors_before, open_descriptors
 
 from lifecycle.shared import rows
 from lifecycle.shared.rows import BYTES, EPOCH, IDENT, SLOTS, Capacity, Folder
@@ -285,11 +286,11 @@ def test_notices_that_its_folder_was_replaced(folder) -> None:
 
 def test_leaves_no_descriptor_where_a_row_cannot_be_made(folder, monkeypatch) -> None:
     """What was opened for a row is closed when the rest fails."""
-    before = len(list(Path("/proc/self/fd").iterdir()))
+    before = descriptors_before()
     Path(folder.path, "row.5").touch()  # too short to be mapped
     with pytest.raises(ValueError, match="mmap"):
         folder.row(5)
-    assert len(list(Path("/proc/self/fd").iterdir())) == before
+    assert open_descriptors() == before
     folder.close()
     folder.close()
 
@@ -374,7 +375,7 @@ def test_makes_another_row_where_one_was_taken_for_dead(folder, monkeypatch) -> 
 
 def test_leaves_nothing_where_it_cannot_join(folder, monkeypatch) -> None:
     """A row that cannot be written or named is removed, with its descriptors."""
-    before = len(list(Path("/proc/self/fd").iterdir()))
+    before = descriptors_before()
 
     def fail(*args):
         raise OSError(28, "No space left on device")
@@ -385,7 +386,7 @@ def test_leaves_nothing_where_it_cannot_join(folder, monkeypatch) -> None:
             with pytest.raises(OSError, match="No space"):
                 folder.join()
         assert list(Path(folder.path).iterdir()) == []
-        assert len(list(Path("/proc/self/fd").iterdir())) == before
+        assert open_descriptors() == before
     Path(folder.path).rename(folder.path + ".old")
     Path(folder.path + ".old").rmdir()
     with pytest.raises(FileNotFoundError):
@@ -433,7 +434,7 @@ def test_reads_the_rows_it_knows_without_descriptors(folder, monkeypatch) -> Non
 def test_closes_what_it_opened_where_another_row_cannot_be(folder, monkeypatch) -> None:
     """Rows that were opened before the descriptors ran out are closed again."""
     made = [folder.join() for _ in range(3)]
-    before, real, opened = len(list(Path("/proc/self/fd").iterdir())), rows.Row, []
+    before, real, opened = descriptors_before(), rows.Row, []
 
     def third_fails(*args):
         opened.append(args)
@@ -444,7 +445,7 @@ def test_closes_what_it_opened_where_another_row_cannot_be(folder, monkeypatch) 
     monkeypatch.setattr(rows, "Row", third_fails)
     with pytest.raises(OSError, match="Too many"):
         folder.rows()
-    assert len(list(Path("/proc/self/fd").iterdir())) == before
+    assert open_descriptors() == before
     for each in made:
         each.close()
 

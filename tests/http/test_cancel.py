@@ -10,7 +10,8 @@ from __future__ import annotations
 import anyio
 import pytest
 from asgi_kit import KINDS, Cancelled, ScriptedServer
-from cancel_kit import World, descriptors_open
+from cancel_kit import World
+from descriptors import descriptors_before, open_descriptors
 from http_kit import make_engine
 
 from lifecycle import Gate
@@ -31,12 +32,12 @@ async def every_point(kind: str, when: str, *, stream: bool, queued: bool) -> in
         await world.service.engine.wait_ready()
         warm = Cancelled(0, kind, when)
         await world.once(warm, stream=stream, queued=queued)
-        descriptors = descriptors_open()
+        descriptors = descriptors_before()
         for at in range(1, 500):
             run = Cancelled(at, kind, when)
             server, _ = await world.once(run, stream=stream, queued=queued)
             check(run, server, stream=stream)
-            assert descriptors_open() == descriptors
+            assert open_descriptors() == descriptors
             if not run.hit:
                 return at - 1
     raise AssertionError("no end of suspension points")

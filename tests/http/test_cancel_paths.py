@@ -13,7 +13,8 @@ import anyio
 import pytest
 from anyio.abc import ByteStream
 from asgi_kit import Cancelled, ScriptedServer, http_scope
-from cancel_kit import World, descriptors_open
+from cancel_kit import World
+from descriptors import descriptors_before, open_descriptors
 from http_kit import Quiet, data_url, encoded, make_engine, png
 
 from lifecycle import Gate, SessionNotFound
@@ -137,11 +138,11 @@ async def every_point(kind: str, when: str, path: str, body: bytes) -> int:
         world = World(app, gate, tasks)
         await world.service.engine.wait_ready()
         await world.once(Cancelled(0, kind, when), path=path, body=body)
-        descriptors = descriptors_open()
+        descriptors = descriptors_before()
         for at in range(1, 500):
             run = Cancelled(at, kind, when)
             server, _ = await world.once(run, path=path, body=body)
-            assert descriptors_open() == descriptors
+            assert open_descriptors() == descriptors
             if not run.hit:
                 assert server.status == 200, server.body
                 return at - 1

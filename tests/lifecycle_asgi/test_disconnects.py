@@ -13,7 +13,6 @@ import sys
 import weakref
 from collections.abc import Iterator
 from functools import partial
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, Self
 
@@ -22,6 +21,7 @@ import anyio.lowlevel
 import anyio.to_thread
 import pytest
 from asgi_kit import ScriptedServer, http_scope
+from descriptors import descriptors_before, open_descriptors
 
 from lifecycle import Gate
 from lifecycle_asgi import LifecycleMiddleware, disconnects, middleware
@@ -107,14 +107,9 @@ class Peers:
         self.server.close()
 
 
-def descriptors() -> int:
-    """Open files of this process."""
-    return len([*Path("/proc/self/fd").iterdir()])
-
-
 async def left(count: int) -> None:
     """Wait until *count* files are open."""
-    while descriptors() != count:
+    while len(open_descriptors()) != count:
         await anyio.lowlevel.checkpoint()
 
 
@@ -122,7 +117,7 @@ async def left(count: int) -> None:
 async def test_tells_when_client_leaves_behind_its_body(how: str) -> None:
     """Of 4 MiB that are not read; a reset and an end."""
     watcher = DisconnectWatcher(64 * MIB)
-    before = descriptors()
+    before = len(descriptors_before())
     with anyio.fail_after(60), Peers() as peers:
         assert peers.watch(watcher) is not None
         await anyio.wait_all_tasks_blocked()
@@ -211,7 +206,7 @@ async def test_aborts_no_connection_that_its_server_closes() -> None:
 async def test_cancelled_watch_tells_nothing() -> None:
     """And leaves nothing in the event loop."""
     watcher = DisconnectWatcher(64 * MIB)
-    before = descriptors()
+    before = len(descriptors_before())
     with anyio.fail_after(60), Peers(10) as peers, Peers(10) as other:
         watch = peers.watch(watcher)
         assert watch is not None
@@ -471,7 +466,7 @@ async def test_hypercorn_keeps_nothing_of_clients_that_left(
             while gate.statistics().waiting:
                 await anyio.sleep(0.001)
             await anyio.wait_all_tasks_blocked()
-            running, files = len(anyio.get_running_tasks()), descriptors()
+            running, files = len(anyio.get_running_tasks()), descriptors_before()
             for _ in range(3):
                 async with await anyio.connect_tcp(*address) as client:
                     await client.send(received(body) + body)
@@ -480,7 +475,10 @@ async def test_hypercorn_keeps_nothing_of_clients_that_left(
                     await anyio.wait_all_tasks_blocked()
             while gate.statistics().waiting or gate.statistics().cancelled < 4:
                 await anyio.sleep(0.001)
-            while len(anyio.get_running_tasks()) > running or descriptors() > files:
+            while (
+                len(anyio.get_running_tasks()) > running
+                or not open_descriptors() <= files
+            ):
                 await anyio.sleep(0.001)
         stop.set()
     held.release()

@@ -9,13 +9,14 @@ import os
 import random
 import threading
 import weakref
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import shared_memory
+from descriptors import descriptors_before, open_descriptors
 
 from lifecycle import CostTooLarge, Gate, GateFull, Refused
 from lifecycle_zmq import Arena, ArenaFull, EncodeError
@@ -396,7 +397,7 @@ def test_views_outlive_the_arena_itself() -> None:
 def test_full_shared_memory_is_an_error_and_no_signal() -> None:
     """More than is available: raised when the arena is created, nothing left (`fault-51`, `peers-65`)."""
     there = os.statvfs("/dev/shm")
-    before = _left()
+    before = _left(descriptors_before)
     with pytest.raises(OSError, match="space"):
         Arena(there.f_blocks * there.f_frsize + PAGE, kind="shm")
     assert _left() == before
@@ -404,7 +405,7 @@ def test_full_shared_memory_is_an_error_and_no_signal() -> None:
 
 def test_descriptors_and_names_return_to_baseline() -> None:
     """Nothing is left in the process or in /dev/shm (`law 8`)."""
-    before = _left()
+    before = _left(descriptors_before)
     for kind in KINDS:
         for _ in range(5):
             made = Arena(SIZE, kind=kind)
@@ -414,8 +415,9 @@ def test_descriptors_and_names_return_to_baseline() -> None:
     assert _left() == before
 
 
-def _left() -> tuple[int, list[str], int]:
+def _left(
+    descriptors: Callable[[], set[str]] = open_descriptors,
+) -> tuple[set[str], list[str], int]:
     maps = Path("/proc/self/maps").read_text()
     shared = maps.count("memfd:arena") + maps.count("/lifecycle-")
-    open_now = len(list(Path("/proc/self/fd").iterdir()))
-    return open_now, shared_memory.names(), shared
+    return descriptors(), shared_memory.names(), shared

@@ -21,6 +21,7 @@ import anyio.to_thread
 import numpy as np
 import pytest
 import shared_memory
+from descriptors import descriptors_before, open_descriptors
 
 from lifecycle import EngineLost, Gate, Payload, Refused
 from lifecycle_zmq import Arena, EngineClient, RequestRejected, ZmqEngine
@@ -279,7 +280,7 @@ async def test_kills_in_the_middle_of_hand_offs_leave_nothing(
     options = {"max_crashes": None, "backoff": 0.01, "max_backoff": 0.01}
     async with make(**options) as engine:
         await engine.wait_ready()
-        descriptors = _descriptors()
+        descriptors = len(descriptors_before())
         async with anyio.create_task_group() as tasks:
             for _ in range(4):
                 tasks.start_soon(send)
@@ -295,12 +296,8 @@ async def test_kills_in_the_middle_of_hand_offs_leave_nothing(
         await eventually(lambda: engine.incarnation == 7 and engine.ready)
         assert reported
         assert used(engine.arena) == 0
-        assert _descriptors() <= descriptors
+        assert len(open_descriptors()) <= descriptors
     assert shared_memory.names() == before
-
-
-def _descriptors() -> int:
-    return len(list(Path("/proc/self/fd").iterdir()))
 
 
 @pytest.mark.anyio
@@ -619,7 +616,7 @@ async def test_cancelled_copy_keeps_nothing_and_starts_nothing(
     """Whether it was under way or waited for its turn; the error may be kept."""
     async with make_engine(arena_bytes=arena_bytes) as engine:
         await engine.wait_ready()
-        before = len(list(Path("/proc/self/fd").iterdir()))
+        before = descriptors_before()
         kept: list[BaseException] = []
 
         async def start(key: str, box: Payload[Any]) -> None:
@@ -644,7 +641,7 @@ async def test_cancelled_copy_keeps_nothing_and_starts_nothing(
         assert len(gate.threads) == (1 if arena_bytes else 2)  # of one request
         if arena_bytes:
             assert engine.arena.statistics().used == 0
-        assert len(list(Path("/proc/self/fd").iterdir())) == before
+        assert open_descriptors() == before
         # The turn was given back.
         await engine.start("b#1", {"hold": True}, large_and_small()[0])
 
@@ -774,7 +771,7 @@ async def test_native_cancellations_of_a_copy_leave_nothing(
     """They do not wait for the thread, which drops what it copied when it is done."""
     async with make_engine(arena_bytes=arena_bytes) as engine:
         await engine.wait_ready()
-        before = len(list(Path("/proc/self/fd").iterdir()))
+        before = descriptors_before()
         box, watch = large_and_small()
         task = asyncio.create_task(engine.start("a#1", {"hold": True}, box))
         await gate.reached()
@@ -784,7 +781,7 @@ async def test_native_cancellations_of_a_copy_leave_nothing(
             await task
         gate.open.set()
         await eventually(lambda: watch() is None)
-        await eventually(lambda: len(list(Path("/proc/self/fd").iterdir())) == before)
+        await eventually(lambda: open_descriptors() == before)
         if arena_bytes:
             await eventually(lambda: engine.arena.statistics().used == 0)
         assert (await engine.status())["starts"] == 0

@@ -20,6 +20,7 @@ from typing import Any
 import anyio
 import numpy as np
 import pytest
+from descriptors import descriptors_before, open_descriptors
 from hypothesis import given, settings, strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
@@ -41,9 +42,9 @@ def descriptors() -> Iterator[None]:
     if sys.platform != "linux":
         yield
         return
-    before = sorted(Path("/proc/self/fd").iterdir())
+    before = descriptors_before()
     yield
-    assert sorted(Path("/proc/self/fd").iterdir()) == before
+    assert open_descriptors() <= before
 
 
 def failing(error: BaseException) -> Any:
@@ -261,11 +262,6 @@ def link(ends: Ends) -> Iterator[SocketPairClient]:
     it.close()
 
 
-def open_descriptors() -> set[str]:
-    """What this process has open, by number."""
-    return {it.name for it in Path("/proc/self/fd").iterdir()}
-
-
 def mapped() -> int:
     """How many mappings of passed memory this process has."""
     return Path("/proc/self/maps").read_text().count("memfd:tensors")
@@ -276,7 +272,7 @@ def mapped() -> int:
 def test_tensors_arrive_as_they_were(ends: Ends, link: SocketPairClient) -> None:
     """Of any length and number, on boundaries, writable, their senders' memory free."""
     tensors = [os.urandom(size) for size in (1, 63, 64, 65, 70_000, 4096, 3 * MIB)]
-    held = open_descriptors()
+    held = descriptors_before()
     data = bytearray(tensors[-1])
     assert link.send([b"head", *tensors[:-1], data])
     data[:] = bytes(len(data))
@@ -299,7 +295,7 @@ def test_memory_goes_with_the_last_view_of_it(
 ) -> None:
     """Whatever the view is, and without the collector; no descriptor stays till then."""
     assert link.send([b"head", bytes(MIB), b"b" * MIB])
-    held = open_descriptors()
+    held = descriptors_before()
     last = ends.arrive()[-1]
     view = np.frombuffer(last, np.uint8)[5:6]
     del last
@@ -373,7 +369,7 @@ CASES: dict[str, Callable[[int], list[int]]] = {
 @pytest.mark.parametrize("case", CASES)
 def test_memory_that_is_none_is_refused_and_closed(ends: Ends, case: str) -> None:
     """Not sealed, of another size, too many, none, or something else altogether."""
-    held = open_descriptors()
+    held = descriptors_before()
     frame = ends.framed(HEAD, bytes(70_000), bytes(10), apart=True)
     size = parcels.layout([70_000, 10])[1]
     pass_on(ends, frame, *CASES[case](size))
@@ -390,7 +386,7 @@ def test_memory_that_is_none_is_refused_and_closed(ends: Ends, case: str) -> Non
 @pytest.mark.parametrize("frames", ["alone", "inline", "begun"])
 def test_memory_that_no_message_announces_is_refused(ends: Ends, frames: str) -> None:
     """Beside a message without tensors, one that has them in it, half of either."""
-    held = open_descriptors()
+    held = descriptors_before()
     frame = {
         "alone": ends.framed(HEAD),
         "inline": ends.framed(HEAD, bytes(100)),
@@ -411,7 +407,7 @@ def test_memory_that_no_message_announces_is_refused(ends: Ends, frames: str) ->
 @pytest.mark.usefixtures("no_leaks")
 def test_memory_that_piles_up_is_refused(ends: Ends) -> None:
     """A peer that passes some with every byte cannot fill the table of open_descriptors."""
-    held = open_descriptors()
+    held = descriptors_before()
     for byte in ends.framed(HEAD):
         pass_on(ends, bytes([byte]), memory(b"x"))
     with pytest.raises(ProtocolError):
@@ -448,7 +444,7 @@ def test_engine_that_passes_memory_leaves_nothing(ends: Ends) -> None:
     link = pair.connect(lambda parts: bool(heard.append(bytes(parts[0]))) or True)
     ends.client.close()
     ends.client = theirs
-    held = open_descriptors()
+    held = descriptors_before()
     pass_on(ends, ends.framed(b"said"), memory(b"x"))
     link.drain()
     assert heard == [b"said"]
@@ -465,7 +461,7 @@ def test_engine_that_passes_memory_leaves_nothing(ends: Ends) -> None:
 @pytest.mark.usefixtures("no_leaks")
 def test_server_that_leaves_closes_what_it_did_not_use(ends: Ends) -> None:
     """Of a message that was begun, and of those that were never read."""
-    held = open_descriptors()
+    held = descriptors_before()
     frame = ends.framed(HEAD, b"x", apart=True)
     pass_on(ends, frame[:9], memory(b"x"))
     assert ends.server.receive() is None
@@ -492,7 +488,7 @@ def test_memory_that_waits_is_passed_in_its_turn(
     ends: Ends, link: SocketPairClient
 ) -> None:
     """Behind what waits already, and what follows it; nothing of it stays here."""
-    held = open_descriptors()
+    held = descriptors_before()
     with full(link) as sent:
         assert link.send([b"one", b"1" * MIB])
         assert link.send([b"between"])
@@ -517,7 +513,7 @@ def test_memory_that_was_not_sent_goes_with_the_link(
     ends: Ends, link: SocketPairClient, *, by_us: bool
 ) -> None:
     """However it ends: on our side, or because the engine has hung up."""
-    held = open_descriptors()
+    held = descriptors_before()
     with full(link):
         assert link.send([b"one", bytes(MIB)])
         assert open_descriptors() != held
@@ -541,7 +537,7 @@ def test_only_so_many_descriptors_wait(
     """More are kept as bytes; all together are bounded."""
     monkeypatch.setattr(frame_writer, "MAX_WAITING_DESCRIPTORS", 2)
     monkeypatch.setattr(frame_writer, "MAX_WAITING_TENSORS", 5 * MIB)
-    held = open_descriptors()
+    held = descriptors_before()
     with full(link):
         for _ in range(3):
             assert link.send([b"one", bytes(MIB)])
@@ -573,7 +569,7 @@ def test_tensors_are_sent_where_there_is_no_memory_to_pass(
 ) -> None:
     """No descriptor left, no memory, or a system without seals."""
     module = fcntl if call == "fcntl" else os
-    held = open_descriptors()
+    held = descriptors_before()
     with monkeypatch.context() as patch:
         patch.setattr(module, call, _fails(code))
         assert link.send([b"head", b"x" * 100_000])
@@ -590,7 +586,7 @@ def test_tensors_are_sent_where_too_many_are_under_way(
 ) -> None:
     """The system limits unread open_descriptors; beyond that their bytes are sent."""
     monkeypatch.setattr(passing, "send", _fails(errno.ETOOMANYREFS))
-    held = open_descriptors()
+    held = descriptors_before()
     if waits:
         with full(link) as sent:
             assert link.send([b"head", b"x" * MIB, b"y"])

@@ -13,6 +13,7 @@ from typing import Any
 
 import anyio
 import pytest
+from descriptors import descriptors_before, open_descriptors
 
 from lifecycle import EngineLost, Payload
 from lifecycle_zmq import EngineClient, RequestRejected, ZmqEngine
@@ -49,11 +50,6 @@ def held() -> float:
     status = Path("/proc/self/status").read_text()
     lines = [line for line in status.splitlines() if line.startswith(("RssA", "RssS"))]
     return sum(int(line.split()[1]) for line in lines) / 1024
-
-
-def open_files() -> int:
-    """How many descriptors this process has."""
-    return len(list(Path("/proc/self/fd").iterdir()))
 
 
 async def send_all(client: EngineClient, reported: list[str]) -> None:
@@ -93,13 +89,13 @@ async def test_engine_that_stands_still_lets_no_payload_pile_up_here(
         assert client is not None
         # What is needed for the first ones is no difference.
         await send_all(client, reported)
-        before, open_before = held(), open_files()
+        before, open_before = held(), descriptors_before()
         os.kill(pid, signal.SIGSTOP)
         async with anyio.create_task_group() as tasks:
             tasks.start_soon(send_all, client, reported)
             await eventually(lambda: client.streams == COUNT)
             assert held() - before < 8
-            assert open_files() == open_before
+            assert open_descriptors() == open_before
             os.kill(pid, end)
             if end is signal.SIGKILL:
                 await eventually(lambda: len(reported) == 2 * COUNT)
@@ -137,7 +133,7 @@ def test_client_that_is_killed_leaves_no_descriptor(
 ) -> None:
     """Complete unread messages, and one that its death has truncated."""
     with make_ends() as ends:
-        before = open_files()
+        before = descriptors_before()
         descriptor = ends.client.fileno()
         done = subprocess.run(
             [sys.executable, "-c", DYING, str(descriptor)],
@@ -154,4 +150,4 @@ def test_client_that_is_killed_leaves_no_descriptor(
         while ends.receive() is not None:
             messages += 1
         assert messages == 5
-        assert open_files() == before - 1
+        assert len(open_descriptors()) == len(before) - 1

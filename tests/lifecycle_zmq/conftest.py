@@ -311,10 +311,15 @@ def _inventory() -> dict[str, Any]:
         with suppress(FileNotFoundError):  # of a thread that has just ended
             children += path.read_text().split()
     # anyio's pytest plugin runs trio beside a pool thread that stays idle for 10 s.
-    pooled = sum(it.name.startswith("Trio thread") for it in threading.enumerate())
+    # By their numbers, as one of them may end before the tasks are listed.
+    pooled = {
+        str(it.native_id)
+        for it in threading.enumerate()
+        if it.name.startswith("Trio thread")
+    }
     return {
         "descriptors": len(list((own / "fd").iterdir())),
-        "threads": len(list((own / "task").iterdir())) - pooled,
+        "threads": len({it.name for it in (own / "task").iterdir()} - pooled),
         "children": sorted(children),
     }
 

@@ -115,6 +115,7 @@ class RequestEnded(RequestEvent):
         status: HTTP status of the response, if one was sent.
         duration_s: Seconds from the arrival of the request.
         session: Id of the session attached to the request, if any.
+        response_id: Id in the head of the response, by which its client knows it.
         counts: What the application counted, by fixed words.
         error: Type of the exception that made the request fail.
         traceback: Places in the code that the exception passed, without text or
@@ -125,6 +126,7 @@ class RequestEnded(RequestEvent):
     status: int | None
     duration_s: float
     session: str | None = None
+    response_id: str | None = None
     counts: Mapping[str, int] = field(default_factory=dict)
     error: str | None = None
     traceback: tuple[str, ...] = ()
@@ -186,7 +188,13 @@ class RequestRecorder:
             self._has_first_item = True
             self._emit_event(FirstItem, after_s=anyio.current_time() - self._began)
 
-    def end(self, outcome: Outcome, status: int | None, session: str | None) -> None:
+    def end(
+        self,
+        outcome: Outcome,
+        status: int | None,
+        session: str | None,
+        response_id: str | None,
+    ) -> None:
         """Report the end of the request; called once."""
         self._emit_event(
             RequestEnded,
@@ -194,6 +202,7 @@ class RequestRecorder:
             status=status,
             duration_s=anyio.current_time() - self._began,
             session=session,
+            response_id=response_id,
             counts={name: current_count(each) for name, each in self._counts.items()},
             error=self._error,
             traceback=self._traceback,
@@ -490,7 +499,7 @@ def log_failures(event: Event) -> None:
     if isinstance(event, RequestEnded) and event.error is not None:
         logging.getLogger("lifecycle").error(
             "request %s (%s) failed with %s\n  %s",
-            event.request,
+            event.response_id or event.request,
             event.operation,
             event.error,
             "\n  ".join(event.traceback),
@@ -500,8 +509,9 @@ def log_failures(event: Event) -> None:
 def request_log(logger: Any = None) -> Observer:
     """Log each request once, when it has ended, with structlog.
 
-    The log line is named ``request`` and has the operation, the outcome, the status,
-    the duration in seconds and what the application counted. The line of a failed
+    The log line is named ``request`` and has the id that the response named (else one
+    of its own), the operation, the outcome, the status, the duration in seconds and
+    what the application counted. The line of a failed
     request has the type of the exception and its places in the code, never its text or
     local variables.
 
@@ -530,7 +540,7 @@ def request_log(logger: Any = None) -> Observer:
 
 def _log_fields(event: RequestEnded) -> dict[str, Any]:
     fields: dict[str, Any] = {
-        "request": event.request,
+        "request": event.response_id or event.request,
         "session": event.session,
         "operation": event.operation,
         "outcome": event.outcome,

@@ -195,7 +195,8 @@ class LifecycleMiddleware:
             error = raised
             raise
         finally:
-            channel.request.end(channel.response.status, error)
+            response = channel.response
+            channel.request.end(response.status, error, named=response.id)
             del error  # a frame that refers to its own exception is a cycle
             owner.reset(claims)
             if self._live is not None and channel.shown is not None:

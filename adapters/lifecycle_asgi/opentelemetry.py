@@ -164,6 +164,8 @@ def _end_attributes(event: RequestEnded) -> Mapping[str, str | int]:
         attributes["http.response.status_code"] = event.status
     if event.session is not None:
         attributes["lifecycle.session"] = event.session
+    if event.response_id is not None:
+        attributes["lifecycle.response_id"] = event.response_id
     error = event.error or (event.outcome if event.outcome in _FAILURES else None)
     if error is not None:
         attributes["error.type"] = error

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import logging
 import math
-import re
 import secrets
 from collections.abc import Callable, Mapping
 from typing import Any, Final
@@ -14,14 +13,12 @@ from urllib.parse import quote
 from lifecycle import CostTooLarge, GateClosed, Refused
 from lifecycle_asgi._types import Scope, Send
 from lifecycle_asgi.body import BodyTooLarge, BodyTooSlow
+from lifecycle_asgi.request import ID, IDS, SAFE_ID
 from lifecycle_asgi.responses import Headers, Response, gives_ids
 
 REFUSALS: Final = (BodyTooLarge, BodyTooSlow, Refused)
 """What `describe` knows, besides `Unauthorised`."""
 
-_ID: Final = b"x-request-id"
-_IDS: Final = frozenset({_ID, b"request-id"})
-_SAFE_ID: Final = re.compile(rb"[A-Za-z0-9._-]{1,128}")
 _LONGEST_SHOWN: Final = 128
 _LONGEST_RETRY: Final = 60.0
 _TYPES: Final = {429: "rate_limit_error"}
@@ -207,11 +204,11 @@ def identified(
     async def send_with_id(message: Any) -> None:
         if message["type"] == "http.response.start":
             headers = message["headers"]
-            id_ = next((value for name, value in headers if name.lower() in _IDS), None)
+            id_ = next((value for name, value in headers if name.lower() in IDS), None)
             if id_ is None:
                 id_ = _id_of(scope)
                 if not gives_ids(scope.get("app")):
-                    message = {**message, "headers": [*headers, (_ID, id_)]}
+                    message = {**message, "headers": [*headers, (ID, id_)]}
             if not isinstance(refusal, ApiError):
                 _log(scope, id_.decode("latin-1"), refusal, waiting())
         await send(message)
@@ -220,8 +217,8 @@ def identified(
 
 
 def _id_of(scope: Scope) -> bytes:
-    given = [value for name, value in scope["headers"] if name == _ID]
-    if len(given) == 1 and _SAFE_ID.fullmatch(given[0]):
+    given = [value for name, value in scope["headers"] if name == ID]
+    if len(given) == 1 and SAFE_ID.fullmatch(given[0]):
         return bytes(given[0])
     return secrets.token_hex(8).encode()
 

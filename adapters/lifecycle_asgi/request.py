@@ -40,6 +40,12 @@ HOST: Final = re.compile(
     rb"(\[[0-9a-f:.]+\]|[\w.~!$&'()*+,;=%-]*)(:[0-9]*)?", re.IGNORECASE
 )
 """A ``Host`` (RFC 3986, 3.2): no user, and nothing but a port behind an address."""
+ID: Final = b"x-request-id"
+"""The header that names a request, and its response."""
+IDS: Final = frozenset({ID, b"request-id"})
+"""The same, and what Anthropic's API calls it."""
+SAFE_ID: Final = re.compile(rb"[A-Za-z0-9._-]{1,128}")
+"""An id that a header, a log and a terminal may have."""
 # Longer numbers are no lengths, and slow to read.
 _MOST_DIGITS: Final = 18
 
@@ -291,6 +297,7 @@ class RequestScope:
         error: BaseException | None = None,
         *,
         outcome: Outcome | None = None,
+        named: str | None = None,
     ) -> None:
         """Called by the middleware: report the end and drop all references.
 
@@ -300,6 +307,7 @@ class RequestScope:
             status: HTTP status of the response.
             error: What the application raised.
             outcome: Outcome of a request without a session. Default: by *status*.
+            named: The id that the response has in its head.
         """
         self._live = False
         self.body, self.transport = None, _no_transport
@@ -316,9 +324,10 @@ class RequestScope:
             outcome = outcome or request_outcome(
                 status, error, client_gone=self._client_gone
             )
-            recorder.end(outcome, status, None)
+            recorder.end(outcome, status, None, named)
         else:
-            recorder.end(session.outcome, status, getattr(session, "id", None))
+            id_ = getattr(session, "id", None)
+            recorder.end(session.outcome, status, id_, named)
 
 
 def _no_transport() -> None:
@@ -537,15 +546,17 @@ class ResponseState:
         started: The response has begun: no other status can be sent.
         complete: The last message was given to the server.
         status: HTTP status of the response.
+        id: The id in its head; ``None`` without one, or one that no log may have.
     """
 
-    __slots__ = ("_trailers", "complete", "started", "status")
+    __slots__ = ("_trailers", "complete", "id", "started", "status")
 
     def __init__(self) -> None:
         self._trailers = False
         self.started = False
         self.complete = False
         self.status: int | None = None
+        self.id: str | None = None
 
     def update(self, message: Message) -> None:
         """Update the state by *message*, before it is sent.
@@ -559,6 +570,7 @@ class ResponseState:
             self.started = True
             self.status = message.get("status")
             self._trailers = bool(message.get("trailers", False))
+            self.id = _id_in(message.get("headers"))
         elif kind in ("http.response.body", "http.response.zerocopysend"):
             last = not message.get("more_body", False)
             self.complete = last and not self._trailers
@@ -566,3 +578,11 @@ class ResponseState:
             self.complete = not self._trailers
         elif kind == "http.response.trailers":
             self.complete = not message.get("more_trailers", False)
+
+
+def _id_in(headers: object) -> str | None:
+    # Others could be read once only, and by the server.
+    for name, value in headers if isinstance(headers, list | tuple) else ():
+        if name.lower() in IDS and SAFE_ID.fullmatch(value):
+            return str(value, "ascii")
+    return None

@@ -100,7 +100,8 @@ async def test_makes_a_span_of_each_phase_below_the_caller_s(told: Observed) -> 
     assert f"{root.context.trace_id:032x}" == TRACE
     assert f"{root.parent.span_id:016x}" == CALLER
     assert set(phases) == PHASES
-    assert dict(root.attributes or {}) | {"lifecycle.session": ""} == {
+    ids = {"lifecycle.session": "", "lifecycle.response_id": ""}
+    assert dict(root.attributes or {}) | ids == {
         "gen_ai.operation.name": "chat",
         "gen_ai.request.model": "sim",
         "gen_ai.provider.name": "test",
@@ -112,6 +113,7 @@ async def test_makes_a_span_of_each_phase_below_the_caller_s(told: Observed) -> 
         "lifecycle.operation": "chat",
         "lifecycle.outcome": "completed",
         "lifecycle.session": "",
+        "lifecycle.response_id": "",
     }
     assert root.status.status_code is StatusCode.UNSET
     assert [event.name for event in root.events] == ["first_item"]
@@ -160,6 +162,30 @@ async def test_tells_of_a_request_that_is_refused(told: Observed) -> None:
     assert told.phases()["queue"].attributes == {"error.type": "GateFull"}
     (line,) = told.lines
     assert (line["log_level"], line["outcome"]) == ("info", "refused")
+
+
+@pytest.mark.parametrize("given", [True, False])
+@pytest.mark.parametrize(
+    ("path", "expected"),
+    [("/v1/chat/completions", 503), ("/v1/messages", 400)],
+)
+async def test_names_a_refused_request_as_its_answer_does(
+    told: Observed, path: str, expected: int, given: bool
+) -> None:
+    """The id in the log and the span is what the client got, whoever has drawn it."""
+    gate = Gate(bytes=10**9, slots=1, max_waiting=0, name="payloads")
+    heads = [b"x-request-id: mine.1"] if given else []
+    async with asyncio.timeout(120), running(gate=gate, log=told.observer) as server:
+        with gate.try_admit():
+            status, headers, _ = await answer_to(
+                server.port, body("x", encoded()), *heads, path=path
+            )
+        assert status == expected
+        await server.quiet()
+    id_ = headers.get("x-request-id") or headers["request-id"]
+    assert (id_ == "mine.1") is given
+    assert [line["request"] for line in told.lines] == [id_]
+    assert told.root().attributes["lifecycle.response_id"] == id_
 
 
 @pytest.mark.parametrize("wrong", [b"{", body("x", model="canary-7f3a")])

@@ -231,11 +231,11 @@ class GatedProcessor(SimProcessor):
 
 
 async def post(
-    port: int, body: bytes, *headers: bytes
+    port: int, body: bytes, *headers: bytes, path: str = "/v1/chat/completions"
 ) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
     """Send a request as raw bytes and return the connection."""
     reader, writer = await asyncio.open_connection("127.0.0.1", port)
-    head = b"POST /v1/chat/completions HTTP/1.1\r\nhost: here\r\nconnection: close\r\n"
+    head = f"POST {path} HTTP/1.1\r\nhost: here\r\nconnection: close\r\n".encode()
     head += b"content-length: %d\r\n" % len(body)
     writer.write(head + b"".join(h + b"\r\n" for h in headers) + b"\r\n" + body)
     await writer.drain()
@@ -243,10 +243,10 @@ async def post(
 
 
 async def answer_to(
-    port: int, body: bytes, *headers: bytes
+    port: int, body: bytes, *headers: bytes, **to: str
 ) -> tuple[int, dict[str, str], Any]:
     """Send a request as raw bytes; returns status, headers and document."""
-    reader, writer = await post(port, body, *headers)
+    reader, writer = await post(port, body, *headers, **to)
     answer = await reader.read()
     writer.close()
     await writer.wait_closed()

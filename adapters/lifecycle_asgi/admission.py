@@ -205,7 +205,7 @@ class Admission:
         self._lanes = _make_lanes(settings, gates or {}, observer)
         self._small, self._bodies = self._lanes["small"], self._lanes["bodies"]
         self._requests, self._slots = self._lanes["requests"], self._lanes.get("slots")
-        announce(settings.bytes, shared=settings.shared is not None)
+        announce(settings.bytes, shared=settings.shared)
         self._max_body = settings.max_body
         if (most := self._bodies.statistics().bytes) is not None:
             self._max_body = max(1, min(self._max_body, most // _BODY_COPIES))

@@ -70,38 +70,42 @@ def explain(budget: int) -> str:
     return f"{text}, as {limit.owner} has {size_text(limit.bytes)}"
 
 
-def announce(budget: int, *, shared: bool) -> None:
+def announce(budget: int, *, shared: str | None) -> None:
     """Log what a budget comes from, or that it is more memory than there is.
 
     Args:
         budget: Bytes for requests.
-        shared: Whether all worker processes share it.
+        shared: Folder by which all worker processes share it.
     """
     limit, log = memory_limit(), logging.getLogger("lifecycle")
     if limit is None:
         return
-    mib = (budget / 2**20, limit.bytes / 2**20)
+    mib = (budget / 2**20, limit.bytes / 2**20, limit.owner)
     if budget > limit.bytes:
         log.warning(
             "Admission: %.0f MiB for requests is more than the %.0f MiB that %s has; "
             "give fewer bytes, or the kernel ends the server before they are full",
             *mib,
-            limit.owner,
         )
-    elif budget == limit.budget and not shared and is_worker():
+    if shared is not None:
+        log.info(
+            "Admission: %.0f MiB, of %.0f MiB that %s has, for the requests of all "
+            "worker processes that share %s",
+            *mib,
+            shared,
+        )
+    elif is_worker():
         log.warning(
             "Admission: %.0f MiB for requests in each worker process, of %.0f MiB that "
             "%s has; if there are several, name a folder with shared= or "
             "LIFECYCLE_SHARED, and they have one budget together",
             *mib,
-            limit.owner,
         )
     elif budget == limit.budget < MAX_BUDGET:
         log.info(
             "Admission: %.0f MiB for requests, as %.0f MiB is what %s has; "
             "LIFECYCLE_BYTES sets another budget",
             *mib,
-            limit.owner,
         )
 
 

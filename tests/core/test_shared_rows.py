@@ -254,6 +254,13 @@ def test_says_which_capacity_a_worker_knows(folder) -> None:
     row.close()
 
 
+def test_says_that_its_folder_cannot_be_made(tmp_path: Path) -> None:
+    """With its name and a remedy; the type is that of the system's own error."""
+    Path(tmp_path, "file").touch()
+    with pytest.raises(NotADirectoryError, match="name one where.*file/gate"):
+        Folder(str(tmp_path / "file" / "gate"))
+
+
 def test_refuses_a_folder_that_others_may_enter(tmp_path) -> None:
     """The folder is of this user alone: its mode and its owner are checked."""
     open_to_all = tmp_path / "open"

@@ -235,16 +235,24 @@ def said_by(workers: int, folder: Path, *options: str, **environment: str) -> li
 def test_says_that_each_worker_has_a_budget(tmp_path: Path) -> None:
     """And how all have one: where uvicorn starts several, and they share none."""
     pytest.importorskip("uvicorn")
-    lines = said_by(2, tmp_path)
-    assert len(lines) == 2
+    lines = said_by(2, tmp_path) + said_by(2, tmp_path, LIFECYCLE_BYTES="64MiB")
+    assert len(lines) == 4
+    assert sum(line.startswith("Admission: 64 MiB for") for line in lines) == 2
     for line in lines:
         assert "MiB for requests in each worker process" in line
         assert "name a folder with shared= or LIFECYCLE_SHARED" in line
     assert said_by(2, tmp_path, LIFECYCLE_SHARED=str(tmp_path / "lanes")) == []
-    assert said_by(2, tmp_path, LIFECYCLE_BYTES="64MiB") == []
-    assert said_by(1, tmp_path) == []
+    assert said_by(1, tmp_path) == said_by(1, tmp_path, LIFECYCLE_BYTES="64MiB") == []
     # It ignores the number of workers then, and has one.
     assert said_by(1, tmp_path, "--reload", WEB_CONCURRENCY="4") == []
+
+
+def test_says_what_all_workers_share(caplog, tmp_path: Path) -> None:
+    """Its size and the folder, for the operator who wants to be sure of it."""
+    caplog.set_level("INFO", logger="lifecycle")
+    Admission(None, environment={}, bytes=2**26, shared=str(tmp_path / "lanes"))  # type: ignore[arg-type]
+    assert "Admission: 64 MiB, of " in caplog.text
+    assert f"all worker processes that share {tmp_path / 'lanes'}" in caplog.text
 
 
 def test_says_so_in_workers_of_gunicorn(caplog, monkeypatch) -> None:

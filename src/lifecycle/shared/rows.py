@@ -182,7 +182,12 @@ class Folder:
         # Rows that `live_rows` reads, and when the folder had last changed by then.
         self._opened: dict[str, Row] = {}
         self._opened_at = 0
-        Path(path).mkdir(mode=0o700, parents=True, exist_ok=True)
+        try:
+            Path(path).mkdir(mode=0o700, parents=True, exist_ok=True)
+        except OSError as error:
+            what = f"{error.strerror}: it is to be a shared gate's folder; name one"
+            where = "where this user may make files, such as one below /dev/shm"
+            raise OSError(error.errno, f"{what} {where}", path) from None
         flags = os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
         self.descriptor = os.open(path, flags)
         found = os.fstat(self.descriptor)

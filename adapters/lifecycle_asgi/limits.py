@@ -8,19 +8,19 @@ import secrets
 from collections.abc import Awaitable, Callable, Iterable, Iterator
 from contextlib import suppress
 from functools import partial
+from typing import Final
 
-from lifecycle import Gate, GateFull, Lease, Refused
+from lifecycle import Gate, GateFull
 from lifecycle.events import Observer
 from lifecycle.lowlevel import check_int
 from lifecycle_asgi._types import App, Message, Receive, Scope, Send
 from lifecycle_asgi.body import BodyTooLarge, BodyTooSlow, RequestBody
 from lifecycle_asgi.refusals import (
-    REFUSALS,
     ClientLimitExceeded,
     Refusal,
     refusal_response,
 )
-from lifecycle_asgi.request import SCOPE_KEY, RequestScope, declared_length, keep_head
+from lifecycle_asgi.request import declared_length, keep_head
 from lifecycle_asgi.responses import (
     MAX_UNACCEPTABLE,
     Refusing,
@@ -28,6 +28,7 @@ from lifecycle_asgi.responses import (
 )
 
 Answer = Callable[[Scope, Refusal], Response]
+_REFUSALS: Final = (BodyTooLarge, BodyTooSlow)
 
 
 def client_address(scope: Scope) -> bytes:
@@ -219,7 +220,7 @@ class ClientLimit:
 
 
 class BodyLimit:
-    """Answers 413 to a body larger than a limit, and 503 where all bodies are.
+    """Answers 413 to a body that is larger than a limit.
 
     A body with a declared length is refused before any of it is read and before the
     application is called. A body without one is counted while it is read: as soon as it
@@ -227,13 +228,8 @@ class BodyLimit:
     application's ``receive`` raises `BodyTooLarge`. What the application sends after
     that is dropped, and the exception ends here.
 
-    With a gate, the total bytes of all bodies are limited, too. A declared length is
-    admitted before any of the body is read, an undeclared one with the first bytes of
-    the body. A refused request gets 503 with ``Retry-After``. The lease lasts as long
-    as the request, or until `RequestScope.release_body`: frameworks keep bodies.
-
-    Without a *timeout*, a slow body holds its lease for as long as the client likes.
-    With one, 408 is answered in time, and ``receive`` raises `BodyTooSlow`.
+    With a *timeout*, 408 is answered to a body that takes longer, and ``receive``
+    raises `BodyTooSlow`. To limit all bodies together is the work of `Admission`.
 
     A client that is still sending would see a reset and might never read the response,
     so the rest of a refused body is dropped: up to 8 MiB of it, for five seconds at
@@ -242,7 +238,6 @@ class BodyLimit:
     Args:
         app: The application to wrap.
         max_bytes: Maximum size of one body, in bytes.
-        gate: Admits the bytes of bodies.
         timeout: Seconds for a whole body, from the application's first ``receive``.
             Default: no limit but the server's own.
         answer: Returns status, headers and body of a refusal, given the scope and the
@@ -257,7 +252,6 @@ class BodyLimit:
         app: App,
         *,
         max_bytes: int,
-        gate: Gate | None = None,
         timeout: float | None = None,
         answer: Answer | None = None,
     ) -> None:
@@ -269,27 +263,24 @@ class BodyLimit:
         self._app = app
         self._timeout = timeout
         self._max_bytes = max_bytes
-        self._gate = gate
         self._answer = answer or _openai_answer
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Serve one connection.
 
         Cancellation:
-            Passes through; a request that waits at the gate leaves the queue.
+            Passes through.
         """
         if scope["type"] != "http":
             await self._app(scope, receive, send)
-        elif (declared := declared_length(scope) or 0) > self._max_bytes:
+        elif (declared_length(scope) or 0) > self._max_bytes:
             response = self._answer(scope, BodyTooLarge(self._max_bytes))
             await _refuse(scope, receive, send, response)
         else:
             keep_head(scope)
-            await self._serve_metered(scope, receive, send, declared)
+            await self._serve_metered(scope, receive, send)
 
-    async def _serve_metered(
-        self, scope: Scope, receive: Receive, send: Send, declared: int
-    ) -> None:
+    async def _serve_metered(self, scope: Scope, receive: Receive, send: Send) -> None:
         refusing: Refusing | None = None
 
         async def refuse(refusal: Refusal) -> None:
@@ -298,17 +289,10 @@ class BodyLimit:
             await refusing.send(self._answer(scope, refusal))
 
         body = RequestBody(receive, timeout=self._timeout)
-        meter = _BodyMeter(body.receive, send, refuse, self._max_bytes, self._gate)
-        request = scope.get(SCOPE_KEY)
-        if not isinstance(request, RequestScope):
-            request = RequestScope()  # no LifecycleMiddleware above: without effect
-        request.body = meter
+        meter = _BodyMeter(body.receive, send, refuse, self._max_bytes)
         try:
-            if declared:
-                with request.phase("queue"):
-                    await meter.admit(declared)
             await self._app(scope, meter.receive, meter.send)
-        except REFUSALS as refusal:
+        except _REFUSALS as refusal:
             if not meter.refused:
                 raise
             # A cycle, with the frames that have what the application has read.
@@ -316,11 +300,9 @@ class BodyLimit:
         except BaseExceptionGroup as group:  # the application reads in a task group
             if not meter.refused:
                 raise
-            _, rest = group.split(REFUSALS)
+            _, rest = group.split(_REFUSALS)
             if rest is not None:
                 raise rest from None
-        finally:
-            meter.release()
         if refusing is not None:  # the application has ended, too
             await refusing.linger(max_bytes=MAX_UNACCEPTABLE)
 
@@ -333,8 +315,6 @@ class _BodyMeter:
     """
 
     __slots__ = (
-        "_gate",
-        "_lease",
         "_limit",
         "_read",
         "_receive",
@@ -351,40 +331,15 @@ class _BodyMeter:
         send: Send,
         refuse: Callable[[Refusal], Awaitable[None]],
         limit: int,
-        gate: Gate | None,
     ) -> None:
         self._receive = receive
         self._send = send
         self._refuse = refuse
         self._limit = limit
-        self._gate = gate
-        self._lease: Lease | None = None
         self._read = 0
         self._too_large = False
         self._started = False
         self.refused = False
-
-    async def admit(self, size: int) -> None:
-        """Have the gate, if there is one, admit *size* bytes.
-
-        Raises:
-            Refused: The gate refused; the client has got the response.
-        """
-        if self._gate is None:
-            return
-        try:
-            self._lease = await self._gate.admit(bytes=size)
-        except Refused as refusal:
-            await self._answer(refusal)  # noqa: ASYNC120 - cancelled: the client is gone
-            raise
-
-    def release(self) -> None:
-        """Release the lease of the body. Idempotent."""
-        # Without a gate the rest counts no more: the application did not ask for it.
-        self._gate = None
-        lease, self._lease = self._lease, None
-        if lease is not None:
-            lease.release()
 
     async def receive(self) -> Message:
         if self._too_large:
@@ -401,10 +356,6 @@ class _BodyMeter:
             refusal = BodyTooLarge(self._limit)
             await self._answer(refusal)
             raise refusal
-        if self._lease is not None and self._read > self._lease.bytes:
-            self._lease.settle(bytes=self._read)
-        elif self._lease is None and self._read:
-            await self.admit(self._read)
         return message
 
     def send(self, message: Message) -> Awaitable[None]:

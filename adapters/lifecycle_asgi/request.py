@@ -81,7 +81,7 @@ class Closable(Protocol):
 
 
 class AdmittedBody(Protocol):
-    """What a request's body was admitted with, by `Admission` or `BodyLimit`."""
+    """What a request's body was admitted with, by `Admission`."""
 
     def release(self) -> None:
         """Release the lease."""

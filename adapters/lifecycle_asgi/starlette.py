@@ -52,7 +52,6 @@ _MAX_REASON: Final = 123  # bytes
 def install(
     app: Starlette,
     *,
-    gate: Gate | None = None,
     max_body: int = 64 * 2**20,
     observer: Observer | None = None,
 ) -> None:
@@ -65,8 +64,6 @@ def install(
 
     Args:
         app: The application, before it serves its first request.
-        gate: Admits the bytes of request bodies. Not the gate of a `ManagedResponse`:
-            one request would wait for itself.
         max_body: Maximum size of one request body, in bytes.
         observer: Called with the events of requests; see `RequestEvent`.
 
@@ -85,7 +82,7 @@ def install(
     if not max_body >= 0:  # here and now, not when the server starts
         raise ValueError(f"max_body must not be negative, got {max_body}")
     app.add_middleware(_RefusedResponse)
-    app.add_middleware(BodyLimit, max_bytes=max_body, gate=gate)
+    app.add_middleware(BodyLimit, max_bytes=max_body)
     app.add_middleware(LifecycleMiddleware, observer=observer)
     app.add_exception_handler(Refused, refusal_handler)
 

@@ -11,7 +11,7 @@ MAKEFLAGS += --no-print-directory
 .NOTPARALLEL:
 export PYTHON
 
-.PHONY: help demo quick test prove serve load bench bench-memory bench-overload docs lint types pytest coverage wheel sbom update canary attack soak \
+.PHONY: help demo quick test prove serve load bench bench-memory bench-overload docs lint types pytest coverage release-check sbom update canary attack soak \
   faults hang-ups models mutation coverage-of-cases gpu-check clean
 
 help:
@@ -24,7 +24,7 @@ help:
 	@echo 'make types      mypy, strict'
 	@echo 'make pytest     the tests of make test; make pytest ARGS="tests/core -k gate" runs some of them'
 	@echo 'make coverage   branch coverage of all packages by the tests of make test'
-	@echo 'make wheel      build the wheel and import it with anyio alone installed'
+	@echo 'make release-check  build what a release has, and look at it as a stranger would'
 	@echo 'make sbom       what the wheel brings along with all its extras, as CycloneDX'
 	@echo 'make update     move the pinned versions to the newest releases, if make test passes with them'
 	@echo 'make canary     try the newest and the oldest releases that are permitted; ARGS=newest for one of them'
@@ -87,9 +87,8 @@ endif
 coverage: .venv/.ready
 	@$(BIN)/python -m pytest -q -n 2 --dist loadfile -m 'not slow' --cov --cov-report=term:skip-covered tests
 
-wheel: .venv/.ready
-	@echo '== wheel'
-	@sh scripts/check-wheel.sh
+release-check: .venv/.ready
+	@$(BIN)/python scripts/release.py $(ARGS)
 
 sbom: .venv/.ready
 	@mkdir -p build

@@ -129,7 +129,7 @@ PROVE = (
     ),
     # Other projects' own tests, with and without the middleware; flake8 on all files.
     (part("suites", [PYTHON, "tests/lifecycle_asgi/suites.py"]), make("lint")),
-    (make("wheel"), part("ray", [PYTHON, RAY_STORM, "--count", "2000"])),
+    (make("release-check"), part("ray", [PYTHON, RAY_STORM, "--count", "2000"])),
 )
 
 

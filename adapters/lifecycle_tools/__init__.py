@@ -12,6 +12,22 @@ Modules::
 
 from __future__ import annotations
 
-from lifecycle_tools.command import main
+import sys
 
 __all__ = ("main",)
+
+
+def main() -> None:
+    """Run the command; an extra that is missing, all of them too, is one line."""
+    try:
+        from lifecycle_tools.command import app
+
+        app(prog_name="lifecycle")
+    except ImportError as error:
+        if error.name is not None and error.name.startswith("lifecycle"):
+            raise
+        words = str(error)
+        if "install" not in words:
+            words += '; pip install "anyio-lifecycle[tools]"'
+        sys.stderr.write(f"{words}\n")
+        sys.exit(2)

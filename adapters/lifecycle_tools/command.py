@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from importlib.metadata import version
 from pathlib import Path
 from typing import Annotated, Final
@@ -121,17 +120,3 @@ def check_compare(ctx: typer.Context) -> None:
     from lifecycle_tools.check.command import run_compare
 
     run_compare(ctx.args)
-
-
-def main() -> None:
-    """Run the command; a missing extra is named in one line."""
-    try:
-        app(prog_name="lifecycle")
-    except ImportError as error:
-        if error.name is not None and error.name.startswith("lifecycle"):
-            raise
-        words = str(error)
-        if "install" not in words:
-            words += '; pip install "anyio-lifecycle[tools]"'
-        typer.echo(words, err=True)
-        sys.exit(2)

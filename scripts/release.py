@@ -89,17 +89,16 @@ def build(work: Path, links: str, images: str) -> tuple[Path, Path]:
     staged = stage(work / "tree", links, images)
     epoch = run("git", "log", "-1", "--format=%ct").strip()
     built = []
+    hatch = (sys.executable, "-m", "hatchling", "build")
     for folder in (work / "first", work / "second"):
-        hatch = (sys.executable, "-m", "hatchling", "build", "-d", folder)
-        run(*hatch, cwd=staged, SOURCE_DATE_EPOCH=epoch)
+        run(*hatch, "-d", folder, cwd=staged, SOURCE_DATE_EPOCH=epoch)
         (sdist,), (wheel,) = folder.glob("*.tar.gz"), folder.glob("*.whl")
         built.append((sdist, wheel))
     unpacked = work / "unpacked"
     with tarfile.open(sdist) as archive:
         archive.extractall(unpacked, filter="data")
     (source,), third = unpacked.iterdir(), work / "third"
-    hatch = (sys.executable, "-m", "hatchling", "build", "-t", "wheel", "-d", third)
-    run(*hatch, cwd=source, SOURCE_DATE_EPOCH=epoch)
+    run(*hatch, "-t", "wheel", "-d", third, cwd=source, SOURCE_DATE_EPOCH=epoch)
     (again,) = third.glob("*.whl")
     for one, other in (*zip(*built, strict=True), (wheel, again)):
         if one.read_bytes() != other.read_bytes():
@@ -178,8 +177,8 @@ def rendered(metadata: email.message.Message) -> str:
     """Render the description as an index does; return how many links it has."""
     from readme_renderer import markdown
 
-    text = str(metadata.get_payload(decode=True), "utf-8")
-    html = markdown.render(text)
+    text = metadata.get_payload(decode=True)
+    html = markdown.render(text.decode()) if isinstance(text, bytes) else None
     if not html or metadata["Description-Content-Type"] != "text/markdown":
         raise failed("an index would show the README as plain text")
     found = re.findall(r'(?:href|src)="([^"]*)"', html)

@@ -81,7 +81,7 @@ def test_imports_core_without_any_extra() -> None:
         ("lifecycle_ray", "numpy", "ray"),
         ("lifecycle_asgi.opentelemetry", "opentelemetry", "observe"),
         ("lifecycle_asgi.prometheus", "prometheus_client", "observe"),
-        ("lifecycle_tools", "typer", "tools"),
+        ("lifecycle_tools.command", "typer", "tools"),
         ("lifecycle_tools.proxy", "h11", "tools"),
         ("lifecycle_tools.check", "rich", "tools"),
         ("lifecycle_ray", "ray", "ray"),
@@ -96,6 +96,21 @@ def test_names_extra_that_is_missing(module: str, missing: str, extra: str) -> N
     done = run("-c", f"import sys; sys.modules[{missing!r}] = None; import {module}")
     last = done.stderr.splitlines()[-1]
     assert f'needs {missing}; pip install "anyio-lifecycle[{extra}]"' in last
+
+
+@pytest.mark.parametrize(
+    ("code", "extra"),
+    [
+        ("from lifecycle_tools import main", "tools"),
+        ("from lifecycle_engine.__main__ import main", "engine"),
+    ],
+)
+def test_commands_name_the_extra_in_one_line(code: str, extra: str) -> None:
+    """A command without what it needs ends with that, and in no traceback."""
+    done = run("-c", f"import sys; sys.modules['typer'] = None; {code}; main()")
+    assert done.returncode == 2
+    (line,) = done.stderr.splitlines()
+    assert f'needs typer; pip install "anyio-lifecycle[{extra}]"' in line
 
 
 def test_runs_models_without_what_serves() -> None:

@@ -18,7 +18,7 @@ import anyio
 import anyio.to_thread
 
 from lifecycle import CostTooLarge, Gate, GateFull, GateStatistics, Lease, Payload
-from lifecycle.events import Observer
+from lifecycle.events import Observer, combine_observers
 from lifecycle_asgi._types import AnyGate, App, Message, Receive, Scope, Send
 from lifecycle_asgi.admission_settings import AdmissionSettings
 from lifecycle_asgi.api_keys import ApiKeys
@@ -202,7 +202,16 @@ class Admission:
         self._answer = answer or _answer
         self._reading: set[BodyReader | Refusing] = set()
         self._correction = Correction(floor=_FLOOR, ceiling=_CEILING)
+        metrics = None
+        if settings.metrics is not None:
+            # The only part that needs prometheus_client.
+            from lifecycle_asgi.metrics_export import export
+
+            metrics = export(settings.metrics)
+            observer = combine_observers(observer, metrics)
         self._lanes = _make_lanes(settings, gates or {}, observer)
+        if metrics is not None:
+            metrics.watch(*self.lanes)
         self._small, self._bodies = self._lanes["small"], self._lanes["bodies"]
         self._requests, self._slots = self._lanes["requests"], self._lanes.get("slots")
         announce(settings.bytes, shared=settings.shared)

@@ -55,6 +55,10 @@ class AdmissionSettings:
             read. Empty: the keys of vLLM, if it is the server and has any.
         load_header: Add ``endpoint-load-metrics`` to each response: how full the lanes
             are, for load balancers that read ORCA reports. Every client sees it.
+        metrics: Where Prometheus finds the metrics of the lanes: ``"server"`` for the
+            registry of prometheus_client, which most servers show at their own
+            ``/metrics``, or ``"PORT"`` or ``"HOST:PORT"`` for a listener of their own,
+            by default on 127.0.0.1. Needs the extra ``observe``. ``None``: nowhere.
         shared: Folder that all workers of the server name, so that its bytes and slots
             are those of all of them together, as `lifecycle.shared.SharedGate` has
             them: of this user alone, and where nothing cleans up, such as below
@@ -82,6 +86,7 @@ class AdmissionSettings:
     guarded_prefixes: tuple[str, ...] = GUARDED_PREFIXES
     shadow: bool = False
     shared: str | None = None
+    metrics: str | None = None
     load_header: bool = False
 
     def __post_init__(self) -> None:
@@ -96,6 +101,7 @@ class AdmissionSettings:
             if not isinstance(getattr(self, name), bool):  # "0" would count as true
                 what = f"{name} must be True or False"
                 raise TypeError(f"{what}, not {getattr(self, name)!r:.40}")
+        _check_address(self.metrics)
         if self.body_timeout == 0:
             raise ValueError("body_timeout must be above 0 s, or no body is in time")
         if self.cancel_delay is not None:
@@ -134,6 +140,15 @@ class AdmissionSettings:
                 except (ValueError, KeyError):
                     raise ValueError(_unreadable(name, text)) from None
         return cls(**found, **options)
+
+
+def _check_address(metrics: str | None) -> None:
+    if metrics in (None, "server"):
+        return
+    port = str(metrics).rpartition(":")[2]
+    if not (port.isascii() and port.isdigit() and 0 < int(port) < 65536):
+        where = "'server', a port from 1 to 65535, or HOST:PORT"
+        raise ValueError(f"metrics must be {where}, not {metrics!r:.40}")
 
 
 def _warn_of_unknown(environment: Mapping[str, str]) -> None:
@@ -194,6 +209,7 @@ _READERS: Final[Mapping[str, Callable[[str], Any]]] = {
     "guarded_prefixes": _read_list,
     "shadow": _read_switch,
     "shared": str,
+    "metrics": str,
     "load_header": _read_switch,
 }
 

@@ -75,9 +75,7 @@ class Metrics:
         self.registry = registry or CollectorRegistry()
         self._gates: list[AnyGate | Lane] = []
         self._registries: list[SessionRegistry] = []
-        self.registry.register(StatisticsCollector(self._gates, self._registries))
         self._requests = RequestCollector()
-        self.registry.register(self._requests)
         self._gate_wait = self._histogram(
             "gate_wait_seconds", "Time in the queue of a gate", "gate"
         )
@@ -123,6 +121,9 @@ class Metrics:
             ("gate", "reason"),
             registry=self.registry,
         )
+        # Last: a registry that has those above refuses them.
+        self.registry.register(StatisticsCollector(self._gates, self._registries))
+        self.registry.register(self._requests)
 
     def watch(self, *parts: AnyGate | Lane | SessionRegistry) -> None:
         """Read the statistics of *parts* at each scrape. Idempotent.

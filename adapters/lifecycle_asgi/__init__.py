@@ -18,7 +18,7 @@ Modules::
     body           how a body is read under a lease, or dropped
     responses      responses of a middleware itself, and so that they arrive
     refusals       refusal_response; refusals in the format of the request's API
-    limits         BodyLimit, ClientLimit, ClientIdentity
+    limits         BodyLimit, ClientIdentity
     api_keys       API keys, checked before a body is read
     lanes          gates that clients share
     vllm_plugin    hand-off in vLLM, by its entry point for plugins
@@ -57,7 +57,6 @@ from lifecycle_asgi.events import (
 from lifecycle_asgi.limits import (
     BodyLimit,
     ClientIdentity,
-    ClientLimit,
     client_address,
 )
 from lifecycle_asgi.live_view import LiveView, local_client
@@ -96,7 +95,6 @@ __all__ = (
     "BodyTooLarge",
     "BodyTooSlow",
     "ClientIdentity",
-    "ClientLimit",
     "ClientLimitExceeded",
     "Correction",
     "EngineView",

@@ -30,7 +30,7 @@ from lifecycle_asgi.body import (
     ClientLeft,
     RequestBody,
 )
-from lifecycle_asgi.lanes import RESERVES, Lane, load_report, shares
+from lifecycle_asgi.lanes import RESERVES, ClientShares, Lane, load_report, shares
 from lifecycle_asgi.limits import ClientIdentity
 from lifecycle_asgi.media_body import BodyEstimator
 from lifecycle_asgi.media_memory import Correction, MemoryEstimate
@@ -40,6 +40,7 @@ from lifecycle_asgi.middleware import LifecycleMiddleware
 from lifecycle_asgi.refusals import (
     REFUSALS,
     ApiError,
+    ClientLimitExceeded,
     Refusal,
     Unauthorised,
     describe,
@@ -202,18 +203,11 @@ class Admission:
         self._answer = answer or _answer
         self._reading: set[BodyReader | Refusing] = set()
         self._correction = Correction(floor=_FLOOR, ceiling=_CEILING)
-        metrics = None
-        if settings.metrics is not None:
-            # The only part that needs prometheus_client.
-            from lifecycle_asgi.metrics_export import export
-
-            metrics = export(settings.metrics)
-            observer = combine_observers(observer, metrics)
         self._lanes = _make_lanes(settings, gates or {}, observer)
-        if metrics is not None:
-            metrics.watch(*self.lanes)
         self._small, self._bodies = self._lanes["small"], self._lanes["bodies"]
         self._requests, self._slots = self._lanes["requests"], self._lanes.get("slots")
+        most = settings.per_client
+        self._shares = ClientShares(most) if most else None
         announce(settings.bytes, shared=settings.shared)
         self._max_body = settings.max_body
         if (most := self._bodies.statistics().bytes) is not None:
@@ -388,6 +382,7 @@ class Admission:
         declared, client = declared_length(scope), self._client(scope)
         small = declared is not None and declared <= self._max_small_body
         arrival = self._small if small else self._bodies
+        self._count(request, client, arrival)
         size = self._first_charge
         if declared is not None:
             size = min(declared, self._max_body)
@@ -424,6 +419,18 @@ class Admission:
             with state.phase("queue"):
                 request.slot = await self._slots.admit(0, client, deadline=deadline)
         request.admitted, state.body = True, request
+
+    def _count(self, request: AdmittedRequest, client: str, arrival: Lane) -> None:
+        """Count a request of *client*, and refuse one beyond its limit."""
+        if self._shares is None:
+            return
+        request.leave = self._shares.enter(client)
+        try:
+            self._shares.check(client)
+        except ClientLimitExceeded:
+            arrival.count_refusal()
+            if self._shadow is None:
+                raise
 
     async def _estimate(self, scope: Scope, body: bytes) -> MemoryEstimate:
         found = self._price(scope, body)
@@ -527,6 +534,7 @@ class AdmittedRequest:
         body: The body, until the application has it.
         estimate: Of its media.
         lease: The bytes that it holds until hand-off.
+        leave: Called at its end.
         partial: The body is one that would be refused, or its beginning.
         slot: The slot that it holds until its end, where slots are limited.
         rest: What the server has yet to receive.
@@ -539,6 +547,7 @@ class AdmittedRequest:
         "body",
         "estimate",
         "lease",
+        "leave",
         "partial",
         "rest",
         "slot",
@@ -554,6 +563,7 @@ class AdmittedRequest:
         self.estimate = _NOTHING
         self.body: bytes | None = None
         self.lease: Lease | None = None
+        self.leave: Callable[[], object] = object
         self.slot: Lease | None = None
 
     async def receive(self) -> Message:
@@ -614,6 +624,8 @@ class AdmittedRequest:
         slot, self.slot = self.slot, None
         if slot is not None:
             slot.release()
+        leave, self.leave = self.leave, object
+        leave()
 
 
 def _make_lanes(
@@ -622,6 +634,12 @@ def _make_lanes(
     observer: Observer | None,
 ) -> dict[str, Lane]:
     """Return the lanes in the order in which a request passes them."""
+    metrics = None
+    if settings.metrics is not None:
+        from lifecycle_asgi.prometheus import export  # needs prometheus_client
+
+        metrics = export(settings.metrics)
+        observer = combine_observers(observer, metrics)
     gate: Callable[..., AnyGate] = Gate
     if settings.shared is not None:
         gate = partial(_shared, settings.shared)
@@ -644,13 +662,16 @@ def _make_lanes(
         limits["slots"] = {"slots": settings.slots}
     if unknown := gates.keys() - limits:
         raise ValueError(f"no lane {sorted(unknown)}; there are {', '.join(limits)}")
-    return {
+    lanes = {
         name: Lane(
             gates.get(name) or gate(**limit, name=f"admission-{name}"),
             shadow=settings.shadow,
         )
         for name, limit in limits.items()
     }
+    if metrics is not None:
+        metrics.watch(*lanes.values())
+    return lanes
 
 
 def _shared(folder: str, *, name: str, **options: Any) -> AnyGate:

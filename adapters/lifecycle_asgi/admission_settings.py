@@ -16,6 +16,7 @@ from lifecycle_asgi.media_memory import MediaProfile
 from lifecycle_asgi.memory_limit import default_budget
 
 _SIZE: Final = re.compile(r"(\d+(?:\.\d+)?)\s*(?:([KMGT])(I?B?)|B)?", re.ASCII)
+_LEAST: Final = {"slots": 0, "per_client": 0, "media_slots": 1, "tensor_pixels": 1}
 _SWITCHES: Final = {"1": True, "true": True, "0": False, "false": False}
 
 
@@ -32,6 +33,8 @@ class AdmissionSettings:
             cgroup of the process may have, or the machine has, if that is less.
         slots: Requests with a body that the application works on at once, until their
             responses are complete. ``None`` or 0: no limit.
+        per_client: Requests with a body that one client may have in flight, until their
+            responses are complete; of each worker. ``None`` or 0: no limit.
         media_slots: Requests with media that are decoded at once, until the engine has
             them. ``None``: as many as the bytes permit.
         order: ``"fair"`` lets clients take turns; ``"fifo"`` goes by arrival.
@@ -72,6 +75,7 @@ class AdmissionSettings:
 
     bytes: int = field(default_factory=default_budget)
     slots: int | None = None
+    per_client: int | None = None
     media_slots: int | None = None
     order: Literal["fair", "fifo"] = "fair"
     max_body: int = 64 * 2**20
@@ -92,7 +96,7 @@ class AdmissionSettings:
     def __post_init__(self) -> None:
         check_int(1, bytes=self.bytes, max_body=self.max_body)
         check_int(0, max_waiting=self.max_waiting)
-        for name, least in (("slots", 0), ("media_slots", 1), ("tensor_pixels", 1)):
+        for name, least in _LEAST.items():
             if getattr(self, name) is not None:
                 check_int(least, **{name: getattr(self, name)})
         if self.order not in ("fair", "fifo"):
@@ -195,6 +199,7 @@ def _read_list(text: str) -> tuple[str, ...]:
 _READERS: Final[Mapping[str, Callable[[str], Any]]] = {
     "bytes": parse_size,
     "slots": int,
+    "per_client": int,
     "media_slots": int,
     "order": str,
     "max_body": parse_size,

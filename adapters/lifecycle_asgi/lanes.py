@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import replace
+from functools import partial
 from types import MappingProxyType
 from typing import Final
 
@@ -184,6 +185,40 @@ class Lane:
         # Each of the others comes as often before it as it has come itself.
         own = self._waiting[client]
         return sum(min(own, count) for count in self._waiting.values())
+
+
+class ClientShares:
+    """Counts the requests of each client that are in flight.
+
+    Args:
+        most: Requests that one client may have.
+    """
+
+    def __init__(self, most: int) -> None:
+        self._most = most
+        self._in_flight: Counter[str] = Counter()
+
+    def enter(self, client: str) -> Callable[[], None]:
+        """Count a request of *client*; return what its end has to call, once."""
+        self._in_flight[client] += 1
+        return partial(self._leave, client)
+
+    def _leave(self, client: str) -> None:
+        self._in_flight[client] -= 1
+        if not self._in_flight[client]:
+            del self._in_flight[client]
+
+    def check(self, client: str) -> None:
+        """Refuse the last request that *client* entered with, if it is one too many.
+
+        Raises:
+            ClientLimitExceeded: It is.
+        """
+        if self._in_flight[client] > self._most:
+            raise ClientLimitExceeded(
+                f"This client has {self._most} requests in flight, which is its limit; "
+                f"wait until one of them has ended"
+            )
 
 
 def load_report(lanes: Iterable[Lane]) -> bytes:

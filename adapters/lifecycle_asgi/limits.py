@@ -7,16 +7,11 @@ import ipaddress
 import secrets
 from collections.abc import Awaitable, Callable, Iterable, Iterator
 from contextlib import suppress
-from functools import partial
 from typing import Final
 
-from lifecycle import Gate, GateFull
-from lifecycle.events import Observer
-from lifecycle.lowlevel import check_int
 from lifecycle_asgi._types import App, Message, Receive, Scope, Send
 from lifecycle_asgi.body import BodyTooLarge, BodyTooSlow, RequestBody
 from lifecycle_asgi.refusals import (
-    ClientLimitExceeded,
     Refusal,
     refusal_response,
 )
@@ -84,7 +79,7 @@ class ClientIdentity:
                 self._issued[self.digest(key.encode("latin-1"))] = client
 
     def __call__(self, scope: Scope) -> bytes:
-        """Return the client of a request, as the *key* of a `ClientLimit`."""
+        """Return the client of a request, as the *client* of an `Admission`."""
         return self.issued(scope) or client_address(scope)
 
     def issued(self, scope: Scope) -> bytes | None:
@@ -145,78 +140,6 @@ async def _refuse(
     refusing = Refusing(scope, RequestBody(receive), send)
     await refusing.send(response)
     await refusing.linger(max_bytes=MAX_UNACCEPTABLE)
-
-
-class ClientLimit:
-    """Answers 429 to clients that already have *slots* requests in flight.
-
-    The limit is checked before any of the body is read, so it bounds the bodies of one
-    client, too. Of a client only a salted hash is kept, and only while one of its
-    requests is in flight.
-
-    Args:
-        app: The application to wrap.
-        slots: Maximum number of requests in flight for one client.
-        key: Returns the client of a request, or ``None`` for a request that is not
-            limited. Default: `client_address`.
-        answer: Returns status, headers and body of a refusal, given the scope and the
-            reason. Default: JSON in the format of OpenAI's API.
-        observer: Called with each grant and refusal, of a gate named ``"client"``.
-
-    Raises:
-        TypeError: *slots* is no whole number.
-        ValueError: *slots* is less than 1.
-    """
-
-    def __init__(
-        self,
-        app: App,
-        *,
-        slots: int,
-        key: Callable[[Scope], bytes | None] | None = None,
-        answer: Answer | None = None,
-        observer: Observer | None = None,
-    ) -> None:
-        check_int(1, slots=slots)
-        self._app = app
-        self._slots = slots
-        self._client_of = key or client_address
-        self._answer = answer or _openai_answer
-        self._new_gate = partial(
-            Gate, slots=slots, max_waiting=0, name="client", observer=observer
-        )
-        self._identity = ClientIdentity()
-        self._gates: dict[bytes, Gate] = {}
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Serve one connection.
-
-        Cancellation:
-            Passes through.
-        """
-        client = self._client_of(scope) if scope["type"] == "http" else None
-        if client is None:
-            await self._app(scope, receive, send)
-            return
-        name = self._identity.digest(client)
-        gate = self._gates.get(name) or self._gates.setdefault(name, self._new_gate())
-        try:
-            lease = gate.try_admit()
-        except GateFull as full:
-            refusal = ClientLimitExceeded(
-                f"This client has {self._slots} requests in flight, which is its "
-                f"limit; wait until one of them has ended",
-                retry_after=full.retry_after,
-            )
-        else:
-            try:
-                await self._app(scope, receive, send)
-            finally:
-                lease.release()
-                if not gate.statistics().slots_in_use:
-                    self._gates.pop(name, None)
-            return
-        await _refuse(scope, receive, send, self._answer(scope, refusal))
 
 
 class BodyLimit:

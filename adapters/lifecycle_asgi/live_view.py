@@ -120,7 +120,7 @@ class LiveView:
         allow: Whether the sender of a scope may look. Default: clients on this machine
             that no proxy has forwarded.
         cancel: Whether viewers may cancel requests.
-        client: Returns what identifies a client, as that of a `ClientLimit`, or a name
+        client: Returns what identifies a client, as that of an `Admission`, or a name
             for it. Default: `client_address`. Of a `ClientIdentity`, part of the hash
             is shown, and no key.
         path: Where the view is.

@@ -34,7 +34,7 @@ _ANTHROPIC_TYPES: Final = {
 
 
 class ClientLimitExceeded(Refused):
-    """A client has as many requests in flight as `ClientLimit` allows."""
+    """A client has as many requests in flight, or in a queue, as one may have."""
 
 
 class Unauthorised(Exception):

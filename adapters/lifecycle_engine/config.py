@@ -258,12 +258,6 @@ class AdmissionConfig(_Section):
 
     def __post_init__(self) -> None:
         _Section.__post_init__(self)
-        if self.shadow and self.per_client:
-            raise ConfigError(
-                "admission.shadow",
-                f"true refuses no request, and per_client of {self.per_client} would; "
-                f"remove one of them",
-            )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

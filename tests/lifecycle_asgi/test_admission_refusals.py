@@ -13,7 +13,7 @@ import trio.testing
 from asgi_kit import ScriptedServer, http_scope, serving
 
 from lifecycle import Gate
-from lifecycle_asgi import Admission, BodyLimit, ClientLimit
+from lifecycle_asgi import Admission, BodyLimit
 
 Streams = tuple[asyncio.StreamReader, asyncio.StreamWriter]
 PART = b"x" * 65536
@@ -158,18 +158,17 @@ async def test_serves_next_request_after_a_refusal(size: int, http: str) -> None
 
 @pytest.mark.asyncio
 @pytest.mark.parametrize("http", ["h11", "httptools"])
-@pytest.mark.parametrize("status", [413, 408, 429, 503])
+@pytest.mark.parametrize("status", [413, 408, 429])
 async def test_limits_answer_client_that_sends_before_it_reads(
     status: int, http: str
 ) -> None:
-    """`BodyLimit` and `ClientLimit` drop the rest of a body before they end, too."""
+    """`BodyLimit` and `per_client` drop the rest of a body before they end, too."""
     size = len(PART) * PARTS
-    gate = Gate(bytes=size, max_waiting=0)
+    many = {"bytes": 64 * size, "max_body": size, "per_client": 1}
     layers: dict[int, Any] = {
         408: BodyLimit(read_body, max_bytes=size, timeout=0.05),
         413: BodyLimit(read_body, max_bytes=size - 1),
-        429: ClientLimit(read_body, slots=1, key=lambda _: b"one"),
-        503: BodyLimit(read_body, max_bytes=size, gate=gate),
+        429: Admission(read_body, environment={}, **many),
     }
     limit = layers[status]
     entered = anyio.Event()
@@ -178,8 +177,6 @@ async def test_limits_answer_client_that_sends_before_it_reads(
         entered.set()
         await limit(scope, receive, send)
 
-    if status == 503:
-        lease = gate.try_admit(bytes=size)
     async with asyncio.timeout(120), serving(app, http=http) as port:
         async with connected(port) as (_, first), connected(port) as (reader, writer):
             if status == 429:
@@ -191,8 +188,6 @@ async def test_limits_answer_client_that_sends_before_it_reads(
                 await asyncio.sleep(0.005)
             answer = await read_answer(reader)
             assert answer[0] == status
-    if status == 503:
-        lease.release()
 
 
 @pytest.mark.asyncio

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import json
+from contextlib import suppress
 from typing import Any
 
 import anyio
 import pytest
 from asgi_kit import ScriptedServer, http_scope
 
-from lifecycle_asgi import BodyLimit, ClientIdentity, ClientLimit
-from lifecycle_asgi.prometheus import Metrics
+from lifecycle_asgi import Admission, ClientIdentity
 
 pytestmark = pytest.mark.anyio
 # Those that were given out.
@@ -40,7 +40,17 @@ def by(
     key: str, name: str = "x-api-key", code: str = "utf-8", **changes: Any
 ) -> dict[str, Any]:
     """A request with an API key."""
-    return http_scope(headers=[(name.encode(), key.encode(code))], **changes)
+    return asks(headers=[(name.encode(), key.encode(code))], **changes)
+
+
+def asks(**changes: Any) -> dict[str, Any]:
+    """A request with a body."""
+    return http_scope(method="POST", path="/v1/completions", **changes)
+
+
+def limited(app: Any, most: int, **options: Any) -> Admission:
+    """Admission that serves so many requests of one client at a time."""
+    return Admission(app, environment={}, per_client=most, **options)
 
 
 def at(host: str) -> dict[str, Any]:
@@ -50,7 +60,7 @@ def at(host: str) -> dict[str, Any]:
 
 async def call(app: Any, scope: Any) -> ScriptedServer:
     """Serve one request."""
-    server = ScriptedServer()
+    server = ScriptedServer(b"{}")
     await app(scope, server.receive, server.send)
     return server
 
@@ -58,7 +68,7 @@ async def call(app: Any, scope: Any) -> ScriptedServer:
 async def test_refuses_one_request_more_than_the_limit_and_no_other_client() -> None:
     """The third of a key with two in flight is 429; another key is served."""
     busy = Busy()
-    app = ClientLimit(busy, slots=2, key=KEYS)
+    app = limited(busy, 2, client=KEYS)
     with anyio.fail_after(120):
         async with anyio.create_task_group() as tasks:
             for _ in range(2):
@@ -84,27 +94,25 @@ async def test_refuses_one_request_more_than_the_limit_and_no_other_client() -> 
 async def test_gives_the_share_back_however_a_request_ends(end: str) -> None:
     """An answer, an error and a cancellation all let the next one in."""
     busy = Busy()
-    app = ClientLimit(busy, slots=1)
-    if end == "failure":
-        busy.error = OSError()
+    app = limited(busy, 1)
     with anyio.fail_after(120):
         for _ in range(3):
+            busy.go = anyio.Event()
+            busy.error = OSError() if end == "failure" else None
             async with anyio.create_task_group() as tasks:
+                cut = anyio.CancelScope()
 
-                async def one() -> None:
-                    with anyio.CancelScope() as scope:
-                        if end == "cancellation":
-                            scope.cancel()
-                        try:
-                            await call(app, by("mine"))
-                        except OSError:
-                            pass
+                async def one(cut: anyio.CancelScope = cut) -> None:
+                    with cut, suppress(OSError):
+                        await call(app, by("mine"))
 
-                busy.go.set()
                 tasks.start_soon(one)
-            busy.error = None
+                await anyio.wait_all_tasks_blocked()
+                if end == "cancellation":
+                    cut.cancel()
+                busy.go.set()
     assert busy.inside == 3
-    assert app._gates == {}
+    assert not app._shares._in_flight
 
 
 def test_refuses_one_text_in_place_of_keys() -> None:
@@ -118,17 +126,17 @@ async def test_keeps_no_key_and_nothing_of_clients_that_left() -> None:
     busy = Busy()
     key = "canary-key"
     clients = ClientIdentity([key, *map(str, range(10_000))])
-    app = ClientLimit(busy, slots=1, key=clients)
+    app = limited(busy, 1, client=clients)
     with anyio.fail_after(120):
         async with anyio.create_task_group() as tasks:
             tasks.start_soon(call, app, by(key))
             await anyio.wait_all_tasks_blocked()
-            assert key.encode() not in app._gates
-            assert key not in repr(app._gates) + repr(vars(app)) + repr(vars(clients))
+            (held,) = app._shares._in_flight
+            assert key not in held + repr(vars(app)) + repr(vars(clients))
             busy.go.set()
         for number in range(10_000):
             await call(app, by(str(number)))
-    assert app._gates == {}
+    assert not app._shares._in_flight
 
 
 @pytest.mark.parametrize(
@@ -143,16 +151,16 @@ async def test_keeps_no_key_and_nothing_of_clients_that_left() -> None:
             True,
         ),
         (by("Basic a", "authorization"), by("a"), False),
-        (by("a", "authorization"), http_scope(), True),
-        (http_scope(), http_scope(), True),
-        (http_scope(), http_scope(client=("10.0.0.2", 1)), False),
-        (http_scope(), http_scope(client=("127.0.0.1", 9)), True),
+        (by("a", "authorization"), asks(), True),
+        (asks(), asks(), True),
+        (asks(), asks(client=("10.0.0.2", 1)), False),
+        (asks(), asks(client=("127.0.0.1", 9)), True),
         (by("a"), by("a", client=("10.0.0.2", 1)), True),
-        (by("a"), http_scope(), False),
+        (by("a"), asks(), False),
         (by("made up"), by("made up again"), True),
-        (by("made up"), http_scope(), True),
+        (by("made up"), asks(), True),
         (by("made up"), by("made up", client=("10.0.0.2", 1)), False),
-        (http_scope(client=None), http_scope(client=None), True),
+        (asks(client=None), asks(client=None), True),
         (at("2001:db8:1:2::3"), at("2001:db8:1:2:ffff::9"), True),
         (at("2001:db8:1:2::3"), at("2001:db8:1:3::3"), False),
         (at("::ffff:10.0.0.2"), at("10.0.0.2"), True),
@@ -166,7 +174,7 @@ async def test_identifies_clients_by_key_or_else_by_address(
 ) -> None:
     """A key that was given out is a client wherever it is; else the address is one."""
     busy = Busy()
-    app = ClientLimit(busy, slots=1, key=KEYS)
+    app = limited(busy, 1, client=KEYS)
     with anyio.fail_after(120):
         async with anyio.create_task_group() as tasks:
             tasks.start_soon(call, app, first)
@@ -178,7 +186,7 @@ async def test_identifies_clients_by_key_or_else_by_address(
 async def test_made_up_keys_are_no_share_of_their_own() -> None:
     """Without issued keys, a new key for each request does not help a client."""
     busy = Busy()
-    app = ClientLimit(busy, slots=2)
+    app = limited(busy, 2)
     with anyio.fail_after(120):
         async with anyio.create_task_group() as tasks:
             for number in range(2):
@@ -191,46 +199,74 @@ async def test_made_up_keys_are_no_share_of_their_own() -> None:
             busy.go.set()
 
 
-async def test_does_not_count_clients_without_a_key() -> None:
-    """A request without a key passes, such as a health check."""
+async def test_counts_no_request_without_a_body() -> None:
+    """Such as a health check; and other scopes pass."""
     busy = Busy()
-    busy.go.set()
-    app = ClientLimit(busy, slots=1, key=lambda scope: None)
-    assert (await call(app, http_scope())).status == 200
-    assert (await call(app, {"type": "lifespan"})).status == 200
+    app = limited(busy, 1)
+    with anyio.fail_after(120):
+        async with anyio.create_task_group() as tasks:
+            tasks.start_soon(call, app, asks())
+            await anyio.wait_all_tasks_blocked()
+            tasks.start_soon(call, app, http_scope(method="GET"))
+            await anyio.wait_all_tasks_blocked()
+            assert busy.inside == 2
+            busy.go.set()
+        await call(app, {"type": "lifespan"})
+    assert busy.inside == 3
 
 
-async def test_asks_before_anything_is_read() -> None:
-    """The body of a client at its limit is not read."""
+async def test_refuses_before_anything_is_read() -> None:
+    """The body of a client at its limit is dropped, after it has been answered."""
     busy = Busy()
-    app = ClientLimit(BodyLimit(busy, max_bytes=10), slots=1, key=KEYS)
+    app = limited(busy, 1, client=KEYS)
+    refused = ScriptedServer(b"x" * 100)
+    read_before: list[int | None] = []
+
+    async def receive() -> Any:
+        read_before.append(refused.status)
+        return await refused.receive()
+
     with anyio.fail_after(120):
         async with anyio.create_task_group() as tasks:
             tasks.start_soon(call, app, by("a"))
             await anyio.wait_all_tasks_blocked()
-            refused = ScriptedServer(b"x" * 100)
-            await app(by("a"), refused.receive, refused.send)
+            await app(by("a"), receive, refused.send)
             busy.go.set()
     assert refused.status == 429
-    assert len(refused.messages) == 2
+    assert set(read_before) <= {429}
 
 
-async def test_calls_observer_with_one_gate_name() -> None:
-    """However many clients: one gate in the metrics, with its refusals."""
-    metrics, busy = Metrics(), Busy()
-    app = ClientLimit(busy, slots=1, key=KEYS, observer=metrics)
+async def test_counts_what_it_refuses_and_names_no_client() -> None:
+    """In the lane to which the request came."""
+    busy = Busy()
+    app = limited(busy, 1, client=KEYS)
     with anyio.fail_after(120):
         async with anyio.create_task_group() as tasks:
             for key in ("canary-a", "canary-a", "canary-b", "canary-b"):
                 tasks.start_soon(call, app, by(key))
             await anyio.wait_all_tasks_blocked()
             busy.go.set()
-    text = metrics.text().decode()
-    assert 'lifecycle_gate_refusals_total{gate="client",reason="full"} 2.0' in text
-    assert "canary" not in text
+    assert [lane.refused for lane in app.statistics().values()] == [0, 2, 0]
+    assert "canary" not in repr(app.statistics())
 
 
-def test_refuses_a_share_of_nothing() -> None:
-    """A limit of zero is refused."""
-    with pytest.raises(ValueError, match="slots must be 1 or more, not 0"):
-        ClientLimit(Busy(), slots=0)
+async def test_counts_without_refusing_in_shadow() -> None:
+    """All are served, and those beyond the limit are in the statistics."""
+    busy = Busy()
+    app = limited(busy, 1, shadow=True)
+    with anyio.fail_after(120):
+        async with anyio.create_task_group() as tasks:
+            for _ in range(3):
+                tasks.start_soon(call, app, asks())
+            await anyio.wait_all_tasks_blocked()
+            assert busy.inside == 3
+            busy.go.set()
+    assert app.statistics()["bodies"].over_limit == 2
+    assert not app._shares._in_flight
+
+
+def test_takes_no_limit_for_a_limit_of_nothing() -> None:
+    """Zero is unlimited, as in `slots`; less is refused."""
+    assert limited(Busy(), 0)._shares is None
+    with pytest.raises(ValueError, match="per_client must be 0 or more, not -1"):
+        limited(Busy(), -1)

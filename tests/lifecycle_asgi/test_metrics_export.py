@@ -125,10 +125,8 @@ def test_keeps_the_metrics_of_a_first_admission(caplog, monkeypatch) -> None:
     """A second one in the process leaves the registry as it is."""
     from prometheus_client import CollectorRegistry, generate_latest
 
-    from lifecycle_asgi import metrics_export
-
     registry = CollectorRegistry()
-    monkeypatch.setattr(metrics_export, "REGISTRY", registry)
+    monkeypatch.setattr("lifecycle_asgi.prometheus.REGISTRY", registry)
     first = Admission(None, environment={}, metrics="server")  # type: ignore[arg-type]
     before = generate_latest(registry)
     Admission(None, environment={}, metrics="server")  # type: ignore[arg-type]

@@ -168,10 +168,6 @@ def test_reads_sizes_with_units(text: str, size: int) -> None:
         ({"engine_kv_slots": "7"}, "--kv-slots: 7 cannot hold a batch of 8; give 8"),
         ({"engine_buckets": "0"}, "--bucket: 0 is less than 1"),
         ({"admission_media_slots": "0"}, "--media-slots: 0 is less than 1"),
-        (
-            {"admission_shadow": "yes", "admission_per_client": "2"},
-            "--shadow: true refuses no request, and per_client of 2 would; remove one",
-        ),
         ({"engine_total_timeout": "0"}, "--total-timeout: 0 is not more than 0"),
         ({"http_send_timeout": "-0.5"}, "give more, or inf for no limit"),
         ({"http_observers": ["json"]}, "--observer: 'json' is not a function, as"),

@@ -4,11 +4,10 @@ A generating request meets these checks in this order. Each one is cheaper than 
 it protects.
 
 1. `FairAcceptMiddleware`: requests begin one at a time, addresses in turn.
-2. `lifecycle_asgi.ClientLimit`: concurrent requests of one client.
-3. `check_head`: without an engine, or with a compressed body, refused by its head.
-4. `lifecycle_asgi.Admission`: while the queue is full, refused by its head; then bytes
-   of its body, bytes of its images until the engine has read them, and a slot until it
-   ends; clients in turn.
+2. `check_head`: without an engine, or with a compressed body, refused by its head.
+3. `lifecycle_asgi.Admission`: beyond the limit of its client, and while the queue is
+   full, refused by its head; then bytes of its body, bytes of its images until the
+   engine has read them, and a slot until it ends; clients in turn.
 
 Nothing else in the server decides about admission.
 """

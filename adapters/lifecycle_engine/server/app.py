@@ -23,7 +23,6 @@ from lifecycle import Gate, SessionRegistry
 from lifecycle.events import Observer, combine_observers, guarded
 from lifecycle_asgi import (
     Admission,
-    ClientLimit,
     LifecycleMiddleware,
     client_address,
 )
@@ -288,7 +287,6 @@ def _middleware(
             operation=operation_of,
             live=live,
         ),
-        *_per_client(settings, observer),
     ]
 
 
@@ -361,27 +359,10 @@ def _admission(
         body_timeout=settings.body_timeout,
         max_waiting=settings.max_waiting,
         max_wait=settings.max_wait,
+        per_client=settings.per_client,
         order=settings.order,
         shadow=settings.shadow,
     )
-
-
-def _per_client(settings: AppSettings, observer: Observer | None) -> list[Middleware]:
-    if settings.per_client is None:
-        return []
-
-    def client(scope: Any) -> bytes | None:
-        """Return the client of a generating request; ``None`` for all others."""
-        return settings.client(scope) if operation_of(scope) else None
-
-    limit = Middleware(
-        ClientLimit,
-        slots=settings.per_client,
-        key=client,
-        answer=_refusal,
-        observer=observer,
-    )
-    return [limit]
 
 
 def _remote(

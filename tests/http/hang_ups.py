@@ -199,13 +199,17 @@ def rise(samples: list[dict[str, float]], name: str) -> float:
 def drifts(samples: list[dict[str, float]]) -> dict[str, float]:
     """Memory that rose by more than it may, and descriptors that are there at the end.
 
-    During the run they are as many as there are clients. Own memory may not rise. What
-    the processes share is the arena: a page counts from its first payload on, so it
-    rises for as long as ever more payloads lie beside each other, and no further.
+    During the run they are as many as there are clients. Own memory may not rise to the
+    end and stay: a heap that still grows to what its clients need gives that back when
+    they are gone. What the processes share is the arena: a page counts from its first
+    payload on, so it rises for as long as ever more payloads lie beside each other, and
+    no further.
     """
     during = samples[:-1]
     rises = {
-        name: rise(during, name) for name in samples[0] if name.endswith("own MiB")
+        name: min(rise(during, name), samples[-1][name] - samples[0][name])
+        for name in samples[0]
+        if name.endswith("own MiB")
     }
     for name in (each for each in samples[0] if each.endswith("RSS MiB")):
         own = name.replace("RSS", "own")

@@ -88,7 +88,7 @@ async def test_takes_no_answer_for_a_fault(
 
 
 def test_tells_a_drift_from_noise() -> None:
-    """A rising line is reported; fluctuations and the beginning are not."""
+    """A rising line is reported; fluctuations, and what is given back, are not."""
 
     def run(
         per_sample: float, noise: float, *, more: int = 0
@@ -107,6 +107,9 @@ def test_tells_a_drift_from_noise() -> None:
 
     assert drifts(run(MAY_RISE / 15, 1)) == {"own MiB": pytest.approx(10, abs=2)}
     assert drifts(run(0, 5)) == {}
+    given_back = run(MAY_RISE / 15, 1)
+    given_back[-1]["own MiB"] = MAY_RISE - 1
+    assert drifts(given_back) == {}
     assert drifts(run(0, 0, more=1)) == {"descriptors": 1}
 
 

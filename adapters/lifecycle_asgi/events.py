@@ -13,7 +13,7 @@ import secrets
 import time
 import traceback
 from collections import deque
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Container, Iterable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
 from types import TracebackType
@@ -393,6 +393,8 @@ class LiveRequests:
     Attributes:
         gates: The gates.
         found: The requests by their ids.
+        queued: Keys of sessions that an engine has accepted, and not begun to work on;
+            set by a server that asks its engine.
     """
 
     def __init__(
@@ -402,6 +404,7 @@ class LiveRequests:
         self._client = client
         self.gates: WeakSet[AnyGate] = WeakSet(self._given)
         self.found: dict[str, LiveRequest] = {}
+        self.queued: Container[str] = ()
         # Those that have ended before their sessions were quiet.
         self._closing: deque[LiveRequest] = deque()
 

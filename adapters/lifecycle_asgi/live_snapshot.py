@@ -7,7 +7,7 @@ import json
 import os
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping
 from heapq import nlargest
 from types import MappingProxyType
 from typing import Any, Final
@@ -62,6 +62,7 @@ _AWAITED: Final[Mapping[ShownPhase, str]] = MappingProxyType(
         "waiting": "a gate",
         "reading": "its body",
         "preparing": "its input to be ready",
+        "queued": "a place in the engine's batch",
         "running": "the first part of its response",
         "streaming": "the next part of its response",
         "ending": "its end in the engine",
@@ -111,7 +112,8 @@ class Snapshots:
     def take(self, now: float) -> dict[str, Any]:
         """Return a snapshot of *now*, by `time.monotonic`."""
         requests = all_of(self._requests)
-        views = [_view(each, now) for each in requests]
+        queued = self._requests.queued
+        views = [_view(each, now, queued) for each in requests]
         gates = self._gates(now)
         engine = self._engine_view(now)
         warnings = find_warnings(views, gates, engine, self._limits)
@@ -160,10 +162,12 @@ class Snapshots:
         )
 
 
-def _view(request: LiveRequest, now: float) -> RequestView:
+def _view(request: LiveRequest, now: float, queued: Container[str]) -> RequestView:
     """Return what warnings, clients and the choice of rows need: it is made for all."""
     nbytes, gate = _holdings(request, request.sessions())
     phase, since = _phase(request, waits=gate is not None)
+    if phase == "running" and any(it.key in queued for it in request.sessions()):
+        phase = "queued"
     return RequestView(
         request.id,
         _client_name(request.client),
@@ -268,7 +272,8 @@ def request_rows(requests: LiveRequests) -> tuple[int, list[dict[str, Any]]]:
     """
     now, rows, found = time.monotonic(), [], all_of(requests)
     for each in found[:_MOST_LISTED]:
-        view, session = _view(each, now), next(iter(each.sessions()), None)
+        view = _view(each, now, requests.queued)
+        session = next(iter(each.sessions()), None)
         more = {"age_s": round(view.age_s, 3), "session": session and session.id}
         more["session_phase"] = session and session.phase
         rows.append({**_row(each, view, [], now), **more})

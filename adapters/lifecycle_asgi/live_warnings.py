@@ -12,7 +12,7 @@ from typing import Final, Literal, NamedTuple
 from lifecycle_asgi.memory_limit import size_text
 
 ShownPhase = Literal[
-    "waiting", "reading", "preparing", "running", "streaming", "ending"
+    "waiting", "reading", "preparing", "queued", "running", "streaming", "ending"
 ]
 """What a request is doing, in the words of the live view."""
 

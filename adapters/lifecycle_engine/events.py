@@ -105,6 +105,17 @@ class EngineMeter:
             yield _event(name, now - since, done, backend)
 
 
+def queued_in(status: Mapping[str, Any]) -> frozenset[str]:
+    """Return the keys of requests that the engines have not begun to work on.
+
+    Of a request for several answers, its own as soon as the first of them waits.
+    """
+    found: set[str] = set()
+    for replica in status.get("replicas", {"0": status}).values():
+        found.update(replica.get("backend", {}).get("queued", ()))
+    return frozenset(key.removesuffix("-0") for key in found)
+
+
 def _counters(backend: Mapping[str, Any]) -> dict[str, float]:
     times = backend["times"]
     return {

@@ -14,6 +14,7 @@ import pytest
 from http_kit import Server, make_engine, running, user
 
 from lifecycle import Gate
+from lifecycle_asgi.prometheus import Metrics
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 CANARY = "canary-77aa <img src=x onerror=alert(1)>"
@@ -87,6 +88,26 @@ async def test_shows_requests_and_engine() -> None:
         names = {each["name"] for each in event["gates"]}
         assert {"admission-bodies", "in_flight", "payloads"} <= names
         await stream.close()
+        await server.quiet()
+
+
+@pytest.mark.parametrize("choices", [1, 2])
+async def test_tells_what_waits_in_the_engine_from_what_runs(choices: int) -> None:
+    """A request that the engine has accepted, and that has no place in its batch."""
+    options = (SLOW, "--max-batch=1")
+    async with (
+        running(*options, metrics=Metrics()) as server,
+        server.client() as client,
+    ):
+        first = await ask(client, "first")
+        second = asyncio.create_task(ask(client, "second", n=choices))
+        event = await until(server, lambda seen: seen["phases"].get("queued") and seen)
+        phases = {each["session"]: each["phase"] for each in event["requests"]}
+        assert phases == {"first": "streaming", "second": "queued"}
+        (row,) = [each for each in event["requests"] if each["session"] == "second"]
+        assert row["waits_for"] == "a place in the engine's batch"
+        await first.close()
+        await (await second).close()
         await server.quiet()
 
 

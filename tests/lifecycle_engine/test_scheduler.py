@@ -358,6 +358,7 @@ def test_status_is_plain_and_balances(
     assert (times["decode"]["runs"], times["decode"]["tokens"]) == (1, 1)
     assert status == {
         "waiting": 1,
+        "queued": ["c"],
         "prefilling": 0,
         "running": 2,
         "max_batch": 2,

@@ -8,6 +8,7 @@ from collections import Counter, deque
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from itertools import islice
 from typing import Any, Literal
 
 from lifecycle import strip
@@ -31,6 +32,8 @@ Outcome = Literal["completed", "cancelled", "failed", "ended"]
 _RESERVE = 8
 # Number of latest steps that the "recent" figures cover.
 _RECENT = 64
+# Of the queue, as many are named to those who ask what waits.
+_MOST_QUEUED = 256
 _log = logging.getLogger(__name__)
 
 
@@ -173,6 +176,7 @@ class Scheduler:
         used = sum(task.prefilled + task.emitted for task in active)
         return {
             "waiting": len(self._waiting),
+            "queued": [task.key for task in islice(self._waiting, _MOST_QUEUED)],
             "prefilling": len(self._prefilling),
             "running": len(self._running),
             "max_batch": self._max_batch,

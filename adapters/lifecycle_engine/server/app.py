@@ -38,7 +38,7 @@ from lifecycle_engine.api.openai_responses import RESPONSES
 from lifecycle_engine.api.operations import no_such_path
 from lifecycle_engine.api.request_body import RequestParser, request_id
 from lifecycle_engine.errors import INTERNAL
-from lifecycle_engine.events import EngineMeter
+from lifecycle_engine.events import EngineMeter, queued_in
 from lifecycle_engine.multimodal.limits import MediaLimits
 from lifecycle_engine.processing.processor import ChatDefaults, Processor
 from lifecycle_engine.server.access import AccessControl, AccessRules
@@ -73,13 +73,19 @@ class EngineMonitor:
     Args:
         service: The running service whose engine is polled.
         observer: Receives `EngineMeasured`. With ``None`` the engine is not polled.
+        live: Is told which requests the engine has not begun to work on.
         every: Seconds from one event to the next, while there are requests.
     """
 
     def __init__(
-        self, service: Service, observer: Observer | None, *, every: float
+        self,
+        service: Service,
+        observer: Observer | None,
+        *,
+        live: LiveRequests,
+        every: float,
     ) -> None:
-        self._service, self._every = service, every
+        self._service, self._live, self._every = service, live, every
         self._emit = guarded(observer)
         self._tasks: TaskGroup | None = None
 
@@ -114,6 +120,7 @@ class EngineMonitor:
             elif (status := await service.engine_status(self._every)) is not None:
                 for event in measures.events(status, anyio.current_time()):
                     self._emit(event)
+                self._live.queued = queued_in(status)
                 # One more poll after the last request reports the idle engine.
                 seen = None if now.live else now.opened
             await anyio.sleep(self._every)
@@ -210,8 +217,9 @@ def create_app(
         observer=observer,
     )
     endpoints = {path: GenerateEndpoint(service, api) for path, api in _FORMATS.items()}
-    monitor = EngineMonitor(service, observer, every=settings.measured_every)
     live = LiveRequests(service.gates, settings.client)
+    every = settings.measured_every
+    monitor = EngineMonitor(service, observer, live=live, every=every)
     app = Starlette(
         routes=[
             *(Route(path, each, methods=["POST"]) for path, each in endpoints.items()),

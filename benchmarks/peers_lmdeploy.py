@@ -14,7 +14,7 @@
 The server is LMDeploy as it comes from PyPI, in front of a fake engine
 (`peers_lmdeploy_rig`): its routes, its `VLAsyncEngine`, its decoding of pictures. The
 clients are those of `peers_vllm`. Every case starts a new server: as it is, and with
-the lines of docs/howto/lmdeploy.md.
+the lines of docs/howto/servers.md.
 
 Printed per case: resident memory after a first request (base), its peak, and what was
 answered. Then one client asks for an answer of 500 tokens that is not streamed, and

@@ -4,7 +4,7 @@
 as ``lmdeploy serve api_server MODEL --backend pytorch`` does: its routes, its
 `VLAsyncEngine` with sessions and handles, its decoding and preparing of pictures. Only
 the engine behind that is a fake: it drops what a request brought, and generates tokens.
-With ``admission`` in front, it runs the lines of docs/howto/lmdeploy.md before.
+With ``admission`` in front, it runs the lines of docs/howto/servers.md before.
 
 ``GET /engine`` has the number of requests that the engine works on, and of its tokens.
 """

@@ -1,7 +1,7 @@
 """Mutation score of the core: small mistakes that its tests do or do not notice.
 
     python scripts/mutation.py [--sample N] [--seed N] [--seconds S] [MODULE ...]
-    python scripts/mutation.py --sample 300 --record
+    python scripts/mutation.py --sample 500 --record
     python scripts/mutation.py --replay [--seconds S]
 
 The mutants are those of cosmic-ray's operators, in a copy of the package; one that
@@ -11,9 +11,11 @@ tests/core/survivors.toml names with a reason are not counted.
 
 Which lines a test runs is measured first, which takes longer than all tests, and each
 time that the core or a test has changed. So `--record` keeps a sample in
-benchmarks/results/mutation.json, and `--replay` plants its mutants again, each against
-the one test that caught it. A mutant whose lines or test are no longer there is left
-out; where half of them are, the sample has to be recorded again.
+benchmarks/results/mutation.json, and goes on with it where it stopped: mutants that
+were caught count as they are, those that lived are tried again, and those whose lines
+have changed leave the sample. `--replay` plants those that were caught again, each
+against the one test that caught it. A mutant whose lines or test are no longer there is
+left out; where half of them are, the sample has to be recorded again.
 
 All mutants must score 95 %. A sample must not be evidence of less: the upper end of the
 interval in which the score lies by 95 % (Wilson's) may not be below. A replay is no
@@ -203,15 +205,12 @@ def main() -> int:
     covered = cover()
     check_unchanged(covered.order("", frozenset())[::40])
     trial = Trial(covered, known())
+    if options.record:
+        trial.on_done = lambda: record(len(drawn), options.seed, trial)
+        trial.resume(json.loads(RECORD.read_text()), options.jobs)
     trial.run(drawn, options.sample, options.seconds, options.jobs)
     tried, lived = trial.tried, len(trial.survivors)
-    summary = (
-        f"{tried} of at most {len(drawn)} mutants, seed {options.seed}: "
-        f"{score(tried, lived)}; {trial.explained} more are explained"
-    )
-    print(summary)
-    if options.record:
-        record(summary, trial)
+    print(summary(len(drawn), options.seed, trial))
     sampled = options.sample is not None or options.seconds is not None
     best = interval(tried - lived, tried)[1]
     return int((best if sampled else 1 - lived / max(tried, 1)) < _LEAST)
@@ -226,13 +225,25 @@ def score(tried: int, lived: int) -> str:
     )
 
 
-def record(summary: str, trial: Trial) -> None:
-    """Keep what a trial found, for `replay`."""
+def summary(of: int, seed: int, trial: Trial) -> str:
+    """Return a line about what a trial has found so far."""
+    told = score(trial.tried, len(trial.survivors))
+    return (
+        f"{trial.tried} of at most {of} mutants, seed {seed}: "
+        f"{told}; {trial.explained} more are explained"
+    )
+
+
+def record(of: int, seed: int, trial: Trial) -> None:
+    """Keep what a trial has found so far, for `replay` and to go on."""
     found = {
         "command": f"python {' '.join(sys.argv)}",
         "python": ".".join(map(str, sys.version_info[:3])),
-        "summary": summary,
-        "lived": [f"{it.module}\n{it.change}" for it in trial.survivors],
+        "summary": summary(of, seed, trial),
+        "lived": [
+            {"module": it.module, "change": it.change, "nth": it.nth}
+            for it in trial.survivors
+        ],
         "caught": trial.catches,
     }
     RECORD.write_text(json.dumps(found, indent=1, ensure_ascii=False) + "\n")
@@ -266,7 +277,7 @@ def replay(seconds: float | None, jobs: int) -> int:
     tried = caught + lived
     print(f"{caught} of {tried} recorded mutants are caught again; {missing} changed")
     if missing > len(entries) / 2:
-        print("record a new sample: make mutation ARGS='--sample 300 --record'")
+        print("record a new sample: make mutation ARGS='--sample 500 --record'")
         return 1
     return int(interval(caught, tried)[1] < _LEAST)
 
@@ -284,6 +295,23 @@ def plant(entry: dict[str, Any]) -> str | None:
         return None
     place = found[entry["nth"]]
     return "\n".join([*text[:place], *new, *text[place + len(old) :], ""])
+
+
+def planted(entry: dict[str, Any]) -> Mutant | None:
+    """Return the mutant of an entry, or ``None`` where its lines have changed."""
+    mutated = plant({"test": "", **entry})
+    if mutated is None:
+        return None
+    code = (PACKAGE / f"{entry['module']}.py").read_text()
+    matching = difflib.SequenceMatcher(
+        None, code.splitlines(), mutated.splitlines(), autojunk=False
+    )
+    lines = set[int]()
+    for tag, i, j, *_ in matching.get_opcodes():
+        if tag != "equal":
+            lines |= _statements(code, range(i + 1, max(j, i + 1) + 1))
+    where = (entry["module"], "", 0, mutated, entry["change"], frozenset(lines))
+    return Mutant(*where, entry["nth"])
 
 
 def interval(hits: int, tries: int) -> tuple[float, float]:
@@ -348,7 +376,22 @@ class Trial:
         self.tried = self.explained = 0
         self.survivors: list[Mutant] = []
         self.catches: list[dict[str, Any]] = []
+        self.on_done: Callable[[], object] = object
+        self._seen: set[tuple[str, str, int]] = set()
         self._runs = Runs(self._done)
+
+    def resume(self, found: dict[str, Any], jobs: int) -> None:
+        """Count what was caught, and try what lived once more."""
+        for entry in found["caught"]:
+            if plant(entry) is not None:
+                self._seen.add((entry["module"], entry["change"], entry["nth"]))
+                self.catches.append(entry)
+        self.tried = len(self.catches)
+        for entry in found["lived"]:
+            mutant = planted(entry)
+            if mutant and (mutant.module, mutant.change) not in self.reasons:
+                self._begin(mutant, jobs)
+        self._runs.finish()
 
     def run(
         self,
@@ -365,7 +408,7 @@ class Trial:
             if seconds and time.monotonic() - began > seconds:
                 break
             mutant = make(*place)
-            if mutant is None:
+            if mutant is None or self._is_seen(mutant):
                 continue
             if (mutant.module, mutant.change) in self.reasons:
                 self.explained += 1
@@ -373,8 +416,12 @@ class Trial:
             self._begin(mutant, jobs)
         self._runs.finish()
 
+    def _is_seen(self, mutant: Mutant) -> bool:
+        return (mutant.module, mutant.change, mutant.nth) in self._seen
+
     def _begin(self, mutant: Mutant, jobs: int) -> None:
         self.tried += 1
+        self._seen.add((mutant.module, mutant.change, mutant.nth))
         if self.tried % 20 == 0:
             print(f"{self.tried} tried, {len(self.survivors)} live", flush=True)
         order = self.coverage.order(mutant.module, mutant.lines)
@@ -387,6 +434,7 @@ class Trial:
             self.survivors.append(mutant)
             what = f"{mutant.module} {mutant.operator} {mutant.occurrence}"
             print(f"lives: {what}\n{mutant.change}", flush=True)
+            self.on_done()
             return
         self.coverage.caught[test] += 1
         # Where the package could not even be imported, any test notices.
@@ -400,6 +448,7 @@ class Trial:
                 "seconds": round(seconds, 1),
             }
         )
+        self.on_done()
 
 
 if __name__ == "__main__":

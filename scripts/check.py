@@ -93,8 +93,12 @@ ENDURANCE = f"{LINK}/endurance.py"
 HANG_UPS = "tests/http/hang_ups.py"
 RAY_STORM = "tests/engine_protocol/ray_disconnects.py"
 PROVE = (
-    # Fifty thousand schedules, every planted mistake, the models, slow checkpoints.
-    (tests("slow", "slow", "tests"),),
+    # Fifty thousand schedules, every planted mistake, the models, slow checkpoints; and
+    # other projects' own tests, with and without the middleware, which mostly wait.
+    (
+        tests("slow", "slow", "tests"),
+        part("suites", [PYTHON, "tests/lifecycle_asgi/suites.py"]),
+    ),
     (
         part(
             "disconnects",
@@ -123,12 +127,12 @@ PROVE = (
         # Recorded mutants, each against the test that caught it.
         part("mutation", [PYTHON, "scripts/mutation.py", "--replay", "--seconds=150"]),
     ),
+    # Clients of three minutes, and flake8 on all files.
     (
         part("hang_ups", [PYTHON, HANG_UPS, "--minutes", "3", "--every", "5"]),
         part("attack", [PYTHON, "tests/http/attack.py", "100"]),
+        make("lint"),
     ),
-    # Other projects' own tests, with and without the middleware; flake8 on all files.
-    (part("suites", [PYTHON, "tests/lifecycle_asgi/suites.py"]), make("lint")),
     (make("release-check"), part("ray", [PYTHON, RAY_STORM, "--count", "2000"])),
 )
 

@@ -171,14 +171,15 @@ class BodyReader:
         slow_at = anyio.current_time() + slow_after
         self._slow_at = math.inf if self._metered else slow_at
         self._stopped = False
-        self._waiting = anyio.CancelScope()
+        self._waiting: anyio.CancelScope | None = None
         self._first = b""
         self._rest: io.BytesIO | None = None
 
     def stop(self) -> None:
         """Read no further; `read` raises `GateClosed`. Idempotent."""
         self._stopped = True
-        self._waiting.cancel()
+        if self._waiting is not None:
+            self._waiting.cancel()
 
     async def read(self) -> bytes:
         """Return the whole body.

@@ -585,5 +585,5 @@ def _id_in(headers: object) -> str | None:
     for name, value in headers if isinstance(headers, list | tuple) else ():
         names = isinstance(value, bytes) and name.lower() in IDS
         if names and SAFE_ID.fullmatch(value):
-            return value.decode()
+            return str(value, "ascii")
     return None

@@ -17,6 +17,7 @@ from starlette.middleware.base import BaseHTTPMiddleware
 from starlette.responses import StreamingResponse
 
 from lifecycle_asgi import LifecycleMiddleware, RequestEnded, request_of
+from lifecycle_asgi.events import log_failures
 
 pytestmark = pytest.mark.anyio
 START = {"type": "http.response.start", "status": 200, "headers": []}
@@ -463,3 +464,16 @@ async def test_reads_the_id_of_a_response_and_leaves_its_headers_alone(
     assert ends == [(id_, None)]
     assert server.sent[0]["headers"] is headers
     assert len(list(headers)) > 0
+
+
+async def test_names_a_failure_in_the_log_as_its_response_does(caplog) -> None:
+    """A user who reports the id that came with half of an answer is found."""
+
+    async def app(scope: Any, receive: Any, send: Any) -> None:
+        await send({**START, "headers": [(b"x-request-id", b"a.1")]})
+        await send(part())
+        raise OSError
+
+    with pytest.raises(OSError, match="^$"):
+        await call(LifecycleMiddleware(app, observer=log_failures), ScriptedServer())
+    assert "request a.1 (http) failed with OSError" in caplog.text

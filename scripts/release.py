@@ -218,11 +218,13 @@ def isolated(home: Path) -> tuple[str | Path, ...]:
 
 def commands(home: Path) -> Iterator[subprocess.CompletedProcess[str]]:
     """Run each command that the wheel installs, with nothing that it needs there."""
+    env = {name: os.environ[name] for name in os.environ if name != "PYTHONPATH"}
     for path in sorted((home / "bin").glob("lifecycle*")):
         for arguments in ([], ["--help"], ["serve", "model"]):
             yield subprocess.run(
                 [str(path), *arguments],
                 cwd=home,
+                env=env,
                 capture_output=True,
                 text=True,
                 check=False,

@@ -90,7 +90,7 @@ class AdmissionSettings:
     guarded_prefixes: tuple[str, ...] = GUARDED_PREFIXES
     shadow: bool = False
     shared: str | None = None
-    metrics: str | None = None
+    metrics: str | int | None = None
     load_header: bool = False
 
     def __post_init__(self) -> None:
@@ -146,7 +146,7 @@ class AdmissionSettings:
         return cls(**found, **options)
 
 
-def _check_address(metrics: str | None) -> None:
+def _check_address(metrics: str | int | None) -> None:
     if metrics in (None, "server"):
         return
     port = str(metrics).rpartition(":")[2]

@@ -1,4 +1,4 @@
-"""Limits: bytes of request bodies, and requests per client."""
+"""The limit on one request body, and who the client of a request is."""
 
 from __future__ import annotations
 

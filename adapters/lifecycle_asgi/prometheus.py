@@ -219,7 +219,7 @@ class Metrics:
         )
 
 
-def export(where: str) -> Metrics:
+def export(where: str | int) -> Metrics:
     """Return metrics that can be scraped from now on; a warning says where not.
 
     Args:
@@ -246,11 +246,12 @@ def _in_registry() -> Metrics:
     return Metrics()
 
 
-def _at_address(where: str) -> Metrics:
+def _at_address(where: str | int) -> Metrics:
     metrics = Metrics()
-    host, _, port = where.rpartition(":")
+    host, _, port = str(where).rpartition(":")
     try:
-        start_http_server(int(port), host or "127.0.0.1", registry=metrics.registry)
+        host = host.strip("[]") or "127.0.0.1"  # an IPv6 address may have brackets
+        start_http_server(int(port), host, registry=metrics.registry)
     except OSError as error:
         # The server is not to end for it: another worker may have the port.
         logging.getLogger("lifecycle").warning(

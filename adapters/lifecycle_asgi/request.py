@@ -581,8 +581,9 @@ class ResponseState:
 
 
 def _id_in(headers: object) -> str | None:
-    # Others could be read once only, and by the server.
+    # Others could be read once only, and by the server; some servers take text, too.
     for name, value in headers if isinstance(headers, list | tuple) else ():
-        if name.lower() in IDS and SAFE_ID.fullmatch(value):
+        names = isinstance(value, bytes) and name.lower() in IDS
+        if names and SAFE_ID.fullmatch(value):
             return str(value, "ascii")
     return None

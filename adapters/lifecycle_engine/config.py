@@ -227,8 +227,9 @@ class AdmissionConfig(_Section):
     shadow: bool = _setting(
         False,
         Flag(),
-        "Refuse no request for want of a slot or of room for its body, and let none "
-        "wait for them, but count these requests in /metrics: to try limits out. "
+        "Refuse no request for want of a slot or of room for its body, nor for "
+        "--per-client, and let none wait for them, but count these requests in "
+        "/metrics: to try limits out. "
         "If the engine shares memory (--arena-bytes), images wait for room and for "
         "--media-slots all the same, or are refused.",
     )
@@ -255,9 +256,6 @@ class AdmissionConfig(_Section):
         Timeout(),
         "Time limit for a body. After 2 s, it is charged with what has arrived.",
     )
-
-    def __post_init__(self) -> None:
-        _Section.__post_init__(self)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -136,6 +136,16 @@ def test_keeps_the_metrics_of_a_first_admission(caplog, monkeypatch) -> None:
     first.close()
 
 
+@pytest.mark.parametrize("where", ["{}", "127.0.0.1:{}", ":{}", "[::1]:{}", int])
+def test_listens_where_an_argument_says(where: Any) -> None:
+    """A port by its number, too, and IPv6 addresses as in an URL."""
+    port = free_port()
+    told = port if where is int else where.format(port)
+    Admission(None, environment={}, metrics=told)  # type: ignore[arg-type]
+    host = "[::1]" if "::" in str(told) else "127.0.0.1"
+    assert REFUSED in fetch(f"http://{host}:{port}/metrics")
+
+
 @pytest.mark.parametrize("where", ["0", "65536", "here", "here:", "1.5", "", "-1"])
 def test_refuses_what_is_no_place(where: str) -> None:
     """With the value and what is permitted."""

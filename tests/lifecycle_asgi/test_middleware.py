@@ -6,6 +6,7 @@ import contextvars
 import gc
 import time
 import weakref
+from functools import partial
 from typing import Any
 
 import anyio
@@ -15,7 +16,8 @@ from asgi_kit import ScriptedServer, alone, http_scope
 from starlette.middleware.base import BaseHTTPMiddleware
 from starlette.responses import StreamingResponse
 
-from lifecycle_asgi import LifecycleMiddleware, request_of
+from lifecycle_asgi import LifecycleMiddleware, RequestEnded, request_of
+from lifecycle_asgi.events import log_failures
 
 pytestmark = pytest.mark.anyio
 START = {"type": "http.response.start", "status": 200, "headers": []}
@@ -430,3 +432,48 @@ async def test_knows_every_way_a_response_completes(start: Any, ends: Any) -> No
 
     await call(LifecycleMiddleware(app), server)
     assert gone == [False]
+
+
+@pytest.mark.parametrize(
+    ("headers", "id_"),
+    [
+        ([(b"X-Request-Id", b"a.1")], "a.1"),
+        ([(b"x-other", b"b"), (b"request-id", b"a.1")], "a.1"),
+        ([(b"x-request-id", b"two lines\n")], None),
+        ([(b"x-request-id", "text")], None),
+        ([("x-request-id", "text")], None),
+        (partial(iter, [(b"x-request-id", b"a.1")]), None),
+    ],
+)
+async def test_reads_the_id_of_a_response_and_leaves_its_headers_alone(
+    headers: Any, id_: str | None
+) -> None:
+    """Servers take headers of other types, too, and those get what the application sent."""
+    server, ends = ScriptedServer(), []
+    headers = headers() if callable(headers) else headers
+
+    async def app(scope: Any, receive: Any, send: Any) -> None:
+        await send({**START, "headers": headers})
+        await send(part(more=False))
+
+    def observe(event: Any) -> None:
+        if isinstance(event, RequestEnded):
+            ends.append((event.response_id, event.error))
+
+    await call(LifecycleMiddleware(app, observer=observe), server)
+    assert ends == [(id_, None)]
+    assert server.sent[0]["headers"] is headers
+    assert len(list(headers)) > 0
+
+
+async def test_names_a_failure_in_the_log_as_its_response_does(caplog) -> None:
+    """A user who reports the id that came with half of an answer is found."""
+
+    async def app(scope: Any, receive: Any, send: Any) -> None:
+        await send({**START, "headers": [(b"x-request-id", b"a.1")]})
+        await send(part())
+        raise OSError
+
+    with pytest.raises(OSError, match="^$"):
+        await call(LifecycleMiddleware(app, observer=log_failures), ScriptedServer())
+    assert "request a.1 (http) failed with OSError" in caplog.text

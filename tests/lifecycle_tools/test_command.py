@@ -73,3 +73,12 @@ def test_names_a_missing_extra_in_one_line(
     (line,) = done.stderr.splitlines()
     assert missing in line
     assert f'pip install "anyio-lifecycle[{extra}]"' in line
+
+
+def test_proxy_starts_with_no_metrics_that_nobody_finds(monkeypatch) -> None:
+    """Without a page for the registry, the proxy asks for a port of its own."""
+    monkeypatch.setenv("LIFECYCLE_METRICS", "server")
+    options = ["--upstream", "http://127.0.0.1:9", "--idle-timeout=-1"]
+    done = run(MAIN, "proxy", *options)
+    assert done.returncode == 2, done.stderr
+    assert "LIFECYCLE_METRICS must be a port" in " ".join(done.stderr.split())

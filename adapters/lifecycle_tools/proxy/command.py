@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 from collections.abc import Sequence
 from typing import Annotated
 
@@ -128,9 +129,13 @@ def proxy(
     environment: LIFECYCLE_BYTES=8GiB, LIFECYCLE_MAX_BODY, LIFECYCLE_MAX_WAITING,
     LIFECYCLE_MAX_WAIT, LIFECYCLE_BODY_TIMEOUT, LIFECYCLE_SLOW_AFTER,
     LIFECYCLE_PROFILE, LIFECYCLE_TENSOR_PIXELS, LIFECYCLE_CANCEL_DELAY,
-    LIFECYCLE_API_KEYS and LIFECYCLE_GUARDED_PREFIXES.
+    LIFECYCLE_PER_CLIENT, LIFECYCLE_METRICS=9400, LIFECYCLE_API_KEYS and
+    LIFECYCLE_GUARDED_PREFIXES.
     """
     try:
+        if os.environ.get("LIFECYCLE_METRICS") == "server":  # it would show nothing
+            what = "the proxy has no /metrics of its own"
+            raise ValueError(f"LIFECYCLE_METRICS must be a port: {what}")
         timeouts = ProxyTimeouts(
             connect=connect_timeout,
             head=head_timeout,

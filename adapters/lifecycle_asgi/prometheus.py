@@ -227,34 +227,27 @@ def export(where: str | int) -> Metrics:
             at their own ``/metrics``; or ``PORT`` or ``HOST:PORT`` of a listener that
             this starts, for the life of the process.
     """
-    return _in_registry() if where == "server" else _at_address(where)
-
-
-def _in_registry() -> Metrics:
-    if "PROMETHEUS_MULTIPROC_DIR" in os.environ:
-        logging.getLogger("lifecycle").warning(
-            "Admission: PROMETHEUS_MULTIPROC_DIR is set, so that this server shows "
-            "waits and refusals, and not what lanes hold; give LIFECYCLE_METRICS a port"
-        )
-    try:
-        return Metrics(REGISTRY)
-    except ValueError:
-        logging.getLogger("lifecycle").warning(
-            "Admission: this process has metrics of another Admission, which are shown "
-            "instead; give LIFECYCLE_METRICS a port for those of this one"
-        )
-    return Metrics()
-
-
-def _at_address(where: str | int) -> Metrics:
-    metrics = Metrics()
+    metrics, log = Metrics(), logging.getLogger("lifecycle")
+    if where == "server":
+        if "PROMETHEUS_MULTIPROC_DIR" in os.environ:
+            log.warning(
+                "Admission: PROMETHEUS_MULTIPROC_DIR is set, so /metrics shows waits and "
+                "refusals, not what lanes hold; give LIFECYCLE_METRICS a port"
+            )
+        try:
+            return Metrics(REGISTRY)
+        except ValueError:
+            log.warning(
+                "Admission: this process shows the metrics of another Admission; give "
+                "LIFECYCLE_METRICS a port for those of this one"
+            )
+        return metrics
     host, _, port = str(where).rpartition(":")
     try:
         host = host.strip("[]") or "127.0.0.1"  # an IPv6 address may have brackets
         start_http_server(int(port), host, registry=metrics.registry)
     except OSError as error:
         # The server is not to end for it: another worker may have the port.
-        logging.getLogger("lifecycle").warning(
-            "Admission: no metrics at %s: %s", where, error.strerror or error
-        )
+        words = "Admission: no metrics at %s: %s"
+        log.warning(words, where, error.strerror or error)
     return metrics

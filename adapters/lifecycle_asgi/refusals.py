@@ -230,8 +230,9 @@ def _log(
     error, client = describe(refusal), scope.get("client")
     why = str(refusal) if isinstance(refusal, Refused) else error.message
     after = dict(error.headers).get(b"retry-after")
-    # Anyone may be refused for want of a key, as often as they like.
-    level = logging.INFO if isinstance(refusal, Unauthorised) else logging.WARNING
+    # One client may be refused for its own sake, as often as it likes.
+    own = isinstance(refusal, Unauthorised | ClientLimitExceeded)
+    level = logging.INFO if own else logging.WARNING
     logging.getLogger("lifecycle").log(
         level,
         "request %s of %s: %s %s refused with %d %s: %s%s; waiting: %s",

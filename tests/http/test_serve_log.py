@@ -71,10 +71,7 @@ async def test_logs_each_request_as_a_line_of_json() -> None:
             await asyncio.sleep(0.02)
 
     told, errors = await outputs("--log", "json", "--per-client", "1", ask=ask)
-    own = [line for line in errors.splitlines() if line[0] != "{"]
-    assert own
-    assert all("refused with 429 rate_limit_exceeded" in line for line in own)
-    lines = [json.loads(line) for line in errors.splitlines() if line not in own]
+    lines = [json.loads(line) for line in errors.splitlines()]
     kept = [line for line in lines if line["status"] != 429]
     assert [line["outcome"] for line in kept] == [
         "completed",
@@ -124,9 +121,7 @@ async def test_believes_no_forwarded_address_unless_configured(
         writer.close()
 
     _, errors = await outputs(*options, ask=ask)
-    refused = [line for line in errors.splitlines() if "refused with 429" in line]
-    assert errors.splitlines() == refused
-    assert len(refused) == (proxy != "127.0.0.1")
+    assert errors == ""
 
 
 async def test_tells_an_observer_of_ones_own_of_everything(tmp_path: Path) -> None:

@@ -231,8 +231,8 @@ def export(where: str | int) -> Metrics:
     if where == "server":
         if "PROMETHEUS_MULTIPROC_DIR" in os.environ:
             log.warning(
-                "Admission: PROMETHEUS_MULTIPROC_DIR is set, so /metrics shows waits and "
-                "refusals, not what lanes hold; give LIFECYCLE_METRICS a port"
+                "Admission: PROMETHEUS_MULTIPROC_DIR is set, so /metrics shows waits "
+                "and refusals, not what lanes hold; give LIFECYCLE_METRICS a port"
             )
         try:
             return Metrics(REGISTRY)

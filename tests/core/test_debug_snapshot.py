@@ -181,6 +181,18 @@ def test_works_on_gate_without_event_loop():
 
 
 @pytest.mark.anyio
+async def test_knows_the_age_of_a_session(monkeypatch):
+    """However long ago it was opened."""
+    async with SessionRegistry() as sessions:
+        session = sessions.open("a")
+        monkeypatch.setattr(session, "opened_at", 2.0)
+        monkeypatch.setattr(sessions._state, "clock", lambda: 9.0)
+        assert [held.age_s for held in snapshot(sessions)] == [7.0]
+        monkeypatch.undo()
+        session.close("completed")
+
+
+@pytest.mark.anyio
 async def test_shows_sessions_to_a_thread(anyio_backend_name):
     """Where the loop's clock cannot be read, a session is shown without an age."""
     async with SessionRegistry() as sessions:

@@ -51,6 +51,22 @@ async def test_ends_all_though_its_watchdog_was_cancelled(at_once: bool) -> None
     gc.collect()  # while the warning is expected
 
 
+async def test_looks_a_few_times_at_each_that_it_watches() -> None:
+    """Ever more live streams cost no more each: it sweeps when they have doubled."""
+    looks = 0
+
+    def look(now: float) -> float:
+        nonlocal looks
+        looks += 1
+        return now + 1000.0
+
+    async with SessionRegistry() as sessions:
+        watchdog = sessions._state.watchdog
+        for _ in range(5000):
+            watchdog.watch(watchdog.clock() + 1000.0, look)
+    assert 5000 <= looks <= 4 * 5000
+
+
 async def test_forgets_the_task_of_a_caller_with_its_start(
     no_collector: None,
 ) -> None:

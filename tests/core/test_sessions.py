@@ -909,6 +909,27 @@ class TestFanOut:
             assert not lease.held
             assert_quiescent(gate, sessions)
 
+    @virtual
+    async def test_waits_for_no_other_where_one_is_late(self) -> None:
+        """The first to be cut at the timeout tells the caller, others may be deaf."""
+        go = anyio.Event()
+
+        async def deaf() -> str:
+            with anyio.CancelScope(shield=True):
+                await go.wait()
+            return "late"
+
+        async with SessionRegistry() as sessions:
+            session, began = sessions.open("a"), anyio.current_time()
+            pairs = [(anyio.sleep_forever, None), (deaf, None)]
+            try:
+                with anyio.fail_after(100), pytest.raises(StartTimeout):
+                    await session.start_all(pairs, timeout=5)
+                assert anyio.current_time() - began == pytest.approx(5)
+            finally:
+                session.close()
+                go.set()
+
     async def test_opens_nothing_where_nothing_is_asked(self) -> None:
         """An empty list of starts opens nothing, and does not wait."""
         async with SessionRegistry() as sessions:

@@ -85,7 +85,8 @@ def tests(name: str, select: str, *arguments: str) -> Part:
 
 def make(target: str) -> Part:
     """Return a part that is a target of the Makefile."""
-    return part(target, ["make", "--no-print-directory", target])
+    # Arguments of `make prove` are not the target's.
+    return part(target, ["make", "--no-print-directory", target, "ARGS="])
 
 
 LINK = "tests/lifecycle_zmq"
@@ -133,7 +134,10 @@ PROVE = (
         part("attack", [PYTHON, "tests/http/attack.py", "100"]),
         make("lint"),
     ),
-    (make("release-check"), part("ray", [PYTHON, RAY_STORM, "--count", "2000"])),
+    (
+        part("release", [PYTHON, "scripts/release.py"]),
+        part("ray", [PYTHON, RAY_STORM, "--count", "2000"]),
+    ),
 )
 
 

@@ -634,6 +634,16 @@ def _make_lanes(
     observer: Observer | None,
 ) -> dict[str, Lane]:
     """Return the lanes in the order in which a request passes them."""
+    small, bodies, requests = shares(settings.bytes)
+    limits: dict[str, dict[str, Any]] = {
+        "small": {"bytes": small},
+        "bodies": {"bytes": bodies},
+        "requests": {"bytes": requests, "slots": settings.media_slots},
+    }
+    if settings.slots or "slots" in gates:
+        limits["slots"] = {"slots": settings.slots}
+    if unknown := gates.keys() - limits:
+        raise ValueError(f"no lane {sorted(unknown)}; there are {', '.join(limits)}")
     metrics = None
     if settings.metrics is not None:
         from lifecycle_asgi.prometheus import export  # needs prometheus_client
@@ -652,16 +662,6 @@ def _make_lanes(
         enforce=not settings.shadow,
         observer=observer,
     )
-    small, bodies, requests = shares(settings.bytes)
-    limits: dict[str, dict[str, Any]] = {
-        "small": {"bytes": small},
-        "bodies": {"bytes": bodies},
-        "requests": {"bytes": requests, "slots": settings.media_slots},
-    }
-    if settings.slots or "slots" in gates:
-        limits["slots"] = {"slots": settings.slots}
-    if unknown := gates.keys() - limits:
-        raise ValueError(f"no lane {sorted(unknown)}; there are {', '.join(limits)}")
     lanes = {
         name: Lane(
             gates.get(name) or gate(**limit, name=f"admission-{name}"),

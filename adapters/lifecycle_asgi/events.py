@@ -514,9 +514,8 @@ def request_log(logger: Any = None) -> Observer:
 
     The log line is named ``request`` and has the id that the response named (else one
     of its own), the operation, the outcome, the status, the duration in seconds and
-    what the application counted. The line of a failed
-    request has the type of the exception and its places in the code, never its text or
-    local variables.
+    what the application counted. The line of a failed request has the type of the
+    exception and its places in the code, never its text or local variables.
 
     Args:
         logger: A structlog logger. Default: a new one named ``lifecycle``.

@@ -246,8 +246,8 @@ def export(where: str | int) -> Metrics:
     try:
         host = host.strip("[]") or "127.0.0.1"  # an IPv6 address may have brackets
         start_http_server(int(port), host, registry=metrics.registry)
-    except OSError as error:
+    except (OSError, UnicodeError) as error:  # a host may be no name at all
         # The server is not to end for it: another worker may have the port.
-        words = "Admission: no metrics at %s: %s"
-        log.warning(words, where, error.strerror or error)
+        why = getattr(error, "strerror", None) or error
+        log.warning("Admission: no metrics at %s: %s", where, why)
     return metrics

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import socket
 import subprocess
 import sys
 import threading
@@ -144,6 +145,20 @@ def test_listens_where_an_argument_says(where: Any) -> None:
     Admission(None, environment={}, metrics=told)  # type: ignore[arg-type]
     host = "[::1]" if "::" in str(told) else "127.0.0.1"
     assert REFUSED in fetch(f"http://{host}:{port}/metrics")
+
+
+def test_ends_no_server_for_a_host_that_is_none(caplog) -> None:
+    """A name that nothing can look up is a warning, like a port that is taken."""
+    Admission(None, environment={}, metrics=f"a..b:{free_port()}").close()  # type: ignore[arg-type]
+    assert "Admission: no metrics at a..b:" in caplog.text
+
+
+def test_listens_for_no_admission_that_cannot_be_made() -> None:
+    """A mistake in another argument leaves no listener behind."""
+    port = free_port()
+    with pytest.raises(ValueError, match="no lane"):
+        Admission(None, environment={}, metrics=port, gates={"odd": None})  # type: ignore[arg-type,dict-item]
+    socket.create_server(("127.0.0.1", port)).close()
 
 
 @pytest.mark.parametrize("where", ["0", "65536", "here", "here:", "1.5", "", "-1"])

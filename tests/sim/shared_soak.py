@@ -3,7 +3,8 @@
     python tests/sim/shared_soak.py 1000 [--first SEED] [--seconds 300] [--processes 2]
     python tests/sim/shared_soak.py --seed 4711       # replays one, and tells all of it
 
-Prints what was run as one line of JSON, and exits with 1 if a schedule failed.
+Prints how far it is, and in the end what was run, as one line of JSON. Exits with 1 if a
+schedule failed.
 """
 
 from __future__ import annotations
@@ -95,6 +96,7 @@ def soak(first: int, count: int, until: float, processes: int, folder: str) -> V
     schedules = steps = 0
     for each in every(first, count, until, processes, folder):
         schedules, steps = schedules + each.schedules, steps + each.steps
+        print(f"{schedules} schedules", flush=True)
         if each.failure is not None:
             return Verdict(schedules, steps, each.failure, each.broken)
     return Verdict(schedules, steps)

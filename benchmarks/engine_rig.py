@@ -163,6 +163,7 @@ class Rig:
         for made in self.runner.decode(slots):
             if isinstance(made, Exception):
                 raise made
+            assert not isinstance(made, list)
             tokens.append(made.item[0])
         return tokens
 

@@ -429,6 +429,14 @@ class EngineConfig(_Section):
         "Batch size that graphs are made for; may be repeated. Default: powers of two.",
         "--bucket",
     )
+    speculative: str | None = _setting(
+        None,
+        Text(),
+        "Where drafts of further tokens come from, which each step of torch checks: "
+        "ngram repeats earlier text of the request, draft=FOLDER runs a smaller text "
+        "model with the same tokenizer. Default: no drafts.",
+    )
+    draft_tokens: int = _setting(4, Whole(1), "Maximum number of drafts in a step.")
     arena_bytes: int | None = _setting(
         None,
         Size(),

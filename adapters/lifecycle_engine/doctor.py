@@ -134,7 +134,7 @@ def _memory_of(checkpoint: Path, slots: int, max_length: int | None) -> Finding:
     try:
         import torch
 
-        from lifecycle_engine.model.memory_estimate import estimate_memory
+        from lifecycle_engine.model.loader import estimate_memory
 
         cuda = torch.cuda.is_available()
         size = estimate_memory(checkpoint, cuda=cuda, max_length=max_length)

@@ -71,6 +71,7 @@ def _make_app(config: ServerConfig) -> Starlette:
     _check_operator(config)
     _check_tp(config)
     _check_graphs(config)
+    _check_speculative(config)
     settings = _app_settings(config, folder)
     engine, arena_bytes = make_engine(config, folder), 0
     empty = None
@@ -210,6 +211,9 @@ def worker_argv(config: ServerConfig, folder: Path | None) -> list[str]:
         argv += ["--dtype", model.dtype]
     if engine.tp > 1:
         argv += ["--tp", str(engine.tp)]
+    if engine.speculative is not None:
+        argv += ["--speculative", engine.speculative]
+        argv += ["--draft-tokens", str(engine.draft_tokens)]
     if folder is not None:
         argv += ["--checkpoint", str(folder), "--device", model.device]
     return argv
@@ -250,6 +254,21 @@ def _check_graphs(config: ServerConfig) -> None:
             "engine.buckets",
             f"{', '.join(map(str, buckets))} has no effect without graphs; give "
             f"--graphs as well, or remove it",
+        )
+
+
+def _check_speculative(config: ServerConfig) -> None:
+    engine, default = config.engine, type(config.engine)()
+    if engine.speculative is not None and config.model.runner == "sim":
+        raise ConfigError(
+            "engine.speculative",
+            f"{engine.speculative} has no effect with --runner sim; remove one",
+        )
+    if engine.speculative is None and engine.draft_tokens != default.draft_tokens:
+        raise ConfigError(
+            "engine.draft_tokens",
+            f"{engine.draft_tokens} has no effect without drafts; give --speculative "
+            "as well, or remove it",
         )
 
 

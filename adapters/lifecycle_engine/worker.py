@@ -94,6 +94,8 @@ def build_runner(options: argparse.Namespace) -> Runner:
         max_length=options.max_length,
         graphs=options.graphs or graphs,
         buckets=options.bucket or (),
+        speculative=options.speculative,
+        draft_tokens=options.draft_tokens,
     )
 
 
@@ -179,11 +181,23 @@ def _parser() -> argparse.ArgumentParser:
         action="append",
         help="batch size of a graph; may be repeated; default: powers of two",
     )
+    _add_drafts(parser)
     for name, seconds in _SIM_DEFAULTS.items():
         add(f"--sim-{name}", type=float, default=seconds, metavar="SECONDS")
     add("--endpoint", required=True, help="address that the API process connects to")
     add("--incarnation", type=int, required=True, help="number of this engine instance")
     return parser
+
+
+def _add_drafts(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--speculative",
+        metavar="ngram|draft=DIR",
+        help="check drafts of further tokens in each step; default: no drafts",
+    )
+    parser.add_argument(
+        "--draft-tokens", type=_positive, default=4, help="most drafts in a step"
+    )
 
 
 _SIM_DEFAULTS = {

@@ -23,11 +23,13 @@ from lifecycle_engine import (
     Scheduler,
     TransformersRunner,
 )
+from lifecycle_engine.model.drafts import Drafts, find_continuation
 from lifecycle_engine.model.families import family_of
 from lifecycle_engine.model.loader import load_config, load_model
 from tiny_checkpoint import Sizes, build
 
-__all__ = ("COUNT", "Kit", "family_of", "load_config", "load_model", "tokens_of")
+__all__ = ("COUNT", "Drafts", "Kit", "family_of", "find_continuation")
+__all__ += ("load_config", "load_model", "tokens_of")
 
 COUNT = 16
 TEXT_ONLY = ("llama", "qwen3")

@@ -30,7 +30,7 @@ from lifecycle_engine import (
 from lifecycle_engine.cli import PANELS, cli
 from lifecycle_engine.config import SECTIONS, SETTINGS, unknown_variables
 from lifecycle_engine.config_values import Timeout
-from lifecycle_engine.factory import observers
+from lifecycle_engine.factory import observers, worker_argv
 
 ROOT = Path(__file__).parents[2]
 
@@ -713,3 +713,31 @@ async def test_refuses_an_observer_that_is_none(
     (tmp_path / "watch_async.py").write_text(ASYNC)
     with pytest.raises(ConfigError, match=why):
         observers([name])
+
+
+@pytest.mark.parametrize(
+    ("model", "options", "words"),
+    [
+        ("sim", {"speculative": "ngram"}, "ngram has no effect with --runner sim"),
+        ("torch", {"draft_tokens": 5}, "5 has no effect without drafts"),
+    ],
+)
+def test_settings_without_effect_are_refused(
+    tmp_path: Path, model: Any, options: Any, words: str
+) -> None:
+    """At the start of the server, each where it stands."""
+    (tmp_path / "config.json").write_text("{}")
+    folder = {"checkpoint": tmp_path} if model == "torch" else {}
+    config = ServerConfig(
+        model=ModelConfig(runner=model, **folder), engine=EngineConfig(**options)
+    )
+    with pytest.raises(ConfigError, match=words):
+        make_app(config)
+
+
+def test_server_hands_its_settings_on(tmp_path: Path) -> None:
+    """They reach the command line of the engine process."""
+    engine = EngineConfig(speculative="draft=small", draft_tokens=6)
+    argv = worker_argv(ServerConfig(engine=engine), tmp_path)
+    assert argv[argv.index("--speculative") + 1] == "draft=small"
+    assert argv[argv.index("--draft-tokens") + 1] == "6"

@@ -27,11 +27,12 @@ from lifecycle_engine import (  # noqa: E402
     Scheduler,
     TransformersRunner,
 )
-from lifecycle_engine.model import transformers_runner  # noqa: E402
+from lifecycle_engine.model import forward_pass  # noqa: E402
 from lifecycle_engine.model.cuda_graphs import (  # noqa: E402
     FixedShapeSteps,
     Lane,
     StepInputs,
+    StepShape,
 )
 from lifecycle_engine.model.device_copies import (  # noqa: E402
     PendingCopies,
@@ -57,8 +58,8 @@ class Forward:
     def __call__(self, inputs: StepInputs) -> Any:
         self.seen.append(inputs)
         columns = (inputs.ids, inputs.rows, inputs.positions, inputs.rotary)
-        visible = inputs.mask[:, 0, 0].sum(-1)
-        return torch.stack([*columns, visible], dim=1).float()
+        visible = inputs.mask[:, 0].sum(-1)
+        return torch.stack([*columns, visible], dim=-1).float()
 
 
 def fixed(forward: Forward, **options: Any) -> FixedShapeSteps:
@@ -71,9 +72,9 @@ def test_batch_is_padded_up_to_its_bucket() -> None:
     """Padded lanes write to the reserved row at position 0 and attend to nothing else."""
     steps = fixed(Forward())
     width = steps.width(3)
-    lanes = [Lane(0, 7, 10, -3), Lane(2, 8, 300, 0)]
+    lanes = [Lane(0, [7], 10, -3), Lane(2, [8], 300, 0)]
     logits = steps.run(lanes, width)
-    assert logits.tolist() == [
+    assert logits[:, 0].tolist() == [
         [7, 0, 10, 7, 11],
         [0, 6, 0, 0, 1],
         [8, 2, 300, 300, 301],
@@ -101,12 +102,12 @@ def test_shape_keeps_its_memory() -> None:
     """Steps of one shape reuse its inputs and output."""
     forward = Forward()
     steps = fixed(forward)
-    first = steps.run([Lane(0, 1, 5, 0)], 1)
-    second = steps.run([Lane(0, 2, 6, 0)], 1)
+    first = steps.run([Lane(0, [1], 5, 0)], 1)
+    second = steps.run([Lane(0, [2], 6, 0)], 1)
     assert first.data_ptr() == second.data_ptr()
-    assert second.tolist() == [[2, 0, 6, 6, 7]]
+    assert second[:, 0].tolist() == [[2, 0, 6, 6, 7]]
     assert len({id(inputs) for inputs in forward.seen}) == 1
-    steps.run([Lane(0, 2, 400, 0)], 1)
+    steps.run([Lane(0, [2], 400, 0)], 1)
     assert len({id(inputs) for inputs in forward.seen}) == 2
 
 
@@ -115,8 +116,8 @@ def test_recording_touches_the_reserved_row_only() -> None:
     rows: list[Any] = []
 
     def forward(inputs: StepInputs) -> Any:
-        rows.append(inputs.rows.tolist())
-        return torch.zeros(len(inputs.rows), 2)
+        rows.append(inputs.rows[:, 0].tolist())
+        return torch.zeros(len(inputs.rows), 1, 2)
 
     steps = FixedShapeSteps(forward, slots=4, max_length=600, device=CPU, capture=False)
     steps.prepare()
@@ -320,20 +321,20 @@ def test_recorded_steps_are_replayed_on_new_inputs(
     forward = Recorded(cuda)
     steps = fixed(forward, capture=True)
     recording(steps, cuda)
-    first = steps.run([Lane(0, 7, 10, -3)], 1)
-    assert first.tolist() == [[7, 0, 10, 7, 11]]
+    first = steps.run([Lane(0, [7], 10, -3)], 1)
+    assert first[:, 0].tolist() == [[7, 0, 10, 7, 11]]
     assert (len(forward.seen), cuda.waits) == (5, 2)
-    second = steps.run([Lane(0, 8, 11, -3)], 1)
-    assert second.tolist() == [[8, 0, 11, 8, 12]]
+    second = steps.run([Lane(0, [8], 11, -3)], 1)
+    assert second[:, 0].tolist() == [[8, 0, 11, 8, 12]]
     assert first.data_ptr() == second.data_ptr()
     steps.prepare()
     assert steps.captured == len(steps.shapes)
     assert cuda.pools == ["the pool"] * len(steps.shapes)
     assert cuda.streams == 1
     seen = len(forward.seen)
-    lanes = [Lane(0, 1, 300, 0), Lane(1, 2, 700, 5)]
+    lanes = [Lane(0, [1], 300, 0), Lane(1, [2], 700, 5)]
     made = steps.run(lanes, 2)
-    assert made.tolist() == [[1, 0, 300, 300, 301], [2, 1, 700, 705, 701]]
+    assert made[:, 0].tolist() == [[1, 0, 300, 300, 301], [2, 1, 700, 705, 701]]
     # The logits of all shapes lie in the same place.
     assert made.data_ptr() == first.data_ptr()
     assert len(forward.seen) == seen + 1
@@ -347,7 +348,7 @@ def test_failed_capture_is_logged_and_steps_run_without(
     monkeypatch.setattr(torch, "cuda", cuda)
     steps = fixed(Recorded(cuda), capture=True)
     recording(steps, cuda)
-    steps.run([Lane(0, 7, 10, -3)], 1)
+    steps.run([Lane(0, [7], 10, -3)], 1)
     cuda.refuses = RuntimeError("CUDA error: operation not permitted\nmore of it")
     cuda.inside = 1  # as it comes, on the stream that everything is on
     cuda.waits = 0
@@ -361,12 +362,13 @@ def test_failed_capture_is_logged_and_steps_run_without(
         "operation not permitted; further shapes run without CUDA graphs"
         in record.message
     )
-    lanes = [Lane(0, 1, 300, 0), Lane(1, 2, 700, 5)]
-    assert steps.run(lanes, 2).tolist() == [
+    lanes = [Lane(0, [1], 300, 0), Lane(1, [2], 700, 5)]
+    assert steps.run(lanes, 2)[:, 0].tolist() == [
         [1, 0, 300, 300, 301],
         [2, 1, 700, 705, 701],
     ]
-    assert steps.run([Lane(0, 8, 11, -3)], 1).tolist() == [[8, 0, 11, 8, 12]]
+    after = steps.run([Lane(0, [8], 11, -3)], 1)
+    assert after[:, 0].tolist() == [[8, 0, 11, 8, 12]]
 
 
 def test_shapes_are_prepared_for_batches_not_for_slots(
@@ -375,7 +377,7 @@ def test_shapes_are_prepared_for_batches_not_for_slots(
     """Cached conversations in the other slots do not widen a step."""
     steps = fixed(Forward(), slots=32, max_length=256, max_batch=6)
     steps.prepare()
-    assert sorted(steps._shapes) == [(1, 256), (2, 256), (4, 256), (6, 256)]
+    assert sorted(steps._shapes) == [(n, 1, 256) for n in (1, 2, 4, 6)]
     assert (steps.width(6), steps.width(7)) == (6, 32)
 
     runner = TransformersRunner(
@@ -395,7 +397,7 @@ def test_shapes_are_prepared_for_batches_not_for_slots(
     assert all(tokens[f"k{n}"] == expected[n % 2] for n in range(12))
     assert scheduler.status()["slots_cached"] == 5
     assert isinstance(runner._steps, FixedShapeSteps)
-    assert {width for width, _ in runner._steps._shapes} == {1, 2}
+    assert {shape.width for shape in runner._steps._shapes} == {1, 2}
 
 
 class FromHost(TorchDispatchMode):
@@ -426,7 +428,7 @@ def test_decode_step_does_not_synchronise(tmp_path: Path, family: str) -> None:
     )
     runner.capture()
     assert runner.status() == {"kv_bytes": runner.cache.nbytes, "graphs": 0}
-    inputs = StepInputs(2, 300, reserved=3, device=model.device)
+    inputs = StepInputs(StepShape(2, 1, 300), reserved=3, device=model.device)
     with torch.inference_mode(), FromHost() as host:
         runner.forward.decode(inputs)
     assert host.brought == []
@@ -678,7 +680,7 @@ def test_prefill_returns_when_the_device_is_done(
         started.append("pass")
         return forward(*args, **options)
 
-    monkeypatch.setattr(transformers_runner, "TorchDevice", Device)
+    monkeypatch.setattr(forward_pass, "TorchDevice", Device)
     monkeypatch.setattr(text, "forward", run)
     runner = TransformersRunner(model, slots=1, max_length=512)
     tensors = dict(prepared[2].tensors)
@@ -725,7 +727,7 @@ def test_cuda_failed_capture_leaves_torch_as_it_was() -> None:
     def forward(inputs: StepInputs) -> torch.Tensor:
         if torch.cuda.is_current_stream_capturing():
             inputs.ids.sum().item()  # synchronises, which no capture survives
-        return inputs.ids[:, None] + torch.rand(1, 64, device=device) @ weights
+        return inputs.ids[..., None] + torch.rand(1, 64, device=device) @ weights
 
     def left() -> tuple[int, int]:
         torch.cuda.synchronize()
@@ -744,16 +746,16 @@ def test_cuda_failed_capture_leaves_torch_as_it_was() -> None:
     steps = FixedShapeSteps(
         forward, slots=2, max_length=256, device=device, capture=True
     )
-    steps.run([Lane(0, 1, 5, 0)], 1)
+    steps.run([Lane(0, [1], 5, 0)], 1)
     assert steps.captured == 0
     on_two_streams()
     before = left()
     for _ in range(3):
         on_two_streams()
     assert left() == before
-    assert steps.run([Lane(0, 1, 5, 0)], 1).shape == (1, 64)
+    assert steps.run([Lane(0, [1], 5, 0)], 1).shape == (1, 1, 64)
     sound = FixedShapeSteps(
-        lambda inputs: inputs.ids[:, None] + weights[:1],
+        lambda inputs: inputs.ids[..., None] + weights[:1],
         slots=2,
         max_length=256,
         device=device,

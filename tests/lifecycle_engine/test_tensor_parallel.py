@@ -243,8 +243,10 @@ async def gone(process: psutil.Process) -> None:
 
 
 def serve(kit: Kit, folder: Path) -> Served:
-    """Not yet started."""
+    """Not yet started; a text model drafts for itself."""
     argv = [*WORKER, "--checkpoint", str(kit.folder), "--tp", "2", "--chunk", "16"]
+    if not kit.images:
+        argv += ["--speculative", f"draft={kit.folder}"]
     env = {**os.environ, "OMP_NUM_THREADS": "1"}
     return Served(kit, ZmqEngine(argv, env=env, directory=folder))
 

@@ -342,7 +342,7 @@ def test_lane_without_finite_logits_fails_alone(
 
     def spoil(_module: Any, _args: Any, logits: Any) -> Any:
         logits = logits.clone()
-        logits[row, 5] = value
+        logits[row, ..., 5] = value
         return logits
 
     tokens: dict[str, list[int]] = {key: [] for key in fields}

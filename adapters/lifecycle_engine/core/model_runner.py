@@ -138,12 +138,16 @@ class Runner(Protocol):
         """
         ...
 
-    def decode(self, slots: Sequence[int]) -> Sequence[Emitted | Exception]:
+    def decode(
+        self, slots: Sequence[int]
+    ) -> Sequence[Emitted | list[Emitted] | Exception]:
         """Run one decode step for slots whose prefill is complete.
 
         Returns:
-            One output for each slot, in order. An exception in the list fails only
-            that slot's request, as does any value that is not an `Emitted`.
+            One output for each slot, in order, or a list of several that follow each
+            other. Those after the last one of a request are dropped. An exception in
+            place of an output fails only that slot's request, as does any value that
+            is not an `Emitted`.
 
         Raises:
             DeviceLost: The process has to end. Any other exception fails all

@@ -40,9 +40,10 @@ _log = logging.getLogger(__name__)
 class Scheduler:
     """Runs requests over a `Runner`; the backend of an engine server.
 
-    Each `step` decodes one token of every running request and then prefills one chunk
-    of one prompt. A running stream is therefore delayed by at most one chunk per
-    token, however many and however long the prompts are.
+    Each `step` decodes a token of every running request, or several where the runner
+    has drafts of them, and then prefills one chunk of one prompt. A running stream is
+    therefore delayed by at most one chunk per token, however many and however long the
+    prompts are.
 
     All state changes happen between steps, on one thread, and each is complete when
     its call returns. A request is in exactly one place: queued, in prefill or in the
@@ -292,7 +293,8 @@ class Scheduler:
         stop = start + min(self._chunk, task.remaining)
         assert task.slot is not None
         try:
-            with self._timer.run(self._timer.prefill, stop - start):
+            with self._timer.run(self._timer.prefill) as tokens:
+                tokens.append(stop - start)
                 output = self._runner.prefill(task.slot, prompt, start, stop)
             task.prefilled = stop
             emitted = validate_prefill_output(output, remaining=task.remaining)
@@ -305,15 +307,16 @@ class Scheduler:
             return []
         del self._prefilling[task.key]
         self._running[task.key] = task
-        return [self._advance(task, emitted)]
+        return [self._advance(task, [emitted])]
 
     def _decode(self) -> list[Output]:
-        """Decode one item of every running request; an error in it fails them all."""
+        """Decode items of every running request; an error in it fails them all."""
         batch = list(self._running.values())
         slots = [task.slot for task in batch if task.slot is not None]
         try:
-            with self._timer.run(self._timer.decode, len(batch)):
+            with self._timer.run(self._timer.decode) as tokens:
                 items = validate_decode_output(self._runner.decode(slots), len(batch))
+                tokens += [len(each) for each in items if isinstance(each, list)]
         except Exception as error:  # noqa: BLE001  # fails the batch, not the engine
             return [self._fail(task, "decode_failed", error) for task in batch]
         return [
@@ -321,25 +324,32 @@ class Scheduler:
             for task, emitted in zip(batch, items, strict=True)
         ]
 
-    def _advance(self, task: Task, emitted: Emitted | Exception) -> Output:
-        """Record an item; a finished task is removed before its output is returned."""
+    def _advance(self, task: Task, emitted: Sequence[Emitted] | Exception) -> Output:
+        """Record items; a finished task is removed before its output is returned."""
         if isinstance(emitted, Exception):
             return self._fail(task, "decode_failed", emitted)
         items = task.first_items()
-        reason = "stop" if emitted.token in task.request.stop_ids else None
-        if reason is None:
-            task.emitted += 1
-            self._stats.tokens += 1
-            items.append(emitted.item)
-            if emitted.last:
-                reason = "stop"
-            elif task.emitted == task.request.max_tokens:
-                reason = "length"
+        reason = None
+        for each in emitted:
+            reason = self._record(task, each, items)
+            if reason is not None:  # items after the last one are not part of it
+                break
         if reason is None:
             return Output(task.key, items)
         self._remove(task.key, "completed")
         items.append({"finish_reason": reason})
         return Output(task.key, items, Finish("completed"))
+
+    def _record(self, task: Task, emitted: Emitted, items: list[Any]) -> str | None:
+        """Append an item; return why it is the last one, if it is."""
+        if emitted.token in task.request.stop_ids:
+            return "stop"
+        task.emitted += 1
+        self._stats.tokens += 1
+        items.append(emitted.item)
+        if emitted.last:
+            return "stop"
+        return "length" if task.emitted == task.request.max_tokens else None
 
     def _fail(self, task: Task, code: str, error: Exception) -> Output:
         """Fail a task; the error's text may quote the prompt, so it is not reported."""
@@ -444,8 +454,8 @@ def validate_prefill_output(output: Any, *, remaining: int) -> Emitted | None:
 
 def validate_decode_output(
     output: Iterable[Any], count: int
-) -> list[Emitted | Exception]:
-    """Return the output of a step for each slot, or the error that replaces it.
+) -> list[list[Emitted] | Exception]:
+    """Return the outputs of a step for each slot, or the error that replaces them.
 
     Args:
         output: What `Runner.decode` returned. Errors of a lazy iterable propagate.
@@ -459,7 +469,7 @@ def validate_decode_output(
         raise InvalidRunnerOutput(
             f"decode returned {len(items)} items for {count} slots"
         )
-    return [_validate_emitted(item) for item in items]
+    return [_validate_run(item) for item in items]
 
 
 def runner_status(runner: Runner) -> dict[str, Any]:
@@ -468,6 +478,18 @@ def runner_status(runner: Runner) -> dict[str, Any]:
         return runner.status()
     except Exception as error:  # noqa: BLE001  # replaces only the counters
         return {"error": type(error).__name__}
+
+
+def _validate_run(value: Any) -> list[Emitted] | Exception:
+    if isinstance(value, list) and not value:
+        return InvalidRunnerOutput("the runner returned an empty list for a slot")
+    run = []
+    for each in value if isinstance(value, list) else [value]:
+        emitted = _validate_emitted(each)
+        if isinstance(emitted, Exception):
+            return emitted
+        run.append(emitted)
+    return run
 
 
 def _validate_emitted(value: Any) -> Emitted | Exception:
@@ -546,13 +568,14 @@ class StepTimer:
             self._steps.add(0, self._clock() - begin)
 
     @contextmanager
-    def run(self, timings: _Timings, tokens: int) -> Iterator[None]:
-        """Time one call of the runner for *tokens*."""
+    def run(self, timings: _Timings) -> Iterator[list[int]]:
+        """Time one call of the runner, which adds its numbers of tokens to the list."""
+        tokens: list[int] = []
         begin = self._clock()
         try:
-            yield
+            yield tokens
         finally:
-            timings.add(tokens, self._clock() - begin)
+            timings.add(sum(tokens), self._clock() - begin)
 
     def report(self) -> dict[str, Any]:
         """Return totals and the averages of the latest steps, as plain values."""

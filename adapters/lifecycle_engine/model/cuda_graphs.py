@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import torch
 
@@ -26,24 +27,39 @@ class Lane:
 
     Attributes:
         row: Its row of the KV cache, which is also its index in the batch.
-        token: The last generated token.
+        tokens: The last generated token, and drafts of those that follow.
         length: Filled KV positions.
         delta: Offset of its rotary position from `length`.
     """
 
     row: int
-    token: int
+    tokens: Sequence[int]
     length: int
     delta: int
+
+
+class StepShape(NamedTuple):
+    """The shape of a step.
+
+    Attributes:
+        width: Number of lanes.
+        tokens: Tokens of each lane.
+        stop: Attention reads the positions ``0 .. stop - 1``.
+    """
+
+    width: int
+    tokens: int
+    stop: int
 
 
 class StepInputs:
     """The input tensors of a step of one shape, on the device.
 
     Attributes:
-        ids, rows, positions, rotary: ``(width,)``; see `kv_cache.DecodeWindow`.
-        table: These four, ``(4, width)``.
-        mask: ``(width, 1, 1, stop)``, the positions that each lane attends to.
+        ids, rows, positions, rotary: ``(width, tokens)``; see
+            `kv_cache.DecodeWindow`.
+        table: These four, ``(4, width, tokens)``.
+        mask: ``(width, 1, tokens, stop)``, the positions that each token attends to.
     """
 
     __slots__ = (
@@ -59,31 +75,52 @@ class StepInputs:
     )
 
     def __init__(
-        self, width: int, stop: int, *, reserved: int, device: torch.device
+        self, shape: StepShape, *, reserved: int, device: torch.device
     ) -> None:
-        self.stop = stop
+        width, tokens, self.stop = shape
         self._reserved = reserved
-        self.table = torch.empty((4, width), dtype=torch.long, device=device)
-        self._seen = torch.arange(stop, device=device)
-        self.mask = torch.empty((width, 1, 1, stop), dtype=torch.bool, device=device)
+        self.table = torch.empty((4, width, tokens), dtype=torch.long, device=device)
+        self._seen = torch.arange(self.stop, device=device)
+        mask = (width, 1, tokens, self.stop)
+        self.mask = torch.empty(mask, dtype=torch.bool, device=device)
         self.ids, self.rows, self.positions, self.rotary = self.table
         self.fill(())
 
     def fill(self, lanes: Sequence[Lane]) -> None:
-        """Write the lanes; all others become padding on the reserved row."""
-        columns = [(0, self._reserved, 0, 0)] * self.ids.shape[0]
+        """Write the lanes; all other tokens become padding on the reserved row."""
+        columns = [(0, self._reserved, 0, 0)] * self.ids.numel()
         for lane in lanes:
-            rotary = lane.length + lane.delta
-            columns[lane.row] = (lane.token, lane.row, lane.length, rotary)
+            first = lane.row * self.ids.shape[1]
+            for at, token in enumerate(lane.tokens):
+                position = lane.length + at
+                rotary = position + lane.delta
+                columns[first + at] = (token, lane.row, position, rotary)
         self.load(list(zip(*columns, strict=True)))
 
     def load(self, table: Sequence[Sequence[int]]) -> None:
-        """Write the four rows of `table`."""
-        self.table.copy_(small_tensor(table, self.table.device), non_blocking=True)
-        torch.le(self._seen, self.positions[:, None], out=self.mask[:, 0, 0])
+        """Write the four rows of `table`, each with the tokens of all lanes."""
+        numbers = small_tensor(table, self.table.device).view_as(self.table)
+        self.table.copy_(numbers, non_blocking=True)
+        torch.le(self._seen, self.positions[..., None], out=self.mask[:, 0])
 
 
+# Runs a step; returns the logits ``(width, tokens, vocab)``.
 Forward = Callable[[StepInputs], torch.Tensor]
+
+
+@dataclass(frozen=True, slots=True)
+class StepOptions:
+    """How the steps of a model run, and those of its drafts.
+
+    Attributes:
+        graphs: See `TransformersRunner`.
+        slots, max_batch, widths: See `FixedShapeSteps`.
+    """
+
+    graphs: GraphMode
+    slots: int
+    max_batch: int | None = None
+    widths: Sequence[int] = ()
 
 
 class EagerSteps:
@@ -97,9 +134,9 @@ class EagerSteps:
         return lanes
 
     def run(self, lanes: Sequence[Lane], width: int) -> torch.Tensor:
-        """Return the logits ``(width, vocab)`` of a step."""
-        stop = max(lane.length for lane in lanes) + 1
-        inputs = StepInputs(width, stop, reserved=self._slots, device=self._device)
+        """Return the logits ``(width, tokens, vocab)`` of a step."""
+        shape = StepShape(width, *_extent(lanes))
+        inputs = StepInputs(shape, reserved=self._slots, device=self._device)
         inputs.fill(lanes)
         return self._forward(inputs)
 
@@ -114,6 +151,7 @@ class FixedShapeSteps:
         max_batch: Largest batch to prepare for; ``None`` is all slots. The shape of a
             wider batch is prepared when one first runs.
         widths: Batch sizes; empty for the powers of two up to *max_batch*.
+        tokens: Maximum number of tokens of a lane.
         capture: Record each shape as a CUDA graph. Without it the same shapes run in
             the same memory. If a capture fails, a warning is logged and the remaining
             shapes run without graphs.
@@ -131,6 +169,7 @@ class FixedShapeSteps:
         device: torch.device,
         max_batch: int | None = None,
         widths: Sequence[int] = (),
+        tokens: int = 1,
         capture: bool,
     ) -> None:
         max_batch = self._max_batch = min(max_batch or slots, slots)
@@ -138,32 +177,36 @@ class FixedShapeSteps:
         self._widths: list[int] = sorted(
             {*(chosen or _powers_of_two(1, max_batch)), max_batch, slots}
         )
+        self._tokens = sorted({1, tokens})
         self._stops = [*_powers_of_two(_SHORTEST, max_length), max_length]
         self._forward, self._slots, self._device = forward, slots, device
         self._capture = capture
-        self._shapes: dict[tuple[int, int], _PreparedStep] = {}
+        self._shapes: dict[StepShape, _PreparedStep] = {}
         self._logits: torch.Tensor | None = None
         self._recording: tuple[Any, Any] | None = None
         self.captured = 0
 
     @property
-    def shapes(self) -> list[tuple[int, int]]:
-        """Every ``(width, stop)`` that a step can have."""
-        return [(width, stop) for width in self._widths for stop in self._stops]
+    def shapes(self) -> list[StepShape]:
+        """Every shape that a step can have."""
+        sizes = itertools.product(self._widths, self._tokens, self._stops)
+        return [StepShape(*size) for size in sizes]
 
     def width(self, lanes: int) -> int:
         """Return the width that a batch of that many lanes runs with."""
         return next(width for width in self._widths if width >= lanes)
 
     def run(self, lanes: Sequence[Lane], width: int) -> torch.Tensor:
-        """Return the logits ``(width, vocab)`` of a step, valid until the next."""
-        needed = max(lane.length for lane in lanes) + 1
-        stop = next(stop for stop in self._stops if stop >= needed)
-        shape = self._shapes.get((width, stop))
-        if shape is None:
-            shape = self._shapes[width, stop] = self._prepare(width, stop)
-        shape.inputs.fill(lanes)
-        return shape.replay()
+        """Return the logits ``(width, tokens, vocab)``, valid until the next step."""
+        tokens, stop = _extent(lanes)
+        tokens = next(each for each in self._tokens if each >= tokens)
+        stop = next(each for each in self._stops if each >= stop)
+        shape = StepShape(width, tokens, stop)
+        if shape not in self._shapes:
+            self._shapes[shape] = self._prepare(shape)
+        prepared = self._shapes[shape]
+        prepared.inputs.fill(lanes)
+        return prepared.replay()
 
     def prepare(self) -> None:
         """Prepare the shapes of all batches now, so that no request waits for one.
@@ -172,13 +215,13 @@ class FixedShapeSteps:
         requests, as for cached conversations, they would never run.
         """
         # Largest first: the smaller shapes then fit into its memory.
-        for width, stop in reversed(self.shapes):
-            if width <= self._max_batch and (width, stop) not in self._shapes:
-                self._shapes[width, stop] = self._prepare(width, stop)
+        for shape in reversed(self.shapes):
+            if shape.width <= self._max_batch and shape not in self._shapes:
+                self._shapes[shape] = self._prepare(shape)
 
-    def _prepare(self, width: int, stop: int) -> _PreparedStep:
+    def _prepare(self, shape: StepShape) -> _PreparedStep:
         # All lanes are padding: recording must not write to a request's row.
-        inputs = StepInputs(width, stop, reserved=self._slots, device=self._device)
+        inputs = StepInputs(shape, reserved=self._slots, device=self._device)
         if self._capture:
             try:
                 return self._record(inputs)
@@ -189,8 +232,8 @@ class FixedShapeSteps:
                     "cannot capture a step of %d lanes and %d positions: %s: %s; "
                     "further shapes run without CUDA graphs, which is slower; "
                     "--graphs off captures none",
-                    width,
-                    stop,
+                    shape.width,
+                    shape.stop,
                     type(error).__name__,
                     str(error).partition("\n")[0],
                 )
@@ -204,8 +247,9 @@ class FixedShapeSteps:
         """
         logits = self._forward(inputs)
         if self._logits is None:
-            self._logits = logits.new_empty((self._slots, logits.shape[1]))
-        return self._logits[: logits.shape[0]].copy_(logits)
+            most = (self._slots, self._tokens[-1], logits.shape[2])
+            self._logits = logits.new_empty(most)
+        return self._logits[: logits.shape[0], : logits.shape[1]].copy_(logits)
 
     def _record(self, inputs: StepInputs) -> _PreparedStep:
         if self._recording is None:
@@ -248,6 +292,14 @@ class _PreparedStep:
     replay: Callable[[], torch.Tensor]
 
 
+def _extent(lanes: Sequence[Lane]) -> tuple[int, int]:
+    """Return the tokens of the longest lane, and where the last position ends."""
+    return (
+        max(len(lane.tokens) for lane in lanes),
+        max(lane.length + len(lane.tokens) for lane in lanes),
+    )
+
+
 def _abandon(pool: Any, device: torch.device) -> None:
     """End a capture that failed, as far as torch has not.
 
@@ -270,3 +322,27 @@ def _powers_of_two(start: int, below: int) -> list[int]:
         powers.append(start)
         start *= 2
     return powers
+
+
+def make_steps(
+    forward: Forward, options: StepOptions, *, device: torch.device, **sizes: int
+) -> EagerSteps | FixedShapeSteps:
+    """Make what runs the steps of a forward pass.
+
+    Args:
+        forward: Runs one step.
+        options: How steps run.
+        device: The model's.
+        sizes: Of `FixedShapeSteps`: ``max_length`` and ``tokens``.
+    """
+    if options.graphs == "off":
+        return EagerSteps(forward, slots=options.slots, device=device)
+    return FixedShapeSteps(
+        forward,
+        slots=options.slots,
+        max_batch=options.max_batch,
+        widths=options.widths,
+        capture=options.graphs == "on",
+        device=device,
+        **sizes,
+    )

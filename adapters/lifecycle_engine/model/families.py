@@ -19,7 +19,6 @@ import torch
 
 from lifecycle_engine.core.model_runner import Prompt
 from lifecycle_engine.core.slots import ImageSpan
-from lifecycle_engine.model.attention import check_attention
 from lifecycle_engine.processing.image_processor import (
     VisionShape,
     check_images,
@@ -28,6 +27,10 @@ from lifecycle_engine.processing.image_processor import (
     square_tokens,
 )
 
+FULL, SLIDING = "full_attention", "sliding_attention"
+"""Types of attention, in transformers' terms."""
+# With a window of one position the caches of transformers return all positions.
+_MIN_WINDOW = 2
 # Key of the encoded image in the prompt's tensors; removed by the strip.
 _ENCODED = "encoded"
 
@@ -455,3 +458,41 @@ def freeze_rope_frequencies(text: Any) -> None:
     for module in text.modules():
         if getattr(module, "rope_type", None) in _DYNAMIC_ROPE:
             module.rope_type = "default"
+
+
+def layer_types(text: Any) -> list[str]:
+    """Return the attention type of each layer, in transformers' terms.
+
+    Models whose layers are all of one type have no ``layer_types`` in their config.
+    """
+    listed = getattr(text, "layer_types", None)
+    if listed:
+        return list(listed)
+    windowed = getattr(text, "sliding_window", None) is not None
+    return [SLIDING if windowed else FULL] * text.num_hidden_layers
+
+
+def check_attention(text: Any) -> None:
+    """Reject a language model with an unsupported kind of attention.
+
+    Raises:
+        ValueError: Layers of another type, an invalid window, or attention that is not
+            causal.
+    """
+    kinds = set(layer_types(text))
+    if unknown := kinds - {FULL, SLIDING}:
+        raise ValueError(
+            f"the model has layers of {', '.join(sorted(unknown))}; known are "
+            f"{FULL}, {SLIDING}"
+        )
+    window = getattr(text, "sliding_window", None)
+    if SLIDING in kinds and (window is None or window < _MIN_WINDOW):
+        raise ValueError(
+            f"the model has a sliding_window of {window}; the minimum is {_MIN_WINDOW}"
+        )
+    causal = getattr(text, "is_causal", None) is not False
+    if not causal or getattr(text, "use_bidirectional_attention", None):
+        raise ValueError(
+            "the model has bidirectional attention; supported are causal models, whose "
+            "tokens attend to earlier positions only"
+        )

@@ -25,6 +25,8 @@ from lifecycle_engine._compat import hf
 from lifecycle_engine.core.slots import PrefixContents
 from lifecycle_engine.model.sampler import Sampler
 
+# Default limit of the positions of a slot.
+MAX_LENGTH = 8192
 _Cache: Any = hf("Cache", "cache_utils")
 _CacheLayer: Any = hf("CacheLayerMixin", "cache_utils")
 
@@ -73,12 +75,12 @@ class PrefillWindow:
 
 @dataclass(frozen=True, slots=True)
 class DecodeWindow:
-    """A decode pass: writes one position for each lane, reads the first rows.
+    """A decode pass: writes the positions of each lane's tokens, reads the first rows.
 
     Attributes:
-        rows: The row that each lane writes, ``(width,)``: its own index, or the
-            reserved row for padding.
-        positions: The position that each lane writes, ``(width,)``.
+        rows: The row that each token is written to, ``(width, tokens)``: the index of
+            its lane, or the reserved row for padding.
+        positions: Its position there, ``(width, tokens)``.
         stop: Attention reads the positions ``0 .. stop - 1``.
     """
 
@@ -88,8 +90,8 @@ class DecodeWindow:
     start = 0
 
     def write(self, store: torch.Tensor, states: torch.Tensor) -> torch.Tensor:
-        """Store ``(width, heads, 1, head_dim)``; return what to attend to."""
-        store[self.rows, :, self.positions] = states[:, :, 0]
+        """Store ``(width, heads, tokens, head_dim)``; return what to attend to."""
+        store[self.rows, :, self.positions] = states.transpose(1, 2)
         return store[: states.shape[0], :, : self.stop]
 
 
@@ -268,7 +270,7 @@ class RowState:
         row: Its row of the cache, which changes when a batch is packed.
         sampler: Samples its tokens.
         contents: What its positions were computed from, if a later turn may resume
-            from the slot.
+            from the slot or drafts are made from it.
         length: Filled KV positions.
         token: The last generated token; negative during prefill.
         delta: Offset of its rotary positions while decoding.
@@ -289,10 +291,14 @@ class BatchRows:
         cache: The rows.
         slots: Number of rows for requests, without the cache's reserved row.
         max_length: Positions of a row.
+        tokens: Positions of a row that one decode step may write.
     """
 
-    def __init__(self, cache: SlotCache, *, slots: int, max_length: int) -> None:
+    def __init__(
+        self, cache: SlotCache, *, slots: int, max_length: int, tokens: int = 1
+    ) -> None:
         self._cache, self._slots, self._max_length = cache, slots, max_length
+        self._tokens = tokens
         self._states: dict[int, RowState] = {}
 
     def __getitem__(self, slot: int) -> RowState:
@@ -319,10 +325,17 @@ class BatchRows:
         shared = 0
         if state.contents is not None:
             shared = state.contents.common_prefix(contents)
-        shared = min(shared, state.length, len(contents.ids) - 1)
-        self._cache.clear(state.row, shared, self._written(state))
+        shared = self.truncate(slot, min(shared, len(contents.ids) - 1))
         self._states[slot] = RowState(state.row, sampler, contents, length=shared)
         return shared
+
+    def truncate(self, slot: int, length: int) -> int:
+        """Discard a slot's positions from *length* on; return how many it has."""
+        state = self._states[slot]
+        length = min(length, state.length)
+        self._cache.clear(state.row, length, self._written(state))
+        state.length, state.token = length, -1
+        return length
 
     def free(self, slot: int) -> None:
         """Discard a slot's state and zero its row; an empty slot is a no-op."""
@@ -362,5 +375,5 @@ class BatchRows:
         state.row = target
 
     def _written(self, state: RowState) -> int:
-        # One more: a step that failed half-way may have written its position.
-        return min(state.length + 1, self._max_length)
+        # More: a step wrote drafts that were rejected, or failed half-way.
+        return min(state.length + self._tokens, self._max_length)

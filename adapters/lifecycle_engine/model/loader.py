@@ -1,7 +1,8 @@
-"""Loads and checks the config and the weights of a checkpoint."""
+"""Loads and checks a checkpoint, and estimates its memory without loading it."""
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,8 @@ from lifecycle_engine._compat import (
     hide_progress_bars,
     readable_errors,
 )
-from lifecycle_engine.model.families import family_of, takes_images
+from lifecycle_engine.model.families import family_of, max_positions, takes_images
+from lifecycle_engine.model.kv_cache import MAX_LENGTH, slot_bytes
 from lifecycle_engine.model.sampler import GenerationRules
 
 _ATTENTION = "sdpa"
@@ -101,3 +103,48 @@ def _check_complete(keys: Any) -> None:
             f"the checkpoint lacks {len(keys)} of the model's weights, for example "
             f"{min(keys)}; use a complete checkpoint of a model that generates text"
         )
+
+
+@dataclass(frozen=True, slots=True)
+class CheckpointMemory:
+    """Memory of a checkpoint on the device that it would be served on.
+
+    Attributes:
+        dtype: The dtype that it would be loaded with.
+        max_length: Tokens of a slot.
+        slot: Bytes of each KV slot; padding takes one more slot.
+        weights: Bytes of its weight files.
+    """
+
+    dtype: str
+    max_length: int
+    slot: int
+    weights: int
+
+
+def estimate_memory(
+    checkpoint: Path, *, cuda: bool, max_length: int | None = None
+) -> CheckpointMemory:
+    """Estimate the memory of a checkpoint folder.
+
+    Args:
+        checkpoint: The folder.
+        cuda: Whether it would be served on a GPU, in its own dtype.
+        max_length: Tokens of a slot; ``None`` is the default of `serve`.
+
+    Raises:
+        OSError: The folder holds no checkpoint.
+        ValueError: The checkpoint is not supported.
+    """
+    config = load_config(checkpoint)
+    text = config.get_text_config()
+    dtype = torch.float32
+    if cuda:
+        dtype = config.dtype or text.dtype or dtype
+    length = max_length or min(max_positions(text), MAX_LENGTH)
+    return CheckpointMemory(
+        str(dtype).removeprefix("torch."),
+        length,
+        slot_bytes(text, max_length=length, dtype=dtype),
+        sum(path.stat().st_size for path in checkpoint.glob("*.safetensors")),
+    )

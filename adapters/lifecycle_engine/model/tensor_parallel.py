@@ -32,7 +32,7 @@ import torch.distributed as dist
 from lifecycle.lowlevel import describe_error
 from lifecycle_engine._compat import hf
 from lifecycle_engine.core.model_runner import EXIT_DEVICE_LOST, DeviceLost
-from lifecycle_engine.model.cuda_graphs import GraphMode, StepInputs
+from lifecycle_engine.model.cuda_graphs import GraphMode, StepInputs, StepShape
 from lifecycle_engine.model.families import EncodedImage, takes_images
 from lifecycle_engine.model.kv_cache import Part, PrefillWindow, alone
 from lifecycle_engine.model.loader import load_config, load_model
@@ -188,7 +188,7 @@ def _store(stack: contextlib.ExitStack) -> str:
     return store
 
 
-_OF_RANK_0 = ("max_batch", "buckets")
+_OF_RANK_0 = ("max_batch", "buckets", "speculative", "draft_tokens")
 
 
 def _check_devices(device: str, ranks: int) -> None:
@@ -361,7 +361,7 @@ class Follower:
         elif name == "logits":
             self._forward.logits(self._hidden)
         else:
-            self._decode(numbers[0], torch.tensor(numbers[1:]).view(4, -1))
+            self._decode(StepShape(*numbers[:3]), torch.tensor(numbers[3:]))
 
     def _prefill(self, numbers: list[int], images: EncodedImage | None) -> None:
         row, start, stop, *rest = numbers
@@ -372,10 +372,10 @@ class Follower:
         window = PrefillWindow(row, start, stop)
         self._hidden = self._forward.chunk(window, ids, positions, images)
 
-    def _decode(self, stop: int, table: torch.Tensor) -> None:
-        reserved, width = self._cache.reserved, table.shape[1]
-        inputs = StepInputs(width, stop, reserved=reserved, device=self._device)
-        inputs.load(table.tolist())
+    def _decode(self, shape: StepShape, table: torch.Tensor) -> None:
+        reserved = self._cache.reserved
+        inputs = StepInputs(shape, reserved=reserved, device=self._device)
+        inputs.load(table.view(4, -1).tolist())
         self._forward.decode(inputs)
 
 

@@ -14,42 +14,30 @@ import torch
 
 from lifecycle_engine.core.model_runner import Emitted, Prompt, Sampling
 from lifecycle_engine.core.slots import PrefixContents
-from lifecycle_engine.model.attention import AttentionMasks
 from lifecycle_engine.model.cuda_graphs import (
-    EagerSteps,
     FixedShapeSteps,
     GraphMode,
     Lane,
-    StepInputs,
+    StepOptions,
+    make_steps,
 )
-from lifecycle_engine.model.device_copies import (
-    PendingCopies,
-    TorchDevice,
-    detect_device_loss,
-    small_tensor,
-)
+from lifecycle_engine.model.device_copies import detect_device_loss, small_tensor
+from lifecycle_engine.model.drafts import make_drafts
 from lifecycle_engine.model.families import (
-    EncodedImage,
-    ModelFamily,
-    chunk_image_features,
     family_of,
     freeze_rope_frequencies,
     image_spans,
-    logits_transform,
     max_positions,
     tensors_needed_until,
 )
+from lifecycle_engine.model.forward_pass import ForwardPass
 from lifecycle_engine.model.kv_cache import (
+    MAX_LENGTH,
     WHOLE,
     BatchRows,
-    DecodeWindow,
     Part,
-    PrefillWindow,
     RowState,
     SlotCache,
-    Together,
-    alone,
-    cache_parameter,
 )
 from lifecycle_engine.model.loader import load_model
 from lifecycle_engine.model.sampler import (
@@ -58,9 +46,6 @@ from lifecycle_engine.model.sampler import (
     Sampler,
     sample_tokens,
 )
-
-# Default limit of the positions of a slot.
-MAX_LENGTH = 8192
 
 
 class TransformersRunner:
@@ -81,6 +66,8 @@ class TransformersRunner:
         max_length: int | None = None,
         graphs: GraphMode = "off",
         buckets: Sequence[int] = (),
+        speculative: str | None = None,
+        draft_tokens: int = 4,
         part: Part = WHOLE,
     ) -> None:
         """Allocate the KV rows for a loaded model.
@@ -96,6 +83,9 @@ class TransformersRunner:
                 a few fixed shapes, ``"fake"`` with the same shapes and memory but
                 without capture.
             buckets: Batch sizes of the graphs; empty for the powers of two.
+            speculative: Where drafts of further tokens come from: ``"ngram"`` repeats
+                earlier text, ``"draft=FOLDER"`` runs a smaller text model.
+            draft_tokens: Maximum number of drafts in a step.
             part: What this process has of the model.
 
         Raises:
@@ -104,8 +94,7 @@ class TransformersRunner:
         """
         self.model, self.slots = model, slots
         self.max_length = _slot_length(model, max_length)
-        if graphs == "on" and model.device.type != "cuda":
-            raise ValueError(f"graphs is on, the device {model.device}; they need cuda")
+        _check_graphs(graphs, model.device)
         self.vocab_size: int = model.config.get_text_config().vocab_size
         self._family = family_of(model.config)
         freeze_rope_frequencies(model)
@@ -120,24 +109,14 @@ class TransformersRunner:
             device=model.device,
         )
         self.forward = ForwardPass(model, self._family, self.cache, part.together)
-        self._rows = BatchRows(self.cache, slots=slots, max_length=self.max_length)
-        self._steps = self._make_steps(graphs, max_batch, buckets)
-
-    def _make_steps(
-        self, graphs: GraphMode, max_batch: int | None, buckets: Sequence[int]
-    ) -> EagerSteps | FixedShapeSteps:
-        forward, device = self.forward.decode, self.model.device
-        if graphs == "off":
-            return EagerSteps(forward, slots=self.slots, device=device)
-        return FixedShapeSteps(
-            forward,
-            slots=self.slots,
-            max_length=self.max_length,
-            device=device,
-            max_batch=max_batch,
-            widths=buckets,
-            capture=graphs == "on",
-        )
+        options = StepOptions(graphs, slots, max_batch, buckets)
+        length = self.max_length
+        self._drafts = make_drafts(speculative, draft_tokens, model, options, length)
+        self._drafted = self._accepted = 0
+        sizes = {"max_length": length, "tokens": 1 + self._drafts.tokens}
+        self._rows = BatchRows(self.cache, slots=slots, **sizes)
+        decode, device = self.forward.decode, model.device
+        self._steps = make_steps(decode, options, device=device, **sizes)
 
     @classmethod
     def load(
@@ -152,6 +131,8 @@ class TransformersRunner:
         max_length: int | None = None,
         graphs: GraphMode = "off",
         buckets: Sequence[int] = (),
+        speculative: str | None = None,
+        draft_tokens: int = 4,
     ) -> TransformersRunner:
         """Load a checkpoint folder with `from_pretrained`, without network access.
 
@@ -165,9 +146,11 @@ class TransformersRunner:
             max_length: See `__init__`.
             graphs: See `__init__`; all shapes are captured before this returns.
             buckets: See `__init__`.
+            speculative: See `__init__`.
+            draft_tokens: See `__init__`.
 
         Raises:
-            OSError: The folder holds no checkpoint.
+            OSError: A folder holds no checkpoint.
             ValueError: No such device, or an unsupported model or size.
         """
         if threads is not None:
@@ -180,6 +163,8 @@ class TransformersRunner:
             max_length=max_length,
             graphs=graphs,
             buckets=buckets,
+            speculative=speculative,
+            draft_tokens=draft_tokens,
         )
         if graphs == "on":
             runner.capture()
@@ -206,9 +191,10 @@ class TransformersRunner:
 
     def capture(self) -> None:
         """Capture the graphs of all shapes, so that no request waits for one."""
-        if isinstance(self._steps, FixedShapeSteps):
-            with detect_device_loss(self.model.device), torch.inference_mode():
+        with detect_device_loss(self.model.device), torch.inference_mode():
+            if isinstance(self._steps, FixedShapeSteps):
                 self._steps.prepare()
+            self._drafts.capture()
 
     def check(self, prompt: Prompt) -> None:
         """Reject image tensors that do not fit the prompt or the model."""
@@ -223,7 +209,9 @@ class TransformersRunner:
         with detect_device_loss(self.model.device), torch.inference_mode():
             self._family.prepare_positions(self.model, prompt)
             contents = self._contents(prompt)
-            return self._rows.resume(slot, Sampler(prompt.sampling), contents)
+            kept = self._rows.resume(slot, Sampler(prompt.sampling), contents)
+            self._drafts.truncate(slot, kept)
+            return kept
 
     def prefill(
         self, slot: int, prompt: Prompt, start: int, stop: int
@@ -231,50 +219,118 @@ class TransformersRunner:
         """Run a chunk of the prompt and its images; the last chunk samples a token."""
         with detect_device_loss(self.model.device), torch.inference_mode():
             if not start:
-                contents = self._contents(prompt) if prompt.session else None
-                self._rows.assign(slot, Sampler(prompt.sampling), contents)
+                self._assign(slot, prompt)
                 self._family.prepare_positions(self.model, prompt)
             return self._prefill(slot, prompt, start, stop)
 
-    def decode(self, slots: Sequence[int]) -> list[Emitted | Exception]:
-        """Run the last token of each slot; return the next tokens."""
+    def decode(self, slots: Sequence[int]) -> list[Emitted | list[Emitted] | Exception]:
+        """Run the last token of each slot and drafts; return the tokens that follow.
+
+        A slot has a list only if there are several.
+        """
         states = [self._rows[slot] for slot in slots]
         with detect_device_loss(self.model.device), torch.inference_mode():
+            drafts = self._propose(slots, states)
             width = self._rows.pack(slots, self._steps.width)
             lanes = [
-                Lane(state.row, state.token, state.length, state.delta)
-                for state in states
+                Lane(state.row, (state.token, *draft), state.length, state.delta)
+                for state, draft in zip(states, drafts, strict=True)
             ]
             rows = small_tensor([state.row for state in states], self.model.device)
             logits = self._steps.run(lanes, width)[rows]
-            processed = self._processors.next(
-                slots,
-                [state.token for state in states],
-                [state.length + 1 for state in states],
-                logits,
-            )
-            samplers = [state.sampler for state in states]
-            emitted = sample_tokens(processed, samplers, logits)
+            emitted = self._sample(slots, states, lanes, logits)
+        outputs: list[Emitted | list[Emitted] | Exception] = []
         for state, each in zip(states, emitted, strict=True):
-            state.length += 1
-            if isinstance(each, Emitted):
-                self._record(state, each)
+            if isinstance(each, Exception):
+                outputs.append(each)
+                continue
+            state.length += len(each)
+            self._record(state, each)
+            outputs.append(each if len(each) > 1 else each[0])
+        return outputs
+
+    def _propose(
+        self, slots: Sequence[int], states: Sequence[RowState]
+    ) -> list[list[int]]:
+        """Return drafts for each slot, as many as its row has positions for."""
+        if not self._drafts.tokens:
+            return [[] for _ in slots]
+        texts = [state.contents.ids for state in states if state.contents is not None]
+        drafts = self._drafts.propose(slots, texts)
+        room = [self.max_length - 1 - state.length for state in states]
+        return [each[:most] for each, most in zip(drafts, room, strict=True)]
+
+    def _sample(
+        self,
+        slots: Sequence[int],
+        states: Sequence[RowState],
+        lanes: Sequence[Lane],
+        logits: torch.Tensor,
+    ) -> list[list[Emitted] | Exception]:
+        """Sample the tokens after each lane's own, as long as they are its drafts.
+
+        A draft is accepted if it is what the request's sampler yields at its place,
+        with the random number of that place. So the tokens are those of a run without
+        drafts, whatever the drafts are.
+        """
+        emitted: list[list[Emitted] | Exception] = [[] for _ in lanes]
+        left = list(range(len(lanes)))
+        for at in range(logits.shape[1]):
+            own = logits[small_tensor(left, logits.device), at]
+            processed = self._processors.next(
+                [slots[lane] for lane in left],
+                [lanes[lane].tokens[at] for lane in left],
+                [lanes[lane].length + 1 + at for lane in left],
+                own,
+            )
+            sampled = sample_tokens(
+                processed, [states[lane].sampler for lane in left], own
+            )
+            accepted = []
+            for lane, each in zip(left, sampled, strict=True):
+                so_far = emitted[lane]
+                if isinstance(each, Exception):
+                    # Of a later token: the next step fails, after what is right.
+                    emitted[lane] = so_far or each
+                    continue
+                assert isinstance(so_far, list)
+                so_far.append(each)
+                if lanes[lane].tokens[at + 1 : at + 2] == (each.token,):
+                    accepted.append(lane)
+            left = accepted
+            self._accepted += len(left)
+            if not left:
+                break
+        self._drafted += sum(len(lane.tokens) - 1 for lane in lanes)
         return emitted
 
     def free(self, slot: int) -> None:
         """Discard a slot's state and zero its row."""
         with detect_device_loss(self.model.device), torch.inference_mode():
             self._rows.free(slot)
+            self._drafts.free(slot)
 
     def status(self) -> dict[str, Any]:
         """Return the bytes of the KV rows, the number of graphs and device memory."""
         counters: dict[str, Any] = {"kv_bytes": self.cache.nbytes}
+        if self._drafts.tokens:
+            counters["draft_tokens"] = self._drafted
+            counters["draft_tokens_accepted"] = self._accepted
         if isinstance(self._steps, FixedShapeSteps):
             counters["graphs"] = self._steps.captured
         if self.model.device.type == "cuda":
             counters["device_bytes"] = torch.cuda.memory_allocated()
             counters["device_bytes_reserved"] = torch.cuda.memory_reserved()
         return counters
+
+    def _assign(self, slot: int, prompt: Prompt) -> None:
+        contents = None
+        if prompt.session:
+            contents = self._contents(prompt)
+        elif self._drafts.tokens:
+            contents = PrefixContents(list(prompt.input_ids))
+        self._rows.assign(slot, Sampler(prompt.sampling), contents)
+        self._drafts.truncate(slot, 0)
 
     def _contents(self, prompt: Prompt) -> PrefixContents:
         images = image_spans(self._family, prompt)
@@ -287,6 +343,7 @@ class TransformersRunner:
         # Before the pass, so that the row is zeroed even if the pass fails.
         state.length = stop
         hidden = self.forward.prefill(state.row, prompt, start, stop)
+        self._drafts.extend(slot, prompt.input_ids[:stop])
         if stop < len(prompt.input_ids):
             return None
         logits = self.forward.logits(hidden)
@@ -295,14 +352,20 @@ class TransformersRunner:
         if isinstance(emitted, Exception):
             raise emitted
         state.delta = self._family.delta(prompt)
-        self._record(state, emitted)
+        self._record(state, [emitted])
         return emitted
 
-    def _record(self, state: RowState, emitted: Emitted) -> None:
-        assert emitted.token is not None
-        state.token = emitted.token
-        if state.contents is not None:
-            state.contents.ids.append(emitted.token)
+    def _record(self, state: RowState, emitted: Sequence[Emitted]) -> None:
+        for each in emitted:
+            assert each.token is not None
+            state.token = each.token
+            if state.contents is not None:
+                state.contents.ids.append(each.token)
+
+
+def _check_graphs(graphs: GraphMode, device: torch.device) -> None:
+    if graphs == "on" and device.type != "cuda":
+        raise ValueError(f"graphs is on, the device {device}; they need cuda")
 
 
 def _slot_length(model: Any, max_length: int | None) -> int:
@@ -311,126 +374,3 @@ def _slot_length(model: Any, max_length: int | None) -> int:
     if not 2 <= length <= limit:
         raise ValueError(f"max_length is {length}; the model takes 2 to {limit}")
     return length
-
-
-class ForwardPass:
-    """Runs the forward passes of a transformers model over the rows of a cache.
-
-    Args:
-        model: The model.
-        family: The model's family.
-        cache: The rows that the passes read and write.
-        together: Has the other ranks of a tensor parallel model run the same passes.
-    """
-
-    def __init__(
-        self,
-        model: Any,
-        family: ModelFamily,
-        cache: SlotCache,
-        together: Together = alone,
-    ) -> None:
-        self._model, self._family, self._cache = model, family, cache
-        self._together = together
-        self._text = getattr(model.model, "language_model", model.model)
-        self._masks = AttentionMasks(model.config.get_text_config())
-        self._logits_transform = logits_transform(model.config)
-        self._cache_argument = {cache_parameter(self._text): cache}
-        self._device = TorchDevice(model.device)
-        self._copies = PendingCopies(self._device)
-
-    def prefill(self, row: int, prompt: Prompt, start: int, stop: int) -> torch.Tensor:
-        """Run a chunk of a prompt into a row; return its hidden states.
-
-        When it returns or raises, nothing reads the prompt's tensors any more.
-        """
-        try:
-            hidden = self._prefill(row, prompt, start, stop)
-        finally:
-            self._copies.wait()
-        # Otherwise the chunk's time would be measured as the next decode step's.
-        self._device.record_event().synchronize()
-        return hidden
-
-    def logits(self, hidden: torch.Tensor) -> torch.Tensor:
-        """Return the logits ``(rows, vocab)`` after the last token of each row."""
-        with self._together("logits", ()):
-            return self._logits(hidden)
-
-    def _logits(self, hidden: torch.Tensor) -> torch.Tensor:
-        return self._logits_transform(self._model.lm_head(hidden[:, -1]))
-
-    def decode(self, inputs: StepInputs) -> torch.Tensor:
-        """Run a decode step, without synchronising with the device."""
-        with self._together("decode", (inputs.stop, inputs.table)):
-            return self._decode(inputs)
-
-    def _decode(self, inputs: StepInputs) -> torch.Tensor:
-        self._cache.window = DecodeWindow(inputs.rows, inputs.positions, inputs.stop)
-        positions = inputs.rotary[:, None]
-        if self._family.axes:
-            positions = positions.expand(self._family.axes, -1, -1)
-        output = self._text(
-            input_ids=inputs.ids[:, None],
-            position_ids=positions,
-            attention_mask=self._masks.decode(inputs),
-            use_cache=True,
-            **self._cache_argument,
-        )
-        return self._logits(output.last_hidden_state)
-
-    def _prefill(self, row: int, prompt: Prompt, start: int, stop: int) -> torch.Tensor:
-        ids = prompt.input_ids[start:stop]
-        positions = self._family.positions(prompt, start, stop)
-        images = chunk_image_features(
-            self._family, self._model, prompt, start, stop, self._copies.start
-        )
-        window = PrefillWindow(row, start, stop)
-        numbers = (row, start, stop, torch.tensor(ids), positions)
-        with self._together("prefill", numbers, images):
-            return self.chunk(window, ids, positions, images)
-
-    def chunk(
-        self,
-        window: PrefillWindow,
-        ids: Sequence[int],
-        positions: torch.Tensor,
-        images: EncodedImage | None,
-    ) -> torch.Tensor:
-        """Run a chunk of a prompt into a row; return its hidden states.
-
-        Args:
-            window: The row, and the positions that the chunk fills.
-            ids: Its tokens.
-            positions: Their rotary positions: ``(axes, tokens)`` or ``(tokens,)``.
-            images: Features of its image tokens.
-        """
-        device = self._model.device
-        embeds, extra = self._embed(small_tensor([ids], device), images)
-        self._cache.window = window
-        output = self._text(
-            inputs_embeds=embeds,
-            position_ids=positions.to(device)[..., None, :],
-            attention_mask=self._masks.prefill(window.start, window.stop, device),
-            use_cache=True,
-            **self._cache_argument,
-            **extra,
-        )
-        hidden: torch.Tensor = output.last_hidden_state
-        return hidden
-
-    def _embed(
-        self, ids: torch.Tensor, images: EncodedImage | None
-    ) -> tuple[torch.Tensor, dict[str, Any]]:
-        """Embed a chunk, with image features in place of the image tokens."""
-        embeds = self._text.get_input_embeddings()(ids)
-        if images is None:
-            return embeds, {}
-        mask = ids == self._family.image_token
-        embeds[mask] = images.features.to(embeds.dtype)
-        if not images.deep:
-            return embeds, {}
-        return embeds, {
-            "visual_pos_masks": mask,
-            "deepstack_visual_embeds": images.deep,
-        }

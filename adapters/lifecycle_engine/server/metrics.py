@@ -56,6 +56,12 @@ _KINDS: Final = (
         | {"reused": "tokens_resumed"},
         "stage",
     ),
+    _Kind(
+        "draft_tokens_total",
+        "Drafts that steps checked, and those that were right",
+        {"checked": "runner.draft_tokens", "right": "runner.draft_tokens_accepted"},
+        "result",
+    ),
     _Kind("answer_tokens_total", "Tokens of answers", _one("tokens")),
     _Kind(
         "runs_total",

@@ -38,23 +38,18 @@ class GeneratorQueue(Protocol):
 
     def put(self, output: Output) -> None:
         """Add an output of a stream."""
-        ...
 
     def wake_when_taken(self, running: GeneratorTask) -> None:
         """Wake a generator's task when its output was taken."""
-        ...
 
     def notify_begun(self) -> None:
         """Check soon which generators have begun."""
-        ...
 
     def exit_with(self, reason: SystemExit) -> None:
         """End the server with the exception that a generator raised."""
-        ...
 
     def closed(self, running: GeneratorTask) -> None:
         """Note that nothing of a stream runs any more."""
-        ...
 
 
 class GeneratorTask:

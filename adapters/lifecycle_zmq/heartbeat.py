@@ -277,7 +277,6 @@ class Heartbeat(Protocol):
 
     def beat(self, *, idle: bool) -> None:
         """Record a turn of the loop, or the begin of its sleep."""
-        ...
 
 
 class PageHeartbeat:

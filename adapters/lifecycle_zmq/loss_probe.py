@@ -27,7 +27,6 @@ class NumberedSender(Protocol):
 
     def ping(self) -> None:
         """Send a PING, numbered like its message."""
-        ...
 
 
 class LossProbe:

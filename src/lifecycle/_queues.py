@@ -43,7 +43,6 @@ class Wakeable(Protocol):
 
     def wake(self) -> bool:
         """Let the task run; ``False`` if it was cancelled or its loop is closed."""
-        ...
 
 
 class Ticket:

@@ -129,15 +129,12 @@ class Answer(Protocol):
 
     async def piece(self, index: int, piece: Piece) -> None:
         """Receive a piece of a choice."""
-        ...
 
     async def finished(self, index: int, finish_reason: str, stop: str | None) -> None:
         """Receive the end of a choice, and the stop string that ended it, if any."""
-        ...
 
     async def done(self) -> None:
         """All choices have ended."""
-        ...
 
 
 class ResponseWriter:

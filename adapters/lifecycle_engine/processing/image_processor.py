@@ -212,15 +212,12 @@ class ImagePreprocessor(Protocol):
 
         The arrays of several images are concatenated along their first axis.
         """
-        ...
 
     def counts(self, tensors: Mapping[str, np.ndarray]) -> list[int]:
         """Return the number of tokens of each image, in order."""
-        ...
 
     def check(self, ids: Sequence[int], tensors: Mapping[str, np.ndarray]) -> None:
         """Raise `ValueError` for tensors that the engine would refuse."""
-        ...
 
 
 class GridPreprocessor:

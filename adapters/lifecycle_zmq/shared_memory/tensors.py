@@ -21,7 +21,6 @@ class TensorPayload(Protocol):
 
     def take(self) -> Mapping[str, Any]:
         """Return the tensors and forget them."""
-        ...
 
 
 def take_tensors(payload: TensorPayload | None) -> Mapping[str, Any]:

@@ -59,23 +59,18 @@ class Worker(Protocol):
     @property
     def capacity(self) -> Capacity:
         """The newest capacity that it knows."""
-        ...
 
     def locked(self) -> AbstractContextManager[None]:
         """Keep all other threads from changing what it holds and waits for."""
-        ...
 
     def decide(self, number: int, refusal: Refused | None, epoch: int) -> None:
         """Take a grant or a refusal. Under its lock."""
-        ...
 
     def learn(self, capacity: Capacity) -> None:
         """Take a capacity that may be newer."""
-        ...
 
     def bury(self, row: Row) -> None:
         """Count on for a worker that has died."""
-        ...
 
 
 class Peer:

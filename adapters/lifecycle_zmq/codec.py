@@ -171,22 +171,14 @@ def is_token_list(item: Any) -> bool:
 
 
 def pack_item(item: Any) -> bytes:
-    """Return an item as TICK chunks carry it.
-
-    Raises:
-        EncodeError: It is not a plain value, or too large.
-    """
+    """Return an item as TICK chunks carry it."""
     if not is_plain(item):
         raise refuse("an item")
     return pack(item, "an item", size=MAX_ITEM, array=_MAX_ARRAY)
 
 
 def unpack_item(packed: bytes) -> Any:
-    """Return the item of `packed`.
-
-    Raises:
-        ProtocolError: It is none.
-    """
+    """Return the item of `packed`."""
     item = unpack(packed, "an item", array=_MAX_ARRAY)
     if not is_plain(item):
         raise ProtocolError(
@@ -196,12 +188,7 @@ def unpack_item(packed: bytes) -> Any:
 
 
 def pack_request(request: Any) -> bytes:
-    """Return a request as START and CONTROL carry it.
-
-    Raises:
-        EncodeError: It has other than plain values, or is too large.
-        TypeError: It is no map.
-    """
+    """Return a request as START and CONTROL carry it."""
     if type(request) is not dict:
         if not isinstance(request, Mapping):
             kind = type(request).__name__
@@ -213,11 +200,7 @@ def pack_request(request: Any) -> bytes:
 
 
 def unpack_request(packed: bytes) -> dict[str, Any]:
-    """Return the request of `packed`.
-
-    Raises:
-        ProtocolError: It is none.
-    """
+    """Return the request of `packed`."""
     request = unpack(packed, "a request", array=_MAX_REQUEST_ARRAY)
     if not is_map(request):
         raise ProtocolError("a request is no map of plain values")

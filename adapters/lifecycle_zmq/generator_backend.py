@@ -28,13 +28,9 @@ from lifecycle_zmq.transport.base import AwaitedTransport
 
 
 class GeneratorQueue(Protocol):
-    """Collects what generators produce until the server takes it.
+    """Collects what generators produce until the server takes it."""
 
-    Attributes:
-        turn: Number of times that everything was taken.
-    """
-
-    turn: int
+    turn: int  # how often everything was taken
 
     def put(self, output: Output) -> None:
         """Add an output of a stream."""
@@ -55,19 +51,10 @@ class GeneratorQueue(Protocol):
 class GeneratorTask:
     """Runs one generator in a task of its own, never more than one item ahead.
 
-    Args:
-        key: Its stream.
-        items: The generator; closed in the end, in this same task.
-        queue: Receives its items.
-        like: A waiter of the same event loop.
-
     Attributes:
-        key: As given.
         begun: Whether the generator has run until it waited.
         accepted: Whether the client was sent that it does.
         refusal: The exception, if it refused the request before it waited.
-        finished: Whether it is closed.
-        paused: Whether to ask for no further item.
         put_in: Turn of the queue in which it last added an output.
     """
 

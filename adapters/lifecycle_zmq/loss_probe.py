@@ -17,11 +17,7 @@ _PROMPT_PINGS = 4
 
 
 class NumberedSender(Protocol):
-    """Sends messages, and numbers them.
-
-    Attributes:
-        sent: Number of messages sent.
-    """
+    """Sends messages, and numbers them."""
 
     sent: int
 
@@ -48,11 +44,7 @@ class LossProbe:
         self._stopped = False
 
     async def run(self) -> None:
-        """Send a PING whenever a direction was quiet for a while, until `stop`.
-
-        Cancellation:
-            At any time.
-        """
+        """Send a PING whenever a direction was quiet for a while, until `stop`."""
         while not self._stopped:
             await anyio.sleep(_PING_SECONDS)
             self._probe()

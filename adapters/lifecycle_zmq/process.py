@@ -121,9 +121,6 @@ def exit_with_process(descriptor: int | None) -> None:
     A process that the parent forked, such as a pool of workers, keeps the pipe open
     after the parent is gone, and the kernel only kills children that had asked for it
     by then.
-
-    Args:
-        descriptor: Of the parent; ``None`` where the system has no pidfds.
     """
     if descriptor is not None:
         threading.Thread(
@@ -196,11 +193,6 @@ class EngineProcess:
     kernel's notice of a parent's death is bound to the thread. The thread of the event
     loop does; a worker thread of a pool does not.
 
-    Args:
-        argv: The program and its arguments.
-        env: Its environment; ``None`` inherits that of this process.
-        pass_fds: Descriptors that it inherits beside the three standard ones.
-
     Raises:
         OSError: The program cannot be started.
     """
@@ -253,10 +245,7 @@ class EngineProcess:
         return self._output.decode(errors="replace")
 
     async def drain(self) -> None:
-        """Read its output forever, so that it never blocks on a full pipe.
-
-        Cancellation: the ordinary way to stop; nothing read is lost.
-        """
+        """Read its output forever, so that it never blocks on a full pipe."""
         while self.read_output():
             await anyio.wait_readable(self._output_fd)
         await anyio.sleep_forever()

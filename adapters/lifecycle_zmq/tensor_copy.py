@@ -26,9 +26,6 @@ INLINE_BYTES = 64 * 2**10
 class ArenaPlacement:
     """Places the tensors of one request in the arena.
 
-    Args:
-        arena: The arena, or ``None`` to send every tensor.
-
     Attributes:
         blocks: The blocks that the request uses, for its lease.
     """
@@ -70,10 +67,6 @@ class TensorCopier:
     """Copies large tensors to shared memory in a worker thread, one request at a time.
 
     The event loop goes on meanwhile.
-
-    Args:
-        arena: The arena, or ``None``.
-        link: The transport, which may take sealed memory for the rest.
     """
 
     def __init__(self, arena: Arena | None, link: ClientTransport) -> None:

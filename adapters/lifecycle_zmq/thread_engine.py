@@ -223,10 +223,7 @@ class ThreadInstance(EngineInstance):
         self._stop_timeout = stop_timeout
 
     async def run(self) -> None:
-        """Start the thread, serve until it ends.
-
-        Cancellation: the thread is asked to end, and given `stop_timeout`.
-        """
+        """Start the thread, serve until it ends."""
         finished = ThreadsafeEvent()
         try:
             self._loop.start(finished.set)

@@ -38,13 +38,6 @@ class ZmqClientTransport:
     """A DEALER that never blocks and never queues for an engine that is not there.
 
     The event loop waits for its descriptor, so asyncio and trio both work.
-
-    Args:
-        endpoint: The ``ipc://`` address of one incarnation.
-        handle: Called with each message that arrived.
-
-    Raises:
-        OSError: The system has too few descriptors left.
     """
 
     def __init__(self, endpoint: str, handle: MessageHandler) -> None:
@@ -105,10 +98,7 @@ class ZmqClientTransport:
             pass
 
     async def pump(self, greet: Callable[[], bool]) -> None:
-        """Send the first message once connected, then handle messages until a hang-up.
-
-        Cancellation: no message is lost, none is taken while this waits.
-        """
+        """Send the first message once connected, then receive until a hang-up."""
         self._greet = greet
         with self._reading:
             await self._read()
@@ -210,12 +200,7 @@ _NOW_AND_MORE = int(zmq.NOBLOCK | zmq.SNDMORE)
 
 
 class ZmqServerTransport:
-    """A ROUTER that listens on an endpoint and never waits for a client.
-
-    Args:
-        endpoint: The address.
-        descriptor: Of a socket that listens there already, if one was inherited.
-    """
+    """A ROUTER that listens on an endpoint and never waits for a client."""
 
     def __init__(self, endpoint: str, descriptor: int | None = None) -> None:
         self._context = zmq.Context()
@@ -253,10 +238,7 @@ class ZmqServerTransport:
         return False
 
     async def wait(self, *, room: bool = False) -> None:
-        """Wait until there may be something to receive.
-
-        Cancellation: nothing is lost.
-        """
+        """Wait until there may be something to receive."""
         del room
         await anyio.wait_readable(cast("int", self._socket.get(zmq.FD)))
 

@@ -108,9 +108,6 @@ class RayTransport:
 
         The references are dropped at once: only the call keeps the tensors, until the
         actor has dropped them.
-
-        Raises:
-            EncodeError: The object store is full.
         """
         if self._closed:
             return False
@@ -143,10 +140,7 @@ class RayTransport:
                 return
 
     async def pump(self, greet: Callable[[], bool]) -> None:
-        """Pull forever.
-
-        Cancellation: at any time; a pending pull is dropped.
-        """
+        """Pull forever."""
         greet()
         while not self._closed:
             if self._pull is None:
@@ -423,10 +417,7 @@ class ActorInstance(EngineInstance):
         return "busy" if self._stalled_for > self._settings.busy_after else "serving"
 
     async def run(self) -> None:
-        """Create the actor, serve, kill it; an error becomes the reason.
-
-        Cancellation: the actor is killed, its requests fail.
-        """
+        """Create the actor, serve, kill it; an error becomes the reason."""
         try:
             await self._run()
         except Exception as error:  # noqa: BLE001 - raised in `wait_ready`

@@ -14,10 +14,8 @@ class Operation:
 
     Attributes:
         tag: The group that it belongs to.
-        method: As in a request.
         path: With its parameters in braces.
         id: Unique; what generated clients call it.
-        summary: A line.
     """
 
     tag: str

@@ -106,9 +106,6 @@ async def resolve(host: str) -> list[str]:
 
     Raises:
         OSError: The name cannot be resolved.
-
-    Cancellation:
-        At any time.
     """
     found = await anyio.getaddrinfo(host, _PORT, type=socket.SOCK_STREAM)
     return [str(address[0]) for *_, address in found]

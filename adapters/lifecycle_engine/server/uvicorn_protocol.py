@@ -365,10 +365,6 @@ class GatheringTransport:
     A write is a system call and wakes the client: once for the head and the body of a
     short answer, and for all events that a stream has at that moment. All else is as
     the transport has it.
-
-    Args:
-        transport: The connection's.
-        loop: The event loop.
     """
 
     __slots__ = ("_bytes", "_gathered", "_loop", "_transport")
@@ -443,10 +439,6 @@ def without_chunks(app: Any, cycle: Any) -> Any:
 
     uvicorn sends responses without a declared length in chunks even there. The wrapped
     application sends them as they are; the end of the connection ends them.
-
-    Args:
-        app: The application.
-        cycle: uvicorn's state of the one request that it will serve.
     """
 
     async def served(scope: Any, receive: Any, send: Any) -> None:
@@ -474,10 +466,6 @@ class BoundedReads(asyncio.BufferedProtocol):
 
     By default an event loop reads 256 KiB at a time from every client, also from those
     that wait for admission.
-
-    Args:
-        protocol: Receives all calls.
-        read_size: Maximum bytes of the next read; at least one.
     """
 
     def __init__(
@@ -537,9 +525,6 @@ class RequestHeadParser:
 
     While `should_upgrade` is true, the owner must ignore that a head or a message is
     complete: both are reported again.
-
-    Args:
-        owner: Its callbacks are called.
     """
 
     __slots__ = ("_owner", "_parser")
@@ -549,11 +534,7 @@ class RequestHeadParser:
         self._parser = _new_parser(owner)
 
     def feed_data(self, data: bytes) -> None:
-        """Parse *data*, calling the owner.
-
-        Raises:
-            httptools.HttpParserError: Not HTTP, or a CONNECT.
-        """
+        """Parse *data*, calling the owner."""
         rest = memoryview(data)
         while rest:
             try:

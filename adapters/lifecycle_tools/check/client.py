@@ -174,10 +174,7 @@ class Response:
 
 
 async def read_head(stream: ByteStream) -> Response:
-    """Read the head of a response, and what came with it of the body.
-
-    Cancellation: what was read is lost.
-    """
+    """Read the head of a response, and what came with it of the body."""
     data = b""
     while b"\r\n\r\n" not in data:
         if len(data) > _HEAD_LIMIT:
@@ -206,10 +203,7 @@ def _is_complete(response: Response) -> bool:
 
 
 async def read_response(stream: ByteStream) -> Response:
-    """Read a response to its end.
-
-    Cancellation: what was read is lost.
-    """
+    """Read a response to its end."""
     response = await read_head(stream)
     while response.status and not _is_complete(response):
         try:

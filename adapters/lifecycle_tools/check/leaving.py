@@ -148,12 +148,7 @@ def _signs(idle: Load, stayed: Load, left: Load) -> Iterator[Sign]:
 
 
 def judge_turns(phase: Phase, turns: Sequence[Sequence[Sign]]) -> Finding:
-    """Judge what was seen in several turns, each of clients that stay and that leave.
-
-    Args:
-        phase: When they leave.
-        turns: The signs of each turn.
-    """
+    """Judge what was seen in turns of clients that stay and that leave at *phase*."""
     found: dict[str, list[Sign]] = {}
     for sign in chain.from_iterable(turns):
         found.setdefault(sign.text, []).append(sign)

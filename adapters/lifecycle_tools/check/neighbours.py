@@ -38,11 +38,7 @@ class Attack:
     """What one client does to the others.
 
     Attributes:
-        name: Of the check.
-        sent: What it sends, in words.
-        clients: How many connections it opens.
         limit: Factor by which others may be served later than alone.
-        images: Whether it sends pictures.
     """
 
     name: str

@@ -122,10 +122,7 @@ def _is_error(response: Response) -> bool:
 
 
 async def picture_memory(target: Target) -> Finding:
-    """Send honest pictures in rounds; memory must not grow with the rounds.
-
-    Cancellation: all clients leave.
-    """
+    """Send honest pictures in rounds; memory must not grow with the rounds."""
     name, sent = "memory.pictures", "4 rounds of 4 PNGs of 1024 x 1024 pixels"
     if target.process is None:
         because = "Memory is seen from the same host only, with --pid."

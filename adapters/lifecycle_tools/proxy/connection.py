@@ -23,13 +23,7 @@ Event: TypeAlias = (
 
 
 class UpstreamError(Exception):
-    """The upstream does not answer as it should.
-
-    Args:
-        reason: For the log and for the client.
-        status: Of the response to the client, if none has begun.
-        code: The same, as a word.
-    """
+    """The upstream does not answer as it should."""
 
     def __init__(
         self, reason: str, *, status: int = 502, code: str = "upstream_unavailable"

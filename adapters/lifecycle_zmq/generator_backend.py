@@ -7,7 +7,7 @@ import inspect
 import math
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import AbstractAsyncContextManager, aclosing, nullcontext
-from typing import Any, Literal, Protocol
+from typing import Any, Literal
 
 import anyio
 import anyio.lowlevel
@@ -25,27 +25,6 @@ from lifecycle_zmq.heartbeat import Heartbeat, loop_hooks
 from lifecycle_zmq.protocol import Finish
 from lifecycle_zmq.server import EngineLoop
 from lifecycle_zmq.transport.base import AwaitedTransport
-
-
-class GeneratorQueue(Protocol):
-    """Collects what generators produce until the server takes it."""
-
-    turn: int  # how often everything was taken
-
-    def put(self, output: Output) -> None:
-        """Add an output of a stream."""
-
-    def wake_when_taken(self, running: GeneratorTask) -> None:
-        """Wake a generator's task when its output was taken."""
-
-    def notify_begun(self) -> None:
-        """Check soon which generators have begun."""
-
-    def exit_with(self, reason: SystemExit) -> None:
-        """End the server with the exception that a generator raised."""
-
-    def closed(self, running: GeneratorTask) -> None:
-        """Note that nothing of a stream runs any more."""
 
 
 class GeneratorTask:
@@ -78,7 +57,7 @@ class GeneratorTask:
         self,
         key: str,
         items: AsyncIterator[Any],
-        queue: GeneratorQueue,
+        queue: GeneratorBackend,
         like: LoopWaiter,
     ) -> None:
         self.key = key
@@ -233,7 +212,7 @@ class GeneratorBackend:
         self._reason: SystemExit | None = None
         self._due = False
         self._full = False
-        self.turn = 0
+        self.turn = 0  # how often everything was taken
 
     def start(
         self, key: str, request: dict[str, Any], tensors: dict[str, memoryview]

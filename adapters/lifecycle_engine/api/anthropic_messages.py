@@ -185,9 +185,9 @@ class MessagesAnswer:
     """The answer to one request, complete or as events."""
 
     def __init__(
-        self, writer: ResponseWriter, model: str, usage: Usage, *, stream: bool
+        self, writer: ResponseWriter, parsed: ParsedRequest, model: str, usage: Usage
     ) -> None:
-        self._writer, self._usage, self._stream = writer, usage, stream
+        self._writer, self._usage, self._stream = writer, usage, parsed.stream
         self._model = model
         self._text: list[str] = []
         self._reason: str | None = None
@@ -256,12 +256,6 @@ class MessagesAnswer:
         }
 
 
-def _answer(
-    writer: ResponseWriter, parsed: ParsedRequest, model: str, usage: Usage
-) -> MessagesAnswer:
-    return MessagesAnswer(writer, model, usage, stream=parsed.stream)
-
-
 def _error(error: ApiError, request_id: str | None) -> tuple[int, Document]:
     status = _OVERLOADED if error.status == 503 else error.status
     return status, {
@@ -273,7 +267,7 @@ def _error(error: ApiError, request_id: str | None) -> tuple[int, Document]:
 
 ANTHROPIC = ApiFormat(
     parse=parse_messages,
-    answer=_answer,
+    answer=MessagesAnswer,
     frame=named_event,
     error=_error,
     id_header=b"request-id",

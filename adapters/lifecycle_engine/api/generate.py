@@ -94,7 +94,7 @@ class GenerateAnswer:
     """The response to one request."""
 
     def __init__(
-        self, writer: ResponseWriter, model: str, usage: Usage, parsed: ParsedRequest
+        self, writer: ResponseWriter, parsed: ParsedRequest, model: str, usage: Usage
     ) -> None:
         self._writer, self._usage, self._stream = writer, usage, parsed.stream
         self._head = {"id": writer.request_id, "model": model}
@@ -135,19 +135,13 @@ def _output(pieces: list[Piece]) -> Document:
     return output
 
 
-def _answer(
-    writer: ResponseWriter, parsed: ParsedRequest, model: str, usage: Usage
-) -> GenerateAnswer:
-    return GenerateAnswer(writer, model, usage, parsed)
-
-
 def _line(document: Document) -> bytes:
     return dump(document) + b"\n"
 
 
 PLAIN = ApiFormat(
     parse=parse_generate,
-    answer=_answer,
+    answer=GenerateAnswer,
     frame=_line,
     error=OPENAI.error,
     stream_type=b"application/x-ndjson",

@@ -383,9 +383,10 @@ class ResponseAnswer:
     """The answer to one request."""
 
     def __init__(
-        self, writer: ResponseWriter, text: ResponseText, *, stream: bool
+        self, writer: ResponseWriter, parsed: ParsedRequest, model: str, usage: Usage
     ) -> None:
-        self._writer, self._text, self._stream = writer, text, stream
+        self._writer, self._stream = writer, parsed.stream
+        self._text = ResponseText(str(writer.request_id), model, usage, parsed.echo)
         self._begun = False
 
     async def piece(self, index: int, piece: Piece) -> None:
@@ -418,16 +419,9 @@ class ResponseAnswer:
         await self._writer.event(*self._text.begin())
 
 
-def _answer(
-    writer: ResponseWriter, parsed: ParsedRequest, model: str, usage: Usage
-) -> ResponseAnswer:
-    text = ResponseText(str(writer.request_id), model, usage, parsed.echo)
-    return ResponseAnswer(writer, text, stream=parsed.stream)
-
-
 RESPONSES = ApiFormat(
     parse=parse_responses,
-    answer=_answer,
+    answer=ResponseAnswer,
     frame=named_event,
     error=OPENAI.error,
 )

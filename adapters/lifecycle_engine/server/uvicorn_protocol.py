@@ -11,7 +11,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Protocol, cast
+from typing import Any, cast
 
 import httptools
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
@@ -509,13 +509,6 @@ class BoundedReads(asyncio.BufferedProtocol):
         self._protocol.resume_writing()
 
 
-class ParserCallbacks(Protocol):
-    """httptools' callbacks, with what has been parsed of a request."""
-
-    url: bytes
-    headers: Headers
-
-
 class RequestHeadParser:
     """httptools' parser, ignoring offers to upgrade to another protocol.
 
@@ -529,7 +522,7 @@ class RequestHeadParser:
 
     __slots__ = ("_owner", "_parser")
 
-    def __init__(self, owner: ParserCallbacks) -> None:
+    def __init__(self, owner: HttpToolsProtocol) -> None:
         self._owner = owner
         self._parser = _new_parser(owner)
 
@@ -570,14 +563,14 @@ class RequestHeadParser:
         return bytes(self._parser.get_method())
 
 
-def _new_parser(owner: ParserCallbacks) -> httptools.HttpRequestParser:
+def _new_parser(owner: HttpToolsProtocol) -> httptools.HttpRequestParser:
     parser = httptools.HttpRequestParser(owner)
     # As in uvicorn: data after the last request is dropped, not refused.
     parser.set_dangerous_leniencies(lenient_data_after_close=True)
     return parser
 
 
-def _head(parser: httptools.HttpRequestParser, request: ParserCallbacks) -> bytes:
+def _head(parser: httptools.HttpRequestParser, request: HttpToolsProtocol) -> bytes:
     version = parser.get_http_version().encode()
     head = [parser.get_method() + b" " + request.url + b" HTTP/" + version]
     for name, value in request.headers:

@@ -66,11 +66,7 @@ class ConfigError(ValueError):
 
 @dataclass(frozen=True, slots=True)
 class Setting:
-    """One field of a section, as users see it.
-
-    Attributes:
-        kind: Parses and checks its value.
-    """
+    """One field of a section, as users see it."""
 
     section: str
     key: str

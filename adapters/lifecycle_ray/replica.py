@@ -42,12 +42,7 @@ from lifecycle_zmq.transport.base import MessageHandler
 
 
 def future_of(reference: Any, notify: Callable[[], None]) -> Future[Any]:
-    """Return the future of an object; `notify` is called from any thread at its end.
-
-    Args:
-        reference: A `ray.ObjectRef`, which the future keeps until it is done.
-        notify: Must not raise.
-    """
+    """Return the future of an object; `notify` is called from any thread at its end."""
     future: Future[Any] = reference.future()
     future.add_done_callback(lambda _: notify())
     return future

@@ -205,10 +205,7 @@ class EngineStream:
         return item
 
     async def aclose(self) -> None:
-        """Stop reading and ask the engine to stop producing. Does not wait.
-
-        Cancellation: there is no checkpoint in it.
-        """
+        """Stop reading and ask the engine to stop producing. Does not wait."""
         self.close_nowait()
 
     def close_nowait(self) -> None:

@@ -58,12 +58,6 @@ def is_map(value: Any, depth: int = MAX_DEPTH) -> bool:
 def pack(value: Any, what: str, *, size: int, array: int) -> bytes:
     """Return the msgpack of a plain `value`.
 
-    Args:
-        value: What to pack; `is_plain` or a map of checked fields.
-        what: Name of the value in errors.
-        size: The most bytes.
-        array: The most elements of one array in it.
-
     Raises:
         EncodeError: It exceeds a limit, or msgpack cannot encode it.
     """
@@ -97,11 +91,6 @@ def refuse(what: str) -> EncodeError:
 
 def unpack(packed: bytes | memoryview, what: str, *, array: int) -> Any:
     """Return the value of msgpack that a peer sent.
-
-    Args:
-        packed: The bytes; all of them are that value.
-        what: Name of the value in errors.
-        array: The most elements of one array in it.
 
     Raises:
         ProtocolError: It is malformed or exceeds the limit.
@@ -247,11 +236,7 @@ def pack_tokens(words: list[int]) -> bytes:
 
 
 def unpack_tokens(block: bytes) -> list[TokenList]:
-    """Return the token lists of a block, in order.
-
-    Raises:
-        ProtocolError: A list is shorter than it claims.
-    """
+    """Return the token lists of a block, in order."""
     if len(block) % 4:
         raise ProtocolError(f"a token block of {len(block)} bytes")
     packed = array("I", block)

@@ -143,10 +143,6 @@ def kill_on_hang_up(descriptor: int, pid: int) -> None:
     A child that is stopped before it can ask for that itself would stay until it is
     continued. Only if the parent had forked, too, does the pipe stay open; then the
     child ends when it is continued.
-
-    Args:
-        descriptor: The read end, into which nothing is ever written.
-        pid: Of a child that is not reaped.
     """
     if sys.platform == "linux":
         with contextlib.suppress(OSError):

@@ -419,14 +419,6 @@ def encode(
 ) -> bytes:
     """Return the first part of a message.
 
-    Args:
-        kind: Its kind.
-        body: The fields of `kind`, of plain types.
-        incarnation: The engine process it is for or from.
-        sequence: Its number in this connection.
-        generation: The number of the stream that a START begins.
-        tensors: How many parts of memory will follow.
-
     Raises:
         EncodeError: The body does not fit the schema or the limits of `kind`.
     """
@@ -456,10 +448,6 @@ def _pack(kind: Kind, body: Mapping[str, Any]) -> bytes:
 
 def decode(parts: Sequence[Buffer], *, accept: frozenset[Kind]) -> Message:
     """Check a received message and return it.
-
-    Args:
-        parts: The parts of the message, as received.
-        accept: The kinds that the other side may send.
 
     Raises:
         ProtocolError: The message is invalid in any way.

@@ -124,11 +124,6 @@ class LivenessMonitor:
 class EngineInstance:
     """One incarnation of an engine, from its start until nothing is left of it.
 
-    Args:
-        number: Its number, which every message carries.
-        retry_after: Seconds, passed on in `EngineLost` when it is lost.
-        changed: Called when it began to serve, and when it is lost.
-
     Attributes:
         reason: Why it ended, in one word.
         start_seconds: How long it took until it served; ``None`` if it never did.

@@ -369,12 +369,7 @@ class Options(Schema):
 
 
 class Fields(NamedTuple):
-    """Names of the body's content fields, for errors.
-
-    Attributes:
-        text: Field of the text.
-        images: Field of the images.
-    """
+    """Names of the body's content fields, for errors."""
 
     text: str = "messages"
     images: str = "messages"

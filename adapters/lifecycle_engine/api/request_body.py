@@ -54,8 +54,6 @@ class RemoteImage:
     """An image given by URL.
 
     Attributes:
-        message: Index of its message.
-        part: Index of its part in that message.
         param: Path of the field, for errors.
     """
 

@@ -224,11 +224,7 @@ class StatusEndpoints:
 
 
 async def snapshot(service: Service) -> dict[str, Any]:
-    """Return the state of gates, sessions and both processes; counts only, no ids.
-
-    Cancellation:
-        At any time.
-    """
+    """Return the state of gates, sessions and both processes; counts only, no ids."""
     engine, lanes = service.engine, service.admission.statistics()
     pid, ready = engine.pid, engine.ready
     phases: dict[str, int] = {}

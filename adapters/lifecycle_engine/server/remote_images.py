@@ -129,9 +129,6 @@ async def connect(
     Raises:
         OSError: The connection was refused, or the certificate is invalid.
         anyio.EndOfStream: The connection ended during the handshake.
-
-    Cancellation:
-        At any time.
     """
     return await anyio.connect_tcp(
         address,

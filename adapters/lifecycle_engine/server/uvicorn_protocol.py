@@ -410,11 +410,7 @@ class GatheringTransport:
 
 
 class _ResponseTransport:
-    """The transport of one request: closing it may linger.
-
-    Attributes:
-        half_closed: Whether a client that has finished sending gets its answer.
-    """
+    """The transport of one request: closing it may linger."""
 
     __slots__ = (
         "abort",

@@ -41,10 +41,7 @@ def _most() -> int:
 
 
 async def burst(target: Target) -> list[Finding]:
-    """Send many requests at once, more until some are refused, and judge those.
-
-    Cancellation: all clients leave.
-    """
+    """Send many requests at once, more until some are refused, and judge those."""
     count, most = target.settings.concurrency, _most()
     request = target.request(tokens=32, stream=False)
     responses = await _burst(target, request, count)

@@ -47,9 +47,6 @@ class UpstreamTimeout(UpstreamError):
 class Connection:
     """One HTTP/1.1 connection, for one request at a time.
 
-    Args:
-        stream: A connected socket, with or without TLS.
-
     Attributes:
         reused: Whether it has served a request before.
         idle_since: When the last one ended.
@@ -70,9 +67,6 @@ class Connection:
         Raises:
             UpstreamLost: The connection is closed.
             h11.LocalProtocolError: HTTP does not allow this.
-
-        Cancellation:
-            The connection can only be closed.
         """
         data = b"".join(self._http.send(event) or b"" for event in events)
         if not data:

@@ -88,11 +88,7 @@ class ListenSettings:
 
 
 def serve(app: App, settings: ListenSettings) -> None:
-    """Serve *app* by uvicorn until SIGTERM or SIGINT, then drain.
-
-    Raises:
-        ModuleNotFoundError: uvicorn is not installed.
-    """
+    """Serve *app* by uvicorn until SIGTERM or SIGINT, then drain."""
     import uvicorn
 
     from lifecycle_asgi.uvicorn_protocol import HeadersOnly

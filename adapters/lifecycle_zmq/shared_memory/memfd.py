@@ -222,10 +222,6 @@ def unpack(descriptor: int, sizes: Sequence[int]) -> list[memoryview]:
 
     They are writable copies of the receiver's own (private mapping).
 
-    Args:
-        descriptor: The descriptor that was received; closed here in any case.
-        sizes: Of each tensor, in bytes.
-
     Raises:
         MemoryError: This process has no room to map it.
         ProtocolError: It refers to no memory, is not sealed, or has another size.

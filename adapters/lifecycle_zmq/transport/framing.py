@@ -37,11 +37,7 @@ _PRIVATE: int = getattr(socket, "MSG_CMSG_CLOEXEC", 0)
 
 
 def send(sock: socket.socket, frame: memoryview, descriptor: int) -> int:
-    """Send bytes, and a descriptor with the first of them; return how many were sent.
-
-    Raises:
-        OSError: As `socket.sendmsg`; the descriptor was not passed.
-    """
+    """Send bytes, a descriptor with the first of them; return how many were sent."""
     rights = array.array("i", [descriptor])
     passed = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, rights)]
     return sock.sendmsg([frame], passed, QUIET)
@@ -150,11 +146,7 @@ def _split(number: int) -> tuple[int, int]:
 
 
 class FrameReader:
-    """Splits the bytes of a socket into messages.
-
-    Attributes:
-        at_end: Whether nothing more can be read.
-    """
+    """Splits the bytes of a socket into messages."""
 
     def __init__(self, sock: socket.socket, *, head: int, tensors: int) -> None:
         self._passed = passed(sock) if tensors else None

@@ -35,7 +35,7 @@ from lifecycle_zmq import (
     EngineLoop,
     SupervisedEngine,
 )
-from lifecycle_zmq.protocol import Buffer
+from lifecycle_zmq.shared_memory.tensors import Buffer
 from lifecycle_zmq.supervisor import EngineInstance
 from lifecycle_zmq.thread_engine import QueuedTransport
 from lifecycle_zmq.transport.base import MessageHandler

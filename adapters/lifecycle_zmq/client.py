@@ -31,10 +31,15 @@ from lifecycle_zmq.client_streams import (
 from lifecycle_zmq.codec import pack_request
 from lifecycle_zmq.exceptions import EncodeError, ProtocolError, RequestRejected
 from lifecycle_zmq.loss_probe import LossProbe
-from lifecycle_zmq.protocol import Buffer, Kind
+from lifecycle_zmq.protocol import Kind
 from lifecycle_zmq.shared_memory.allocator import Block
 from lifecycle_zmq.shared_memory.arena import Arena
-from lifecycle_zmq.shared_memory.tensors import TensorPayload, take_tensors
+from lifecycle_zmq.shared_memory.tensors import (
+    Buffer,
+    TensorPayload,
+    describe,
+    take_tensors,
+)
 from lifecycle_zmq.tensor_copy import ArenaPlacement, TensorCopier
 from lifecycle_zmq.transport.base import ClientTransport, Connect
 from lifecycle_zmq.transport.endpoints import connect_to
@@ -564,7 +569,7 @@ class EngineClient:
         if isinstance(tensors, dict) and not tensors:
             return [], [], ()
         placement = ArenaPlacement(self._arena)
-        described, memory = protocol.describe(tensors, placement.place)
+        described, memory = describe(tensors, placement.place)
         return described, memory, placement.blocks
 
     async def _guard(

@@ -58,12 +58,10 @@ from lifecycle_zmq.codec import (
 from lifecycle_zmq.exceptions import ProtocolError
 from lifecycle_zmq.shared_memory.tensors import (
     ITEMSIZE,
-    MAX_TENSOR_BYTES,
     MAX_TENSORS,
     Buffer,
     Place,
     attach,
-    describe,
 )
 
 MAX_KEY = 256
@@ -269,30 +267,6 @@ TICK: Schema = {
 REPORT: Schema = {"ask": _is_count, "status": is_map}
 FAULT: Schema = {"message": _is_message}
 
-
-__all__ = (
-    "FROM_CLIENT",
-    "FROM_ENGINE",
-    "HEADER",
-    "MAGIC",
-    "MAX_CODE",
-    "MAX_TENSORS",
-    "MAX_TENSOR_BYTES",
-    "MAX_TEXT",
-    "VERSION",
-    "Buffer",
-    "Kind",
-    "KindLimits",
-    "Message",
-    "Place",
-    "decode",
-    "describe",
-    "encode",
-    "is_key",
-    "largest_head",
-    "limits_of",
-    "seal",
-)
 
 MAGIC = b"LCZQ"
 VERSION = 3

@@ -28,9 +28,9 @@ from lifecycle_zmq.process import (
     exit_with_process,
     ignore_stop_signals,
 )
-from lifecycle_zmq.protocol import Kind, Message, Place
+from lifecycle_zmq.protocol import Kind, Message
 from lifecycle_zmq.shared_memory.arena_reader import ArenaView
-from lifecycle_zmq.shared_memory.tensors import NOWHERE, move
+from lifecycle_zmq.shared_memory.tensors import NOWHERE, Place, move
 from lifecycle_zmq.transport import endpoints
 from lifecycle_zmq.transport.base import ServerTransport
 from lifecycle_zmq.transport.socketpair import SocketPairServer

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Protocol
 
-from lifecycle_zmq.protocol import Buffer
+from lifecycle_zmq.shared_memory.tensors import Buffer
 
 # The exit of the process, which follows at once, gives a better reason than its socket.
 HUNG_UP_SECONDS = 1.0

@@ -23,10 +23,9 @@ from dataclasses import dataclass
 
 from lifecycle_zmq import protocol
 from lifecycle_zmq.exceptions import EncodeError, ProtocolError
-from lifecycle_zmq.protocol import Buffer
 from lifecycle_zmq.shared_memory import memfd
 from lifecycle_zmq.shared_memory.memfd import SUPPORTED
-from lifecycle_zmq.shared_memory.tensors import LOST
+from lifecycle_zmq.shared_memory.tensors import LOST, MAX_TENSOR_BYTES, Buffer
 
 _ITEM = array.array("i").itemsize
 # Of an incomplete message and of the next one. A read ends after a descriptor.
@@ -285,7 +284,7 @@ class FrameReader:
 
     def _check(self, follow: int, size: int) -> None:
         if self._parts:
-            bad = follow != self._follow - 1 or size > protocol.MAX_TENSOR_BYTES
+            bad = follow != self._follow - 1 or size > MAX_TENSOR_BYTES
         else:
             bad = follow > self._tensors or size > self._head
             bad = bad or (self._sizes is not None and not follow)

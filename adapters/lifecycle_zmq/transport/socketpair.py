@@ -15,8 +15,8 @@ import anyio
 from lifecycle.lowlevel import LoopWaiter
 from lifecycle_zmq import protocol
 from lifecycle_zmq.exceptions import ProtocolError
-from lifecycle_zmq.protocol import Buffer
 from lifecycle_zmq.shared_memory import memfd
+from lifecycle_zmq.shared_memory.tensors import MAX_TENSORS, Buffer
 from lifecycle_zmq.transport.base import HUNG_UP_SECONDS, MessageHandler
 from lifecycle_zmq.transport.framing import FrameReader, FrameWriter, prepare
 
@@ -186,7 +186,7 @@ class SocketPairServer:
         self._reader = FrameReader(
             self._socket,
             head=protocol.largest_head(protocol.FROM_CLIENT),
-            tensors=protocol.MAX_TENSORS,
+            tensors=MAX_TENSORS,
         )
         self._writer = FrameWriter(self._socket)
         # Whether messages may have been read ahead.

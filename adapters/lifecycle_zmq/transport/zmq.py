@@ -21,6 +21,7 @@ import zmq
 
 from lifecycle.lowlevel import LoopWaiter
 from lifecycle_zmq import protocol
+from lifecycle_zmq.shared_memory.tensors import MAX_TENSOR_BYTES, Buffer
 from lifecycle_zmq.transport.base import HUNG_UP_SECONDS, MessageHandler
 
 # Messages handled before other tasks get a turn.
@@ -58,7 +59,7 @@ class ZmqClientTransport:
             raise
         self._descriptor = cast("int", self._socket.get(zmq.FD))
 
-    def send(self, parts: Sequence[protocol.Buffer]) -> bool:
+    def send(self, parts: Sequence[Buffer]) -> bool:
         """Copy *parts* into the socket; False while there is no connection yet.
 
         After a hang-up messages are dropped, and `pump` ends.
@@ -242,7 +243,7 @@ class ZmqServerTransport:
         del room
         await anyio.wait_readable(cast("int", self._socket.get(zmq.FD)))
 
-    def receive(self) -> tuple[bytes, list[protocol.Buffer]] | None:
+    def receive(self) -> tuple[bytes, list[Buffer]] | None:
         """Return sender and parts of the next message; None if there is none."""
         # Checked first: an attempt that fails costs three times as much.
         if not self.ahead:
@@ -263,7 +264,7 @@ class ZmqServerTransport:
         return True
 
 
-def own(frames: Sequence[zmq.Frame]) -> list[protocol.Buffer]:
+def own(frames: Sequence[zmq.Frame]) -> list[Buffer]:
     """Return the memory of *frames* without keeping their receive buffer alive."""
     return [
         frame.buffer if len(frame) >= _COPIED_BYTES else bytearray(frame.buffer)
@@ -279,7 +280,7 @@ def _options() -> dict[int, int]:
         # Bounded by the streams that were admitted; a full queue would lose a DONE.
         zmq.SNDHWM: 0,
         zmq.RCVHWM: 0,
-        zmq.MAXMSGSIZE: protocol.MAX_TENSOR_BYTES,
+        zmq.MAXMSGSIZE: MAX_TENSOR_BYTES,
     }
     if sys.platform == "linux":
         # Beside the mode of the directory, which a user may have opened.

@@ -264,12 +264,7 @@ def _taken_port(config: ServerConfig, operator: str) -> int | None:
 
 
 def first_steps(address: str, model: str) -> str:
-    """Return a curl line and a Python snippet that work as they stand.
-
-    Args:
-        address: The server's, without a path.
-        model: The name that it serves.
-    """
+    """Return a curl line and a Python snippet that work as they stand."""
     body = {
         "model": model,
         "messages": [{"role": "user", "content": "Say something"}],

@@ -66,16 +66,7 @@ class ConfigError(ValueError):
 
 @dataclass(frozen=True, slots=True)
 class Setting:
-    """One field of a section, as users see it.
-
-    Attributes:
-        section: The section's name.
-        key: The field's name.
-        kind: Parses and checks its value.
-        help: What it sets.
-        option: Name of its option.
-        default: Its default; ``None`` if it is unset.
-    """
+    """One field of a section, as users see it."""
 
     section: str
     key: str
@@ -115,11 +106,7 @@ class Setting:
         return self.kind.show(self.default).strip('"')
 
     def parse(self, source: str, value: Any) -> Any:
-        """Return the checked value.
-
-        Raises:
-            ConfigError: With *source*, the value, its limit and the remedy.
-        """
+        """Return the checked value."""
         try:
             return self.kind.parse(value)
         except ValueError as error:
@@ -616,9 +603,6 @@ def unknown_variables(environment: Mapping[str, str]) -> Iterator[str]:
     """Yield a sentence for each ``LIFECYCLE_*`` variable that is no setting.
 
     Variables that Kubernetes sets for services are left out.
-
-    Args:
-        environment: Such as `os.environ`.
     """
     # A key of the file, or an option without its section, is a likely mistake.
     known = {CONFIG_VARIABLE: CONFIG_VARIABLE}

@@ -278,11 +278,7 @@ def is_loopback(host: str) -> bool:
 
 
 def split_address(address: str) -> tuple[str, int]:
-    """Return host and port of ``HOST:PORT``, where an IPv6 address has brackets.
-
-    Raises:
-        ValueError: It has another form.
-    """
+    """Return host and port of ``HOST:PORT``, where an IPv6 address has brackets."""
     host, _, port = address.rpartition(":")
     bracketed = host.startswith("[") and host.endswith("]")
     if not host or not re.fullmatch("[0-9]+", port) or (":" in host and not bracketed):

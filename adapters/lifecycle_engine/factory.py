@@ -125,11 +125,7 @@ def model_name(config: ModelConfig) -> str:
 
 
 def checkpoint_of(config: ModelConfig) -> Path | None:
-    """The folder of the checkpoint; ``None`` for the simulated model.
-
-    Raises:
-        ConfigError: No folder is named, or it holds no checkpoint.
-    """
+    """The folder of the checkpoint; ``None`` for the simulated model."""
     if config.runner == "sim":
         return None
     if config.checkpoint is None:
@@ -143,15 +139,7 @@ def checkpoint_of(config: ModelConfig) -> Path | None:
 
 
 def require_checkpoint(folder: Path, source: str = "model.checkpoint") -> None:
-    """Check that a folder holds a checkpoint.
-
-    Args:
-        folder: The folder.
-        source: Where its name came from.
-
-    Raises:
-        ConfigError: It holds none.
-    """
+    """Check that a folder holds a checkpoint."""
     if (folder / "config.json").exists():
         return
     raise ConfigError(
@@ -162,12 +150,7 @@ def require_checkpoint(folder: Path, source: str = "model.checkpoint") -> None:
 
 
 def make_engine(config: ServerConfig, folder: Path | None) -> Engine:
-    """Make the engine, in a child process or on Ray; entering it starts it.
-
-    Args:
-        config: Where it runs, and its limits.
-        folder: Of the checkpoint; ``None`` simulates a model.
-    """
+    """Make the engine, in a child process or on Ray; entering it starts it."""
     argv = worker_argv(config, folder)
     if config.engine.executor == "ray":
         return _on_ray(config, argv)
@@ -309,12 +292,7 @@ def _is_news(record: logging.LogRecord) -> bool:
 
 
 def make_processor(folder: Path | None, empty: Empty | None = None) -> Processor:
-    """The processor of a checkpoint; of the simulated model if there is none.
-
-    Args:
-        folder: Of the checkpoint.
-        empty: Makes the buffers of pixels; ``None``: in ordinary memory.
-    """
+    """The processor of a checkpoint; of the simulated model if there is none."""
     if folder is None:
         from lifecycle_engine.sim import SimProcessor
 

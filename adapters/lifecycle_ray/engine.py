@@ -23,7 +23,6 @@ class TensorSource(Protocol):
 
     def take(self) -> Mapping[str, Any]:
         """Return the value, once."""
-        ...
 
 
 class RayEngine:

@@ -35,19 +35,14 @@ from lifecycle_zmq import (
     EngineLoop,
     SupervisedEngine,
 )
-from lifecycle_zmq.protocol import Buffer
+from lifecycle_zmq.shared_memory.tensors import Buffer
 from lifecycle_zmq.supervisor import EngineInstance
 from lifecycle_zmq.thread_engine import QueuedTransport
 from lifecycle_zmq.transport.base import MessageHandler
 
 
 def future_of(reference: Any, notify: Callable[[], None]) -> Future[Any]:
-    """Return the future of an object; `notify` is called from any thread at its end.
-
-    Args:
-        reference: A `ray.ObjectRef`, which the future keeps until it is done.
-        notify: Must not raise.
-    """
+    """Return the future of an object; `notify` is called from any thread at its end."""
     future: Future[Any] = reference.future()
     future.add_done_callback(lambda _: notify())
     return future
@@ -108,9 +103,6 @@ class RayTransport:
 
         The references are dropped at once: only the call keeps the tensors, until the
         actor has dropped them.
-
-        Raises:
-            EncodeError: The object store is full.
         """
         if self._closed:
             return False
@@ -143,10 +135,7 @@ class RayTransport:
                 return
 
     async def pump(self, greet: Callable[[], bool]) -> None:
-        """Pull forever.
-
-        Cancellation: at any time; a pending pull is dropped.
-        """
+        """Pull forever."""
         greet()
         while not self._closed:
             if self._pull is None:
@@ -423,10 +412,7 @@ class ActorInstance(EngineInstance):
         return "busy" if self._stalled_for > self._settings.busy_after else "serving"
 
     async def run(self) -> None:
-        """Create the actor, serve, kill it; an error becomes the reason.
-
-        Cancellation: the actor is killed, its requests fail.
-        """
+        """Create the actor, serve, kill it; an error becomes the reason."""
         try:
             await self._run()
         except Exception as error:  # noqa: BLE001 - raised in `wait_ready`

@@ -73,28 +73,22 @@ class Backend(Protocol):
             ``"concatenate"`` joins neighbours that are lists, ``"replace"`` keeps the
             latest item only, ``"never"``, or ``None``, keeps each apart.
         """
-        ...
 
     def cancel(self, key: str) -> None:
         """Stop a stream at the next step; it then finishes ``cancelled``."""
-        ...
 
     def end(self, key: str) -> None:
         """Forget a stream and release all it held; ignores unknown keys."""
-        ...
 
     def step(self) -> Sequence[Output]:
         """Run one step for all streams and return their outputs."""
-        ...
 
     @property
     def busy(self) -> bool:
         """Whether there is anything to step; if not, the server sleeps."""
-        ...
 
     def status(self) -> dict[str, Any]:
         """Return counters, of plain values."""
-        ...
 
 
 def check(backend: object) -> None:

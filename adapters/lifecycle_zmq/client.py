@@ -31,10 +31,15 @@ from lifecycle_zmq.client_streams import (
 from lifecycle_zmq.codec import pack_request
 from lifecycle_zmq.exceptions import EncodeError, ProtocolError, RequestRejected
 from lifecycle_zmq.loss_probe import LossProbe
-from lifecycle_zmq.protocol import Buffer, Kind
+from lifecycle_zmq.protocol import Kind
 from lifecycle_zmq.shared_memory.allocator import Block
 from lifecycle_zmq.shared_memory.arena import Arena
-from lifecycle_zmq.shared_memory.tensors import TensorPayload, take_tensors
+from lifecycle_zmq.shared_memory.tensors import (
+    Buffer,
+    TensorPayload,
+    describe,
+    take_tensors,
+)
 from lifecycle_zmq.tensor_copy import ArenaPlacement, TensorCopier
 from lifecycle_zmq.transport.base import ClientTransport, Connect
 from lifecycle_zmq.transport.endpoints import connect_to
@@ -116,10 +121,7 @@ class ControlBatch:
         return starts
 
     async def wait(self) -> None:
-        """Wait for something to send, then for the end of the loop iteration.
-
-        Cancellation: nothing is lost.
-        """
+        """Wait for something to send, then for the end of the loop iteration."""
         if not self._posted:
             await self._waiter.wait()
         self._posted = False
@@ -142,14 +144,8 @@ class Sender:
 
     Create it in the event loop that uses it.
 
-    Args:
-        link: The transport.
-        incarnation: The engine's incarnation, which every message carries.
-        mark_failed: Called with a one-word reason when the link has failed.
-
     Attributes:
         control_batch: What is sent at the end of this iteration.
-        sent: Number of messages sent.
         waiter: A waiter of this event loop, which streams derive theirs from.
     """
 
@@ -168,19 +164,13 @@ class Sender:
         self.waiter = LoopWaiter()
 
     async def run(self) -> None:
-        """Send what `control_batch` gathers, forever.
-
-        Cancellation: what was not sent yet is dropped.
-        """
+        """Send what `control_batch` gathers, forever."""
         while True:
             await self.control_batch.wait()
             self._flush()
 
     async def receive(self) -> None:
-        """Send the first message, then handle the engine's messages until it hangs up.
-
-        Cancellation: no message is lost, none is taken while this waits.
-        """
+        """Send the first message, then handle those of the engine until it hangs up."""
         await self._link.pump(lambda: self._put(Kind.STATUS, {"ask": 0}))
         self._stop_sending("disconnected")
 
@@ -191,11 +181,7 @@ class Sender:
         described: list[list[Any]],
         memory: Sequence[memoryview],
     ) -> None:
-        """Send the start of a stream; memory to be sent was copied when this returns.
-
-        Raises:
-            EncodeError: The message cannot be sent; nothing of it was.
-        """
+        """Send the start of a stream; all its memory was copied when this returns."""
         if not described and len(request) <= SMALL_REQUEST:
             self.control_batch.start(state.generation, state.key, state.window, request)
             self._flush_if_full()
@@ -583,7 +569,7 @@ class EngineClient:
         if isinstance(tensors, dict) and not tensors:
             return [], [], ()
         placement = ArenaPlacement(self._arena)
-        described, memory = protocol.describe(tensors, placement.place)
+        described, memory = describe(tensors, placement.place)
         return described, memory, placement.blocks
 
     async def _guard(

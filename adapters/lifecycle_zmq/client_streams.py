@@ -25,12 +25,6 @@ class StreamState(LoopWaiter):
     Also the waiter of the task that starts the stream, and then of its reader. Each
     waiter gets an exception of its own, built where it is raised: a shared one would
     collect the tracebacks, and with them the frames, of all of them.
-
-    Args:
-        key: Name of the stream at the client's caller.
-        generation: Number of the stream at the engine.
-        window: The credit that its START carries.
-        like: As for `LoopWaiter`.
     """
 
     __slots__ = (
@@ -164,11 +158,6 @@ class EngineStream:
 
     Closing or dropping it never waits and never ends the stream in the engine: only
     `EngineClient.end` does, so that the owner of the session sends END once.
-
-    Args:
-        state: The client's state of the stream.
-        cancel: Asks the engine to stop it; does not wait.
-        grant: Gives the engine credit for more items; does not wait.
     """
 
     __slots__ = ("_cancel", "_grant", "_state")
@@ -216,10 +205,7 @@ class EngineStream:
         return item
 
     async def aclose(self) -> None:
-        """Stop reading and ask the engine to stop producing. Does not wait.
-
-        Cancellation: there is no checkpoint in it.
-        """
+        """Stop reading and ask the engine to stop producing. Does not wait."""
         self.close_nowait()
 
     def close_nowait(self) -> None:
@@ -254,12 +240,7 @@ class StreamTable:
     legal now raises `ProtocolError` before anything changes: on an ordered pipe from
     one process, nothing after such a message can be trusted.
 
-    Args:
-        incarnation: The number that every message must carry.
-        arena: The arena whose leases the engine releases.
-
     Attributes:
-        received: Number of messages received.
         confirmed: Number of the newest PING that was answered; -1 before.
         leases: Lease numbers in the arena, by generation of the stream.
     """
@@ -303,11 +284,7 @@ class StreamTable:
             self.leases[state.generation] = self._arena.acquire_lease(blocks)
 
     def release_lease(self, generation: int) -> None:
-        """Release the arena lease of a stream.
-
-        Raises:
-            ProtocolError: The stream has none.
-        """
+        """Release the arena lease of a stream."""
         lease = self.leases.pop(generation, None)
         if lease is None or self._arena is None:
             raise ProtocolError("an arena lease that does not exist")
@@ -324,11 +301,7 @@ class StreamTable:
             reply.answered.set()
 
     def dispatch(self, message: Message) -> None:
-        """Handle one message.
-
-        Raises:
-            ProtocolError: The message is not legal now.
-        """
+        """Handle one message."""
         if message.kind is Kind.FAULT:
             raise ProtocolError(f"the engine received {message.body['message']}")
         if message.incarnation != self._incarnation:

@@ -58,12 +58,6 @@ def is_map(value: Any, depth: int = MAX_DEPTH) -> bool:
 def pack(value: Any, what: str, *, size: int, array: int) -> bytes:
     """Return the msgpack of a plain `value`.
 
-    Args:
-        value: What to pack; `is_plain` or a map of checked fields.
-        what: Name of the value in errors.
-        size: The most bytes.
-        array: The most elements of one array in it.
-
     Raises:
         EncodeError: It exceeds a limit, or msgpack cannot encode it.
     """
@@ -97,11 +91,6 @@ def refuse(what: str) -> EncodeError:
 
 def unpack(packed: bytes | memoryview, what: str, *, array: int) -> Any:
     """Return the value of msgpack that a peer sent.
-
-    Args:
-        packed: The bytes; all of them are that value.
-        what: Name of the value in errors.
-        array: The most elements of one array in it.
 
     Raises:
         ProtocolError: It is malformed or exceeds the limit.
@@ -171,22 +160,14 @@ def is_token_list(item: Any) -> bool:
 
 
 def pack_item(item: Any) -> bytes:
-    """Return an item as TICK chunks carry it.
-
-    Raises:
-        EncodeError: It is not a plain value, or too large.
-    """
+    """Return an item as TICK chunks carry it."""
     if not is_plain(item):
         raise refuse("an item")
     return pack(item, "an item", size=MAX_ITEM, array=_MAX_ARRAY)
 
 
 def unpack_item(packed: bytes) -> Any:
-    """Return the item of `packed`.
-
-    Raises:
-        ProtocolError: It is none.
-    """
+    """Return the item of `packed`."""
     item = unpack(packed, "an item", array=_MAX_ARRAY)
     if not is_plain(item):
         raise ProtocolError(
@@ -196,12 +177,7 @@ def unpack_item(packed: bytes) -> Any:
 
 
 def pack_request(request: Any) -> bytes:
-    """Return a request as START and CONTROL carry it.
-
-    Raises:
-        EncodeError: It has other than plain values, or is too large.
-        TypeError: It is no map.
-    """
+    """Return a request as START and CONTROL carry it."""
     if type(request) is not dict:
         if not isinstance(request, Mapping):
             kind = type(request).__name__
@@ -213,11 +189,7 @@ def pack_request(request: Any) -> bytes:
 
 
 def unpack_request(packed: bytes) -> dict[str, Any]:
-    """Return the request of `packed`.
-
-    Raises:
-        ProtocolError: It is none.
-    """
+    """Return the request of `packed`."""
     request = unpack(packed, "a request", array=_MAX_REQUEST_ARRAY)
     if not is_map(request):
         raise ProtocolError("a request is no map of plain values")
@@ -264,11 +236,7 @@ def pack_tokens(words: list[int]) -> bytes:
 
 
 def unpack_tokens(block: bytes) -> list[TokenList]:
-    """Return the token lists of a block, in order.
-
-    Raises:
-        ProtocolError: A list is shorter than it claims.
-    """
+    """Return the token lists of a block, in order."""
     if len(block) % 4:
         raise ProtocolError(f"a token block of {len(block)} bytes")
     packed = array("I", block)

@@ -53,19 +53,7 @@ class EngineSettings:
 
 
 class ProcessInstance(EngineInstance):
-    """Runs one engine process with its client, from the spawn until it is reaped.
-
-    Args:
-        settings: How to start it.
-        number: As for `EngineInstance`, like all that follows.
-        retry_after: See there.
-        changed: See there.
-
-    Attributes:
-        process: The process, once spawned.
-        liveness: Its liveness monitor, once spawned.
-        output: The end of its output.
-    """
+    """Runs one engine process with its client, from the spawn until it is reaped."""
 
     def __init__(
         self,
@@ -110,10 +98,7 @@ class ProcessInstance(EngineInstance):
         return next((it for it in _VERDICTS if it == client.lost), None)
 
     async def run(self) -> None:
-        """Spawn, serve, reap; an error of any of it becomes `reason`, never raised.
-
-        Cancellation: the process is killed and reaped, its waiters fail.
-        """
+        """Spawn, serve, reap; an error of any of it becomes `reason`, never raised."""
         try:
             await self._run()
         except Exception as error:  # noqa: BLE001

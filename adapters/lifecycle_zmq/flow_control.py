@@ -235,12 +235,8 @@ class Peer:
     """One client's connection: sequence numbers, streams and next message.
 
     Attributes:
-        address: The transport's name of the client.
-        sent: Number of messages sent to it.
         received: Sequence number that its next message must have.
         generation: The newest stream that it has started.
-        streams: Its streams by generation.
-        batch: Its next TICK message.
     """
 
     address: bytes
@@ -271,17 +267,10 @@ class ServedStream:
     """One accepted stream.
 
     Attributes:
-        key: The backend's name of the stream.
-        generation: The client's number of the stream.
-        peer: The client.
         credit: What may be sent; one item may take it below zero, then none may.
-        merge: How queued items may be merged.
-        items: Number of items sent.
         words: Word list for its token lists, while they may be sent at once.
-        queued: Items that wait for credit.
         finish: How it ended, to be sent after the queued items.
         finished: Whether its finish is known; later outputs are ignored.
-        paused: Whether the backend was asked to pause it.
     """
 
     key: str
@@ -390,13 +379,6 @@ class FlowController:
 
     A slow reader costs its own stream only: items it cannot take are merged, bounded
     by *hold* bytes, and the stream fails after *stall* seconds without new credit.
-
-    Args:
-        state: The streams.
-        backend: Asked to cancel, and to pause where it can.
-        flush: Sends a client's batch.
-        hold: The most bytes queued for one stream.
-        stall: Seconds that items are queued for a reader that takes none.
     """
 
     def __init__(

@@ -7,7 +7,7 @@ import inspect
 import math
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import AbstractAsyncContextManager, aclosing, nullcontext
-from typing import Any, Literal, Protocol
+from typing import Any, Literal
 
 import anyio
 import anyio.lowlevel
@@ -27,52 +27,13 @@ from lifecycle_zmq.server import EngineLoop
 from lifecycle_zmq.transport.base import AwaitedTransport
 
 
-class GeneratorQueue(Protocol):
-    """Collects what generators produce until the server takes it.
-
-    Attributes:
-        turn: Number of times that everything was taken.
-    """
-
-    turn: int
-
-    def put(self, output: Output) -> None:
-        """Add an output of a stream."""
-        ...
-
-    def wake_when_taken(self, running: GeneratorTask) -> None:
-        """Wake a generator's task when its output was taken."""
-        ...
-
-    def notify_begun(self) -> None:
-        """Check soon which generators have begun."""
-        ...
-
-    def exit_with(self, reason: SystemExit) -> None:
-        """End the server with the exception that a generator raised."""
-        ...
-
-    def closed(self, running: GeneratorTask) -> None:
-        """Note that nothing of a stream runs any more."""
-        ...
-
-
 class GeneratorTask:
     """Runs one generator in a task of its own, never more than one item ahead.
 
-    Args:
-        key: Its stream.
-        items: The generator; closed in the end, in this same task.
-        queue: Receives its items.
-        like: A waiter of the same event loop.
-
     Attributes:
-        key: As given.
         begun: Whether the generator has run until it waited.
         accepted: Whether the client was sent that it does.
         refusal: The exception, if it refused the request before it waited.
-        finished: Whether it is closed.
-        paused: Whether to ask for no further item.
         put_in: Turn of the queue in which it last added an output.
     """
 
@@ -96,7 +57,7 @@ class GeneratorTask:
         self,
         key: str,
         items: AsyncIterator[Any],
-        queue: GeneratorQueue,
+        queue: GeneratorBackend,
         like: LoopWaiter,
     ) -> None:
         self.key = key
@@ -251,7 +212,7 @@ class GeneratorBackend:
         self._reason: SystemExit | None = None
         self._due = False
         self._full = False
-        self.turn = 0
+        self.turn = 0  # how often everything was taken
 
     def start(
         self, key: str, request: dict[str, Any], tensors: dict[str, memoryview]

@@ -107,10 +107,6 @@ class ExitWatcher:
     It only reads one word of the mutex and sleeps on it in the kernel (futex): a
     faulty engine can wake it too early, and do nothing worse.
 
-    Args:
-        descriptor: Of the page of an engine that holds its lock.
-        at: Offset of the lock's word in the page.
-
     Attributes:
         pipe: Descriptor that becomes readable when the engine dies, or at `close`.
     """
@@ -192,9 +188,6 @@ class HeartbeatPage:
     """The shared page, mapped.
 
     The API process creates it before the spawn; the engine inherits its descriptor.
-
-    Args:
-        descriptor: Of the file that it is in; stays the caller's.
     """
 
     def __init__(self, descriptor: int) -> None:
@@ -244,11 +237,7 @@ class HeartbeatPage:
 
 
 def create_page_file() -> int:
-    """Return the descriptor of a new page; the file has no name.
-
-    Raises:
-        OSError: The system is out of descriptors or memory.
-    """
+    """Return the descriptor of a new page; the file has no name."""
     try:
         return _create_sealed()
     except (AttributeError, OSError):  # no such files here, or a sandbox forbids them
@@ -277,15 +266,10 @@ class Heartbeat(Protocol):
 
     def beat(self, *, idle: bool) -> None:
         """Record a turn of the loop, or the begin of its sleep."""
-        ...
 
 
 class PageHeartbeat:
-    """Writes the heartbeat page from the thread of the engine loop, and holds its lock.
-
-    Args:
-        page: The page; ``None`` records nothing.
-    """
+    """Writes the page, if there is one, from the engine loop, and holds its lock."""
 
     def __init__(self, page: HeartbeatPage | None) -> None:
         self._page = page
@@ -371,9 +355,6 @@ class StallDetector:
 
     A heartbeat from a second thread was rejected: it fails while C code holds the
     interpreter lock, continues while the loop hangs, and wakes an idle engine.
-
-    Args:
-        limits: Seconds of each kind of silence.
     """
 
     def __init__(self, limits: StallLimits) -> None:
@@ -388,11 +369,7 @@ class StallDetector:
     def sample(
         self, now: float, process: ProcessState, phase: Phase, beats: int
     ) -> str | None:
-        """Add one sample of the engine.
-
-        Returns:
-            Why the engine is to be marked as failed, in one word, or ``None``.
-        """
+        """Add a sample; return why to mark the engine as failed, in one word, if so."""
         gap = 0.0 if self._at is None else min(now - self._at, _LONGEST_GAP)
         silent = beats == self._beats
         self._stopped = self._stopped + gap if process.stopped else 0.0

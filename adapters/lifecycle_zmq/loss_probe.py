@@ -17,17 +17,12 @@ _PROMPT_PINGS = 4
 
 
 class NumberedSender(Protocol):
-    """Sends messages, and numbers them.
-
-    Attributes:
-        sent: Number of messages sent.
-    """
+    """Sends messages, and numbers them."""
 
     sent: int
 
     def ping(self) -> None:
         """Send a PING, numbered like its message."""
-        ...
 
 
 class LossProbe:
@@ -49,11 +44,7 @@ class LossProbe:
         self._stopped = False
 
     async def run(self) -> None:
-        """Send a PING whenever a direction was quiet for a while, until `stop`.
-
-        Cancellation:
-            At any time.
-        """
+        """Send a PING whenever a direction was quiet for a while, until `stop`."""
         while not self._stopped:
             await anyio.sleep(_PING_SECONDS)
             self._probe()

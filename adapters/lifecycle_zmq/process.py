@@ -121,9 +121,6 @@ def exit_with_process(descriptor: int | None) -> None:
     A process that the parent forked, such as a pool of workers, keeps the pipe open
     after the parent is gone, and the kernel only kills children that had asked for it
     by then.
-
-    Args:
-        descriptor: Of the parent; ``None`` where the system has no pidfds.
     """
     if descriptor is not None:
         threading.Thread(
@@ -146,10 +143,6 @@ def kill_on_hang_up(descriptor: int, pid: int) -> None:
     A child that is stopped before it can ask for that itself would stay until it is
     continued. Only if the parent had forked, too, does the pipe stay open; then the
     child ends when it is continued.
-
-    Args:
-        descriptor: The read end, into which nothing is ever written.
-        pid: Of a child that is not reaped.
     """
     if sys.platform == "linux":
         with contextlib.suppress(OSError):
@@ -195,11 +188,6 @@ class EngineProcess:
     It is spawned on the calling thread, which must live as long as the engine: the
     kernel's notice of a parent's death is bound to the thread. The thread of the event
     loop does; a worker thread of a pool does not.
-
-    Args:
-        argv: The program and its arguments.
-        env: Its environment; ``None`` inherits that of this process.
-        pass_fds: Descriptors that it inherits beside the three standard ones.
 
     Raises:
         OSError: The program cannot be started.
@@ -253,10 +241,7 @@ class EngineProcess:
         return self._output.decode(errors="replace")
 
     async def drain(self) -> None:
-        """Read its output forever, so that it never blocks on a full pipe.
-
-        Cancellation: the ordinary way to stop; nothing read is lost.
-        """
+        """Read its output forever, so that it never blocks on a full pipe."""
         while self.read_output():
             await anyio.wait_readable(self._output_fd)
         await anyio.sleep_forever()

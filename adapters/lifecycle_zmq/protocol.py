@@ -58,12 +58,10 @@ from lifecycle_zmq.codec import (
 from lifecycle_zmq.exceptions import ProtocolError
 from lifecycle_zmq.shared_memory.tensors import (
     ITEMSIZE,
-    MAX_TENSOR_BYTES,
     MAX_TENSORS,
     Buffer,
     Place,
     attach,
-    describe,
 )
 
 MAX_KEY = 256
@@ -270,30 +268,6 @@ REPORT: Schema = {"ask": _is_count, "status": is_map}
 FAULT: Schema = {"message": _is_message}
 
 
-__all__ = (
-    "FROM_CLIENT",
-    "FROM_ENGINE",
-    "HEADER",
-    "MAGIC",
-    "MAX_CODE",
-    "MAX_TENSORS",
-    "MAX_TENSOR_BYTES",
-    "MAX_TEXT",
-    "VERSION",
-    "Buffer",
-    "Kind",
-    "KindLimits",
-    "Message",
-    "Place",
-    "decode",
-    "describe",
-    "encode",
-    "is_key",
-    "largest_head",
-    "limits_of",
-    "seal",
-)
-
 MAGIC = b"LCZQ"
 VERSION = 3
 HEADER = struct.Struct("!4sBBHIIQQI")
@@ -419,14 +393,6 @@ def encode(
 ) -> bytes:
     """Return the first part of a message.
 
-    Args:
-        kind: Its kind.
-        body: The fields of `kind`, of plain types.
-        incarnation: The engine process it is for or from.
-        sequence: Its number in this connection.
-        generation: The number of the stream that a START begins.
-        tensors: How many parts of memory will follow.
-
     Raises:
         EncodeError: The body does not fit the schema or the limits of `kind`.
     """
@@ -456,10 +422,6 @@ def _pack(kind: Kind, body: Mapping[str, Any]) -> bytes:
 
 def decode(parts: Sequence[Buffer], *, accept: frozenset[Kind]) -> Message:
     """Check a received message and return it.
-
-    Args:
-        parts: The parts of the message, as received.
-        accept: The kinds that the other side may send.
 
     Raises:
         ProtocolError: The message is invalid in any way.

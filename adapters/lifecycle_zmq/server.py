@@ -28,9 +28,9 @@ from lifecycle_zmq.process import (
     exit_with_process,
     ignore_stop_signals,
 )
-from lifecycle_zmq.protocol import Kind, Message, Place
+from lifecycle_zmq.protocol import Kind, Message
 from lifecycle_zmq.shared_memory.arena_reader import ArenaView
-from lifecycle_zmq.shared_memory.tensors import NOWHERE, move
+from lifecycle_zmq.shared_memory.tensors import NOWHERE, Place, move
 from lifecycle_zmq.transport import endpoints
 from lifecycle_zmq.transport.base import ServerTransport
 from lifecycle_zmq.transport.socketpair import SocketPairServer
@@ -49,12 +49,7 @@ _NO_MEMORY = (
 
 
 class ArenaLeases:
-    """Finds tensors of requests in the arena, and reports leases that were released.
-
-    Args:
-        arena: The arena; ``None`` if this engine has none.
-        state: The clients that own the leases.
-    """
+    """Finds tensors of requests in the arena, and reports leases that were released."""
 
     def __init__(self, arena: ArenaView | None, state: ServerState) -> None:
         self._arena = arena
@@ -113,16 +108,7 @@ class ArenaLeases:
 
 
 class StartHandler:
-    """Hands requests to the backend and reports whether they were accepted.
-
-    Args:
-        state: The streams.
-        backend: Accepts or refuses a request; at once or, if it has ``started``, some
-            loop iterations later.
-        leases: Resolves tensors in the arena.
-        ends: Knows which keys are still in use after their streams ended.
-        flush: Sends a client's batch.
-    """
+    """Hands requests to the backend and reports whether they were accepted."""
 
     def __init__(
         self,
@@ -226,15 +212,7 @@ class StartHandler:
 
 
 class EndHandler:
-    """Makes the backend forget streams, and confirms their END with DONE.
-
-    Args:
-        state: The streams.
-        backend: Releases what has ended; at once or, if it has ``ending``, some loop
-            iterations later.
-        delivery: Holds queued items.
-        flush: Sends a client's batch.
-    """
+    """Makes the backend forget streams, and confirms their END with DONE."""
 
     def __init__(
         self,

@@ -26,9 +26,6 @@ INLINE_BYTES = 64 * 2**10
 class ArenaPlacement:
     """Places the tensors of one request in the arena.
 
-    Args:
-        arena: The arena, or ``None`` to send every tensor.
-
     Attributes:
         blocks: The blocks that the request uses, for its lease.
     """
@@ -41,9 +38,6 @@ class ArenaPlacement:
         """Return the offset of a tensor in the arena, or None to send it.
 
         Copies the tensor into the arena if it is not there yet and there is room.
-
-        Raises:
-            EncodeError: It crosses regions of the arena.
         """
         arena = self._arena
         if arena is None or view.nbytes <= INLINE_BYTES:
@@ -70,10 +64,6 @@ class TensorCopier:
     """Copies large tensors to shared memory in a worker thread, one request at a time.
 
     The event loop goes on meanwhile.
-
-    Args:
-        arena: The arena, or ``None``.
-        link: The transport, which may take sealed memory for the rest.
     """
 
     def __init__(self, arena: Arena | None, link: ClientTransport) -> None:

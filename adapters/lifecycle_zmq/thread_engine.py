@@ -14,8 +14,8 @@ from lifecycle.lowlevel import ThreadsafeEvent, check_int, check_seconds, check_
 from lifecycle_zmq.backend import Backend
 from lifecycle_zmq.client import EngineClient
 from lifecycle_zmq.exceptions import log_exception
-from lifecycle_zmq.protocol import Buffer
 from lifecycle_zmq.server import EngineLoop
+from lifecycle_zmq.shared_memory.tensors import Buffer
 from lifecycle_zmq.supervisor import (
     EngineInstance,
     Restarts,
@@ -223,10 +223,7 @@ class ThreadInstance(EngineInstance):
         self._stop_timeout = stop_timeout
 
     async def run(self) -> None:
-        """Start the thread, serve until it ends.
-
-        Cancellation: the thread is asked to end, and given `stop_timeout`.
-        """
+        """Start the thread, serve until it ends."""
         finished = ThreadsafeEvent()
         try:
             self._loop.start(finished.set)

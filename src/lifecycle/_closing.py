@@ -103,14 +103,7 @@ async def run_to_end(closing: Awaitable[object], mark: tuple[object]) -> None:
 
 
 class _Shield:
-    """Awaits what closes a source, and is the future that the task waits for meanwhile.
-
-    Args:
-        closing: What closes the source.
-        mark: The one of its stream.
-        task: The running task.
-        late: Receives the messages of the cancellations that have to wait.
-    """
+    """Awaits what closes a source, as the future that the task waits for meanwhile."""
 
     # What the task clears once it waits for this, as for any future.
     _asyncio_future_blocking = False

@@ -43,16 +43,12 @@ class Wakeable(Protocol):
 
     def wake(self) -> bool:
         """Let the task run; ``False`` if it was cancelled or its loop is closed."""
-        ...
 
 
 class Ticket:
     """One request's place in a queue.
 
     Attributes:
-        slots: Slots that it costs.
-        bytes: Bytes that it costs.
-        key: Tenant or user, for the fair order.
         priority: With the FIFO order, a higher one goes first.
         state: `WAITING`, `HELD` or `DONE`.
         waiter: What to wake once it is granted; set before it is enqueued.

@@ -101,18 +101,12 @@ class RegistryState:
     Attributes:
         live: Live sessions by id; weakly, as their owners and tasks refer to them.
         closing: Closed sessions whose END is not done.
-        outcomes: Sessions closed, by outcome.
         quarantined: Ids by key of sessions whose END failed.
         ends_failed: How many these ever were.
-        emit: Reports an event, or ``None`` without an observer.
-        max_quarantined: Most sessions to keep in quarantine.
         changed: Set when a session closes or its END is done, if a task waits.
         entered: Whether the registry is entered; what follows is set then.
-        clock: The loop's own.
         post: Calls a function in the loop, from any thread.
         watchdog: Enforces the deadlines of streams and starts.
-        new_scope: Makes a cancel scope of the loop.
-        supervisor: Runs the starts.
         starts: What all starts need of the loop and the registry.
     """
 

@@ -41,8 +41,6 @@ class StartEnvironment:
     """What all starts of a registry have in common.
 
     Attributes:
-        clock: Monotonic seconds.
-        new_scope: Makes a cancel scope of the running loop.
         watch: Calls a function with the time when that is due; see `DeadlineWatchdog`.
         end_timeout: Seconds that an END may take.
     """
@@ -272,11 +270,7 @@ class StartTask(Generic[T]):
 
 
 def make_starts(pairs: Pairs[T], now: float, timeout: float) -> list[StartTask[T]]:
-    """Return a start for each pair of *pairs*, for the running task to wait for.
-
-    Raises:
-        TypeError: An end is not callable, or not with one argument.
-    """
+    """Return a start for each pair of *pairs*, for the running task to wait for."""
     caller = new_waiter()
     starts = [StartTask(open_, end, now, timeout, caller) for open_, end in pairs]
     for start in starts:

@@ -338,16 +338,7 @@ class StreamDeadlines(dict[str, float]):
 
 
 class WatchedStream(Stream[T_co]):
-    """A stream of a session: it knows its loop, its deadlines and what to report.
-
-    Args:
-        source: As of `Stream`.
-        deadlines: What the watchdog enforces.
-        grace: As of `Stream`.
-        watchdog: Enforces the deadlines, and has the loop's clock.
-        new_scope: Makes a cancel scope of the loop.
-        on_end: Called once with the number of items.
-    """
+    """A stream of a session: it knows its loop, its deadlines and what to report."""
 
     def __init__(
         self,
@@ -432,11 +423,7 @@ class DeadlineWatchdog:
         self._push(due, look)
 
     async def run(self) -> None:
-        """Watch for ever.
-
-        Cancellation:
-            At any time; nothing needs to be cleaned up.
-        """
+        """Watch for ever."""
         while True:
             self._earlier = anyio.Event()
             due = self._heap[0][0] if self._heap else math.inf

@@ -149,11 +149,6 @@ class _Worker:
 
     The thread refers to this alone: an iterator that is dropped ends its thread.
 
-    Args:
-        name: Of the thread.
-        call: Returns the iterable, in the thread.
-        limiter: See `in_thread`.
-
     Attributes:
         held: Given up by the thread once the first item is there, or will not come.
         gone: Whether no item is wanted any more.
@@ -339,13 +334,7 @@ def _close(iterator: list[Any]) -> None:
 
 
 class ThreadIterator(AsyncGenerator[T, Any], Generic[T]):
-    """A blocking iterator as an async generator; what `in_thread` returns.
-
-    Args:
-        name: How the iterator is named.
-        call: Returns the iterable, in the thread.
-        limiter: See `in_thread`.
-    """
+    """A blocking iterator as an async generator; what `in_thread` returns."""
 
     __slots__ = ("__weakref__", "_worker")
 

@@ -43,7 +43,7 @@ from lifecycle_engine.model.device_copies import (  # noqa: E402
     unpin,
 )
 from lifecycle_zmq import Arena, ArenaView  # noqa: E402
-from lifecycle_zmq.protocol import Place  # noqa: E402
+from lifecycle_zmq.shared_memory.tensors import Place  # noqa: E402
 from tiny_checkpoint import FAMILIES, build  # noqa: E402
 
 CPU = torch.device("cpu")

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any, cast
 
 from lifecycle_zmq import ArenaView, ProtocolError
-from lifecycle_zmq.protocol import Place
+from lifecycle_zmq.shared_memory.tensors import Place
 
 
 class Peer:

@@ -21,6 +21,7 @@ import msgpack
 from lifecycle_zmq import ProtocolError, protocol as wire
 from lifecycle_zmq.codec import pack_tokens
 from lifecycle_zmq.protocol import FROM_CLIENT, FROM_ENGINE, Kind
+from lifecycle_zmq.shared_memory.tensors import describe
 
 ALL = FROM_CLIENT | FROM_ENGINE
 Parts = list[bytearray]
@@ -87,9 +88,9 @@ def seeds() -> list[list[bytes]]:
         (Kind.START, start | {"request": msgpack.packb(fields)}) for fields in requests
     ]
     view = memoryview(bytes(48)).cast("f", (3, 4))
-    placed, _ = wire.describe({"x": view, "y": view}, lambda _: 4096)
+    placed, _ = describe({"x": view, "y": view}, lambda _: 4096)
     bodies.append((Kind.START, start | {"request": request, "tensors": placed}))
-    described, memory = wire.describe({"x": view})
+    described, memory = describe({"x": view})
     tensors = start | {"request": request, "tensors": described}
     head = _encode(Kind.START, tensors, tensors=1)
     return [[_encode(kind, body)] for kind, body in bodies] + [

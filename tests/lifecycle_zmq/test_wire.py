@@ -25,7 +25,8 @@ from lifecycle_zmq.codec import (
     unpack_item,
     unpack_request,
 )
-from lifecycle_zmq.protocol import FROM_CLIENT, FROM_ENGINE, Kind, Place
+from lifecycle_zmq.protocol import FROM_CLIENT, FROM_ENGINE, Kind
+from lifecycle_zmq.shared_memory.tensors import MAX_TENSORS, Place, describe
 
 ALL = FROM_CLIENT | FROM_ENGINE
 REQUEST = {"ids": [1, 2, 3], "t": 0.5, "deep": {"x": [None, True, b"z"]}}
@@ -114,7 +115,7 @@ def _encode(kind: Kind, body: Any, **changes: int) -> bytes:
 
 
 def _start(tensors: dict[str, Any]) -> list[Any]:
-    described, memory = wire.describe(tensors)
+    described, memory = describe(tensors)
     body = START | {"tensors": described}
     head = _encode(Kind.START, body, tensors=len(memory))
     return [head, *map(bytearray, memory)]  # as writable as what is received
@@ -463,14 +464,14 @@ def test_encode_refuses_deep_nesting() -> None:
 def test_describe_refuses_what_cannot_be_sent(tensors: Any, code: str) -> None:
     """Tensors without plain contiguous memory are refused before anything is sent."""
     with pytest.raises(EncodeError) as caught:
-        wire.describe(tensors)
+        describe(tensors)
     assert caught.value.code == code
 
 
 def test_describe_takes_as_many_as_may_be() -> None:
     """Seven; each is named, and is sent."""
     tensors = {str(n): b"x" * (n + 1) for n in range(7)}
-    described, memory = wire.describe(tensors)
+    described, memory = describe(tensors)
     assert [it[0] for it in described] == list(tensors)
     assert [bytes(it) for it in memory] == list(tensors.values())
 
@@ -479,7 +480,7 @@ def test_describe_refuses_a_tensor_that_wants_a_gradient() -> None:
     """A tensor without plain memory raises an error, and nothing breaks."""
     torch = pytest.importorskip("torch")
     with pytest.raises(EncodeError) as caught:
-        wire.describe({"x": torch.ones(2, requires_grad=True)})
+        describe({"x": torch.ones(2, requires_grad=True)})
     assert caught.value.code == "unencodable"
 
 
@@ -686,6 +687,6 @@ def test_page_names_the_other_limits() -> None:
         f"no map beyond {codec.MAX_MAP} entries",
         f"An item costs {codec.BASE_COST} plus its bytes",
         f"at most {codec.MAX_ITEM // 1024} KiB",
-        f"one to {wire.MAX_TENSORS + 1} parts".replace("8", "eight"),
+        f"one to {MAX_TENSORS + 1} parts".replace("8", "eight"),
     ):
         assert text in flat

@@ -132,11 +132,7 @@ class MessagesRequest(Schema):
 
 
 def parse_messages(body: bytes) -> ChatRequest:
-    """Validate a body and return it as a chat completion request.
-
-    Raises:
-        ApiError: 400; it does not refer to the body.
-    """
+    """Validate a body and return it as a chat completion request."""
     request = validate(MessagesRequest, body, UNSUPPORTED)
     messages = [ChatMessage(role=m.role, content=_parts(m)) for m in request.messages]
     if request.system:
@@ -186,19 +182,12 @@ _TEXT = EventTemplate(named_event, _text_delta)
 
 
 class MessagesAnswer:
-    """The answer to one request, complete or as events.
-
-    Args:
-        writer: Writes the response.
-        model: Name of the served model.
-        usage: Token counts, updated while the tokens are read.
-        stream: Whether to stream the answer.
-    """
+    """The answer to one request, complete or as events."""
 
     def __init__(
-        self, writer: ResponseWriter, model: str, usage: Usage, *, stream: bool
+        self, writer: ResponseWriter, parsed: ParsedRequest, model: str, usage: Usage
     ) -> None:
-        self._writer, self._usage, self._stream = writer, usage, stream
+        self._writer, self._usage, self._stream = writer, usage, parsed.stream
         self._model = model
         self._text: list[str] = []
         self._reason: str | None = None
@@ -206,11 +195,7 @@ class MessagesAnswer:
         self._begun = False
 
     async def piece(self, index: int, piece: Piece) -> None:
-        """Receive a piece; the first one starts the stream.
-
-        Cancellation:
-            The response may be cut.
-        """
+        """Receive a piece; the first one starts the stream."""
         del index  # there is one choice
         if not self._stream:
             self._text.append(piece.text)
@@ -220,11 +205,7 @@ class MessagesAnswer:
             await self._writer.part(_TEXT.event(piece.text))
 
     async def finished(self, index: int, finish_reason: str, stop: str | None) -> None:
-        """Receive the end.
-
-        Cancellation:
-            As for `piece`.
-        """
+        """Receive the end."""
         del index
         self._reason = "max_tokens" if finish_reason == "length" else "end_turn"
         if stop is not None:
@@ -234,11 +215,7 @@ class MessagesAnswer:
             await self._event("content_block_stop", index=0)
 
     async def done(self) -> None:
-        """Send the response, or end the stream.
-
-        Cancellation:
-            As for `piece`.
-        """
+        """Send the response, or end the stream."""
         if not self._stream:
             content = [{"type": "text", "text": "".join(self._text)}]
             await self._writer.json(200, self._message(content))
@@ -279,12 +256,6 @@ class MessagesAnswer:
         }
 
 
-def _answer(
-    writer: ResponseWriter, parsed: ParsedRequest, model: str, usage: Usage
-) -> MessagesAnswer:
-    return MessagesAnswer(writer, model, usage, stream=parsed.stream)
-
-
 def _error(error: ApiError, request_id: str | None) -> tuple[int, Document]:
     status = _OVERLOADED if error.status == 503 else error.status
     return status, {
@@ -296,7 +267,7 @@ def _error(error: ApiError, request_id: str | None) -> tuple[int, Document]:
 
 ANTHROPIC = ApiFormat(
     parse=parse_messages,
-    answer=_answer,
+    answer=MessagesAnswer,
     frame=named_event,
     error=_error,
     id_header=b"request-id",

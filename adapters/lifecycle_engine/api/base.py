@@ -60,12 +60,7 @@ def dump(document: Document | str) -> bytes:
 
 
 class EventTemplate:
-    """Events that differ in one text only, as those of nearly all tokens do.
-
-    Args:
-        frame: Encodes a document as one event of a stream.
-        document: Returns the document with a given text.
-    """
+    """Events that differ in one text only, as those of nearly all tokens do."""
 
     __slots__ = ("_after", "_before")
 
@@ -90,8 +85,6 @@ class Usage:
     """Token counts of one request so far.
 
     Attributes:
-        prompt_tokens: Tokens of the prompt, counted once for all choices.
-        completion_tokens: Tokens of all choices.
         cached_tokens: Prompt tokens that the engine had cached from an earlier turn of
             the conversation, and did not process again.
     """
@@ -129,23 +122,16 @@ class Answer(Protocol):
 
     async def piece(self, index: int, piece: Piece) -> None:
         """Receive a piece of a choice."""
-        ...
 
     async def finished(self, index: int, finish_reason: str, stop: str | None) -> None:
         """Receive the end of a choice, and the stop string that ended it, if any."""
-        ...
 
     async def done(self) -> None:
         """All choices have ended."""
-        ...
 
 
 class ResponseWriter:
     """Writes the one response to a request: JSON, or a stream of events.
-
-    Args:
-        send: The ASGI ``send``.
-        api: The format of the response.
 
     Attributes:
         request_id: Sent in a response header once it is known.
@@ -190,9 +176,6 @@ class ResponseWriter:
         If a JSON response was cut after its head, its body is sent instead, since the
         head has declared a length. Nothing is sent after a complete response: a
         request can still fail then, for example if the server closes its session.
-
-        Cancellation:
-            As for `json`.
         """
         if self._complete:
             return
@@ -207,28 +190,16 @@ class ResponseWriter:
         await self.part(b"".join(map(self._api.frame, last)), more=False)
 
     async def event(self, *documents: Document) -> None:
-        """Stream *documents*, one event each; the first one starts the stream.
-
-        Cancellation:
-            As for `json`.
-        """
+        """Stream *documents*, one event each; the first one starts the stream."""
         await self.part(b"".join(map(self._api.frame, documents)))
 
     async def done(self, *documents: Document) -> None:
-        """End the stream, with *documents* as its last events.
-
-        Cancellation:
-            As for `json`.
-        """
+        """End the stream, with *documents* as its last events."""
         last = b"".join(map(self._api.frame, documents))
         await self.part(last + self._api.end, more=False)
 
     async def part(self, body: bytes, *, more: bool = True) -> None:
-        """Stream events that are encoded already; the first ones start the stream.
-
-        Cancellation:
-            As for `json`.
-        """
+        """Stream events that are encoded already; the first ones start the stream."""
         if not self.started:
             content_type = (b"content-type", self._api.stream_type)
             await self._start(200, [content_type, *_STREAM_HEADERS])
@@ -262,14 +233,7 @@ class ResponseWriter:
 
 
 class StopStrings:
-    """Cuts a text at the first stop string, however the text is split into pieces.
-
-    Args:
-        strings: Non-empty strings; may be none.
-
-    Attributes:
-        hit: The stop string that was found.
-    """
+    """Cuts a text at the first stop string, however the text is split into pieces."""
 
     __slots__ = ("_strings", "_undecided", "hit")
 
@@ -315,11 +279,6 @@ def _overlap(text: str, stop: str) -> int:
 class TextDecoder:
     """The text of a stream of tokens, up to a stop string, and why it ended.
 
-    Args:
-        detokenizer: A fresh one.
-        usage: Counts the tokens.
-        stop: Strings that end the text and are not part of it.
-
     Attributes:
         finish_reason: Why the text ended; empty until it has.
         stop: The stop string that ended it, if one did.
@@ -352,11 +311,7 @@ class TextDecoder:
         return None
 
     def flush(self) -> Piece:
-        """Return the rest of the text, when the engine has sent all items.
-
-        Raises:
-            EngineFailed: The engine did not say why they ended.
-        """
+        """Return the rest of the text, when the engine has sent all items."""
         if not self.finish_reason:
             message = "the stream ended without a finish_reason"
             raise EngineFailed("stream_cut", message)

@@ -98,11 +98,7 @@ class Schema(BaseModel):
 
 
 def require_one_of(**fields: str) -> dict[str, Any]:
-    """Return a JSON schema that requires one of some *fields*.
-
-    Args:
-        fields: JSON type of each field.
-    """
+    """Return a JSON schema that requires one of some *fields*."""
     return {
         "anyOf": [
             {"required": [name], "properties": {name: {"type": kind}}}
@@ -113,12 +109,6 @@ def require_one_of(**fields: str) -> dict[str, Any]:
 
 def validate(schema: type[F], body: bytes, unsupported: Unsupported) -> F:
     """Parse and validate a body.
-
-    Args:
-        schema: Schema of the body.
-        body: JSON.
-        unsupported: Unsupported fields in addition to `UNSUPPORTED_EVERYWHERE`, each
-            with the values that change nothing.
 
     Raises:
         ApiError: 400, with the path of the first invalid field in ``param``.
@@ -379,12 +369,7 @@ class Options(Schema):
 
 
 class Fields(NamedTuple):
-    """Names of the body's content fields, for errors.
-
-    Attributes:
-        text: Field of the text.
-        images: Field of the images.
-    """
+    """Names of the body's content fields, for errors."""
 
     text: str = "messages"
     images: str = "messages"
@@ -455,11 +440,7 @@ def parse_request(body: bytes) -> ChatRequest:
 
 
 def check_top_logprobs(request: Options) -> None:
-    """Refuse ``top_logprobs`` without ``logprobs``.
-
-    Raises:
-        ApiError: 400.
-    """
+    """Refuse ``top_logprobs`` without ``logprobs``."""
     if request.top_logprobs and not request.logprobs:
         message = "top_logprobs is only allowed with logprobs"
         raise bad_request(message, param="top_logprobs")

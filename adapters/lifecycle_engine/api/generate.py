@@ -57,11 +57,7 @@ class GenerateRequest(Options):
 
 
 def parse_generate(body: bytes) -> ChatRequest:
-    """Validate a body and return it as a chat completion request.
-
-    Raises:
-        ApiError: 400; it does not refer to the body.
-    """
+    """Validate a body and return it as a chat completion request."""
     request = validate(GenerateRequest, body, UNSUPPORTED)
     if (request.text is None) == (request.messages is None):
         raise bad_request("Send either text or messages", param="text")
@@ -95,17 +91,10 @@ def _image_parts(request: GenerateRequest) -> list[Part]:
 
 
 class GenerateAnswer:
-    """The response to one request.
-
-    Args:
-        writer: Writes the response.
-        model: Name of the served model.
-        usage: Token counts, updated while the tokens are read.
-        parsed: The request.
-    """
+    """The response to one request."""
 
     def __init__(
-        self, writer: ResponseWriter, model: str, usage: Usage, parsed: ParsedRequest
+        self, writer: ResponseWriter, parsed: ParsedRequest, model: str, usage: Usage
     ) -> None:
         self._writer, self._usage, self._stream = writer, usage, parsed.stream
         self._head = {"id": writer.request_id, "model": model}
@@ -113,33 +102,21 @@ class GenerateAnswer:
         self._ends: list[Document] = [{} for _ in range(parsed.choices)]
 
     async def piece(self, index: int, piece: Piece) -> None:
-        """Store a piece, or send it unless it is empty.
-
-        Cancellation:
-            The response may be cut.
-        """
+        """Store a piece, or send it unless it is empty."""
         if not self._stream:
             self._pieces[index].append(piece)
         elif piece.text or piece.logprobs:
             await self._writer.event({"index": index, **_output([piece])})
 
     async def finished(self, index: int, finish_reason: str, stop: str | None) -> None:
-        """Store the end of a choice, or send it.
-
-        Cancellation:
-            As for `piece`.
-        """
+        """Store the end of a choice, or send it."""
         self._ends[index] = {"finish_reason": finish_reason, "stop": stop}
         if self._stream:
             end = {"index": index, "text": "", **self._ends[index]}
             await self._writer.event(end)
 
     async def done(self) -> None:
-        """Send the response, or end the stream.
-
-        Cancellation:
-            As for `piece`.
-        """
+        """Send the response, or end the stream."""
         usage = {**self._head, "usage": self._usage.document()}
         if self._stream:
             await self._writer.done(usage)
@@ -158,19 +135,13 @@ def _output(pieces: list[Piece]) -> Document:
     return output
 
 
-def _answer(
-    writer: ResponseWriter, parsed: ParsedRequest, model: str, usage: Usage
-) -> GenerateAnswer:
-    return GenerateAnswer(writer, model, usage, parsed)
-
-
 def _line(document: Document) -> bytes:
     return dump(document) + b"\n"
 
 
 PLAIN = ApiFormat(
     parse=parse_generate,
-    answer=_answer,
+    answer=GenerateAnswer,
     frame=_line,
     error=OPENAI.error,
     stream_type=b"application/x-ndjson",

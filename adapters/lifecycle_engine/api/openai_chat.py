@@ -25,14 +25,7 @@ from lifecycle_engine.api.request_body import ParsedRequest
 
 @dataclass(frozen=True, slots=True)
 class Completion:
-    """Builds the documents of one chat completion.
-
-    Attributes:
-        id: ``chatcmpl-…``.
-        created: Unix seconds.
-        model: The served model.
-        include_usage: Whether streamed chunks carry a ``usage`` field.
-    """
+    """Builds the documents of one chat completion."""
 
     id: str
     created: int
@@ -44,12 +37,7 @@ class Completion:
         choices: Sequence[tuple[str, str, list[dict[str, Any]] | None]],
         usage: Usage,
     ) -> dict[str, Any]:
-        """Return the complete response.
-
-        Args:
-            choices: Text, finish reason and log probabilities of each choice.
-            usage: Token counts of all choices together.
-        """
+        """Return the complete response."""
         documents = [
             {
                 "index": index,
@@ -133,11 +121,7 @@ class CompleteAnswer:
         self._reasons[index] = finish_reason
 
     async def done(self) -> None:
-        """Send the response.
-
-        Cancellation:
-            The response may be cut.
-        """
+        """Send the response."""
         choices = []
         for pieces, reason in zip(self._pieces, self._reasons, strict=True):
             logprobs = [each for piece in pieces for each in piece.logprobs or ()]
@@ -161,11 +145,7 @@ class StreamedAnswer:
         self._templates: list[EventTemplate | None] = [None] * choices
 
     async def piece(self, index: int, piece: Piece) -> None:
-        """Send a piece, unless it is empty.
-
-        Cancellation:
-            The response may be cut.
-        """
+        """Send a piece, unless it is empty."""
         template, events = self._templates[index], b""
         if template is None:
             template, events = self._begin(index)
@@ -177,22 +157,14 @@ class StreamedAnswer:
             await self._writer.part(events)
 
     async def finished(self, index: int, finish_reason: str, stop: str | None) -> None:
-        """Send the last chunk of a choice.
-
-        Cancellation:
-            As for `piece`.
-        """
+        """Send the last chunk of a choice."""
         del stop
         events = b"" if self._templates[index] else self._begin(index)[1]
         events += _frame(self._completion.last(index, finish_reason))
         await self._writer.part(events)
 
     async def done(self) -> None:
-        """End the stream, with the usage if requested.
-
-        Cancellation:
-            As for `piece`.
-        """
+        """End the stream, with the usage if requested."""
         usage = [self._completion.usage(self._usage)]
         await self._writer.done(*(usage if self._completion.include_usage else ()))
 

@@ -160,11 +160,7 @@ class ResponsesRequest(Schema):
 
 
 def parse_responses(body: bytes) -> ChatRequest:
-    """Validate a body and return it as a chat completion request.
-
-    Raises:
-        ApiError: 400; it does not refer to the body.
-    """
+    """Validate a body and return it as a chat completion request."""
     request = validate(ResponsesRequest, body, UNSUPPORTED)
     logprobs = _LOGPROBS in (request.include or ())
     if request.top_logprobs and not logprobs:
@@ -226,11 +222,7 @@ class ResponseText:
 
     Attributes:
         request_id: Basis of the ids of the response and its message.
-        model: The served model.
-        usage: Token counts, updated while the tokens are read.
         echo: Fields repeated from the request.
-        created: Unix seconds.
-        finish_reason: Known at the end.
         events: Number of events so far; it numbers them.
     """
 
@@ -388,26 +380,17 @@ def _without_bytes(logprob: Document) -> Document:
 
 
 class ResponseAnswer:
-    """The answer to one request.
-
-    Args:
-        writer: Writes the response.
-        text: Builds its documents.
-        stream: Whether to stream the answer.
-    """
+    """The answer to one request."""
 
     def __init__(
-        self, writer: ResponseWriter, text: ResponseText, *, stream: bool
+        self, writer: ResponseWriter, parsed: ParsedRequest, model: str, usage: Usage
     ) -> None:
-        self._writer, self._text, self._stream = writer, text, stream
+        self._writer, self._stream = writer, parsed.stream
+        self._text = ResponseText(str(writer.request_id), model, usage, parsed.echo)
         self._begun = False
 
     async def piece(self, index: int, piece: Piece) -> None:
-        """Receive a piece; the first one starts the stream.
-
-        Cancellation:
-            The response may be cut.
-        """
+        """Receive a piece; the first one starts the stream."""
         del index  # there is one choice
         self._text.add(piece)
         if self._stream:
@@ -421,11 +404,7 @@ class ResponseAnswer:
         self._text.finish_reason = finish_reason
 
     async def done(self) -> None:
-        """Send the response, or end the stream.
-
-        Cancellation:
-            As for `piece`.
-        """
+        """Send the response, or end the stream."""
         if not self._stream:
             await self._writer.json(200, self._text.whole())
             return
@@ -440,16 +419,9 @@ class ResponseAnswer:
         await self._writer.event(*self._text.begin())
 
 
-def _answer(
-    writer: ResponseWriter, parsed: ParsedRequest, model: str, usage: Usage
-) -> ResponseAnswer:
-    text = ResponseText(str(writer.request_id), model, usage, parsed.echo)
-    return ResponseAnswer(writer, text, stream=parsed.stream)
-
-
 RESPONSES = ApiFormat(
     parse=parse_responses,
-    answer=_answer,
+    answer=ResponseAnswer,
     frame=named_event,
     error=OPENAI.error,
 )

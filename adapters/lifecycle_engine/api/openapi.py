@@ -77,11 +77,7 @@ _OBJECTS = {
 
 
 def openapi_document(model: str) -> Document:
-    """Return the OpenAPI 3.1 document of a server.
-
-    Args:
-        model: Name of the served model.
-    """
+    """Return the OpenAPI 3.1 document of a server."""
     models = [(schema, "validation") for schema, *_ in _ENDPOINTS.values()]
     _, made = models_json_schema(models, ref_template=_REFS)  # type: ignore[arg-type]
     schemas = made["$defs"]

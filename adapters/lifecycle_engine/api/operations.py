@@ -13,11 +13,7 @@ class Operation:
     """A method of a path.
 
     Attributes:
-        tag: The group that it belongs to.
-        method: As in a request.
-        path: With its parameters in braces.
         id: Unique; what generated clients call it.
-        summary: A line.
     """
 
     tag: str
@@ -131,12 +127,7 @@ td {{ padding: .3rem 1rem .3rem 0; vertical-align: top }}
 
 
 def page(model: str, base: str) -> str:
-    """Return a page of HTML that lists all operations. It runs no script.
-
-    Args:
-        model: Name of the served model.
-        base: The server's address, without a path.
-    """
+    """Return a page of HTML that lists all operations. It runs no script."""
     groups = "".join(
         f"<h2>{tag}</h2>\n<p>{text}</p>\n<table>\n{_rows(tag)}</table>\n"
         for tag, text in TAGS.items()

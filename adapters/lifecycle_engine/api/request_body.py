@@ -54,9 +54,6 @@ class RemoteImage:
     """An image given by URL.
 
     Attributes:
-        url: Its URL.
-        message: Index of its message.
-        part: Index of its part in that message.
         param: Path of the field, for errors.
     """
 
@@ -78,13 +75,8 @@ class ParsedRequest:
         chat: For the processor; can be taken once.
         estimate: Memory that its images need until hand-off.
         images: Number of images; without any, the request never waits for bytes.
-        stream: Whether to stream the answer.
         include_usage: Whether the stream ends with a usage chunk.
-        choices: Number of answers.
-        stop: Stop strings.
         echo: Fields of the request that the answer repeats.
-        image_sizes: Sizes of the images in the body.
-        remote: Images given by URL, to be fetched.
         fields: Names of the body's content fields, for errors.
     """
 

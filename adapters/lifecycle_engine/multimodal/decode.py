@@ -44,11 +44,6 @@ def convert_errors(position: int, step: Callable[[], T]) -> T:
 def decode(encoded: bytes, position: int, *, max_pixels: int) -> Image.Image:
     """Decode an image to RGB, rotated as its Exif says; only the first frame.
 
-    Args:
-        encoded: The file, in one of `FORMATS`.
-        position: Position of the image in the request, from 1.
-        max_pixels: Larger images are refused before they are decoded.
-
     Raises:
         BadImage: Not an image, damaged, truncated or too large.
     """

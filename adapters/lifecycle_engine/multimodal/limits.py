@@ -43,10 +43,6 @@ class MediaLimits:
 def decode_data_url(url: str | LongText, *, param: str) -> bytes:
     """Decode a ``data:image/…;base64,`` URL.
 
-    Args:
-        url: URL from the request.
-        param: Path of the field, for the error.
-
     Raises:
         ApiError: 400 for any other URL, and for invalid base64.
     """
@@ -143,32 +139,14 @@ def _too_large(message: str, param: str) -> ApiError:
 
 
 def check_count(images: int, limits: MediaLimits, *, param: str) -> None:
-    """Refuse a request with too many images, before any is decoded.
-
-    Args:
-        images: Number of images.
-        limits: Limits on images.
-        param: Field of the images, for the error.
-
-    Raises:
-        ApiError: 413.
-    """
+    """Refuse a request with too many images, before any is decoded."""
     if images > limits.images:
         message = f"The request has {images} images; the limit is {limits.images}"
         raise _too_large(message, param)
 
 
 def check_total(sizes: Sequence[ImageSize], limits: MediaLimits, *, param: str) -> None:
-    """Refuse a request whose images have too many frames or pixels together.
-
-    Args:
-        sizes: Sizes of all images.
-        limits: Limits on images.
-        param: Field of the images, for the error.
-
-    Raises:
-        ApiError: 413.
-    """
+    """Refuse a request whose images have too many frames or pixels together."""
     frames = sum(size.frames for size in sizes)
     if frames > limits.frames:
         message = f"The images have {frames} frames; the limit is {limits.frames}"

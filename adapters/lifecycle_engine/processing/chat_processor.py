@@ -50,15 +50,7 @@ class TemplateFailed(BadChat):
 
 
 class ChatTemplate:
-    """A checkpoint's chat template, which turns a conversation into a prompt.
-
-    Args:
-        folder: Folder of the checkpoint.
-        tokenizer: Tokenizer of transformers; gets the template if it has none.
-
-    Raises:
-        ValueError: The checkpoint has no chat template.
-    """
+    """A checkpoint's chat template, which turns a conversation into a prompt."""
 
     def __init__(self, folder: Path, tokenizer: Any) -> None:
         self._name = _name(folder)

@@ -99,11 +99,7 @@ def check_no_tensors(tensors: Mapping[str, Any]) -> None:
 
 
 def square_tokens(config: Any) -> int:
-    """Return the number of tokens of an image in LLaVA 1.5.
-
-    Raises:
-        ValueError: The vision tower is of an unknown kind.
-    """
+    """Return the number of tokens of an image in LLaVA 1.5."""
     vision = config.vision_config
     if vision.model_type not in _PREFIX_TOKENS:
         raise ValueError(
@@ -212,15 +208,12 @@ class ImagePreprocessor(Protocol):
 
         The arrays of several images are concatenated along their first axis.
         """
-        ...
 
     def counts(self, tensors: Mapping[str, np.ndarray]) -> list[int]:
         """Return the number of tokens of each image, in order."""
-        ...
 
     def check(self, ids: Sequence[int], tensors: Mapping[str, np.ndarray]) -> None:
         """Raise `ValueError` for tensors that the engine would refuse."""
-        ...
 
 
 class GridPreprocessor:

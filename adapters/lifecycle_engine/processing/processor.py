@@ -145,22 +145,18 @@ class SamplingOptions(Protocol):
     @property
     def temperature(self) -> float | None:
         """Temperature; 0 is greedy."""
-        ...
 
     @property
     def top_p(self) -> float | None:
         """Nucleus sampling: probability mass to sample from."""
-        ...
 
     @property
     def top_k(self) -> int | None:
         """Number of most likely tokens to sample from."""
-        ...
 
     @property
     def min_p(self) -> float | None:
         """Minimum probability, relative to the most likely token."""
-        ...
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -327,15 +323,12 @@ class Detokenizer(Protocol):
 
     def push(self, ids: Sequence[int]) -> str:
         """Add token ids and return the text that they complete."""
-        ...
 
     def spell(self, token: int) -> bytes:
         """Return the bytes of one token, independent of the stream."""
-        ...
 
     def flush(self) -> str:
         """Return the rest at the end; U+FFFD for an incomplete character."""
-        ...
 
 
 class Processor(Protocol):
@@ -355,11 +348,9 @@ class Processor(Protocol):
             BadChat: The conversation cannot become a prompt.
             BadImage: An image cannot be decoded, or is too large or too thin.
         """
-        ...
 
     def detokenizer(self) -> Detokenizer:
         """Return a fresh detokenizer for one stream."""
-        ...
 
 
 def payload_capacity(payload_bytes: int | None, arena_bytes: int) -> int:

@@ -72,11 +72,7 @@ class AccessControl:
         self._origins = frozenset(() if operator else rules.origins)
 
     async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
-        """Serve one connection.
-
-        Cancellation:
-            Passes through.
-        """
+        """Serve one connection."""
         if scope["type"] == "http":
             try:
                 self._check(scope)

@@ -34,12 +34,7 @@ _RESPONSE = "resp_"
 
 
 class CancelEndpoints:
-    """Endpoints that cancel requests of a `Service`, of any API format.
-
-    Args:
-        service: The service whose requests they cancel.
-        live: All requests, also those without a session.
-    """
+    """Endpoints that cancel requests of a `Service`, of any API format."""
 
     def __init__(self, service: Service, live: LiveRequests | None = None) -> None:
         self._service = service
@@ -57,11 +52,7 @@ class CancelEndpoints:
         return JSONResponse({"id": id_, "status": "cancelled"})
 
     async def any_request(self, request: Request) -> Response:
-        """``POST /_lifecycle/requests/{id}/cancel``, for the operator.
-
-        Cancellation:
-            As for `request`.
-        """
+        """``POST /_lifecycle/requests/{id}/cancel``, for the operator."""
         id_ = request.path_params["id"]
         if await self._cancel(id_) is None:
             found = None if self._live is None else find(self._live, id_)
@@ -71,11 +62,7 @@ class CancelEndpoints:
         return JSONResponse({"id": id_, "status": "cancelled"})
 
     async def response(self, request: Request) -> Response:
-        """``POST /v1/responses/{id}/cancel``, for the SDK's ``responses.cancel``.
-
-        Cancellation:
-            As for `request`.
-        """
+        """``POST /v1/responses/{id}/cancel``, for the SDK's ``responses.cancel``."""
         id_ = request.path_params["id"]
         session = None
         if id_.startswith(_RESPONSE):
@@ -120,13 +107,7 @@ _SHOWN = ("what", "client", "phase", "session_phase", "waits_for", "age_s")
 
 
 class StatusEndpoints:
-    """Read-only endpoints of a `Service`: models, health, status and metrics.
-
-    Args:
-        service: The service to show.
-        metrics: Metrics for ``/metrics``, if any.
-        live: All requests, for the operator.
-    """
+    """Read-only endpoints of a `Service`: models, health, status and metrics."""
 
     def __init__(
         self,
@@ -243,11 +224,7 @@ class StatusEndpoints:
 
 
 async def snapshot(service: Service) -> dict[str, Any]:
-    """Return the state of gates, sessions and both processes; counts only, no ids.
-
-    Cancellation:
-        At any time.
-    """
+    """Return the state of gates, sessions and both processes; counts only, no ids."""
     engine, lanes = service.engine, service.admission.statistics()
     pid, ready = engine.pid, engine.ready
     phases: dict[str, int] = {}

@@ -75,15 +75,7 @@ def refuse_compressed(scope: Any) -> None:
 
 
 async def check_head(service: Service, scope: Any) -> None:
-    """Refuse what no engine could serve, by the head of a generating request.
-
-    Raises:
-        ApiError: Its body is compressed, or the application runs without its lifespan.
-        EngineLost: No engine is ready, and none is being started.
-
-    Cancellation:
-        At any time.
-    """
+    """Refuse what no engine could serve, by the head of a generating request."""
     refuse_compressed(scope)
     if not service.started:
         raise not_started()
@@ -107,10 +99,6 @@ class FairAcceptMiddleware:
     A request that arrives alone does not wait: each poll of the loop releases the
     interpreter lock, and with busy threads it takes long to get it back. Probes have a
     queue of their own, since a proxy's probes come from the address of all its clients.
-
-    Args:
-        app: The application to wrap. A request has begun when it first waits.
-        clock: Monotonic seconds.
     """
 
     def __init__(
@@ -123,11 +111,7 @@ class FairAcceptMiddleware:
         self._last_unqueued = -math.inf
 
     async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
-        """Serve one connection.
-
-        Cancellation:
-            Passes through; a waiting request leaves the queue.
-        """
+        """Serve one connection."""
         if scope["type"] == "http":
             # Some servers append trailers to their list, in the time of this wait, too.
             scope["headers"] = list(scope["headers"])

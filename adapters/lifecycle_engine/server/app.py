@@ -430,16 +430,8 @@ def _not_admitted(
     scope: Any, refusal: Refusal | Unauthorised
 ) -> tuple[int, list[tuple[bytes, bytes]], bytes]:
     """End the session of a request that is refused; what it is answered."""
-    answer = _refusal(scope, refusal)
-    end_refused(scope, answer[0])
-    return answer
-
-
-def _refusal(
-    scope: Any, refusal: Refusal | Unauthorised
-) -> tuple[int, list[tuple[bytes, bytes]], bytes]:
-    """What limits answer, in the form of the API that was asked."""
     response = _response(scope, describe(refusal))
+    end_refused(scope, response.status_code)
     return response.status_code, response.raw_headers, bytes(response.body)
 
 

@@ -55,16 +55,10 @@ class _Call:
     """One request while it is served.
 
     Attributes:
-        endpoint: What it was sent to.
-        request: Its phases and counters, for events.
-        writer: Writes its response.
         session: From its head on.
-        client: Identity of its client.
         leases: Of files that were fetched for it, until hand-off.
-        usage: Its tokens so far.
         read: Its body has been parsed, which sets the last two.
         admitted: It has all that it waited for.
-        parsed: What it asks for.
         box: Its chat, until it is preprocessed.
     """
 
@@ -82,14 +76,7 @@ class _Call:
 
 
 async def price_body(scope: Any, body: bytes) -> MemoryEstimate | None:
-    """Parse the body of a generating request, as `Admission` asks for its price.
-
-    Raises:
-        ApiError: As from `GenerateEndpoint.price`.
-
-    Cancellation:
-        As for that.
-    """
+    """Parse the body of a generating request, as `Admission` asks for its price."""
     call: _Call = scope[_CALL]
     pricing = call.endpoint.price(scope, body)
     del body
@@ -97,11 +84,7 @@ async def price_body(scope: Any, body: bytes) -> MemoryEstimate | None:
 
 
 async def serve_admitted(scope: Any, receive: Any, _: Any) -> None:
-    """Answer a generating request, as `Admission` calls its application.
-
-    Cancellation:
-        As for `GenerateEndpoint`.
-    """
+    """Answer a generating request, as `Admission` calls its application."""
     call: _Call = scope[_CALL]
     await call.endpoint.serve(scope, receive)
 
@@ -110,10 +93,6 @@ def end_refused(scope: Any, status: int) -> None:
     """End a generating request that `Admission` is about to refuse.
 
     No other task can cancel it any more, and it holds nothing while its client reads.
-
-    Args:
-        scope: The ASGI scope.
-        status: Of the response.
 
     Raises:
         SessionEnded: Another task has ended it, and its client gets that outcome.
@@ -137,10 +116,6 @@ class GenerateEndpoint:
     A request opens its session by its head, and may be cancelled by its id from then
     on. `Admission` reads its body, has it parsed by `price`, waits for bytes and for a
     slot, and calls `serve`.
-
-    Args:
-        service: The engine, the gates and the sessions.
-        api: The API format.
     """
 
     def __init__(self, service: Service, api: ApiFormat) -> None:
@@ -195,14 +170,7 @@ class GenerateEndpoint:
             await writer.error(problem)
 
     async def price(self, scope: Any, body: bytes) -> MemoryEstimate | None:
-        """Parse a body; return what its images need until the engine has them.
-
-        Raises:
-            ApiError: As from `RequestParser.read` and `RemoteImages.fetch`.
-
-        Cancellation:
-            As for those.
-        """
+        """Parse a body; return what its images need until the engine has them."""
         call: _Call = scope[_CALL]
         reading = self._read_body(call, body)
         del body
@@ -234,11 +202,7 @@ class GenerateEndpoint:
         return MemoryEstimate(work, (choices + copies) * tensors, copies * tensors)
 
     async def serve(self, scope: Any, receive: Any) -> None:
-        """Answer a request that has all that it waited for.
-
-        Cancellation:
-            As for a call of this object.
-        """
+        """Answer a request that has all that it waited for."""
         call: _Call = scope[_CALL]
         call.admitted = True
         if not call.read:  # `Admission` asks no price for none, or a part of it
@@ -445,12 +409,7 @@ class PreprocessingFailed(Exception):
 
 
 class SharedPreprocessing:
-    """Preprocesses a request once for all of its choices.
-
-    Args:
-        prepare: Returns the request map and its tensors in a payload.
-        choices: Number of choices; nothing is kept once the last has taken its own.
-    """
+    """Preprocesses a request once for all of its choices."""
 
     __slots__ = ("_left", "_lock", "_prepare", "_request", "_tensors")
 
@@ -471,9 +430,6 @@ class SharedPreprocessing:
 
         Raises:
             PreprocessingFailed: It failed for the choice that came first.
-
-        Cancellation:
-            As for *prepare*.
         """
         async with self._lock:
             if self._prepare is not None:

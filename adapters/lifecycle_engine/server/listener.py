@@ -56,11 +56,6 @@ def _remove_abandoned(path: Path) -> None:
 class OperatorServer(uvicorn.Server):
     """Serves the operator's application beside another server, in its event loop.
 
-    Args:
-        app: The application.
-        listener: Its socket, which `stop` closes.
-        limits: Timeouts of connections.
-
     Attributes:
         address: What `lifecycle top` takes, with the port that *listener* has.
     """
@@ -102,11 +97,7 @@ class OperatorServer(uvicorn.Server):
         await self.startup([self._listener])
 
     async def stop(self) -> None:
-        """Cut all connections; viewers of the live view never leave by themselves.
-
-        Cancellation:
-            Requests may still run.
-        """
+        """Cut all connections; viewers of the live view never leave by themselves."""
         if self.started:
             for connection in list(self.server_state.connections):
                 connection.transport.abort()

@@ -99,11 +99,8 @@ class EngineReport:
     """What a scrape finds of the engine.
 
     Attributes:
-        model: Name of the model, the label of every series.
-        up: Whether the engine takes requests.
         incarnation: How many engines have been started.
         status: What the engine reports of itself; empty while there is none.
-        memory: Resident bytes of the processes, by their name.
         ratios: Actual bytes of payloads divided by estimated ones, by the size below
             which they are.
     """

@@ -87,9 +87,6 @@ def reuse_image_memory(count: int) -> None:
     Fresh pages are a large part of the cost of decoding. And without reuse, the peak
     memory depends on how decodings overlap. Pillow keeps one block for each thread, as
     large as the last picture decoded in it and 16 MiB at most.
-
-    Args:
-        count: Number of threads that decode.
     """
     Image.core.set_blocks_max(count)  # type: ignore[attr-defined]
 

@@ -30,17 +30,14 @@ class Engine(Protocol):
     @property
     def ready(self) -> bool:
         """Whether the engine accepts requests now."""
-        ...
 
     @property
     def pid(self) -> int | None:
         """Process id of the engine; ``None`` while no process runs."""
-        ...
 
     @property
     def incarnation(self) -> int:
         """Number of engine processes started so far."""
-        ...
 
     async def __aenter__(self) -> Self: ...
 
@@ -48,7 +45,6 @@ class Engine(Protocol):
 
     async def wait_ready(self) -> None:
         """Wait until the engine accepts requests; `EngineLost` if it ended first."""
-        ...
 
     async def start(
         self,
@@ -57,19 +53,15 @@ class Engine(Protocol):
         tensors: Payload[Mapping[str, Any]] | None = None,
     ) -> AsyncIterator[Any]:
         """Hand a request off; returns once the engine has accepted it."""
-        ...
 
     async def end(self, key: str) -> None:
         """Make the engine forget the request."""
-        ...
 
     async def status(self) -> dict[str, Any]:
         """Return the engine's counters."""
-        ...
 
     def close(self) -> None:
         """Abandon the engine now; pending calls fail with `EngineLost`."""
-        ...
 
 
 ID_IS_SECRET: Final = b""

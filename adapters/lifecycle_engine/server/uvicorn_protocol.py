@@ -11,7 +11,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Protocol, cast
+from typing import Any, cast
 
 import httptools
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
@@ -365,10 +365,6 @@ class GatheringTransport:
     A write is a system call and wakes the client: once for the head and the body of a
     short answer, and for all events that a stream has at that moment. All else is as
     the transport has it.
-
-    Args:
-        transport: The connection's.
-        loop: The event loop.
     """
 
     __slots__ = ("_bytes", "_gathered", "_loop", "_transport")
@@ -414,11 +410,7 @@ class GatheringTransport:
 
 
 class _ResponseTransport:
-    """The transport of one request: closing it may linger.
-
-    Attributes:
-        half_closed: Whether a client that has finished sending gets its answer.
-    """
+    """The transport of one request: closing it may linger."""
 
     __slots__ = (
         "abort",
@@ -443,10 +435,6 @@ def without_chunks(app: Any, cycle: Any) -> Any:
 
     uvicorn sends responses without a declared length in chunks even there. The wrapped
     application sends them as they are; the end of the connection ends them.
-
-    Args:
-        app: The application.
-        cycle: uvicorn's state of the one request that it will serve.
     """
 
     async def served(scope: Any, receive: Any, send: Any) -> None:
@@ -474,10 +462,6 @@ class BoundedReads(asyncio.BufferedProtocol):
 
     By default an event loop reads 256 KiB at a time from every client, also from those
     that wait for admission.
-
-    Args:
-        protocol: Receives all calls.
-        read_size: Maximum bytes of the next read; at least one.
     """
 
     def __init__(
@@ -521,13 +505,6 @@ class BoundedReads(asyncio.BufferedProtocol):
         self._protocol.resume_writing()
 
 
-class ParserCallbacks(Protocol):
-    """httptools' callbacks, with what has been parsed of a request."""
-
-    url: bytes
-    headers: Headers
-
-
 class RequestHeadParser:
     """httptools' parser, ignoring offers to upgrade to another protocol.
 
@@ -537,23 +514,16 @@ class RequestHeadParser:
 
     While `should_upgrade` is true, the owner must ignore that a head or a message is
     complete: both are reported again.
-
-    Args:
-        owner: Its callbacks are called.
     """
 
     __slots__ = ("_owner", "_parser")
 
-    def __init__(self, owner: ParserCallbacks) -> None:
+    def __init__(self, owner: HttpToolsProtocol) -> None:
         self._owner = owner
         self._parser = _new_parser(owner)
 
     def feed_data(self, data: bytes) -> None:
-        """Parse *data*, calling the owner.
-
-        Raises:
-            httptools.HttpParserError: Not HTTP, or a CONNECT.
-        """
+        """Parse *data*, calling the owner."""
         rest = memoryview(data)
         while rest:
             try:
@@ -589,14 +559,14 @@ class RequestHeadParser:
         return bytes(self._parser.get_method())
 
 
-def _new_parser(owner: ParserCallbacks) -> httptools.HttpRequestParser:
+def _new_parser(owner: HttpToolsProtocol) -> httptools.HttpRequestParser:
     parser = httptools.HttpRequestParser(owner)
     # As in uvicorn: data after the last request is dropped, not refused.
     parser.set_dangerous_leniencies(lenient_data_after_close=True)
     return parser
 
 
-def _head(parser: httptools.HttpRequestParser, request: ParserCallbacks) -> bytes:
+def _head(parser: httptools.HttpRequestParser, request: HttpToolsProtocol) -> bytes:
     version = parser.get_http_version().encode()
     head = [parser.get_method() + b" " + request.url + b" HTTP/" + version]
     for name, value in request.headers:

@@ -29,11 +29,7 @@ class Address:
     """Where the server is, and what each request to it carries.
 
     Attributes:
-        host: Name or address of the server.
-        port: Its port.
-        tls: Whether connections are encrypted.
         prefix: Goes before each path.
-        headers: Of each request.
         source: The address that connections come from; ``None`` is the system's choice.
     """
 
@@ -96,8 +92,6 @@ class Address:
         Raises:
             OSError: the server does not listen, breaks off the TLS handshake, or has a
             certificate that is not trusted.
-
-        Cancellation: the connection is closed.
         """
         host = "127.0.0.1" if self.source and self.host == "localhost" else self.host
         stream = await anyio.connect_tcp(host, self.port, local_host=self.source)
@@ -174,10 +168,7 @@ class Response:
 
 
 async def read_head(stream: ByteStream) -> Response:
-    """Read the head of a response, and what came with it of the body.
-
-    Cancellation: what was read is lost.
-    """
+    """Read the head of a response, and what came with it of the body."""
     data = b""
     while b"\r\n\r\n" not in data:
         if len(data) > _HEAD_LIMIT:
@@ -206,10 +197,7 @@ def _is_complete(response: Response) -> bool:
 
 
 async def read_response(stream: ByteStream) -> Response:
-    """Read a response to its end.
-
-    Cancellation: what was read is lost.
-    """
+    """Read a response to its end."""
     response = await read_head(stream)
     while response.status and not _is_complete(response):
         try:
@@ -225,10 +213,7 @@ async def read_response(stream: ByteStream) -> Response:
 
 
 async def ask(address: Address, request: bytes, *, timeout: float) -> Response:
-    """Send *request* and read the response, for at most *timeout* seconds.
-
-    Cancellation: the connection is closed.
-    """
+    """Send *request* and read the response, for at most *timeout* seconds."""
     started = time.monotonic()
     response = Response()
     with anyio.move_on_after(timeout):

@@ -148,12 +148,7 @@ def _signs(idle: Load, stayed: Load, left: Load) -> Iterator[Sign]:
 
 
 def judge_turns(phase: Phase, turns: Sequence[Sequence[Sign]]) -> Finding:
-    """Judge what was seen in several turns, each of clients that stay and that leave.
-
-    Args:
-        phase: When they leave.
-        turns: The signs of each turn.
-    """
+    """Judge what was seen in turns of clients that stay and that leave at *phase*."""
     found: dict[str, list[Sign]] = {}
     for sign in chain.from_iterable(turns):
         found.setdefault(sign.text, []).append(sign)
@@ -199,10 +194,7 @@ async def _held_up(target: Target, phase: Phase) -> Finding:
 
 
 async def leave(target: Target, phase: Phase) -> Finding:
-    """Leave at *phase*, and compare with clients that stay, in turns.
-
-    Cancellation: all clients leave.
-    """
+    """Leave at *phase*, and compare with clients that stay, in turns."""
     if not phase.works:
         return await _held_up(target, phase)
     turns: list[list[Sign]] = []
@@ -221,10 +213,7 @@ async def leave(target: Target, phase: Phase) -> Finding:
 
 
 async def half_close(target: Target) -> Finding:
-    """Send a whole request, close the sending side, and wait for the response.
-
-    Cancellation: the connection is closed.
-    """
+    """Send a whole request, close the sending side, and wait for the response."""
     name, sent = "leave.half_close", "a whole request, then the end of sending"
     if target.address.tls:
         because = "TLS has no half-close that servers agree on."

@@ -38,11 +38,7 @@ class Attack:
     """What one client does to the others.
 
     Attributes:
-        name: Of the check.
-        sent: What it sends, in words.
-        clients: How many connections it opens.
         limit: Factor by which others may be served later than alone.
-        images: Whether it sends pictures.
     """
 
     name: str
@@ -64,10 +60,7 @@ ATTACKS = (
 async def beside(
     target: Target, *, attack: Attack, requests: int = _REQUESTS
 ) -> Finding:
-    """Time *requests* of a small client alone, and then beside *attack* of another.
-
-    Cancellation: all clients leave.
-    """
+    """Time *requests* of a small client alone, and then beside *attack* of another."""
     greedy, settings = target.address, target.settings
     files, needed = resource.getrlimit(resource.RLIMIT_NOFILE)[1], attack.clients + 32
     unseen = partial(Finding, f"neighbours.{attack.name}", attack.sent)

@@ -141,10 +141,7 @@ class Target:
         return self.address.post(self.path, body, length=length)
 
     async def honest(self) -> Response:
-        """Send one small request, and wait for its response.
-
-        Cancellation: the connection is closed.
-        """
+        """Send one small request, and wait for its response."""
         return await ask(
             self.address,
             self.request(tokens=4, stream=False),
@@ -152,10 +149,7 @@ class Target:
         )
 
     async def running(self) -> float | None:
-        """Return the server's own count of running requests, where it has one.
-
-        Cancellation: the connection is closed.
-        """
+        """Return the server's own count of running requests, where it has one."""
         address = self.settings.metrics or self.address
         response = await ask(address, address.head("GET", "/metrics"), timeout=2.0)
         if response.status != 200:
@@ -164,10 +158,7 @@ class Target:
         return _gauge(response.body.decode("utf-8", "replace"), names)
 
     async def load(self) -> Load:
-        """Measure how busy the server is now, first without asking it for work.
-
-        Cancellation: the measurement ends.
-        """
+        """Measure how busy the server is now, first without asking it for work."""
         running = await self.running()
         cpu = await self.process.cpu_rate(1.0) if self.process else None
         response = await self.honest()
@@ -176,13 +167,7 @@ class Target:
         return Load(latency, cpu, running)
 
     async def measure_idle(self) -> None:
-        """Measure the idle server, which serves an honest request.
-
-        Raises:
-            CannotCheck: it does not.
-
-        Cancellation: the measurement ends.
-        """
+        """Measure the idle server, which serves an honest request."""
         try:
             with anyio.fail_after(self.settings.seconds):
                 await anyio.aclose_forcefully(await self.address.connect())
@@ -246,10 +231,7 @@ class Target:
         return f"the response at {path} has no {needed!r}: this is no such API"
 
     async def settle(self) -> bool:
-        """Wait until the server is idle again; False when it stays busy.
-
-        Cancellation: the wait ends.
-        """
+        """Wait until the server is idle again; False when it stays busy."""
         until = time.monotonic() + 4 * self.settings.seconds
         while time.monotonic() < until:
             now = await self.load()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import os
 from collections.abc import Sequence
+from functools import partial
 from typing import Annotated
 
 import typer
@@ -13,95 +14,61 @@ from lifecycle_tools.proxy.headers import ForwardedHeaders
 from lifecycle_tools.proxy.server import ListenSettings, create_app, serve
 from lifecycle_tools.proxy.upstream import ProxyTimeouts, Upstream
 
-_UPSTREAM = "Upstream"
-_LISTEN = "Listen"
-_TIMEOUTS = "Timeouts, in seconds"
-_HEADERS = "Headers"
-
+_upstream = partial(typer.Option, rich_help_panel="Upstream")
+_listen = partial(typer.Option, rich_help_panel="Listen")
+_timeout = partial(typer.Option, rich_help_panel="Timeouts, in seconds")
+_headers = partial(typer.Option, rich_help_panel="Headers")
 
 # Options, apart from the function that is short without them.
 UpstreamUrl = Annotated[
-    str,
-    typer.Option(
-        help="http://HOST:PORT, https://HOST or unix:PATH.",
-        rich_help_panel=_UPSTREAM,
-    ),
+    str, _upstream(help="http://HOST:PORT, https://HOST or unix:PATH.")
 ]
 MaxConnectionsOption = Annotated[
     int,
-    typer.Option(
-        min=1,
-        help="Connections to the upstream at a time; as many requests wait.",
-        rich_help_panel=_UPSTREAM,
+    _upstream(
+        min=1, help="Connections to the upstream at a time; as many requests wait."
     ),
 ]
-HostOption = Annotated[str, typer.Option(help="Address.", rich_help_panel=_LISTEN)]
-PortOption = Annotated[int, typer.Option(help="Port.", rich_help_panel=_LISTEN)]
-UdsOption = Annotated[
-    str | None,
-    typer.Option(help="Path of a unix socket instead.", rich_help_panel=_LISTEN),
-]
+HostOption = Annotated[str, _listen(help="Address.")]
+PortOption = Annotated[int, _listen(help="Port.")]
+UdsOption = Annotated[str | None, _listen(help="Path of a unix socket instead.")]
 HealthPathOption = Annotated[
-    str | None,
-    typer.Option(
-        help="A path that the proxy answers itself, with 200.",
-        rich_help_panel=_LISTEN,
-    ),
+    str | None, _listen(help="A path that the proxy answers itself, with 200.")
 ]
 ConnectTimeoutOption = Annotated[
-    float,
-    typer.Option(help="For a connection to the upstream.", rich_help_panel=_TIMEOUTS),
+    float, _timeout(help="For a connection to the upstream.")
 ]
 HeadTimeoutOption = Annotated[
-    float,
-    typer.Option(
-        help="From a request to the head of its response.",
-        rich_help_panel=_TIMEOUTS,
-    ),
+    float, _timeout(help="From a request to the head of its response.")
 ]
 IdleTimeoutOption = Annotated[
-    float,
-    typer.Option(
-        help="Between two pieces of a response, or of a body.",
-        rich_help_panel=_TIMEOUTS,
-    ),
+    float, _timeout(help="Between two pieces of a response, or of a body.")
 ]
 UpstreamKeepAliveOption = Annotated[
     float,
-    typer.Option(
+    _timeout(
         help="An unused connection is kept for so long; 0 keeps none. Less than "
-        "the upstream keeps it.",
-        rich_help_panel=_TIMEOUTS,
+        "the upstream keeps it."
     ),
 ]
 DrainTimeoutOption = Annotated[
-    int,
-    typer.Option(
-        min=0,
-        help="For requests under way after SIGTERM.",
-        rich_help_panel=_TIMEOUTS,
-    ),
+    int, _timeout(min=0, help="For requests under way after SIGTERM.")
 ]
 KeepHostOption = Annotated[
     bool,
-    typer.Option(
+    _headers(
         "--keep-host/--rewrite-host",
         help="Pass on the client's Host, or send that of the upstream.",
-        rich_help_panel=_HEADERS,
     ),
 ]
 ForwardedOption = Annotated[
     ForwardedHeaders,
-    typer.Option(
-        help="Pass X-Forwarded-* on, add to them, or replace them.",
-        rich_help_panel=_HEADERS,
-    ),
+    _headers(help="Pass X-Forwarded-* on, add to them, or replace them."),
 ]
 TrustedProxiesOption = Annotated[
     str,
-    typer.Option(
-        help="Addresses, separated by commas, whose X-Forwarded-For names the client.",
-        rich_help_panel=_HEADERS,
+    _headers(
+        help="Addresses, separated by commas, whose X-Forwarded-For names the client."
     ),
 ]
 

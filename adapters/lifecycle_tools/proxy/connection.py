@@ -23,13 +23,7 @@ Event: TypeAlias = (
 
 
 class UpstreamError(Exception):
-    """The upstream does not answer as it should.
-
-    Args:
-        reason: For the log and for the client.
-        status: Of the response to the client, if none has begun.
-        code: The same, as a word.
-    """
+    """The upstream does not answer as it should."""
 
     def __init__(
         self, reason: str, *, status: int = 502, code: str = "upstream_unavailable"
@@ -53,9 +47,6 @@ class UpstreamTimeout(UpstreamError):
 class Connection:
     """One HTTP/1.1 connection, for one request at a time.
 
-    Args:
-        stream: A connected socket, with or without TLS.
-
     Attributes:
         reused: Whether it has served a request before.
         idle_since: When the last one ended.
@@ -76,9 +67,6 @@ class Connection:
         Raises:
             UpstreamLost: The connection is closed.
             h11.LocalProtocolError: HTTP does not allow this.
-
-        Cancellation:
-            The connection can only be closed.
         """
         data = b"".join(self._http.send(event) or b"" for event in events)
         if not data:

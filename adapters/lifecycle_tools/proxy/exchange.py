@@ -26,16 +26,7 @@ _IDEMPOTENT: Final = frozenset({"GET", "HEAD", "OPTIONS", "TRACE", "PUT", "DELET
 
 
 class RequestStream:
-    """A request on its way to the upstream.
-
-    Args:
-        scope: The ASGI scope of the request.
-        receive: The rest of its body.
-        target: Path and query.
-        headers: Without those that frame the body.
-        body: The first piece of the body.
-        more_body: Whether there is more.
-    """
+    """A request on its way to the upstream."""
 
     __slots__ = ("_body", "_receive", "_replayable", "head", "more_body")
 
@@ -87,9 +78,6 @@ class RequestStream:
             ClientLeft: The client disconnected before its body was complete.
             UpstreamLost: The connection is closed.
             TimeoutError: The upstream does not read.
-
-        Cancellation:
-            The connection can only be closed.
         """
         await connection.send(self.head)
         body, self._body = self._body or b"", None
@@ -113,13 +101,6 @@ class RequestStream:
 
 class Exchange:
     """Sends one request over one connection, and its response to the client.
-
-    Args:
-        scope: The ASGI scope of the request.
-        request: What to send.
-        connection: To the upstream.
-        send: The server's.
-        timeouts: For both directions.
 
     Attributes:
         begun: Whether the upstream has answered.
@@ -159,9 +140,6 @@ class Exchange:
             ClientLeft: The client disconnected before its body was complete.
             UpstreamError: There is no response, or not all of it.
             h11.LocalProtocolError: The request is not HTTP.
-
-        Cancellation:
-            The connection can only be closed.
         """
         if self._request.is_short:
             await self._connection.send(*self._request.whole())

@@ -70,9 +70,7 @@ class ListenSettings:
     """Where and how the proxy listens.
 
     Attributes:
-        host: Address.
         port: Port; 0 for any that is free.
-        uds: Path of a socket, instead of both.
         drain_timeout: Seconds for requests under way after SIGTERM.
         keep_alive: Seconds that an unused connection of a client is kept.
         trusted_proxies: Addresses whose ``X-Forwarded-For`` names the client, separated
@@ -90,11 +88,7 @@ class ListenSettings:
 
 
 def serve(app: App, settings: ListenSettings) -> None:
-    """Serve *app* by uvicorn until SIGTERM or SIGINT, then drain.
-
-    Raises:
-        ModuleNotFoundError: uvicorn is not installed.
-    """
+    """Serve *app* by uvicorn until SIGTERM or SIGINT, then drain."""
     import uvicorn
 
     from lifecycle_asgi.uvicorn_protocol import HeadersOnly

@@ -17,14 +17,6 @@ class Block:
     Every array, tensor and memoryview over its bytes references it, and so does a
     lease. When the last reference goes the region is free: neither lost nor reused
     early.
-
-    Args:
-        mapping: Kept, so that the memory stays mapped.
-        address: Address of the region.
-        nbytes: Its length.
-        offset: Its offset in the arena.
-        on_release: Called at the end, with the offset and `freed`.
-        freed: Called when the region is free.
     """
 
     __slots__ = (
@@ -84,13 +76,6 @@ class RegionAllocator:
     The first hole that is long enough is taken, from the lowest address: pages that
     were used before are used again, and those at the end are perhaps never touched.
     Neighbouring holes are always merged.
-
-    Args:
-        size: Bytes of the range, a multiple of `GRANULE`.
-
-    Attributes:
-        size: Bytes of the range.
-        used: Bytes of all regions; the rest of `size` is free.
     """
 
     def __init__(self, size: int) -> None:
@@ -128,11 +113,7 @@ class RegionAllocator:
         return None
 
     def release(self, offset: int) -> None:
-        """Free the region that begins at `offset`.
-
-        Raises:
-            KeyError: None does.
-        """
+        """Free the region that begins at `offset`."""
         length = self._length.pop(offset)
         del self._taken[bisect_left(self._taken, offset)]
         self.used -= length

@@ -76,15 +76,7 @@ def create(size: int, kind: ArenaKind | None = None) -> MappedMemory:
 
 
 def map_inherited(descriptor: int, *, writable: bool = False) -> mmap.mmap:
-    """Map inherited memory as a whole and close its descriptor.
-
-    Args:
-        descriptor: Of the memory.
-        writable: Map it writable, which some devices require.
-
-    Raises:
-        OSError: It refers to no memory.
-    """
+    """Map inherited memory as a whole and close its descriptor."""
     try:
         size = os.fstat(descriptor).st_size
         if not size:
@@ -229,10 +221,6 @@ def unpack(descriptor: int, sizes: Sequence[int]) -> list[memoryview]:
     """Return the tensors of these sizes; the last view of them unmaps the memory.
 
     They are writable copies of the receiver's own (private mapping).
-
-    Args:
-        descriptor: The descriptor that was received; closed here in any case.
-        sizes: Of each tensor, in bytes.
 
     Raises:
         MemoryError: This process has no room to map it.

@@ -21,7 +21,6 @@ class TensorPayload(Protocol):
 
     def take(self) -> Mapping[str, Any]:
         """Return the tensors and forget them."""
-        ...
 
 
 def take_tensors(payload: TensorPayload | None) -> Mapping[str, Any]:
@@ -188,11 +187,7 @@ def describe(
 def attach(
     described: list[list[Any]], memory: Sequence[Buffer]
 ) -> dict[str, memoryview | Place]:
-    """Return the described tensors over *memory*, read-only, not copied.
-
-    Raises:
-        ProtocolError: The memory does not match its description.
-    """
+    """Return the described tensors over *memory*, read-only, not copied."""
     sent = sum(offset is None for *_, offset in described)
     if sent != len(memory) or len(described) > MAX_TENSORS:
         raise ProtocolError(f"{len(memory)} tensors, {sent} described")

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Protocol
 
-from lifecycle_zmq.protocol import Buffer
+from lifecycle_zmq.shared_memory.tensors import Buffer
 
 # The exit of the process, which follows at once, gives a better reason than its socket.
 HUNG_UP_SECONDS = 1.0
@@ -30,7 +30,6 @@ class ClientTransport(Protocol):
         Raises:
             EncodeError: There is no room for it; nothing of it was sent.
         """
-        ...
 
     def drain(self) -> None:
         """Handle every message that has arrived.
@@ -38,7 +37,6 @@ class ClientTransport(Protocol):
         Raises:
             ProtocolError: The received data is no message.
         """
-        ...
 
     async def pump(self, greet: Callable[[], bool]) -> None:
         """Handle the engine's messages, in order, until it hangs up.
@@ -52,11 +50,9 @@ class ClientTransport(Protocol):
 
         Cancellation: no message is lost, none is taken while this waits.
         """
-        ...
 
     def close(self) -> None:
         """Close at once; unsent data is dropped."""
-        ...
 
 
 MessageHandler = Callable[[Sequence[Buffer]], bool]
@@ -72,7 +68,6 @@ class ServerTransport(Protocol):
 
     def poll(self, milliseconds: int | None) -> None:
         """Wait for something to receive, at most for a time; ``None``: no limit."""
-        ...
 
     def receive(self) -> tuple[bytes, Sequence[Buffer] | None] | None:
         """Return sender and parts of the next message; None if there is none.
@@ -83,11 +78,9 @@ class ServerTransport(Protocol):
         Raises:
             ProtocolError: The received data is no message; `sender` is that client.
         """
-        ...
 
     def send(self, address: bytes, head: bytes) -> bool:
         """Send a message to a client; False if that client is gone."""
-        ...
 
 
 class AwaitedTransport(ServerTransport, Protocol):
@@ -96,16 +89,13 @@ class AwaitedTransport(ServerTransport, Protocol):
     @property
     def ahead(self) -> bool:
         """Whether there is something to receive for which `wait` would not return."""
-        ...
 
     @property
     def full(self) -> bool:
         """Whether some messages could not be sent yet."""
-        ...
 
     async def wait(self, *, room: bool = False) -> None:
         """Wait until there may be something to receive; with *room*, to send more.
 
         Cancellation: nothing is lost.
         """
-        ...

@@ -67,12 +67,6 @@ class IpcEndpoint:
         parent: Where the directory is made; ``None`` is the system's directory for
             temporary files.
 
-    Attributes:
-        address: Where to connect, as long as the name exists.
-        listener: The listening socket; the engine inherits it.
-        inherited: Its descriptor, by name.
-        connect: Factory of the client's transport.
-
     Raises:
         OSError: There is no such directory, or its path is too long for a socket.
     """
@@ -94,11 +88,7 @@ class IpcEndpoint:
             raise
 
     def unlink(self) -> None:
-        """Remove the name once the client has connected; blocks for a moment.
-
-        Raises:
-            TimeoutError: There was no connection in five seconds.
-        """
+        """Remove the name once the client has connected; blocks for a moment."""
         # A thread of libzmq is connecting already.
         waiting = select.poll()
         waiting.register(self.listener, select.POLLIN)

@@ -23,10 +23,9 @@ from dataclasses import dataclass
 
 from lifecycle_zmq import protocol
 from lifecycle_zmq.exceptions import EncodeError, ProtocolError
-from lifecycle_zmq.protocol import Buffer
 from lifecycle_zmq.shared_memory import memfd
 from lifecycle_zmq.shared_memory.memfd import SUPPORTED
-from lifecycle_zmq.shared_memory.tensors import LOST
+from lifecycle_zmq.shared_memory.tensors import LOST, MAX_TENSOR_BYTES, Buffer
 
 _ITEM = array.array("i").itemsize
 # Of an incomplete message and of the next one. A read ends after a descriptor.
@@ -37,22 +36,14 @@ _PRIVATE: int = getattr(socket, "MSG_CMSG_CLOEXEC", 0)
 
 
 def send(sock: socket.socket, frame: memoryview, descriptor: int) -> int:
-    """Send bytes, and a descriptor with the first of them; return how many were sent.
-
-    Raises:
-        OSError: As `socket.sendmsg`; the descriptor was not passed.
-    """
+    """Send bytes, a descriptor with the first of them; return how many were sent."""
     rights = array.array("i", [descriptor])
     passed = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, rights)]
     return sock.sendmsg([frame], passed, QUIET)
 
 
 class DescriptorReceiver:
-    """Receives bytes of a socket, and keeps descriptors passed with them until `take`.
-
-    Args:
-        sock: The socket.
-    """
+    """Receives bytes of a socket, and keeps passed descriptors until `take`."""
 
     __slots__ = ("_held", "_socket", "_space")
 
@@ -69,12 +60,7 @@ class DescriptorReceiver:
         return bool(self._held)
 
     def recv_into(self, memory: memoryview) -> int:
-        """Receive bytes as a socket does, and descriptors passed with them.
-
-        Raises:
-            OSError: As `socket.recv_into`.
-            ProtocolError: Too many, or something else, was passed; all was closed.
-        """
+        """Receive bytes as a socket does, and descriptors passed with them."""
         count, ancillary, flags, _ = self._socket.recvmsg_into(
             [memory], self._space, _PRIVATE
         )
@@ -90,9 +76,6 @@ class DescriptorReceiver:
         """Return the tensors in the memory passed first; closes its descriptor.
 
         Each is `LOST` if this process has no descriptor or room left for them.
-
-        Raises:
-            ProtocolError: No memory was passed, or not theirs.
         """
         if not self._held:
             raise ProtocolError("the memory of tensors was announced, but not passed")
@@ -151,11 +134,7 @@ def prefix(follow: int, size: int) -> bytes:
 
 
 def _split(number: int) -> tuple[int, int]:
-    """Return how many parts follow the one of a prefix, and its size.
-
-    Raises:
-        ProtocolError: The checksum differs.
-    """
+    """Return how many parts follow the one of a prefix, and its size."""
     follow, check, size = number >> _SHIFT, number >> _CHECKED_SHIFT, number & _SIZE
     if binascii.crc_hqx(PREFIX.pack(follow << _SHIFT | size), _CHECK) != check & _CHECK:
         raise ProtocolError(
@@ -166,16 +145,7 @@ def _split(number: int) -> tuple[int, int]:
 
 
 class FrameReader:
-    """Splits the bytes of a socket into messages.
-
-    Args:
-        sock: The socket; non-blocking.
-        head: The most bytes of a first part.
-        tensors: The most parts that may follow it.
-
-    Attributes:
-        at_end: Whether nothing more can be read.
-    """
+    """Splits the bytes of a socket into messages."""
 
     def __init__(self, sock: socket.socket, *, head: int, tensors: int) -> None:
         self._passed = passed(sock) if tensors else None
@@ -204,11 +174,7 @@ class FrameReader:
         return bool(self._parts) or self._start < self._end
 
     def read(self) -> bool:
-        """Read what is there, at most a buffer full; False if that is nothing.
-
-        Raises:
-            ProtocolError: A descriptor was passed that belongs to no message.
-        """
+        """Read what is there, at most a buffer full; False if that is nothing."""
         inside = self.mid_message
         try:
             if self._passed is not None and self._passed.held and not self.mid_message:
@@ -318,7 +284,7 @@ class FrameReader:
 
     def _check(self, follow: int, size: int) -> None:
         if self._parts:
-            bad = follow != self._follow - 1 or size > protocol.MAX_TENSOR_BYTES
+            bad = follow != self._follow - 1 or size > MAX_TENSOR_BYTES
         else:
             bad = follow > self._tensors or size > self._head
             bad = bad or (self._sizes is not None and not follow)
@@ -393,14 +359,7 @@ def prepare(sock: socket.socket) -> None:
 
 @dataclass(slots=True)
 class _PendingFrame:
-    """Queued bytes, and the descriptor to pass with the first of them.
-
-    Attributes:
-        rest: The bytes.
-        tensorless: Whether they are of a message without tensors.
-        descriptor: Of the tensors' memory, closed once it is passed.
-        sizes: Of the tensors in it.
-    """
+    """Queued bytes, and the descriptor to pass with the first of them."""
 
     rest: memoryview
     tensorless: bool
@@ -417,9 +376,6 @@ class FrameWriter:
 
     Large tensors are copied into memory that is passed to the other side, where the
     system has such memory, so that queued tensors are no memory of this process.
-
-    Args:
-        sock: The socket; non-blocking.
 
     Attributes:
         waiting: Bytes that are queued, here or in memory that is to be passed.
@@ -460,11 +416,7 @@ class FrameWriter:
         return self._send(_framed(views), tensorless=tensorless)
 
     def flush(self) -> None:
-        """Send queued data, as much as fits.
-
-        Raises:
-            OSError: The other side has hung up.
-        """
+        """Send queued data, as much as fits."""
         # Bounded: a reader that keeps up must not block the caller.
         for _ in range(_SENDS):
             if not self._kept or not self._send_first():

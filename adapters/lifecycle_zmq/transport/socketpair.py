@@ -15,8 +15,8 @@ import anyio
 from lifecycle.lowlevel import LoopWaiter
 from lifecycle_zmq import protocol
 from lifecycle_zmq.exceptions import ProtocolError
-from lifecycle_zmq.protocol import Buffer
 from lifecycle_zmq.shared_memory import memfd
+from lifecycle_zmq.shared_memory.tensors import MAX_TENSORS, Buffer
 from lifecycle_zmq.transport.base import HUNG_UP_SECONDS, MessageHandler
 from lifecycle_zmq.transport.framing import FrameReader, FrameWriter, prepare
 
@@ -27,12 +27,7 @@ _READS = 64
 
 
 class SocketPair:
-    """Both ends, until each has its owner.
-
-    Attributes:
-        address: Address of the endpoint, beside the descriptor.
-        inherited: The descriptor of the engine's end, by name.
-    """
+    """Both ends, until each has its owner."""
 
     address = "pair:"
 
@@ -80,9 +75,6 @@ class SocketPairClient:
         """Send or queue a message; False if the engine has left too much unread.
 
         After a hang-up messages are dropped, and `pump` ends.
-
-        Raises:
-            EncodeError: There is no room for its tensors; nothing of it was sent.
         """
         try:
             taken = self._writer.write(parts)
@@ -99,13 +91,7 @@ class SocketPairClient:
             pass
 
     async def pump(self, greet: Callable[[], bool]) -> None:
-        """Send the first message, then handle the engine's messages until it hangs up.
-
-        Raises:
-            ProtocolError: The received data is no message.
-
-        Cancellation: no message is lost, none is taken while this waits.
-        """
+        """Send the first message, then handle those of the engine until it hangs up."""
         greet()
         async with anyio.create_task_group() as tasks:
             tasks.start_soon(self._flush)
@@ -189,12 +175,7 @@ class SocketPairClient:
 
 
 class SocketPairServer:
-    """The engine's end, as a `ServerTransport` of one client.
-
-    Args:
-        descriptor: Of the socket that was inherited.
-        leave: Called when the client has hung up: no other client can connect.
-    """
+    """The engine's end, as a `ServerTransport` of one client."""
 
     def __init__(self, descriptor: int, leave: Callable[[], None]) -> None:
         os.set_inheritable(descriptor, False)
@@ -205,7 +186,7 @@ class SocketPairServer:
         self._reader = FrameReader(
             self._socket,
             head=protocol.largest_head(protocol.FROM_CLIENT),
-            tensors=protocol.MAX_TENSORS,
+            tensors=MAX_TENSORS,
         )
         self._writer = FrameWriter(self._socket)
         # Whether messages may have been read ahead.
@@ -245,18 +226,11 @@ class SocketPairServer:
         return self._writer.waiting > 0
 
     async def wait(self, *, room: bool = False) -> None:
-        """Wait until there may be something to receive; with *room*, to send more.
-
-        Cancellation: nothing is lost.
-        """
+        """Wait until there may be something to receive; with *room*, to send more."""
         await (anyio.wait_writable if room else anyio.wait_readable)(self._socket)
 
     def receive(self) -> tuple[bytes, Sequence[Buffer] | None] | None:
-        """Return sender and parts of the next message; None if there is none.
-
-        Raises:
-            ProtocolError: The received data is no message; the client counts as gone.
-        """
+        """Return sender and parts of the next message; None if there is none."""
         if self._writer.waiting:
             with suppress(OSError):
                 self._writer.flush()

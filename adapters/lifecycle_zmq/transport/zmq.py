@@ -21,6 +21,7 @@ import zmq
 
 from lifecycle.lowlevel import LoopWaiter
 from lifecycle_zmq import protocol
+from lifecycle_zmq.shared_memory.tensors import MAX_TENSOR_BYTES, Buffer
 from lifecycle_zmq.transport.base import HUNG_UP_SECONDS, MessageHandler
 
 # Messages handled before other tasks get a turn.
@@ -38,13 +39,6 @@ class ZmqClientTransport:
     """A DEALER that never blocks and never queues for an engine that is not there.
 
     The event loop waits for its descriptor, so asyncio and trio both work.
-
-    Args:
-        endpoint: The ``ipc://`` address of one incarnation.
-        handle: Called with each message that arrived.
-
-    Raises:
-        OSError: The system has too few descriptors left.
     """
 
     def __init__(self, endpoint: str, handle: MessageHandler) -> None:
@@ -65,7 +59,7 @@ class ZmqClientTransport:
             raise
         self._descriptor = cast("int", self._socket.get(zmq.FD))
 
-    def send(self, parts: Sequence[protocol.Buffer]) -> bool:
+    def send(self, parts: Sequence[Buffer]) -> bool:
         """Copy *parts* into the socket; False while there is no connection yet.
 
         After a hang-up messages are dropped, and `pump` ends.
@@ -105,10 +99,7 @@ class ZmqClientTransport:
             pass
 
     async def pump(self, greet: Callable[[], bool]) -> None:
-        """Send the first message once connected, then handle messages until a hang-up.
-
-        Cancellation: no message is lost, none is taken while this waits.
-        """
+        """Send the first message once connected, then receive until a hang-up."""
         self._greet = greet
         with self._reading:
             await self._read()
@@ -210,12 +201,7 @@ _NOW_AND_MORE = int(zmq.NOBLOCK | zmq.SNDMORE)
 
 
 class ZmqServerTransport:
-    """A ROUTER that listens on an endpoint and never waits for a client.
-
-    Args:
-        endpoint: The address.
-        descriptor: Of a socket that listens there already, if one was inherited.
-    """
+    """A ROUTER that listens on an endpoint and never waits for a client."""
 
     def __init__(self, endpoint: str, descriptor: int | None = None) -> None:
         self._context = zmq.Context()
@@ -253,14 +239,11 @@ class ZmqServerTransport:
         return False
 
     async def wait(self, *, room: bool = False) -> None:
-        """Wait until there may be something to receive.
-
-        Cancellation: nothing is lost.
-        """
+        """Wait until there may be something to receive."""
         del room
         await anyio.wait_readable(cast("int", self._socket.get(zmq.FD)))
 
-    def receive(self) -> tuple[bytes, list[protocol.Buffer]] | None:
+    def receive(self) -> tuple[bytes, list[Buffer]] | None:
         """Return sender and parts of the next message; None if there is none."""
         # Checked first: an attempt that fails costs three times as much.
         if not self.ahead:
@@ -281,7 +264,7 @@ class ZmqServerTransport:
         return True
 
 
-def own(frames: Sequence[zmq.Frame]) -> list[protocol.Buffer]:
+def own(frames: Sequence[zmq.Frame]) -> list[Buffer]:
     """Return the memory of *frames* without keeping their receive buffer alive."""
     return [
         frame.buffer if len(frame) >= _COPIED_BYTES else bytearray(frame.buffer)
@@ -297,7 +280,7 @@ def _options() -> dict[int, int]:
         # Bounded by the streams that were admitted; a full queue would lose a DONE.
         zmq.SNDHWM: 0,
         zmq.RCVHWM: 0,
-        zmq.MAXMSGSIZE: protocol.MAX_TENSOR_BYTES,
+        zmq.MAXMSGSIZE: MAX_TENSOR_BYTES,
     }
     if sys.platform == "linux":
         # Beside the mode of the directory, which a user may have opened.

@@ -59,23 +59,18 @@ class Worker(Protocol):
     @property
     def capacity(self) -> Capacity:
         """The newest capacity that it knows."""
-        ...
 
     def locked(self) -> AbstractContextManager[None]:
         """Keep all other threads from changing what it holds and waits for."""
-        ...
 
     def decide(self, number: int, refusal: Refused | None, epoch: int) -> None:
         """Take a grant or a refusal. Under its lock."""
-        ...
 
     def learn(self, capacity: Capacity) -> None:
         """Take a capacity that may be newer."""
-        ...
 
     def bury(self, row: Row) -> None:
         """Count on for a worker that has died."""
-        ...
 
 
 class Peer:
@@ -247,11 +242,7 @@ class Leader:
         self._charge(self._here, self._worker.held)
 
     def admit_here(self, request: Request) -> bool:
-        """Return whether *request* is held at once; if not, its turn comes.
-
-        Raises:
-            Refused: As from `Gate.admit`.
-        """
+        """Return whether *request* is held at once; if not, its turn comes."""
         return self._enter(self._here, request)
 
     def give_back_here(self, number: int) -> None:

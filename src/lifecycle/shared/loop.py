@@ -24,7 +24,6 @@ class HasDescriptor(Protocol):
 
     def fileno(self) -> int:
         """Return the descriptor."""
-        ...
 
 
 class Loop:

@@ -91,22 +91,7 @@ class Member:
     Callers of methods without ``_``, other than `leave` and `close`, hold the lock: see
     `locked`. All others run in the thread of the loop.
 
-    Args:
-        path: Of the folder.
-        name: Of the gate.
-        capacity: That this worker was given.
-        lock: Of what it holds and waits for.
-        engine: Makes the gate to be served if this worker leads.
-        clock: That all processes of a host share.
-        sleep: Of the thread, for seconds of that clock.
-        new_socket: Makes a Unix socket, to listen or to connect.
-        new_loop: Makes the thread.
-        lock_row: As of `Folder`.
-        draw: Likewise.
-
     Attributes:
-        folder: That the workers share.
-        row: Of this worker.
         held: Cost of each lease, by its number. No lease itself: a lost one is found.
         waiting: Requests that nothing was decided for.
         epoch: Of the leader that it follows, or of itself.
@@ -184,11 +169,7 @@ class Member:
     # Requests.
 
     def submit(self, request: Request) -> bool:
-        """Return whether *request* is held at once; if not, its waiter will be woken.
-
-        Raises:
-            Refused: As from `Gate.admit`.
-        """
+        """Return whether *request* is held at once; if not, its turn comes."""
         if self.cut_off:
             raise GateClosed(self.cut_off)
         leader = self.leader

@@ -238,8 +238,7 @@ class Free:
     def __init__(self, *, slots: int) -> None:
         from lifecycle_engine import Emitted
 
-        self.slots = slots
-        self._one = Emitted([1], 1)
+        self.slots, self._one = slots, Emitted([1], 1)
 
     def check(self, prompt: Any) -> None:
         """Accept any prompt."""

@@ -106,7 +106,11 @@ class Setting:
         return self.kind.show(self.default).strip('"')
 
     def parse(self, source: str, value: Any) -> Any:
-        """Return the checked value."""
+        """Return the checked value.
+
+        Raises:
+            ConfigError: With *source*, the value, its limit and the remedy.
+        """
         try:
             return self.kind.parse(value)
         except ValueError as error:

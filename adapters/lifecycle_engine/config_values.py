@@ -278,7 +278,11 @@ def is_loopback(host: str) -> bool:
 
 
 def split_address(address: str) -> tuple[str, int]:
-    """Return host and port of ``HOST:PORT``, where an IPv6 address has brackets."""
+    """Return host and port of ``HOST:PORT``, where an IPv6 address has brackets.
+
+    Raises:
+        ValueError: It has another form.
+    """
     host, _, port = address.rpartition(":")
     bracketed = host.startswith("[") and host.endswith("]")
     if not host or not re.fullmatch("[0-9]+", port) or (":" in host and not bracketed):

@@ -125,7 +125,11 @@ def model_name(config: ModelConfig) -> str:
 
 
 def checkpoint_of(config: ModelConfig) -> Path | None:
-    """The folder of the checkpoint; ``None`` for the simulated model."""
+    """The folder of the checkpoint; ``None`` for the simulated model.
+
+    Raises:
+        ConfigError: No folder is named, or it holds no checkpoint.
+    """
     if config.runner == "sim":
         return None
     if config.checkpoint is None:
@@ -139,7 +143,15 @@ def checkpoint_of(config: ModelConfig) -> Path | None:
 
 
 def require_checkpoint(folder: Path, source: str = "model.checkpoint") -> None:
-    """Check that a folder holds a checkpoint."""
+    """Check that a folder holds a checkpoint.
+
+    Args:
+        folder: The folder.
+        source: Where its name came from.
+
+    Raises:
+        ConfigError: It holds none.
+    """
     if (folder / "config.json").exists():
         return
     raise ConfigError(

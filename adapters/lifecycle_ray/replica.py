@@ -103,6 +103,9 @@ class RayTransport:
 
         The references are dropped at once: only the call keeps the tensors, until the
         actor has dropped them.
+
+        Raises:
+            EncodeError: The object store is full.
         """
         if self._closed:
             return False
@@ -135,7 +138,10 @@ class RayTransport:
                 return
 
     async def pump(self, greet: Callable[[], bool]) -> None:
-        """Pull forever."""
+        """Pull forever.
+
+        Cancellation: at any time; a pending pull is dropped.
+        """
         greet()
         while not self._closed:
             if self._pull is None:
@@ -412,7 +418,10 @@ class ActorInstance(EngineInstance):
         return "busy" if self._stalled_for > self._settings.busy_after else "serving"
 
     async def run(self) -> None:
-        """Create the actor, serve, kill it; an error becomes the reason."""
+        """Create the actor, serve, kill it; an error becomes the reason.
+
+        Cancellation: the actor is killed, its requests fail.
+        """
         try:
             await self._run()
         except Exception as error:  # noqa: BLE001 - raised in `wait_ready`

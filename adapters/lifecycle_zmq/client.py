@@ -121,7 +121,10 @@ class ControlBatch:
         return starts
 
     async def wait(self) -> None:
-        """Wait for something to send, then for the end of the loop iteration."""
+        """Wait for something to send, then for the end of the loop iteration.
+
+        Cancellation: nothing is lost.
+        """
         if not self._posted:
             await self._waiter.wait()
         self._posted = False
@@ -164,13 +167,19 @@ class Sender:
         self.waiter = LoopWaiter()
 
     async def run(self) -> None:
-        """Send what `control_batch` gathers, forever."""
+        """Send what `control_batch` gathers, forever.
+
+        Cancellation: what was not sent yet is dropped.
+        """
         while True:
             await self.control_batch.wait()
             self._flush()
 
     async def receive(self) -> None:
-        """Send the first message, then handle those of the engine until it hangs up."""
+        """Send the first message, then handle the engine's messages until it hangs up.
+
+        Cancellation: no message is lost, none is taken while this waits.
+        """
         await self._link.pump(lambda: self._put(Kind.STATUS, {"ask": 0}))
         self._stop_sending("disconnected")
 
@@ -181,7 +190,11 @@ class Sender:
         described: list[list[Any]],
         memory: Sequence[memoryview],
     ) -> None:
-        """Send the start of a stream; all its memory was copied when this returns."""
+        """Send the start of a stream; memory to be sent was copied when this returns.
+
+        Raises:
+            EncodeError: The message cannot be sent; nothing of it was.
+        """
         if not described and len(request) <= SMALL_REQUEST:
             self.control_batch.start(state.generation, state.key, state.window, request)
             self._flush_if_full()

@@ -205,7 +205,10 @@ class EngineStream:
         return item
 
     async def aclose(self) -> None:
-        """Stop reading and ask the engine to stop producing. Does not wait."""
+        """Stop reading and ask the engine to stop producing. Does not wait.
+
+        Cancellation: there is no checkpoint in it.
+        """
         self.close_nowait()
 
     def close_nowait(self) -> None:
@@ -284,7 +287,11 @@ class StreamTable:
             self.leases[state.generation] = self._arena.acquire_lease(blocks)
 
     def release_lease(self, generation: int) -> None:
-        """Release the arena lease of a stream."""
+        """Release the arena lease of a stream.
+
+        Raises:
+            ProtocolError: The stream has none.
+        """
         lease = self.leases.pop(generation, None)
         if lease is None or self._arena is None:
             raise ProtocolError("an arena lease that does not exist")
@@ -301,7 +308,11 @@ class StreamTable:
             reply.answered.set()
 
     def dispatch(self, message: Message) -> None:
-        """Handle one message."""
+        """Handle one message.
+
+        Raises:
+            ProtocolError: The message is not legal now.
+        """
         if message.kind is Kind.FAULT:
             raise ProtocolError(f"the engine received {message.body['message']}")
         if message.incarnation != self._incarnation:

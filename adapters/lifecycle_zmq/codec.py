@@ -160,14 +160,22 @@ def is_token_list(item: Any) -> bool:
 
 
 def pack_item(item: Any) -> bytes:
-    """Return an item as TICK chunks carry it."""
+    """Return an item as TICK chunks carry it.
+
+    Raises:
+        EncodeError: It is not a plain value, or too large.
+    """
     if not is_plain(item):
         raise refuse("an item")
     return pack(item, "an item", size=MAX_ITEM, array=_MAX_ARRAY)
 
 
 def unpack_item(packed: bytes) -> Any:
-    """Return the item of `packed`."""
+    """Return the item of `packed`.
+
+    Raises:
+        ProtocolError: It is none.
+    """
     item = unpack(packed, "an item", array=_MAX_ARRAY)
     if not is_plain(item):
         raise ProtocolError(
@@ -177,7 +185,12 @@ def unpack_item(packed: bytes) -> Any:
 
 
 def pack_request(request: Any) -> bytes:
-    """Return a request as START and CONTROL carry it."""
+    """Return a request as START and CONTROL carry it.
+
+    Raises:
+        EncodeError: It has other than plain values, or is too large.
+        TypeError: It is no map.
+    """
     if type(request) is not dict:
         if not isinstance(request, Mapping):
             kind = type(request).__name__
@@ -189,7 +202,11 @@ def pack_request(request: Any) -> bytes:
 
 
 def unpack_request(packed: bytes) -> dict[str, Any]:
-    """Return the request of `packed`."""
+    """Return the request of `packed`.
+
+    Raises:
+        ProtocolError: It is none.
+    """
     request = unpack(packed, "a request", array=_MAX_REQUEST_ARRAY)
     if not is_map(request):
         raise ProtocolError("a request is no map of plain values")
@@ -236,7 +253,11 @@ def pack_tokens(words: list[int]) -> bytes:
 
 
 def unpack_tokens(block: bytes) -> list[TokenList]:
-    """Return the token lists of a block, in order."""
+    """Return the token lists of a block, in order.
+
+    Raises:
+        ProtocolError: A list is shorter than it claims.
+    """
     if len(block) % 4:
         raise ProtocolError(f"a token block of {len(block)} bytes")
     packed = array("I", block)

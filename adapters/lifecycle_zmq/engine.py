@@ -98,7 +98,10 @@ class ProcessInstance(EngineInstance):
         return next((it for it in _VERDICTS if it == client.lost), None)
 
     async def run(self) -> None:
-        """Spawn, serve, reap; an error of any of it becomes `reason`, never raised."""
+        """Spawn, serve, reap; an error of any of it becomes `reason`, never raised.
+
+        Cancellation: the process is killed and reaped, its waiters fail.
+        """
         try:
             await self._run()
         except Exception as error:  # noqa: BLE001

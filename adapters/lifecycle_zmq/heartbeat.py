@@ -237,7 +237,11 @@ class HeartbeatPage:
 
 
 def create_page_file() -> int:
-    """Return the descriptor of a new page; the file has no name."""
+    """Return the descriptor of a new page; the file has no name.
+
+    Raises:
+        OSError: The system is out of descriptors or memory.
+    """
     try:
         return _create_sealed()
     except (AttributeError, OSError):  # no such files here, or a sandbox forbids them

@@ -44,7 +44,11 @@ class LossProbe:
         self._stopped = False
 
     async def run(self) -> None:
-        """Send a PING whenever a direction was quiet for a while, until `stop`."""
+        """Send a PING whenever a direction was quiet for a while, until `stop`.
+
+        Cancellation:
+            At any time.
+        """
         while not self._stopped:
             await anyio.sleep(_PING_SECONDS)
             self._probe()

@@ -241,7 +241,10 @@ class EngineProcess:
         return self._output.decode(errors="replace")
 
     async def drain(self) -> None:
-        """Read its output forever, so that it never blocks on a full pipe."""
+        """Read its output forever, so that it never blocks on a full pipe.
+
+        Cancellation: the ordinary way to stop; nothing read is lost.
+        """
         while self.read_output():
             await anyio.wait_readable(self._output_fd)
         await anyio.sleep_forever()

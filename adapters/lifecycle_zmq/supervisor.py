@@ -30,7 +30,18 @@ LiveHealth = Literal["serving", "busy", "stopped", "stalled"]
 
 
 class LivenessMonitor:
-    """Makes and samples the heartbeat page of one engine process, detects its death."""
+    """Makes and samples the heartbeat page of one engine process, detects its death.
+
+    Args:
+        limits: Seconds of silence until an engine counts as busy, stalled or stopped.
+
+    Attributes:
+        process: The process; set as soon as it was spawned.
+        detector: Accumulates the samples.
+
+    Raises:
+        OSError: The system is out of descriptors or memory.
+    """
 
     def __init__(self, limits: StallLimits) -> None:
         self.process: EngineProcess | None = None
@@ -69,7 +80,10 @@ class LivenessMonitor:
         return "busy" if self.detector.busy else "serving"
 
     async def monitor(self, client: EngineClient) -> None:
-        """Sample again and again; mark the client as failed beyond a limit."""
+        """Sample again and again; mark the client as failed when a limit is exceeded.
+
+        Cancellation: the ordinary way to stop.
+        """
         while (verdict := self._sample()) is None:
             await self._pause(client)
         # The event loop may not report a closed link again that still has data.
@@ -81,6 +95,8 @@ class LivenessMonitor:
 
         Returns without a verdict where it does not, and while the exit code is unknown:
         the exit of the process is noticed later, once its memory is released.
+
+        Cancellation: the ordinary way to stop.
         """
         watcher = heartbeat.watch_exit(self._page, self._descriptor)
         if watcher is None:

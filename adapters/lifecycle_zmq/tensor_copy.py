@@ -38,6 +38,9 @@ class ArenaPlacement:
         """Return the offset of a tensor in the arena, or None to send it.
 
         Copies the tensor into the arena if it is not there yet and there is room.
+
+        Raises:
+            EncodeError: It crosses regions of the arena.
         """
         arena = self._arena
         if arena is None or view.nbytes <= INLINE_BYTES:

@@ -223,7 +223,10 @@ class ThreadInstance(EngineInstance):
         self._stop_timeout = stop_timeout
 
     async def run(self) -> None:
-        """Start the thread, serve until it ends."""
+        """Start the thread, serve until it ends.
+
+        Cancellation: the thread is asked to end, and given `stop_timeout`.
+        """
         finished = ThreadsafeEvent()
         try:
             self._loop.start(finished.set)

@@ -133,11 +133,19 @@ class Scrubbed(Generic[T]):
         return self
 
     async def asend(self, value: Any) -> T:
-        """Resume the generator with *value* as the result of its ``yield``."""
+        """Resume the generator with *value* as the result of its ``yield``.
+
+        Cancellation:
+            Goes through to the generator.
+        """
         return await self._resume("asend", value)
 
     async def athrow(self, *error: Any) -> T:
-        """Raise *error* where the generator is suspended."""
+        """Raise *error* where the generator is suspended.
+
+        Cancellation:
+            Goes through to the generator.
+        """
         return await self._resume("athrow", *error)
 
     async def _resume(self, method: str, *args: Any) -> T:
@@ -146,7 +154,11 @@ class Scrubbed(Generic[T]):
         return await _first_item(None, self._held, resume)
 
     async def aclose(self) -> None:
-        """Clear the boxes and close the generator."""
+        """Clear the boxes and close the generator.
+
+        Cancellation:
+            Goes through to the generator.
+        """
         give_up(self._held)
         if self._inner is not None:
             await self._inner.aclose()

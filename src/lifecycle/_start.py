@@ -270,7 +270,11 @@ class StartTask(Generic[T]):
 
 
 def make_starts(pairs: Pairs[T], now: float, timeout: float) -> list[StartTask[T]]:
-    """Return a start for each pair of *pairs*, for the running task to wait for."""
+    """Return a start for each pair of *pairs*, for the running task to wait for.
+
+    Raises:
+        TypeError: An end is not callable, or not with one argument.
+    """
     caller = new_waiter()
     starts = [StartTask(open_, end, now, timeout, caller) for open_, end in pairs]
     for start in starts:

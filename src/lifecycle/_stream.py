@@ -423,7 +423,11 @@ class DeadlineWatchdog:
         self._push(due, look)
 
     async def run(self) -> None:
-        """Watch for ever."""
+        """Watch for ever.
+
+        Cancellation:
+            At any time; nothing needs to be cleaned up.
+        """
         while True:
             self._earlier = anyio.Event()
             due = self._heap[0][0] if self._heap else math.inf

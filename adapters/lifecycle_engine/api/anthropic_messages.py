@@ -132,7 +132,11 @@ class MessagesRequest(Schema):
 
 
 def parse_messages(body: bytes) -> ChatRequest:
-    """Validate a body and return it as a chat completion request."""
+    """Validate a body and return it as a chat completion request.
+
+    Raises:
+        ApiError: 400; it does not refer to the body.
+    """
     request = validate(MessagesRequest, body, UNSUPPORTED)
     messages = [ChatMessage(role=m.role, content=_parts(m)) for m in request.messages]
     if request.system:
@@ -195,7 +199,11 @@ class MessagesAnswer:
         self._begun = False
 
     async def piece(self, index: int, piece: Piece) -> None:
-        """Receive a piece; the first one starts the stream."""
+        """Receive a piece; the first one starts the stream.
+
+        Cancellation:
+            The response may be cut.
+        """
         del index  # there is one choice
         if not self._stream:
             self._text.append(piece.text)
@@ -205,7 +213,11 @@ class MessagesAnswer:
             await self._writer.part(_TEXT.event(piece.text))
 
     async def finished(self, index: int, finish_reason: str, stop: str | None) -> None:
-        """Receive the end."""
+        """Receive the end.
+
+        Cancellation:
+            As for `piece`.
+        """
         del index
         self._reason = "max_tokens" if finish_reason == "length" else "end_turn"
         if stop is not None:
@@ -215,7 +227,11 @@ class MessagesAnswer:
             await self._event("content_block_stop", index=0)
 
     async def done(self) -> None:
-        """Send the response, or end the stream."""
+        """Send the response, or end the stream.
+
+        Cancellation:
+            As for `piece`.
+        """
         if not self._stream:
             content = [{"type": "text", "text": "".join(self._text)}]
             await self._writer.json(200, self._message(content))

@@ -176,6 +176,9 @@ class ResponseWriter:
         If a JSON response was cut after its head, its body is sent instead, since the
         head has declared a length. Nothing is sent after a complete response: a
         request can still fail then, for example if the server closes its session.
+
+        Cancellation:
+            As for `json`.
         """
         if self._complete:
             return
@@ -190,16 +193,28 @@ class ResponseWriter:
         await self.part(b"".join(map(self._api.frame, last)), more=False)
 
     async def event(self, *documents: Document) -> None:
-        """Stream *documents*, one event each; the first one starts the stream."""
+        """Stream *documents*, one event each; the first one starts the stream.
+
+        Cancellation:
+            As for `json`.
+        """
         await self.part(b"".join(map(self._api.frame, documents)))
 
     async def done(self, *documents: Document) -> None:
-        """End the stream, with *documents* as its last events."""
+        """End the stream, with *documents* as its last events.
+
+        Cancellation:
+            As for `json`.
+        """
         last = b"".join(map(self._api.frame, documents))
         await self.part(last + self._api.end, more=False)
 
     async def part(self, body: bytes, *, more: bool = True) -> None:
-        """Stream events that are encoded already; the first ones start the stream."""
+        """Stream events that are encoded already; the first ones start the stream.
+
+        Cancellation:
+            As for `json`.
+        """
         if not self.started:
             content_type = (b"content-type", self._api.stream_type)
             await self._start(200, [content_type, *_STREAM_HEADERS])
@@ -311,7 +326,11 @@ class TextDecoder:
         return None
 
     def flush(self) -> Piece:
-        """Return the rest of the text, when the engine has sent all items."""
+        """Return the rest of the text, when the engine has sent all items.
+
+        Raises:
+            EngineFailed: The engine did not say why they ended.
+        """
         if not self.finish_reason:
             message = "the stream ended without a finish_reason"
             raise EngineFailed("stream_cut", message)

@@ -440,7 +440,11 @@ def parse_request(body: bytes) -> ChatRequest:
 
 
 def check_top_logprobs(request: Options) -> None:
-    """Refuse ``top_logprobs`` without ``logprobs``."""
+    """Refuse ``top_logprobs`` without ``logprobs``.
+
+    Raises:
+        ApiError: 400.
+    """
     if request.top_logprobs and not request.logprobs:
         message = "top_logprobs is only allowed with logprobs"
         raise bad_request(message, param="top_logprobs")

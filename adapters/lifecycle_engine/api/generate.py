@@ -57,7 +57,11 @@ class GenerateRequest(Options):
 
 
 def parse_generate(body: bytes) -> ChatRequest:
-    """Validate a body and return it as a chat completion request."""
+    """Validate a body and return it as a chat completion request.
+
+    Raises:
+        ApiError: 400; it does not refer to the body.
+    """
     request = validate(GenerateRequest, body, UNSUPPORTED)
     if (request.text is None) == (request.messages is None):
         raise bad_request("Send either text or messages", param="text")
@@ -102,21 +106,33 @@ class GenerateAnswer:
         self._ends: list[Document] = [{} for _ in range(parsed.choices)]
 
     async def piece(self, index: int, piece: Piece) -> None:
-        """Store a piece, or send it unless it is empty."""
+        """Store a piece, or send it unless it is empty.
+
+        Cancellation:
+            The response may be cut.
+        """
         if not self._stream:
             self._pieces[index].append(piece)
         elif piece.text or piece.logprobs:
             await self._writer.event({"index": index, **_output([piece])})
 
     async def finished(self, index: int, finish_reason: str, stop: str | None) -> None:
-        """Store the end of a choice, or send it."""
+        """Store the end of a choice, or send it.
+
+        Cancellation:
+            As for `piece`.
+        """
         self._ends[index] = {"finish_reason": finish_reason, "stop": stop}
         if self._stream:
             end = {"index": index, "text": "", **self._ends[index]}
             await self._writer.event(end)
 
     async def done(self) -> None:
-        """Send the response, or end the stream."""
+        """Send the response, or end the stream.
+
+        Cancellation:
+            As for `piece`.
+        """
         usage = {**self._head, "usage": self._usage.document()}
         if self._stream:
             await self._writer.done(usage)

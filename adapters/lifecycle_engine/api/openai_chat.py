@@ -121,7 +121,11 @@ class CompleteAnswer:
         self._reasons[index] = finish_reason
 
     async def done(self) -> None:
-        """Send the response."""
+        """Send the response.
+
+        Cancellation:
+            The response may be cut.
+        """
         choices = []
         for pieces, reason in zip(self._pieces, self._reasons, strict=True):
             logprobs = [each for piece in pieces for each in piece.logprobs or ()]
@@ -145,7 +149,11 @@ class StreamedAnswer:
         self._templates: list[EventTemplate | None] = [None] * choices
 
     async def piece(self, index: int, piece: Piece) -> None:
-        """Send a piece, unless it is empty."""
+        """Send a piece, unless it is empty.
+
+        Cancellation:
+            The response may be cut.
+        """
         template, events = self._templates[index], b""
         if template is None:
             template, events = self._begin(index)
@@ -157,14 +165,22 @@ class StreamedAnswer:
             await self._writer.part(events)
 
     async def finished(self, index: int, finish_reason: str, stop: str | None) -> None:
-        """Send the last chunk of a choice."""
+        """Send the last chunk of a choice.
+
+        Cancellation:
+            As for `piece`.
+        """
         del stop
         events = b"" if self._templates[index] else self._begin(index)[1]
         events += _frame(self._completion.last(index, finish_reason))
         await self._writer.part(events)
 
     async def done(self) -> None:
-        """End the stream, with the usage if requested."""
+        """End the stream, with the usage if requested.
+
+        Cancellation:
+            As for `piece`.
+        """
         usage = [self._completion.usage(self._usage)]
         await self._writer.done(*(usage if self._completion.include_usage else ()))
 

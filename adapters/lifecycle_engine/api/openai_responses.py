@@ -160,7 +160,11 @@ class ResponsesRequest(Schema):
 
 
 def parse_responses(body: bytes) -> ChatRequest:
-    """Validate a body and return it as a chat completion request."""
+    """Validate a body and return it as a chat completion request.
+
+    Raises:
+        ApiError: 400; it does not refer to the body.
+    """
     request = validate(ResponsesRequest, body, UNSUPPORTED)
     logprobs = _LOGPROBS in (request.include or ())
     if request.top_logprobs and not logprobs:
@@ -390,7 +394,11 @@ class ResponseAnswer:
         self._begun = False
 
     async def piece(self, index: int, piece: Piece) -> None:
-        """Receive a piece; the first one starts the stream."""
+        """Receive a piece; the first one starts the stream.
+
+        Cancellation:
+            The response may be cut.
+        """
         del index  # there is one choice
         self._text.add(piece)
         if self._stream:
@@ -404,7 +412,11 @@ class ResponseAnswer:
         self._text.finish_reason = finish_reason
 
     async def done(self) -> None:
-        """Send the response, or end the stream."""
+        """Send the response, or end the stream.
+
+        Cancellation:
+            As for `piece`.
+        """
         if not self._stream:
             await self._writer.json(200, self._text.whole())
             return

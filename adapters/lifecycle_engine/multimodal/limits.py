@@ -139,14 +139,32 @@ def _too_large(message: str, param: str) -> ApiError:
 
 
 def check_count(images: int, limits: MediaLimits, *, param: str) -> None:
-    """Refuse a request with too many images, before any is decoded."""
+    """Refuse a request with too many images, before any is decoded.
+
+    Args:
+        images: Number of images.
+        limits: Limits on images.
+        param: Field of the images, for the error.
+
+    Raises:
+        ApiError: 413.
+    """
     if images > limits.images:
         message = f"The request has {images} images; the limit is {limits.images}"
         raise _too_large(message, param)
 
 
 def check_total(sizes: Sequence[ImageSize], limits: MediaLimits, *, param: str) -> None:
-    """Refuse a request whose images have too many frames or pixels together."""
+    """Refuse a request whose images have too many frames or pixels together.
+
+    Args:
+        sizes: Sizes of all images.
+        limits: Limits on images.
+        param: Field of the images, for the error.
+
+    Raises:
+        ApiError: 413.
+    """
     frames = sum(size.frames for size in sizes)
     if frames > limits.frames:
         message = f"The images have {frames} frames; the limit is {limits.frames}"

@@ -50,7 +50,15 @@ class TemplateFailed(BadChat):
 
 
 class ChatTemplate:
-    """A checkpoint's chat template, which turns a conversation into a prompt."""
+    """A checkpoint's chat template, which turns a conversation into a prompt.
+
+    Args:
+        folder: Folder of the checkpoint.
+        tokenizer: Tokenizer of transformers; gets the template if it has none.
+
+    Raises:
+        ValueError: The checkpoint has no chat template.
+    """
 
     def __init__(self, folder: Path, tokenizer: Any) -> None:
         self._name = _name(folder)

@@ -99,7 +99,11 @@ def check_no_tensors(tensors: Mapping[str, Any]) -> None:
 
 
 def square_tokens(config: Any) -> int:
-    """Return the number of tokens of an image in LLaVA 1.5."""
+    """Return the number of tokens of an image in LLaVA 1.5.
+
+    Raises:
+        ValueError: The vision tower is of an unknown kind.
+    """
     vision = config.vision_config
     if vision.model_type not in _PREFIX_TOKENS:
         raise ValueError(

@@ -72,7 +72,11 @@ class AccessControl:
         self._origins = frozenset(() if operator else rules.origins)
 
     async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
-        """Serve one connection."""
+        """Serve one connection.
+
+        Cancellation:
+            Passes through.
+        """
         if scope["type"] == "http":
             try:
                 self._check(scope)

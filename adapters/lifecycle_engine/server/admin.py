@@ -52,7 +52,11 @@ class CancelEndpoints:
         return JSONResponse({"id": id_, "status": "cancelled"})
 
     async def any_request(self, request: Request) -> Response:
-        """``POST /_lifecycle/requests/{id}/cancel``, for the operator."""
+        """``POST /_lifecycle/requests/{id}/cancel``, for the operator.
+
+        Cancellation:
+            As for `request`.
+        """
         id_ = request.path_params["id"]
         if await self._cancel(id_) is None:
             found = None if self._live is None else find(self._live, id_)
@@ -62,7 +66,11 @@ class CancelEndpoints:
         return JSONResponse({"id": id_, "status": "cancelled"})
 
     async def response(self, request: Request) -> Response:
-        """``POST /v1/responses/{id}/cancel``, for the SDK's ``responses.cancel``."""
+        """``POST /v1/responses/{id}/cancel``, for the SDK's ``responses.cancel``.
+
+        Cancellation:
+            As for `request`.
+        """
         id_ = request.path_params["id"]
         session = None
         if id_.startswith(_RESPONSE):
@@ -224,7 +232,11 @@ class StatusEndpoints:
 
 
 async def snapshot(service: Service) -> dict[str, Any]:
-    """Return the state of gates, sessions and both processes; counts only, no ids."""
+    """Return the state of gates, sessions and both processes; counts only, no ids.
+
+    Cancellation:
+        At any time.
+    """
     engine, lanes = service.engine, service.admission.statistics()
     pid, ready = engine.pid, engine.ready
     phases: dict[str, int] = {}

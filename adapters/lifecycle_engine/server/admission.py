@@ -75,7 +75,15 @@ def refuse_compressed(scope: Any) -> None:
 
 
 async def check_head(service: Service, scope: Any) -> None:
-    """Refuse what no engine could serve, by the head of a generating request."""
+    """Refuse what no engine could serve, by the head of a generating request.
+
+    Raises:
+        ApiError: Its body is compressed, or the application runs without its lifespan.
+        EngineLost: No engine is ready, and none is being started.
+
+    Cancellation:
+        At any time.
+    """
     refuse_compressed(scope)
     if not service.started:
         raise not_started()
@@ -111,7 +119,11 @@ class FairAcceptMiddleware:
         self._last_unqueued = -math.inf
 
     async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
-        """Serve one connection."""
+        """Serve one connection.
+
+        Cancellation:
+            Passes through; a waiting request leaves the queue.
+        """
         if scope["type"] == "http":
             # Some servers append trailers to their list, in the time of this wait, too.
             scope["headers"] = list(scope["headers"])

@@ -76,7 +76,14 @@ class _Call:
 
 
 async def price_body(scope: Any, body: bytes) -> MemoryEstimate | None:
-    """Parse the body of a generating request, as `Admission` asks for its price."""
+    """Parse the body of a generating request, as `Admission` asks for its price.
+
+    Raises:
+        ApiError: As from `GenerateEndpoint.price`.
+
+    Cancellation:
+        As for that.
+    """
     call: _Call = scope[_CALL]
     pricing = call.endpoint.price(scope, body)
     del body
@@ -84,7 +91,11 @@ async def price_body(scope: Any, body: bytes) -> MemoryEstimate | None:
 
 
 async def serve_admitted(scope: Any, receive: Any, _: Any) -> None:
-    """Answer a generating request, as `Admission` calls its application."""
+    """Answer a generating request, as `Admission` calls its application.
+
+    Cancellation:
+        As for `GenerateEndpoint`.
+    """
     call: _Call = scope[_CALL]
     await call.endpoint.serve(scope, receive)
 
@@ -170,7 +181,14 @@ class GenerateEndpoint:
             await writer.error(problem)
 
     async def price(self, scope: Any, body: bytes) -> MemoryEstimate | None:
-        """Parse a body; return what its images need until the engine has them."""
+        """Parse a body; return what its images need until the engine has them.
+
+        Raises:
+            ApiError: As from `RequestParser.read` and `RemoteImages.fetch`.
+
+        Cancellation:
+            As for those.
+        """
         call: _Call = scope[_CALL]
         reading = self._read_body(call, body)
         del body
@@ -202,7 +220,11 @@ class GenerateEndpoint:
         return MemoryEstimate(work, (choices + copies) * tensors, copies * tensors)
 
     async def serve(self, scope: Any, receive: Any) -> None:
-        """Answer a request that has all that it waited for."""
+        """Answer a request that has all that it waited for.
+
+        Cancellation:
+            As for a call of this object.
+        """
         call: _Call = scope[_CALL]
         call.admitted = True
         if not call.read:  # `Admission` asks no price for none, or a part of it
@@ -430,6 +452,9 @@ class SharedPreprocessing:
 
         Raises:
             PreprocessingFailed: It failed for the choice that came first.
+
+        Cancellation:
+            As for *prepare*.
         """
         async with self._lock:
             if self._prepare is not None:

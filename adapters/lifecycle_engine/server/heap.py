@@ -23,6 +23,9 @@ async def give_back_heap(
     Args:
         gates: Returns the state of the gates over what is large.
         seconds: How long nothing must have passed them.
+
+    Cancellation:
+        Ends it; a thread may trim for some milliseconds more.
     """
     trim = malloc_trim()
     passed = trimmed = _released(gates())

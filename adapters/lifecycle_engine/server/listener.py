@@ -97,7 +97,11 @@ class OperatorServer(uvicorn.Server):
         await self.startup([self._listener])
 
     async def stop(self) -> None:
-        """Cut all connections; viewers of the live view never leave by themselves."""
+        """Cut all connections; viewers of the live view never leave by themselves.
+
+        Cancellation:
+            Requests may still run.
+        """
         if self.started:
             for connection in list(self.server_state.connections):
                 connection.transport.abort()

@@ -106,6 +106,9 @@ async def resolve(host: str) -> list[str]:
 
     Raises:
         OSError: The name cannot be resolved.
+
+    Cancellation:
+        At any time.
     """
     found = await anyio.getaddrinfo(host, _PORT, type=socket.SOCK_STREAM)
     return [str(address[0]) for *_, address in found]
@@ -129,6 +132,9 @@ async def connect(
     Raises:
         OSError: The connection was refused, or the certificate is invalid.
         anyio.EndOfStream: The connection ended during the handshake.
+
+    Cancellation:
+        At any time.
     """
     return await anyio.connect_tcp(
         address,

@@ -25,7 +25,11 @@ _NO_ROOM = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM)
 
 
 def server_context(certificate: Path, key: Path | None) -> ssl.SSLContext:
-    """Return the settings of a server with this certificate."""
+    """Return the settings of a server with this certificate.
+
+    Raises:
+        OSError: It cannot be read, or is none.
+    """
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
     # An empty password: asked for one, OpenSSL would wait for a terminal.
     context.load_cert_chain(certificate, key, password="")
@@ -98,4 +102,8 @@ class TlsListener:
             task.cancel()
 
     async def wait_closed(self) -> None:
-        """Return at once, as uvicorn waits for the connections itself."""
+        """Return at once, as uvicorn waits for the connections itself.
+
+        Cancellation:
+            At any time.
+        """

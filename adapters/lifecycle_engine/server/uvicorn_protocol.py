@@ -523,7 +523,11 @@ class RequestHeadParser:
         self._parser = _new_parser(owner)
 
     def feed_data(self, data: bytes) -> None:
-        """Parse *data*, calling the owner."""
+        """Parse *data*, calling the owner.
+
+        Raises:
+            httptools.HttpParserError: Not HTTP, or a CONNECT.
+        """
         rest = memoryview(data)
         while rest:
             try:

@@ -92,6 +92,8 @@ class Address:
         Raises:
             OSError: the server does not listen, breaks off the TLS handshake, or has a
             certificate that is not trusted.
+
+        Cancellation: the connection is closed.
         """
         host = "127.0.0.1" if self.source and self.host == "localhost" else self.host
         stream = await anyio.connect_tcp(host, self.port, local_host=self.source)
@@ -168,7 +170,10 @@ class Response:
 
 
 async def read_head(stream: ByteStream) -> Response:
-    """Read the head of a response, and what came with it of the body."""
+    """Read the head of a response, and what came with it of the body.
+
+    Cancellation: what was read is lost.
+    """
     data = b""
     while b"\r\n\r\n" not in data:
         if len(data) > _HEAD_LIMIT:
@@ -197,7 +202,10 @@ def _is_complete(response: Response) -> bool:
 
 
 async def read_response(stream: ByteStream) -> Response:
-    """Read a response to its end."""
+    """Read a response to its end.
+
+    Cancellation: what was read is lost.
+    """
     response = await read_head(stream)
     while response.status and not _is_complete(response):
         try:
@@ -213,7 +221,10 @@ async def read_response(stream: ByteStream) -> Response:
 
 
 async def ask(address: Address, request: bytes, *, timeout: float) -> Response:
-    """Send *request* and read the response, for at most *timeout* seconds."""
+    """Send *request* and read the response, for at most *timeout* seconds.
+
+    Cancellation: the connection is closed.
+    """
     started = time.monotonic()
     response = Response()
     with anyio.move_on_after(timeout):

@@ -194,7 +194,10 @@ async def _held_up(target: Target, phase: Phase) -> Finding:
 
 
 async def leave(target: Target, phase: Phase) -> Finding:
-    """Leave at *phase*, and compare with clients that stay, in turns."""
+    """Leave at *phase*, and compare with clients that stay, in turns.
+
+    Cancellation: all clients leave.
+    """
     if not phase.works:
         return await _held_up(target, phase)
     turns: list[list[Sign]] = []
@@ -213,7 +216,10 @@ async def leave(target: Target, phase: Phase) -> Finding:
 
 
 async def half_close(target: Target) -> Finding:
-    """Send a whole request, close the sending side, and wait for the response."""
+    """Send a whole request, close the sending side, and wait for the response.
+
+    Cancellation: the connection is closed.
+    """
     name, sent = "leave.half_close", "a whole request, then the end of sending"
     if target.address.tls:
         because = "TLS has no half-close that servers agree on."

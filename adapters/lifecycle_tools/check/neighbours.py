@@ -60,7 +60,10 @@ ATTACKS = (
 async def beside(
     target: Target, *, attack: Attack, requests: int = _REQUESTS
 ) -> Finding:
-    """Time *requests* of a small client alone, and then beside *attack* of another."""
+    """Time *requests* of a small client alone, and then beside *attack* of another.
+
+    Cancellation: all clients leave.
+    """
     greedy, settings = target.address, target.settings
     files, needed = resource.getrlimit(resource.RLIMIT_NOFILE)[1], attack.clients + 32
     unseen = partial(Finding, f"neighbours.{attack.name}", attack.sent)

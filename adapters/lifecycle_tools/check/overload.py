@@ -41,7 +41,10 @@ def _most() -> int:
 
 
 async def burst(target: Target) -> list[Finding]:
-    """Send many requests at once, more until some are refused, and judge those."""
+    """Send many requests at once, more until some are refused, and judge those.
+
+    Cancellation: all clients leave.
+    """
     count, most = target.settings.concurrency, _most()
     request = target.request(tokens=32, stream=False)
     responses = await _burst(target, request, count)
@@ -119,7 +122,10 @@ def _is_error(response: Response) -> bool:
 
 
 async def picture_memory(target: Target) -> Finding:
-    """Send honest pictures in rounds; memory must not grow with the rounds."""
+    """Send honest pictures in rounds; memory must not grow with the rounds.
+
+    Cancellation: all clients leave.
+    """
     name, sent = "memory.pictures", "4 rounds of 4 PNGs of 1024 x 1024 pixels"
     if target.process is None:
         because = "Memory is seen from the same host only, with --pid."

@@ -54,6 +54,8 @@ async def run(
     """Run the checks one after the other.
 
     A server that a check broke makes the checks after it fail, which is a finding.
+
+    Cancellation: all clients leave.
     """
     findings: list[Finding] = []
     for name, check in checks(target.settings, only):

@@ -141,7 +141,10 @@ class Target:
         return self.address.post(self.path, body, length=length)
 
     async def honest(self) -> Response:
-        """Send one small request, and wait for its response."""
+        """Send one small request, and wait for its response.
+
+        Cancellation: the connection is closed.
+        """
         return await ask(
             self.address,
             self.request(tokens=4, stream=False),
@@ -149,7 +152,10 @@ class Target:
         )
 
     async def running(self) -> float | None:
-        """Return the server's own count of running requests, where it has one."""
+        """Return the server's own count of running requests, where it has one.
+
+        Cancellation: the connection is closed.
+        """
         address = self.settings.metrics or self.address
         response = await ask(address, address.head("GET", "/metrics"), timeout=2.0)
         if response.status != 200:
@@ -158,7 +164,10 @@ class Target:
         return _gauge(response.body.decode("utf-8", "replace"), names)
 
     async def load(self) -> Load:
-        """Measure how busy the server is now, first without asking it for work."""
+        """Measure how busy the server is now, first without asking it for work.
+
+        Cancellation: the measurement ends.
+        """
         running = await self.running()
         cpu = await self.process.cpu_rate(1.0) if self.process else None
         response = await self.honest()
@@ -167,7 +176,13 @@ class Target:
         return Load(latency, cpu, running)
 
     async def measure_idle(self) -> None:
-        """Measure the idle server, which serves an honest request."""
+        """Measure the idle server, which serves an honest request.
+
+        Raises:
+            CannotCheck: it does not.
+
+        Cancellation: the measurement ends.
+        """
         try:
             with anyio.fail_after(self.settings.seconds):
                 await anyio.aclose_forcefully(await self.address.connect())
@@ -231,7 +246,10 @@ class Target:
         return f"the response at {path} has no {needed!r}: this is no such API"
 
     async def settle(self) -> bool:
-        """Wait until the server is idle again; False when it stays busy."""
+        """Wait until the server is idle again; False when it stays busy.
+
+        Cancellation: the wait ends.
+        """
         until = time.monotonic() + 4 * self.settings.seconds
         while time.monotonic() < until:
             now = await self.load()

@@ -67,6 +67,9 @@ class Connection:
         Raises:
             UpstreamLost: The connection is closed.
             h11.LocalProtocolError: HTTP does not allow this.
+
+        Cancellation:
+            The connection can only be closed.
         """
         data = b"".join(self._http.send(event) or b"" for event in events)
         if not data:

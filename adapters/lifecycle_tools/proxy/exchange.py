@@ -78,6 +78,9 @@ class RequestStream:
             ClientLeft: The client disconnected before its body was complete.
             UpstreamLost: The connection is closed.
             TimeoutError: The upstream does not read.
+
+        Cancellation:
+            The connection can only be closed.
         """
         await connection.send(self.head)
         body, self._body = self._body or b"", None
@@ -140,6 +143,9 @@ class Exchange:
             ClientLeft: The client disconnected before its body was complete.
             UpstreamError: There is no response, or not all of it.
             h11.LocalProtocolError: The request is not HTTP.
+
+        Cancellation:
+            The connection can only be closed.
         """
         if self._request.is_short:
             await self._connection.send(*self._request.whole())

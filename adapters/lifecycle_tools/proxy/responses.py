@@ -19,7 +19,11 @@ App: TypeAlias = Callable[[Any, Any, Any], Awaitable[Any]]
 async def send_error(
     scope: Scope, send: Send, status: int, code: str, reason: str
 ) -> None:
-    """Send a complete response that says what is wrong."""
+    """Send a complete response that says what is wrong.
+
+    Cancellation:
+        The response may be cut off.
+    """
     error = ApiError(status, reason, code=code)
     status, headers, body = protocol_response(scope, error)
     if status == 400:  # where the next request begins is in doubt
@@ -28,5 +32,9 @@ async def send_error(
 
 
 async def send_refusal(scope: Scope, send: Send, refusal: Refused) -> None:
-    """Send a complete response to a request that was not admitted."""
+    """Send a complete response to a request that was not admitted.
+
+    Cancellation:
+        The response may be cut off.
+    """
     await send_response(send, protocol_response(scope, describe(refusal)))

@@ -88,7 +88,11 @@ class ListenSettings:
 
 
 def serve(app: App, settings: ListenSettings) -> None:
-    """Serve *app* by uvicorn until SIGTERM or SIGINT, then drain."""
+    """Serve *app* by uvicorn until SIGTERM or SIGINT, then drain.
+
+    Raises:
+        ModuleNotFoundError: uvicorn is not installed.
+    """
     import uvicorn
 
     from lifecycle_asgi.uvicorn_protocol import HeadersOnly

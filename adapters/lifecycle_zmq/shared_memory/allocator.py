@@ -113,7 +113,11 @@ class RegionAllocator:
         return None
 
     def release(self, offset: int) -> None:
-        """Free the region that begins at `offset`."""
+        """Free the region that begins at `offset`.
+
+        Raises:
+            KeyError: None does.
+        """
         length = self._length.pop(offset)
         del self._taken[bisect_left(self._taken, offset)]
         self.used -= length

@@ -76,7 +76,15 @@ def create(size: int, kind: ArenaKind | None = None) -> MappedMemory:
 
 
 def map_inherited(descriptor: int, *, writable: bool = False) -> mmap.mmap:
-    """Map inherited memory as a whole and close its descriptor."""
+    """Map inherited memory as a whole and close its descriptor.
+
+    Args:
+        descriptor: Of the memory.
+        writable: Map it writable, which some devices require.
+
+    Raises:
+        OSError: It refers to no memory.
+    """
     try:
         size = os.fstat(descriptor).st_size
         if not size:

@@ -187,7 +187,11 @@ def describe(
 def attach(
     described: list[list[Any]], memory: Sequence[Buffer]
 ) -> dict[str, memoryview | Place]:
-    """Return the described tensors over *memory*, read-only, not copied."""
+    """Return the described tensors over *memory*, read-only, not copied.
+
+    Raises:
+        ProtocolError: The memory does not match its description.
+    """
     sent = sum(offset is None for *_, offset in described)
     if sent != len(memory) or len(described) > MAX_TENSORS:
         raise ProtocolError(f"{len(memory)} tensors, {sent} described")

@@ -88,7 +88,11 @@ class IpcEndpoint:
             raise
 
     def unlink(self) -> None:
-        """Remove the name once the client has connected; blocks for a moment."""
+        """Remove the name once the client has connected; blocks for a moment.
+
+        Raises:
+            TimeoutError: There was no connection in five seconds.
+        """
         # A thread of libzmq is connecting already.
         waiting = select.poll()
         waiting.register(self.listener, select.POLLIN)

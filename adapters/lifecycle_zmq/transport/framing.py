@@ -36,7 +36,11 @@ _PRIVATE: int = getattr(socket, "MSG_CMSG_CLOEXEC", 0)
 
 
 def send(sock: socket.socket, frame: memoryview, descriptor: int) -> int:
-    """Send bytes, a descriptor with the first of them; return how many were sent."""
+    """Send bytes, and a descriptor with the first of them; return how many were sent.
+
+    Raises:
+        OSError: As `socket.sendmsg`; the descriptor was not passed.
+    """
     rights = array.array("i", [descriptor])
     passed = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, rights)]
     return sock.sendmsg([frame], passed, QUIET)
@@ -60,7 +64,12 @@ class DescriptorReceiver:
         return bool(self._held)
 
     def recv_into(self, memory: memoryview) -> int:
-        """Receive bytes as a socket does, and descriptors passed with them."""
+        """Receive bytes as a socket does, and descriptors passed with them.
+
+        Raises:
+            OSError: As `socket.recv_into`.
+            ProtocolError: Too many, or something else, was passed; all was closed.
+        """
         count, ancillary, flags, _ = self._socket.recvmsg_into(
             [memory], self._space, _PRIVATE
         )
@@ -76,6 +85,9 @@ class DescriptorReceiver:
         """Return the tensors in the memory passed first; closes its descriptor.
 
         Each is `LOST` if this process has no descriptor or room left for them.
+
+        Raises:
+            ProtocolError: No memory was passed, or not theirs.
         """
         if not self._held:
             raise ProtocolError("the memory of tensors was announced, but not passed")
@@ -134,7 +146,11 @@ def prefix(follow: int, size: int) -> bytes:
 
 
 def _split(number: int) -> tuple[int, int]:
-    """Return how many parts follow the one of a prefix, and its size."""
+    """Return how many parts follow the one of a prefix, and its size.
+
+    Raises:
+        ProtocolError: The checksum differs.
+    """
     follow, check, size = number >> _SHIFT, number >> _CHECKED_SHIFT, number & _SIZE
     if binascii.crc_hqx(PREFIX.pack(follow << _SHIFT | size), _CHECK) != check & _CHECK:
         raise ProtocolError(
@@ -174,7 +190,11 @@ class FrameReader:
         return bool(self._parts) or self._start < self._end
 
     def read(self) -> bool:
-        """Read what is there, at most a buffer full; False if that is nothing."""
+        """Read what is there, at most a buffer full; False if that is nothing.
+
+        Raises:
+            ProtocolError: A descriptor was passed that belongs to no message.
+        """
         inside = self.mid_message
         try:
             if self._passed is not None and self._passed.held and not self.mid_message:
@@ -416,7 +436,11 @@ class FrameWriter:
         return self._send(_framed(views), tensorless=tensorless)
 
     def flush(self) -> None:
-        """Send queued data, as much as fits."""
+        """Send queued data, as much as fits.
+
+        Raises:
+            OSError: The other side has hung up.
+        """
         # Bounded: a reader that keeps up must not block the caller.
         for _ in range(_SENDS):
             if not self._kept or not self._send_first():

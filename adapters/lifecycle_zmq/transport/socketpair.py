@@ -75,6 +75,9 @@ class SocketPairClient:
         """Send or queue a message; False if the engine has left too much unread.
 
         After a hang-up messages are dropped, and `pump` ends.
+
+        Raises:
+            EncodeError: There is no room for its tensors; nothing of it was sent.
         """
         try:
             taken = self._writer.write(parts)
@@ -91,7 +94,13 @@ class SocketPairClient:
             pass
 
     async def pump(self, greet: Callable[[], bool]) -> None:
-        """Send the first message, then handle those of the engine until it hangs up."""
+        """Send the first message, then handle the engine's messages until it hangs up.
+
+        Raises:
+            ProtocolError: The received data is no message.
+
+        Cancellation: no message is lost, none is taken while this waits.
+        """
         greet()
         async with anyio.create_task_group() as tasks:
             tasks.start_soon(self._flush)
@@ -226,11 +235,18 @@ class SocketPairServer:
         return self._writer.waiting > 0
 
     async def wait(self, *, room: bool = False) -> None:
-        """Wait until there may be something to receive; with *room*, to send more."""
+        """Wait until there may be something to receive; with *room*, to send more.
+
+        Cancellation: nothing is lost.
+        """
         await (anyio.wait_writable if room else anyio.wait_readable)(self._socket)
 
     def receive(self) -> tuple[bytes, Sequence[Buffer] | None] | None:
-        """Return sender and parts of the next message; None if there is none."""
+        """Return sender and parts of the next message; None if there is none.
+
+        Raises:
+            ProtocolError: The received data is no message; the client counts as gone.
+        """
         if self._writer.waiting:
             with suppress(OSError):
                 self._writer.flush()

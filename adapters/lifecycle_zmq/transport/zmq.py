@@ -39,6 +39,13 @@ class ZmqClientTransport:
     """A DEALER that never blocks and never queues for an engine that is not there.
 
     The event loop waits for its descriptor, so asyncio and trio both work.
+
+    Args:
+        endpoint: The ``ipc://`` address of one incarnation.
+        handle: Called with each message that arrived.
+
+    Raises:
+        OSError: The system has too few descriptors left.
     """
 
     def __init__(self, endpoint: str, handle: MessageHandler) -> None:
@@ -99,7 +106,10 @@ class ZmqClientTransport:
             pass
 
     async def pump(self, greet: Callable[[], bool]) -> None:
-        """Send the first message once connected, then receive until a hang-up."""
+        """Send the first message once connected, then handle messages until a hang-up.
+
+        Cancellation: no message is lost, none is taken while this waits.
+        """
         self._greet = greet
         with self._reading:
             await self._read()
@@ -239,7 +249,10 @@ class ZmqServerTransport:
         return False
 
     async def wait(self, *, room: bool = False) -> None:
-        """Wait until there may be something to receive."""
+        """Wait until there may be something to receive.
+
+        Cancellation: nothing is lost.
+        """
         del room
         await anyio.wait_readable(cast("int", self._socket.get(zmq.FD)))
 

@@ -242,7 +242,11 @@ class Leader:
         self._charge(self._here, self._worker.held)
 
     def admit_here(self, request: Request) -> bool:
-        """Return whether *request* is held at once; if not, its turn comes."""
+        """Return whether *request* is held at once; if not, its turn comes.
+
+        Raises:
+            Refused: As from `Gate.admit`.
+        """
         return self._enter(self._here, request)
 
     def give_back_here(self, number: int) -> None:

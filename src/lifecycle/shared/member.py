@@ -169,7 +169,11 @@ class Member:
     # Requests.
 
     def submit(self, request: Request) -> bool:
-        """Return whether *request* is held at once; if not, its turn comes."""
+        """Return whether *request* is held at once; if not, its waiter will be woken.
+
+        Raises:
+            Refused: As from `Gate.admit`.
+        """
         if self.cut_off:
             raise GateClosed(self.cut_off)
         leader = self.leader

@@ -37,7 +37,7 @@ class Word(int):
 
 
 BAD = {
-    "list": ([7], "the runner returned a list, not an Emitted"),
+    "tuple": ((7,), "the runner returned a tuple, not an Emitted"),
     "none": (None, "None"),
     "token": (Emitted([7], "7"), "token of an Emitted is a str, not int or NoneType"),  # type: ignore[arg-type]
     "unhashable": (Emitted([7], [7]), "token of an Emitted is a list"),  # type: ignore[arg-type]

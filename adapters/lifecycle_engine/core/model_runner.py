@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol, runtime_checkable
+from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 
 class DeviceLost(BaseException):
@@ -165,6 +165,39 @@ class Runner(Protocol):
 
     def status(self) -> dict[str, Any]:
         """Return the runner's own counters as plain values; may be empty."""
+        ...
+
+
+class PromptChunk(NamedTuple):
+    """A chunk of a prompt; the arguments of `Runner.prefill`."""
+
+    slot: int
+    prompt: Prompt
+    start: int
+    stop: int
+
+
+@runtime_checkable
+class PrefillsTogether(Protocol):
+    """Optional extension of `Runner`: prefill several short prompts in one pass.
+
+    All positions of the prompts, padded to the longest of them, fit into the chunk of
+    one step. So a step takes no longer, and many short prompts wait for fewer steps.
+    """
+
+    def prefill_together(
+        self, chunks: Sequence[PromptChunk]
+    ) -> Sequence[Emitted | Exception | None]:
+        """Run the last chunks of several prompts, each in a slot of its own.
+
+        Returns:
+            For each chunk what `Runner.prefill` would return, or an exception that
+            fails only its request.
+
+        Raises:
+            DeviceLost: The process has to end. After any other exception the scheduler
+                runs each of the chunks by `Runner.prefill`.
+        """
         ...
 
 

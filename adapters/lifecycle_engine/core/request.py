@@ -281,9 +281,14 @@ class Task:
     emitted: int = 0
 
     @property
+    def positions(self) -> int:
+        """Tokens of the prompt."""
+        return len(self.request.prompt.input_ids)
+
+    @property
     def remaining(self) -> int:
         """Prompt tokens that are not in the slot yet."""
-        return len(self.request.prompt.input_ids) - self.prefilled
+        return self.positions - self.prefilled
 
     @property
     def conversation(self) -> ConversationKey | None:

@@ -13,7 +13,12 @@ from typing import Any, Literal
 
 from lifecycle import strip
 from lifecycle.lowlevel import Company, describe_error
-from lifecycle_engine.core.model_runner import Emitted, Runner
+from lifecycle_engine.core.model_runner import (
+    Emitted,
+    PrefillsTogether,
+    PromptChunk,
+    Runner,
+)
 from lifecycle_engine.core.request import (
     Finish,
     Merge,
@@ -41,9 +46,9 @@ class Scheduler:
     """Runs requests over a `Runner`; the backend of an engine server.
 
     Each `step` decodes a token of every running request, or several where the runner
-    has drafts of them, and then prefills one chunk of one prompt. A running stream is
-    therefore delayed by at most one chunk per token, however many and however long the
-    prompts are.
+    has drafts of them, and then prefills one chunk of one prompt, or several short
+    prompts that fit into one. A running stream is therefore delayed by at most one
+    chunk per token, however many and however long the prompts are.
 
     All state changes happen between steps, on one thread, and each is complete when
     its call returns. A request is in exactly one place: queued, in prefill or in the
@@ -70,7 +75,8 @@ class Scheduler:
             max_waiting: Maximum number of queued requests; ``None`` leaves the limit
                 to the admission control in front of the engine.
             max_tokens: Upper limit of a request's ``max_tokens``.
-            chunk: Maximum number of prompt tokens that one step prefills.
+            chunk: Maximum number of prompt tokens that one step prefills, with the
+                padding between several prompts; see `PrefillsTogether`.
             merge: How to merge items for a client that reads slowly;
                 ``"concatenate"`` suits a runner whose items are lists of tokens.
             clock: Monotonic seconds.
@@ -89,6 +95,7 @@ class Scheduler:
         self._merge = merge
         self._clock = clock
         self._slots = KVSlotCache(runner)
+        self._together = runner if isinstance(runner, PrefillsTogether) else None
         self._waiting: RequestQueue[Task] = RequestQueue()
         self._company = Company()
         # Dicts keep the order and remove from the middle in constant time.
@@ -167,8 +174,7 @@ class Scheduler:
                 outputs += self._decode()
             outputs += self._assign_slots()
             if self._prefilling:
-                task = self._policy.next(self._prefilling.values())
-                outputs += self._prefill(task)
+                outputs += self._prefill(self._next_prompts())
         return outputs
 
     def status(self) -> dict[str, Any]:
@@ -287,15 +293,59 @@ class Scheduler:
         strip(task.request.prompt.tensors, keep=task.request.tensors)
         self._slots.release(task)
 
-    def _prefill(self, task: Task) -> list[Output]:
-        """Run one chunk of a prompt; the last chunk produces the first token."""
-        prompt, start = task.request.prompt, task.prefilled
-        stop = start + min(self._chunk, task.remaining)
-        assert task.slot is not None
+    def _next_prompts(self) -> list[Task]:
+        """Choose the prompt of the next chunk, and short ones that fit beside it."""
+        tasks = [self._policy.next(self._prefilling.values())]
+        if self._together is None:
+            return tasks
+        longest = tasks[0].positions
+        for task in self._prefilling.values():
+            padded = max(longest, task.positions)
+            if task is not tasks[0] and padded * (len(tasks) + 1) <= self._chunk:
+                tasks.append(task)
+                longest = padded
+        return tasks
+
+    def _prefill(self, tasks: Sequence[Task]) -> list[Output]:
+        """Run a chunk of each prompt; the last chunk produces the first token."""
+        chunks = []
+        for task in tasks:
+            prompt, start = task.request.prompt, task.prefilled
+            stop = start + min(self._chunk, task.remaining)
+            assert task.slot is not None
+            chunks.append(PromptChunk(task.slot, prompt, start, stop))
         try:
             with self._timer.run(self._timer.prefill) as tokens:
-                tokens.append(stop - start)
-                output = self._runner.prefill(task.slot, prompt, start, stop)
+                tokens += [each.stop - each.start for each in chunks]
+                made = self._run(chunks)
+        except Exception as error:  # noqa: BLE001  # fails one request only
+            if len(tasks) == 1:
+                return [self._fail(tasks[0], "prefill_failed", error)]
+            discard_error(error)
+            # Alone, the one whose error it is fails, and the others do not.
+            return [output for task in tasks for output in self._prefill([task])]
+        return [
+            output
+            for task, chunk, output in zip(tasks, chunks, made, strict=True)
+            for output in self._prefilled(task, chunk.stop, output)
+        ]
+
+    def _run(self, chunks: Sequence[PromptChunk]) -> Sequence[Any]:
+        if len(chunks) == 1 or self._together is None:
+            return [self._runner.prefill(*each) for each in chunks]
+        made = list(self._together.prefill_together(chunks))
+        if len(made) != len(chunks):
+            raise InvalidRunnerOutput(
+                f"prefill_together returned {len(made)} items for {len(chunks)} chunks"
+            )
+        return made
+
+    def _prefilled(self, task: Task, stop: int, output: Any) -> list[Output]:
+        """Record a chunk; a prompt without another one joins the running requests."""
+        prompt = task.request.prompt
+        try:
+            if isinstance(output, Exception):
+                raise output
             task.prefilled = stop
             emitted = validate_prefill_output(output, remaining=task.remaining)
             if not task.stripped and stop >= self._runner.needs_tensors_until(prompt):

@@ -57,7 +57,7 @@ class StepInputs:
 
     Attributes:
         ids, rows, positions, rotary: ``(width, tokens)``; see
-            `kv_cache.DecodeWindow`.
+            `kv_cache.BatchWindow`.
         table: These four, ``(4, width, tokens)``.
         mask: ``(width, 1, tokens, stop)``, the positions that each token attends to.
     """

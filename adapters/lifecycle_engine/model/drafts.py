@@ -53,8 +53,8 @@ class Drafts:
     def truncate(self, slot: int, length: int) -> None:
         """Discard a slot's tokens from *length* on; 0 is a new request."""
 
-    def extend(self, slot: int, ids: Sequence[int]) -> None:
-        """Read a chunk of a prompt, of which *ids* are the tokens so far."""
+    def extend(self, slots: Sequence[int], texts: Sequence[Sequence[int]]) -> None:
+        """Read chunks of prompts, of which *texts* are the tokens so far."""
 
     def propose(
         self, slots: Sequence[int], texts: Sequence[Sequence[int]]
@@ -143,22 +143,22 @@ class NgramDrafts(Drafts):
         self._texts[slot, length:] = 0
         self._lengths[slot] = min(self._lengths[slot], length)
 
-    def extend(self, slot: int, ids: Sequence[int]) -> None:
+    def extend(self, slots: Sequence[int], texts: Sequence[Sequence[int]]) -> None:
         """Copy the tokens that are new."""
-        known = self._lengths[slot]
-        self._texts[slot, known : len(ids)] = ids[known:]
-        self._lengths[slot] = len(ids)
+        for slot, ids in zip(slots, texts, strict=True):
+            known = self._lengths[slot]
+            self._texts[slot, known : len(ids)] = ids[known:]
+            self._lengths[slot] = len(ids)
 
     def propose(
         self, slots: Sequence[int], texts: Sequence[Sequence[int]]
     ) -> list[list[int]]:
         """Return what followed the last tokens of each text."""
-        drafts = []
-        for slot, ids in zip(slots, texts, strict=True):
-            self.extend(slot, ids)
-            text = self._texts[slot, : len(ids)]
-            drafts.append(find_continuation(text, self.tokens))
-        return drafts
+        self.extend(slots, texts)
+        return [
+            find_continuation(self._texts[slot, : len(ids)], self.tokens)
+            for slot, ids in zip(slots, texts, strict=True)
+        ]
 
     def free(self, slot: int) -> None:
         """Zero a slot's text."""
@@ -227,12 +227,15 @@ class DraftModel(Drafts):
         else:
             self._rows.assign(slot, _GREEDY, None)
 
-    def extend(self, slot: int, ids: Sequence[int]) -> None:
+    def extend(self, slots: Sequence[int], texts: Sequence[Sequence[int]]) -> None:
         """Prefill the positions that are new."""
-        state = self._rows[slot]
-        start, state.length = state.length, len(ids)
-        prompt = Prompt(self._known(ids), {})
-        self._forward.prefill(state.row, prompt, start, len(ids))
+        parts = []
+        for slot, ids in zip(slots, texts, strict=True):
+            state = self._rows[slot]
+            prompt = Prompt(self._known(ids), {})
+            parts.append((state.row, prompt, state.length, len(ids)))
+            state.length = len(ids)
+        self._forward.prefill(parts)
 
     def propose(
         self, slots: Sequence[int], texts: Sequence[Sequence[int]]

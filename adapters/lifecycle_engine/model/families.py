@@ -165,7 +165,7 @@ def chunk_image_features(
             parts.append(encoded.part(max(first - begin, 0), last - begin))
             if end <= last:
                 del prompt.tensors[_ENCODED]
-    return _joined(parts)
+    return join_features(parts)
 
 
 def _count(ids: Sequence[int], start: int, stop: int, token: int) -> int:
@@ -184,7 +184,8 @@ def _encoded(
     return encoded
 
 
-def _joined(parts: Sequence[EncodedImage]) -> EncodedImage:
+def join_features(parts: Sequence[EncodedImage]) -> EncodedImage:
+    """Return the features of several parts, in order."""
     if len(parts) == 1:
         return parts[0]
     deep = zip(*(part.deep for part in parts), strict=True)

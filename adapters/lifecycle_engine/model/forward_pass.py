@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 
 from lifecycle_engine.core.model_runner import Prompt
-from lifecycle_engine.model.cuda_graphs import StepInputs
+from lifecycle_engine.model.cuda_graphs import StepInputs, StepShape
 from lifecycle_engine.model.device_copies import (
     PendingCopies,
     TorchDevice,
@@ -20,17 +21,68 @@ from lifecycle_engine.model.families import (
     EncodedImage,
     ModelFamily,
     chunk_image_features,
+    join_features,
     layer_types,
     logits_transform,
 )
 from lifecycle_engine.model.kv_cache import (
-    DecodeWindow,
+    BatchWindow,
     PrefillWindow,
     SlotCache,
     Together,
     alone,
     cache_parameter,
 )
+
+
+@dataclass(frozen=True, slots=True)
+class Chunk:
+    """A chunk of a prompt, and where it goes.
+
+    Attributes:
+        row: Its row of the cache.
+        start: Its first position there.
+        ids: Its tokens.
+        positions: Their rotary positions: ``(axes, tokens)`` or ``(tokens,)``.
+    """
+
+    row: int
+    start: int
+    ids: Sequence[int]
+    positions: torch.Tensor
+
+    @property
+    def stop(self) -> int:
+        """The position after its last one."""
+        return self.start + len(self.ids)
+
+    @staticmethod
+    def pack(chunks: Sequence[Chunk]) -> list[Any]:
+        """Return the numbers of chunks, and tensors of them."""
+        numbers = [(each.row, each.start, len(each.ids)) for each in chunks]
+        ids = [torch.tensor(each.ids) for each in chunks]
+        positions = torch.cat([each.positions for each in chunks], dim=-1)
+        return [len(chunks), torch.tensor(numbers), *ids, positions]
+
+    @staticmethod
+    def unpack(numbers: Sequence[int]) -> list[Chunk]:
+        """Return the chunks of `pack`, whose tensors are flat now."""
+        count, rest = numbers[0], torch.tensor(numbers[1:])
+        rows, starts, lengths = rest[: 3 * count].view(count, 3).T.tolist()
+        total = sum(lengths)
+        ids, positions = rest[3 * count :].split([total, len(rest) - 3 * count - total])
+        if len(positions) > total:
+            positions = positions.view(-1, total)  # with several axes
+        return [
+            Chunk(row, start, of.tolist(), at)
+            for row, start, of, at in zip(
+                rows,
+                starts,
+                ids.split(lengths),
+                positions.split(lengths, -1),
+                strict=True,
+            )
+        ]
 
 
 class ForwardPass:
@@ -59,13 +111,16 @@ class ForwardPass:
         self._device = TorchDevice(model.device)
         self._copies = PendingCopies(self._device)
 
-    def prefill(self, row: int, prompt: Prompt, start: int, stop: int) -> torch.Tensor:
-        """Run a chunk of a prompt into a row; return its hidden states.
+    def prefill(self, parts: Sequence[tuple[int, Prompt, int, int]]) -> torch.Tensor:
+        """Run chunks of prompts; return the last hidden state of each, ``(n, hidden)``.
 
-        When it returns or raises, nothing reads the prompt's tensors any more.
+        When it returns or raises, nothing reads the prompts' tensors any more.
+
+        Args:
+            parts: Row, prompt, start and stop of each chunk.
         """
         try:
-            hidden = self._prefill(row, prompt, start, stop)
+            hidden = self._prefill(parts)
         finally:
             self._copies.wait()
         # Otherwise the chunk's time would be measured as the next decode step's.
@@ -73,9 +128,9 @@ class ForwardPass:
         return hidden
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
-        """Return the logits ``(rows, vocab)`` after the last token of each row."""
+        """Return the logits ``(n, vocab)`` after hidden states."""
         with self._together("logits", ()):
-            return self._logits(hidden[:, -1])
+            return self._logits(hidden)
 
     def _logits(self, hidden: torch.Tensor) -> torch.Tensor:
         return self._logits_transform(self._model.lm_head(hidden))
@@ -87,7 +142,9 @@ class ForwardPass:
             return self._decode(inputs)
 
     def _decode(self, inputs: StepInputs) -> torch.Tensor:
-        self._cache.window = DecodeWindow(inputs.rows, inputs.positions, inputs.stop)
+        self._cache.window = BatchWindow(
+            inputs.rows, inputs.positions, inputs.stop, slice(inputs.ids.shape[0])
+        )
         positions = inputs.rotary
         if self._family.axes:
             positions = positions.expand(self._family.axes, -1, -1)
@@ -100,45 +157,78 @@ class ForwardPass:
         )
         return self._logits(output.last_hidden_state)
 
-    def _prefill(self, row: int, prompt: Prompt, start: int, stop: int) -> torch.Tensor:
-        ids = prompt.input_ids[start:stop]
-        positions = self._family.positions(prompt, start, stop)
-        images = chunk_image_features(
-            self._family, self._model, prompt, start, stop, self._copies.start
-        )
-        window = PrefillWindow(row, start, stop)
-        numbers = (row, start, stop, torch.tensor(ids), positions)
-        with self._together("prefill", numbers, images):
-            return self.chunk(window, ids, positions, images)
+    def _prefill(self, parts: Sequence[tuple[int, Prompt, int, int]]) -> torch.Tensor:
+        chunks, images = [], []
+        for row, prompt, start, stop in parts:
+            positions = self._family.positions(prompt, start, stop)
+            chunks.append(Chunk(row, start, prompt.input_ids[start:stop], positions))
+            found = chunk_image_features(
+                self._family, self._model, prompt, start, stop, self._copies.start
+            )
+            images += [] if found is None else [found]
+        features = join_features(images) if images else None
+        with self._together("prefill", Chunk.pack(chunks), features):
+            return self.run(chunks, features)
 
-    def chunk(
-        self,
-        window: PrefillWindow,
-        ids: Sequence[int],
-        positions: torch.Tensor,
-        images: EncodedImage | None,
-    ) -> torch.Tensor:
-        """Run a chunk of a prompt into a row; return its hidden states.
+    def run(self, chunks: Sequence[Chunk], images: EncodedImage | None) -> torch.Tensor:
+        """Run chunks; return the last hidden state of each, ``(n, hidden)``.
 
         Args:
-            window: The row, and the positions that the chunk fills.
-            ids: Its tokens.
-            positions: Their rotary positions: ``(axes, tokens)`` or ``(tokens,)``.
-            images: Features of its image tokens.
+            chunks: One for each row.
+            images: Features of all their image tokens, in order.
         """
         device = self._model.device
-        embeds, extra = self._embed(small_tensor([ids], device), images)
-        self._cache.window = window
+        if len(chunks) == 1:
+            (chunk,) = chunks
+            ids, positions = small_tensor([chunk.ids], device), chunk.positions
+            mask = self._masks.prefill(chunk.start, chunk.stop, device)
+            self._cache.window = PrefillWindow(chunk.row, chunk.start, chunk.stop)
+            positions = positions[..., None, :]
+        else:
+            inputs, positions = self._padded(chunks)
+            ids, mask = inputs.ids, self._masks.decode(inputs)
+            lanes = small_tensor([chunk.row for chunk in chunks], device)
+            self._cache.window = BatchWindow(
+                inputs.rows, inputs.positions, inputs.stop, lanes
+            )
+        embeds, extra = self._embed(ids, images)
         output = self._text(
             inputs_embeds=embeds,
-            position_ids=positions.to(device)[..., None, :],
-            attention_mask=self._masks.prefill(window.start, window.stop, device),
+            position_ids=positions.to(device),
+            attention_mask=mask,
             use_cache=True,
             **self._cache_argument,
             **extra,
         )
+        last = [(lane, len(chunk.ids) - 1) for lane, chunk in enumerate(chunks)]
         hidden: torch.Tensor = output.last_hidden_state
-        return hidden
+        return hidden[tuple(small_tensor(last, device).T)]
+
+    def _padded(self, chunks: Sequence[Chunk]) -> tuple[StepInputs, torch.Tensor]:
+        """Return the inputs of a pass over chunks, and their rotary positions."""
+        longest = max(len(chunk.ids) for chunk in chunks)
+        stop = max(chunk.stop for chunk in chunks)
+        reserved = self._cache.reserved
+        # Any token but that of images, whose features would be too few.
+        padding = (int(self._family.image_token == 0), reserved, 0, 0)
+        shape = (*chunks[0].positions.shape[:-1], len(chunks), longest)
+        rotary = torch.zeros(shape, dtype=torch.long)
+        columns: list[tuple[int, int, int, int]] = []
+        for lane, chunk in enumerate(chunks):
+            count = len(chunk.ids)
+            rotary[..., lane, :count] = chunk.positions
+            columns += [
+                (token, chunk.row, chunk.start + at, 0)
+                for at, token in enumerate(chunk.ids)
+            ]
+            columns += [padding] * (longest - count)
+        inputs = StepInputs(
+            StepShape(len(chunks), longest, stop),
+            reserved=reserved,
+            device=self._model.device,
+        )
+        inputs.load(list(zip(*columns, strict=True)))
+        return inputs, rotary
 
     def _embed(
         self, ids: torch.Tensor, images: EncodedImage | None

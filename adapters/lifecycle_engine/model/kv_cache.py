@@ -74,25 +74,28 @@ class PrefillWindow:
 
 
 @dataclass(frozen=True, slots=True)
-class DecodeWindow:
-    """A decode pass: writes the positions of each lane's tokens, reads the first rows.
+class BatchWindow:
+    """A pass over several rows: writes the positions of each lane's tokens.
 
     Attributes:
-        rows: The row that each token is written to, ``(width, tokens)``: the index of
-            its lane, or the reserved row for padding.
+        rows: The row that each token is written to, ``(width, tokens)``: that of its
+            lane, or the reserved row for padding.
         positions: Its position there, ``(width, tokens)``.
         stop: Attention reads the positions ``0 .. stop - 1``.
+        lanes: The row that each lane reads. A slice reads them in place; a tensor
+            copies them.
     """
 
     rows: torch.Tensor
     positions: torch.Tensor
     stop: int
+    lanes: slice | torch.Tensor
     start = 0
 
     def write(self, store: torch.Tensor, states: torch.Tensor) -> torch.Tensor:
         """Store ``(width, heads, tokens, head_dim)``; return what to attend to."""
         store[self.rows, :, self.positions] = states.transpose(1, 2)
-        return store[: states.shape[0], :, : self.stop]
+        return store[self.lanes, :, : self.stop]
 
 
 class SlotLayer(_CacheLayer):  # type: ignore[misc]  # a base of type Any
@@ -157,7 +160,7 @@ class SlotCache(_Cache):  # type: ignore[misc]  # a base of type Any
         window: What the next forward pass writes and reads; set before each pass.
     """
 
-    window: PrefillWindow | DecodeWindow
+    window: PrefillWindow | BatchWindow
 
     def __init__(
         self,

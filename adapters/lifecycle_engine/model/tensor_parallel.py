@@ -34,7 +34,8 @@ from lifecycle_engine._compat import hf
 from lifecycle_engine.core.model_runner import EXIT_DEVICE_LOST, DeviceLost
 from lifecycle_engine.model.cuda_graphs import GraphMode, StepInputs, StepShape
 from lifecycle_engine.model.families import EncodedImage, takes_images
-from lifecycle_engine.model.kv_cache import Part, PrefillWindow, alone
+from lifecycle_engine.model.forward_pass import Chunk
+from lifecycle_engine.model.kv_cache import Part, alone
 from lifecycle_engine.model.loader import load_config, load_model
 from lifecycle_engine.model.transformers_runner import TransformersRunner
 
@@ -357,20 +358,11 @@ class Follower:
         elif name == "swap":
             self._cache.swap(*numbers)
         elif name == "prefill":
-            self._prefill(numbers, images)
+            self._hidden = self._forward.run(Chunk.unpack(numbers), images)
         elif name == "logits":
             self._forward.logits(self._hidden)
         else:
             self._decode(StepShape(*numbers[:3]), torch.tensor(numbers[3:]))
-
-    def _prefill(self, numbers: list[int], images: EncodedImage | None) -> None:
-        row, start, stop, *rest = numbers
-        count = stop - start
-        ids, positions = rest[:count], torch.tensor(rest[count:])
-        if len(positions) > count:
-            positions = positions.view(-1, count)  # with several axes
-        window = PrefillWindow(row, start, stop)
-        self._hidden = self._forward.chunk(window, ids, positions, images)
 
     def _decode(self, shape: StepShape, table: torch.Tensor) -> None:
         reserved = self._cache.reserved

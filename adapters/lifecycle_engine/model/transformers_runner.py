@@ -12,7 +12,12 @@ from typing import Any
 
 import torch
 
-from lifecycle_engine.core.model_runner import Emitted, Prompt, Sampling
+from lifecycle_engine.core.model_runner import (
+    Emitted,
+    Prompt,
+    PromptChunk,
+    Sampling,
+)
 from lifecycle_engine.core.slots import PrefixContents
 from lifecycle_engine.model.cuda_graphs import (
     FixedShapeSteps,
@@ -217,11 +222,21 @@ class TransformersRunner:
         self, slot: int, prompt: Prompt, start: int, stop: int
     ) -> Emitted | None:
         """Run a chunk of the prompt and its images; the last chunk samples a token."""
+        (output,) = self.prefill_together([PromptChunk(slot, prompt, start, stop)])
+        if isinstance(output, Exception):
+            raise output
+        return output
+
+    def prefill_together(
+        self, chunks: Sequence[PromptChunk]
+    ) -> list[Emitted | Exception | None]:
+        """Run chunks of several prompts in one pass, padded to the longest."""
         with detect_device_loss(self.model.device), torch.inference_mode():
-            if not start:
-                self._assign(slot, prompt)
-                self._family.prepare_positions(self.model, prompt)
-            return self._prefill(slot, prompt, start, stop)
+            for each in chunks:
+                if not each.start:
+                    self._assign(each.slot, each.prompt)
+                    self._family.prepare_positions(self.model, each.prompt)
+            return self._prefill(chunks)
 
     def decode(self, slots: Sequence[int]) -> list[Emitted | list[Emitted] | Exception]:
         """Run the last token of each slot and drafts; return the tokens that follow.
@@ -337,23 +352,41 @@ class TransformersRunner:
         return PrefixContents(list(prompt.input_ids), images)
 
     def _prefill(
-        self, slot: int, prompt: Prompt, start: int, stop: int
-    ) -> Emitted | None:
-        state = self._rows[slot]
-        # Before the pass, so that the row is zeroed even if the pass fails.
-        state.length = stop
-        hidden = self.forward.prefill(state.row, prompt, start, stop)
-        self._drafts.extend(slot, prompt.input_ids[:stop])
-        if stop < len(prompt.input_ids):
-            return None
-        logits = self.forward.logits(hidden)
-        processed = self._processors.first(slot, prompt.input_ids, logits)
-        (emitted,) = sample_tokens(processed, [state.sampler], logits)
-        if isinstance(emitted, Exception):
-            raise emitted
-        state.delta = self._family.delta(prompt)
-        self._record(state, [emitted])
-        return emitted
+        self, chunks: Sequence[PromptChunk]
+    ) -> list[Emitted | Exception | None]:
+        states = [self._rows[each.slot] for each in chunks]
+        for state, each in zip(states, chunks, strict=True):
+            # Before the pass, so that the row is zeroed even if the pass fails.
+            state.length = each.stop
+        hidden = self.forward.prefill(
+            [(state.row, *each[1:]) for state, each in zip(states, chunks, strict=True)]
+        )
+        self._drafts.extend(
+            [each.slot for each in chunks],
+            [each.prompt.input_ids[: each.stop] for each in chunks],
+        )
+        outputs: list[Emitted | Exception | None] = [None] * len(chunks)
+        done = [
+            lane
+            for lane, each in enumerate(chunks)
+            if each.stop == len(each.prompt.input_ids)
+        ]
+        if not done:
+            return outputs
+        logits = self.forward.logits(hidden)[done]
+        ids = [chunks[lane].prompt.input_ids for lane in done]
+        processed = [
+            self._processors.first(chunks[lane].slot, of, own[None])
+            for lane, of, own in zip(done, ids, logits, strict=True)
+        ]
+        samplers = [states[lane].sampler for lane in done]
+        sampled = sample_tokens(torch.cat(processed), samplers, logits)
+        for lane, output in zip(done, sampled, strict=True):
+            outputs[lane] = output
+            if isinstance(output, Emitted):
+                states[lane].delta = self._family.delta(chunks[lane].prompt)
+                self._record(states[lane], [output])
+        return outputs
 
     def _record(self, state: RowState, emitted: Sequence[Emitted]) -> None:
         for each in emitted:

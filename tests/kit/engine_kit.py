@@ -23,7 +23,8 @@ from lifecycle_engine import (
     Scheduler,
     TransformersRunner,
 )
-from lifecycle_engine.model.drafts import Drafts, find_continuation
+from lifecycle_engine.model.cuda_graphs import Drafts
+from lifecycle_engine.model.drafts import find_continuation
 from lifecycle_engine.model.families import family_of
 from lifecycle_engine.model.loader import load_config, load_model
 from tiny_checkpoint import Sizes, build

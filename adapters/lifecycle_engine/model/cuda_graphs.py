@@ -38,6 +38,36 @@ class Lane:
     delta: int
 
 
+class Drafts:
+    """Makes drafts for the requests in a runner's slots; this base makes none.
+
+    Attributes:
+        tokens: Maximum number of drafts in a step.
+    """
+
+    tokens = 0
+
+    def truncate(self, slot: int, length: int) -> None:
+        """Discard a slot's tokens from *length* on; 0 is a new request."""
+
+    def extend(self, slots: Sequence[int], texts: Sequence[Sequence[int]]) -> None:
+        """Read chunks of prompts, of which *texts* are the tokens so far."""
+
+    def propose(
+        self, slots: Sequence[int], texts: Sequence[Sequence[int]]
+    ) -> list[list[int]]:
+        """Return drafts for each slot, whose tokens so far are its text."""
+        del texts
+        return [[] for _ in slots]
+
+    def free(self, slot: int) -> None:
+        """Discard a slot's request; an empty slot is a no-op."""
+        self.truncate(slot, 0)
+
+    def capture(self) -> None:
+        """Capture graphs of all shapes, where steps run as graphs."""
+
+
 class StepShape(NamedTuple):
     """The shape of a step.
 

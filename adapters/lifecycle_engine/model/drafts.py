@@ -14,6 +14,7 @@ import numpy as np
 
 from lifecycle_engine.core.model_runner import Prompt, Sampling
 from lifecycle_engine.model.cuda_graphs import (
+    Drafts,
     FixedShapeSteps,
     Lane,
     StepOptions,
@@ -21,7 +22,6 @@ from lifecycle_engine.model.cuda_graphs import (
 )
 from lifecycle_engine.model.device_copies import small_tensor
 from lifecycle_engine.model.families import (
-    TextFamily,
     family_of,
     freeze_rope_frequencies,
     max_positions,
@@ -39,35 +39,6 @@ _NGRAMS = (3, 2)
 # model has two to run.
 _BEHIND = 2
 _GREEDY = Sampler(Sampling())
-
-
-class Drafts:
-    """Makes drafts for the requests in a runner's slots; this base makes none.
-
-    Attributes:
-        tokens: Maximum number of drafts in a step.
-    """
-
-    tokens = 0
-
-    def truncate(self, slot: int, length: int) -> None:
-        """Discard a slot's tokens from *length* on; 0 is a new request."""
-
-    def extend(self, slots: Sequence[int], texts: Sequence[Sequence[int]]) -> None:
-        """Read chunks of prompts, of which *texts* are the tokens so far."""
-
-    def propose(
-        self, slots: Sequence[int], texts: Sequence[Sequence[int]]
-    ) -> list[list[int]]:
-        """Return drafts for each slot, whose tokens so far are its text."""
-        del texts
-        return [[] for _ in slots]
-
-    def free(self, slot: int) -> None:
-        """Discard a slot's request; an empty slot is a no-op."""
-
-    def capture(self) -> None:
-        """Capture graphs of all shapes, where steps run as graphs."""
 
 
 def make_drafts(
@@ -160,10 +131,6 @@ class NgramDrafts(Drafts):
             for slot, ids in zip(slots, texts, strict=True)
         ]
 
-    def free(self, slot: int) -> None:
-        """Zero a slot's text."""
-        self.truncate(slot, 0)
-
 
 def find_continuation(text: np.ndarray, count: int) -> list[int]:
     """Return up to *count* tokens that once followed the last tokens of a text.
@@ -202,7 +169,6 @@ class DraftModel(Drafts):
     ) -> None:
         freeze_rope_frequencies(model)
         family = family_of(model.config)
-        assert isinstance(family, TextFamily)
         self._last: int = model.config.get_text_config().vocab_size - 1
         self.tokens, self._device = tokens, model.device
         # Drafts may go beyond the last position that the other model has room for.

@@ -1,7 +1,7 @@
 """The model families that the engine supports, by their config's ``model_type``.
 
-A new family is a class with the methods of `ModelFamily` and an entry in `_FAMILIES`;
-everything else about a model is transformers' own.
+A new family is a subclass of `ModelFamily` and an entry in `_FAMILIES`; all else
+about a model is transformers' own.
 """
 
 from __future__ import annotations
@@ -9,10 +9,9 @@ from __future__ import annotations
 import hashlib
 import itertools
 import math
-import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 import torch
@@ -57,8 +56,8 @@ class EncodedImage:
 StartCopy = Callable[[np.ndarray], torch.Tensor]
 
 
-class ModelFamily(Protocol):
-    """The differences between model families.
+class ModelFamily:
+    """What differs between model families; this one has text and plain positions.
 
     Attributes:
         keep: Paths in `Prompt.tensors` that decoding needs.
@@ -67,39 +66,44 @@ class ModelFamily(Protocol):
         axes: Axes of a rotary position; 0 if it is a plain number.
     """
 
-    keep: Sequence[str]
-    image_token: int | None
-    axes: int
+    keep: Sequence[str] = ()
+    image_token: int | None = None
+    axes = 0
+
+    def __init__(self, config: Any) -> None:
+        """Make the family of a model with this config."""
 
     def check(self, prompt: Prompt) -> None:
         """Raise `ValueError` if the tensors do not fit each other or the prompt."""
-        ...
+        check_no_tensors(prompt.tensors)
 
     def tokens_of_images(self, tensors: dict[str, Any]) -> list[int]:
         """Return the number of tokens of each image, in order."""
-        ...
+        del tensors
+        return []
 
     def arrays(self, tensors: dict[str, Any], index: int) -> Sequence[np.ndarray]:
         """Return the arrays of one image."""
-        ...
+        raise NotImplementedError
 
     def encode(
         self, model: Any, tensors: dict[str, Any], index: int, start_copy: StartCopy
     ) -> EncodedImage:
         """Encode one image on the model's device."""
-        ...
+        raise NotImplementedError
 
     def prepare_positions(self, model: Any, prompt: Prompt) -> None:
         """Compute rotary positions before the first chunk."""
-        ...
 
     def positions(self, prompt: Prompt, start: int, stop: int) -> torch.Tensor:
         """Return a chunk's rotary positions: ``(axes, tokens)`` or ``(tokens,)``."""
-        ...
+        del prompt
+        return torch.arange(start, stop)
 
     def delta(self, prompt: Prompt) -> int:
         """Return the offset of the rotary positions of decoding from the length."""
-        ...
+        del prompt
+        return 0
 
 
 def tensors_needed_until(family: ModelFamily, prompt: Prompt) -> int:
@@ -195,55 +199,7 @@ def join_features(parts: Sequence[EncodedImage]) -> EncodedImage:
     )
 
 
-def to_device(array: np.ndarray, device: torch.device) -> torch.Tensor:
-    """Return an array as a tensor; on the CPU it shares the memory."""
-    with warnings.catch_warnings():
-        # Torch warns about read-only frames; the model only reads them.
-        warnings.simplefilter("ignore", UserWarning)
-        return torch.from_numpy(array).to(device)
-
-
-class TextFamily:
-    """Decoder-only language models: no images, plain positions."""
-
-    keep: Sequence[str] = ()
-    image_token: int | None = None
-    axes = 0
-
-    def check(self, prompt: Prompt) -> None:
-        """Reject any tensor."""
-        check_no_tensors(prompt.tensors)
-
-    def tokens_of_images(self, tensors: dict[str, Any]) -> list[int]:
-        """Return an empty list: there are no images."""
-        del tensors
-        return []
-
-    def arrays(self, tensors: dict[str, Any], index: int) -> Sequence[np.ndarray]:
-        """Not called for text models."""
-        raise NotImplementedError
-
-    def encode(
-        self, model: Any, tensors: dict[str, Any], index: int, start_copy: StartCopy
-    ) -> EncodedImage:
-        """Not called for text models."""
-        raise NotImplementedError
-
-    def prepare_positions(self, model: Any, prompt: Prompt) -> None:
-        """Do nothing: plain positions need no preparation."""
-
-    def positions(self, prompt: Prompt, start: int, stop: int) -> torch.Tensor:
-        """Return plain positions from the start of the prompt."""
-        del prompt
-        return torch.arange(start, stop)
-
-    def delta(self, prompt: Prompt) -> int:
-        """Return 0: decoding continues at the prompt's length."""
-        del prompt
-        return 0
-
-
-class LlavaFamily(TextFamily):
+class LlavaFamily(ModelFamily):
     """LLaVA 1.5: every image is a square of fixed size with a fixed token count."""
 
     def __init__(self, config: Any) -> None:
@@ -283,7 +239,7 @@ class _Grid:
     tokens: int
 
 
-class QwenVLFamily:
+class QwenVLFamily(ModelFamily):
     """Qwen2-VL and its successors: flat patches with a grid, three-axis positions.
 
     The model's own forward stores the position deltas on the module, where the last
@@ -298,7 +254,7 @@ class QwenVLFamily:
         shape = VisionShape.of(config)
         assert shape is not None
         self._shape = shape
-        self.image_token: int | None = shape.image_token
+        self.image_token = shape.image_token
 
     def check(self, prompt: Prompt) -> None:
         """Reject patches, grids and image tokens that do not fit each other."""
@@ -343,7 +299,7 @@ class QwenVLFamily:
         positions, deltas = model.model.get_rope_index(
             ids,
             mm_token_type_ids=(ids == self.image_token).int(),
-            image_grid_thw=to_device(np.asarray(grids), ids.device),
+            image_grid_thw=torch.tensor(np.asarray(grids)),
         )
         prompt.tensors["mrope"] = {
             "positions": positions[:, 0],
@@ -394,7 +350,7 @@ def family_of(config: Any) -> ModelFamily:
     Raises:
         ValueError: The model, its text model or its attention is not supported.
     """
-    known = {**_FAMILIES, **dict.fromkeys(_TEXT, _text_family)}
+    known = {**_FAMILIES, **dict.fromkeys(_TEXT, ModelFamily)}
     make = known.get(config.model_type)
     if make is None:
         raise ValueError(
@@ -407,11 +363,6 @@ def family_of(config: Any) -> ModelFamily:
         )
     check_attention(text)
     return make(config)
-
-
-def _text_family(config: Any) -> ModelFamily:
-    del config
-    return TextFamily()
 
 
 def logits_transform(config: Any) -> Callable[[torch.Tensor], torch.Tensor]:

@@ -323,7 +323,8 @@ class TransformersRunner:
         """Discard a slot's state and zero its row."""
         with detect_device_loss(self.model.device), torch.inference_mode():
             self._rows.free(slot)
-            self._drafts.free(slot)
+            if self._drafts.tokens:
+                self._drafts.free(slot)
 
     def status(self) -> dict[str, Any]:
         """Return the bytes of the KV rows, the number of graphs and device memory."""

@@ -367,11 +367,8 @@ class TransformersRunner:
             [each.prompt.input_ids[: each.stop] for each in chunks],
         )
         outputs: list[Emitted | Exception | None] = [None] * len(chunks)
-        done = [
-            lane
-            for lane, each in enumerate(chunks)
-            if each.stop == len(each.prompt.input_ids)
-        ]
+        ends = [len(each.prompt.input_ids) for each in chunks]
+        done = [lane for lane, each in enumerate(chunks) if each.stop == ends[lane]]
         if not done:
             return outputs
         logits = self.forward.logits(hidden)[done]

@@ -114,7 +114,7 @@ async def measure(options: argparse.Namespace, checkpoint: Path) -> dict[str, An
     """Run everything on one engine; return a sample after each part."""
     command = [sys.executable, "-m", "lifecycle_engine.worker", "--chunk=32"]
     command += [f"--checkpoint={checkpoint}", "--slots=12", "--max-batch=8"]
-    command += ["--max-length=1024", f"--graphs={options.graphs}"]
+    command += ["--max-length=1024", "--graphs=fake", *options.engine]
     prompts = _prompts(checkpoint)
     async with ZmqEngine(command, arena_bytes=256 * 2**20) as engine:
         await engine.wait_ready()
@@ -228,7 +228,7 @@ def _prompts(checkpoint: Path) -> list[Any]:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the check; return exit status 1 after a leak."""
-    options = _parser().parse_args(argv)
+    options, options.engine = _parser().parse_known_args(argv)
     with tempfile.TemporaryDirectory() as folder:
         build = [sys.executable, "-m", "tiny_checkpoint", folder]
         subprocess.run(build, check=True, stdout=subprocess.DEVNULL)
@@ -246,14 +246,14 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
-        description="Find leaks under clients that disconnect."
+        description="Find leaks under clients that disconnect. Other options are those "
+        "of the engine's process, such as --speculative ngram or --tp 2."
     )
     add = parser.add_argument
     add("--requests", type=int, default=10_000)
     add("--warm-up", type=int, default=500)
     add("--clients", type=int, default=24)
     add("--parts", type=int, default=10, help="number of memory samples")
-    add("--graphs", choices=("off", "fake"), default="fake")
     add("--slack", type=float, default=4, help="MiB that a process may grow by")
     add("--seed", type=int, default=0)
     add("--json", type=Path, help="file for the samples")

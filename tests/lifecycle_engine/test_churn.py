@@ -14,15 +14,18 @@ CHURN = Path(__file__).parents[2] / "benchmarks" / "engine_churn.py"
 
 
 @pytest.mark.skipif(not Path("/proc/self/smaps_rollup").exists(), reason="needs /proc")
+@pytest.mark.parametrize("engine", [[], ["--speculative=ngram", "--draft-tokens=2"]])
 @pytest.mark.slow
 @pytest.mark.timeout(3600)
-def test_everything_is_freed_after_clients_that_disconnect(tmp_path: Path) -> None:
+def test_everything_is_freed_after_clients_that_disconnect(
+    tmp_path: Path, engine: list[str]
+) -> None:
     """A part of the full run: slots, arena, payloads, descriptors, threads, memory."""
     out = tmp_path / "seen.json"
     # So few requests are still part of the warm-up of the allocators.
     options = ["--requests=160", "--warm-up=80", "--parts=2", "--slack=24"]
     done = subprocess.run(
-        [sys.executable, CHURN, *options, f"--json={out}"],
+        [sys.executable, CHURN, *options, *engine, f"--json={out}"],
         capture_output=True,
         text=True,
         check=False,

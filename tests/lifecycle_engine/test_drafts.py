@@ -282,11 +282,17 @@ def test_cancelled_requests_leave_nothing(kits: Callable[[str], Kit]) -> None:
             assert not layer.values[:-1].any()
 
 
-def test_spoilt_drafts_fail_nobody(kits: Callable[[str], Kit]) -> None:
-    """A token after a draft that has no finite logits is generated again, alone."""
+@pytest.mark.parametrize("sampling", [{}, {"temperature": 0.8, "seed": 5}])
+def test_spoilt_drafts_fail_nobody(
+    kits: Callable[[str], Kit], sampling: dict[str, Any]
+) -> None:
+    """A token after a draft that has no finite logits is generated again, alone.
+
+    A sampled one uses the random number of its place.
+    """
     kit = kits("qwen3")
-    each = kit.prepare("Hello there.")
-    wanted = kit.generate(each)
+    each = kit.prepare("Hello there.", **sampling)
+    wanted = serve(Scheduler(kit.runner()), {"a": (each.request, {})})["a"]
     runner = guessing(kit, [each], [wanted])
     runner._drafts.right = 1.0
 

@@ -21,12 +21,16 @@ class Sampler:
 
     Each token uses one random number from the request's own generator on the CPU, so
     a seed gives the same tokens on every device and in every batch.
+
+    Attributes:
+        again: The next token uses the last random number, whose token was not valid.
     """
 
-    __slots__ = ("_generator", "sampling")
+    __slots__ = ("_generator", "_number", "again", "sampling")
 
     def __init__(self, sampling: Sampling) -> None:
         self.sampling = sampling
+        self.again, self._number = False, 0.0
         self._generator: torch.Generator | None = None
         if sampling.temperature > 0:
             self._generator = torch.Generator()
@@ -48,8 +52,11 @@ class Sampler:
 
     def random(self) -> float:
         """Return the request's next random number in ``[0, 1)``."""
-        number = torch.rand((), generator=self._generator, dtype=torch.float64)
-        return float(number)
+        if not self.again:
+            number = torch.rand((), generator=self._generator, dtype=torch.float64)
+            self._number = float(number)
+        self.again = False
+        return self._number
 
 
 def sample_tokens(

@@ -305,8 +305,9 @@ class TransformersRunner:
             for lane, each in zip(left, sampled, strict=True):
                 so_far = emitted[lane]
                 if isinstance(each, Exception):
-                    # Of a later token: the next step fails, after what is right.
+                    # A later token is generated again by the next step.
                     emitted[lane] = so_far or each
+                    states[lane].sampler.again = True
                     continue
                 assert isinstance(so_far, list)
                 so_far.append(each)

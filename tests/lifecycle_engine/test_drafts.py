@@ -411,3 +411,33 @@ def test_drafts_are_in_the_models_own_type(kits: Callable[[str], Kit]) -> None:
     prompt = Prompt([1, 2, 3], {}, Sampling())
     assert runner.prefill(0, prompt, 0, 3) is not None
     assert runner.decode([0])
+
+
+def test_draft_model_may_know_more_tokens(
+    tmp_path: Path, kits: Callable[[str], Kit]
+) -> None:
+    """No draft is a token that the model does not have."""
+
+    def pad(config: Any) -> None:
+        config.vocab_size += 2000
+
+    kit, larger = kits("qwen3"), Kit(tmp_path, "llama", change=pad)
+    prepared = [kit.prepare("Hello there."), kit.prepare("Tell me of a heap.")]
+    wanted = [kit.generate(each) for each in prepared]
+    for mine, other, want in ((kit, larger, wanted), (larger, kit, None)):
+        drafting = mine.serve(prepared, chunk=9, speculative=f"draft={other.folder}")
+        assert drafting == (want or mine.serve(prepared, chunk=9))
+
+
+def test_cached_slots_widen_no_batch_of_drafts(kits: Callable[[str], Kit]) -> None:
+    """A graph of more lanes than run would be captured while requests wait."""
+    kit, options = kits("qwen3"), {"slots": 8, "max_batch": 2, "graphs": "fake"}
+    runner = kit.runner(speculative=f"draft={kit.folder}", **options)
+    scheduler = Scheduler(runner, max_batch=2)
+    ids = kit.prepare("Hello there.").request["input_ids"]
+    for name in "abcdefg":
+        request = {"input_ids": ids, "max_tokens": 1, "session": name}
+        assert serve(scheduler, {name: (request, {})})[name]
+    assert serve(scheduler, {"z": ({"input_ids": ids, "max_tokens": 9}, {})})["z"]
+    for steps in (runner._steps, runner._drafts._steps):
+        assert {shape.width for shape in steps._shapes} <= {1, 2}

@@ -76,7 +76,9 @@ def make_drafts(
     _check_draft(load_config(folder), max_length)
     dtype = str(model.dtype).removeprefix("torch.")
     draft = load_model(folder, device=str(model.device), dtype=dtype)
-    return DraftModel(draft, options=options, max_length=max_length, tokens=tokens)
+    sizes = {"max_length": max_length, "tokens": tokens}
+    vocab_size = model.config.get_text_config().vocab_size
+    return DraftModel(draft, options=options, vocab_size=vocab_size, **sizes)
 
 
 def _check_draft(config: Any, max_length: int) -> None:
@@ -160,16 +162,25 @@ class DraftModel(Drafts):
     Args:
         model: A text model in eval mode, on the device of the model that it drafts for.
         options: How steps run.
+        vocab_size: The other model's.
         max_length: Positions of the other model's slots.
         tokens: Number of drafts in a step.
     """
 
     def __init__(
-        self, model: Any, *, options: StepOptions, max_length: int, tokens: int
+        self,
+        model: Any,
+        *,
+        options: StepOptions,
+        vocab_size: int,
+        max_length: int,
+        tokens: int,
     ) -> None:
         freeze_rope_frequencies(model)
         family = family_of(model.config)
-        self._last: int = model.config.get_text_config().vocab_size - 1
+        # Models of one tokenizer pad their vocabularies to different sizes.
+        own: int = model.config.get_text_config().vocab_size
+        self._shared = min(own, vocab_size)
         self.tokens, self._device = tokens, model.device
         # Drafts may go beyond the last position that the other model has room for.
         length, slots = max_length + tokens, options.slots
@@ -201,6 +212,8 @@ class DraftModel(Drafts):
             prompt = Prompt(self._known(ids), {})
             parts.append((state.row, prompt, state.length, len(ids)))
             state.length = len(ids)
+            # Not negative: the slot may be cached after this chunk.
+            state.token = ids[-1]
         self._forward.prefill(parts)
 
     def propose(
@@ -241,10 +254,9 @@ class DraftModel(Drafts):
     def _likeliest(self, lanes: Sequence[Lane], width: int) -> list[int]:
         places = [(lane.row, len(lane.tokens) - 1) for lane in lanes]
         rows, lasts = small_tensor(places, self._device).T
-        logits = self._steps.run(lanes, width)[rows, lasts]
+        logits = self._steps.run(lanes, width)[rows, lasts, : self._shared]
         tokens: list[int] = logits.argmax(dim=-1).tolist()
         return tokens
 
     def _known(self, ids: Sequence[int]) -> list[int]:
-        # Models of one tokenizer pad their vocabularies to different sizes.
-        return [min(token, self._last) for token in ids]
+        return [min(token, self._shared - 1) for token in ids]

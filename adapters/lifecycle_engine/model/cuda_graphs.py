@@ -357,14 +357,7 @@ def _powers_of_two(start: int, below: int) -> list[int]:
 def make_steps(
     forward: Forward, options: StepOptions, *, device: torch.device, **sizes: int
 ) -> EagerSteps | FixedShapeSteps:
-    """Make what runs the steps of a forward pass.
-
-    Args:
-        forward: Runs one step.
-        options: How steps run.
-        device: The model's.
-        sizes: Of `FixedShapeSteps`: ``max_length`` and ``tokens``.
-    """
+    """Make what runs steps; *sizes* are ``max_length`` and ``tokens`` of fixed ones."""
     if options.graphs == "off":
         return EagerSteps(forward, slots=options.slots, device=device)
     return FixedShapeSteps(

@@ -99,11 +99,6 @@ class NgramDrafts(Drafts):
     """Repeats what followed the last tokens where they occurred before.
 
     Answers quote their prompts, and code and lists repeat themselves.
-
-    Args:
-        slots: Number of slots.
-        max_length: Positions of a slot.
-        tokens: Maximum number of drafts in a step.
     """
 
     def __init__(self, *, slots: int, max_length: int, tokens: int) -> None:
@@ -157,14 +152,7 @@ class DraftModel(Drafts):
     """A smaller model that generates the drafts, with KV rows of its own.
 
     Whatever chunk the model prefills, this one prefills as well, so that both have read
-    the same text at every step.
-
-    Args:
-        model: A text model in eval mode, on the device of the model that it drafts for.
-        options: How steps run.
-        vocab_size: The other model's.
-        max_length: Positions of the other model's slots.
-        tokens: Number of drafts in a step.
+    the same text at every step. Sizes are those of the model that it drafts for.
     """
 
     def __init__(

@@ -413,6 +413,29 @@ def test_drafts_are_in_the_models_own_type(kits: Callable[[str], Kit]) -> None:
     assert runner.decode([0])
 
 
+@pytest.mark.parametrize("graphs", ["off", "fake"])
+@pytest.mark.parametrize("sampling", [{}, {"temperature": 0.8, "seed": 5}])
+def test_draft_that_is_not_finite_fails_nobody(
+    kits: Callable[[str], Kit], graphs: str, sampling: dict[str, Any]
+) -> None:
+    """Its key and value reach what does not attend to it: zero times NaN is NaN."""
+    kit = kits("qwen3")
+    prepared = [kit.prepare("Hello there.", **sampling), kit.prepare("la " * 30)]
+    requests = {str(at): (each.request, {}) for at, each in enumerate(prepared)}
+    wanted = serve(Scheduler(kit.runner()), requests)
+    used = {token for tokens in wanted.values() for token in tokens}
+    used.update(*(each.request["input_ids"] for each in prepared))
+    bad = min({*range(1000)} - used)
+    runner = kit.runner(speculative="ngram", draft_tokens=3, graphs=graphs)
+    runner._drafts.propose = lambda slots, _: [[1, bad, bad][-slot:] for slot in slots]
+
+    def spoil(_module: Any, args: Any, embedded: Any) -> Any:
+        return embedded.masked_fill((args[0] == bad)[..., None], float("nan"))
+
+    with kit.model.model.embed_tokens.register_forward_hook(spoil):
+        assert serve(Scheduler(runner), requests) == wanted
+
+
 def test_draft_model_may_know_more_tokens(
     tmp_path: Path, kits: Callable[[str], Kit]
 ) -> None:

@@ -245,15 +245,13 @@ class TransformersRunner:
         """
         states = [self._rows[slot] for slot in slots]
         with detect_device_loss(self.model.device), torch.inference_mode():
-            drafts = self._propose(slots, states)
-            width = self._rows.pack(slots, self._steps.width)
-            lanes = [
-                Lane(state.row, (state.token, *draft), state.length, state.delta)
-                for state, draft in zip(states, drafts, strict=True)
-            ]
-            rows = small_tensor([state.row for state in states], self.model.device)
-            logits = self._steps.run(lanes, width)[rows]
-            emitted = self._sample(slots, states, lanes, logits)
+            emitted = self._step(slots, states, self._propose(slots, states))
+            for at, each in enumerate(emitted):
+                if isinstance(each, Exception) and self._drafts.tokens:
+                    # A draft may be what is not finite, even one that was rejected.
+                    row, length = states[at].row, states[at].length
+                    self.cache.clear(row, length, self.max_length)
+                    (emitted[at],) = self._step([slots[at]], [states[at]], [[]])
         outputs: list[Emitted | list[Emitted] | Exception] = []
         for state, each in zip(states, emitted, strict=True):
             if isinstance(each, Exception):
@@ -263,6 +261,22 @@ class TransformersRunner:
             self._record(state, each)
             outputs.append(each if len(each) > 1 else each[0])
         return outputs
+
+    def _step(
+        self,
+        slots: Sequence[int],
+        states: Sequence[RowState],
+        drafts: Sequence[Sequence[int]],
+    ) -> list[list[Emitted] | Exception]:
+        """Run the last token of each slot and its drafts; see `_sample`."""
+        width = self._rows.pack(slots, self._steps.width)
+        lanes = [
+            Lane(state.row, (state.token, *draft), state.length, state.delta)
+            for state, draft in zip(states, drafts, strict=True)
+        ]
+        rows = small_tensor([state.row for state in states], self.model.device)
+        logits = self._steps.run(lanes, width)[rows]
+        return self._sample(slots, states, lanes, logits)
 
     def _propose(
         self, slots: Sequence[int], states: Sequence[RowState]

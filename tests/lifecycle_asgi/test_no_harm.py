@@ -29,6 +29,13 @@ async def serve(app: Any, server: ScriptedServer, **headers: str) -> None:
             await app(scope, server.receive, server.send)
 
 
+async def cancelled(scope: Any) -> None:
+    """Wait, shielded, until the disconnect has cancelled the application."""
+    while not request_of(scope).client_gone:
+        await anyio.sleep(0.001)
+    await anyio.wait_all_tasks_blocked()
+
+
 async def test_sends_at_once_what_comes_after_a_wait() -> None:
     """A stream that waits for its items is never made to wait in ``send`` as well."""
     server, turned = ScriptedServer(), []
@@ -81,9 +88,7 @@ async def test_lets_shielded_code_poll_for_the_disconnect() -> None:
         await request.body()
         with anyio.CancelScope(shield=True):
             server.gone.set()
-            while not request_of(scope).client_gone:
-                await anyio.sleep(0.001)
-            await anyio.sleep(0.01)  # cancelled by now
+            await cancelled(scope)
             seen.append(await request.is_disconnected())
 
     await serve(LifecycleMiddleware(app), server)
@@ -126,7 +131,7 @@ async def test_sends_a_response_that_a_cancelled_handler_has_ready() -> None:
         await Request(scope, receive).body()
         with anyio.CancelScope(shield=True):
             server.gone.set()
-            await anyio.sleep(0.05)
+            await cancelled(scope)
         response = JSONResponse("ready", background=BackgroundTask(release))
         await response(scope, receive, send)
 

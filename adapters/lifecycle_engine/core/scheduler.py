@@ -7,9 +7,9 @@ import time
 from collections import Counter, deque
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from itertools import islice
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 from lifecycle import strip
 from lifecycle.lowlevel import Company, describe_error
@@ -165,7 +165,7 @@ class Scheduler:
             DeviceLost: The process has to end.
         """
         self._stats.steps += 1
-        with self._timer.step():
+        with self._timer.run(self._timer.steps):
             if self._timed:
                 self._expire()
             outputs = list(self._ready_outputs.values())
@@ -558,6 +558,7 @@ def _validate_emitted(value: Any) -> Emitted | Exception:
     return value
 
 
+@dataclass(slots=True)
 class SchedulerStats:
     """Counters of a scheduler; every started request ends once, with one outcome.
 
@@ -570,27 +571,18 @@ class SchedulerStats:
         finished: Ended requests by outcome.
     """
 
-    __slots__ = ("finished", "preempted", "rejected", "started", "steps", "tokens")
-
-    def __init__(self) -> None:
-        self.steps = self.tokens = self.started = self.rejected = self.preempted = 0
-        self.finished: dict[Outcome, int] = {
-            "completed": 0,
-            "cancelled": 0,
-            "failed": 0,
-            "ended": 0,
-        }
+    steps: int = 0
+    tokens: int = 0
+    started: int = 0
+    rejected: int = 0
+    preempted: int = 0
+    finished: dict[Outcome, int] = field(
+        default_factory=lambda: dict.fromkeys(get_args(Outcome), 0)
+    )
 
     def report(self) -> dict[str, Any]:
         """Return all counters as plain values."""
-        return {
-            "steps": self.steps,
-            "tokens": self.tokens,
-            "started": self.started,
-            "rejected": self.rejected,
-            "preempted": self.preempted,
-            "finished": dict(self.finished),
-        }
+        return asdict(self)
 
 
 class StepTimer:
@@ -600,26 +592,17 @@ class StepTimer:
         clock: Monotonic seconds.
     """
 
-    __slots__ = ("_clock", "_steps", "decode", "prefill")
+    __slots__ = ("_clock", "decode", "prefill", "steps")
 
     def __init__(self, clock: Callable[[], float]) -> None:
         self._clock = clock
         self.prefill = _Timings()
         self.decode = _Timings()
-        self._steps = _Timings()
-
-    @contextmanager
-    def step(self) -> Iterator[None]:
-        """Time a whole step."""
-        begin = self._clock()
-        try:
-            yield
-        finally:
-            self._steps.add(0, self._clock() - begin)
+        self.steps = _Timings()
 
     @contextmanager
     def run(self, timings: _Timings) -> Iterator[list[int]]:
-        """Time one call of the runner, which adds its numbers of tokens to the list."""
+        """Time a step or a call of the runner, whose tokens are added to the list."""
         tokens: list[int] = []
         begin = self._clock()
         try:
@@ -629,7 +612,7 @@ class StepTimer:
 
     def report(self) -> dict[str, Any]:
         """Return totals and the averages of the latest steps, as plain values."""
-        steps = self._steps
+        steps = self.steps
         inside = self.prefill.seconds + self.decode.seconds
         recent = [seconds for _, seconds in steps.recent]
         return {

@@ -228,7 +228,7 @@ def _prompts(checkpoint: Path) -> list[Any]:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the check; return exit status 1 after a leak."""
-    options, options.engine = _parser().parse_known_args(argv)
+    options = _parser().parse_args(argv)
     with tempfile.TemporaryDirectory() as folder:
         build = [sys.executable, "-m", "tiny_checkpoint", folder]
         subprocess.run(build, check=True, stdout=subprocess.DEVNULL)
@@ -246,8 +246,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
-        description="Find leaks under clients that disconnect. Other options are those "
-        "of the engine's process, such as --speculative ngram or --tp 2."
+        description="Find leaks under clients that disconnect."
     )
     add = parser.add_argument
     add("--requests", type=int, default=10_000)
@@ -256,6 +255,7 @@ def _parser() -> argparse.ArgumentParser:
     add("--parts", type=int, default=10, help="number of memory samples")
     add("--slack", type=float, default=4, help="MiB that a process may grow by")
     add("--seed", type=int, default=0)
+    add("engine", nargs="*", help="options of its process: -- --speculative ngram")
     add("--json", type=Path, help="file for the samples")
     return parser
 

@@ -25,7 +25,7 @@ def test_everything_is_freed_after_clients_that_disconnect(
     # So few requests are still part of the warm-up of the allocators.
     options = ["--requests=160", "--warm-up=80", "--parts=2", "--slack=24"]
     done = subprocess.run(
-        [sys.executable, CHURN, *options, *engine, f"--json={out}"],
+        [sys.executable, CHURN, *options, f"--json={out}", "--", *engine],
         capture_output=True,
         text=True,
         check=False,

@@ -31,9 +31,8 @@ async def serve(app: Any, server: ScriptedServer, **headers: str) -> None:
 
 async def cancelled(scope: Any) -> None:
     """Wait, shielded, until the disconnect has cancelled the application."""
-    while not request_of(scope).client_gone:
-        await anyio.sleep(0.001)
     await anyio.wait_all_tasks_blocked()
+    assert request_of(scope).client_gone
 
 
 async def test_sends_at_once_what_comes_after_a_wait() -> None:

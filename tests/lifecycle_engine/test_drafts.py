@@ -310,6 +310,7 @@ def test_spoilt_drafts_fail_nobody(
     ("speculative", "tokens", "message"),
     [
         ("trigram", 4, "use ngram, or draft=FOLDER"),
+        ("draft=", 4, "use ngram, or draft=FOLDER"),
         ("ngram", 0, "draft_tokens is 0"),
         ("draft={llava}", 4, "takes images"),
         ("draft={short}", 4, "set max_length to 256 or less"),
@@ -464,3 +465,36 @@ def test_cached_slots_widen_no_batch_of_drafts(kits: Callable[[str], Kit]) -> No
     assert serve(scheduler, {"z": ({"input_ids": ids, "max_tokens": 9}, {})})["z"]
     for steps in (runner._steps, runner._drafts._steps):
         assert {shape.width for shape in steps._shapes} <= {1, 2}
+
+
+def test_pass_that_fails_leaves_drafts_in_step(
+    kits: Callable[[str], Kit], caplog: pytest.LogCaptureFixture
+) -> None:
+    """Resumed prompts whose pass fails after the drafts have read them run again."""
+    kit = kits("llama")
+    runner = kit.runner(speculative=f"draft={kit.folder}", slots=3)
+    scheduler, plain = Scheduler(runner, chunk=400), Scheduler(kit.runner(), chunk=400)
+    ids = kit.prepare("la la la la").request["input_ids"]
+    request = {"input_ids": ids, "max_tokens": 5, "stop_ids": []}
+    for name in "abc":
+        serve(scheduler, {name: (request | {"session": name}, {})})
+    logits, failures = runner.forward.logits, []
+
+    def fail_once(hidden: Any) -> Any:
+        if len(hidden) > 1 and not failures:
+            failures.append(len(hidden))
+            raise RuntimeError("no room")
+        return logits(hidden)
+
+    runner.forward.logits = fail_once
+    longer = request | {"input_ids": [*ids, *ids[1:4]]}
+    for name in "abc":
+        scheduler.start(name, longer | {"session": name}, {})
+    got: dict[str, list[int]] = {name: [] for name in "abc"}
+    while scheduler.busy:
+        for output in scheduler.step():
+            got[output.key] += tokens_of(output)
+    wanted = serve(plain, {"a": (longer, {})})["a"]
+    assert failures == [3]
+    assert "3 prompts in one pass: RuntimeError" in caplog.text
+    assert list(got.values()) == [wanted] * 3

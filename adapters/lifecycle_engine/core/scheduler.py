@@ -190,7 +190,7 @@ class Scheduler:
             **self._slots.report(),
             "kv_used": used / (self._runner.slots * self._runner.max_length),
             "payload_bytes": self._payload_bytes,
-            **self._stats.report(),
+            **asdict(self._stats),
             "times": self._timer.report(),
             "runner": runner_status(self._runner),
         }
@@ -321,8 +321,12 @@ class Scheduler:
         except Exception as error:  # noqa: BLE001  # fails one request only
             if len(tasks) == 1:
                 return [self._fail(tasks[0], "prefill_failed", error)]
-            discard_error(error)
             # Alone, the one whose error it is fails, and the others do not.
+            cause = describe_error(error)
+            _log.warning(
+                "%d prompts in one pass: %s; each runs alone", len(tasks), cause
+            )
+            discard_error(error)
             return [output for task in tasks for output in self._prefill([task])]
         return [
             output
@@ -579,10 +583,6 @@ class SchedulerStats:
     finished: dict[Outcome, int] = field(
         default_factory=lambda: dict.fromkeys(get_args(Outcome), 0)
     )
-
-    def report(self) -> dict[str, Any]:
-        """Return all counters as plain values."""
-        return asdict(self)
 
 
 class StepTimer:

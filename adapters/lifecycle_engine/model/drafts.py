@@ -67,12 +67,12 @@ def make_drafts(
         return Drafts()
     if speculative == "ngram":
         return NgramDrafts(slots=options.slots, max_length=max_length, tokens=tokens)
-    if not speculative.startswith(_FOLDER):
+    folder = speculative.removeprefix(_FOLDER)
+    if folder in ("", speculative):
         raise ValueError(
             f"speculative is {speculative!r}; use ngram, or draft=FOLDER with the "
             "checkpoint of a smaller model"
         )
-    folder = speculative.removeprefix(_FOLDER)
     _check_draft(load_config(folder), max_length)
     dtype = str(model.dtype).removeprefix("torch.")
     draft = load_model(folder, device=str(model.device), dtype=dtype)

@@ -236,6 +236,8 @@ class TransformersRunner:
                 if not each.start:
                     self._assign(each.slot, each.prompt)
                     self._family.prepare_positions(self.model, each.prompt)
+                else:  # also where a pass of several has failed and each runs again
+                    self._drafts.truncate(each.slot, each.start)
             return self._prefill(chunks)
 
     def decode(self, slots: Sequence[int]) -> list[Emitted | list[Emitted] | Exception]:

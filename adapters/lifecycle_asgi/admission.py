@@ -463,7 +463,7 @@ class Admission:
     ) -> bytes:
         assert request.lease is not None
         reader = BodyReader(
-            request.receive,
+            request.rest,
             lane.grow,
             request.lease,
             declared=declared,

@@ -134,10 +134,9 @@ class Lane:
 
     def grow(self, lease: Lease, nbytes: int) -> bool:
         """Charge *lease* with *nbytes*, unless that takes more than the capacity."""
-        now = self.gate.statistics()
-        if now.bytes is not None:
-            free = now.bytes - now.bytes_in_use
-            if nbytes - lease.bytes > free:
+        if (more := nbytes - lease.bytes) > 0:
+            now = self.gate.statistics()
+            if now.bytes is not None and more > now.bytes - now.bytes_in_use:
                 return False
         lease.settle(bytes=nbytes)
         return True

@@ -264,7 +264,7 @@ class LifecycleMiddleware:
     async def _run(self, scope: Scope, channel: RequestChannel) -> None:
         failure: BaseException | None = None
         async with anyio.create_task_group() as tasks:
-            tasks.start_soon(channel.read)
+            channel.reading = tasks.start_soon(channel.read)
             try:
                 with channel.application, channel.finishing:
                     await self._app(scope, channel.receive, channel.send)
@@ -334,7 +334,7 @@ class RequestChannel:
         application: Cancels the application.
         finishing: Inside of it; protects what follows a complete response.
         first_look: Seconds for an application that has not asked for its body yet.
-        reading: Cancels `read`.
+        reading: The task of `read`, until that is cancelled.
         shown: Notes the messages for the live view, if it is this object's to do.
         claims: Notes the leases of the application.
     """
@@ -388,7 +388,7 @@ class RequestChannel:
         self.response = ResponseState()
         self.application = anyio.CancelScope()
         self.finishing = anyio.CancelScope()
-        self.reading = anyio.CancelScope()
+        self.reading: anyio.TaskHandle[None] | None = None
         self.shown: LiveRequest | None = None
         self.claims = Claims(owner.get())
 
@@ -399,15 +399,13 @@ class RequestChannel:
             Ends the reading. Messages that were read stay available.
         """
         error: BaseException | None = None
-        mine = (anyio.get_cancelled_exc_class(), *_NOT_OF_RECEIVE)
-        with self.reading:
-            try:
-                await self._read_messages()
-            except mine:
+        try:
+            await self._read_messages()
+        except BaseException as failure:  # noqa: ASYNC103 - of `receive`
+            if isinstance(failure, (anyio.get_cancelled_exc_class(), *_NOT_OF_RECEIVE)):
                 raise
-            except BaseException as failure:  # noqa: ASYNC103, BLE001 - of `receive`
-                # For the application, if it asks: without us, nothing else would call.
-                error = failure
+            # For the application, if it asks: without us, nothing else would call.
+            error = failure
         self._buffer.close(error)
 
     async def _read_messages(self) -> None:
@@ -547,7 +545,10 @@ class RequestChannel:
     def stop_reading(self) -> None:
         """End `read`: the response is complete, or the application has ended."""
         self._buffer.close()
-        self.reading.cancel()
+        # A task refers to its error, whose frames refer to this object: a cycle.
+        reading, self.reading = self.reading, None
+        if reading is not None:
+            reading.cancel()
 
 
 class ReceiveBuffer:

@@ -274,7 +274,8 @@ class RequestScope:
             Shielded for up to *grace* seconds for each.
         """
         owned, self._owned = self._owned, []
-        await close_all(owned, grace)
+        if owned:
+            await close_all(owned, grace)
 
     def mark_client_gone(self) -> None:
         """Called by the middleware: mark all attached sessions as ``client_gone``."""

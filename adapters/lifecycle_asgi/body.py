@@ -9,6 +9,7 @@ from collections.abc import Callable
 import anyio
 
 from lifecycle import GateClosed, GateFull, Lease
+from lifecycle.lowlevel import event_loop_clock
 from lifecycle_asgi._types import Message, Receive, Scope
 from lifecycle_asgi.request import FRAMING, declared_length
 
@@ -80,12 +81,8 @@ class RequestBody:
         return await self.take()
 
     def deadline(self) -> float:
-        """Return until when the next message is in time.
-
-        Raises:
-            BodyTooSlow: One that is there would be too late.
-        """
-        now, timeout = anyio.current_time(), self.timeout
+        """Return until when a message is in time; raise `BodyTooSlow` if none is."""
+        now, timeout = event_loop_clock()(), self.timeout
         if self._deadline is None:
             self._deadline = math.inf if timeout is None else now + timeout
         if timeout is None or self.complete:  # a disconnect may come late
@@ -183,8 +180,7 @@ class BodyReader:
         # Many small bodies that are slow leave room for others of their size.
         self._slow_charge = min(FIRST_CHARGE, (declared or 0) // 8)
         self._read = 0
-        slow_at = anyio.current_time() + slow_after
-        self._slow_at = math.inf if self._metered else slow_at
+        self._slow_at = math.inf if self._metered else event_loop_clock()() + slow_after
         self._stopped = False
         self._waiting: anyio.CancelScope | None = None
         self._first = b""

@@ -14,7 +14,7 @@ import anyio.lowlevel
 from anyio.lowlevel import RunVar
 
 from lifecycle.events import Observer, guarded
-from lifecycle.lowlevel import call_soon, check_int, owner
+from lifecycle.lowlevel import Waiter, call_soon, check_int, new_waiter, owner
 from lifecycle_asgi._types import App, Message, Receive, Scope, Send
 from lifecycle_asgi.disconnects import (
     DisconnectWatcher,
@@ -568,12 +568,12 @@ class ReceiveBuffer:
     __slots__ = (
         "_body_read",
         "_bytes",
-        "_changed",
         "_closed",
         "_disconnects",
         "_error",
         "_max_bytes",
         "_messages",
+        "_waiters",
         "_waiting",
         "_wanted",
         "body_taken",
@@ -596,9 +596,7 @@ class ReceiveBuffer:
         self.left = False
         self.listens = False
         self.read = 0
-        # An event has 900 bytes, so there is one only while a task waits. A list has
-        # 50, and is as short as what was read ahead.
-        self._changed: anyio.Event | None = None
+        self._waiters: dict[Waiter, None] = {}  # in the order in which they came
 
     def put(self, message: Message) -> None:
         """Append *message*."""
@@ -689,11 +687,14 @@ class ReceiveBuffer:
             self._waiting -= 1
 
     async def _wait_changed(self) -> None:
-        if self._changed is None:
-            self._changed = anyio.Event()
-        await self._changed.wait()
+        waiter = new_waiter()
+        self._waiters[waiter] = None
+        try:
+            await waiter
+        finally:
+            self._waiters.pop(waiter, None)
 
     def _notify(self) -> None:
-        changed, self._changed = self._changed, None
-        if changed is not None:
-            changed.set()
+        for waiter in self._waiters:
+            waiter.wake()
+        self._waiters.clear()

@@ -5,13 +5,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import (
-    AsyncGenerator,
-    AsyncIterator,
-    Callable,
-    Iterator,
-    Mapping,
-)
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterator, Mapping
 from contextlib import AsyncExitStack
 from types import MappingProxyType
 from typing import Any, Final, Generic, Literal, Protocol, Self, TypeVar, overload

@@ -402,8 +402,14 @@ class RequestChannel:
         try:
             await self._read_messages()
         except BaseException as failure:  # noqa: ASYNC103 - of `receive`
-            if isinstance(failure, (anyio.get_cancelled_exc_class(), *_NOT_OF_RECEIVE)):
+            if isinstance(failure, _NOT_OF_RECEIVE):
                 raise
+            if isinstance(failure, anyio.get_cancelled_exc_class()):
+                if self.reading is not None:
+                    raise
+                # Of `stop_reading`. Its task would keep the error, and on trio the
+                # frames of the error lead to who cancelled and so to the task: a cycle.
+                return
             # For the application, if it asks: without us, nothing else would call.
             error = failure
         self._buffer.close(error)
@@ -545,7 +551,6 @@ class RequestChannel:
     def stop_reading(self) -> None:
         """End `read`: the response is complete, or the application has ended."""
         self._buffer.close()
-        # A task refers to its error, whose frames refer to this object: a cycle.
         reading, self.reading = self.reading, None
         if reading is not None:
             reading.cancel()
@@ -678,8 +683,9 @@ class ReceiveBuffer:
         self._notify()
 
     async def _wait_message(self) -> None:
-        self._wanted = True
-        self._notify()
+        if not self._wanted:  # or two waiting tasks would wake each other for ever
+            self._wanted = True
+            self._notify()
         self._waiting += 1
         try:
             await self._wait_changed()

@@ -404,14 +404,13 @@ class RequestChannel:
         except BaseException as failure:  # noqa: ASYNC103 - of `receive`
             if isinstance(failure, _NOT_OF_RECEIVE):
                 raise
-            if isinstance(failure, anyio.get_cancelled_exc_class()):
-                if self.reading is not None:
-                    raise
-                # Of `stop_reading`. Its task would keep the error, and on trio the
-                # frames of the error lead to who cancelled and so to the task: a cycle.
-                return
-            # For the application, if it asks: without us, nothing else would call.
-            error = failure
+            if not isinstance(failure, anyio.get_cancelled_exc_class()):
+                # For the application, if it asks: without us, nothing else would call.
+                error = failure
+            elif self.reading is not None:
+                raise
+            # Else of `stop_reading`. The task would keep the error, and on trio the
+            # frames of that lead to who cancelled, and so to the task: a cycle.
         self._buffer.close(error)
 
     async def _read_messages(self) -> None:

@@ -402,15 +402,13 @@ class RequestChannel:
         try:
             await self._read_messages()
         except BaseException as failure:  # noqa: ASYNC103 - of `receive`
-            if isinstance(failure, _NOT_OF_RECEIVE):
+            stopped = isinstance(failure, anyio.get_cancelled_exc_class())
+            # The task keeps what is raised, and on trio the frames of a cancellation
+            # lead to `stop_reading`, and so to the task: a cycle.
+            if isinstance(failure, _NOT_OF_RECEIVE) or (stopped and self.reading):
                 raise
-            if not isinstance(failure, anyio.get_cancelled_exc_class()):
-                # For the application, if it asks: without us, nothing else would call.
-                error = failure
-            elif self.reading is not None:
-                raise
-            # Else of `stop_reading`. The task would keep the error, and on trio the
-            # frames of that lead to who cancelled, and so to the task: a cycle.
+            # For the application, if it asks: without us, nothing else would call.
+            error = None if stopped else failure
         self._buffer.close(error)
 
     async def _read_messages(self) -> None:
@@ -594,19 +592,16 @@ class ReceiveBuffer:
         self._wanted = False  # the application has asked since the last message
         self._closed = False
         self._body_read = False  # only a disconnect can follow
-        self._disconnects = 0
+        self._disconnects = self.read = 0
         self._error: BaseException | None = None
-        self.body_taken = False
-        self.left = False
-        self.listens = False
-        self.read = 0
+        self.body_taken = self.left = self.listens = False
         self._waiters: dict[Waiter, None] = {}  # in the order in which they came
 
     def put(self, message: Message) -> None:
         """Append *message*."""
         self._messages.append(message)
-        self._bytes += len(message.get("body", b""))
-        self.read += len(message.get("body", b""))
+        size = len(message.get("body", b""))
+        self._bytes, self.read = self._bytes + size, self.read + size
         if self._body_read:  # a server that repeats itself must not be read for ever
             self._max_bytes = 0
         self._body_read = not (message.get("more_body", False) or self._body_read)

@@ -19,6 +19,7 @@ import anyio.to_thread
 
 from lifecycle import CostTooLarge, Gate, GateFull, GateStatistics, Lease, Payload
 from lifecycle.events import Observer, combine_observers
+from lifecycle.lowlevel import event_loop_clock
 from lifecycle_asgi._types import AnyGate, App, Message, Receive, Scope, Send
 from lifecycle_asgi.admission_settings import AdmissionSettings
 from lifecycle_asgi.api_keys import ApiKeys
@@ -383,19 +384,18 @@ class Admission:
         small = declared is not None and declared <= self._max_small_body
         arrival = self._small if small else self._bodies
         self._count(request, client, arrival)
-        size = self._first_charge
-        if declared is not None:
-            size = min(declared, self._max_body)
-        state = request_of(scope)
-        if arrival.is_full(client) and state.probe_waiting():
+        size = self._first_charge if declared is None else min(declared, self._max_body)
+        state, now = request_of(scope), arrival.gate.statistics()
+        if arrival.is_full(client, now) and state.probe_waiting():
             # Some of the waiting clients may have left: this request takes their place.
             await anyio.sleep(_PROBE_SECONDS)
+            now = arrival.gate.statistics()
         with state.phase("queue"):
-            request.lease = await arrival.admit(_BODY_COPIES * size, client)
+            request.lease = await arrival.admit(_BODY_COPIES * size, client, now=now)
         with state.phase("read"):
             request.body = await self._read(request, arrival, declared)
         length = len(request.body)
-        deadline = anyio.current_time() + client_timeout(scope)
+        deadline = event_loop_clock()() + client_timeout(scope)
         if not request.partial:
             request.estimate = await self._estimate(scope, request.body)
         has_media = request.estimate.total > 0
@@ -456,14 +456,11 @@ class Admission:
         return self._identity.digest(self._client_of(scope)).hex()
 
     async def _read(
-        self,
-        request: AdmittedRequest,
-        lane: Lane,
-        declared: int | None,
+        self, request: AdmittedRequest, lane: Lane, declared: int | None
     ) -> bytes:
         assert request.lease is not None
         reader = BodyReader(
-            request.receive,
+            request.rest,
             lane.grow,
             request.lease,
             declared=declared,

@@ -9,6 +9,7 @@ from collections.abc import Callable
 import anyio
 
 from lifecycle import GateClosed, GateFull, Lease
+from lifecycle.lowlevel import event_loop_clock
 from lifecycle_asgi._types import Message, Receive, Scope
 from lifecycle_asgi.request import FRAMING, declared_length
 
@@ -74,17 +75,29 @@ class RequestBody:
         Cancellation:
             As for the server's ``receive``.
         """
-        now, timeout = anyio.current_time(), self.timeout
+        while (deadline := self.deadline()) < math.inf:
+            with anyio.CancelScope(deadline=deadline):
+                return await self.take()
+        return await self.take()
+
+    def deadline(self) -> float:
+        """Return until when a message is in time; raise `BodyTooSlow` if none is."""
+        now, timeout = event_loop_clock()(), self.timeout
         if self._deadline is None:
             self._deadline = math.inf if timeout is None else now + timeout
         if timeout is None or self.complete:  # a disconnect may come late
-            return self._note(await self._receive())
-        with anyio.CancelScope(deadline=self._deadline):
-            if now < self._deadline:  # or one that is there would always be in time
-                return self._note(await self._receive())
-        raise BodyTooSlow(timeout)
+            return math.inf
+        if now >= self._deadline:
+            raise BodyTooSlow(timeout)
+        return self._deadline
 
-    def _note(self, message: Message) -> Message:
+    async def take(self) -> Message:
+        """Return the next message, whenever it comes.
+
+        Cancellation:
+            As for the server's ``receive``.
+        """
+        message = await self._receive()
         if not message.get("more_body", False):  # or the client has left
             self.complete = True
         return message
@@ -122,8 +135,7 @@ class BodyReader:
     for bytes here, while holding some, could be a deadlock.
 
     Args:
-        receive: Of the request, in time or not at all; a cancelled wait in it loses no
-            message.
+        body: Of the request; a cancelled wait for it loses no message.
         grow: Charges a lease with more bytes, and returns whether there are as many.
         lease: Charged with the body.
         declared: Declared length, or ``None``.
@@ -133,6 +145,7 @@ class BodyReader:
     """
 
     __slots__ = (
+        "_body",
         "_copies",
         "_first",
         "_grow",
@@ -140,7 +153,6 @@ class BodyReader:
         "_max_body",
         "_metered",
         "_read",
-        "_receive",
         "_rest",
         "_slow_at",
         "_slow_charge",
@@ -150,7 +162,7 @@ class BodyReader:
 
     def __init__(
         self,
-        receive: Receive,
+        body: RequestBody,
         grow: Callable[[Lease, int], bool],
         lease: Lease,
         *,
@@ -159,7 +171,7 @@ class BodyReader:
         max_body: int,
         slow_after: float,
     ) -> None:
-        self._receive = receive
+        self._body = body
         self._grow = grow
         self._lease = lease
         self._copies = copies
@@ -168,8 +180,7 @@ class BodyReader:
         # Many small bodies that are slow leave room for others of their size.
         self._slow_charge = min(FIRST_CHARGE, (declared or 0) // 8)
         self._read = 0
-        slow_at = anyio.current_time() + slow_after
-        self._slow_at = math.inf if self._metered else slow_at
+        self._slow_at = math.inf if self._metered else event_loop_clock()() + slow_after
         self._stopped = False
         self._waiting: anyio.CancelScope | None = None
         self._first = b""
@@ -225,12 +236,13 @@ class BodyReader:
 
     async def _next(self) -> tuple[bytes, bool]:
         while not self._stopped:
-            with anyio.CancelScope(deadline=self._slow_at) as self._waiting:
-                message = await self._receive()
+            until = min(self._slow_at, self._body.deadline())
+            with anyio.CancelScope(deadline=until) as self._waiting:
+                message = await self._body.take()
                 if message["type"] == "http.disconnect":
                     raise ClientLeft
                 return message.get("body", b""), message.get("more_body", False)
-            if not self._stopped:
+            if until == self._slow_at and not self._stopped:
                 self._release_rest()
         raise GateClosed("the server reads no more bodies; ask another one")
 

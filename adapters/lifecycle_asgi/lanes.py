@@ -10,10 +10,8 @@ from functools import partial
 from types import MappingProxyType
 from typing import Final
 
-import anyio
-
 from lifecycle import Gate, GateFull, GateStatistics, Lease
-from lifecycle.lowlevel import DrainRate
+from lifecycle.lowlevel import DrainRate, event_loop_clock
 from lifecycle_asgi._types import AnyGate
 from lifecycle_asgi.refusals import ClientLimitExceeded
 
@@ -61,7 +59,13 @@ class Lane:
         return replace(now, refused=now.refused + self._refused)
 
     async def admit(
-        self, nbytes: int, client: str, *, slots: int = 1, deadline: float = math.inf
+        self,
+        nbytes: int,
+        client: str,
+        *,
+        slots: int = 1,
+        deadline: float = math.inf,
+        now: GateStatistics | None = None,
     ) -> Lease:
         """Admit a request of *client*.
 
@@ -72,6 +76,7 @@ class Lane:
             deadline: When the client gives up, by the loop's clock. A request that
                 would be admitted later does not wait: the client would not read its
                 answer.
+            now: The gate, as it is now. Default: it is asked.
 
         Raises:
             ClientLimitExceeded: The client has half of the queue already.
@@ -87,18 +92,17 @@ class Lane:
                 bytes=nbytes,
                 slots=slots,
                 key=client,
-                max_wait=self._patience(client, deadline),
+                max_wait=self._patience(client, deadline, now),
             )
         finally:
             self._waiting[client] -= 1
             if not self._waiting[client]:
                 del self._waiting[client]
 
-    def is_full(self, client: str) -> bool:
-        """Whether the next request of *client* would find no place to wait."""
+    def is_full(self, client: str, now: GateStatistics) -> bool:
+        """Whether the next request of *client* finds no place, as the gate is *now*."""
         if self._shadow:
             return False
-        now = self.gate.statistics()
         return self._waiting[client] >= self._share or now.waiting >= self._max_waiting
 
     def check(self, client: str) -> None:
@@ -134,10 +138,9 @@ class Lane:
 
     def grow(self, lease: Lease, nbytes: int) -> bool:
         """Charge *lease* with *nbytes*, unless that takes more than the capacity."""
-        now = self.gate.statistics()
-        if now.bytes is not None:
-            free = now.bytes - now.bytes_in_use
-            if nbytes - lease.bytes > free:
+        if (more := nbytes - lease.bytes) > 0:
+            now = self.gate.statistics()
+            if now.bytes is not None and more > now.bytes - now.bytes_in_use:
                 return False
         lease.settle(bytes=nbytes)
         return True
@@ -163,10 +166,12 @@ class Lane:
             retry_after=after,
         )
 
-    def _patience(self, client: str, deadline: float) -> float | None:
+    def _patience(
+        self, client: str, deadline: float, gate: GateStatistics | None
+    ) -> float | None:
         """Return how long *client*, which gives up at *deadline*, is kept waiting."""
-        now, gate, longest = _now(), self.gate.statistics(), self.gate.max_wait
-        longest = math.inf if longest is None else longest
+        now, gate = _now(), gate or self.gate.statistics()
+        longest = math.inf if self.gate.max_wait is None else self.gate.max_wait
         left = max(0.0, deadline - now)
         if not gate.waiting:
             # The first of a queue: an idle time says nothing of how fast this one is.
@@ -240,4 +245,4 @@ def load_report(lanes: Iterable[Lane]) -> bytes:
 
 
 def _now() -> float:
-    return anyio.current_time()
+    return event_loop_clock()()

@@ -11,16 +11,9 @@ from typing import Final
 
 from lifecycle_asgi._types import App, Message, Receive, Scope, Send
 from lifecycle_asgi.body import BodyTooLarge, BodyTooSlow, RequestBody
-from lifecycle_asgi.refusals import (
-    Refusal,
-    refusal_response,
-)
+from lifecycle_asgi.refusals import Refusal, refusal_response
 from lifecycle_asgi.request import declared_length, keep_head
-from lifecycle_asgi.responses import (
-    MAX_UNACCEPTABLE,
-    Refusing,
-    Response,
-)
+from lifecycle_asgi.responses import MAX_UNACCEPTABLE, Refusing, Response
 
 Answer = Callable[[Scope, Refusal], Response]
 _REFUSALS: Final = (BodyTooLarge, BodyTooSlow)
@@ -87,7 +80,8 @@ class ClientIdentity:
 
         Only salted hashes are compared, so the time says nothing about the keys.
         """
-        found = (self._issued.get(self.digest(key)) for key in _given_keys(scope))
+        keys = _given_keys(scope) if self._issued else ()
+        found = (self._issued.get(self.digest(key)) for key in keys)
         return next(filter(None, found), None)
 
     def digest(self, *parts: bytes) -> bytes:

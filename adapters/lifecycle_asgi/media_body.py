@@ -12,11 +12,7 @@ from typing import Final
 from lifecycle_asgi._types import Scope
 from lifecycle_asgi.json_body import parse_json
 from lifecycle_asgi.media import Kind, Media, TooDeep, find_media
-from lifecycle_asgi.media_memory import (
-    MediaProfile,
-    MemoryEstimate,
-    estimate_media,
-)
+from lifecycle_asgi.media_memory import MediaProfile, MemoryEstimate, estimate_media
 
 _BOUNDARY: Final = re.compile(rb'boundary="?([^";,]+)"?', re.IGNORECASE)
 _PART_TYPE: Final = re.compile(
@@ -82,7 +78,8 @@ class BodyEstimator:
             body: The whole body.
         """
         total = MemoryEstimate()
-        found = _media_of(scope, body)
+        if not (found := _media_of(scope, body)):
+            return total
         for media in found[:_MAX_OPENED]:
             total += self._estimate_one(media)
         # Opening takes time, and the event loop waits: the rest counts as assumed.
@@ -174,9 +171,8 @@ def _form_media(body: bytes, boundary: bytes) -> Iterator[Media]:
 
 def _is_encoded(scope: Scope) -> bool:
     """Whether any of the encodings that all headers list changes the body."""
-    values = (value for name, value in scope["headers"] if name in _ENCODINGS)
-    listed = (each.strip().lower() for value in values for each in value.split(b","))
-    return not _PLAIN.issuperset(listed)
+    listed = b",".join(value for name, value in scope["headers"] if name in _ENCODINGS)
+    return any(each.strip().lower() not in _PLAIN for each in listed.split(b","))
 
 
 def _header(scope: Scope, wanted: bytes) -> bytes:

@@ -14,7 +14,7 @@ import anyio.lowlevel
 from anyio.lowlevel import RunVar
 
 from lifecycle.events import Observer, guarded
-from lifecycle.lowlevel import call_soon, check_int, owner
+from lifecycle.lowlevel import Waiter, call_soon, check_int, new_waiter, owner
 from lifecycle_asgi._types import App, Message, Receive, Scope, Send
 from lifecycle_asgi.disconnects import (
     DisconnectWatcher,
@@ -264,7 +264,7 @@ class LifecycleMiddleware:
     async def _run(self, scope: Scope, channel: RequestChannel) -> None:
         failure: BaseException | None = None
         async with anyio.create_task_group() as tasks:
-            tasks.start_soon(channel.read)
+            channel.reading = tasks.start_soon(channel.read)
             try:
                 with channel.application, channel.finishing:
                     await self._app(scope, channel.receive, channel.send)
@@ -334,7 +334,7 @@ class RequestChannel:
         application: Cancels the application.
         finishing: Inside of it; protects what follows a complete response.
         first_look: Seconds for an application that has not asked for its body yet.
-        reading: Cancels `read`.
+        reading: The task of `read`, until that is cancelled.
         shown: Notes the messages for the live view, if it is this object's to do.
         claims: Notes the leases of the application.
     """
@@ -388,7 +388,7 @@ class RequestChannel:
         self.response = ResponseState()
         self.application = anyio.CancelScope()
         self.finishing = anyio.CancelScope()
-        self.reading = anyio.CancelScope()
+        self.reading: anyio.TaskHandle[None] | None = None
         self.shown: LiveRequest | None = None
         self.claims = Claims(owner.get())
 
@@ -399,15 +399,16 @@ class RequestChannel:
             Ends the reading. Messages that were read stay available.
         """
         error: BaseException | None = None
-        mine = (anyio.get_cancelled_exc_class(), *_NOT_OF_RECEIVE)
-        with self.reading:
-            try:
-                await self._read_messages()
-            except mine:
+        try:
+            await self._read_messages()
+        except BaseException as failure:  # noqa: ASYNC103 - of `receive`
+            stopped = isinstance(failure, anyio.get_cancelled_exc_class())
+            # The task keeps what is raised, and on trio the frames of a cancellation
+            # lead to `stop_reading`, and so to the task: a cycle.
+            if isinstance(failure, _NOT_OF_RECEIVE) or (stopped and self.reading):
                 raise
-            except BaseException as failure:  # noqa: ASYNC103, BLE001 - of `receive`
-                # For the application, if it asks: without us, nothing else would call.
-                error = failure
+            # For the application, if it asks: without us, nothing else would call.
+            error = None if stopped else failure
         self._buffer.close(error)
 
     async def _read_messages(self) -> None:
@@ -547,7 +548,9 @@ class RequestChannel:
     def stop_reading(self) -> None:
         """End `read`: the response is complete, or the application has ended."""
         self._buffer.close()
-        self.reading.cancel()
+        reading, self.reading = self.reading, None
+        if reading is not None:
+            reading.cancel()
 
 
 class ReceiveBuffer:
@@ -567,12 +570,12 @@ class ReceiveBuffer:
     __slots__ = (
         "_body_read",
         "_bytes",
-        "_changed",
         "_closed",
         "_disconnects",
         "_error",
         "_max_bytes",
         "_messages",
+        "_waiters",
         "_waiting",
         "_wanted",
         "body_taken",
@@ -589,21 +592,16 @@ class ReceiveBuffer:
         self._wanted = False  # the application has asked since the last message
         self._closed = False
         self._body_read = False  # only a disconnect can follow
-        self._disconnects = 0
+        self._disconnects = self.read = 0
         self._error: BaseException | None = None
-        self.body_taken = False
-        self.left = False
-        self.listens = False
-        self.read = 0
-        # An event has 900 bytes, so there is one only while a task waits. A list has
-        # 50, and is as short as what was read ahead.
-        self._changed: anyio.Event | None = None
+        self.body_taken = self.left = self.listens = False
+        self._waiters: dict[Waiter, None] = {}  # in the order in which they came
 
     def put(self, message: Message) -> None:
         """Append *message*."""
         self._messages.append(message)
-        self._bytes += len(message.get("body", b""))
-        self.read += len(message.get("body", b""))
+        size = len(message.get("body", b""))
+        self._bytes, self.read = self._bytes + size, self.read + size
         if self._body_read:  # a server that repeats itself must not be read for ever
             self._max_bytes = 0
         self._body_read = not (message.get("more_body", False) or self._body_read)
@@ -679,8 +677,9 @@ class ReceiveBuffer:
         self._notify()
 
     async def _wait_message(self) -> None:
-        self._wanted = True
-        self._notify()
+        if not self._wanted:  # or two waiting tasks would wake each other for ever
+            self._wanted = True
+            self._notify()
         self._waiting += 1
         try:
             await self._wait_changed()
@@ -688,11 +687,14 @@ class ReceiveBuffer:
             self._waiting -= 1
 
     async def _wait_changed(self) -> None:
-        if self._changed is None:
-            self._changed = anyio.Event()
-        await self._changed.wait()
+        waiter = new_waiter()
+        self._waiters[waiter] = None
+        try:
+            await waiter
+        finally:
+            self._waiters.pop(waiter, None)
 
     def _notify(self) -> None:
-        changed, self._changed = self._changed, None
-        if changed is not None:
-            changed.set()
+        for waiter in self._waiters:
+            waiter.wake()
+        self._waiters.clear()

@@ -25,12 +25,7 @@ except ModuleNotFoundError as error:
     ) from None
 
 from lifecycle.events import Event
-from lifecycle_asgi.events import (
-    FirstItem,
-    PhaseEnded,
-    RequestEnded,
-    RequestStarted,
-)
+from lifecycle_asgi.events import FirstItem, PhaseEnded, RequestEnded, RequestStarted
 
 # Ended requests that are remembered for a late cleanup phase.
 _MAX_ENDED: Final = 4096

@@ -5,13 +5,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import (
-    AsyncGenerator,
-    AsyncIterator,
-    Callable,
-    Iterator,
-    Mapping,
-)
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterator, Mapping
 from contextlib import AsyncExitStack
 from types import MappingProxyType
 from typing import Any, Final, Generic, Literal, Protocol, Self, TypeVar, overload
@@ -274,7 +268,8 @@ class RequestScope:
             Shielded for up to *grace* seconds for each.
         """
         owned, self._owned = self._owned, []
-        await close_all(owned, grace)
+        if owned:
+            await close_all(owned, grace)
 
     def mark_client_gone(self) -> None:
         """Called by the middleware: mark all attached sessions as ``client_gone``."""

@@ -63,11 +63,11 @@ class Grantor(NoCopy, ABC):
         """Make deferred changes, then report events without the lock."""
         if self._lock.deferred:
             self._lock.make_deferred_changes()
-        with suppress(IndexError):  # another thread was faster
-            # Not during a change, which may be further up this very stack: an observer
-            # may use the gate. The holder of the lock reports once it has unlocked, but
-            # for the thread of a shared gate, which leaves that to the next call.
-            while self._emit and self._events and not self._lock.interrupted():
+        # Not during a change, which may be further up this very stack: an observer may
+        # use the gate. The holder of the lock reports once it has unlocked, but for the
+        # thread of a shared gate, which leaves that to the next call.
+        while self._emit and self._events and not self._lock.interrupted():
+            with suppress(IndexError):  # another thread was faster
                 self._emit(self._events.popleft())
 
     # Of leases. None of these waits or raises.

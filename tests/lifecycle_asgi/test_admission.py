@@ -522,6 +522,25 @@ async def test_charges_a_body_without_length_as_it_arrives() -> None:
     assert len(app.bodies[0]) == 60_000
 
 
+async def test_serves_a_body_whose_bytes_it_has_though_the_gate_shrank() -> None:
+    """A capacity that is lowered while it arrives takes nothing from its lease."""
+    app = Held()
+    app.may_answer.set()
+    admission = wrap(app)
+    server = ScriptedServer(b"x" * 60_000, b"y" * 60_000)
+
+    async def shrinking() -> Message:
+        if len(server.messages) == 1:  # the end of the body
+            admission.gates[1].resize(bytes=1)
+        return await server.receive()
+
+    with anyio.fail_after(120):
+        scope = http_scope(CHAT, headers=length(120_000))
+        await admission(scope, shrinking, server.send)
+    assert (server.status, len(app.bodies[0])) == (200, 120_000)
+    assert in_use(admission) == NONE
+
+
 @pytest.mark.parametrize("declared", [True, False])
 async def test_a_body_for_which_there_is_never_room_is_too_large(
     declared: bool,

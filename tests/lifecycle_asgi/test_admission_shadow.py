@@ -104,6 +104,15 @@ async def test_passes_on_a_body_that_finds_no_room() -> None:
     assert over_limit(admission)["bodies"] == 1
 
 
+async def test_counts_once_a_body_that_found_no_room_to_begin() -> None:
+    """Its bytes are charged though there are none: it is let in, and needs no more."""
+    admission = shadow(echo, bytes=16000)
+    bodies = admission.gates[1]
+    with bodies.try_admit(bytes=bodies.statistics().bytes):
+        assert (await ask(admission, b"x" * 900, b"yz")).body == b"x" * 900 + b"yz"
+    assert over_limit(admission)["bodies"] == 1
+
+
 async def test_passes_on_a_body_that_is_slow() -> None:
     """The application waits for the rest of it as long as the server does."""
     began = anyio.Event()

@@ -264,6 +264,34 @@ async def test_keeps_nothing_alive_after_exception() -> None:
     assert not scope["lifecycle"].live
 
 
+async def test_keeps_nothing_alive_after_a_disconnect() -> None:
+    """Nor after the client has left a handler that waited."""
+
+    class Big:
+        pass
+
+    held: list[weakref.ref[Big]] = []
+    server = ScriptedServer(b"body")
+
+    async def app(scope: Any, receive: Any, send: Any) -> None:
+        big = scope["big"] = Big()
+        held.append(weakref.ref(big))
+        while (await receive())["more_body"]:
+            pass
+        server.gone.set()
+        await anyio.sleep_forever()
+
+    gc.collect()
+    gc.disable()
+    try:
+        await LifecycleMiddleware(app)(http_scope(), server.receive, server.send)
+        for _ in range(5):
+            await anyio.lowlevel.checkpoint()
+        assert [ref() for ref in held] == [None]
+    finally:
+        gc.enable()
+
+
 async def test_keeps_context_variables_of_server_task() -> None:
     """The application runs in the task of the server: its context is shared."""
     variable: contextvars.ContextVar[int] = contextvars.ContextVar("v", default=0)

@@ -26,6 +26,26 @@ async def test_takes_no_message_along_where_it_is_cancelled() -> None:
     assert await buffer.get() is LAST
 
 
+async def test_lets_several_tasks_wait_at_rest() -> None:
+    """They do not wake each other, and each gets a message."""
+    buffer, got = ReceiveBuffer(10), []
+
+    async def get() -> None:
+        got.append(await buffer.get())
+
+    with anyio.fail_after(10):
+        async with anyio.create_task_group() as tasks:
+            tasks.start_soon(get)
+            tasks.start_soon(get)
+            await anyio.wait_all_tasks_blocked()
+            buffer.put(FIRST)
+            await anyio.wait_all_tasks_blocked()
+            assert got == [FIRST]
+            assert buffer.has_space
+            buffer.put(LAST)
+    assert got == [FIRST, LAST]
+
+
 @pytest.mark.parametrize("read", [[LAST], [FIRST, LAST], [FIRST], []])
 async def test_sends_disconnect_in_a_cancelled_scope(read: list[Any]) -> None:
     """That is how Starlette looks for a disconnect; it waits for nothing."""

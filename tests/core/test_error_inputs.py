@@ -153,10 +153,10 @@ def test_keeps_what_explains_an_error() -> None:
     assert str(missing) == "[Errno 2] No such file or directory: '/nowhere/at/all'"
     arguments = ("a", b"b", 3, 0.5, None, HTTPStatus.OK, PurePath("x"), (4, int))
     assert forgotten(partial(fail, ValueError, *arguments)).args == arguments
-    doc = forgotten(partial(json.loads, '{"a": 1, }'))
+    doc = forgotten(partial(json.loads, '{"a": no}'))
     assert isinstance(doc, json.JSONDecodeError)
-    assert (doc.doc, doc.pos, doc.colno) == ("", 9, 10)
-    assert str(doc).endswith("line 1 column 10 (char 9)")
+    assert (doc.doc, doc.pos, doc.colno) == ("", 6, 7)
+    assert str(doc).endswith("line 1 column 7 (char 6)")
     code = forgotten(partial(ast.literal_eval, "a b"))
     assert isinstance(code, SyntaxError)
     assert (code.text, code.lineno, code.msg) == (None, 1, "invalid syntax")

@@ -133,7 +133,7 @@ load: .venv/.ready
 	@$(BIN)/python benchmarks/load.py $(ARGS)
 
 bench: .venv/.ready
-	@for file in core link arena engine on_ray; do \
+	@for file in core link arena engine drafts; do \
 	  echo "== $$file"; $(BIN)/python "benchmarks/$$file.py" || exit 1; done
 
 bench-memory: .venv/.ready

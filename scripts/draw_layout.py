@@ -11,6 +11,7 @@ imports implies has no line.
 from __future__ import annotations
 
 import ast
+import math
 import sys
 from collections import defaultdict
 from collections.abc import Iterator
@@ -76,7 +77,7 @@ def place(modules: list[str], y: float) -> tuple[dict[str, tuple[float, float]],
     places: dict[str, tuple[float, float]] = {}
     for level in sorted(rows, reverse=True):
         names = sorted(rows[level])
-        x = (WIDTH - sum(map(width, names)) - GAP * (len(names) - 1)) / 2
+        x = (WIDTH - math.fsum(map(width, names)) - GAP * (len(names) - 1)) / 2
         for module in names:
             places[module] = x, y
             x += width(module) + GAP

@@ -108,13 +108,15 @@ async def test_says_that_descriptors_are_few() -> None:
 
 @asynccontextmanager
 async def https(folder: Path, *options: str) -> AsyncIterator[tuple[Served, Any]]:
-    """A server of three connections, and a client that trusts it."""
+    """A server of three connections, and a client that trusts it and tries again."""
     both = certificate(folder, "127.0.0.1")
     trust = ssl.create_default_context(cafile=str(both))
     options = (*options, "--ssl-certfile", str(both), "--max-connections", "3")
+    # On a busy machine, a handshake of its own may take longer than the limit.
+    again = httpx.AsyncHTTPTransport(verify=trust, retries=6)
     async with (
         served(*options) as server,
-        httpx.AsyncClient(verify=trust, base_url=server.address) as client,
+        httpx.AsyncClient(transport=again, base_url=server.address) as client,
     ):
         yield server, client
 

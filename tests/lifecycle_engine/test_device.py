@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import gc
 import os
 import weakref
@@ -346,6 +347,11 @@ def test_failed_capture_is_logged_and_steps_run_without(
     """Captured steps run as graphs, others without; no step fails."""
     cuda = Cuda()
     monkeypatch.setattr(torch, "cuda", cuda)
+    given_back: list[tuple[Any, ...]] = []
+    for name in ("_cuda_endAllocateToPool", "_cuda_releasePool"):
+        # A torch for CPU alone has neither.
+        give = functools.partial(lambda *call: given_back.append(call), name)
+        monkeypatch.setattr(torch._C, name, give, raising=False)
     steps = fixed(Recorded(cuda), capture=True)
     recording(steps, cuda)
     steps.run([Lane(0, [7], 10, -3)], 1)
@@ -357,6 +363,10 @@ def test_failed_capture_is_logged_and_steps_run_without(
     # What was begun aside comes before what runs as it comes.
     assert (cuda.inside, cuda.waits, cuda.emptied) == (1, 2, 1)
     assert steps.captured == 1
+    assert given_back == [
+        ("_cuda_endAllocateToPool", 0, "the pool"),
+        ("_cuda_releasePool", 0, "the pool"),
+    ]
     (record,) = caplog.records
     assert (
         "operation not permitted; further shapes run without CUDA graphs"

@@ -276,17 +276,14 @@ class Gate(Grantor):
             check_priority(priority)
         # `Lease(...)`, written out: every admission comes through here.
         lease: Lease = _new(Lease)
-        lease.gate = self
-        lease.slots = slots
-        lease.bytes = nbytes
-        lease.key = key
-        lease.state = DONE
-        lease.waiter = None  # type: ignore[assignment]
+        lease.gate, lease.slots, lease.bytes = self, slots, nbytes
+        lease.key, lease.owned_by_start = key, False
+        lease.state, lease.waiter = DONE, None  # type: ignore[assignment]
         if (claim := owner.get()) is not None:
             claim(lease)
         lock = self._lock
-        mutex = lock.mutex
-        if lock.interrupted():
+        mutex, interrupted = lock.mutex, lock.interrupted
+        if interrupted():
             raise self._refuse_busy(lease, "is interrupted by this very call")
         try:
             if not mutex.acquire(False) and not mutex.acquire(True, _lock.LONGEST_WAIT):
@@ -311,8 +308,8 @@ class Gate(Grantor):
     def _release(self, lease: Lease) -> None:
         # `_apply`, written out: every request comes through here.
         lock = self._lock
-        mutex = lock.mutex
-        if lock.interrupted():
+        mutex, interrupted = lock.mutex, lock.interrupted
+        if interrupted():
             self._apply(self._take_back, lease)
             return
         try:

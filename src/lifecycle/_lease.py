@@ -204,10 +204,8 @@ class Lease(Ticket, NoCopy):
         return self
 
     def __exit__(self, *_: object) -> None:
-        if getattr(self, "entered_by", None) is not None:
-            self.entered_by = None
-            _entered.set((*filter(_inside, _entered.get()),))
-        if not getattr(self, "owned_by_start", False):
+        self.entered_by = None
+        if not self.owned_by_start:
             self.release()
 
     def __del__(self) -> None:
@@ -227,7 +225,7 @@ def new_lease(gate: Grantor, slots: int, nbytes: int, key: str | None) -> Lease:
     """Return a lease that is not held yet, and is claimed by the current owner."""
     lease: Lease = object.__new__(Lease)
     lease.gate, lease.slots, lease.bytes, lease.key = gate, slots, nbytes, key
-    lease.state = DONE
+    lease.state, lease.owned_by_start = DONE, False
     if (claim := owner.get()) is not None:
         claim(lease)
     return lease

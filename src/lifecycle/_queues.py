@@ -357,7 +357,6 @@ class FairQueue(FifoQueue):
         return not (others or self._company.of(ticket.key, self._clock()))
 
     def must_wait(self, ticket: Ticket) -> bool:
-        """Whether *ticket* does not fit, or another is to be granted before it."""
         if not self.fits(ticket) or len(self._order) > _MAX_HEADS:
             return True
         over = set()
@@ -380,7 +379,8 @@ class FairQueue(FifoQueue):
         # These may raise, the last one of an int beyond all floats: hence first.
         since, flow, share = self._clock(), self.flow(ticket), self._share(ticket)
         super().charge(ticket)
-        self._company.see(ticket.key, since)
+        if self._share_of_one < 1.0:
+            self._company.see(ticket.key, since)
         flow.slots += ticket.slots
         flow.bytes += ticket.bytes
         service = share * flow.hold_s
@@ -399,7 +399,8 @@ class FairQueue(FifoQueue):
             since, share, service = ticket.charged
             now = self._clock()
             held_s = now - since
-            self._company.see(ticket.key, now)
+            if self._share_of_one < 1.0:
+                self._company.see(ticket.key, now)
             flow = self._flows[ticket.key]
             self._count(flow, -1)
             flow.slots -= ticket.slots

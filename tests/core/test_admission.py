@@ -3,6 +3,7 @@
 import contextlib
 import weakref
 from collections.abc import Awaitable, Callable
+from contextvars import copy_context
 
 import anyio
 import pytest
@@ -401,6 +402,18 @@ async def test_forgets_a_task_that_entered_a_lease_twice() -> None:
         await gate.admit()  # waits, and is not taken for its own holder
     assert scope.cancelled_caught
     other.release()
+    assert_quiescent(gate)
+
+
+@pytest.mark.anyio
+async def test_keeps_no_mark_of_each_block_that_was_left() -> None:
+    """A task that enters block after block keeps the mark of the last one at most."""
+    gate = Gate(slots=1)
+    for _ in range(10):
+        with await gate.admit():
+            pass
+    values = {variable.name: value for variable, value in copy_context().items()}
+    assert len(values["entered"]) == 1
     assert_quiescent(gate)
 
 

@@ -31,7 +31,6 @@ from lifecycle_engine.config import (
     load_config,
     unknown_variables,
 )
-from lifecycle_engine.config_values import is_loopback
 
 if TYPE_CHECKING:
     from starlette.applications import Starlette
@@ -203,6 +202,8 @@ def _load(file: Path | None, options: Mapping[str, Any]) -> ServerConfig:
 
 def _warn_if_open(config: ServerConfig) -> None:
     """Say that other machines may reach a server that asks them for no key."""
+    from lifecycle_engine.server.access import is_loopback
+
     host, access = config.http.host, config.access
     if not (access.api_keys or access.api_key_file or is_loopback(host)):
         typer.echo(

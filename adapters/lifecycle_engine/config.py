@@ -16,7 +16,7 @@ import tomllib
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal, get_args, get_origin, get_type_hints
+from typing import Annotated, Any, Literal, get_args, get_origin, get_type_hints
 
 from .config_values import (
     Amount,
@@ -25,9 +25,7 @@ from .config_values import (
     Form,
     Function,
     Listener,
-    LongSeconds,
     Network,
-    Port,
     Seconds,
     Secret,
     Size,
@@ -47,9 +45,6 @@ CONFIG_VARIABLE = f"{ENVIRONMENT}CONFIG"
 _OPTIONS = {"name": "model", "executor": "engine"}
 _ATTRIBUTE = re.compile(r"^ {4}(\w+): (.+(?:\n {8}.+)*)", re.MULTILINE)
 _RAY_ONLY = ("ray_address", "replicas", "gpus")
-# From a server's port to that of its operator's pages.
-_FAR = 10_000
-_LAST_PORT = 65535
 # Variables that Kubernetes sets for a service whose name begins with "lifecycle".
 _KUBERNETES_NAME = re.compile(
     r"_SERVICE_(HOST|PORT)(_\w+)?$|_PORT_\d+_(TCP|UDP|SCTP)(_\w+)?$"
@@ -138,6 +133,10 @@ def _upper(option: str) -> str:
     return option.removeprefix("--").replace("-", "_").upper()
 
 
+def _name_of(section: type[_Section]) -> str:
+    return section.__name__.removesuffix("Config").lower()
+
+
 class _Section:
     """Checks the fields of a section when it is made."""
 
@@ -149,6 +148,13 @@ class _Section:
             if value is not setting.default:
                 checked = setting.parse(setting.path, value)
                 object.__setattr__(self, setting.key, checked)
+
+
+def misfit(section: _Section, key: str, why: str) -> ConfigError:
+    """Return the error of a value that does not go with others."""
+    value = getattr(section, key)
+    shown = ", ".join(map(str, value)) if isinstance(value, tuple) else value
+    return ConfigError(f"{_name_of(type(section))}.{key}", f"{shown} {why}")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -274,7 +280,7 @@ class HttpConfig(_Section):
     """
 
     host: Text = "127.0.0.1"
-    port: Port = 8000
+    port: Annotated[int, Form("N", ge=0, le=65535)] = 8000
     admin_listen: Listener | None = None
     ssl_certfile: FilePath | None = None
     ssl_keyfile: FilePath | None = None
@@ -296,7 +302,7 @@ class HttpConfig(_Section):
         if given is None:
             # It moves with --port, and is no neighbour: servers of one machine have
             # ports in a row.
-            far = _FAR if self.port + _FAR <= _LAST_PORT else -_FAR
+            far = 10_000 if self.port + 10_000 <= 65535 else -10_000
             return "127.0.0.1", self.port + far if self.port else 0
         if given.startswith("unix:"):
             return Path(given.removeprefix("unix:"))
@@ -352,7 +358,7 @@ class EngineConfig(_Section):
     speculative: Text | None = None
     draft_tokens: Count = 4
     arena_bytes: Size | None = None
-    stalled_after: LongSeconds = 30.0
+    stalled_after: Annotated[float, Form("SECONDS", ge=1)] = 30.0
     start_timeout: Timeout = 60.0
     first_token_timeout: Timeout = 120.0
     token_timeout: Timeout = 60.0
@@ -362,19 +368,13 @@ class EngineConfig(_Section):
         # No super() without arguments: slots make the decorator replace the class.
         _Section.__post_init__(self)
         if self.kv_slots is not None and self.kv_slots < self.max_batch:
-            raise ConfigError(
-                "engine.kv_slots",
-                f"{self.kv_slots} cannot hold a batch of {self.max_batch}; give "
-                f"{self.max_batch} or more, or a smaller max_batch",
-            )
-        for field in dataclasses.fields(self):
-            value, unused = getattr(self, field.name), self.executor != "ray"
-            if unused and field.name in _RAY_ONLY and value != field.default:
-                raise ConfigError(
-                    f"engine.{field.name}",
-                    f"{value} has no effect on an engine in a child process; give "
-                    f"--engine ray as well, or remove it",
-                )
+            give = f"give {self.max_batch} or more, or a smaller max_batch"
+            why = f"cannot hold a batch of {self.max_batch}; {give}"
+            raise misfit(self, "kv_slots", why)
+        for field in dataclasses.fields(self) if self.executor != "ray" else ():
+            if field.name in _RAY_ONLY and getattr(self, field.name) != field.default:
+                why = "has no effect on an engine in a child process; give --engine ray"
+                raise misfit(self, field.name, f"{why} as well, or remove it")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -410,20 +410,15 @@ class ServerConfig:
         for name, section in SECTIONS.items():
             lines += ["", f"[{name}]"]
             for setting in settings_of(section):
-                value = getattr(getattr(self, name), setting.key)
-                shown = setting.show(value)
-                lines.append(
-                    f"{setting.key} = {shown}" if shown else f"# {setting.key}"
-                )
+                shown = setting.show(getattr(getattr(self, name), setting.key))
+                key = setting.key
+                lines.append(f"{key} = {shown}" if shown else f"# {key}")
         return "\n".join(lines[1:]) + "\n"
 
 
 SECTIONS: dict[str, type[_Section]] = {
-    "model": ModelConfig,
-    "admission": AdmissionConfig,
-    "access": AccessConfig,
-    "http": HttpConfig,
-    "engine": EngineConfig,
+    _name_of(each): each
+    for each in (ModelConfig, AdmissionConfig, AccessConfig, HttpConfig, EngineConfig)
 }
 
 
@@ -439,7 +434,7 @@ def settings_of(section: type[_Section]) -> Iterator[Setting]:
             kind = get_args(kind)[0]
             key = re.sub("ies$", "y", key).removesuffix("s")
         yield Setting(
-            section=section.__name__.removesuffix("Config").lower(),
+            section=_name_of(section),
             key=field.name,
             kind=kind,
             form=Form.of(kind),
@@ -450,9 +445,7 @@ def settings_of(section: type[_Section]) -> Iterator[Setting]:
         )
 
 
-SETTINGS = tuple(
-    setting for section in SECTIONS.values() for setting in settings_of(section)
-)
+SETTINGS = tuple(each for name in SECTIONS for each in settings_of(SECTIONS[name]))
 """Every setting of the server."""
 
 
@@ -507,22 +500,20 @@ def unknown_variables(environment: Mapping[str, str]) -> Iterator[str]:
     Variables that Kubernetes sets for services are left out.
     """
     # A key of the file, or an option without its section, is a likely mistake.
-    known = {CONFIG_VARIABLE: CONFIG_VARIABLE}
-    for setting in SETTINGS:
-        for name in (setting.name.upper(), _upper(setting.option)):
-            known[ENVIRONMENT + name] = setting.variable
-    known |= {setting.variable: setting.variable for setting in SETTINGS}
-    names = {name.removeprefix(ENVIRONMENT): name for name in known}
+    known = {"CONFIG": CONFIG_VARIABLE}
+    for each in SETTINGS:
+        known[each.name.upper()] = known[_upper(each.option)] = each.variable
+    known |= {
+        each.variable.removeprefix(ENVIRONMENT): each.variable for each in SETTINGS
+    }
     for name in sorted(environment):
         value = environment[name]
         if not (name.startswith(ENVIRONMENT) and value) or name in known.values():
             continue
         if _KUBERNETES_NAME.search(name) or _KUBERNETES_VALUE.match(value):
             continue
-        close = difflib.get_close_matches(name.removeprefix(ENVIRONMENT), names, 1)
-        hint = "--help lists all"
-        if close:
-            hint = f"the nearest name is {known[names[close[0]]]}"
+        close = difflib.get_close_matches(name.removeprefix(ENVIRONMENT), known, 1)
+        hint = f"the nearest name is {known[close[0]]}" if close else "--help lists all"
         yield f"{name} is no setting of the server; {hint}"
 
 
@@ -543,10 +534,8 @@ def _read(file: Path) -> dict[str, Any]:
     _check_keys(document, list(SECTIONS), str(file), "section")
     for name, table in document.items():
         if not isinstance(table, dict):
-            raise ConfigError(
-                f"{file}: {name}",
-                f"{type(table).__name__} is not a table; write [{name}]",
-            )
+            what = f"{type(table).__name__} is not a table; write [{name}]"
+            raise ConfigError(f"{file}: {name}", what)
         keys = [setting.key for setting in SETTINGS if setting.section == name]
         _check_keys(table, keys, f"{file}: [{name}]", "key")
     return document
@@ -557,10 +546,9 @@ def _check_keys(
 ) -> None:
     for key in table:
         if key not in known:
-            close = difflib.get_close_matches(key, known, 1)
-            hint = (
-                f"did you mean {close[0]}?" if close else f"known: {', '.join(known)}"
-            )
+            hint = f"known: {', '.join(known)}"
+            if close := difflib.get_close_matches(key, known, 1):
+                hint = f"did you mean {close[0]}?"
             for setting in SETTINGS:
                 if key == setting.key:
                     hint = f"it belongs in [{setting.section}]"

@@ -11,9 +11,9 @@ import re
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
-from ipaddress import ip_address, ip_network
+from ipaddress import ip_network
 from pathlib import Path
-from typing import Annotated, Any, get_args
+from typing import Annotated, Any, Literal, get_args, get_origin
 
 
 def to_toml(value: Any) -> str:
@@ -50,11 +50,10 @@ class Form:
     @classmethod
     def of(cls, kind: Any) -> Form:
         """Return that of a type below, of words, or of true and false."""
-        for each in getattr(kind, "__metadata__", ()):
-            return each  # type: ignore[no-any-return]
-        if kind is bool:
-            return cls("", remedy="; give true or false")
-        return cls(f"[{'|'.join(get_args(kind))}]")
+        if get_origin(kind) is Literal:
+            return cls(f"[{'|'.join(get_args(kind))}]")
+        flag = cls("", remedy="; give true or false")
+        return flag if kind is bool else kind.__metadata__[0]
 
     def parse(self, kind: Any, value: Any) -> Any:
         """Return the checked value: text as it can be read, else of that very type.
@@ -144,14 +143,6 @@ def _read_listener(text: str) -> str:
     return text
 
 
-def is_loopback(host: str) -> bool:
-    """Whether only this machine can connect to *host*."""
-    try:
-        return ip_address(host).is_loopback
-    except ValueError:
-        return host == "localhost"
-
-
 def split_address(address: str) -> tuple[str, int]:
     """Return host and port of ``HOST:PORT``, where an IPv6 address has brackets.
 
@@ -171,11 +162,9 @@ _SIZE = Form("SIZE", _read_size, _show_size, ge=0)
 
 Whole = Annotated[int, Form("N", ge=0)]
 Count = Annotated[int, Form("N", ge=1)]
-Port = Annotated[int, Form("N", ge=0, le=65535)]
 Amount = Annotated[float, Form("N", ge=0, lt=float("inf"))]
 Seconds = Annotated[float, Form("SECONDS", ge=0)]
 """``inf`` is no limit."""
-LongSeconds = Annotated[float, Form("SECONDS", ge=1)]
 Timeout = Annotated[float, Form("SECONDS", gt=0, remedy="; inf is no limit")]
 Size = Annotated[int, _SIZE]
 """A number of bytes, as ``2GiB`` or in digits."""

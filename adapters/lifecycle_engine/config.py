@@ -3,7 +3,8 @@
 Each field of a section is one key of the TOML file, one option of the command and one
 environment variable: ``threads`` of ``[http]`` is ``--threads`` and
 ``LIFECYCLE_HTTP_THREADS``. Those of ``[admission]``, and the keys of clients, have the
-names that `lifecycle_asgi.Admission` reads: ``LIFECYCLE_SLOTS``.
+names that `lifecycle_asgi.Admission` reads: ``LIFECYCLE_SLOTS``. The entry of a field
+in the docstring of its section is the help of all three.
 """
 
 from __future__ import annotations

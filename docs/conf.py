@@ -22,6 +22,7 @@ default_role = "py:obj"
 napoleon_google_docstring = True
 napoleon_numpy_docstring = False
 napoleon_custom_sections = [("Cancellation", "returns_style")]
+smartquotes_action = "qe"  # an option keeps its two hyphens
 autodoc_member_order = "bysource"
 autodoc_typehints = "description"
 autodoc_typehints_description_target = "documented_params"

@@ -33,7 +33,8 @@ def tables() -> str:
     """Return a heading and a table for each section."""
     lines: list[str] = []
     for name, section in SECTIONS.items():
-        lines += ["", f"## `[{name}]`", "", str(section.__doc__), ""]
+        about = str(section.__doc__).partition("\n")[0]
+        lines += ["", f"## `[{name}]`", "", about, ""]
         lines += [
             "| key | option | environment | default | what it sets |",
             "| --- | --- | --- | --- | --- |",

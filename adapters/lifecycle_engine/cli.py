@@ -31,7 +31,6 @@ from lifecycle_engine.config import (
     load_config,
     unknown_variables,
 )
-from lifecycle_engine.config_values import Flag, Many, Secret, is_loopback
 
 if TYPE_CHECKING:
     from starlette.applications import Starlette
@@ -81,18 +80,15 @@ cli = typer.Typer(
 
 def _parameter(setting: Setting) -> inspect.Parameter:
     """Return the option of a setting, as a parameter that typer reads."""
-    kind: Any = str | None
-    option, metavar = setting.option, setting.kind.metavar
-    if isinstance(setting.kind, Flag):
+    kind: Any = list[str] | None if setting.many else str | None
+    option, default = setting.option, setting.shown_default
+    if setting.kind is bool:
         kind = bool | None
         option = f"{option}/--no-{option.removeprefix('--')}"
-    elif isinstance(setting.kind, Many):
-        kind = list[str] | None
-    default = setting.shown_default
     declared = typer.Option(
         option,
         help=setting.help + (f" Default: {default}." if default else ""),
-        metavar=metavar,
+        metavar=setting.form.metavar,
         rich_help_panel=PANELS[setting.section],
         show_default=False,
     )
@@ -199,13 +195,15 @@ def _load(file: Path | None, options: Mapping[str, Any]) -> ServerConfig:
             f"{file} cannot be read: {error.strerror}; name a TOML file",
         ) from None
     for setting in SETTINGS:
-        if isinstance(setting.kind, Many) and isinstance(setting.kind.item, Secret):
+        if setting.form.secret:
             os.environ.pop(setting.variable, None)  # the engine inherits the rest
     return config
 
 
 def _warn_if_open(config: ServerConfig) -> None:
     """Say that other machines may reach a server that asks them for no key."""
+    from lifecycle_engine.server.access import is_loopback
+
     host, access = config.http.host, config.access
     if not (access.api_keys or access.api_key_file or is_loopback(host)):
         typer.echo(

@@ -14,8 +14,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from lifecycle_engine.config import ConfigError, ModelConfig, ServerConfig
-from lifecycle_engine.config_values import is_loopback
+from .config import SETTINGS, ConfigError, ModelConfig, ServerConfig, misfit
 
 if TYPE_CHECKING:
     from starlette.applications import Starlette
@@ -28,6 +27,11 @@ if TYPE_CHECKING:
     from lifecycle_ray import RayEngine
 
 
+# Keys whose options the engine process has, too.
+_OF_THE_WORKER = (
+    *("runner", "device", "dtype", "max_length", "max_batch", "chunk", "tp"),
+    *("graphs", "buckets", "speculative", "draft_tokens"),
+)
 _MAX_ARENA = 2 * 2**30
 # Pages of the arena that nothing uses are kept for this long, or twice as long.
 _ARENA_IDLE = 2.5
@@ -69,9 +73,7 @@ def _make_app(config: ServerConfig) -> Starlette:
     folder = checkpoint_of(config.model)
     _check_certificate(config)
     _check_operator(config)
-    _check_tp(config)
-    _check_graphs(config)
-    _check_speculative(config)
+    _check_engine(config)
     settings = _app_settings(config, folder)
     engine, arena_bytes = make_engine(config, folder), 0
     empty = None
@@ -118,10 +120,8 @@ def _make_app(config: ServerConfig) -> Starlette:
 
 def model_name(config: ModelConfig) -> str:
     """The name that clients ask for."""
-    if config.name is not None:
-        return config.name
-    named = config.runner == "torch" and config.checkpoint is not None
-    return config.checkpoint.name if named and config.checkpoint else "sim"
+    torch, folder = config.runner == "torch", config.checkpoint
+    return config.name or (folder.name if torch and folder else "sim")
 
 
 def checkpoint_of(config: ModelConfig) -> Path | None:
@@ -190,81 +190,46 @@ def _arena_bytes(config: ServerConfig) -> int:
 
 def worker_argv(config: ServerConfig, folder: Path | None) -> list[str]:
     """The command line of the engine process."""
-    model, engine = config.model, config.engine
     argv = [sys.executable, "-m", "lifecycle_engine.worker"]
-    argv += ["--runner", model.runner, "--max-batch", str(engine.max_batch)]
-    argv += ["--chunk", str(engine.chunk)]
-    if engine.graphs is not None:
-        argv += ["--graphs", engine.graphs]
-    for size in engine.buckets:
-        argv += ["--bucket", str(size)]
-    if engine.kv_slots is not None:
-        argv += ["--slots", str(engine.kv_slots)]
-    if model.max_length is not None:
-        argv += ["--max-length", str(model.max_length)]
-    if model.dtype is not None:
-        argv += ["--dtype", model.dtype]
-    if engine.tp > 1:
-        argv += ["--tp", str(engine.tp)]
-    if engine.speculative is not None:
-        argv += ["--speculative", engine.speculative]
-        argv += ["--draft-tokens", str(engine.draft_tokens)]
     if folder is not None:
-        argv += ["--checkpoint", str(folder), "--device", model.device]
+        argv += ["--checkpoint", str(folder)]
+    if config.engine.kv_slots is not None:
+        argv += ["--slots", str(config.engine.kv_slots)]
+    for setting in SETTINGS:
+        value = getattr(getattr(config, setting.section), setting.key)
+        if setting.key in _OF_THE_WORKER and value is not None:
+            for each in value if setting.many else (value,):
+                argv += [setting.option, str(each)]
     return argv
 
 
-def _check_tp(config: ServerConfig) -> None:
-    engine = config.engine
-    if engine.tp == 1:
-        return
-    if config.model.runner == "sim":
-        raise ConfigError(
-            "engine.tp", f"{engine.tp} has no effect with --runner sim; remove one"
-        )
-    if engine.executor == "ray":
-        raise ConfigError(
-            "engine.tp",
-            f"{engine.tp} needs an engine in a process; remove it, or --engine ray",
-        )
-    if engine.graphs == "on":
-        raise ConfigError(
-            "engine.graphs",
-            f"on is for one process, and --tp is {engine.tp}; remove one of them",
-        )
-
-
-def _check_graphs(config: ServerConfig) -> None:
-    graphs, buckets = config.engine.graphs, config.engine.buckets
-    on_cuda = config.model.runner == "torch" and config.model.device == "cuda"
-    default = "on" if on_cuda and config.engine.tp == 1 else "off"
-    if graphs == "on" and not on_cuda:
-        raise ConfigError(
-            "engine.graphs",
-            "CUDA graphs need --runner torch and --device cuda; give both, or fake "
-            "graphs, or none",
-        )
-    if buckets and (graphs or default) == "off":
-        raise ConfigError(
-            "engine.buckets",
-            f"{', '.join(map(str, buckets))} has no effect without graphs; give "
-            f"--graphs as well, or remove it",
-        )
-
-
-def _check_speculative(config: ServerConfig) -> None:
-    engine, default = config.engine, type(config.engine)()
-    if engine.speculative is not None and config.model.runner == "sim":
-        raise ConfigError(
-            "engine.speculative",
-            f"{engine.speculative} has no effect with --runner sim; remove one",
-        )
-    if engine.speculative is None and engine.draft_tokens != default.draft_tokens:
-        raise ConfigError(
-            "engine.draft_tokens",
-            f"{engine.draft_tokens} has no effect without drafts; give --speculative "
-            "as well, or remove it",
-        )
+def _check_engine(config: ServerConfig) -> None:
+    """Refuse settings of the engine that do not go with others."""
+    engine, sim, parts = config.engine, config.model.runner == "sim", config.engine.tp
+    cuda = config.model.device == "cuda" and not sim
+    if parts > 1 and sim:
+        raise misfit(engine, "tp", "has no effect with --runner sim; remove one")
+    if parts > 1 and engine.executor == "ray":
+        why = "needs an engine in a process; remove it, or --engine ray"
+        raise misfit(engine, "tp", why)
+    if parts > 1 and engine.graphs == "on":
+        why = f"is for one process, and --tp is {parts}; remove one of them"
+        raise misfit(engine, "graphs", why)
+    if engine.graphs == "on" and not cuda:
+        why = "CUDA graphs need --runner torch and --device cuda"
+        give = "give both, or fake graphs, or none"
+        raise ConfigError("engine.graphs", f"{why}; {give}")
+    default = "on" if cuda and parts == 1 else "off"
+    if engine.buckets and (engine.graphs or default) == "off":
+        why = "has no effect without graphs; give --graphs as well, or remove it"
+        raise misfit(engine, "buckets", why)
+    if engine.speculative is not None and sim:
+        why = "has no effect with --runner sim; remove one"
+        raise misfit(engine, "speculative", why)
+    drafts = engine.draft_tokens != type(engine)().draft_tokens
+    if drafts and engine.speculative is None:
+        why = "has no effect without drafts; give --speculative as well, or remove it"
+        raise misfit(engine, "draft_tokens", why)
 
 
 def _on_ray(config: ServerConfig, argv: Sequence[str]) -> RayEngine:
@@ -436,6 +401,8 @@ def _check_certificate(config: ServerConfig) -> None:
 
 def _check_operator(config: ServerConfig) -> None:
     """Refuse to show all requests to other machines without a key."""
+    from lifecycle_engine.server.access import is_loopback
+
     address = config.http.operator_address
     if not isinstance(address, tuple) or config.access.admin_keys:
         return

@@ -97,7 +97,8 @@ class AccessControl:
     def _check_host(self, scope: Any, value: bytes | None) -> None:
         """Refuse a name of another site on a connection from this machine."""
         name = _name_of(value)
-        local = _is_loopback(scope.get("server"))
+        server = scope.get("server")
+        local = server and is_loopback(str(server[0]))
         if name is None or not local or self._is_own(name):
             return
         raise ApiError(
@@ -200,13 +201,11 @@ def _is_address(name: str) -> bool:
     return True
 
 
-def _is_loopback(address: Any) -> bool:
-    """Whether an address of an ASGI scope is of the machine itself."""
-    if not address:
-        return False
+def is_loopback(host: str) -> bool:
+    """Whether only this machine can connect to *host*."""
     try:
-        ip = ipaddress.ip_address(str(address[0]).partition("%")[0])
+        ip = ipaddress.ip_address(host.partition("%")[0])
     except ValueError:
-        return False
+        return host == "localhost"
     mapped = getattr(ip, "ipv4_mapped", None)
     return (mapped or ip).is_loopback

@@ -43,9 +43,9 @@ BIN = Path(PYTHON).parent
 WORKERS = max(2, min((os.cpu_count() or 2) + 2, 6))
 # In the order of tests/conftest.py, in which the longest files come first.
 ORDER = ("--dist", "loadfile", "--no-loadscope-reorder")
-PYTEST = (PYTHON, "-m", "pytest", "-q", "-n", str(WORKERS), *ORDER)
 # The slowest tests, for who makes a part faster.
-PYTEST += ("--durations=30", "--durations-min=5")
+SLOWEST = ("--durations=30", "--durations-min=5")
+PYTEST = (PYTHON, "-m", "pytest", "-q", "-n", str(WORKERS), *ORDER, *SLOWEST)
 # Guards against a part that hangs. Not its whole time, which grows on a busy machine:
 # idle, none of them is silent for longer than five minutes.
 MOST_SILENT_SECONDS = 1800.0

@@ -478,6 +478,7 @@ async def test_reader_grants_what_it_has_read_in_few_messages(
                 fake_engine.tick(tokens=pack_tokens(words))
             else:
                 fake_engine.chunk(key, 0, items)
+        await started(client, fake_engine, "last")  # all of it has arrived
         before = len(fake_engine.messages)
         with anyio.fail_after(20):
             for stream in streams:

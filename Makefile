@@ -157,7 +157,10 @@ clean:
 	  .pytest_cache .mypy_cache .ruff_cache .hypothesis
 	find src adapters tools tests -name __pycache__ -type d -prune -exec rm -rf {} +
 
-.venv/.ready: pyproject.toml constraints/tested.txt scripts/setup.sh
+FORCE:
+
+# Whether .venv has the Python that is named, the script sees.
+.venv/.ready: pyproject.toml constraints/tested.txt scripts/setup.sh $(if $(PYTHON),FORCE)
 	@sh scripts/setup.sh
 
 .venv/.docs: .venv/.ready

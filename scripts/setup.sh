@@ -46,8 +46,16 @@ fi
 
 # --- what is there already ----------------------------------------------------
 stamp=.venv/.${1:-ready}
+version() {
+    "$1" -c 'import sys; print(sys.implementation.name, sys.version_info[:3])'
+}
+# Whether .venv has a Python that will do: that of PYTHON, where it is named.
+fits() {
+    new_enough .venv/bin/python || return 1
+    [ -z "${PYTHON:-}" ] || [ "$(version .venv/bin/python)" = "$(version "$python")" ]
+}
 current() {
-    [ -e "$stamp" ] && new_enough .venv/bin/python || return 1
+    [ -e "$stamp" ] && fits || return 1
     for input in pyproject.toml constraints/tested.txt scripts/setup.sh; do
         [ "$input" -nt "$stamp" ] && return 1
     done
@@ -122,7 +130,7 @@ site=
 if [ -n "$cuda_torch" ]; then site=--system-site-packages; fi
 
 rm -f "$stamp"
-if ! new_enough .venv/bin/python; then
+if ! fits; then
     echo "Setting up .venv, once: a few minutes and some gigabytes, most of it torch" >&2
     rm -rf .venv
 fi

@@ -144,3 +144,19 @@ def test_shows_pip_failure(copy: Path) -> None:
     assert "updating pip failed" in done.stderr
     assert ".venv/setup.log" in done.stderr
     assert not (copy / ".venv" / ".ready").exists()
+
+
+@pytest.mark.parametrize("same", [True, False])
+def test_makes_the_environment_anew_for_another_python(copy: Path, same: bool) -> None:
+    """One of another version than the Python that is named is not what was asked for."""
+    venv, real = copy / ".venv", f'exec {sys.executable} "$@"'
+    (venv / "bin").mkdir(parents=True)
+    other = "" if same else 'case "$*" in *version_info[[]:*) echo 3.99; exit;; esac\n'
+    (venv / "bin" / "python").write_text(f"#!/bin/sh\n{other}{real}\n")
+    (venv / "bin" / "python").chmod(0o755)
+    (venv / ".ready").touch()
+    stand_in(copy, "python3", f'case "$*" in *"-m venv"*) exit 1;; esac\n{real}')
+    done = make(copy, ".venv/.ready", "PYTHON=python3")
+    assert ("Setting up .venv" in done.stderr) is not same
+    assert (done.returncode == 0) is same
+    assert (venv / "bin" / "python").exists() is same

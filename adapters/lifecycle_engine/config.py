@@ -370,8 +370,9 @@ class EngineConfig(_Section):
         # No super() without arguments: slots make the decorator replace the class.
         _Section.__post_init__(self)
         if self.kv_slots is not None and self.kv_slots < self.max_batch:
-            give = f"give {self.max_batch} or more, or a smaller max_batch"
-            why = f"cannot hold a batch of {self.max_batch}; {give}"
+            batch = brief(self.max_batch)
+            give = f"give {batch} or more, or a smaller max_batch"
+            why = f"cannot hold a batch of {batch}; {give}"
             raise misfit(self, "kv_slots", why)
         for field in dataclasses.fields(self) if self.executor != "ray" else ():
             if field.name in _RAY_ONLY and getattr(self, field.name) != field.default:

@@ -249,6 +249,14 @@ def test_shows_the_ends_of_a_huge_value(options: dict[str, Any], words: str) -> 
     assert len(error) < 300
 
 
+def test_shows_the_ends_of_a_huge_batch() -> None:
+    """A value that another does not go with is not shown in full either."""
+    for huge in ("9" * 4000, 10**5000):
+        error = problem(options={"engine_max_batch": huge, "engine_kv_slots": "7"})
+        assert error.startswith("--kv-slots: 7 cannot hold a batch of ")
+        assert len(error) < 400
+
+
 def test_shows_the_ends_of_a_huge_key(tmp_path: Path) -> None:
     """An unknown key of a file is not shown in full either."""
     file = written(tmp_path, f"[model]\n{'x' * 5000} = 1\n")

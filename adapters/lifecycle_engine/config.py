@@ -34,6 +34,7 @@ from .config_values import (
     Text,
     Timeout,
     Whole,
+    brief,
     items_of,
     split_address,
 )
@@ -155,7 +156,7 @@ def misfit(section: _Section, key: str, why: str) -> ConfigError:
     """Return the error of a value that does not go with others."""
     value = getattr(section, key)
     shown = ", ".join(map(str, value)) if isinstance(value, tuple) else value
-    return ConfigError(f"{_name_of(type(section))}.{key}", f"{shown} {why}")
+    return ConfigError(f"{_name_of(type(section))}.{key}", f"{brief(shown, str)} {why}")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -369,8 +370,9 @@ class EngineConfig(_Section):
         # No super() without arguments: slots make the decorator replace the class.
         _Section.__post_init__(self)
         if self.kv_slots is not None and self.kv_slots < self.max_batch:
-            give = f"give {self.max_batch} or more, or a smaller max_batch"
-            why = f"cannot hold a batch of {self.max_batch}; {give}"
+            batch = brief(self.max_batch)
+            give = f"give {batch} or more, or a smaller max_batch"
+            why = f"cannot hold a batch of {batch}; {give}"
             raise misfit(self, "kv_slots", why)
         for field in dataclasses.fields(self) if self.executor != "ray" else ():
             if field.name in _RAY_ONLY and getattr(self, field.name) != field.default:
@@ -531,7 +533,7 @@ def _read(file: Path) -> dict[str, Any]:
     try:
         document = tomllib.loads(file.read_text(encoding="utf-8"))
     except ValueError as error:  # of TOML, or of UTF-8
-        raise ConfigError(str(file), f"{error}; correct the TOML") from None
+        raise ConfigError(str(file), f"{brief(error, str)}; correct the TOML") from None
     _check_keys(document, list(SECTIONS), str(file), "section")
     for name, table in document.items():
         if not isinstance(table, dict):
@@ -553,4 +555,4 @@ def _check_keys(
             for setting in SETTINGS:
                 if key == setting.key:
                     hint = f"it belongs in [{setting.section}]"
-            raise ConfigError(source, f"{key} is not a {what}; {hint}")
+            raise ConfigError(source, f"{brief(key, str)} is not a {what}; {hint}")

@@ -24,6 +24,15 @@ def to_toml(value: Any) -> str:
     return json.dumps(plain, ensure_ascii=False)
 
 
+def brief(value: object, words: Callable[[Any], str] = repr) -> str:
+    """Return a value as errors show it: of a long one, the two ends."""
+    try:
+        text = words(value)
+    except ValueError:  # of a number of thousands of digits
+        return f"a huge {type(value).__name__}"
+    return text if len(text) <= 160 else f"{text[:100]}...{text[-20:]}"
+
+
 @dataclass(frozen=True, slots=True)
 class Form:
     """Of a type: what stands for it in ``--help``, and what pydantic is to check.
@@ -64,7 +73,6 @@ class Form:
         from pydantic import Field, TypeAdapter, ValidationError  # not for --help
 
         limits = Field(ge=self.ge, gt=self.gt, le=self.le, lt=self.lt)
-        shown = "a key" if self.secret else repr(value)
         text = isinstance(value, str)
         try:
             found = self.read(value) if text else value
@@ -75,6 +83,7 @@ class Form:
             problem = error.errors()[0]["msg"] + self.remedy
         except ValueError as error:
             problem = str(error)
+        shown = "a key" if self.secret else brief(value)
         raise ValueError(f"{shown} is refused: {problem[0].lower()}{problem[1:]}")
 
 
@@ -88,7 +97,8 @@ def items_of(value: Any) -> Sequence[Any]:
         value = [each.strip() for each in value.split(",") if each.strip()]
         if not value:
             raise ValueError("it lists nothing; leave it out, or name something")
-    if isinstance(value, list | tuple):
+    of_bytes = isinstance(value, bytes | bytearray | memoryview)
+    if isinstance(value, Sequence) and not of_bytes:
         return value
     raise ValueError(f"{type(value).__name__} is not a list; give one")
 
@@ -153,9 +163,10 @@ def split_address(address: str) -> tuple[str, int]:
     bracketed = host.startswith("[") and host.endswith("]")
     if not host or not re.fullmatch("[0-9]+", port) or (":" in host and not bracketed):
         raise ValueError("give HOST:PORT, unix:PATH or off")
-    if int(port) > 65535:
+    number = int(port.lstrip("0")[:6] or 0)  # six digits are too many
+    if number > 65535:
         raise ValueError("give a port of 0 to 65535")
-    return host.strip("[]"), int(port)
+    return host.strip("[]"), number
 
 
 _SIZE = Form("SIZE", _read_size, _show_size, ge=0)

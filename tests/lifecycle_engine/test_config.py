@@ -227,6 +227,51 @@ def test_refuses_wrong_values(options: dict[str, Any], words: str) -> None:
     assert words in problem(options=options)
 
 
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"http_port": "9" * 5000}, "--port: '999"),
+        (
+            {"http_port": 10**5000},
+            "--port: a huge int is refused: input should be less",
+        ),
+        ({"http_drain": 10**5000}, "--drain: a huge int is refused: input should be"),
+        ({"http_log": "x" * 5000}, "input should be 'failures', 'json' or 'console'"),
+        ({"engine_buckets": ["x" * 5000]}, "--bucket: 'xxx"),
+        ({"http_admin_listen": "a:" + "9" * 5000}, "give a port of 0 to 65535"),
+        ({"engine_ray_address": "x" * 5000}, "has no effect on an engine in a child"),
+    ],
+)
+def test_shows_the_ends_of_a_huge_value(options: dict[str, Any], words: str) -> None:
+    """A value that fills the screen would hide its source, its limit and the remedy."""
+    error = problem(options=options)
+    assert words in error
+    assert len(error) < 300
+
+
+def test_shows_the_ends_of_a_huge_batch() -> None:
+    """A value that another does not go with is not shown in full either."""
+    for huge in ("9" * 4000, 10**5000):
+        error = problem(options={"engine_max_batch": huge, "engine_kv_slots": "7"})
+        assert error.startswith("--kv-slots: 7 cannot hold a batch of ")
+        assert len(error) < 400
+
+
+def test_shows_the_ends_of_a_huge_key(tmp_path: Path) -> None:
+    """An unknown key of a file is not shown in full either."""
+    file = written(tmp_path, f"[model]\n{'x' * 5000} = 1\n")
+    assert len(problem(file=file).removeprefix(str(file))) < 300
+
+
+def test_takes_any_sequence_from_python() -> None:
+    """A list of sizes may be a range; bytes are a mistake."""
+    assert load_config({"engine_buckets": range(1, 4)}).engine.buckets == (1, 2, 3)
+    for wrong in (b"1", bytearray(b"1"), memoryview(b"1"), {1: 2}):
+        words = f"--bucket: {type(wrong).__name__} is not a list"
+        assert words in problem(options={"engine_buckets": wrong})
+    assert load_config({"http_admin_listen": f"a:{'0' * 5000}80"}).http.admin_listen
+
+
 def test_names_the_source_of_a_wrong_value(tmp_path: Path) -> None:
     """A wrong value is found where it stands, also where another source overrides it."""
     variable = "LIFECYCLE_HTTP_PORT"

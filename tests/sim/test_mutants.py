@@ -60,6 +60,12 @@ def finds(tmp_path_factory):
         pool.shutdown(cancel_futures=True)
 
 
+@pytest.mark.parametrize("mutant", MUTANTS, ids=lambda mutant: mutant.name)
+def test_fits_the_code(mutant, tmp_path):
+    """Each mistake can be planted where it belongs."""
+    plant(mutant, tmp_path)
+
+
 @pytest.mark.slow
 def test_finds_nothing_in_the_core_itself(tmp_path):
     """The same hunt comes back empty-handed from the package as it is."""

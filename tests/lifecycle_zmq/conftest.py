@@ -295,7 +295,9 @@ def _watching() -> Iterator[None]:
     # A thread of libzmq or of a worker pool needs a moment to be gone.
     while (more := _more(before)) and time.monotonic() < deadline:
         time.sleep(0.01)
-    assert not more
+    assert not more, [
+        it.read_text().strip() for it in Path("/proc/self/task").glob("*/comm")
+    ]
 
 
 def _more(before: dict[str, Any]) -> dict[str, Any]:

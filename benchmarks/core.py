@@ -64,13 +64,27 @@ def semaphores() -> dict[str, Pair]:
 
 
 async def uncontended() -> None:
-    """Admit a request without contention."""
-    gate = Gate(slots=1, bytes=1_000)
+    """Admit a request without contention, in each of the usual forms."""
+    gate, fair = (Gate(slots=1, bytes=1_000, order=order) for order in ("fifo", "fair"))
 
     async def admissions() -> float:
         began = thread_time()
         for _ in range(PAIRS):
             lease = await gate.admit(bytes=100)
+            lease.release()
+        return (thread_time() - began) / PAIRS
+
+    async def blocks() -> float:
+        began = thread_time()
+        for _ in range(PAIRS):
+            with await gate.admit(bytes=100):
+                pass
+        return (thread_time() - began) / PAIRS
+
+    async def of_a_key() -> float:
+        began = thread_time()
+        for _ in range(PAIRS):
+            lease = await fair.admit(bytes=100, key="client")
             lease.release()
         return (thread_time() - began) / PAIRS
 
@@ -87,9 +101,14 @@ async def uncontended() -> None:
         return chunk
 
     chunks = {name: pairs(*pair) for name, pair in semaphores().items()}
-    taken = await in_turns(_second(chunks, admissions), rounds=300)
-    goal = Goal(seconds=1e-6, times=2.5)
-    show("gate, uncontended: admit and release", taken, {"lifecycle.Gate": goal})
+    ours = {"lifecycle.Gate, with": blocks, "lifecycle.Gate, fair": of_a_key}
+    taken = await in_turns(_second(chunks, admissions) | ours, rounds=300)
+    goals = {
+        "lifecycle.Gate": Goal(times=3.2),
+        "lifecycle.Gate, with": Goal(times=6.4),
+        "lifecycle.Gate, fair": Goal(times=12.0),
+    }
+    show("gate, uncontended: admit and release", taken, goals)
 
 
 async def hand_off() -> None:

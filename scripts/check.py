@@ -38,9 +38,9 @@ MOST_UNSTEADY_DAYS = 7
 PYTHON = sys.executable
 BIN = Path(PYTHON).parent
 
-# A worker takes a gigabyte where it loads torch and transformers. Two more than cores,
-# up to six: tests of servers wait for processes for a third of their time.
-WORKERS = max(2, min((os.cpu_count() or 2) + 2, 6))
+# A worker takes a gigabyte where it loads torch and transformers. Three more than
+# cores, up to six: with two more, tests of servers left a third of two cores idle.
+WORKERS = max(2, min((os.cpu_count() or 2) + 3, 6))
 # In the order of tests/conftest.py, in which the longest files come first.
 ORDER = ("--dist", "loadfile", "--no-loadscope-reorder")
 # The slowest tests, for who makes a part faster.
@@ -110,6 +110,7 @@ PROVE = (
         ),
         part("fuzz", [PYTHON, f"{LINK}/fuzz.py", "--frames", "2000000"]),
     ),
+    # Which kill and wait, for two minutes each.
     (
         part(
             "endurance",
@@ -124,15 +125,13 @@ PROVE = (
             # Conversations with one damaged message, on each link in each direction.
             [PYTHON, f"{LINK}/fuzz_link.py", "--count", "4000"],
         ),
-    ),
-    (
         part("shutdowns", [PYTHON, "tests/http/shutdowns.py", "--count", "60"]),
-        # Recorded mutants, each against the test that caught it.
-        part("mutation", [PYTHON, "scripts/mutation.py", "--replay", "--seconds=150"]),
     ),
-    # Clients of three minutes, and flake8 on all files.
+    # Clients of three minutes; meanwhile, flake8 on all files.
     (
         part("hang_ups", [PYTHON, HANG_UPS, "--minutes", "3", "--every", "5"]),
+        # Recorded mutants, each against the test that caught it.
+        part("mutation", [PYTHON, "scripts/mutation.py", "--replay", "--seconds=300"]),
         part("attack", [PYTHON, "tests/http/attack.py", "100"]),
         make("lint"),
     ),

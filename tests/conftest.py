@@ -20,8 +20,10 @@ LONGEST = {
     f"test_{name}.py": place
     for place, name in enumerate(
         (
-            *("recipes", "protocol", "sdks", "arena_link", "ray", "serve", "servers"),
-            *("generators", "engine", "world", "liveness", "check", "schema"),
+            *("world", "mutants", "shared_schedules", "recipes", "protocol", "sdks"),
+            *("arena_link", "ray", "serve", "servers", "shared_processes", "churn"),
+            *("gpu_check", "slow_clients", "text_models", "odd_checkpoints"),
+            *("generators", "engine", "liveness", "check", "schema"),
             *("admission", "faults", "supervisor", "families", "refusals", "run"),
         )
     )

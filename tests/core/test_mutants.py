@@ -7,6 +7,8 @@ import shutil
 import subprocess
 import sys
 import tomllib
+from collections.abc import Iterator, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
@@ -23,6 +25,10 @@ TESTED_BY: Final = (
 )
 # A mutant may hang where the code does not.
 _HANGS: Final = 600.0
+# As many at a time: some wait for a minute for what their mistake keeps from them.
+_AT_A_TIME: Final = 4
+# Copied here: pytest changes it between two tests, while threads start processes.
+_ENVIRONMENT: Final = dict(os.environ)
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,7 +72,7 @@ class Mutant:
         ]
         argv += [str(HERE / f"test_{name}.py") for name in TESTED_BY]
         argv += ["-k", f"test_{self.test}"]
-        environment = {**os.environ, "PYTHONPATH": str(root)}
+        environment = {**_ENVIRONMENT, "PYTHONPATH": str(root)}
         try:
             done = subprocess.run(
                 argv,
@@ -90,6 +96,30 @@ MUTANTS: Final = [
 ]
 
 
+@pytest.fixture(scope="module")
+def verdicts(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[Mapping[str, Future[str]]]:
+    """What caught each of the mutants that this run asks for."""
+
+    def hunt(mutant: Mutant) -> str:
+        root = tmp_path_factory.mktemp(mutant.name)
+        mutant.plant(root)
+        return mutant.caught_in(root)
+
+    tests = [
+        each for each in request.session.items if isinstance(each, pytest.Function)
+    ]
+    asked = [
+        test.callspec.params["mutant"]
+        for test in tests
+        if test.function is test_catches_mutant
+    ]
+    with ThreadPoolExecutor(_AT_A_TIME) as pool:
+        yield {each.name: pool.submit(hunt, each) for each in asked}
+        pool.shutdown(cancel_futures=True)
+
+
 @pytest.mark.parametrize("mutant", MUTANTS, ids=lambda mutant: mutant.name)
 def test_fits_the_code(mutant: Mutant, tmp_path: Path) -> None:
     """A planted mistake replaces a text that the module has exactly once."""
@@ -98,10 +128,9 @@ def test_fits_the_code(mutant: Mutant, tmp_path: Path) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("mutant", MUTANTS, ids=lambda mutant: mutant.name)
-def test_catches_mutant(mutant: Mutant, tmp_path: Path) -> None:
+def test_catches_mutant(mutant: Mutant, verdicts: Mapping[str, Future[str]]) -> None:
     """A planted mistake fails the test that is named for it."""
-    mutant.plant(tmp_path)
-    assert mutant.caught_in(tmp_path), f"{mutant.name} lives"
+    assert verdicts[mutant.name].result(), f"{mutant.name} lives"
 
 
 @pytest.mark.slow

@@ -98,7 +98,7 @@ def test_tells_an_error_from_a_broken_law(tmp_path) -> None:
 def test_keeps_its_laws_in_many_schedules() -> None:
     """The same for as many schedules as there is time for."""
     processes = os.cpu_count() or 1
-    found = soak(1_000_000, "--first", 1000, "--seconds", 120, "--processes", processes)
+    found = soak(1_000_000, "--first", 1000, "--seconds", 60, "--processes", processes)
     print(f"{found['schedules']} schedules, {found['steps']} steps")
     assert found["failure"] is None, found["failure"]
     assert found["schedules"]

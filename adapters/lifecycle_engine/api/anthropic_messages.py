@@ -123,13 +123,6 @@ class MessagesRequest(Schema):
     prompt_cache_key: str | None = Field(default=None, max_length=256)
     min_p: float | None = Field(default=None, ge=0, le=1)
 
-    tools: list[Any] | None = None
-    tool_choice: dict[str, Any] | None = None
-    thinking: dict[str, Any] | None = None
-    mcp_servers: list[Any] | None = None
-    container: Any = None
-    output_config: dict[str, Any] | None = None
-
 
 def parse_messages(body: bytes) -> ChatRequest:
     """Validate a body and return it as a chat completion request.

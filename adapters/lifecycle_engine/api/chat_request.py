@@ -291,7 +291,8 @@ class Part(Schema):
 _Parts = Annotated[list[Part], Field(max_length=MAX_PARTS, fail_fast=True)]
 
 
-def _as_parts(content: Any) -> Any:
+def as_parts(content: Any) -> Any:
+    """Return a text as the list of its one part, for validators."""
     if isinstance(content, str):
         return [{"type": "text", "text": content}]
     return content
@@ -308,7 +309,7 @@ class ChatMessage(Schema):
 
     role: Literal["system", "developer", "user", "assistant"]
     content: Annotated[
-        _Parts, BeforeValidator(_as_parts, json_schema_input_type=str | _Parts)
+        _Parts, BeforeValidator(as_parts, json_schema_input_type=str | _Parts)
     ]
     name: str | None = None
 

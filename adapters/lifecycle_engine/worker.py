@@ -7,14 +7,10 @@ import os
 import sys
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import TYPE_CHECKING
 
 from lifecycle_engine.core.model_runner import EXIT_DEVICE_LOST, DeviceLost, Runner
 from lifecycle_engine.core.scheduler import Scheduler
 from lifecycle_zmq import ArenaView, EngineServer, exit_with_parent
-
-if TYPE_CHECKING:
-    from lifecycle_engine.sim import SimCost
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -70,12 +66,13 @@ def _build(options: argparse.Namespace) -> Scheduler:
 def build_runner(options: argparse.Namespace) -> Runner:
     """Build the runner that the options select; torch is imported only if needed."""
     if options.runner == "sim":
-        from lifecycle_engine.sim import SimRunner
+        from lifecycle_engine.sim import SimCost, SimRunner
 
+        costs = {name: getattr(options, f"sim_{name}") for name in _SIM_COST}
         return SimRunner(
             slots=options.slots or options.max_batch,
             max_length=options.max_length or 8192,
-            cost=_sim_cost(options),
+            cost=SimCost(**costs),
         )
     if options.checkpoint is None:
         raise SystemExit(
@@ -114,17 +111,6 @@ def _pin(arena: ArenaView) -> None:
 
     if not pin(arena):
         sys.stderr.write("lifecycle-engine: the device refused to pin the arena\n")
-
-
-def _sim_cost(options: argparse.Namespace) -> SimCost:
-    from lifecycle_engine.sim import SimCost
-
-    return SimCost(
-        prefill_token=options.sim_prefill_token,
-        prefill_pixel=options.sim_prefill_pixel,
-        decode_step=options.sim_decode_step,
-        decode_lane=options.sim_decode_lane,
-    )
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -182,8 +168,8 @@ def _parser() -> argparse.ArgumentParser:
         help="batch size of a graph; may be repeated; default: powers of two",
     )
     _add_drafts(parser)
-    for name, seconds in _SIM_DEFAULTS.items():
-        add(f"--sim-{name}", type=float, default=seconds, metavar="SECONDS")
+    for name, seconds in _SIM_COST.items():
+        add(f"--sim-{name.replace('_', '-')}", type=float, default=seconds)
     add("--endpoint", required=True, help="address that the API process connects to")
     add("--incarnation", type=int, required=True, help="number of this engine instance")
     return parser
@@ -200,11 +186,12 @@ def _add_drafts(parser: argparse.ArgumentParser) -> None:
     )
 
 
-_SIM_DEFAULTS = {
-    "prefill-token": 2e-5,
-    "prefill-pixel": 2e-8,
-    "decode-step": 5e-3,
-    "decode-lane": 2e-4,
+# Those of `SimCost`, which a process that runs a model need not import.
+_SIM_COST = {
+    "prefill_token": 2e-5,
+    "prefill_pixel": 2e-8,
+    "decode_step": 5e-3,
+    "decode_lane": 2e-4,
 }
 
 

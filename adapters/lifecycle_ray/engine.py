@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import AsyncIterator, Callable, Hashable, Mapping
 from contextlib import AsyncExitStack
 from functools import partial
-from typing import Any, Protocol, Self
+from typing import Any, Self
 
 import anyio
 import anyio.to_thread
@@ -16,13 +16,7 @@ from lifecycle_ray.placement import Placement, join_cluster, restore_sigterm
 from lifecycle_ray.replica import ActorInstance, ActorSettings, Replica
 from lifecycle_ray.router import Router, conversation, weigh
 from lifecycle_zmq import Backend, Health, Restarts, Supervisor
-
-
-class TensorSource(Protocol):
-    """Holds the tensors until the hand-off, such as a `lifecycle.Payload`."""
-
-    def take(self) -> Mapping[str, Any]:
-        """Return the value, once."""
+from lifecycle_zmq.shared_memory.tensors import TensorPayload
 
 
 class RayEngine:
@@ -212,7 +206,7 @@ class RayEngine:
             raise failures[0]
 
     async def start(
-        self, key: str, request: Mapping[str, Any], tensors: TensorSource | None = None
+        self, key: str, request: Mapping[str, Any], tensors: TensorPayload | None = None
     ) -> AsyncIterator[Any]:
         """Send a request to the replica with the least load and return its items.
 

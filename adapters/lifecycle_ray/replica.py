@@ -9,7 +9,7 @@ from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
-from importlib import import_module
+from pkgutil import resolve_name
 from typing import Any, Literal, NamedTuple
 
 import anyio
@@ -330,8 +330,7 @@ class ReorderBuffer:
 def _create_backend(factory: Factory | str) -> Backend:
     if not isinstance(factory, str):
         return factory()
-    module, _, name = factory.partition(":")
-    made: Backend = getattr(import_module(module), name)()
+    made: Backend = resolve_name(factory)()
     return made
 
 

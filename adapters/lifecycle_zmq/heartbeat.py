@@ -11,20 +11,19 @@ from __future__ import annotations
 import asyncio
 import ctypes
 import errno
-import fcntl
 import mmap
 import os
 import platform
 import selectors
 import struct
 import sys
-import tempfile
 import threading
 from dataclasses import dataclass
 from enum import IntEnum
 from typing import Any, Protocol, Self
 
 from lifecycle_zmq.process import ProcessState
+from lifecycle_zmq.shared_memory import memfd
 
 _PROCESS_SHARED = 1
 _ROBUST = 1
@@ -242,26 +241,9 @@ def create_page_file() -> int:
     Raises:
         OSError: The system is out of descriptors or memory.
     """
-    try:
-        return _create_sealed()
-    except (AttributeError, OSError):  # no such files here, or a sandbox forbids them
-        with tempfile.TemporaryFile() as file:
-            file.truncate(SIZE)
-            return os.dup(file.fileno())
-
-
-def _create_sealed() -> int:
-    descriptor = os.memfd_create(
-        "lifecycle-liveness", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING
-    )
-    try:
-        os.ftruncate(descriptor, SIZE)
-        # If the engine shrank the page, reading it would be a bus error.
-        seals = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
-        fcntl.fcntl(descriptor, fcntl.F_ADD_SEALS, seals)
-    except BaseException:
-        os.close(descriptor)
-        raise
+    # Sealed: if the engine shrank the page, reading it would be a bus error.
+    descriptor = memfd.create(SIZE).descriptor
+    assert descriptor is not None
     return descriptor
 
 

@@ -47,10 +47,8 @@ from lifecycle_zmq.codec import (
     MAX_REQUEST,
     is_map,
     pack,
-    pack_block,
     refuse,
     unpack,
-    unpack_block,
     unpack_item,
     unpack_request,
     unpack_tokens,
@@ -396,9 +394,10 @@ def encode(
     Raises:
         EncodeError: The body does not fit the schema or the limits of `kind`.
     """
-    packed = pack_block(body) if kind is Kind.TICK else None
-    if packed is None:
-        packed = _pack(kind, body)
+    what, caps = f"a {kind.name} message", limits_of(kind)
+    if not fits(body, _SCHEMAS[kind]):
+        raise refuse(what)
+    packed = pack(body, what, size=caps.body, array=caps.array)
     return seal(
         (MAGIC, VERSION, kind, tensors, len(packed), incarnation, generation, sequence),
         packed,
@@ -410,14 +409,6 @@ def seal(fields: Sequence[Any], packed: bytes) -> bytes:
     head = HEADER.pack(*fields, 0)[:_CHECKED]
     checksum = zlib.crc32(packed, zlib.crc32(head))
     return b"%b%b%b" % (head, _CHECKSUM.pack(checksum), packed)
-
-
-def _pack(kind: Kind, body: Mapping[str, Any]) -> bytes:
-    what = f"a {kind.name} message"
-    if not fits(body, _SCHEMAS[kind]):
-        raise refuse(what)
-    caps = limits_of(kind)
-    return pack(body, what, size=caps.body, array=caps.array)
 
 
 def decode(parts: Sequence[Buffer], *, accept: frozenset[Kind]) -> Message:
@@ -465,8 +456,6 @@ def _read_header(
 
 
 def _unpack(kind: Kind, packed: memoryview) -> dict[str, Any]:
-    if kind is Kind.TICK and (body := unpack_block(packed)) is not None:
-        return body
     caps = limits_of(kind)
     if len(packed) > caps.body:
         raise ProtocolError(f"a {kind.name} map of {len(packed)} > {caps.body} bytes")

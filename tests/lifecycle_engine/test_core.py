@@ -7,15 +7,7 @@ import math
 from typing import Any
 
 import pytest
-from hypothesis import given, settings, strategies as st
-from hypothesis.stateful import (
-    RuleBasedStateMachine,
-    initialize,
-    invariant,
-    precondition,
-    rule,
-)
-from more_examples import TIMES
+from hypothesis import given, strategies as st
 
 from lifecycle_engine import Prompt, Sampling, SimRunner
 from lifecycle_engine.core.request import (
@@ -25,7 +17,7 @@ from lifecycle_engine.core.request import (
     parse_request,
 )
 from lifecycle_engine.core.scheduler import choose_preemption
-from lifecycle_engine.core.slots import ImageSpan, NoFreeSlot, PrefixContents, SlotPool
+from lifecycle_engine.core.slots import ImageSpan, PrefixContents
 from lifecycle_zmq import RequestRejected
 
 RUNNER = SimRunner(max_length=64)
@@ -265,74 +257,6 @@ def test_any_order_of_pushes_removes_and_pops_balances(
             waiting.remove((owner, taken))
         assert sorted(queue) == sorted(each for _, each in waiting)
         assert len(queue) == len(waiting)
-
-
-class SlotPoolMachine(RuleBasedStateMachine):
-    """Any sequence of allocations and frees, against a plain set."""
-
-    @initialize(size=st.integers(1, 6))
-    def make(self, size: int) -> None:
-        self.pool = SlotPool(size)
-        self.held: set[int] = set()
-
-    @precondition(lambda self: len(self.held) < self.pool.size)
-    @rule()
-    def allocate(self) -> None:
-        slot = self.pool.allocate()
-        assert slot not in self.held
-        assert 0 <= slot < self.pool.size, "the reserved row was allocated"
-        assert slot == min(set(range(self.pool.size)) - self.held)
-        self.held.add(slot)
-
-    @precondition(lambda self: len(self.held) == self.pool.size)
-    @rule()
-    def exhaust(self) -> None:
-        with pytest.raises(NoFreeSlot, match=str(self.pool.size)):
-            self.pool.allocate()
-
-    @precondition(lambda self: self.held)
-    @rule(data=st.data())
-    def free(self, data: st.DataObject) -> None:
-        slot = data.draw(st.sampled_from(sorted(self.held)))
-        self.pool.free(slot)
-        self.held.remove(slot)
-
-    @rule(slot=st.integers(-2, 8))
-    def free_unallocated(self, slot: int) -> None:
-        if slot not in self.held:
-            with pytest.raises(ValueError, match="not in use"):
-                self.pool.free(slot)
-
-    @invariant()
-    def counts_balance(self) -> None:
-        if hasattr(self, "pool"):
-            assert self.pool.free_slots + len(self.held) == self.pool.size
-
-
-TestSlotPool = SlotPoolMachine.TestCase
-TestSlotPool.settings = settings(
-    max_examples=TIMES * 60, stateful_step_count=40, deadline=None
-)
-
-
-def test_free_twice_raises() -> None:
-    """A double free is an error and changes nothing."""
-    pool = SlotPool(2)
-    slot = pool.allocate()
-    pool.free(slot)
-    with pytest.raises(ValueError, match="not in use"):
-        pool.free(slot)
-    assert pool.free_slots == 2
-
-
-def test_gives_nothing_without_slots() -> None:
-    """Size 0 means none; a negative size is an error."""
-    pool = SlotPool(0)
-    assert pool.free_slots == 0
-    with pytest.raises(NoFreeSlot):
-        pool.allocate()
-    with pytest.raises(ValueError, match="0 or more"):
-        SlotPool(-1)
 
 
 # A prompt as pieces: words, or images of one to three tokens each.

@@ -415,7 +415,7 @@ def test_page_cannot_be_cut_short(descriptor: int) -> None:
 def test_page_is_made_without_memfd_too(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """A file without a name does the same where there is no memfd."""
+    """POSIX shared memory does the same where there is no memfd."""
     monkeypatch.delattr(os, "memfd_create")
     descriptor = heartbeat.create_page_file()
     page = HeartbeatPage(descriptor)

@@ -549,60 +549,6 @@ def test_other_lists_do_not_take_the_compact_form(item: Any) -> None:
     assert not is_token_list(item)
 
 
-def _tick_of_tokens(count: int) -> dict[str, Any]:
-    words = [word for number in range(count) for word in (number + 1, 7, 1, 2**20)]
-    block = pack_tokens(words)
-    news: dict[str, Any] = {"accepted": [], "rejected": [], "tokens": block}
-    return news | {"chunks": [], "freed": [], "done": []}
-
-
-def _said(parts: list[bytes]) -> Any:
-    try:
-        return wire.decode(parts, accept=ALL)
-    except ProtocolError as error:
-        return type(error)
-
-
-@pytest.mark.parametrize("count", [0, 1, 15, 16, 128, 4095, 4096, 6000])
-def test_tick_of_tokens_alone_is_the_msgpack_of_its_fields(count: int) -> None:
-    """The short way of such a map says the same bytes, whatever their length."""
-    body = _tick_of_tokens(count)
-    head = wire.encode(Kind.TICK, body, incarnation=1, sequence=0)
-    assert head[wire.HEADER.size :] == msgpack.packb(body)
-    wanted = [(number + 1, 7, [2**20]) for number in range(count)]
-    said = wire.decode([head], accept=ALL).body
-    assert said == body | {"tokens": wanted}
-
-
-@given(data=st.data())
-@settings(max_examples=400, deadline=None)
-def test_short_way_of_a_tick_believes_nothing_that_the_long_one_would_not(
-    data: st.DataObject,
-) -> None:
-    """Changed, cut or longer anywhere, a map means the same on both ways, or nothing."""
-    body = _tick_of_tokens(data.draw(st.sampled_from([16, 17, 128])))
-    packed = bytearray(msgpack.packb(body))
-    at = data.draw(st.integers(-40, 40)) % len(packed)
-    packed[at : at + data.draw(st.integers(0, 2))] = data.draw(st.binary(max_size=3))
-    fields = (wire.MAGIC, wire.VERSION, 17, 0, len(packed), 1, 0, 0)
-    head = wire.seal(fields, packed)
-    short = _said([head])
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(wire, "unpack_block", lambda _: None)
-        assert _said([head]) == short
-
-
-@pytest.mark.parametrize("field", ["accepted", "rejected", "chunks", "freed", "done"])
-@pytest.mark.parametrize("value", [None, (), {}, [0], "", False])
-def test_tick_with_foreign_news_beside_tokens_is_not_sent(
-    field: str, value: Any
-) -> None:
-    """The short way is for lists that are empty, not for what looks so."""
-    body = _tick_of_tokens(64) | {field: value}
-    with pytest.raises(EncodeError):
-        wire.encode(Kind.TICK, body, incarnation=1, sequence=0)
-
-
 def test_repr_of_a_message_tells_no_content() -> None:
     """A log line about a frame shows its kind and number (law 12)."""
     head = wire.encode(

@@ -31,6 +31,7 @@ from lifecycle_engine.api.chat_request import (
     Part,
     Schema,
     Unsupported,
+    as_parts,
     check_image_role,
     validate,
 )
@@ -73,10 +74,6 @@ class _Image(Schema):
     source: Annotated[_Base64Source | _UrlSource, Field(discriminator="type")]
 
 
-def _as_blocks(content: Any) -> Any:
-    return [{"type": "text", "text": content}] if isinstance(content, str) else content
-
-
 _Block = Annotated[_Text | _Image, Field(discriminator="type")]
 _Blocks = Annotated[list[_Block], Field(max_length=MAX_PARTS, fail_fast=True)]
 
@@ -84,7 +81,7 @@ _Blocks = Annotated[list[_Block], Field(max_length=MAX_PARTS, fail_fast=True)]
 class _Message(Schema):
     role: Literal["user", "assistant"]
     content: Annotated[
-        _Blocks, BeforeValidator(_as_blocks, json_schema_input_type=str | _Blocks)
+        _Blocks, BeforeValidator(as_parts, json_schema_input_type=str | _Blocks)
     ]
 
     @model_validator(mode="after")
@@ -109,7 +106,7 @@ class MessagesRequest(Schema):
     system: Annotated[
         list[_Text],
         Field(max_length=MAX_PARTS, fail_fast=True),
-        BeforeValidator(_as_blocks, json_schema_input_type=str | list[_Text]),
+        BeforeValidator(as_parts, json_schema_input_type=str | list[_Text]),
     ] = Field(default_factory=list)
     stop_sequences: list[Annotated[str, Field(min_length=1, max_length=256)]] = Field(
         default_factory=list, max_length=4, fail_fast=True
@@ -122,13 +119,6 @@ class MessagesRequest(Schema):
     # As in chat completions; this API does not define them.
     prompt_cache_key: str | None = Field(default=None, max_length=256)
     min_p: float | None = Field(default=None, ge=0, le=1)
-
-    tools: list[Any] | None = None
-    tool_choice: dict[str, Any] | None = None
-    thinking: dict[str, Any] | None = None
-    mcp_servers: list[Any] | None = None
-    container: Any = None
-    output_config: dict[str, Any] | None = None
 
 
 def parse_messages(body: bytes) -> ChatRequest:

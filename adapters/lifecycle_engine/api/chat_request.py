@@ -128,7 +128,7 @@ def validate(schema: type[F], body: bytes, unsupported: Unsupported) -> F:
             return request
     if media_error is not None:
         raise media_error
-    param = _param(mistake["loc"], unsupported)
+    param = _param(mistake["loc"])
     message = mistake["msg"] if param else "The body must be a JSON object"
     if mistake["type"] == "union_tag_invalid":  # pydantic's message quotes the body
         message = f"type should be one of {mistake['ctx']['expected_tags']}"
@@ -191,9 +191,9 @@ def _same(value: object, neutral: object) -> bool:
     return value == neutral and isinstance(value, bool) is isinstance(neutral, bool)
 
 
-def _param(loc: tuple[int | str, ...], unsupported: Unsupported) -> str | None:
-    if loc and (loc[0] in unsupported or loc[0] in _FREE_KEYS):
-        return str(loc[0])  # the rest may be a union branch or a free key
+def _param(loc: tuple[int | str, ...]) -> str | None:
+    if loc and loc[0] in _FREE_KEYS:
+        return str(loc[0])
     path = ""
     for step in loc:
         dot = "." if path else ""
@@ -291,7 +291,8 @@ class Part(Schema):
 _Parts = Annotated[list[Part], Field(max_length=MAX_PARTS, fail_fast=True)]
 
 
-def _as_parts(content: Any) -> Any:
+def as_parts(content: Any) -> Any:
+    """Return a text as the list of its one part, for validators."""
     if isinstance(content, str):
         return [{"type": "text", "text": content}]
     return content
@@ -308,7 +309,7 @@ class ChatMessage(Schema):
 
     role: Literal["system", "developer", "user", "assistant"]
     content: Annotated[
-        _Parts, BeforeValidator(_as_parts, json_schema_input_type=str | _Parts)
+        _Parts, BeforeValidator(as_parts, json_schema_input_type=str | _Parts)
     ]
     name: str | None = None
 
@@ -384,21 +385,6 @@ class ChatRequest(Options):
     )
     max_completion_tokens: int | None = Field(default=None, ge=1, lt=2**31)
     stream_options: StreamOptions | None = None
-
-    # Unsupported, but typed, so that a wrong type is reported as such. Their content is
-    # not typed: pydantic creates an error for each item, and there may be many.
-    frequency_penalty: float | None = None
-    presence_penalty: float | None = None
-    logit_bias: dict[str, Any] | None = None
-    tools: list[Any] | None = None
-    functions: list[Any] | None = None
-    tool_choice: str | dict[str, Any] | None = None
-    function_call: str | dict[str, Any] | None = None
-    response_format: dict[str, Any] | None = None
-    modalities: list[Any] | None = None
-    audio: dict[str, Any] | None = None
-    reasoning_effort: str | None = None
-    web_search_options: dict[str, Any] | None = None
 
     _echo: dict[str, Any] = PrivateAttr(default_factory=dict)
     _fields: Fields = PrivateAttr(Fields())

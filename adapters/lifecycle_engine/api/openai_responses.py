@@ -146,18 +146,6 @@ class ResponsesRequest(Schema):
     prompt_cache_key: str | None = Field(default=None, max_length=256)
     ignore_eos: bool | None = None
 
-    background: bool | None = None
-    context_management: list[Any] | None = None
-    conversation: Any = None
-    moderation: Any = None
-    previous_response_id: str | None = None
-    prompt: dict[str, Any] | None = None
-    reasoning: dict[str, Any] | None = None
-    text: dict[str, Any] | None = None
-    tool_choice: str | dict[str, Any] | None = None
-    tools: list[Any] | None = None
-    truncation: str | None = None
-
 
 def parse_responses(body: bytes) -> ChatRequest:
     """Validate a body and return it as a chat completion request.

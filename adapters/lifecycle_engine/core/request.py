@@ -39,6 +39,7 @@ _MAX_STOP_IDS = 256
 _MAX_TEMPERATURE = 100.0
 _MAX_LOGPROBS = 20
 _MAX_TOP_K = 2**31 - 1
+_MAX_SEED = 2**63 - 1
 _MAX_NAME = 256
 _MAX_TIMEOUT = 86400.0
 
@@ -189,9 +190,10 @@ def _sampling(request: Mapping[str, Any]) -> Sampling:
     temperature = _number(request, "temperature", 0.0, high=_MAX_TEMPERATURE)
     top_p = _number(request, "top_p", 1.0, high=1.0)
     min_p = _number(request, "min_p", 0.0, high=1.0)
-    logprobs = _count(request, "logprobs", None, high=_MAX_LOGPROBS)
-    top_k = _count(request, "top_k", 0, high=_MAX_TOP_K) or 0
-    return Sampling(temperature, top_p, _seed(request), logprobs, top_k, min_p)
+    seed = _count(request, "seed", high=_MAX_SEED)
+    logprobs = _count(request, "logprobs", high=_MAX_LOGPROBS)
+    top_k = _count(request, "top_k", high=_MAX_TOP_K) or 0
+    return Sampling(temperature, top_p, seed, logprobs, top_k, min_p)
 
 
 def _number(
@@ -230,27 +232,14 @@ def _last_turn(request: Mapping[str, Any]) -> bool:
     return value
 
 
-def _count(
-    request: Mapping[str, Any], name: str, default: int | None, *, high: int
-) -> int | None:
+def _count(request: Mapping[str, Any], name: str, *, high: int) -> int | None:
     value = request.get(name)
     if value is None:
-        return default
+        return None
     if type(value) is not int:
         raise _invalid(f"{name} is a {type(value).__name__}; expected an int or none")
     if not 0 <= value <= high:
         raise _invalid(f"{name} is {value}; expected 0 to {high}")
-    return value
-
-
-def _seed(request: Mapping[str, Any]) -> int | None:
-    value = request.get("seed")
-    if value is None:
-        return None
-    if type(value) is not int:
-        raise _invalid(f"seed is a {type(value).__name__}; expected an int or none")
-    if not 0 <= value < 2**63:
-        raise _invalid("seed is out of range; expected 0 to 2**63 - 1")
     return value
 
 

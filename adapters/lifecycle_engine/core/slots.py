@@ -31,7 +31,9 @@ class KVSlotCache:
     def __init__(self, runner: Runner) -> None:
         self._runner = runner
         self._resumes = runner if isinstance(runner, Resumes) else None
-        self._pool = SlotPool(runner.slots)
+        # A heap: the lowest first, because adjacent rows are cheaper to gather. The
+        # padding row of a runner has the next number, and is never given.
+        self._unused = list(range(runner.slots))
         # Least recently used first; one slot per conversation at most.
         self._cached: dict[ConversationKey, int] = {}
         self._resumed = 0
@@ -40,9 +42,9 @@ class KVSlotCache:
     def report(self) -> dict[str, int]:
         """Return the current slot counts and the totals of the cache."""
         return {
-            "slots": self._pool.size,
+            "slots": self._runner.slots,
             # Cached slots are evicted on demand, so they count as free.
-            "slots_free": self._pool.free_slots + len(self._cached),
+            "slots_free": len(self._unused) + len(self._cached),
             "slots_cached": len(self._cached),
             "slots_evicted": self._evicted,
             "tokens_resumed": self._resumed,
@@ -51,16 +53,15 @@ class KVSlotCache:
     def acquire(self, task: Task) -> None:
         """Give a task a slot: its conversation's, a free one or an evicted one.
 
-        Raises:
-            NoFreeSlot: Every slot is held by a task.
+        Fewer tasks than there are slots must have one.
         """
         slot = None
         if task.conversation is not None:
             slot = self._cached.pop(task.conversation, None)
         if slot is None:
-            if not self._pool.free_slots and self._cached:
+            if not self._unused:
                 self._evict()
-            task.slot = self._pool.allocate()
+            task.slot = heapq.heappop(self._unused)
             return
         task.slot = slot
         assert self._resumes is not None
@@ -87,7 +88,7 @@ class KVSlotCache:
         self._free(slot)
 
     def _free(self, slot: int) -> None:
-        self._pool.free(slot)
+        heapq.heappush(self._unused, slot)
         try:
             self._runner.free(slot)
         except Exception as error:  # noqa: BLE001  # fails no request
@@ -98,56 +99,6 @@ class KVSlotCache:
                 describe_error(error),
             )
             discard_error(error)
-
-
-class NoFreeSlot(RuntimeError):
-    """Every slot is in use."""
-
-
-class SlotPool:
-    """Allocates the slots ``0 .. size - 1``, the lowest free one first.
-
-    Lowest first, because adjacent rows are cheaper to gather. A runner's padding row
-    is row ``size``, outside the pool, so it can never be allocated. A pool of size 0
-    has no slot to give.
-    """
-
-    __slots__ = ("_free", "_used", "size")
-
-    def __init__(self, size: int) -> None:
-        if size < 0:
-            raise ValueError(f"size is {size}; it must be 0 or more")
-        self.size = size
-        self._free = list(range(size))
-        self._used: set[int] = set()
-
-    @property
-    def free_slots(self) -> int:
-        """Number of slots that are not allocated."""
-        return len(self._free)
-
-    def allocate(self) -> int:
-        """Take a free slot.
-
-        Raises:
-            NoFreeSlot: Every slot is in use.
-        """
-        if not self._free:
-            raise NoFreeSlot(f"all {self.size} slots are in use")
-        slot = heapq.heappop(self._free)
-        self._used.add(slot)
-        return slot
-
-    def free(self, slot: int) -> None:
-        """Return a slot to the pool.
-
-        Raises:
-            ValueError: The slot is not in use: a double free, or never allocated.
-        """
-        if slot not in self._used:
-            raise ValueError(f"slot {slot} is not in use; it was freed before")
-        self._used.remove(slot)
-        heapq.heappush(self._free, slot)
 
 
 class ImageSpan(NamedTuple):

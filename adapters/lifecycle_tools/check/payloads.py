@@ -10,9 +10,7 @@ import struct
 import zlib
 from collections.abc import Mapping
 from types import MappingProxyType
-from typing import Literal
 
-Api = Literal["chat", "messages"]
 PATHS: dict[str, str] = {"chat": "/v1/chat/completions", "messages": "/v1/messages"}
 # What a response of each API has at its top.
 FIELDS: dict[str, str] = {"chat": "choices", "messages": "content"}

@@ -88,6 +88,7 @@ class KVSlotCache:
         self._free(slot)
 
     def _free(self, slot: int) -> None:
+        assert slot not in self._unused, f"slot {slot} was freed before"
         heapq.heappush(self._unused, slot)
         try:
             self._runner.free(slot)

@@ -424,11 +424,10 @@ class Admission:
         """Count a request of *client*, and refuse one beyond its limit."""
         if self._shares is None:
             return
-        request.leave = self._shares.enter(client)
         try:
-            self._shares.check(client)
-        except ClientLimitExceeded:
-            arrival.count_refusal()
+            request.leave = self._shares.enter(client)
+        except ClientLimitExceeded as refusal:
+            arrival.counted(refusal)
             if self._shadow is None:
                 raise
 
@@ -663,6 +662,7 @@ def _make_lanes(
         name: Lane(
             gates.get(name) or gate(**limit, name=f"admission-{name}"),
             shadow=settings.shadow,
+            observer=observer,
         )
         for name, limit in limits.items()
     }

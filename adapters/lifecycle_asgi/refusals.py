@@ -7,7 +7,7 @@ import logging
 import math
 import secrets
 from collections.abc import Callable, Mapping
-from typing import Any, Final
+from typing import Any, Final, Literal
 from urllib.parse import quote
 
 from lifecycle import CostTooLarge, GateClosed, Refused
@@ -35,6 +35,14 @@ _ANTHROPIC_TYPES: Final = {
 
 class ClientLimitExceeded(Refused):
     """A client has as many requests in flight, or in a queue, as one may have."""
+
+    reason: Literal["client_share", "client_limit"] = "client_share"
+
+
+class TooManyInFlight(ClientLimitExceeded):
+    """A client has as many requests in flight as one may have."""
+
+    reason = "client_limit"
 
 
 class Unauthorised(Exception):

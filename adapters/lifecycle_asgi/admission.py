@@ -42,6 +42,7 @@ from lifecycle_asgi.refusals import (
     REFUSALS,
     ApiError,
     ClientLimitExceeded,
+    MemoryTooLarge,
     Refusal,
     Unauthorised,
     describe,
@@ -498,7 +499,7 @@ class Admission:
         certainly need a third more.
 
         Raises:
-            ApiError: 413 for one that certainly needs more than that.
+            MemoryTooLarge: It certainly needs more than that.
         """
         needed = _BODY_COPIES * length + self._correction.bytes(estimate)
         capacity = self._requests.gate.statistics().bytes
@@ -507,13 +508,13 @@ class Admission:
         most = capacity * 4 // 3
         if estimate.certain <= most:
             return capacity
-        self._requests.count_refusal()
         if self._shadow is not None:
+            self._requests.count_refusal()
             return capacity
         what = f"The request needs {size_text(estimate.certain)} of memory"
         limit = f"and this server has {size_text(most)} for one"
         message = f"{what}, {limit}; send less, or smaller media"
-        raise ApiError(413, message, code="request_too_large")
+        raise self._requests.counted(MemoryTooLarge(message))
 
 
 class AdmittedRequest:

@@ -45,6 +45,10 @@ class TooManyInFlight(ClientLimitExceeded):
     reason = "client_limit"
 
 
+class MemoryTooLarge(CostTooLarge):
+    """A request needs more than all memory; its text is for the client."""
+
+
 class Unauthorised(Exception):
     """A request has none of the keys that the server accepts."""
 
@@ -138,6 +142,8 @@ def describe(refusal: Refusal | Unauthorised) -> ApiError:
     if isinstance(refusal, BodyTooLarge):
         message = f"The request body is larger than {refusal.limit} bytes; send less"
         return ApiError(413, message, code="request_too_large")
+    if isinstance(refusal, MemoryTooLarge):
+        return ApiError(413, str(refusal), code="request_too_large")
     if isinstance(refusal, CostTooLarge):
         what = "The request needs more memory than this server admits"
         message = f"{what}; send less, or smaller media"

@@ -42,6 +42,7 @@ from lifecycle_asgi.refusals import (
     REFUSALS,
     ApiError,
     ClientLimitExceeded,
+    MemoryTooLarge,
     Refusal,
     Unauthorised,
     describe,
@@ -424,11 +425,10 @@ class Admission:
         """Count a request of *client*, and refuse one beyond its limit."""
         if self._shares is None:
             return
-        request.leave = self._shares.enter(client)
         try:
-            self._shares.check(client)
-        except ClientLimitExceeded:
-            arrival.count_refusal()
+            request.leave = self._shares.enter(client)
+        except ClientLimitExceeded as refusal:
+            arrival.counted(refusal)
             if self._shadow is None:
                 raise
 
@@ -499,7 +499,7 @@ class Admission:
         certainly need a third more.
 
         Raises:
-            ApiError: 413 for one that certainly needs more than that.
+            MemoryTooLarge: It certainly needs more than that.
         """
         needed = _BODY_COPIES * length + self._correction.bytes(estimate)
         capacity = self._requests.gate.statistics().bytes
@@ -508,13 +508,13 @@ class Admission:
         most = capacity * 4 // 3
         if estimate.certain <= most:
             return capacity
-        self._requests.count_refusal()
         if self._shadow is not None:
+            self._requests.count_refusal()
             return capacity
         what = f"The request needs {size_text(estimate.certain)} of memory"
         limit = f"and this server has {size_text(most)} for one"
         message = f"{what}, {limit}; send less, or smaller media"
-        raise ApiError(413, message, code="request_too_large")
+        raise self._requests.counted(MemoryTooLarge(message))
 
 
 class AdmittedRequest:
@@ -663,6 +663,7 @@ def _make_lanes(
         name: Lane(
             gates.get(name) or gate(**limit, name=f"admission-{name}"),
             shadow=settings.shadow,
+            observer=observer,
         )
         for name, limit in limits.items()
     }

@@ -10,10 +10,11 @@ from functools import partial
 from types import MappingProxyType
 from typing import Final
 
-from lifecycle import Gate, GateFull, GateStatistics, Lease
+from lifecycle import Gate, GateFull, GateStatistics, Lease, Refused
+from lifecycle.events import AdmissionRefused, Observer, guarded
 from lifecycle.lowlevel import DrainRate, event_loop_clock
 from lifecycle_asgi._types import AnyGate
-from lifecycle_asgi.refusals import ClientLimitExceeded
+from lifecycle_asgi.refusals import ClientLimitExceeded, TooManyInFlight
 
 RESERVES: Final = MappingProxyType({"fair": 0.125, "fifo": 0.0})
 """Parts of a gate that one client leaves to the others, by the order."""
@@ -31,12 +32,19 @@ class Lane:
         gate: The gate. In fair order, clients take turns.
         shadow: Refuse no request, like a gate with ``enforce=False``, and count those
             that this lane would have refused.
+        observer: Called with each refusal of this lane that has a reason.
 
     Attributes:
         gate: The gate.
     """
 
-    def __init__(self, gate: AnyGate, *, shadow: bool = False) -> None:
+    def __init__(
+        self,
+        gate: AnyGate,
+        *,
+        shadow: bool = False,
+        observer: Observer | None = None,
+    ) -> None:
         limit = gate.statistics().max_waiting
         self.gate = gate
         self._max_waiting = math.inf if limit is None else limit
@@ -45,6 +53,7 @@ class Lane:
         self._shadow = shadow
         self._refused = 0
         self._drain_rate = DrainRate()
+        self._emit = None if shadow else guarded(observer)
 
     @property
     def name(self) -> str:
@@ -128,13 +137,10 @@ class Lane:
             self.gate.try_admit(bytes=0, key=client).release()
         elif not self.gate.closed:
             # To ask another process, `try_admit` would hold up the event loop.
-            self.count_refusal()
             after = self._drain_rate.retry_after(now.waiting, now.released, _now())
-            raise GateFull(
-                f"gate {self.name!r} is full, and {now.waiting} requests wait for it; "
-                f"retry in {after:.1f} s",
-                retry_after=after,
-            )
+            what = f"gate {self.name!r} is full, and {now.waiting} requests wait for it"
+            how = f"{what}; retry in {after:.1f} s"
+            raise self.counted(GateFull(how, retry_after=after))
 
     def grow(self, lease: Lease, nbytes: int) -> bool:
         """Charge *lease* with *nbytes*, unless that takes more than the capacity."""
@@ -149,22 +155,29 @@ class Lane:
         """Count a request that was refused here, or would have been."""
         self._refused += 1
 
+    def counted(self, refusal: Refused) -> Refused:
+        """Count *refusal*, tell the observer of it, and return it."""
+        self.count_refusal()
+        if self._emit is not None:
+            reason, retry_after = refusal.reason, refusal.retry_after
+            why = partial(AdmissionRefused, reason=reason, retry_after=retry_after)
+            self._emit(why(gate=self.name, slots=0, bytes=0))
+        return refusal
+
     def _check_share(self, client: str) -> None:
         if self._waiting[client] < self._share:
             return  # most come here, and a shared gate reads all workers to be asked
         now = self.gate.statistics()
         if now.waiting >= self._max_waiting:
             return  # a full queue is no client's fault, and the gate's to refuse
-        self.count_refusal()
         if self._shadow:
+            self.count_refusal()
             return
         share = self._waiting[client]
         after = self._drain_rate.retry_after(share, now.released, _now())
-        raise ClientLimitExceeded(
-            f"This client has its share of the queue, which is {share}; wait until one "
-            f"of its requests has been served",
-            retry_after=after,
-        )
+        what = f"This client has its share of the queue, which is {share}"
+        how = f"{what}; wait until one of its requests has been served"
+        raise self.counted(ClientLimitExceeded(how, retry_after=after))
 
     def _patience(
         self, client: str, deadline: float, gate: GateStatistics | None
@@ -202,28 +215,36 @@ class ClientShares:
     def __init__(self, most: int) -> None:
         self._most = most
         self._in_flight: Counter[str] = Counter()
+        self._entered = self._ended = 0
+        self._drain_rate = DrainRate()
 
     def enter(self, client: str) -> Callable[[], None]:
-        """Count a request of *client*; return what its end has to call, once."""
+        """Count a request of *client*; return what its end has to call, once.
+
+        Raises:
+            ClientLimitExceeded: It is one too many, and is not counted.
+        """
+        live, own = self._entered - self._ended, self._in_flight[client]
+        if own >= self._most:
+            # Any request may end next: one in so many is a request of this client.
+            turns = math.ceil(live / own)
+            raise TooManyInFlight(
+                f"This client has {self._most} requests in flight, which is its limit; "
+                f"wait until one of them has ended",
+                retry_after=self._drain_rate.retry_after(turns, self._ended, _now()),
+            )
+        if not live:
+            # An idle time says nothing of how fast requests end.
+            self._drain_rate.restart(self._ended, _now())
+        self._entered += 1
         self._in_flight[client] += 1
         return partial(self._leave, client)
 
     def _leave(self, client: str) -> None:
+        self._ended += 1
         self._in_flight[client] -= 1
         if not self._in_flight[client]:
             del self._in_flight[client]
-
-    def check(self, client: str) -> None:
-        """Refuse the last request that *client* entered with, if it is one too many.
-
-        Raises:
-            ClientLimitExceeded: It is.
-        """
-        if self._in_flight[client] > self._most:
-            raise ClientLimitExceeded(
-                f"This client has {self._most} requests in flight, which is its limit; "
-                f"wait until one of them has ended"
-            )
 
 
 def load_report(lanes: Iterable[Lane]) -> bytes:

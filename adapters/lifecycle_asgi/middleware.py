@@ -33,6 +33,7 @@ from lifecycle_asgi.request import (
     SCOPE_KEY,
     RequestScope,
     ResponseState,
+    allowed_read_ahead,
     declared_length,
     is_bodiless,
     is_handled,
@@ -211,7 +212,7 @@ class LifecycleMiddleware:
         return RequestChannel(
             receive,
             send,
-            read_ahead=_allowed_read_ahead(scope, self._read_ahead),
+            read_ahead=allowed_read_ahead(scope, self._read_ahead),
             disconnect_grace=self._disconnect_grace,
             cancel_delay=self._cancel_delay,
             watch=self._watch(scope, receive, send),
@@ -288,16 +289,8 @@ class LifecycleMiddleware:
         finally:
             # A frame in a traceback that refers to the exception is a cycle, and would
             # keep the application's locals alive until the garbage collector runs.
+            channel.forget()
             del failure
-
-
-def _allowed_read_ahead(scope: Scope, read_ahead: int) -> int:
-    """Return *read_ahead*, or what else is right for this request."""
-    if any(name == b"expect" for name, _ in scope.get("headers", ())):
-        return 0  # the first `receive` asks the client for the body
-    if is_bodiless(scope):
-        return max(read_ahead, 1)  # there is nothing to read but the disconnect
-    return read_ahead
 
 
 async def _send_client_closed(send: Send) -> None:
@@ -398,9 +391,9 @@ class RequestChannel:
         Cancellation:
             Ends the reading. Messages that were read stay available.
         """
-        error: BaseException | None = None
         try:
             await self._read_messages()
+            self._buffer.close()
         except BaseException as failure:  # noqa: ASYNC103 - of `receive`
             stopped = isinstance(failure, anyio.get_cancelled_exc_class())
             # The task keeps what is raised, and on trio the frames of a cancellation
@@ -408,8 +401,7 @@ class RequestChannel:
             if isinstance(failure, _NOT_OF_RECEIVE) or (stopped and self.reading):
                 raise
             # For the application, if it asks: without us, nothing else would call.
-            error = None if stopped else failure
-        self._buffer.close(error)
+            self._buffer.close(None if stopped else failure)
 
     async def _read_messages(self) -> None:
         while await self._wait_space():
@@ -545,6 +537,10 @@ class RequestChannel:
             while (await self._receive())["type"] != DISCONNECT:
                 pass
 
+    def forget(self) -> None:
+        """Drop an error of ``receive``: the application has ended, and asks no more."""
+        self._buffer.error = None
+
     def stop_reading(self) -> None:
         """End `read`: the response is complete, or the application has ended."""
         self._buffer.close()
@@ -561,6 +557,7 @@ class ReceiveBuffer:
 
     Attributes:
         body_taken: Whether the application has got the last part of the body.
+        error: What the server's ``receive`` raised.
         left: Whether the client left while the body was not read.
         read: Bytes of the body that were read.
         listens: Whether the application waits for a message, or has asked for one since
@@ -572,13 +569,13 @@ class ReceiveBuffer:
         "_bytes",
         "_closed",
         "_disconnects",
-        "_error",
         "_max_bytes",
         "_messages",
         "_waiters",
         "_waiting",
         "_wanted",
         "body_taken",
+        "error",
         "left",
         "listens",
         "read",
@@ -593,7 +590,7 @@ class ReceiveBuffer:
         self._closed = False
         self._body_read = False  # only a disconnect can follow
         self._disconnects = self.read = 0
-        self._error: BaseException | None = None
+        self.error: BaseException | None = None
         self.body_taken = self.left = self.listens = False
         self._waiters: dict[Waiter, None] = {}  # in the order in which they came
 
@@ -649,8 +646,8 @@ class ReceiveBuffer:
         self.listens |= looks or self.body_taken
         waited = False
         while not self._messages:
-            if self._error is not None:
-                raise self._error
+            if self.error is not None:
+                raise self.error
             if self._closed:
                 await self._yield_before_disconnect(waited=waited)
                 return {"type": DISCONNECT}
@@ -673,7 +670,7 @@ class ReceiveBuffer:
         """Accept no more messages, because of *error* if there is one."""
         self._closed = True
         self.listens |= self._waiting > 0
-        self._error = self._error or error
+        self.error = self.error or error
         self._notify()
 
     async def _wait_message(self) -> None:

@@ -7,7 +7,7 @@ import logging
 import math
 import secrets
 from collections.abc import Callable, Mapping
-from typing import Any, Final
+from typing import Any, Final, Literal
 from urllib.parse import quote
 
 from lifecycle import CostTooLarge, GateClosed, Refused
@@ -35,6 +35,18 @@ _ANTHROPIC_TYPES: Final = {
 
 class ClientLimitExceeded(Refused):
     """A client has as many requests in flight, or in a queue, as one may have."""
+
+    reason: Literal["client_share", "client_limit"] = "client_share"
+
+
+class TooManyInFlight(ClientLimitExceeded):
+    """A client has as many requests in flight as one may have."""
+
+    reason = "client_limit"
+
+
+class MemoryTooLarge(CostTooLarge):
+    """A request needs more than all memory; its text is for the client."""
 
 
 class Unauthorised(Exception):
@@ -130,6 +142,8 @@ def describe(refusal: Refusal | Unauthorised) -> ApiError:
     if isinstance(refusal, BodyTooLarge):
         message = f"The request body is larger than {refusal.limit} bytes; send less"
         return ApiError(413, message, code="request_too_large")
+    if isinstance(refusal, MemoryTooLarge):
+        return ApiError(413, str(refusal), code="request_too_large")
     if isinstance(refusal, CostTooLarge):
         what = "The request needs more memory than this server admits"
         message = f"{what}; send less, or smaller media"

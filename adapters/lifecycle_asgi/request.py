@@ -357,6 +357,15 @@ def is_bodiless(scope: Scope) -> bool:
     return not any(name in FRAMING for name, _ in scope.get("headers", ()))
 
 
+def allowed_read_ahead(scope: Scope, read_ahead: int) -> int:
+    """Return *read_ahead*, or what else is right for this request."""
+    if any(name == b"expect" for name, _ in scope.get("headers", ())):
+        return 0  # the first `receive` asks the client for the body
+    if is_bodiless(scope):
+        return max(read_ahead, 1)  # there is nothing to read but the disconnect
+    return read_ahead
+
+
 def declared_length(scope: Mapping[str, Any]) -> int | None:
     """Return the declared length of a body, or ``None`` if only reading tells.
 

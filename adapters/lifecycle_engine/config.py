@@ -15,6 +15,7 @@ import inspect
 import re
 import tomllib
 from collections.abc import Iterator, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, Literal, get_args, get_origin, get_type_hints
@@ -22,6 +23,7 @@ from typing import Annotated, Any, Literal, get_args, get_origin, get_type_hints
 from .config_values import (
     Amount,
     Count,
+    Drafts,
     FilePath,
     Form,
     Function,
@@ -357,7 +359,7 @@ class EngineConfig(_Section):
     tp: Count = 1
     graphs: Literal["on", "off", "fake"] | None = None
     buckets: tuple[Count, ...] = ()
-    speculative: Text | None = None
+    speculative: Drafts | None = None
     draft_tokens: Count = 4
     arena_bytes: Size | None = None
     stalled_after: Annotated[float, Form("SECONDS", ge=1)] = 30.0
@@ -429,6 +431,10 @@ def settings_of(section: type[_Section]) -> Iterator[Setting]:
     """Yield the settings of a section, in their order."""
     kinds = get_type_hints(section, include_extras=True)
     helps = dict(_ATTRIBUTE.findall(inspect.getdoc(section) or ""))
+    if not helps:  # under -OO, only the source has docstrings
+        with suppress(OSError):
+            _, docstring, *_ = inspect.getsource(section).split('"""')
+            helps = dict(_ATTRIBUTE.findall(inspect.cleandoc(docstring)))
     for field in dataclasses.fields(section):  # type: ignore[arg-type]
         kind, key = kinds[field.name], field.name
         if type(None) in get_args(kind):

@@ -139,6 +139,14 @@ def _read_function(text: str) -> str:
     return text
 
 
+def _read_drafts(text: str) -> str:
+    if text != "ngram" and text.removeprefix("draft=") in ("", text):
+        # In the words of the engine, which comes to it without a server, too.
+        what = "use ngram, or draft=FOLDER with the checkpoint of a smaller model"
+        raise ValueError(what)
+    return text
+
+
 def _read_network(text: str) -> str:
     # A name would match no address, and all clients would count as one.
     with suppress(ValueError):
@@ -181,6 +189,7 @@ Size = Annotated[int, _SIZE]
 """A number of bytes, as ``2GiB`` or in digits."""
 SomeBytes = Annotated[int, replace(_SIZE, ge=1)]
 Text = Annotated[str, Form("TEXT", _read_text)]
+Drafts = Annotated[str, Form("ngram|draft=FOLDER", _read_drafts)]
 Secret = Annotated[str, Form("KEY", _read_secret, secret=True)]
 Function = Annotated[str, Form("MODULE:NAME", _read_function)]
 """The name of a function; its module is imported when the server is made."""

@@ -8,7 +8,9 @@ from __future__ import annotations
 
 from typing import Literal
 
-Reason = Literal["full", "timeout", "closed", "too_large"]
+Reason = Literal[
+    "full", "timeout", "closed", "too_large", "client_share", "client_limit"
+]
 
 
 class LifecycleError(Exception):

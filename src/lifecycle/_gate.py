@@ -28,6 +28,7 @@ from ._queues import (
 from ._validation import (
     UNCHANGED,
     UNSTATED,
+    brief,
     check,
     check_bool,
     check_callable,
@@ -257,8 +258,9 @@ class Gate(Grantor):
             return "<Gate, not made>"
         now = self._read()  # without the lock: in an error's traceback it may be held
         return (
-            f"<Gate {self.name!r}: {now.slots_in_use} of {now.slots} slots, "
-            f"{now.bytes_in_use} of {now.bytes} bytes, {now.waiting} waiting>"
+            f"<Gate {self.name!r}: {brief(now.slots_in_use)} of {brief(now.slots)} "
+            f"slots, {brief(now.bytes_in_use)} of {brief(now.bytes)} bytes, "
+            f"{now.waiting} waiting>"
         )
 
     # Changes, under the lock.
@@ -356,7 +358,9 @@ class Gate(Grantor):
             longest = self._max_waiting
             if queue.waiting >= longest:
                 why = (
-                    f"its queue of {longest} is full" if longest else "max_waiting is 0"
+                    f"its queue of {brief(longest)} is full"
+                    if longest
+                    else "max_waiting is 0"
                 )
                 refusal = self._retry_later(GateFull, f"is full, and {why}")
                 raise self._refuse(lease, refusal)
@@ -500,8 +504,8 @@ class Gate(Grantor):
             (ticket.bytes, queue.nbytes, "bytes"),
         ):
             if 0 < most < amount:
-                asked.append(f"{amount} {unit}")
-                capacity.append(f"{most} {unit}")
+                asked.append(f"{brief(amount)} {unit}")
+                capacity.append(f"{brief(most)} {unit}")
         return CostTooLarge(
             f"a request of {' and '.join(asked)} can never pass gate {self.name!r} "
             f"of {' and '.join(capacity)}; make it smaller"

@@ -18,7 +18,7 @@ from ._gate_statistics import GateStatistics
 from ._lock import ChangeLock
 from ._owner import owner
 from ._queues import DONE, HELD, Ticket
-from ._validation import NoCopy, check_amount, made_by
+from ._validation import NoCopy, brief, check_amount, made_by
 from .events import AdmissionRefused, Event, LeaseSettled, Observer, guarded
 
 T = TypeVar("T")
@@ -211,13 +211,13 @@ class Lease(Ticket, NoCopy):
     def __del__(self) -> None:
         if self.state == HELD and not sys.is_finalizing():
             self.gate._lose(self)
-            what = f"a lease of {self.slots} slots and {self.bytes} bytes of gate "
-            what += f"{self.gate.name!r} was never released"
+            cost = f"{brief(self.slots)} slots and {brief(self.bytes)} bytes"
+            what = f"a lease of {cost} of gate {self.gate.name!r} was never released"
             self._warn(f"{what}; use it in a with block, or call release()")
 
     def __repr__(self) -> str:
         state = "held" if self.held else "not held"
-        what = f"{self.slots} slots, {self.bytes} bytes"
+        what = f"{brief(self.slots)} slots, {brief(self.bytes)} bytes"
         return f"<Lease of gate {self.gate.name!r}: {what}, {state}>"
 
 

@@ -27,7 +27,7 @@ from typing import (
 )
 
 from ._error_payload import clear_traceback_frames
-from ._validation import NoCopy, check, check_amount, check_callable
+from ._validation import NoCopy, brief, check, check_amount, check_callable
 
 T = TypeVar("T")
 
@@ -119,7 +119,7 @@ class Payload(NoCopy, Generic[T]):
     def __repr__(self) -> str:
         if not hasattr(self, "nbytes"):  # that was refused
             return "<Payload, not made>"
-        return f"<Payload of {self.nbytes} bytes{', taken' if self.taken else ''}>"
+        return f"<Payload of {brief(self.nbytes)} bytes{', taken' * self.taken}>"
 
 
 def strip(payload: MutableMapping[str, Any], *, keep: Iterable[str] = ()) -> None:

@@ -32,6 +32,20 @@ class _Unchanged:
 UNCHANGED: Final[Any] = _Unchanged()
 
 
+def brief(number: object) -> str:
+    """Return a number as errors show it: of a long one, the two ends."""
+    try:
+        text = str(number)
+    except ValueError:  # of thousands of digits
+        return f"a huge {type(number).__name__}"
+    return text if len(text) <= 160 else f"{text[:100]}...{text[-20:]}"
+
+
+def _no_float(name: str, value: object) -> ValueError:
+    what = f"{name} must be seconds that a float can hold, not {brief(value)}"
+    return ValueError(f"{what}; give math.inf for no limit")
+
+
 def check_amount(name: str, value: object) -> int:
     """Return *value* if it is a whole number of 0 or more.
 
@@ -49,7 +63,7 @@ def check_amount(name: str, value: object) -> int:
         kind = type(value).__name__
         raise ValueError(f"{name} must be a whole number, not {kind}")
     if number < 0:
-        raise ValueError(f"{name} must be 0 or more, not {number}")
+        raise ValueError(f"{name} must be 0 or more, not {brief(number)}")
     return number
 
 
@@ -79,6 +93,8 @@ def check_deadline(name: str, value: float, or_none: str = "") -> float:
             return value if isinstance(value, int) else float(value)
     except TypeError:
         raise TypeError(f"{requirement} {type(value).__name__}") from None
+    except OverflowError:
+        raise _no_float(name, value) from None
     if isinstance(value, bool):
         raise TypeError(f"{requirement} bool")
     raise ValueError(f"{requirement} NaN")
@@ -93,7 +109,8 @@ def check_limit(name: str, value: float, or_none: str = "") -> float:
     """Return *value*, a limit for all that comes: a deadline of 0 seconds or more."""
     seconds = check_deadline(name, value, or_none)
     if seconds < 0:
-        raise ValueError(f"{name} must be 0 or more seconds{or_none}, not {value}")
+        what = f"{name} must be 0 or more seconds{or_none}"
+        raise ValueError(f"{what}, not {brief(value)}")
     return seconds
 
 
@@ -160,7 +177,7 @@ def check_int(minimum: int = 0, /, **options: object) -> None:
             kind = type(value).__name__
             raise TypeError(f"{name} must be a whole number, not {kind}")
         if value.__index__() < minimum:
-            raise ValueError(f"{name} must be {minimum} or more, not {value}")
+            raise ValueError(f"{name} must be {minimum} or more, not {brief(value)}")
 
 
 def check_seconds(**options: object) -> None:
@@ -174,7 +191,11 @@ def check_seconds(**options: object) -> None:
         if isinstance(value, bool) or not isinstance(value, Real):
             kind = type(value).__name__
             raise TypeError(f"{name} must be a number of seconds, not {kind}")
-        if not float(value) >= 0:
+        try:
+            valid = float(value) >= 0
+        except OverflowError:
+            raise _no_float(name, value) from None
+        if not valid:
             raise ValueError(f"{name} must be 0 seconds or more, not {value}")
 
 
@@ -199,8 +220,8 @@ def check_reserve(reserve: object, order: str) -> None:
     """
     if isinstance(reserve, bool) or not isinstance(reserve, Real):
         raise TypeError(f"reserve must be a number, not {type(reserve).__name__}")
-    if not 0 <= float(reserve) < 1:
-        raise ValueError(f"reserve must be from 0 to below 1, not {reserve}")
+    if reserve < 0 or not reserve < 1:  # NaN is neither
+        raise ValueError(f"reserve must be from 0 to below 1, not {brief(reserve)}")
     if reserve and order != "fair":
         raise ValueError(f"reserve must be 0 unless order='fair', not {reserve}")
 

@@ -65,7 +65,9 @@ class LeaseSettled(Event):
 class AdmissionRefused(_OfGate):
     """A request was not admitted."""
 
-    reason: Literal["full", "timeout", "closed", "too_large"]
+    reason: Literal[
+        "full", "timeout", "closed", "too_large", "client_share", "client_limit"
+    ]
     retry_after: float | None
 
 

@@ -34,6 +34,7 @@ from lifecycle import (
     managed,
     strip,
 )
+from lifecycle.lowlevel import check_int, check_seconds
 from lifecycle.testing import assert_quiescent
 
 pytestmark = pytest.mark.anyio
@@ -68,6 +69,31 @@ def test_refuses_option_of_gate(odd: dict[str, Any], words: str) -> None:
     """Each is refused where it is given, by its name."""
     with pytest.raises((TypeError, ValueError), match=f"^{words}$"):
         Gate(**{"slots": None} | odd)
+
+
+@pytest.mark.parametrize("number", [10**400, 10**6000], ids=["400", "6000"])
+async def test_shows_a_huge_number_in_brief(number: int) -> None:
+    """A number of hundreds of digits has an error as any other, and a short one."""
+    gate = Gate(slots=2, bytes=number, name="photos")
+    no_float = "must be seconds that a float can hold, not .*; give math.inf for no"
+    with pytest.raises(ValueError, match=f"^max_wait {no_float} limit$") as wait:
+        Gate(slots=None, max_wait=number)
+    with pytest.raises(ValueError, match=f"^max_wait {no_float} limit$"):
+        await gate.admit(max_wait=-number)
+    with pytest.raises(ValueError, match=f"^it {no_float} limit$"):
+        check_seconds(it=number)
+    with pytest.raises(ValueError, match="^reserve must be from 0 to below 1, "):
+        Gate(slots=None, order="fair", reserve=number)
+    with pytest.raises(ValueError, match="^slots must be 0 or more, not ") as amount:
+        gate.try_admit(slots=-number)
+    with pytest.raises(ValueError, match="^it must be 0 or more, not ") as option:
+        check_int(it=-number)
+    with pytest.raises(CostTooLarge, match="can never pass gate 'photos' of ") as cost:
+        gate.try_admit(slots=number, bytes=2 * number)
+    with gate.try_admit(bytes=number) as lease:
+        errors = [it.value for it in (wait, amount, option, cost)]
+        shown = [gate, lease, Payload("", nbytes=number), *errors]
+        assert [type(it) for it in shown if len(str(it)) > 650] == []
 
 
 def test_names_the_limits_of_a_gate() -> None:

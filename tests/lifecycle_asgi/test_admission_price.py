@@ -218,7 +218,9 @@ async def test_shares_a_gate_with_other_work() -> None:
     assert app.bodies == [BODY]
 
 
-async def test_takes_all_of_a_shared_gate_that_is_small() -> None:
+async def test_takes_all_of_a_shared_gate_that_is_small(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
     """A body and a guess are no reason to refuse for ever; what is known is."""
     app, room = Application(), Gate(bytes=50)
     estimates = [
@@ -236,6 +238,9 @@ async def test_takes_all_of_a_shared_gate_that_is_small() -> None:
     assert server.status == 413
     said = "needs 67 B of memory, and this server has 66 B for one; send less"
     assert said in server.sent[1]["body"].decode()
+    (record,) = caplog.records  # as each refusal
+    logged = record.getMessage()
+    assert "413 request_too_large: The request " + said in logged
 
 
 def test_names_the_lanes_there_are() -> None:

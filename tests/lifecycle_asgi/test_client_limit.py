@@ -10,6 +10,8 @@ import anyio
 import pytest
 from asgi_kit import ScriptedServer, http_scope
 
+from lifecycle.events import AdmissionRefused
+from lifecycle.testing import simulate
 from lifecycle_asgi import Admission, ClientIdentity
 
 pytestmark = pytest.mark.anyio
@@ -34,6 +36,14 @@ class Busy:
             raise self.error
         await send({"type": "http.response.start", "status": 200, "headers": []})
         await send({"type": "http.response.body", "body": b"fine"})
+
+
+class Slow(Busy):
+    """One that takes 20 seconds."""
+
+    async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
+        await anyio.sleep(20)
+        await super().__call__(scope, receive, send)
 
 
 def by(
@@ -88,6 +98,53 @@ async def test_refuses_one_request_more_than_the_limit_and_no_other_client() -> 
     error = json.loads(refused.body)["error"]
     assert (error["type"], error["code"]) == ("rate_limit_error", "rate_limit_exceeded")
     assert "canary" not in error["message"]
+
+
+@pytest.mark.parametrize("shadow", [False, True])
+async def test_gives_a_reason_of_its_own(shadow: bool) -> None:
+    """It is neither a full queue nor a share of one; in shadow nothing is refused."""
+    busy, events = Busy(), list[Any]()
+    app = limited(busy, 1, observer=events.append, shadow=shadow)
+    with anyio.fail_after(120):
+        async with anyio.create_task_group() as tasks:
+            tasks.start_soon(call, app, by("mine"))
+            await anyio.wait_all_tasks_blocked()
+            tasks.start_soon(call, app, by("mine"))
+            await anyio.wait_all_tasks_blocked()
+            assert busy.inside == 1 + shadow
+            busy.go.set()
+    refused = [it for it in events if isinstance(it, AdmissionRefused)]
+    found = [(it.gate, it.reason) for it in refused]
+    assert found == [("admission-bodies", "client_limit")] * (not shadow)
+
+
+@pytest.mark.parametrize("others", [0, 3])
+def test_says_when_a_request_of_the_client_will_have_ended(others: int) -> None:
+    """`Retry-After` is what requests take by now, give or take a half, not a second."""
+
+    async def serve_and_refuse() -> list[int]:
+        slow = Slow()
+        slow.go.set()
+        app = limited(slow, 1, client=KEYS)
+        await anyio.sleep(3600)  # an idle time, which says nothing
+        found = []
+        async with anyio.create_task_group() as tasks:
+
+            async def keep_asking(name: str) -> None:
+                for _ in range(5):
+                    await call(app, by(name))
+
+            for name in ["mine", "other", "a", "b"][: others + 1]:
+                tasks.start_soon(keep_asking, name)
+                await anyio.sleep(5)
+            await anyio.sleep(50)
+            for _ in range(5):
+                refused = await call(app, by("mine"))
+                found.append(int(dict(refused.sent[0]["headers"])[b"retry-after"]))
+        return found
+
+    found = simulate(serve_and_refuse, seed=1).value
+    assert all(7 <= seconds <= 40 for seconds in found), found
 
 
 @pytest.mark.parametrize("end", ["answer", "failure", "cancellation"])

@@ -6,6 +6,7 @@ import contextvars
 import gc
 import time
 import weakref
+from contextlib import suppress
 from functools import partial
 from typing import Any
 
@@ -16,7 +17,7 @@ from asgi_kit import ScriptedServer, alone, http_scope
 from starlette.middleware.base import BaseHTTPMiddleware
 from starlette.responses import StreamingResponse
 
-from lifecycle_asgi import LifecycleMiddleware, RequestEnded, request_of
+from lifecycle_asgi import Admission, LifecycleMiddleware, RequestEnded, request_of
 from lifecycle_asgi.events import log_failures
 
 pytestmark = pytest.mark.anyio
@@ -505,3 +506,43 @@ async def test_names_a_failure_in_the_log_as_its_response_does(caplog) -> None:
     with pytest.raises(OSError, match="^$"):
         await call(LifecycleMiddleware(app, observer=log_failures), ScriptedServer())
     assert "request a.1 (http) failed with OSError" in caplog.text
+
+
+class Picture:
+    """What a frame holds while its request runs."""
+
+
+@pytest.mark.parametrize("inner", [LifecycleMiddleware, Admission])
+@pytest.mark.parametrize("asks", ["once", "caught", "never"])
+async def test_keeps_nothing_of_a_request_that_the_server_fails(
+    inner: Any, asks: str
+) -> None:
+    """An error of its ``receive`` takes the frames with it, collector or not."""
+    alive: list[Any] = []
+
+    def hold() -> Picture:
+        picture = Picture()
+        alive.append(weakref.ref(picture))
+        return picture
+
+    async def receive() -> Any:
+        held = hold()  # noqa: F841 - by this frame
+        raise OSError("reset")
+
+    async def app(_: Any, receive: Any, __: Any) -> None:
+        held = hold()  # noqa: F841 - by this frame
+        await anyio.lowlevel.checkpoint()
+        for _ in range(("never", "once", "caught").index(asks)):
+            with suppress(OSError if asks == "caught" else ()):
+                await receive()
+
+    options: Any = {"environment": {}} if inner is Admission else {}
+    gc.disable()
+    try:
+        with suppress(OSError):
+            await inner(app, **options)(http_scope(), receive, ScriptedServer().send)
+        for _ in range(3):  # the event loop holds its last tasks for a moment
+            await anyio.lowlevel.checkpoint()
+        assert {ref() for ref in alive} == {None}
+    finally:
+        gc.enable()

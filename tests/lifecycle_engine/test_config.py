@@ -105,6 +105,7 @@ def test_reads_every_setting_from_every_source(setting: Any, tmp_path: Path) -> 
     texts |= {"[fair|fifo]": ["fifo", "fair"]}
     texts |= {"[failures|json|console]": ["json", "console"]}
     texts |= {"[auto|float32|bfloat16|float16]": ["auto", "float32"]}
+    texts |= {"ngram|draft=FOLDER": ["ngram", "draft=small"]}
     texts |= {"ADDRESS": ["10.0.0.1", "10.0.0.2"], "": ["true", "false"]}
     texts |= {"MODULE:NAME": ["a:b", "a.b:c"], "HOST:PORT": ["[::1]:80", "unix:/a"]}
     default = ["9", "10", "11"]
@@ -192,6 +193,11 @@ def test_reads_sizes_with_units(text: str, size: int) -> None:
             {"http_remote_images": "maybe"},
             "'maybe' is refused: input should be a valid boolean, unable to interpret input; give true or false",
         ),
+        (
+            {"engine_speculative": "-x"},
+            "--speculative: '-x' is refused: use ngram, or draft=FOLDER with the ",
+        ),
+        ({"engine_speculative": "draft="}, "checkpoint of a smaller model"),
         ({"engine_kv_slots": "7"}, "--kv-slots: 7 cannot hold a batch of 8; give 8"),
         (
             {"engine_buckets": "0"},
@@ -842,6 +848,15 @@ def test_settings_without_effect_are_refused(
     )
     with pytest.raises(ConfigError, match=words):
         make_app(config)
+
+
+def test_helps_without_docstrings() -> None:
+    """`-OO` takes them away, and the text of each setting stays what it is."""
+    code = "from lifecycle_engine.config import SETTINGS\n"
+    code += "for each in SETTINGS: print(each.help)"
+    argv = [sys.executable, "-OO", "-c", code]
+    shown = subprocess.run(argv, capture_output=True, text=True, check=True).stdout
+    assert shown.splitlines() == [setting.help for setting in SETTINGS]
 
 
 def test_server_hands_its_settings_on(tmp_path: Path) -> None:

@@ -32,6 +32,7 @@ from lifecycle._queues import DONE, HELD, WAITING, Wakeable
 from lifecycle._validation import (
     UNCHANGED,
     UNSTATED,
+    brief,
     check,
     check_capacity,
     check_cost,
@@ -315,7 +316,8 @@ class SharedGate(Grantor):
         check_priority(priority)
         check(key is None or isinstance(key, str), "key must be a string or None", key)
         if max(slots, nbytes) >= _MOST:
-            raise ValueError(f"a cost must be below {_MOST}, not {max(slots, nbytes)}")
+            given = brief(max(slots, nbytes))
+            raise ValueError(f"a cost must be below {_MOST}, not {given}")
         self._join(5)
         lease = new_lease(self, slots, nbytes, key)
         lease.priority, lease.number = priority, next(self._numbers)

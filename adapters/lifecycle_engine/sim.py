@@ -195,8 +195,8 @@ def _contents(prompt: Prompt) -> PrefixContents:
 END = 256
 _BYTES = {byte: bytes([byte]) for byte in range(256)}
 _FLOATS = BYTES_PER_PIXEL // 4
-# Pixels of the strips that an image is converted in.
-_STRIP = 2**16
+# Header lines of a PPM: its format, its size and the largest value.
+_HEADER_LINES = 3
 
 
 class SimProcessor:
@@ -248,18 +248,40 @@ class SimProcessor:
             decode.size(data, at, max_pixels=self._max_pixels)
             for at, data in enumerate(encoded, 1)
         ]
-        count = sum(w * h for w, h in sizes)
-        buffer: np.ndarray = self._empty((count, _FLOATS), np.float32)
+        pixels = sum(w * h for w, h in sizes)
+        buffer: np.ndarray = self._empty((pixels, _FLOATS), np.float32)
         row = 0
         for at, data in enumerate(encoded, 1):
             image = decode.decode(data, at, max_pixels=self._max_pixels)
-            height = max(1, _STRIP // image.width)
-            for top in range(0, image.height, height):
-                bottom = min(top + height, image.height)
-                strip = image.crop((0, top, image.width, bottom))
-                floats = np.divide(np.asarray(strip), np.float32(255)).reshape(-1, 3)
-                pixels = buffer[row : row + len(floats)]
-                pixels[:, :3] = floats
-                pixels[:, 3:] = floats
-                row += len(floats)
+            count = image.width * image.height
+            rows: Any = _PixelWriter(buffer[row : row + count])
+            image.save(rows, "PPM")
+            row += count
         return buffer
+
+
+class _PixelWriter:
+    """A file object that writes the rows of a saved image into a float array.
+
+    Pillow exports rows without a copy of the image only when it saves one. Converting
+    the whole image would need its bytes and a float copy at once, six times its size;
+    cropping strips would allocate an image for each.
+
+    Args:
+        target: ``(pixels, 6)``; each pixel's RGB is written twice.
+    """
+
+    def __init__(self, target: np.ndarray) -> None:
+        self._remaining = target
+        self._lines = 0
+
+    def write(self, data: bytes) -> None:
+        """Write whole rows, after a header of three lines."""
+        if self._lines < _HEADER_LINES:
+            self._lines += data.count(b"\n")
+            return
+        rgb = np.frombuffer(data, np.uint8).reshape(-1, 3)
+        piece, self._remaining = np.split(self._remaining, [len(rgb)])
+        floats = np.divide(rgb, np.float32(255))
+        piece[:, :3] = floats
+        piece[:, 3:] = floats

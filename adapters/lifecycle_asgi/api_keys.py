@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import binascii
+from base64 import b64decode
 from collections.abc import Iterable
 from typing import Any, Final
 
@@ -54,3 +56,17 @@ class ApiKeys:
         given = getattr(args, "api_key", None) or [self._server_key]
         keys = [given] if isinstance(given, str) else given
         return [key for key in keys if isinstance(key, str) and key]
+
+
+def with_basic(scope: Scope) -> Scope:
+    """Return *scope* with the password of Basic as a key: browsers ask for one."""
+    headers = list(scope["headers"])
+    for name, value in scope["headers"]:
+        scheme, _, given = bytes(value).partition(b" ")
+        if name == b"authorization" and scheme.lower() == b"basic":
+            try:
+                password = b64decode(given, validate=True).partition(b":")[2]
+            except binascii.Error:
+                continue
+            headers.append((b"x-api-key", password))
+    return {"headers": headers}

@@ -57,6 +57,7 @@ class ClientIdentity:
 
     Raises:
         TypeError: *keys* is a single string, each letter of which would be a key.
+        ValueError: A key is empty, as of a variable that is not set.
     """
 
     def __init__(self, keys: Iterable[str] = ()) -> None:
@@ -66,6 +67,8 @@ class ClientIdentity:
         self._salt = secrets.token_bytes(16)
         self._issued: dict[bytes, bytes] = {}
         for key in keys:
+            if not key:
+                raise ValueError("a key is empty, and anybody has that; leave it out")
             client = self.digest(key.encode())
             self._issued[client] = client
             with suppress(UnicodeEncodeError):  # as vLLM expects them in a header

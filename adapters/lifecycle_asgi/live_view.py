@@ -13,7 +13,7 @@ import json
 import re
 import secrets
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any, Final
@@ -24,8 +24,9 @@ import anyio
 from lifecycle.debug import who_holds
 from lifecycle.lowlevel import owner
 from lifecycle_asgi._types import AnyGate, App, Message, Receive, Scope, Send
+from lifecycle_asgi.api_keys import with_basic
 from lifecycle_asgi.events import LIVE_KEY, LiveRequest, LiveRequests
-from lifecycle_asgi.limits import client_address
+from lifecycle_asgi.limits import ClientIdentity, client_address
 from lifecycle_asgi.live_snapshot import (
     Snapshots,
     cancel,
@@ -117,9 +118,12 @@ class LiveView:
         app: The application to wrap.
         gates: Gates to show before a request comes to them.
         engine: Returns ``health``, ``incarnation`` and ``pid`` of an engine.
-        allow: Whether the sender of a scope may look. Default: clients on this machine
-            that no proxy has forwarded.
-        cancel: Whether viewers may cancel requests.
+        keys: Keys of operators: a viewer sends one of them as ``Bearer``, in
+            ``x-api-key``, or as the password that a browser asks for.
+        allow: Whether the sender of a scope may look, in place of *keys*. Default:
+            clients on this machine that no proxy has forwarded.
+        cancel: Whether viewers may cancel requests. Needs *keys*, or an *allow* of your
+            own: a proxy on this machine lends its address to every client.
         client: Returns what identifies a client, as that of an `Admission`, or a name
             for it. Default: `client_address`. Of a `ClientIdentity`, part of the hash
             is shown, and no key.
@@ -127,7 +131,9 @@ class LiveView:
         limits: When a warning is due.
 
     Raises:
-        ValueError: *path* does not begin with a slash, or ends with one.
+        TypeError: *keys* is a single string, each letter of which would be a key.
+        ValueError: *path* does not begin with a slash, or ends with one; *keys* and
+            *allow* are both given; or *cancel* without either.
     """
 
     def __init__(
@@ -136,7 +142,8 @@ class LiveView:
         *,
         gates: Iterable[AnyGate] = (),
         engine: Callable[[], Mapping[str, Any]] | None = None,
-        allow: Callable[[Scope], bool] = local_client,
+        keys: Sequence[str] = (),
+        allow: Callable[[Scope], bool] | None = None,
         cancel: bool = False,
         client: Callable[[Scope], bytes | str] = client_address,
         path: str = "/_lifecycle",
@@ -146,12 +153,21 @@ class LiveView:
             raise ValueError(
                 f"path is {path!r}; it needs a slash in front, none behind"
             )
+        given = _holds_key(keys)
+        if given and allow:
+            raise ValueError("keys and allow are both given; one says who may look")
+        if cancel and not (given or allow):
+            raise ValueError(
+                "cancel is True, for every client with an address of this machine, as "
+                "behind a proxy; add keys=[...], or a function as allow"
+            )
         self._app = app
         self._requests = LiveRequests(gates, client)
         self._pages = LivePages(
             self._requests,
             engine=engine,
-            allow=allow,
+            allow=given or allow or local_client,
+            challenge=given is not None,
             cancel=cancel,
             path=path,
             limits=limits,
@@ -196,6 +212,14 @@ class LiveView:
             scope.pop(LIVE_KEY, None)
 
 
+def _holds_key(keys: Sequence[str]) -> Callable[[Scope], bool] | None:
+    """Return whether a scope has one of *keys*; ``None`` if there are none."""
+    identity = ClientIdentity(keys)
+    if not keys:
+        return None
+    return lambda scope: identity.issued(with_basic(scope)) is not None
+
+
 class LivePages:
     """What a `LiveView` serves, as an application, for requests that others note.
 
@@ -203,7 +227,8 @@ class LivePages:
         requests: The requests to show.
         engine: As of `LiveView`.
         allow: As of `LiveView`.
-        cancel: As of `LiveView`.
+        cancel: Whether viewers may cancel requests.
+        challenge: Whether a browser that may not look asks for a key.
         path: As of `LiveView`.
         limits: As of `LiveView`.
 
@@ -218,6 +243,7 @@ class LivePages:
         engine: Callable[[], Mapping[str, Any]] | None,
         allow: Callable[[Scope], bool],
         cancel: bool,
+        challenge: bool = False,
         path: str = "/_lifecycle",
         limits: WarningLimits | None = None,
     ) -> None:
@@ -225,6 +251,7 @@ class LivePages:
         self._snapshots = Snapshots(requests, limits or WarningLimits(), engine)
         self._allow = allow
         self._cancel_allowed = cancel
+        self._challenge = challenge
         self._token = secrets.token_urlsafe(24)
         self._asked_holders = 0.0
         self._page, self._page_headers = _read_page()
@@ -247,7 +274,10 @@ class LivePages:
             Passes through.
         """
         method, path = scope["method"], scope["path"]
-        if not self._allow(scope):
+        if not self._allow(scope) and self._challenge:
+            basic = [(b"www-authenticate", b'Basic realm="lifecycle"')]
+            await _answer(send, 401, b"Send a key of the live view", more=basic)
+        elif not self._allow(scope):
             what = (
                 "The live view is for clients on the machine of the server; ask there"
             )
@@ -317,7 +347,9 @@ class LivePages:
     async def _cancel(self, id_: str, send: Send) -> None:
         found = find(self._requests, id_)
         if not self._cancel_allowed:
-            await _answer(send, 403, b"Cancelling is off; make LiveView(cancel=True)")
+            await _answer(
+                send, 403, b"Cancelling is off; make LiveView(cancel=True, keys=[...])"
+            )
         elif found is None:
             await _answer(send, 404, b"No request with this id is running")
         elif not is_cancellable(found):

@@ -13,7 +13,13 @@ from typing import Any
 import anyio
 
 from lifecycle import Gate, SessionRegistry
-from lifecycle_asgi import LifecycleMiddleware, LiveView, WarningLimits, request_of
+from lifecycle_asgi import (
+    LifecycleMiddleware,
+    LiveView,
+    WarningLimits,
+    local_client,
+    request_of,
+)
 
 MIB = 2**20
 pictures = Gate(bytes=64 * MIB, name="pictures")
@@ -126,6 +132,7 @@ def engine() -> dict[str, Any]:
 app = LiveView(
     LifecycleMiddleware(plain),
     engine=engine,
+    allow=local_client,
     cancel=True,
     limits=WarningLimits(overdue_s=0.5),
 )

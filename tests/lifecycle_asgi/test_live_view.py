@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import time
+from base64 import b64encode
 from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
@@ -280,6 +281,51 @@ async def test_answers_only_clients_that_are_allowed() -> None:
     assert (await ask(away, "/_lifecycle/snapshot", method="GET")).status == 204
     with pytest.raises(ValueError, match="slash"):
         LiveView(app, path="live/")
+
+
+def signed(scheme: bytes, text: bytes) -> list[tuple[bytes, bytes]]:
+    """Headers of a viewer that has a key."""
+    return [(b"authorization", scheme + b" " + text)]
+
+
+@pytest.mark.anyio
+async def test_shows_and_cancels_for_those_who_have_a_key() -> None:
+    """A key counts from anywhere, and an address of this machine for nothing."""
+    view = LiveView(plain_app, keys=["first", "second"], cancel=True)
+    given: list[tuple[list[tuple[bytes, bytes]], int]] = [
+        ([(b"host", b"127.0.0.1")], 401),
+        (signed(b"Bearer", b"third"), 401),
+        (signed(b"Basic", b64encode(b"me:third")), 401),
+        (signed(b"Basic", b"first"), 401),
+        (signed(b"Bearer", b"first"), 200),
+        (signed(b"basic", b64encode(b"me:second")), 200),
+        ([(b"x-api-key", b"second")], 200),
+    ]
+    for headers, status in given:
+        scope: dict[str, Any] = {"headers": headers, "client": ("127.0.0.1", 1)}
+        for path in ("", "/snapshot"):
+            server = await ask(view, f"/_lifecycle{path}", method="GET", **scope)
+            assert server.status == status, (headers, path)
+            asked = dict(server.sent[0]["headers"]).get(b"www-authenticate")
+            assert asked == (b'Basic realm="lifecycle"' if status == 401 else None)
+    seen = await ask(view, "/_lifecycle/snapshot", method="GET", **scope)
+    token = (b"x-lifecycle-token", json.loads(seen.body)["token"].encode())
+    refused = await ask(view, "/_lifecycle/cancel", headers=[token])
+    assert refused.status == 401
+    allowed = await ask(view, "/_lifecycle/cancel", headers=[token, *headers])
+    assert allowed.status == 404  # there is no such request
+
+
+def test_cancels_for_no_address() -> None:
+    """Behind a proxy on the same machine, every client has one of this machine."""
+    with pytest.raises(ValueError, match="proxy; add keys"):
+        LiveView(plain_app, cancel=True)
+    with pytest.raises(ValueError, match="both given"):
+        LiveView(plain_app, keys=["key"], allow=local_client)
+    with pytest.raises(ValueError, match="a key is empty"):
+        LiveView(plain_app, keys=[""])
+    with pytest.raises(TypeError, match="several keys"):
+        LiveView(plain_app, keys="key")
 
 
 @pytest.mark.anyio

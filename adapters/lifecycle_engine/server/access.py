@@ -7,15 +7,13 @@ that the page was loaded by (DNS rebinding), and ``Origin`` is the page itself (
 
 from __future__ import annotations
 
-import binascii
 import ipaddress
-from base64 import b64decode
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
 from typing import Any, Final
 from urllib.parse import urlsplit
 
-from lifecycle_asgi.api_keys import ApiKeys
+from lifecycle_asgi.api_keys import ApiKeys, with_basic
 from lifecycle_asgi.refusals import ApiError
 from lifecycle_asgi.request import HOST
 
@@ -155,7 +153,7 @@ class AccessControl:
         if self._keys is None:
             return
         if self._operator:
-            if not self._keys.accept(_with_basic(scope)):
+            if not self._keys.accept(with_basic(scope)):
                 raise _no_key("admin key", "Bearer KEY, or Basic with it as password")
         elif scope["path"] not in _OPEN and not self._keys.accept(scope):
             raise _no_key("API key", "Bearer KEY, or in x-api-key")
@@ -164,20 +162,6 @@ class AccessControl:
 def _no_key(what: str, how: str) -> ApiError:
     message = f"A valid {what} is needed; send it as Authorization: {how}"
     return ApiError(401, message, code="invalid_api_key", retry=False)
-
-
-def _with_basic(scope: Any) -> dict[str, Any]:
-    """Return *scope* with the password of Basic as a key: browsers ask for one."""
-    headers = list(scope["headers"])
-    for name, value in scope["headers"]:
-        scheme, _, given = bytes(value).partition(b" ")
-        if name == b"authorization" and scheme.lower() == b"basic":
-            try:
-                password = b64decode(given, validate=True).partition(b":")[2]
-            except binascii.Error:
-                continue
-            headers.append((b"x-api-key", password))
-    return {"headers": headers}
 
 
 def _name_of(host: bytes | None) -> str | None:

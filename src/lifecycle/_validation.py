@@ -196,7 +196,8 @@ def check_seconds(**options: object) -> None:
         except OverflowError:
             raise _no_float(name, value) from None
         if not valid:
-            raise ValueError(f"{name} must be 0 seconds or more, not {value}")
+            what = f"{name} must be 0 seconds or more"
+            raise ValueError(f"{what}, not {brief(value)}")
 
 
 def check_choice(choices: Collection[object], /, **options: object) -> None:
@@ -223,7 +224,8 @@ def check_reserve(reserve: object, order: str) -> None:
     if reserve < 0 or not reserve < 1:  # NaN is neither
         raise ValueError(f"reserve must be from 0 to below 1, not {brief(reserve)}")
     if reserve and order != "fair":
-        raise ValueError(f"reserve must be 0 unless order='fair', not {reserve}")
+        what = "reserve must be 0 unless order='fair'"
+        raise ValueError(f"{what}, not {brief(reserve)}")
 
 
 def check_priority(priority: object) -> None:

@@ -8,6 +8,7 @@ import pickle
 import re
 from collections.abc import Awaitable, Callable
 from decimal import Decimal
+from fractions import Fraction
 from functools import partial
 from typing import Any
 
@@ -84,6 +85,10 @@ async def test_shows_a_huge_number_in_brief(number: int) -> None:
         check_seconds(it=number)
     with pytest.raises(ValueError, match="^reserve must be from 0 to below 1, "):
         Gate(slots=None, order="fair", reserve=number)
+    with pytest.raises(ValueError, match="^reserve must be 0 unless order='fair', "):
+        Gate(slots=None, reserve=Fraction(1, number))
+    with pytest.raises(ValueError, match=r"^it must be 0 seconds or more, .{,130}$"):
+        check_seconds(it=-(10**300))
     with pytest.raises(ValueError, match="^slots must be 0 or more, not ") as amount:
         gate.try_admit(slots=-number)
     with pytest.raises(ValueError, match="^it must be 0 or more, not ") as option:

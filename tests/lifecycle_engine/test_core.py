@@ -17,7 +17,7 @@ from lifecycle_engine.core.request import (
     parse_request,
 )
 from lifecycle_engine.core.scheduler import choose_preemption
-from lifecycle_engine.core.slots import ImageSpan, PrefixContents
+from lifecycle_engine.core.slots import ImageSpan, KVSlotCache, PrefixContents
 from lifecycle_zmq import RequestRejected
 
 RUNNER = SimRunner(max_length=64)
@@ -257,6 +257,19 @@ def test_any_order_of_pushes_removes_and_pops_balances(
             waiting.remove((owner, taken))
         assert sorted(queue) == sorted(each for _, each in waiting)
         assert len(queue) == len(waiting)
+
+
+def test_gives_no_slot_to_two_tasks() -> None:
+    """A slot that is freed twice is an error, with and without ``-O``."""
+    slots = KVSlotCache(RUNNER)
+    request = parse_request(GOOD, {}, RUNNER)
+    first, second = Task("a", request, 0, None), Task("b", request, 0, None)
+    slots.acquire(first)
+    second.slot = first.slot
+    slots.release(first)
+    with pytest.raises(RuntimeError, match="^slot 0 was freed before$"):
+        slots.release(second)
+    assert slots.report()["slots_free"] == RUNNER.slots
 
 
 # A prompt as pieces: words, or images of one to three tokens each.

@@ -88,7 +88,8 @@ class KVSlotCache:
         self._free(slot)
 
     def _free(self, slot: int) -> None:
-        assert slot not in self._unused, f"slot {slot} was freed before"
+        if slot in self._unused:
+            raise RuntimeError(f"slot {slot} was freed before")
         heapq.heappush(self._unused, slot)
         try:
             self._runner.free(slot)

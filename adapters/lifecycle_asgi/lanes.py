@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
 from functools import partial
+from pathlib import Path
 from types import MappingProxyType
-from typing import Final
+from typing import Any, Final
 
 from lifecycle import Gate, GateFull, GateStatistics, Lease
+from lifecycle.events import Observer
 from lifecycle.lowlevel import DrainRate, event_loop_clock
 from lifecycle_asgi._types import AnyGate
+from lifecycle_asgi.admission_settings import AdmissionSettings
 from lifecycle_asgi.refusals import ClientLimitExceeded
 
 RESERVES: Final = MappingProxyType({"fair": 0.125, "fifo": 0.0})
@@ -190,6 +193,65 @@ class Lane:
         # Each of the others comes as often before it as it has come itself.
         own = self._waiting[client]
         return sum(min(own, count) for count in self._waiting.values())
+
+
+def make_lanes(
+    settings: AdmissionSettings,
+    nbytes: int,
+    gates: Mapping[str, AnyGate],
+    observer: Observer | None,
+) -> dict[str, Lane]:
+    """Return the lanes of `Admission`, in the order in which a request passes them.
+
+    Args:
+        settings: Of all lanes.
+        nbytes: Bytes that they divide.
+        gates: For some lanes, by their names.
+        observer: Of the gates made here.
+
+    Raises:
+        ValueError: There is no lane of such a name, or no use for one with ``"auto"``.
+    """
+    small, bodies, requests = shares(nbytes)
+    limits: dict[str, dict[str, Any]] = {
+        "small": {"bytes": small},
+        "bodies": {"bytes": bodies},
+        "requests": {"bytes": requests, "slots": settings.media_slots},
+    }
+    if settings.slots or "slots" in gates:
+        limits["slots"] = {"slots": settings.slots}
+    if unknown := gates.keys() - limits:
+        raise ValueError(f"no lane {sorted(unknown)}; there are {', '.join(limits)}")
+    if settings.bytes == "auto" and (given := sorted(gates.keys() - {"slots"})):
+        raise ValueError(
+            f"bytes='auto' resizes the lanes of this Admission alone, and gates= gives "
+            f"{', '.join(given)}; give a number of bytes, or leave those gates out"
+        )
+    gate: Callable[..., AnyGate] = Gate
+    if settings.shared is not None:
+        gate = partial(_shared, settings.shared)
+    gate = partial(
+        gate,
+        max_waiting=settings.max_waiting,
+        max_wait=settings.max_wait,
+        order=settings.order,
+        reserve=RESERVES[settings.order],
+        enforce=not settings.shadow,
+        observer=observer,
+    )
+    return {
+        name: Lane(
+            gates.get(name) or gate(**limit, name=f"admission-{name}"),
+            shadow=settings.shadow,
+        )
+        for name, limit in limits.items()
+    }
+
+
+def _shared(folder: str, *, name: str, **options: Any) -> AnyGate:
+    from lifecycle.shared import SharedGate  # starts no thread before a request
+
+    return SharedGate(Path(folder, name), name=name, **options)
 
 
 class ClientShares:

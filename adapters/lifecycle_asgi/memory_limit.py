@@ -28,10 +28,12 @@ class MemoryLimit:
     Attributes:
         bytes: In bytes.
         owner: Whose memory it is, in words.
+        stat: The file that says what is in use of it, if it is that of a cgroup.
     """
 
     bytes: int
     owner: str
+    stat: Path | None = None
 
     @property
     def budget(self) -> int:
@@ -48,7 +50,8 @@ def memory_limit(root: Path = Path("/")) -> MemoryLimit | None:
     Args:
         root: Folder with ``proc`` and ``sys``.
     """
-    found = [MemoryLimit(each, "this cgroup") for each in _group_limits(root)]
+    groups = _group_limits(root)
+    found = [MemoryLimit(most, "this cgroup", stat) for most, stat in groups]
     machine = _machine_bytes()
     if machine is not None:
         found.append(MemoryLimit(machine, "this machine"))
@@ -129,7 +132,7 @@ def size_text(nbytes: float) -> str:
     return f"{nbytes:.1f} GiB"
 
 
-def _group_limits(root: Path) -> Iterator[int]:
+def _group_limits(root: Path) -> Iterator[tuple[int, Path]]:
     try:
         mine = root / "proc" / "self" / "cgroup"
         groups = mine.read_text("utf-8", "surrogateescape")  # names are any bytes
@@ -145,10 +148,10 @@ def _group_limits(root: Path) -> Iterator[int]:
         # A container may see its own group as the root, and name it as the host does.
         path = PurePosixPath(name)
         for group in (path, *path.parents):
-            inside = group.relative_to("/")
-            limit = _read(root / "sys" / "fs" / "cgroup" / folder / inside / file)
+            inside = root / "sys/fs/cgroup" / folder / group.relative_to("/")
+            limit = _read(inside / file)
             if limit is not None:
-                yield limit
+                yield limit, inside / "memory.stat"
 
 
 def _read(file: Path) -> int | None:

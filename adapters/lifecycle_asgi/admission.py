@@ -28,13 +28,7 @@ from lifecycle_asgi.body import (
     ClientLeft,
     RequestBody,
 )
-from lifecycle_asgi.lanes import (
-    ClientShares,
-    Lane,
-    load_report,
-    make_lanes,
-    shares,
-)
+from lifecycle_asgi.lanes import ClientShares, Lane, load_report, make_lanes, shares
 from lifecycle_asgi.learned_budget import LearnedBudget
 from lifecycle_asgi.limits import ClientIdentity, client_timeout
 from lifecycle_asgi.media_body import BodyEstimator
@@ -207,7 +201,7 @@ class Admission:
         self._answer = answer or _answer
         self._reading: set[BodyReader | Refusing] = set()
         self._correction = Correction(floor=_FLOOR, ceiling=_CEILING)
-        nbytes = settings.budget
+        nbytes, room = settings.budget, settings.budget // _ROOM
         self._lanes = _exported_lanes(settings, nbytes, gates or {}, observer)
         self._small, self._bodies = self._lanes["small"], self._lanes["bodies"]
         self._requests, self._slots = self._lanes["requests"], self._lanes.get("slots")
@@ -234,9 +228,7 @@ class Admission:
         if delay is None:
             named = settings.profile if isinstance(settings.profile, str) else "default"
             delay = _SECONDS_TO_LOOK.get(server_of(named), 0.0)
-        self._watched = LifecycleMiddleware(
-            self._serve, cancel_delay=delay, room=nbytes // _ROOM
-        )
+        self._watched = LifecycleMiddleware(self._serve, cancel_delay=delay, room=room)
         self._shadow: ShadowLog | None = None
         if settings.shadow:
             self._shadow = ShadowLog(self.lanes)
@@ -425,9 +417,7 @@ class Admission:
             lane = self._requests
         if lane is not arrival:
             with state.phase("queue"):
-                lease = await self._enter(
-                    lane, length, request.estimate, client, deadline=deadline
-                )
+                lease = await self._enter(lane, length, request, client, deadline)
             request.release()
             request.lease = lease
         if self._slots is not None:
@@ -436,26 +426,19 @@ class Admission:
         request.admitted, state.body = True, request
 
     async def _enter(
-        self,
-        lane: Lane,
-        length: int,
-        estimate: MemoryEstimate,
-        client: str,
-        *,
-        deadline: float,
+        self, lane: Lane, length: int, it: AdmittedRequest, client: str, deadline: float
     ) -> Lease:
-        """Admit what a body and its media need; again if a budget shrank meanwhile."""
-        wait, slots = self._settings.max_wait, int(estimate.total > 0)
-        longest = event_loop_clock()() + wait
+        """Admit what *it* needs; again, if a budget shrank so that it is alone now."""
+        slots = int(it.estimate.total > 0)
+        until = event_loop_clock()() + self._settings.max_wait
         while True:
-            needed = self._needed(length, estimate) or 1  # an empty body
+            needed = self._needed(length, it.estimate) or 1  # an empty body
             try:
                 return await lane.admit(needed, client, slots=slots, deadline=deadline)
             except CostTooLarge:
-                # It is larger than the budget by now, and served alone.
-                if self._needed(length, estimate) >= needed:
+                if self._needed(length, it.estimate) >= needed:
                     raise
-                deadline = min(deadline, longest)
+                deadline = min(deadline, until)
 
     def _count(self, request: AdmittedRequest, client: str, arrival: Lane) -> None:
         """Count a request of *client*, and refuse one beyond its limit."""

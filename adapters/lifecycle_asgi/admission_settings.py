@@ -31,7 +31,7 @@ class AdmissionSettings:
         bytes: Memory of all admitted requests together: bodies, decoded media and
             tensors, until the engine has them. Default: 4 GiB, or half of what the
             cgroup of the process may have, or the machine has, if that is less.
-            ``"auto"`` begins there, and learns less from the memory that requests take.
+            ``"auto"`` begins there, and shrinks if requests take more than was thought.
         slots: Requests with a body that the application works on at once, until their
             responses are complete. ``None`` or 0: no limit.
         per_client: Requests with a body that one client may have in flight, until their

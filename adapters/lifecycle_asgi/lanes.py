@@ -201,16 +201,10 @@ def make_lanes(
     gates: Mapping[str, AnyGate],
     observer: Observer | None,
 ) -> dict[str, Lane]:
-    """Return the lanes of `Admission`, in the order in which a request passes them.
-
-    Args:
-        settings: Of all lanes.
-        nbytes: Bytes that they divide.
-        gates: For some lanes, by their names.
-        observer: Of the gates made here.
+    """Return the lanes that divide *nbytes*, in the order a request passes them.
 
     Raises:
-        ValueError: There is no lane of such a name, or no use for one with ``"auto"``.
+        ValueError: *gates* names no lane, or one whose bytes are learned.
     """
     small, bodies, requests = shares(nbytes)
     limits: dict[str, dict[str, Any]] = {

@@ -16,15 +16,13 @@ from lifecycle import GateStatistics
 from lifecycle_asgi._types import AnyGate
 from lifecycle_asgi.memory_limit import MemoryLimit, is_worker, memory_limit
 
-WINDOW: Final = 1.0
-"""Seconds of a window, at least: it ends with the next request."""
-
+# Seconds of a window, at least, and until the next try where nothing could be read.
+_WINDOW, _BLIND = 1.0, 60.0
 # Parts of the limit above which the budget falls, and below which it may rise.
 _HIGH, _LOW = 0.85, 0.75
 # The same, of what is left where most of the limit is in use without any request.
 _HIGH_OF_REST, _LOW_OF_REST = 0.5, 0.25
-_DECREASE: Final = 0.7
-_STEPS: Final = 10
+_DECREASE, _STEPS = 0.7, 10
 # Idle windows after which memory that stays counts no more as that of requests.
 _IDLE_WINDOWS: Final = 8
 
@@ -37,13 +35,9 @@ _VERSION_2: Final = re.compile(rb"^(?:anon|shmem) (\d+)$", re.MULTILINE)
 def memory_use(limit: MemoryLimit, root: Path = Path("/")) -> int | None:
     """Return the memory that counts against *limit*, in bytes; ``None`` if unknown.
 
-    Anonymous and shared memory of the group that has the limit, with all groups and
-    processes in it. Not the page cache, which the kernel takes back. Where the limit is
-    that of the machine: of this process alone, without its children.
-
-    Args:
-        limit: What `memory_limit` returned.
-        root: Folder with ``proc``.
+    Anonymous and shared memory of the group that has the limit, with all processes in
+    it. Not the page cache, which the kernel takes back. Where the limit is that of the
+    machine: of this process alone, without its children.
     """
     try:
         text = (limit.stat or root / "proc/self/status").read_bytes()
@@ -67,32 +61,28 @@ class BudgetController:
     Memory that stays while no request holds any is the baseline, the least of the last
     eight such windows. Where it leaves little, both thresholds are parts of the rest: a
     leak, or an allocator that keeps what was freed, is no reason to shrink for ever.
-
-    Attributes:
-        budget: What requests may hold: at first the ceiling.
     """
 
-    def __init__(self, *, limit: int, floor: int, ceiling: int) -> None:
+    def __init__(self, limit: int, *, floor: int, ceiling: int) -> None:
         self.budget = ceiling
         self._limit, self._floor, self._ceiling = limit, min(floor, ceiling), ceiling
         self._step = -(-ceiling // _STEPS)
         self._idle: deque[int] = deque(maxlen=_IDLE_WINDOWS)
-        self._observed: float | None = None
+        self._observed = -math.inf
 
     def observe(self, now: float, used: int, held: int, *, binding: bool) -> int:
         """End a window; return the budget for the next.
 
         Args:
             now: Monotonic seconds.
-            used: Memory in use.
-            held: What requests have held since the last of them came or went.
+            used: Bytes of memory in use.
+            held: Bytes that requests have held since the last of them came or went.
             binding: A request waited or was refused in this window.
         """
-        since = WINDOW if self._observed is None else now - self._observed
-        self._observed = now
+        since, self._observed = now - self._observed, now
         if not held:
             self._idle.append(used)
-            self._raise(max(1, int(min(since / WINDOW, _STEPS))))
+            self._raise(int(min(max(1, since / _WINDOW), _STEPS)))
         elif used > self._threshold(_HIGH, _HIGH_OF_REST):
             if held <= self.budget:  # else the last decrease has yet to show
                 self.budget = max(self._floor, int(self.budget * _DECREASE))
@@ -110,7 +100,7 @@ class BudgetController:
 
 
 class LearnedBudget:
-    """Gives a gate the budget that its requests turn out to need.
+    """Resizes a gate, as the memory that is in use permits.
 
     No task of its own: requests that come and go end the windows.
 
@@ -118,12 +108,8 @@ class LearnedBudget:
         gate: Of this process alone. Its bytes are the ceiling, where it begins.
         floor: Bytes of the largest request that has to fit.
         limit: Default: what `memory_limit` finds.
-        use: Returns the memory in use; ``None`` if it cannot be read. Default:
-            `memory_use`.
+        use: Returns the memory in use; ``None`` if it cannot be read.
         clock: Monotonic seconds.
-
-    Attributes:
-        ceiling: Largest budget, in bytes.
 
     Raises:
         ValueError: The memory in use cannot be read.
@@ -144,27 +130,21 @@ class LearnedBudget:
                 "bytes='auto' needs to read what memory is in use, and this system "
                 "does not say; give a number of bytes, such as LIFECYCLE_BYTES=8GiB"
             )
-        now = gate.statistics()
-        assert now.bytes is not None
-        self.ceiling, floor = now.bytes, min(floor, now.bytes)
+        self.ceiling = most = gate.statistics().bytes or 0
         self._gate, self._limit, self._use, self._clock = gate, limit, use, clock
-        self._controller = BudgetController(
-            limit=limit.bytes, floor=floor, ceiling=self.ceiling
-        )
+        self._controller = BudgetController(limit.bytes, floor=floor, ceiling=most)
         self._lock = threading.Lock()
-        self._next = clock() + WINDOW
-        self._refused, self._binding = 0, False
+        self._next, self._refused, self._binding = clock() + _WINDOW, 0, False
         _log.info(
             "Admission: a learned budget, %.0f MiB at first and at most and %.0f MiB "
             "at least for requests that the application works on, from %.0f MiB that "
             "%s has",
-            *(self.ceiling / 2**20, floor / 2**20, limit.bytes / 2**20, limit.owner),
+            *(most / 2**20, min(floor, most) / 2**20, limit.bytes / 2**20, limit.owner),
         )
         if is_worker():
             _log.warning(
-                "Admission: each worker process learns a budget of its own; if there "
-                "are several, set LIFECYCLE_BYTES to a number and LIFECYCLE_SHARED to "
-                "a folder, and they have one budget together"
+                "Admission: each worker process learns a budget of its own; if several "
+                "run, set LIFECYCLE_BYTES to a number, and LIFECYCLE_SHARED to a folder"
             )
 
     def observe(self) -> None:
@@ -175,7 +155,7 @@ class LearnedBudget:
             state = self._gate.statistics()
             self._binding = self._binding or state.waiting > 0
             if (now := self._clock()) >= self._next:
-                self._next = now + WINDOW
+                self._next = now + _WINDOW
                 self._end_window(now, state)
         finally:
             self._lock.release()
@@ -186,7 +166,7 @@ class LearnedBudget:
         self._refused, self._binding = refused, False
         used = self._use(self._limit)
         if used is None:
-            self._next = math.inf
+            self._next = now + _BLIND
             _log.warning("Admission: memory in use is unreadable now; the budget stays")
             return
         before = self._controller.budget

@@ -50,8 +50,7 @@ def memory_limit(root: Path = Path("/")) -> MemoryLimit | None:
     Args:
         root: Folder with ``proc`` and ``sys``.
     """
-    groups = _group_limits(root)
-    found = [MemoryLimit(most, "this cgroup", stat) for most, stat in groups]
+    found = [MemoryLimit(most, "this cgroup", it) for most, it in _group_limits(root)]
     machine = _machine_bytes()
     if machine is not None:
         found.append(MemoryLimit(machine, "this machine"))
@@ -147,17 +146,19 @@ def _group_limits(root: Path) -> Iterator[tuple[int, Path]]:
             continue
         # A container may see its own group as the root, and name it as the host does.
         path = PurePosixPath(name)
-        for group in (path, *path.parents):
+        for group in reversed((path, *path.parents)):
             inside = root / "sys/fs/cgroup" / folder / group.relative_to("/")
-            limit = _read(inside / file)
-            if limit is not None:
-                yield limit, inside / "memory.stat"
+            stat = inside / "memory.stat"  # knows groups that a container hides
+            for each in (inside / file, ""), (stat, "hierarchical_memory_limit"):
+                if (limit := _read(*each)) is not None:
+                    yield limit, stat
 
 
-def _read(file: Path) -> int | None:
+def _read(file: Path, name: str) -> int | None:
     try:
-        limit = int(file.read_text())
-    except (OSError, ValueError):  # no such group, or "max"
+        text = file.read_text()
+        limit = int(text[text.index(name) + len(name) :].split()[0])
+    except (OSError, ValueError, LookupError):  # no such group, or "max"
         return None
     return limit if 0 < limit < _UNLIMITED else None
 

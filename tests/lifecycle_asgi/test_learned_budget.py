@@ -26,6 +26,8 @@ from lifecycle import Gate
 from lifecycle_asgi import Admission, AdmissionSettings, MemoryEstimate, admission
 from lifecycle_asgi.learned_budget import BudgetController, LearnedBudget, memory_use
 from lifecycle_asgi.memory_limit import MemoryLimit, default_budget, memory_limit
+from lifecycle_engine import ConfigError, load_config
+from lifecycle_tools.proxy import Upstream, create_app
 
 MIB = 2**20
 GROUPS = Path("/sys/fs/cgroup")
@@ -35,7 +37,7 @@ class Windows:
     """A controller of 1,000 bytes, and windows of a second for it."""
 
     def __init__(self, floor: int = 100, ceiling: int = 500) -> None:
-        self.controller = BudgetController(limit=1000, floor=floor, ceiling=ceiling)
+        self.controller = BudgetController(1000, floor=floor, ceiling=ceiling)
         self.now = 0.0
 
     def see(
@@ -221,8 +223,8 @@ def test_resizes_the_gate_once_a_second_and_says_so(caplog) -> None:
         "Admission: 350 MiB for requests, after 500 MiB: 900 of 1000 MiB of memory are "
         "in use, and requests hold 300 MiB"
     )
-    machine.used, machine.now = None, 3.0
-    for _ in range(2):
+    machine.used = None
+    for machine.now in (3.0, 4.0, 62.0):
         learned.observe()
     assert "unreadable" in caplog.messages[2]
     assert len(caplog.messages) == 3
@@ -376,6 +378,20 @@ def test_refuses_gates_that_are_not_its_own(options: dict[str, Any], said: str) 
     Admission(working(), environment={}, bytes="auto", gates={"slots": Gate(slots=9)})
 
 
+def test_the_engine_of_this_package_refuses_to_learn() -> None:
+    """`lifecycle serve` sizes its shared memory by the budget, and says what to give."""
+    with pytest.raises(ConfigError, match="'auto' is refused: give a size") as caught:
+        load_config(environment={"LIFECYCLE_BYTES": "auto"})
+    assert "LIFECYCLE_BYTES" in str(caught.value)
+
+
+def test_the_proxy_learns(caplog) -> None:
+    """It has the settings of `Admission`, and its memory to itself."""
+    caplog.set_level("INFO", logger="lifecycle")
+    create_app(Upstream("http://127.0.0.1:1"), environment={"LIFECYCLE_BYTES": "auto"})
+    assert "a learned budget" in caplog.text
+
+
 def test_refuses_a_system_that_says_nothing_of_its_memory() -> None:
     """A budget that is learned from nothing is none."""
     machine = Machine()
@@ -388,7 +404,7 @@ def test_warns_of_several_workers(caplog, monkeypatch) -> None:
     """Each of them would begin with what there is for all."""
     monkeypatch.setitem(sys.modules, "gunicorn.arbiter", ModuleType("arbiter"))
     Admission(working(), environment={}, bytes="auto")
-    assert "set LIFECYCLE_BYTES to a number and LIFECYCLE_SHARED" in caplog.text
+    assert "set LIFECYCLE_BYTES to a number, and LIFECYCLE_SHARED" in caplog.text
 
 
 SERVER = """

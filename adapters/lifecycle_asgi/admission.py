@@ -15,7 +15,7 @@ import anyio
 import anyio.to_thread
 
 from lifecycle import CostTooLarge, GateFull, GateStatistics, Lease, Payload
-from lifecycle.events import Observer, combine_observers
+from lifecycle.events import Observer
 from lifecycle.lowlevel import event_loop_clock
 from lifecycle_asgi._types import AnyGate, App, Message, Receive, Scope, Send
 from lifecycle_asgi.admission_settings import AdmissionSettings
@@ -202,7 +202,7 @@ class Admission:
         self._reading: set[BodyReader | Refusing] = set()
         self._correction = Correction(floor=_FLOOR, ceiling=_CEILING)
         nbytes, room = settings.budget, settings.budget // _ROOM
-        self._lanes = _exported_lanes(settings, nbytes, gates or {}, observer)
+        self._lanes = make_lanes(settings, nbytes, gates or {}, observer, _export)
         self._small, self._bodies = self._lanes["small"], self._lanes["bodies"]
         self._requests, self._slots = self._lanes["requests"], self._lanes.get("slots")
         most = settings.per_client
@@ -656,15 +656,10 @@ class AdmittedRequest:
         leave()
 
 
-def _exported_lanes(settings: AdmissionSettings, *of: Any) -> dict[str, Lane]:
-    if settings.metrics is None:
-        return make_lanes(settings, *of)
+def _export(where: str | int) -> Any:
     from lifecycle_asgi.prometheus import export  # needs prometheus_client
 
-    metrics = export(settings.metrics)
-    lanes = make_lanes(settings, *of[:-1], combine_observers(of[-1], metrics))
-    metrics.watch(*lanes.values())
-    return lanes
+    return export(where)
 
 
 def _answer(scope: Scope, refusal: Refusal | Unauthorised) -> Response:

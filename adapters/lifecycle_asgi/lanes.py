@@ -12,7 +12,7 @@ from types import MappingProxyType
 from typing import Any, Final
 
 from lifecycle import Gate, GateFull, GateStatistics, Lease
-from lifecycle.events import Observer
+from lifecycle.events import Observer, combine_observers
 from lifecycle.lowlevel import DrainRate, event_loop_clock
 from lifecycle_asgi._types import AnyGate
 from lifecycle_asgi.admission_settings import AdmissionSettings
@@ -200,12 +200,9 @@ def make_lanes(
     nbytes: int,
     gates: Mapping[str, AnyGate],
     observer: Observer | None,
+    export: Callable[[str | int], Any],
 ) -> dict[str, Lane]:
-    """Return the lanes that divide *nbytes*, in the order a request passes them.
-
-    Raises:
-        ValueError: *gates* names no lane, or one whose bytes are learned.
-    """
+    """Return the lanes that divide *nbytes*, in the order a request passes them."""
     small, bodies, requests = shares(nbytes)
     limits: dict[str, dict[str, Any]] = {
         "small": {"bytes": small},
@@ -221,6 +218,10 @@ def make_lanes(
             f"bytes='auto' resizes the lanes of this Admission alone, and gates= gives "
             f"{', '.join(given)}; give a number of bytes, or leave those gates out"
         )
+    metrics = None
+    if settings.metrics is not None:
+        metrics = export(settings.metrics)
+        observer = combine_observers(observer, metrics)
     gate: Callable[..., AnyGate] = Gate
     if settings.shared is not None:
         gate = partial(_shared, settings.shared)
@@ -233,13 +234,16 @@ def make_lanes(
         enforce=not settings.shadow,
         observer=observer,
     )
-    return {
+    lanes = {
         name: Lane(
             gates.get(name) or gate(**limit, name=f"admission-{name}"),
             shadow=settings.shadow,
         )
         for name, limit in limits.items()
     }
+    if metrics is not None:
+        metrics.watch(*lanes.values())
+    return lanes
 
 
 def _shared(folder: str, *, name: str, **options: Any) -> AnyGate:

@@ -20,7 +20,7 @@ from typing import Any
 import anyio
 import pytest
 from asgi_kit import ScriptedServer, http_scope
-from hypothesis import given, strategies as st
+from hypothesis import example, given, strategies as st
 
 from lifecycle import Gate
 from lifecycle_asgi import Admission, AdmissionSettings, MemoryEstimate, admission
@@ -116,6 +116,7 @@ seen = st.tuples(
 )
 
 
+@example(1, 9, [(999, 1, False, 1.0)] * 9)
 @given(st.integers(1, 600), st.integers(1, 600), st.lists(seen, max_size=60))
 def test_stays_between_floor_and_ceiling_and_recovers(floor, ceiling, history) -> None:
     """Whatever happened, the whole budget is back ten windows after the pressure."""

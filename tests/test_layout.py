@@ -25,8 +25,8 @@ SOURCES = {
 TESTS = sorted((ROOT / "tests").rglob("*.py"))
 
 # Of the packages that a request passes through; the tools beside them come apart. Eight
-# are the gate over processes and its seams.
-MOST_FILES = 153
+# are the gate over processes and its seams, and one is a budget that is learned.
+MOST_FILES = 154
 TOOLS = {"lifecycle_tools"}
 MOST_FILES_OF_TOOLS = 30
 MOST_LINES_OF_A_FILE = 700

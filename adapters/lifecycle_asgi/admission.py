@@ -224,14 +224,9 @@ class Admission:
         self._max_small_body = min(_MAX_SMALL_BODY, fits)
         fits = max(1, bodies // (4 * _BODY_COPIES))
         self._first_charge = min(FIRST_CHARGE, self._max_body, fits)
-        delay = settings.cancel_delay
-        if delay is None:
-            named = settings.profile if isinstance(settings.profile, str) else "default"
-            delay = _SECONDS_TO_LOOK.get(server_of(named), 0.0)
+        delay = _cancel_delay(settings)
         self._watched = LifecycleMiddleware(self._serve, cancel_delay=delay, room=room)
-        self._shadow: ShadowLog | None = None
-        if settings.shadow:
-            self._shadow = ShadowLog(self.lanes)
+        self._shadow = ShadowLog(self.lanes) if settings.shadow else None
 
     def statistics(self) -> dict[str, GateStatistics]:
         """Return the state of each lane.
@@ -654,6 +649,13 @@ class AdmittedRequest:
             slot.release()
         leave, self.leave = self.leave, object
         leave()
+
+
+def _cancel_delay(settings: AdmissionSettings) -> float:
+    if settings.cancel_delay is not None:
+        return settings.cancel_delay
+    named = settings.profile if isinstance(settings.profile, str) else "default"
+    return _SECONDS_TO_LOOK.get(server_of(named), 0.0)
 
 
 def _export(where: str | int) -> Any:

@@ -25,7 +25,6 @@ _HIGH_OF_REST, _LOW_OF_REST = 0.5, 0.25
 _DECREASE, _STEPS = 0.7, 10
 # Idle windows after which memory that stays counts no more as that of requests.
 _IDLE_WINDOWS: Final = 8
-
 _log: Final = logging.getLogger("lifecycle")
 _PROCESS: Final = re.compile(rb"^Rss(?:Anon|Shmem):\s+(\d+) kB$", re.MULTILINE)
 _VERSION_1: Final = re.compile(rb"^total_(?:rss|shmem) (\d+)$", re.MULTILINE)

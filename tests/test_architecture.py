@@ -87,6 +87,7 @@ LAYERS: dict[str, tuple[str, ...]] = {
         ),
         *("request_scope", "body", "responses", "refusals", "resume", "limits"),
         *("api_keys", "memory_limit", "admission_settings", "lanes", "shadow_log"),
+        "learned_budget",
         *("prometheus_collectors", "prometheus", "admission"),
         *("vllm_plugin", "sglang_plugin", "opentelemetry"),
         *("live_warnings", "live_snapshot", "live_view", "starlette", "testing"),

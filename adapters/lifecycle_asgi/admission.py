@@ -3,22 +3,19 @@
 from __future__ import annotations
 
 import inspect
-import math
 import os
 from collections.abc import Awaitable, Callable, Iterator, Mapping
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import replace
-from functools import partial
-from pathlib import Path
 from types import MappingProxyType
 from typing import Any, Final, TypeAlias
 
 import anyio
 import anyio.to_thread
 
-from lifecycle import CostTooLarge, Gate, GateFull, GateStatistics, Lease, Payload
-from lifecycle.events import Observer, combine_observers
+from lifecycle import CostTooLarge, GateFull, GateStatistics, Lease, Payload
+from lifecycle.events import Observer
 from lifecycle.lowlevel import event_loop_clock
 from lifecycle_asgi._types import AnyGate, App, Message, Receive, Scope, Send
 from lifecycle_asgi.admission_settings import AdmissionSettings
@@ -31,8 +28,9 @@ from lifecycle_asgi.body import (
     ClientLeft,
     RequestBody,
 )
-from lifecycle_asgi.lanes import RESERVES, ClientShares, Lane, load_report, shares
-from lifecycle_asgi.limits import ClientIdentity
+from lifecycle_asgi.lanes import ClientShares, Lane, load_report, make_lanes, shares
+from lifecycle_asgi.learned_budget import LearnedBudget
+from lifecycle_asgi.limits import ClientIdentity, client_timeout
 from lifecycle_asgi.media_body import BodyEstimator
 from lifecycle_asgi.media_memory import Correction, MemoryEstimate
 from lifecycle_asgi.media_profiles import media_profile, server_of
@@ -64,12 +62,11 @@ _CURRENT: Final[ContextVar[AdmittedRequest | None]] = ContextVar(
     "lifecycle_admission", default=None
 )
 _NOTHING: Final = MemoryEstimate()
+_NO_LESSON: Final[Callable[[], object]] = object
 _METHODS_WITH_BODY: Final = frozenset({"POST", "PUT", "PATCH"})
 # SGLang looks for a disconnect every four seconds: `_wait_one_response` in its
 # managers/tokenizer_manager.py.
 _SECONDS_TO_LOOK: Final = MappingProxyType({"sglang": 5.0})
-# Request headers of the SDKs of OpenAI and Anthropic: the client's timeout in seconds.
-_TIMEOUTS: Final = (b"x-stainless-read-timeout", b"x-stainless-timeout")
 # Of the kernel's memory, beside those, for bodies that wait in line: one in so many.
 _ROOM: Final = 16
 # A round trip, for most clients.
@@ -205,31 +202,32 @@ class Admission:
         self._answer = answer or _answer
         self._reading: set[BodyReader | Refusing] = set()
         self._correction = Correction(floor=_FLOOR, ceiling=_CEILING)
-        self._lanes = _make_lanes(settings, gates or {}, observer)
+        nbytes, room = settings.budget, settings.budget // _ROOM
+        self._lanes = make_lanes(settings, nbytes, gates or {}, observer, _export)
         self._small, self._bodies = self._lanes["small"], self._lanes["bodies"]
         self._requests, self._slots = self._lanes["requests"], self._lanes.get("slots")
         most = settings.per_client
         self._shares = ClientShares(most) if most else None
-        announce(settings.bytes, shared=settings.shared)
         self._max_body = settings.max_body
         if (most := self._bodies.statistics().bytes) is not None:
             self._max_body = max(1, min(self._max_body, most // _BODY_COPIES))
+        self._ceiling, self._learn = 0, _NO_LESSON
+        if settings.bytes == "auto":
+            floor = _BODY_COPIES * self._max_body
+            learned = LearnedBudget(self._requests.gate, floor=floor)
+            self._ceiling, self._learn = learned.ceiling, learned.observe
+        else:
+            announce(nbytes, shared=settings.shared)
         # Small requests with media keep their lease while they wait in another lane.
         # All of those together leave half of this lane to the others.
-        small, bodies, _ = shares(settings.bytes)
+        small, bodies, _ = shares(nbytes)
         fits = small // (4 * _BODY_COPIES * max(1, settings.max_waiting))
         self._max_small_body = min(_MAX_SMALL_BODY, fits)
         fits = max(1, bodies // (4 * _BODY_COPIES))
         self._first_charge = min(FIRST_CHARGE, self._max_body, fits)
-        delay = settings.cancel_delay
-        if delay is None:
-            named = settings.profile if isinstance(settings.profile, str) else "default"
-            delay = _SECONDS_TO_LOOK.get(server_of(named), 0.0)
-        room = settings.bytes // _ROOM
+        delay = _cancel_delay(settings)
         self._watched = LifecycleMiddleware(self._serve, cancel_delay=delay, room=room)
-        self._shadow: ShadowLog | None = None
-        if settings.shadow:
-            self._shadow = ShadowLog(self.lanes)
+        self._shadow = ShadowLog(self.lanes) if settings.shadow else None
 
     def statistics(self) -> dict[str, GateStatistics]:
         """Return the state of each lane.
@@ -323,7 +321,11 @@ class Admission:
             await self._app(scope, receive, send)
             return
         request = AdmittedRequest(
-            receive, send, self._correction, timeout=self._settings.body_timeout
+            receive,
+            send,
+            self._correction,
+            timeout=self._settings.body_timeout,
+            learn=self._learn,
         )
         scope[_SCOPE_KEY] = request
         try:
@@ -380,6 +382,7 @@ class Admission:
         await with_headers_of(self._app, answer)(scope, body.receive, send)
 
     async def _admit(self, scope: Scope, request: AdmittedRequest) -> None:
+        self._learn()
         self.check(scope)
         declared, client = declared_length(scope), self._client(scope)
         small = declared is not None and declared <= self._max_small_body
@@ -409,17 +412,29 @@ class Admission:
         elif length > self._max_small_body:
             lane = self._requests
         if lane is not arrival:
-            needed = self._needed(length, request.estimate) or 1  # an empty body
             with state.phase("queue"):
-                lease = await lane.admit(
-                    needed, client, slots=int(has_media), deadline=deadline
-                )
+                lease = await self._enter(lane, length, request, client, deadline)
             request.release()
             request.lease = lease
         if self._slots is not None:
             with state.phase("queue"):
                 request.slot = await self._slots.admit(0, client, deadline=deadline)
         request.admitted, state.body = True, request
+
+    async def _enter(
+        self, lane: Lane, length: int, it: AdmittedRequest, client: str, deadline: float
+    ) -> Lease:
+        """Admit what *it* needs; again, if a budget shrank so that it is alone now."""
+        slots = int(it.estimate.total > 0)
+        until = event_loop_clock()() + self._settings.max_wait
+        while True:
+            needed = self._needed(length, it.estimate) or 1  # an empty body
+            try:
+                return await lane.admit(needed, client, slots=slots, deadline=deadline)
+            except CostTooLarge:
+                if self._needed(length, it.estimate) >= needed:
+                    raise
+                deadline = min(deadline, until)
 
     def _count(self, request: AdmittedRequest, client: str, arrival: Lane) -> None:
         """Count a request of *client*, and refuse one beyond its limit."""
@@ -505,7 +520,7 @@ class Admission:
         capacity = self._requests.gate.statistics().bytes
         if capacity is None or needed <= capacity:
             return needed
-        most = capacity * 4 // 3
+        most = max(capacity, self._ceiling) * 4 // 3
         if estimate.certain <= most:
             return capacity
         if self._shadow is not None:
@@ -524,6 +539,7 @@ class AdmittedRequest:
         receive: The server's.
         send: The server's.
         correction: Learns from what the request really needed.
+        learn: Called before the bytes are released.
         timeout: Seconds for the whole body.
 
     Attributes:
@@ -539,6 +555,7 @@ class AdmittedRequest:
 
     __slots__ = (
         "_correction",
+        "_learn",
         "_send",
         "admitted",
         "body",
@@ -551,11 +568,17 @@ class AdmittedRequest:
     )
 
     def __init__(
-        self, receive: Receive, send: Send, correction: Correction, *, timeout: float
+        self,
+        receive: Receive,
+        send: Send,
+        correction: Correction,
+        *,
+        timeout: float,
+        learn: Callable[[], object] = _NO_LESSON,
     ) -> None:
         self.rest = RequestBody(receive, timeout=timeout)
         self._send = send
-        self._correction = correction
+        self._correction, self._learn = correction, learn
         self.admitted = self.partial = False
         self.estimate = _NOTHING
         self.body: bytes | None = None
@@ -612,7 +635,10 @@ class AdmittedRequest:
         """Release the bytes. Idempotent."""
         lease, self.lease = self.lease, None
         if lease is not None:
-            lease.release()
+            try:
+                self._learn()
+            finally:
+                lease.release()
 
     def end(self) -> None:
         """Release everything, and drop a body that was not read. Idempotent."""
@@ -625,71 +651,21 @@ class AdmittedRequest:
         leave()
 
 
-def _make_lanes(
-    settings: AdmissionSettings,
-    gates: Mapping[str, AnyGate],
-    observer: Observer | None,
-) -> dict[str, Lane]:
-    """Return the lanes in the order in which a request passes them."""
-    small, bodies, requests = shares(settings.bytes)
-    limits: dict[str, dict[str, Any]] = {
-        "small": {"bytes": small},
-        "bodies": {"bytes": bodies},
-        "requests": {"bytes": requests, "slots": settings.media_slots},
-    }
-    if settings.slots or "slots" in gates:
-        limits["slots"] = {"slots": settings.slots}
-    if unknown := gates.keys() - limits:
-        raise ValueError(f"no lane {sorted(unknown)}; there are {', '.join(limits)}")
-    metrics = None
-    if settings.metrics is not None:
-        from lifecycle_asgi.prometheus import export  # needs prometheus_client
-
-        metrics = export(settings.metrics)
-        observer = combine_observers(observer, metrics)
-    gate: Callable[..., AnyGate] = Gate
-    if settings.shared is not None:
-        gate = partial(_shared, settings.shared)
-    gate = partial(
-        gate,
-        max_waiting=settings.max_waiting,
-        max_wait=settings.max_wait,
-        order=settings.order,
-        reserve=RESERVES[settings.order],
-        enforce=not settings.shadow,
-        observer=observer,
-    )
-    lanes = {
-        name: Lane(
-            gates.get(name) or gate(**limit, name=f"admission-{name}"),
-            shadow=settings.shadow,
-            observer=observer,
-        )
-        for name, limit in limits.items()
-    }
-    if metrics is not None:
-        metrics.watch(*lanes.values())
-    return lanes
+def _cancel_delay(settings: AdmissionSettings) -> float:
+    if settings.cancel_delay is not None:
+        return settings.cancel_delay
+    named = settings.profile if isinstance(settings.profile, str) else "default"
+    return _SECONDS_TO_LOOK.get(server_of(named), 0.0)
 
 
-def _shared(folder: str, *, name: str, **options: Any) -> AnyGate:
-    from lifecycle.shared import SharedGate  # starts no thread before a request
+def _export(where: str | int) -> Any:
+    from lifecycle_asgi.prometheus import export  # needs prometheus_client
 
-    return SharedGate(Path(folder, name), name=name, **options)
+    return export(where)
 
 
 def _answer(scope: Scope, refusal: Refusal | Unauthorised) -> Response:
     return protocol_response(scope, describe(refusal))
-
-
-def client_timeout(scope: Scope) -> float:
-    """Return the seconds until the client gives up; infinite if it does not say."""
-    timeouts = [math.inf]
-    for name, value in scope["headers"]:
-        if name in _TIMEOUTS:
-            with suppress(ValueError):
-                timeouts.append(float(value))
-    return min(timeout for timeout in timeouts if timeout > 0)
 
 
 def _has_body(scope: Scope) -> bool:

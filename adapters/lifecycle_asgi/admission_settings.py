@@ -31,6 +31,7 @@ class AdmissionSettings:
         bytes: Memory of all admitted requests together: bodies, decoded media and
             tensors, until the engine has them. Default: 4 GiB, or half of what the
             cgroup of the process may have, or the machine has, if that is less.
+            ``"auto"`` begins there, and shrinks if requests take more than was thought.
         slots: Requests with a body that the application works on at once, until their
             responses are complete. ``None`` or 0: no limit.
         per_client: Requests with a body that one client may have in flight, until their
@@ -73,7 +74,7 @@ class AdmissionSettings:
             `api_keys` guard bodies on all paths.
     """
 
-    bytes: int = field(default_factory=default_budget)
+    bytes: int | Literal["auto"] = field(default_factory=default_budget)
     slots: int | None = None
     per_client: int | None = None
     media_slots: int | None = None
@@ -94,7 +95,8 @@ class AdmissionSettings:
     load_header: bool = False
 
     def __post_init__(self) -> None:
-        check_int(1, bytes=self.bytes, max_body=self.max_body)
+        _check_bytes(self.bytes, self.shared)
+        check_int(1, max_body=self.max_body)
         check_int(0, max_waiting=self.max_waiting)
         for name, least in _LEAST.items():
             if getattr(self, name) is not None:
@@ -122,6 +124,11 @@ class AdmissionSettings:
         if isinstance(prefixes, str):
             raise TypeError("guarded_prefixes takes several: write (prefix,)")
 
+    @property
+    def budget(self) -> int:
+        """All bytes that requests may have: the largest budget, if it is learned."""
+        return default_budget() if self.bytes == "auto" else self.bytes
+
     @classmethod
     def from_environment(cls, environment: Mapping[str, str], **options: Any) -> Self:
         """Return the settings of *environment*, replaced by *options*.
@@ -144,6 +151,16 @@ class AdmissionSettings:
                 except (ValueError, KeyError):
                     raise ValueError(_unreadable(name, text)) from None
         return cls(**found, **options)
+
+
+def _check_bytes(nbytes: int | str, shared: str | None) -> None:
+    if nbytes != "auto":
+        check_int(1, bytes=nbytes)
+    elif shared is not None:
+        raise ValueError(
+            f"bytes='auto' learns for one process, and shared={shared!r:.80} is for "
+            f"several; give a number of bytes, such as LIFECYCLE_BYTES=8GiB"
+        )
 
 
 def _check_address(metrics: str | int | None) -> None:
@@ -185,6 +202,10 @@ def parse_size(text: str) -> int:
     return int(Decimal(number) * unit ** " KMGT".index(letter or " "))
 
 
+def _read_bytes(text: str) -> int | str:
+    return "auto" if text.strip().lower() == "auto" else parse_size(text)
+
+
 def _read_switch(text: str) -> bool:
     return _SWITCHES[text.strip().lower()]
 
@@ -197,7 +218,7 @@ def _read_list(text: str) -> tuple[str, ...]:
 
 
 _READERS: Final[Mapping[str, Callable[[str], Any]]] = {
-    "bytes": parse_size,
+    "bytes": _read_bytes,
     "slots": int,
     "per_client": int,
     "media_slots": int,
@@ -219,6 +240,7 @@ _READERS: Final[Mapping[str, Callable[[str], Any]]] = {
 }
 
 _EXAMPLES: Final[Mapping[Callable[[str], Any], str]] = {
+    _read_bytes: "a number such as 8GiB, or auto",
     parse_size: "a number such as 8GiB",
     _read_switch: "1 or 0",
     _read_list: "a list such as a,b",

@@ -4,16 +4,18 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
 from functools import partial
+from pathlib import Path
 from types import MappingProxyType
-from typing import Final
+from typing import Any, Final
 
 from lifecycle import Gate, GateFull, GateStatistics, Lease, Refused
-from lifecycle.events import AdmissionRefused, Observer, guarded
+from lifecycle.events import AdmissionRefused, Observer, combine_observers, guarded
 from lifecycle.lowlevel import DrainRate, event_loop_clock
 from lifecycle_asgi._types import AnyGate
+from lifecycle_asgi.admission_settings import AdmissionSettings
 from lifecycle_asgi.refusals import ClientLimitExceeded, TooManyInFlight
 
 RESERVES: Final = MappingProxyType({"fair": 0.125, "fifo": 0.0})
@@ -203,6 +205,64 @@ class Lane:
         # Each of the others comes as often before it as it has come itself.
         own = self._waiting[client]
         return sum(min(own, count) for count in self._waiting.values())
+
+
+def make_lanes(
+    settings: AdmissionSettings,
+    nbytes: int,
+    gates: Mapping[str, AnyGate],
+    observer: Observer | None,
+    export: Callable[[str | int], Any],
+) -> dict[str, Lane]:
+    """Return the lanes that divide *nbytes*, in the order a request passes them."""
+    small, bodies, requests = shares(nbytes)
+    limits: dict[str, dict[str, Any]] = {
+        "small": {"bytes": small},
+        "bodies": {"bytes": bodies},
+        "requests": {"bytes": requests, "slots": settings.media_slots},
+    }
+    if settings.slots or "slots" in gates:
+        limits["slots"] = {"slots": settings.slots}
+    if unknown := gates.keys() - limits:
+        raise ValueError(f"no lane {sorted(unknown)}; there are {', '.join(limits)}")
+    if settings.bytes == "auto" and (given := sorted(gates.keys() - {"slots"})):
+        raise ValueError(
+            f"bytes='auto' resizes the lanes of this Admission alone, and gates= gives "
+            f"{', '.join(given)}; give a number of bytes, or leave those gates out"
+        )
+    metrics = None
+    if settings.metrics is not None:
+        metrics = export(settings.metrics)
+        observer = combine_observers(observer, metrics)
+    gate: Callable[..., AnyGate] = Gate
+    if settings.shared is not None:
+        gate = partial(_shared, settings.shared)
+    gate = partial(
+        gate,
+        max_waiting=settings.max_waiting,
+        max_wait=settings.max_wait,
+        order=settings.order,
+        reserve=RESERVES[settings.order],
+        enforce=not settings.shadow,
+        observer=observer,
+    )
+    lanes = {
+        name: Lane(
+            gates.get(name) or gate(**limit, name=f"admission-{name}"),
+            shadow=settings.shadow,
+            observer=observer,
+        )
+        for name, limit in limits.items()
+    }
+    if metrics is not None:
+        metrics.watch(*lanes.values())
+    return lanes
+
+
+def _shared(folder: str, *, name: str, **options: Any) -> AnyGate:
+    from lifecycle.shared import SharedGate  # starts no thread before a request
+
+    return SharedGate(Path(folder, name), name=name, **options)
 
 
 class ClientShares:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import ipaddress
+import math
 import secrets
 from collections.abc import Awaitable, Callable, Iterable, Iterator
 from contextlib import suppress
@@ -15,6 +16,8 @@ from lifecycle_asgi.refusals import Refusal, refusal_response
 from lifecycle_asgi.request import declared_length, keep_head
 from lifecycle_asgi.responses import MAX_UNACCEPTABLE, Refusing, Response
 
+# Request headers of the SDKs of OpenAI and Anthropic: the client's timeout in seconds.
+_TIMEOUTS: Final = (b"x-stainless-read-timeout", b"x-stainless-timeout")
 Answer = Callable[[Scope, Refusal], Response]
 _REFUSALS: Final = (BodyTooLarge, BodyTooSlow)
 
@@ -292,3 +295,13 @@ class _BodyMeter:
 
 async def _drop() -> None:
     """Send nothing: the client has got another response."""
+
+
+def client_timeout(scope: Scope) -> float:
+    """Return the seconds until the client gives up; infinite if it does not say."""
+    timeouts = [math.inf]
+    for name, value in scope["headers"]:
+        if name in _TIMEOUTS:
+            with suppress(ValueError):
+                timeouts.append(float(value))
+    return min(timeout for timeout in timeouts if timeout > 0)

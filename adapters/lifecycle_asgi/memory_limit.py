@@ -28,10 +28,12 @@ class MemoryLimit:
     Attributes:
         bytes: In bytes.
         owner: Whose memory it is, in words.
+        stat: The file that says what is in use of it, if it is that of a cgroup.
     """
 
     bytes: int
     owner: str
+    stat: Path | None = None
 
     @property
     def budget(self) -> int:
@@ -48,7 +50,7 @@ def memory_limit(root: Path = Path("/")) -> MemoryLimit | None:
     Args:
         root: Folder with ``proc`` and ``sys``.
     """
-    found = [MemoryLimit(each, "this cgroup") for each in _group_limits(root)]
+    found = [MemoryLimit(most, "this cgroup", it) for most, it in _group_limits(root)]
     machine = _machine_bytes()
     if machine is not None:
         found.append(MemoryLimit(machine, "this machine"))
@@ -129,7 +131,7 @@ def size_text(nbytes: float) -> str:
     return f"{nbytes:.1f} GiB"
 
 
-def _group_limits(root: Path) -> Iterator[int]:
+def _group_limits(root: Path) -> Iterator[tuple[int, Path]]:
     try:
         mine = root / "proc" / "self" / "cgroup"
         groups = mine.read_text("utf-8", "surrogateescape")  # names are any bytes
@@ -144,17 +146,19 @@ def _group_limits(root: Path) -> Iterator[int]:
             continue
         # A container may see its own group as the root, and name it as the host does.
         path = PurePosixPath(name)
-        for group in (path, *path.parents):
-            inside = group.relative_to("/")
-            limit = _read(root / "sys" / "fs" / "cgroup" / folder / inside / file)
-            if limit is not None:
-                yield limit
+        for group in reversed((path, *path.parents)):
+            inside = root / "sys/fs/cgroup" / folder / group.relative_to("/")
+            stat = inside / "memory.stat"  # knows groups that a container hides
+            for each in (inside / file, ""), (stat, "hierarchical_memory_limit"):
+                if (limit := _read(*each)) is not None:
+                    yield limit, stat
 
 
-def _read(file: Path) -> int | None:
+def _read(file: Path, name: str) -> int | None:
     try:
-        limit = int(file.read_text())
-    except (OSError, ValueError):  # no such group, or "max"
+        text = file.read_text()
+        limit = int(text[text.index(name) + len(name) :].split()[0])
+    except (OSError, ValueError, LookupError):  # no such group, or "max"
         return None
     return limit if 0 < limit < _UNLIMITED else None
 

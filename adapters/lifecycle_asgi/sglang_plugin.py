@@ -83,6 +83,10 @@ def _start(arguments: Any) -> None:
     if workers == 1:
         _install(settings)
     else:
+        if settings.bytes == "auto":
+            learned = f"is for one process, and there are {workers} tokenizer workers"
+            remedy = "set a size such as 8GiB, and LIFECYCLE_SHARED"
+            raise RuntimeError(f"{_VARIABLE}=auto {learned}; {remedy}")
         if settings.shared is None:
             each = "%s=%s counts in each of %d tokenizer workers; set LIFECYCLE_SHARED"
             _log(warning, each, _VARIABLE, size, workers)
@@ -92,7 +96,7 @@ def _start(arguments: Any) -> None:
     if not _hand_off():
         level, released = warning, "with the answer: use SGLang 0.5.23, which has "
         released += "TokenizerManager._send_one_request"
-    named, gib = server_of(str(settings.profile)), settings.bytes / 2**30
+    named, gib = server_of(str(settings.profile)), settings.budget / 2**30
     _log(level, "Admission: %.3g GiB, profile %s, released %s", gib, named, released)
 
 

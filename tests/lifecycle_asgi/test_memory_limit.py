@@ -54,6 +54,14 @@ TREES = {
         {"memory/memory.limit_in_bytes": "9223372036854771712\n"},
         MACHINE,
     ),
+    "version 1, in a container that hides the group with the limit": (
+        "5:memory:/a\n",
+        {
+            "memory/memory.limit_in_bytes": "9223372036854771712\n",
+            "memory/memory.stat": "rss 1\nhierarchical_memory_limit 1048576\nx 1\n",
+        },
+        MIB,
+    ),
     "more than there is": ("0::/\n", {"memory.max": f"{2 * MACHINE}\n"}, MACHINE),
     "unreadable": ("0::/a\n", {"a/memory.max": "what\n"}, MACHINE),
     "without groups": ("", {}, MACHINE),

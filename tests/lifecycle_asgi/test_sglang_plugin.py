@@ -256,6 +256,23 @@ async def test_counts_the_workers(
     launch(sglang, tokenizer_worker_num=2)
     assert "counts in each" not in caplog.text
     assert f"{APP_PATH}=theirs:app: not limited" in caplog.text
+    monkeypatch.setenv("LIFECYCLE_BYTES", "auto")
+    monkeypatch.delenv("LIFECYCLE_SHARED")
+    with pytest.raises(
+        RuntimeError, match="=auto is for one process, and there are 2 t"
+    ):
+        launch(sglang, tokenizer_worker_num=2)
+
+
+async def test_learns_the_budget_of_one_process(
+    sglang: Any, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """`LIFECYCLE_BYTES=auto` reaches the `Admission` that the server gets."""
+    monkeypatch.setenv("LIFECYCLE_BYTES", "auto")
+    load_plugins(sglang)
+    assert launch(sglang) == [Admission]
+    (added,) = sglang.app.user_middleware
+    assert added.kwargs["bytes"] == "auto"
 
 
 def tokenized(rid: str, *nbytes: int | None) -> Any:

@@ -68,7 +68,8 @@ def build_runner(options: argparse.Namespace) -> Runner:
     if options.runner == "sim":
         from lifecycle_engine.sim import SimCost, SimRunner
 
-        costs = {name: getattr(options, f"sim_{name}") for name in _SIM_COST}
+        given = {name: getattr(options, f"sim_{name}") for name in _SIM_COST}
+        costs = {name: cost for name, cost in given.items() if cost is not None}
         return SimRunner(
             slots=options.slots or options.max_batch,
             max_length=options.max_length or 8192,
@@ -168,8 +169,8 @@ def _parser() -> argparse.ArgumentParser:
         help="batch size of a graph; may be repeated; default: powers of two",
     )
     _add_drafts(parser)
-    for name, seconds in _SIM_COST.items():
-        add(f"--sim-{name.replace('_', '-')}", type=float, default=seconds)
+    for name in _SIM_COST:
+        add(f"--sim-{name.replace('_', '-')}", type=float)
     add("--endpoint", required=True, help="address that the API process connects to")
     add("--incarnation", type=int, required=True, help="number of this engine instance")
     return parser
@@ -187,12 +188,7 @@ def _add_drafts(parser: argparse.ArgumentParser) -> None:
 
 
 # Those of `SimCost`, which a process that runs a model need not import.
-_SIM_COST = {
-    "prefill_token": 2e-5,
-    "prefill_pixel": 2e-8,
-    "decode_step": 5e-3,
-    "decode_lane": 2e-4,
-}
+_SIM_COST = ("prefill_token", "prefill_pixel", "decode_step", "decode_lane")
 
 
 def _positive(text: str) -> int:

@@ -414,8 +414,7 @@ class Admission:
         if lane is not arrival:
             with state.phase("queue"):
                 lease = await self._enter(lane, length, request, client, deadline)
-            request.release()
-            request.lease = lease
+            request.release(then=lease)
         if self._slots is not None:
             with state.phase("queue"):
                 request.slot = await self._slots.admit(0, client, deadline=deadline)
@@ -432,7 +431,8 @@ class Admission:
             try:
                 return await lane.admit(needed, client, slots=slots, deadline=deadline)
             except CostTooLarge:
-                if self._needed(length, it.estimate) >= needed:
+                # A learned budget may have risen again since it refused this one.
+                if not self._ceiling and self._needed(length, it.estimate) >= needed:
                     raise
                 deadline = min(deadline, until)
 
@@ -631,9 +631,9 @@ class AdmittedRequest:
         lease, self.lease = self.lease, None
         return lease
 
-    def release(self) -> None:
-        """Release the bytes. Idempotent."""
-        lease, self.lease = self.lease, None
+    def release(self, *, then: Lease | None = None) -> None:
+        """Release the bytes, and hold *then* in their place. Idempotent."""
+        lease, self.lease = self.lease, then
         if lease is not None:
             try:
                 self._learn()
@@ -643,12 +643,14 @@ class AdmittedRequest:
     def end(self) -> None:
         """Release everything, and drop a body that was not read. Idempotent."""
         self.body = None
-        self.release()
-        slot, self.slot = self.slot, None
-        if slot is not None:
-            slot.release()
-        leave, self.leave = self.leave, object
-        leave()
+        try:
+            self.release()
+        finally:
+            slot, self.slot = self.slot, None
+            if slot is not None:
+                slot.release()
+            leave, self.leave = self.leave, object
+            leave()
 
 
 def _cancel_delay(settings: AdmissionSettings) -> float:

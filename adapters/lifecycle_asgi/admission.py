@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import math
 import os
 from collections.abc import Awaitable, Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -424,17 +425,19 @@ class Admission:
         self, lane: Lane, length: int, it: AdmittedRequest, client: str, deadline: float
     ) -> Lease:
         """Admit what *it* needs; again, if a budget shrank so that it is alone now."""
-        slots = int(it.estimate.total > 0)
-        until = event_loop_clock()() + self._settings.max_wait
+        slots, until = int(it.estimate.total > 0), math.inf
+        end = event_loop_clock()() + self._settings.max_wait
         while True:
             needed = self._needed(length, it.estimate) or 1  # an empty body
             try:
-                return await lane.admit(needed, client, slots=slots, deadline=deadline)
+                return await lane.admit(
+                    needed, client, slots=slots, deadline=deadline, until=until
+                )
             except CostTooLarge:
                 # A learned budget may have risen again since it refused this one.
                 if not self._ceiling and self._needed(length, it.estimate) >= needed:
                     raise
-                deadline = min(deadline, until)
+                until = end
 
     def _count(self, request: AdmittedRequest, client: str, arrival: Lane) -> None:
         """Count a request of *client*, and refuse one beyond its limit."""

@@ -404,6 +404,42 @@ async def test_a_budget_that_falls_and_rises_at_once_refuses_nobody(
     assert statuses == [200] * 2
 
 
+@pytest.mark.anyio
+async def test_a_falling_budget_neither_shortens_nor_prolongs_a_wait(
+    machine: Machine,
+) -> None:
+    """Though the queue is slow: only a client's own timeout is a reason to give up."""
+    works, most = anyio.Event(), default_budget() * 12 // 16
+    app = Admission(
+        working(works),
+        environment={},
+        bytes="auto",
+        max_wait=2.0,
+        price=price(most // 2, most * 6 // 10, most, most, most),
+    )
+    statuses, waits = [], []
+
+    async def asking() -> None:
+        began = anyio.current_time()
+        statuses.append(await ask(app))
+        waits.append(anyio.current_time() - began)
+
+    *_, requests = app.gates
+    async with anyio.create_task_group() as group:
+        for _ in range(5):
+            group.start_soon(asking)
+            await anyio.wait_all_tasks_blocked()
+        await anyio.sleep(1.0)
+        requests.resize(bytes=most * 7 // 10)
+        await anyio.sleep(0.5)
+        assert requests.statistics().waiting == 4
+        while requests.statistics().waiting:
+            await anyio.sleep(0.05)
+        works.set()
+    assert statuses == [503] * 4 + [200]
+    assert all(1.9 < wait < 2.9 for wait in waits[:4])
+
+
 def test_begins_at_the_default_and_shrinks_to_the_largest_body_at_most(caplog) -> None:
     """What is said at the start, in one line."""
     caplog.set_level("INFO", logger="lifecycle")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import math
 import os
 from collections.abc import Awaitable, Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -414,8 +415,7 @@ class Admission:
         if lane is not arrival:
             with state.phase("queue"):
                 lease = await self._enter(lane, length, request, client, deadline)
-            request.release()
-            request.lease = lease
+            request.release(then=lease)
         if self._slots is not None:
             with state.phase("queue"):
                 request.slot = await self._slots.admit(0, client, deadline=deadline)
@@ -425,16 +425,19 @@ class Admission:
         self, lane: Lane, length: int, it: AdmittedRequest, client: str, deadline: float
     ) -> Lease:
         """Admit what *it* needs; again, if a budget shrank so that it is alone now."""
-        slots = int(it.estimate.total > 0)
-        until = event_loop_clock()() + self._settings.max_wait
+        slots, until = int(it.estimate.total > 0), math.inf
+        end = event_loop_clock()() + self._settings.max_wait
         while True:
             needed = self._needed(length, it.estimate) or 1  # an empty body
             try:
-                return await lane.admit(needed, client, slots=slots, deadline=deadline)
+                return await lane.admit(
+                    needed, client, slots=slots, deadline=deadline, until=until
+                )
             except CostTooLarge:
-                if self._needed(length, it.estimate) >= needed:
+                # A learned budget may have risen again since it refused this one.
+                if not self._ceiling and self._needed(length, it.estimate) >= needed:
                     raise
-                deadline = min(deadline, until)
+                until = end
 
     def _count(self, request: AdmittedRequest, client: str, arrival: Lane) -> None:
         """Count a request of *client*, and refuse one beyond its limit."""
@@ -631,9 +634,9 @@ class AdmittedRequest:
         lease, self.lease = self.lease, None
         return lease
 
-    def release(self) -> None:
-        """Release the bytes. Idempotent."""
-        lease, self.lease = self.lease, None
+    def release(self, *, then: Lease | None = None) -> None:
+        """Release the bytes, and hold *then* in their place. Idempotent."""
+        lease, self.lease = self.lease, then
         if lease is not None:
             try:
                 self._learn()
@@ -643,12 +646,14 @@ class AdmittedRequest:
     def end(self) -> None:
         """Release everything, and drop a body that was not read. Idempotent."""
         self.body = None
-        self.release()
-        slot, self.slot = self.slot, None
-        if slot is not None:
-            slot.release()
-        leave, self.leave = self.leave, object
-        leave()
+        try:
+            self.release()
+        finally:
+            slot, self.slot = self.slot, None
+            if slot is not None:
+                slot.release()
+            leave, self.leave = self.leave, object
+            leave()
 
 
 def _cancel_delay(settings: AdmissionSettings) -> float:

@@ -76,6 +76,7 @@ class Lane:
         *,
         slots: int = 1,
         deadline: float = math.inf,
+        until: float = math.inf,
         now: GateStatistics | None = None,
     ) -> Lease:
         """Admit a request of *client*.
@@ -87,6 +88,8 @@ class Lane:
             deadline: When the client gives up, by the loop's clock. A request that
                 would be admitted later does not wait: the client would not read its
                 answer.
+            until: When its wait ends, by the same clock, if that is earlier than the
+                gate says.
             now: The gate, as it is now. Default: it is asked.
 
         Raises:
@@ -103,7 +106,7 @@ class Lane:
                 bytes=nbytes,
                 slots=slots,
                 key=client,
-                max_wait=self._patience(client, deadline, now),
+                max_wait=self._patience(client, deadline, until, now),
             )
         finally:
             self._waiting[client] -= 1
@@ -182,7 +185,7 @@ class Lane:
         raise self.counted(ClientLimitExceeded(how, retry_after=after))
 
     def _patience(
-        self, client: str, deadline: float, gate: GateStatistics | None
+        self, client: str, deadline: float, until: float, gate: GateStatistics | None
     ) -> float | None:
         """Return how long *client*, which gives up at *deadline*, is kept waiting."""
         now, gate = _now(), gate or self.gate.statistics()
@@ -195,7 +198,7 @@ class Lane:
             each = self._drain_rate.seconds_per_release(gate.released, now)
             if each * self._turn(client, gate.waiting) > left:
                 return 0.0
-        longest = min(longest, left)
+        longest = min(longest, left, max(0.0, until - now))
         return None if longest == math.inf else longest
 
     def _turn(self, client: str, waiting: int) -> int:

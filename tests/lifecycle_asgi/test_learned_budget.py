@@ -264,14 +264,14 @@ async def test_a_request_that_waited_within_the_window_is_enough_to_rise() -> No
     held.release()
 
 
-def working(works: anyio.Event | None = None) -> Any:
+def working(works: anyio.Event | None = None, answer: bytes = b"x") -> Any:
     """Return an application that answers, after *works*."""
 
     async def app(scope: Any, receive: Any, send: Any) -> None:
         if works is not None:
             await works.wait()
         await send({"type": "http.response.start", "status": 200, "headers": []})
-        await send({"type": "http.response.body", "body": b"x"})
+        await send({"type": "http.response.body", "body": answer})
 
     return app
 
@@ -344,6 +344,100 @@ async def test_a_release_ends_a_window(machine: Machine, *, broken: bool) -> Non
     state = app.statistics()["requests"]
     assert state.bytes == (most if broken else int(most * 0.7))
     assert state.bytes_in_use == 0
+
+
+@pytest.mark.anyio
+@pytest.mark.parametrize("at", [2, 3], ids=["on entry", "at the end"])
+async def test_a_failed_measurement_keeps_nothing_of_a_request(
+    machine: Machine, at: int
+) -> None:
+    """Neither its slot, its place among those of its client, nor its bytes."""
+    app = Admission(
+        working(answer=b""),
+        environment={},
+        bytes="auto",
+        slots=1,
+        per_client=1,
+        price=price(100, 100),
+    )
+    learn, calls = app._learn, 0
+
+    def fail() -> None:
+        nonlocal calls
+        calls += 1
+        if calls == at:
+            raise ArithmeticError
+        learn()
+
+    app._learn = fail
+    with pytest.raises(ArithmeticError) as caught:
+        await ask(app)
+    assert [each.bytes_in_use for each in app.statistics().values()] == [0] * 4
+    assert app.statistics()["slots"].slots_in_use == 0
+    assert await ask(app) == 200
+    assert all(not each.lost for each in app.statistics().values())
+    del caught
+
+
+@pytest.mark.anyio
+async def test_a_budget_that_falls_and_rises_at_once_refuses_nobody(
+    machine: Machine,
+) -> None:
+    """Before the task of a request that was too large has run, where a loop is busy."""
+    works, most = anyio.Event(), default_budget() * 12 // 16
+    app = Admission(
+        working(works), environment={}, bytes="auto", price=price(100, most)
+    )
+    statuses = []
+
+    async def asking() -> None:
+        statuses.append(await ask(app))
+
+    async with anyio.create_task_group() as group:
+        for _ in range(2):
+            group.start_soon(asking)
+            await anyio.wait_all_tasks_blocked()
+        _, _, requests = app.gates
+        requests.resize(bytes=most // 2)
+        requests.resize(bytes=most)
+        works.set()
+    assert statuses == [200] * 2
+
+
+@pytest.mark.anyio
+async def test_a_falling_budget_neither_shortens_nor_prolongs_a_wait(
+    machine: Machine,
+) -> None:
+    """Though the queue is slow: only a client's own timeout is a reason to give up."""
+    works, most = anyio.Event(), default_budget() * 12 // 16
+    app = Admission(
+        working(works),
+        environment={},
+        bytes="auto",
+        max_wait=2.0,
+        price=price(most // 2, most * 6 // 10, most, most, most),
+    )
+    statuses, waits = [], []
+
+    async def asking() -> None:
+        began = anyio.current_time()
+        statuses.append(await ask(app))
+        waits.append(anyio.current_time() - began)
+
+    *_, requests = app.gates
+    async with anyio.create_task_group() as group:
+        for _ in range(5):
+            group.start_soon(asking)
+            await anyio.wait_all_tasks_blocked()
+        await anyio.sleep(1.0)
+        requests.resize(bytes=most * 7 // 10)
+        await anyio.sleep(0.5)
+        assert requests.statistics().waiting == 4
+        while requests.statistics().waiting:
+            await anyio.sleep(0.05)
+        works.set()
+    assert statuses == [503] * 4 + [200]
+    assert all(1.9 < wait < 2.9 for wait in waits[:4])
 
 
 def test_begins_at_the_default_and_shrinks_to_the_largest_body_at_most(caplog) -> None:

@@ -225,6 +225,9 @@ def test_shows_page_with_strict_policy(port: int) -> None:
     assert "unsafe" not in policy
     assert answer.headers["cache-control"] == "no-store"
     assert "http" not in answer.text.replace("http-equiv", "")  # nothing from elsewhere
+    # A path alone would have the password of http://me:KEY@HOST/_lifecycle, which
+    # browsers take for no request of a page.
+    assert "const base = location.origin + location.pathname" in answer.text
     assert httpx2.post(answer.url, timeout=60).status_code == 405
     snapshot = httpx2.get(f"{answer.url}/snapshot", timeout=60).json()
     assert {"requests", "gates", "clients", "warnings"} <= snapshot.keys()

@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import anyio
 import pytest
 
 pytest.importorskip("textual")
@@ -21,7 +22,7 @@ from live_kit import CANARY, asked, live_server
 from serve_kit import served
 from textual.widgets import DataTable, Static
 
-from lifecycle_asgi import LiveView
+from lifecycle_asgi import LifecycleMiddleware, LiveView
 from lifecycle_tools.top import NoLiveView, Top, Viewer
 
 pytestmark = pytest.mark.asyncio
@@ -148,9 +149,29 @@ async def test_reads_a_socket_with_a_key(tmp_path: Path) -> None:
     async with served("--admin-listen", socket, "--admin-key", "mine") as server:
         assert server.admin == socket
         assert (await first(Viewer(socket, key="mine")))["engine"]["incarnation"] == 1
-        with pytest.raises(NoLiveView, match=f"{socket} asks for a key.*--key"):
+        with pytest.raises(NoLiveView, match=f"{socket} asks for another key.*--key"):
             await first(Viewer(socket, key="other"))
         assert await server.exit(signal.SIGTERM) == 0
+
+
+@pytest.mark.parametrize("key", ["secret", "gehéim:ÿ", "日本 鍵"])
+async def test_lists_and_cancels_with_a_key(key: str) -> None:
+    """At a view that asks for one; a key may have any letters."""
+
+    async def wait(_scope: Any, receive: Any, _send: Any) -> None:
+        await receive()
+        await anyio.sleep_forever()
+
+    view = LiveView(LifecycleMiddleware(wait), keys=["other", key], cancel=True)
+    async with serving(view, lifespan="off") as port, asyncio.timeout(60):
+        with pytest.raises(NoLiveView, match="asks for a key.*--key"):
+            await first(Viewer(f"127.0.0.1:{port}"))
+        app = Top(Viewer(f"127.0.0.1:{port}", key=key))
+        async with app.run_test(size=(120, 40)) as pilot:
+            with asked(port, "/mine"):
+                await until(pilot, lambda: "POST /mine" in text_of(app, "requests"))
+                await pilot.press("c")
+                await until(pilot, lambda: not text_of(app, "requests"))
 
 
 async def test_trusts_a_named_authority(tmp_path: Path) -> None:

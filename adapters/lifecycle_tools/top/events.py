@@ -47,11 +47,14 @@ class Viewer:
         path = parsed.path.rstrip("/") or _PATH
         self.url = str(parsed.copy_with(path=path, query=None, fragment=None))
         self.shown_url = self.url if socket is None else f"{_UNIX}{socket}"
+        self._asks = "asks for a key" if key is None else "asks for another key"
+        # As bytes: a string would have to be ASCII.
+        bearer = None if key is None else {b"authorization": f"Bearer {key}".encode()}
         context = None if cacert is None else ssl.create_default_context(cafile=cacert)
         self._client = httpx2.AsyncClient(
             timeout=httpx2.Timeout(_SILENT_SECONDS, connect=_CONNECT_SECONDS),
             trust_env=False,
-            headers=None if key is None else {"authorization": f"Bearer {key}"},
+            headers=bearer,
             transport=httpx2.AsyncHTTPTransport(
                 uds=socket, verify=True if context is None else context
             ),
@@ -87,7 +90,7 @@ class Viewer:
             raise NoLiveView(f"{self.shown_url}: {_printable(answer.text)}")
         if answer.status_code == 401:
             raise NoLiveView(
-                f"{self.shown_url} asks for a key; give it with --key, or the address "
+                f"{self.shown_url} {self._asks}; give it with --key, or the address "
                 "of the operator's pages, which the server printed"
             )
         kind = answer.headers.get("content-type", "")

@@ -20,9 +20,11 @@ from typing import Any
 import anyio
 import pytest
 from asgi_kit import ScriptedServer, http_scope
+from cgroup_kit import memory_group
 from hypothesis import example, given, strategies as st
 
 from lifecycle import Gate
+from lifecycle.testing import simulate, simulate_trio
 from lifecycle_asgi import Admission, AdmissionSettings, MemoryEstimate, admission
 from lifecycle_asgi.learned_budget import BudgetController, LearnedBudget, memory_use
 from lifecycle_asgi.memory_limit import MemoryLimit, default_budget, memory_limit
@@ -30,7 +32,6 @@ from lifecycle_engine import ConfigError, load_config
 from lifecycle_tools.proxy import Upstream, create_app
 
 MIB = 2**20
-GROUPS = Path("/sys/fs/cgroup")
 
 
 class Windows:
@@ -288,6 +289,17 @@ async def ask(app: Any) -> int:
     return int(server.sent[0]["status"])
 
 
+async def arrive(tasks: Any, app: Any, statuses: list[int], count: int = 1) -> None:
+    """Send requests that note their statuses, each once the one before it waits."""
+
+    async def asking() -> None:
+        statuses.append(await ask(app))
+
+    for _ in range(count):
+        tasks.start_soon(asking)
+        await anyio.wait_all_tasks_blocked()
+
+
 def price(*needed: int) -> Any:
     """Return one for requests that need these bytes, one after the other."""
     left = [*needed]
@@ -303,19 +315,12 @@ async def test_a_request_larger_than_the_budget_is_served_alone(
     app = Admission(
         working(works), environment={}, bytes="auto", price=price(100, most, most)
     )
-    statuses = []
-
-    async def asking() -> None:
-        statuses.append(await ask(app))
-
-    async with anyio.create_task_group() as group:
-        for _ in range(2):
-            group.start_soon(asking)
-            await anyio.wait_all_tasks_blocked()
+    statuses = list[int]()
+    async with anyio.create_task_group() as tasks:
+        await arrive(tasks, app, statuses, 2)
         assert app.statistics()["requests"].waiting == 1
         machine.used, machine.now = 900, 1.0
-        group.start_soon(asking)  # ends the window
-        await anyio.wait_all_tasks_blocked()
+        await arrive(tasks, app, statuses)  # ends the window
         state = app.statistics()["requests"]
         assert state.bytes == int(most * 0.7)
         assert state.waiting == 2
@@ -388,15 +393,9 @@ async def test_a_budget_that_falls_and_rises_at_once_refuses_nobody(
     app = Admission(
         working(works), environment={}, bytes="auto", price=price(100, most)
     )
-    statuses = []
-
-    async def asking() -> None:
-        statuses.append(await ask(app))
-
-    async with anyio.create_task_group() as group:
-        for _ in range(2):
-            group.start_soon(asking)
-            await anyio.wait_all_tasks_blocked()
+    statuses = list[int]()
+    async with anyio.create_task_group() as tasks:
+        await arrive(tasks, app, statuses, 2)
         _, _, requests = app.gates
         requests.resize(bytes=most // 2)
         requests.resize(bytes=most)
@@ -404,40 +403,44 @@ async def test_a_budget_that_falls_and_rises_at_once_refuses_nobody(
     assert statuses == [200] * 2
 
 
-@pytest.mark.anyio
-async def test_a_falling_budget_neither_shortens_nor_prolongs_a_wait(
-    machine: Machine,
+@pytest.mark.parametrize("run", [partial(simulate, early_timers=0.0), simulate_trio])
+def test_a_falling_budget_neither_shortens_nor_prolongs_a_wait(
+    machine: Machine, run: Any
 ) -> None:
     """Though the queue is slow: only a client's own timeout is a reason to give up."""
-    works, most = anyio.Event(), default_budget() * 12 // 16
-    app = Admission(
-        working(works),
-        environment={},
-        bytes="auto",
-        max_wait=2.0,
-        price=price(most // 2, most * 6 // 10, most, most, most),
-    )
-    statuses, waits = [], []
 
-    async def asking() -> None:
-        began = anyio.current_time()
-        statuses.append(await ask(app))
-        waits.append(anyio.current_time() - began)
+    async def main() -> tuple[list[int], list[float]]:
+        works, most = anyio.Event(), default_budget() * 12 // 16
+        app = Admission(
+            working(works),
+            environment={},
+            bytes="auto",
+            max_wait=2.0,
+            price=price(most // 2, most * 6 // 10, most, most, most),
+        )
+        statuses, waits = list[int](), list[float]()
 
-    *_, requests = app.gates
-    async with anyio.create_task_group() as group:
-        for _ in range(5):
-            group.start_soon(asking)
-            await anyio.wait_all_tasks_blocked()
-        await anyio.sleep(1.0)
-        requests.resize(bytes=most * 7 // 10)
-        await anyio.sleep(0.5)
-        assert requests.statistics().waiting == 4
-        while requests.statistics().waiting:
-            await anyio.sleep(0.05)
-        works.set()
+        async def asking() -> None:
+            began = anyio.current_time()
+            statuses.append(await ask(app))
+            waits.append(anyio.current_time() - began)
+
+        *_, requests = app.gates
+        async with anyio.create_task_group() as tasks:
+            for _ in range(5):
+                tasks.start_soon(asking)
+                await anyio.sleep(0.01)
+            await anyio.sleep(1.0)
+            requests.resize(bytes=most * 7 // 10)
+            await anyio.sleep(0.5)
+            assert requests.statistics().waiting == 4
+            await anyio.sleep(1.0)
+            works.set()
+        return statuses, waits
+
+    statuses, waits = run(main, seed=1).value
     assert statuses == [503] * 4 + [200]
-    assert all(1.9 < wait < 2.9 for wait in waits[:4])
+    assert all(abs(wait - 2.0) < 0.1 for wait in waits[:4]), waits
 
 
 def test_begins_at_the_default_and_shrinks_to_the_largest_body_at_most(caplog) -> None:
@@ -530,20 +533,9 @@ SECONDS = 25.0
 
 @pytest.fixture
 def group() -> Iterator[Path]:
-    """A cgroup of 512 MiB, in the version that this machine has."""
-    folder, file = GROUPS / "memory", "memory.limit_in_bytes"
-    if not folder.exists():
-        folder, file = GROUPS, "memory.max"
-    made = folder / f"lifecycle-auto-{os.getpid()}"
-    try:
-        made.mkdir()
-        (made / file).write_text(str(512 * MIB))
-    except OSError as error:
-        pytest.skip(f"no cgroup can be made here: {error}")
-    try:
+    """A cgroup of 512 MiB."""
+    with memory_group(512 * MIB) as made:
         yield made
-    finally:
-        made.rmdir()
 
 
 def ask_again_and_again(port: int, number: int) -> list[int | None]:

@@ -20,6 +20,7 @@ from pathlib import Path
 from types import ModuleType
 
 import pytest
+from cgroup_kit import memory_group
 from PIL import Image
 
 from lifecycle_asgi import Admission
@@ -27,7 +28,6 @@ from lifecycle_asgi.memory_limit import MAX_BUDGET, memory_limit
 
 MACHINE = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
 MIB = 2**20
-GROUPS = Path("/sys/fs/cgroup")
 
 # The groups of a process, files of limits below /sys/fs/cgroup, and what holds.
 TREES = {
@@ -88,21 +88,9 @@ def test_finds_the_lowest_limit(tmp_path: Path, tree) -> None:
 
 @pytest.fixture
 def group() -> Iterator[Path]:
-    """A cgroup of 300 MiB, in the version that this machine has."""
-    first = GROUPS / "memory"
-    folder, file = (first, "memory.limit_in_bytes")
-    if not first.exists():
-        folder, file = GROUPS, "memory.max"
-    made = folder / f"lifecycle-test-{os.getpid()}"
-    try:
-        made.mkdir()
-        (made / file).write_text(str(300 * MIB))
-    except OSError as error:
-        pytest.skip(f"no cgroup can be made here: {error}")
-    try:
+    """A cgroup of 300 MiB."""
+    with memory_group(300 * MIB) as made:
         yield made
-    finally:
-        made.rmdir()
 
 
 IN_GROUP = """

@@ -96,11 +96,14 @@ ENDURANCE = f"{LINK}/endurance.py"
 HANG_UPS = "tests/http/hang_ups.py"
 RAY_STORM = "tests/engine_protocol/ray_disconnects.py"
 PROVE = (
-    # Fifty thousand schedules, every planted mistake, the models, slow checkpoints; and
-    # other projects' own tests, with and without the middleware, which mostly wait.
+    # Fifty thousand schedules, every planted mistake, the models, slow checkpoints. Beside
+    # them what mostly waits, as other projects' own tests, with and without the
+    # middleware, and clients of three minutes; and flake8 on all files.
     (
         tests("slow", "slow", "tests"),
         part("suites", [PYTHON, "tests/lifecycle_asgi/suites.py"]),
+        part("hang_ups", [PYTHON, HANG_UPS, "--minutes", "3", "--every", "5"]),
+        make("lint"),
     ),
     (
         part(
@@ -127,13 +130,10 @@ PROVE = (
         ),
         part("shutdowns", [PYTHON, "tests/http/shutdowns.py", "--count", "60"]),
     ),
-    # Clients of three minutes; meanwhile, flake8 on all files.
     (
-        part("hang_ups", [PYTHON, HANG_UPS, "--minutes", "3", "--every", "5"]),
         # Recorded mutants, each against the test that caught it.
         part("mutation", [PYTHON, "scripts/mutation.py", "--replay", "--seconds=300"]),
         part("attack", [PYTHON, "tests/http/attack.py", "100"]),
-        make("lint"),
     ),
     (
         part("release", [PYTHON, "scripts/release.py"]),

@@ -107,6 +107,16 @@ def test_prompt_that_fails_fails_alone(breaks: bool) -> None:
     assert scheduler.status()["slots_free"] == 8
 
 
+def test_counts_no_tokens_of_a_pass_that_failed() -> None:
+    """They are counted once, where each prompt runs alone."""
+    runner = Together(slots=8)
+    runner.breaks = True
+    scheduler = Scheduler(runner)
+    start(scheduler, [6] * 8)
+    first_steps(scheduler)
+    assert scheduler.status()["times"]["prefill"]["tokens"] == 6 * 8
+
+
 def test_wrong_number_of_items_runs_each_alone() -> None:
     """A runner that breaks its protocol loses the pass, and no request."""
     runner = Together(slots=4)

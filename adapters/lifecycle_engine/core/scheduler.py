@@ -316,8 +316,8 @@ class Scheduler:
             chunks.append(PromptChunk(task.slot, prompt, start, stop))
         try:
             with self._timer.run(self._timer.prefill) as tokens:
-                tokens += [each.stop - each.start for each in chunks]
                 made = self._run(chunks)
+                tokens += [each.stop - each.start for each in chunks]
         except Exception as error:  # noqa: BLE001  # fails one request only
             if len(tasks) == 1:
                 return [self._fail(tasks[0], "prefill_failed", error)]

@@ -460,6 +460,9 @@ def test_runs_one_attack_of_neighbours(tmp_path):
     ]
 
 
+# anyio leaves the pipes of a worker that was killed. Where the loop closes before it hears
+# of the death, as on a busy machine, asyncio cannot close them.
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
 @pytest.mark.parametrize("once", ["it starts", "it attacks"])
 def test_says_that_the_attack_was_killed(once):
     """An attack that is no more has no verdict, and ends no check."""
@@ -486,7 +489,7 @@ def test_says_that_the_attack_was_killed(once):
                 return await beside(target, attack=small, requests=20)
 
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore", ResourceWarning)  # anyio leaves its pipe
+            warnings.simplefilter("ignore", ResourceWarning)
             found = anyio.run(both)
             gc.collect()
     assert (found.verdict, found.seen) == (

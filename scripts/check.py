@@ -96,9 +96,9 @@ ENDURANCE = f"{LINK}/endurance.py"
 HANG_UPS = "tests/http/hang_ups.py"
 RAY_STORM = "tests/engine_protocol/ray_disconnects.py"
 PROVE = (
-    # Fifty thousand schedules, every planted mistake, the models, slow checkpoints. Beside
-    # them what mostly waits, as other projects' own tests, with and without the
-    # middleware, and clients of three minutes; and flake8 on all files.
+    # Fifty thousand schedules, every planted mistake, the models, slow checkpoints.
+    # Beside them what mostly waits: other projects' own tests, with and without the
+    # middleware, and clients of three minutes. And flake8 on all files.
     (
         tests("slow", "slow", "tests"),
         part("suites", [PYTHON, "tests/lifecycle_asgi/suites.py"]),

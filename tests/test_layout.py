@@ -68,6 +68,7 @@ PUBLIC_MODULES = {
     "lifecycle_asgi.uvicorn_protocol",
     "lifecycle_asgi.vllm_plugin",
     "lifecycle_asgi.sglang_plugin",
+    "lifecycle_asgi.transformers_plugin",
     "lifecycle_asgi.starlette",
     "lifecycle_asgi.testing",
     "lifecycle_engine.cli",

@@ -1,10 +1,8 @@
 """``transformers serve`` with `Admission`, which ends the work of clients that left.
 
 ``python -m lifecycle_asgi.transformers_plugin serve MODEL`` is the command itself, with
-all of its options. In a program of yours, call `register` before ``Serve``.
-
-The command stops the streams that it knows to be left. It generates to the end what is
-not streamed, what a client has left before the first word, and streamed transcriptions.
+all of its options. By itself the command stops streams that have begun, but generates
+to the end what is not streamed, and every transcription.
 """
 
 from __future__ import annotations
@@ -39,7 +37,7 @@ _ENDS: Final[ContextVar[list[Callable[[], object]] | None]] = ContextVar(
 def register() -> None:
     """Have ``Serve`` make its application with `Admission`, and end leavers' work.
 
-    Idempotent.
+    Before ``Serve`` is called. Idempotent.
 
     Raises:
         SystemExit: This version of transformers works in another way, so that the hooks

@@ -114,11 +114,7 @@ def _submitting(submit: Callable[..., Any]) -> Callable[..., Any]:
             given = options.get("stopping_criteria") or ()
             options["stopping_criteria"] = [*given, functools.partial(_stop, left)]
         elif getattr(work, "__name__", "") == "generate":
-            name = getattr(work, "__qualname__", work)
-            endless = (
-                "%s has no stopping_criteria: it does not end when a client leaves"
-            )
-            _log(logging.WARNING, endless, name)
+            _warn_endless(getattr(work, "__qualname__", "generate"))
 
         def unless_left(*args: Any, **options: Any) -> Any:
             return None if left.is_set() else work(*args, **options)
@@ -127,6 +123,12 @@ def _submitting(submit: Callable[..., Any]) -> Callable[..., Any]:
         return asyncio.shield(submit(self, unless_left, *args, **options))
 
     return async_submit
+
+
+@functools.cache
+def _warn_endless(name: str) -> None:
+    endless = "%s has no stopping_criteria: it does not end when a client leaves"
+    _log(logging.WARNING, endless, name)
 
 
 def _stop(left: threading.Event, ids: Any, *_: Any, **__: Any) -> Any:

@@ -146,7 +146,7 @@ def kit(monkeypatch: pytest.MonkeyPatch) -> Any:
         if scope["type"] == "http":
             while (await receive())["more_body"]:
                 pass
-            await kit.handler()
+            await made.handler()
             await send({"type": "http.response.start", "status": 200, "headers": []})
             await send({"type": "http.response.body", "body": b"done"})
 
@@ -158,7 +158,7 @@ def kit(monkeypatch: pytest.MonkeyPatch) -> Any:
     for name, module in modules.items():
         monkeypatch.setitem(sys.modules, name, module)
     serve, utils = modules["transformers.cli.serve"], modules[f"{SERVING}.utils"]
-    kit = SimpleNamespace(
+    made = SimpleNamespace(
         serve=serve.Serve,
         utils=utils,
         server=modules[f"{SERVING}.server"],
@@ -166,7 +166,7 @@ def kit(monkeypatch: pytest.MonkeyPatch) -> Any:
         batched=utils.CBGenerateManager(),
         model=Model(),
     )
-    return kit
+    return made
 
 
 async def serve(

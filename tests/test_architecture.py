@@ -89,7 +89,7 @@ LAYERS: dict[str, tuple[str, ...]] = {
         *("api_keys", "memory_limit", "admission_settings", "lanes", "shadow_log"),
         "learned_budget",
         *("prometheus_collectors", "prometheus", "admission"),
-        *("vllm_plugin", "sglang_plugin", "opentelemetry"),
+        *("vllm_plugin", "sglang_plugin", "transformers_plugin", "opentelemetry"),
         *("live_warnings", "live_snapshot", "live_view", "starlette", "testing"),
         "uvicorn_protocol",
     ),

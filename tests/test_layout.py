@@ -26,7 +26,7 @@ TESTS = sorted((ROOT / "tests").rglob("*.py"))
 
 # Of the packages that a request passes through; the tools beside them come apart. Eight
 # are the gate over processes and its seams, and one is a budget that is learned.
-MOST_FILES = 154
+MOST_FILES = 155
 TOOLS = {"lifecycle_tools"}
 MOST_FILES_OF_TOOLS = 30
 MOST_LINES_OF_A_FILE = 700
@@ -42,9 +42,9 @@ MOST_FILES_ENTERED = {"text": 61, "picture": 69, "disconnect": 40}
 MOST_FILES_OF_ADMISSION = 16
 
 # Lines of Python, with a little to spare. A gate over processes took 1,700, streams that
-# are resumed 600, memory that is given back or fits the cgroup 300, and metrics of the
-# engine by name, with lists and logs for the operator, 300.
-MOST_LINES = {"product": 49_450, "benchmarks": 7_750, "repository": 900}
+# are resumed 600, memory that is given back or fits the cgroup 300, metrics of the engine
+# by name, with lists and logs for the operator, 300, and `transformers serve` 160.
+MOST_LINES = {"product": 49_550, "benchmarks": 7_750, "repository": 900}
 # What tests the repository itself, and nothing that it installs.
 OF_THE_REPOSITORY = ("architecture", "checks", "house", "layout", "words")
 
@@ -68,6 +68,7 @@ PUBLIC_MODULES = {
     "lifecycle_asgi.uvicorn_protocol",
     "lifecycle_asgi.vllm_plugin",
     "lifecycle_asgi.sglang_plugin",
+    "lifecycle_asgi.transformers_plugin",
     "lifecycle_asgi.starlette",
     "lifecycle_asgi.testing",
     "lifecycle_engine.cli",

@@ -236,34 +236,34 @@ def test_stops_prediction_of_litserve_when_client_leaves(bare: bool, api: str) -
 
 
 CHAT = "/v1/chat/completions"
-BATCHED = {
-    "continuous_batching": True,
-    "cb_num_blocks": 1024,
-    "cb_max_batch_tokens": 256,
-}
+BATCHED = ("--continuous-batching", "--cb-num-blocks=1024", "--cb-max-batch-tokens=256")
+# The command of transformers, and ours.
 TRANSFORMERS = """
-import sys, torch, transformers_serve as r
-torch.set_num_threads(1)
-{bare}r.main(sys.argv[3], port=int(sys.argv[2]), **{options})
+import runpy, sys
+sys.argv[1:] = ["serve", sys.argv[3], "--port", sys.argv[2], *sys.argv[4:]]
+runpy.run_module("{module}", run_name="__main__", alter_sys=True)
 """
 
 
 @pytest.mark.parametrize("batched", [False, True], ids=["alone", "batched"])
 @pytest.mark.parametrize("bare", BOTH)
 def test_stops_transformers_serve_when_client_leaves(
-    tmp_path: Path, bare: bool, batched: bool
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, bare: bool, batched: bool
 ) -> None:
-    """A model without a client uses no CPU; without the middleware it continues."""
+    """A model without a client uses no CPU; without the plug-in it continues."""
     pytest.importorskip("torch")
     pytest.importorskip("accelerate")
     from tiny_checkpoint import build
 
+    monkeypatch.setenv("HF_HUB_DISABLE_UPDATE_CHECK", "1")
     folder = build(tmp_path / "tiny", "qwen3")
     port = free_port()
     # By default its batches are as large as the memory allows.
-    options = BATCHED if batched else {}
-    code = TRANSFORMERS.format(bare=BARE if bare else "", options=options)
-    with running(code, port, folder) as process:
+    options = BATCHED if batched else ()
+    module = "transformers.cli" if bare else "lifecycle_asgi"
+    module += ".transformers" if bare else ".transformers_plugin"
+    code = TRANSFORMERS.format(module=module)
+    with running(code, port, folder, *options) as process:
         wait_healthy(port)
         body = {"model": str(folder)}
         body["messages"] = [{"role": "user", "content": "hello"}]
@@ -271,8 +271,9 @@ def test_stops_transformers_serve_when_client_leaves(
             assert peer.getresponse().status == 200
         endless = {"max_new_tokens": 10**6, "eos_token_id": [10**6]}
         body["generation_config"] = json.dumps(endless)
-        leave_working(process, ask(port, CHAT, body))
-        assert goes_on(process) == bare
+        for stream in [False] if bare else [True, False]:
+            leave_working(process, ask(port, CHAT, {**body, "stream": stream}))
+            assert goes_on(process) == bare
 
 
 def leave_working(

@@ -23,6 +23,7 @@ Modules::
     lanes          gates that clients share
     vllm_plugin    hand-off in vLLM, by its entry point for plugins
     sglang_plugin  SGLang: Admission and hand-off, by its entry point for plugins
+    transformers_plugin  transformers serve: Admission, and the end of leavers' work
     resume         ResumableStreams: clients that leave may resume their stream
     admission      Admission: all of this around the application of any server
     live_warnings  find_warnings: what is wrong, of one moment

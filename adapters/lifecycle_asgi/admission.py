@@ -53,9 +53,11 @@ from lifecycle_asgi.responses import (
     MAX_UNACCEPTABLE,
     Refusing,
     Response,
+    send_response,
     with_headers_of,
 )
 from lifecycle_asgi.shadow_log import ShadowLog
+from lifecycle_asgi.websocket import denial
 
 _SCOPE_KEY: Final = "lifecycle.admission"
 _LOAD: Final = b"endpoint-load-metrics"
@@ -302,6 +304,11 @@ class Admission:
             send = self._reporting(send)
         if _has_body(scope) and not self._keys.accept(scope):
             await self._refuse(scope, RequestBody(receive), send, Unauthorised())
+        elif scope["type"] == "websocket" and not self._keys.accept(scope):
+            await send_response(
+                identified(scope, denial(scope, send), Unauthorised(), dict),
+                self._answer(scope, Unauthorised()),
+            )
         else:
             await self._watched(scope, receive, send)
 

@@ -44,7 +44,10 @@ async def refusal(proxy, **options):
 @pytest.mark.asyncio
 async def test_passes_messages_both_ways(tmp_path):
     """Text, binary, empty, fragmented and large ones arrive as they were sent."""
-    async with server(echo, max_size=None) as url, running_proxy(url, tmp_path) as proxy:
+    async with (
+        server(echo, max_size=None) as url,
+        running_proxy(url, tmp_path) as proxy,
+    ):
         async with client(proxy, max_size=None) as socket:
             for sent in ("text ü", b"\0\xff", "", b"", "x" * 8 * MEBIBYTE):
                 await socket.send(sent)
@@ -104,7 +107,7 @@ async def test_passes_the_handshake_on(tmp_path):
     (request,) = heads
     assert request.path == "/v1/a%2Fb?m=%20&m=2"
     found = {name.lower(): value for name, value in request.headers.raw_items()}
-    assert found["sec-websocket-protocol"] == "a, b" or "a,b"
+    assert found["sec-websocket-protocol"].replace(" ", "") == "a,b"
     assert found["host"] == f"127.0.0.1:{proxy.port}"
     assert found["authorization"] == "Bearer k"
     assert found["origin"] == "http://a"
@@ -112,8 +115,8 @@ async def test_passes_the_handshake_on(tmp_path):
     assert found["x-forwarded-proto"] == "http"
     assert not {"x-real-ip", "forwarded", "keep-alive"} & set(found)
     assert "sec-websocket-extensions" not in found
-    assert "k" not in proxy.log().split("WebSocket /v1/a%2Fb")[1][:1]
-    assert "m=2" not in proxy.log()
+    assert "WebSocket /v1/a%2Fb, " in proxy.log()
+    assert "m=2" not in proxy.log()  # clients send keys in queries
 
 
 @pytest.mark.parametrize(
@@ -246,17 +249,22 @@ def handshake(target=b"/", *lines):
     )
 
 
+UNAUTHORISED = (
+    b"HTTP/1.1 401 No\r\nwww-authenticate: Bearer\r\nkeep-alive: 5\r\n"
+    b"content-length: 5\r\n\r\nno ke"
+)
+
+
 @pytest.mark.parametrize(
     ("sent", "status", "part"),
     [
-        (
-            b"HTTP/1.1 401 No\r\nwww-authenticate: Bearer\r\nkeep-alive: 5\r\n"
-            b"content-length: 5\r\n\r\nno ke",
-            401,
-            b"no ke",
-        ),
+        (UNAUTHORISED, 401, b"no ke"),
         (b"HTTP/1.1 403 No\r\n\r\nto the end", 403, b"to the end"),
-        (b"HTTP/1.1 302 Go\r\nlocation: http://b/\r\ncontent-length: 0\r\n\r\n", 302, b""),
+        (
+            b"HTTP/1.1 302 Go\r\nlocation: http://b/\r\ncontent-length: 0\r\n\r\n",
+            302,
+            b"",
+        ),
         (
             b"HTTP/1.1 503 No\r\ntransfer-encoding: chunked\r\n\r\n2\r\nno\r\n0\r\n\r\n",
             503,
@@ -280,14 +288,12 @@ async def test_passes_a_refused_handshake_on(sent, status, part, tmp_path):
         raw_upstream(handle) as (_, url),
         running_proxy(url, tmp_path) as proxy,
     ):
-        response = await refusal(proxy)
-        assert response.status_code == status
-        assert part in response.body
-        if status == 401:
-            assert response.headers["www-authenticate"] == "Bearer"
-            assert "keep-alive" not in response.headers
-        if status == 302:
-            assert response.headers["location"] == "http://b/"
+        head, body = await proxy.ask(handshake())
+        assert head.startswith(b"HTTP/1.1 %d " % status)
+        assert part in body
+        assert b"keep-alive" not in head
+        assert (b"\r\nwww-authenticate: Bearer\r\n" in head) == (status == 401)
+        assert (b"\r\nlocation: http://b/\r\n" in head) == (status == 302)
 
 
 @pytest.mark.asyncio

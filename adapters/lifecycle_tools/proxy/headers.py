@@ -80,6 +80,8 @@ def ambiguity(scope: Scope) -> str | None:
     lengths = values(headers, b"content-length")
     if codings and lengths:
         return "Content-Length and Transfer-Encoding exclude each other; send one"
+    if codings and scope.get("http_version") == "1.0":
+        return "HTTP/1.0 has no Transfer-Encoding"
     if codings not in ([], [b"chunked"]):
         return "Transfer-Encoding must be chunked and nothing else"
     if lengths and declared_length(scope) is None:

@@ -126,7 +126,8 @@ class Admission:
     ``vllm serve MODEL --middleware lifecycle_asgi.Admission``. Settings come from the
     arguments, and from ``LIFECYCLE_*`` in the environment. Per request:
 
-    * Without a valid API key, it is refused before a byte of the body is read.
+    * Without a valid API key, it is refused before a byte of the body is read. The
+      handshake of a WebSocket needs one, too; nothing else of it is limited.
     * The rest of a refused body is read and dropped, within limits, as many servers
       would otherwise reset the connection, and with it the answer.
     * Its body is admitted by its declared length before it is read, or metered.

@@ -76,9 +76,12 @@ class Tunnel:
         self._scope, self._receive, self._send = scope, receive, send
         self._stream = stream
         self._timeouts = timeouts
+        offered = ",".join(scope.get("subprotocols", ()))  # uvicorn 0.47 splits none
         self._http = ClientProtocol(
             parse_uri("ws://upstream"),
-            subprotocols=scope.get("subprotocols") or None,
+            subprotocols=[each.strip() for each in offered.split(",")]
+            if offered
+            else None,
             max_size=max_message,
         )
         request = self._http.connect()

@@ -506,6 +506,8 @@ async def test_ends_with_an_upstream_that_is_stuck(reads, tmp_path):
             with pytest.raises(ConnectionClosed):
                 await asyncio.wait_for(socket.recv(), PATIENCE)
             assert socket.close_code == 1014
+            why = "answered no ping" if reads else "read nothing"
+            assert why in socket.close_reason
         done.set()
 
 

@@ -16,6 +16,7 @@ from websockets.exceptions import InvalidState, InvalidStatus
 from websockets.frames import Frame, Opcode
 from websockets.http11 import Response
 from websockets.protocol import Event, State
+from websockets.typing import Subprotocol
 from websockets.uri import parse_uri
 
 from lifecycle_asgi.responses import send_response
@@ -79,7 +80,7 @@ class Tunnel:
         offered = ",".join(scope.get("subprotocols", ()))  # uvicorn 0.47 splits none
         self._http = ClientProtocol(
             parse_uri("ws://upstream"),
-            subprotocols=[each.strip() for each in offered.split(",")]
+            subprotocols=[Subprotocol(each.strip()) for each in offered.split(",")]
             if offered
             else None,
             max_size=max_message,

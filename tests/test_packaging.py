@@ -83,6 +83,7 @@ def test_imports_core_without_any_extra() -> None:
         ("lifecycle_asgi.prometheus", "prometheus_client", "observe"),
         ("lifecycle_tools.command", "typer", "tools"),
         ("lifecycle_tools.proxy", "h11", "tools"),
+        ("lifecycle_tools.proxy", "websockets", "tools"),
         ("lifecycle_tools.check", "rich", "tools"),
         ("lifecycle_ray", "ray", "ray"),
         ("lifecycle_engine.cli", "typer", "engine"),

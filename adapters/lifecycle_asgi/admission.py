@@ -53,9 +53,11 @@ from lifecycle_asgi.responses import (
     MAX_UNACCEPTABLE,
     Refusing,
     Response,
+    send_response,
     with_headers_of,
 )
 from lifecycle_asgi.shadow_log import ShadowLog
+from lifecycle_asgi.websocket import denial
 
 _SCOPE_KEY: Final = "lifecycle.admission"
 _LOAD: Final = b"endpoint-load-metrics"
@@ -124,7 +126,8 @@ class Admission:
     ``vllm serve MODEL --middleware lifecycle_asgi.Admission``. Settings come from the
     arguments, and from ``LIFECYCLE_*`` in the environment. Per request:
 
-    * Without a valid API key, it is refused before a byte of the body is read.
+    * Without a valid API key, it is refused before a byte of the body is read. The
+      handshake of a WebSocket needs one, too; nothing else of it is limited.
     * The rest of a refused body is read and dropped, within limits, as many servers
       would otherwise reset the connection, and with it the answer.
     * Its body is admitted by its declared length before it is read, or metered.
@@ -302,6 +305,11 @@ class Admission:
             send = self._reporting(send)
         if _has_body(scope) and not self._keys.accept(scope):
             await self._refuse(scope, RequestBody(receive), send, Unauthorised())
+        elif scope["type"] == "websocket" and not self._keys.accept(scope):
+            await send_response(
+                identified(scope, denial(scope, send), Unauthorised(), dict),
+                self._answer(scope, Unauthorised()),
+            )
         else:
             await self._watched(scope, receive, send)
 

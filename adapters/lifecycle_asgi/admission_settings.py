@@ -71,7 +71,7 @@ class AdmissionSettings:
             ``over_limit`` of each lane: to try limits out on live traffic. Keys are
             asked for all the same.
         guarded_prefixes: Beginnings of the paths that the keys of vLLM guard. Keys in
-            `api_keys` guard bodies on all paths.
+            `api_keys` guard bodies, and WebSockets, on all paths.
     """
 
     bytes: int | Literal["auto"] = field(default_factory=default_budget)

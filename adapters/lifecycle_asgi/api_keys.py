@@ -46,7 +46,7 @@ class ApiKeys:
         if self._own is not None:
             return self._own.issued(scope) is not None
         path = str(scope.get("path", "")).removeprefix(scope.get("root_path") or "")
-        if not path.startswith(self._prefixes) or scope["method"] == "OPTIONS":
+        if not path.startswith(self._prefixes) or scope.get("method") == "OPTIONS":
             return True
         keys = self._of_server(scope)
         return not keys or ClientIdentity(keys).issued(scope) is not None

@@ -252,7 +252,7 @@ def _log(
         "request %s of %s: %s %s refused with %d %s: %s%s; waiting: %s",
         _printable(id_),
         _printable(client[0] if client else "unknown"),
-        _printable(scope["method"]),
+        _printable(scope.get("method", "WebSocket")),
         # As it came, without the query.
         _printable(scope["path"]),
         error.status,

@@ -1,5 +1,7 @@
 """HTTP/1.1 of uvicorn by httptools, without the trailers of requests.
 
+Clients of HTTP/1.0 get neither chunks nor a 100, both of which uvicorn sends them.
+
 uvicorn --http lifecycle_asgi.uvicorn_protocol:HeadersOnly app:app
 """
 
@@ -7,7 +9,26 @@ from __future__ import annotations
 
 from typing import Any
 
-from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
+from uvicorn.protocols.http.httptools_impl import (
+    HttpToolsProtocol,
+    RequestResponseCycle,
+)
+
+
+class _ToTheEnd(RequestResponseCycle):
+    """A response without a length ends with the connection: that of HTTP/1.0."""
+
+    without_length = False
+
+    async def send(self, message: Any) -> None:
+        if message["type"] == "http.response.start":
+            names = {name.lower() for name, _ in message.get("headers", ())}
+            self.without_length = b"content-length" not in names
+            if self.without_length:
+                self.chunked_encoding = False
+        elif self.without_length:
+            self.expected_content_length = len(message.get("body", b""))
+        await super().send(message)
 
 
 class HeadersOnly(HttpToolsProtocol):
@@ -26,6 +47,12 @@ class HeadersOnly(HttpToolsProtocol):
         """Called when a head begins."""
         super().on_message_begin()
         self._in_head = True
+
+    def _start_asgi_task(self, cycle: RequestResponseCycle, app: Any) -> None:
+        if cycle.scope["http_version"] == "1.0":
+            cycle.__class__ = _ToTheEnd
+            cycle.waiting_for_100_continue = False
+        super()._start_asgi_task(cycle, app)
 
     def on_header(self, name: bytes, value: bytes) -> None:
         """Called for each header, and for each trailer."""

@@ -18,6 +18,7 @@ _DISCONNECT: Final = "websocket.disconnect"
 _CLOSE: Final = "websocket.close"
 _REFUSAL: Final = "websocket.http.response.body"
 _GOING_AWAY: Final = 1001
+_POLICY: Final = 1008
 # What a message takes besides its data, of which it may have none.
 _MESSAGE_BYTES: Final = 512
 
@@ -48,6 +49,22 @@ async def serve_websocket(
         # No client reads this, but servers complain of a handshake without an answer.
         with suppress(OSError, RuntimeError):
             await send({"type": _CLOSE, "code": _GOING_AWAY})
+
+
+def denial(scope: Scope, send: Send) -> Send:
+    """Return a *send* by which an HTTP response refuses a handshake.
+
+    Where the server cannot do that, the WebSocket is closed instead, which is a 403.
+    """
+    can_deny = "websocket.http.response" in (scope.get("extensions") or {})
+
+    async def deny(message: Message) -> None:
+        if can_deny:
+            await send({**message, "type": f"websocket.{message['type']}"})
+        elif message["type"] == "http.response.start":
+            await send({"type": _CLOSE, "code": _POLICY})
+
+    return deny
 
 
 class WebSocketChannel:

@@ -229,8 +229,9 @@ async def test_passes_on_every_host_that_is_one(version, host, tmp_path):
 
 @pytest.mark.asyncio
 async def test_refuses_websockets_in_a_sentence(tmp_path):
-    """An upgrade to a WebSocket is a 501 that says where to connect."""
-    async with running_proxy("http://127.0.0.1:1", tmp_path) as proxy:
+    """With --max-message 0, an upgrade is a 501 that says where to connect."""
+    none = ("--max-message", "0")
+    async with running_proxy("http://127.0.0.1:1", tmp_path, *none) as proxy:
         upgrade = b"connection: upgrade\r\nupgrade: websocket\r\n"
         head, body = await proxy.ask(
             GET.replace(b"\r\n\r\n", b"\r\n" + upgrade + b"\r\n")

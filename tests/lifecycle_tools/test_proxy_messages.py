@@ -6,7 +6,7 @@ import pytest
 from asgi_kit import http_scope, serving
 from proxy_kit import Peer, raw_upstream, read_response, running_proxy
 
-from lifecycle_tools.proxy import Proxy, Upstream
+from lifecycle_tools.proxy import ForwardedHeaders, Proxy, Upstream
 
 GET = b"GET /a%2Fb//c?d=%20&d=2 HTTP/1.1\r\nhost: example.test\r\n"
 OK = b"HTTP/1.1 200 OK\r\ncontent-length: 0\r\n\r\n"
@@ -35,7 +35,9 @@ async def test_passes_target_and_headers_on(tmp_path):
     )
     async with (
         raw_upstream(answers(OK, keep=False)) as (upstream, url),
-        running_proxy(url, tmp_path, "--upstream-keep-alive", "0") as proxy,
+        running_proxy(
+            url, tmp_path, "--upstream-keep-alive", "0", "--forwarded", "pass"
+        ) as proxy,
     ):
         await proxy.ask(GET + sent)
         lines = upstream.heads[0].split(b"\r\n")
@@ -96,7 +98,7 @@ async def test_passes_no_trailer_of_a_request_on(late, tmp_path):
     """The upstream is sent what the head said, and nothing that came behind the body."""
     async with (
         raw_upstream(reads_chunks) as (upstream, url),
-        running_proxy(url, tmp_path) as proxy,
+        running_proxy(url, tmp_path, "--forwarded", "pass") as proxy,
     ):
         head, _ = await send_trailers(await proxy.connect(), late=late)
         assert head.startswith(b"HTTP/1.1 200 ")
@@ -110,7 +112,8 @@ async def test_passes_no_late_trailer_on_under_another_server():
     """The application alone knows what to pass on before it asks for the body."""
     async with raw_upstream(reads_chunks) as (upstream, url):
         target = Upstream(url)
-        async with serving(Proxy(target), http="httptools") as port:
+        app = Proxy(target, forwarded=ForwardedHeaders.PASS)
+        async with serving(app, http="httptools") as port:
             pair = await asyncio.open_connection("127.0.0.1", port)
             head, _ = await send_trailers(pair, late=True)
             assert head.startswith(b"HTTP/1.1 200 ")
@@ -134,18 +137,24 @@ async def send_trailers(pair, *, late):
 
 @pytest.mark.parametrize(
     ("how", "expected"),
-    [("add", b"10.0.0.9, 127.0.0.1"), ("replace", b"127.0.0.1")],
+    [
+        (("--forwarded", "add"), b"10.0.0.9, 127.0.0.1"),
+        (("--forwarded", "replace"), b"127.0.0.1"),
+        ((), b"127.0.0.1"),
+    ],
 )
 @pytest.mark.asyncio
 async def test_sets_forwarded_headers_by_option(how, expected, tmp_path):
-    """X-Forwarded-For is added to or replaced, and Host is that of the upstream."""
+    """X-Forwarded-For is replaced or added to, and Host is that of the upstream."""
     async with (
         raw_upstream(answers(OK, keep=False)) as (upstream, url),
-        running_proxy(url, tmp_path, "--forwarded", how, "--rewrite-host") as proxy,
+        running_proxy(url, tmp_path, *how, "--rewrite-host") as proxy,
     ):
-        await proxy.ask(GET + b"x-forwarded-for: 10.0.0.9\r\n\r\n")
+        own = b"x-forwarded-for: 10.0.0.9\r\nx-real-ip: 10.0.0.9\r\n"
+        await proxy.ask(GET + own + b"\r\n")
         lines = upstream.heads[0].lower().split(b"\r\n")
         assert b"x-forwarded-for: " + expected in lines
+        assert (b"x-real-ip: 10.0.0.9" in lines) == ("add" in how)
         assert b"x-forwarded-proto: http" in lines
         assert b"x-forwarded-host: example.test" in lines
         assert b"host: " + url.removeprefix("http://").encode() in lines
@@ -174,8 +183,91 @@ async def test_passes_responses_without_a_body(method, response, tmp_path):
             writer.write(method + b" / HTTP/1.1\r\nhost: a\r\n\r\n")
             head = await asyncio.wait_for(reader.readuntil(b"\r\n\r\n"), 30)
             assert head.split()[1] == response.split()[1]
+            assert b"transfer-encoding" not in head
+            assert (b"content-length: 99" in head) == (method == b"HEAD")
         writer.close()
         assert upstream.connections == 1
+
+
+CHUNKED_OK = (
+    b"HTTP/1.1 200 OK\r\ntransfer-encoding: chunked\r\n\r\n"
+    b"3\r\none\r\n3\r\ntwo\r\n0\r\n\r\n"
+)
+
+
+async def read_to_the_end(proxy, request):
+    """Send bytes; return all that comes until the proxy closes."""
+    reader, writer = await proxy.connect()
+    writer.write(request)
+    found = await asyncio.wait_for(reader.read(), 120)
+    writer.close()
+    return found
+
+
+@pytest.mark.parametrize(
+    "response",
+    [
+        CHUNKED_OK,
+        b"HTTP/1.1 200 OK\r\ncontent-length: 6\r\n\r\nonetwo",
+        b"HTTP/1.0 200 OK\r\n\r\nonetwo",
+    ],
+    ids=["chunks", "length", "neither"],
+)
+@pytest.mark.parametrize("keep", [b"", b"connection: keep-alive\r\n"])
+@pytest.mark.asyncio
+async def test_sends_a_client_of_http_1_0_no_chunks(response, keep, tmp_path):
+    """The body is what it is, and its end that of the connection."""
+    async with (
+        raw_upstream(answers(response, keep=False)) as (_, url),
+        running_proxy(url, tmp_path) as proxy,
+    ):
+        found = await read_to_the_end(proxy, b"GET / HTTP/1.0\r\n" + keep + b"\r\n")
+        head, _, body = found.partition(b"\r\n\r\n")
+        assert body == b"onetwo"
+        assert b"transfer-encoding" not in head.lower()
+        assert b"\r\nconnection: close" in head.lower()
+        assert (b"content-length: 6" in head) == (b"content-length" in response)
+        found = await read_to_the_end(proxy, b"HEAD / HTTP/1.0\r\n" + keep + b"\r\n")
+        assert found.partition(b"\r\n\r\n")[2] == b""
+
+
+@pytest.mark.asyncio
+async def test_sends_a_client_of_http_1_0_no_interim_response(tmp_path):
+    """It has no 100: its expectation is ignored, and its chunks are refused."""
+    async with (
+        raw_upstream(answers(OK, keep=False)) as (upstream, url),
+        running_proxy(url, tmp_path) as proxy,
+    ):
+        head = b"POST / HTTP/1.0\r\nexpect: 100-continue\r\n"
+        sent = head + b"content-length: 4\r\n\r\nbody"
+        found = await read_to_the_end(proxy, sent)
+        assert found.startswith(b"HTTP/1.1 200")
+        sent = head + b"transfer-encoding: chunked\r\n\r\n0\r\n\r\n"
+        found = await read_to_the_end(proxy, sent)
+        assert found.startswith(b"HTTP/1.1 400")
+        assert upstream.connections == 1
+
+
+@pytest.mark.parametrize(
+    ("interim", "status"),
+    [
+        (b"HTTP/1.1 100 Continue\r\n\r\n", b"200"),
+        (b"HTTP/1.1 102 P\r\n\r\nHTTP/1.1 103 E\r\nlink: </a>\r\n\r\n", b"200"),
+        (b"HTTP/1.1 101 Go\r\nupgrade: a\r\nconnection: upgrade\r\n\r\n", b"502"),
+    ],
+)
+@pytest.mark.asyncio
+async def test_passes_over_interim_responses(interim, status, tmp_path):
+    """The final head comes alone, and 101 is an answer to no request."""
+    async with (
+        raw_upstream(answers(interim + OK)) as (_, url),
+        running_proxy(url, tmp_path) as proxy,
+    ):
+        for method in (b"GET", b"HEAD"):
+            request = method + b" / HTTP/1.1\r\nhost: a\r\nconnection: close\r\n\r\n"
+            head, _, _ = (await read_to_the_end(proxy, request)).partition(b"\r\n\r\n")
+            assert head.split()[1] == status
+            assert b"link" not in head
 
 
 @pytest.mark.asyncio

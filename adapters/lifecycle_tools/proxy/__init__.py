@@ -9,6 +9,7 @@ Modules::
     connection    one connection to the upstream
     upstream      its address, and the bounded pool of connections
     exchange      one request and its response
+    tunnel        one WebSocket
     application   the ASGI application
     server        uvicorn around it, with admission and a health path
     command       the options of the command
@@ -18,6 +19,7 @@ from __future__ import annotations
 
 try:
     import h11  # noqa: F401 - only its absence matters here
+    import websockets  # noqa: F401 - likewise
 except ModuleNotFoundError as error:
     raise ModuleNotFoundError(
         f'lifecycle proxy needs {error.name}; pip install "anyio-lifecycle[tools]"',

@@ -7,13 +7,18 @@ from typing import Final
 
 import anyio
 import h11
+from anyio.abc import ByteStream
+from websockets.exceptions import InvalidHandshake
 
 from lifecycle import Refused
+from lifecycle.lowlevel import check_int
 from lifecycle_asgi.body import ClientLeft
+from lifecycle_asgi.websocket import denial
 from lifecycle_tools.proxy.connection import UpstreamError, UpstreamLost
 from lifecycle_tools.proxy.exchange import Exchange, RequestStream
 from lifecycle_tools.proxy.headers import (
     ForwardedHeaders,
+    Header,
     ambiguity,
     is_operators,
     request_headers,
@@ -26,6 +31,7 @@ from lifecycle_tools.proxy.responses import (
     send_error,
     send_refusal,
 )
+from lifecycle_tools.proxy.tunnel import Tunnel
 from lifecycle_tools.proxy.upstream import Upstream
 
 _LOG = logging.getLogger(__name__)
@@ -35,10 +41,12 @@ _OPERATORS_ONLY: Final = (
 _NO_WEBSOCKETS: Final = (
     "This proxy passes no WebSockets; connect to the server behind it"
 )
+MAX_MESSAGE: Final = 16 * 2**20
+"""Most bytes of a message of a WebSocket, unless another number is given."""
 
 
 class Proxy:
-    """Passes HTTP requests to one upstream, and its responses back, as streams.
+    """Passes HTTP requests and WebSockets to one upstream, both ways as streams.
 
     Pure ASGI, for any server. When it is cancelled, as by `LifecycleMiddleware` or
     `Admission` after a disconnect, the connection to the upstream is closed at once.
@@ -47,6 +55,8 @@ class Proxy:
         upstream: Where requests go.
         keep_host: Pass on the client's ``Host``; if not, send that of the upstream.
         forwarded: What to do about ``X-Forwarded-*``.
+        max_message: Most bytes of a message of a WebSocket; 0 refuses WebSockets. The
+            server around this has a limit of its own on what clients send.
     """
 
     def __init__(
@@ -54,8 +64,11 @@ class Proxy:
         upstream: Upstream,
         *,
         keep_host: bool = True,
-        forwarded: ForwardedHeaders = ForwardedHeaders.KEEP,
+        forwarded: ForwardedHeaders = ForwardedHeaders.REPLACE,
+        max_message: int = MAX_MESSAGE,
     ) -> None:
+        check_int(0, max_message=max_message)
+        self._max_message = max_message
         self._upstream = upstream
         self._keep_host = keep_host
         self._forwarded = forwarded
@@ -68,17 +81,23 @@ class Proxy:
         """
         if scope["type"] == "lifespan":
             await self._live(receive, send)
-        elif scope["type"] != "http":
-            await send({"type": "websocket.close", "code": 1011})
-        elif b"websocket" in tokens(scope["headers"], b"upgrade"):
+            return
+        is_socket = scope["type"] == "websocket"
+        if is_socket:
+            await receive()  # its handshake, which has no answer yet
+            answer, send = send, denial(scope, send)
+        upgrades = b"websocket" in tokens(scope["headers"], b"upgrade")
+        if self._max_message == 0 if is_socket else upgrades:
             await self._fail(scope, send, 501, "websocket", _NO_WEBSOCKETS)
-        elif scope["method"] == "CONNECT":
+        elif scope.get("method") == "CONNECT":
             text = "This proxy opens no tunnels"
             await self._fail(scope, send, 501, "not_supported", text)
         elif is_operators(scope["path"]):
             await self._fail(scope, send, 404, "not_found", _OPERATORS_ONLY)
         elif problem := ambiguity(scope):
             await self._fail(scope, send, 400, "invalid_request", problem)
+        elif is_socket:
+            await self._tunnel(scope, receive, answer)
         else:
             await self._forward(scope, receive, send)
 
@@ -124,14 +143,46 @@ class Proxy:
             # The server cuts a response that nothing completes.
             _log(scope, "response cut", str(failure))
 
-    async def _read_request(self, scope: Scope, receive: Receive) -> RequestStream:
-        headers = request_headers(
-            scope,
-            authority=self._authority(scope),
-            forwarded=self._forwarded,
-        )
+    async def _tunnel(self, scope: Scope, receive: Receive, send: Send) -> None:
+        deny = denial(scope, send)
+        stream: ByteStream | None = None
+        try:
+            with await self._upstream.gate.admit():
+                stream = await self._upstream.open()
+                tunnel = Tunnel(
+                    scope,
+                    receive,
+                    send,
+                    stream,
+                    target=self._target(scope),
+                    headers=self._headers(scope),
+                    timeouts=self._upstream.timeouts,
+                    max_message=self._max_message,
+                )
+                _LOG.info("WebSocket %s, which no budget limits", _path(scope))
+                await tunnel.run()
+        except Refused as refusal:
+            _log(scope, "refused", str(refusal))
+            await send_refusal(scope, deny, refusal)
+        except InvalidHandshake as error:
+            await self._fail(scope, deny, 400, "invalid_request", str(error))
+        except UpstreamError as error:
+            await self._fail(scope, deny, error.status, error.code, str(error))
+        finally:
+            if stream is not None:
+                await anyio.aclose_forcefully(stream)  # noqa: ASYNC102 - at once
+
+    def _headers(self, scope: Scope) -> list[Header]:
+        authority, forwarded = self._authority(scope), self._forwarded
+        return request_headers(scope, authority=authority, forwarded=forwarded)
+
+    def _target(self, scope: Scope) -> bytes:
         path = scope.get("raw_path") or scope["path"].encode()
         query = scope["query_string"]
+        return bytes(self._upstream.prefix + path + (b"?" + query if query else b""))
+
+    async def _read_request(self, scope: Scope, receive: Receive) -> RequestStream:
+        headers = self._headers(scope)
         # What follows waits in `receive` no more, and so is cancelled by a disconnect.
         message = await receive()
         if message["type"] == "http.disconnect":
@@ -139,7 +190,7 @@ class Proxy:
         return RequestStream(
             scope,
             receive,
-            target=self._upstream.prefix + path + (b"?" + query if query else b""),
+            target=self._target(scope),
             headers=headers,
             body=message.get("body", b""),
             more_body=message.get("more_body", False),
@@ -190,5 +241,9 @@ class _Begun:
 
 
 def _log(scope: Scope, what: str, reason: str) -> None:
-    path = (scope.get("raw_path") or b"/").decode("ascii", "replace")
-    _LOG.warning("%s %s: %s: %s", scope["method"], path, what, reason)
+    method = scope.get("method", "WebSocket")
+    _LOG.warning("%s %s: %s: %s", method, _path(scope), what, reason)
+
+
+def _path(scope: Scope) -> str:
+    return bytes(scope.get("raw_path") or b"/").decode("ascii", "replace")

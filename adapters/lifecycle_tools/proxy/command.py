@@ -10,6 +10,7 @@ from typing import Annotated
 
 import typer
 
+from lifecycle_tools.proxy.application import MAX_MESSAGE
 from lifecycle_tools.proxy.headers import ForwardedHeaders
 from lifecycle_tools.proxy.server import ListenSettings, create_app, serve
 from lifecycle_tools.proxy.upstream import ProxyTimeouts, Upstream
@@ -35,6 +36,14 @@ UdsOption = Annotated[str | None, _listen(help="Path of a unix socket instead.")
 HealthPathOption = Annotated[
     str | None, _listen(help="A path that the proxy answers itself, with 200.")
 ]
+MaxMessageOption = Annotated[
+    int,
+    _listen(
+        min=0,
+        help="Bytes of a message of a WebSocket, in both directions; 0 refuses "
+        "WebSockets.",
+    ),
+]
 ConnectTimeoutOption = Annotated[
     float, _timeout(help="For a connection to the upstream.")
 ]
@@ -42,7 +51,11 @@ HeadTimeoutOption = Annotated[
     float, _timeout(help="From a request to the head of its response.")
 ]
 IdleTimeoutOption = Annotated[
-    float, _timeout(help="Between two pieces of a response, or of a body.")
+    float,
+    _timeout(
+        help="Between two pieces of a response, or of a body; and for each message of "
+        "a WebSocket to be taken, and each ping to be answered."
+    ),
 ]
 UpstreamKeepAliveOption = Annotated[
     float,
@@ -63,7 +76,10 @@ KeepHostOption = Annotated[
 ]
 ForwardedOption = Annotated[
     ForwardedHeaders,
-    _headers(help="Pass X-Forwarded-* on, add to them, or replace them."),
+    _headers(
+        help="Replace X-Forwarded-* of clients, add to them, or pass them on, behind "
+        "another proxy."
+    ),
 ]
 TrustedProxiesOption = Annotated[
     str,
@@ -81,13 +97,14 @@ def proxy(
     port: PortOption = 8080,
     uds: UdsOption = None,
     health_path: HealthPathOption = None,
+    max_message: MaxMessageOption = MAX_MESSAGE,
     connect_timeout: ConnectTimeoutOption = 5.0,
     head_timeout: HeadTimeoutOption = 600.0,
     idle_timeout: IdleTimeoutOption = 300.0,
     upstream_keep_alive: UpstreamKeepAliveOption = 3.0,
     drain_timeout: DrainTimeoutOption = 30,
     keep_host: KeepHostOption = True,
-    forwarded: ForwardedOption = ForwardedHeaders.KEEP,
+    forwarded: ForwardedOption = ForwardedHeaders.REPLACE,
     trusted_proxies: TrustedProxiesOption = "",
 ) -> None:
     """Admit requests in front of a server of any kind, and end what clients leave.
@@ -113,6 +130,7 @@ def proxy(
             Upstream(upstream, timeouts=timeouts, max_connections=max_connections),
             keep_host=keep_host,
             forwarded=forwarded,
+            max_message=max_message,
             health_path=health_path,
         )
     except ValueError as error:
@@ -126,6 +144,8 @@ def proxy(
         uds=uds,
         drain_timeout=drain_timeout,
         trusted_proxies=trusted_proxies,
+        max_message=max_message,
+        ping_timeout=idle_timeout,
     )
     serve(app, listen)
 

@@ -33,22 +33,21 @@ _OPERATORS: Final = "/_lifecycle"
 # Times that a path may be encoded; servers decode it once, some twice.
 _DECODINGS: Final = 4
 _PARAMETERS: Final = re.compile(r"[;?#\0][^/]*")
-_FORWARDED: Final = frozenset(
-    {b"x-forwarded-for", b"x-forwarded-proto", b"x-forwarded-host", b"forwarded"}
-)
+_FORWARDED: Final = (b"x-forwarded-", b"x-real-ip", b"forwarded")
 
 
 class ForwardedHeaders(StrEnum):
     """What becomes of ``X-Forwarded-For``, ``-Proto`` and ``-Host``.
 
     Attributes:
-        KEEP: They pass as the client sent them.
+        PASS: They pass as the client sent them.
         ADD: The client's address is added to the list; the others are added where the
             client sent none.
-        REPLACE: Those of the client are removed, ``Forwarded`` too, and ours added.
+        REPLACE: Those of the client are removed, ``Forwarded`` and ``X-Real-IP`` too,
+            and ours added.
     """
 
-    KEEP = "keep"
+    PASS = "pass"
     ADD = "add"
     REPLACE = "replace"
 
@@ -81,10 +80,14 @@ def ambiguity(scope: Scope) -> str | None:
     lengths = values(headers, b"content-length")
     if codings and lengths:
         return "Content-Length and Transfer-Encoding exclude each other; send one"
+    if codings and scope.get("http_version") == "1.0":
+        return "HTTP/1.0 has no Transfer-Encoding"
     if codings not in ([], [b"chunked"]):
         return "Transfer-Encoding must be chunked and nothing else"
     if lengths and declared_length(scope) is None:
         return "Content-Length must be one number"
+    if bytes(scope.get("raw_path") or b"/")[:1] not in (b"/", b"*"):
+        return "The target must be a path"  # and no URL, whose path others look for
     hosts = values(headers, b"host")
     if len(hosts) != 1 and (hosts or scope.get("http_version") == "1.1"):
         return "Host must be sent, once"
@@ -131,7 +134,7 @@ def request_headers(
         passed.insert(0, (b"host", authority))
     if b"trailers" in tokens(headers, b"te") and takes_trailers(scope):
         passed += [(b"te", b"trailers"), (b"connection", b"te")]
-    if forwarded is not ForwardedHeaders.KEEP:
+    if forwarded is not ForwardedHeaders.PASS:
         passed = _add_forwarded(passed, scope, host, forwarded)
     return passed
 
@@ -140,13 +143,13 @@ def _add_forwarded(
     headers: list[Header], scope: Scope, host: bytes, how: ForwardedHeaders
 ) -> list[Header]:
     if how is ForwardedHeaders.REPLACE:
-        headers = [each for each in headers if each[0] not in _FORWARDED]
-    client = scope.get("client")
+        headers = [each for each in headers if not each[0].startswith(_FORWARDED)]
+    client, scheme = scope.get("client"), str(scope.get("scheme", "http"))
     hops = values(headers, b"x-forwarded-for")
     if client and client[0]:
         hops.append(str(client[0]).encode())
     added = [
-        (b"x-forwarded-proto", str(scope.get("scheme", "http")).encode()),
+        (b"x-forwarded-proto", scheme.replace("ws", "http").encode()),
         (b"x-forwarded-host", host),
     ]
     present = {name for name, _ in headers}

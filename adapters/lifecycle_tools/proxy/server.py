@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from lifecycle_asgi import Admission
-from lifecycle_tools.proxy.application import Proxy
+from lifecycle_tools.proxy.application import MAX_MESSAGE, Proxy
 from lifecycle_tools.proxy.headers import ForwardedHeaders
 from lifecycle_tools.proxy.responses import App, Receive, Scope, Send
 from lifecycle_tools.proxy.upstream import Upstream
@@ -19,7 +19,8 @@ def create_app(
     upstream: Upstream,
     *,
     keep_host: bool = True,
-    forwarded: ForwardedHeaders = ForwardedHeaders.KEEP,
+    forwarded: ForwardedHeaders = ForwardedHeaders.REPLACE,
+    max_message: int = MAX_MESSAGE,
     health_path: str | None = None,
     environment: Mapping[str, str] | None = None,
     **options: Any,
@@ -30,6 +31,7 @@ def create_app(
         upstream: Where requests go.
         keep_host: Pass on the client's ``Host``; if not, send that of the upstream.
         forwarded: What to do about ``X-Forwarded-*``.
+        max_message: Most bytes of a message of a WebSocket; 0 refuses WebSockets.
         health_path: Answered with 200 by the proxy itself, whatever the upstream does.
         environment: Of the settings of `Admission`, instead of that of the process.
         **options: Attributes of `lifecycle_asgi.AdmissionSettings`.
@@ -42,7 +44,9 @@ def create_app(
     if "LIFECYCLE_CANCEL_DELAY" not in environment:
         # The delay of a profile is for a server that cleans up inside this process.
         options.setdefault("cancel_delay", 0.0)
-    proxy = Proxy(upstream, keep_host=keep_host, forwarded=forwarded)
+    proxy = Proxy(
+        upstream, keep_host=keep_host, forwarded=forwarded, max_message=max_message
+    )
     admission = Admission(proxy, environment=environment, **options)
     return _Entrance(admission, health_path)
 
@@ -76,6 +80,8 @@ class ListenSettings:
         trusted_proxies: Addresses whose ``X-Forwarded-For`` names the client, separated
             by commas. Empty: the peer is the client.
         backlog: Connections that wait in the kernel.
+        max_message: As for `create_app`.
+        ping_timeout: Seconds in which the client of a WebSocket must answer a ping.
     """
 
     host: str = "127.0.0.1"
@@ -85,6 +91,8 @@ class ListenSettings:
     keep_alive: int = 5
     trusted_proxies: str = ""
     backlog: int = 2048
+    max_message: int = MAX_MESSAGE
+    ping_timeout: float = 300.0
 
 
 def serve(app: App, settings: ListenSettings) -> None:
@@ -105,7 +113,10 @@ def serve(app: App, settings: ListenSettings) -> None:
         uds=settings.uds,
         backlog=settings.backlog,
         http=HeadersOnly,
-        ws="none",
+        ws="websockets-sansio" if settings.max_message else "none",
+        ws_max_size=settings.max_message,
+        ws_ping_timeout=settings.ping_timeout,
+        ws_per_message_deflate=False,
         lifespan="on",
         # The upstream has sent its own.
         server_header=False,
@@ -121,6 +132,12 @@ def serve(app: App, settings: ListenSettings) -> None:
 
 
 def _hide_cut_responses(record: logging.LogRecord) -> bool:
-    """Hide what uvicorn says of a response that was cut on purpose."""
-    hidden = ("without completing response", "upgrade request", "WebSocket library")
+    """Hide what uvicorn says of a response cut on purpose, and of each WebSocket.
+
+    The lines of the latter would show queries, in which clients send keys.
+    """
+    hidden = (
+        *("without completing response", "upgrade request", "WebSocket library"),
+        *(' - "WebSocket ', "connection open", "connection closed"),
+    )
     return not any(text in record.getMessage() for text in hidden)

@@ -122,9 +122,17 @@ class Upstream:
             if not self._is_expired(connection) and not connection.is_stale():
                 return connection
             await connection.aclose()
+        return Connection(await self.open())
+
+    async def open(self) -> ByteStream:
+        """Return a stream that nothing else uses; raises as `connect` does.
+
+        Cancellation:
+            What was opened is closed.
+        """
         try:
             with anyio.fail_after(self.timeouts.connect):
-                return Connection(await self._open())
+                return await self._open()
         except TimeoutError:
             seconds = self.timeouts.connect
             text = f"The upstream took no connection within {seconds:g} s"

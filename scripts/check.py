@@ -148,13 +148,8 @@ def quick() -> tuple[tuple[Part, ...], ...]:
     typed = changed_files(*PRODUCT, "benchmarks/", "scripts/", "docs/")
     if typed:
         checks.append(part("types", [str(BIN / "mypy"), "--no-error-summary", *typed]))
-    # It starts servers and waits for them, a minute long: from the beginning.
-    servers = "tests/lifecycle_asgi/test_servers.py"
-    checks.append(
-        part("servers", [PYTHON, "-m", "pytest", "-q", "-m", "not slow", servers])
-    )
-    suites = ("tests/core", "tests/lifecycle_asgi", f"--ignore={servers}")
-    return ((*checks, tests("tests", "not slow", *suites)),)
+    suites = ("tests/core", "tests/lifecycle_asgi")
+    return ((*checks, tests("tests", "not slow and not thorough", *suites)),)
 
 
 def before_push() -> tuple[tuple[Part, ...], ...]:

@@ -439,6 +439,7 @@ def ids(value: object) -> str | None:
     return value.hold.__name__ if isinstance(value, Case) else None
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("payload", PAYLOADS)
 @pytest.mark.parametrize("case", CASES, ids=ids)
 async def test_names_holder_of_every_kind(

@@ -149,6 +149,7 @@ class Market:
                 await self.ask(key)
 
 
+@pytest.mark.thorough
 async def test_gives_equal_byte_seconds_to_equal_tenants() -> None:
     """Jain's index is 0.95 or more, however unequal their sizes and hold times."""
     clock = Clock()

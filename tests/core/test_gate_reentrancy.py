@@ -766,6 +766,7 @@ def test_takes_a_release_while_a_waiter_parks(backend: str) -> None:
     assert every_bytecode(backend, main) > 100
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     ("backend", "order"), [("asyncio", "fifo"), ("trio", "fifo"), ("asyncio", "fair")]
 )

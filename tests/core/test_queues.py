@@ -206,7 +206,7 @@ class QueueMachine(RuleBasedStateMachine):
         assert not (model.line and queue.fits(model.line[0]))
 
 
-TestFifoQueue = QueueMachine.TestCase
+TestFifoQueue = pytest.mark.thorough(QueueMachine.TestCase)
 TestFifoQueue.settings = settings(
     max_examples=150,
     stateful_step_count=40,
@@ -281,7 +281,7 @@ class FairQueueMachine(RuleBasedStateMachine):
         assert held or not waiting
 
 
-TestFairQueue = FairQueueMachine.TestCase
+TestFairQueue = pytest.mark.thorough(FairQueueMachine.TestCase)
 TestFairQueue.settings = TestFifoQueue.settings
 
 

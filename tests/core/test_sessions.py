@@ -762,6 +762,7 @@ class TestRegistry:
             assert len(kept) == sessions.close_all()
         assert not errors
 
+    @pytest.mark.thorough
     async def test_holds_ten_thousand_sessions(self) -> None:
         """10,000 sessions live at once; one that started takes < 8 KiB (fault-21)."""
         count, weighed = 10_000, 1000

@@ -14,7 +14,10 @@ from shared_kit import Process, wait_until
 
 from lifecycle.shared import SharedGate
 
-pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="OFD locks")
+pytestmark = [
+    pytest.mark.skipif(sys.platform != "linux", reason="OFD locks"),
+    pytest.mark.thorough,
+]
 
 
 @pytest.fixture

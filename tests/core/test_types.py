@@ -35,6 +35,7 @@ def run(*command: object, cwd: Path) -> str:
     return done.stdout
 
 
+@pytest.mark.thorough
 def test_keeps_signatures_for_mypy(tmp_path: Path) -> None:
     """Strict mypy accepts every right call and rejects every wrong one."""
     pytest.importorskip("mypy")
@@ -56,6 +57,7 @@ def test_keeps_signatures_for_mypy(tmp_path: Path) -> None:
     assert places == expected, printed
 
 
+@pytest.mark.thorough
 def test_keeps_signatures_for_pyright(tmp_path: Path) -> None:
     """Pyright accepts and rejects the same calls."""
     name = "pyright" if importlib.util.find_spec("pyright") else "basedpyright"

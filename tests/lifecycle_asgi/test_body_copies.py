@@ -57,6 +57,7 @@ def memory(port: int, path: str, size: int) -> int:
     return seen
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("name", NAMES)
 def test_drops_copies_of_framework_at_hand_off(name: str) -> None:
     """Of 32 MiB nothing is left, and without the call at least one copy."""

@@ -178,6 +178,7 @@ def test_refuses_one_text_in_place_of_keys() -> None:
         ClientIdentity("canary-key")
 
 
+@pytest.mark.thorough
 async def test_keeps_no_key_and_nothing_of_clients_that_left() -> None:
     """Ten thousand keys leave nothing, and no object holds one while it is served."""
     busy = Busy()

@@ -88,6 +88,7 @@ def documents() -> st.SearchStrategy[bytes]:
     )
 
 
+@pytest.mark.thorough
 @PARSERS
 @settings(max_examples=300, deadline=None)
 @given(

@@ -228,6 +228,7 @@ def said_by(workers: int, folder: Path, *options: str, **environment: str) -> li
     return [line for line in said if line.startswith("Admission: ")]
 
 
+@pytest.mark.thorough
 def test_says_that_each_worker_has_a_budget(tmp_path: Path) -> None:
     """And how all have one: where uvicorn starts several, and they share none."""
     pytest.importorskip("uvicorn")

@@ -11,6 +11,7 @@ WITHIN_S = 2.0
 DOCUMENTED = servers.documented(ROOT / "docs" / "reference" / "servers.md")
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("stack", STACKS)
 @pytest.mark.parametrize("kind", KINDS, ids=[kind.name for kind in KINDS])
 def test_does_what_its_table_says_when_client_leaves(kind: Kind, stack: str) -> None:

@@ -15,7 +15,7 @@ from lifecycle.testing import simulate, simulate_trio
 CORES = os.cpu_count() or 1
 
 # As many as are worth waiting for at each run, and as a release is held to.
-QUICK = {"asyncio": 1_500, "trio": 150}
+QUICK = {"asyncio": 1_000, "trio": 150}
 FULL = 50_000
 WORLDS = 20
 # So that each test ends in minutes, also on a busy machine.

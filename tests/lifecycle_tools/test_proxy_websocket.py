@@ -506,8 +506,9 @@ async def test_ends_with_an_upstream_that_is_stuck(reads, tmp_path):
             with pytest.raises(ConnectionClosed):
                 await asyncio.wait_for(socket.recv(), PATIENCE)
             assert socket.close_code == 1014
-            why = "answered no ping" if reads else "read nothing"
-            assert why in socket.close_reason
+            # One that reads nothing is found by either, as its buffers take time to fill.
+            whys = ("answered no ping", *(() if reads else ("read nothing",)))
+            assert any(why in socket.close_reason for why in whys)
         done.set()
 
 

@@ -677,31 +677,36 @@ async def test_answers_the_close_of_the_upstream_under_any_server():
 
 
 @pytest.mark.asyncio
-async def test_ends_quietly_what_a_client_breaks(tmp_path):
-    """A frame that is none, behind messages that wait, while the upstream sends."""
+async def test_tells_the_upstream_why_the_server_has_closed():
+    """The server refuses messages once it has closed, before it says that it has."""
+    codes, refused = asyncio.Queue(), asyncio.Event()
 
-    async def handle(peer: Peer) -> None:
-        await peer.read_head()
-        await peer.send(accept_of(peer.head))
-        peer.writer.transport.pause_reading()
-        while True:
-            await peer.send(Frame(Opcode.BINARY, b"x" * 4096).serialize(mask=False))
-            await asyncio.sleep(0)
+    async def handle(socket):
+        await socket.send("late")
+        await socket.wait_closed()
+        codes.put_nowait(socket.close_code)
 
-    async with (
-        raw_upstream(handle) as (_, url),
-        running_proxy(url, tmp_path, "--idle-timeout", "2") as proxy,
-    ):
-        reader, writer = await proxy.connect()
-        writer.write(handshake())
-        await asyncio.wait_for(reader.readuntil(b"\r\n\r\n"), PATIENCE)
-        writer.write(Frame(Opcode.BINARY, os.urandom(2**23)).serialize(mask=True))
-        await asyncio.sleep(0.5)
-        message = Frame(Opcode.BINARY, b"x").serialize(mask=True)
-        writer.write(5 * message + b"\x83\x80\0\0\0\0")
-        await asyncio.sleep(0.5)
-        with contextlib.suppress(ConnectionError):
-            while await asyncio.wait_for(reader.read(2**16), PATIENCE):
-                pass
-        writer.close()
-        assert "Traceback" not in proxy.log()
+    steps = iter(({"type": "websocket.connect"},))
+    closed = {"type": "websocket.disconnect", "code": 1009, "reason": "large"}
+
+    async def receive():
+        if (message := next(steps, None)) is None:
+            await asyncio.wait_for(refused.wait(), PATIENCE)
+            message = closed
+        return message
+
+    async def send(message):
+        if message["type"] == "websocket.send":
+            refused.set()
+            raise RuntimeError("sent after websocket.close")
+
+    scope = {
+        "type": "websocket",
+        "path": "/",
+        "query_string": b"",
+        "headers": [(b"host", b"a")],
+    }
+    async with server(handle) as url:
+        proxy = Proxy(Upstream(url))
+        await asyncio.wait_for(proxy(scope, receive, send), PATIENCE)
+        assert await asyncio.wait_for(codes.get(), PATIENCE) == 1009

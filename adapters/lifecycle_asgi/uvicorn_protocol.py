@@ -1,6 +1,6 @@
 """HTTP/1.1 of uvicorn by httptools, without the trailers of requests.
 
-Clients of HTTP/1.0 get neither chunks nor a 100, both of which uvicorn sends them.
+Older clients get neither chunks nor a 100, both of which uvicorn sends them.
 
 uvicorn --http lifecycle_asgi.uvicorn_protocol:HeadersOnly app:app
 """
@@ -22,7 +22,13 @@ class _ToTheEnd(RequestResponseCycle):
 
     async def send(self, message: Any) -> None:
         if message["type"] == "http.response.start":
-            names = {name.lower() for name, _ in message.get("headers", ())}
+            headers = [
+                each
+                for each in message.get("headers", ())
+                if each[0].lower() != b"transfer-encoding"
+            ]
+            message = {**message, "headers": headers}
+            names = {name.lower() for name, _ in headers}
             self.without_length = b"content-length" not in names
             if self.without_length:
                 self.chunked_encoding = False
@@ -49,7 +55,7 @@ class HeadersOnly(HttpToolsProtocol):
         self._in_head = True
 
     def _start_asgi_task(self, cycle: RequestResponseCycle, app: Any) -> None:
-        if cycle.scope["http_version"] == "1.0":
+        if cycle.scope["http_version"] != "1.1":  # 0.9 where a line names none
             cycle.__class__ = _ToTheEnd
             cycle.waiting_for_100_continue = False
         super()._start_asgi_task(cycle, app)

@@ -6,6 +6,7 @@ import pytest
 from asgi_kit import http_scope, serving
 from proxy_kit import Peer, raw_upstream, read_response, running_proxy
 
+from lifecycle_asgi.uvicorn_protocol import HeadersOnly
 from lifecycle_tools.proxy import ForwardedHeaders, Proxy, Upstream
 
 GET = b"GET /a%2Fb//c?d=%20&d=2 HTTP/1.1\r\nhost: example.test\r\n"
@@ -151,10 +152,12 @@ async def test_sets_forwarded_headers_by_option(how, expected, tmp_path):
         running_proxy(url, tmp_path, *how, "--rewrite-host") as proxy,
     ):
         own = b"x-forwarded-for: 10.0.0.9\r\nx-real-ip: 10.0.0.9\r\n"
-        await proxy.ask(GET + own + b"\r\n")
+        spelt = b"x_forwarded_for: 10.0.0.9\r\nX_Real-IP: 10.0.0.9\r\n"
+        await proxy.ask(GET + own + spelt + b"\r\n")
         lines = upstream.heads[0].lower().split(b"\r\n")
         assert b"x-forwarded-for: " + expected in lines
-        assert (b"x-real-ip: 10.0.0.9" in lines) == ("add" in how)
+        for name in (b"x-real-ip", b"x_forwarded_for", b"x_real-ip"):
+            assert (name + b": 10.0.0.9" in lines) == ("add" in how)
         assert b"x-forwarded-proto: http" in lines
         assert b"x-forwarded-host: example.test" in lines
         assert b"host: " + url.removeprefix("http://").encode() in lines
@@ -229,6 +232,25 @@ async def test_sends_a_client_of_http_1_0_no_chunks(response, keep, tmp_path):
         assert (b"content-length: 6" in head) == (b"content-length" in response)
         found = await read_to_the_end(proxy, b"HEAD / HTTP/1.0\r\n" + keep + b"\r\n")
         assert found.partition(b"\r\n\r\n")[2] == b""
+
+
+@pytest.mark.parametrize("version", [b"", b" HTTP/0.9", b" HTTP/1.0"])
+@pytest.mark.asyncio
+async def test_sends_an_old_client_no_chunks_of_an_application(version):
+    """Not even those that the application names, nor a client that names no version."""
+
+    async def app(scope, receive, send):
+        headers = [(b"Transfer-Encoding", b"chunked")]
+        await send({"type": "http.response.start", "status": 200, "headers": headers})
+        await send({"type": "http.response.body", "body": b"one"})
+
+    async with serving(app, http=HeadersOnly) as port:
+        reader, writer = await asyncio.open_connection("127.0.0.1", port)
+        writer.write(b"GET /" + version + b"\r\n\r\n")
+        found = await asyncio.wait_for(reader.read(), 30)
+        writer.close()
+    assert found.endswith(b"\r\n\r\none")
+    assert b"transfer-encoding" not in found
 
 
 @pytest.mark.asyncio

@@ -6,11 +6,15 @@ import os
 import time
 
 import pytest
+from asgi_kit import serving
 from proxy_kit import PATIENCE, Peer, raw_upstream, running_proxy
 from websockets.asyncio.client import connect
 from websockets.asyncio.server import serve
 from websockets.exceptions import ConnectionClosed, InvalidStatus
-from websockets.frames import Frame, Opcode
+from websockets.frames import Close, Frame, Opcode
+
+from lifecycle_tools.proxy import Proxy, Upstream
+from lifecycle_tools.proxy.sockets import BoundedSocket
 
 MEBIBYTE = 2**20
 
@@ -587,3 +591,123 @@ async def test_uses_a_unix_socket(tmp_path):
         client(proxy) as socket,
     ):
         assert await asyncio.wait_for(socket.recv(), PATIENCE) == "hi"
+
+
+@pytest.mark.parametrize(
+    ("lines", "status"),
+    [
+        ((b"host: a", b"cookie: " + b"x" * 9000), b"431"),
+        ((b"host: a", b"content-length: 3"), b"400"),
+    ],
+)
+@pytest.mark.asyncio
+async def test_answers_handshakes_that_are_none(lines, status, tmp_path):
+    """A head that is too large, or has a body, is refused, and the connection ends."""
+    async with running_proxy("http://127.0.0.1:1", tmp_path) as proxy:
+        reader, writer = await proxy.connect()
+        writer.write(handshake(b"/", *lines))
+        found = await asyncio.wait_for(reader.read(), PATIENCE)
+        assert found.split()[1] == status
+        writer.close()
+
+
+@pytest.mark.parametrize("reads", [True, False])
+@pytest.mark.asyncio
+async def test_keeps_little_for_many_small_frames(reads, tmp_path):
+    """Neither pieces of a message nor pings of a client that reads nothing pile up."""
+    async with server(echo) as url, running_proxy(url, tmp_path) as proxy:
+        reader, writer = await proxy.connect()
+        writer.write(handshake())
+        await asyncio.wait_for(reader.readuntil(b"\r\n\r\n"), PATIENCE)
+        before = proxy.resident()
+        if reads:
+            writer.write(Frame(Opcode.BINARY, b"", fin=False).serialize(mask=True))
+            frame = Frame(Opcode.CONT, b"x", fin=False)
+        else:
+            writer.transport.pause_reading()
+            frame = Frame(Opcode.PING, b"x" * 125)
+        frames = frame.serialize(mask=True) * 10_000
+        for _ in range(60):
+            writer.write(frames)
+            await asyncio.wait_for(writer.drain(), PATIENCE)
+        if reads:
+            writer.write(Frame(Opcode.CONT, b"x").serialize(mask=True))
+            await asyncio.wait_for(reader.readexactly(600_001), PATIENCE)
+        assert proxy.resident() - before < 2**23
+        writer.transport.abort()
+
+
+@pytest.mark.asyncio
+async def test_leaves_a_client_that_reads_nothing():
+    """One that answers no ping is left, also with messages that it has not read."""
+    ended = asyncio.Event()
+
+    async def app(scope, receive, send):
+        await receive()
+        await send({"type": "websocket.accept"})
+        with contextlib.suppress(OSError):
+            while True:
+                await send({"type": "websocket.send", "bytes": b"x" * 2**16})
+        ended.set()
+
+    pings = {"ws_ping_interval": 0.5, "ws_ping_timeout": 0.5}
+    async with serving(app, http="httptools", ws=BoundedSocket, **pings) as port:
+        _, writer = await asyncio.open_connection("127.0.0.1", port)
+        writer.transport.pause_reading()
+        writer.write(handshake())
+        await asyncio.wait_for(ended.wait(), 30)
+        writer.transport.abort()
+
+
+@pytest.mark.asyncio
+async def test_answers_the_close_of_the_upstream_under_any_server():
+    """The upstream gets its answer where nothing stands between proxy and server."""
+    answers = asyncio.Queue()
+
+    async def handle(socket):
+        await socket.close(4321, "why")
+        answers.put_nowait(socket.protocol.close_rcvd)
+
+    async with server(handle) as url:
+        app, options = Proxy(Upstream(url)), {"ws": "websockets-sansio"}
+        async with serving(app, http="httptools", **options) as port:
+            socket = await connect(f"ws://127.0.0.1:{port}/", proxy=None)
+            await asyncio.wait_for(socket.wait_closed(), PATIENCE)
+            answer = await asyncio.wait_for(answers.get(), PATIENCE)
+            assert answer == Close(4321, "why")
+
+
+@pytest.mark.asyncio
+async def test_tells_the_upstream_why_the_server_has_closed():
+    """The server refuses messages once it has closed, before it says that it has."""
+    codes, refused = asyncio.Queue(), asyncio.Event()
+
+    async def handle(socket):
+        await socket.send("late")
+        await socket.wait_closed()
+        codes.put_nowait(socket.close_code)
+
+    steps = iter(({"type": "websocket.connect"},))
+    closed = {"type": "websocket.disconnect", "code": 1009, "reason": "large"}
+
+    async def receive():
+        if (message := next(steps, None)) is None:
+            await asyncio.wait_for(refused.wait(), PATIENCE)
+            message = closed
+        return message
+
+    async def send(message):
+        if message["type"] == "websocket.send":
+            refused.set()
+            raise RuntimeError("sent after websocket.close")
+
+    scope = {
+        "type": "websocket",
+        "path": "/",
+        "query_string": b"",
+        "headers": [(b"host", b"a")],
+    }
+    async with server(handle) as url:
+        proxy = Proxy(Upstream(url))
+        await asyncio.wait_for(proxy(scope, receive, send), PATIENCE)
+        assert await asyncio.wait_for(codes.get(), PATIENCE) == 1009

@@ -11,6 +11,7 @@ Modules::
     exchange      one request and its response
     tunnel        one WebSocket
     application   the ASGI application
+    sockets       WebSockets of uvicorn, bounded
     server        uvicorn around it, with admission and a health path
     command       the options of the command
 """

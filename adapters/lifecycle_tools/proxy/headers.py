@@ -143,7 +143,12 @@ def _add_forwarded(
     headers: list[Header], scope: Scope, host: bytes, how: ForwardedHeaders
 ) -> list[Header]:
     if how is ForwardedHeaders.REPLACE:
-        headers = [each for each in headers if not each[0].startswith(_FORWARDED)]
+        # Servers of WSGI and CGI take an underscore for the same.
+        headers = [
+            each
+            for each in headers
+            if not each[0].replace(b"_", b"-").startswith(_FORWARDED)
+        ]
     client, scheme = scope.get("client"), str(scope.get("scheme", "http"))
     hops = values(headers, b"x-forwarded-for")
     if client and client[0]:

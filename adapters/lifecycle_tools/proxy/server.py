@@ -104,6 +104,7 @@ def serve(app: App, settings: ListenSettings) -> None:
     import uvicorn
 
     from lifecycle_asgi.uvicorn_protocol import HeadersOnly
+    from lifecycle_tools.proxy.sockets import BoundedSocket
 
     logging.getLogger("uvicorn.error").addFilter(_hide_cut_responses)
     config = uvicorn.Config(
@@ -113,7 +114,7 @@ def serve(app: App, settings: ListenSettings) -> None:
         uds=settings.uds,
         backlog=settings.backlog,
         http=HeadersOnly,
-        ws="websockets-sansio" if settings.max_message else "none",
+        ws=BoundedSocket if settings.max_message else "none",
         ws_max_size=settings.max_message,
         ws_ping_timeout=settings.ping_timeout,
         ws_per_message_deflate=False,

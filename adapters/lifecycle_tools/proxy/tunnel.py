@@ -95,7 +95,7 @@ class Tunnel:
         self._open = False  # the client has its answer
         self._left = False
         self._failure: UpstreamError | None = None
-        self._pieces: list[bytes | bytearray | memoryview] = []
+        self._pieces = bytearray()
         self._is_text = False
 
     async def run(self) -> None:
@@ -115,7 +115,8 @@ class Tunnel:
                 self._failure = self._failure or error
             if self._open:
                 await self._close_client()
-                with anyio.move_on_after(_CLOSE_SECONDS):
+                # Shielded: servers report this close as a disconnect, which cancels.
+                with anyio.move_on_after(_CLOSE_SECONDS, shield=True):
                     await self._flush()  # the answer to a close
             tasks.cancel_scope.cancel()
         failure, self._failure = self._failure, None
@@ -199,12 +200,12 @@ class Tunnel:
             self._is_text = frame.opcode is Opcode.TEXT
         elif frame.opcode is not Opcode.CONT:
             return
-        self._pieces.append(frame.data)
+        self._pieces += frame.data  # a list of small ones would take far more
         if not frame.fin:
             return
-        data, self._pieces = b"".join(self._pieces), []
+        data, self._pieces = self._pieces, bytearray()
         if not self._is_text:
-            await self._to_client({"type": "websocket.send", "bytes": data})
+            await self._to_client({"type": "websocket.send", "bytes": bytes(data)})
             return
         try:
             await self._to_client({"type": "websocket.send", "text": data.decode()})
@@ -214,7 +215,8 @@ class Tunnel:
 
     async def _to_client(self, message: Message) -> None:
         if not self._left:
-            with suppress(OSError):  # it has left; the other task hears of it
+            # It has left, or the server has closed it; the other task hears of it.
+            with suppress(OSError, *((RuntimeError,) if self._open else ())):
                 await self._send(message)
 
     async def _close_client(self) -> None:

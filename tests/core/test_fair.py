@@ -92,6 +92,56 @@ async def test_counts_what_was_really_held() -> None:
     assert_quiescent(gate)
 
 
+async def next_granted(gate: Gate, *keys: str) -> str:
+    """Let each of *keys* wait, release what another one holds; return who gets it."""
+    granted: list[str] = []
+
+    async def ask(key: str) -> None:
+        with await gate.admit(key=key):
+            granted.append(key)
+            await anyio.sleep_forever()
+
+    other = gate.try_admit(key="other")
+    async with anyio.create_task_group() as tasks:
+        for key in keys:
+            tasks.start_soon(ask, key)
+            await anyio.wait_all_tasks_blocked()
+        other.release()
+        await anyio.wait_all_tasks_blocked()
+        tasks.cancel_scope.cancel()
+    (key,) = granted
+    return key
+
+
+async def test_counts_what_is_held_by_what_its_key_held_before() -> None:
+    """One slot that will be held for long counts for more than five for a moment."""
+    clock = Clock()
+    gate = Gate(slots=7, order="fair", clock=clock)
+    for key, seconds, times in (("long", 3.0, 40), ("short", 0.1, 150)):
+        for _ in range(times):
+            with gate.try_admit(key=key):
+                clock.now += seconds
+    with contextlib.ExitStack() as held:
+        for key in ("long",) + ("short",) * 5:
+            held.enter_context(gate.try_admit(key=key))
+        assert await next_granted(gate, "long", "short") == "short"
+    assert_quiescent(gate)
+
+
+async def test_counts_what_a_new_key_holds_by_what_others_held_before() -> None:
+    """Where all hold for a moment, it has not had more than who holds five slots."""
+    clock = Clock()
+    gate = Gate(slots=7, order="fair", clock=clock)
+    for _ in range(40):
+        with gate.try_admit(key="short"):
+            clock.now += 0.01
+    with contextlib.ExitStack() as held:
+        for key in ("short",) * 5 + ("new",):
+            held.enter_context(gate.try_admit(key=key))
+        assert await next_granted(gate, "short", "new") == "new"
+    assert_quiescent(gate)
+
+
 async def test_lets_small_ones_pass_a_large_one_only_so_often() -> None:
     """Others may overtake by as much as the large one asks for, no more (B12)."""
     clock = Clock()

@@ -184,6 +184,20 @@ class TestInitDone:
         assert session.init_done.is_set()
         await session.init_done  # at once, also of a registry that was left
 
+    async def test_waits_for_a_start_where_all_sessions_are_ended(self) -> None:
+        """Short of a shutdown, what an engine is about to open is ended, and not cut."""
+        async with SessionRegistry() as sessions:
+            session, engine = sessions.open("a"), Engine()
+            async with anyio.create_task_group() as tasks:
+                await begin(tasks, engine, session)
+                session.close()
+                assert sessions.close_all() == 0
+                for _ in range(10):
+                    await checkpoint()
+                engine.go_on.set()
+                await session.quiet()
+        assert engine.ended == ["stream"]
+
     async def test_belongs_to_one_loop(self) -> None:
         """Another thread may ask, and not wait."""
         async with SessionRegistry() as sessions:

@@ -101,6 +101,14 @@ async def test_shows_a_huge_number_in_brief(number: int) -> None:
         assert [type(it) for it in shown if len(str(it)) > 650] == []
 
 
+def test_shows_both_ends_of_a_long_number() -> None:
+    """A hundred characters of its beginning, and twenty of its end."""
+    with pytest.raises(ValueError, match=r", not -1230{96}\.\.\.0{18}45$"):
+        check_int(it=-(123 * 10**400 + 45))
+    with pytest.raises(ValueError, match=r", not -10{158}$"):
+        check_int(it=-(10**158))
+
+
 def test_names_the_limits_of_a_gate() -> None:
     """A number without a name might be slots or bytes."""
     with pytest.raises(TypeError, match=r"limits by name: Gate\(slots=8\), not int"):

@@ -484,6 +484,19 @@ class TestDrain:
         [finished] = seen.of(DrainFinished)
         assert (finished.cut, finished.duration_s) == (1, pytest.approx(11))
 
+    async def test_tells_how_long_a_session_was_open(self) -> None:
+        """Until it is closed, from when it was opened; a registry drains no earlier."""
+        seen = RecordingObserver()
+        sessions = SessionRegistry(observer=seen)
+        assert not sessions.draining
+        async with sessions:
+            await anyio.sleep(1)
+            seconds = 2 * anyio.current_time() + 1
+            with sessions.open("a"):
+                await anyio.sleep(seconds)
+        [closed] = seen.of(SessionClosed)
+        assert closed.duration_s == pytest.approx(seconds)
+
     async def test_drains_an_empty_registry_at_once(self) -> None:
         """Without live sessions, a drain takes no time."""
         async with SessionRegistry() as sessions:

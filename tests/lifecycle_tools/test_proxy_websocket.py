@@ -14,7 +14,6 @@ from websockets.exceptions import ConnectionClosed, InvalidStatus
 from websockets.frames import Close, Frame, Opcode
 
 from lifecycle_tools.proxy import Proxy, Upstream
-from lifecycle_tools.proxy.sockets import BoundedSocket
 
 MEBIBYTE = 2**20
 
@@ -651,7 +650,8 @@ async def test_leaves_a_client_that_reads_nothing():
         ended.set()
 
     pings = {"ws_ping_interval": 0.5, "ws_ping_timeout": 0.5}
-    async with serving(app, http="httptools", ws=BoundedSocket, **pings) as port:
+    bounded = "lifecycle_tools.proxy.sockets:BoundedSocket"
+    async with serving(app, http="httptools", ws=bounded, **pings) as port:
         _, writer = await asyncio.open_connection("127.0.0.1", port)
         writer.transport.pause_reading()
         writer.write(handshake())

@@ -384,6 +384,10 @@ def main(arguments: Sequence[str] | None = None, *, name: str | None = None) -> 
         arguments: Those after the name of the command; default: of this process.
         name: The command as help and errors call it; default: as it was started.
     """
+    # Until the server has handlers of its own, Ctrl-C kills. Python would raise it in
+    # what runs just then, and from a callback of a weak reference it would be lost.
+    if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
+        signal.signal(signal.SIGINT, signal.SIG_DFL)
     try:
         cli(arguments, prog_name=name, obj=_OWN_PROCESS)
     except ImportError as error:

@@ -96,6 +96,41 @@ def test_a_signal_after_its_end_can_be_ignored() -> None:
     assert handlers == [str(signal.SIG_IGN)] * 2
 
 
+INTERRUPTED = """
+import os, signal, weakref
+from lifecycle_engine import cli
+
+class Thing: pass
+
+def load_config(*_, **__):
+    thing = Thing()
+    gone = weakref.ref(thing, lambda _: os.kill(os.getpid(), signal.SIGINT))
+    del thing
+    print("it goes on", flush=True)
+    raise SystemExit(3)
+
+cli.load_config = load_config
+cli.main(["serve", "--runner", "sim"])
+"""
+
+
+@pytest.mark.parametrize("ignored", [False, True])
+def test_a_signal_before_it_serves_is_not_lost(ignored: bool) -> None:
+    """Python loses what it raises in a callback, as imports run many of them."""
+    how = "SIG_IGN" if ignored else "default_int_handler"
+    script = f"import signal; signal.signal(signal.SIGINT, signal.{how})" + INTERRUPTED
+    done = subprocess.run(
+        [sys.executable, "-c", script],
+        env=ENV,
+        capture_output=True,
+        check=False,
+        timeout=600,
+    )
+    # Who starts it in the background has it ignore the signal.
+    expected = (3, b"it goes on\n") if ignored else (-signal.SIGINT, b"")
+    assert (done.returncode, done.stdout) == expected, done.stderr
+
+
 # The longest time that the loop works without a break --------------------------------
 
 COUNT = 200

@@ -61,15 +61,18 @@ print(json.dumps(told))
 """
 
 
+def run_script(script: str) -> subprocess.CompletedProcess[bytes]:
+    """Run *script* in a process of its own."""
+    command = [sys.executable, "-c", script]
+    return subprocess.run(
+        command, env=ENV, capture_output=True, check=False, timeout=600
+    )
+
+
 def test_changes_its_process_only_while_it_serves() -> None:
     """An application that is made, or was served, leaves all as it was, but memory."""
-    done = subprocess.run(
-        [sys.executable, "-c", SCRIPT],
-        env=ENV,
-        capture_output=True,
-        check=True,
-        timeout=600,
-    )
+    done = run_script(SCRIPT)
+    assert done.returncode == 0, done.stderr
     before, made, serving, after, blocks = json.loads(done.stdout)
     assert before == made == after
     assert serving[0] < before[0]
@@ -84,13 +87,7 @@ def test_a_signal_after_its_end_can_be_ignored() -> None:
     late = "os.kill(os.getpid(), signal.SIGINT)\n"
     script = SCRIPT.replace("port=0, announce=ready)\n", serve + late)
     assert late in script
-    done = subprocess.run(
-        [sys.executable, "-c", script],
-        env=ENV,
-        capture_output=True,
-        check=False,
-        timeout=600,
-    )
+    done = run_script(script)
     assert (done.returncode, done.stderr) == (0, b"")
     handlers = json.loads(done.stdout)[3][2]
     assert handlers == [str(signal.SIG_IGN)] * 2
@@ -119,13 +116,7 @@ def test_a_signal_before_it_serves_is_not_lost(ignored: bool) -> None:
     """Python loses what it raises in a callback, as imports run many of them."""
     how = "SIG_IGN" if ignored else "default_int_handler"
     script = f"import signal; signal.signal(signal.SIGINT, signal.{how})" + INTERRUPTED
-    done = subprocess.run(
-        [sys.executable, "-c", script],
-        env=ENV,
-        capture_output=True,
-        check=False,
-        timeout=600,
-    )
+    done = run_script(script)
     # Who starts it in the background has it ignore the signal.
     expected = (3, b"it goes on\n") if ignored else (-signal.SIGINT, b"")
     assert (done.returncode, done.stdout) == expected, done.stderr

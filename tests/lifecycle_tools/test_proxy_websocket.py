@@ -9,7 +9,7 @@ import pytest
 from asgi_kit import serving
 from proxy_kit import PATIENCE, Peer, raw_upstream, running_proxy
 from websockets.asyncio.client import connect
-from websockets.asyncio.server import serve
+from websockets.asyncio.server import ServerConnection, serve
 from websockets.exceptions import ConnectionClosed, InvalidStatus
 from websockets.frames import Close, Frame, Opcode
 
@@ -518,12 +518,21 @@ async def test_ends_with_an_upstream_that_is_stuck(reads, tmp_path):
 @pytest.mark.asyncio
 async def test_keeps_a_silent_upstream_that_answers_pings(tmp_path):
     """Silence is no fault: the upstream is asked, and answers."""
+    pings = asyncio.Semaphore(0)
+
+    class Counting(ServerConnection):
+        def process_event(self, event):
+            if getattr(event, "opcode", None) is Opcode.PING:
+                pings.release()
+            super().process_event(event)
+
     async with (
-        server(echo, ping_interval=None) as url,
-        running_proxy(url, tmp_path, "--idle-timeout", "0.3") as proxy,
+        server(echo, ping_interval=None, create_connection=Counting) as url,
+        running_proxy(url, tmp_path, "--idle-timeout", "1") as proxy,
     ):
         async with client(proxy, ping_interval=None) as socket:
-            await asyncio.sleep(2)
+            for _ in range(3):  # the third is sent only if one was answered
+                await asyncio.wait_for(pings.acquire(), PATIENCE)
             await socket.send("still here")
             assert await asyncio.wait_for(socket.recv(), PATIENCE) == "still here"
 

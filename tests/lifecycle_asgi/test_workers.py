@@ -2,21 +2,19 @@
 
 from __future__ import annotations
 
-import json
 import os
 import signal
 import subprocess
 import sys
-import time
-from collections.abc import Callable, Iterator
-from contextlib import closing, contextmanager, suppress
-from http.client import HTTPConnection
+from collections.abc import Iterator
+from contextlib import closing, contextmanager
 from pathlib import Path
 from typing import Any
 
 import pytest
 from ports import free_port
 from shared_kit import stalled
+from worker_kit import Client, connect, until
 
 from lifecycle import GateFull
 from lifecycle.shared import SharedGate
@@ -52,31 +50,6 @@ app = Admission(inner)
 """
 
 
-class Client(HTTPConnection):
-    """A connection that is kept, and with it the worker that accepted it."""
-
-    def answer(self) -> dict[str, int]:
-        """Return the document of the next response."""
-        response = self.getresponse()
-        assert response.status == 200
-        found: dict[str, int] = json.loads(response.read())
-        return found
-
-    def ask(self) -> dict[str, int]:
-        """Send a request without a body, which is not admitted."""
-        self.request("GET", "/")
-        return self.answer()
-
-
-def until(condition: Callable[[], Any]) -> Any:
-    """Wait until *condition* holds, and return what it returned."""
-    late = time.monotonic() + 120
-    while not (found := condition()):
-        assert time.monotonic() < late
-        time.sleep(0.005)
-    return found
-
-
 @contextmanager
 def workers(folder: Path) -> Iterator[dict[int, Client]]:
     """Run uvicorn with two workers; a connection to each, by its process."""
@@ -92,14 +65,9 @@ def workers(folder: Path) -> Iterator[dict[int, Client]]:
     found: dict[int, Client] = {}
 
     def is_new() -> bool:
-        client = Client("127.0.0.1", port, timeout=120)
-        with suppress(ConnectionRefusedError):
-            pid = client.ask()["pid"]
-            if pid not in found:
-                found[pid] = client
-                return True
-        client.close()
-        return False
+        if client := connect(port, lambda pid: pid not in found):
+            found[client.ask()["pid"]] = client
+        return client is not None
 
     try:
         until(is_new)

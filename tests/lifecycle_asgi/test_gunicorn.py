@@ -160,7 +160,7 @@ def test_workers_share_bytes_whatever_becomes_of_one(
 
 def test_workers_that_gunicorn_replaces_join_and_leave(tmp_path: Path) -> None:
     """With `--max-requests` each request is answered, and what is gone holds nothing."""
-    pids = set()
+    pids: set[int] = set()
     with gunicorn(tmp_path, "--max-requests", "5") as server:
         while len(pids) < 4:
             # One that its worker accepted and did not read any more is sent again.

@@ -14,12 +14,16 @@ from asgi_kit import serving
 
 from lifecycle_asgi import Admission, LifecycleMiddleware
 
-server = pytest.importorskip("mcp.server.mcpserver")
+pytest.importorskip("mcp.server.mcpserver")
 
-import httpx2  # noqa: E402
-from mcp.client.client import Client  # noqa: E402
-from mcp.client.streamable_http import streamable_http_client  # noqa: E402
-from mcp.server.streamable_http import EventMessage, EventStore  # noqa: E402
+import httpx2
+from mcp import MCPError
+from mcp.client.client import Client
+from mcp.client.streamable_http import streamable_http_client
+from mcp.server.mcpserver import Context, MCPServer
+from mcp.server.streamable_http import EventMessage, EventStore
+from mcp_types import ElicitResult
+from pydantic import BaseModel
 
 pytestmark = pytest.mark.anyio
 KEY = {"Authorization": "Bearer key"}
@@ -69,7 +73,7 @@ class Tool:
         self.begun, self.go, self.ended = anyio.Event(), anyio.Event(), anyio.Event()
         self.result = ""
 
-    async def work(self, context: server.Context) -> str:
+    async def work(self, context: Context[Any]) -> str:
         """Work in two steps."""
         try:
             await context.report_progress(1, 2)
@@ -84,7 +88,7 @@ class Tool:
 
     def app(self, **options: Any) -> Any:
         """Return the ASGI application of a server with this tool."""
-        found = server.MCPServer("tools")
+        found = MCPServer("tools")
         found.add_tool(self.work)
         return found.streamable_http_app(**options)
 
@@ -276,8 +280,8 @@ async def test_the_client_of_the_sdk_is_served(
     """It initialises, lists, calls with progress, and ends its session."""
     tool, told = Tool(), []
 
-    async def progress(done: float, total: float | None, message: str | None) -> None:
-        told.append(done)
+    async def note(progress: float, total: float | None, message: str | None) -> None:
+        told.append(progress)
         tool.go.set()
 
     async with (
@@ -288,9 +292,75 @@ async def test_the_client_of_the_sdk_is_served(
         transport = streamable_http_client(url, http_client=http)
         async with Client(transport, mode=mode) as client:
             assert [each.name for each in (await client.list_tools()).tools] == ["work"]
-            found = await client.call_tool("work", {}, progress_callback=progress)
+            found = await client.call_tool("work", {}, progress_callback=note)
             assert found.structured_content == {"result": "done"}
     assert told == [1, 2]
+
+
+@guards
+async def test_a_call_of_a_later_revision_ends_with_its_client(guard: Any) -> None:
+    """From 2026-07-28 on a disconnect is a cancellation, and the SDK does that itself."""
+    tool = Tool()
+    async with (
+        serving(guard(tool.app())) as port,
+        httpx2.AsyncClient(headers=KEY) as http,
+    ):
+        url = f"http://127.0.0.1:{port}/mcp"
+        transport = streamable_http_client(url, http_client=http)
+        async with (
+            Client(transport, mode="2026-07-28") as client,
+            anyio.create_task_group() as group,
+        ):
+            group.start_soon(client.call_tool, "work", {})
+            await tool.begun.wait()
+            group.cancel_scope.cancel()
+        with anyio.fail_after(60):
+            await tool.ended.wait()
+    assert tool.result == "cancelled"
+
+
+class Answer(BaseModel):
+    """What the client is asked in the middle of a call."""
+
+    sure: bool
+
+
+@pytest.mark.parametrize(
+    ("settings", "refused"),
+    [
+        ({}, 0),
+        pytest.param({"slots": 1}, 1, marks=pytest.mark.thorough),
+        pytest.param({"per_client": 1}, 1, marks=pytest.mark.thorough),
+    ],
+    ids=["bytes alone", "slots", "per_client"],
+)
+async def test_what_a_tool_asks_is_answered_unless_the_call_has_the_only_slot(
+    settings: Any, refused: int
+) -> None:
+    """The answer is a request beside the call: as one more of its client, and of all."""
+
+    async def work(context: Context[Any]) -> str:
+        return (await context.elicit("Sure?", Answer)).model_dump_json()
+
+    async def answer(context: Any, params: Any) -> ElicitResult:
+        return ElicitResult(action="accept", content={"sure": True})
+
+    tools = MCPServer("tools")
+    tools.add_tool(work)
+    limits = {"slots": None, "per_client": None, "max_wait": 1, **settings}
+    app = admitted(tools.streamable_http_app(), **limits)
+    async with serving(app) as port, httpx2.AsyncClient(headers=KEY) as http:
+        url = f"http://127.0.0.1:{port}/mcp"
+        transport = streamable_http_client(url, http_client=http)
+        speaker = Client(transport, mode="legacy", elicitation_callback=answer)
+        async with speaker as client:
+            if refused:
+                with pytest.raises(MCPError):
+                    await client.call_tool("work", {})
+            else:
+                found = await client.call_tool("work", {})
+                assert '\\"sure\\":true' in found.model_dump_json()
+    assert sum(lane.refused for lane in app.statistics().values()) == refused
 
 
 async def test_a_key_is_asked_of_messages_and_a_session_id_of_the_rest() -> None:

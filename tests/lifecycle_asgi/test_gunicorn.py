@@ -89,8 +89,15 @@ class Server:
 
     def ask(self, *without: int) -> dict[str, int]:
         """Ask a worker that is none of these, over a connection of its own."""
-        with closing(self.connect(*without)) as client:
-            return client.ask()
+
+        def answer() -> dict[str, int] | None:
+            # A worker that is being replaced may end between two requests.
+            with suppress(ConnectionError), closing(self.connect(*without)) as client:
+                return client.ask()
+            return None
+
+        found: dict[str, int] = until(answer)
+        return found
 
     def end(self) -> str:
         """End it as a supervisor does; return what it logged."""
@@ -150,7 +157,8 @@ def test_workers_share_bytes_whatever_becomes_of_one(
         until(lambda: server.logged("left")[second] == 1)
 
         server.process.send_signal(signal.SIGHUP)
-        assert server.ask(first, second, third["pid"])["bytes"] == 2 * HELD
+        before = (first, second, third["pid"])
+        until(lambda: server.ask(*before)["bytes"] == 2 * HELD)
         (tmp_path / "go").touch()
         assert [client.answer()["pid"] for client in others] == [second] * 2
         until(lambda: server.ask()["bytes"] == 0)
@@ -168,7 +176,8 @@ def test_workers_that_gunicorn_replaces_join_and_leave(tmp_path: Path) -> None:
                 client.request("POST", "/", BODY)
                 answer = client.answer()
                 pids.add(answer["pid"])
-                assert answer["bytes"] == HELD
+                # The request before may be answered, and not released for a moment.
+                assert HELD <= answer["bytes"] <= 2 * HELD
         assert "Traceback" not in server.end()
     assert in_use(tmp_path) == {0}
 

@@ -3,18 +3,22 @@
     python tests/lifecycle_asgi/suites.py              all of them
     python tests/lifecycle_asgi/suites.py starlette    one of them
     python tests/lifecycle_asgi/suites.py quart --source quart=PATH
+    python tests/lifecycle_asgi/suites.py mcp          our tests with the SDK of MCP
 
 A test that passes alone passes under `LifecycleMiddleware`, and where a suite says so
-under `Admission`, or is one of `EXCEPTIONS`, or this fails. The source of a framework comes from PyPI, in the
-version that is installed; what its tests need and is not installed goes into
-`build/suites`. Without a network, a suite is reported as skipped, and the last line
-says so.
+under `Admission`, or is one of `EXCEPTIONS`, or this fails. The source of a framework
+comes from PyPI, in the version that is installed; what its tests need and is not
+installed goes into `build/suites`. Without a network, a suite is reported as skipped,
+and the last line says so.
+
+The SDK of MCP is installed there, too: LitServe does not run beside it.
 """
 
 from __future__ import annotations
 
 import argparse
 import importlib.metadata
+import importlib.util
 import json
 import os
 import shutil
@@ -31,6 +35,7 @@ ROOT = Path(__file__).resolve().parents[2]
 BUILD = ROOT / "build" / "suites"
 SITE = BUILD / "site"
 PLUGIN = Path(__file__).resolve().parent
+MCP = PLUGIN / "test_mcp.py"
 PIP = (sys.executable, "-m", "pip", "--disable-pip-version-check", "--quiet")
 MIDDLEWARE, ON_DEMAND, ADMISSION = "65536", "0", "admission"
 
@@ -221,6 +226,27 @@ def outcomes(suite: Suite, folder: Path, wrap: str, *only: str) -> Report:
     return Report(**found)
 
 
+def with_mcp() -> None:
+    """Run our own tests with the SDK of MCP.
+
+    Raises:
+        Unavailable: It could not be installed.
+    """
+    if importlib.util.find_spec("mcp") is None:  # `install` has added its place
+        raise Unavailable("PyPI cannot be reached")
+    paths = [str(SITE), os.environ.get("PYTHONPATH", "")]
+    done = run(
+        [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", str(MCP)],
+        timeout=600,
+        cwd=ROOT,
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, paths))},
+    )
+    last = done.stdout.strip().rpartition("\n")[2]
+    if done.returncode or "passed" not in last or "skipped" in last:
+        sys.exit(f"{MCP.name} failed\n{done.stdout}{done.stderr}")
+    print(f"{MCP.name}: {last}")
+
+
 def compare(suite: Suite, folder: Path) -> tuple[str, bool]:
     """Return lines of the table, and whether all runs agree."""
     # Each from a source of its own: some tests write where they are.
@@ -279,10 +305,15 @@ def main() -> int:
     parser.add_argument("--source", action="append", default=[], help="NAME=PATH")
     options = parser.parse_args()
     sources = dict(each.split("=", 1) for each in options.source)
-    if unknown := set(options.names) - {each.name for each in SUITES}:
+    if unknown := set(options.names) - {"mcp", *(each.name for each in SUITES)}:
         parser.error(f"no suite {sorted(unknown)}")
     install()
     rows, skipped, agree = [], [], True
+    if "mcp" in (options.names or ["mcp"]):
+        try:
+            with_mcp()
+        except Unavailable as reason:
+            skipped.append(f"mcp ({reason})")
     for suite in SUITES:
         if options.names and suite.name not in options.names:
             continue

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import os
 import signal
 import subprocess
@@ -19,9 +20,10 @@ from worker_kit import Client, connect, until
 
 from lifecycle_asgi import Admission
 
-pytest.importorskip("gunicorn")
-pytest.importorskip("uvicorn_worker")
+# Not imported: `Admission` would take this process for one of gunicorn's workers.
+INSTALLED = all(map(importlib.util.find_spec, ("gunicorn", "uvicorn_worker")))
 pytestmark = [
+    pytest.mark.skipif(not INSTALLED, reason="gunicorn is not installed"),
     pytest.mark.thorough,
     pytest.mark.skipif(sys.platform != "linux", reason="a shared gate needs Linux"),
 ]

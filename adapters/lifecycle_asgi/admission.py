@@ -135,7 +135,8 @@ class Admission:
       read from their headers, which needs Pillow (the extra ``media``).
     * The body is given to the application once, without a copy.
     * The memory is released with the first bytes of a streamed response, by
-      `handed_off` or `RequestScope.release_body`, or at the end.
+      `handed_off` or `RequestScope.release_body`, or at the end; with
+      ``release="end"``, the first bytes release nothing.
     * A client that leaves ends its request, as under `LifecycleMiddleware`; behind a
       body that waits in line, too, for which the kernel may take a sixteenth of the
       bytes beside them.
@@ -335,6 +336,7 @@ class Admission:
             self._correction,
             timeout=self._settings.body_timeout,
             learn=self._learn,
+            until_end=self._settings.release == "end",
         )
         scope[_SCOPE_KEY] = request
         try:
@@ -539,7 +541,7 @@ class Admission:
             return capacity
         what = f"The request needs {size_text(estimate.certain)} of memory"
         limit = f"and this server has {size_text(most)} for one"
-        message = f"{what}, {limit}; send less, or smaller media"
+        message = f"{what}, {limit}; send less, or media of fewer pixels"
         raise self._requests.counted(MemoryTooLarge(message))
 
 
@@ -552,6 +554,7 @@ class AdmittedRequest:
         correction: Learns from what the request really needed.
         learn: Called before the bytes are released.
         timeout: Seconds for the whole body.
+        until_end: The first bytes of the response release nothing.
 
     Attributes:
         admitted: The application may work on it.
@@ -568,6 +571,7 @@ class AdmittedRequest:
         "_correction",
         "_learn",
         "_send",
+        "_until_end",
         "admitted",
         "body",
         "estimate",
@@ -586,10 +590,12 @@ class AdmittedRequest:
         *,
         timeout: float,
         learn: Callable[[], object] = _NO_LESSON,
+        until_end: bool = False,
     ) -> None:
         self.rest = RequestBody(receive, timeout=timeout)
         self._send = send
         self._correction, self._learn = correction, learn
+        self._until_end = until_end
         self.admitted = self.partial = False
         self.estimate = _NOTHING
         self.body: bytes | None = None
@@ -615,7 +621,8 @@ class AdmittedRequest:
         Cancellation:
             As for the server's ``send``.
         """
-        if message["type"] == "http.response.body" and message.get("body"):
+        first = message["type"] == "http.response.body" and message.get("body")
+        if first and not self._until_end:
             self.release()
         await self._send(message)
 

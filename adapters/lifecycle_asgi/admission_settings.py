@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from decimal import Decimal
 from typing import Any, Final, Literal, Self
 
-from lifecycle.lowlevel import check_int, check_seconds
+from lifecycle.lowlevel import check_choice, check_int, check_seconds
 from lifecycle_asgi.api_keys import GUARDED_PREFIXES
 from lifecycle_asgi.media_memory import MediaProfile
 from lifecycle_asgi.memory_limit import default_budget
@@ -38,6 +38,9 @@ class AdmissionSettings:
             responses are complete; of each worker. ``None`` or 0: no limit.
         media_slots: Requests with media that are decoded at once, until the engine has
             them. ``None``: as many as the bytes permit.
+        release: When the bytes of a request come back: at ``"hand_off"``, which is the
+            first bytes of a streamed response at the latest, or at its ``"end"``, for
+            an application that has the media while it streams.
         order: ``"fair"`` lets clients take turns; ``"fifo"`` goes by arrival.
         max_body: Maximum size of one body, in bytes; a sixteenth of all bytes at most.
         max_waiting: Maximum number of requests that wait in each lane.
@@ -46,8 +49,9 @@ class AdmissionSettings:
         slow_after: Seconds after which a body that is not complete yet is charged with
             what has arrived, and no longer with its declared length.
         profile: What media cost the server: ``"vllm"``, ``"sglang"``, ``"lmdeploy"``,
-            ``"proxy"``, ``"default"``, a `MediaProfile`, or ``"auto"`` for that of the
-            server whose package is imported.
+            ``"proxy"``, ``"default"``, ``"pillow"`` for code that makes no tensors, a
+            `MediaProfile`, or ``"auto"`` for that of the server whose package is
+            imported.
         tensor_pixels: Pixels to which the model scales a larger image down, instead of
             what the profile says. ``None``: as in the profile, which for servers of any
             model is not at all.
@@ -78,6 +82,7 @@ class AdmissionSettings:
     slots: int | None = None
     per_client: int | None = None
     media_slots: int | None = None
+    release: Literal["hand_off", "end"] = "hand_off"
     order: Literal["fair", "fifo"] = "fair"
     max_body: int = 64 * 2**20
     max_waiting: int = 128
@@ -101,8 +106,8 @@ class AdmissionSettings:
         for name, least in _LEAST.items():
             if getattr(self, name) is not None:
                 check_int(least, **{name: getattr(self, name)})
-        if self.order not in ("fair", "fifo"):
-            raise ValueError(f"order must be 'fair' or 'fifo', not {self.order!r:.40}")
+        check_choice(("fair", "fifo"), order=self.order)
+        check_choice(("hand_off", "end"), release=self.release)
         for name in ("shadow", "load_header"):
             if not isinstance(getattr(self, name), bool):  # "0" would count as true
                 what = f"{name} must be True or False"
@@ -222,6 +227,7 @@ _READERS: Final[Mapping[str, Callable[[str], Any]]] = {
     "slots": int,
     "per_client": int,
     "media_slots": int,
+    "release": str,
     "order": str,
     "max_body": parse_size,
     "max_waiting": int,

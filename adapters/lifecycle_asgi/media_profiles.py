@@ -32,6 +32,13 @@ _PROFILES: Final[Mapping[str, MediaProfile]] = MappingProxyType(
             image_pixels=_PILLOW_PIXELS,
             assumed_pixels=_ASSUMED_PIXELS,
         ),
+        # Decoded, converted, and copied by `tobytes`, which joins pieces.
+        "pillow": MediaProfile(
+            work_bytes_per_pixel=15,
+            tensor_bytes_per_pixel=0,
+            image_pixels=_PILLOW_PIXELS,
+            assumed_pixels=_ASSUMED_PIXELS,
+        ),
         # These two decode the first frame of an animation.
         "vllm": MediaProfile(
             work_bytes_per_pixel=_WORK,

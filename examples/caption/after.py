@@ -1,4 +1,4 @@
-"""A captioning server with admission by pixels: it refuses what it has no memory for.
+"""A captioning server with admission by pixels: pictures wait until they fit.
 
 Run it:   uvicorn after:app
 """
@@ -13,12 +13,11 @@ from fastapi import FastAPI, UploadFile
 from fastapi.responses import StreamingResponse
 from PIL import Image
 
-from lifecycle import Gate
-from lifecycle_asgi.starlette import ManagedResponse, install
+from lifecycle_asgi import Admission
+from lifecycle_asgi.starlette import ManagedResponse
 
 app = FastAPI()
-gate = Gate(bytes=200 * 2**20, max_waiting=8, max_wait=5.0)
-install(app, max_body=20 * 2**20)
+app.add_middleware(Admission, bytes=512 * 2**20, profile="pillow", release="end")
 live = {"captions": 0}
 
 
@@ -43,11 +42,10 @@ def caption_tokens(pixels: bytes, size: tuple[int, int]) -> Iterator[str]:
 async def caption(image: UploadFile) -> StreamingResponse:
     """Describe one picture, word by word."""
     img = Image.open(io.BytesIO(await image.read()))
-    cost = 6 * img.width * img.height  # by the header; decoded once, and copied
 
     def sse() -> Iterator[str]:
         pixels = img.convert("RGB").tobytes()
         for word in caption_tokens(pixels, img.size):
             yield f"data: {word}\n\n"
 
-    return ManagedResponse(sse(), gate=gate, bytes=cost, media_type="text/event-stream")
+    return ManagedResponse(sse(), media_type="text/event-stream")

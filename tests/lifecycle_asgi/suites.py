@@ -250,12 +250,15 @@ def with_mcp() -> None:
 def compare(suite: Suite, folder: Path) -> tuple[str, bool]:
     """Return lines of the table, and whether all runs agree."""
     # Each from a source of its own: some tests write where they are.
-    with tempfile.TemporaryDirectory(dir=BUILD) as copies, ThreadPoolExecutor(2) as two:
+    with (
+        tempfile.TemporaryDirectory(dir=BUILD) as copies,
+        ThreadPoolExecutor(3) as runners,
+    ):
 
         def start(wrap: str) -> Future[Report]:
             copy = Path(copies, wrap or "without", folder.name)
             shutil.copytree(folder, copy)
-            return two.submit(outcomes, suite, copy, wrap)
+            return runners.submit(outcomes, suite, copy, wrap)
 
         runs = {wrap: start(wrap) for wrap in ("", *suite.wraps)}
         without = runs.pop("").result().outcomes

@@ -115,6 +115,18 @@ async def test_holds_a_slot_until_the_end_of_the_answer() -> None:
     assert [server.status for server in clients.servers] == [200, 200]
 
 
+@pytest.mark.parametrize("release", ["hand_off", "end"])
+async def test_holds_the_bytes_for_as_long_as_it_is_told(release: str) -> None:
+    """Until the first bytes of the answer, or until its end."""
+    app = Application()
+    async with clients_of(app, release=release) as clients:
+        await clients.ask()
+        app.may_begin.set()
+        await anyio.wait_all_tasks_blocked()
+        assert bool(clients.now("small").bytes_in_use) == (release == "end")
+        assert clients.servers[0].status == 200
+
+
 async def test_gives_the_slot_of_a_client_that_leaves_to_the_next() -> None:
     """Inside, or in the queue: a free slot goes to the next request."""
     app = Application()

@@ -2,12 +2,8 @@
 
 from __future__ import annotations
 
-import difflib
-import importlib.util
-import io
 import time
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import anyio
@@ -28,7 +24,6 @@ from lifecycle_asgi.starlette import ManagedResponse, install, refusal_handler
 from lifecycle_asgi.testing import lifespan, request
 
 pytestmark = pytest.mark.anyio
-CAPTION = Path(__file__).resolve().parents[2] / "examples" / "caption"
 
 
 class Words:
@@ -329,54 +324,6 @@ async def test_passes_other_scopes_through_the_installed_application() -> None:
     """A lifespan reaches an installed application."""
     async with lifespan(app_of(Words)):
         pass
-
-
-# The caption application of the documentation ----------------------------------
-
-
-def caption(name: str) -> Any:
-    """The application of one of the two files, loaded anew."""
-    pytest.importorskip("fastapi")
-    spec = importlib.util.spec_from_file_location(f"caption_{name}", CAPTION / name)
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
-def test_changes_twelve_lines_of_the_caption_application() -> None:
-    """Added and removed lines together, without the docstring of the file."""
-    texts = [(CAPTION / name).read_text() for name in ("before.py", "after.py")]
-    before, after = (text.partition('"""\n')[2].splitlines() for text in texts)
-    changed = [
-        line
-        for line in difflib.ndiff(before, after)
-        if line[:2] in ("+ ", "- ") and line[2:].strip()
-    ]
-    assert len(changed) <= 12, changed
-
-
-async def test_refuses_and_stops_captions(anyio_backend_name: str) -> None:
-    """A picture that never fits is 413, and a client that leaves ends its caption."""
-    image = pytest.importorskip("PIL.Image")
-    pytest.importorskip("python_multipart")
-    module = caption("after.py")
-    for side, status in ((6000, 413), (20, 200)):
-        file = io.BytesIO()
-        image.new("1", (side, side)).save(file, "PNG")
-        body = (
-            b'--b\r\ncontent-disposition: form-data; name="image"; filename="i.png"'
-            b"\r\n\r\n" + file.getvalue() + b"\r\n--b--\r\n"
-        )
-        kind = {"content-type": "multipart/form-data; boundary=b"}
-        answer = await request(
-            module.app, "POST", "/caption", body=body, headers=kind, leave_after_items=2
-        )
-        assert answer.status == status
-    assert answer.items == [b"data: A\n\n", b"data: picture\n\n"]
-    assert module.live == {"captions": 0}
-    assert module.gate.statistics().bytes_in_use == 0
 
 
 async def test_finds_the_request_of_an_installed_application() -> None:

@@ -43,7 +43,7 @@ Nothing but `lifecycle_asgi.starlette` imports a web framework, and nothing but
 from __future__ import annotations
 
 from lifecycle_asgi.admission import Admission, handed_off
-from lifecycle_asgi.admission_settings import AdmissionSettings
+from lifecycle_asgi.admission_settings import AdmissionOptions, AdmissionSettings
 from lifecycle_asgi.body import BodyTooLarge, BodyTooSlow
 from lifecycle_asgi.endpoint import cancel_on_disconnect
 from lifecycle_asgi.events import (
@@ -90,6 +90,7 @@ from lifecycle_asgi.resume import ResumableResponse, ResumableStreams
 
 __all__ = (
     "Admission",
+    "AdmissionOptions",
     "AdmissionSettings",
     "ApiError",
     "BodyLimit",

@@ -10,7 +10,7 @@ from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import replace
 from types import MappingProxyType
-from typing import Any, Final, TypeAlias
+from typing import Any, Final, TypeAlias, Unpack
 
 import anyio
 import anyio.to_thread
@@ -19,7 +19,7 @@ from lifecycle import CostTooLarge, GateFull, GateStatistics, Lease, Payload
 from lifecycle.events import Observer
 from lifecycle.lowlevel import event_loop_clock
 from lifecycle_asgi._types import AnyGate, App, Message, Receive, Scope, Send
-from lifecycle_asgi.admission_settings import AdmissionSettings
+from lifecycle_asgi.admission_settings import AdmissionOptions, AdmissionSettings
 from lifecycle_asgi.api_keys import ApiKeys
 from lifecycle_asgi.body import (
     FIRST_CHARGE,
@@ -183,7 +183,7 @@ class Admission:
         gates: Mapping[str, AnyGate] | None = None,
         observer: Observer | None = None,
         environment: Mapping[str, str] | None = None,
-        **options: Any,
+        **options: Unpack[AdmissionOptions],
     ) -> None:
         environment = os.environ if environment is None else environment
         settings = AdmissionSettings.from_environment(environment, **options)

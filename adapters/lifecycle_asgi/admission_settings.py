@@ -8,7 +8,7 @@ import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from decimal import Decimal
-from typing import Any, Final, Literal, Self
+from typing import Any, Final, Literal, Self, TypedDict
 
 from lifecycle.lowlevel import check_choice, check_int, check_seconds
 from lifecycle_asgi.api_keys import GUARDED_PREFIXES
@@ -156,6 +156,31 @@ class AdmissionSettings:
                 except (ValueError, KeyError):
                     raise ValueError(_unreadable(name, text)) from None
         return cls(**found, **options)
+
+
+class AdmissionOptions(TypedDict, total=False):
+    """The options of `Admission`, for type checkers; see `AdmissionSettings`."""
+
+    bytes: int | Literal["auto"]
+    slots: int | None
+    per_client: int | None
+    media_slots: int | None
+    release: Literal["hand_off", "end"]
+    order: Literal["fair", "fifo"]
+    max_body: int
+    max_waiting: int
+    max_wait: float
+    body_timeout: float
+    slow_after: float
+    profile: str | MediaProfile
+    tensor_pixels: int | None
+    cancel_delay: float | None
+    api_keys: tuple[str, ...]
+    guarded_prefixes: tuple[str, ...]
+    shadow: bool
+    shared: str | None
+    metrics: str | int | None
+    load_header: bool
 
 
 def _check_bytes(nbytes: int | str, shared: str | None) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import json
 import tracemalloc
+from dataclasses import fields
 from functools import partial
 from types import SimpleNamespace
 from typing import Any
@@ -13,7 +14,12 @@ import anyio
 import pytest
 from asgi_kit import Message, ScriptedServer, http_scope
 
-from lifecycle_asgi import Admission, AdmissionSettings, handed_off
+from lifecycle_asgi import (
+    Admission,
+    AdmissionOptions,
+    AdmissionSettings,
+    handed_off,
+)
 
 pytestmark = pytest.mark.anyio
 OK = {"type": "http.response.start", "status": 200, "headers": []}
@@ -461,6 +467,13 @@ def test_reads_settings_from_the_environment() -> None:
         bytes=3 * 2**29, max_body=7, max_wait=2.5, api_keys=("a", "b")
     )
     assert "api_keys" not in repr(read)
+
+
+def test_names_the_same_options_to_type_checkers() -> None:
+    """What a checker permits as an option is what there is, of the same type."""
+    known = {each.name: each.type for each in fields(AdmissionSettings)}
+    told = AdmissionOptions.__annotations__.items()
+    assert {name: each.__forward_arg__ for name, each in told} == known
 
 
 def test_warns_of_variables_that_set_nothing(caplog) -> None:

@@ -37,6 +37,12 @@ class _ToTheEnd(RequestResponseCycle):
         await super().send(message)
 
 
+def answer_without_chunks(cycle: RequestResponseCycle) -> None:
+    """Have a request answered as HTTP/1.0 is: with neither chunks nor a 100."""
+    cycle.__class__ = _ToTheEnd
+    cycle.waiting_for_100_continue = False
+
+
 class HeadersOnly(HttpToolsProtocol):
     """Ignores trailers, which uvicorn's own class appends to the headers.
 
@@ -56,8 +62,7 @@ class HeadersOnly(HttpToolsProtocol):
 
     def _start_asgi_task(self, cycle: RequestResponseCycle, app: Any) -> None:
         if cycle.scope["http_version"] != "1.1":  # 0.9 where a line names none
-            cycle.__class__ = _ToTheEnd
-            cycle.waiting_for_100_continue = False
+            answer_without_chunks(cycle)
         super()._start_asgi_task(cycle, app)
 
     def on_header(self, name: bytes, value: bytes) -> None:

@@ -2,8 +2,8 @@
 
 `Connection` adds to uvicorn's protocol: timeouts for slow senders and readers, limits
 on heads and pipelining, disconnects reported to every request, and a lingering close.
-The helpers below it bound reads (`BoundedReads`), parse requests that offer an upgrade
-(`RequestHeadParser`) and answer HTTP/1.0 (`without_chunks`).
+The helpers below it bound reads (`BoundedReads`) and parse requests that offer an
+upgrade (`RequestHeadParser`).
 """
 
 from __future__ import annotations
@@ -15,6 +15,8 @@ from typing import Any, cast
 
 import httptools
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
+
+from lifecycle_asgi.uvicorn_protocol import answer_without_chunks
 
 # Pipelined requests that are read while another one runs, and bytes of their bodies,
 # which no gate counts. Beyond this a disconnect is not seen until they are answered.
@@ -260,8 +262,6 @@ class Connection(HttpToolsProtocol):
         if self.parser.should_upgrade():
             return
         _check_head(self.parser.get_http_version(), self.headers)
-        if self.parser.get_http_version() == "1.0":
-            self.expect_100_continue = False  # unknown in HTTP/1.0
         super().on_headers_complete()  # raises for an invalid target
         self._in_head, self._in_body = False, True
         self._cycles = [it for it in self._cycles if not it.response_complete]
@@ -272,7 +272,7 @@ class Connection(HttpToolsProtocol):
 
     def _start_asgi_task(self, cycle: Any, app: Any) -> None:
         if cycle.scope["http_version"] == "1.0":
-            app = without_chunks(app, cycle)
+            answer_without_chunks(cycle)
         cycle.transport = _ResponseTransport(self, half_closed=self._limits.half_closed)
         super()._start_asgi_task(cycle, app)
 
@@ -428,33 +428,6 @@ class _ResponseTransport:
         self.write = connection.transport.write
         self.is_closing = connection.transport.is_closing
         self.close = connection.close_after_response
-
-
-def without_chunks(app: Any, cycle: Any) -> Any:
-    """Wrap an application for HTTP/1.0, which knows no chunked encoding.
-
-    uvicorn sends responses without a declared length in chunks even there. The wrapped
-    application sends them as they are; the end of the connection ends them.
-    """
-
-    async def served(scope: Any, receive: Any, send: Any) -> None:
-        declared = True
-
-        async def sent(message: Any) -> None:
-            nonlocal declared
-            if message["type"] == "http.response.start":
-                names = {bytes(name).lower() for name, _ in message.get("headers", ())}
-                declared = b"content-length" in names
-                if not declared:
-                    cycle.chunked_encoding = False
-            elif not declared:
-                # Make uvicorn accept each part as complete.
-                cycle.expected_content_length = len(message.get("body", b""))
-            await send(message)
-
-        await app(scope, receive, sent)
-
-    return served
 
 
 class BoundedReads(asyncio.BufferedProtocol):

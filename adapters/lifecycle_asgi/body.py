@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import math
+import sys
 from collections.abc import Callable
 
 import anyio
@@ -47,22 +48,31 @@ class ClientLeft(Exception):
 
 
 class RequestBody:
-    """A server's ``receive``, how far the body has come, and how long it may take.
+    """A server's ``receive``, and how far the body has come within its limits.
 
     Args:
         receive: The server's.
         timeout: Seconds for the whole body, from the first `receive`.
+        max_bytes: Maximum size of the body, for `receive`.
 
     Attributes:
         complete: The last part has come, or the client has left.
         timeout: With ``None``, the rest may take as long as it likes.
     """
 
-    __slots__ = ("_deadline", "_receive", "complete", "timeout")
+    __slots__ = ("_deadline", "_max_bytes", "_read", "_receive", "complete", "timeout")
 
-    def __init__(self, receive: Receive, *, timeout: float | None = None) -> None:
+    def __init__(
+        self,
+        receive: Receive,
+        *,
+        timeout: float | None = None,
+        max_bytes: int = sys.maxsize,
+    ) -> None:
         self._receive = receive
         self._deadline: float | None = None
+        self._max_bytes = max_bytes
+        self._read = 0
         self.timeout = timeout
         self.complete = False
 
@@ -71,10 +81,20 @@ class RequestBody:
 
         Raises:
             BodyTooSlow: It has not come in time. None is lost.
+            BodyTooLarge: The body is larger than *max_bytes*.
 
         Cancellation:
             As for the server's ``receive``.
         """
+        if self._read <= self._max_bytes:
+            message = await self._take_in_time()
+            self._read += len(message.get("body", b""))
+            if self._read <= self._max_bytes:
+                return message
+            del message  # a traceback has this frame
+        raise BodyTooLarge(self._max_bytes)
+
+    async def _take_in_time(self) -> Message:
         while (deadline := self.deadline()) < math.inf:
             with anyio.CancelScope(deadline=deadline):
                 return await self.take()
@@ -120,9 +140,9 @@ class RequestBody:
         Cancellation:
             Passes through.
         """
-        dropped, self.timeout = 0, None
+        dropped = 0
         while not self.complete and dropped <= max_bytes:
-            dropped += len((await self.receive()).get("body", b""))
+            dropped += len((await self.take()).get("body", b""))
 
 
 class BodyReader:

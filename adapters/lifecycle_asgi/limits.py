@@ -20,6 +20,19 @@ from lifecycle_asgi.responses import MAX_UNACCEPTABLE, Refusing, Response
 _TIMEOUTS: Final = (b"x-stainless-read-timeout", b"x-stainless-timeout")
 Answer = Callable[[Scope, Refusal], Response]
 _REFUSALS: Final = (BodyTooLarge, BodyTooSlow)
+_LOCAL_NAMES: Final = frozenset({"localhost", "ip6-localhost"})
+
+
+def is_loopback(host: str) -> bool:
+    """Whether *host* names this machine for itself; no name is looked up."""
+    if host in _LOCAL_NAMES:
+        return True
+    try:
+        address = ipaddress.ip_address(host)
+    except ValueError:
+        return False
+    mapped = getattr(address, "ipv4_mapped", None)
+    return bool((mapped or address).is_loopback)
 
 
 def client_address(scope: Scope) -> bytes:
@@ -204,93 +217,47 @@ class BodyLimit:
             await self._serve_metered(scope, receive, send)
 
     async def _serve_metered(self, scope: Scope, receive: Receive, send: Send) -> None:
+        body = RequestBody(receive, timeout=self._timeout, max_bytes=self._max_bytes)
+        started = False
         refusing: Refusing | None = None
 
-        async def refuse(refusal: Refusal) -> None:
-            nonlocal refusing
-            refusing = Refusing(scope, body, send)
-            await refusing.send(self._answer(scope, refusal))
+        async def receive_metered() -> Message:
+            nonlocal started, refusing
+            try:
+                return await body.receive()
+            except _REFUSALS as refusal:
+                if not started:
+                    started, refusing = True, Refusing(scope, body, send)
+                    # Cancelled, the client is gone.
+                    await refusing.send(self._answer(scope, refusal))  # noqa: ASYNC120
+                raise
 
-        body = RequestBody(receive, timeout=self._timeout)
-        meter = _BodyMeter(body.receive, send, refuse, self._max_bytes)
+        def send_unless_refused(message: Message) -> Awaitable[None]:
+            nonlocal started
+            if refusing is not None:
+                return _drop()
+            started = True
+            return send(message)
+
         try:
-            await self._app(scope, meter.receive, meter.send)
-        except _REFUSALS as refusal:
-            if not meter.refused:
+            await self._app(scope, receive_metered, send_unless_refused)
+        except (*_REFUSALS, BaseExceptionGroup) as error:
+            if refusing is None:
                 raise
-            # A cycle, with the frames that have what the application has read.
-            refusal.with_traceback(None)
-        except BaseExceptionGroup as group:  # the application reads in a task group
-            if not meter.refused:
-                raise
-            _, rest = group.split(_REFUSALS)
-            if rest is not None:
-                raise rest from None
+            _end_refusal(error)
         if refusing is not None:  # the application has ended, too
             await refusing.linger(max_bytes=MAX_UNACCEPTABLE)
 
 
-class _BodyMeter:
-    """Counts one body, and takes over the response if the body is refused.
-
-    Attributes:
-        refused: The response was a refusal.
-    """
-
-    __slots__ = (
-        "_limit",
-        "_read",
-        "_receive",
-        "_refuse",
-        "_send",
-        "_started",
-        "_too_large",
-        "refused",
-    )
-
-    def __init__(
-        self,
-        receive: Receive,
-        send: Send,
-        refuse: Callable[[Refusal], Awaitable[None]],
-        limit: int,
-    ) -> None:
-        self._receive = receive
-        self._send = send
-        self._refuse = refuse
-        self._limit = limit
-        self._read = 0
-        self._too_large = False
-        self._started = False
-        self.refused = False
-
-    async def receive(self) -> Message:
-        if self._too_large:
-            raise BodyTooLarge(self._limit)
-        try:
-            message = await self._receive()
-        except BodyTooSlow as late:
-            await self._answer(late)  # noqa: ASYNC120 - cancelled: the client is gone
-            raise
-        self._read += len(message.get("body", b""))
-        if self._read > self._limit:
-            del message
-            self._too_large = True
-            refusal = BodyTooLarge(self._limit)
-            await self._answer(refusal)
-            raise refusal
-        return message
-
-    def send(self, message: Message) -> Awaitable[None]:
-        if self.refused:
-            return _drop()
-        self._started = True
-        return self._send(message)
-
-    async def _answer(self, refusal: Refusal) -> None:
-        if not self._started:
-            self._started = self.refused = True
-            await self._refuse(refusal)
+def _end_refusal(error: BaseException) -> None:
+    """End a refusal, or those in a group; raise the rest of the group."""
+    if isinstance(error, BaseExceptionGroup):  # the application reads in a task group
+        _, rest = error.split(_REFUSALS)
+        if rest is not None:
+            raise rest from None
+    else:
+        # A cycle, with the frames that have what the application has read.
+        error.with_traceback(None)
 
 
 async def _drop() -> None:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import base64
 import hashlib
-import ipaddress
 import json
 import re
 import secrets
@@ -26,7 +25,7 @@ from lifecycle.lowlevel import owner
 from lifecycle_asgi._types import AnyGate, App, Message, Receive, Scope, Send
 from lifecycle_asgi.api_keys import with_basic
 from lifecycle_asgi.events import LIVE_KEY, LiveRequest, LiveRequests
-from lifecycle_asgi.limits import ClientIdentity, client_address
+from lifecycle_asgi.limits import ClientIdentity, client_address, is_loopback
 from lifecycle_asgi.live_snapshot import (
     Snapshots,
     cancel,
@@ -39,7 +38,6 @@ from lifecycle_asgi.responses import send_response
 
 _PAGE: Final = Path(__file__).with_name("live_view.html")
 _INLINE: Final = re.compile(r"<(script|style)>(.*?)</\1>", re.DOTALL)
-_LOCAL_NAMES: Final = frozenset({"localhost", "ip6-localhost"})
 # Behind a proxy on the same machine, every client has its address.
 _FORWARDED: Final = frozenset({b"forwarded", b"x-forwarded-for", b"x-real-ip"})
 _TOKEN_HEADER: Final = b"x-lifecycle-token"
@@ -68,7 +66,9 @@ def local_client(scope: Scope) -> bool:
         return False
     headers = scope.get("headers", ())
     hosts = [value.decode("latin-1") for name, value in headers if name == b"host"]
-    return len(hosts) == 1 and all(map(_is_local, (str(client[0]), _name_of(hosts[0]))))
+    return len(hosts) == 1 and all(
+        map(is_loopback, (str(client[0]), _name_of(hosts[0])))
+    )
 
 
 def was_forwarded(scope: Scope) -> bool:
@@ -81,17 +81,6 @@ def _name_of(host: str) -> str:
     if host.startswith("["):
         return host[1:].partition("]")[0]
     return host.partition(":")[0]
-
-
-def _is_local(name: str) -> bool:
-    if name in _LOCAL_NAMES:
-        return True
-    try:
-        address = ipaddress.ip_address(name)
-    except ValueError:
-        return False
-    mapped = getattr(address, "ipv4_mapped", None)
-    return bool((mapped or address).is_loopback)
 
 
 class LiveView:

@@ -202,7 +202,7 @@ def _load(file: Path | None, options: Mapping[str, Any]) -> ServerConfig:
 
 def _warn_if_open(config: ServerConfig) -> None:
     """Say that other machines may reach a server that asks them for no key."""
-    from lifecycle_engine.server.access import is_loopback
+    from lifecycle_asgi.limits import is_loopback
 
     host, access = config.http.host, config.access
     if not (access.api_keys or access.api_key_file or is_loopback(host)):

@@ -401,7 +401,7 @@ def _check_certificate(config: ServerConfig) -> None:
 
 def _check_operator(config: ServerConfig) -> None:
     """Refuse to show all requests to other machines without a key."""
-    from lifecycle_engine.server.access import is_loopback
+    from lifecycle_asgi.limits import is_loopback
 
     address = config.http.operator_address
     if not isinstance(address, tuple) or config.access.admin_keys:

@@ -14,6 +14,7 @@ from typing import Any, Final
 from urllib.parse import urlsplit
 
 from lifecycle_asgi.api_keys import ApiKeys, with_basic
+from lifecycle_asgi.limits import is_loopback
 from lifecycle_asgi.refusals import ApiError
 from lifecycle_asgi.request import HOST
 
@@ -183,13 +184,3 @@ def _is_address(name: str) -> bool:
     except ValueError:
         return False
     return True
-
-
-def is_loopback(host: str) -> bool:
-    """Whether only this machine can connect to *host*."""
-    try:
-        ip = ipaddress.ip_address(host.partition("%")[0])
-    except ValueError:
-        return host == "localhost"
-    mapped = getattr(ip, "ipv4_mapped", None)
-    return (mapped or ip).is_loopback

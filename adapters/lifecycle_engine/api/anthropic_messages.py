@@ -189,11 +189,7 @@ class MessagesAnswer:
         self._begun = False
 
     async def piece(self, index: int, piece: Piece) -> None:
-        """Receive a piece; the first one starts the stream.
-
-        Cancellation:
-            The response may be cut.
-        """
+        """Receive a piece; the first one starts the stream."""
         del index  # there is one choice
         if not self._stream:
             self._text.append(piece.text)
@@ -203,11 +199,7 @@ class MessagesAnswer:
             await self._writer.part(_TEXT.event(piece.text))
 
     async def finished(self, index: int, finish_reason: str, stop: str | None) -> None:
-        """Receive the end.
-
-        Cancellation:
-            As for `piece`.
-        """
+        """Receive the end."""
         del index
         self._reason = "max_tokens" if finish_reason == "length" else "end_turn"
         if stop is not None:
@@ -217,11 +209,7 @@ class MessagesAnswer:
             await self._event("content_block_stop", index=0)
 
     async def done(self) -> None:
-        """Send the response, or end the stream.
-
-        Cancellation:
-            As for `piece`.
-        """
+        """Send the response, or end the stream."""
         if not self._stream:
             content = [{"type": "text", "text": "".join(self._text)}]
             await self._writer.json(200, self._message(content))

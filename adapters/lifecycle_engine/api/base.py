@@ -116,9 +116,20 @@ class Piece:
     text: str = field(repr=False)
     logprobs: list[dict[str, Any]] | None = field(default=None, repr=False)
 
+    @classmethod
+    def joined(cls, pieces: Sequence[Piece]) -> Piece:
+        """Return the whole text of *pieces*."""
+        text = "".join(piece.text for piece in pieces)
+        if all(piece.logprobs is None for piece in pieces):
+            return cls(text)
+        return cls(text, [each for piece in pieces for each in piece.logprobs or ()])
+
 
 class Answer(Protocol):
-    """Receives the choices of one request piece by piece, each from its own task."""
+    """Receives the choices of one request piece by piece, each from its own task.
+
+    If one of its coroutines is cancelled, the response may be cut.
+    """
 
     async def piece(self, index: int, piece: Piece) -> None:
         """Receive a piece of a choice."""

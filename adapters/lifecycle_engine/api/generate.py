@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any
+from typing import Annotated
 
 from pydantic import ConfigDict, Field
 
@@ -106,33 +106,21 @@ class GenerateAnswer:
         self._ends: list[Document] = [{} for _ in range(parsed.choices)]
 
     async def piece(self, index: int, piece: Piece) -> None:
-        """Store a piece, or send it unless it is empty.
-
-        Cancellation:
-            The response may be cut.
-        """
+        """Store a piece, or send it unless it is empty."""
         if not self._stream:
             self._pieces[index].append(piece)
         elif piece.text or piece.logprobs:
             await self._writer.event({"index": index, **_output([piece])})
 
     async def finished(self, index: int, finish_reason: str, stop: str | None) -> None:
-        """Store the end of a choice, or send it.
-
-        Cancellation:
-            As for `piece`.
-        """
+        """Store the end of a choice, or send it."""
         self._ends[index] = {"finish_reason": finish_reason, "stop": stop}
         if self._stream:
             end = {"index": index, "text": "", **self._ends[index]}
             await self._writer.event(end)
 
     async def done(self) -> None:
-        """Send the response, or end the stream.
-
-        Cancellation:
-            As for `piece`.
-        """
+        """Send the response, or end the stream."""
         usage = {**self._head, "usage": self._usage.document()}
         if self._stream:
             await self._writer.done(usage)
@@ -145,10 +133,10 @@ class GenerateAnswer:
 
 
 def _output(pieces: list[Piece]) -> Document:
-    output: dict[str, Any] = {"text": "".join(piece.text for piece in pieces)}
-    if any(piece.logprobs is not None for piece in pieces):
-        output["logprobs"] = [each for piece in pieces for each in piece.logprobs or ()]
-    return output
+    whole = Piece.joined(pieces)
+    if whole.logprobs is None:
+        return {"text": whole.text}
+    return {"text": whole.text, "logprobs": whole.logprobs}
 
 
 def _line(document: Document) -> bytes:

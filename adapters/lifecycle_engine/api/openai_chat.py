@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -33,19 +33,21 @@ class Completion:
     include_usage: bool = False
 
     def whole(
-        self,
-        choices: Sequence[tuple[str, str, list[dict[str, Any]] | None]],
-        usage: Usage,
+        self, choices: Iterable[tuple[Piece, str]], usage: Usage
     ) -> dict[str, Any]:
-        """Return the complete response."""
+        """Return the complete response, given each text and why it ended."""
         documents = [
             {
                 "index": index,
-                "message": {"role": "assistant", "content": text, "refusal": None},
-                "logprobs": _logprobs(logprobs),
+                "message": {
+                    "role": "assistant",
+                    "content": whole.text,
+                    "refusal": None,
+                },
+                "logprobs": _logprobs(whole.logprobs),
                 "finish_reason": reason,
             }
-            for index, (text, reason, logprobs) in enumerate(choices)
+            for index, (whole, reason) in enumerate(choices)
         ]
         head = self._head("chat.completion")
         return {**head, "choices": documents, "usage": usage.document()}
@@ -121,17 +123,9 @@ class CompleteAnswer:
         self._reasons[index] = finish_reason
 
     async def done(self) -> None:
-        """Send the response.
-
-        Cancellation:
-            The response may be cut.
-        """
-        choices = []
-        for pieces, reason in zip(self._pieces, self._reasons, strict=True):
-            logprobs = [each for piece in pieces for each in piece.logprobs or ()]
-            requested = any(piece.logprobs is not None for piece in pieces)
-            text = "".join(piece.text for piece in pieces)
-            choices.append((text, reason, logprobs if requested else None))
+        """Send the response."""
+        texts = map(Piece.joined, self._pieces)
+        choices = zip(texts, self._reasons, strict=True)
         await self._writer.json(200, self._completion.whole(choices, self._usage))
 
 
@@ -149,11 +143,7 @@ class StreamedAnswer:
         self._templates: list[EventTemplate | None] = [None] * choices
 
     async def piece(self, index: int, piece: Piece) -> None:
-        """Send a piece, unless it is empty.
-
-        Cancellation:
-            The response may be cut.
-        """
+        """Send a piece, unless it is empty."""
         template, events = self._templates[index], b""
         if template is None:
             template, events = self._begin(index)
@@ -165,22 +155,14 @@ class StreamedAnswer:
             await self._writer.part(events)
 
     async def finished(self, index: int, finish_reason: str, stop: str | None) -> None:
-        """Send the last chunk of a choice.
-
-        Cancellation:
-            As for `piece`.
-        """
+        """Send the last chunk of a choice."""
         del stop
         events = b"" if self._templates[index] else self._begin(index)[1]
         events += _frame(self._completion.last(index, finish_reason))
         await self._writer.part(events)
 
     async def done(self) -> None:
-        """End the stream, with the usage if requested.
-
-        Cancellation:
-            As for `piece`.
-        """
+        """End the stream, with the usage if requested."""
         usage = [self._completion.usage(self._usage)]
         await self._writer.done(*(usage if self._completion.include_usage else ()))
 

@@ -303,14 +303,13 @@ class ResponseText:
         return f"msg_{self.request_id}"
 
     def _message(self, status: str) -> Document:
-        text = "".join(piece.text for piece in self._pieces)
-        logprobs = [each for piece in self._pieces for each in piece.logprobs or ()]
+        whole = Piece.joined(self._pieces)
         return {
             "id": self._item_id,
             "type": "message",
             "role": "assistant",
             "status": status,
-            "content": [_part(text, logprobs)],
+            "content": [_part(whole.text, whole.logprobs or [])],
         }
 
     def _response(self, status: str, output: list[Document]) -> Document:
@@ -382,11 +381,7 @@ class ResponseAnswer:
         self._begun = False
 
     async def piece(self, index: int, piece: Piece) -> None:
-        """Receive a piece; the first one starts the stream.
-
-        Cancellation:
-            The response may be cut.
-        """
+        """Receive a piece; the first one starts the stream."""
         del index  # there is one choice
         self._text.add(piece)
         if self._stream:
@@ -400,11 +395,7 @@ class ResponseAnswer:
         self._text.finish_reason = finish_reason
 
     async def done(self) -> None:
-        """Send the response, or end the stream.
-
-        Cancellation:
-            As for `piece`.
-        """
+        """Send the response, or end the stream."""
         if not self._stream:
             await self._writer.json(200, self._text.whole())
             return

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Generic, TypeVar
@@ -14,6 +13,7 @@ from lifecycle_zmq import Backend, Finish, Merge, Output, RequestRejected
 __all__ = ("Backend", "Finish", "Merge", "Output", "RequestRejected")
 
 T = TypeVar("T")
+N = TypeVar("N", int, float)
 # A conversation: its tenant and the tenant's own name for it.
 ConversationKey = tuple[str, str, str]
 
@@ -115,7 +115,7 @@ def parse_request(
     session = None
     if request.get("session") is not None:
         session = _name(request, "session")
-    last = _last_turn(request)
+    last = _typed(request, "last_turn", bool, default=False)
     resumable = session is not None and not last
     prompt = Prompt(ids, dict(tensors), _sampling(request), session=resumable)
     try:
@@ -166,9 +166,7 @@ def _invalid(message: str) -> RequestRejected:
 
 
 def _token_ids(request: Mapping[str, Any], name: str, vocab_size: int) -> list[int]:
-    ids = request.get(name, [])
-    if type(ids) is not list:
-        raise _invalid(f"{name} is a {type(ids).__name__}; expected a list of int")
+    ids = _typed(request, name, list, [])
     if any(type(token) is not int for token in ids):
         raise _invalid(f"{name} has elements that are not int")
     if ids and not (min(ids) >= 0 and max(ids) < vocab_size):
@@ -177,9 +175,7 @@ def _token_ids(request: Mapping[str, Any], name: str, vocab_size: int) -> list[i
 
 
 def _max_tokens(request: Mapping[str, Any], limit: int | None) -> int:
-    count = request.get("max_tokens")
-    if type(count) is not int:
-        raise _invalid(f"max_tokens is a {type(count).__name__}; expected an int")
+    count = _typed(request, "max_tokens", int, None)
     if count < 1 or (limit is not None and count > limit):
         bound = "1 or more" if limit is None else f"1 to {limit}"
         raise _invalid(f"max_tokens is {count}; expected {bound}")
@@ -196,17 +192,6 @@ def _sampling(request: Mapping[str, Any]) -> Sampling:
     return Sampling(temperature, top_p, seed, logprobs, top_k, min_p)
 
 
-def _number(
-    request: Mapping[str, Any], name: str, default: float, *, high: float
-) -> float:
-    value = request.get(name, default)
-    if type(value) is not float:
-        raise _invalid(f"{name} is a {type(value).__name__}; expected a float")
-    if not (math.isfinite(value) and 0 <= value <= high):
-        raise _invalid(f"{name} is {value}; expected 0 to {high}")
-    return value
-
-
 def _timeout(request: Mapping[str, Any]) -> float | None:
     if request.get("timeout") is None:
         return None
@@ -217,29 +202,28 @@ def _timeout(request: Mapping[str, Any]) -> float | None:
 
 
 def _name(request: Mapping[str, Any], name: str) -> str:
-    value = request.get(name, "")
-    if type(value) is not str:
-        raise _invalid(f"{name} is a {type(value).__name__}; expected a str")
+    value = _typed(request, name, str, "")
     if len(value) > _MAX_NAME:
         raise _invalid(f"{name} has {len(value)} characters; at most {_MAX_NAME}")
     return value
 
 
-def _last_turn(request: Mapping[str, Any]) -> bool:
-    value = request.get("last_turn", False)
-    if type(value) is not bool:
-        raise _invalid(f"last_turn is a {type(value).__name__}; expected a bool")
+def _count(request: Mapping[str, Any], name: str, *, high: int) -> int | None:
+    return None if request.get(name) is None else _number(request, name, 0, high=high)
+
+
+def _number(request: Mapping[str, Any], name: str, default: N, *, high: N) -> N:
+    value = _typed(request, name, type(default), default)
+    if not 0 <= value <= high:  # true for NaN, too
+        raise _invalid(f"{name} is {value}; expected 0 to {high}")
     return value
 
 
-def _count(request: Mapping[str, Any], name: str, *, high: int) -> int | None:
-    value = request.get(name)
-    if value is None:
-        return None
-    if type(value) is not int:
-        raise _invalid(f"{name} is a {type(value).__name__}; expected an int or none")
-    if not 0 <= value <= high:
-        raise _invalid(f"{name} is {value}; expected 0 to {high}")
+def _typed(request: Mapping[str, Any], name: str, kind: type[T], default: Any) -> T:
+    value = request.get(name, default)
+    if type(value) is not kind:
+        got = type(value).__name__
+        raise _invalid(f"{name} is a {got}; expected {kind.__name__}")
     return value
 
 

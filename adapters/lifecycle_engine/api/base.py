@@ -144,6 +144,8 @@ class Answer(Protocol):
 class ResponseWriter:
     """Writes the one response to a request: JSON, or a stream of events.
 
+    A coroutine that is cancelled may have cut the response: call only `error` then.
+
     Attributes:
         request_id: Sent in a response header once it is known.
         started: The status has been sent; only the stream can follow.
@@ -174,11 +176,7 @@ class ResponseWriter:
         self.started = False
 
     async def json(self, status: int, document: Any) -> None:
-        """Send *document* as the response.
-
-        Cancellation:
-            The response may be cut; do not call anything else afterwards but `error`.
-        """
+        """Send *document* as the response."""
         await self._send_whole(status, dump(document), [])
 
     async def error(self, error: ApiError) -> None:
@@ -187,9 +185,6 @@ class ResponseWriter:
         If a JSON response was cut after its head, its body is sent instead, since the
         head has declared a length. Nothing is sent after a complete response: a
         request can still fail then, for example if the server closes its session.
-
-        Cancellation:
-            As for `json`.
         """
         if self._complete:
             return
@@ -204,28 +199,16 @@ class ResponseWriter:
         await self.part(b"".join(map(self._api.frame, last)), more=False)
 
     async def event(self, *documents: Document) -> None:
-        """Stream *documents*, one event each; the first one starts the stream.
-
-        Cancellation:
-            As for `json`.
-        """
+        """Stream *documents*, one event each; the first one starts the stream."""
         await self.part(b"".join(map(self._api.frame, documents)))
 
     async def done(self, *documents: Document) -> None:
-        """End the stream, with *documents* as its last events.
-
-        Cancellation:
-            As for `json`.
-        """
+        """End the stream, with *documents* as its last events."""
         last = b"".join(map(self._api.frame, documents))
         await self.part(last + self._api.end, more=False)
 
     async def part(self, body: bytes, *, more: bool = True) -> None:
-        """Stream events that are encoded already; the first ones start the stream.
-
-        Cancellation:
-            As for `json`.
-        """
+        """Stream events that are encoded already; the first ones start the stream."""
         if not self.started:
             content_type = (b"content-type", self._api.stream_type)
             await self._start(200, [content_type, *_STREAM_HEADERS])

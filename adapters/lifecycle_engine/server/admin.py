@@ -34,29 +34,24 @@ _RESPONSE = "resp_"
 
 
 class CancelEndpoints:
-    """Endpoints that cancel requests of a `Service`, of any API format."""
+    """Endpoints that cancel requests of a `Service`, of any API format.
+
+    They wait for the engine. If they are cancelled, only that wait ends.
+    """
 
     def __init__(self, service: Service, live: LiveRequests | None = None) -> None:
         self._service = service
         self._live = live
 
     async def request(self, request: Request) -> Response:
-        """``POST /v1/requests/{id}/cancel``, for its client; waits for the engine.
-
-        Cancellation:
-            The request is cancelled all the same; only the wait ends.
-        """
+        """``POST /v1/requests/{id}/cancel``, for its client."""
         id_ = request.path_params["id"]
         if await self._cancel(id_, request.scope) is None:
             return _not_found("This client runs no request with this id")
         return JSONResponse({"id": id_, "status": "cancelled"})
 
     async def any_request(self, request: Request) -> Response:
-        """``POST /_lifecycle/requests/{id}/cancel``, for the operator.
-
-        Cancellation:
-            As for `request`.
-        """
+        """``POST /_lifecycle/requests/{id}/cancel``, for the operator."""
         id_ = request.path_params["id"]
         if await self._cancel(id_) is None:
             found = None if self._live is None else find(self._live, id_)
@@ -66,11 +61,7 @@ class CancelEndpoints:
         return JSONResponse({"id": id_, "status": "cancelled"})
 
     async def response(self, request: Request) -> Response:
-        """``POST /v1/responses/{id}/cancel``, for the SDK's ``responses.cancel``.
-
-        Cancellation:
-            As for `request`.
-        """
+        """``POST /v1/responses/{id}/cancel``, for the SDK's ``responses.cancel``."""
         id_ = request.path_params["id"]
         session = None
         if id_.startswith(_RESPONSE):

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import AsyncIterator, Callable, Mapping
+from collections.abc import AsyncIterator, Callable, Coroutine, Mapping
 from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass, field
 from functools import partial
-from typing import TYPE_CHECKING, Any, Literal, Self
+from typing import TYPE_CHECKING, Any, Literal
 
 import anyio
-from anyio.abc import TaskGroup
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
 from starlette.middleware import Middleware
@@ -67,63 +66,30 @@ _ROOM = 32
 _OPERATORS = ("/_lifecycle", "/metrics")
 
 
-class EngineMonitor:
-    """Reports the counters of the engine, and trims the heap, while entered.
+async def _measure(
+    service: Service, observer: Observer, live: LiveRequests, every: float
+) -> None:
+    """Report the counters of the engine each *every* seconds, while there are requests.
 
-    Args:
-        service: The running service whose engine is polled.
-        observer: Receives `EngineMeasured`. With ``None`` the engine is not polled.
-        live: Is told which requests the engine has not begun to work on.
-        every: Seconds from one event to the next, while there are requests.
+    Also tells *live* which requests the engine has not begun to work on.
     """
-
-    def __init__(
-        self,
-        service: Service,
-        observer: Observer | None,
-        *,
-        live: LiveRequests,
-        every: float,
-    ) -> None:
-        self._service, self._live, self._every = service, live, every
-        self._emit = guarded(observer)
-        self._tasks: TaskGroup | None = None
-
-    async def __aenter__(self) -> Self:
-        self._tasks = await anyio.create_task_group().__aenter__()
-        self._tasks.start_soon(give_back_heap, self._service.large)
-        if self._emit is not None:
-            self._tasks.start_soon(self._measure)
-        return self
-
-    async def __aexit__(self, *_: object) -> None:
-        if self._tasks is not None:
-            self._tasks.cancel_scope.cancel()
-            await self._tasks.__aexit__(None, None, None)  # noqa: ASYNC102 - cut above
-
-    async def _measure(self) -> None:
-        try:
-            await self._poll()
-        except Exception:
-            # Requests are served without measurements, too.
-            log = logging.getLogger("lifecycle")
-            log.exception("polling the engine failed; its metrics stop until a restart")
-
-    async def _poll(self) -> None:
-        service, measures = self._service, EngineMeter()
-        assert self._emit is not None
-        seen: int | None = None
+    measures, seen = EngineMeter(), -1
+    try:
         while True:
             now = service.sessions.statistics()
             if not now.live and now.opened == seen:
                 measures.idle(anyio.current_time())
-            elif (status := await service.engine_status(self._every)) is not None:
+            elif (status := await service.engine_status(every)) is not None:
                 for event in measures.events(status, anyio.current_time()):
-                    self._emit(event)
-                self._live.queued = queued_in(status)
+                    observer(event)
+                live.queued = queued_in(status)
                 # One more poll after the last request reports the idle engine.
-                seen = None if now.live else now.opened
-            await anyio.sleep(self._every)
+                seen = -1 if now.live else now.opened
+            await anyio.sleep(every)
+    except Exception:
+        # Requests are served without measurements, too.
+        log = logging.getLogger("lifecycle")
+        log.exception("polling the engine failed; its metrics stop until a restart")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -218,14 +184,15 @@ def create_app(
     )
     endpoints = {path: GenerateEndpoint(service, api) for path, api in _FORMATS.items()}
     live = LiveRequests(service.gates, settings.client)
-    every = settings.measured_every
-    monitor = EngineMonitor(service, observer, live=live, every=every)
+    measure = None
+    if (emit := guarded(observer)) is not None:
+        measure = partial(_measure, service, emit, live, settings.measured_every)
     app = Starlette(
         routes=[
             *(Route(path, each, methods=["POST"]) for path, each in endpoints.items()),
             *_routes(service),
         ],
-        lifespan=lambda _: _running(service, metrics, monitor),
+        lifespan=lambda _: _running(service, metrics, measure),
         middleware=_middleware(settings, observer, log, live),
         exception_handlers=_ERRORS,
     )
@@ -387,15 +354,19 @@ def _remote(
 async def _running(
     service: Service,
     metrics: Metrics | None,
-    monitor: EngineMonitor,
+    measure: Callable[[], Coroutine[Any, Any, None]] | None,
 ) -> AsyncIterator[None]:
     async with service.running():
         if metrics is not None:
             # Lanes count refusals that their gates do not know.
             fetched = [] if service.remote is None else [service.remote.gate]
             metrics.watch(*service.admission.lanes, *fetched, service.sessions)
-        async with monitor:
+        async with anyio.create_task_group() as tasks:
+            tasks.start_soon(give_back_heap, service.large)
+            if measure is not None:
+                tasks.start_soon(measure)
             yield
+            tasks.cancel_scope.cancel()
 
 
 def _routes(service: Service) -> list[Route]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Mapping
+from dataclasses import replace
 from types import MappingProxyType
 from typing import Final
 
@@ -24,43 +25,22 @@ _TENSORS: Final = 12 + 24
 # SGLang pickles the tensors for its scheduler.
 _PICKLED: Final = 24
 
+_DEFAULT: Final = MediaProfile(
+    work_bytes_per_pixel=_WORK,
+    tensor_bytes_per_pixel=_TENSORS,
+    image_pixels=_PILLOW_PIXELS,
+    assumed_pixels=_ASSUMED_PIXELS,
+)
+# Of servers that decode the first frame of an animation.
+_FIRST_FRAME: Final = replace(_DEFAULT, all_frames=False)
 _PROFILES: Final[Mapping[str, MediaProfile]] = MappingProxyType(
     {
-        "default": MediaProfile(
-            work_bytes_per_pixel=_WORK,
-            tensor_bytes_per_pixel=_TENSORS,
-            image_pixels=_PILLOW_PIXELS,
-            assumed_pixels=_ASSUMED_PIXELS,
-        ),
+        "default": _DEFAULT,
         # Decoded, converted, and copied by `tobytes`, which joins pieces.
-        "pillow": MediaProfile(
-            work_bytes_per_pixel=15,
-            tensor_bytes_per_pixel=0,
-            image_pixels=_PILLOW_PIXELS,
-            assumed_pixels=_ASSUMED_PIXELS,
-        ),
-        # These two decode the first frame of an animation.
-        "vllm": MediaProfile(
-            work_bytes_per_pixel=_WORK,
-            tensor_bytes_per_pixel=_TENSORS,
-            image_pixels=_PILLOW_PIXELS,
-            assumed_pixels=_ASSUMED_PIXELS,
-            all_frames=False,
-        ),
-        "lmdeploy": MediaProfile(
-            work_bytes_per_pixel=_WORK,
-            tensor_bytes_per_pixel=_TENSORS,
-            image_pixels=_PILLOW_PIXELS,
-            assumed_pixels=_ASSUMED_PIXELS,
-            all_frames=False,
-        ),
-        "sglang": MediaProfile(
-            work_bytes_per_pixel=_WORK,
-            tensor_bytes_per_pixel=_TENSORS + _PICKLED,
-            image_pixels=_PILLOW_PIXELS,
-            assumed_pixels=_ASSUMED_PIXELS,
-            all_frames=False,
-        ),
+        "pillow": replace(_DEFAULT, work_bytes_per_pixel=15, tensor_bytes_per_pixel=0),
+        "vllm": _FIRST_FRAME,
+        "lmdeploy": _FIRST_FRAME,
+        "sglang": replace(_FIRST_FRAME, tensor_bytes_per_pixel=_TENSORS + _PICKLED),
         # Passes media on as it got them.
         "proxy": MediaProfile(
             work_bytes_per_pixel=0,

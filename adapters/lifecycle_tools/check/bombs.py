@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
+from functools import partial
 
 import anyio
 from anyio.abc import ByteStream
@@ -40,23 +41,20 @@ def _judged(name: str, sent: str, response: Response, rise: int | None) -> Findi
     seen = f"{response.described} in {response.seconds:.1f} s"
     if rise is not None:
         seen += f", memory +{rise / MIB:.0f} MiB"
+    found = partial(Finding, name, sent, seen)
     if rise is not None and rise > MEMORY_LIMIT:
         because = f"One small request took more than {MEMORY_LIMIT // MIB} MiB."
-        return Finding(name, sent, seen, "fail", because)
+        return found("fail", because)
     if not response.status:
-        because = "The server neither accepted nor refused the request."
-        return Finding(name, sent, seen, "fail", because)
+        return found("fail", "The server neither accepted nor refused the request.")
     if response.status >= 500 and response.status != 503:
-        because = "A bad request is answered as a fault of the server."
-        return Finding(name, sent, seen, "fail", because)
+        return found("fail", "A bad request is answered as a fault of the server.")
     if response.status in (429, 503) or 400 <= response.status < 500:
-        because = "The server refused it as a fault of the client."
-        return Finding(name, sent, seen, "pass", because)
+        return found("pass", "The server refused it as a fault of the client.")
     if rise is None:
         because = "The server accepted it; without --pid its memory is unknown."
-        return Finding(name, sent, seen, "not observable", because)
-    because = "The server accepted it within the memory of a small request."
-    return Finding(name, sent, seen, "pass", because)
+        return found("not observable", because)
+    return found("pass", "The server accepted it within the memory of a small request.")
 
 
 async def _bomb(target: Target, name: str, sent: str, request: bytes) -> Finding:
@@ -122,17 +120,15 @@ async def declared_body(target: Target) -> Finding:
     )
     limit = min(5.0, target.settings.seconds)
     response = await ask(target.address, head, timeout=limit)
-    name, sent = "bomb.declared_body", "the head of a body of 100 GiB"
+    sent = "the head of a body of 100 GiB"
+    found = partial(Finding, "bomb.declared_body", sent, response.described)
     if 400 <= response.status < 500 or response.status == 503:
-        because = "Refused by its declared length, before the body."
-        return Finding(name, sent, response.described, "pass", because)
+        return found("pass", "Refused by its declared length, before the body.")
     if response.status:
-        because = "A body of that length is answered by 413."
-    elif response.seconds < limit / 2:
-        because = "The connection ends without a response."
-    else:
-        because = "The server waits for a body that it can never hold."
-    return Finding(name, sent, response.described, "fail", because)
+        return found("fail", "A body of that length is answered by 413.")
+    if response.seconds < limit / 2:
+        return found("fail", "The connection ends without a response.")
+    return found("fail", "The server waits for a body that it can never hold.")
 
 
 @dataclass(slots=True)
@@ -186,26 +182,22 @@ async def _send_chunks(target: Target, stream: ByteStream, upload: _Upload) -> N
 
 
 def _judged_chunks(response: Response, rise: int | None, upload: _Upload) -> Finding:
-    name = "bomb.chunked_body"
     sent = f"up to {CHUNKED_BYTES // MIB} MiB in chunks"
     seen = f"{response.described} after {upload.sent // MIB} MiB"
     if rise is not None:
         seen += f", memory +{rise / MIB:.0f} MiB"
+    found = partial(Finding, "bomb.chunked_body", sent, seen)
     whole = upload.sent >= CHUNKED_BYTES
     if not upload.answered:
         because = "The server neither refused the body nor ended the connection."
-        return Finding(name, sent, seen, "fail", because)
+        return found("fail", because)
     if rise is not None and rise > MEMORY_LIMIT:
         because = f"The body took more than {MEMORY_LIMIT // MIB} MiB of memory."
-        return Finding(name, sent, seen, "fail", because)
+        return found("fail", because)
     if response.status == 413:
-        because = "The server refused the body as too large."
-        return Finding(name, sent, seen, "pass", because)
+        return found("pass", "The server refused the body as too large.")
     if not whole and (response.status < 500 or response.status == 503):
-        because = "The server ended the upload before its end."
-        return Finding(name, sent, seen, "pass", because)
+        return found("pass", "The server ended the upload before its end.")
     if whole:
-        because = "The server read the whole body, which has no limit."
-    else:
-        because = "A large body is answered as a fault of the server."
-    return Finding(name, sent, seen, "fail", because)
+        return found("fail", "The server read the whole body, which has no limit.")
+    return found("fail", "A large body is answered as a fault of the server.")

@@ -28,6 +28,7 @@ import time
 from collections.abc import Callable
 from contextlib import suppress
 from contextvars import Context
+from dataclasses import dataclass
 from typing import Any, Final
 from weakref import ref
 
@@ -178,6 +179,7 @@ class DisconnectWatcher:
             self._room -= watch.room
 
 
+@dataclass(slots=True, eq=False, repr=False)
 class Watch:
     """One connection that is watched.
 
@@ -188,38 +190,16 @@ class Watch:
         room: Bytes of the kernel's memory that it may take.
     """
 
-    __slots__ = (
-        "_answers",
-        "_begin",
-        "_begun",
-        "_next_probe",
-        "_on_gone",
-        "_watcher",
-        "is_deaf",
-        "number",
-        "room",
-        "transport",
-    )
-
-    def __init__(
-        self,
-        watcher: DisconnectWatcher,
-        transport: Any,
-        number: int,
-        on_gone: Callable[[], object],
-        begin: Callable[[], BegunResponse | None],
-        answers: Callable[[], bool],
-    ) -> None:
-        self._watcher = watcher
-        self._on_gone = on_gone
-        self._begin = begin
-        self._answers = answers
-        self._begun: BegunResponse | None = None
-        self._next_probe = -math.inf
-        self.transport = transport
-        self.number = number
-        self.is_deaf = False
-        self.room = 0
+    _watcher: DisconnectWatcher
+    transport: Any
+    number: int
+    _on_gone: Callable[[], object]
+    _begin: Callable[[], BegunResponse | None]
+    _answers: Callable[[], bool]
+    _begun: BegunResponse | None = None
+    _next_probe: float = -math.inf
+    is_deaf: bool = False
+    room: int = 0
 
     @property
     def half_closed(self) -> bool:

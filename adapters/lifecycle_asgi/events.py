@@ -15,7 +15,8 @@ import traceback
 from collections import deque
 from collections.abc import Callable, Container, Iterable, Mapping
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import InitVar, dataclass, field
+from functools import partial
 from types import TracebackType
 from typing import Any, Final, Literal
 from weakref import WeakSet, ref
@@ -137,6 +138,7 @@ def current_count(count: int | Callable[[], int]) -> int:
     return count() if callable(count) else count
 
 
+@dataclass(slots=True, eq=False, repr=False)
 class RequestRecorder:
     """Emits the events of one request.
 
@@ -146,31 +148,19 @@ class RequestRecorder:
         scope: ASGI scope, or any mapping with ``headers``; read here and not kept.
     """
 
-    __slots__ = (
-        "_began",
-        "_counts",
-        "_emit",
-        "_error",
-        "_has_first_item",
-        "_operation",
-        "_request",
-        "_traceback",
+    _emit: Callable[[Event], None]
+    _operation: str
+    scope: InitVar[Scope]
+    _request: str = field(default_factory=partial(secrets.token_hex, 8), init=False)
+    _began: float = field(default_factory=anyio.current_time, init=False)
+    _counts: dict[str, int | Callable[[], int]] = field(
+        default_factory=dict, init=False
     )
+    _error: str | None = field(default=None, init=False)
+    _traceback: tuple[str, ...] = field(default=(), init=False)
+    _has_first_item: bool = field(default=False, init=False)
 
-    def __init__(
-        self,
-        emit: Callable[[Event], None],
-        operation: str,
-        scope: Scope,
-    ) -> None:
-        self._emit = emit
-        self._request = secrets.token_hex(8)
-        self._operation = operation
-        self._began = anyio.current_time()
-        self._counts: dict[str, int | Callable[[], int]] = {}
-        self._error: str | None = None
-        self._traceback: tuple[str, ...] = ()
-        self._has_first_item = False
+    def __post_init__(self, scope: Scope) -> None:
         self._emit_event(RequestStarted, traceparent=_traceparent(scope))
 
     def count(self, **counts: int | Callable[[], int]) -> None:
@@ -222,6 +212,7 @@ class RequestRecorder:
         self._emit(event(request=self._request, operation=self._operation, **fields))
 
 
+@dataclass(slots=True, weakref_slot=True, eq=False, repr=False)
 class LiveRequest:
     """One request, from its arrival until its application and its sessions have ended.
 
@@ -253,59 +244,39 @@ class LiveRequest:
         cancel: Cancels the application, where that is possible.
     """
 
-    __slots__ = (
-        "__weakref__",
-        "_sessions",
-        "began",
-        "body_done",
-        "cancel",
-        "client",
-        "complete",
-        "ended",
-        "first_part",
-        "gates",
-        "gives_up_s",
-        "gone",
-        "id",
-        "leases",
-        "measured",
-        "parts",
-        "phase",
-        "phase_began",
-        "rate",
-        "read",
-        "reading",
-        "sending",
-        "sent",
-        "tokens",
-        "waiting_since",
-        "what",
-    )
+    scope: InitVar[Scope]
+    client: bytes | str
+    gates: WeakSet[AnyGate]
+    id: str = field(default_factory=partial(secrets.token_hex, 4), init=False)
+    what: str = field(init=False)
+    gives_up_s: float | None = field(init=False)
+    began: float = field(default_factory=time.monotonic, init=False)
+    read: int = 0
+    reading: bool = False
+    body_done: float | None = None
+    sent: int = 0
+    parts: int = 0
+    tokens: int | Callable[[], int] = 0
+    first_part: float | None = None
+    sending: float | None = None
+    complete: float | None = None
+    gone: float | None = None
+    ended: float | None = None
+    phase: str | None = None
+    phase_began: float = field(init=False)
+    leases: list[ref[Lease]] = field(default_factory=list)
+    waiting_since: float = field(init=False)
+    cancel: Callable[[], object] | None = None
+    # Of the last time that a viewer looked: when, how many tokens, and their rate.
+    measured: tuple[float, int] = field(init=False)
+    rate: float = 0.0
+    _sessions: list[ref[Session]] = field(default_factory=list)
 
-    def __init__(
-        self, scope: Scope, client: bytes | str, gates: WeakSet[AnyGate]
-    ) -> None:
-        self.id = secrets.token_hex(4)
+    def __post_init__(self, scope: Scope) -> None:
         self.what = f"{scope['method']} {scope['path'][:_MAX_PATH]}"
-        self.client = client
-        self.gates = gates
         self.gives_up_s = _gives_up(scope)
-        self.began = self.waiting_since = self.phase_began = time.monotonic()
-        self.read = self.sent = self.parts = 0
-        self.tokens: int | Callable[[], int] = 0
-        self.reading = False
-        self.body_done: float | None = None
-        self.first_part: float | None = None
-        self.sending: float | None = None
-        self.complete: float | None = None
-        self.gone: float | None = None
-        self.ended: float | None = None
-        self.leases: list[ref[Lease]] = []
-        self._sessions: list[ref[Session]] = []
-        self.phase: str | None = None
-        self.cancel: Callable[[], object] | None = None
-        # Of the last time that a viewer looked: when, how many tokens, and their rate.
-        self.measured, self.rate = (self.began, 0), 0.0
+        self.waiting_since = self.phase_began = self.began
+        self.measured = self.began, 0
 
     def claim(self, made: object) -> None:
         """Note a lease or a session that was made for this request."""
@@ -430,6 +401,7 @@ class LiveRequests:
                 self.found.pop(oldest.id, None)
 
 
+@dataclass(slots=True, eq=False, repr=False)
 class PhaseTimer:
     """Context manager that times one phase, and shows it in the live view.
 
@@ -438,19 +410,11 @@ class PhaseTimer:
     A class and not a generator: a generator would add a frame to every traceback.
     """
 
-    __slots__ = ("_before", "_began", "_phase", "_recorder", "_shown")
-
-    def __init__(
-        self,
-        recorder: RequestRecorder | None,
-        phase: Phase,
-        shown: LiveRequest | None = None,
-    ) -> None:
-        self._recorder = recorder
-        self._phase: Phase = phase
-        self._shown = shown
-        self._before: str | None = None
-        self._began = 0.0
+    _recorder: RequestRecorder | None
+    _phase: Phase
+    _shown: LiveRequest | None = None
+    _before: str | None = field(default=None, init=False)
+    _began: float = field(default=0.0, init=False)
 
     def __enter__(self) -> None:
         if self._recorder is not None:

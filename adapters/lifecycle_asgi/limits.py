@@ -147,14 +147,6 @@ def _openai_answer(_scope: Scope, refusal: Refusal) -> Response:
     return refusal_response(refusal)
 
 
-async def _refuse(
-    scope: Scope, receive: Receive, send: Send, response: Response
-) -> None:
-    refusing = Refusing(scope, RequestBody(receive), send)
-    await refusing.send(response)
-    await refusing.linger(max_bytes=MAX_UNACCEPTABLE)
-
-
 class BodyLimit:
     """Answers 413 to a body that is larger than a limit.
 
@@ -210,8 +202,9 @@ class BodyLimit:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
         elif (declared_length(scope) or 0) > self._max_bytes:
-            response = self._answer(scope, BodyTooLarge(self._max_bytes))
-            await _refuse(scope, receive, send, response)
+            refusing = Refusing(scope, RequestBody(receive), send)
+            await refusing.send(self._answer(scope, BodyTooLarge(self._max_bytes)))
+            await refusing.linger(max_bytes=MAX_UNACCEPTABLE)
         else:
             keep_head(scope)
             await self._serve_metered(scope, receive, send)

@@ -7,6 +7,7 @@ import inspect
 import math
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import AbstractAsyncContextManager, aclosing, nullcontext
+from dataclasses import dataclass, field
 from typing import Any, Literal
 
 import anyio
@@ -27,6 +28,7 @@ from lifecycle_zmq.server import EngineLoop
 from lifecycle_zmq.transport.base import AwaitedTransport
 
 
+@dataclass(slots=True, eq=False, repr=False)
 class GeneratorTask:
     """Runs one generator in a task of its own, never more than one item ahead.
 
@@ -37,42 +39,19 @@ class GeneratorTask:
         put_in: Turn of the queue in which it last added an output.
     """
 
-    __slots__ = (
-        "_cancelled",
-        "_forgotten",
-        "_items",
-        "_queue",
-        "_scope",
-        "_waiter",
-        "accepted",
-        "begun",
-        "finished",
-        "key",
-        "paused",
-        "put_in",
-        "refusal",
-    )
-
-    def __init__(
-        self,
-        key: str,
-        items: AsyncIterator[Any],
-        queue: GeneratorBackend,
-        like: LoopWaiter,
-    ) -> None:
-        self.key = key
-        self.paused = False
-        self.put_in = -1
-        self._items = items
-        self._queue = queue
-        self._waiter = LoopWaiter(like)
-        self._scope = anyio.CancelScope()
-        self._cancelled = False
-        self._forgotten = False
-        self.begun = False
-        self.finished = False
-        self.accepted = False
-        self.refusal: RequestRejected | None = None
+    key: str
+    _items: AsyncIterator[Any]
+    _queue: GeneratorBackend
+    _waiter: LoopWaiter
+    _scope: anyio.CancelScope = field(default_factory=anyio.CancelScope)
+    _cancelled: bool = False
+    _forgotten: bool = False
+    paused: bool = False
+    put_in: int = -1
+    begun: bool = False
+    finished: bool = False
+    accepted: bool = False
+    refusal: RequestRejected | None = None
 
     def wake(self) -> None:
         """Let it check again what it waits for."""
@@ -226,7 +205,9 @@ class GeneratorBackend:
             message = f"merge returned {kind}, not None or a Merge"
             raise RequestRejected("internal", message)
         items = aiter(self._serve(key, request, tensors))
-        running = self._live[key] = GeneratorTask(key, items, self, self._wakeup)
+        running = self._live[key] = GeneratorTask(
+            key, items, self, LoopWaiter(self._wakeup)
+        )
         self._tasks.start_soon(running.run)
         return merge
 

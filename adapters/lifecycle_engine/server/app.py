@@ -67,12 +67,15 @@ _OPERATORS = ("/_lifecycle", "/metrics")
 
 
 async def _measure(
-    service: Service, observer: Observer, live: LiveRequests, every: float
+    service: Service, observer: Observer | None, live: LiveRequests, every: float
 ) -> None:
     """Report the counters of the engine each *every* seconds, while there are requests.
 
-    Also tells *live* which requests the engine has not begun to work on.
+    Also tells *live* which requests the engine has not begun to work on. Without an
+    *observer*, the engine is not polled.
     """
+    if observer is None:
+        return
     measures, seen = EngineMeter(), -1
     try:
         while True:
@@ -184,9 +187,8 @@ def create_app(
     )
     endpoints = {path: GenerateEndpoint(service, api) for path, api in _FORMATS.items()}
     live = LiveRequests(service.gates, settings.client)
-    measure = None
-    if (emit := guarded(observer)) is not None:
-        measure = partial(_measure, service, emit, live, settings.measured_every)
+    every = settings.measured_every
+    measure = partial(_measure, service, guarded(observer), live, every)
     app = Starlette(
         routes=[
             *(Route(path, each, methods=["POST"]) for path, each in endpoints.items()),
@@ -354,7 +356,7 @@ def _remote(
 async def _running(
     service: Service,
     metrics: Metrics | None,
-    measure: Callable[[], Coroutine[Any, Any, None]] | None,
+    measure: Callable[[], Coroutine[Any, Any, None]],
 ) -> AsyncIterator[None]:
     async with service.running():
         if metrics is not None:
@@ -363,8 +365,7 @@ async def _running(
             metrics.watch(*service.admission.lanes, *fetched, service.sessions)
         async with anyio.create_task_group() as tasks:
             tasks.start_soon(give_back_heap, service.large)
-            if measure is not None:
-                tasks.start_soon(measure)
+            tasks.start_soon(measure)
             yield
             tasks.cancel_scope.cancel()
 

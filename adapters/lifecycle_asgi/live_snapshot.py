@@ -244,23 +244,22 @@ def _clients(requests: Iterable[RequestView]) -> list[dict[str, Any]]:
 def _gate_view(name: str, gates: list[AnyGate]) -> GateView:
     """Return the sum of the gates of one name: one for each client, for example."""
     each = [gate.statistics() for gate in gates]
-    limits = [
-        None if None in values else sum(value or 0 for value in values)
-        for values in (
-            [now.slots for now in each],
-            [now.bytes for now in each],
-            [now.max_waiting for now in each],
-        )
-    ]
+
+    def total(name: str) -> int:
+        return sum(getattr(now, name) for now in each)
+
+    def limit(name: str) -> int | None:
+        return None if any(getattr(now, name) is None for now in each) else total(name)
+
     return GateView(
         name,
-        limits[0],
-        sum(now.slots_in_use for now in each),
-        limits[1],
-        sum(now.bytes_in_use for now in each),
-        sum(now.waiting for now in each),
-        limits[2],
-        sum(now.refused for now in each),
+        limit("slots"),
+        total("slots_in_use"),
+        limit("bytes"),
+        total("bytes_in_use"),
+        total("waiting"),
+        limit("max_waiting"),
+        total("refused"),
         0.0,
     )
 

@@ -76,14 +76,7 @@ class _Call:
 
 
 async def price_body(scope: Any, body: bytes) -> MemoryEstimate | None:
-    """Parse the body of a generating request, as `Admission` asks for its price.
-
-    Raises:
-        ApiError: As from `GenerateEndpoint.price`.
-
-    Cancellation:
-        As for that.
-    """
+    """Call `GenerateEndpoint.price`, as `Admission` asks for the price of a body."""
     call: _Call = scope[_CALL]
     pricing = call.endpoint.price(scope, body)
     del body
@@ -91,11 +84,7 @@ async def price_body(scope: Any, body: bytes) -> MemoryEstimate | None:
 
 
 async def serve_admitted(scope: Any, receive: Any, _: Any) -> None:
-    """Answer a generating request, as `Admission` calls its application.
-
-    Cancellation:
-        As for `GenerateEndpoint`.
-    """
+    """Call `GenerateEndpoint.serve`, as `Admission` calls its application."""
     call: _Call = scope[_CALL]
     await call.endpoint.serve(scope, receive)
 

@@ -94,6 +94,7 @@ def make(target: str) -> Part:
 LINK = "tests/lifecycle_zmq"
 ENDURANCE = f"{LINK}/endurance.py"
 HANG_UPS = "tests/http/hang_ups.py"
+FRAMING = "tests/lifecycle_tools/framing.py"
 RAY_STORM = "tests/engine_protocol/ray_disconnects.py"
 PROVE = (
     # Fifty thousand schedules, every planted mistake, the models, slow checkpoints.
@@ -129,6 +130,7 @@ PROVE = (
             [PYTHON, f"{LINK}/fuzz_link.py", "--count", "4000"],
         ),
         part("shutdowns", [PYTHON, "tests/http/shutdowns.py", "--count", "60"]),
+        part("framing", [PYTHON, FRAMING, "--count", "80000"]),
     ),
     (
         # Recorded mutants, each against the test that caught it.

@@ -81,7 +81,7 @@ def test_runs_every_script_of_the_tests() -> None:
         users = [it for it in sources if it != path and named.search(sources[it])]
         assert path.name in proven or users, path
     assert proven >= {"attack.py", "disconnects.py", "endurance.py", "fuzz.py"}
-    assert proven >= {"fuzz_pair.py", "hang_ups.py", "shutdowns.py"}
+    assert proven >= {"framing.py", "fuzz_pair.py", "hang_ups.py", "shutdowns.py"}
 
 
 def commands(groups: Any) -> list[str]:

@@ -299,7 +299,7 @@ async def test_ignores_offers_in_a_row() -> None:
         seen = [(await client.answer())[1] for _ in range(4)]
     assert [each[1] for each in seen] == ["/here", "/g", "/c", "/here"]
     assert [each[3] for each in seen] == ["hello", "", "hello", "hello"]
-    assert seen[1][2] == ["connection", "host"]
+    assert seen[1][2] == ["connection", "host", "upgrade"]  # of a WebSocket
 
 
 async def test_refuses_connect() -> None:

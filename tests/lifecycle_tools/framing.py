@@ -180,6 +180,7 @@ class Run:
         self.result = Result()
         self.markers: list[bytes] = []  # by the number in the upstream's response
         self.reached: dict[bytes, int] = {}
+        self.open: set[Any] = set()  # connections to the upstream
         self._cases: dict[int, Case] = {}
         self._draw = random.Random(seed)
         self._left = count
@@ -202,7 +203,9 @@ class Run:
     def fail(self, what: str, marker: bytes = b"", sent: bytes = b"") -> None:
         """Note what should not be."""
         case = self._cases.get(int(marker.partition(b".")[0] or -1))
-        changes = [(it.marker.decode(), it.changes) for it in case.requests] if case else ""
+        changes = (
+            [(it.marker.decode(), it.changes) for it in case.requests] if case else ""
+        )
         pieces = case.pieces if case else ""
         text = f"{what}\n  {changes}\n  client: {pieces}\n  upstream: {sent!r}"
         self.result.wrong.append(text)
@@ -258,6 +261,10 @@ class Upstream(asyncio.Protocol):
         self._run = run
         self._begin()
 
+    def connection_lost(self, error: Exception | None) -> None:
+        """Called when it is closed."""
+        self._run.open.discard(self._transport)
+
     def _begin(self) -> None:
         self._raw = bytearray()
         self._strict, self._tools = Strict(), Tools()
@@ -265,6 +272,7 @@ class Upstream(asyncio.Protocol):
     def connection_made(self, transport: Any) -> None:
         """Called when it is open."""
         self._transport = transport
+        self._run.open.add(transport)
 
     def data_received(self, data: bytes) -> None:
         """Called with what the proxy has sent."""
@@ -372,7 +380,9 @@ async def play(run: Run, client: Client, case: Case) -> bool:
         if not await client.wait(QUIET_SECONDS) or time.monotonic() > until:
             break
     judge(run, client, case, answers)
-    return not client.closed and len(answers) == len(case.requests) and None not in answers
+    return (
+        not client.closed and len(answers) == len(case.requests) and None not in answers
+    )
 
 
 def judge(run: Run, client: Client, case: Case, answers: list[int | None]) -> None:
@@ -429,6 +439,9 @@ async def upstream_of(run: Run) -> AsyncIterator[str]:
         yield f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}"
     finally:
         server.close()
+        for each in list(run.open):
+            each.abort()
+        await asyncio.sleep(0)
 
 
 async def storm(run: Run, port: int, flows: int = FLOWS) -> Result:

@@ -2,8 +2,7 @@
 
 `Connection` adds to uvicorn's protocol: timeouts for slow senders and readers, limits
 on heads and pipelining, disconnects reported to every request, and a lingering close.
-The helpers below it bound reads (`BoundedReads`) and parse requests that offer an
-upgrade (`RequestHeadParser`).
+`BoundedReads` below it bounds reads.
 """
 
 from __future__ import annotations
@@ -13,10 +12,9 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, cast
 
-import httptools
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
-from lifecycle_asgi.uvicorn_protocol import answer_without_chunks
+from lifecycle_asgi.uvicorn_protocol import RequestHeadParser, answer_without_chunks
 
 # Pipelined requests that are read while another one runs, and bytes of their bodies,
 # which no gate counts. Beyond this a disconnect is not seen until they are answered.
@@ -27,8 +25,6 @@ _GATHERED_BYTES = 16384
 _MIN_READ_BYTES = 65536
 # Read sizes: for a body that the application has not asked for, and for one it has.
 _SMALL_READ, _LARGE_READ = 16384, 262144
-# Headers that offer another protocol.
-_UPGRADE_TOKENS = (b"upgrade", b"http2-settings")
 
 Headers = list[tuple[bytes, bytes]]
 
@@ -476,82 +472,3 @@ class BoundedReads(asyncio.BufferedProtocol):
     def resume_writing(self) -> None:
         """Pass on to the protocol."""
         self._protocol.resume_writing()
-
-
-class RequestHeadParser:
-    """httptools' parser, ignoring offers to upgrade to another protocol.
-
-    httptools stops after a head that offers an upgrade and takes the body for the other
-    protocol. A server may ignore the offer, so the head is parsed again without it.
-    ``curl --http2`` and some Java clients offer HTTP/2 with their first request.
-
-    While `should_upgrade` is true, the owner must ignore that a head or a message is
-    complete: both are reported again.
-    """
-
-    __slots__ = ("_owner", "_parser")
-
-    def __init__(self, owner: HttpToolsProtocol) -> None:
-        self._owner = owner
-        self._parser = _new_parser(owner)
-
-    def feed_data(self, data: bytes) -> None:
-        """Parse *data*, calling the owner.
-
-        Raises:
-            httptools.HttpParserError: Not HTTP, or a CONNECT.
-        """
-        rest = memoryview(data)
-        while rest:
-            try:
-                self._parser.feed_data(rest)
-            except httptools.HttpParserUpgrade as offer:
-                rest = rest[offer.args[0] :]
-            else:
-                return
-            self._parse_again()
-
-    def _parse_again(self) -> None:
-        head = _head(self._parser, self._owner)
-        self._parser = _new_parser(self._owner)
-        try:
-            self._parser.feed_data(head)
-        except httptools.HttpParserUpgrade:
-            raise httptools.HttpParserError("CONNECT is only for proxies") from None
-
-    def should_upgrade(self) -> bool:
-        """Whether the current head offers an upgrade."""
-        return bool(self._parser.should_upgrade())
-
-    def should_keep_alive(self) -> bool:
-        """Whether the connection may be reused."""
-        return bool(self._parser.should_keep_alive())
-
-    def get_http_version(self) -> str:
-        """Return the version, such as ``"1.1"``."""
-        return str(self._parser.get_http_version())
-
-    def get_method(self) -> bytes:
-        """Return the method, such as ``b"POST"``."""
-        return bytes(self._parser.get_method())
-
-
-def _new_parser(owner: HttpToolsProtocol) -> httptools.HttpRequestParser:
-    parser = httptools.HttpRequestParser(owner)
-    # As in uvicorn: data after the last request is dropped, not refused.
-    parser.set_dangerous_leniencies(lenient_data_after_close=True)
-    return parser
-
-
-def _head(parser: httptools.HttpRequestParser, request: HttpToolsProtocol) -> bytes:
-    version = parser.get_http_version().encode()
-    head = [parser.get_method() + b" " + request.url + b" HTTP/" + version]
-    for name, value in request.headers:
-        if name == b"connection":
-            tokens = [token.strip() for token in value.split(b",")]
-            value = b", ".join(it for it in tokens if it.lower() not in _UPGRADE_TOKENS)  # noqa: PLW2901
-            if not value:
-                continue
-        if name not in _UPGRADE_TOKENS:
-            head.append(name + b": " + value)
-    return b"\r\n".join([*head, b"", b""])

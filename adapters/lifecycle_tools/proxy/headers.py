@@ -66,7 +66,7 @@ def tokens(headers: Iterable[Header], name: bytes) -> list[bytes]:
 def end_to_end(headers: Iterable[Header]) -> list[Header]:
     """Return the headers that pass to the next connection, in their order."""
     found = [(name.lower(), value) for name, value in headers]
-    dropped = _HOP_BY_HOP.union(tokens(found, b"connection"))
+    dropped = _HOP_BY_HOP.union(tokens(found, b"connection")) - {b"host"}
     return [each for each in found if each[0] not in dropped]
 
 
@@ -80,13 +80,14 @@ def ambiguity(scope: Scope) -> str | None:
     lengths = values(headers, b"content-length")
     if codings and lengths:
         return "Content-Length and Transfer-Encoding exclude each other; send one"
-    if codings and scope.get("http_version") == "1.0":
-        return "HTTP/1.0 has no Transfer-Encoding"
+    if codings and scope.get("http_version", "1.1") != "1.1":
+        return "Only HTTP/1.1 has a Transfer-Encoding"
     if codings not in ([], [b"chunked"]):
         return "Transfer-Encoding must be chunked and nothing else"
     if lengths and declared_length(scope) is None:
         return "Content-Length must be one number"
-    if bytes(scope.get("raw_path") or b"/")[:1] not in (b"/", b"*"):
+    target = bytes(scope.get("raw_path") or b"/")
+    if target[:1] not in (b"/", b"*") or b"#" in target + scope["query_string"]:
         return "The target must be a path"  # and no URL, whose path others look for
     hosts = values(headers, b"host")
     if len(hosts) != 1 and (hosts or scope.get("http_version") == "1.1"):

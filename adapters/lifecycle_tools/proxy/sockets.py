@@ -28,6 +28,13 @@ class BoundedSocket(WebSocketsSansIOProtocol):
             self.transport.write(answer or _BAD_REQUEST)
             self.transport.close()
 
+    def handle_parser_exception(self) -> None:
+        """Close a connection on which no frames come; uvicorn expects a handshake."""
+        if self.conn.close_sent is None:
+            self.transport.abort()
+        else:
+            super().handle_parser_exception()
+
     def handle_ping(self) -> None:
         """Answer a ping; of those of a client that reads nothing, the last."""
         pongs = b"".join(self.conn.data_to_send())

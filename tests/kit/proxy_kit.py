@@ -214,4 +214,5 @@ async def _until_healthy(proxy: ProxyProcess) -> None:
             await asyncio.sleep(0.05)
         else:
             assert b" 200 " in head, head
+            assert "Uvicorn running on" in proxy.log(), "another server answers"
             return

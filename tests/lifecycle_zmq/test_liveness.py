@@ -126,14 +126,20 @@ async def test_stopped_engine_takes_no_requests_and_is_replaced(
         with anyio.fail_after(20):
             await waiters.start(8, {"forever": True})
             pid = engine.pid
-            begin = time.monotonic()
             os.kill(pid or 0, signal.SIGSTOP)
             while psutil.Process(pid).status() != psutil.STATUS_STOPPED:
                 pass
+            begin = time.monotonic()
             # `health` is current; requests are refused a sample later.
             assert (engine.health, engine.ready) == ("stopped", False)
-            await eventually(lambda: not engine._supervisor.accepting)
-            seen = time.monotonic() - begin
+            async with anyio.create_task_group() as tasks:
+                late: list[float] = []
+                tasks.start_soon(_note_lateness, late)
+                await eventually(lambda: not engine._supervisor.accepting)
+                seen = time.monotonic() - begin
+                await anyio.sleep(0.02)  # another note
+                tasks.cancel_scope.cancel()
+            assert seen < 0.15 + 2 * sum(late)
             with pytest.raises(EngineLost) as refused:
                 await engine.start("late", {})
             assert refused.value.reason == "stopped"
@@ -142,16 +148,16 @@ async def test_stopped_engine_takes_no_requests_and_is_replaced(
             assert 0.4 < time.monotonic() - begin < 5.0
             assert waiters.reasons == {"stopped": 8}
             await engine.wait_ready()
-        assert seen < 0.15 or seen < 3 * await _slowness()
         assert engine.pid != pid
         assert not psutil.pid_exists(pid or 0)
 
 
-async def _slowness() -> float:
-    """How long a sleep of 50 ms takes."""
-    begin = time.monotonic()
-    await anyio.sleep(0.05)
-    return time.monotonic() - begin
+async def _note_lateness(late: list[float]) -> None:
+    """Note by how many seconds the machine wakes this task too late."""
+    while True:
+        begin = time.monotonic()
+        await anyio.sleep(0.01)
+        late.append(time.monotonic() - begin - 0.01)
 
 
 async def test_engine_that_is_continued_in_time_loses_nothing(

@@ -51,6 +51,10 @@ _WORDS_OF_MEDIA: Final = (
     *(b"image", b"video", b"audio", b"time_series", b"file", b"document"),
     *(b"\\u", b"\0"),
 )
+# An object or a list, in UTF-8, or with a mark or a zero byte of UTF-16 or UTF-32.
+_BEGINS_JSON: Final = re.compile(
+    rb"(?:\xef\xbb\xbf)?[ \t\r\n]*[\[{]|.{0,3}\0|\xff\xfe|\xfe\xff", re.DOTALL
+)
 _LONGEST_WORD: Final = max(map(len, _WORDS_OF_MEDIA))
 _STEP: Final = 2**18
 
@@ -111,6 +115,8 @@ def _media_of(scope: Scope, body: bytes) -> list[Media]:
     boundary = _BOUNDARY.search(content_type)
     if boundary is not None and content_type.lstrip().lower().startswith(b"multipart/"):
         return list(_form_media(body, boundary[1]))
+    if not _BEGINS_JSON.match(body):
+        return _file(body)
     if _is_text_alone(body):
         return []
     # In steps, between which other threads get their turn.
@@ -122,8 +128,7 @@ def _media_of(scope: Scope, body: bytes) -> list[Media]:
     except TooDeep:
         return [Media("image", "")]
     except (ValueError, RecursionError):  # the server refuses it, or it is a file
-        kind = _sniff(body, 0)
-        return [] if kind is None else [Media(kind, "", body)]
+        return _file(body)
 
 
 def _is_text_alone(body: bytes) -> bool:
@@ -139,6 +144,11 @@ def _is_text_alone(body: bytes) -> bool:
         for start in range(0, len(body), _STEP)
         for word in _WORDS_OF_MEDIA
     )
+
+
+def _file(body: bytes) -> list[Media]:
+    kind = _sniff(body, 0)
+    return [] if kind is None else [Media(kind, "", body)]
 
 
 def _sniff(body: bytes, start: int) -> Kind | None:

@@ -614,6 +614,21 @@ def test_parses_no_text_that_can_have_no_media(monkeypatch: pytest.MonkeyPatch) 
     assert priced(b' \n[{"prompt":[' + b"1," * 2**19 + b"1]}]") == 0
 
 
+@pytest.mark.parametrize("file", [b"x", picture(200, 100, "JPEG"), b'"image"', b" "])
+def test_parses_no_file_as_json(file: bytes, monkeypatch: pytest.MonkeyPatch) -> None:
+    """An upload of 200 MiB would be decoded, too, only to be no JSON."""
+    monkeypatch.delattr(json, "loads")
+    assert (priced(file, b"application/octet-stream") > 0) == file.startswith(b"\xff")
+
+
+@pytest.mark.parametrize("encoding", ["utf-8-sig", "utf-16", "utf-16-be", "utf-32"])
+def test_finds_media_in_every_encoding_of_json(encoding: str) -> None:
+    """With a byte order mark, and without."""
+    body = json.dumps(chat("https://example.org/x"))
+    for text in (body, " \n" + body):
+        assert priced(text.encode(encoding)) >= PLAIN.assumed_pixels
+
+
 @pytest.mark.parametrize(
     "part",
     [

@@ -175,7 +175,7 @@ def _form_media(body: bytes, boundary: bytes) -> Iterator[Media]:
         end = body.find(b"\r\n" + mark, head_end)
         at = end if end >= 0 else len(body)  # no byte is in two parts
         if kind is not None:
-            yield Media(kind, "", body[head_end + 4 : at])
+            yield Media(kind, "", memoryview(body)[head_end + 4 : at])
     yield Media("image", "")  # not searched to its end, as with TooDeep
 
 

@@ -621,6 +621,23 @@ def test_parses_no_file_as_json(file: bytes, monkeypatch: pytest.MonkeyPatch) ->
     assert (priced(file, b"application/octet-stream") > 0) == file.startswith(b"\xff")
 
 
+def test_copies_no_upload_to_price_it() -> None:
+    """A recording in a form, or alone, is counted where it is."""
+    size = 8 * 2**20
+    head = b'--b\r\ncontent-disposition: form-data; name="f"; filename="a.mp3"\r\n\r\n'
+    form = head + b"ID3" + bytes(size) + b"\r\n--b--\r\n"
+    file = b"ID3" + bytes(size)
+    kinds = (form, b"multipart/form-data; boundary=b"), (file, b"audio/mpeg")
+    for body, kind in kinds:
+        tracemalloc.start()
+        try:
+            assert priced(body, kind) > 0
+            peak = tracemalloc.get_traced_memory()[1]
+        finally:
+            tracemalloc.stop()
+        assert peak < size / 2
+
+
 @pytest.mark.parametrize("encoding", ["utf-8-sig", "utf-16", "utf-16-be", "utf-32"])
 def test_finds_media_in_every_encoding_of_json(encoding: str) -> None:
     """With a byte order mark, and without."""

@@ -19,6 +19,7 @@ import anyio.lowlevel
 import psutil
 import pytest
 import shared_memory
+from pauses import noted_pauses
 
 from lifecycle import EngineLost
 from lifecycle_zmq import ZmqEngine
@@ -194,7 +195,8 @@ async def test_engine_goes_with_its_killed_parent(
         with watched(engine) as descriptor:
             # From the moment that its own code runs it is bound to its parent.
             await eventually(lambda: _threads(engine) > 1)
-            assert _seconds_until_gone(descriptor, api) < 0.1 + 5 * await _slowness()
+            with noted_pauses() as pauses:
+                assert _seconds_until_gone(descriptor, api) < 0.1 + 5 * pauses()
     assert list(tmp_path.iterdir()) == []
     assert shared_memory.names() == before
 
@@ -233,14 +235,8 @@ async def test_engine_goes_with_its_parent_although_it_was_stopped_before_it_beg
         with watched(pid) as descriptor:
             os.kill(pid, signal.SIGSTOP)
             await eventually(lambda: psutil.Process(pid).status() == "stopped")
-            assert _seconds_until_gone(descriptor, api) < 0.1 + 5 * await _slowness()
-
-
-async def _slowness() -> float:
-    """By how much a sleep of 10 ms takes longer than that."""
-    begin = time.monotonic()
-    await anyio.sleep(0.01)
-    return time.monotonic() - begin - 0.01
+            with noted_pauses() as pauses:
+                assert _seconds_until_gone(descriptor, api) < 0.1 + 5 * pauses()
 
 
 def _threads(pid: int) -> int:

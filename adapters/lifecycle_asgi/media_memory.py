@@ -28,6 +28,8 @@ TENSOR_BYTES_PER_PIXEL: Final = 24
 WORK_BYTES_PER_PIXEL: Final = 15
 """Bytes during preprocessing: one RGB copy and one of float32."""
 
+# While a WebP is decoded: libwebp's canvases of two frames, and what is copied of one.
+_WEBP_BYTES_PER_PIXEL: Final = 9
 # Audio samples are float32; features are 100 frames of 128 mels per second.
 _SAMPLES_PER_SECOND: Final = 16_000
 _FEATURE_BYTES_PER_SECOND: Final = 100 * 128 * 4
@@ -87,11 +89,13 @@ class ImageSize:
         encoded: Bytes of the file.
         pixels: Pixels of all frames together.
         frames: 1 unless the file is an animation or has several pages.
+        decoder: Bytes that the decoder of its format has beside the pixels.
     """
 
     encoded: int
     pixels: int
     frames: int
+    decoder: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -185,6 +189,12 @@ def read_image_header(encoded: bytes) -> tuple[int, int, int]:
     raise failure
 
 
+def decoder_bytes(encoded: bytes, pixels: int) -> int:
+    """Return the bytes that Pillow's decoder has beside an image of *pixels*."""
+    is_webp = encoded[:4] == b"RIFF"
+    return _WEBP_BYTES_PER_PIXEL * pixels if is_webp else 0
+
+
 def estimate_memory(
     sizes: Sequence[ImageSize], profile: MediaProfile | None = None
 ) -> MemoryEstimate:
@@ -204,7 +214,7 @@ def estimate_memory(
         in_tensors = size.pixels if cap is None else min(size.pixels, cap * size.frames)
         tensors = profile.tensor_bytes_per_pixel * in_tensors
         total += MemoryEstimate(
-            size.encoded + profile.work_bytes_per_pixel * size.pixels,
+            size.encoded + size.decoder + profile.work_bytes_per_pixel * size.pixels,
             tensors,
             uncertain=tensors,  # most models scale images down first
         )
@@ -272,7 +282,9 @@ def _read_size(media: Media, profile: MediaProfile) -> ImageSize | None:
             return largest
         frames = frames if profile.all_frames else 1
         pixels = min(width * height * frames, profile.image_pixels)
-        return ImageSize(encoded, pixels, frames)
+        decodes = profile.work_bytes_per_pixel > 0
+        decoder = decoder_bytes(content, pixels // frames) if decodes else 0
+        return ImageSize(encoded, pixels, frames, decoder)
     return None
 
 

@@ -29,8 +29,9 @@ LIMITS = MediaLimits()
 def test_reads_size_of_every_format(kind: str) -> None:
     """Width times height comes from the header of each known format (S8)."""
     image = encoded(37, 21, kind)
+    decoder = 9 * 37 * 21 if kind == "WEBP" else 0
     assert read_image_size(image, LIMITS, param="x") == ImageSize(
-        len(image), 37 * 21, 1
+        len(image), 37 * 21, 1, decoder
     )
 
 

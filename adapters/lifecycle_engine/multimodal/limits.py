@@ -14,6 +14,7 @@ from lifecycle_asgi import (
     read_image_header,
 )
 from lifecycle_asgi.json_body import LongText, beginning_of, pieces_of
+from lifecycle_asgi.media_memory import decoder_bytes
 from lifecycle_asgi.refusals import ApiError
 from lifecycle_engine.errors import bad_request
 
@@ -116,7 +117,8 @@ def read_image_size(encoded: bytes, limits: MediaLimits, *, param: str) -> Image
     pixels = width * height * frames
     if pixels > limits.image_pixels:
         raise _too_large(f"An image has more than {limits.image_pixels} pixels", param)
-    return ImageSize(len(encoded), pixels, frames)
+    decoder = decoder_bytes(encoded, width * height)
+    return ImageSize(len(encoded), pixels, frames, decoder)
 
 
 def _read_header(

@@ -29,9 +29,10 @@ from lifecycle_asgi.body import (
     ClientLeft,
     RequestBody,
 )
+from lifecycle_asgi.events import client_timeout
 from lifecycle_asgi.lanes import ClientShares, Lane, load_report, make_lanes, shares
 from lifecycle_asgi.learned_budget import LearnedBudget
-from lifecycle_asgi.limits import ClientIdentity, client_timeout
+from lifecycle_asgi.limits import ClientIdentity
 from lifecycle_asgi.media_body import BodyEstimator
 from lifecycle_asgi.media_memory import Correction, MemoryEstimate
 from lifecycle_asgi.media_profiles import media_profile, server_of

@@ -8,6 +8,7 @@ local variables may contain part of a payload.
 from __future__ import annotations
 
 import logging
+import math
 import re
 import secrets
 import time
@@ -274,7 +275,8 @@ class LiveRequest:
 
     def __post_init__(self, scope: Scope) -> None:
         self.what = f"{scope['method']} {scope['path'][:_MAX_PATH]}"
-        self.gives_up_s = _gives_up(scope)
+        timeout = client_timeout(scope)
+        self.gives_up_s = timeout if timeout < math.inf else None
         self.waiting_since = self.phase_began = self.began
         self.measured = self.began, 0
 
@@ -341,13 +343,14 @@ class LiveRequest:
             self.complete = time.monotonic()
 
 
-def _gives_up(scope: Scope) -> float | None:
-    """Return the seconds after which the client gives up, if it says so."""
+def client_timeout(scope: Scope) -> float:
+    """Return the seconds until the client gives up; infinite if it does not say."""
+    timeouts = [math.inf]
     for name, value in scope["headers"]:
         if name in _TIMEOUTS:
             with suppress(ValueError):
-                return float(value)
-    return None
+                timeouts.append(float(value))
+    return min(timeout for timeout in timeouts if timeout > 0)
 
 
 def _is_live(lease: Lease | None) -> bool:

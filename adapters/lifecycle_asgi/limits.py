@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import ipaddress
-import math
 import secrets
 from collections.abc import Awaitable, Callable, Iterable, Iterator
 from contextlib import suppress
@@ -17,7 +16,6 @@ from lifecycle_asgi.request import declared_length, keep_head
 from lifecycle_asgi.responses import MAX_UNACCEPTABLE, Refusing, Response
 
 # Request headers of the SDKs of OpenAI and Anthropic: the client's timeout in seconds.
-_TIMEOUTS: Final = (b"x-stainless-read-timeout", b"x-stainless-timeout")
 Answer = Callable[[Scope, Refusal], Response]
 _REFUSALS: Final = (BodyTooLarge, BodyTooSlow)
 _LOCAL_NAMES: Final = frozenset({"localhost", "ip6-localhost"})
@@ -255,13 +253,3 @@ def _end_refusal(error: BaseException) -> None:
 
 async def _drop() -> None:
     """Send nothing: the client has got another response."""
-
-
-def client_timeout(scope: Scope) -> float:
-    """Return the seconds until the client gives up; infinite if it does not say."""
-    timeouts = [math.inf]
-    for name, value in scope["headers"]:
-        if name in _TIMEOUTS:
-            with suppress(ValueError):
-                timeouts.append(float(value))
-    return min(timeout for timeout in timeouts if timeout > 0)

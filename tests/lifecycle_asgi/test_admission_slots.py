@@ -15,8 +15,8 @@ from asgi_kit import ScriptedServer, http_scope
 
 from lifecycle import AdmissionTimeout, Gate
 from lifecycle_asgi import Admission, MediaProfile, handed_off, lanes
+from lifecycle_asgi.events import client_timeout
 from lifecycle_asgi.lanes import Lane
-from lifecycle_asgi.limits import client_timeout
 
 pytestmark = pytest.mark.anyio
 CHAT = "/v1/chat/completions"

@@ -14,9 +14,10 @@ pytest.importorskip("prometheus_client")
 
 from http_kit import make_engine, running, user
 
+from lifecycle import Gate
 from lifecycle.events import Event
 from lifecycle_asgi.prometheus import Metrics
-from lifecycle_engine import AppSettings, EngineMeasured
+from lifecycle_engine import AppSettings, EngineMeasured, SimProcessor, create_app
 
 pytestmark = pytest.mark.asyncio
 QUICK = AppSettings(model="sim", measured_every=0.02)
@@ -143,3 +144,20 @@ async def test_observer_that_raises_breaks_no_request(
         del server.service.engine.status
         await server.quiet()
     assert caplog.text.count("observer failed on EngineMeasured") == 1
+
+
+@pytest.mark.parametrize("kind", [ValueError, SystemExit])
+async def test_leaves_an_error_of_its_caller_alone(kind: type[BaseException]) -> None:
+    """What is raised inside the lifespan comes out as it is, and not in a group."""
+    app = create_app(
+        make_engine(),
+        SimProcessor(),
+        gate=Gate(bytes=10**6),
+        settings=QUICK,
+        observer=Told(),
+    )
+    raised = kind("mine")
+    with pytest.raises(kind) as caught:
+        async with app.router.lifespan_context(app):
+            raise raised
+    assert caught.value is raised

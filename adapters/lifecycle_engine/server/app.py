@@ -363,11 +363,17 @@ async def _running(
             # Lanes count refusals that their gates do not know.
             fetched = [] if service.remote is None else [service.remote.gate]
             metrics.watch(*service.admission.lanes, *fetched, service.sessions)
+        failure: BaseException | None = None
         async with anyio.create_task_group() as tasks:
             tasks.start_soon(give_back_heap, service.large)
             tasks.start_soon(measure)
-            yield
+            try:
+                yield
+            except (Exception, KeyboardInterrupt, SystemExit) as error:  # noqa: BLE001
+                failure = error
             tasks.cancel_scope.cancel()
+        if failure is not None:
+            raise failure  # in the task group, it would become a group
 
 
 def _routes(service: Service) -> list[Route]:

@@ -49,7 +49,8 @@ class _ToTheEnd(RequestResponseCycle):
 def answer_without_chunks(cycle: RequestResponseCycle) -> None:
     """Have a request answered as HTTP/1.0 is: with neither chunks nor a 100."""
     cycle.__class__ = _ToTheEnd
-    cycle.waiting_for_100_continue = False
+    # Versions other than 1.0 may ask for more on the connection whose end is needed.
+    cycle.keep_alive = cycle.waiting_for_100_continue = False
 
 
 class RequestHeadParser:

@@ -234,10 +234,11 @@ async def test_sends_a_client_of_http_1_0_no_chunks(response, keep, tmp_path):
         assert found.partition(b"\r\n\r\n")[2] == b""
 
 
-@pytest.mark.parametrize("version", [b"", b" HTTP/0.9", b" HTTP/1.0"])
+@pytest.mark.parametrize("keep", [b"", b"\r\nconnection: keep-alive"])
+@pytest.mark.parametrize("version", [b"", b" HTTP/0.9", b" HTTP/1.0", b" HTTP/2.0"])
 @pytest.mark.asyncio
-async def test_sends_an_old_client_no_chunks_of_an_application(version):
-    """Not even those that the application names, nor a client that names no version."""
+async def test_sends_an_old_client_no_chunks_of_an_application(version, keep):
+    """Not even those that it names; the connection ends, whatever the client asks."""
 
     async def app(scope, receive, send):
         headers = [(b"Transfer-Encoding", b"chunked")]
@@ -246,11 +247,12 @@ async def test_sends_an_old_client_no_chunks_of_an_application(version):
 
     async with serving(app, http=HeadersOnly) as port:
         reader, writer = await asyncio.open_connection("127.0.0.1", port)
-        writer.write(b"GET /" + version + b"\r\n\r\n")
+        writer.write(b"GET /" + version + keep + b"\r\n\r\n")
         found = await asyncio.wait_for(reader.read(), 30)
         writer.close()
     assert found.endswith(b"\r\n\r\none")
     assert b"transfer-encoding" not in found
+    assert b"\r\nconnection: close" in found
 
 
 @pytest.mark.asyncio

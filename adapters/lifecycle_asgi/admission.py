@@ -190,6 +190,7 @@ class Admission:
         settings = AdmissionSettings.from_environment(environment, **options)
         self._app = app
         self._settings = settings
+        self._until_end = settings.release == "end"
         server_key = environment.get("VLLM_API_KEY", "")
         self._keys = ApiKeys(
             settings.api_keys,
@@ -337,8 +338,10 @@ class Admission:
             self._correction,
             timeout=self._settings.body_timeout,
             learn=self._learn,
-            until_end=self._settings.release == "end",
+            until_end=self._until_end,
         )
+        if self._until_end:
+            request_of(scope).keep_bytes()
         scope[_SCOPE_KEY] = request
         try:
             refusal = await self._refusal(scope, request)

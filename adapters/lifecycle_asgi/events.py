@@ -243,6 +243,7 @@ class LiveRequest:
         leases: Leases that were made for it.
         waiting_since: When the last of them was made.
         cancel: Cancels the application, where that is possible.
+        keeps_bytes: It is meant to hold its bytes while the response streams.
     """
 
     scope: InitVar[Scope]
@@ -268,6 +269,7 @@ class LiveRequest:
     leases: list[ref[Lease]] = field(default_factory=list)
     waiting_since: float = field(init=False)
     cancel: Callable[[], object] | None = None
+    keeps_bytes: bool = False
     # Of the last time that a viewer looked: when, how many tokens, and their rate.
     measured: tuple[float, int] = field(init=False)
     rate: float = 0.0

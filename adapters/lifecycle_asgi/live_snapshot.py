@@ -179,6 +179,7 @@ def _view(request: LiveRequest, now: float, queued: Container[str]) -> RequestVi
         None if request.first_part is None else now - request.first_part,
         None if request.sending is None else now - request.sending,
         request.gives_up_s,
+        request.keeps_bytes,
     )
 
 

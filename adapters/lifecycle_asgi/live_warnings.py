@@ -43,6 +43,7 @@ class RequestView(NamedTuple):
         first_s: Since the first part of its response was sent.
         sending_s: Since the part that the client has yet to take was sent.
         gives_up_s: Seconds from its arrival until the client gives up.
+        keeps_bytes: It is meant to hold its bytes while the response streams.
     """
 
     id: str
@@ -55,6 +56,7 @@ class RequestView(NamedTuple):
     first_s: float | None = None
     sending_s: float | None = None
     gives_up_s: float | None = None
+    keeps_bytes: bool = False
 
 
 class GateView(NamedTuple):
@@ -175,6 +177,7 @@ def _of_request(request: RequestView, limits: WarningLimits) -> Iterator[LiveWar
         request.first_s is not None
         and request.first_s >= limits.held_s
         and request.bytes >= limits.held_bytes
+        and not request.keeps_bytes
     ):
         text = f"{_name(request)} holds {size_text(request.bytes)} since it began to "
         text += f"answer {_seconds(request.first_s)} ago"

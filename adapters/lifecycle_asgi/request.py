@@ -286,6 +286,11 @@ class RequestScope:
         self._shown = shown
         shown.cancel = cancel
 
+    def keep_bytes(self) -> None:
+        """Called by `Admission`: its bytes are meant to be held while it streams."""
+        if self._shown is not None:
+            self._shown.keeps_bytes = True
+
     def end(
         self,
         status: int | None = None,

@@ -18,6 +18,7 @@ from live_kit import CANARY, asked, live_server
 from lifecycle import Gate
 from lifecycle.lowlevel import owner
 from lifecycle_asgi import (
+    Admission,
     ClientIdentity,
     EngineView,
     GateView,
@@ -449,6 +450,27 @@ async def test_names_clients_without_their_keys(identity: Any, name: str) -> Non
     assert b"secret" not in shown[0]
 
 
+@pytest.mark.anyio
+async def test_warns_of_no_bytes_that_are_held_on_purpose() -> None:
+    """With ``release="end"``, `Admission` holds them while the response streams."""
+    shown: list[bytes] = []
+
+    async def app(scope: Any, receive: Any, send: Any) -> None:
+        await send({"type": "http.response.start", "status": 200, "headers": []})
+        part = {"type": "http.response.body", "body": b"part"}
+        await send({**part, "more_body": True})
+        shown.append((await ask(view, "/_lifecycle/snapshot", method="GET")).body)
+        await send(part)
+
+    limits = WarningLimits(held_s=0.0, held_bytes=1)
+    admission = Admission(app, bytes=2**30, release="end", environment={})
+    view = LiveView(admission, allow=lambda scope: True, limits=limits)
+    await ask(view, "/x")
+    (found,) = json.loads(shown[0])["requests"]
+    assert found["bytes"] > 0
+    assert found["warnings"] == []
+
+
 # The warnings, without a server -------------------------------------------------
 
 
@@ -493,6 +515,10 @@ def a_gate(**changes: Any) -> GateView:
             ["payload held after hand-off"],
         ),
         (a_request(phase="streaming", first_s=0.6, bytes=100), []),
+        (
+            a_request(phase="streaming", first_s=0.6, bytes=2**20, keeps_bytes=True),
+            [],
+        ),
         (a_request(sending_s=0.4), []),
         (a_request(sending_s=0.6), ["reader behind"]),
         (a_request(phase_s=59.0), []),

@@ -190,7 +190,6 @@ class Admission:
         settings = AdmissionSettings.from_environment(environment, **options)
         self._app = app
         self._settings = settings
-        self._until_end = settings.release == "end"
         server_key = environment.get("VLLM_API_KEY", "")
         self._keys = ApiKeys(
             settings.api_keys,
@@ -338,10 +337,10 @@ class Admission:
             self._correction,
             timeout=self._settings.body_timeout,
             learn=self._learn,
-            until_end=self._until_end,
+            until_end=self._settings.release == "end",
         )
-        if self._until_end:
-            request_of(scope).keep_bytes()
+        if self._settings.release == "end":
+            request_of(scope).keep_bytes(request)
         scope[_SCOPE_KEY] = request
         try:
             refusal = await self._refusal(scope, request)
@@ -598,8 +597,7 @@ class AdmittedRequest:
     ) -> None:
         self.rest = RequestBody(receive, timeout=timeout)
         self._send = send
-        self._correction, self._learn = correction, learn
-        self._until_end = until_end
+        self._correction, self._learn, self._until_end = correction, learn, until_end
         self.admitted = self.partial = False
         self.estimate = _NOTHING
         self.body: bytes | None = None
@@ -662,11 +660,16 @@ class AdmittedRequest:
             finally:
                 lease.release()
 
+    async def aclose(self) -> None:
+        """Release the bytes, where the request owns them until its end."""
+        self.release()
+
     def end(self) -> None:
         """Release everything, and drop a body that was not read. Idempotent."""
         self.body = None
         try:
-            self.release()
+            if not (self._until_end and self.admitted):  # owned streams may have them
+                self.release()
         finally:
             slot, self.slot = self.slot, None
             if slot is not None:

@@ -286,8 +286,9 @@ class RequestScope:
         self._shown = shown
         shown.cancel = cancel
 
-    def keep_bytes(self) -> None:
-        """Called by `Admission`: its bytes are meant to be held while it streams."""
+    def keep_bytes(self, holder: Closable) -> None:
+        """Called by `Admission`: close *holder* of its bytes after all it owns."""
+        self._owned.insert(0, holder)
         if self._shown is not None:
             self._shown.keeps_bytes = True
 

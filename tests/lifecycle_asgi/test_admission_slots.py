@@ -14,7 +14,7 @@ from anyio.abc import TaskGroup
 from asgi_kit import ScriptedServer, http_scope
 
 from lifecycle import AdmissionTimeout, Gate
-from lifecycle_asgi import Admission, MediaProfile, handed_off, lanes
+from lifecycle_asgi import Admission, MediaProfile, handed_off, lanes, request_of
 from lifecycle_asgi.events import client_timeout
 from lifecycle_asgi.lanes import Lane
 
@@ -59,7 +59,7 @@ class Application:
 class Clients:
     """Requests under way, each of a client of its own unless it is named."""
 
-    def __init__(self, app: Application, tasks: TaskGroup, **options: Any) -> None:
+    def __init__(self, app: Any, tasks: TaskGroup, **options: Any) -> None:
         self.app = app
         options = {"profile": SMALL, **options}
         self.admission = Admission(app, environment={}, **options)
@@ -88,14 +88,15 @@ class Clients:
 
 
 @asynccontextmanager
-async def clients_of(app: Application, **options: Any) -> AsyncIterator[Clients]:
+async def clients_of(app: Any, **options: Any) -> AsyncIterator[Clients]:
     """At the end all may go on, and nothing is held after that."""
     with anyio.fail_after(120):
         async with anyio.create_task_group() as tasks:
             clients = Clients(app, tasks, **options)
             yield clients
-            app.may_begin.set()
-            app.may_end.set()
+            if isinstance(app, Application):
+                app.may_begin.set()
+                app.may_end.set()
     for lane in clients.admission.statistics().values():
         assert (lane.slots_in_use, lane.bytes_in_use, lane.waiting) == (0, 0, 0)
 
@@ -125,6 +126,33 @@ async def test_holds_the_bytes_for_as_long_as_it_is_told(release: str) -> None:
         await anyio.wait_all_tasks_blocked()
         assert bool(clients.now("small").bytes_in_use) == (release == "end")
         assert clients.servers[0].status == 200
+
+
+@pytest.mark.parametrize("leaves", [False, True])
+async def test_holds_the_bytes_until_what_has_them_is_closed(*, leaves: bool) -> None:
+    """A generator that the request owns has them until the middleware closes it."""
+    held: list[int] = []
+
+    async def parts() -> AsyncIterator[bytes]:
+        try:
+            yield b"a"
+            yield b"b"
+        finally:
+            held.append(clients.now("small").bytes_in_use)
+
+    async def app(scope: Any, receive: Any, send: Any) -> None:
+        source = request_of(scope).own(parts())
+        await send(OK)
+        part = {"type": "http.response.body", "body": await anext(source)}
+        await send({**part, "more_body": leaves})
+        if leaves:
+            clients.servers[0].gone.set()
+            await anyio.sleep_forever()
+
+    async with clients_of(app, release="end") as clients:
+        await clients.ask()
+    (nbytes,) = held
+    assert nbytes > 0
 
 
 async def test_gives_the_slot_of_a_client_that_leaves_to_the_next() -> None:

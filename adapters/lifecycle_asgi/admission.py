@@ -337,9 +337,9 @@ class Admission:
             self._correction,
             timeout=self._settings.body_timeout,
             learn=self._learn,
-            until_end=self._settings.release == "end",
         )
         if self._settings.release == "end":
+            request.until_end = True
             request_of(scope).keep_bytes(request)
         scope[_SCOPE_KEY] = request
         try:
@@ -557,7 +557,6 @@ class AdmittedRequest:
         correction: Learns from what the request really needed.
         learn: Called before the bytes are released.
         timeout: Seconds for the whole body.
-        until_end: The first bytes of the response release nothing.
 
     Attributes:
         admitted: The application may work on it.
@@ -568,13 +567,13 @@ class AdmittedRequest:
         partial: The body is one that would be refused, or its beginning.
         slot: The slot that it holds until its end, where slots are limited.
         rest: What the server has yet to receive.
+        until_end: The first bytes of the response release nothing.
     """
 
     __slots__ = (
         "_correction",
         "_learn",
         "_send",
-        "_until_end",
         "admitted",
         "body",
         "estimate",
@@ -583,6 +582,7 @@ class AdmittedRequest:
         "partial",
         "rest",
         "slot",
+        "until_end",
     )
 
     def __init__(
@@ -593,12 +593,11 @@ class AdmittedRequest:
         *,
         timeout: float,
         learn: Callable[[], object] = _NO_LESSON,
-        until_end: bool = False,
     ) -> None:
         self.rest = RequestBody(receive, timeout=timeout)
         self._send = send
-        self._correction, self._learn, self._until_end = correction, learn, until_end
-        self.admitted = self.partial = False
+        self._correction, self._learn = correction, learn
+        self.admitted = self.partial = self.until_end = False
         self.estimate = _NOTHING
         self.body: bytes | None = None
         self.lease: Lease | None = None
@@ -624,7 +623,7 @@ class AdmittedRequest:
             As for the server's ``send``.
         """
         first = message["type"] == "http.response.body" and message.get("body")
-        if first and not self._until_end:
+        if first and not self.until_end:
             self.release()
         await self._send(message)
 
@@ -668,7 +667,7 @@ class AdmittedRequest:
         """Release everything, and drop a body that was not read. Idempotent."""
         self.body = None
         try:
-            if not (self._until_end and self.admitted):  # owned streams may have them
+            if not (self.until_end and self.admitted):  # owned streams may have them
                 self.release()
         finally:
             slot, self.slot = self.slot, None

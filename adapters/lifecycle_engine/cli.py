@@ -227,7 +227,8 @@ def _run(app: Starlette, config: ServerConfig, *, hints: bool) -> None:
             typer.echo(f"{where}see what it does: lifecycle top {operator}")
         typer.echo(explain(config.admission.bytes or default_budget()))
         if hints:
-            typer.echo(first_steps(address, model_name(config.model)))
+            keyed = bool(config.access.api_keys or config.access.api_key_file)
+            typer.echo(first_steps(address, model_name(config.model), keyed=keyed))
         sys.stdout.flush()
 
     http = config.http
@@ -261,8 +262,10 @@ def _taken_port(config: ServerConfig, operator: str) -> int | None:
     return wanted[1] or None
 
 
-def first_steps(address: str, model: str) -> str:
-    """Return a curl line and a Python snippet that work as they stand."""
+def first_steps(address: str, model: str, *, keyed: bool) -> str:
+    """Return a curl line and a Python snippet: with a key of yours, where *keyed*."""
+    key = "YOUR_KEY" if keyed else "none is needed"
+    header = f"-H 'authorization: Bearer {key}' \\\n    " if keyed else ""
     body = {
         "model": model,
         "messages": [{"role": "user", "content": "Say something"}],
@@ -272,14 +275,14 @@ def first_steps(address: str, model: str) -> str:
 Try it with curl:
 
   curl -sN {address}/v1/chat/completions \\
-    -H 'content-type: application/json' \\
+    {header}-H 'content-type: application/json' \\
     -d '{json.dumps({**body, "stream": True})}'
 
 or with the OpenAI SDK:
 
   from openai import OpenAI
 
-  client = OpenAI(base_url="{address}/v1", api_key="none is needed")
+  client = OpenAI(base_url="{address}/v1", api_key="{key}")
   answer = client.chat.completions.create(
       model="{model}",
       messages=[{{"role": "user", "content": "Say something"}}],

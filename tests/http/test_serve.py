@@ -18,7 +18,7 @@ from http_kit import ENV, answer_to, encoded, post, user
 from serve_kit import CLI, served
 from typer.testing import CliRunner
 
-from lifecycle_engine.cli import cli
+from lifecycle_engine.cli import cli, first_steps
 
 pytestmark = pytest.mark.asyncio
 
@@ -342,7 +342,19 @@ async def test_prints_hints_that_work() -> None:
             text += await server.process.stdout.readline()
         assert server.address.encode() in text
         assert b'"model": "mine"' in text
+        assert b'api_key="none is needed"' in text
         assert await server.exit(signal.SIGTERM) == 0
+
+
+@pytest.mark.parametrize(
+    ("keyed", "key"), [(True, "YOUR_KEY"), (False, "none is needed")]
+)
+async def test_hints_have_a_place_for_a_key(*, keyed: bool, key: str) -> None:
+    """Where the server asks for keys, both examples send one."""
+    text = first_steps("http://a", "mine", keyed=keyed)
+    curl, python = text.split("or with")
+    assert f'api_key="{key}"' in python
+    assert ("-H 'authorization: Bearer YOUR_KEY' \\\n    -H 'content" in curl) == keyed
 
 
 async def test_says_so_when_port_is_taken() -> None:

@@ -43,6 +43,7 @@ _TRACEPARENT: Final = re.compile(
 # A request that admits again and again: what is over is forgotten at so many.
 _MOST_CLAIMS: Final = 16
 _MAX_PATH: Final = 100
+# Request headers of the SDKs of OpenAI and Anthropic: the client's timeout in seconds.
 _TIMEOUTS: Final = frozenset({b"x-stainless-read-timeout", b"x-stainless-timeout"})
 # Longer chains and stacks are recursion: their ends are enough to find the cause.
 _MAX_ERRORS: Final = 8

@@ -15,7 +15,6 @@ from lifecycle_asgi.refusals import Refusal, refusal_response
 from lifecycle_asgi.request import declared_length, keep_head
 from lifecycle_asgi.responses import MAX_UNACCEPTABLE, Refusing, Response
 
-# Request headers of the SDKs of OpenAI and Anthropic: the client's timeout in seconds.
 Answer = Callable[[Scope, Refusal], Response]
 _REFUSALS: Final = (BodyTooLarge, BodyTooSlow)
 _LOCAL_NAMES: Final = frozenset({"localhost", "ip6-localhost"})

@@ -131,7 +131,7 @@ async def test_reads_the_body_behind_an_offer(offer: bytes, chunks: bool) -> Non
     ):
         reader, writer = await asyncio.open_connection("127.0.0.1", port)
         writer.write(b"POST /a HTTP/1.1\r\n" + offer + (CHUNK if chunks else LENGTH))
-        await asyncio.sleep(0.05)
+        await asyncio.sleep(0.05)  # so that it is late; in time, it is read as well
         writer.write(INNER + (b"\r\n0\r\n\r\n" if chunks else b""))
         writer.write(b"GET /c HTTP/1.1\r\n" + offer + b"\r\n")
         for _ in range(2):
@@ -210,8 +210,7 @@ async def test_cancels_a_request_whose_client_has_sent_another() -> None:
     ):
         _, writer = await asyncio.open_connection("127.0.0.1", port)
         writer.write(2 * b"GET /a HTTP/1.1\r\nhost: a\r\n\r\n")
-        await reached.wait()
-        await asyncio.sleep(0.05)
+        await reached.wait()  # both were read at once
         writer.transport.abort()
         await left.wait()
     assert upstream.connections == 1
@@ -229,7 +228,7 @@ async def test_answers_in_the_order_of_requests_before_a_websocket(
 ) -> None:
     """A handshake behind a request that waits is none; frames before its answer end it."""
     reached, left = asyncio.Event(), asyncio.Event()
-    may_answer = asyncio.Event()
+    waiting, may_answer = asyncio.Event(), asyncio.Event()
 
     async def handle(peer: Peer) -> None:
         if b"/silent" in await peer.read_head():
@@ -237,6 +236,7 @@ async def test_answers_in_the_order_of_requests_before_a_websocket(
             await peer.closed()
             left.set()
         else:
+            waiting.set()
             await may_answer.wait()
             await peer.send(OK)
 
@@ -247,7 +247,7 @@ async def test_answers_in_the_order_of_requests_before_a_websocket(
     ):
         reader, writer = await proxy.connect()
         writer.write(b"GET /a HTTP/1.1\r\nhost: a\r\n\r\n" + HANDSHAKE % b"b")
-        await asyncio.sleep(0.1)
+        await waiting.wait()
         may_answer.set()
         for status in (b"200", b"501"):
             head, _ = await read_response(reader)

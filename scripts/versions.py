@@ -230,14 +230,14 @@ def main() -> int:
     commands.add_parser("update")
     which = ("newest", "oldest")
     tried = commands.add_parser("canary")
-    tried.add_argument("which", nargs="*", choices=which, default=list(which))
+    tried.add_argument("which", nargs="?", choices=which)
     shown = commands.add_parser("table")
     shown.add_argument("--check", action="store_true")
     options = parser.parse_args()
     if options.command == "update":
         return update()
     if options.command == "canary":
-        return canary(options.which)
+        return canary([options.which] if options.which else list(which))
     return table(check=options.check)
 
 

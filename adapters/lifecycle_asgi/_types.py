@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Awaitable, Callable, MutableMapping
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import Any, TypeAlias
 
 from lifecycle import Gate
+from lifecycle.shared import SharedGate
 
-if TYPE_CHECKING:
-    from lifecycle.shared import SharedGate
-
-AnyGate: TypeAlias = "Gate | SharedGate"
+AnyGate: TypeAlias = Gate | SharedGate
 Scope: TypeAlias = MutableMapping[str, Any]
 Message: TypeAlias = MutableMapping[str, Any]
 Receive: TypeAlias = Callable[[], Awaitable[Message]]

@@ -240,6 +240,7 @@ class AccessConfig(_Section):
         api_key_file: File of API keys, one per line; - is standard input.
         admin_keys: Key for /_lifecycle and /metrics; may be repeated. Needed where
             --admin-listen can be reached from other machines.
+        admin_key_file: File of such keys, one per line; - is standard input.
         allowed_hosts: Name of the server that a request to a loopback address may have
             in Host, besides addresses and names without a dot; may be repeated, * is
             any.
@@ -250,6 +251,7 @@ class AccessConfig(_Section):
     api_keys: tuple[Secret, ...] = dataclasses.field(default=(), repr=False)
     api_key_file: FilePath | None = None
     admin_keys: tuple[Secret, ...] = dataclasses.field(default=(), repr=False)
+    admin_key_file: FilePath | None = None
     allowed_hosts: tuple[Text, ...] = ()
     allowed_origins: tuple[Text, ...] = ()
 

@@ -303,7 +303,8 @@ def _app_settings(config: ServerConfig, folder: Path | None) -> AppSettings:
     from lifecycle_engine.server.remote_images import FetchLimits, HttpsGet
     from lifecycle_engine.server.service import Deadlines
 
-    engine, api_keys = config.engine, _api_keys(config)
+    engine, access = config.engine, config.access
+    api_keys = _keys(access.api_keys, access.api_key_file, "access.api_key_file")
     return AppSettings(
         model=model_name(config.model),
         total_bytes=config.admission.bytes or default_budget(),
@@ -325,9 +326,11 @@ def _app_settings(config: ServerConfig, folder: Path | None) -> AppSettings:
         client=_clients(config, api_keys),
         access=AccessRules(
             api_keys=api_keys,
-            admin_keys=config.access.admin_keys,
-            hosts=config.access.allowed_hosts,
-            origins=config.access.allowed_origins,
+            admin_keys=_keys(
+                access.admin_keys, access.admin_key_file, "access.admin_key_file"
+            ),
+            hosts=access.allowed_hosts,
+            origins=access.allowed_origins,
         ),
         fetch=HttpsGet(FetchLimits()) if config.http.remote_images else None,
     )
@@ -342,14 +345,13 @@ def _defaults_of(folder: Path | None, config: ModelConfig) -> ChatDefaults:
         return defaults_of(folder)
 
 
-def _api_keys(config: ServerConfig) -> tuple[str, ...]:
-    file, keys = config.access.api_key_file, config.access.api_keys
+def _keys(keys: tuple[str, ...], file: Path | None, source: str) -> tuple[str, ...]:
     if file is None:
         return keys
-    read = _read_keys(file, "access.api_key_file")
+    read = _read_keys(file, source)
     if not read:
         raise ConfigError(
-            "access.api_key_file",
+            source,
             f"{file} holds no key, and every request would pass; write one per line",
         )
     return (*keys, *read)
@@ -404,7 +406,8 @@ def _check_operator(config: ServerConfig) -> None:
     from lifecycle_asgi.limits import is_loopback
 
     address = config.http.operator_address
-    if not isinstance(address, tuple) or config.access.admin_keys:
+    keyed = config.access.admin_keys or config.access.admin_key_file
+    if keyed or not isinstance(address, tuple):
         return
     if not is_loopback(address[0]):
         raise ConfigError(

@@ -56,7 +56,10 @@ def top(
     key: Annotated[
         str | None,
         typer.Option(
-            envvar="LIFECYCLE_ACCESS_ADMIN_KEY", help="The server's admin key."
+            "--admin-key",
+            "--key",
+            envvar="LIFECYCLE_ACCESS_ADMIN_KEY",
+            help="The server's admin key.",
         ),
     ] = None,
     cacert: Annotated[

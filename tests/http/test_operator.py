@@ -98,11 +98,13 @@ async def test_serves_no_operator_where_it_is_off() -> None:
         assert await server.exit(signal.SIGTERM) == 0
 
 
-async def test_asks_the_operator_for_the_admin_key() -> None:
-    """Where one is given; clients' keys are none."""
-    keys = ("--api-key", "theirs", "--admin-key", "mine")
+async def test_asks_the_operator_for_an_admin_key(tmp_path: Path) -> None:
+    """Where there are any, by option or file; clients' keys are none."""
+    file = tmp_path / "admin_key"
+    file.write_text("filed\n")
+    keys = ("--api-key", "theirs", "--admin-key", "mine", "--admin-key-file", str(file))
     async with served(*keys) as server, viewer(server) as client:
-        for key, status in (("mine", 200), ("theirs", 401), ("", 401)):
+        for key, status in (("mine", 200), ("filed", 200), ("theirs", 401), ("", 401)):
             for path in PATHS:
                 answer = await client.get(path, headers={"x-api-key": key})
                 assert answer.status_code == status
@@ -160,12 +162,18 @@ async def test_listens_for_the_operator_on_this_machine(
 @pytest.mark.parametrize(
     "address", ["0.0.0.0:9", "[::]:9", "10.0.0.1:9", "a.example:9"]
 )
-async def test_refuses_to_show_requests_to_other_machines(address: str) -> None:
+async def test_refuses_to_show_requests_to_other_machines(
+    address: str, tmp_path: Path
+) -> None:
     """Without an admin key, which is the only way in from elsewhere."""
     options = {"model_runner": "sim", "http_admin_listen": address}
     with pytest.raises(ConfigError, match="--admin-key"):
         make_app(load_config(options))
     make_app(load_config({**options, "access_admin_keys": ["key"]}))
+    empty = tmp_path / "empty"
+    empty.touch()
+    with pytest.raises(ConfigError, match="--admin-key-file: .*holds no key"):
+        make_app(load_config({**options, "access_admin_key_file": str(empty)}))
 
 
 @pytest.mark.parametrize(

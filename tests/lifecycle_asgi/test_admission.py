@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import gc
+import inspect
 import json
 import tracemalloc
+import typing
 from dataclasses import fields
 from functools import partial
 from types import SimpleNamespace
@@ -14,6 +16,7 @@ import anyio
 import pytest
 from asgi_kit import Message, ScriptedServer, http_scope
 
+import lifecycle_asgi
 from lifecycle_asgi import (
     Admission,
     AdmissionOptions,
@@ -474,6 +477,15 @@ def test_names_the_same_options_to_type_checkers() -> None:
     known = {each.name: each.type for each in fields(AdmissionSettings)}
     told = AdmissionOptions.__annotations__.items()
     assert {name: each.__forward_arg__ for name, each in told} == known
+
+
+def test_tells_its_types_to_containers() -> None:
+    """Such as those that inject what a signature asks for."""
+    for name in lifecycle_asgi.__all__:
+        each = getattr(lifecycle_asgi, name)
+        for of in (each, getattr(each, "__init__", None)):
+            if inspect.isfunction(of):
+                assert typing.get_type_hints(of)["return"] is not None
 
 
 def test_warns_of_variables_that_set_nothing(caplog) -> None:

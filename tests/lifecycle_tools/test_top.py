@@ -149,7 +149,7 @@ async def test_reads_a_socket_with_a_key(tmp_path: Path) -> None:
     async with served("--admin-listen", socket, "--admin-key", "mine") as server:
         assert server.admin == socket
         assert (await first(Viewer(socket, key="mine")))["engine"]["incarnation"] == 1
-        with pytest.raises(NoLiveView, match=f"{socket} asks for another key.*--key"):
+        with pytest.raises(NoLiveView, match=f"{socket} asks for another key.*--admin-key"):
             await first(Viewer(socket, key="other"))
         assert await server.exit(signal.SIGTERM) == 0
 
@@ -164,7 +164,7 @@ async def test_lists_and_cancels_with_a_key(key: str) -> None:
 
     view = LiveView(LifecycleMiddleware(wait), keys=["other", key], cancel=True)
     async with serving(view, lifespan="off") as port, asyncio.timeout(60):
-        with pytest.raises(NoLiveView, match="asks for a key.*--key"):
+        with pytest.raises(NoLiveView, match="asks for a key.*--admin-key"):
             await first(Viewer(f"127.0.0.1:{port}"))
         app = Top(Viewer(f"127.0.0.1:{port}", key=key))
         async with app.run_test(size=(120, 40)) as pilot:

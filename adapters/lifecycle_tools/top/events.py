@@ -90,8 +90,8 @@ class Viewer:
             raise NoLiveView(f"{self.shown_url}: {_printable(answer.text)}")
         if answer.status_code == 401:
             raise NoLiveView(
-                f"{self.shown_url} {self._asks}; give it with --key, or the address "
-                "of the operator's pages, which the server printed"
+                f"{self.shown_url} {self._asks}; give it with --admin-key, or the "
+                "address of the operator's pages, which the server printed"
             )
         kind = answer.headers.get("content-type", "")
         if answer.status_code != 200 or not kind.startswith("text/event-stream"):

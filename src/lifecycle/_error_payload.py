@@ -108,9 +108,7 @@ def _plain(value: Any) -> Any:
     if type(value) in (tuple, list):
         return type(value)(_plain(each) for each in value)
     if isinstance(value, (str, bytes)):
-        whole = type(value) in (str, bytes) and len(value) <= _MOST_TEXT
-        # A subclass may have attributes; a slice of it does not.
-        return value if whole else value[:_MOST_TEXT]
+        return value[:_MOST_TEXT]  # of a subclass, which may have attributes, too
     return value if isinstance(value, _PLAIN) else type(value)
 
 

@@ -389,9 +389,10 @@ class Gate(Grantor):
                 if until == math.inf:
                     await waiter
                     break
-                await wait_until(waiter, until, last=until == due)
+                late = until == due
+                await wait_until(waiter, until, last=late)
                 # However long a thread takes: a task holds up no other gate.
-                if self._ask(-1, self._has_waited, lease, until == due, max_wait):
+                if self._ask(_lock.FOR_EVER, self._has_waited, lease, late, max_wait):
                     break
         except BaseException:
             self._apply(self._cancel, lease, began)

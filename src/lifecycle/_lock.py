@@ -22,6 +22,8 @@ from weakref import WeakSet
 # microseconds. But that thread may be interrupted in the middle of it by code that
 # waits for another gate, which this thread may be changing: both would wait for ever.
 LONGEST_WAIT: Final = 1.0
+# The seconds of a wait however long that thread takes.
+FOR_EVER: Final = threading.TIMEOUT_MAX
 
 
 T = TypeVar("T")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from ._exceptions import Refused
 from ._gate import Gate
+from ._lock import FOR_EVER
 from ._queues import HELD, Ticket, Wakeable
 
 
@@ -43,7 +44,7 @@ class TicketGate:
         gate = self.gate
         if gate._lock.interrupted():
             raise gate._refuse_busy(ticket, "is interrupted by this very call")
-        return gate._ask(-1, self._submit, ticket, waiter)
+        return gate._ask(FOR_EVER, self._submit, ticket, waiter)
 
     def _submit(self, ticket: Ticket, waiter: Wakeable | None) -> bool:
         gate, queue = self.gate, self.gate._queue
@@ -67,7 +68,7 @@ class TicketGate:
 
     def charge(self, ticket: Ticket) -> None:
         """Let *ticket* hold what it costs, though it may not fit: it did elsewhere."""
-        self.gate._ask(-1, self.gate._queue.charge, ticket)
+        self.gate._ask(FOR_EVER, self.gate._queue.charge, ticket)
 
     def settle(self, ticket: Ticket, nbytes: int) -> None:
         """Change what *ticket* is charged with, if it is held."""
@@ -86,7 +87,7 @@ class TicketGate:
 
     def expire(self, ticket: Ticket, max_wait: float | None) -> None:
         """Refuse *ticket* if it waits still; its waiter is woken as by a grant."""
-        self.gate._ask(-1, self._expire, ticket, max_wait)
+        self.gate._ask(FOR_EVER, self._expire, ticket, max_wait)
 
     def _expire(self, ticket: Ticket, max_wait: float | None) -> None:
         if ticket in self._marked and ticket not in self.gate._refusals:
@@ -97,7 +98,7 @@ class TicketGate:
 
     def recheck(self) -> None:
         """Grant what fits by now though nothing was released; call it now and then."""
-        self.gate._ask(-1, self.gate._queue.grant)
+        self.gate._ask(FOR_EVER, self.gate._queue.grant)
 
     def _unmark(self, ticket: Ticket) -> None:
         if ticket in self._marked:

@@ -26,7 +26,7 @@ Outcome = Literal[
 """How a session ended. Every session ends with exactly one of these."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True)
 class Event:
     """Base class of all events."""
 

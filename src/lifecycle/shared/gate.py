@@ -27,7 +27,7 @@ from lifecycle._lease import (
     new_lease,
     warn,
 )
-from lifecycle._lock import LONGEST_WAIT
+from lifecycle._lock import FOR_EVER, LONGEST_WAIT
 from lifecycle._queues import DONE, HELD, WAITING, Wakeable
 from lifecycle._validation import (
     UNCHANGED,
@@ -228,7 +228,7 @@ class SharedGate(Grantor):
             if not self._enter(request):
                 waiter.wait(LONGEST_WAIT)
                 refusal = self._retry_in(1.0, GateFull, "has no leader")
-                self._ask(-1, self._give_up, request, refusal)
+                self._ask(FOR_EVER, self._give_up, request, refusal)
                 self._decided(request)
         except BaseException:
             self._apply(self._cancel, request)
@@ -269,7 +269,7 @@ class SharedGate(Grantor):
         """
         with suppress(OSError):
             self._join(4)
-        return self._ask(-1, self._read)
+        return self._ask(FOR_EVER, self._read)
 
     def __repr__(self) -> str:
         state = "closed" if self.closed else "open"
@@ -280,7 +280,7 @@ class SharedGate(Grantor):
     def _join(self, stacklevel: int) -> None:
         """Become a worker of the folder, if this is none yet."""
         if self._member is None and not self._lock.interrupted():
-            found = self._ask(-1, self._join_now)
+            found = self._ask(FOR_EVER, self._join_now)
             if found is not None and found.limits != self._capacity.limits:
                 had, now = _limits(found), _limits(self._capacity)
                 what = f"gate {self.name!r} had {had}, and this worker changes that"
@@ -330,7 +330,7 @@ class SharedGate(Grantor):
         if self._lock.interrupted():
             how = "is interrupted by this very call"
             raise self._refuse(request.lease, self._retry_in(1.0, GateFull, how))
-        held = self._ask(-1, self._submit, request)
+        held = self._ask(FOR_EVER, self._submit, request)
         if held and self._emit:
             self._note(LeaseGranted, request.lease, waited_s=0.0)
             self._flush()
@@ -358,7 +358,7 @@ class SharedGate(Grantor):
                     await waiter
                     break
                 await wait_until(waiter, due, last=asked)
-                if self._ask(-1, self._has_waited, request, asked, max_wait):
+                if self._ask(FOR_EVER, self._has_waited, request, asked, max_wait):
                     break
                 asked, due = True, now() + _ANSWER
         except BaseException:

@@ -162,6 +162,23 @@ async def test_lets_small_ones_pass_a_large_one_only_so_often() -> None:
     assert_quiescent(gate)
 
 
+async def test_counts_the_share_alone_where_none_is_held_for_any_time() -> None:
+    """A clock that is set back can take the hold times that are expected to zero."""
+    clock = Clock()
+    gate = Gate(bytes=4, order="fair", clock=clock)
+    with gate.try_admit(bytes=1):
+        clock.now -= 3
+    async with anyio.create_task_group() as tasks:
+        tenants = Tenants(gate, clock, tasks)
+        await tenants.ask("base", 1)
+        await tenants.ask("large", 4)
+        await tenants.ask("small", 1, times=8)
+        while tenants.held:
+            await tenants.serve(0)
+    assert tenants.order.index(("large", 4)) == 1 + 4
+    assert_quiescent(gate)
+
+
 class Market:
     """Keys that always have requests waiting, each of its own sizes and hold times."""
 

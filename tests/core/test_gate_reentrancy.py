@@ -235,6 +235,22 @@ def test_releases_beside_a_change_of_another_thread() -> None:
     assert_quiescent(gate)
 
 
+@pytest.mark.usefixtures("brief_waits")
+def test_makes_no_release_in_the_middle_of_a_change() -> None:
+    """Statistics that wait for a slow thread no longer leave the release to it."""
+    busy, told = Busy(), threading.Event()
+    gate = Gate(slots=2, clock=busy)
+    lease, other = gate.try_admit(), gate.try_admit()
+    busy.begin(gate, go_on=told.is_set)
+    lease.release()
+    assert gate.statistics().slots_in_use == 2
+    told.set()
+    busy.end()
+    assert gate.statistics().slots_in_use == 1
+    other.release()
+    assert_quiescent(gate)
+
+
 @contextmanager
 def beside_a_change(gate: Gate) -> Iterator[None]:
     """Another thread holds the lock, and stops between unlocking and what is deferred."""

@@ -240,6 +240,31 @@ async def test_keeps_a_native_cancellation_from_outside(order: str) -> None:
 
 
 @asyncio_only
+async def test_ends_though_the_source_takes_back_more_than_its_own() -> None:
+    """A source that uncancels its task leaves fewer requests than it began with."""
+
+    async def source() -> AsyncIterator[int]:
+        yield 0
+        try:
+            await anyio.sleep_forever()
+        finally:
+            task.uncancel()
+
+    async def reader() -> None:
+        task.cancel()
+        with suppress(asyncio.CancelledError):
+            await asyncio.sleep(0)
+        await read(stream, ended)
+
+    stream, ended = Stream(source()), list[Any]()
+    task = asyncio.create_task(reader())
+    await anyio.wait_all_tasks_blocked()
+    stream.stop()
+    await task
+    assert ended[0] == "end"
+
+
+@asyncio_only
 async def test_leaves_no_request_to_cancel_behind() -> None:
     """A later `asyncio.timeout` of the reader finds its count as it was."""
 

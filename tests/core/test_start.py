@@ -396,6 +396,33 @@ async def test_raises_an_abort_though_it_is_cancelled_itself() -> None:
 
 
 @pytest.mark.anyio
+async def test_lets_a_block_go_on_whose_start_was_aborted() -> None:
+    """Its session is ended, but the owner may still clean up."""
+    noted: list[object] = []
+
+    async def open_() -> str:
+        raise Abort
+
+    async def serve() -> None:
+        with pytest.raises(Abort):
+            async with SessionRegistry() as sessions:
+                tasks.start_soon(request, sessions)
+                await anyio.sleep_forever()
+
+    async def request(sessions: SessionRegistry) -> None:
+        with sessions.open("a") as session:
+            with pytest.raises(SessionEnded):
+                await session.start(open_)
+            for _ in range(10):
+                await checkpoint()
+            noted.append(session.outcome)
+
+    async with anyio.create_task_group() as tasks:
+        tasks.start_soon(serve)
+    assert noted == ["shutdown"]
+
+
+@pytest.mark.anyio
 async def test_ends_what_was_aborted() -> None:
     """An exception that stops the program stops the registry, after one END."""
     engine = Engine()

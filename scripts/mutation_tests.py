@@ -66,15 +66,19 @@ class _Recorder:
 
 
 class _Chosen:
-    """Runs chosen tests only, in a given order, and writes down which one failed."""
+    """Runs chosen tests in a given order, and writes down which has begun or failed."""
 
-    def __init__(self, order: list[str], failed: Path) -> None:
+    def __init__(self, order: list[str], latest: Path, failed: Path) -> None:
         self.rank = {test: rank for rank, test in enumerate(order)}
+        self.latest = latest
         self.failed = failed
 
     def pytest_collection_modifyitems(self, items: list[pytest.Item]) -> None:
         items[:] = [item for item in items if item.nodeid in self.rank]
         items.sort(key=lambda item: self.rank[item.nodeid])
+
+    def pytest_runtest_logstart(self, nodeid: str) -> None:
+        self.latest.write_text(nodeid)
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
         if report.failed:
@@ -118,13 +122,13 @@ class Run:
     """
 
     def __init__(self, directory: Path, module: str, code: str, order: list[str]):
-        self._failed = directory / "failed"
+        self._latest, self._failed = directory / "latest", directory / "failed"
         self._began = time.monotonic()
         shutil.copytree(PACKAGE, directory / PACKAGE.name, ignore=_without_caches)
         (directory / PACKAGE.name / f"{module}.py").write_text(code)
         self._pid = os.fork()
         if not self._pid:
-            _in_child(directory, order, self._failed)
+            _in_child(directory, order, self._latest, self._failed)
 
     @property
     def seconds(self) -> float:
@@ -134,17 +138,26 @@ class Run:
     def poll(self) -> tuple[Outcome, str] | None:
         """Return the outcome and the test that failed, or ``None`` while it runs."""
         pid, status = os.waitpid(self._pid, os.WNOHANG)
-        if not pid and self.seconds < _RUN_HANGS:
+        hangs = not pid and self._hangs()
+        if not pid and not hangs and self.seconds < _RUN_HANGS:
             return None
         with suppress(ProcessLookupError):
             os.killpg(self._pid, signal.SIGKILL)
+        failed = self._failed.read_text() if self._failed.exists() else ""
         if not pid:
             os.waitpid(self._pid, 0)
-            return "lives", ""  # no test that ran has noticed; each has its own limit
-        failed = self._failed.read_text() if self._failed.exists() else ""
+            # No test that ran has noticed, unless its own limit could not end it.
+            hung = self._latest.read_text() if hangs else ""
+            return ("caught" if failed or hung else "lives"), failed or hung
         if os.waitstatus_to_exitcode(status) == pytest.ExitCode.NO_TESTS_COLLECTED:
             return "not run", ""
         return ("caught" if status or failed else "lives"), failed
+
+    def _hangs(self) -> bool:
+        """Whether the last test has gone on for long after its limit."""
+        with suppress(FileNotFoundError):
+            return time.time() - self._latest.stat().st_mtime > 2 * _TEST_HANGS
+        return False
 
 
 def check_unchanged(tests: list[str]) -> None:
@@ -168,7 +181,7 @@ def _without_caches(_: str, names: list[str]) -> list[str]:
     return [name for name in names if name == "__pycache__"]
 
 
-def _in_child(directory: Path, order: list[str], failed: Path) -> None:
+def _in_child(directory: Path, order: list[str], latest: Path, failed: Path) -> None:
     os.setsid()
     with (directory / "log").open("wb") as log:
         os.dup2(log.fileno(), 1)
@@ -184,7 +197,7 @@ def _in_child(directory: Path, order: list[str], failed: Path) -> None:
     options = [*_OPTIONS, f"--timeout={_TEST_HANGS}", "-m", "not slow"]
     code = 1
     try:
-        code = pytest.main([*options, *files], plugins=[_Chosen(order, failed)])
+        code = pytest.main([*options, *files], plugins=[_Chosen(order, latest, failed)])
     except BaseException:  # noqa: BLE001 - shown, and ends this process
         traceback.print_exc()
     finally:

@@ -38,6 +38,12 @@ def test_takes_fields_by_name(kind: type[Event]) -> None:
     assert kind.__match_args__ == ()
 
 
+@pytest.mark.parametrize("kind", EVENTS)
+def test_holds_its_fields_alone(kind: type[Event]) -> None:
+    """An event has no dictionary beside its fields: some come by the thousand."""
+    assert kind.__dictoffset__ == 0
+
+
 def leaves(annotation: Any) -> set[object]:
     """The types and literals that a field may hold."""
     origin = typing.get_origin(annotation)

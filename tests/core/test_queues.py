@@ -486,7 +486,7 @@ def test_looks_at_no_more_for_each_grant_where_ten_times_as_many_wait() -> None:
         ledger.release(first)  # type: ignore[arg-type]
         looks.append(ledger.looks)
         assert ledger.waiting == waiting - 2
-    assert looks == [1 + MAX_OVERTAKERS] * 2
+    assert looks == [1 + 32] * 2  # as docs/design.md says
 
 
 @pytest.mark.parametrize(

@@ -1,5 +1,7 @@
 """TicketGate: requests that no task waits for, beside those of tasks."""
 
+import threading
+
 import anyio
 import pytest
 
@@ -217,6 +219,34 @@ def test_fits_again_when_a_key_is_alone() -> None:
     now[0] = 100.0
     tickets.recheck()
     assert more.state == HELD
+
+
+def test_waits_for_a_change_of_another_thread() -> None:
+    """A ticket comes after a change that has begun, however slow its thread is."""
+    inside, go_on = threading.Event(), threading.Event()
+
+    def clock() -> float:
+        inside.set()
+        go_on.wait(20)
+        return 0.0
+
+    def refuse() -> None:
+        with pytest.raises(GateFull):
+            gate.try_admit()
+
+    gate = Gate(slots=1, clock=clock)
+    tickets, first, second = TicketGate(gate), ticket(), ticket()
+    assert tickets.submit(first, Bell())
+    thread = threading.Thread(target=refuse)
+    thread.start()
+    assert inside.wait(20)
+    threading.Timer(0.02, go_on.set).start()
+    assert not tickets.submit(second, Bell())
+    assert go_on.is_set()
+    thread.join()
+    tickets.give_back(second)
+    tickets.give_back(first)
+    assert_quiescent(gate)
 
 
 def test_refuses_in_the_middle_of_a_change() -> None:

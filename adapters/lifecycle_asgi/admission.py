@@ -30,7 +30,8 @@ from lifecycle_asgi.body import (
     RequestBody,
 )
 from lifecycle_asgi.events import client_timeout
-from lifecycle_asgi.lanes import ClientShares, Lane, load_report, make_lanes, shares
+from lifecycle_asgi.heap import Heap
+from lifecycle_asgi.lanes import ClientShares, Lane, make_lanes, reporting, shares
 from lifecycle_asgi.learned_budget import LearnedBudget
 from lifecycle_asgi.limits import ClientIdentity
 from lifecycle_asgi.media_body import BodyEstimator
@@ -61,7 +62,6 @@ from lifecycle_asgi.shadow_log import ShadowLog
 from lifecycle_asgi.websocket import denial
 
 _SCOPE_KEY: Final = "lifecycle.admission"
-_LOAD: Final = b"endpoint-load-metrics"
 _CURRENT: Final[ContextVar[AdmittedRequest | None]] = ContextVar(
     "lifecycle_admission", default=None
 )
@@ -207,6 +207,7 @@ class Admission:
         self._estimating = anyio.CapacityLimiter(1)
         self._answer = answer or _answer
         self._reading: set[BodyReader | Refusing] = set()
+        self._heap = Heap()
         self._correction = Correction(floor=_FLOOR, ceiling=_CEILING)
         nbytes, room = settings.budget, settings.budget // _ROOM
         self._lanes = make_lanes(settings, nbytes, gates or {}, observer, _export)
@@ -304,7 +305,7 @@ class Admission:
             Passes through; a request that waits leaves its queue.
         """
         if scope["type"] == "http" and self._settings.load_header:
-            send = self._reporting(send)
+            send = reporting(send, self.lanes)
         if _has_body(scope) and not self._keys.accept(scope):
             await self._refuse(scope, RequestBody(receive), send, Unauthorised())
         elif scope["type"] == "websocket" and not self._keys.accept(scope):
@@ -314,18 +315,6 @@ class Admission:
             )
         else:
             await self._watched(scope, receive, send)
-
-    def _reporting(self, send: Send) -> Send:
-        def reporting(message: Message) -> Awaitable[None]:
-            headers = message.get("headers", ())
-            if message["type"] == "http.response.start" and not any(
-                name.lower() == _LOAD for name, _ in headers
-            ):
-                headers = [*headers, (_LOAD, load_report(self.lanes))]
-                message = {**message, "headers": headers}
-            return send(message)
-
-        return reporting
 
     async def _serve(self, scope: Scope, receive: Receive, send: Send) -> None:
         if not _has_body(scope):
@@ -337,6 +326,7 @@ class Admission:
             self._correction,
             timeout=self._settings.body_timeout,
             learn=self._learn,
+            heap=self._heap,
         )
         if self._settings.release == "end":
             request.until_end = True
@@ -556,6 +546,7 @@ class AdmittedRequest:
         send: The server's.
         correction: Learns from what the request really needed.
         learn: Called before the bytes are released.
+        heap: Told of them when they are.
         timeout: Seconds for the whole body.
 
     Attributes:
@@ -572,6 +563,7 @@ class AdmittedRequest:
 
     __slots__ = (
         "_correction",
+        "_heap",
         "_learn",
         "_send",
         "admitted",
@@ -593,10 +585,11 @@ class AdmittedRequest:
         *,
         timeout: float,
         learn: Callable[[], object] = _NO_LESSON,
+        heap: Heap,
     ) -> None:
         self.rest = RequestBody(receive, timeout=timeout)
         self._send = send
-        self._correction, self._learn = correction, learn
+        self._correction, self._learn, self._heap = correction, learn, heap
         self.admitted = self.partial = self.until_end = False
         self.estimate = _NOTHING
         self.body: bytes | None = None
@@ -658,6 +651,7 @@ class AdmittedRequest:
                 self._learn()
             finally:
                 lease.release()
+                self._heap.freed(lease.bytes)
 
     async def aclose(self) -> None:
         """Release the bytes, where the request owns them until its end."""
@@ -675,6 +669,7 @@ class AdmittedRequest:
                 slot.release()
             leave, self.leave = self.leave, object
             leave()
+            self._heap.freed(self.estimate.total)  # where another had its lease
 
 
 def _cancel_delay(settings: AdmissionSettings) -> float:

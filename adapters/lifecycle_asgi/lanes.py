@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Awaitable, Callable, Iterable, Mapping
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -14,12 +14,13 @@ from typing import Any, Final
 from lifecycle import Gate, GateFull, GateStatistics, Lease, Refused
 from lifecycle.events import AdmissionRefused, Observer, combine_observers, guarded
 from lifecycle.lowlevel import DrainRate, event_loop_clock
-from lifecycle_asgi._types import AnyGate
+from lifecycle_asgi._types import AnyGate, Message, Send
 from lifecycle_asgi.admission_settings import AdmissionSettings
 from lifecycle_asgi.refusals import ClientLimitExceeded, TooManyInFlight
 
 RESERVES: Final = MappingProxyType({"fair": 0.125, "fifo": 0.0})
 """Parts of a gate that one client leaves to the others, by the order."""
+_LOAD: Final = b"endpoint-load-metrics"
 
 
 def shares(nbytes: int) -> list[int]:
@@ -311,7 +312,7 @@ class ClientShares:
 
 
 def load_report(lanes: Iterable[Lane]) -> bytes:
-    """Return the value of ``endpoint-load-metrics``, which load balancers read.
+    """Return the value of the header that load balancers read.
 
     A line of text as ORCA has it (``xds.data.orca.v3.OrcaLoadReport``): the fullest
     lane, the part of all bytes that is in use, and how many requests wait.
@@ -326,6 +327,21 @@ def load_report(lanes: Iterable[Lane]) -> bytes:
         f"TEXT application_utilization={saturation:.4f}, mem_utilization={memory:.4f}"
     )
     return f"{text}, named_metrics.waiting={waiting}".encode()
+
+
+def reporting(send: Send, lanes: Iterable[Lane]) -> Send:
+    """Return ``send`` with the load of *lanes* in the head of each response."""
+
+    def report(message: Message) -> Awaitable[None]:
+        headers = message.get("headers", ())
+        if message["type"] == "http.response.start" and not any(
+            name.lower() == _LOAD for name, _ in headers
+        ):
+            headers = [*headers, (_LOAD, load_report(lanes))]
+            message = {**message, "headers": headers}
+        return send(message)
+
+    return report
 
 
 def _now() -> float:

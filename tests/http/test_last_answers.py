@@ -102,8 +102,14 @@ async def test_ends_beside_a_client_that_neither_sends_the_body_nor_leaves() -> 
         process.send_signal(signal.SIGTERM)
         async with asyncio.timeout(120):
             assert (await reader.read()).startswith(b"HTTP/1.1 503")
-            (line,) = (await process.stderr.read()).splitlines()
-            assert b" POST /generate refused with 503 shutting_down: " in line
+            lines = (await process.stderr.read()).splitlines()
+            # On a busy machine a task may need longer than uvicorn's one second.
+            lines = [it for it in lines if b"graceful shutdown exceeded" not in it]
+            told = [
+                b" POST /generate refused with 503 shutting_down: " in it
+                for it in lines
+            ]
+            assert told == [True], lines
             assert await process.wait() == 0
         writer.close()
     finally:

@@ -149,7 +149,9 @@ async def test_reads_a_socket_with_a_key(tmp_path: Path) -> None:
     async with served("--admin-listen", socket, "--admin-key", "mine") as server:
         assert server.admin == socket
         assert (await first(Viewer(socket, key="mine")))["engine"]["incarnation"] == 1
-        with pytest.raises(NoLiveView, match=f"{socket} asks for another key.*--admin-key"):
+        with pytest.raises(
+            NoLiveView, match=f"{socket} asks for another key.*--admin-key"
+        ):
             await first(Viewer(socket, key="other"))
         assert await server.exit(signal.SIGTERM) == 0
 

@@ -49,7 +49,6 @@ from lifecycle_engine.server.generate import (
     price_body,
     serve_admitted,
 )
-from lifecycle_engine.server.heap import give_back_heap
 from lifecycle_engine.server.remote_images import HttpsGet, RemoteImages
 from lifecycle_engine.server.service import Deadlines, Engine, Service
 
@@ -365,7 +364,6 @@ async def _running(
             metrics.watch(*service.admission.lanes, *fetched, service.sessions)
         failure: BaseException | None = None
         async with anyio.create_task_group() as tasks:
-            tasks.start_soon(give_back_heap, service.large)
             tasks.start_soon(measure)
             try:
                 yield

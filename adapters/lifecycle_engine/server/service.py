@@ -13,7 +13,6 @@ import anyio
 from lifecycle import (
     EngineLost,
     Gate,
-    GateStatistics,
     Payload,
     Session,
     SessionRegistry,
@@ -173,11 +172,6 @@ class Service:
         """All gates, in the order in which a request passes them."""
         fetched = (self.remote.gate,) if self.remote is not None else ()
         return *self.admission.gates, *fetched
-
-    def large(self) -> tuple[GateStatistics, ...]:
-        """Return the state of the gates over large bodies and over images."""
-        lanes = self.admission.statistics()
-        return lanes["bodies"], lanes["requests"]
 
     @property
     def ready(self) -> bool:

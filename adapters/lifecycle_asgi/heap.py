@@ -1,0 +1,68 @@
+"""Gives memory back that the allocator keeps after large bodies and images."""
+
+from __future__ import annotations
+
+import ctypes
+import threading
+import time
+from collections.abc import Callable
+from functools import partial
+from typing import Final
+
+# What a request of fewer bytes leaves is not worth a look.
+_LARGE: Final = 2**20
+
+
+class Heap:
+    """Trims the heap of the process once whenever no large request has ended for long.
+
+    glibc keeps blocks of up to 32 MiB after they are freed, in one arena for each of
+    several threads. A thread of its own, which lives until it has trimmed, gives their
+    pages back: it waits without the interpreter, and stops no event loop.
+
+    Args:
+        seconds: How long none must have ended.
+        sleep: Waits in that thread.
+    """
+
+    def __init__(
+        self, *, seconds: float = 2.5, sleep: Callable[[float], object] = time.sleep
+    ) -> None:
+        self._seconds, self._sleep = seconds, sleep
+        self._trim = malloc_trim()
+        self._freed = 0
+        # Held by the thread, and never waited for: a finaliser may free a request.
+        self._at_work = threading.Lock()
+
+    def freed(self, nbytes: int) -> None:
+        """Note that a request has freed what it was charged. Any thread."""
+        if self._trim is not None and nbytes >= _LARGE:
+            self._freed += 1
+            self._start(self._trim)
+
+    def _start(self, trim: Callable[[int], int]) -> None:
+        if self._at_work.acquire(blocking=False):
+            run = partial(self._trim_later, trim)
+            try:
+                threading.Thread(target=run, name="lifecycle heap", daemon=True).start()
+            except RuntimeError:  # no more threads: the next request tries again
+                self._at_work.release()
+
+    def _trim_later(self, trim: Callable[[int], int]) -> None:
+        seen = -1
+        while seen != self._freed:
+            seen = self._freed
+            self._sleep(self._seconds)
+        self._at_work.release()
+        if seen != self._freed:  # by a request that found the thread at work
+            self._start(trim)
+        trim(0)
+
+
+def malloc_trim() -> Callable[[int], int] | None:
+    """Return the function of the C library, which waits without the interpreter."""
+    try:
+        trim: Callable[[int], int] = ctypes.CDLL(None).malloc_trim
+    except (AttributeError, OSError, TypeError):  # not glibc
+        return None
+    return trim

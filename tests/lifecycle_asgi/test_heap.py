@@ -1,0 +1,117 @@
+"""The heap is given back when large requests have ended, and not before."""
+
+from __future__ import annotations
+
+import queue
+import subprocess
+import sys
+import threading
+
+import pytest
+
+from lifecycle_asgi import heap
+
+MIB = 2**20
+
+
+class Pauses:
+    """Stands in for `time.sleep`: each pause ends when the test says so."""
+
+    def __init__(self) -> None:
+        self._begun: queue.Queue[float] = queue.Queue()
+        self._ended: queue.Queue[None] = queue.Queue()
+
+    def __call__(self, seconds: float) -> None:
+        self._begun.put(seconds)
+        self._ended.get(timeout=60)
+
+    def begun(self) -> float:
+        """Wait for the next pause; return its seconds."""
+        return self._begun.get(timeout=60)
+
+    def end(self) -> None:
+        """End the pause."""
+        assert self._begun.empty()
+        self._ended.put(None)
+
+
+def test_trims_once_after_each_time_of_work(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not right after a large request, nor again and again, nor for small ones."""
+    trimmed: queue.Queue[int] = queue.Queue()
+    monkeypatch.setattr(heap, "malloc_trim", lambda: trimmed.put)
+    pauses = Pauses()
+    it = heap.Heap(sleep=pauses)
+    for _ in range(2):
+        it.freed(MIB)
+        assert pauses.begun() == 2.5
+        it.freed(9 * MIB)
+        pauses.end()
+        assert pauses.begun() == 2.5
+        it.freed(MIB - 1)  # not worth a look
+        assert trimmed.empty()
+        pauses.end()
+        assert trimmed.get(timeout=60) == 0
+    assert trimmed.empty()
+
+
+class NoThread(threading.Thread):
+    """A thread of a process that may have no more of them."""
+
+    def start(self) -> None:
+        """Fail as the real one."""
+        raise RuntimeError("can't start new thread")
+
+
+def test_serves_where_it_cannot_trim(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Neither another C library nor a process without threads is an error."""
+    monkeypatch.setattr(threading, "Thread", NoThread)
+    monkeypatch.setattr(heap, "malloc_trim", lambda: len)
+    it = heap.Heap()
+    for _ in range(2):
+        it.freed(MIB)
+    monkeypatch.undo()
+    monkeypatch.setattr(heap, "malloc_trim", lambda: None)
+    monkeypatch.setattr(threading, "Thread", None)
+    heap.Heap().freed(MIB)
+
+
+KEPT = """
+from pathlib import Path
+import anyio
+from lifecycle_asgi import Admission
+from lifecycle_asgi.testing import request
+
+def megabytes():
+    return int(Path("/proc/self/statm").read_text().split()[1]) * 4096 // 10**6
+
+async def app(scope, receive, send):
+    await receive()
+    # As of a request: many parts are freed, and one that came late is not.
+    parts = [b"x" * 60_000 for _ in range(2_000)]
+    kept.append(parts.pop())
+    await send({"type": "http.response.start", "status": 200, "headers": []})
+    await send({"type": "http.response.body", "body": b""})
+
+async def main():
+    answer = await request(
+        Admission(app, environment={}, bytes=2**30), "POST", "/", body=b"x" * 2**20
+    )
+    print(answer.status, megabytes() - before > 100)
+    with anyio.fail_after(30):
+        while megabytes() - before > 20:
+            await anyio.sleep(0.1)
+
+kept, before = [], megabytes()
+anyio.run(main)
+"""
+
+
+@pytest.mark.skipif(not heap.malloc_trim(), reason="another C library")
+@pytest.mark.thorough
+def test_gives_back_what_the_allocator_keeps() -> None:
+    """A real heap, in a process of its own."""
+    argv = [sys.executable, "-c", KEPT]
+    done = subprocess.run(
+        argv, check=False, capture_output=True, text=True, timeout=120
+    )
+    assert (done.stdout, done.stderr) == ("200 True\n", "")

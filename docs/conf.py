@@ -1,9 +1,13 @@
 """Sphinx configuration: MyST pages, docstrings by Napoleon, the furo theme."""
 
 import re
+from pathlib import Path
 from typing import Any
 
+from docutils import nodes
 from sphinx.application import Sphinx
+
+ROOT = Path(__file__).resolve().parents[1]
 
 project = "lifecycle"
 author = "The lifecycle authors"
@@ -13,6 +17,9 @@ extensions = ["myst_parser", "sphinx.ext.autodoc", "sphinx.ext.napoleon"]
 html_theme = "furo"
 html_title = "lifecycle"
 html_show_sphinx = False
+html_static_path = ["_static"]
+html_css_files = ["pages.css"]
+html_logo = html_favicon = "logo.svg"
 
 myst_enable_extensions = ["colon_fence", "deflist"]
 myst_heading_anchors = 3
@@ -63,17 +70,36 @@ def skip_inner(*about: Any) -> bool | None:
 
 
 def show_defaults(*about: Any) -> tuple[str, str] | None:
-    """Show functions and classes that are defaults by their names."""
-    *_, arguments, returned = about
+    """Show functions and classes that are defaults by their names.
+
+    A limit that nobody names is none for a new gate, and otherwise stays as it is. The
+    argument that catches a gate or decorator without its parentheses is left out.
+    """
+    _app, what, *_, arguments, returned = about
     if not arguments:
         return None
+    arguments = arguments.replace("_bare=None, /, ", "")
+    unnamed = "None" if what == "class" else "..."
+    arguments = arguments.replace("<unchanged>", unnamed)
     named = re.sub(r"<(?:built-in )?function (\w+)>", r"\1", arguments)
     named = re.sub(r"<class '(?:\w+\.)*(\w+)'>", r"\1", named)
     return named.replace("<factory>", "..."), returned
 
 
+def mend_text(_app: Sphinx, doctree: nodes.document) -> None:
+    """Name files in diffs from the root of the checkout, and draw dashes in fields."""
+    for text in list(doctree.findall(nodes.Text)):
+        if text == " -- ":  # Sphinx writes it between a parameter and its meaning
+            text.parent.replace(text, nodes.Text(" \N{EN DASH} "))
+    for block in doctree.findall(nodes.literal_block):
+        if block.get("language") in ("diff", "udiff"):
+            block.rawsource = block.astext().replace(f"{ROOT}/", "")
+            block.children = [nodes.Text(block.rawsource)]
+
+
 def setup(app: Sphinx) -> None:
     """Connect the hooks."""
     app.connect("autodoc-process-signature", show_defaults)
+    app.connect("doctree-read", mend_text)
     app.connect("missing-reference", find_by_last_part)
     app.connect("autodoc-skip-member", skip_inner)

@@ -1,8 +1,8 @@
 """Draw the modules of each package by what they import: docs/layout.svg.
 
 A module stands above everything that it imports, so every line leads down. The height
-of a module is the longest chain of imports below it. An import that a chain of other
-imports implies has no line.
+of a module is the longest chain of imports below it; a row that is too long for the
+picture is broken. An import that a chain of other imports implies has no line.
 
     python scripts/draw_layout.py            # write the picture
     python scripts/draw_layout.py --check    # fail if it is not up to date
@@ -76,13 +76,25 @@ def place(modules: list[str], y: float) -> tuple[dict[str, tuple[float, float]],
         rows[height(module)].append(module)
     places: dict[str, tuple[float, float]] = {}
     for level in sorted(rows, reverse=True):
-        names = sorted(rows[level])
-        x = (WIDTH - math.fsum(map(width, names)) - GAP * (len(names) - 1)) / 2
-        for module in names:
-            places[module] = x, y
-            x += width(module) + GAP
-        y += ROW
+        for line in break_row(sorted(rows[level])):
+            x = (WIDTH - length(line)) / 2
+            for module in line:
+                places[module] = x, y
+                x += width(module) + GAP
+            y += ROW
     return places, y
+
+
+def break_row(names: list[str]) -> Iterator[list[str]]:
+    """Yield the lines, about as long as one another, that a row needs to fit."""
+    lines = math.ceil(length(names) / (WIDTH - 6 * MARGIN))
+    most = math.ceil(len(names) / lines)
+    yield from (names[i : i + most] for i in range(0, len(names), most))
+
+
+def length(names: list[str]) -> float:
+    """Return the length of a line of boxes."""
+    return math.fsum(map(width, names)) + GAP * (len(names) - 1)
 
 
 def width(module: str) -> float:

@@ -36,17 +36,17 @@ def tables() -> str:
         about = str(section.__doc__).partition("\n")[0]
         lines += ["", f"## `[{name}]`", "", about, ""]
         lines += [
-            "| key | option | environment | default | what it sets |",
-            "| --- | --- | --- | --- | --- |",
+            "| setting | default | what it sets |",
+            "| --- | --- | --- |",
         ]
         lines += [row(setting) for setting in settings_of(section)]
     return "\n".join(lines) + "\n"
 
 
 def row(setting: Setting) -> str:
-    """Return one setting as a row."""
+    """Return one setting as a row: its key, option and variable below one another."""
     default = f"`{setting.shown_default}`" if setting.shown_default else ""
-    names = f"`{setting.key}` | `{setting.option}` | `{setting.variable}`"
+    names = f"`{setting.key}`<br>`{setting.option}`<br>`{setting.variable}`"
     return f"| {names} | {default} | {setting.help} |"
 
 

@@ -112,8 +112,9 @@ _PAGE: Final = """<!doctype html>
 <meta name="viewport" content="width=device-width, initial-scale=1">
 <title>API of {model}</title>
 <style>
+:root {{ color-scheme: light dark }}
 body {{ font: 16px/1.5 system-ui, sans-serif; margin: 2rem auto; padding: 0 1rem;
-  max-width: 48rem; color-scheme: light dark }}
+  max-width: 48rem; overflow-wrap: anywhere }}
 code, pre {{ font: 14px/1.5 ui-monospace, monospace }}
 pre {{ border: 1px solid; border-radius: 4px; padding: 1rem; overflow-x: auto }}
 table {{ border-collapse: collapse; width: 100% }}

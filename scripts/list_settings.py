@@ -6,6 +6,7 @@ With ``--check`` it writes nothing, and fails where the page is out of date.
 from __future__ import annotations
 
 import argparse
+import re
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -47,7 +48,9 @@ def row(setting: Setting) -> str:
     """Return one setting as a row: its key, option and variable below one another."""
     default = f"`{setting.shown_default}`" if setting.shown_default else ""
     names = f"`{setting.key}`<br>`{setting.option}`<br>`{setting.variable}`"
-    return f"| {names} | {default} | {setting.help} |"
+    # As code, an option keeps its hyphens, and a line is not broken behind them.
+    about = re.sub(r"(?<![\w`-])--[a-z][a-z-]*", r"`\g<0>`", setting.help)
+    return f"| {names} | {default} | {about} |"
 
 
 if __name__ == "__main__":

@@ -15,6 +15,7 @@ copyright = "2026, the lifecycle authors"  # noqa: A001 - Sphinx wants this name
 
 extensions = ["myst_parser", "sphinx.ext.autodoc", "sphinx.ext.napoleon"]
 html_theme = "furo"
+pygments_dark_style = "github-dark"  # the theme's own underlines modules like links
 html_title = "lifecycle"
 html_show_sphinx = False
 html_static_path = ["_static"]

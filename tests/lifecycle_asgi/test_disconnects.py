@@ -113,6 +113,21 @@ async def left(count: int) -> None:
         await anyio.lowlevel.checkpoint()
 
 
+async def test_tells_a_client_with_a_full_buffer_of_the_new_room() -> None:
+    """Its kernel has asked for room for a while, and will do so in a second or more."""
+    watcher = DisconnectWatcher(64 * MIB)
+    for _ in range(3):
+        with anyio.fail_after(60), Peers() as peers:
+            await anyio.sleep(1.6)
+            began = anyio.current_time()
+            assert peers.watch(watcher) is not None
+            await peers.leave()
+            await peers.gone.wait()
+            if anyio.current_time() - began < 0.6:
+                return
+    pytest.fail("heard late, three times")
+
+
 @pytest.mark.parametrize("how", ["close", "reset"])
 async def test_tells_when_client_leaves_behind_its_body(how: str) -> None:
     """Of 4 MiB that are not read; a reset and an end."""

@@ -13,6 +13,7 @@ from typing import Any
 import aiohttp
 import anyio
 import anyio.to_thread
+import go_client
 import httpx
 import pytest
 from asgi_kit import serving
@@ -92,6 +93,13 @@ async def by_node(url: str, way: str, tmp_path: Path) -> str:
     return await run("node", str(script), str(BODY), url, way)
 
 
+async def by_go(url: str, tmp_path: Path) -> str:
+    """By net/http, which reads while it still sends."""
+    program = await go_client.build(tmp_path)
+    async with go_client.asking(program, url, BODY) as (answer, _):
+        return await answer
+
+
 async def by_httpx(url: str) -> str:
     """As the SDKs do."""
     async with httpx.AsyncClient(timeout=120) as client:
@@ -127,10 +135,12 @@ CLIENTS: dict[str, Callable[..., Awaitable[str]]] = {
     "curl": by_curl,
     "node": by_node,
     "fetch": by_node,
+    "go": by_go,
     "httpx": by_httpx,
     "aiohttp": by_aiohttp,
     "http.client": by_http_client,
 }
+PROGRAMS = {"curl": "curl", "node": "node", "fetch": "node", "go": "go"}
 
 
 @HTTP
@@ -140,20 +150,24 @@ async def test_client_reads_a_response_that_began_with_probes(
     http_parser: str, name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Three bytes of the status line come long before the rest."""
-    program = {"curl": "curl", "node": "node", "fetch": "node"}.get(name)
+    program = PROGRAMS.get(name)
     if program is not None and shutil.which(program) is None:
         pytest.skip(f"{program} is not installed")
     monkeypatch.setattr("lifecycle_asgi.disconnects._SECONDS_TO_NEXT_PROBE", 0.0)
     app = Waits()
     stack = LifecycleMiddleware(app, room=0)
-    node = {"node": ("http", tmp_path), "fetch": ("fetch", tmp_path)}
+    more = {
+        "node": ("http", tmp_path),
+        "fetch": ("fetch", tmp_path),
+        "go": (tmp_path,),
+    }
     async with (
         asyncio.timeout(120),
         serving(stack, http=http_parser) as port,
         httpx.AsyncClient() as prober,
     ):
         url = f"http://127.0.0.1:{port}/"
-        asked = asyncio.create_task(CLIENTS[name](url, *node.get(name, ())))
+        asked = asyncio.create_task(CLIENTS[name](url, *more.get(name, ())))
         while not app.gate.statistics().waiting:
             assert not asked.done(), await asked
             await asyncio.sleep(0.001)

@@ -294,6 +294,97 @@ async def test_passes_over_interim_responses(interim, status, tmp_path):
             assert b"link" not in head
 
 
+@pytest.mark.parametrize("status", [600, 999])
+@pytest.mark.asyncio
+async def test_answers_502_for_a_status_that_is_none(status, tmp_path):
+    """HTTP has 100 to 599, and a server that cannot send others must not break."""
+    response = OK.replace(b"200", b"%d" % status)
+    async with (
+        raw_upstream(answers(response)) as (_, url),
+        running_proxy(url, tmp_path) as proxy,
+    ):
+        found = await read_to_the_end(proxy, GET + b"connection: close\r\n\r\n")
+        assert found.startswith(b"HTTP/1.1 502 ")
+        assert b"The upstream sent status %d" % status in found
+        assert "Traceback" not in proxy.log()
+
+
+@pytest.mark.asyncio
+async def test_announces_no_trailers_that_it_drops(tmp_path):
+    """In either direction; the connection to the client serves the next request."""
+
+    async def handle(peer: Peer) -> None:
+        for _ in range(2):
+            await peer.read_head()
+            found = await peer.reader.readuntil(b"0\r\n\r\n")
+            assert found == b"3\r\nabc\r\n0\r\n\r\n"
+            assert b"trailer" not in peer.head.lower()
+            trailed = CHUNKED_OK.replace(b"\r\n\r\n", b"\r\ntrailer: x-sum\r\n\r\n", 1)
+            await peer.send(trailed.removesuffix(b"\r\n") + b"x-sum: 42\r\n\r\n")
+
+    sent = b"PUT / HTTP/1.1\r\nhost: a\r\nte: trailers\r\nconnection: te\r\n"
+    sent += b"transfer-encoding: chunked\r\ntrailer: x-sum\r\n\r\n"
+    async with (
+        raw_upstream(handle) as (upstream, url),
+        running_proxy(url, tmp_path) as proxy,
+    ):
+        reader, writer = await proxy.connect()
+        for _ in range(2):
+            writer.write(sent + b"3\r\nabc\r\n0\r\nx-sum: 1\r\n\r\n")
+            head, body = await asyncio.wait_for(read_response(reader), 120)
+            assert b"trailer" not in head.lower()
+            assert body == b"6\r\nonetwo\r\n0\r\n\r\n"
+        writer.close()
+        assert upstream.connections == 1
+
+
+@pytest.mark.asyncio
+async def test_refuses_an_expectation_without_asking_for_the_body(tmp_path):
+    """A client that is refused sends no body: the final answer is the first."""
+    async with (
+        raw_upstream(answers(OK)) as (upstream, url),
+        running_proxy(url, tmp_path, LIFECYCLE_MAX_BODY="10") as proxy,
+    ):
+        head = b"POST / HTTP/1.1\r\nhost: a\r\nexpect: 100-continue\r\n"
+        head, _ = await proxy.ask(head + b"content-length: 11\r\n\r\n")
+        assert head.startswith(b"HTTP/1.1 413 ")
+        assert upstream.connections == 0
+
+
+@pytest.mark.parametrize(
+    ("expectation", "interim"),
+    [(b"100-Continue", True), (b"something-else", False)],
+)
+@pytest.mark.asyncio
+async def test_passes_no_expectation_on(expectation, interim, tmp_path):
+    """100 is for the one that HTTP has, in any case; others are ignored."""
+    async with (
+        raw_upstream(answers(OK, keep=False)) as (upstream, url),
+        running_proxy(url, tmp_path) as proxy,
+    ):
+        head = b"PUT / HTTP/1.1\r\nhost: a\r\nconnection: close\r\nexpect: "
+        sent = head + expectation + b"\r\ncontent-length: 3\r\n\r\nabc"
+        found = await read_to_the_end(proxy, sent)
+        assert found.startswith(b"HTTP/1.1 100 ") == interim
+        assert found.count(b"HTTP/1.1 200 ") == 1
+        await upstream.settled()
+        assert b"expect" not in upstream.heads[0].lower()
+
+
+@pytest.mark.asyncio
+async def test_keeps_no_connection_of_http_1_0_with_chunks(tmp_path):
+    """RFC 9112, 6.1: its framing is in doubt, whatever it says of the connection."""
+    sent = CHUNKED_OK.replace(b"1.1 200 OK", b"1.0 200 OK\r\nconnection: keep-alive")
+    async with (
+        raw_upstream(answers(sent)) as (upstream, url),
+        running_proxy(url, tmp_path) as proxy,
+    ):
+        for _ in range(2):
+            _, body = await proxy.ask(GET + b"\r\n")
+            assert body == b"6\r\nonetwo\r\n0\r\n\r\n"
+        assert upstream.connections == 2
+
+
 @pytest.mark.asyncio
 async def test_streams_chunks_of_a_unix_socket(tmp_path):
     """Each chunk arrives before the upstream sends the next, also by unix socket."""

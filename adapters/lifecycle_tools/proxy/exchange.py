@@ -9,7 +9,12 @@ import h11
 
 from lifecycle_asgi.body import ClientLeft
 from lifecycle_asgi.request import declared_length
-from lifecycle_tools.proxy.connection import Connection, UpstreamLost, UpstreamTimeout
+from lifecycle_tools.proxy.connection import (
+    Connection,
+    UpstreamError,
+    UpstreamLost,
+    UpstreamTimeout,
+)
 from lifecycle_tools.proxy.headers import (
     Header,
     response_headers,
@@ -192,7 +197,7 @@ class Exchange:
             "status": status,
             "trailers": trailers,
         }
-        message["headers"] = response_headers(status, passed)
+        message["headers"] = response_headers(status, passed, trailers=trailers)
         await self._send(message)
         idle = self._timeouts.idle
         end: h11.EndOfMessage | None = None
@@ -220,6 +225,8 @@ class Exchange:
             text = f"The upstream sent no response within {seconds:g} s"
             raise UpstreamTimeout(text) from None
         assert isinstance(event, h11.Response)
+        if event.status_code >= 600:  # servers send none of these
+            raise UpstreamError(f"The upstream sent status {event.status_code}")
         self.begun = True
         return event
 

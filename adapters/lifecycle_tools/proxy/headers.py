@@ -126,8 +126,9 @@ def request_headers(
         forwarded: What to do about ``X-Forwarded-*``.
     """
     headers: list[Header] = list(scope["headers"])
-    # The body is asked for and read here, so its client has been answered already.
-    framing = (b"content-length", b"expect")
+    # The body is asked for and read here, so its client has been answered already, and
+    # its trailers end here.
+    framing = (b"content-length", b"expect", b"trailer")
     passed = [each for each in end_to_end(headers) if each[0] not in framing]
     host = next(iter(values(headers, b"host")), b"")
     if authority is not None:
@@ -170,8 +171,10 @@ def takes_trailers(scope: Scope) -> bool:
     return "http.response.trailers" in (scope.get("extensions") or {})
 
 
-def response_headers(status: int, headers: Iterable[Header]) -> list[Header]:
-    """Return the headers for the client.
+def response_headers(
+    status: int, headers: Iterable[Header], *, trailers: bool = False
+) -> list[Header]:
+    """Return the headers for the client, with ``Trailer`` only where *trailers* follow.
 
     Without ``Content-Length`` where the upstream also sent ``Transfer-Encoding``, which
     overrides it; and in a 304, where ASGI servers take it for the length of a body.
@@ -180,4 +183,4 @@ def response_headers(status: int, headers: Iterable[Header]) -> list[Header]:
     passed = end_to_end(found)
     if status in (204, 304) or values(found, b"transfer-encoding"):
         passed = [each for each in passed if each[0] != b"content-length"]
-    return passed
+    return [each for each in passed if trailers or each[0] != b"trailer"]

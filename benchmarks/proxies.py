@@ -10,7 +10,6 @@ import asyncio
 import os
 import socket
 import statistics
-import subprocess
 import sys
 import tempfile
 from collections.abc import AsyncIterator
@@ -22,6 +21,7 @@ from starlette.applications import Starlette
 from starlette.requests import Request
 from starlette.responses import StreamingResponse
 
+NAMES = ("none", "nginx", "lifecycle", "starlette")
 STREAMS, EVENTS, PAUSE = 8, 300, 0.01
 EVENT = b'data: {"choices": [{"index": 0, "delta": {"content": " token"}}]}\n\n'
 HEAD = b"HTTP/1.1 200 OK\r\ntransfer-encoding: chunked\r\n\r\n"
@@ -69,56 +69,51 @@ async def ask(port: int) -> None:
     writer.close()
 
 
-async def cost(pid: int, port: int) -> float:
+async def cost(port: int, process: psutil.Process | None) -> float:
     """Return microseconds of a process and its children for an event."""
-    spent = [0.0, 0.0]
-    for end in (0, 1):
-        main = [psutil.Process(pid)] if pid else []
-        for each in [*main, *(child for one in main for child in one.children(True))]:
-            spent[end] += sum(each.cpu_times()[:2])
-        if end == 0:
-            await asyncio.gather(*(ask(port) for _ in range(STREAMS)))
-    return 1e6 * (spent[1] - spent[0]) / (STREAMS * EVENTS)
+
+    def spent() -> float:
+        all_ = [process, *process.children(recursive=True)] if process else []
+        return sum(sum(each.cpu_times()[:2]) for each in all_)
+
+    before = spent()
+    await asyncio.gather(*(ask(port) for _ in range(STREAMS)))
+    return 1e6 * (spent() - before) / (STREAMS * EVENTS)
 
 
-async def measure(ports: dict[str, int], pids: dict[str, int], runs: int) -> None:
+async def measure(ports: list[int], processes: list[psutil.Process | None]) -> None:
     """Measure all in turns, after one to get warm, and print the figures."""
-    await asyncio.start_server(source, "127.0.0.1", ports["none"])
+    await asyncio.start_server(source, "127.0.0.1", ports[0])
     await asyncio.sleep(5)  # all have started
-    for port in ports.values():
-        await ask(port)
-    turns = [{n: await cost(pids[n], ports[n]) for n in ports} for _ in range(runs)]
-    for name in ports:
-        seen = [turn[name] for turn in turns]
-        spread = f"{min(seen):.1f} - {max(seen):.1f}"
-        print(f"{name:10}{statistics.median(seen):7.1f} us an event, {spread}")
-    for basis, goal in (("nginx", 3.0), ("starlette", 0.5)):
-        ratio = statistics.median(turn["lifecycle"] / turn[basis] for turn in turns)
-        print(f"lifecycle / {basis}: {ratio:.2f}, goal: at most {goal:g}")
+    turns = []
+    for _ in range(1 + int(sys.argv[1] if sys.argv[1:] else 3)):
+        pairs = zip(NAMES, ports, processes, strict=True)
+        turns.append({name: await cost(port, seen) for name, port, seen in pairs})
+    for name in NAMES:
+        found = sorted(turn[name] for turn in turns[1:])
+        spread = f"{found[0]:.1f} - {found[-1]:.1f}"
+        print(f"{name:10}{statistics.median(found):7.1f} us an event, {spread}")
+    for name, goal in (("nginx", 3.0), ("starlette", 0.5)):
+        ratio = statistics.median(turn["lifecycle"] / turn[name] for turn in turns[1:])
+        print(f"lifecycle / {name}: {ratio:.2f}, goal: at most {goal:g}")
 
 
 if __name__ == "__main__":
-    ports, folder = {}, tempfile.mkdtemp()
-    for name in ("none", "nginx", "lifecycle", "starlette"):
-        with socket.create_server(("127.0.0.1", 0)) as listener:
-            ports[name] = listener.getsockname()[1]
-    os.environ["UPSTREAM"] = url = f"http://127.0.0.1:{ports['none']}"
-    conf = Path(folder, "nginx.conf")
-    conf.write_text(NGINX % {"d": folder, "port": ports["nginx"], "url": url})
-    main = "from lifecycle_tools import main; main()"
-    own = [sys.executable, "-c", main, "proxy", "--upstream", url, "--port"]
-    app = [sys.executable, "-m", "uvicorn", "--factory", "proxies:plain", "--port"]
-    commands = [
-        ["nginx", "-c", str(conf), "-e", f"{folder}/log"],
-        [*own, str(ports["lifecycle"])],
-        [*app, str(ports["starlette"]), "--no-access-log", "--log-level", "error"],
-    ]
-    here = Path(__file__).parent
-    running = [subprocess.Popen(each, cwd=here) for each in commands]
-    pids = [0, *(each.pid for each in running)]
+    listeners = [socket.create_server(("127.0.0.1", 0)) for _ in NAMES]
+    ports = [each.getsockname()[1] for each in listeners]
+    for listener in listeners:
+        listener.close()
+    os.environ["UPSTREAM"] = url = f"http://127.0.0.1:{ports[0]}"
+    conf = Path(tempfile.mkdtemp(), "nginx.conf")
+    conf.write_text(NGINX % {"d": conf.parent, "port": ports[1], "url": url})
+    own = f"-c|from lifecycle_tools import main; main()|proxy|--upstream|{url}|--port"
+    app = "-m|uvicorn|--factory|proxies:plain|--no-access-log|--port"
+    commands = [["nginx", "-c", str(conf), "-e", f"{conf.parent}/log"]]
+    for command, port in ((own, ports[2]), (app, ports[3])):
+        commands.append([sys.executable, *command.split("|"), str(port)])
+    running = [psutil.Popen(each, cwd=Path(__file__).parent) for each in commands]
     try:
-        runs = int(sys.argv[1]) if sys.argv[1:] else 3
-        asyncio.run(measure(ports, dict(zip(ports, pids, strict=True)), runs))
+        asyncio.run(measure(ports, [None, *running]))
     finally:
         for process in running:
             process.terminate()

@@ -4,7 +4,7 @@ import re
 from pathlib import Path
 from typing import Any
 
-from docutils import nodes
+from docutils import nodes  # type: ignore[import-untyped]
 from sphinx.application import Sphinx
 
 ROOT = Path(__file__).resolve().parents[1]

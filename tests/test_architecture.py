@@ -74,7 +74,7 @@ LAYERS: dict[str, tuple[str, ...]] = {
         *("debug", "lowlevel", "shared"),
     ),
     "lifecycle_asgi": (
-        *("_types", "json_body", "media", "image_structure", "media_memory"),
+        *("_types", "heap", "json_body", "media", "image_structure", "media_memory"),
         *(
             "media_body",
             "media_profiles",

@@ -30,7 +30,7 @@ from lifecycle_asgi.body import (
     RequestBody,
 )
 from lifecycle_asgi.events import client_timeout
-from lifecycle_asgi.heap import Heap
+from lifecycle_asgi.heap import LARGE, Heap
 from lifecycle_asgi.lanes import ClientShares, Lane, make_lanes, reporting, shares
 from lifecycle_asgi.learned_budget import LearnedBudget
 from lifecycle_asgi.limits import ClientIdentity
@@ -188,8 +188,7 @@ class Admission:
     ) -> None:
         environment = os.environ if environment is None else environment
         settings = AdmissionSettings.from_environment(environment, **options)
-        self._app = app
-        self._settings = settings
+        self._app, self._settings = app, settings
         server_key = environment.get("VLLM_API_KEY", "")
         self._keys = ApiKeys(
             settings.api_keys,
@@ -207,9 +206,9 @@ class Admission:
         self._estimating = anyio.CapacityLimiter(1)
         self._answer = answer or _answer
         self._reading: set[BodyReader | Refusing] = set()
-        self._heap = Heap()
+        self._heap, self._learn = Heap(), _NO_LESSON
         self._correction = Correction(floor=_FLOOR, ceiling=_CEILING)
-        nbytes, room = settings.budget, settings.budget // _ROOM
+        nbytes = settings.budget
         self._lanes = make_lanes(settings, nbytes, gates or {}, observer, _export)
         self._small, self._bodies = self._lanes["small"], self._lanes["bodies"]
         self._requests, self._slots = self._lanes["requests"], self._lanes.get("slots")
@@ -218,7 +217,7 @@ class Admission:
         self._max_body = settings.max_body
         if (most := self._bodies.statistics().bytes) is not None:
             self._max_body = max(1, min(self._max_body, most // _BODY_COPIES))
-        self._ceiling, self._learn = 0, _NO_LESSON
+        self._ceiling = 0
         if settings.bytes == "auto":
             floor = _BODY_COPIES * self._max_body
             learned = LearnedBudget(self._requests.gate, floor=floor)
@@ -232,7 +231,7 @@ class Admission:
         self._max_small_body = min(_MAX_SMALL_BODY, fits)
         fits = max(1, bodies // (4 * _BODY_COPIES))
         self._first_charge = min(FIRST_CHARGE, self._max_body, fits)
-        delay = _cancel_delay(settings)
+        delay, room = _cancel_delay(settings), nbytes // _ROOM
         self._watched = LifecycleMiddleware(self._serve, cancel_delay=delay, room=room)
         self._shadow = ShadowLog(self.lanes) if settings.shadow else None
 
@@ -651,7 +650,8 @@ class AdmittedRequest:
                 self._learn()
             finally:
                 lease.release()
-                self._heap.freed(lease.bytes)
+                if lease.bytes >= LARGE:
+                    self._heap.freed()
 
     async def aclose(self) -> None:
         """Release the bytes, where the request owns them until its end."""
@@ -669,7 +669,8 @@ class AdmittedRequest:
                 slot.release()
             leave, self.leave = self.leave, object
             leave()
-            self._heap.freed(self.estimate.total)  # where another had its lease
+            if self.estimate.work >= LARGE:  # another may have had its lease
+                self._heap.freed()
 
 
 def _cancel_delay(settings: AdmissionSettings) -> float:

@@ -9,8 +9,8 @@ from collections.abc import Callable
 from functools import partial
 from typing import Final
 
-# What a request of fewer bytes leaves is not worth a look.
-_LARGE: Final = 2**20
+LARGE: Final = 2**20
+"""What a request of fewer bytes leaves is not worth a look."""
 
 
 class Heap:
@@ -34,9 +34,9 @@ class Heap:
         # Held by the thread, and never waited for: a finaliser may free a request.
         self._at_work = threading.Lock()
 
-    def freed(self, nbytes: int) -> None:
-        """Note that a request has freed what it was charged. Any thread."""
-        if self._trim is not None and nbytes >= _LARGE:
+    def freed(self) -> None:
+        """Note that a large request has freed its memory. Any thread."""
+        if self._trim is not None:
             self._freed += 1
             self._start(self._trim)
 

@@ -11,8 +11,6 @@ import pytest
 
 from lifecycle_asgi import heap
 
-MIB = 2**20
-
 
 class Pauses:
     """Stands in for `time.sleep`: each pause ends when the test says so."""
@@ -36,18 +34,17 @@ class Pauses:
 
 
 def test_trims_once_after_each_time_of_work(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Not right after a large request, nor again and again, nor for small ones."""
+    """Not right after a large request, nor again and again."""
     trimmed: queue.Queue[int] = queue.Queue()
     monkeypatch.setattr(heap, "malloc_trim", lambda: trimmed.put)
     pauses = Pauses()
     it = heap.Heap(sleep=pauses)
     for _ in range(2):
-        it.freed(MIB)
+        it.freed()
         assert pauses.begun() == 2.5
-        it.freed(9 * MIB)
+        it.freed()
         pauses.end()
         assert pauses.begun() == 2.5
-        it.freed(MIB - 1)  # not worth a look
         assert trimmed.empty()
         pauses.end()
         assert trimmed.get(timeout=60) == 0
@@ -68,11 +65,11 @@ def test_serves_where_it_cannot_trim(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(heap, "malloc_trim", lambda: len)
     it = heap.Heap()
     for _ in range(2):
-        it.freed(MIB)
+        it.freed()
     monkeypatch.undo()
     monkeypatch.setattr(heap, "malloc_trim", lambda: None)
     monkeypatch.setattr(threading, "Thread", None)
-    heap.Heap().freed(MIB)
+    heap.Heap().freed()
 
 
 KEPT = """

@@ -92,6 +92,58 @@ async def test_cuts_the_response_when_upstream_is_cut(sent, tmp_path):
         writer.close()
 
 
+@pytest.mark.asyncio
+@pytest.mark.thorough
+async def test_cuts_the_response_when_upstream_falls_silent(tmp_path):
+    """Between two parts, each of which may take as long; the client is told by a cut."""
+
+    async def handle(peer: Peer) -> None:
+        await peer.read_head()
+        await peer.send(CHUNKED)
+        for _ in range(5):
+            await asyncio.sleep(0.8)
+            await peer.send(b"4\r\nmore\r\n")
+        await peer.closed()
+
+    async with (
+        raw_upstream(handle) as (upstream, url),
+        running_proxy(url, tmp_path, "--idle-timeout", "3") as proxy,
+    ):
+        reader, writer = await proxy.connect()
+        writer.write(GET)
+        found = await asyncio.wait_for(reader.read(-1), 30)
+        assert found.count(b"more") == 5  # in four seconds
+        assert not found.endswith(b"0" + HEAD_END)
+        assert "response cut: The upstream sent nothing for 3 s" in proxy.log()
+        assert await upstream.settled() == 0
+        writer.close()
+
+
+@pytest.mark.asyncio
+@pytest.mark.thorough
+async def test_takes_no_slow_reader_for_a_silent_upstream(tmp_path):
+    """A client may read nothing for longer than the upstream may send nothing."""
+    size = 32 * 2**20  # more than all buffers on the way
+
+    async def handle(peer: Peer) -> None:
+        await peer.read_head()
+        await peer.send(b"HTTP/1.1 200 OK\r\ncontent-length: %d\r\n\r\n" % size)
+        await peer.send(b"x" * size)
+
+    async with (
+        raw_upstream(handle) as (_, url),
+        running_proxy(url, tmp_path, "--idle-timeout", "0.5") as proxy,
+    ):
+        reader, writer = await proxy.connect()
+        writer.write(GET)
+        head = await asyncio.wait_for(reader.readuntil(HEAD_END), 30)
+        await asyncio.sleep(1.5)
+        assert b"200 OK" in head
+        await asyncio.wait_for(reader.readexactly(size), 60)
+        assert "sent nothing" not in proxy.log()
+        writer.close()
+
+
 @pytest.mark.parametrize(("request_", "tries"), [(GET, 2), (PUT, 2), (POST, 1)])
 @pytest.mark.asyncio
 async def test_sends_again_only_what_is_safe(request_, tries, tmp_path):

@@ -81,13 +81,12 @@ class Connection:
             raise UpstreamLost("The upstream closed the connection") from None
         self._sending = False
 
-    async def next_event(self, timeout: float) -> Event:
-        """Return the next event; waits for bytes for *timeout* seconds at most.
+    async def next_event(self) -> Event:
+        """Return the next event; waits for its bytes.
 
         Raises:
             UpstreamError: What came is no response.
             UpstreamLost: The connection was closed before its time.
-            TimeoutError: Nothing came.
 
         Cancellation:
             Nothing is lost.
@@ -96,8 +95,7 @@ class Connection:
             event = self.ready_event()
             if event is not None:
                 return event
-            with anyio.fail_after(timeout):
-                await self._receive()
+            await self._receive()
 
     def ready_event(self) -> Event | None:
         """Return the next event if it is here already.

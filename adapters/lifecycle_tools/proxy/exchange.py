@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Final
 
 import anyio
@@ -199,16 +200,18 @@ class Exchange:
         }
         message["headers"] = response_headers(status, passed, trailers=trailers)
         await self._send(message)
-        idle = self._timeouts.idle
-        end: h11.EndOfMessage | None = None
-        while end is None:
-            try:
-                body, end = await self._read_body(idle)
-            except TimeoutError:
-                text = f"The upstream sent nothing for {idle:g} s"
-                raise UpstreamTimeout(text) from None
-            if body and end is None:
-                await self._send(_body(body, more_body=True))
+        idle, end = self._timeouts.idle, None
+        body = b""
+        # One scope, as each costs more than the rest of a small event.
+        with anyio.CancelScope() as silence:
+            while end is None:
+                silence.deadline = anyio.current_time() + idle
+                body, end = await self._read_body()
+                silence.deadline = math.inf
+                if body and end is None:
+                    await self._send(_body(body, more_body=True))
+        if end is None:
+            raise UpstreamTimeout(f"The upstream sent nothing for {idle:g} s")
         await self._send(_body(body, more_body=False))
         if trailers:
             items = [(bytes(name), bytes(value)) for name, value in end.headers]
@@ -218,9 +221,9 @@ class Exchange:
         seconds = self._timeouts.head
         try:
             with anyio.fail_after(seconds):
-                event = await self._connection.next_event(seconds)
+                event = await self._connection.next_event()
                 while isinstance(event, h11.InformationalResponse):
-                    event = await self._connection.next_event(seconds)
+                    event = await self._connection.next_event()
         except TimeoutError:
             text = f"The upstream sent no response within {seconds:g} s"
             raise UpstreamTimeout(text) from None
@@ -230,12 +233,12 @@ class Exchange:
         self.begun = True
         return event
 
-    async def _read_body(self, seconds: float) -> tuple[bytes, h11.EndOfMessage | None]:
+    async def _read_body(self) -> tuple[bytes, h11.EndOfMessage | None]:
         """Return all that has arrived, and the end if it is among it.
 
         An error behind the last piece is raised by the next call.
         """
-        event = await self._connection.next_event(seconds)
+        event = await self._connection.next_event()
         pieces: list[bytes] = []
         while isinstance(event, h11.Data):
             pieces.append(bytes(event.data))

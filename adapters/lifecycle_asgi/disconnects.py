@@ -178,8 +178,9 @@ class DisconnectWatcher:
             watch.room = min(mark, nbytes)
             self._room -= watch.room
             # This look tells a client that has filled the old buffer of the new one. By
-            # itself it asks ever more seldom.
-            same.recv(1, socket.MSG_PEEK | socket.MSG_DONTWAIT)
+            # itself it asks ever more seldom. With a default timeout, it would wait.
+            same.setblocking(False)
+            same.recv(1, socket.MSG_PEEK)
 
 
 @dataclass(slots=True, eq=False, repr=False)

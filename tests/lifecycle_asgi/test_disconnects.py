@@ -10,6 +10,7 @@ import resource
 import socket
 import struct
 import sys
+import time
 import weakref
 from collections.abc import Iterator
 from functools import partial
@@ -126,6 +127,19 @@ async def test_tells_a_client_with_a_full_buffer_of_the_new_room() -> None:
             if anyio.current_time() - began < 0.6:
                 return
     pytest.fail("heard late, three times")
+
+
+async def test_waits_for_no_body_where_sockets_have_a_default_timeout() -> None:
+    """Some programs set one, which a socket made of a descriptor has as well."""
+    before = socket.getdefaulttimeout()
+    with Peers(unread=0) as peers:
+        try:
+            socket.setdefaulttimeout(20)
+            began = time.monotonic()
+            assert peers.watch(DisconnectWatcher(64 * MIB)) is not None
+            assert time.monotonic() - began < 10
+        finally:
+            socket.setdefaulttimeout(before)
 
 
 @pytest.mark.parametrize("how", ["close", "reset"])

@@ -6,6 +6,9 @@ import queue
 import subprocess
 import sys
 import threading
+from collections.abc import Callable
+from contextvars import ContextVar
+from typing import ClassVar
 
 import pytest
 
@@ -51,25 +54,95 @@ def test_trims_once_after_each_time_of_work(monkeypatch: pytest.MonkeyPatch) -> 
     assert trimmed.empty()
 
 
+class Late:
+    """A lock that a large request finds taken, right before it is released."""
+
+    def __init__(self, request: Callable[[], object]) -> None:
+        self._request, self._lock = request, threading.Lock()
+        self.acquire = self._lock.acquire
+
+    def release(self) -> None:
+        """Release it, behind the request the first time."""
+        request, self._request = self._request, object
+        request()
+        self._lock.release()
+
+
+def test_overlooks_no_request_that_ends_as_the_thread_does(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Another thread waits for the memory of that one."""
+    trimmed: queue.Queue[int] = queue.Queue()
+    monkeypatch.setattr(heap, "malloc_trim", lambda: trimmed.put)
+    pauses = Pauses()
+    it = heap.Heap(sleep=pauses)
+    monkeypatch.setattr(it, "_at_work", Late(it.freed))
+    it.freed()
+    for _ in range(2):
+        assert pauses.begun() == 2.5
+        pauses.end()
+        assert trimmed.get(timeout=60) == 0
+
+
+REQUEST = ContextVar("request", default="")
+
+
 class NoThread(threading.Thread):
     """A thread of a process that may have no more of them."""
 
+    starts: ClassVar[list[str]] = []
+
     def start(self) -> None:
-        """Fail as the real one."""
+        """Note the context, and fail as the real one."""
+        self.starts.append(REQUEST.get())
         raise RuntimeError("can't start new thread")
 
 
 def test_serves_where_it_cannot_trim(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Neither another C library nor a process without threads is an error."""
+    """Neither another C library nor a process without threads is an error.
+
+    A thread would keep what it finds in the context where it starts, on some builds.
+    """
+    monkeypatch.setattr(NoThread, "starts", [])
+    token = REQUEST.set("of a client")
     monkeypatch.setattr(threading, "Thread", NoThread)
     monkeypatch.setattr(heap, "malloc_trim", lambda: len)
     it = heap.Heap()
     for _ in range(2):
         it.freed()
+    assert NoThread.starts == ["", ""]
     monkeypatch.undo()
     monkeypatch.setattr(heap, "malloc_trim", lambda: None)
     monkeypatch.setattr(threading, "Thread", None)
     heap.Heap().freed()
+    REQUEST.reset(token)
+
+
+ENDING = """
+import sys
+from lifecycle_asgi.heap import Heap
+
+async def serve():
+    try:
+        await Never()
+    finally:
+        heap.freed()
+        sys.stderr.write("freed")
+
+class Never:
+    def __await__(self):
+        yield
+
+heap, request = Heap(), serve()
+request.send(None)
+"""
+
+
+def test_lets_the_interpreter_end() -> None:
+    """A request that is freed as late as that begins no thread, and waits for none."""
+    argv = [sys.executable, "-c", ENDING]
+    done = subprocess.run(argv, check=True, capture_output=True, text=True, timeout=60)
+    assert (done.stdout, done.stderr) == ("", "freed")
 
 
 KEPT = """

@@ -1,13 +1,14 @@
 """Requests and responses pass as they are, but for what belongs to one connection."""
 
 import asyncio
+import time
 
 import pytest
 from asgi_kit import http_scope, serving
 from proxy_kit import Peer, raw_upstream, read_response, running_proxy
 
 from lifecycle_asgi.uvicorn_protocol import HeadersOnly
-from lifecycle_tools.proxy import ForwardedHeaders, Proxy, Upstream
+from lifecycle_tools.proxy import ForwardedHeaders, Proxy, ProxyTimeouts, Upstream
 
 GET = b"GET /a%2Fb//c?d=%20&d=2 HTTP/1.1\r\nhost: example.test\r\n"
 OK = b"HTTP/1.1 200 OK\r\ncontent-length: 0\r\n\r\n"
@@ -477,6 +478,39 @@ async def test_passes_trailers_to_a_server_that_can_send_them():
     assert b"".join(each.get("body", b"") for each in messages) == b"hi"
     assert messages[-1]["headers"] == [(b"x-sum", b"42")]
     assert b"te: trailers" in upstream.heads[0].lower()
+
+
+@pytest.mark.asyncio
+async def test_goes_on_where_the_proxy_itself_was_held_up():
+    """What has arrived counts, though the event loop looks after the time is over."""
+    pieces = asyncio.Queue()
+
+    async def handle(peer: Peer) -> None:
+        await peer.read_head()
+        await peer.send(CHUNKED_OK.removesuffix(b"3\r\ntwo\r\n0\r\n\r\n"))
+        assert await pieces.get() == b"one"
+        await asyncio.sleep(0.1)
+        peer.writer.write(b"3\r\ntwo\r\n")
+        time.sleep(1.2)  # noqa: ASYNC251 - of the proxy as well
+        assert await pieces.get() == b"two"
+        await peer.send(b"0\r\n\r\n")
+
+    async def receive():
+        return {"type": "http.request", "body": b"", "more_body": False}
+
+    async def send(message):
+        await asyncio.sleep(0)
+        if piece := message.get("body"):
+            pieces.put_nowait(piece)
+        ended.append(message.get("more_body") is False)
+
+    ended = []
+    async with asyncio.timeout(120), raw_upstream(handle) as (_, url):
+        server = Upstream(url, timeouts=ProxyTimeouts(idle=1.0))
+        scope = http_scope(method="GET", headers=[(b"host", b"a")])
+        await Proxy(server)(scope, receive, send)
+        await server.aclose()
+    assert ended == [False, False, False, True]
 
 
 @pytest.mark.asyncio

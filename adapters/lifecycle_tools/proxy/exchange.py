@@ -200,18 +200,19 @@ class Exchange:
         }
         message["headers"] = response_headers(status, passed, trailers=trailers)
         await self._send(message)
-        idle, end = self._timeouts.idle, None
-        body = b""
-        # One scope, as each costs more than the rest of a small event.
-        with anyio.CancelScope() as silence:
-            while end is None:
-                silence.deadline = anyio.current_time() + idle
-                body, end = await self._read_body()
-                silence.deadline = math.inf
-                if body and end is None:
-                    await self._send(_body(body, more_body=True))
-        if end is None:
-            raise UpstreamTimeout(f"The upstream sent nothing for {idle:g} s")
+        idle, body, end = self._timeouts.idle, b"", None
+        while end is None:
+            # One scope, as each costs more than the rest of a small event; another when
+            # the event loop has looked late, as what has arrived meanwhile counts.
+            with anyio.CancelScope() as silence:
+                while end is None and not silence.cancel_called:
+                    if body:
+                        await self._send(_body(body, more_body=True))
+                    silence.deadline = anyio.current_time() + idle
+                    body, end = await self._read_body()
+                    silence.deadline = math.inf
+            if silence.cancelled_caught:
+                raise UpstreamTimeout(f"The upstream sent nothing for {idle:g} s")
         await self._send(_body(body, more_body=False))
         if trailers:
             items = [(bytes(name), bytes(value)) for name, value in end.headers]

@@ -651,7 +651,7 @@ class AdmittedRequest:
             finally:
                 lease.release()
                 if lease.bytes >= LARGE:
-                    self._heap.freed()
+                    self._heap.freed(lease.bytes)
 
     async def aclose(self) -> None:
         """Release the bytes, where the request owns them until its end."""
@@ -670,7 +670,7 @@ class AdmittedRequest:
             leave, self.leave = self.leave, object
             leave()
             if self.estimate.work >= LARGE:  # another may have had its lease
-                self._heap.freed()
+                self._heap.freed(self.estimate.work)
 
 
 def _cancel_delay(settings: AdmissionSettings) -> float:

@@ -12,7 +12,9 @@ from functools import partial
 from typing import Final
 
 LARGE: Final = 2**20
-"""What a request of fewer bytes leaves is not worth a look."""
+"""Requests of fewer bytes do not count."""
+# So many bytes, which were freed since it last trimmed, are worth its while.
+_WORTH: Final = 32 * 2**20
 
 
 class Heap:
@@ -33,19 +35,20 @@ class Heap:
     ) -> None:
         self._seconds, self._sleep = seconds, sleep
         self._trim = malloc_trim()
-        self._freed = 0
+        self._freed = self._trimmed = 0
         # Held by the thread, and never waited for: a finaliser may free a request.
         self._at_work = threading.Lock()
 
-    def freed(self) -> None:
-        """Note that a large request has freed its memory. Any thread."""
+    def freed(self, nbytes: int) -> None:
+        """Note that a large request has freed so many bytes. Any thread."""
+        self._freed += nbytes
         # As the interpreter ends, no thread begins: its start would wait for ever.
         if self._trim is not None and not sys.is_finalizing():
-            self._freed += 1
             self._start(self._trim)
 
     def _start(self, trim: Callable[[int], int]) -> None:
-        if self._at_work.acquire(blocking=False):
+        worth = self._freed - self._trimmed >= _WORTH
+        if worth and self._at_work.acquire(blocking=False):
             run = partial(self._trim_later, trim)
             try:
                 it = threading.Thread(target=run, name="lifecycle heap", daemon=True)
@@ -59,9 +62,9 @@ class Heap:
         while seen != self._freed:
             seen = self._freed
             self._sleep(self._seconds)
+        self._trimmed = seen
         self._at_work.release()
-        if seen != self._freed:  # by a request that found the thread at work
-            self._start(trim)
+        self._start(trim)  # for requests that found this thread at work
         trim(0)
 
 

@@ -413,7 +413,7 @@ def _check_operator(config: ServerConfig) -> None:
         raise ConfigError(
             "http.admin_listen",
             f"{address[0]} may be reached from other machines, which would see and "
-            f"cancel all requests; give --admin-key KEY as well, or 127.0.0.1 instead",
+            f"cancel all requests; give --admin-key-file FILE, or 127.0.0.1 instead",
         )
 
 

@@ -14,6 +14,8 @@ import pytest
 
 from lifecycle_asgi import heap
 
+MIB = 2**20
+
 
 class Pauses:
     """Stands in for `time.sleep`: each pause ends when the test says so."""
@@ -43,14 +45,16 @@ def test_trims_once_after_each_time_of_work(monkeypatch: pytest.MonkeyPatch) -> 
     pauses = Pauses()
     it = heap.Heap(sleep=pauses)
     for _ in range(2):
-        it.freed()
+        it.freed(20 * MIB)
+        it.freed(20 * MIB)
         assert pauses.begun() == 2.5
-        it.freed()
+        it.freed(MIB)
         pauses.end()
         assert pauses.begun() == 2.5
         assert trimmed.empty()
         pauses.end()
         assert trimmed.get(timeout=60) == 0
+        it.freed(8 * MIB)  # not worth a thread
     assert trimmed.empty()
 
 
@@ -76,8 +80,8 @@ def test_overlooks_no_request_that_ends_as_the_thread_does(
     monkeypatch.setattr(heap, "malloc_trim", lambda: trimmed.put)
     pauses = Pauses()
     it = heap.Heap(sleep=pauses)
-    monkeypatch.setattr(it, "_at_work", Late(it.freed))
-    it.freed()
+    monkeypatch.setattr(it, "_at_work", Late(lambda: it.freed(99 * MIB)))
+    it.freed(99 * MIB)
     for _ in range(2):
         assert pauses.begun() == 2.5
         pauses.end()
@@ -109,12 +113,12 @@ def test_serves_where_it_cannot_trim(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(heap, "malloc_trim", lambda: len)
     it = heap.Heap()
     for _ in range(2):
-        it.freed()
+        it.freed(99 * MIB)
     assert NoThread.starts == ["", ""]
     monkeypatch.undo()
     monkeypatch.setattr(heap, "malloc_trim", lambda: None)
     monkeypatch.setattr(threading, "Thread", None)
-    heap.Heap().freed()
+    heap.Heap().freed(99 * MIB)
     REQUEST.reset(token)
 
 
@@ -126,7 +130,7 @@ async def serve():
     try:
         await Never()
     finally:
-        heap.freed()
+        heap.freed(2**30)
         sys.stderr.write("freed")
 
 class Never:
@@ -164,7 +168,7 @@ async def app(scope, receive, send):
 
 async def main():
     answer = await request(
-        Admission(app, environment={}, bytes=2**30), "POST", "/", body=b"x" * 2**20
+        Admission(app, environment={}, bytes=2**30), "POST", "/", body=b"x" * 12 * 2**20
     )
     print(answer.status, megabytes() - before > 100)
     with anyio.fail_after(30):

@@ -125,7 +125,7 @@ class Snapshots:
             "requests": _rows(requests, views, warnings, now),
             "clients": _clients(views),
             "gates": [each._asdict() for each in gates],
-            "engine": engine and {**engine._asdict(), "restarts": engine.restarts},
+            "engine": engine and engine._asdict(),
             "warnings": [each._asdict() for each in warnings[:_MOST_WARNINGS]],
             "warnings_total": len(warnings),
         }
@@ -154,17 +154,14 @@ class Snapshots:
         health = str(state.get("health", "unknown"))
         if health != self._health[0]:
             self._health = health, now
-        return EngineView(
-            health,
-            round(now - self._health[1], 1),
-            int(state.get("incarnation", 0)),
-            state.get("pid"),
-        )
+        seconds, pid = round(now - self._health[1], 1), state.get("pid")
+        starts = int(state.get("incarnation", 0))
+        return EngineView(health, seconds, starts, pid, max(0, starts - 1))
 
 
 def _view(request: LiveRequest, now: float, queued: Container[str]) -> RequestView:
     """Return what warnings, clients and the choice of rows need: it is made for all."""
-    nbytes, gate = _holdings(request, request.sessions())
+    nbytes, gate, holds = _holdings(request, request.sessions())
     phase, since = _phase(request, waits=gate is not None)
     if phase == "running" and any(it.key in queued for it in request.sessions()):
         phase = "queued"
@@ -180,6 +177,7 @@ def _view(request: LiveRequest, now: float, queued: Container[str]) -> RequestVi
         None if request.sending is None else now - request.sending,
         request.gives_up_s,
         request.keeps_bytes,
+        holds,
     )
 
 
@@ -206,7 +204,7 @@ def _row(
 ) -> dict[str, Any]:
     _measure(each, now)
     sessions = each.sessions()
-    _, gate = _holdings(each, ())
+    _, gate, _ = _holdings(each, ())
     return {
         "id": each.id,
         "session": ",".join(session.id for session in sessions),
@@ -331,8 +329,8 @@ def held_objects(request: LiveRequest) -> Iterator[tuple[str, object]]:
 
 def _holdings(
     request: LiveRequest, sessions: Iterable[Session]
-) -> tuple[int, str | None]:
-    """Return the bytes that it holds, and the name of the gate that it waits at.
+) -> tuple[int, str | None, dict[str, tuple[int, int]]]:
+    """Return its bytes, the name of the gate that it waits at, and what it holds.
 
     Payloads are in bytes that leases are charged with, as a rule; so it is whichever
     is more.
@@ -341,19 +339,22 @@ def _holdings(
         request: The request.
         sessions: Its sessions, which the caller has asked for already.
     """
-    charged, boxed, gate = 0, 0, None
+    boxed, gate = 0, None
+    holds: dict[str, tuple[int, int]] = {}
     for each in request.leases:
         lease = each()
         if lease is None:
             continue
         if lease.held:
-            charged += lease.bytes
+            slots, nbytes = holds.get(lease.gate.name, (0, 0))
+            holds[lease.gate.name] = slots + lease.slots, nbytes + lease.bytes
         elif lease_state(lease) == "waiting":
             gate = lease.gate.name
     for session in sessions:
         for box in payloads(session):
             boxed += box.nbytes
-    return max(charged, boxed), gate
+    charged = sum(nbytes for _, nbytes in holds.values())
+    return max(charged, boxed), gate, holds
 
 
 def _phase(request: LiveRequest, *, waits: bool) -> tuple[ShownPhase, float]:

@@ -5,8 +5,11 @@ Pure functions of one moment, so that each warning is tested without a server.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+import math
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Final, Literal, NamedTuple
 
 from lifecycle_asgi.memory_limit import size_text
@@ -22,6 +25,7 @@ WarningKind = Literal[
     "overdue",
     "gate binding",
     "reader behind",
+    "engine full",
     "engine slow",
 ]
 
@@ -44,6 +48,7 @@ class RequestView(NamedTuple):
         sending_s: Since the part that the client has yet to take was sent.
         gives_up_s: Seconds from its arrival until the client gives up.
         keeps_bytes: It is meant to hold its bytes while the response streams.
+        holds: Slots and bytes that it holds, by the name of the gate.
     """
 
     id: str
@@ -57,6 +62,7 @@ class RequestView(NamedTuple):
     sending_s: float | None = None
     gives_up_s: float | None = None
     keeps_bytes: bool = False
+    holds: Mapping[str, tuple[int, int]] = MappingProxyType({})
 
 
 class GateView(NamedTuple):
@@ -93,17 +99,14 @@ class EngineView(NamedTuple):
         health_s: For how long.
         incarnation: Number of engine processes started so far.
         pid: Its process id, if it has one.
+        restarts: How often it was started again.
     """
 
     health: str
     health_s: float
     incarnation: int
     pid: int | None = None
-
-    @property
-    def restarts(self) -> int:
-        """How often it was started again."""
-        return max(0, self.incarnation - 1)
+    restarts: int = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -115,7 +118,8 @@ class WarningLimits:
         held_s: So long after the first part of the response, bytes are still held.
         held_bytes: At least so many.
         overdue_s: So long in one phase before the response begins.
-        waiting_s: So long, a gate always had requests in its queue.
+        waiting_s: So long, a gate always had requests in its queue, or the engine no
+            place in its batch for one.
         behind_s: For so long, the client has not taken what was sent.
         engine_s: For so long, the engine is not serving.
     """
@@ -155,6 +159,11 @@ def find_warnings(
         text = f"the engine is {engine.health} for {_seconds(engine.health_s)}"
         if engine.health_s >= limits.engine_s:
             found.append(LiveWarning("engine slow", "engine", text))
+    queued = [each.phase_s for each in requests if each.phase == "queued"]
+    if max(queued, default=0.0) >= limits.waiting_s:
+        text = f"{_wait(len(queued))} for a place in the engine's batch, one of them "
+        text += f"for {_seconds(max(queued))}"
+        found.append(LiveWarning("engine full", "engine", text))
     found += (
         LiveWarning("gate binding", gate.name, _binding(gate, requests))
         for gate in gates
@@ -210,12 +219,30 @@ def _binding(gate: GateView, requests: Iterable[RequestView]) -> str:
     if gate.bytes is not None:
         used.append(f"{size_text(gate.bytes_in_use)} of {size_text(gate.bytes)}")
     taken = f" at {' and '.join(used)}" if used else ""
-    wait = "request waits" if gate.waiting == 1 else "requests wait"
-    text = f"{gate.waiting} {wait} at gate {gate.name!r}{taken}"
-    largest = max(requests, key=lambda each: each.bytes, default=None)
-    if gate.bytes is not None and largest is not None and largest.bytes:
-        text += f"; {_name(largest)} holds most, {size_text(largest.bytes)}"
-    return text
+    text = f"{_wait(gate.waiting)} at gate {gate.name!r}{taken}"
+    return text + _holders(gate, requests)
+
+
+def _wait(number: int) -> str:
+    return f"{number} {'request waits' if number == 1 else 'requests wait'}"
+
+
+def _holders(gate: GateView, requests: Iterable[RequestView]) -> str:
+    """Return in words who holds most of what there is least of, and what nobody has."""
+    slots, nbytes = gate.slots_in_use, gate.bytes_in_use
+    by_bytes = nbytes / (gate.bytes or math.inf) >= slots / (gate.slots or math.inf)
+    held: Counter[str] = Counter()
+    for each in requests:
+        held[each.client] += each.holds.get(gate.name, (0, 0))[by_bytes]
+
+    def amount(number: int) -> str:
+        return size_text(number) if by_bytes else f"{number} slots"
+
+    client, most = (held.most_common(1) or [("", 0)])[0]
+    text = f"; {client} holds most, {amount(most)}" if most else ""
+    missing = (slots, nbytes)[by_bytes] - held.total()
+    rest = f"; no request that is live here holds {amount(missing)}"
+    return text + rest * (missing > most)
 
 
 def _seconds(seconds: float) -> str:

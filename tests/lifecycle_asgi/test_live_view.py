@@ -539,25 +539,73 @@ def test_warns_of_requests(request_: RequestView, kinds: list[str]) -> None:
     assert {each.subject for each in found} <= {"a"}
 
 
+NOBODY = "no request that is live here holds 50 B"
+
+
 @pytest.mark.parametrize(
-    ("gate", "text"),
+    ("gate", "told"),
     [
-        (a_gate(), None),
-        (a_gate(waiting=1, waiting_s=0.4), None),
+        (a_gate(), []),
+        (a_gate(waiting=1, waiting_s=0.4), []),
         (
             a_gate(waiting=2, waiting_s=0.6),
-            "2 requests wait at gate 'g' at 50 B of 100 B; a of c holds most, 40 B",
+            ["2 requests wait at gate 'g' at 50 B of 100 B", "c holds most, 40 B"],
         ),
         (
-            a_gate(waiting=1, waiting_s=0.6, slots=1, bytes=None),
-            "1 request waits at gate 'g' at 1 of 1 slots",
+            a_gate(waiting=1, waiting_s=0.6, slots=8, slots_in_use=5, bytes=None),
+            ["1 request waits at gate 'g' at 5 of 8 slots", "c holds most, 5 slots"],
+        ),
+        (
+            a_gate(waiting=1, waiting_s=0.6, slots=5, slots_in_use=5),
+            [
+                "1 request waits at gate 'g' at 5 of 5 slots and 50 B of 100 B",
+                "c holds most, 5 slots",
+            ],
+        ),
+        (
+            a_gate(waiting=1, waiting_s=0.6, slots=5, slots_in_use=5, bytes_in_use=100),
+            [
+                "1 request waits at gate 'g' at 5 of 5 slots and 100 B of 100 B",
+                "c holds most, 40 B",
+                NOBODY,
+            ],
+        ),
+        (
+            a_gate(name="other", waiting=1, waiting_s=0.6),
+            ["1 request waits at gate 'other' at 50 B of 100 B", NOBODY],
+        ),
+        (
+            a_gate(name="other", waiting=1, waiting_s=0.6, slots=0, slots_in_use=0),
+            [
+                "1 request waits at gate 'other' at 0 of 0 slots and 50 B of 100 B",
+                NOBODY,
+            ],
         ),
     ],
 )
-def test_warns_of_gates(gate: GateView, text: str | None) -> None:
-    """A gate binds once there is always a request in its queue."""
-    found = find_warnings([a_request(bytes=40)], [gate], None, WarningLimits())
-    assert [each.text for each in found] == ([text] if text else [])
+def test_warns_of_gates(gate: GateView, told: list[str]) -> None:
+    """A gate binds once there is always a request in its queue, and says who holds it."""
+    requests = [
+        a_request(bytes=90, holds={"g": (3, 30)}),
+        a_request(id="b", holds={"g": (2, 10)}),
+        a_request(client="d", holds={"g": (0, 10)}),
+    ]
+    found = find_warnings(requests, [gate], None, WarningLimits())
+    assert [each.text for each in found] == ["; ".join(told)] * bool(told)
+
+
+def test_warns_of_a_full_engine() -> None:
+    """Once a request has waited long enough for a place in the batch."""
+    young, old = (
+        [a_request(phase="queued", phase_s=each) for each in (0.2, longest)]
+        for longest in (0.4, 0.6)
+    )
+    assert find_warnings(young, [], None, WarningLimits()) == []
+    (found,) = find_warnings(old, [], None, WarningLimits())
+    assert (found.kind, found.subject) == ("engine full", "engine")
+    assert found.text == (
+        "2 requests wait for a place in the engine's batch, one of them for 0.6 s"
+    )
 
 
 @pytest.mark.parametrize(

@@ -291,6 +291,7 @@ def _operator(
     def engine() -> Mapping[str, Any]:
         now = service.engine
         health = getattr(now, "health", "ready" if now.ready else "unavailable")
+        health = "draining" if service.sessions.draining else health
         return {"health": health, "incarnation": now.incarnation, "pid": now.pid}
 
     pages = LivePages(live, engine=engine, allow=lambda _: True, cancel=True)

@@ -14,6 +14,7 @@ from typing import Any, Final
 from lifecycle import Gate, GateFull, GateStatistics, Lease, Refused
 from lifecycle.events import AdmissionRefused, Observer, combine_observers, guarded
 from lifecycle.lowlevel import DrainRate, event_loop_clock
+from lifecycle.shared import SharedGate
 from lifecycle_asgi._types import AnyGate, Message, Send
 from lifecycle_asgi.admission_settings import AdmissionSettings
 from lifecycle_asgi.refusals import ClientLimitExceeded, TooManyInFlight
@@ -264,8 +265,6 @@ def make_lanes(
 
 
 def _shared(folder: str, *, name: str, **options: Any) -> AnyGate:
-    from lifecycle.shared import SharedGate  # starts no thread before a request
-
     return SharedGate(Path(folder, name), name=name, **options)
 
 

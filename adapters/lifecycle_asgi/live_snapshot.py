@@ -12,7 +12,7 @@ from heapq import nlargest
 from types import MappingProxyType
 from typing import Any, Final
 
-from lifecycle import Session
+from lifecycle import Lease, Session
 from lifecycle.debug import lease_state, payloads
 from lifecycle_asgi._types import AnyGate
 from lifecycle_asgi.events import LiveRequest, LiveRequests, current_count
@@ -25,6 +25,7 @@ from lifecycle_asgi.live_warnings import (
     WarningLimits,
     find_warnings,
 )
+from lifecycle_asgi.memory_limit import size_text
 
 # Rows of each table: more than a screen has, and what bounds the cost of a snapshot.
 _MOST_REQUESTS: Final = 200
@@ -161,8 +162,8 @@ class Snapshots:
 
 def _view(request: LiveRequest, now: float, queued: Container[str]) -> RequestView:
     """Return what warnings, clients and the choice of rows need: it is made for all."""
-    nbytes, gate, holds = _holdings(request, request.sessions())
-    phase, since = _phase(request, waits=gate is not None)
+    nbytes, waiting, holds = _holdings(request, request.sessions())
+    phase, since = _phase(request, waits=waiting is not None)
     if phase == "running" and any(it.key in queued for it in request.sessions()):
         phase = "queued"
     return RequestView(
@@ -178,6 +179,7 @@ def _view(request: LiveRequest, now: float, queued: Container[str]) -> RequestVi
         request.gives_up_s,
         request.keeps_bytes,
         holds,
+        request.what,
     )
 
 
@@ -204,7 +206,7 @@ def _row(
 ) -> dict[str, Any]:
     _measure(each, now)
     sessions = each.sessions()
-    _, gate, _ = _holdings(each, ())
+    _, waiting, _ = _holdings(each, ())
     return {
         "id": each.id,
         "session": ",".join(session.id for session in sessions),
@@ -214,8 +216,8 @@ def _row(
         "phase_s": round(view.phase_s, 1),
         "age_s": round(view.age_s, 1),
         "bytes": view.bytes,
-        "gate": gate,
-        "waits_for": _waits_for(each, view.phase, gate),
+        "gate": waiting and waiting.gate.name,
+        "waits_for": _waits_for(each, view.phase, waiting),
         "gone_s": None if view.gone_s is None else round(view.gone_s, 1),
         "read": each.read,
         "sent": each.sent,
@@ -329,8 +331,8 @@ def held_objects(request: LiveRequest) -> Iterator[tuple[str, object]]:
 
 def _holdings(
     request: LiveRequest, sessions: Iterable[Session]
-) -> tuple[int, str | None, dict[str, tuple[int, int]]]:
-    """Return its bytes, the name of the gate that it waits at, and what it holds.
+) -> tuple[int, Lease | None, dict[str, tuple[int, int]]]:
+    """Return its bytes, the lease that it waits for, and what it holds by gate.
 
     Payloads are in bytes that leases are charged with, as a rule; so it is whichever
     is more.
@@ -339,8 +341,7 @@ def _holdings(
         request: The request.
         sessions: Its sessions, which the caller has asked for already.
     """
-    boxed, gate = 0, None
-    holds: dict[str, tuple[int, int]] = {}
+    waiting, holds = None, dict[str, tuple[int, int]]()
     for each in request.leases:
         lease = each()
         if lease is None:
@@ -349,12 +350,10 @@ def _holdings(
             slots, nbytes = holds.get(lease.gate.name, (0, 0))
             holds[lease.gate.name] = slots + lease.slots, nbytes + lease.bytes
         elif lease_state(lease) == "waiting":
-            gate = lease.gate.name
-    for session in sessions:
-        for box in payloads(session):
-            boxed += box.nbytes
+            waiting = lease
+    boxed = sum(box.nbytes for session in sessions for box in payloads(session))
     charged = sum(nbytes for _, nbytes in holds.values())
-    return max(charged, boxed), gate, holds
+    return max(charged, boxed), waiting, holds
 
 
 def _phase(request: LiveRequest, *, waits: bool) -> tuple[ShownPhase, float]:
@@ -373,10 +372,11 @@ def _phase(request: LiveRequest, *, waits: bool) -> tuple[ShownPhase, float]:
     return "running", request.body_done or request.began
 
 
-def _waits_for(request: LiveRequest, phase: ShownPhase, gate: str | None) -> str:
+def _waits_for(request: LiveRequest, phase: ShownPhase, waiting: Lease | None) -> str:
     """Return what would have to happen next, in words."""
-    if phase == "waiting" and gate is not None:
-        return f"gate {gate}"
+    if phase == "waiting" and waiting is not None:
+        asked = f"{size_text(waiting.bytes)} at " if waiting.bytes else ""
+        return f"{asked}gate {waiting.gate.name}"
     if phase == "streaming" and request.sending is not None:
         return "its client"
     return _AWAITED[phase]

@@ -49,6 +49,7 @@ class RequestView(NamedTuple):
         gives_up_s: Seconds from its arrival until the client gives up.
         keeps_bytes: It is meant to hold its bytes while the response streams.
         holds: Slots and bytes that it holds, by the name of the gate.
+        what: Its method and path.
     """
 
     id: str
@@ -63,6 +64,7 @@ class RequestView(NamedTuple):
     gives_up_s: float | None = None
     keeps_bytes: bool = False
     holds: Mapping[str, tuple[int, int]] = MappingProxyType({})
+    what: str = "request"
 
 
 class GateView(NamedTuple):
@@ -121,7 +123,7 @@ class WarningLimits:
         waiting_s: So long, a gate always had requests in its queue, or the engine no
             place in its batch for one.
         behind_s: For so long, the client has not taken what was sent.
-        engine_s: For so long, the engine is not serving.
+        engine_s: For so long, the engine is busy; another trouble is told at once.
     """
 
     gone_s: float = 0.5
@@ -157,7 +159,7 @@ def find_warnings(
     found: list[LiveWarning] = []
     if engine is not None and engine.health in _SLOW:
         text = f"the engine is {engine.health} for {_seconds(engine.health_s)}"
-        if engine.health_s >= limits.engine_s:
+        if engine.health != "busy" or engine.health_s >= limits.engine_s:
             found.append(LiveWarning("engine slow", "engine", text))
     queued = [each.phase_s for each in requests if each.phase == "queued"]
     if max(queued, default=0.0) >= limits.waiting_s:
@@ -209,7 +211,7 @@ def _held(request: RequestView) -> str:
 
 
 def _name(request: RequestView) -> str:
-    return f"{request.id} of {request.client}"
+    return f"{request.what} {request.id} of {request.client}"
 
 
 def _binding(gate: GateView, requests: Iterable[RequestView]) -> str:

@@ -106,7 +106,7 @@ def test_names_payload_held_after_hand_off(port: int) -> None:
         found = warning(port, "payload held after hand-off", "/held")
         shown = row(found["event"], "/held")
         assert found["subject"] == shown["id"]
-        assert "5.0 MiB" in found["text"]
+        assert f"GET /held {shown['id']} of 127.0.0.1 holds 5.0 MiB" in found["text"]
         assert shown["phase"] == "streaming"
         other = wait_row(port, "/released", phase="streaming")
         assert other["warnings"] == []
@@ -137,6 +137,7 @@ def test_names_gate_that_binds(port: int) -> None:
         assert "1 request waits" in found["text"]
         waiting = wait_row(port, "/binding", phase="waiting")
         assert waiting["gate"] == "one"
+        assert waiting["waits_for"] == "gate one"
         gates = {each["name"]: each for each in found["event"]["gates"]}
         assert gates["one"]["slots_in_use"] == 1
         assert gates["one"]["waiting"] == 1
@@ -615,8 +616,9 @@ def test_warns_of_a_full_engine() -> None:
         ("starting", 9.0, False),
         ("busy", 0.4, False),
         ("busy", 0.6, True),
-        ("stopped", 0.6, True),
-        ("restarting", 0.6, True),
+        ("stopped", 0.0, True),
+        ("restarting", 0.0, True),
+        ("draining", 9.0, False),
     ],
 )
 def test_warns_of_engine(health: str, seconds: float, warned: bool) -> None:

@@ -106,7 +106,7 @@ def test_names_payload_held_after_hand_off(port: int) -> None:
         found = warning(port, "payload held after hand-off", "/held")
         shown = row(found["event"], "/held")
         assert found["subject"] == shown["id"]
-        assert f"GET /held {shown['id']} of 127.0.0.1 holds 5.0 MiB" in found["text"]
+        assert f"POST /held {shown['id']} of 127.0.0.1 holds 5.0 MiB" in found["text"]
         assert shown["phase"] == "streaming"
         other = wait_row(port, "/released", phase="streaming")
         assert other["warnings"] == []

@@ -238,7 +238,7 @@ def _holders(gate: GateView, requests: Iterable[RequestView]) -> str:
         held[each.client] += each.holds.get(gate.name, (0, 0))[by_bytes]
 
     def amount(number: int) -> str:
-        return size_text(number) if by_bytes else f"{number} slots"
+        return size_text(number) if by_bytes else f"{number} slot{'s' * (number != 1)}"
 
     client, most = (held.most_common(1) or [("", 0)])[0]
     text = f"; {client} holds most, {amount(most)}" if most else ""

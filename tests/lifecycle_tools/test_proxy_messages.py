@@ -229,7 +229,6 @@ async def test_sends_a_client_of_http_1_0_no_chunks(response, keep, tmp_path):
         head, _, body = found.partition(b"\r\n\r\n")
         assert body == b"onetwo"
         assert b"transfer-encoding" not in head.lower()
-        assert b"\r\nconnection: close" in head.lower()
         assert (b"content-length: 6" in head) == (b"content-length" in response)
         found = await read_to_the_end(proxy, b"HEAD / HTTP/1.0\r\n" + keep + b"\r\n")
         assert found.partition(b"\r\n\r\n")[2] == b""

@@ -73,7 +73,7 @@ def skip_inner(*about: Any) -> bool | None:
 def show_defaults(*about: Any) -> tuple[str, str] | None:
     """Show functions and classes that are defaults by their names.
 
-    A limit that nobody names is none for a new gate, and otherwise stays as it is. The
+    A limit that is not named is none for a new gate, and otherwise stays as it is. The
     argument that catches a gate or decorator without its parentheses is left out.
     """
     _app, what, *_, arguments, returned = about

@@ -545,7 +545,7 @@ class AdmittedRequest:
         send: The server's.
         correction: Learns from what the request really needed.
         learn: Called before the bytes are released.
-        heap: Told of them when they are.
+        heap: Notified once they are released.
         timeout: Seconds for the whole body.
 
     Attributes:

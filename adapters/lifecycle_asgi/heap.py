@@ -13,7 +13,7 @@ from typing import Final
 
 LARGE: Final = 2**20
 """Requests of fewer bytes do not count."""
-# So many bytes, which were freed since it last trimmed, are worth its while.
+# The heap is trimmed again once requests have freed so many bytes.
 _WORTH: Final = 32 * 2**20
 
 
@@ -22,8 +22,8 @@ class Heap:
 
     glibc keeps blocks of up to 32 MiB after they are freed, in one arena for each of
     several threads. A thread of its own, which lives until it has trimmed, gives their
-    pages back: it waits without the interpreter. Others go on, but whoever allocates
-    from the arena that is trimmed waits: 0.2 s where a GiB is given back.
+    pages back without the interpreter's lock. Only an allocation from the arena that is
+    being trimmed waits, some tenths of a second for large heaps.
 
     Args:
         seconds: How long none must have ended.
@@ -69,7 +69,7 @@ class Heap:
 
 
 def malloc_trim() -> Callable[[int], int] | None:
-    """Return the function of the C library, which waits without the interpreter."""
+    """Return the function of the C library, which runs without the lock."""
     try:
         trim: Callable[[int], int] = ctypes.CDLL(None).malloc_trim
     except (AttributeError, OSError, TypeError):  # not glibc

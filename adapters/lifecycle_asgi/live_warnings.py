@@ -123,7 +123,7 @@ class WarningLimits:
         waiting_s: So long, a gate always had requests in its queue, or the engine no
             place in its batch for one.
         behind_s: For so long, the client has not taken what was sent.
-        engine_s: For so long, the engine is busy; another trouble is told at once.
+        engine_s: For so long, the engine is busy; other states warn at once.
     """
 
     gone_s: float = 0.5
@@ -230,7 +230,7 @@ def _wait(number: int) -> str:
 
 
 def _holders(gate: GateView, requests: Iterable[RequestView]) -> str:
-    """Return in words who holds most of what there is least of, and what nobody has."""
+    """Return the client that holds most of the scarcer limit, and what none holds."""
     slots, nbytes = gate.slots_in_use, gate.bytes_in_use
     by_bytes = nbytes / (gate.bytes or math.inf) >= slots / (gate.slots or math.inf)
     held: Counter[str] = Counter()

@@ -86,7 +86,7 @@ def rules() -> dict[str, dict[str, Any]]:
 
 
 def expected(name: str, labels: dict[str, str]) -> dict[str, Any]:
-    """Return the alert as whoever is on call reads it."""
+    """Return the alert as the operator on call reads it."""
     rule = rules()[name]
     text = yaml.safe_dump(rule["annotations"])
     filled = re.sub(r"{{ \$labels\.(\w+) }}", lambda it: labels[it[1]], text)

@@ -540,7 +540,7 @@ def test_warns_of_requests(request_: RequestView, kinds: list[str]) -> None:
     assert {each.subject for each in found} <= {"a"}
 
 
-NOBODY = "no request that is live here holds 50 B"
+UNHELD = "no request that is live here holds 50 B"
 
 
 @pytest.mark.parametrize(
@@ -568,24 +568,24 @@ NOBODY = "no request that is live here holds 50 B"
             [
                 "1 request waits at gate 'g' at 5 of 5 slots and 100 B of 100 B",
                 "c holds most, 40 B",
-                NOBODY,
+                UNHELD,
             ],
         ),
         (
             a_gate(name="other", waiting=1, waiting_s=0.6),
-            ["1 request waits at gate 'other' at 50 B of 100 B", NOBODY],
+            ["1 request waits at gate 'other' at 50 B of 100 B", UNHELD],
         ),
         (
             a_gate(name="other", waiting=1, waiting_s=0.6, slots=0, slots_in_use=0),
             [
                 "1 request waits at gate 'other' at 0 of 0 slots and 50 B of 100 B",
-                NOBODY,
+                UNHELD,
             ],
         ),
     ],
 )
 def test_warns_of_gates(gate: GateView, told: list[str]) -> None:
-    """A gate binds once there is always a request in its queue, and says who holds it."""
+    """A gate binds once there is always a request in its queue, and names its holder."""
     requests = [
         a_request(bytes=90, holds={"g": (3, 30)}),
         a_request(id="b", holds={"g": (2, 10)}),

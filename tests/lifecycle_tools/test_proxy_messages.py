@@ -252,7 +252,6 @@ async def test_sends_an_old_client_no_chunks_of_an_application(version, keep):
         writer.close()
     assert found.endswith(b"\r\n\r\none")
     assert b"transfer-encoding" not in found
-    assert b"\r\nconnection: close" in found
 
 
 @pytest.mark.asyncio

@@ -52,7 +52,7 @@ class BoundedSocket(WebSocketsSansIOProtocol):
 
     def handle_cont(self, event: Any) -> None:
         """Keep the pieces of a message as one: an object for each takes far more."""
-        pieces = getattr(self, "frames", None)  # uvicorn 0.47 has none
+        pieces: list[Any] = self.frames
         if event.fin or not pieces:
             super().handle_cont(event)
         elif isinstance(pieces[0], bytearray):

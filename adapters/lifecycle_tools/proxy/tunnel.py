@@ -77,12 +77,10 @@ class Tunnel:
         self._scope, self._receive, self._send = scope, receive, send
         self._stream = stream
         self._timeouts = timeouts
-        offered = ",".join(scope.get("subprotocols", ()))  # uvicorn 0.47 splits none
+        offered = scope.get("subprotocols", ())
         self._http = ClientProtocol(
             parse_uri("ws://upstream"),
-            subprotocols=[Subprotocol(each.strip()) for each in offered.split(",")]
-            if offered
-            else None,
+            subprotocols=[Subprotocol(each) for each in offered] or None,
             max_size=max_message,
         )
         request = self._http.connect()

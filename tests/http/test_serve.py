@@ -97,6 +97,8 @@ async def test_lets_streams_finish_and_takes_no_new_ones() -> None:
         assert headers["x-should-retry"] == "false"
         ready = await client._client.get(f"{server.address}/ready")
         assert (ready.status_code, ready.json()) == (503, {"status": "draining"})
+        view = await client._client.get(f"{server.admin}/_lifecycle/snapshot")
+        assert view.json()["engine"]["health"] == "draining"
         chunks = [chunk async for chunk in stream]
         assert chunks[-1].choices[0].finish_reason == "length"
         assert await server.exit() == 0

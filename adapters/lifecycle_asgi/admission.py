@@ -216,7 +216,7 @@ class Admission:
         self._shares = ClientShares(most) if most else None
         self._max_body = settings.max_body
         if (most := self._bodies.statistics().bytes) is not None:
-            self._max_body = max(1, min(self._max_body, most // _BODY_COPIES))
+            self._max_body = settings.largest_body(most // _BODY_COPIES)
         self._ceiling = 0
         if settings.bytes == "auto":
             floor = _BODY_COPIES * self._max_body

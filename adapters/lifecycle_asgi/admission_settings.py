@@ -15,6 +15,7 @@ from lifecycle_asgi.api_keys import GUARDED_PREFIXES
 from lifecycle_asgi.media_memory import MediaProfile
 from lifecycle_asgi.memory_limit import default_budget
 
+_MAX_BODY: Final = 64 * 2**20
 _SIZE: Final = re.compile(r"(\d+(?:\.\d+)?)\s*(?:([KMGT])(I?B?)|B)?", re.ASCII)
 _LEAST: Final = {"slots": 0, "per_client": 0, "media_slots": 1, "tensor_pixels": 1}
 _SWITCHES: Final = {"1": True, "true": True, "0": False, "false": False}
@@ -84,7 +85,7 @@ class AdmissionSettings:
     media_slots: int | None = None
     release: Literal["hand_off", "end"] = "hand_off"
     order: Literal["fair", "fifo"] = "fair"
-    max_body: int = 64 * 2**20
+    max_body: int = _MAX_BODY
     max_waiting: int = 128
     max_wait: float = 20.0
     body_timeout: float = 60.0
@@ -133,6 +134,22 @@ class AdmissionSettings:
     def budget(self) -> int:
         """All bytes that requests may have: the largest budget, if it is learned."""
         return default_budget() if self.bytes == "auto" else self.bytes
+
+    def largest_body(self, fits: int) -> int:
+        """Return what one body may have, and log if that is less than was asked for.
+
+        Args:
+            fits: Bytes of the largest body for which its lane has room.
+        """
+        if fits < self.max_body != _MAX_BODY:
+            logging.getLogger("lifecycle").warning(
+                "Admission: bodies above %d bytes are refused, although max_body is "
+                "%d; that takes a budget of %d bytes",
+                fits,
+                self.max_body,
+                16 * self.max_body,
+            )
+        return max(1, min(self.max_body, fits))
 
     @classmethod
     def from_environment(cls, environment: Mapping[str, str], **options: Any) -> Self:

@@ -488,6 +488,30 @@ def test_tells_its_types_to_containers() -> None:
                 assert typing.get_type_hints(of)["return"] is not None
 
 
+@pytest.mark.parametrize(
+    ("limits", "warned"),
+    [
+        ({"bytes": 2**28}, False),  # the default gives way
+        ({"bytes": 2**28, "max_body": 2**24}, False),
+        ({"bytes": 2**28, "max_body": 2**24 + 1}, True),
+        ({"bytes": 2**28, "max_body": 2**26 + 1}, True),
+        ({"bytes": 16 * (2**26 + 1), "max_body": 2**26 + 1}, False),
+    ],
+)
+def test_warns_of_bodies_that_never_fit(
+    caplog: pytest.LogCaptureFixture, limits: dict[str, int], warned: bool
+) -> None:
+    """A body of a permitted size is not refused for the budget without a word."""
+    wrap(None, **limits)
+    assert bool(caplog.messages) is warned
+    for message in caplog.messages:
+        assert message == (
+            f"Admission: bodies above {2**24} bytes are refused, although max_body is "
+            f"{limits['max_body']}; that takes a budget of {16 * limits['max_body']} "
+            f"bytes"
+        )
+
+
 def test_warns_of_variables_that_set_nothing(caplog) -> None:
     """A misspelt limit is none, which is told with the name that was most likely meant."""
     environment = {"LIFECYCLE_BYTE": "1GiB", "LIFECYCLE_SLOTS": "4", "OTHER": "1"}

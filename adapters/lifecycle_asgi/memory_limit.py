@@ -112,13 +112,25 @@ def announce(budget: int, *, shared: str | None) -> None:
 
 
 def is_worker() -> bool:
-    """Whether uvicorn or gunicorn has started this process as one of several."""
-    # Of a process that uvicorn started for ``--reload``, there is one.
+    """Whether a server has started this process as one of several.
+
+    The servers are uvicorn, hypercorn, gunicorn, Granian and BentoML. With the last
+    two, the first of several workers does not know of the others.
+    """
     started: Any = sys.modules.get("multiprocessing.process")
-    options = getattr(started and started.current_process(), "_kwargs", {})
-    config: Any = options.get("config")
+    process = started and started.current_process()
+    config: Any = getattr(process, "_kwargs", {}).get("config")
+    # Of a process that was started to reload the application, there is one.
     if type(config).__module__ == "uvicorn.config":
         return bool(config.workers > 1 and not config.should_reload)
+    if type(config).__module__ == "hypercorn.config":
+        return bool(config.workers > 1 and not config.use_reloader)
+    if getattr(process, "name", "") == "granian-worker":
+        number = next(iter(getattr(process, "_args", ())), None)
+        return isinstance(number, int) and number > 1
+    bento: Any = sys.modules.get("bentoml._internal.context")
+    if bento is not None:
+        return (bento.server_context.worker_index or 1) > 1
     return "gunicorn.arbiter" in sys.modules
 
 

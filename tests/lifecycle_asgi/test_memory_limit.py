@@ -22,6 +22,7 @@ from types import ModuleType
 import pytest
 from cgroup_kit import memory_group
 from PIL import Image
+from ports import free_port
 
 from lifecycle_asgi import Admission
 from lifecycle_asgi.memory_limit import MAX_BUDGET, memory_limit
@@ -202,46 +203,83 @@ def test_warns_of_a_budget_that_is_more_than_there_is(caplog) -> None:
     assert f"{limit.owner} has; give fewer bytes" in caplog.text
 
 
-def said_by(workers: int, folder: Path, *options: str, **environment: str) -> list[str]:
-    """What is logged about budgets until all workers of a uvicorn have started."""
+UVICORN = ("uvicorn", "--port=0", "--lifespan=off", "idle:app")
+HYPERCORN = ("hypercorn", "--bind=127.0.0.1:0", "idle:app")
+GRANIAN = ("granian", "--interface=asgi", "--port={port}", "--no-ws", "idle:app")
+
+
+def said_by(folder: Path, *command: str, processes: int, **environment: str) -> str:
+    """What is logged about budgets until the application is in all processes."""
     (folder / "idle.py").write_text(
-        "from lifecycle_asgi import Admission\napp = Admission(None)\n"
+        "from lifecycle_asgi import Admission\n"
+        "app = Admission(None)\n"
+        "print('imported', flush=True)\n"
     )
-    argv = [sys.executable, "-m", "uvicorn", "--port=0", "--lifespan=off", "idle:app"]
     kept = {key: os.environ[key] for key in os.environ if "LIFECYCLE" not in key}
     said: list[str] = []
     with subprocess.Popen(
-        [*argv, *(options or [f"--workers={workers}"])],
+        [sys.executable, "-m", *(each.format(port=free_port()) for each in command)],
         cwd=folder,
         env={**kept, **environment},
-        stderr=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
         text=True,
+        start_new_session=True,
     ) as server:
-        guard = threading.Timer(120, server.kill)
+        assert server.stdout is not None
+        guard = threading.Timer(120, os.killpg, (server.pid, signal.SIGKILL))
         guard.start()
-        while sum("Started server process" in line for line in said) < workers:
-            said.append(server.stderr.readline())
+        while sum("imported" in line for line in said) < processes:
+            said.append(server.stdout.readline())
             assert said[-1], said
         guard.cancel()
-        server.terminate()
-        server.communicate(timeout=120)
-    return [line for line in said if line.startswith("Admission: ")]
+        os.killpg(server.pid, signal.SIGKILL)
+    return "".join(line for line in said if line.startswith("Admission: "))
 
 
 @pytest.mark.thorough
-def test_says_that_each_worker_has_a_budget(tmp_path: Path) -> None:
-    """And how all have one: where uvicorn starts several, and they share none."""
-    pytest.importorskip("uvicorn")
-    lines = said_by(2, tmp_path) + said_by(2, tmp_path, LIFECYCLE_BYTES="64MiB")
-    assert len(lines) == 4
-    assert sum(line.startswith("Admission: 64 MiB for") for line in lines) == 2
-    for line in lines:
-        assert "MiB for requests in each worker process" in line
-        assert "name a folder with shared= or LIFECYCLE_SHARED" in line
-    assert said_by(2, tmp_path, LIFECYCLE_SHARED=str(tmp_path / "lanes")) == []
-    assert said_by(1, tmp_path) == said_by(1, tmp_path, LIFECYCLE_BYTES="64MiB") == []
-    # It ignores the number of workers then, and has one.
-    assert said_by(1, tmp_path, "--reload", WEB_CONCURRENCY="4") == []
+@pytest.mark.parametrize(
+    ("command", "knowing"),
+    [
+        ((*UVICORN, "--workers=2"), 2),
+        ((*HYPERCORN, "--workers=2"), 2),
+        # Its first worker cannot know of the second.
+        ((*GRANIAN, "--workers=2"), 1),
+    ],
+    ids=["uvicorn", "hypercorn", "granian"],
+)
+def test_says_that_each_worker_has_a_budget(
+    tmp_path: Path, command: tuple[str, ...], knowing: int
+) -> None:
+    """And how all have one: where a server starts several, and they share none."""
+    pytest.importorskip(command[0])
+    said = said_by(tmp_path, *command, processes=2, LIFECYCLE_BYTES="64MiB")
+    assert (
+        said.count("Admission: 64 MiB for requests in each worker process") == knowing
+    )
+    assert said.count("name a folder with shared= or LIFECYCLE_SHARED") == knowing
+    lanes = str(tmp_path / "lanes")
+    assert said_by(tmp_path, *command, processes=2, LIFECYCLE_SHARED=lanes) == ""
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize(
+    "command",
+    [
+        UVICORN,
+        # It ignores the number of workers then, and has one.
+        (*UVICORN, "--reload", "--workers=4"),
+        HYPERCORN,
+        GRANIAN,
+    ],
+    ids=["uvicorn", "reload", "hypercorn", "granian"],
+)
+def test_says_nothing_of_workers_to_a_single_one(
+    tmp_path: Path, command: tuple[str, ...]
+) -> None:
+    """Which has all bytes for itself."""
+    pytest.importorskip(command[0])
+    assert said_by(tmp_path, *command, processes=1, LIFECYCLE_BYTES="64MiB") == ""
 
 
 def test_says_what_all_workers_share(caplog, tmp_path: Path) -> None:

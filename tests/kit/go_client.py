@@ -52,10 +52,13 @@ func main() {
 """
 
 
+def find_go() -> str:
+    """Return the compiler; skips the test without one."""
+    return shutil.which("go") or pytest.skip("go is not installed")
+
+
 async def build(folder: Path) -> str:
-    """Return the program, built in *folder*; skips the test where there is no Go."""
-    if shutil.which("go") is None:
-        pytest.skip("go is not installed")
+    """Return the program, built in *folder*."""
     source, program = folder / "ask.go", folder / "ask"
     await anyio.Path(source).write_text(SOURCE)
     own = {"CGO_ENABLED": "0", "GOTOOLCHAIN": "local", "GOFLAGS": ""}

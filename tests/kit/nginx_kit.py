@@ -38,15 +38,19 @@ http {{
 """
 
 
+def find_nginx() -> str:
+    """Return the program; skips the test without one."""
+    folders = "/usr/sbin:/usr/local/sbin:/usr/bin"
+    found = shutil.which("nginx") or shutil.which("nginx", path=folders)
+    return found or pytest.skip("nginx is not installed")
+
+
 @contextlib.asynccontextmanager
 async def nginx(
     folder: Path, upstream: int, directives: str = ""
 ) -> AsyncIterator[int]:
-    """Run nginx in front of a port; yield its own. Skips the test without one."""
-    program = shutil.which("nginx", path="/usr/sbin:/usr/local/sbin:/usr/bin")
-    program = shutil.which("nginx") or program
-    if program is None:
-        pytest.skip("nginx is not installed")
+    """Run nginx in front of a port; yield its own."""
+    program = find_nginx()
     port, log = free_port(), folder / "error.log"
     text = CONFIGURATION.format(
         folder=folder, port=port, upstream=upstream, directives=directives

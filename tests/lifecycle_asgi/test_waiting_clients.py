@@ -14,7 +14,7 @@ import go_client
 import httpx
 import pytest
 from asgi_kit import serving
-from nginx_kit import nginx
+from nginx_kit import find_nginx, nginx
 
 from lifecycle import Gate
 from lifecycle_asgi import Admission
@@ -115,6 +115,12 @@ async def front(name: str, port: int, folder: Path) -> AsyncIterator[int]:
         return
     async with nginx(folder, port, NGINX[name]) as own:
         yield own
+
+
+@pytest.fixture(autouse=True)
+def installed(name: str) -> None:
+    """Skip before there is anything to release."""
+    find_nginx() if name in NGINX else go_client.find_go()
 
 
 @pytest.mark.parametrize("name", CLIENTS)

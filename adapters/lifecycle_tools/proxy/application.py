@@ -25,6 +25,7 @@ from lifecycle_tools.proxy.headers import (
     tokens,
 )
 from lifecycle_tools.proxy.responses import (
+    Message,
     Receive,
     Scope,
     Send,
@@ -126,9 +127,15 @@ class Proxy:
             await send_refusal(scope, send, refusal)
             return
         failure: UpstreamError | None = None
-        begun = _Begun(send)
+        begun = False
+
+        async def begin(message: Message) -> None:
+            nonlocal begun
+            begun = True
+            await send(message)
+
         try:
-            await self._exchange(scope, request, begun.send)
+            await self._exchange(scope, request, begin)
         except ClientLeft:
             return
         except UpstreamError as error:
@@ -137,7 +144,7 @@ class Proxy:
             failure = UpstreamError(str(error), status=400, code="invalid_request")
         finally:
             lease.release()
-        if failure is not None and not begun.yes:
+        if failure is not None and not begun:
             await self._fail(scope, send, failure.status, failure.code, str(failure))
         elif failure is not None:
             # The server cuts a response that nothing completes.
@@ -224,20 +231,6 @@ class Proxy:
     ) -> None:
         _log(scope, str(status), reason)
         await send_error(scope, send, status, code, reason)
-
-
-class _Begun:
-    """Knows whether a response has begun."""
-
-    __slots__ = ("_send", "yes")
-
-    def __init__(self, send: Send) -> None:
-        self._send = send
-        self.yes = False
-
-    async def send(self, message: object) -> None:
-        self.yes = True
-        await self._send(message)  # type: ignore[arg-type]
 
 
 def _log(scope: Scope, what: str, reason: str) -> None:

@@ -12,7 +12,7 @@ import typer
 
 from lifecycle_tools.proxy.application import MAX_MESSAGE
 from lifecycle_tools.proxy.headers import ForwardedHeaders
-from lifecycle_tools.proxy.server import ListenSettings, create_app, serve
+from lifecycle_tools.proxy.server import create_app, serve
 from lifecycle_tools.proxy.upstream import ProxyTimeouts, Upstream
 
 _upstream = partial(typer.Option, rich_help_panel="Upstream")
@@ -138,7 +138,8 @@ def proxy(
     logging.basicConfig(
         level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s"
     )
-    listen = ListenSettings(
+    serve(
+        app,
         host=host,
         port=port,
         uds=uds,
@@ -147,7 +148,6 @@ def proxy(
         max_message=max_message,
         ping_timeout=idle_timeout,
     )
-    serve(app, listen)
 
 
 def run(arguments: Sequence[str]) -> None:

@@ -5,10 +5,10 @@ from __future__ import annotations
 import logging
 import os
 from collections.abc import Mapping
-from dataclasses import dataclass
 from typing import Any
 
 from lifecycle_asgi import Admission
+from lifecycle_asgi.responses import send_response
 from lifecycle_tools.proxy.application import MAX_MESSAGE, Proxy
 from lifecycle_tools.proxy.headers import ForwardedHeaders
 from lifecycle_tools.proxy.responses import App, Receive, Scope, Send
@@ -48,55 +48,40 @@ def create_app(
         upstream, keep_host=keep_host, forwarded=forwarded, max_message=max_message
     )
     admission = Admission(proxy, environment=environment, **options)
-    return _Entrance(admission, health_path)
+
+    async def entrance(scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] == "http" and scope["path"] == health_path:
+            headers = [(b"content-type", b"text/plain"), (b"content-length", b"3")]
+            await send_response(send, (200, headers, b"ok\n"))
+        else:
+            await admission(scope, receive, send)
+
+    return entrance
 
 
-class _Entrance:
-    """Answers the health path."""
+def serve(
+    app: App,
+    *,
+    host: str,
+    port: int,
+    uds: str | None,
+    drain_timeout: int,
+    trusted_proxies: str,
+    max_message: int,
+    ping_timeout: float,
+) -> None:
+    """Serve *app* by uvicorn until SIGTERM or SIGINT, then drain.
 
-    def __init__(self, app: App, health_path: str | None) -> None:
-        self._app = app
-        self._health_path = health_path
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        is_health = scope["type"] == "http" and scope["path"] == self._health_path
-        await (_send_health(send) if is_health else self._app(scope, receive, send))
-
-
-async def _send_health(send: Send) -> None:
-    headers = [(b"content-type", b"text/plain"), (b"content-length", b"3")]
-    await send({"type": "http.response.start", "status": 200, "headers": headers})
-    await send({"type": "http.response.body", "body": b"ok\n"})
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ListenSettings:
-    """Where and how the proxy listens.
-
-    Attributes:
+    Args:
+        app: The application.
+        host: Address to listen on.
         port: Port; 0 for any that is free.
+        uds: Path of a unix socket instead of these.
         drain_timeout: Seconds for requests under way after SIGTERM.
-        keep_alive: Seconds that an unused connection of a client is kept.
         trusted_proxies: Addresses whose ``X-Forwarded-For`` names the client, separated
             by commas. Empty: the peer is the client.
-        backlog: Connections that wait in the kernel.
         max_message: As for `create_app`.
         ping_timeout: Seconds in which the client of a WebSocket must answer a ping.
-    """
-
-    host: str = "127.0.0.1"
-    port: int = 8080
-    uds: str | None = None
-    drain_timeout: int = 30
-    keep_alive: int = 5
-    trusted_proxies: str = ""
-    backlog: int = 2048
-    max_message: int = MAX_MESSAGE
-    ping_timeout: float = 300.0
-
-
-def serve(app: App, settings: ListenSettings) -> None:
-    """Serve *app* by uvicorn until SIGTERM or SIGINT, then drain.
 
     Raises:
         ModuleNotFoundError: uvicorn is not installed.
@@ -109,24 +94,22 @@ def serve(app: App, settings: ListenSettings) -> None:
     logging.getLogger("uvicorn.error").addFilter(_hide_cut_responses)
     config = uvicorn.Config(
         app,
-        host=settings.host,
-        port=settings.port,
-        uds=settings.uds,
-        backlog=settings.backlog,
+        host=host,
+        port=port,
+        uds=uds,
         http=HeadersOnly,
-        ws=BoundedSocket if settings.max_message else "none",
-        ws_max_size=settings.max_message,
-        ws_ping_timeout=settings.ping_timeout,
+        ws=BoundedSocket if max_message else "none",
+        ws_max_size=max_message,
+        ws_ping_timeout=ping_timeout,
         ws_per_message_deflate=False,
         lifespan="on",
         # The upstream has sent its own.
         server_header=False,
         date_header=False,
         access_log=False,
-        proxy_headers=bool(settings.trusted_proxies),
-        forwarded_allow_ips=settings.trusted_proxies or None,
-        timeout_graceful_shutdown=settings.drain_timeout,
-        timeout_keep_alive=settings.keep_alive,
+        proxy_headers=bool(trusted_proxies),
+        forwarded_allow_ips=trusted_proxies or None,
+        timeout_graceful_shutdown=drain_timeout,
         log_config=None,
     )
     uvicorn.Server(config).run()

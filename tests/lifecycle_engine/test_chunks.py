@@ -229,9 +229,9 @@ def test_times_of_prefill_and_decode_are_separate() -> None:
         scheduler.step()
     times = scheduler.status()["times"]
     assert (times["prefill"]["tokens"], times["prefill"]["seconds"]) == (24, 6.0)
-    assert times["prefill"]["recent_tokens_per_second"] == 4.0
-    assert times["decode"]["tokens"] == 4
-    assert times["decode"]["recent_run_seconds"] == 0.5
+    assert times["prefill"]["longest_recent_run_seconds"] == 2.0
+    assert (times["decode"]["tokens"], times["decode"]["seconds"]) == (4, 1.5)
+    assert times["decode"]["longest_recent_run_seconds"] == 0.5
     assert times["longest_recent_step_seconds"] == 2.5
     assert times["overhead_seconds"] == 0.0
 

@@ -35,7 +35,7 @@ from lifecycle_engine.errors import discard_error
 Outcome = Literal["completed", "cancelled", "failed", "ended"]
 # Of so many slots, one is kept from a client that has company.
 _RESERVE = 8
-# Number of latest steps that the "recent" figures cover.
+# Number of latest runs whose longest is reported.
 _RECENT = 64
 # Of the queue, as many are named to those who ask what waits.
 _MOST_QUEUED = 256
@@ -103,8 +103,8 @@ class Scheduler:
         self._running: dict[str, Task] = {}
         self._timed: dict[str, Task] = {}
         self._ready_outputs: dict[str, Output] = {}
-        self._policy = PrefillPolicy()
-        self._timer = StepTimer(clock)
+        self._oldest_first = True
+        self._steps, self._prefills, self._decodes = (Timings(clock) for _ in range(3))
         self._stats = SchedulerStats()
         self._payload_bytes = 0
 
@@ -165,7 +165,7 @@ class Scheduler:
             DeviceLost: The process has to end.
         """
         self._stats.steps += 1
-        with self._timer.run(self._timer.steps):
+        with self._steps.run():
             if self._timed:
                 self._expire()
             outputs = list(self._ready_outputs.values())
@@ -191,8 +191,18 @@ class Scheduler:
             "kv_used": used / (self._runner.slots * self._runner.max_length),
             "payload_bytes": self._payload_bytes,
             **asdict(self._stats),
-            "times": self._timer.report(),
+            "times": self._times(),
             "runner": runner_status(self._runner),
+        }
+
+    def _times(self) -> dict[str, Any]:
+        inside = self._prefills.seconds + self._decodes.seconds
+        return {
+            "step_seconds": self._steps.seconds,
+            "overhead_seconds": max(self._steps.seconds - inside, 0.0),
+            "longest_recent_step_seconds": max(self._steps.recent, default=0.0),
+            "prefill": self._prefills.report(),
+            "decode": self._decodes.report(),
         }
 
     def _check_admissible(self, key: str) -> None:
@@ -294,12 +304,20 @@ class Scheduler:
         self._slots.release(task)
 
     def _next_prompts(self) -> list[Task]:
-        """Choose the prompt of the next chunk, and short ones that fit beside it."""
-        tasks = [self._policy.next(self._prefilling.values())]
+        """Choose the prompt of the next chunk, and short ones that fit beside it.
+
+        Alternately the oldest and the shortest. The oldest alone would make a short
+        prompt wait for all of a long one; the shortest alone could starve a long one.
+        """
+        prefilling = self._prefilling.values()
+        tasks = [min(prefilling, key=lambda task: task.remaining)]
+        if self._oldest_first:
+            tasks = [next(iter(prefilling))]
+        self._oldest_first = not self._oldest_first
         if self._together is None:
             return tasks
         longest = tasks[0].positions
-        for task in self._prefilling.values():
+        for task in prefilling:
             padded = max(longest, task.positions)
             if task is not tasks[0] and padded * (len(tasks) + 1) <= self._chunk:
                 tasks.append(task)
@@ -315,7 +333,7 @@ class Scheduler:
             assert task.slot is not None
             chunks.append(PromptChunk(task.slot, prompt, start, stop))
         try:
-            with self._timer.run(self._timer.prefill) as tokens:
+            with self._prefills.run() as tokens:
                 made = self._run(chunks)
                 tokens += [each.stop - each.start for each in chunks]
         except Exception as error:  # noqa: BLE001  # fails one request only
@@ -368,7 +386,7 @@ class Scheduler:
         batch = list(self._running.values())
         slots = [task.slot for task in batch if task.slot is not None]
         try:
-            with self._timer.run(self._timer.decode) as tokens:
+            with self._decodes.run() as tokens:
                 items = validate_decode_output(self._runner.decode(slots), len(batch))
                 tokens += [len(each) for each in items if isinstance(each, list)]
         except Exception as error:  # noqa: BLE001  # fails the batch, not the engine
@@ -416,26 +434,6 @@ class Scheduler:
         self._stats.finished["failed"] += 1
         self._release(task)
         return Output(task.key, finish=Finish("failed", code, message))
-
-
-class PrefillPolicy:
-    """Chooses the prompt of the next chunk: alternately the oldest and the shortest.
-
-    The oldest alone would make a short prompt wait for all of a long one; the shortest
-    alone could starve a long prompt.
-    """
-
-    __slots__ = ("_oldest",)
-
-    def __init__(self) -> None:
-        self._oldest = True
-
-    def next(self, prefilling: Collection[Task]) -> Task:
-        """Return one of the tasks, which are ordered by arrival."""
-        oldest, self._oldest = self._oldest, not self._oldest
-        if oldest:
-            return next(iter(prefilling))
-        return min(prefilling, key=lambda task: task.remaining)
 
 
 def choose_preemption(
@@ -585,82 +583,43 @@ class SchedulerStats:
     )
 
 
-class StepTimer:
-    """Measures how long steps take, prefill and decode apart.
-
-    Args:
-        clock: Monotonic seconds.
-    """
-
-    __slots__ = ("_clock", "decode", "prefill", "steps")
-
-    def __init__(self, clock: Callable[[], float]) -> None:
-        self._clock = clock
-        self.prefill = _Timings()
-        self.decode = _Timings()
-        self.steps = _Timings()
-
-    @contextmanager
-    def run(self, timings: _Timings) -> Iterator[list[int]]:
-        """Time a step or a call of the runner, whose tokens are added to the list."""
-        tokens: list[int] = []
-        begin = self._clock()
-        try:
-            yield tokens
-        finally:
-            timings.add(sum(tokens), self._clock() - begin)
-
-    def report(self) -> dict[str, Any]:
-        """Return totals and the averages of the latest steps, as plain values."""
-        steps = self.steps
-        inside = self.prefill.seconds + self.decode.seconds
-        recent = [seconds for _, seconds in steps.recent]
-        return {
-            "step_seconds": steps.seconds,
-            "overhead_seconds": max(steps.seconds - inside, 0.0),
-            "recent_step_seconds": sum(recent) / len(recent) if recent else 0.0,
-            "longest_recent_step_seconds": max(recent, default=0.0),
-            "prefill": self.prefill.report(),
-            "decode": self.decode.report(),
-        }
-
-
 @dataclass(slots=True)
-class _Timings:
-    """Timings of one kind of work: prefill or decode.
+class Timings:
+    """How long one kind of work takes: whole steps, prefill or decode.
 
     Attributes:
-        runs: Calls of the runner.
+        clock: Monotonic seconds.
+        runs: How often it was done.
         tokens: Prompt tokens prefilled, or tokens generated.
-        seconds: Time spent in the runner.
-        recent: ``(tokens, seconds)`` of the latest runs.
+        seconds: Time that it took.
+        recent: Seconds of the latest runs.
     """
 
+    clock: Callable[[], float]
     runs: int = 0
     tokens: int = 0
     seconds: float = 0.0
-    recent: deque[tuple[int, float]] = field(
-        default_factory=lambda: deque(maxlen=_RECENT)
-    )
+    recent: deque[float] = field(default_factory=lambda: deque(maxlen=_RECENT))
 
-    def add(self, tokens: int, seconds: float) -> None:
-        self.runs += 1
-        self.tokens += tokens
-        self.seconds += seconds
-        self.recent.append((tokens, seconds))
+    @contextmanager
+    def run(self) -> Iterator[list[int]]:
+        """Time a step or a call of the runner, whose tokens are added to the list."""
+        tokens: list[int] = []
+        begin = self.clock()
+        try:
+            yield tokens
+        finally:
+            seconds = self.clock() - begin
+            self.runs += 1
+            self.tokens += sum(tokens)
+            self.seconds += seconds
+            self.recent.append(seconds)
 
-    def report(self) -> dict[str, Any]:
-        tokens = sum(count for count, _ in self.recent)
-        seconds = sum(second for _, second in self.recent)
-        runs = len(self.recent)
+    def report(self) -> dict[str, float]:
+        """Return the totals, and the longest of the latest runs."""
         return {
             "runs": self.runs,
             "tokens": self.tokens,
             "seconds": self.seconds,
-            "recent_tokens_per_second": tokens / seconds if seconds else 0.0,
-            "recent_run_seconds": seconds / runs if runs else 0.0,
-            "recent_tokens_per_run": tokens / runs if runs else 0.0,
-            "longest_recent_run_seconds": max(
-                (second for _, second in self.recent), default=0.0
-            ),
+            "longest_recent_run_seconds": max(self.recent, default=0.0),
         }

@@ -32,14 +32,10 @@ class _Kind:
     label: str = ""
 
 
-def _one(place: str) -> Mapping[str, str]:
-    return {"": place}
-
-
 _KINDS: Final = (
-    _Kind("requests_waiting", "Requests in the engine's queue", _one("waiting")),
-    _Kind("requests_prefilling", "Requests in prefill", _one("prefilling")),
-    _Kind("requests_running", "Requests that decode", _one("running")),
+    _Kind("requests_waiting", "Requests in the engine's queue", {"": "waiting"}),
+    _Kind("requests_prefilling", "Requests in prefill", {"": "prefilling"}),
+    _Kind("requests_running", "Requests that decode", {"": "running"}),
     _Kind(
         "requests_total",
         "Requests that left the engine, by outcome",
@@ -62,7 +58,7 @@ _KINDS: Final = (
         {"checked": "runner.draft_tokens", "right": "runner.draft_tokens_accepted"},
         "result",
     ),
-    _Kind("answer_tokens_total", "Tokens of answers", _one("tokens")),
+    _Kind("answer_tokens_total", "Tokens of answers", {"": "tokens"}),
     _Kind(
         "runs_total",
         "Passes of the model",
@@ -82,20 +78,20 @@ _KINDS: Final = (
         {stage: f"times.{stage}.longest_recent_run_seconds" for stage in _STAGES},
         "stage",
     ),
-    _Kind("preempted_total", "Prompts whose prefill made way", _one("preempted")),
+    _Kind("preempted_total", "Prompts whose prefill made way", {"": "preempted"}),
     _Kind(
         "slots",
         "KV slots: of all, those free, and of these the ones with a conversation",
         {"all": "slots", "free": "slots_free", "cached": "slots_cached"},
         "state",
     ),
-    _Kind("kv_used_ratio", "Share of KV positions in use", _one("kv_used")),
-    _Kind("payload_bytes", "Payloads in the engine", _one("payload_bytes")),
+    _Kind("kv_used_ratio", "Share of KV positions in use", {"": "kv_used"}),
+    _Kind("payload_bytes", "Payloads in the engine", {"": "payload_bytes"}),
 )
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class EngineReport:
+@dataclass(frozen=True, eq=False, kw_only=True)
+class EngineReport(Collector):
     """What a scrape finds of the engine.
 
     Attributes:
@@ -115,36 +111,28 @@ class EngineReport:
     def text(self) -> bytes:
         """Return the metrics, as ``text/plain; version=0.0.4``."""
         registry = CollectorRegistry()
-        registry.register(_Report(self))
+        registry.register(self)
         return generate_latest(registry)
-
-
-class _Report(Collector):
-    """Turns one report into metrics."""
-
-    def __init__(self, report: EngineReport) -> None:
-        self._report = report
 
     def collect(self) -> Iterator[Metric]:
         """Yield the metrics; called by the registry of prometheus_client."""
-        report = self._report
         yield _family(
-            "engine_up", "Whether the engine takes requests", [self._of(report.up)]
+            "engine_up", "Whether the engine takes requests", [self._of(self.up)]
         )
         yield _family(
             "engine_starts_total",
             "Engine processes started",
-            [self._of(report.incarnation)],
+            [self._of(self.incarnation)],
         )
         yield _family(
             "resident_bytes",
             "Memory of a process",
-            [self._of(size, process=it) for it, size in report.memory.items() if size],
+            [self._of(size, process=it) for it, size in self.memory.items() if size],
         )
         yield _family(
             "estimate_ratio",
             "Actual bytes of payloads divided by estimated ones, by size",
-            [self._of(each, below_bytes=size) for size, each in report.ratios.items()],
+            [self._of(each, below_bytes=size) for size, each in self.ratios.items()],
         )
         for kind in _KINDS:
             yield _family(f"engine_{kind.name}", kind.about, [*self._series(kind)])
@@ -152,7 +140,7 @@ class _Report(Collector):
 
     def _of(self, value: float, **labels: object) -> _Series:
         texts = {name: str(each) for name, each in labels.items()}
-        return {"model": self._report.model} | texts, float(value)
+        return {"model": self.model} | texts, float(value)
 
     def _series(self, kind: _Kind) -> Iterator[_Series]:
         for replica, backend in self._backends():
@@ -173,7 +161,7 @@ class _Report(Collector):
 
         Sums over them would fall when one ends, and be no shares and no maxima.
         """
-        status = self._report.status
+        status = self.status
         replicas = _mapping(status.get("replicas")) or {"0": status}
         for replica, each in replicas.items():
             yield replica, _mapping(_mapping(each).get("backend"))

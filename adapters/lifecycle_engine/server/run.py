@@ -34,7 +34,6 @@ from lifecycle_engine.server.uvicorn_protocol import (
     http_protocol,
 )
 
-_STARTUP_FAILURE = 3  # the exit status of uvicorn
 _SIGNALS = (signal.SIGINT, signal.SIGTERM)
 _POLL = 0.05
 _SWITCH_INTERVAL = 0.001
@@ -152,8 +151,6 @@ class DrainingServer(uvicorn.Server):
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         """Listen at once; announce the server when the engine is ready, too."""
         await super().startup([] if self._tls else sockets)
-        if self.lifespan.should_exit:
-            sys.exit(_STARTUP_FAILURE)  # as later releases of uvicorn do
         for each in sockets or ():
             each.listen(_BACKLOG)
             if self._tls is not None:

@@ -11,6 +11,7 @@ from typing import Any
 import anyio
 import anyio.lowlevel
 import anyio.to_thread
+from starlette.requests import ClientDisconnect, Request
 
 from lifecycle import Lease, Payload, Session, SessionEnded, Stream
 from lifecycle_asgi import MemoryEstimate, RequestScope, request_of
@@ -217,8 +218,9 @@ class GenerateEndpoint:
         call: _Call = scope[_CALL]
         call.admitted = True
         if not call.read:  # `Admission` asks no price for none, or a part of it
-            body = await _whole_body(receive)
-            if body is None:
+            try:
+                body = await Request(scope, receive).body()
+            except ClientDisconnect:
                 call.session.close("client_gone")
                 return
             reading = self._read_body(call, body)
@@ -372,18 +374,6 @@ class GenerateEndpoint:
                 request.first_item()
                 await answer.piece(index, rest)
             await answer.finished(index, text.finish_reason, text.stop)
-
-
-async def _whole_body(receive: Any) -> bytes | None:
-    """Return a body, or ``None`` if the client left before it was complete."""
-    chunks, more = [], True
-    while more:
-        message = await receive()
-        if message["type"] == "http.disconnect":
-            return None
-        chunks.append(message.get("body", b""))
-        more = message.get("more_body", False)
-    return b"".join(chunks)
 
 
 def _count(call: _Call) -> None:

@@ -172,7 +172,7 @@ class DraftModel(Drafts):
         self.tokens, self._device = tokens, model.device
         # Drafts may go beyond the last position that the other model has room for.
         length, slots = max_length + tokens, options.slots
-        self._cache = SlotCache.for_model(model, slots=slots, max_length=length)
+        self._cache = SlotCache(model, slots=slots, max_length=length)
         self._forward = ForwardPass(model, family, self._cache)
         self._rows = BatchRows(
             self._cache, slots=slots, max_length=length, tokens=tokens + 1

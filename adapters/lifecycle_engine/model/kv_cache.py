@@ -163,43 +163,8 @@ class SlotCache(_Cache):  # type: ignore[misc]  # a base of type Any
     window: PrefillWindow | BatchWindow
 
     def __init__(
-        self,
-        *,
-        layers: int,
-        slots: int,
-        heads: int,
-        max_length: int,
-        head_dim: int,
-        dtype: torch.dtype,
-        device: torch.device,
-        together: Together = alone,
+        self, model: Any, *, slots: int, max_length: int, part: Part = WHOLE
     ) -> None:
-        self._together = together
-        shape = (slots + 1, heads, max_length, head_dim)
-        self.reserved = slots
-        self.window = PrefillWindow(slots, 0, 0)
-        # Zeros, not empty: a masked key is still multiplied by a weight of zero, and
-        # zero times a stale NaN is NaN.
-        super().__init__(
-            layers=[
-                SlotLayer(
-                    torch.zeros(shape, dtype=dtype, device=device),
-                    torch.zeros(shape, dtype=dtype, device=device),
-                    self,
-                )
-                for _ in range(layers)
-            ]
-        )
-
-    @classmethod
-    def for_model(
-        cls,
-        model: Any,
-        *,
-        slots: int,
-        max_length: int,
-        part: Part = WHOLE,
-    ) -> SlotCache:
         """Allocate the rows for a loaded model, on its device.
 
         Args:
@@ -211,24 +176,28 @@ class SlotCache(_Cache):  # type: ignore[misc]  # a base of type Any
         Raises:
             ValueError: The rows do not fit into the device's memory.
         """
-        layers, all_heads, head_dim = _sizes(model.config.get_text_config())
+        self._together = part.together
+        self.reserved = slots
+        self.window = PrefillWindow(slots, 0, 0)
+        count, heads, head_dim = _sizes(model.config.get_text_config())
+        shape = (slots + 1, part.heads or heads, max_length, head_dim)
+        options = {"dtype": model.dtype, "device": model.device}
         try:
-            return cls(
-                layers=layers,
-                slots=slots,
-                heads=part.heads or all_heads,
-                max_length=max_length,
-                head_dim=head_dim,
-                dtype=model.dtype,
-                device=model.device,
-                together=part.together,
-            )
+            # Zeros, not empty: a masked key is still multiplied by a weight of zero,
+            # and zero times a stale NaN is NaN.
+            layers = [
+                SlotLayer(
+                    torch.zeros(shape, **options), torch.zeros(shape, **options), self
+                )
+                for _ in range(count)
+            ]
         except torch.OutOfMemoryError:
             raise ValueError(
                 f"{slots} KV slots of {max_length} positions do not fit beside the "
                 f"model on {model.device}; take fewer slots, or shorter ones by "
                 "max_length"
             ) from None
+        super().__init__(layers=layers)
 
     @property
     def nbytes(self) -> int:

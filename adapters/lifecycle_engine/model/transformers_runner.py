@@ -104,7 +104,7 @@ class TransformersRunner:
         self._family = family_of(model.config)
         freeze_rope_frequencies(model)
         self.keep = self._family.keep
-        self.cache = SlotCache.for_model(
+        self.cache = SlotCache(
             model, slots=slots, max_length=self.max_length, part=part
         )
         self._processors = LogitsProcessors(

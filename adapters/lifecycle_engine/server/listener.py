@@ -24,7 +24,22 @@ Address = tuple[str, int] | Path
 _CONNECTIONS: Final = 64
 
 
-def _join(host: str, port: int) -> str:
+def configured(app: Any, limits: ConnectionLimits, **options: Any) -> uvicorn.Config:
+    """Return the options of a server for clients within *limits*, and *options*."""
+    return uvicorn.Config(
+        app,
+        http=http_protocol(limits),
+        ws="none",
+        log_level="error",  # requests that are not HTTP are not logged
+        access_log=False,
+        timeout_graceful_shutdown=1,
+        server_header=False,
+        **options,
+    )
+
+
+def join_address(host: str, port: int) -> str:
+    """Return a host and a port, as in a URL."""
     return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
 
 
@@ -63,28 +78,18 @@ class OperatorServer(uvicorn.Server):
     def __init__(
         self, app: Any, listener: socket.socket, limits: ConnectionLimits
     ) -> None:
-        protocol = http_protocol(
-            ConnectionLimits(
-                head=limits.head, reader=limits.reader, connections=_CONNECTIONS
-            )
+        own = ConnectionLimits(
+            head=limits.head, reader=limits.reader, connections=_CONNECTIONS
         )
-        config = uvicorn.Config(
-            app,
-            http=protocol,
-            ws="none",
-            lifespan="off",
-            log_level="error",
-            access_log=False,
-            timeout_graceful_shutdown=1,
-            server_header=False,
-            date_header=False,  # kept up to date by a main loop alone
-            proxy_headers=False,
+        # The date is kept up to date by a main loop alone.
+        config = configured(
+            app, own, lifespan="off", proxy_headers=False, date_header=False
         )
         super().__init__(config)
         self._listener = listener
         name = listener.getsockname()
         unix = listener.family == socket.AF_UNIX
-        self.address = f"unix:{name}" if unix else f"http://{_join(*name[:2])}"
+        self.address = f"unix:{name}" if unix else f"http://{join_address(*name[:2])}"
 
     async def start(self) -> None:
         """Accept connections.
@@ -138,7 +143,7 @@ def operating(
     try:
         listener = _listen_near(address, moves=moves)
     except OSError as error:
-        shown = str(address) if isinstance(address, Path) else _join(*address)
+        shown = str(address) if isinstance(address, Path) else join_address(*address)
         raise OSError(error.errno, error.strerror or str(error), shown) from None
     try:
         with listener:

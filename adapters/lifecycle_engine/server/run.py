@@ -25,13 +25,18 @@ from PIL import Image
 from starlette.applications import Starlette
 
 from lifecycle import EngineLost
-from lifecycle_engine.server.listener import Address, OperatorServer, operating
+from lifecycle_engine.server.listener import (
+    Address,
+    OperatorServer,
+    configured,
+    join_address,
+    operating,
+)
 from lifecycle_engine.server.service import Service
 from lifecycle_engine.server.tls import TlsListener, server_context
 from lifecycle_engine.server.uvicorn_protocol import (
     Connection,
     ConnectionLimits,
-    http_protocol,
 )
 
 _SIGNALS = (signal.SIGINT, signal.SIGTERM)
@@ -302,12 +307,19 @@ def run(
     _configure_process(service)
     limits = _within_descriptor_limit(limits or ConnectionLimits())
     tls = _tls(certificate, key, limits)
-    config = _uvicorn_config(app, limits, proxies)
+    config = configured(
+        app,
+        limits,
+        lifespan="on",  # without the lifespan there is no engine, so startup fails
+        proxy_headers=bool(proxies),
+        forwarded_allow_ips=list(proxies),
+    )
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     listening = socket.create_server((host, port), family=family, backlog=_BACKLOG)
     operated = operating(app.state.operator, operator, limits, moves=operator_moves)
     with listening as listener, operated as own:
-        address = _address(host, listener.getsockname()[1], tls=tls is not None)
+        scheme = "http" if tls is None else "https"
+        address = f"{scheme}://{join_address(host, listener.getsockname()[1])}"
         ready = partial(announce, address, *([own.address] if own else []))
         server = DrainingServer(
             config, service, drain=drain, on_ready=ready, operator=own, tls=tls
@@ -332,23 +344,6 @@ def _configure_process(service: Service) -> None:
     warnings.filterwarnings("ignore", module=r"PIL\.")
     configure_malloc()
     reuse_image_memory(int(service.threads.total_tokens))
-
-
-def _uvicorn_config(
-    app: Starlette, limits: ConnectionLimits, proxies: Sequence[str]
-) -> uvicorn.Config:
-    return uvicorn.Config(
-        app,
-        http=http_protocol(limits),
-        ws="none",
-        lifespan="on",  # without the lifespan there is no engine, so startup fails
-        log_level="error",  # requests that are not HTTP are not logged
-        access_log=False,
-        timeout_graceful_shutdown=1,
-        server_header=False,
-        proxy_headers=bool(proxies),
-        forwarded_allow_ips=list(proxies),
-    )
 
 
 @contextlib.contextmanager
@@ -385,8 +380,3 @@ def _within_descriptor_limit(limits: ConnectionLimits) -> ConnectionLimits:
             limits.connections + _RESERVED,
         )
     return replace(limits, connections=served)
-
-
-def _address(host: str, port: int, *, tls: bool) -> str:
-    scheme = "https" if tls else "http"
-    return f"{scheme}://[{host}]:{port}" if ":" in host else f"{scheme}://{host}:{port}"

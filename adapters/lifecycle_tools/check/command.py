@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import datetime as dt
-import ipaddress
 import json
 from collections.abc import Callable, Sequence
 from importlib.metadata import version
@@ -15,6 +14,7 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
+from lifecycle_asgi.limits import is_loopback
 from lifecycle_tools.check.client import Address
 from lifecycle_tools.check.report import Report, compare, markdown
 from lifecycle_tools.check.suite import NEIGHBOURS, checks, run as run_checks
@@ -119,7 +119,7 @@ def _address(
         address = Address.parse(url, headers)
     except ValueError as error:
         raise typer.BadParameter(str(error)) from None
-    if not is_local(address.host) and not anywhere:
+    if not is_loopback(address.host) and not anywhere:
         raise typer.BadParameter(
             f"{address.host} is not this host; the checks load a server, so add "
             "--i-may-test-this-server if you may do that"
@@ -129,16 +129,6 @@ def _address(
 
 def _elsewhere(url: str | None, *, anywhere: bool) -> Address | None:
     return None if url is None else _address(url, (), anywhere=anywhere)
-
-
-def is_local(host: str) -> bool:
-    """Whether *host* names this machine, without a look-up."""
-    if host == "localhost":
-        return True
-    try:
-        return ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        return False
 
 
 def _header(text: str) -> tuple[str, str]:

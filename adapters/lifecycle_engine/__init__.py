@@ -21,115 +21,81 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from lifecycle_asgi.refusals import ApiError
-    from lifecycle_engine.api.request_body import RequestParser
+    from lifecycle_asgi.refusals import ApiError as ApiError
+    from lifecycle_engine.api.request_body import RequestParser as RequestParser
     from lifecycle_engine.config import (
-        AccessConfig,
-        AdmissionConfig,
-        ConfigError,
-        EngineConfig,
-        HttpConfig,
-        ModelConfig,
-        ServerConfig,
-        load_config,
+        AccessConfig as AccessConfig,
+        AdmissionConfig as AdmissionConfig,
+        ConfigError as ConfigError,
+        EngineConfig as EngineConfig,
+        HttpConfig as HttpConfig,
+        ModelConfig as ModelConfig,
+        ServerConfig as ServerConfig,
+        load_config as load_config,
     )
     from lifecycle_engine.core.model_runner import (
-        DeviceLost,
-        Emitted,
-        PrefillsTogether,
-        Prompt,
-        PromptChunk,
-        Resumes,
-        Runner,
-        Sampling,
+        DeviceLost as DeviceLost,
+        Emitted as Emitted,
+        PrefillsTogether as PrefillsTogether,
+        Prompt as Prompt,
+        PromptChunk as PromptChunk,
+        Resumes as Resumes,
+        Runner as Runner,
+        Sampling as Sampling,
     )
-    from lifecycle_engine.core.scheduler import Scheduler
-    from lifecycle_engine.errors import BadChat, BadImage
-    from lifecycle_engine.events import EngineMeasured
-    from lifecycle_engine.factory import CheckpointError, make_app
-    from lifecycle_engine.model.transformers_runner import TransformersRunner
+    from lifecycle_engine.core.scheduler import Scheduler as Scheduler
+    from lifecycle_engine.errors import BadChat as BadChat, BadImage as BadImage
+    from lifecycle_engine.events import EngineMeasured as EngineMeasured
+    from lifecycle_engine.factory import (
+        CheckpointError as CheckpointError,
+        make_app as make_app,
+    )
+    from lifecycle_engine.model.transformers_runner import (
+        TransformersRunner as TransformersRunner,
+    )
     from lifecycle_engine.multimodal.limits import (
-        MediaLimits,
-        read_image_size,
+        MediaLimits as MediaLimits,
+        read_image_size as read_image_size,
     )
-    from lifecycle_engine.processing.chat_processor import ChatProcessor
+    from lifecycle_engine.processing.chat_processor import (
+        ChatProcessor as ChatProcessor,
+    )
     from lifecycle_engine.processing.processor import (
-        Chat,
-        ChatDefaults,
-        Detokenizer,
-        Empty,
-        Message,
-        Prepared,
-        Processor,
-        defaults_of,
-        in_arena,
-        payload_capacity,
+        Chat as Chat,
+        ChatDefaults as ChatDefaults,
+        Detokenizer as Detokenizer,
+        Empty as Empty,
+        Message as Message,
+        Prepared as Prepared,
+        Processor as Processor,
+        defaults_of as defaults_of,
+        in_arena as in_arena,
+        payload_capacity as payload_capacity,
     )
-    from lifecycle_engine.server.access import AccessRules
-    from lifecycle_engine.server.app import AppSettings, create_app
+    from lifecycle_engine.server.access import AccessRules as AccessRules
+    from lifecycle_engine.server.app import (
+        AppSettings as AppSettings,
+        create_app as create_app,
+    )
     from lifecycle_engine.server.remote_images import (
-        FetchLimits,
-        HttpsGet,
-        RemoteImages,
+        FetchLimits as FetchLimits,
+        HttpsGet as HttpsGet,
+        RemoteImages as RemoteImages,
     )
-    from lifecycle_engine.server.service import Deadlines, Engine, Service
-    from lifecycle_engine.server.uvicorn_protocol import ConnectionLimits, http_protocol
-    from lifecycle_engine.sim import SimCost, SimProcessor, SimRunner
-
-__all__ = (
-    "AccessConfig",
-    "AccessRules",
-    "AdmissionConfig",
-    "ApiError",
-    "AppSettings",
-    "BadChat",
-    "BadImage",
-    "Chat",
-    "ChatDefaults",
-    "ChatProcessor",
-    "CheckpointError",
-    "ConfigError",
-    "ConnectionLimits",
-    "Deadlines",
-    "Detokenizer",
-    "DeviceLost",
-    "Emitted",
-    "Empty",
-    "Engine",
-    "EngineConfig",
-    "EngineMeasured",
-    "FetchLimits",
-    "HttpConfig",
-    "HttpsGet",
-    "MediaLimits",
-    "Message",
-    "ModelConfig",
-    "PrefillsTogether",
-    "Prepared",
-    "Processor",
-    "Prompt",
-    "PromptChunk",
-    "RemoteImages",
-    "RequestParser",
-    "Resumes",
-    "Runner",
-    "Sampling",
-    "Scheduler",
-    "ServerConfig",
-    "Service",
-    "SimCost",
-    "SimProcessor",
-    "SimRunner",
-    "TransformersRunner",
-    "create_app",
-    "defaults_of",
-    "http_protocol",
-    "in_arena",
-    "load_config",
-    "make_app",
-    "payload_capacity",
-    "read_image_size",
-)
+    from lifecycle_engine.server.service import (
+        Deadlines as Deadlines,
+        Engine as Engine,
+        Service as Service,
+    )
+    from lifecycle_engine.server.uvicorn_protocol import (
+        ConnectionLimits as ConnectionLimits,
+        http_protocol as http_protocol,
+    )
+    from lifecycle_engine.sim import (
+        SimCost as SimCost,
+        SimProcessor as SimProcessor,
+        SimRunner as SimRunner,
+    )
 
 _MODULES = {
     "api.request_body": ("RequestParser",),
@@ -180,6 +146,7 @@ _MODULES = {
     "sim": ("SimCost", "SimProcessor", "SimRunner"),
 }
 _MODULE_OF = {name: module for module, names in _MODULES.items() for name in names}
+__all__ = tuple(sorted(_MODULE_OF))
 
 
 def __getattr__(name: str) -> Any:

@@ -26,6 +26,7 @@ from lifecycle_engine.api.chat_request import (
     URI,
     ChatMessage,
     ChatRequest,
+    CommonOptions,
     ImageData,
     ImageUrl,
     Part,
@@ -33,6 +34,7 @@ from lifecycle_engine.api.chat_request import (
     Unsupported,
     as_parts,
     check_image_role,
+    options_of,
     validate,
 )
 from lifecycle_engine.api.request_body import ParsedRequest
@@ -94,7 +96,7 @@ class _Metadata(Schema):
     user_id: str | None = Field(default=None, max_length=256)
 
 
-class MessagesRequest(Schema):
+class MessagesRequest(CommonOptions):
     """The body of a message request, with the limits of this server."""
 
     model: str = Field(min_length=1, max_length=256)
@@ -112,13 +114,7 @@ class MessagesRequest(Schema):
         default_factory=list, max_length=4, fail_fast=True
     )
     temperature: float | None = Field(default=None, ge=0, le=1)
-    top_p: float | None = Field(default=None, ge=0, le=1)
-    top_k: int | None = Field(default=None, ge=-1, lt=2**31)
-    stream: bool | None = None
     metadata: _Metadata | None = None
-    # As in chat completions; this API does not define them.
-    prompt_cache_key: str | None = Field(default=None, max_length=256)
-    min_p: float | None = Field(default=None, ge=0, le=1)
 
 
 def parse_messages(body: bytes) -> ChatRequest:
@@ -136,14 +132,9 @@ def parse_messages(body: bytes) -> ChatRequest:
         model=request.model,
         messages=messages,
         max_tokens=request.max_tokens,
-        temperature=request.temperature,
-        top_p=request.top_p,
-        top_k=request.top_k,
-        min_p=request.min_p,
         stop=request.stop_sequences,
-        stream=request.stream,
         user=request.metadata.user_id if request.metadata else None,
-        prompt_cache_key=request.prompt_cache_key,
+        **options_of(request, CommonOptions),
     )
 
 

@@ -346,15 +346,27 @@ _Stop = Annotated[str, Field(min_length=1, max_length=256)]
 _Stops = Annotated[list[_Stop], Field(max_length=4, fail_fast=True)]
 
 
-class Options(Schema):
-    """Generation options, named as in chat completions."""
+class CommonOptions(Schema):
+    """Options of all APIs, also of those that do not define all of them."""
 
-    max_tokens: int | None = Field(default=None, ge=1, lt=2**31)
     temperature: float | None = Field(default=None, ge=0, le=2)
     top_p: float | None = Field(default=None, ge=0, le=1)
     # Not in OpenAI's API, but in other servers that implement it; 0 and -1 are all.
     top_k: int | None = Field(default=None, ge=-1, lt=2**31)
     min_p: float | None = Field(default=None, ge=0, le=1)
+    stream: bool | None = None
+    prompt_cache_key: str | None = Field(default=None, max_length=256)
+
+
+def options_of(request: Schema, kind: type[Schema]) -> dict[str, Any]:
+    """Return the fields that *request* has of *kind*."""
+    return {name: getattr(request, name) for name in kind.model_fields}
+
+
+class Options(CommonOptions):
+    """Generation options, named as in chat completions."""
+
+    max_tokens: int | None = Field(default=None, ge=1, lt=2**31)
     seed: int | None = Field(default=None, ge=0, lt=2**63)
     stop: Annotated[
         _Stops,
@@ -363,9 +375,7 @@ class Options(Schema):
     n: int | None = Field(default=None, ge=1, le=_MAX_CHOICES)
     logprobs: bool | None = None
     top_logprobs: int | None = Field(default=None, ge=0, le=20)
-    stream: bool | None = None
     user: str | None = Field(default=None, max_length=256)
-    prompt_cache_key: str | None = Field(default=None, max_length=256)
     ignore_eos: bool | None = None
 
 

@@ -28,6 +28,7 @@ from lifecycle_engine.api.chat_request import (
     Part,
     Unsupported,
     check_top_logprobs,
+    options_of,
     require_one_of,
     validate,
 )
@@ -74,7 +75,7 @@ def parse_generate(body: bytes) -> ChatRequest:
         text = Part(type="text", text=request.text)
         content = [*_image_parts(request), text]
         messages = [ChatMessage(role="user", content=content)]
-    options = {name: getattr(request, name) for name in Options.model_fields}
+    options = options_of(request, Options)
     chat = ChatRequest(model="any", messages=messages, **options)
     chat = chat.model_copy(update={"model": request.model or ANY_MODEL})
     return (

@@ -29,12 +29,14 @@ from lifecycle_engine.api.chat_request import (
     URI,
     ChatMessage,
     ChatRequest,
+    CommonOptions,
     ImageData,
     ImageUrl,
     Part,
     Schema,
     Unsupported,
     check_image_role,
+    options_of,
     require_one_of,
     validate,
 )
@@ -121,7 +123,7 @@ class _StreamOptions(Schema):
     include_obfuscation: bool | None = None
 
 
-class ResponsesRequest(Schema):
+class ResponsesRequest(CommonOptions):
     """The body of a responses request, with the limits of this server."""
 
     model: str = Field(min_length=1, max_length=256)
@@ -130,20 +132,14 @@ class ResponsesRequest(Schema):
     ]
     instructions: str | None = None
     max_output_tokens: int | None = Field(default=None, ge=1, lt=2**31)
-    temperature: float | None = Field(default=None, ge=0, le=2)
-    top_p: float | None = Field(default=None, ge=0, le=1)
-    top_k: int | None = Field(default=None, ge=-1, lt=2**31)
-    min_p: float | None = Field(default=None, ge=0, le=1)
     include: list[str] | None = Field(default=None, max_length=64, fail_fast=True)
     top_logprobs: int | None = Field(default=None, ge=0, le=20)
-    stream: bool | None = None
     stream_options: _StreamOptions | None = None
     metadata: dict[str, Annotated[str, Field(max_length=512)]] | None = Field(
         default=None, max_length=16
     )
     store: bool | None = None
     user: str | None = Field(default=None, max_length=256)
-    prompt_cache_key: str | None = Field(default=None, max_length=256)
     ignore_eos: bool | None = None
 
 
@@ -169,16 +165,11 @@ def parse_responses(body: bytes) -> ChatRequest:
         model=request.model,
         messages=messages,
         max_tokens=request.max_output_tokens,
-        temperature=request.temperature,
-        top_p=request.top_p,
-        top_k=request.top_k,
-        min_p=request.min_p,
         logprobs=logprobs,
         top_logprobs=request.top_logprobs,
-        stream=request.stream,
         user=request.user,
-        prompt_cache_key=request.prompt_cache_key,
         ignore_eos=request.ignore_eos,
+        **options_of(request, CommonOptions),
     )
     return chat.with_fields(text="input", images="input").with_echo(
         max_output_tokens=request.max_output_tokens,

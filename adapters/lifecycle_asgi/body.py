@@ -164,22 +164,6 @@ class BodyReader:
         slow_after: Seconds after which an incomplete body is slow.
     """
 
-    __slots__ = (
-        "_body",
-        "_copies",
-        "_first",
-        "_grow",
-        "_lease",
-        "_max_body",
-        "_metered",
-        "_read",
-        "_rest",
-        "_slow_at",
-        "_slow_charge",
-        "_stopped",
-        "_waiting",
-    )
-
     def __init__(
         self,
         body: RequestBody,

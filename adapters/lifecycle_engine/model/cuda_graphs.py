@@ -92,18 +92,6 @@ class StepInputs:
         mask: ``(width, 1, tokens, stop)``, the positions that each token attends to.
     """
 
-    __slots__ = (
-        "_reserved",
-        "_seen",
-        "ids",
-        "mask",
-        "positions",
-        "rotary",
-        "rows",
-        "stop",
-        "table",
-    )
-
     def __init__(
         self, shape: StepShape, *, reserved: int, device: torch.device
     ) -> None:

@@ -115,16 +115,6 @@ class Exchange:
         begun: Whether the upstream has answered.
     """
 
-    __slots__ = (
-        "_connection",
-        "_failure",
-        "_request",
-        "_scope",
-        "_send",
-        "_timeouts",
-        "begun",
-    )
-
     def __init__(
         self,
         scope: Scope,

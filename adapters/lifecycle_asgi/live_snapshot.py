@@ -9,7 +9,6 @@ import time
 from collections import Counter
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping
 from heapq import nlargest
-from types import MappingProxyType
 from typing import Any, Final
 
 from lifecycle import Lease, Session
@@ -42,33 +41,29 @@ _EARLY: Final = 0.9
 
 
 # What a phase of `RequestScope.phase` is called.
-_SHOWN: Final[Mapping[str, ShownPhase]] = MappingProxyType(
-    {
-        "read": "reading",
-        "queue": "waiting",
-        "fetch": "preparing",
-        "prepare": "preparing",
-        "hand_off": "preparing",
-        "stream": "running",
-        "cleanup": "ending",
-    }
-)
+_SHOWN: Final[Mapping[str, ShownPhase]] = {
+    "read": "reading",
+    "queue": "waiting",
+    "fetch": "preparing",
+    "prepare": "preparing",
+    "hand_off": "preparing",
+    "stream": "running",
+    "cleanup": "ending",
+}
 
 
 _MOST_LISTED: Final = 1000
 _LONGEST_GAP: Final = 5.0
 # What a request in a phase waits for, as far as this process knows.
-_AWAITED: Final[Mapping[ShownPhase, str]] = MappingProxyType(
-    {
-        "waiting": "a gate",
-        "reading": "its body",
-        "preparing": "its input to be ready",
-        "queued": "a place in the engine's batch",
-        "running": "the first part of its response",
-        "streaming": "the next part of its response",
-        "ending": "its end in the engine",
-    }
-)
+_AWAITED: Final[Mapping[ShownPhase, str]] = {
+    "waiting": "a gate",
+    "reading": "its body",
+    "preparing": "its input to be ready",
+    "queued": "a place in the engine's batch",
+    "running": "the first part of its response",
+    "streaming": "the next part of its response",
+    "ending": "its end in the engine",
+}
 
 
 class Snapshots:

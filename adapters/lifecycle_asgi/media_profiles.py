@@ -5,7 +5,6 @@ from __future__ import annotations
 import sys
 from collections.abc import Mapping
 from dataclasses import replace
-from types import MappingProxyType
 from typing import Final
 
 from lifecycle.lowlevel import check_choice
@@ -33,32 +32,28 @@ _DEFAULT: Final = MediaProfile(
 )
 # Of servers that decode the first frame of an animation.
 _FIRST_FRAME: Final = replace(_DEFAULT, all_frames=False)
-_PROFILES: Final[Mapping[str, MediaProfile]] = MappingProxyType(
-    {
-        "default": _DEFAULT,
-        # Decoded, converted, and copied by `tobytes`, which joins pieces.
-        "pillow": replace(_DEFAULT, work_bytes_per_pixel=15, tensor_bytes_per_pixel=0),
-        "vllm": _FIRST_FRAME,
-        "lmdeploy": _FIRST_FRAME,
-        "sglang": replace(_FIRST_FRAME, tensor_bytes_per_pixel=_TENSORS + _PICKLED),
-        # Passes media on as it got them.
-        "proxy": MediaProfile(
-            work_bytes_per_pixel=0,
-            tensor_bytes_per_pixel=0,
-            video_frames=0,
-            audio_seconds=0,
-        ),
-    }
-)
+_PROFILES: Final[Mapping[str, MediaProfile]] = {
+    "default": _DEFAULT,
+    # Decoded, converted, and copied by `tobytes`, which joins pieces.
+    "pillow": replace(_DEFAULT, work_bytes_per_pixel=15, tensor_bytes_per_pixel=0),
+    "vllm": _FIRST_FRAME,
+    "lmdeploy": _FIRST_FRAME,
+    "sglang": replace(_FIRST_FRAME, tensor_bytes_per_pixel=_TENSORS + _PICKLED),
+    # Passes media on as it got them.
+    "proxy": MediaProfile(
+        work_bytes_per_pixel=0,
+        tensor_bytes_per_pixel=0,
+        video_frames=0,
+        audio_seconds=0,
+    ),
+}
 # The first that this process has imported is the server.
-_SERVERS: Final[Mapping[str, str]] = MappingProxyType(
-    {
-        "vllm": "vllm",
-        "sglang": "sglang",
-        "lmdeploy": "lmdeploy",
-        "litellm.proxy": "proxy",
-    }
-)
+_SERVERS: Final[Mapping[str, str]] = {
+    "vllm": "vllm",
+    "sglang": "sglang",
+    "lmdeploy": "lmdeploy",
+    "litellm.proxy": "proxy",
+}
 
 
 def media_profile(profile: str | MediaProfile) -> MediaProfile:

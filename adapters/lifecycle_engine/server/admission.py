@@ -16,7 +16,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
-from types import MappingProxyType
 from typing import Any, Final
 
 import anyio
@@ -39,12 +38,10 @@ PROBES: Final = frozenset({"/health", "/ready"})
 """Paths that orchestrators and monitoring poll."""
 
 # Header values that leave a body as it is.
-_UNCOMPRESSED: Final[Mapping[bytes, tuple[bytes, ...]]] = MappingProxyType(
-    {
-        b"content-encoding": (b"", b"identity"),
-        b"transfer-encoding": (b"chunked",),
-    }
-)
+_UNCOMPRESSED: Final[Mapping[bytes, tuple[bytes, ...]]] = {
+    b"content-encoding": (b"", b"identity"),
+    b"transfer-encoding": (b"chunked",),
+}
 # Hash buckets of client addresses.
 _ADDRESS_BUCKETS: Final = 64
 # Seconds in which one request may begin without waiting; uvloop's clock has

@@ -40,18 +40,6 @@ class request_scope:  # noqa: N801 - it reads as a function: `async with request
             trace context of the caller is read.
     """
 
-    __slots__ = (
-        "_block",
-        "_emit",
-        "_failure",
-        "_grace",
-        "_headers",
-        "_operation",
-        "_request",
-        "_tasks",
-        "_wait_disconnect",
-    )
-
     def __init__(
         self,
         wait_disconnect: Callable[[], Awaitable[object]] | None = None,

@@ -153,16 +153,6 @@ class ResponseWriter:
             than its error document.
     """
 
-    __slots__ = (
-        "_api",
-        "_complete",
-        "_pending_body",
-        "_send",
-        "failure",
-        "request_id",
-        "started",
-    )
-
     failure: Callable[[ApiError], Sequence[Document]] | None
 
     def __init__(self, send: Any, api: ApiFormat) -> None:

@@ -97,7 +97,7 @@ def _make_app(config: ServerConfig) -> Starlette:
     images = total and shares(total)[-1]
     return create_app(
         engine,
-        _processor_of(folder, empty),
+        make_processor(folder, empty),
         gate=gate(
             # In shadow, memory that the engine shares is a limit all the same: there is
             # no more of it.
@@ -143,11 +143,7 @@ def checkpoint_of(config: ModelConfig) -> Path | None:
 
 
 def require_checkpoint(folder: Path, source: str = "model.checkpoint") -> None:
-    """Check that a folder holds a checkpoint.
-
-    Args:
-        folder: The folder.
-        source: Where its name came from.
+    """Check that a folder, whose name came from *source*, holds a checkpoint.
 
     Raises:
         ConfigError: It holds none.
@@ -268,7 +264,7 @@ def _is_news(record: logging.LogRecord) -> bool:
     return not record.getMessage().startswith("PyTorch was not found")
 
 
-def make_processor(folder: Path | None, empty: Empty | None = None) -> Processor:
+def make_processor(folder: Path | None, empty: Empty | None) -> Processor:
     """The processor of a checkpoint; of the simulated model if there is none."""
     if folder is None:
         from lifecycle_engine.sim import SimProcessor
@@ -278,12 +274,8 @@ def make_processor(folder: Path | None, empty: Empty | None = None) -> Processor
     from lifecycle_engine.processing.chat_processor import ChatProcessor
 
     hf("set_verbosity_error", "utils.logging")()
-    return ChatProcessor(folder, empty=empty)
-
-
-def _processor_of(folder: Path | None, empty: Empty | None) -> Processor:
     with _served(folder):
-        return make_processor(folder, empty)
+        return ChatProcessor(folder, empty=empty)
 
 
 @contextmanager

@@ -90,10 +90,7 @@ Price: TypeAlias = Callable[
 
 
 def admitted_request(scope: Scope) -> AdmittedRequest:
-    """Return what `Admission` above knows of a request.
-
-    Args:
-        scope: The ASGI scope of a request with a body.
+    """Return what `Admission` above knows of a request with a body.
 
     Raises:
         KeyError: There is no `Admission` above, or the request has ended.

@@ -444,13 +444,7 @@ class PhaseTimer:
 def request_outcome(
     status: int | None, error: BaseException | None, *, client_gone: bool
 ) -> Outcome:
-    """Return the outcome of a request that has no session.
-
-    Args:
-        status: HTTP status of the response.
-        error: What the application raised.
-        client_gone: The client disconnected before the response was complete.
-    """
+    """Return the outcome of a request that has no session."""
     if client_gone:
         return "client_gone"
     if error is not None:

@@ -331,10 +331,6 @@ def _holdings(
 
     Payloads are in bytes that leases are charged with, as a rule; so it is whichever
     is more.
-
-    Args:
-        request: The request.
-        sessions: Its sessions, which the caller has asked for already.
     """
     waiting, holds = None, dict[str, tuple[int, int]]()
     for each in request.leases:

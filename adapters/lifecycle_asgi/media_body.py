@@ -63,9 +63,6 @@ class BodyEstimator:
     """Estimates the memory that the media of request bodies need.
 
     Without Pillow, images count as the profile assumes, which is logged once.
-
-    Args:
-        profile: What media cost the server.
     """
 
     __slots__ = ("_profile", "_warned")
@@ -75,12 +72,7 @@ class BodyEstimator:
         self._warned = False
 
     def estimate(self, scope: Scope, body: bytes) -> MemoryEstimate:
-        """Return what the media of *body* need; nothing for what is no media.
-
-        Args:
-            scope: The ASGI scope, for the type of the body.
-            body: The whole body.
-        """
+        """Return what the media of a whole body need; nothing for what is no media."""
         total = MemoryEstimate()
         if not (found := _media_of(scope, body)):
             return total
@@ -105,7 +97,6 @@ class BodyEstimator:
 
 
 def _media_of(scope: Scope, body: bytes) -> list[Media]:
-    """Return the media of a body."""
     if _is_encoded(scope):
         return [Media("image", "")]  # not searched, as with TooDeep
     content_type = _header(scope, b"content-type")

@@ -153,7 +153,6 @@ class Spans:
 
 
 def _end_attributes(event: RequestEnded) -> Mapping[str, str | int]:
-    """Return the attributes of a request that has ended."""
     attributes: dict[str, str | int] = {"lifecycle.outcome": event.outcome}
     if event.status is not None:
         attributes["http.response.status_code"] = event.status

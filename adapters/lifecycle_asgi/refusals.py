@@ -179,13 +179,6 @@ def protocol_response(scope: Scope, error: ApiError) -> Response:
 
     Anthropic's format for its messages, OpenAI's for other paths under ``/v1/`` and for
     JSON, plain text for anything else.
-
-    Args:
-        scope: The ASGI scope of the request.
-        error: What is wrong.
-
-    Returns:
-        Status, headers and body.
     """
     path = str(scope.get("path", ""))
     request_headers = dict(scope["headers"])
@@ -240,7 +233,6 @@ def _id_of(scope: Scope) -> bytes:
 def _log(
     scope: Scope, id_: str, refusal: Refusal | Unauthorised, waiting: Mapping[str, int]
 ) -> None:
-    """Log who was refused what, and why, on the logger ``lifecycle``."""
     error, client = describe(refusal), scope.get("client")
     why = str(refusal) if isinstance(refusal, Refused) else error.message
     after = dict(error.headers).get(b"retry-after")

@@ -377,9 +377,6 @@ def declared_length(scope: Mapping[str, Any]) -> int | None:
     A chunked body overrides a length, and some servers let both through. A length
     counts only if there is one, of digits: what another reader of the request could
     take for another number is not trusted.
-
-    Args:
-        scope: The ASGI scope of the request.
     """
     found = [each for each in scope["headers"] if each[0] in FRAMING]
     if len(found) != 1:
@@ -471,9 +468,6 @@ def drop_body_copies(request: object) -> None:
 
     They are attributes of other projects, most of them private: for each framework a
     test measures the memory of a server, and fails when the attributes have moved.
-
-    Args:
-        request: The request object of a framework.
 
     Raises:
         TypeError: *request* is of an unsupported framework, or of a version that keeps

@@ -40,10 +40,6 @@ def with_headers_of(app: Any, answer: App) -> App:
 
     A response instead of that of *app* then has its CORS headers, without which no web
     page could read it, and the id of the request.
-
-    Args:
-        app: An application, or a middleware that keeps the next one as ``app``.
-        answer: Answers a request.
     """
     for middleware in reversed([*_adding_headers(app)]):
         with suppress(AttributeError, TypeError):  # another class of that name
@@ -82,13 +78,7 @@ async def send_response(send: Send, response: Response) -> None:
 
 
 class Refusing:
-    """Sends one response, and ends it when the rest of the body was dropped.
-
-    Args:
-        scope: The ASGI scope of the request.
-        body: Of the request.
-        send: The server's.
-    """
+    """Sends one response, and ends it when the rest of the body was dropped."""
 
     __slots__ = ("_body", "_dropping", "_lingers", "_scope", "_send")
 

@@ -360,7 +360,6 @@ class ResumableStreams:
         self._drop(min(ended, key=lambda stream: stream.expires))
 
     async def _run(self, stream: EventStream, source: AsyncIterator[Any]) -> None:
-        """Run the generator: the task that owns it."""
         error: Exception | None = _shut_down()
         try:
             with stream.session as session:
@@ -413,7 +412,6 @@ class ResumableStreams:
             stream.session.stop("client_gone")
 
     async def _expire(self) -> None:
-        """Drop streams whose time is up."""
         with self._expiring:
             while True:
                 self._earlier = anyio.Event()

@@ -15,11 +15,7 @@ _SECONDS_BETWEEN_SUMMARIES: Final = 60.0
 
 
 class ShadowLog:
-    """Says in the log that no request is refused, and how many would have been.
-
-    Args:
-        lanes: The lanes.
-    """
+    """Says in the log that no request is refused, and how many would have been."""
 
     def __init__(self, lanes: Sequence[Lane]) -> None:
         self._lanes = lanes

@@ -483,10 +483,6 @@ def validate_prefill_output(output: Any, *, remaining: int) -> Emitted | None:
     A runner may be user code, so its values are checked before the scheduler acts on
     them. An invalid value fails only its own request.
 
-    Args:
-        output: What `Runner.prefill` returned.
-        remaining: Prompt tokens after the chunk.
-
     Raises:
         InvalidRunnerOutput: The runner returned an output before the last chunk, none
             from the last chunk, or a value of another type.

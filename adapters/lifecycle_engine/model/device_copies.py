@@ -43,9 +43,6 @@ class PendingCopies:
 
     An arena region is released when its last reference is dropped, and the client then
     writes the next tensor there. So the source has to outlive the call that copies it.
-
-    Args:
-        device: The destination.
     """
 
     def __init__(self, device: CopyDevice) -> None:

@@ -267,11 +267,7 @@ class GenerationRules:
 class LogitsProcessors:
     """Applies a checkpoint's generation rules to the logits of a runner's slots.
 
-    Args:
-        rules: The rules; the default ones change nothing and need no memory.
-        slots: Number of slots.
-        vocab_size: Size of the vocabulary.
-        device: Device of the logits.
+    The default rules change nothing and need no memory.
     """
 
     def __init__(

@@ -143,11 +143,6 @@ def _too_large(message: str, param: str) -> ApiError:
 def check_count(images: int, limits: MediaLimits, *, param: str) -> None:
     """Refuse a request with too many images, before any is decoded.
 
-    Args:
-        images: Number of images.
-        limits: Limits on images.
-        param: Field of the images, for the error.
-
     Raises:
         ApiError: 413.
     """
@@ -158,11 +153,6 @@ def check_count(images: int, limits: MediaLimits, *, param: str) -> None:
 
 def check_total(sizes: Sequence[ImageSize], limits: MediaLimits, *, param: str) -> None:
     """Refuse a request whose images have too many frames or pixels together.
-
-    Args:
-        sizes: Sizes of all images.
-        limits: Limits on images.
-        param: Field of the images, for the error.
 
     Raises:
         ApiError: 413.

@@ -149,7 +149,6 @@ def check_squares(
 
 
 def _image_runs(image_token: int, input_ids: Sequence[int]) -> list[int]:
-    """Lengths of the runs of image tokens, in order."""
     runs: list[int] = []
     inside = False
     for token in input_ids:

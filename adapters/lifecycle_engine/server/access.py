@@ -49,12 +49,7 @@ class AccessRules:
 class AccessControl:
     """Refuses requests that may not do what they ask for, before a body is read.
 
-    Args:
-        app: The application to wrap.
-        rules: Which requests may do what.
-        answer: Makes the response to a refused request.
-        operator: Whether *app* is for the operator: asks for an admin key, and permits
-            no page of another site.
+    One for the *operator* asks for an admin key, and permits no page of another site.
     """
 
     def __init__(

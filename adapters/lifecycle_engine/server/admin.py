@@ -252,7 +252,6 @@ async def snapshot(service: Service) -> dict[str, Any]:
 
 
 def _arena(engine: Any) -> dict[str, Any] | None:
-    """Return the statistics of the engine's arena, if it has one."""
     try:
         return asdict(engine.arena.statistics())
     except (AttributeError, RuntimeError):

@@ -286,8 +286,6 @@ def _operator(
     metrics: Metrics | None,
     live: LiveRequests,
 ) -> Starlette:
-    """Return the application of the operator's listener."""
-
     def engine() -> Mapping[str, Any]:
         now = service.engine
         health = getattr(now, "health", "ready" if now.ready else "unavailable")
@@ -322,7 +320,6 @@ def _admission(
     gates: Mapping[str, Gate],
     observer: Observer | None,
 ) -> Admission:
-    """Return what reads and admits generating requests."""
     return Admission(
         serve_admitted,
         client=settings.client,

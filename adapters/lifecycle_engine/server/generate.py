@@ -187,7 +187,6 @@ class GenerateEndpoint:
         return self._estimate(call.parsed) if call.parsed.images else None
 
     async def _read_body(self, call: _Call, body: bytes) -> None:
-        """Parse a body, and fetch its images by URL."""
         remote, session = self._service.remote, call.session
         with call.request.phase("read"):
             reading = self._service.parser.read(body, self._api.parse, call.client)
@@ -377,7 +376,6 @@ class GenerateEndpoint:
 
 
 def _count(call: _Call) -> None:
-    """Report the size of a request that has ended."""
     call.request.count(
         choices=call.parsed.choices,
         images=call.parsed.images,

@@ -128,11 +128,7 @@ def operating(
 ) -> Iterator[OperatorServer | None]:
     """Listen on *address* for *app*; without one, there is no server.
 
-    Args:
-        app: The application.
-        address: Where to listen.
-        limits: Timeouts of connections.
-        moves: Whether a free port does where that of *address* is taken.
+    With *moves*, a free port does where that of *address* is taken.
 
     Raises:
         OSError: The address cannot be listened on; the ``filename`` shows it.

@@ -123,11 +123,7 @@ async def connect(
 ) -> ByteStream:
     """Open a TLS connection to *address*; the certificate must be valid for *host*.
 
-    Args:
-        address: IP address to connect to.
-        host: Host name of the certificate.
-        port: TCP port.
-        context: Trusted certificates. Default: those of the system.
+    Trusted are the certificates of *context*. Default: those of the system.
 
     Raises:
         OSError: The connection was refused, or the certificate is invalid.

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import errno
 import socket
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Final
@@ -24,7 +24,9 @@ Address = tuple[str, int] | Path
 _CONNECTIONS: Final = 64
 
 
-def configured(app: Any, limits: ConnectionLimits, **options: Any) -> uvicorn.Config:
+def configured(
+    app: Any, limits: ConnectionLimits, proxies: Sequence[str] = (), **options: Any
+) -> uvicorn.Config:
     """Return the options of a server for clients within *limits*, and *options*."""
     return uvicorn.Config(
         app,
@@ -34,6 +36,8 @@ def configured(app: Any, limits: ConnectionLimits, **options: Any) -> uvicorn.Co
         access_log=False,
         timeout_graceful_shutdown=1,
         server_header=False,
+        proxy_headers=bool(proxies),
+        forwarded_allow_ips=list(proxies),
         **options,
     )
 
@@ -43,10 +47,11 @@ def join_address(host: str, port: int) -> str:
     return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
 
 
-def _listen(address: Address) -> socket.socket:
+def listen(address: Address, *, backlog: int | None = None) -> socket.socket:
+    """Listen on *address*, also at the Unix socket of a server that was killed."""
     if not isinstance(address, Path):
         family = socket.AF_INET6 if ":" in address[0] else socket.AF_INET
-        return socket.create_server(address, family=family)
+        return socket.create_server(address, family=family, backlog=backlog)
     _remove_abandoned(address)
     listener = socket.socket(socket.AF_UNIX)
     try:
@@ -82,9 +87,7 @@ class OperatorServer(uvicorn.Server):
             head=limits.head, reader=limits.reader, connections=_CONNECTIONS
         )
         # The date is kept up to date by a main loop alone.
-        config = configured(
-            app, own, lifespan="off", proxy_headers=False, date_header=False
-        )
+        config = configured(app, own, lifespan="off", date_header=False)
         super().__init__(config)
         self._listener = listener
         name = listener.getsockname()
@@ -115,11 +118,11 @@ class OperatorServer(uvicorn.Server):
 
 def _listen_near(address: Address, *, moves: bool) -> socket.socket:
     try:
-        return _listen(address)
+        return listen(address)
     except OSError as error:
         if not moves or isinstance(address, Path) or error.errno != errno.EADDRINUSE:
             raise
-        return _listen((address[0], 0))
+        return listen((address[0], 0))
 
 
 @contextmanager

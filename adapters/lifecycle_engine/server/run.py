@@ -30,6 +30,7 @@ from lifecycle_engine.server.listener import (
     OperatorServer,
     configured,
     join_address,
+    listen,
     operating,
 )
 from lifecycle_engine.server.service import Service
@@ -307,17 +308,10 @@ def run(
     _configure_process(service)
     limits = _within_descriptor_limit(limits or ConnectionLimits())
     tls = _tls(certificate, key, limits)
-    config = configured(
-        app,
-        limits,
-        lifespan="on",  # without the lifespan there is no engine, so startup fails
-        proxy_headers=bool(proxies),
-        forwarded_allow_ips=list(proxies),
-    )
-    family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    listening = socket.create_server((host, port), family=family, backlog=_BACKLOG)
+    # Without the lifespan there is no engine, so a failure of it ends the start.
+    config = configured(app, limits, proxies, lifespan="on")
     operated = operating(app.state.operator, operator, limits, moves=operator_moves)
-    with listening as listener, operated as own:
+    with listen((host, port), backlog=_BACKLOG) as listener, operated as own:
         scheme = "http" if tls is None else "https"
         address = f"{scheme}://{join_address(host, listener.getsockname()[1])}"
         ready = partial(announce, address, *([own.address] if own else []))

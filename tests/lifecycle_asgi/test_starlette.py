@@ -77,25 +77,6 @@ async def test_closes_the_stream_of_a_client_that_leaves(way: str) -> None:
     assert gate.statistics().bytes_in_use == 0
 
 
-async def test_sends_an_iterator_that_cannot_be_closed() -> None:
-    """An async iterator needs no `aclose`, as in a plain response."""
-
-    class Letters:
-        def __init__(self) -> None:
-            self.left = ["b", "a"]
-
-        def __aiter__(self) -> Letters:
-            return self
-
-        async def __anext__(self) -> str:
-            if not self.left:
-                raise StopAsyncIteration
-            return self.left.pop()
-
-    answer = await request(app_of(lambda: ManagedResponse(Letters())), "POST", "/")
-    assert (answer.status, answer.body) == (200, b"ab")
-
-
 async def test_leaves_after_some_seconds() -> None:
     """A client may also leave a handler that says nothing."""
 

@@ -456,11 +456,9 @@ async def close_all(sources: list[Any], grace: float) -> None:
             stack.push_async_callback(_close, source, grace)
 
 
-async def _close(source: Any, grace: float) -> None:
-    close = getattr(source, "aclose", None)  # an iterator may have none
-    if close is not None:
-        with anyio.move_on_after(grace, shield=True):
-            await close()
+async def _close(source: Closable, grace: float) -> None:
+    with anyio.CancelScope(shield=True, deadline=anyio.current_time() + grace):
+        await source.aclose()
 
 
 def drop_body_copies(request: object) -> None:

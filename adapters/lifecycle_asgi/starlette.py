@@ -7,8 +7,10 @@ from __future__ import annotations
 
 from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import AsyncExitStack, ExitStack
-from typing import Any, Final, cast
+from typing import Any, Final, Generic, Self, TypeVar, cast
 
+import anyio
+import anyio.to_thread
 from starlette.applications import Starlette
 from starlette.background import BackgroundTask
 from starlette.exceptions import HTTPException
@@ -24,7 +26,7 @@ from lifecycle_asgi.endpoint import ConnectionWatch
 from lifecycle_asgi.limits import BodyLimit
 from lifecycle_asgi.middleware import CLIENT_CLOSED_REQUEST, LifecycleMiddleware
 from lifecycle_asgi.refusals import describe, refusal_response
-from lifecycle_asgi.request import asynchronous, close_all, request_of
+from lifecycle_asgi.request import request_of
 
 __all__ = (
     "ManagedResponse",
@@ -35,6 +37,8 @@ __all__ = (
     "refusal_handler",
 )
 
+T = TypeVar("T")
+_END: Final = object()
 _CLOSE_SECONDS: Final = 5.0  # as the middleware's `grace`
 _HANDLERS: Final = "starlette.exception_handlers"
 _REFUSED: Final = "lifecycle.refused"
@@ -228,8 +232,9 @@ class ManagedResponse(StreamingResponse):
         slots: int | None = None,
         **options: Any,
     ) -> None:
-        source = asynchronous(stream)
-        if not hasattr(source, "__anext__"):
+        if isinstance(stream, Iterator):
+            stream = _ThreadIterator(stream)
+        if not hasattr(stream, "__anext__"):
             kind = type(stream).__name__
             raise TypeError(f"ManagedResponse takes an iterator, not {kind}")
         costs = {"bytes": bytes, "slots": slots}
@@ -239,7 +244,7 @@ class ManagedResponse(StreamingResponse):
         }
         if gate is None and self._costs:
             raise TypeError("ManagedResponse has a cost and no gate: pass gate=, too")
-        super().__init__(source, **options)
+        super().__init__(stream, **options)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Send the response.
@@ -254,7 +259,7 @@ class ManagedResponse(StreamingResponse):
                 # One lease at a time: the handler has taken the body.
                 request.release_body()
                 stack.enter_context(await self._gate.admit(**self._costs))
-            stack.push_async_callback(close_all, [source], _CLOSE_SECONDS)
+            stack.push_async_callback(_close, source)
             self.body_iterator = await request.begin(source)
             await super().__call__(scope, receive, send)
 
@@ -302,6 +307,34 @@ class ResumableStreams(resume.ResumableStreams):
     ) -> ResumableResponse:
         """Return the response that sends what follows *last_event_id*, and goes on."""
         return cast("ResumableResponse", super().resume(last_event_id, owner=owner))
+
+
+async def _close(source: Any) -> None:
+    close = getattr(source, "aclose", None)
+    if close is not None:
+        with anyio.move_on_after(_CLOSE_SECONDS, shield=True):
+            await close()
+
+
+class _ThreadIterator(Generic[T]):
+    """A blocking iterator as an async one; each item is made in a thread."""
+
+    def __init__(self, source: Iterator[T]) -> None:
+        self._source = source
+
+    def __aiter__(self) -> Self:
+        return self
+
+    async def __anext__(self) -> T:
+        item: Any = await anyio.to_thread.run_sync(next, self._source, _END)
+        if item is _END:
+            raise StopAsyncIteration
+        return item  # type: ignore[no-any-return]
+
+    async def aclose(self) -> None:
+        close = getattr(self._source, "close", None)
+        if close is not None:
+            await anyio.to_thread.run_sync(close)
 
 
 class _RefusedResponse:

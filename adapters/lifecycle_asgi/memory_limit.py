@@ -120,18 +120,18 @@ def is_worker() -> bool:
     started: Any = sys.modules.get("multiprocessing.process")
     process = started and started.current_process()
     config: Any = getattr(process, "_kwargs", {}).get("config")
-    # Of a process that was started to reload the application, there is one.
     if type(config).__module__ == "uvicorn.config":
+        # Of a process that was started to reload the application, there is one.
         return bool(config.workers > 1 and not config.should_reload)
     if type(config).__module__ == "hypercorn.config":
-        return bool(config.workers > 1 and not config.use_reloader)
+        return bool(config.workers > 1)
     if getattr(process, "name", "") == "granian-worker":
         number = next(iter(getattr(process, "_args", ())), None)
         return isinstance(number, int) and number > 1
     bento: Any = sys.modules.get("bentoml._internal.context")
-    if bento is not None:
-        return (bento.server_context.worker_index or 1) > 1
-    return "gunicorn.arbiter" in sys.modules
+    if bento is not None and (bento.server_context.worker_index or 1) > 1:
+        return True
+    return "gunicorn.arbiter" in sys.modules  # also with a client of BentoML
 
 
 def size_text(nbytes: float) -> str:

@@ -17,7 +17,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
 from http.client import HTTPConnection, HTTPException
 from pathlib import Path
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 
 import pytest
 from cgroup_kit import memory_group
@@ -211,9 +211,10 @@ GRANIAN = ("granian", "--interface=asgi", "--port={port}", "--no-ws", "idle:app"
 def said_by(folder: Path, *command: str, processes: int, **environment: str) -> str:
     """What is logged about budgets until the application is in all processes."""
     (folder / "idle.py").write_text(
+        "import os\n"
         "from lifecycle_asgi import Admission\n"
         "app = Admission(None)\n"
-        "print('imported', flush=True)\n"
+        "os.write(1, b'imported\\n')\n"  # at once: others write there, too
     )
     kept = {key: os.environ[key] for key in os.environ if "LIFECYCLE" not in key}
     said: list[str] = []
@@ -239,27 +240,31 @@ def said_by(folder: Path, *command: str, processes: int, **environment: str) -> 
 
 @pytest.mark.thorough
 @pytest.mark.parametrize(
-    ("command", "knowing"),
+    ("command", "processes", "knowing"),
     [
-        ((*UVICORN, "--workers=2"), 2),
-        ((*HYPERCORN, "--workers=2"), 2),
+        ((*UVICORN, "--workers=2"), 2, 2),
+        ((*HYPERCORN, "--workers=2"), 2, 2),
+        # Imports the application itself, too, to know which files to watch.
+        ((*HYPERCORN, "--workers=2", "--reload"), 3, 2),
         # Its first worker cannot know of the second.
-        ((*GRANIAN, "--workers=2"), 1),
+        ((*GRANIAN, "--workers=2"), 2, 1),
     ],
-    ids=["uvicorn", "hypercorn", "granian"],
+    ids=["uvicorn", "hypercorn", "reload", "granian"],
 )
 def test_says_that_each_worker_has_a_budget(
-    tmp_path: Path, command: tuple[str, ...], knowing: int
+    tmp_path: Path, command: tuple[str, ...], processes: int, knowing: int
 ) -> None:
     """And how all have one: where a server starts several, and they share none."""
     pytest.importorskip(command[0])
-    said = said_by(tmp_path, *command, processes=2, LIFECYCLE_BYTES="64MiB")
+    said = said_by(tmp_path, *command, processes=processes, LIFECYCLE_BYTES="64MiB")
     assert (
         said.count("Admission: 64 MiB for requests in each worker process") == knowing
     )
     assert said.count("name a folder with shared= or LIFECYCLE_SHARED") == knowing
     lanes = str(tmp_path / "lanes")
-    assert said_by(tmp_path, *command, processes=2, LIFECYCLE_SHARED=lanes) == ""
+    assert (
+        said_by(tmp_path, *command, processes=processes, LIFECYCLE_SHARED=lanes) == ""
+    )
 
 
 @pytest.mark.thorough
@@ -293,5 +298,8 @@ def test_says_what_all_workers_share(caplog, tmp_path: Path) -> None:
 def test_says_so_in_workers_of_gunicorn(caplog, monkeypatch) -> None:
     """They are forked by the process that has this module."""
     monkeypatch.setitem(sys.modules, "gunicorn.arbiter", ModuleType("arbiter"))
+    # Imported by a client of another service, which is no worker of BentoML.
+    context = SimpleNamespace(server_context=SimpleNamespace(worker_index=None))
+    monkeypatch.setitem(sys.modules, "bentoml._internal.context", context)
     Admission(None, environment={})  # type: ignore[arg-type]
     assert "in each worker process" in caplog.text

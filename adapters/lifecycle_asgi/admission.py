@@ -211,9 +211,8 @@ class Admission:
         self._requests, self._slots = self._lanes["requests"], self._lanes.get("slots")
         most = settings.per_client
         self._shares = ClientShares(most) if most else None
-        self._max_body = settings.max_body
-        if (most := self._bodies.statistics().bytes) is not None:
-            self._max_body = settings.largest_body(most // _BODY_COPIES)
+        lane = self._bodies.statistics().bytes
+        self._max_body = settings.largest_body(lane, _BODY_COPIES, gates or {})
         self._ceiling = 0
         if settings.bytes == "auto":
             floor = _BODY_COPIES * self._max_body

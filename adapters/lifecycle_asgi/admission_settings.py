@@ -5,7 +5,7 @@ from __future__ import annotations
 import difflib
 import logging
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Container, Mapping
 from dataclasses import dataclass, field
 from decimal import Decimal
 from typing import Any, Final, Literal, Self, TypedDict
@@ -135,21 +135,29 @@ class AdmissionSettings:
         """All bytes that requests may have: the largest budget, if it is learned."""
         return default_budget() if self.bytes == "auto" else self.bytes
 
-    def largest_body(self, fits: int) -> int:
+    def largest_body(self, lane: int | None, copies: int, given: Container[str]) -> int:
         """Return what one body may have, and log if that is less than was asked for.
 
         Args:
-            fits: Bytes of the largest body for which its lane has room.
+            lane: Bytes of the lane of bodies, if they are limited.
+            copies: Of a body, for which it has to have room.
+            given: Lanes whose gates are not made of these settings.
         """
-        if fits < self.max_body != _MAX_BODY:
+        if lane is None:
+            return self.max_body
+        largest = max(1, min(self.max_body, lane // copies))
+        if largest < self.max_body != _MAX_BODY:
+            own = "bodies" in given
+            what, times = ("gate of bodies", copies) if own else ("budget", 16)
             logging.getLogger("lifecycle").warning(
                 "Admission: bodies above %d bytes are refused, although max_body is "
-                "%d; that takes a budget of %d bytes",
-                fits,
+                "%d; that takes a %s of %d bytes",
+                largest,
                 self.max_body,
-                16 * self.max_body,
+                what,
+                times * self.max_body,
             )
-        return max(1, min(self.max_body, fits))
+        return largest
 
     @classmethod
     def from_environment(cls, environment: Mapping[str, str], **options: Any) -> Self:

@@ -17,6 +17,7 @@ import pytest
 from asgi_kit import Message, ScriptedServer, http_scope
 
 import lifecycle_asgi
+from lifecycle import Gate
 from lifecycle_asgi import (
     Admission,
     AdmissionOptions,
@@ -510,6 +511,21 @@ def test_warns_of_bodies_that_never_fit(
             f"{limits['max_body']}; that takes a budget of {16 * limits['max_body']} "
             f"bytes"
         )
+
+
+def test_says_what_gate_of_yours_would_fit_a_body(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """Where its limits count, and those of the settings do not."""
+    wrap(None, bytes=2**20, max_body=100, gates={"bodies": Gate(bytes=299)})
+    (message,) = caplog.messages
+    assert message == (
+        "Admission: bodies above 99 bytes are refused, although max_body is 100; that "
+        "takes a gate of bodies of 300 bytes"
+    )
+    caplog.clear()
+    wrap(None, bytes=2**20, max_body=100, gates={"bodies": Gate(bytes=300)})
+    assert caplog.messages == []
 
 
 def test_warns_of_variables_that_set_nothing(caplog) -> None:

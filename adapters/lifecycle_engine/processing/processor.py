@@ -140,12 +140,23 @@ _UNKNOWN = {"typical_p": 1, "epsilon_cutoff": 0, "eta_cutoff": 0, "top_h": None}
 
 
 class SamplingOptions(Protocol):
-    """Sampling options of a request, as those of a `Chat`; ``None`` if not set."""
+    """Sampling options of a request; ``None`` if not set."""
 
-    temperature: float | None
-    top_p: float | None
-    top_k: int | None
-    min_p: float | None
+    @property
+    def temperature(self) -> float | None:
+        """Temperature; 0 is greedy."""
+
+    @property
+    def top_p(self) -> float | None:
+        """Nucleus sampling: probability mass to sample from."""
+
+    @property
+    def top_k(self) -> int | None:
+        """Number of most likely tokens to sample from."""
+
+    @property
+    def min_p(self) -> float | None:
+        """Minimum probability, relative to the most likely token."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -197,8 +197,9 @@ async def test_keeps_memory_within_the_budget(release: str, tmp_path: Path) -> N
         base = memory(pid, "VmRSS")
         await clients.run(10)
         grown = memory(pid, "VmHWM") - base
-        with anyio.fail_after(60):  # the allocator gives back what it kept
-            while release == "end" and memory(pid, "VmRSS") > 1.3 * base:
+        # The allocator gives back what it kept, but for the top of each arena.
+        with anyio.fail_after(60):
+            while release == "end" and memory(pid, "VmRSS") > base + 48 * MIB:
                 await anyio.sleep(0.1)
     assert 200 in clients.statuses
     assert set(clients.statuses) <= {200, 429, 503}

@@ -11,7 +11,7 @@ MAKEFLAGS += --no-print-directory
 .NOTPARALLEL:
 export PYTHON
 
-.PHONY: help demo quick test prove serve load bench bench-memory bench-overload docs lint types pytest coverage release-check sbom update canary attack soak \
+.PHONY: help demo quick test prove serve load bench bench-memory bench-overload docs lint types pytest coverage release-check sbom update canary strangers attack soak \
   faults hang-ups models mutation coverage-of-cases gpu-check clean
 
 help:
@@ -28,6 +28,7 @@ help:
 	@echo 'make sbom       what the wheel brings along with all its extras, as CycloneDX'
 	@echo 'make update     move the pinned versions to the newest releases, if make test passes with them'
 	@echo 'make canary     try the newest and the oldest releases that are permitted; ARGS=newest for one of them'
+	@echo 'make strangers  try the drop-ins in real servers, by their own command lines; ARGS=vllm for one of them'
 	@echo 'make attack     a thousand made-up requests to each HTTP endpoint; make attack ARGS=100 for fewer'
 	@echo 'make soak       a million seeded schedules of the core; make soak ARGS=5000 for fewer'
 	@echo 'make faults     the engine link under kills, stops, leavers and mutated frames; make faults ARGS=50 for fewer kills'
@@ -100,6 +101,9 @@ update: .venv/.ready
 
 canary: .venv/.ready
 	@$(BIN)/python scripts/versions.py canary $(ARGS)
+
+strangers: .venv/.ready
+	@$(BIN)/python scripts/strangers.py $(ARGS)
 
 attack: .venv/.ready
 	@$(BIN)/python tests/http/attack.py $(or $(ARGS),1000)

@@ -11,7 +11,7 @@ import threading
 from importlib import import_module
 from typing import Any
 
-ENTRY_POINTS = f"[sglang.srt.plugins]\nwithout_engine = {__name__}:register\n"
+GROUP = "sglang.srt.plugins"
 
 
 def register() -> None:
@@ -42,8 +42,8 @@ def say_scheduled(address: str) -> None:
     zmq = import_module("zmq")
     socket = zmq.Context().socket(zmq.PULL)
     socket.connect(address)
-    while socket.recv_multipart():
-        print("scheduled", flush=True)
+    while frames := socket.recv_multipart():
+        print(f"scheduled {frames}"[:300], flush=True)
 
 
 def say_imported(*_args: Any) -> None:

@@ -4,7 +4,7 @@
 
 For each server, or those that you name, ``tests/strangers/NAME.txt`` has the releases
 that .venv lacks or has others of. They are installed in ``build/strangers/NAME``, which
-finds everything else in .venv, and ``tests/strangers/test_NAME.py`` runs there. A server
+finds everything else in .venv. There ``tests/strangers/test_NAME.py`` runs. A server
 that cannot be installed is skipped.
 """
 

@@ -38,12 +38,13 @@ def leave_out_schedulers(*_args: Any) -> None:
 
 
 def say_scheduled(address: str) -> None:
-    """Write a line for each message to the scheduler."""
+    """Write a line for each message to the scheduler, which may abort a request."""
     zmq = import_module("zmq")
     socket = zmq.Context().socket(zmq.PULL)
     socket.connect(address)
     while frames := socket.recv_multipart():
-        print(f"scheduled {frames}"[:300], flush=True)
+        aborts = b"AbortReq" in b"".join(frames)
+        print("aborted" if aborts else "scheduled", flush=True)
 
 
 def say_imported(*_args: Any) -> None:

@@ -114,6 +114,7 @@ def launched(folder: Path, *argv: str, **environment: str) -> Iterator[Stranger]
         argv: The command line, in which ``PORT`` becomes a free port.
         environment: Variables beside those of the tests.
     """
+    (folder / "sitecustomize.py").write_text("import torchvision_on_cpu\n")
     port = free_port()
     kit = Path(__file__).parent
     path = [str(folder), str(kit), *filter(None, [os.environ.get("PYTHONPATH")])]

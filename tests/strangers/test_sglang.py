@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import sys
+from collections.abc import Iterator
 from contextlib import AbstractContextManager
 from importlib.util import find_spec
 from pathlib import Path
@@ -34,6 +35,10 @@ WAYS = {
     "workers": (*SERVE, "--tokenizer-worker-num=2"),
 }
 STARTED = "Uvicorn running on"
+BLANKS = 200_000
+BYTES = 4 * 2**20
+# Not all of their bodies have room.
+REQUESTS = BYTES // BLANKS + 4
 
 
 def serving(
@@ -51,7 +56,7 @@ def serving(
 
 def generate(sglang: Stranger, *, stream: bool = False, **headers: str) -> Client:
     """Send a request; SGLang ignores the blanks, and `Admission` counts them."""
-    body = json.dumps({"text": "hello", "stream": stream}) + " " * 200_000
+    body = json.dumps({"text": "hello", "stream": stream}) + " " * BLANKS
     return sglang.post("/generate", body.encode(), **headers)
 
 
@@ -65,23 +70,40 @@ def test_limits_sglang(tmp_path: Path, way: str) -> None:
         assert ("in each of 2 tokenizer workers" in said) is (way == "workers")
         answer = generate(sglang, **CLAIMED).answer()
         assert answer.status == 413
-        assert b"request body is larger than 67108864 bytes" in answer.read()
+        assert b"request body is larger than 262144 bytes" in answer.read()
 
 
-def test_hands_off_to_the_scheduler(tmp_path: Path) -> None:
-    """More requests reach it, none of them answered, than there is memory for at once.
+@pytest.fixture(scope="module")
+def sglang(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stranger]:
+    """Start SGLang as most users do."""
+    folder = tmp_path_factory.mktemp("sglang")
+    with serving(folder, *SERVE, LIFECYCLE_MAX_WAIT="1") as started:
+        assert STARTED in started.until(STARTED)
+        yield started
 
-    SGLang's detokenizer, which loads plug-ins as well, does not import the server.
-    """
-    with serving(tmp_path, *SERVE, LIFECYCLE_MAX_WAIT="1") as sglang:
-        assert STARTED in sglang.until(STARTED)
-        for _ in range(8):
-            generate(sglang)
-            said = sglang.until("scheduled", "/generate HTTP")  # or an answer
-            assert said.splitlines()[-1].startswith("scheduled"), said
-        line = "the detokenizer has the HTTP server: "
-        said = said if line in said else sglang.until(line)
-        assert f"{line}False" in said
+
+@pytest.mark.parametrize("stream", [True, False])
+def test_aborts_for_a_client_that_leaves(sglang: Stranger, stream: bool) -> None:
+    """The scheduler is told that nobody waits, streamed or not."""
+    client = generate(sglang, stream=stream)
+    assert sglang.until("scheduled").endswith("scheduled\n")
+    client.leave()
+    assert sglang.until("aborted").endswith("aborted\n")
+
+
+def test_hands_off_to_the_scheduler(sglang: Stranger) -> None:
+    """More requests reach it, none of them answered, than there is memory for at once."""
+    for _ in range(REQUESTS):
+        generate(sglang)
+        said = sglang.until("scheduled", "/generate HTTP")  # or an answer
+        assert said.endswith("scheduled\n"), said
+
+
+def test_imports_no_server_in_the_detokenizer(sglang: Stranger) -> None:
+    """It loads plug-ins as well, and has nothing to limit."""
+    line = "the detokenizer has the HTTP server: "
+    said = "".join(sglang.said)
+    assert f"{line}False" in (said if line in said else sglang.until(line))
 
 
 @pytest.mark.parametrize(

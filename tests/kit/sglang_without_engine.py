@@ -38,13 +38,16 @@ def leave_out_schedulers(*_args: Any) -> None:
 
 
 def say_scheduled(address: str) -> None:
-    """Write a line for each message to the scheduler, which may abort a request."""
+    """Write a line for each request that the scheduler gets, and for each abort."""
     zmq = import_module("zmq")
     socket = zmq.Context().socket(zmq.PULL)
     socket.connect(address)
-    while frames := socket.recv_multipart():
-        aborts = b"AbortReq" in b"".join(frames)
-        print("aborted" if aborts else "scheduled", flush=True)
+    messages = import_module("sglang.srt.managers.io_struct")
+    while message := messages.sock_recv(socket):
+        if isinstance(message, messages.TokenizedGenerateReqInput):
+            print("scheduled", flush=True)
+        if isinstance(message, messages.AbortReq):
+            print("aborted", flush=True)
 
 
 def say_imported(*_args: Any) -> None:

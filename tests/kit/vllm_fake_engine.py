@@ -48,6 +48,7 @@ class Engine:
     def __init__(self, port: int) -> None:
         self.events: queue.Queue[tuple[str, str, int]] = queue.Queue()
         self._context = zmq.Context()
+        self._sockets: list[zmq.Socket[bytes]] = []
         self._ended = threading.Event()
         self._thread = threading.Thread(target=self._run, args=(port,))
         self._thread.start()
@@ -58,8 +59,9 @@ class Engine:
         self._thread.join()
 
     def _run(self, port: int) -> None:
+        handshake = self._socket(zmq.DEALER, f"tcp://127.0.0.1:{port}")
         try:
-            self._serve(f"tcp://127.0.0.1:{port}")
+            self._serve(handshake)
         finally:
             self._context.destroy(linger=0)
 
@@ -67,10 +69,10 @@ class Engine:
         socket = self._context.socket(kind)
         socket.setsockopt(zmq.IDENTITY, IDENTITY)
         socket.connect(address)
+        self._sockets.append(socket)
         return socket
 
-    def _serve(self, address: str) -> None:
-        handshake = self._socket(zmq.DEALER, address)
+    def _serve(self, handshake: zmq.Socket[bytes]) -> None:
         engine = {"local": False, "headless": True}
         handshake.send(msgpack.packb({"status": "HELLO", **engine}))
         while not handshake.poll(POLL):

@@ -110,11 +110,14 @@ def launched(folder: Path, *argv: str, **environment: str) -> Iterator[Stranger]
     """Start a server in a folder, and end it and all its processes.
 
     Args:
-        folder: Where it runs; Python imports from it, and from the kit.
+        folder: Where it runs; Python imports from it, and from the kit. It may have a
+            ``sitecustomize`` of the test.
         argv: The command line, in which ``PORT`` becomes a free port.
         environment: Variables beside those of the tests.
     """
-    (folder / "sitecustomize.py").write_text("import torchvision_on_cpu\n")
+    startup = folder / "sitecustomize.py"
+    if not startup.exists():
+        startup.write_text("import torchvision_on_cpu\n")
     port = free_port()
     kit = Path(__file__).parent
     path = [str(folder), str(kit), *filter(None, [os.environ.get("PYTHONPATH")])]

@@ -11,6 +11,8 @@ from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 from typing import Any, Final
 
+from lifecycle_asgi.media_profiles import server_of
+
 MAX_BUDGET: Final = 4 * 2**30
 """Budget where there is memory for more, in bytes."""
 
@@ -79,9 +81,12 @@ def announce(budget: int, *, shared: str | None) -> None:
         budget: Bytes for requests.
         shared: Folder by which all worker processes share it.
     """
-    limit, log = memory_limit(), logging.getLogger("lifecycle")
+    limit = memory_limit()
     if limit is None:
         return
+    # vLLM shows what its own loggers say, and of others warnings.
+    in_vllm = server_of("auto") == "vllm"
+    log = logging.getLogger("vllm.lifecycle" if in_vllm else "lifecycle")
     mib = (budget / 2**20, limit.bytes / 2**20, limit.owner)
     if budget > limit.bytes:
         log.warning(
@@ -109,13 +114,15 @@ def announce(budget: int, *, shared: str | None) -> None:
             "LIFECYCLE_BYTES sets another budget",
             *mib,
         )
+    elif budget <= limit.bytes:
+        log.info("Admission: %.0f MiB for requests, of %.0f MiB that %s has", *mib)
 
 
 def is_worker() -> bool:
     """Whether a server has started this process as one of several.
 
-    The servers are uvicorn, hypercorn, gunicorn, Granian and BentoML. With the last
-    two, the first of several workers does not know of the others.
+    The servers are uvicorn, hypercorn, gunicorn, vLLM, Granian and BentoML. With the
+    last two, the first of several workers does not know of the others.
     """
     started: Any = sys.modules.get("multiprocessing.process")
     process = started and started.current_process()
@@ -125,13 +132,14 @@ def is_worker() -> bool:
         return bool(config.workers > 1 and not config.should_reload)
     if type(config).__module__ == "hypercorn.config":
         return bool(config.workers > 1)
-    if getattr(process, "name", "") == "granian-worker":
+    name = getattr(process, "name", "")
+    if name == "granian-worker":
         number = next(iter(getattr(process, "_args", ())), None)
         return isinstance(number, int) and number > 1
     bento: Any = sys.modules.get("bentoml._internal.context")
     if bento is not None and (bento.server_context.worker_index or 1) > 1:
         return True
-    return "gunicorn.arbiter" in sys.modules  # also with a client of BentoML
+    return name.startswith("ApiServer_") or "gunicorn.arbiter" in sys.modules
 
 
 def size_text(nbytes: float) -> str:

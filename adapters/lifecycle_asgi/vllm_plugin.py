@@ -8,6 +8,8 @@ end, although the API server is done with their media once the engine has them.
 from __future__ import annotations
 
 import functools
+import logging
+import os
 from collections.abc import Awaitable, Callable, Iterable
 from importlib import import_module
 from typing import Any
@@ -22,8 +24,16 @@ def register() -> None:
     """Have vLLM's engine client report when its engine has got a request.
 
     Idempotent. Without `Admission` a request is not affected, and neither is a version
-    of vLLM that has no such client.
+    of vLLM that has no such client. A budget that limits nothing is logged: vLLM's
+    front end in Rust takes no middleware.
     """
+    budget = os.environ.get("LIFECYCLE_BYTES")
+    if budget and os.environ.get("VLLM_USE_RUST_FRONTEND", "0") not in ("", "0"):
+        logging.getLogger("vllm.lifecycle").warning(
+            "LIFECYCLE_BYTES=%.40s limits nothing: VLLM_USE_RUST_FRONTEND takes no "
+            "middleware; put `lifecycle proxy` in front, or leave the variable out",
+            budget,
+        )
     try:
         client = import_module(_ENGINE).AsyncLLM
         send = client._add_request  # noqa: SLF001 - what `add_request` sends with

@@ -14,6 +14,7 @@ from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from types import ModuleType
 
+import psutil
 from ports import free_port
 
 # A guard against hanging. To import torch and a server takes a minute on an idle machine.
@@ -132,8 +133,15 @@ def launched(folder: Path, *argv: str, **environment: str) -> Iterator[Stranger]
     )
 
     def end() -> None:
+        workers = []
+        with suppress(psutil.NoSuchProcess):
+            # Some have a session of their own.
+            workers = psutil.Process(process.pid).children(recursive=True)
         with suppress(ProcessLookupError):
             os.killpg(process.pid, signal.SIGKILL)
+        for each in workers:
+            with suppress(psutil.NoSuchProcess):
+                each.kill()
 
     guard = threading.Timer(SECONDS, end)
     guard.start()

@@ -136,3 +136,30 @@ def test_is_found_by_vllm() -> None:
     if "lifecycle" not in points.names:
         pytest.skip("this environment was installed before the entry point existed")
     assert points["lifecycle"].load() is register
+
+
+@pytest.mark.parametrize(
+    ("environment", "warned"),
+    [
+        ({"LIFECYCLE_BYTES": "1GiB", "VLLM_USE_RUST_FRONTEND": "1"}, True),
+        ({"LIFECYCLE_BYTES": "1GiB", "VLLM_USE_RUST_FRONTEND": "0"}, False),
+        ({"VLLM_USE_RUST_FRONTEND": "1"}, False),
+        ({"LIFECYCLE_BYTES": "1GiB"}, False),
+    ],
+)
+def test_says_what_limits_nothing(
+    caplog: pytest.LogCaptureFixture,
+    monkeypatch: pytest.MonkeyPatch,
+    environment: dict[str, str],
+    warned: bool,
+) -> None:
+    """vLLM's front end in Rust takes no middleware."""
+    for name in ("LIFECYCLE_BYTES", "VLLM_USE_RUST_FRONTEND"):
+        monkeypatch.delenv(name, raising=False)
+    for name, value in environment.items():
+        monkeypatch.setenv(name, value)
+    register()
+    assert [
+        each.startswith("LIFECYCLE_BYTES=1GiB limits nothing: ")
+        for each in caplog.messages
+    ] == [True] * warned

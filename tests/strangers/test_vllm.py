@@ -83,7 +83,9 @@ def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Serving]:
 
 
 def test_limits_vllm(served: Serving) -> None:
-    """What is above the limit is refused by `Admission`, which vLLM has loaded."""
+    """vLLM has loaded `Admission`, which says its limit and refuses what is above."""
+    said = "".join(served.vllm.said)
+    assert said.count("Admission: 4 MiB for requests, of ") == 1, said
     answer = served.complete(**CLAIMED).answer()
     assert answer.status == 413
     assert b"request body is larger than 262144 bytes" in answer.read()
@@ -119,6 +121,7 @@ def test_counts_for_two_servers_together(tmp_path: Path) -> None:
         for _ in range(2):
             said = server.vllm.until(STARTED)
         assert said.count(STARTED) == 2, said
+        assert said.count("for the requests of all worker processes that share") == 2
         clients = [server.complete() for _ in range(4 * ALONE)]
         refused = len(clients) - wait_for_admitted(server, clients)
         reached = Counter(each[2] for each in list(server.engine.events.queue))
@@ -137,9 +140,18 @@ def wait_for_admitted(server: Serving, clients: list[Client]) -> int:
             return len(events)
 
 
+def test_says_that_each_server_has_a_budget(tmp_path: Path) -> None:
+    """Where there are several, and they share none."""
+    with serving(tmp_path, "--api-server-count=2") as server:
+        for _ in range(2):
+            said = server.vllm.until(STARTED)
+    assert said.count("Admission: 4 MiB for requests in each worker process") == 2, said
+
+
 def test_does_not_start_without_python(tmp_path: Path) -> None:
     """vLLM's Rust front end has no middleware, and says so."""
     with serving(tmp_path, VLLM_USE_RUST_FRONTEND="1") as server:
         said = server.vllm.until(STARTED, "is ready to accept requests")
         assert "not implemented in Rust frontend yet:\n- middleware" in said
         assert "ready to accept" not in said
+        assert f"LIFECYCLE_BYTES={BYTES} limits nothing: " in said

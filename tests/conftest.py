@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import logging
 import os
 import shutil
 import signal
@@ -59,6 +60,12 @@ def pytest_collection_finish(session: pytest.Session) -> None:
     """
     gc.collect()
     gc.freeze()
+
+
+@pytest.fixture(autouse=True)
+def _root_logs_warnings() -> None:
+    """Log what a new process would, whatever a program in this one has set up."""
+    logging.getLogger().setLevel(logging.WARNING)
 
 
 @pytest.fixture

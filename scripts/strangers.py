@@ -5,7 +5,7 @@
 For each server, or those that you name, ``tests/strangers/NAME.txt`` has the releases
 that .venv lacks or has others of. They are installed in ``build/strangers/NAME``, which
 finds everything else in .venv. There ``tests/strangers/test_NAME.py`` runs. A server
-that cannot be installed is skipped.
+that cannot be installed is skipped, and one without such a file runs in .venv.
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ ROOT = Path(__file__).resolve().parents[1]
 TESTS = ROOT / "tests" / "strangers"
 ENVIRONMENTS = ROOT / "build" / "strangers"
 PYTHON = Path("bin/python")
+PREFIX = "test_"
 INSTALL = ("install", "--quiet", "--no-deps", "--disable-pip-version-check")
 # A guard against a download that hangs; idle, vLLM takes less than a minute.
 MOST_SECONDS = 600.0
@@ -29,7 +30,7 @@ MOST_SECONDS = 600.0
 
 def names() -> list[str]:
     """Return the servers that there are tests of."""
-    return sorted(path.stem for path in TESTS.glob("*.txt"))
+    return sorted(path.stem[len(PREFIX) :] for path in TESTS.glob(f"{PREFIX}*.py"))
 
 
 def environment(name: str) -> Path | None:
@@ -38,6 +39,8 @@ def environment(name: str) -> Path | None:
     One that was made from the same requirements is used again.
     """
     wanted, folder = TESTS / f"{name}.txt", ENVIRONMENTS / name
+    if not wanted.exists():
+        return Path(sys.prefix)
     stamp = folder / "requirements.txt"
     if stamp.is_file() and stamp.read_bytes() == wanted.read_bytes():
         return folder
@@ -63,7 +66,7 @@ def environment(name: str) -> Path | None:
 def passes(name: str, folder: Path) -> bool:
     """Run the tests of a server in its environment; whether they pass."""
     print(f"strangers: {name}", flush=True)
-    test = str(TESTS / f"test_{name}.py")
+    test = str(TESTS / f"{PREFIX}{name}.py")
     argv = (str(folder / PYTHON), "-m", "pytest", "-q", "-p", "no:cacheprovider", test)
     return subprocess.run(argv, check=False, cwd=ROOT).returncode == 0
 

@@ -185,8 +185,9 @@ class FakeEngine:
     async def hear(self) -> Said:
         """Return what comes next, which must be soon, and of which stream it is."""
         with anyio.fail_after(BOUND):
-            while not self._unread and not self._take():
-                await anyio.wait_readable(self._socket.get(zmq.FD))
+            while not self._unread:  # after a PING there is still nothing
+                if not self._take():
+                    await anyio.wait_readable(self._socket.get(zmq.FD))
         return self._unread.pop(0)
 
     async def greet(self) -> None:

@@ -7,6 +7,7 @@ from __future__ import annotations
 import re
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterator, Mapping
 from contextlib import AsyncExitStack
+from types import MappingProxyType
 from typing import Any, Final, Generic, Literal, Protocol, Self, TypeVar, overload
 
 import anyio
@@ -474,15 +475,18 @@ def drop_body_copies(request: object) -> None:
     # ``__class__`` and not ``type``: Quart's request is a proxy.
     for base in request.__class__.__mro__:
         framework = base.__module__.partition(".")[0]
-        if framework in _FRAMEWORKS:
-            break
-    else:
-        raise TypeError(
-            f"release_body knows the requests of {', '.join(_FRAMEWORKS)}, not "
-            f"{type(request).__qualname__}; read the body where nothing keeps it"
-        )
+        if framework in _DROP_COPIES:
+            _drop_copies_of(framework, request)
+            return
+    raise TypeError(
+        f"release_body knows the requests of {', '.join(_DROP_COPIES)}, not "
+        f"{type(request).__qualname__}; read the body where nothing keeps it"
+    )
+
+
+def _drop_copies_of(framework: str, request: object) -> None:
     try:
-        _drop_copies_of(framework, request)
+        _DROP_COPIES[framework](request)
     except AttributeError as error:
         raise TypeError(
             f"release_body does not know the requests of this version of {framework}: "
@@ -490,42 +494,53 @@ def drop_body_copies(request: object) -> None:
         ) from None
 
 
-_FRAMEWORKS: Final = (
-    "starlette",
-    "litestar",
-    "quart",
-    "django",
-    "blacksheep",
-    "aiohttp",
-)
+def _drop_starlette(request: Any) -> None:
+    for name in ("_body", "_json"):
+        vars(request).pop(name, None)
 
 
-def _drop_copies_of(framework: str, request: Any) -> None:
-    if framework == "starlette":
-        for name in ("_body", "_json"):
-            vars(request).pop(name, None)
-    elif framework == "litestar":
-        from litestar.types import Empty
+def _drop_litestar(request: Any) -> None:
+    from litestar.types import Empty
 
-        _reset(request, Empty, "_body", "_json", "_msgpack")
-        # Shared by all request objects of one scope.
-        _reset(request._connection_state, Empty, "body", "json", "msgpack")
-    elif framework == "quart":
-        request.body.clear()
-        request._cached_json = dict.fromkeys(request._cached_json, ...)
-    elif framework == "django":
-        vars(request).pop("_body", None)
-        request._stream.close()
-    elif framework == "blacksheep":
-        request.content.dispose()
-    else:
-        _reset(request, None, "_read_bytes")
+    _reset(request, Empty, "_body", "_json", "_msgpack")
+    # Shared by all request objects of one scope.
+    _reset(request._connection_state, Empty, "body", "json", "msgpack")
+
+
+def _drop_quart(request: Any) -> None:
+    request.body.clear()
+    request._cached_json = dict.fromkeys(request._cached_json, ...)
+
+
+def _drop_django(request: Any) -> None:
+    vars(request).pop("_body", None)
+    request._stream.close()
+
+
+def _drop_blacksheep(request: Any) -> None:
+    request.content.dispose()
+
+
+def _drop_aiohttp(request: Any) -> None:
+    _reset(request, None, "_read_bytes")
 
 
 def _reset(holder: Any, value: object, *names: str) -> None:
     for name in names:
         getattr(holder, name)  # raises for a version that keeps the copy elsewhere
         setattr(holder, name, value)
+
+
+_DROP_COPIES: Mapping[str, Callable[[Any], None]] = MappingProxyType(
+    {
+        "starlette": _drop_starlette,
+        "litestar": _drop_litestar,
+        "quart": _drop_quart,
+        "django": _drop_django,
+        "blacksheep": _drop_blacksheep,
+        "aiohttp": _drop_aiohttp,
+    }
+)
 
 
 class ResponseState:

@@ -136,8 +136,10 @@ def is_worker() -> bool:
     if name == "granian-worker":
         number = next(iter(getattr(process, "_args", ())), None)
         return isinstance(number, int) and number > 1
-    bento: Any = sys.modules.get("bentoml._internal.context")
-    if bento is not None and (bento.server_context.worker_index or 1) > 1:
+    bento = getattr(
+        sys.modules.get("bentoml._internal.context"), "server_context", None
+    )
+    if (getattr(bento, "worker_index", None) or 1) > 1:
         return True
     return name.startswith("ApiServer_") or "gunicorn.arbiter" in sys.modules
 

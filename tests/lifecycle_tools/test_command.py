@@ -61,6 +61,7 @@ def test_serves_as_the_command_of_the_engine_does() -> None:
         (["check", "http://127.0.0.1:9"], "rich", "tools"),
         (["proxy", "--upstream", "http://127.0.0.1:9"], "h11", "tools"),
         (["proxy", "--upstream", "http://127.0.0.1:9"], "uvicorn", "tools"),
+        (["proxy", "--upstream", "http://127.0.0.1:9"], "httptools", "tools"),
         (["serve", "--runner", "sim"], "starlette", "engine"),
     ],
 )

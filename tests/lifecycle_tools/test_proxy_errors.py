@@ -31,6 +31,15 @@ async def test_sends_502_when_upstream_refuses(tmp_path):
         assert "POST /v1/chat/completions: 502: The upstream refuses" in proxy.log()
 
 
+@pytest.mark.asyncio
+async def test_logs_its_budget_when_it_starts(tmp_path):
+    """One line says what requests may have, before the first of them."""
+    url = f"http://127.0.0.1:{free_port()}"
+    async with running_proxy(url, tmp_path, LIFECYCLE_BYTES="64MiB") as proxy:
+        line = " INFO lifecycle: Admission: 64 MiB for requests, of "
+        assert proxy.log().count(line) == 1, proxy.log()
+
+
 @pytest.mark.parametrize("sent", [b"", b"HTTP/1.1 200", b"SSH-2.0-x\r\n\r\n"])
 @pytest.mark.asyncio
 async def test_sends_502_when_there_is_no_response(sent, tmp_path):

@@ -135,9 +135,6 @@ def proxy(
         )
     except ValueError as error:
         raise typer.BadParameter(str(error)) from None
-    logging.basicConfig(
-        level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s"
-    )
     serve(
         app,
         host=host,
@@ -152,6 +149,13 @@ def proxy(
 
 def run(arguments: Sequence[str]) -> None:
     """Run ``lifecycle proxy`` with *arguments*."""
+    # What is missing is one line, so this comes before anything is logged.
+    import lifecycle_asgi.uvicorn_protocol  # noqa: F401
+
+    # Before there is an `Admission`, which logs its budget.
+    logging.basicConfig(
+        level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s"
+    )
     command = typer.Typer(add_completion=False, pretty_exceptions_show_locals=False)
     command.command()(proxy)
     command(list(arguments), prog_name="lifecycle proxy")

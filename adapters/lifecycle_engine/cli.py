@@ -336,13 +336,12 @@ def reporting_failures(service: Service, config: ServerConfig) -> Iterator[None]
             )
     except EngineLost as error:
         message = f"the engine did not start: {error}"
-    except SystemExit:  # of newer uvicorn, where the application did not start
+    except SystemExit:  # of uvicorn, where the application did not start
         if service.failure is None:
             raise
+        message = f"the engine did not start: {service.failure}"
     finally:
         log.removeFilter(unreported)
-    if service.failure is not None:  # older uvicorn returns as if all were well
-        message = f"the engine did not start: {service.failure}"
     if message:
         typer.echo(message, err=True)
         raise typer.Exit(1)

@@ -214,12 +214,13 @@ class Admission:
         lane = self._bodies.statistics().bytes
         self._max_body = settings.largest_body(lane, _BODY_COPIES, gates or {})
         self._ceiling = 0
+        body = self._max_body if self._max_body < settings.max_body else None
         if settings.bytes == "auto":
             floor = _BODY_COPIES * self._max_body
-            learned = LearnedBudget(self._requests.gate, floor=floor)
+            learned = LearnedBudget(self._requests.gate, floor=floor, body=body)
             self._ceiling, self._learn = learned.ceiling, learned.observe
         else:
-            announce(nbytes, shared=settings.shared)
+            announce(nbytes, shared=settings.shared, body=body)
         # Small requests with media keep their lease while they wait in another lane.
         # All of those together leave half of this lane to the others.
         small, bodies, _ = shares(nbytes)

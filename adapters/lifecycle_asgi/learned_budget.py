@@ -14,7 +14,12 @@ from typing import Final
 
 from lifecycle import GateStatistics
 from lifecycle_asgi._types import AnyGate
-from lifecycle_asgi.memory_limit import MemoryLimit, is_worker, memory_limit
+from lifecycle_asgi.memory_limit import (
+    MemoryLimit,
+    body_text,
+    is_worker,
+    memory_limit,
+)
 
 # Seconds of a window, at least, and until the next try where nothing could be read.
 _WINDOW, _BLIND = 1.0, 60.0
@@ -106,6 +111,7 @@ class LearnedBudget:
     Args:
         gate: Of this process alone. Its bytes are the ceiling, where it begins.
         floor: Bytes of the largest request that has to fit.
+        body: Bytes that one body may have, if the budget permits no more.
         limit: Default: what `memory_limit` finds.
         use: Returns the memory in use; ``None`` if it cannot be read.
         clock: Monotonic seconds.
@@ -119,6 +125,7 @@ class LearnedBudget:
         gate: AnyGate,
         *,
         floor: int,
+        body: int | None = None,
         limit: MemoryLimit | None = None,
         use: Callable[[MemoryLimit], int | None] = memory_use,
         clock: Callable[[], float] = time.monotonic,
@@ -137,8 +144,9 @@ class LearnedBudget:
         _log.info(
             "Admission: a learned budget, %.0f MiB at first and at most and %.0f MiB "
             "at least for requests that the application works on, from %.0f MiB that "
-            "%s has",
+            "%s has%s",
             *(most / 2**20, min(floor, most) / 2**20, limit.bytes / 2**20, limit.owner),
+            body_text(body),
         )
         if is_worker():
             _log.warning(

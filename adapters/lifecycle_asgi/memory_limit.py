@@ -74,12 +74,18 @@ def explain(budget: int) -> str:
     return f"{text}, as {limit.owner} has {size_text(limit.bytes)}"
 
 
-def announce(budget: int, *, shared: str | None) -> None:
+def body_text(most: int | None) -> str:
+    """Return the end of a line on a budget that leaves *most* bytes to one body."""
+    return "" if most is None else f"; a body may have {size_text(most)}"
+
+
+def announce(budget: int, *, shared: str | None, body: int | None = None) -> None:
     """Log what a budget comes from, or that it is more memory than there is.
 
     Args:
         budget: Bytes for requests.
         shared: Folder by which all worker processes share it.
+        body: Bytes that one body may have, if the budget permits no more.
     """
     limit = memory_limit()
     if limit is None:
@@ -87,35 +93,28 @@ def announce(budget: int, *, shared: str | None) -> None:
     # vLLM shows what its own loggers say, and of others warnings.
     in_vllm = server_of("auto") == "vllm"
     log = logging.getLogger("vllm.lifecycle" if in_vllm else "lifecycle")
-    mib = (budget / 2**20, limit.bytes / 2**20, limit.owner)
+    said: list[tuple[int, str]] = []
+    info, warning = logging.INFO, logging.WARNING
+    most = f"{limit.bytes / 2**20:.0f} MiB"
+    of = f"{most} that {limit.owner} has"
     if budget > limit.bytes:
-        log.warning(
-            "Admission: %.0f MiB for requests is more than the %.0f MiB that %s has; "
-            "give fewer bytes, or the kernel ends the server before they are full",
-            *mib,
-        )
+        remedy = "give fewer bytes, or the kernel ends the server before they are full"
+        said.append((warning, f" for requests is more than the {of}; {remedy}"))
     if shared is not None:
-        log.info(
-            "Admission: %.0f MiB, of %.0f MiB that %s has, for the requests of all "
-            "worker processes that share %s",
-            *mib,
-            shared,
-        )
+        who = f"the requests of all worker processes that share {shared}"
+        said.append((info, f", of {of}, for {who}"))
     elif is_worker():
-        log.warning(
-            "Admission: %.0f MiB for requests in each worker process, of %.0f MiB that "
-            "%s has; if there are several, name a folder with shared= or "
-            "LIFECYCLE_SHARED, and they have one budget together",
-            *mib,
-        )
+        remedy = "if there are several, name a folder with shared= or LIFECYCLE_SHARED"
+        what = f"in each worker process, of {of}; {remedy}, and they have one budget"
+        said.append((warning, f" for requests {what} together"))
     elif budget == limit.budget < MAX_BUDGET:
-        log.info(
-            "Admission: %.0f MiB for requests, as %.0f MiB is what %s has; "
-            "LIFECYCLE_BYTES sets another budget",
-            *mib,
-        )
+        remedy = "LIFECYCLE_BYTES sets another budget"
+        what = f"as {most} is what {limit.owner} has; {remedy}"
+        said.append((info, f" for requests, {what}"))
     elif budget <= limit.bytes:
-        log.info("Admission: %.0f MiB for requests, of %.0f MiB that %s has", *mib)
+        said.append((info, f" for requests, of {of}"))
+    for level, text in said:
+        log.log(level, "Admission: %.0f MiB%s%s", budget / 2**20, text, body_text(body))
 
 
 def is_worker() -> bool:

@@ -18,14 +18,16 @@ from contextlib import closing
 from http.client import HTTPConnection, HTTPException
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
+from typing import Any
 
 import pytest
 from cgroup_kit import memory_group
 from PIL import Image
 from ports import free_port
 
+from lifecycle import Gate
 from lifecycle_asgi import Admission
-from lifecycle_asgi.memory_limit import MAX_BUDGET, memory_limit
+from lifecycle_asgi.memory_limit import MAX_BUDGET, memory_limit, size_text
 
 MACHINE = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
 MIB = 2**20
@@ -114,7 +116,7 @@ def test_fits_into_a_cgroup(group: Path) -> None:
     said, admitted = done.stdout.splitlines()
     assert said == (
         "Admission: 150 MiB for requests, as 300 MiB is what this cgroup has; "
-        "LIFECYCLE_BYTES sets another budget"
+        "LIFECYCLE_BYTES sets another budget; a body may have 9.4 MiB"
     )
     assert int(admitted) in (149, 150)
 
@@ -287,6 +289,36 @@ def test_says_nothing_of_workers_to_a_single_one(
     """Which has all bytes for itself."""
     pytest.importorskip(command[0])
     assert said_by(tmp_path, *command, processes=1, LIFECYCLE_BYTES="64MiB") == ""
+
+
+@pytest.mark.parametrize(
+    ("settings", "ending"),
+    [
+        ({"bytes": 2**30}, "has"),
+        ({"bytes": 2**26}, "has; a body may have 4.0 MiB"),
+        ({"bytes": 2**26, "max_body": 2**20}, "has"),
+        ({"shared": "lanes"}, "lanes; a body may have 5.0 MiB"),
+    ],
+)
+def test_says_what_a_budget_leaves_to_a_body(
+    settings: dict[str, Any], ending: str, caplog, tmp_path: Path, monkeypatch
+) -> None:
+    """In the line of the budget, if that is less than bodies have otherwise."""
+    monkeypatch.chdir(tmp_path)
+    caplog.set_level("INFO", logger="lifecycle")
+    gates = {} if "5.0" not in ending else {"bodies": Gate(bytes=15 * MIB)}
+    Admission(None, environment={}, gates=gates, **settings)  # type: ignore[arg-type]
+    (line,) = caplog.messages
+    assert line.endswith((f" {ending}", f"/{ending}"))
+
+
+def test_says_what_a_learned_budget_leaves_to_a_body(caplog) -> None:
+    """Beside the warning that names the one that was asked for."""
+    caplog.set_level("INFO", logger="lifecycle")
+    Admission(None, environment={}, bytes="auto", max_body=2**40)  # type: ignore[arg-type]
+    warning, line = caplog.messages
+    most = int(warning.partition("above ")[2].split()[0])
+    assert line.endswith(f"has; a body may have {size_text(most)}")
 
 
 def test_says_what_all_workers_share(caplog, tmp_path: Path) -> None:

@@ -4,6 +4,7 @@
 
 from __future__ import annotations
 
+import inspect
 import re
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterator, Mapping
 from contextlib import AsyncExitStack
@@ -11,6 +12,7 @@ from types import MappingProxyType
 from typing import Any, Final, Generic, Literal, Protocol, Self, TypeVar, overload
 
 import anyio
+import anyio.to_thread
 
 from lifecycle import in_thread
 from lifecycle.events import Outcome
@@ -318,9 +320,10 @@ class RequestScope:
             return
         if isinstance(error, Exception):
             recorder.fail(error)
-        ended = [each for each in sessions if getattr(each, "outcome", None)]
+        ended: list[Any] = [it for it in sessions if getattr(it, "outcome", None)]
         # Of several sessions, one that did not complete says more.
-        session: Any = min(ended, key=_completed, default=None)
+        ended.sort(key=lambda it: bool(it.outcome == "completed"))
+        session = next(iter(ended), None)
         if session is None:
             outcome = outcome or request_outcome(
                 status, error, client_gone=self._client_gone
@@ -338,16 +341,17 @@ def _no_transport() -> None:
 def asynchronous(source: Any) -> Any:
     """Return *source*, or a blocking iterator as one that runs in a thread."""
     kind = type(source)
-    blocking = hasattr(kind, "__next__") and not hasattr(kind, "__anext__")
-    return in_thread(_blocking)(source) if blocking else source
+    if hasattr(kind, "__anext__") or not hasattr(kind, "__next__"):
+        return source
+    unbegun = [source]
+    items = in_thread(_blocking)(unbegun)
+    # Of a generator that never began, nothing is to be closed.
+    closed = not inspect.isgenerator(source) and hasattr(source, "close")
+    return PrefetchedIterator([], items, unbegun) if closed else items
 
 
-def _blocking(source: Iterator[T]) -> Iterator[T]:
-    return source
-
-
-def _completed(session: Any) -> bool:
-    return bool(session.outcome == "completed")
+def _blocking(unbegun: list[Iterator[T]]) -> Iterator[T]:
+    return unbegun.pop()
 
 
 def is_handled(scope: Scope) -> bool:
@@ -419,11 +423,14 @@ class PrefetchedIterator(Generic[T]):
     Not a generator: an abandoned generator would have to be closed, too.
     """
 
-    __slots__ = ("_first", "_source")
+    __slots__ = ("_first", "_source", "_unbegun")
 
-    def __init__(self, first: list[T], source: AsyncIterator[T]) -> None:
+    def __init__(
+        self, first: list[T], source: AsyncIterator[T], unbegun: list[Any] | None = None
+    ) -> None:
         self._first = first
         self._source = source
+        self._unbegun = unbegun or []
 
     def __aiter__(self) -> Self:
         return self
@@ -441,6 +448,9 @@ class PrefetchedIterator(Generic[T]):
         close = getattr(self._source, "aclose", None)
         if close is not None:
             await close()
+        while self._unbegun:  # no thread will take it any more
+            close = self._unbegun.pop().close
+            await anyio.to_thread.run_sync(close, abandon_on_cancel=True)
 
 
 async def close_all(sources: list[Any], grace: float) -> None:

@@ -12,12 +12,14 @@ from collections.abc import AsyncIterator, Callable, Iterator
 from typing import Any
 
 import pytest
+from anyio.to_thread import current_default_thread_limiter
 from asgi_kit import ScriptedServer, http_scope, serving
 from fastapi import FastAPI, Request
 from starlette.responses import StreamingResponse
 
 from lifecycle import Gate, SessionRegistry, in_thread, managed, scrub
 from lifecycle_asgi import LifecycleMiddleware, RequestScope, request_of
+from lifecycle_asgi.starlette import ResumableStreams
 
 pytestmark = pytest.mark.asyncio
 CLIENTS = 16
@@ -166,6 +168,79 @@ async def test_owns_what_is_already_asynchronous_as_it_is() -> None:
     await request.close(1.0)
     assert watch.generators == 0
     assert not watch.pictures
+
+
+class Rows:
+    """A cursor, not a generator: it has to be closed though nothing was read."""
+
+    def __init__(self) -> None:
+        self.read_in: list[int] = []
+        self.closed_in: list[int] = []
+
+    def __iter__(self) -> Rows:
+        return self
+
+    def __next__(self) -> str:
+        self.read_in.append(threading.get_ident())
+        return "data: row\n\n"
+
+    def close(self) -> None:
+        """As of a cursor: it may block."""
+        self.closed_in.append(threading.get_ident())
+
+
+async def own(scope: Any, rows: Rows) -> Any:
+    """Of the request, and never iterated."""
+    request_of(scope).own(rows)
+    await asyncio.sleep(3600)
+
+
+async def begin(scope: Any, rows: Rows) -> Any:
+    """Waits for a thread to read its first item."""
+    return await request_of(scope).begin(rows)
+
+
+@pytest.mark.parametrize("way", ["own", "begin", "resume"])
+async def test_closes_a_blocking_iterator_that_never_began(way: str) -> None:
+    """Where its client leaves before a thread is free for it; in a thread, and once."""
+    rows, server, sessions = Rows(), ScriptedServer(), SessionRegistry()
+    streams, limiter = ResumableStreams(sessions), current_default_thread_limiter()
+    tokens = limiter.total_tokens
+
+    async def app(scope: Any, receive: Any, send: Any) -> None:
+        try:
+            if way == "resume":
+                await streams.start(rows)(scope, receive, send)
+            else:
+                await {"own": own, "begin": begin}[way](scope, rows)
+        finally:
+            limiter.total_tokens = tokens
+
+    async def leave() -> None:
+        await until(lambda: way == "own" or limiter.statistics().tasks_waiting > 0)
+        server.gone.set()
+
+    limiter.total_tokens = 0
+    try:
+        async with asyncio.timeout(PATIENCE), sessions, streams:
+            leaving = asyncio.create_task(leave())
+            guarded = LifecycleMiddleware(app)
+            await guarded(http_scope(), server.receive, server.send)
+            await leaving
+            await until(lambda: rows.closed_in)
+    finally:
+        limiter.total_tokens = tokens
+    assert rows.read_in == []
+    assert len(rows.closed_in) == 1
+    assert rows.closed_in != [threading.get_ident()]
+
+
+async def test_closes_a_blocking_iterator_that_began_in_its_thread() -> None:
+    """Once, where it was read."""
+    rows, request = Rows(), RequestScope()
+    assert await anext(await request.begin(rows)) == "data: row\n\n"
+    await request.close(PATIENCE)
+    assert rows.closed_in == rows.read_in
 
 
 @pytest.mark.parametrize("waits", [True, False], ids=["waits", "never-waits"])

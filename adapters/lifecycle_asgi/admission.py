@@ -294,7 +294,7 @@ class Admission:
         for reading in self._reading:
             reading.stop()
 
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+    async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
         """Serve one connection.
 
         Cancellation:

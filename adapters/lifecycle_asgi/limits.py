@@ -7,7 +7,7 @@ import ipaddress
 import secrets
 from collections.abc import Awaitable, Callable, Iterable, Iterator
 from contextlib import suppress
-from typing import Final
+from typing import Any, Final
 
 from lifecycle_asgi._types import App, Message, Receive, Scope, Send
 from lifecycle_asgi.body import BodyTooLarge, BodyTooSlow, RequestBody
@@ -190,7 +190,7 @@ class BodyLimit:
         self._max_bytes = max_bytes
         self._answer = answer or _openai_answer
 
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+    async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
         """Serve one connection.
 
         Cancellation:

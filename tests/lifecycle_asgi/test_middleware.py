@@ -4,10 +4,14 @@ from __future__ import annotations
 
 import contextvars
 import gc
+import os
+import subprocess
+import sys
 import time
 import weakref
 from contextlib import suppress
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import anyio
@@ -17,6 +21,8 @@ from asgi_kit import ScriptedServer, alone, http_scope
 from starlette.middleware.base import BaseHTTPMiddleware
 from starlette.responses import StreamingResponse
 
+import lifecycle
+import lifecycle_asgi
 from lifecycle_asgi import Admission, LifecycleMiddleware, RequestEnded, request_of
 from lifecycle_asgi.events import log_failures
 
@@ -546,3 +552,39 @@ async def test_keeps_nothing_of_a_request_that_the_server_fails(
         assert {ref() for ref in alive} == {None}
     finally:
         gc.enable()
+
+
+FRAMEWORKS = """
+from litestar import Litestar
+from litestar.middleware import DefineMiddleware
+from starlette.applications import Starlette
+from starlette.middleware import Middleware
+from lifecycle_asgi import Admission, BodyLimit, LifecycleMiddleware
+
+app = Litestar(middleware=[DefineMiddleware(Admission, bytes=1)])
+DefineMiddleware(BodyLimit, max_bytes=1)
+DefineMiddleware(LifecycleMiddleware)
+Starlette(middleware=[Middleware(Admission, bytes=1), Middleware(LifecycleMiddleware)])
+Admission(app)
+Starlette().add_middleware(Admission, bytes="x")
+"""
+
+
+@pytest.mark.thorough
+def test_is_middleware_for_the_type_checker_of_a_framework(tmp_path: Path) -> None:
+    """Strict mypy takes what Litestar and Starlette take, and no wrong option."""
+    pytest.importorskip("mypy")
+    (tmp_path / "app.py").write_text(FRAMEWORKS)
+    packages = [Path(each.__file__).parents[1] for each in (lifecycle, lifecycle_asgi)]
+    done = subprocess.run(
+        [sys.executable, "-m", "mypy", "--strict", "app.py"],
+        cwd=tmp_path,
+        env={**os.environ, "MYPYPATH": os.pathsep.join(map(str, packages))},
+        capture_output=True,
+        text=True,
+        timeout=600,
+        check=False,
+    )
+    errors = [line for line in done.stdout.splitlines() if line.startswith("app.py")]
+    assert len(errors) == 1, done.stdout
+    assert '"bytes" to "add_middleware"' in errors[0]

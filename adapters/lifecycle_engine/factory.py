@@ -270,11 +270,11 @@ def make_processor(folder: Path | None, empty: Empty | None) -> Processor:
         from lifecycle_engine.sim import SimProcessor
 
         return SimProcessor(empty=empty)
-    from lifecycle_engine._compat import hf
-    from lifecycle_engine.processing.chat_processor import ChatProcessor
+    with _served(folder):  # importing may fail, too, as where a library is damaged
+        from lifecycle_engine._compat import hf
+        from lifecycle_engine.processing.chat_processor import ChatProcessor
 
-    hf("set_verbosity_error", "utils.logging")()
-    with _served(folder):
+        hf("set_verbosity_error", "utils.logging")()
         return ChatProcessor(folder, empty=empty)
 
 

@@ -208,6 +208,27 @@ def test_serve_reports_an_unusable_checkpoint_in_one_line(
     assert f"{folder} cannot be served: the checkpoint has no chat" in result.stderr
 
 
+def test_serve_reports_a_failing_import_in_one_line(
+    copied: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A library that cannot be loaded is an `OSError` of the import."""
+
+    class Damaged:
+        """Finds a module whose library is not there."""
+
+        def find_spec(self, name: str, *_: object) -> None:
+            """Fail as the loader of libraries does."""
+            if name == module:
+                raise OSError("libtokens.so: cannot open shared object file")
+
+    module, folder = "lifecycle_engine.processing.chat_processor", copied("qwen3")
+    monkeypatch.delitem(sys.modules, module)
+    monkeypatch.setattr(sys, "meta_path", [Damaged(), *sys.meta_path])
+    result = CliRunner().invoke(cli, ["serve", "--checkpoint", str(folder)])
+    assert result.exit_code == 1
+    assert f"{folder} cannot be served: libtokens.so: cannot open" in result.stderr
+
+
 @pytest.mark.parametrize(
     ("said", "message"),
     [

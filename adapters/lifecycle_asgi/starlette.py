@@ -367,6 +367,8 @@ class _RefusedResponse:
             if sent or refusal is None:
                 raise
         else:
+            while held:  # it was cut off before its body began
+                await send(held.pop())
             return
         await _response_to(refusal)(scope, receive, send)
 

@@ -800,6 +800,29 @@ async def test_first_client_that_never_had_a_status_gets_409() -> None:
         await until(lambda: second.data == ["1"])
 
 
+@wraps
+async def test_client_that_is_replaced_before_an_event_has_its_status(
+    wrap: Any,
+) -> None:
+    """A status that `install` holds back is sent, or the server would send a 500."""
+    world, source, app = World(), Source(), FastAPI()
+    wrap(app)
+    source.allow(1)
+    async with running(world) as visit:
+        response = world.streams.start(source.events(), on_disconnect="detach")
+        first = visit(response)
+        await until(lambda: first.data)
+        last = f"{response.stream}.1"
+        app.post("/", response_model=None)(lambda: world.streams.resume(last))
+        second = visit(cast("Any", app))
+        await until(first.done.is_set)
+        await anyio.wait_all_tasks_blocked()
+        visit(world.streams.resume(last))
+        await until(second.done.is_set)
+        assert (second.raised, second.server.status) == ([], 200)
+        assert not second.server.complete.is_set()
+
+
 @pytest.mark.parametrize(
     "item",
     [

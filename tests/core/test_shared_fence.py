@@ -212,6 +212,29 @@ async def test_deposes_a_leader_that_does_not_listen(workers, monkeypatch) -> No
     await until(lambda: follows(a))
 
 
+def test_looks_for_a_leader_at_its_own_pace(workers, monkeypatch) -> None:
+    """A look that falls on one for signs of life is not the last for so long."""
+    monkeypatch.setattr(member_module, "_MOST_RETRIES", 10**9)
+    workers.folder.mkdir(mode=0o700)
+    (workers.folder / "leader.7").touch()  # cut short by a crash of the host
+    gate = workers(slots=1)
+    gate.statistics()
+    member = gate._member
+    with stalled(gate):
+        member._tick_at = member._seek_at = 0.0
+        assert member._turn() < member_module.TICK / 2
+        assert member._seeks
+
+
+async def test_leads_after_a_leader_that_a_crash_of_the_host_cut_short(workers) -> None:
+    """What is left of it leads nobody, and stops nobody."""
+    workers.folder.mkdir(mode=0o700)
+    (workers.folder / "leader.7").touch()
+    a, b = workers(slots=1), workers(slots=1)
+    (await a.admit()).release()
+    (await b.admit()).release()
+
+
 def cut_from_below(gate):
     with contextlib.suppress(OSError):
         cut(gate)

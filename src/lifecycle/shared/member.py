@@ -364,10 +364,10 @@ class Member:
             return None
         if self._seeks and now >= self._seek_at and not self._ended:
             self._seek(now)
-        until = min(self._tick_at, self._seek_at if self._seeks else self._tick_at)
         if now >= self._tick_at:
-            self._tick_at = until = now + TICK
+            self._tick_at = now + TICK
             self._tick()
+        until = min(self._tick_at, self._seek_at if self._seeks else self._tick_at)
         leader = self.leader
         if leader is None:
             return max(until - now, 0.0)

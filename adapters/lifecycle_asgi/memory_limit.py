@@ -93,28 +93,42 @@ def announce(budget: int, *, shared: str | None, body: int | None = None) -> Non
     # vLLM shows what its own loggers say, and of others warnings.
     in_vllm = server_of("auto") == "vllm"
     log = logging.getLogger("vllm.lifecycle" if in_vllm else "lifecycle")
-    said: list[tuple[int, str]] = []
-    info, warning = logging.INFO, logging.WARNING
-    most = f"{limit.bytes / 2**20:.0f} MiB"
-    of = f"{most} that {limit.owner} has"
+    mib = (budget / 2**20, limit.bytes / 2**20, limit.owner)
+    most = body_text(body)
     if budget > limit.bytes:
-        remedy = "give fewer bytes, or the kernel ends the server before they are full"
-        said.append((warning, f" for requests is more than the {of}; {remedy}"))
+        log.warning(
+            "Admission: %.0f MiB for requests is more than the %.0f MiB that %s has; "
+            "give fewer bytes, or the kernel ends the server before they are full%s",
+            *mib,
+            most,
+        )
     if shared is not None:
-        who = f"the requests of all worker processes that share {shared}"
-        said.append((info, f", of {of}, for {who}"))
+        log.info(
+            "Admission: %.0f MiB, of %.0f MiB that %s has, for the requests of all "
+            "worker processes that share %s%s",
+            *mib,
+            shared,
+            most,
+        )
     elif is_worker():
-        remedy = "if there are several, name a folder with shared= or LIFECYCLE_SHARED"
-        what = f"in each worker process, of {of}; {remedy}, and they have one budget"
-        said.append((warning, f" for requests {what} together"))
+        log.warning(
+            "Admission: %.0f MiB for requests in each worker process, of %.0f MiB that "
+            "%s has; if there are several, name a folder with shared= or "
+            "LIFECYCLE_SHARED, and they have one budget together%s",
+            *mib,
+            most,
+        )
     elif budget == limit.budget < MAX_BUDGET:
-        remedy = "LIFECYCLE_BYTES sets another budget"
-        what = f"as {most} is what {limit.owner} has; {remedy}"
-        said.append((info, f" for requests, {what}"))
+        log.info(
+            "Admission: %.0f MiB for requests, as %.0f MiB is what %s has; "
+            "LIFECYCLE_BYTES sets another budget%s",
+            *mib,
+            most,
+        )
     elif budget <= limit.bytes:
-        said.append((info, f" for requests, of {of}"))
-    for level, text in said:
-        log.log(level, "Admission: %.0f MiB%s%s", budget / 2**20, text, body_text(body))
+        log.info(
+            "Admission: %.0f MiB for requests, of %.0f MiB that %s has%s", *mib, most
+        )
 
 
 def is_worker() -> bool:

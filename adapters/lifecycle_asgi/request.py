@@ -320,10 +320,9 @@ class RequestScope:
             return
         if isinstance(error, Exception):
             recorder.fail(error)
-        ended: list[Any] = [it for it in sessions if getattr(it, "outcome", None)]
+        ended = [each for each in sessions if getattr(each, "outcome", None)]
         # Of several sessions, one that did not complete says more.
-        ended.sort(key=lambda it: bool(it.outcome == "completed"))
-        session = next(iter(ended), None)
+        session: Any = min(ended, key=_completed, default=None)
         if session is None:
             outcome = outcome or request_outcome(
                 status, error, client_gone=self._client_gone
@@ -352,6 +351,10 @@ def asynchronous(source: Any) -> Any:
 
 def _blocking(unbegun: list[Iterator[T]]) -> Iterator[T]:
     return unbegun.pop()
+
+
+def _completed(session: Any) -> bool:
+    return bool(session.outcome == "completed")
 
 
 def is_handled(scope: Scope) -> bool:

@@ -114,6 +114,23 @@ async def left(count: int) -> None:
         await anyio.lowlevel.checkpoint()
 
 
+@contextlib.contextmanager
+def no_descriptor_left() -> Iterator[None]:
+    """Every new file is refused inside."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    opened = []
+    resource.setrlimit(resource.RLIMIT_NOFILE, (min(soft, 512), hard))
+    try:
+        with contextlib.suppress(OSError):
+            while True:
+                opened.append(os.open(os.devnull, os.O_RDONLY))
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+        for each in opened:
+            os.close(each)
+
+
 async def test_tells_a_client_with_a_full_buffer_of_the_new_room() -> None:
     """Its kernel has asked for room for a while, and will do so in a second or more."""
     watcher = DisconnectWatcher(64 * MIB)
@@ -187,6 +204,28 @@ async def test_keeps_to_its_room_and_takes_it_back() -> None:
         assert again.room >= BODY
         await second.leave()
         await second.gone.wait()
+
+
+async def test_server_hears_of_single_bytes_after_the_watch() -> None:
+    """Until then, only of all that it waits for, which the kernel acknowledges at once.
+
+    A kernel that delays its acknowledgements takes 40 ms for each, and an end that
+    queues behind the body as long.
+    """
+    watcher = DisconnectWatcher(64 * MIB)
+    with anyio.fail_after(60), Peers(unread=10) as peers:
+        await anyio.wait_readable(peers.server)
+        watch = peers.watch(watcher)
+        assert watch is not None
+        mark = peers.server.getsockopt(socket.SOL_SOCKET, socket.SO_RCVLOWAT)
+        assert mark >= BODY
+        with anyio.move_on_after(0.05) as heard:
+            await anyio.wait_readable(peers.server)
+        assert heard.cancelled_caught
+        with no_descriptor_left():
+            watch.cancel()
+        await anyio.wait_readable(peers.server)
+        assert peers.server.recv(BODY) == bytes(10)
 
 
 async def test_half_closed_client_has_not_left() -> None:
@@ -290,23 +329,6 @@ async def test_keeps_nothing_of_a_request_that_is_over() -> None:
         assert kept() is None
         await other.leave()
         await other.gone.wait()
-
-
-@contextlib.contextmanager
-def no_descriptor_left() -> Iterator[None]:
-    """Every new file is refused inside."""
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    opened = []
-    resource.setrlimit(resource.RLIMIT_NOFILE, (min(soft, 512), hard))
-    try:
-        with contextlib.suppress(OSError):
-            while True:
-                opened.append(os.open(os.devnull, os.O_RDONLY))
-        yield
-    finally:
-        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
-        for each in opened:
-            os.close(each)
 
 
 async def test_watches_nothing_without_descriptors() -> None:

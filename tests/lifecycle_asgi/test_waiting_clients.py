@@ -66,10 +66,7 @@ def _unread(port: int) -> int:
 
 
 async def _arrived(port: int) -> None:
-    """Wait until no more of a body comes: nginx must have passed on all of it.
-
-    Without buffering, it overlooks a client that leaves while it still sends.
-    """
+    """Wait until no more of a body comes."""
     before = 0
     while (now := _unread(port)) != before or now < MIB:
         before = now
@@ -123,9 +120,14 @@ def installed(name: str) -> None:
     find_nginx() if name in NGINX else go_client.find_go()
 
 
+@pytest.mark.parametrize("sent", [True, False], ids=["sent", "sending"])
 @pytest.mark.parametrize("name", CLIENTS)
-async def test_notices_soon_that_a_client_left(name: str, tmp_path: Path) -> None:
+async def test_notices_soon_that_a_client_left(
+    name: str, *, sent: bool, tmp_path: Path
+) -> None:
     """50 ms after it left; half of them within ten times that, on a busy machine."""
+    if name == "nginx, unbuffered" and not sent:
+        pytest.skip("nginx overlooks a client that leaves while it passes on the body")
     line, took = Line(roomy=True), []
     async with (
         asyncio.timeout(120),
@@ -135,14 +137,15 @@ async def test_notices_soon_that_a_client_left(name: str, tmp_path: Path) -> Non
         for _ in range(5):
             async with asking(name, port, tmp_path) as (answer, leave):
                 await line.until(1)
-                await _arrived(server)
+                if sent:
+                    await _arrived(server)
                 assert not answer.done()
                 left = time.monotonic()
                 leave()
                 await line.until(0)
                 took.append(time.monotonic() - left)
         line.held.release()
-    print(f"{name}: {[round(1e3 * each, 1) for each in took]} ms")
+    print(f"{name}, {sent=}: {[round(1e3 * each, 1) for each in took]} ms")
     assert sorted(took)[2] < 0.5
     assert line.bodies.statistics().cancelled == 5
 

@@ -384,6 +384,8 @@ def main() -> int:
     # A background job of a shell ignores SIGINT, and so would all that it starts.
     if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
         signal.signal(signal.SIGINT, signal.default_int_handler)
+    # Ended from outside, it takes along what it started.
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
     # The tests start hundreds of processes, each of which would compile our code.
     os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
     shutil.rmtree(LOGS, ignore_errors=True)

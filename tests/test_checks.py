@@ -2,10 +2,12 @@
 
 import importlib.util
 import re
+import signal
 import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -80,19 +82,12 @@ def test_runs_every_script_of_the_tests() -> None:
         named = re.compile(rf"\b{path.stem}\b")
         users = [it for it in sources if it != path and named.search(sources[it])]
         assert path.name in proven or users, path
-    assert proven >= {"attack.py", "disconnects.py", "endurance.py", "fuzz.py"}
-    assert proven >= {"framing.py", "fuzz_pair.py", "hang_ups.py", "shutdowns.py"}
+    assert proven >= {f"{it}.py" for it in ("attack", "endurance", "fuzz", "hang_ups")}
 
 
 def commands(groups: Any) -> list[str]:
     """All words of all command lines."""
-    return [
-        word
-        for group in groups
-        for part in group
-        for argv in part.argv
-        for word in argv
-    ]
+    return list(chain(*(argv for part in chain(*groups) for argv in part.argv)))
 
 
 def test_runs_both_commands_before_a_change_lands() -> None:
@@ -112,7 +107,7 @@ def python(code: str) -> list[str]:
 @pytest.fixture
 def run(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> Any:
+) -> Iterator[Any]:
     """Run groups of made-up parts; returns the status and what was printed."""
     monkeypatch.setattr(check, "LOGS", tmp_path / "checks")
     monkeypatch.setattr(check, "UNSTEADY", tmp_path / "unsteady.toml")
@@ -125,7 +120,9 @@ def run(
         printed = capsys.readouterr()
         return status, printed.out, printed.err
 
-    return run
+    before = signal.getsignal(signal.SIGTERM)
+    yield run
+    signal.signal(signal.SIGTERM, before)
 
 
 def test_names_the_part_that_failed_in_its_last_line(run: Any, tmp_path: Path) -> None:
@@ -152,6 +149,13 @@ def test_ends_a_part_that_hangs(run: Any, monkeypatch: pytest.MonkeyPatch) -> No
     assert status == 1
     assert "hangs: ended after 3 s without output" in errors
     assert errors.splitlines()[-1] == "prove: failed: hangs"
+
+
+def test_takes_along_what_it_started(run: Any) -> None:
+    """Ended by a signal, it ends its parts before itself."""
+    ends = python("import os, time; os.kill(os.getppid(), 15); time.sleep(600)")
+    with pytest.raises(SystemExit):
+        run((check.part("ends", ends),))
 
 
 UNLISTED = " (not in tests/unsteady.toml: add it with a reason, or mend it)"

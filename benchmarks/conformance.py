@@ -1,14 +1,16 @@
 """What servers do when clients leave, attack or are many: `lifecycle check` on each.
 
-    python benchmarks/conformance.py [--servers NAME ...] [--python PATH]
+    PYTHONPATH=tests/kit python benchmarks/conformance.py [--servers NAME ...]
 
-Each server runs in a process of its own, by itself and in `lifecycle_asgi.Admission`;
-its report goes to `benchmarks/results/conformance/NAME.json`. `--python` is the
-interpreter that the servers run on, such as one with LiteLLM, and `--compare` writes
-`docs/conformance.md` from all reports.
+Run it by a Python that finds the servers, such as those that `scripts/strangers.py`
+makes in `build/strangers`. Each server runs in processes of its own, by
+itself and in `lifecycle_asgi.Admission`; its report goes to
+`benchmarks/results/conformance/NAME.json`, and what it writes to standard error.
+`--compare` writes `docs/conformance.md` from all reports. Other options are those of
+`lifecycle check`.
 
-Servers without a model of their own generate tokens here with 1 ms of CPU time each,
-one every 11 ms, and decode the pictures of a request to RGB, as chat servers do.
+What generates tokens in place of a model takes 1 ms of CPU time for each, one every
+11 ms; what serves here decodes the pictures of a request to RGB, as chat servers do.
 """
 
 from __future__ import annotations
@@ -18,55 +20,84 @@ import asyncio
 import base64
 import io
 import json
-import multiprocessing
 import os
-import secrets
-import socket
 import subprocess
 import sys
 import tempfile
-import time
 from collections.abc import AsyncIterator
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
+
+import lmdeploy_without_engine
+import sglang_without_engine
+import vllm_platform
+from howto import how_to
+from pace import PAUSE, work
+from ports import free_port
+from stranger import install_plugin, launched
+
+from tiny_checkpoint import cached
 
 ROOT = Path(__file__).resolve().parents[1]
 RESULTS = ROOT / "benchmarks" / "results" / "conformance"
 PAGE = ROOT / "docs" / "conformance.md"
-SOURCES = os.pathsep.join(str(ROOT / part) for part in ("src", "adapters", "tools"))
-PAUSE, WORK = 0.01, 0.001
-START = 240.0
-# The servers by name: the distribution that they are, and whether in `Admission`.
+BYTES = str(2**30)
+KEY = "sk-of-the-benchmark"
+# One of what each server writes when it listens.
+STARTED = ("startup complete", "Uvicorn running on", "is ready at", "Deployed app")
+HERE = f"exec python {__file__} --port PORT --serve"
+LMDEPLOY = """serve api_server MODEL --backend=pytorch --model-name=sim
+    --max-batch-size=64 --disable-metrics --server-name=127.0.0.1 --server-port=PORT"""
+LITELLM = f"""python {__file__} --port OTHER --serve backend > backend.log 2>&1 &
+    exec env CONFIG_FILE_PATH=config.yaml LITELLM_LOCAL_MODEL_COST_MAP=True
+    python -m uvicorn --port PORT"""
+SGLANG = """exec sglang serve --model-path=MODEL --served-model-name=sim --device=cpu
+    --skip-server-warmup --port=PORT"""
+VLLM = """python -m vllm_fake_engine OTHER & exec vllm serve MODEL
+    --served-model-name=sim --data-parallel-size-local=0
+    --data-parallel-address=127.0.0.1 --data-parallel-rpc-port=OTHER --port=PORT"""
+# The servers by name: the distribution that they are, and what starts them. The name
+# says whether they are in `Admission`, whose bytes are set then.
 SERVERS = {
-    "lifecycle-engine": ("anyio-lifecycle", False),
-    "fastapi": ("fastapi", False),
-    "fastapi-admission": ("fastapi", True),
-    "litserve": ("litserve", False),
-    "litserve-admission": ("litserve", True),
-    "litellm": ("litellm", False),
-    "litellm-admission": ("litellm", True),
-    "ray": ("ray", False),
-    "ray-admission": ("ray", True),
-    "transformers": ("transformers", False),
-    "transformers-admission": ("transformers", True),
+    "lifecycle-engine": (
+        "anyio-lifecycle",
+        "exec python -m lifecycle_engine serve --runner sim --port PORT",
+    ),
+    "fastapi": ("fastapi", f"{HERE} fastapi"),
+    "fastapi-admission": ("fastapi", f"{HERE} fastapi"),
+    "litserve": ("litserve", f"{HERE} litserve"),
+    "litserve-admission": ("litserve", f"{HERE} litserve"),
+    "litellm": ("litellm", f"{LITELLM} litellm.proxy.proxy_server:app"),
+    "litellm-admission": ("litellm", f"{LITELLM} proxy:app"),
+    "lmdeploy": ("lmdeploy", f"exec lmdeploy {LMDEPLOY}"),
+    "lmdeploy-admission": (
+        "lmdeploy",
+        f"exec env LIFECYCLE_PROFILE=lmdeploy python serve.py {LMDEPLOY}",
+    ),
+    "ray": ("ray", f"{HERE} ray"),
+    "ray-admission": ("ray", f"{HERE} ray"),
+    "sglang": ("sglang", SGLANG),
+    "sglang-admission": ("sglang", SGLANG),
+    "transformers": ("transformers", f"{HERE} transformers"),
+    "transformers-admission": ("transformers", f"{HERE} transformers"),
+    "vllm": ("vllm", VLLM),
+    "vllm-admission": ("vllm", f"{VLLM} --middleware lifecycle_asgi.Admission"),
 }
 TITLES = {
     "anyio-lifecycle": "lifecycle-engine",
     "fastapi": "FastAPI",
     "litserve": "LitServe",
     "litellm": "LiteLLM proxy",
+    "lmdeploy": "LMDeploy",
     "ray": "Ray Serve",
+    "sglang": "SGLang",
     "transformers": "transformers serve",
+    "vllm": "vLLM",
 }
-BYTES = str(2**30)
 
-
-def token() -> str:
-    """Return a token, after the CPU time that one takes."""
-    until = time.thread_time() + WORK
-    while time.thread_time() < until:
-        pass
-    return "word "
+# They serve no pictures.
+TEXT_ONLY = ("lmdeploy", "sglang", "transformers", "vllm")
 
 
 def decode(messages: list[Any]) -> list[Any]:
@@ -121,9 +152,10 @@ def chat_app(*, pictures: bool = True) -> Any:
         images = decode(body["messages"]) if pictures else []
 
         async def tokens() -> AsyncIterator[str]:
-            for _ in range(body["max_tokens"]):
+            for number in range(body["max_tokens"]):
                 await asyncio.sleep(PAUSE)
-                yield token()
+                work()
+                yield f"{number} "
             images.clear()
 
         async def events() -> AsyncIterator[str]:
@@ -144,63 +176,36 @@ def serve_app(app: Any, port: int) -> None:
     """Serve an application in uvicorn."""
     import uvicorn
 
-    uvicorn.run(app, host="127.0.0.1", port=port, log_level="warning")
+    uvicorn.run(app, host="127.0.0.1", port=port)
 
 
-def serve_engine(port: int, *, admission: bool) -> None:
-    """Serve the bundled server with its simulated engine; it has its own admission."""
-    del admission
-    command = "lifecycle_engine", "serve", "--runner", "sim", "--port", str(port)
-    subprocess.run([sys.executable, "-m", *command], check=True)
-
-
-def serve_fastapi(port: int, *, admission: bool) -> None:
+def serve_fastapi(port: int) -> None:
     """Serve the careless chat server."""
-    serve_app(guarded(chat_app()) if admission else chat_app(), port)
+    serve_app(guarded(chat_app()), port)
 
 
 def guarded(app: Any) -> Any:
-    """Return *app* in `Admission`, with the settings of the environment."""
+    """Return *app*, in `Admission` if the environment has its bytes."""
     from lifecycle_asgi import Admission
 
-    return Admission(app)
+    return Admission(app) if "LIFECYCLE_BYTES" in os.environ else app
 
 
-def serve_litserve(port: int, *, admission: bool) -> None:
+def serve_litserve(port: int) -> None:
     """Serve LitServe's OpenAI API over a worker that generates tokens."""
     from conformance_litserve import serve
 
-    from lifecycle_asgi import Admission
-
-    serve(port, [Admission] if admission else [])
+    serve(port, [guarded])
 
 
-def serve_litellm(port: int, *, admission: bool) -> None:
-    """Serve LiteLLM's proxy, before a backend that stops when its client leaves."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        backend = int(probe.getsockname()[1])
-    multiprocessing.Process(target=_serve_backend, args=(backend,), daemon=True).start()
-    model = {"model": "openai/sim", "api_key": "none"}
-    model["api_base"] = f"http://127.0.0.1:{backend}/v1"
-    models = [{"model_name": "sim", "litellm_params": model}]
-    with tempfile.TemporaryDirectory() as folder:
-        config = Path(folder) / "config.yaml"
-        config.write_text(json.dumps({"model_list": models}))  # JSON is YAML
-        os.environ["CONFIG_FILE_PATH"] = str(config)
-        os.environ["LITELLM_LOCAL_MODEL_COST_MAP"] = "True"
-        from litellm.proxy.proxy_server import app
-
-        serve_app(guarded(app) if admission else app, port)
-
-
-def _serve_backend(port: int) -> None:
+def serve_backend(port: int) -> None:
+    """Serve what is behind a proxy, and stops when its client leaves."""
     from lifecycle_asgi import LifecycleMiddleware
 
     serve_app(LifecycleMiddleware(chat_app(pictures=False)), port)
 
 
-def serve_ray(port: int, *, admission: bool) -> None:
+def serve_ray(port: int) -> None:
     """Serve the careless chat server as the ingress of a Ray Serve deployment."""
     import ray
     from ray import serve
@@ -208,115 +213,89 @@ def serve_ray(port: int, *, admission: bool) -> None:
     from lifecycle_asgi import Admission
 
     app = chat_app()
-    if admission:
+    if "LIFECYCLE_BYTES" in os.environ:
         app.add_middleware(Admission, bytes=int(BYTES))
 
     class Chat:
         """A replica."""
 
-    environment = {"env_vars": {"PYTHONPATH": SOURCES}}
+    environment = {"env_vars": {"PYTHONPATH": os.environ["PYTHONPATH"]}}
     ray.init(num_cpus=2, include_dashboard=False, runtime_env=environment)
     serve.start(http_options={"host": "127.0.0.1", "port": port})
     deployment: Any = serve.deployment(serve.ingress(app)(Chat))
-    serve.run(deployment.bind())
-    while True:
-        time.sleep(1)
+    serve.run(deployment.bind(), blocking=True)
 
 
-def serve_transformers(port: int, *, admission: bool) -> None:
+def serve_transformers(port: int) -> None:
     """Serve a tiny model with `transformers serve`."""
     import torch
     from transformers.cli.serve import Serve
     from transformers.cli.serving import server
 
-    from tiny_checkpoint import cached
-
     torch.set_num_threads(1)
     make: Any = server.build_server
-    if admission:
-        server.build_server = lambda *a, **k: guarded(make(*a, **k))
+    server.build_server = lambda *a, **k: guarded(make(*a, **k))
     Serve(force_model=str(cached("qwen3")), port=port)
 
 
 KINDS = {
-    "anyio-lifecycle": serve_engine,
+    "backend": serve_backend,
     "fastapi": serve_fastapi,
     "litserve": serve_litserve,
-    "litellm": serve_litellm,
     "ray": serve_ray,
     "transformers": serve_transformers,
 }
 
 
-def check(name: str, python: str) -> None:
-    """Start a server, check it, and write its report."""
-    kind, admission = SERVERS[name]
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = int(probe.getsockname()[1])
-    code = f"from importlib.metadata import version; print(version({kind!r}))"
-    asked = subprocess.run([python, "-c", code], capture_output=True, check=True)
-    label = f"{TITLES[kind]} {asked.stdout.decode().strip()}"
-    environment = {**os.environ, "PYTHONPATH": SOURCES, "LIFECYCLE_BYTES": BYTES}
-    if kind == "anyio-lifecycle":
-        del environment["LIFECYCLE_BYTES"]
-    environment["LITELLM_MASTER_KEY"] = f"sk-{secrets.token_hex(24)}"
-    command = [python, __file__, "--serve", name, "--port", str(port)]
-    process = subprocess.Popen(command, env=environment, stdout=sys.stderr)
-    try:
-        _wait(port, process)
-        options = ["--model", "sim", "--pid", str(process.pid)]
-        if kind == "transformers":
-            options = _transformers_options(process.pid)
-        if kind == "litellm":
-            options += ["--api-key", environment["LITELLM_MASTER_KEY"]]
-        options += ["--label", label + (", in Admission" if admission else "")]
-        options += ["--json", str(RESULTS / f"{name}.json")]
-        arguments = ["check", f"http://127.0.0.1:{port}", *options]
-        code = "from lifecycle_tools import main; main()"
-        checker = [sys.executable, "-c", code, *arguments]
-        subprocess.run(checker, env={**os.environ, "PYTHONPATH": SOURCES}, check=False)
-    finally:
-        _end(process)
+def prepare(folder: Path, backend: int) -> None:
+    """Write what servers read: engines, scripts of our page, and a configuration."""
+    install_plugin(folder, vllm_platform, "vllm.platform_plugins")
+    install_plugin(folder, sglang_without_engine, sglang_without_engine.GROUP)
+    startup = f"import torchvision_on_cpu\n{lmdeploy_without_engine.STARTUP}"
+    (folder / "sitecustomize.py").write_text(startup)
+    (folder / "serve.py").write_text(how_to("LMDeploy").code)
+    (folder / "proxy.py").write_text(how_to("LiteLLM").code)
+    model = {"model": "openai/sim", "api_key": "none"}
+    model["api_base"] = f"http://127.0.0.1:{backend}/v1"
+    models = [{"model_name": "sim", "litellm_params": model}]
+    # JSON is YAML.
+    (folder / "config.yaml").write_text(json.dumps({"model_list": models}))
 
 
-def _transformers_options(pid: int) -> list[str]:
-    from tiny_checkpoint import cached
-
-    endless = {"eos_token_id": [10**6]}
-    body = {"generation_config": json.dumps(endless)}
-    options = ["--model", str(cached("qwen3")), "--pid", str(pid), "--no-image"]
-    return [*options, "--body", json.dumps(body)]
-
-
-def _wait(port: int, process: subprocess.Popen[bytes]) -> None:
-    until = time.monotonic() + START
-    while time.monotonic() < until and process.poll() is None:
-        try:
-            socket.create_connection(("127.0.0.1", port), 1).close()
-        except OSError:
-            time.sleep(0.2)
-        else:
-            return
-    raise RuntimeError(f"the server did not start; its status is {process.poll()}")
-
-
-def _end(process: subprocess.Popen[bytes]) -> None:
-    import psutil
-
-    if process.poll() is not None:
-        return
-    tree = [*psutil.Process(process.pid).children(recursive=True)]
-    process.terminate()
-    try:
-        process.wait(20)
-    except subprocess.TimeoutExpired:
-        process.kill()
-    for child in tree:
-        try:
-            child.kill()
-        except psutil.NoSuchProcess:
-            continue
+def check(name: str, more: list[str]) -> None:
+    """Start a server, check it with *more* options, and write its report."""
+    kind, command = SERVERS[name]
+    label = f"{TITLES[kind]} {version(kind)}"
+    model, other = cached("qwen3"), free_port()
+    path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
+    environment = {"PATH": path, "GENERATES": "1", "LITELLM_MASTER_KEY": KEY}
+    if name.endswith("-admission"):
+        environment["LIFECYCLE_BYTES"] = BYTES
+        label += ", in Admission"
+    options = ["--model", "sim", "--api-key", KEY, "--label", label]
+    if kind == "transformers":
+        endless = json.dumps({"eos_token_id": [10**6]})
+        options += ["--model", str(model)]
+        options += ["--body", json.dumps({"generation_config": endless})]
+    if kind in TEXT_ONLY:
+        options.append("--no-image")
+    options += ["--json", str(RESULTS / f"{name}.json"), *more]
+    command = command.replace("MODEL", str(model)).replace("OTHER", str(other))
+    with tempfile.TemporaryDirectory() as folder:
+        prepare(Path(folder), other)
+        argv = ("sh", "-c", " ".join(command.split()))
+        with launched(Path(folder), *argv, **environment) as server:
+            said = server.until(*STARTED)
+            if not any(text in said for text in STARTED):
+                sys.exit(said)
+            log = server.process.stdout
+            subprocess.Popen(["/bin/cat"], stdin=log, stdout=sys.stderr)
+            server.post("/", b"").answer()
+            options += ["--pid", str(server.process.pid)]
+            code = "from lifecycle_tools import main; main()"
+            url = f"http://127.0.0.1:{server.port}"
+            checker = (sys.executable, "-c", code, "check", url, *options)
+            subprocess.run(checker, check=False)
 
 
 def compare() -> None:
@@ -333,20 +312,18 @@ def main() -> None:
     """Check servers, be one, or write the page."""
     parser = argparse.ArgumentParser(description="`lifecycle check` on real servers.")
     parser.add_argument("--servers", nargs="+", choices=SERVERS, default=list(SERVERS))
-    parser.add_argument("--python", default=sys.executable)
     parser.add_argument("--compare", action="store_true")
-    parser.add_argument("--serve", choices=SERVERS, help=argparse.SUPPRESS)
+    parser.add_argument("--serve", choices=KINDS, help=argparse.SUPPRESS)
     parser.add_argument("--port", type=int, help=argparse.SUPPRESS)
-    options = parser.parse_args()
+    options, more = parser.parse_known_args()
     if options.compare:
         compare()
     elif options.serve:
-        kind, admission = SERVERS[options.serve]
-        KINDS[kind](options.port, admission=admission)
+        KINDS[options.serve](options.port)
     else:
         RESULTS.mkdir(exist_ok=True)
         for name in options.servers:
-            check(name, options.python)
+            check(name, more)
 
 
 if __name__ == "__main__":

@@ -8,6 +8,7 @@ from typing import Any
 
 import conformance
 import litserve
+from pace import PAUSE, work
 
 
 class Chat(litserve.LitAPI):
@@ -21,8 +22,9 @@ class Chat(litserve.LitAPI):
         messages = [message.model_dump() for message in request.messages]
         images = conformance.decode(messages)
         for _ in range(request.max_tokens or 4):
-            time.sleep(conformance.PAUSE)
-            yield conformance.token()
+            time.sleep(PAUSE)
+            work()
+            yield "word "
         images.clear()
 
 
@@ -30,6 +32,4 @@ def serve(port: int, middlewares: list[Any]) -> None:
     """Serve until interrupted."""
     api = Chat(spec=litserve.OpenAISpec())
     server = litserve.LitServer(api, accelerator="cpu", middlewares=middlewares)
-    server.run(
-        host="127.0.0.1", port=port, log_level="warning", generate_client_file=False
-    )
+    server.run(host="127.0.0.1", port=port, generate_client_file=False)

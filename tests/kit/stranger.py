@@ -61,6 +61,7 @@ class Stranger:
     """A running server, and what it has written.
 
     Attributes:
+        process: The first of its processes.
         port: Where it is to listen.
         said: Its lines until now.
     """
@@ -68,6 +69,7 @@ class Stranger:
     def __init__(
         self, process: subprocess.Popen[str], port: int, stack: ExitStack
     ) -> None:
+        self.process = process
         self.port = port
         self.said: list[str] = []
         self._lines = process.stdout or ()

@@ -1,19 +1,25 @@
 """The far end of vLLM's engine protocol: it begins every request, and ends none.
 
 vLLM's API server is told that its engine runs elsewhere (``--data-parallel-size-local=0``)
-and waits for it, as for one on another machine.
+and waits for it, as for one on another machine. As a program, ``vllm_fake_engine.py PORT``
+generates as many tokens as each request asks for.
 """
 
 from __future__ import annotations
 
 import queue
+import sys
 import threading
+import time
 from typing import Any
 
 import msgpack
 import zmq
+from pace import PAUSE, work
 
 TOKEN = 1
+# How a request ends that has all its tokens.
+LENGTH = 1
 ADD, ABORT, UTILITY = b"\x00", b"\x01", b"\x03"
 # Milliseconds between two looks at whether to end.
 POLL = 100
@@ -39,14 +45,18 @@ class Engine:
 
     Args:
         port: Where vLLM waits for engines.
+        generates: Whether it sends the others, too.
 
     Attributes:
         events: ``("add", ID, SERVER)`` and ``("abort", ID, SERVER)``, as they arrive,
             where the last one counts vLLM's API servers.
     """
 
-    def __init__(self, port: int) -> None:
+    def __init__(self, port: int, *, generates: bool = False) -> None:
         self.events: queue.Queue[tuple[str, str, int]] = queue.Queue()
+        self._generates = generates
+        # How many tokens each request lacks, by its server and its name.
+        self._lacks: dict[tuple[int, str], int] = {}
         self._context = zmq.Context()
         self._sockets: list[zmq.Socket[bytes]] = []
         self._ended = threading.Event()
@@ -86,22 +96,52 @@ class Engine:
             requests.send(msgpack.packb(READY))
             poller.register(requests, zmq.POLLIN)
         handshake.send(msgpack.packb({"status": "READY", **engine}))
+        due = time.monotonic()
         while not self._ended.is_set():
-            for requests, _ in poller.poll(POLL):
+            pause = int(1000 * PAUSE) if self._lacks else POLL
+            for requests, _ in poller.poll(pause):
                 kind, head, *_tensors = requests.recv_multipart()
                 server = servers.index(requests)
                 for output in self._answers(kind, msgpack.unpackb(head), server):
                     outputs[server].send(msgpack.packb(output))
+            if self._lacks and time.monotonic() >= due:
+                self._generate(outputs)
+                due = time.monotonic() + PAUSE
+
+    def _generate(self, outputs: list[zmq.Socket[bytes]]) -> None:
+        for server, output in enumerate(outputs):
+            tokens = []
+            for key in [each for each in self._lacks if each[0] == server]:
+                work()
+                lacks = self._lacks.pop(key) - 1
+                if lacks:
+                    self._lacks[key] = lacks
+                reason = None if lacks else LENGTH
+                tokens.append([key[1], [TOKEN], None, None, None, reason])
+            if tokens:
+                output.send(msgpack.packb([0, tokens, self._running()]))
+
+    def _running(self) -> dict[str, int]:
+        return {"num_running_reqs": len(self._lacks)}
 
     def _answers(self, kind: bytes, message: Any, server: int) -> list[list[Any]]:
         if kind == ADD:
             self.events.put(("add", message[0], server))
+            if self._generates:
+                self._lacks[server, message[0]] = message[3]["max_tokens"]
+                return []
             return [[0, [[message[0], [TOKEN]]]]]
         if kind == ABORT:
             for each in message:
                 self.events.put(("abort", each, server))
+                self._lacks.pop((server, each), None)
+            return [[0, [], self._running()]]
         if kind == UTILITY:
             _client, call, method, _arguments = message
             result = ["generate"] if method == "get_supported_tasks" else None
             return [[0, [], None, 0.0, [call, None, [None, result]]]]
         return []
+
+
+if __name__ == "__main__":
+    Engine(int(sys.argv[1]), generates=True)

@@ -5,11 +5,13 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator
 from contextlib import contextmanager
+from importlib.metadata import version
 from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
 from chat_backend import BEGUN, QUEUED, WHOLE, Backend, backend
+from conformance_kit import report
 from howto import how_to
 from stranger import CLAIMED, Client, Stranger, launched
 
@@ -158,3 +160,12 @@ def test_checks_the_master_key_first(tmp_path: Path) -> None:
         )
         assert ask(server, WHOLE, key="sk-another").answer().status == NO_DATABASE
         assert ask(server, WHOLE).answer().status == 200
+
+
+@pytest.mark.parametrize("admission", ["", ", in Admission"])
+def test_is_in_the_table_of_servers(tmp_path: Path, admission: str) -> None:
+    """The benchmark starts it with an engine that generates, and checks it."""
+    name = "litellm-admission" if admission else "litellm"
+    found = report(name, tmp_path)
+    assert found["server"] == f"LiteLLM proxy {version('litellm')}{admission}"
+    assert [each["id"] for each in found["findings"]] == ["leave.connected"]

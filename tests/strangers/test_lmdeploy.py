@@ -8,12 +8,14 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator
 from contextlib import contextmanager
+from importlib.metadata import version
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 import lmdeploy_without_engine
 import pytest
+from conformance_kit import report
 from howto import how_to
 from lmdeploy_without_engine import BEGUN, QUEUED, WHOLE
 from stranger import CLAIMED, Client, Stranger, launched
@@ -136,3 +138,12 @@ def test_checks_keys_first(tmp_path: Path) -> None:
             assert ask(server, WHOLE, headers=bearer).answer().status == status
         bearer = {"authorization": "Bearer second"}
         assert ask(server, WHOLE, headers=bearer).answer().status == 200
+
+
+@pytest.mark.parametrize("admission", ["", ", in Admission"])
+def test_is_in_the_table_of_servers(tmp_path: Path, admission: str) -> None:
+    """The benchmark starts it with an engine that generates, and checks it."""
+    name = "lmdeploy-admission" if admission else "lmdeploy"
+    found = report(name, tmp_path)
+    assert found["server"] == f"LMDeploy {version('lmdeploy')}{admission}"
+    assert [each["id"] for each in found["findings"]] == ["leave.connected"]

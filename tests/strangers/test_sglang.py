@@ -9,11 +9,13 @@ import json
 import sys
 from collections.abc import Iterator
 from contextlib import AbstractContextManager
+from importlib.metadata import version
 from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
 import sglang_without_engine
+from conformance_kit import report
 from stranger import CLAIMED, Client, Stranger, install_plugin, launched
 
 pytestmark = [
@@ -122,3 +124,12 @@ def test_launches_no_other_server(
         said = sglang.until(STARTED)
         assert STARTED not in said
         assert "LIFECYCLE_BYTES=4MiB limits nothing: " in said
+
+
+@pytest.mark.parametrize("admission", ["", ", in Admission"])
+def test_is_in_the_table_of_servers(tmp_path: Path, admission: str) -> None:
+    """The benchmark starts it with an engine that generates, and checks it."""
+    name = "sglang-admission" if admission else "sglang"
+    found = report(name, tmp_path)
+    assert found["server"] == f"SGLang {version('sglang')}{admission}"
+    assert [each["id"] for each in found["findings"]] == ["leave.connected"]

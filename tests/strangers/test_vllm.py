@@ -12,12 +12,14 @@ from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from importlib.metadata import version
 from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
 import vllm_fake_engine
 import vllm_platform
+from conformance_kit import report
 from ports import free_port
 from stranger import CLAIMED, SECONDS, Client, Stranger, install_plugin, launched
 
@@ -155,3 +157,12 @@ def test_does_not_start_without_python(tmp_path: Path) -> None:
         assert "not implemented in Rust frontend yet:\n- middleware" in said
         assert "ready to accept" not in said
         assert f"LIFECYCLE_BYTES={BYTES} limits nothing: " in said
+
+
+@pytest.mark.parametrize("admission", ["", ", in Admission"])
+def test_is_in_the_table_of_servers(tmp_path: Path, admission: str) -> None:
+    """The benchmark starts it with an engine that generates, and checks it."""
+    name = "vllm-admission" if admission else "vllm"
+    found = report(name, tmp_path)
+    assert found["server"] == f"vLLM {version('vllm')}{admission}"
+    assert [each["id"] for each in found["findings"]] == ["leave.connected"]

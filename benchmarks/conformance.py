@@ -97,7 +97,7 @@ TITLES = {
 }
 
 # They serve no pictures.
-TEXT_ONLY = ("lmdeploy", "sglang", "transformers", "vllm")
+TEXT_ONLY = ("lmdeploy", "sglang", "transformers")
 
 
 def decode(messages: list[Any]) -> list[Any]:
@@ -266,7 +266,8 @@ def check(name: str, more: list[str]) -> None:
     """Start a server, check it with *more* options, and write its report."""
     kind, command = SERVERS[name]
     label = f"{TITLES[kind]} {version(kind)}"
-    model, other = cached("qwen3"), free_port()
+    model = cached("qwen3" if kind in TEXT_ONLY else "qwen2_5_vl")
+    other = free_port()
     path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
     environment = {"PATH": path, "GENERATES": "1", "LITELLM_MASTER_KEY": KEY}
     if name.endswith("-admission"):

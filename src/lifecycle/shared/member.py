@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import secrets
 import socket
 import time
@@ -41,6 +40,7 @@ from .rows import (
     Row,
     count_on,
     lock_for_life,
+    log,
 )
 from .wire import (
     ASK,
@@ -77,7 +77,6 @@ _BACKLOG: Final = 1024
 _AGAIN: Final = 1.0
 
 _UNIX_SOCKET: Final = partial(socket.socket, socket.AF_UNIX)
-_log = logging.getLogger("lifecycle")
 
 _REFUSALS: Final[dict[str, type[Refused]]] = {
     each.__name__: each
@@ -220,8 +219,9 @@ class Member:
         self._count_waiting()
         request.refusal = refusal
         if refusal is not None:
-            self.row.words[REFUSED] += 1
             lease.state = DONE
+            with suppress(ValueError):  # a stranger wrote to the row: tell all the same
+                self.row.words[REFUSED] += 1
         if not lease.waiter.wake():  # its loop is closed, or its task is cancelled
             self.release(lease)
 
@@ -326,28 +326,29 @@ class Member:
 
     def _cut_off(self, why: str) -> None:
         """Admit no more, and refuse who waits."""
-        with self.locked():
-            self.cut_off = why
+        with self.lock.mutex:  # and no deferred change, which may fail: first tell all
+            self.cut_off = f"gate {self._name!r} {why}"
             for request in list(self.waiting.values()):
-                self._end_wait(request, GateClosed(why))
+                self._end_wait(request, GateClosed(self.cut_off))
+        self.lock.make_deferred_changes()
+        self._say(why)
 
     def _fail(self) -> None:
         """Leave the others to lead, after an error in the thread that does it here."""
+        self._cut_off("ended by an error in its thread; restart the worker")
         self._step_down()
-        what = f"the thread of the shared gate {self._name!r} ended by an error"
-        self._cut_off(f"{what}; restart the worker")
 
     def _pause(self, error: OSError) -> None:
         """Try again later, where the system has no more descriptors or space."""
         self._step_down()
         self._seeks, self._seek_at = True, self._clock() + _AGAIN
-        self._say(f"cannot go on: {error}; it tries again each {_AGAIN} s")
+        self._say(f"cannot go on in {self.folder.path}: {error}; it tries again")
 
     def _say(self, what: str) -> None:
         """Log what goes wrong, once for as long as it does."""
         if what != self._told:
             self._told = what
-            _log.warning("shared gate %r %s", self._name, what)
+            log.warning("shared gate %r %s", self._name, what)
 
     def _is_well(self) -> None:
         self.cut_off = self._told = ""
@@ -382,9 +383,9 @@ class Member:
             # A new worker would find another folder, and get another gate.
             self._ended = True
             self._step_down()
-            what = f"the folder {self.folder.path} of gate {self._name!r} was removed"
-            how = "restart the worker, and keep it where nothing cleans up, as in /run"
-            self._cut_off(f"{what} or replaced; {how}")
+            what = f"lost {self.folder.path}, which was removed or replaced"
+            how = "restart all workers; keep it where nothing cleans up, as in /run"
+            self._cut_off(f"{what}; {how}")
         elif self.folder.has_epoch(self.epoch + 1):
             self._seek_anew(self.epoch)
         elif self._followed is not None and not self._seeks:
@@ -538,6 +539,5 @@ class Member:
             self._is_well()
         elif kind == OTHER_VERSION:
             what = f"is led by version {number} of its frames, not {VERSION}"
-            self._say(f"{what}; restart all workers with the same release")
-            self._cut_off(f"gate {self._name!r} {self._told}")
+            self._cut_off(f"{what}; restart all workers with the same release")
             link.ended = True

@@ -9,6 +9,7 @@ can be stopped half-way, and of two candidates one fails.
 
 from __future__ import annotations
 
+import logging
 import mmap
 import operator
 import os
@@ -52,7 +53,8 @@ _SIZE: Final = 8 * _WORDS
 # Longer than the step of any file system's clock.
 _TICK_NS: Final = 50_000_000
 _UNBOUNDED: Final = 2**64 - 1
-# It is gone, or too short: of no worker that lives, for those lock whole ones.
+log: Final = logging.getLogger("lifecycle")
+# It is gone, or no worker wrote it.
 _NO_ROW: Final = FileNotFoundError, ValueError
 # A write lock on the whole file, as `struct flock` says it.
 _LOCK: Final = struct.pack("hhqqi4x", 1, os.SEEK_SET, 0, 0, 0)
@@ -100,6 +102,8 @@ class Row:
     ) -> None:
         flags = os.O_CREAT | os.O_EXCL if make else 0
         flags |= os.O_RDWR | os.O_CLOEXEC
+        if not make and not stat.S_ISREG(os.lstat(name, dir_fd=folder).st_mode):
+            raise ValueError(f"{name} is no regular file")
         self._lock = os.open(name, flags, 0o600, dir_fd=folder)
         try:
             if make:
@@ -182,6 +186,7 @@ class Folder:
         # Rows that `live_rows` reads, and when the folder had last changed by then.
         self._opened: dict[str, Row] = {}
         self._opened_at = 0
+        self._odd: set[str] = set()  # rows that the log has told of
         try:
             Path(path).mkdir(mode=0o700, parents=True, exist_ok=True)
         except OSError as error:
@@ -262,13 +267,27 @@ class Folder:
         found: list[Row] = []
         try:
             for name in self._names("row."):
-                with suppress(*_NO_ROW):
-                    found.append(Row(self.descriptor, name))
+                try:
+                    found.append(self._open(name))
+                except FileNotFoundError:
+                    continue
+                except ValueError:
+                    if name not in self._odd:
+                        log.warning("%s/%s is no row; remove it", self.path, name)
+                    self._odd.add(name)
         except BaseException:
             for row in found:
                 row.close()
             raise
         return found
+
+    def _open(self, name: str) -> Row:
+        row = Row(self.descriptor, name)
+        if name == f"row.{row.words[IDENT]:x}":
+            return row
+        kind = OSError if row.alive else ValueError  # who knows what a live one holds?
+        row.close()
+        raise kind(f"{name} is no row, and locked; end the process that has locked it")
 
     def live_rows(self) -> list[Row]:
         """Return the rows of workers that live, to be read and not to be kept.
@@ -302,7 +321,7 @@ class Folder:
         for name in names:
             if name not in self._opened:
                 with suppress(*_NO_ROW):
-                    self._opened[name] = Row(self.descriptor, name)
+                    self._opened[name] = self._open(name)
         # Another change in the same tick of the file system would look like none.
         if abs(time.time_ns() - changed) > _TICK_NS:
             self._opened_at = changed
@@ -324,7 +343,7 @@ class Folder:
         A worker that has not locked its row yet makes another one.
         """
         for name in self._names("new."):
-            with suppress(FileNotFoundError):
+            with suppress(OSError):  # it is gone, or no file
                 found = os.open(name, os.O_RDWR | os.O_CLOEXEC, dir_fd=self.descriptor)
                 try:
                     if not _is_locked(found):
@@ -385,7 +404,8 @@ class Folder:
         self._unlink(f"sock.{ident:x}.{epoch}")
 
     def _epochs(self) -> list[int]:
-        return [int(name.partition(".")[2]) for name in self._names("leader.")]
+        names = [each.partition(".")[2] for each in self._names("leader.")]
+        return [int(each) for each in names if each.isdecimal() and len(each) < 19]
 
     def _names(self, prefix: str) -> list[str]:
         # By a path: listing a descriptor moves an offset that other threads share, and

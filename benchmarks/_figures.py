@@ -1,4 +1,4 @@
-"""Result files of experiments, and a description of the machine."""
+"""Result files of experiments, how figures are shown, and what machine they are of."""
 
 from __future__ import annotations
 
@@ -6,6 +6,8 @@ import json
 import os
 import platform
 import re
+import statistics
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -37,3 +39,28 @@ def write(file: Path | None, found: dict[str, Any]) -> None:
     fresh = file.with_suffix(".new")
     fresh.write_text(text + "\n")
     fresh.replace(file)
+
+
+def missing(
+    rows: Sequence[dict[str, Any]], repeat: int
+) -> Iterator[tuple[dict[str, Any], int]]:
+    """Yield the missing runs of all rows, alternating between them."""
+    for turn in range(repeat):
+        for row in rows:
+            if all(run["turn"] != turn for run in row["runs"]):
+                yield row, turn
+
+
+def spread(values: Sequence[float], digits: int = 0) -> str:
+    """Return the median with the minimum and the maximum."""
+    low, middle, high = min(values), statistics.median(values), max(values)
+    return f"{middle:.{digits}f} ({low:.{digits}f}-{high:.{digits}f})"
+
+
+def goal(
+    what: str, value: float, *, least: float = 0.0, most: float = float("inf")
+) -> str:
+    """Return a line that says whether a figure reaches its goal."""
+    verdict = "reached" if least <= value <= most else "MISSED"
+    limit = f"at least {least:g}" if least else f"at most {most:g}"
+    return f"{what}: {value:.3f}, {limit}: {verdict}"

@@ -48,7 +48,7 @@ def memory(found: dict[str, Any]) -> str:
     panels = [
         _over_time(series["halves"]),
         _halves(series["halves"]),
-        _gates(series["gates"]),
+        _gates(series["processing"]),
         _clients(series["clients"], found["budget"]["clients"]),
     ]
     parts = [part for panel in panels for part in panel.parts]

@@ -1,18 +1,20 @@
 """Peak memory of a multimodal server: with a gate, with early freeing, with both.
 
-    python benchmarks/memory.py [--quick] [--repeat 5] [--only halves|gates|clients]
+    python benchmarks/memory.py [--quick] [--repeat 5] [--only SERIES]
           [--json FILE] [--resume]
 
 Runs the bundled server with its simulated engine, whose buffers are real, and requests
 streams about images. Each run measures the peak memory of both processes and requests
-per second. There are three series:
+per second. The series:
 
 * halves: payloads kept by both processes until the end of their stream, as in a frame
   or dict that is not cleaned up; freed by the API process only; by the engine only; by
   both; behind a gate over bytes with neither and with both. The streams are long: none
   ends before the last has begun. Payloads are sent over the socket.
-* gates: off, 1, 2, 4 and 8 payloads wide, and over bytes. Both processes free payloads,
-  the answers are short, and payloads are in shared memory, as in the next series.
+* processing, engine: a gate that is off, 1, 2, 4 and 8 payloads wide, and over bytes,
+  where the API process limits the throughput and where the engine does. Both processes
+  free payloads, the answers are short, and payloads are in shared memory, as in the
+  next series.
 * clients: 16 to 512 of them behind one gate over bytes. The engine stalls at first,
   until as many payloads are queued as the gate admits, and then holds its copy of each
   for longer than a memory sample takes.
@@ -29,13 +31,12 @@ import asyncio
 import json
 import sys
 import time
-from collections.abc import Iterator
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from _client import Server, about_picture, ask, unwind_when_terminated
-from _figures import RESULTS, machine, write
+from _figures import RESULTS, machine, missing, write
 from _memory_of import Watch
 from memory_report import failed, goals, table
 from memory_rig import Case, argv
@@ -79,6 +80,11 @@ def cases() -> dict[str, list[Case]]:
     """Return all series."""
     long = Case(name="", together=True, tokens=30_000, prefill=0.01, step=0.015)
     short = Case(name="", prefill=0.02, arena=2**30, stall=1.0)
+    gates = [
+        replace(short, name="off"),
+        *(replace(short, name=str(n), slots=n) for n in (1, 2, 4, 8)),
+        replace(short, name="512 MiB", bytes=BUDGET),
+    ]
     many = replace(
         short,
         pixels=2_800_000,
@@ -96,11 +102,8 @@ def cases() -> dict[str, list[Case]]:
             replace(long, name="gate only", bytes=BUDGET, api=False, engine=False),
             replace(long, name="both free, gate", bytes=BUDGET),
         ],
-        "gates": [
-            replace(short, name="off"),
-            *(replace(short, name=str(n), slots=n) for n in (1, 2, 4, 8)),
-            replace(short, name="512 MiB", bytes=BUDGET),
-        ],
+        "processing": gates,
+        "engine": [replace(case, prefill=0.2) for case in gates],
         "clients": [replace(many, name=str(n), clients=n) for n in (16, 64, 256, 512)],
     }
 
@@ -145,65 +148,33 @@ async def measure(case: Case, turn: int) -> Run:
     )
 
 
-class Results:
-    """The runs so far, in a file that is complete after each of them.
+def resumed(series: dict[str, Any], before: dict[str, Any]) -> None:
+    """Take over the runs of those cases that were measured before."""
+    for name, rows in series.items():
+        for row in rows:
+            for old in before.get(name, []):
+                if old["case"] == row["case"]:
+                    row["runs"] = old["runs"]
 
-    Args:
-        file: The results file; ``None`` keeps them in memory.
-        series: The cases to measure.
-        resume: Whether to start with the contents of the file.
+
+def run_all(found: dict[str, Any], file: Path | None, repeat: int) -> None:
+    """Run what is missing; the file is complete after each run.
+
+    Only the first run of a case keeps its time series.
     """
-
-    def __init__(
-        self, file: Path | None, series: dict[str, list[Case]], *, resume: bool
-    ) -> None:
-        self._file = file
-        self.found: dict[str, Any] = {
-            "machine": machine(),
-            "budget": {"halves": BUDGET, "gates": BUDGET, "clients": LARGE_BUDGET},
-            "series": {
-                name: [{"case": asdict(case), "runs": []} for case in found]
-                for name, found in series.items()
-            },
-        }
-        if resume and file is not None and file.exists():
-            self._load(json.loads(file.read_text()))
-
-    def _load(self, before: dict[str, Any]) -> None:
-        for name, rows in self.found["series"].items():
-            for row in rows:
-                for old in before["series"].get(name, []):
-                    if old["case"] == row["case"]:
-                        row["runs"] = old["runs"]
-
-    def missing(self, repeat: int) -> Iterator[tuple[str, dict[str, Any], int]]:
-        """Yield series, row and repetition of each missing run, alternating."""
-        for turn in range(repeat):
-            for name, rows in self.found["series"].items():
-                for row in rows:
-                    if all(run["turn"] != turn for run in row["runs"]):
-                        yield name, row, turn
-
-    def add(self, row: dict[str, Any], run: Run) -> None:
-        """Store one run; only the first one keeps its time series."""
-        entry = asdict(run)
-        if run.turn:
-            del entry["series"]
-        row["runs"].append(entry)
-        write(self._file, self.found)
-
-
-def run_all(results: Results, repeat: int) -> None:
-    """Run what is missing, with a progress bar."""
-    todo = list(results.missing(repeat))
+    rows = [row for rows in found["series"].values() for row in rows]
+    todo = list(missing(rows, repeat))
     with Progress(console=Console(stderr=True)) as progress:
         bar = progress.add_task("", total=len(todo))
-        for name, row, turn in todo:
+        for row, turn in todo:
             case = Case(**row["case"])
-            progress.update(bar, description=f"{name}: {case.name}, {turn + 1}")
-            results.add(row, asyncio.run(measure(case, turn)))
+            progress.update(bar, description=f"{case.name}, {turn + 1}")
+            run = asdict(asyncio.run(measure(case, turn)))
+            if turn:
+                del run["series"]
+            row["runs"].append(run)
+            write(file, found)
             progress.advance(bar)
-        progress.update(bar, description="")
 
 
 def main() -> None:
@@ -211,7 +182,7 @@ def main() -> None:
     unwind_when_terminated()
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--repeat", type=int, default=5)
-    parser.add_argument("--only", choices=("halves", "gates", "clients"))
+    parser.add_argument("--only", choices=cases())
     parser.add_argument("--quick", action="store_true", help="a minute, to try it out")
     parser.add_argument("--resume", action="store_true")
     parser.add_argument("--json", type=Path, help="by default, that of the picture")
@@ -221,15 +192,24 @@ def main() -> None:
     series = quick(cases()) if options.quick else cases()
     if options.only:
         series = {options.only: series[options.only]}
-    results = Results(options.json, series, resume=options.resume)
-    run_all(results, 1 if options.quick else options.repeat)
-    out = Console(width=100)
-    for name, rows in results.found["series"].items():
+    found: dict[str, Any] = {
+        "machine": machine(),
+        "budget": dict.fromkeys(series, BUDGET) | {"clients": LARGE_BUDGET},
+        "series": {
+            name: [{"case": asdict(case), "runs": []} for case in rows]
+            for name, rows in series.items()
+        },
+    }
+    if options.resume and options.json is not None and options.json.exists():
+        resumed(found["series"], json.loads(options.json.read_text())["series"])
+    run_all(found, options.json, 1 if options.quick else options.repeat)
+    out = Console(width=120)
+    for name, rows in found["series"].items():
         out.print(table(name, rows))
     if not options.quick:
-        for line in goals(results.found):
+        for line in goals(found):
             out.print(line)
-    if failed(results.found):
+    if failed(found):
         sys.exit("some requests got no whole answer")
 
 

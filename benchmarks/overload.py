@@ -19,13 +19,12 @@ import argparse
 import asyncio
 import json
 import sys
-from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 from _client import Server, unwind_when_terminated
-from _figures import RESULTS, machine, write
+from _figures import RESULTS, machine, missing, write
 from overload_report import goals, quantile, table
 from overload_rig import BATCH, DEADLINE, STEP, TOKENS, WAYS, argv
 from rich.console import Console
@@ -117,14 +116,6 @@ async def measure(way: str, rate: float, seconds: float, turn: int) -> Run:
 def rows() -> list[dict[str, Any]]:
     """Return all cases, without runs."""
     return [{"way": way, "load": load, "runs": []} for load in LOADS for way in WAYS]
-
-
-def missing(found: list[dict[str, Any]], repeat: int) -> Iterator[tuple[Any, int]]:
-    """Yield the missing runs, alternating between the cases."""
-    for turn in range(repeat):
-        for row in found:
-            if all(run["turn"] != turn for run in row["runs"]):
-                yield row, turn
 
 
 def main() -> None:

@@ -6,6 +6,7 @@ import statistics
 from collections.abc import Iterator, Sequence
 from typing import Any
 
+from _figures import goal, spread
 from rich.box import SIMPLE
 from rich.table import Table
 
@@ -68,9 +69,7 @@ def _spread(row: Row, name: str) -> str:
     if not values:
         return "-"
     digits = {"load": 2, "goodput": 0, "refused": 0, "late": 0, "p99": 0}.get(name, 1)
-    low, high = min(values), max(values)
-    middle = statistics.median(values)
-    return f"{middle:.{digits}f} ({low:.{digits}f}-{high:.{digits}f})"
+    return spread(values, digits)
 
 
 def goals(found: dict[str, Any]) -> Iterator[str]:
@@ -80,18 +79,10 @@ def goals(found: dict[str, Any]) -> Iterator[str]:
         return
     most = max(median(row, "goodput") for row in gate.values())
     share = median(gate[10.0], "goodput") / most
-    yield _goal("goodput at 10 times, of the peak", share, least=0.95)
+    yield goal("goodput at 10 times, of the peak", share, least=0.95)
     times = median(gate[10.0], "p99") / median(gate[1.0], "p99")
-    yield _goal("p99 of answers at 10 times, over that at once", times, most=1.3)
+    yield goal("p99 of answers at 10 times, over that at once", times, most=1.3)
     for name, whose in (("refusal_p99", ""), ("served_p99", ", without its clients'")):
         if slowest := figures(gate[10.0], name):
             what = f"p99 of refusals at 10 times{whose}, ms"
-            yield _goal(what, statistics.median(slowest), most=5.0)
-
-
-def _goal(
-    what: str, value: float, *, least: float = 0.0, most: float = float("inf")
-) -> str:
-    verdict = "reached" if least <= value <= most else "MISSED"
-    limit = f"at least {least:g}" if least else f"at most {most:g}"
-    return f"{what}: {value:.3f}, {limit}: {verdict}"
+            yield goal(what, statistics.median(slowest), most=5.0)

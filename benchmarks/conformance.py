@@ -32,6 +32,7 @@ from typing import Any
 import lmdeploy_without_engine
 import sglang_without_engine
 import vllm_platform
+from _client import unwind_when_terminated
 from howto import how_to
 from pace import PAUSE, work
 from ports import free_port
@@ -311,6 +312,7 @@ def compare() -> None:
 
 def main() -> None:
     """Check servers, be one, or write the page."""
+    unwind_when_terminated()
     parser = argparse.ArgumentParser(description="`lifecycle check` on real servers.")
     parser.add_argument("--servers", nargs="+", choices=SERVERS, default=list(SERVERS))
     parser.add_argument("--compare", action="store_true")

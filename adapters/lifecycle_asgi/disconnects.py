@@ -357,8 +357,11 @@ def _notify_of(number: int, nbytes: int) -> int:
     whose segments nobody reads waits 40 ms for each delayed acknowledgement, and its
     end arrives behind them (``__tcp_ack_snd_check`` of Linux).
     """
-    # Without a descriptor of its own, for which there may be no number left.
-    same = socket.socket(fileno=number)
+    try:
+        # Without a descriptor of its own, for which there may be no number left.
+        same = socket.socket(fileno=number)
+    except OSError:  # it was closed by other means than its transport
+        return 0
     try:
         same.setsockopt(socket.SOL_SOCKET, socket.SO_RCVLOWAT, nbytes)
         # This look tells a client that has filled the buffer of the larger one. By

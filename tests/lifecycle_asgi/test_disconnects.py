@@ -228,6 +228,19 @@ async def test_server_hears_of_single_bytes_after_the_watch() -> None:
         assert peers.server.recv(BODY) == bytes(10)
 
 
+async def test_watch_ends_without_an_error_on_a_closed_descriptor() -> None:
+    """Somebody else may close it, whatever its transport says."""
+    watcher = DisconnectWatcher(64 * MIB)
+    with Peers(unread=10) as peers:
+        watch = peers.watch(watcher)
+        assert watch is not None
+        assert watch.room
+        os.close(peers.server.fileno())
+        watch.cancel()
+        peers.server.detach()
+        assert watcher.probe() == 0  # it watches nothing
+
+
 async def test_half_closed_client_has_not_left() -> None:
     """Where the server answers those, an end is none; a reset is."""
     watcher = DisconnectWatcher(64 * MIB)

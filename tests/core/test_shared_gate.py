@@ -275,7 +275,7 @@ async def test_settles_in_both_directions(workers, role) -> None:
         lease = await gate.admit(bytes=90)
         await queue.come(gate, "next", bytes=40)
         lease.settle(bytes=60)
-        assert lease.bytes == 60
+        await until(lambda: lease.bytes == 60)  # at once, or by the thread of the gate
         await queue.got_in("next")
         queue.leave("next")
         lease.settle(bytes=130)
@@ -482,6 +482,8 @@ async def test_tells_its_observer(workers, role) -> None:
         await until(lambda: gate.statistics().waiting)
         scope.cancel()
     lease.release()
+    # What came while the gate's thread was at work is told with the next call.
+    await until(lambda: a_free(gate))
     kinds = [type(each) for each in seen.events]
     assert kinds == [
         LeaseGranted,
@@ -490,7 +492,27 @@ async def test_tells_its_observer(workers, role) -> None:
         AdmissionCancelled,
         LeaseReleased,
     ]
+
+
+async def test_tells_with_the_next_call_what_came_during_a_change(workers) -> None:
+    """A release while the gate's thread holds the lock waits for neither; it is told."""
+    seen = RecordingObserver()
+    gate = workers(slots=1, observer=seen)
+    lease = await gate.admit()
+    locked, go_on = threading.Event(), threading.Event()
+
+    def hold() -> None:
+        with gate._member.locked():
+            locked.set()
+            assert go_on.wait(60)
+
+    gate._member.loop.call(hold)
+    assert locked.wait(60)
+    lease.release()
+    assert [type(each) for each in seen.events] == [LeaseGranted]
+    go_on.set()
     await until(lambda: a_free(gate))
+    assert [type(each) for each in seen.events] == [LeaseGranted, LeaseReleased]
 
 
 async def test_admits_all_in_shadow(workers) -> None:

@@ -10,7 +10,7 @@ import threading
 
 import anyio
 import pytest
-from shared_kit import Process, Workers, wait_until
+from shared_kit import Process, Workers, leads, wait_until
 
 from lifecycle import GateClosed, GateFull
 
@@ -66,6 +66,7 @@ def test_goes_on_beside_a_foreign_file(workers, kind, caplog) -> None:
     admit_soon(first).release()
     admit_soon(second).release()
     first.close()
+    wait_until(lambda: leads(second))
     admit_soon(second).release()
     assert second.statistics().admitted == second.statistics().released == 3
     told = [each.getMessage() for each in caplog.records]

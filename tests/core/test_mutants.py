@@ -21,7 +21,8 @@ HERE: Final = Path(__file__).parent
 PACKAGE: Final = Path(lifecycle.__file__).parent
 TESTED_BY: Final = (
     *("regressions", "error_inputs"),
-    *("shared_fence", "shared_gate", "shared_processes", "shared_rows"),
+    *("shared_fence", "shared_folder", "shared_gate", "shared_processes"),
+    "shared_rows",
 )
 # A mutant may hang where the code does not.
 _HANGS: Final = 600.0

@@ -167,3 +167,31 @@ def test_refuses_where_its_folder_was_removed_until_it_is_restarted(
     admit_soon(late).release()
     with pytest.raises(GateClosed):
         joined.try_admit()
+
+
+@pytest.mark.parametrize("whose", ["leader", "follower"])
+@pytest.mark.parametrize("how", ["removed", "replaced"])
+def test_ends_a_worker_whose_row_was_removed(workers, caplog, whose, how) -> None:
+    """Nobody would count what it holds; the other worker goes on."""
+    first = workers(slots=2)
+    admit_soon(first).release()
+    (row,) = workers.folder.glob("row.*")
+    second = workers(slots=2)
+    admit_soon(second).release()
+    ended, other = first, second
+    if whose == "follower":
+        (row,) = set(workers.folder.glob("row.*")) - {row}
+        ended, other = second, first
+    lease = admit_soon(ended)
+    if how == "replaced":
+        shutil.copy(row, row.with_name("copy"))
+        row.with_name("copy").replace(row)
+    else:
+        row.unlink()
+    wait_until(lambda: f"lost {row}, which was removed or replaced" in caplog.text)
+    with pytest.raises(GateClosed, match=r"row\..* was removed or replaced; restart"):
+        ended.try_admit()
+    wait_until(lambda: leads(other))
+    admit_soon(other).release()
+    lease.release()
+    wait_until(lambda: not lease.held)

@@ -654,7 +654,7 @@ async def test_admits_no_more_when_its_folder_is_gone(workers) -> None:
         with pytest.raises(GateClosed, match="removed"):
             await gate.admit()
     lease.release()
-    assert not lease.held
+    await until(lambda: not lease.held)
 
 
 async def test_refuses_after_an_error_in_its_thread(workers, monkeypatch) -> None:

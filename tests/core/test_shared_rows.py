@@ -411,12 +411,16 @@ def test_has_room_for_each_word_of_a_row(folder) -> None:
 
 def test_is_in_place_where_nobody_can_tell(folder, monkeypatch) -> None:
     """An error that says nothing of the folder does not say that it is gone."""
+    row = folder.join()
 
-    def fail(self):
+    def fail(*args, **options):
         raise PermissionError(13, "Permission denied")
 
     monkeypatch.setattr(Path, "lstat", fail)
     assert folder.in_place
+    monkeypatch.setattr(os, "lstat", fail)
+    assert not folder.lost(row)
+    row.close()
 
 
 def test_reads_the_rows_it_knows_without_descriptors(folder, monkeypatch) -> None:

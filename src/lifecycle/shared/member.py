@@ -379,13 +379,12 @@ class Member:
         return max(min(until - now, leader.turn(now)), 0.0)
 
     def _tick(self) -> None:
-        if not self.folder.in_place:
-            # A new worker would find another folder, and get another gate.
+        if lost := self.folder.lost(self.row):
+            # A new worker would get another gate, or nobody knows what this one holds.
             self._ended = True
             self._step_down()
-            what = f"lost {self.folder.path}, which was removed or replaced"
             how = "restart all workers; keep it where nothing cleans up, as in /run"
-            self._cut_off(f"{what}; {how}")
+            self._cut_off(f"lost {lost}, which was removed or replaced; {how}")
         elif self.folder.has_epoch(self.epoch + 1):
             self._seek_anew(self.epoch)
         elif self._followed is not None and not self._seeks:

@@ -95,17 +95,18 @@ class Row:
 
     Attributes:
         words: Its words.
+        inode: Of its file.
     """
 
     def __init__(
         self, folder: int, name: str, *, make: Callable[[int], object] | None = None
     ) -> None:
-        flags = os.O_CREAT | os.O_EXCL if make else 0
-        flags |= os.O_RDWR | os.O_CLOEXEC
+        flags = os.O_RDWR | os.O_CLOEXEC | (os.O_CREAT | os.O_EXCL if make else 0)
         if not make and not stat.S_ISREG(os.lstat(name, dir_fd=folder).st_mode):
             raise ValueError(f"{name} is no regular file")
         self._lock = os.open(name, flags, 0o600, dir_fd=folder)
         try:
+            self.inode = os.fstat(self._lock).st_ino
             if make:
                 # Written, and not only made long: on a full file system the first
                 # store into a hole of a mapping would kill the process.
@@ -222,6 +223,17 @@ class Folder:
         except OSError:  # nobody can tell now
             return True
         return (found.st_dev, found.st_ino) == self._is
+
+    def lost(self, row: Row) -> str:
+        """Return what was removed or replaced: this folder, *row* in it, or nothing."""
+        if not self.in_place:
+            return self.path
+        name = f"row.{row.words[IDENT]:x}"
+        try:
+            there = os.lstat(name, dir_fd=self.descriptor).st_ino == row.inode
+        except OSError as error:  # others say nothing of the row
+            there = not isinstance(error, FileNotFoundError)
+        return "" if there else f"{self.path}/{name}"
 
     def join(self) -> Row:
         """Make a row for this worker, locked for its life."""

@@ -52,6 +52,8 @@ MOST_SILENT_SECONDS = 1800.0
 SECONDS_BETWEEN_LINES = 60.0
 # Apart, so that tests which walk the heap do not find torch and eight frameworks there.
 PURE = ("tests/core", "tests/sim", "tests/others")
+# Of these, without coverage, which makes schedules ten times as slow.
+SCHEDULES = ("tests/sim/test_world.py", "tests/sim/test_shared_schedules.py")
 COVERAGE = ("--cov=lifecycle", "--cov-report=term-missing:skip-covered")
 # What mypy and flake8-async are strict with.
 PRODUCT = ("src/", "adapters/", "tools/", "examples/")
@@ -157,9 +159,14 @@ def quick() -> tuple[tuple[Part, ...], ...]:
 def before_push() -> tuple[tuple[Part, ...], ...]:
     """Return what `make test` checks: all but what takes long, and the wheel."""
     others = (f"--ignore={each}" for each in PURE)
+    covered = [*COVERAGE, "--cov-fail-under=100", *PURE]
+    covered += [f"--ignore={each}" for each in SCHEDULES]
     return (
         (lint(), make("types"), make("docs")),
-        (tests("core", "not slow", *COVERAGE, "--cov-fail-under=100", *PURE),),
+        (
+            tests("core", "not slow", *covered),
+            tests("schedules", "not slow", *SCHEDULES),
+        ),
         (tests("others", "not slow", "tests", *others),),
     )
 

@@ -390,6 +390,24 @@ async def left_alone(make: Callable[..., Any], last: int = 1) -> Notes:
     return alone.notes
 
 
+async def cancelled_while_it_closes(
+    make: Callable[..., Any], cancel: Callable[[Reader], Awaitable[None]]
+) -> tuple[BaseException | None, Reader]:
+    """How the reader ended, and itself.
+
+    A deadline is noticed a turn later, when a busy machine may have closed the stream
+    already: then another one is cancelled.
+    """
+    async with asyncio.timeout(60):
+        while True:
+            reader = Reader(make, 1)
+            await reader.closing.wait()
+            await cancel(reader)
+            ended = await reader.end()
+            if cancel is not time_out or reader.limit.expired():
+                return ended, reader
+
+
 @pytest.mark.parametrize(
     ("cancel", "ends", "counted"), CANCELLERS, ids=lambda a: getattr(a, "__name__", a)
 )
@@ -403,11 +421,8 @@ async def test_closes_as_if_left_alone(
         return source_of(closing, notes, begun)
 
     expected = await left_alone(make)
-    reader = Reader(make, 1)
-    async with asyncio.timeout(30):
-        await reader.closing.wait()
-        await cancel(reader)
-    assert type(await reader.end()) is ends
+    ended, reader = await cancelled_while_it_closes(make, cancel)
+    assert type(ended) is ends, reader.limit
     assert reader.notes == expected
     assert expected[-1] == "end"
     assert reader.counted == reader.asked + counted

@@ -32,7 +32,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 from shared_world import Broken, World
 
 # Schedules that a process runs before it reports: a second or two.
-CHUNK = 50
+CHUNK = 20
 # Chunks that a process runs.
 ROUND = 20
 

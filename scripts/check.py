@@ -162,8 +162,8 @@ def before_push() -> tuple[tuple[Part, ...], ...]:
     covered = [*COVERAGE, "--cov-fail-under=100", *PURE]
     covered += [f"--ignore={each}" for each in SCHEDULES]
     return (
-        (lint(), make("types"), make("docs")),
         (
+            *(lint(), make("types"), make("docs")),
             tests("core", "not slow", *covered),
             tests("schedules", "not slow", *SCHEDULES),
         ),

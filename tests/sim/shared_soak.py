@@ -31,10 +31,10 @@ sys.path.insert(0, str(Path(__file__).parent))
 
 from shared_world import Broken, World
 
-# Schedules that a process runs before it reports: a second or two.
+# Schedules that a process runs before it reports: less than a second.
 CHUNK = 20
 # Chunks that a process runs.
-ROUND = 20
+ROUND = 50
 
 
 @dataclass(frozen=True, slots=True)

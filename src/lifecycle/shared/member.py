@@ -383,7 +383,7 @@ class Member:
             # A new worker would get another gate, or nobody knows what this one holds.
             self._ended = True
             self._step_down()
-            how = "restart all workers; keep it where nothing cleans up, as in /run"
+            how = "restart all that say so; keep it where nothing cleans up, as in /run"
             self._cut_off(f"lost {lost}, which was removed or replaced; {how}")
         elif self.folder.has_epoch(self.epoch + 1):
             self._seek_anew(self.epoch)

@@ -86,9 +86,10 @@ class Mutant:
             )
         except subprocess.TimeoutExpired:
             return "it hung"
-        assert done.returncode in (0, 1), done.stdout[-2000:] + done.stderr[-2000:]
         failed = [it for it in done.stdout.splitlines() if it.startswith("FAILED")]
-        return failed[0] if done.returncode else ""
+        output = done.stdout[-2000:] + done.stderr[-2000:]
+        assert done.returncode == bool(failed), output
+        return failed[0] if failed else ""
 
 
 MUTANTS: Final = [

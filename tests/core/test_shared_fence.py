@@ -295,6 +295,22 @@ async def test_takes_over_while_a_capacity_is_written(workers, monkeypatch) -> N
         (await each.admit()).release()
 
 
+async def test_leads_with_a_capacity_set_as_it_is_elected(workers, monkeypatch) -> None:
+    """A capacity that comes while a new leader makes its gate is that gate's as well."""
+    a, b = workers.two(slots=1)
+    make = b._member._engine
+
+    def make_late(capacity):
+        b.resize(slots=2)
+        return make(capacity)
+
+    monkeypatch.setattr(b._member, "_engine", make_late)
+    a.close()
+    await until(lambda: leads(b))
+    with b.try_admit(), b.try_admit(), pytest.raises(GateFull):
+        b.try_admit()
+
+
 async def test_lets_one_of_two_candidates_lead(workers, monkeypatch) -> None:
     """Who comes second in an election follows who came first."""
     a, b = workers.two(slots=1)

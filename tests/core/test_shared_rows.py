@@ -206,6 +206,18 @@ def test_finds_a_row_by_its_name(folder) -> None:
     row.close()
 
 
+def test_is_found_again_if_its_remover_dies(folder, monkeypatch) -> None:
+    """Who dies while it removes a dead worker leaves the row, by which others go on."""
+    row = folder.join()
+    sock = Path(folder.socket_path(row.words[IDENT], 1))
+    sock.touch()
+    removed = []
+    monkeypatch.setattr(os, "unlink", lambda name, **_: removed.append(name))
+    folder.remove(row)
+    assert removed == [sock.name, f"row.{row.words[IDENT]:x}"]
+    row.close()
+
+
 def test_lists_all_names_in_two_threads(folder) -> None:
     """Two that list the folder at once both see everything: no offset is shared."""
     rows = [folder.join() for _ in range(100)]

@@ -10,6 +10,7 @@ schedule failed.
 from __future__ import annotations
 
 import argparse
+import ctypes
 import gc
 import json
 import logging
@@ -54,6 +55,11 @@ class Verdict:
     broken: bool = False
 
 
+def die_with_parent() -> None:
+    """Leave nothing behind that runs, whatever kills the soak."""
+    ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
+
+
 def work(first: int, count: int, until: float, folder: str) -> Verdict:
     """Run schedules, as long as there is time."""
     gc.disable()  # nothing here is to be found by the collector
@@ -87,7 +93,9 @@ def every(
         batch = firsts[at : at + ROUND * processes]
         counts = [min(CHUNK, first + count - each) for each in batch]
         # Others each time: what a killed worker had open is closed with its process.
-        with ProcessPoolExecutor(processes, get_context("spawn")) as pool:
+        with ProcessPoolExecutor(
+            processes, get_context("spawn"), die_with_parent
+        ) as pool:
             yield from pool.map(work, batch, counts, repeat(until), repeat(folder))
 
 

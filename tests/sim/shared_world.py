@@ -34,6 +34,8 @@ from shared_worker import (
 SLOTS, BYTES = rows.SLOTS, rows.BYTES
 # Virtual seconds, and steps, within which all is well once nothing goes wrong.
 CALM_S, CALM_STEPS = 30.0, 100_000
+# Statements within which a thread waits for something. Most take some hundreds.
+MOST_STATEMENTS = 100_000
 
 
 class Broken(AssertionError):
@@ -172,12 +174,11 @@ class World:
 
     def _run(self, thread: Thread) -> None:
         rng, process = self.rng, thread.process
-        most = 1_000_000
+        most = MOST_STATEMENTS
         if rng.random() < self._interrupts:
             most = rng.choice((rng.randint(1, 8), int(rng.expovariate(1 / 40))))
         which = process.threads.index(thread)
-        interrupted = self.host.run(thread, most)
-        self._check()
+        interrupted = self._step(thread, most)
         self.trail.append(("run", process.number, ("app", "loop")[which], most))
         if interrupted and rng.random() < self._strikes:
             worker = self.workers[process.number]
@@ -185,6 +186,14 @@ class World:
                 self._kill(worker)
             else:
                 self._stop(worker)
+
+    def _step(self, thread: Thread, most: int = MOST_STATEMENTS) -> bool:
+        """Let a thread run until it waits, or is interrupted: return whether it is."""
+        interrupted = self.host.run(thread, most)
+        self._check()
+        if interrupted and most == MOST_STATEMENTS:
+            raise Broken(f"a thread runs on and on: {self._state()}")
+        return interrupted
 
     def _pass_time(self) -> None:
         now, live = self.host.now, self.live
@@ -348,8 +357,7 @@ class World:
 
     def _ask_now(self, worker: Worker, slots: int) -> tuple[Lease, Request]:
         self._job(worker, f"ask now {slots}", worker.ask, slots, 0, True, 0)
-        self.host.run(worker.process.threads[0], 1_000_000)
-        self._check()
+        self._step(worker.process.threads[0])
         if worker.jobs:
             raise Broken(f"an application cannot ask: {self._state()}")
         return worker.leases[worker.numbers]
@@ -426,8 +434,7 @@ class World:
         for each in self.live:
             for thread in each.process.threads:
                 if thread.ready:
-                    self.host.run(thread, 1_000_000)
-                    self._check()
+                    self._step(thread)
         for sock in list(self.host.moving):
             sock.deliver(1_000, 0)
         for each in self.live:

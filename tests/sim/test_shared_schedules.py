@@ -37,7 +37,7 @@ def run(*options: object, root: Path | None = None) -> list[str]:
             env={**ENVIRONMENT, **paths},
             capture_output=True,
             text=True,
-            timeout=1200,
+            timeout=900,
             check=False,
         )
     assert done.stdout, done.stderr[-2000:]

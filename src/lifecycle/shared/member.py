@@ -448,9 +448,9 @@ class Member:
         self._sleep(_SETTLED)
         self._lose_leader(own)
         self.row.words[EPOCH] = epoch
-        gate = self._engine(self.capacity)
-        leader = Leader(self, epoch, listener, gate, self._clock)
-        with self.locked():
+        with self.locked():  # or a capacity that is set meanwhile would be missed
+            gate = self._engine(self.capacity)
+            leader = Leader(self, epoch, listener, gate, self._clock)
             self.epoch, self.leader, self._followed = epoch, leader, None
             leader.charge_here()
         leader.take_over(deposed)

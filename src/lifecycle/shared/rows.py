@@ -344,9 +344,9 @@ class Folder:
         self._opened, self._opened_at = {}, 0
 
     def remove(self, row: Row) -> None:
-        """Remove what a dead worker left, but for its links."""
+        """Remove what a dead worker left, but for its links; by its row it is found."""
         ident = row.words[IDENT]
-        for name in [f"row.{ident:x}", *self._names(f"sock.{ident:x}.")]:
+        for name in [*self._names(f"sock.{ident:x}."), f"row.{ident:x}"]:
             self._unlink(name)
 
     def remove_unborn(self) -> None:
